@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cuts import BATCH, MODEL, draw_cuts, draw_problem, on_two_hosts, plan_of, total_ms
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from shapes import with_room
 
@@ -67,6 +67,7 @@ def test_tables_kept_together_are_one_bundle_that_costs_what_they_cost_fused(see
     rows=st.booleans(),
     optimizer=st.sampled_from(["exact_sgd", "rowwise_adagrad"]),
 )
+@example(seed=100, rows=True, optimizer="exact_sgd")  # halves that meet leave no table cut by columns
 def test_the_grids_totals_are_the_prices_of_its_plans(seed, rows, optimizer):
     rng = np.random.default_rng(seed)
     problem = draw_problem(seed, n_tables=6, memory=500_000, optimizer=optimizer)

@@ -62,8 +62,7 @@ class PlacementState:
         self._plans = tuple(np.ogrid[tuple(map(slice, batch))]) if batch else ()
 
         states = np.asarray(keys).reshape(-1, *np.shape(keys)[-2:])  # [states of a batch, N, 2]
-        accounts, of_state = cache.accounts(states)
-        self._account, caches = accounts[0], cache.caches
+        self._account, caches = cache.account, cache.caches
         # Caches have counts of their own, after the phases.
         widened = (0, 0), (0, len(caches))
         fixed = fixed_placements(problem)
@@ -71,17 +70,23 @@ class PlacementState:
         for device, run, shard in ((d, run_of(p.kind, s.table), s) for p in fixed for d, s in shards_on(p)):
             before[device, len(self._account.base) :] += caches.total([(run, shard)], problem)
         self.load = np.tile(before, (*batch, 1, 1))
-        # [..., 1, P + C]: all plans of a state have the same local batch.
-        shape = (len(states), *(1 for _ in batch[1:]), 1, before.shape[1]) if batch else before.shape[1:]
-        self._base = np.pad([a.base for a in accounts], widened)[of_state].reshape(shape)
+
+        def of_plans(of_states: np.ndarray) -> np.ndarray:
+            """[..., *] of each plan, from [states, *]: plans of a state begin with the same local batch."""
+            beyond = of_states.shape[1:]
+            shape = (len(states), *(1 for _ in batch[1:]), *beyond) if batch else beyond
+            return np.broadcast_to(of_states.reshape(shape), (*batch, *beyond)).copy()
+
+        self._cut = of_plans(cache.cut_strips(states))  # [..., K]
         # The ids of a local batch exist once more for each shard but the first of a strip.
-        ids = cache.local_ids[states[..., 0]].sum(1) - cache.local_ids.sum()
-        self._ids = np.zeros(batch) + (ids.reshape(-1, *(1 for _ in batch[1:])) if batch else ids[0])
+        self._ids = of_plans(cache.local_ids[states[..., 0]].sum(1) - cache.local_ids.sum())
         self._coefficients = self._account.coefficients[[self._account.runs[run] for run in cache.kinds]]
         self._known = np.zeros((0, before.shape[1]))  # [R, P + C] vectors of shards
         # Limits of ops, and caches, have no bytes of shards that add up.
         self._always_exact = self._account.phases < before.shape[1]
-        self.free = np.array(held_bytes(problem)) - math.ceil(self._base.max())
+        # Shards that meet may leave a kind without cut tables, which takes more in some phases.
+        most = (self._account.base + (self._cut > 0) @ np.maximum(cache.cut_bytes, 0)).max()
+        self.free = np.array(held_bytes(problem)) - math.ceil(most)
         self.used += before[:, : self._account.phases].max(1).astype(np.int64)
         self._on_host = np.zeros((*batch, n_devices))
 
@@ -99,16 +104,22 @@ class PlacementState:
         # A wider shard shares its rows' optimizer state, so bytes do not simply add up.
         # Shards that meet become one, whose ids of a local batch exist once.
         ids = np.asarray(self._ids)[..., None] - self.cache.local_ids[strips] * (before > 0)
+        joins = (before > 0) & (before + more == self.cache.size[strips])
+        of_kind = self.cache.kind[strips][..., None] == np.arange(self._cut.shape[-1])
+        cut = self._cut[..., None, :] - joins[..., None] * of_kind  # [..., D, K]
         fits = self.used + self.cache.bytes[then] - self.cache.bytes[was] + ids <= self.free
         if not fits.all() or self._always_exact:
             # The sum of peaks was too much, or means nothing: count phase by phase.
             at = np.nonzero(np.ones_like(fits) if self._always_exact else ~fits)
             before, after = (np.broadcast_to(x, fits.shape)[at] for x in (was, then))
-            base, ids = (
-                np.broadcast_to(x, (*fits.shape, x.shape[-1]))[at] for x in (self._base, ids[..., None])
-            )
-            load = self._bytes(self.load[at] + self._vectors(after) - self._vectors(before) + base, ids)
-            fits[at] = (load <= self._account.limits[at[-1]]).all(-1)
+            shard = self._vectors(after) - self._vectors(before)
+            fits[at] = self._within_limits(self.load[at] + shard, cut[at], ids[at], at[-1])
+        for *plan, device in np.argwhere(fits & joins & ((cut == 0) & of_kind).any(-1)):
+            # The kind has no cut tables any more, which changes the local batch of all devices.
+            plan = tuple(plan)
+            others = [d for d, load in enumerate(self.load[plan]) if d != device and load.any()]
+            at = *plan, device
+            fits[at] = self._within_limits(self.load[plan][others], cut[at], ids[at], others).all()
         if memory := self.cache.problem.topology.memory:
             of_host = self._on_host @ self._same_host + self.cache.sums[then, 5] - self.cache.sums[was, 5]
             fits &= of_host <= memory[0].bytes
@@ -119,15 +130,25 @@ class PlacementState:
 
         A device without a shard counts the local batch.
         """
-        load = self._bytes(self.load + self._base, np.asarray(self._ids)[..., None, None])
+        load = self._bytes(self.load, self._cut[..., None, :], np.asarray(self._ids)[..., None])
         return load[..., : self._account.phases].max(-1).astype(np.int64)
 
-    def _bytes(self, load: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        """[..., P] bytes of devices' loads [..., P + C] with ids of a local batch."""
+    def _within_limits(
+        self, load: np.ndarray, cut: np.ndarray, ids: np.ndarray, devices: ArrayLike
+    ) -> np.ndarray:
+        """[...] bool: loads [..., P + C] that these devices may have. Others as in `_bytes`."""
+        return (self._bytes(load, cut, ids) <= self._account.limits[devices]).all(-1)
+
+    def _bytes(self, load: np.ndarray, cut: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        """[..., P] bytes of devices with loads [..., P + C].
+
+        cut: [..., K] number of cut strips of each kind.
+        ids: [...] bytes of ids of a local batch.
+        """
         n_limits, n_phases, caches = len(self._account.base), self._account.phases, self.cache.caches
-        n_bytes = load[..., :n_limits].copy()
+        n_bytes = load[..., :n_limits] + self._account.base + (cut > 0) @ self.cache.cut_bytes
         padding = caches.padding(load[..., n_limits:])[..., None] if len(caches) else 0.0
-        n_bytes[..., :n_phases] = np.rint(n_bytes[..., :n_phases] + ids + padding)
+        n_bytes[..., :n_phases] = np.rint(n_bytes[..., :n_phases] + ids[..., None] + padding)
         return n_bytes
 
     def _vectors(self, number: np.ndarray) -> np.ndarray:
@@ -171,7 +192,10 @@ class PlacementState:
         self.used[here] += cache.bytes[becomes] - cache.bytes[was]
         self.load[here] += self._vectors(becomes) - self._vectors(was)
         self._on_host[here] += cache.sums[becomes, 5] - cache.sums[was, 5]
-        # Shards that meet become one.
+        # Shards that meet become one, and their strip may be whole.
+        kind = *self._plans, cache.kind[strip]
+        self._cut[kind] += (before == cache.size[strip]) & (after > 0) & (after < before)
+        self._cut[kind] -= (after == cache.size[strip]) & (before > 0) & (before < after)
         self._ids -= cache.local_ids[strip] * ((before > 0) & (after > before))
         self._ids += cache.local_ids[strip] * ((after > 0) & (after < before))
         self.outputs[of_kind] += cache.outputs[becomes] - cache.outputs[was]

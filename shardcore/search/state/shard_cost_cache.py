@@ -204,21 +204,29 @@ class ShardCostCache:
         ]
         return run_batches([*searched, *fixed_placements(self.problem)], self.problem)
 
-    def accounts(self, keys: np.ndarray) -> tuple[list[Account], np.ndarray]:
-        """Accounts of memory of states keys [C, N, 2], and [C] the number of each.
+    @cached_property
+    def account(self) -> Account:
+        """Memory of plans in which no table is cut by columns."""
+        return Account.of(self._batches, self.problem)
 
-        They differ by the kinds that have tables cut by columns.
+    @cached_property
+    def cut_bytes(self) -> np.ndarray:
+        """[K, P] bytes that `account.base` has more if some tables of a kind are cut by columns.
+
+        They add up over kinds.
         """
-        is_cut = keys[..., 1] < self.size[keys[..., 0]]
-        kinds = np.arange(len(self.kinds))
-        cut_kinds = (is_cut[..., None] & (self.kind[keys[..., 0]][..., None] == kinds)).any(1)  # [C, K]
-        cuts, number = np.unique(cut_kinds, axis=0, return_inverse=True)
-        accounts = []
-        for cut in cuts:
-            cut_runs = {self.kinds[k] for k in np.flatnonzero(cut)}
-            batches = {run: replace(b, cut=b.cut or run in cut_runs) for run, b in self._batches.items()}
-            accounts.append(Account.of(batches, self.problem))
-        return accounts, number.reshape(-1)
+        of_kinds = [
+            Account.of(self._batches | {run: replace(self._batches[run], cut=True)}, self.problem).base
+            for run in self.kinds
+        ]
+        return np.array(of_kinds) - self.account.base
+
+    def cut_strips(self, keys: np.ndarray) -> np.ndarray:
+        """[C, K] number of strips of each kind that states keys [C, N, 2] cut by columns."""
+        strips, units = keys[..., 0], keys[..., 1]
+        cut = np.zeros((len(keys), len(self)), dtype=bool)
+        cut[np.nonzero(units < self.size[strips])[0], strips[units < self.size[strips]]] = True
+        return cut.astype(np.int64) @ (self.kind[:, None] == np.arange(len(self.kinds)))
 
     def covers(self, shards: Iterable[Shard]) -> bool:
         """Tell if these shards make up exactly the strips of the cache, with sequences cut the same."""
