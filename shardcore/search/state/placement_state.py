@@ -136,7 +136,7 @@ class PlacementState:
         self, load: np.ndarray, cut: np.ndarray, ids: np.ndarray, devices: np.ndarray
     ) -> np.ndarray:
         """[...] bool: loads [..., P + C] that these devices may have. Others as in `_bytes`."""
-        return (self._bytes(load, cut, ids) <= self._account.limits[devices]).all(-1)
+        return np.asarray((self._bytes(load, cut, ids) <= self._account.limits[devices]).all(-1))
 
     def _bytes(self, load: np.ndarray, cut: np.ndarray, ids: np.ndarray) -> np.ndarray:
         """[..., P] bytes of devices with loads [..., P + C].
