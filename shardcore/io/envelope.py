@@ -29,6 +29,7 @@ VERSIONS = {
     "decision": 1,
     "torchrec-plan": 2,
     "dmp-collection": 1,
+    "profile": 1,
 }
 """Version of each schema. No other is read."""
 
