@@ -218,6 +218,7 @@ class _Collection:
     old: the module. sharder: of its type. new: sharding of its tables.
     layouts: of each table, before and after.
     parts: this rank's, before.
+    dense: the optimizer and group of parameters of replicas, before or after, by table.
     """
 
     path: str
@@ -226,6 +227,7 @@ class _Collection:
     new: Mapping[str, ParameterSharding]
     layouts: Mapping[Key, tuple[Layout, Layout]]
     parts: tuple[Part, ...]
+    dense: Mapping[str, tuple[Any, dict[str, Any]]]
 
     @property
     def changed(self) -> list[Key]:
@@ -260,7 +262,7 @@ class _Collection:
             if new.replicas:
                 weight = of_rows.weight_of(module, table)
                 step = _largest(of["steps"].get(self.path, {}).get(table) for of in shared)
-                kind, group = _dense_group(self, optimizer, table)
+                kind, group = self.dense[table]
                 state[weight] = _fresh_state(kind, group, weight, step or 0)
         parts = {
             (p.key, p.rows, p.columns): p
@@ -317,7 +319,7 @@ class _Collection:
             if old.replicas or new.replicas:
                 before = of_rows.weight_of(self.old, table) if old.replicas else None
                 after = of_rows.weight_of(built.module, table) if new.replicas else None
-                group = _dense_group(self, optimizer, table)
+                group = self.dense[table]
                 name = ".".join(filter(None, (self.path, built.prefix, table, "weight")))
                 _replace_parameter(optimizer.given, group, (before, after), name)
                 if after is not None:
@@ -501,15 +503,16 @@ def _collection(
     from torchrec.modules.embedding_configs import data_type_to_dtype
 
     now, settings = module.module_sharding_plan, of_rows.fused_params_of(module)
-    collection = _Collection(path, module, model._sharder_map[type(unsharded_of(module))], new, {}, ())
-    layouts = {}
+    collection = _Collection(path, module, model._sharder_map[type(unsharded_of(module))], new, {}, (), {})
+    layouts, dense, groups = {}, {}, _dense_groups(model, optimizer)
     for config in _configs(module):
         dtype = data_type_to_dtype(config.data_type)
 
         def layout(sharding: ParameterSharding, config: Any = config, dtype: torch.dtype = dtype) -> Layout:
             replicas = sharding.sharding_type == "data_parallel"
             if replicas:
-                states, state = of_rows.dense_states(*_dense_group(collection, optimizer, config.name)), dtype
+                dense[config.name] = _dense_group(collection, config.name, optimizer, groups)
+                states, state = of_rows.dense_states(*dense[config.name]), dtype
             else:
                 fused = settings[config.name].get("optimizer")
                 states, state = of_rows.fused_states(getattr(fused, "name", "EXACT_SGD")), torch.float32
@@ -528,7 +531,7 @@ def _collection(
             if name not in part.tensors
         }
         parts.append(replace(part, tensors=part.tensors | missing))
-    return replace(collection, layouts=layouts, parts=tuple(parts))
+    return replace(collection, layouts=layouts, parts=tuple(parts), dense=dense)
 
 
 def _regions(sharding: ParameterSharding, rows: int, dim: int) -> tuple[Region, ...]:
@@ -655,22 +658,33 @@ def _restore_configs(module: Any, old: Any) -> None:
 # --- optimizers ---------------------------------------------------------------------------------------------
 
 
-def _dense_group(c: _Collection, optimizer: DenseOptimizer, table: str) -> tuple[Any, dict[str, Any]]:
+def _dense_groups(model: nn.Module, optimizer: DenseOptimizer) -> list[tuple[Any, dict[str, Any]]]:
+    """The optimizer and group of parameters that replicas of a job have or would have: one, if that is clear."""
+    replicas = [
+        of_rows.weight_of(module, name)
+        for module in of_rows.collections_of(model).values()
+        for name, sharding in module.module_sharding_plan.items()
+        if sharding.sharding_type == "data_parallel"
+    ]
+    if found := [of for weight in replicas if (of := optimizer.group_of(weight)) is not None]:
+        return found[:1]
+    groups = [(o, group) for o in optimizer.plain for group in o.param_groups]
+    return [of for of in groups if not of[1]["params"]] or groups
+
+
+def _dense_group(
+    c: _Collection, table: str, optimizer: DenseOptimizer, groups: list[tuple[Any, dict[str, Any]]]
+) -> tuple[Any, dict[str, Any]]:
     """The optimizer and group of parameters of a table's replica, now or in the new plan.
 
     Raises ShardCoreError if there is none, or if several could be meant.
     """
-    now = c.old.module_sharding_plan
-    replicas = [name for name, s in now.items() if s.sharding_type == "data_parallel"]
-    # Its own, or that of other replicas.
-    for name in [table] * (table in replicas) + replicas:
-        if (found := optimizer.group_of(of_rows.weight_of(c.old, name))) is not None:
-            return found
-    groups = [(o, group) for o in optimizer.plain for group in o.param_groups]
+    if c.old.module_sharding_plan[table].sharding_type == "data_parallel":
+        groups = [of for of in [optimizer.group_of(of_rows.weight_of(c.old, table))] if of is not None]
     if len(groups) != 1:
         raise ShardCoreError(
-            f"table {table!r} of {c.path!r} is or becomes a replica, and the optimizer given has {len(groups)} groups of "
-            "parameters; it needs an optimizer that has replicas already, or one group"
+            f"table {table!r} of {c.path!r} is or becomes a replica, and {len(groups)} groups of the optimizer's "
+            "parameters may have it; give an optimizer that has replicas, one group in all, or one without parameters"
         )
     return groups[0]
 
