@@ -19,6 +19,7 @@ from shardcore.core.job import Job
 from shardcore.core.topology import Topology
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.core.validation import require, require_type
+from shardcore.cost.known_errors import profile_of
 from shardcore.cost.model import CostModel
 from shardcore.search import DEFAULT_SHARDER, Budget, known, sharder
 from shardcore.step.kinds import LAYOUTS, layout_of, ways
@@ -320,7 +321,8 @@ class ShardCorePlanner:
         beyond = self._model_for(problem).out_of_range(lower(plan, problem))
         notes += [f"extrapolated: {line}" for line in beyond]
         self.problem, self.our_plan = problem, plan
-        self.unpriced = [*unpriced(sharding_plan, used, problem), *notes]
+        has_update = profile_of(self.model) is not None
+        self.unpriced = [*unpriced(sharding_plan, used, problem, has_update), *notes]
         return sharding_plan
 
     def _model_for(self, problem: Problem) -> CostModel:
