@@ -136,7 +136,7 @@ def problem(args: ProblemOptions) -> None:
         if args.precision:
             found = tuple(dataclasses.replace(table, precision=args.precision) for table in found)
         reserved = Constraints(reserved_bytes=default_reserve(topology.devices))
-        name = f"{name}-{args.devices}"
+        name = "-".join(filter(None, (name, topology.hardware, str(args.devices))))
         made = Problem(name, found, topology, args.batch, optimizer, constraints=reserved)
     made = dataclasses.replace(made, job=job, topology=topology)
     files.write_problem(args.out, made)
