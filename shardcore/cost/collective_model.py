@@ -35,11 +35,9 @@ from shardcore.core.links import LEVELS, Level, joins
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import PAYLOADS
 from shardcore.cost.link_counts import link_counts
-from shardcore.cost.model import CommCost
 from shardcore.step.collectives import COLLECTIVES
-from shardcore.step.kinds import CHANNELS, ID_CHANNELS, Channel
+from shardcore.step.kinds import CHANNELS, Channel
 from shardcore.step.scopes import WORLD, groups_of
-from shardcore.step.traffic import channels_of
 
 LATENCY_TERMS = ("once", "messages", "far_rounds", "skew_ms")
 """Terms of the latency.
@@ -163,62 +161,6 @@ def collective_ms(
         own_ms = own_ms + work_before_ms(w, channel, owned)
         forward += in_step(w, channel, "forward") * own_ms
     return forward, backward
-
-
-def step_comm(
-    w: Mapping[str, np.ndarray],
-    traffic: np.ndarray,
-    compute_ms: np.ndarray,
-    topology: Topology,
-    payloads: Mapping[str, str] = FP32,
-) -> CommCost:
-    """Costs [..., D] of a step's collectives. compute_ms: [..., D].
-
-    The forward exchange follows a device's compute and backward transfer. It waits for the last device.
-    A late start costs more than the waiting. That follows from the skew of the compute only,
-    as a backward transfer ends for all devices at about the same time.
-    """
-    compute_ms = np.asarray(compute_ms, dtype=float)
-    input_ms, work_ms, forward, backward = (np.zeros(np.shape(traffic)[1:]) for _ in range(4))
-    for channel, (there, back) in channels_ms(w, traffic, compute_ms, topology, payloads).items():
-        if channel in ID_CHANNELS:
-            input_ms += there
-        else:
-            forward += there
-            backward += back
-    for channel, arriving in zip(channels_of(traffic), traffic, strict=True):
-        if channel in ID_CHANNELS:
-            work_ms += id_work_ms(w, channel, arriving)
-    # Devices meet at the forward exchange only if bytes are exchanged at all.
-    ready = compute_ms + backward
-    # The skew of compute and backward transfers is waited for here.
-    meets = traffic.sum(0).sum(-1, keepdims=True) > 0
-    waiting = np.where(meets & (len(topology) > 1), ready.max(-1, keepdims=True) - ready, 0.0)
-    return CommCost(forward, backward, waiting, input_ms, work_ms)
-
-
-def channels_ms(
-    w: Mapping[str, np.ndarray],
-    traffic: np.ndarray,
-    compute_ms: np.ndarray,
-    topology: Topology,
-    payloads: Mapping[str, str] = FP32,
-) -> dict[Channel, tuple[np.ndarray, np.ndarray]]:
-    """Transfers [..., D] in ms of each channel, forward and backward, all lanes together.
-
-    compute_ms: [..., D].
-    """
-    skew_ms = np.ptp(compute_ms, axis=-1)
-    by_channel: dict[Channel, tuple[np.ndarray, np.ndarray]] = {}
-    for channel, sent_bytes in zip(channels_of(traffic), traffic, strict=True):
-        forward, backward = collective_ms(w, channel, sent_bytes, topology, skew_ms, payloads)
-        # Runs exchange one after another.
-        before = by_channel.get(channel, (0.0, 0.0))
-        by_channel[channel] = before[0] + forward, before[1] + backward
-        if "forward" in channel.row.ways:
-            # A collective synchronises the devices: the next one starts without skew.
-            skew_ms = np.where(np.any(sent_bytes, axis=-1), 0.0, skew_ms)
-    return by_channel
 
 
 def work_before_ms(w: Mapping[str, np.ndarray], channel: Channel, received_bytes: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from shardcore.core.validation import require_type, shown
 from shardcore.cost import collective_model, features, nets, quantiles, ranges, weight_checks
 from shardcore.cost.composite import Composite, composed
 from shardcore.cost.model import CommCost, Compiled
+from shardcore.cost.step_comm import Transfers, channels_ms, step_comm
 from shardcore.io import files, model_files, schema
 from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
@@ -177,7 +179,7 @@ class NeuralModel:
         return collective_model.even_is_least(self.weights, topology, self.setting.backward_payload)
 
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
-        """Costs [..., D] of the collectives, for any number of devices. See collective_model.step_comm.
+        """Costs [..., D] of the collectives, for any number of devices. See step_comm.
 
         A collective that was not measured is priced with the all-to-all's rates.
         Raises ShardCoreError if all-to-alls were not measured and the topology states no links.
@@ -188,18 +190,20 @@ class NeuralModel:
                 f"the cost model for ({self.setting}) has no measured exchanges: give the topology's links (of level "
                 f"{first!r}, and of others that it has), or measure exchanges and train again"
             )
-        return collective_model.step_comm(self.weights, traffic, compute_ms, topology, self._payloads)
+        own_work = partial(collective_model.id_work_ms, self.weights)
+        return step_comm(self._transfers(topology), own_work, traffic, compute_ms, len(topology) > 1)
 
-    @property
-    def _payloads(self) -> Mapping[str, str]:
-        """Payloads by way."""
-        return {"forward": self.setting.forward_payload, "backward": self.setting.backward_payload}
+    def _transfers(self, topology: Topology) -> Transfers:
+        payloads = {"forward": self.setting.forward_payload, "backward": self.setting.backward_payload}
+        return lambda channel, sent_bytes, skew_ms: collective_model.collective_ms(
+            self.weights, channel, sent_bytes, topology, skew_ms, payloads
+        )
 
     def collectives(
         self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology
     ) -> dict[Channel, tuple[np.ndarray, np.ndarray]]:
-        """Transfers of each channel. See collective_model.channels_ms."""
-        return collective_model.channels_ms(self.weights, traffic, compute_ms, topology, self._payloads)
+        """Transfers of each channel. See step_comm.channels_ms."""
+        return channels_ms(self._transfers(topology), traffic, compute_ms)
 
 
 def _with_lookups(shard: Shard, pooling: float) -> Shard:

@@ -42,29 +42,38 @@ RATES: Mapping[str, tuple[str, str]] = {
     "backward_op_us": ("us", "a fused op, backward"),
     "forward_table_us": ("us", "a shard in an op, forward"),
     "backward_table_us": ("us", "a shard in an op, backward"),
-    "forward_lookup_ns": ("ns", "a lookup, forward"),
-    "backward_lookup_ns": ("ns", "a lookup, backward: most of it is sorting"),
+    "forward_lookup_ns": ("ns", "instructions of a lookup, forward"),
+    "backward_lookup_ns": ("ns", "instructions of a lookup, backward"),
+    "sort_lookup_ns": ("ns", "a lookup that is sorted, backward"),
     "weighted_lookup_ns": ("ns", "the weight of a lookup, forward and backward"),
-    "read_gbps": ("GB/s", "rows that are read once"),
-    "repeat_gbps": ("GB/s", "rows that are read again while the L2 cache has them"),
+    "hot_lookup_ns": ("ns", "a lookup of the hottest row, backward"),
+    "hot_lookups": ("lookups", "of one row from which blocks sum it side by side"),
+    "read_gbps": ("GB/s", "rows that are read from memory"),
+    "repeat_gbps": ("GB/s", "rows and gradients that are read again, from L2"),
     "l2_bytes": ("bytes", "L2 cache"),
-    "granule_bytes": ("bytes", "the unit in which memory is read"),
+    "granule_bytes": ("bytes", "unit in which memory is read"),
     "stream_gbps": ("GB/s", "outputs that are written, and gradients that are read"),
     "update_gbps": ("GB/s", "rows and optimizer state that are read and written"),
     "dense_gbps": ("GB/s", "gradients, weights and state of replicas"),
-    "host_op_us": ("us", "an op with rows in host memory"),
+    "host_table_us": ("us", "a shard with rows in host memory"),
     "host_read_gbps": ("GB/s", "rows that are read from host memory without a cache"),
     "host_update_gbps": ("GB/s", "rows and state that are read and written in host memory"),
     "host_cache_gbps": ("GB/s", "rows that a cache fetches and writes back"),
     "bucketize_gbps": ("GB/s", "ids that are put in buckets before they travel"),
     "order_gbps": ("GB/s", "ids that are put in order after they travelled"),
+    "within_host_ramp_bytes": ("bytes", "of a message at which half the ramp is reached, within a host"),
+    "between_hosts_ramp_bytes": ("bytes", "of a message at which half the ramp is reached, between hosts"),
 } | {
-    f"{collective}_{level}_{what}": (unit, f"{collective.replace('_', '-')} {words}: {of}")
+    f"{collective}_{what}": (unit, f"{collective.replace('_', '-')}: {words}")
     for collective in COLLECTIVES
-    for level, words in (("within_host", "within a host"), ("between_hosts", "between hosts"))
-    for what, unit, of in (
-        ("latency_us", "us", "a small message"),
-        ("gbps", "GB/s", "bytes that leave a device"),
+    for what, unit, words in (
+        ("within_host_latency_us", "us", "a small message within a host"),
+        ("within_host_ramp_us", "us", "what large messages take more within a host, whatever their size"),
+        ("within_host_gbps", "GB/s", "a device within a host"),
+        ("between_hosts_latency_us", "us", "a small message between two hosts"),
+        ("between_hosts_ramp_us", "us", "what large messages take more between hosts, whatever their size"),
+        ("between_hosts_gbps", "GB/s", "a device between hosts"),
+        ("round_us", "us", "a further round between hosts"),
     )
 }
 """Unit of each rate of a profile, and words for it."""
