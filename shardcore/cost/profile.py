@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from shardcore.core.validation import (
     MOST_BYTES,
     PATH_NAME,
     is_path_name,
+    path_name_of,
     require,
     require_name,
     require_types,
@@ -147,6 +148,15 @@ class Profile:
         for name, rate in self.rates.items():
             unit = RATES[name][0]
             require(rate.unit == unit, f"{p} has {name} in {rate.unit!r}; it needs {unit!r}")
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hex digits that change whenever the profile does."""
+        return envelope.digest(dataclasses.asdict(self))
+
+    def is_of(self, hardware: str) -> bool:
+        """Tell if it is of a setting's hardware: of its own name, or of a measured device that it is for."""
+        return hardware == self.name or any(path_name_of(part) in hardware for part in self.device_names)
 
     def model(self) -> ProfileModel:
         """Its cost model, for any problem."""

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from shardcore.core.catalog import DENSE_OPTIMIZERS
+from shardcore.core.errors import SettingMismatch
 from shardcore.core.links import LEVELS
 from shardcore.core.tiers import BELOW
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
@@ -54,13 +55,21 @@ class ProfileModel:
             object.__setattr__(self, "setting", Setting(self.profile.name, DEFAULT_BATCH))
 
     def for_problem(self, problem: Problem) -> ProfileModel:
-        """The model of a problem: any batch, optimizer, precision and payload. See model.CostModel."""
-        job = problem.job
+        """The model of a problem: any batch, optimizer, precision and payload. See model.CostModel.
+
+        Raises SettingMismatch for a problem of other hardware.
+        """
+        job, hardware = problem.job, problem.topology.hardware or self.profile.name
+        if not self.profile.is_of(hardware):
+            raise SettingMismatch(
+                f"problem {problem.name!r} is for hardware {hardware!r}, the profile for {self.profile.name!r}; give "
+                "that of the problem's hardware, or change its topology"
+            )
         memory = problem.topology.memory_of(BELOW[0])
         return dataclasses.replace(
             self,
             setting=Setting(
-                self.profile.name,
+                hardware,
                 problem.global_batch,
                 problem.precision,
                 problem.optimizer,

@@ -27,6 +27,7 @@ VERSIONS = {
     "rows-complete": 1,
     "replays": 3,
     "decision": 1,
+    "job": 1,
     "torchrec-plan": 2,
     "dmp-collection": 1,
     "profile": 1,
