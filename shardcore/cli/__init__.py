@@ -10,6 +10,7 @@ from contextlib import redirect_stdout
 from typing import Any, TextIO
 
 from shardcore.cli import (
+    job,
     measure,
     measurements,
     plans,
@@ -56,6 +57,7 @@ def parser_of_all() -> argparse.ArgumentParser:
         policies,
         topologies,
         published,
+        job,
     ):
         group.add_commands(commands)
     return parser
