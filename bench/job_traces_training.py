@@ -1,0 +1,122 @@
+"""A TorchRec job of bench/job_traces.py: one rank trains several plans of a model, and traces the first.
+
+Plans train over one piece of memory, each in a TrainPipelineSparseDist, as a user's job does. The first runs alone
+with a ShardCoreProfiler. Then all take turns without one, in another order each round.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from bench.steps_training import BATCHES, LEARNING_RATE, InArena, _batch, _model
+from shardcore.core.catalog import OPTIMIZERS, PRECISIONS
+from shardcore.core.types import Plan, Problem, Setting
+from shardcore.measure import local_ranks, own_core
+from shardcore.torchrec.profiler import ShardCoreProfiler
+from shardcore.torchrec.sharding_plan import to_torchrec
+
+EVERY = 40
+"""Steps of the traced plan: the one numbered 21 is traced."""
+TURN = 6
+"""Steps of a turn, of which the first is not timed."""
+
+
+class Trainer:
+    """A plan's model in TorchRec's pipeline."""
+
+    def __init__(
+        self, plan: Plan, problem: Problem, setting: Setting, arena: torch.Tensor, batches: Sequence[Any]
+    ) -> None:
+        from fbgemm_gpu.split_embedding_configs import EmbOptimType
+        from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+        from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+
+        cpu, module = torch.device("cpu"), _model(problem)
+        fused = {"optimizer": EmbOptimType[OPTIMIZERS[setting.optimizer].theirs], "learning_rate": LEARNING_RATE}
+        exported = to_torchrec(plan, problem, module, "cpu")
+        with InArena(arena):
+            self.model = DistributedModelParallel(
+                module, device=cpu, plan=exported, sharders=[EmbeddingBagCollectionSharder(fused_params=fused)]
+            )
+        replicas = [
+            f"embedding_bags.{name}."
+            for name, s in exported.plan["tables"].items()
+            if s.sharding_type == "data_parallel"
+        ]
+        dense = [p for n, p in self.model.named_parameters() if any(x in n for x in ("dense.", *replicas))]
+        self._batches = itertools.cycle(batches)
+        self._pipeline = TrainPipelineSparseDist(self.model, torch.optim.SGD(dense, lr=LEARNING_RATE), cpu)
+
+    def step(self) -> None:
+        self._pipeline.progress(self._batches)
+
+    def timed(self, steps: int) -> list[float]:
+        """ms of so many steps."""
+        ends_s = [time.perf_counter()]
+        for _ in range(steps):
+            self.step()
+            ends_s.append(time.perf_counter())
+        return (1e3 * np.diff(ends_s)).tolist()
+
+
+def work(
+    rank: int,
+    init_method: str,
+    say: Callable[[Any], None],
+    problem: Problem,
+    plans: Mapping[str, Plan],
+    setting: Setting,
+    folder: Path,
+    rounds: int,
+) -> None:
+    """One process of the gang. It says ms of steps [rounds, TURN - 1] by plan, and of the callback's parts."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    n, local = len(problem.topology), len(problem.topology.on_hosts[0])
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank % local), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(local)
+    )
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    elements = sum(t.rows * t.dim for t in problem.tables) + (1 << 16)
+    arena = torch.empty(elements, dtype=getattr(torch, PRECISIONS[setting.precision].torch)).fill_(0.01)
+    say(None)
+    with local_ranks.exchanging():
+        dist.init_process_group("gloo", init_method, rank=rank, world_size=n)
+        own_core.take(rank)
+        batches = [_batch(problem, rank, seed) for seed in range(BATCHES)]
+        trainers = {name: Trainer(plan, problem, setting, arena, batches) for name, plan in plans.items()}
+        say(None)
+        own_core.let_network_wait()
+        first = next(iter(trainers.values()))
+        profiler = ShardCoreProfiler(first.model, folder, every=EVERY)
+        callback_ms = []
+        for _ in range(EVERY):
+            first.step()
+            began_s = time.perf_counter()
+            profiler.step()
+            callback_ms.append(1e3 * (time.perf_counter() - began_s))
+            dist.barrier()
+        say(None)
+        times_ms: dict[str, list[list[float]]] = {name: [] for name in trainers}
+        for index in range(rounds):
+            for i in np.random.default_rng([index]).permutation(len(trainers)):
+                name, trainer = list(trainers.items())[i]
+                dist.barrier()
+                times_ms[name].append(trainer.timed(TURN)[1:])
+            say(None)
+        say(({name: np.array(ms) for name, ms in times_ms.items()}, np.array(callback_ms)))
+        del trainers
+        gc.collect()
