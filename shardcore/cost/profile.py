@@ -37,7 +37,21 @@ SCHEMA = "profile"
 COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
 """Collectives with rates of their own. Reduce-scatters go back as all-gathers."""
 
+SPEC: Mapping[str, tuple[str, str]] = {
+    "hbm_gbps": ("GB/s", "memory of a device"),
+    "sm_ghz": ("GHz", "multiprocessors times their clock"),
+    "l2_bytes": ("bytes", "L2 cache"),
+    "granule_bytes": ("bytes", "unit in which memory is read"),
+    "nvlink_gbps": ("GB/s", "links of a device within a host, each way"),
+    "network_gbps": ("GB/s", "links of a device between hosts, each way"),
+    "pcie_gbps": ("GB/s", "link of a device to host memory, each way"),
+    "switch_generation": ("1", "generation of the switches within a host: from the third on they sum"),
+}
+"""Rates of a data sheet: unit and words. Others scale with them (profile_fit.scaled)."""
 RATES: Mapping[str, tuple[str, str]] = {
+    **SPEC,
+    "compute_factor": ("1", "ops over the law: its uncertainty is what the law leaves unexplained"),
+    "exchange_factor": ("1", "collectives over the law: its uncertainty is what the law leaves unexplained"),
     "forward_op_us": ("us", "a fused op, forward"),
     "backward_op_us": ("us", "a fused op, backward"),
     "forward_table_us": ("us", "a shard in an op, forward"),
@@ -50,28 +64,27 @@ RATES: Mapping[str, tuple[str, str]] = {
     "hot_lookups": ("lookups", "of one row from which blocks sum it side by side"),
     "read_gbps": ("GB/s", "rows that are read from memory"),
     "repeat_gbps": ("GB/s", "rows and gradients that are read again, from L2"),
-    "l2_bytes": ("bytes", "L2 cache"),
-    "granule_bytes": ("bytes", "unit in which memory is read"),
     "stream_gbps": ("GB/s", "outputs that are written, and gradients that are read"),
     "update_gbps": ("GB/s", "rows and optimizer state that are read and written"),
     "dense_gbps": ("GB/s", "gradients, weights and state of replicas"),
-    "host_table_us": ("us", "a shard with rows in host memory"),
+    "host_table_us": ("us", "a shard with rows in host memory, forward and backward"),
+    "cache_lookup_ns": ("ns", "a lookup that finds its place in a cache, forward and backward"),
     "host_read_gbps": ("GB/s", "rows that are read from host memory without a cache"),
     "host_update_gbps": ("GB/s", "rows and state that are read and written in host memory"),
     "host_cache_gbps": ("GB/s", "rows that a cache fetches and writes back"),
     "bucketize_gbps": ("GB/s", "ids that are put in buckets before they travel"),
     "order_gbps": ("GB/s", "ids that are put in order after they travelled"),
-    "within_host_ramp_bytes": ("bytes", "of a message at which half the ramp is reached, within a host"),
-    "between_hosts_ramp_bytes": ("bytes", "of a message at which half the ramp is reached, between hosts"),
 } | {
     f"{collective}_{what}": (unit, f"{collective.replace('_', '-')}: {words}")
     for collective in COLLECTIVES
     for what, unit, words in (
         ("within_host_latency_us", "us", "a small message within a host"),
         ("within_host_ramp_us", "us", "what large messages take more within a host, whatever their size"),
+        ("within_host_ramp_bytes", "bytes", "a message within a host that takes half of that more"),
         ("within_host_gbps", "GB/s", "a device within a host"),
         ("between_hosts_latency_us", "us", "a small message between two hosts"),
         ("between_hosts_ramp_us", "us", "what large messages take more between hosts, whatever their size"),
+        ("between_hosts_ramp_bytes", "bytes", "a message between hosts that takes half of that more"),
         ("between_hosts_gbps", "GB/s", "a device between hosts"),
         ("round_us", "us", "a further round between hosts"),
     )

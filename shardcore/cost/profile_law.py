@@ -39,6 +39,8 @@ Rates = Mapping[str, float]
 """Values of profile.RATES, by name."""
 _SHARPNESS = 3.0
 """Exponent of the smooth maximum. Kernels that are near both limits take 26% longer than either alone."""
+_SUMS = 3
+"""Generation from which switches within a host sum. NVIDIA's are those of H100."""
 NEAR, FAR = LEVELS
 """Names of the levels of links: within hosts, and between them."""
 
@@ -115,10 +117,11 @@ def forward_ms(rates: Rates, work: Work) -> np.ndarray:
     own = _of(rates, "forward_lookup_ns", work.lookups) + _of(
         rates, "weighted_lookup_ns", work.lookups * work.weighted
     )
-    return (
+    return rates["compute_factor"] * (
         _of(rates, "forward_table_us", 1.0)
         + _larger(own, moved)
         + _below(rates, work)
+        + _of(rates, "cache_lookup_ns", work.lookups * (work.cache_bytes > 0))
         + _of(rates, "host_read_gbps", work.host_read_bytes)
         + _of(rates, "host_cache_gbps", work.cache_bytes)
     )
@@ -146,11 +149,13 @@ def backward_ms(rates: Rates, work: Work, sorts: bool = True) -> np.ndarray:
     )
     # Blocks that share a row add to it one after another, so it takes longer, up to a limit.
     hot = work.hottest / (1 + work.hottest / rates["hot_lookups"])
-    return (
+    return rates["compute_factor"] * (
         _of(rates, "backward_table_us", 1.0)
         + _of(rates, "sort_lookup_ns", work.lookups * sorts)
         + _of(rates, "hot_lookup_ns", hot)
         + _larger(own, moved)
+        + _below(rates, work)
+        + _of(rates, "cache_lookup_ns", work.lookups * (work.cache_bytes > 0))
         + _of(rates, "host_update_gbps", work.host_update_bytes)
     )
 
@@ -216,10 +221,15 @@ def collective_ms(
     level, hosts = (FAR if used[FAR] else NEAR), len(np.unique(units[0]))
     gbps = {name: given.gbps.get(name, rates[f"{collective}_{name}_gbps"]) for name in LEVELS}
     if ring:
-        near = passes * busiest * (1 - 1 / n)
-        # Rails: what leaves a host spreads over the links of its devices.
-        links = 1 if FAR in given.shared else n / hosts
-        far = passes * busiest * _leaving_share(rates, collective, n, hosts) / links
+        each = n / hosts
+        # Switches that sum take all of a device's bytes once, and give its part of the sum to all. A ring takes them
+        # twice, but for its own part.
+        sums = collective == "all_reduce" and each > 1 and rates["switch_generation"] >= _SUMS
+        near = busiest * (1 + 1 / each if sums else passes * (1 - 1 / n))
+        # Then hosts exchange sums, else a ring passes all devices. Rails: what leaves a host spreads over the links of
+        # its devices.
+        links = 1 if FAR in given.shared else each
+        far = passes * busiest * (1 - 1 / (hosts if sums else n)) / links
     else:
         of_near, of_far = link_counts(False, owned, units, False)
         near = of_near["busiest"]
@@ -229,11 +239,10 @@ def collective_ms(
         once_us += _rounds(collective, n, hosts) * rates[f"{collective}_round_us"]
     else:
         once_us = given.latency_ms / MS_PER_US
-    ramp = busiest / (busiest + rates[f"{level}_ramp_bytes"])
+    ramp = busiest / (busiest + rates[f"{collective}_{level}_ramp_bytes"])
     fixed_us = exchanges * once_us + ramp * rates[f"{collective}_{level}_ramp_us"]
-    return fixed_us * MS_PER_US + np.maximum(
-        _ms_at(gbps[NEAR], near * used[NEAR]), _ms_at(gbps[FAR], far * used[FAR])
-    )
+    slower = np.maximum(_ms_at(gbps[NEAR], near * used[NEAR]), _ms_at(gbps[FAR], far * used[FAR]))
+    return rates["exchange_factor"] * (fixed_us * MS_PER_US + slower)
 
 
 def _ms_at(gbps: float, n_bytes: np.ndarray | float) -> np.ndarray:
@@ -251,17 +260,3 @@ def _rounds(collective: str, n: int, hosts: int) -> float:
     if collective == "all_to_all":
         return n - n / hosts
     return float(np.log2(hosts)) if collective == "all_reduce" else n - 1.0
-
-
-def _leaving_share(rates: Rates, collective: str, n: int, hosts: int) -> float:
-    """Share of the bytes that leaves a host in one pass.
-
-    A ring over all devices carries 1 - 1 / n. Where switches sum within the host, hosts exchange sums: 1 - 1 / hosts.
-    """
-    ring, of_hosts = 1 - 1 / n, 1 - 1 / max(hosts, 1)
-    if collective != "all_reduce":
-        return ring
-    # Switches that sum show as all-reduces that beat their two halves.
-    gain = rates[f"all_reduce_{NEAR}_gbps"] / rates[f"reduce_scatter_{NEAR}_gbps"] - 1
-    sums = min(1.0, max(0.0, gain / 0.25))
-    return ring + sums * (of_hosts - ring)
