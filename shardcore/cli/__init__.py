@@ -15,6 +15,7 @@ from shardcore.cli import (
     plans,
     policies,
     problems,
+    profiles,
     published,
     replays,
     short_forms,
@@ -54,6 +55,7 @@ def parser_of_all() -> argparse.ArgumentParser:
         measure,
         measurements,
         policies,
+        profiles,
         topologies,
         published,
     ):
