@@ -94,12 +94,12 @@ def test_the_grids_totals_are_the_prices_of_its_plans(seed, rows, optimizer):
 
 def test_where_a_budget_is_less_than_the_first_search_takes_there_is_some_plan_that_fits(monkeypatch):
     monkeypatch.setattr("shardcore.search.beam._PROBED", 16)  # as of far more tables
-    problem = draw_problem(0, n_tables=100, memory=2**30)
+    problem = draw_problem(0, n_tables=200, memory=2**30)
     plan = neuroshard(problem, MODEL, budget=Budget(seconds=0.001))
     assert (plan.provenance["packed"], plan.provenance["evals"]) == (True, 0)
     lower(plan, problem)  # raises where it is none
     with pytest.raises(Infeasible, match="does not fit"):
-        neuroshard(draw_problem(0, n_tables=100, memory=2**20), MODEL, budget=Budget(seconds=0.001))
+        neuroshard(draw_problem(0, n_tables=200, memory=2**20), MODEL, budget=Budget(seconds=0.001))
 
 
 def plain_greedy(problem: Problem, scale: float) -> tuple[float, list[int]]:
