@@ -24,7 +24,7 @@ from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import Problem, Setting, Shard
 from shardcore.cost import profile_law
 from shardcore.cost.model import CommCost, Compiled, step_ms
-from shardcore.cost.profile import Profile
+from shardcore.cost.profile import COLLECTIVES, RATES, Profile
 from shardcore.cost.step_comm import step_comm
 from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
@@ -43,12 +43,14 @@ class ProfileModel:
     setting: of the problem. Its hardware is the profile's name.
     replica_optimizer: dense optimizer of replicas, a name of catalog.DENSE_OPTIMIZERS.
     host_gbps: bandwidth to host memory that the topology gives. None: the profile's.
+    at: values of the rates, in place of the profile's.
     """
 
     profile: Profile
     setting: Setting = None  # type: ignore[assignment]
     replica_optimizer: str = "sgd"
     host_gbps: float | None = None
+    at: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         if self.setting is None:
@@ -95,7 +97,7 @@ class ProfileModel:
     @cached_property
     def _values(self) -> Mapping[str, float]:
         """Values of the rates by name; those of host memory as the topology gives its link."""
-        values = self.profile.values
+        values = dict(self.at or self.profile.values)
         if self.host_gbps is not None:
             faster = self.host_gbps / values["host_read_gbps"]
             values |= {name: faster * values[name] for name in _HOST_GBPS}
@@ -227,12 +229,15 @@ class ProfileModel:
         n = len(workload.topology)
 
         def step(values: Mapping[str, float]) -> np.ndarray:
-            model = dataclasses.replace(self, profile=self.profile.valued(values))
+            model = dataclasses.replace(self, at=values)
             compute_ms = sum(profile_law.op_ms(model._values, work) for work in works)
             comm = model.comm(workload.traffic, np.full(n, compute_ms), workload.topology)
             return step_ms(np.full(n, compute_ms), comm, dataclasses.replace(workload.job, **_NO_DENSE))
 
-        return float(self.profile.band(step)) if works else 0.0
+        runs = zip(workload.channels, workload.traffic, strict=True)
+        used = {_collective(channel, way) for channel, sent in runs if sent.any() for way in channel.row.ways}
+        names = [n for n in RATES if not n.startswith(COLLECTIVES) or n.startswith(tuple(used))]
+        return float(self.profile.band(step, names)) if works else 0.0
 
 
 _NO_DENSE: Mapping[str, Any] = {"dense_forward_ms": None, "dense_backward_ms": None}
