@@ -91,7 +91,9 @@ def judged(
     problem: Problem, plans: Mapping[str, Plan], found: Mapping[str, Any], folder: Path, model: Any
 ) -> dict[str, Any]:
     """Measured ms of a job's plans, and what each arm predicts."""
-    all_steps = traced_job.read(folder)
+    # A job's callback times a thousand steps between two traced ones. Here its plan takes turns with others.
+    step_ms = float(np.median(found["steps_ms"][next(iter(plans))]))
+    all_steps = replace(traced_job.read(folder), step_ms=step_ms)
     job = replace(all_steps, traced=replace(all_steps.traced, steps=all_steps.traced.steps[:1]))
     assert job.problem is not None
     checked, by_three = traced_job.check(job, model), traced_job.check(all_steps, model)
@@ -144,7 +146,10 @@ def _noise_ms(rounds_ms: Sequence[Sequence[float]]) -> float:
 
 def other_machine(model: Any, factor: float) -> Any:
     """The model with lookups multiplied and exchanges divided by a factor: as if of another machine."""
-    factors = {q: factor if q.family == traced_factors.COMPUTE else 1 / factor for q in QUANTITIES}
+    factors = {
+        q: traced_factors.Factor(factor if q.family == traced_factors.COMPUTE else 1 / factor, 0.0, 0)
+        for q in QUANTITIES
+    }
     return traced_factors.corrected(model, factors)
 
 

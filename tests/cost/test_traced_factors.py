@@ -17,6 +17,7 @@ from shardcore.cost.traced_factors import (
     COMPUTE,
     EXCHANGE,
     QUANTITIES,
+    Factor,
     Quantity,
     corrected,
     correction,
@@ -45,7 +46,7 @@ def by_rows(given):
 
 
 def factors_of(compute=1.0, exchange=1.0):
-    return {q: compute if q.family == COMPUTE else exchange for q in QUANTITIES}
+    return {q: Factor(compute if q.family == COMPUTE else exchange, 0.0, 1) for q in QUANTITIES}
 
 
 def traced(workload, truth, noise=(1.0, 1.0)):
@@ -86,7 +87,7 @@ def fitted(model, compute, exchange, **more):
 @pytest.mark.parametrize("compute, exchange", [(1.0, 1.0), (2.0, 1.0), (1.0, 3.0), (0.6, 0.4)])
 def test_one_traced_step_corrects_the_steps_of_other_plans(model, compute, exchange):
     found, truth = fitted(model, compute, exchange)
-    ours = corrected(model, {q: f.value for q, f in found.factors.items()})
+    ours = corrected(model, found.factors)
     for plan_of in (by_columns, by_rows, lambda p: by_columns(p, 1)):
         given = with_around(problem(), found.around_ms)
         workload = lower(plan_of(given), given)
@@ -102,8 +103,32 @@ def test_factors_are_shrunk_towards_one_and_have_an_uncertainty(model):
         and forward.units == 2
         and 0 < forward.sd < traced_factors.FAMILIES[COMPUTE].common
     )
-    logs = np.log([found.drawn(np.random.default_rng(i))[Quantity(None, "forward")] for i in range(300)])
+    logs = np.log(
+        [found.drawn(np.random.default_rng(i))[Quantity(None, "forward")].value for i in range(300)]
+    )
     assert logs.std() == pytest.approx(forward.sd, rel=0.25)
+
+
+def test_what_no_factor_explains_is_a_latency(model):
+    given = problem()
+    workload = lower(by_columns(given), given)
+    step = traced(workload, model)
+    slow = [
+        dataclasses.replace(
+            rank,
+            exchanges=tuple(dataclasses.replace(x, exposed_ms=x.exposed_ms + 40.0) for x in rank.exchanges),
+        )
+        for rank in step.ranks
+    ]
+    found = correction(model, [(workload, dataclasses.replace(step, ranks=tuple(slow)))])
+    ours = corrected(model, found.factors)
+    for way in ("forward", "backward"):
+        factor = found.factors[Quantity(ALL_TO_ALL, way)]
+        assert factor.value <= traced_factors.MOST_FACTOR and 10 < factor.latency_ms < 40
+        # Other collectives are waited for, too.
+        assert found.factors[Quantity(REDUCE_SCATTER, way)].latency_ms == factor.latency_ms
+    before, after = (price(workload, m).forward_comm_ms for m in (model, ours))
+    assert np.subtract(after, before) == pytest.approx([40.0] * 2, rel=0.1)
 
 
 def test_a_collective_that_did_not_run_is_corrected_as_its_family_with_more_doubt(model):
@@ -116,7 +141,7 @@ def test_a_collective_that_did_not_run_is_corrected_as_its_family_with_more_doub
 def test_factors_that_do_not_hold_for_other_ranks_are_left_at_one(model):
     found, _ = fitted(model, 1.0, 1.0, noise=(3.0, 1 / 3))
     assert found.factors[Quantity(None, "forward")].value == 1.0
-    assert any(line.startswith("lookups: factors of some ranks") for line in found.refused)
+    assert any(line.startswith("lookups: a correction by some ranks") for line in found.refused)
 
 
 def test_all_else_of_a_step_is_around_the_embeddings(model):
