@@ -6,9 +6,10 @@ A profile prices any setting at once (profile_model.py), for hardware that nobod
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from shardcore.core.validation import (
     MOST_BYTES,
     PATH_NAME,
     is_path_name,
+    path_name_of,
     require,
     require_name,
     require_types,
@@ -36,41 +38,53 @@ SCHEMA = "profile"
 COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
 """Collectives with rates of their own. Reduce-scatters go back as all-gathers."""
 
+SPEC: Mapping[str, tuple[str, str]] = {
+    "hbm_gbps": ("GB/s", "memory of a device"),
+    "sm_ghz": ("GHz", "multiprocessors times their clock"),
+    "l2_bytes": ("bytes", "L2 cache"),
+    "granule_bytes": ("bytes", "unit in which memory is read"),
+    "nvlink_gbps": ("GB/s", "links of a device within a host, each way"),
+    "network_gbps": ("GB/s", "links of a device between hosts, each way"),
+    "pcie_gbps": ("GB/s", "link of a device to host memory, each way"),
+    "switch_generation": ("1", "generation of the switches within a host: from the third on they sum"),
+}
+"""Rates of a data sheet: unit and words. Others scale with them (profile_fit.scaled)."""
 RATES: Mapping[str, tuple[str, str]] = {
+    **SPEC,
+    "compute_factor": ("1", "ops over the law: its uncertainty is what the law leaves unexplained"),
+    "exchange_factor": ("1", "collectives over the law: its uncertainty is what the law leaves unexplained"),
     "forward_op_us": ("us", "a fused op, forward"),
-    "backward_op_us": ("us", "a fused op, backward"),
+    "backward_op_us": ("us", "a fused op, backward, without its kernels of rows"),
+    "backward_kernels_us": ("us", "kernels of rows of a fused op, backward"),
     "forward_table_us": ("us", "a shard in an op, forward"),
     "backward_table_us": ("us", "a shard in an op, backward"),
     "forward_lookup_ns": ("ns", "instructions of a lookup, forward"),
     "backward_lookup_ns": ("ns", "instructions of a lookup, backward"),
     "sort_lookup_ns": ("ns", "a lookup that is sorted, backward"),
     "weighted_lookup_ns": ("ns", "the weight of a lookup, forward and backward"),
-    "hot_lookup_ns": ("ns", "a lookup of the hottest row, backward"),
-    "hot_lookups": ("lookups", "of one row from which blocks sum it side by side"),
     "read_gbps": ("GB/s", "rows that are read from memory"),
     "repeat_gbps": ("GB/s", "rows and gradients that are read again, from L2"),
-    "l2_bytes": ("bytes", "L2 cache"),
-    "granule_bytes": ("bytes", "unit in which memory is read"),
     "stream_gbps": ("GB/s", "outputs that are written, and gradients that are read"),
     "update_gbps": ("GB/s", "rows and optimizer state that are read and written"),
     "dense_gbps": ("GB/s", "gradients, weights and state of replicas"),
-    "host_table_us": ("us", "a shard with rows in host memory"),
+    "host_table_us": ("us", "a shard with rows in host memory, forward and backward"),
+    "cache_lookup_ns": ("ns", "a lookup that finds its place in a cache, forward and backward"),
     "host_read_gbps": ("GB/s", "rows that are read from host memory without a cache"),
     "host_update_gbps": ("GB/s", "rows and state that are read and written in host memory"),
     "host_cache_gbps": ("GB/s", "rows that a cache fetches and writes back"),
     "bucketize_gbps": ("GB/s", "ids that are put in buckets before they travel"),
     "order_gbps": ("GB/s", "ids that are put in order after they travelled"),
-    "within_host_ramp_bytes": ("bytes", "of a message at which half the ramp is reached, within a host"),
-    "between_hosts_ramp_bytes": ("bytes", "of a message at which half the ramp is reached, between hosts"),
 } | {
     f"{collective}_{what}": (unit, f"{collective.replace('_', '-')}: {words}")
     for collective in COLLECTIVES
     for what, unit, words in (
         ("within_host_latency_us", "us", "a small message within a host"),
         ("within_host_ramp_us", "us", "what large messages take more within a host, whatever their size"),
+        ("within_host_ramp_bytes", "bytes", "a message within a host that takes half of that more"),
         ("within_host_gbps", "GB/s", "a device within a host"),
         ("between_hosts_latency_us", "us", "a small message between two hosts"),
         ("between_hosts_ramp_us", "us", "what large messages take more between hosts, whatever their size"),
+        ("between_hosts_ramp_bytes", "bytes", "a message between hosts that takes half of that more"),
         ("between_hosts_gbps", "GB/s", "a device between hosts"),
         ("round_us", "us", "a further round between hosts"),
     )
@@ -135,20 +149,48 @@ class Profile:
             unit = RATES[name][0]
             require(rate.unit == unit, f"{p} has {name} in {rate.unit!r}; it needs {unit!r}")
 
+    @cached_property
+    def digest(self) -> str:
+        """16 hex digits that change whenever the profile does."""
+        return envelope.digest(dataclasses.asdict(self))
+
+    def is_of(self, hardware: str) -> bool:
+        """Tell if it is of a setting's hardware: of its own name, or of a measured device that it is for."""
+        return hardware == self.name or any(path_name_of(part) in hardware for part in self.device_names)
+
     def model(self) -> ProfileModel:
         """Its cost model, for any problem."""
         from shardcore.cost.profile_model import ProfileModel
 
         return ProfileModel(self)
 
+    def valued(self, values: Mapping[str, float]) -> Profile:
+        """The profile with other values of its rates."""
+        rates = {name: dataclasses.replace(rate, value=values[name]) for name, rate in self.rates.items()}
+        return dataclasses.replace(self, rates=rates)
+
     def drawn(self, rng: np.random.Generator) -> Profile:
         """The profile with rates drawn log-normally within their uncertainty."""
-        factors = np.exp(rng.standard_normal(len(RATES)) * [self.rates[name].uncertainty for name in RATES])
-        drawn = {
-            name: dataclasses.replace(self.rates[name], value=self.rates[name].value * float(factor))
-            for name, factor in zip(RATES, factors, strict=True)
-        }
-        return dataclasses.replace(self, rates=drawn)
+        factors = np.exp(rng.standard_normal(len(RATES)) * [rate.uncertainty for rate in self.rates.values()])
+        return self.valued({n: v * float(f) for (n, v), f in zip(self.values.items(), factors, strict=True)})
+
+    @property
+    def values(self) -> dict[str, float]:
+        """Values of the rates, by name."""
+        return {name: rate.value for name, rate in self.rates.items()}
+
+    def band(self, price: Callable[[Mapping[str, float]], np.ndarray]) -> np.ndarray:
+        """Relative standard error of prices that rates give, if each rate errs by itself.
+
+        price: (values of rates) -> prices, of any shape.
+        """
+        values = self.values
+        logs, square = np.log(price(values)), 0.0
+        for name, rate in self.rates.items():
+            if rate.uncertainty:
+                moved = {**values, name: rate.value * math.exp(rate.uncertainty)}
+                square = square + (np.log(price(moved)) - logs) ** 2
+        return np.sqrt(square)
 
     def topology(self, hosts: int, devices_per_host: int, host_memory_bytes: int = 0) -> Topology:
         """A topology of such cards. Its links are as the profile has them.

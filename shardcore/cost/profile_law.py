@@ -6,7 +6,7 @@ A pass over a shard takes
 
     a constant + lookups + the larger of two: instructions of lookups, and bytes that move
 
-where "the larger" is smooth. Backward also sorts lookups, and sums those of one row block after block.
+where "the larger" is smooth. Backward also sorts lookups.
 
 Bytes of rows that a batch reads once come from memory. Those read again come from L2 as far as it holds the rows. So
 bandwidth falls as tables outgrow it.
@@ -30,7 +30,7 @@ from shardcore.core.links import LEVELS, joins
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS
 from shardcore.core.types import OUTPUT_BYTES, PRECISION_BYTES, Shard
 from shardcore.cost.link_counts import link_counts
-from shardcore.step.access import access_share, hottest_share, unique_rows_of
+from shardcore.step.access import access_share, unique_rows_of
 from shardcore.step.output_bytes import output_rows
 from shardcore.tables.host_rows import link_bytes_of
 
@@ -39,6 +39,8 @@ Rates = Mapping[str, float]
 """Values of profile.RATES, by name."""
 _SHARPNESS = 3.0
 """Exponent of the smooth maximum. Kernels that are near both limits take 26% longer than either alone."""
+_SUMS = 3
+"""Generation from which switches within a host sum. NVIDIA's are those of H100."""
 NEAR, FAR = LEVELS
 """Names of the levels of links: within hosts, and between them."""
 
@@ -48,7 +50,6 @@ class Work:
     """Work of shards in an op over a batch. Each field is [N].
 
     lookups, unique: rows that are looked up, and distinct ones.
-    hottest: lookups of the row that has most.
     width: columns. element_bytes: of one weight.
     outputs: rows of pooled outputs, or of all lookups where they are not pooled.
     weighted: 1 if lookups have weights, else 0.
@@ -59,7 +60,6 @@ class Work:
 
     lookups: np.ndarray
     unique: np.ndarray
-    hottest: np.ndarray
     width: np.ndarray
     element_bytes: np.ndarray
     outputs: np.ndarray
@@ -84,7 +84,6 @@ def work_of(shards: Sequence[Shard], batch: int, optimizer: str) -> Work:
     return Work(
         lookups=lookups,
         unique=np.minimum(unique_rows_of(shards, batch), lookups),
-        hottest=lookups * np.array([hottest_share(t) for t in tables]),
         width=width,
         element_bytes=np.array([PRECISION_BYTES[t.precision] for t in tables], dtype=float),
         outputs=np.array([output_rows(s, batch) for s in shards], dtype=float),
@@ -101,6 +100,19 @@ def work_of(shards: Sequence[Shard], batch: int, optimizer: str) -> Work:
 # --- ops ----------------------------------------------------------------------------------------------------
 
 
+FLOORS: Mapping[str, tuple[str, ...]] = {
+    "forward": ("forward_op_us",),
+    "backward": ("backward_op_us", "backward_kernels_us"),
+    "kernels": ("backward_kernels_us",),
+}
+"""Rates of the floor of an op, by its pass. `kernels`: backward, timed without launches and sorting."""
+
+
+def floor_ms(rates: Rates, part: str) -> float:
+    """ms of an op's floor in a pass, however little it does."""
+    return rates["compute_factor"] * sum(rates[name] for name in FLOORS[part]) * MS_PER_US
+
+
 def forward_ms(rates: Rates, work: Work) -> np.ndarray:
     """[N] ms of lookups, without the op's floor."""
     row_bytes = _granules(rates, work.width * work.element_bytes)
@@ -115,10 +127,11 @@ def forward_ms(rates: Rates, work: Work) -> np.ndarray:
     own = _of(rates, "forward_lookup_ns", work.lookups) + _of(
         rates, "weighted_lookup_ns", work.lookups * work.weighted
     )
-    return (
+    return rates["compute_factor"] * (
         _of(rates, "forward_table_us", 1.0)
         + _larger(own, moved)
         + _below(rates, work)
+        + _of(rates, "cache_lookup_ns", work.lookups * (work.cache_bytes > 0))
         + _of(rates, "host_read_gbps", work.host_read_bytes)
         + _of(rates, "host_cache_gbps", work.cache_bytes)
     )
@@ -144,15 +157,20 @@ def backward_ms(rates: Rates, work: Work, sorts: bool = True) -> np.ndarray:
     own = _of(rates, "backward_lookup_ns", work.lookups) + _of(
         rates, "weighted_lookup_ns", work.lookups * work.weighted
     )
-    # Blocks that share a row add to it one after another, so it takes longer, up to a limit.
-    hot = work.hottest / (1 + work.hottest / rates["hot_lookups"])
-    return (
+    return rates["compute_factor"] * (
         _of(rates, "backward_table_us", 1.0)
         + _of(rates, "sort_lookup_ns", work.lookups * sorts)
-        + _of(rates, "hot_lookup_ns", hot)
         + _larger(own, moved)
+        + _below(rates, work)
+        + _of(rates, "cache_lookup_ns", work.lookups * (work.cache_bytes > 0))
         + _of(rates, "host_update_gbps", work.host_update_bytes)
     )
+
+
+def op_ms(rates: Rates, work: Work) -> float:
+    """ms of an op, forward and backward."""
+    shards_ms = forward_ms(rates, work).sum() + backward_ms(rates, work).sum()
+    return float(shards_ms) + floor_ms(rates, "forward") + floor_ms(rates, "backward")
 
 
 def _below(rates: Rates, work: Work) -> np.ndarray:
@@ -216,10 +234,15 @@ def collective_ms(
     level, hosts = (FAR if used[FAR] else NEAR), len(np.unique(units[0]))
     gbps = {name: given.gbps.get(name, rates[f"{collective}_{name}_gbps"]) for name in LEVELS}
     if ring:
-        near = passes * busiest * (1 - 1 / n)
-        # Rails: what leaves a host spreads over the links of its devices.
-        links = 1 if FAR in given.shared else n / hosts
-        far = passes * busiest * _leaving_share(rates, collective, n, hosts) / links
+        each = n / hosts
+        # Switches that sum take all of a device's bytes once, and give its part of the sum to all. A ring takes them
+        # twice, but for its own part.
+        sums = collective == "all_reduce" and each > 1 and rates["switch_generation"] >= _SUMS
+        near = busiest * (1 + 1 / each if sums else passes * (1 - 1 / n))
+        # Then hosts exchange sums, else a ring passes all devices. Rails: what leaves a host spreads over the links of
+        # its devices.
+        links = 1 if FAR in given.shared else each
+        far = passes * busiest * (1 - 1 / (hosts if sums else n)) / links
     else:
         of_near, of_far = link_counts(False, owned, units, False)
         near = of_near["busiest"]
@@ -229,11 +252,10 @@ def collective_ms(
         once_us += _rounds(collective, n, hosts) * rates[f"{collective}_round_us"]
     else:
         once_us = given.latency_ms / MS_PER_US
-    ramp = busiest / (busiest + rates[f"{level}_ramp_bytes"])
+    ramp = busiest / (busiest + rates[f"{collective}_{level}_ramp_bytes"])
     fixed_us = exchanges * once_us + ramp * rates[f"{collective}_{level}_ramp_us"]
-    return fixed_us * MS_PER_US + np.maximum(
-        _ms_at(gbps[NEAR], near * used[NEAR]), _ms_at(gbps[FAR], far * used[FAR])
-    )
+    slower = np.maximum(_ms_at(gbps[NEAR], near * used[NEAR]), _ms_at(gbps[FAR], far * used[FAR]))
+    return rates["exchange_factor"] * (fixed_us * MS_PER_US + slower)
 
 
 def _ms_at(gbps: float, n_bytes: np.ndarray | float) -> np.ndarray:
@@ -251,17 +273,3 @@ def _rounds(collective: str, n: int, hosts: int) -> float:
     if collective == "all_to_all":
         return n - n / hosts
     return float(np.log2(hosts)) if collective == "all_reduce" else n - 1.0
-
-
-def _leaving_share(rates: Rates, collective: str, n: int, hosts: int) -> float:
-    """Share of the bytes that leaves a host in one pass.
-
-    A ring over all devices carries 1 - 1 / n. Where switches sum within the host, hosts exchange sums: 1 - 1 / hosts.
-    """
-    ring, of_hosts = 1 - 1 / n, 1 - 1 / max(hosts, 1)
-    if collective != "all_reduce":
-        return ring
-    # Switches that sum show as all-reduces that beat their two halves.
-    gain = rates[f"all_reduce_{NEAR}_gbps"] / rates[f"reduce_scatter_{NEAR}_gbps"] - 1
-    sums = min(1.0, max(0.0, gain / 0.25))
-    return ring + sums * (of_hosts - ring)

@@ -18,6 +18,9 @@ from shardcore.io import dataset
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.long
 NAME = "nvidia-h100-80gb-hbm3-rehearsal"
+COMMAND = (
+    "measure --device cuda --batch 64 --tolerance 0.5 --max-repeats 6 --max-shards 4 --interleave 4".split()
+)
 
 
 @pytest.fixture
@@ -35,27 +38,7 @@ def measuring(tmp_path):
     def start(*arguments):
         started.append(
             subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "shardcore",
-                    "measure",
-                    "--device",
-                    "cuda",
-                    "--batch",
-                    "64",
-                    "--tolerance",
-                    "0.5",
-                    "--max-repeats",
-                    "6",
-                    "--max-shards",
-                    "4",
-                    "--interleave",
-                    "4",
-                    "--out",
-                    str(tmp_path / "data"),
-                    *arguments,
-                ],
+                [sys.executable, "-m", "shardcore", *COMMAND, "--out", str(tmp_path / "data"), *arguments],
                 env=env,
                 cwd=tmp_path,
                 text=True,

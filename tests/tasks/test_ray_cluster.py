@@ -51,6 +51,7 @@ def agent(cluster):
             time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_it_listens_at_loopback_only(cluster, agent):
     listening = {}
     for process in sessions(cluster):
@@ -65,6 +66,7 @@ def test_it_listens_at_loopback_only(cluster, agent):
     assert sum(bool(found) for found in listening.values()) >= 4  # the head, two raylets, an agent at least
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("who", ["nobody", "wrong", "its owner"])
 def test_who_has_no_token_is_refused(cluster, agent, written_stack, who):
     _, _, token = written_stack
