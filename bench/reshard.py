@@ -49,6 +49,8 @@ def launched(
 ) -> list[Any]:
     """What work(*args) returns in each rank's process; None of one that died or hung."""
     n = hosts * per_host
+    # Freed memory goes back to the system at once, so that a process's peak is that of what it uses.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:

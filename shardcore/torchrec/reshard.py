@@ -124,10 +124,12 @@ def reshard(
     model._moves_tables = True  # type: ignore[assignment]
     try:
         with drained(pipeline):
-            return _moved(model, new_plan, DenseOptimizer(optimizer), config)
+            moved = _moved(model, new_plan, DenseOptimizer(optimizer), config)
     finally:
         model._moves_tables = False  # type: ignore[assignment]
+        start = time.perf_counter()
         gc.collect()  # shards that are no longer used, which hooks hold in circles
+    return replace(moved, seconds={**moved.seconds, "free": time.perf_counter() - start})
 
 
 def _moved(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config: MoveConfig) -> Moved:
