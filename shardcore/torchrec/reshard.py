@@ -269,7 +269,7 @@ class _Collection:
                 weight = of_rows.weight_of(module, table)
                 step = _largest(of["steps"].get(self.path, {}).get(table) for of in shared)
                 kind, group = self.dense[table]
-                state[weight] = _fresh_state(kind, group, weight, step or 0)
+                state[weight] = of_rows.fresh_state(kind, group, weight, step or 0)
         parts = {
             (p.key, p.rows, p.columns): p
             for p in of_rows.parts_of(self.path, module, optimizer, new_state=state)
@@ -298,9 +298,8 @@ class _Collection:
                 kernel.fused_optimizer.param_groups[0].update(groups[0])
                 kernel.emb_module.set_learning_rate(groups[0]["lr"])
             step = _largest(of["steps"].get(self.path, {}).get(t) for of in shared for t in tables)
-            if step is not None and hasattr(kernel.emb_module, "iter"):
-                kernel.emb_module.iter.fill_(step)
-                kernel.emb_module.iter_cpu.fill_(step)
+            if step is not None:
+                of_rows.set_step(kernel.emb_module, step)
 
     def _require_as_planned(self, parts: Mapping[Any, Part]) -> None:
         rank = dist.get_rank()
@@ -726,23 +725,6 @@ def _dense_group(
             "parameters may have it; give an optimizer that has replicas, one group in all, or one without parameters"
         )
     return groups[0]
-
-
-def _fresh_state(kind: Any, group: Mapping[str, Any], weight: nn.Parameter, step: int) -> dict[str, Any]:
-    """State of a dense optimizer for a new parameter, of 0."""
-    states = of_rows.dense_states(kind, group)
-    if not states:
-        return {}
-    # Torch keeps the count on the device only for kernels that run there as a whole.
-    device = weight.device if group.get("capturable") or group.get("fused") else "cpu"
-    rows = len(weight)
-    tensors = {
-        name: torch.zeros((rows, 1), dtype=weight.dtype, device=weight.device)
-        if per == "row"
-        else torch.zeros_like(weight.detach())
-        for name, per in states
-    }
-    return {"step": torch.tensor(float(step), device=device), **tensors}
 
 
 def _replace_parameter(
