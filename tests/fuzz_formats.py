@@ -51,7 +51,7 @@ from shardcore.torchrec import dmp_collection, fbgemm_statistics, plan_files
 from tasks import cache, params, refresh, served_model
 
 if HAS_TORCHREC:
-    from shardcore.torchrec import hot_cold_rows
+    from shardcore.torchrec import row_files
 
 Damage = Callable[[Path, Draw], None]
 Use = Callable[[Path, Sound], None]
@@ -378,17 +378,17 @@ def use_batch(folder: Path, sound: Sound) -> None:
 
 @reads(
     "rows",
-    "shardcore/torchrec/hot_cold_rows.py:_complete",
-    "shardcore/torchrec/hot_cold_rows.py:_read",
+    "shardcore/torchrec/row_files.py:_complete",
+    "shardcore/torchrec/row_files.py:_read",
     parts=("rows",),
     damage=damage_rows,
     needs=HAS_TORCHREC,
 )
 def use_rows(folder: Path, sound: Sound) -> None:
     wanted = hot_collection()
-    hot_cold_rows.load_rows(wanted, sound.folder / "rows")
+    row_files.load_rows(wanted, sound.folder / "rows")
     found = hot_collection()
-    hot_cold_rows.load_rows(found, folder / "rows")
+    row_files.load_rows(found, folder / "rows")
     of_wanted = wanted.state_dict()
     # Rows may have been kept as FP16.
     same = all(
