@@ -237,16 +237,6 @@ def test_what_a_flow_needs_is_looked_at_before_it_begins(in_project, tmp_path, c
     assert not begun
 
 
-def test_a_server_that_ends_at_once_is_said(monkeypatch):
-    """It cannot start where there is no module of that name."""
-    monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    said = r"a Prefect server of our own at http://127.0.0.1:\d+/api/health ended with exit code 1"
-    with pytest.raises(ShardCoreError, match=said), services.prefect_server():
-        pass
-    assert "PREFECT_API_URL" not in os.environ
-
-
 # --- commands with a server ---------------------------------------------------------------------------------
 
 
