@@ -211,10 +211,7 @@ def test_a_flow_without_a_server_starts_again_with_one(in_project, monkeypatch):
         "-m",
         "tasks.services",
         sys.executable,
-        "-X",
-        "dev",
-        "-m",
-        "flows.measure",
+        *"-X dev -m flows.measure".split(),
     ]
 
 

@@ -207,12 +207,10 @@ def prometheus(metrics_port, folder):
     with services.reserve_port() as held:
         address = f"127.0.0.1:{held.getsockname()[1]}"
         server = subprocess.Popen(
-            [
-                "prometheus",
-                f"--config.file={folder / 'prometheus.yml'}",
-                f"--storage.tsdb.path={folder}",
-                f"--web.listen-address={address}",
-            ],
+            (
+                f"prometheus --config.file={folder / 'prometheus.yml'} --storage.tsdb.path={folder} "
+                f"--web.listen-address={address}"
+            ).split(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
