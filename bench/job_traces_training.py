@@ -13,6 +13,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,26 @@ from shardcore.measure import local_ranks, own_core
 from shardcore.torchrec.profiler import ShardCoreProfiler
 from shardcore.torchrec.sharding_plan import to_torchrec
 
-EVERY = 40
-"""Steps of the traced plan: the one numbered 21 is traced."""
+WARM_UP, EVERY = 20, 60
+"""Steps of the traced plan before it has a profiler, and with one, which traces the 21st of them."""
 TURN = 6
 """Steps of a turn, of which the first is not timed."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job to run.
+
+    plans: by name. The first is traced.
+    folder: of its traces.
+    rounds: turns of each plan.
+    """
+
+    problem: Problem
+    plans: Mapping[str, Plan]
+    setting: Setting
+    folder: Path
+    rounds: int
 
 
 class Trainer:
@@ -44,11 +61,17 @@ class Trainer:
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
         cpu, module = torch.device("cpu"), _model(problem)
-        fused = {"optimizer": EmbOptimType[OPTIMIZERS[setting.optimizer].theirs], "learning_rate": LEARNING_RATE}
+        fused = {
+            "optimizer": EmbOptimType[OPTIMIZERS[setting.optimizer].theirs],
+            "learning_rate": LEARNING_RATE,
+        }
         exported = to_torchrec(plan, problem, module, "cpu")
         with InArena(arena):
             self.model = DistributedModelParallel(
-                module, device=cpu, plan=exported, sharders=[EmbeddingBagCollectionSharder(fused_params=fused)]
+                module,
+                device=cpu,
+                plan=exported,
+                sharders=[EmbeddingBagCollectionSharder(fused_params=fused)],
             )
         replicas = [
             f"embedding_bags.{name}."
@@ -75,13 +98,10 @@ def work(
     rank: int,
     init_method: str,
     say: Callable[[Any], None],
-    problem: Problem,
-    plans: Mapping[str, Plan],
-    setting: Setting,
-    folder: Path,
-    rounds: int,
+    job: Job,
 ) -> None:
-    """One process of the gang. It says ms of steps [rounds, TURN - 1] by plan, and of the callback's parts."""
+    """One process of the gang. It says ms of steps [rounds, TURN - 1] by plan, and of the callback's calls."""
+    problem, plans, setting = job.problem, job.plans, job.setting
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     n, local = len(problem.topology), len(problem.topology.on_hosts[0])
@@ -101,17 +121,17 @@ def work(
         say(None)
         own_core.let_network_wait()
         first = next(iter(trainers.values()))
-        profiler = ShardCoreProfiler(first.model, folder, every=EVERY)
+        first.timed(WARM_UP)
+        profiler = ShardCoreProfiler(first.model, job.folder, every=EVERY)
         callback_ms = []
         for _ in range(EVERY):
             first.step()
             began_s = time.perf_counter()
             profiler.step()
             callback_ms.append(1e3 * (time.perf_counter() - began_s))
-            dist.barrier()
         say(None)
         times_ms: dict[str, list[list[float]]] = {name: [] for name in trainers}
-        for index in range(rounds):
+        for index in range(job.rounds):
             for i in np.random.default_rng([index]).permutation(len(trainers)):
                 name, trainer = list(trainers.items())[i]
                 dist.barrier()

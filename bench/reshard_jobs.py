@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -73,7 +72,8 @@ class Model(nn.Module):
         super().__init__()
         of = torch.device(device)
         bags = {
-            path: EmbeddingBagCollection(configs(EmbeddingBagConfig, t), device=of) for path, t in BAGS.items()
+            path: EmbeddingBagCollection(configs(EmbeddingBagConfig, t), device=of)
+            for path, t in BAGS.items()
         }
         self.bags = bags["bags"]
         self.inner = nn.ModuleDict({"right": bags["inner.right"]})
@@ -199,9 +199,9 @@ class Job:
             meta,
             device=torch.device("cpu"),
             plan=to_torchrec(plan, given, meta, "cpu"),
-            sharders=[EmbeddingBagCollectionSharder(fused), EmbeddingCollectionSharder(fused)],
+            sharders=cast(Any, [EmbeddingBagCollectionSharder(fused), EmbeddingCollectionSharder(fused)]),
         )
-        model.module.top.load_state_dict(top)
+        cast(Any, model.module).top.load_state_dict(top)
         job = Job(model, given, _optimizer(model, settings), settings)
         for part in job.parts():
             part.tensors["weights"].copy_(_weights(part, settings))
@@ -230,7 +230,8 @@ class Job:
 
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(
-            gathered, [(p.key, p.rows, p.columns, {k: v.cpu() for k, v in p.tensors.items()}) for p in self.parts()]
+            gathered,
+            [(p.key, p.rows, p.columns, {k: v.cpu() for k, v in p.tensors.items()}) for p in self.parts()],
         )
         found: dict[tuple[Any, str], dict[Any, Any]] = {}
         for key, rows, columns, tensors in (part for of_rank in gathered for part in of_rank):
@@ -245,6 +246,15 @@ class Job:
                 whole[at][r[0] : r[1], c[0] : c[1]] = cells
         return whole
 
+    def has_rows_of(self, whole: dict[tuple[Any, str], torch.Tensor]) -> bool:
+        """True if this rank's weights and state are those of the tables as a whole."""
+        return all(
+            bool((whole[part.key, name][slice(*part.rows), slice(*part.columns)] == cells.float()).all())
+            for part in self.parts()
+            for name, tensor in part.tensors.items()
+            for cells in [tensor[:, None] if tensor.ndim == 1 else tensor]
+        )
+
 
 def _optimizer(model: Any, settings: Settings) -> Any:
     """SGD of the dense layer, and of replicas the optimizer that does as the fused one."""
@@ -252,8 +262,8 @@ def _optimizer(model: Any, settings: Settings) -> Any:
     from torchrec.optim.optimizers import in_backward_optimizer_filter
     from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-    def of_replicas(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        group = [{"params": list(params)}]  # torch takes no empty list of parameters
+    def of_replicas(params: Any) -> torch.optim.Optimizer:
+        group: Any = [{"params": list(params)}]  # torch takes no empty list of parameters
         if settings.optimizer == "EXACT_SGD":
             return torch.optim.SGD(group, lr=RATE)
         kind = RowWiseAdagrad if "ROWWISE" in settings.optimizer else torch.optim.Adagrad
@@ -266,7 +276,7 @@ def _optimizer(model: Any, settings: Settings) -> Any:
         [
             ("fused", model.fused_optimizer),
             ("replicas", KeyedOptimizerWrapper(replicas, of_replicas)),
-            ("top", KeyedOptimizerWrapper(top, lambda params: torch.optim.SGD(params, lr=RATE))),
+            ("top", KeyedOptimizerWrapper(top, lambda params: torch.optim.SGD(cast(Any, params), lr=RATE))),
         ]
     )
 
@@ -275,7 +285,9 @@ def _weights(part: Any, settings: Settings) -> torch.Tensor:
     """Weights of a part that follow from the place of each cell, the same under any plan."""
     seed = (sum(map(ord, "".join(part.key))) * 7 + settings.seed) % 1000 + 1
     rows, columns = (torch.arange(*ends, dtype=torch.float64) for ends in (part.rows, part.columns))
-    return (torch.sin(rows[:, None] * 0.37 * seed + columns * 1.7 + seed) * 0.3).to(part.tensors["weights"].dtype)
+    return (torch.sin(rows[:, None] * 0.37 * seed + columns * 1.7 + seed) * 0.3).to(
+        part.tensors["weights"].dtype
+    )
 
 
 def batch(settings: Settings, step: int) -> Any:

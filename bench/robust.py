@@ -49,23 +49,26 @@ def drawn(i: int, seed: int, profile: Profile) -> Problem:
 
 def judged(i: int, seed: int, profile: Profile, judges: int, config: RobustConfig, evals: int) -> dict:
     """Regrets of both plans of problem i."""
-    problem = drawn(i, seed, profile)
-    budget = Budget(evals=evals)
-    chosen = robust(problem, profile, seed=seed, budget=Budget(evals=evals * 2), config=config)
-    plain = SHARDERS[DEFAULT_SHARDER](problem, profile.model().for_problem(problem), seed=seed, budget=budget)
+    problem, search, budget = drawn(i, seed, profile), SHARDERS[DEFAULT_SHARDER], Budget(evals=evals)
+    own = profile.model().for_problem(problem)
+    # Each of its searches has the budget of the plain one.
+    total = Budget(evals=evals * (1 + config.searches))
+    chosen = robust(problem, own, seed=seed, budget=total, config=config)
+    plain = search(problem, own, seed=seed, budget=budget)
     rng, regrets = np.random.default_rng([seed, i, 1]), []
     for _ in range(judges):
         model = profile.drawn(rng).model().for_problem(problem)
-        best = SHARDERS[DEFAULT_SHARDER](problem, model, seed=seed, budget=budget)
-        ms = np.array([price(lower(p, problem), model).total_ms for p in (plain, chosen.plan, best)])
+        best = search(problem, model, seed=seed, budget=budget)
+        ms = np.array([price(lower(p, problem), model).total_ms for p in (plain, chosen, best)])
         regrets.append((ms[:2] / ms.min() - 1).tolist())
+    told = chosen.provenance["robust"]
     return {
         "problem": problem.name,
         "tables": len(problem.tables),
         "devices": len(problem.topology),
-        "own_worst": [chosen.mean_rates_regret.worst, chosen.regret.worst],
-        "dearer": chosen.dearer,
-        "removes": dict(chosen.removes),
+        "own_worst": [told["of_cheapest"]["worst_regret"], told["worst_regret"]],
+        "dearer": told["dearer"],
+        "removes": told["measuring_removes"],
         "regrets": regrets,
     }
 

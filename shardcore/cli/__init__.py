@@ -10,11 +10,13 @@ from contextlib import redirect_stdout
 from typing import Any, TextIO
 
 from shardcore.cli import (
+    job,
     measure,
     measurements,
     plans,
     policies,
     problems,
+    profiles,
     published,
     replays,
     short_forms,
@@ -54,8 +56,10 @@ def parser_of_all() -> argparse.ArgumentParser:
         measure,
         measurements,
         policies,
+        profiles,
         topologies,
         published,
+        job,
     ):
         group.add_commands(commands)
     return parser

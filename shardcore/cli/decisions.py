@@ -110,6 +110,8 @@ class PlanOptions(SearchOptions, ModelOptions, HostMemoryOptions, TargetOptions)
     out_problem: write the problem that the plan is of, where decisions change it
     confidence: an op's cost is what its measurement stays below with this probability (0.9, say), rather than
       what the model expects
+    robust: with --hardware: the plan that loses least where the profile's rates are wrong, and what a
+      measurement would be worth; nine searches share the budget
     explain: say what bounds the plan, what other algorithms find, and what more memory or more devices would
       bring; each is searched with the same budget again
     """
@@ -135,6 +137,7 @@ class PlanOptions(SearchOptions, ModelOptions, HostMemoryOptions, TargetOptions)
     tiers: bool = False
     out_problem: Annotated[ProblemFile, Output()] | None = None
     confidence: Annotated[PositiveFloat, "P"] | None = None
+    robust: bool = False
     explain: bool = False
     out: Annotated[PlanFile, Output()] | None
 

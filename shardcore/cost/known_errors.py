@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from shardcore.cost.model import CostModel
-from shardcore.cost.profile import COLLECTIVES, Profile
+from shardcore.cost.profile import Profile
 from shardcore.step.lower import Workload
 
 NOT_MEASURED = "profile: published measurements, not of your machine"
@@ -25,7 +23,7 @@ def errors_of(model: CostModel) -> tuple[float, float]:
     Those that a profile's rates have, for a model of one.
     """
     if profile := profile_of(model):
-        return _uncertainties(profile)
+        return uncertainties(profile)
     errors = [_errors(_meta(one).get("metrics", {})) for one in trained(model)]
     return max(ops for ops, _ in errors), max(exchanges for _, exchanges in errors)
 
@@ -74,17 +72,9 @@ def _meta(model: CostModel) -> Mapping[str, Any]:
     return getattr(model, "meta", {})
 
 
-def _uncertainties(profile: Profile) -> tuple[float, float]:
-    of_exchanges = {name: name.startswith(COLLECTIVES) for name in profile.rates}
-    ops, exchanges = (
-        float(
-            np.median(
-                [profile.rates[name].uncertainty for name, is_one in of_exchanges.items() if is_one == which]
-            )
-        )
-        for which in (False, True)
-    )
-    return ops, exchanges
+def uncertainties(profile: Profile) -> tuple[float, float]:
+    """Relative errors of ops and of exchanges that a profile's law leaves unexplained."""
+    return profile.rates["compute_factor"].uncertainty, profile.rates["exchange_factor"].uncertainty
 
 
 def _errors(metrics: Mapping[str, Any]) -> tuple[float, float]:

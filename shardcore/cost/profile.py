@@ -6,7 +6,8 @@ A profile prices any setting at once (profile_model.py), for hardware that nobod
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -53,15 +54,14 @@ RATES: Mapping[str, tuple[str, str]] = {
     "compute_factor": ("1", "ops over the law: its uncertainty is what the law leaves unexplained"),
     "exchange_factor": ("1", "collectives over the law: its uncertainty is what the law leaves unexplained"),
     "forward_op_us": ("us", "a fused op, forward"),
-    "backward_op_us": ("us", "a fused op, backward"),
+    "backward_op_us": ("us", "a fused op, backward, without its kernels of rows"),
+    "backward_kernels_us": ("us", "kernels of rows of a fused op, backward"),
     "forward_table_us": ("us", "a shard in an op, forward"),
     "backward_table_us": ("us", "a shard in an op, backward"),
     "forward_lookup_ns": ("ns", "instructions of a lookup, forward"),
     "backward_lookup_ns": ("ns", "instructions of a lookup, backward"),
     "sort_lookup_ns": ("ns", "a lookup that is sorted, backward"),
     "weighted_lookup_ns": ("ns", "the weight of a lookup, forward and backward"),
-    "hot_lookup_ns": ("ns", "a lookup of the hottest row, backward"),
-    "hot_lookups": ("lookups", "of one row from which blocks sum it side by side"),
     "read_gbps": ("GB/s", "rows that are read from memory"),
     "repeat_gbps": ("GB/s", "rows and gradients that are read again, from L2"),
     "stream_gbps": ("GB/s", "outputs that are written, and gradients that are read"),
@@ -164,14 +164,33 @@ class Profile:
 
         return ProfileModel(self)
 
+    def valued(self, values: Mapping[str, float]) -> Profile:
+        """The profile with other values of its rates."""
+        rates = {name: dataclasses.replace(rate, value=values[name]) for name, rate in self.rates.items()}
+        return dataclasses.replace(self, rates=rates)
+
     def drawn(self, rng: np.random.Generator) -> Profile:
         """The profile with rates drawn log-normally within their uncertainty."""
-        factors = np.exp(rng.standard_normal(len(RATES)) * [self.rates[name].uncertainty for name in RATES])
-        drawn = {
-            name: dataclasses.replace(self.rates[name], value=self.rates[name].value * float(factor))
-            for name, factor in zip(RATES, factors, strict=True)
-        }
-        return dataclasses.replace(self, rates=drawn)
+        factors = np.exp(rng.standard_normal(len(RATES)) * [rate.uncertainty for rate in self.rates.values()])
+        return self.valued({n: v * float(f) for (n, v), f in zip(self.values.items(), factors, strict=True)})
+
+    @property
+    def values(self) -> dict[str, float]:
+        """Values of the rates, by name."""
+        return {name: rate.value for name, rate in self.rates.items()}
+
+    def band(self, price: Callable[[Mapping[str, float]], np.ndarray]) -> np.ndarray:
+        """Relative standard error of prices that rates give, if each rate errs by itself.
+
+        price: (values of rates) -> prices, of any shape.
+        """
+        values = self.values
+        logs, square = np.log(price(values)), 0.0
+        for name, rate in self.rates.items():
+            if rate.uncertainty:
+                moved = {**values, name: rate.value * math.exp(rate.uncertainty)}
+                square = square + (np.log(price(moved)) - logs) ** 2
+        return np.sqrt(square)
 
     def topology(self, hosts: int, devices_per_host: int, host_memory_bytes: int = 0) -> Topology:
         """A topology of such cards. Its links are as the profile has them.

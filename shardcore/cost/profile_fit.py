@@ -74,6 +74,7 @@ class Timing:
     mode: memory with the rows, one of MODES.
     cached: share of rows in a cache; only where mode is uvm_caching.
     ranks, hosts, bytes: of a collective.
+    network: words for its links.
     """
 
     source: str
@@ -96,6 +97,7 @@ class Timing:
     ranks: int = 0
     hosts: int = 0
     bytes: float = 0.0
+    network: str = ""
 
     @property
     def group(self) -> tuple[object, ...]:
@@ -111,7 +113,7 @@ class Predictor:
         self._ops: list[tuple[str, Work, np.ndarray, np.ndarray]] = []
         self._exchanges: list[tuple[str, np.ndarray, np.ndarray, list[int]]] = []
         works = {i: _work(t) for i, t in enumerate(timings) if t.op in OPS}
-        for part in ("forward", "backward", "kernels"):
+        for part in profile_law.FLOORS:
             found = [i for i in works if part in OPS[timings[i].op]]
             if found:
                 names = [f.name for f in dataclasses.fields(Work)]
@@ -135,9 +137,7 @@ class Predictor:
                 of_shards = profile_law.forward_ms(rates, work)
             else:
                 of_shards = profile_law.backward_ms(rates, work, part == "backward")
-            # Kernels are timed without launches.
-            floor_us = 0.0 if part == "kernels" else rates["compute_factor"] * rates[f"{part}_op_us"]
-            ms[found] += np.add.reduceat(of_shards, starts) + floor_us * MS_PER_US
+            ms[found] += np.add.reduceat(of_shards, starts) + profile_law.floor_ms(rates, part)
         for collective, units, sent, found in self._exchanges:
             ms[found] = profile_law.collective_ms(rates, collective, sent, units)[:, 0]
         return ms / MS_PER_US
@@ -231,7 +231,8 @@ def _timing(row: Mapping[str, str], what: str) -> Timing | str:
         )
         if ranks < 2:
             return "one rank exchanges nothing"
-        return Timing(**common, ranks=ranks, hosts=hosts, bytes=_number(row, "msg_bytes_per_rank", what))
+        sent = _number(row, "msg_bytes_per_rank", what)
+        return Timing(**common, ranks=ranks, hosts=hosts, bytes=sent, network=row.get("interconnect", ""))
     precision = row.get("weights_precision") or "fp32"
     optimizer = _OPTIMIZERS.get(row.get("optimizer", ""), row.get("optimizer") or "exact_sgd")
     mode, tables = row.get("mode") or "device", int(_number(row, "T", what) if row.get("T") else 1)
@@ -310,13 +311,13 @@ def fit(timings: Sequence[Timing], start: Profile, error: float = 0.1) -> Profil
     require(len(timings) > 0, f"profile {start.name!r} has no timings to be fitted to; give some of its card")
     fixed = {*SPEC, "compute_factor", "exchange_factor"}
     names = [name for name in RATES if name not in fixed and start.rates[name].uncertainty > 0]
-    values = {name: rate.value for name, rate in start.rates.items()}
+    values = start.values
     measured = np.log([t.time_us for t in timings])
     groups = Counter(t.group for t in timings)
     weight = np.array([groups[t.group] ** -0.5 for t in timings])
     predictor = Predictor(timings)
     depends = _sensitivities(predictor, values, names)
-    moves = (depends > _LEAST_SENSITIVITY).any(1)
+    moves = np.any(depends > _LEAST_SENSITIVITY, axis=1).tolist()
     names, depends = [name for name, of in zip(names, moves, strict=True) if of], depends[moves]
     prior = np.array([start.rates[name].uncertainty for name in names])
 
@@ -429,7 +430,10 @@ def scaled(profile: Profile, name: str, **spec: float) -> Profile:
     for key, rate in profile.rates.items():
         unit = RATES[key][0]
         if key in SPEC:
-            rates[key] = Rate(float(spec[key]), 0.05, unit, "data sheet") if key in spec else rate
+            sheet = dataclasses.replace(
+                rate, value=float(spec.get(key, rate.value)), source=f"data sheet of {name}"
+            )
+            rates[key] = sheet if key in spec else rate
             continue
         bandwidth, power, of_sm = _SCALES.get(key, ("hbm_gbps", 0.0, 0.0))
         factor = ratio[bandwidth] ** power * ratio["sm_ghz"] ** of_sm

@@ -6,7 +6,7 @@ A pass over a shard takes
 
     a constant + lookups + the larger of two: instructions of lookups, and bytes that move
 
-where "the larger" is smooth. Backward also sorts lookups, and sums those of one row block after block.
+where "the larger" is smooth. Backward also sorts lookups.
 
 Bytes of rows that a batch reads once come from memory. Those read again come from L2 as far as it holds the rows. So
 bandwidth falls as tables outgrow it.
@@ -30,7 +30,7 @@ from shardcore.core.links import LEVELS, joins
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS
 from shardcore.core.types import OUTPUT_BYTES, PRECISION_BYTES, Shard
 from shardcore.cost.link_counts import link_counts
-from shardcore.step.access import access_share, hottest_share, unique_rows_of
+from shardcore.step.access import access_share, unique_rows_of
 from shardcore.step.output_bytes import output_rows
 from shardcore.tables.host_rows import link_bytes_of
 
@@ -50,7 +50,6 @@ class Work:
     """Work of shards in an op over a batch. Each field is [N].
 
     lookups, unique: rows that are looked up, and distinct ones.
-    hottest: lookups of the row that has most.
     width: columns. element_bytes: of one weight.
     outputs: rows of pooled outputs, or of all lookups where they are not pooled.
     weighted: 1 if lookups have weights, else 0.
@@ -61,7 +60,6 @@ class Work:
 
     lookups: np.ndarray
     unique: np.ndarray
-    hottest: np.ndarray
     width: np.ndarray
     element_bytes: np.ndarray
     outputs: np.ndarray
@@ -86,7 +84,6 @@ def work_of(shards: Sequence[Shard], batch: int, optimizer: str) -> Work:
     return Work(
         lookups=lookups,
         unique=np.minimum(unique_rows_of(shards, batch), lookups),
-        hottest=lookups * np.array([hottest_share(t) for t in tables]),
         width=width,
         element_bytes=np.array([PRECISION_BYTES[t.precision] for t in tables], dtype=float),
         outputs=np.array([output_rows(s, batch) for s in shards], dtype=float),
@@ -101,6 +98,19 @@ def work_of(shards: Sequence[Shard], batch: int, optimizer: str) -> Work:
 
 
 # --- ops ----------------------------------------------------------------------------------------------------
+
+
+FLOORS: Mapping[str, tuple[str, ...]] = {
+    "forward": ("forward_op_us",),
+    "backward": ("backward_op_us", "backward_kernels_us"),
+    "kernels": ("backward_kernels_us",),
+}
+"""Rates of the floor of an op, by its pass. `kernels`: backward, timed without launches and sorting."""
+
+
+def floor_ms(rates: Rates, part: str) -> float:
+    """ms of an op's floor in a pass, however little it does."""
+    return rates["compute_factor"] * sum(rates[name] for name in FLOORS[part]) * MS_PER_US
 
 
 def forward_ms(rates: Rates, work: Work) -> np.ndarray:
@@ -147,17 +157,20 @@ def backward_ms(rates: Rates, work: Work, sorts: bool = True) -> np.ndarray:
     own = _of(rates, "backward_lookup_ns", work.lookups) + _of(
         rates, "weighted_lookup_ns", work.lookups * work.weighted
     )
-    # Blocks that share a row add to it one after another, so it takes longer, up to a limit.
-    hot = work.hottest / (1 + work.hottest / rates["hot_lookups"])
     return rates["compute_factor"] * (
         _of(rates, "backward_table_us", 1.0)
         + _of(rates, "sort_lookup_ns", work.lookups * sorts)
-        + _of(rates, "hot_lookup_ns", hot)
         + _larger(own, moved)
         + _below(rates, work)
         + _of(rates, "cache_lookup_ns", work.lookups * (work.cache_bytes > 0))
         + _of(rates, "host_update_gbps", work.host_update_bytes)
     )
+
+
+def op_ms(rates: Rates, work: Work) -> float:
+    """ms of an op, forward and backward."""
+    shards_ms = forward_ms(rates, work).sum() + backward_ms(rates, work).sum()
+    return float(shards_ms) + floor_ms(rates, "forward") + floor_ms(rates, "backward")
 
 
 def _below(rates: Rates, work: Work) -> np.ndarray:

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -22,9 +23,8 @@ from shardcore.core.tiers import BELOW
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import Problem, Setting, Shard
 from shardcore.cost import profile_law
-from shardcore.cost.model import CommCost, Compiled
+from shardcore.cost.model import CommCost, Compiled, step_ms
 from shardcore.cost.profile import Profile
-from shardcore.cost.profile_law import MS_PER_US
 from shardcore.cost.step_comm import step_comm
 from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
@@ -95,7 +95,7 @@ class ProfileModel:
     @cached_property
     def _values(self) -> Mapping[str, float]:
         """Values of the rates by name; those of host memory as the topology gives its link."""
-        values = {name: rate.value for name, rate in self.profile.rates.items()}
+        values = self.profile.values
         if self.host_gbps is not None:
             faster = self.host_gbps / values["host_read_gbps"]
             values |= {name: faster * values[name] for name in _HOST_GBPS}
@@ -110,7 +110,7 @@ class ProfileModel:
         """[G] the share of forward in an op's ms."""
         sums = np.asarray(sums, dtype=float)
         total = self.head(sums)
-        forward = (MS_PER_US * self._values["forward_op_us"]) * np.minimum(1.0, sums[..., 0]) + sums[..., 1]
+        forward = profile_law.floor_ms(self._values, "forward") * np.minimum(1.0, sums[..., 0]) + sums[..., 1]
         return np.divide(forward, total, out=np.zeros_like(total), where=total > 0)
 
     def compiled(self) -> Compiled:
@@ -129,7 +129,7 @@ class ProfileModel:
     @property
     def launch_ms(self) -> float:
         """Exact ms that fusing two ops saves (see model.BoundableCostModel)."""
-        return MS_PER_US * (self._values["forward_op_us"] + self._values["backward_op_us"])
+        return sum(profile_law.floor_ms(self._values, part) for part in ("forward", "backward"))
 
     def rates(self, least: np.ndarray) -> np.ndarray:
         """[..., 3] ms per unit of each feature (see model.BoundableCostModel)."""
@@ -216,8 +216,26 @@ class ProfileModel:
         return [f"profile: published measurements, not of your machine (band ±{percent:.0f}%)"]
 
     def band(self, workload: Workload) -> float:
-        """Relative standard error of a step that the profile itself expects."""
-        return float(np.median([rate.uncertainty for rate in self.profile.rates.values()]))
+        """Relative standard error of a step that the profile itself expects, as its rates are uncertain.
+
+        The devices with most compute stand for all.
+        """
+        ops = max(
+            workload.ops, key=lambda ops: sum(self.head(self.encode(o.shards, o.batch).sum(0)) for o in ops)
+        )
+        works = [profile_law.work_of(op.shards, op.batch, self.setting.optimizer) for op in ops]
+        n = len(workload.topology)
+
+        def step(values: Mapping[str, float]) -> np.ndarray:
+            model = dataclasses.replace(self, profile=self.profile.valued(values))
+            compute_ms = sum(profile_law.op_ms(model._values, work) for work in works)
+            comm = model.comm(workload.traffic, np.full(n, compute_ms), workload.topology)
+            return step_ms(np.full(n, compute_ms), comm, dataclasses.replace(workload.job, **_NO_DENSE))
+
+        return float(self.profile.band(step)) if works else 0.0
+
+
+_NO_DENSE: Mapping[str, Any] = {"dense_forward_ms": None, "dense_backward_ms": None}
 
 
 def _collective(channel: Channel, way: str) -> str:

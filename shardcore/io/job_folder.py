@@ -97,7 +97,9 @@ def write_rank(
         writing.write_json(folder / f"rank-{rank}.steps.json", asdict(step_ms))
     if lookups:
         content = io.BytesIO()
-        arrays = {f"{part}:{f}": x for f, both in lookups.items() for part, x in zip(_PARTS, both, strict=True)}
+        arrays = {
+            f"{part}:{f}": x for f, both in lookups.items() for part, x in zip(_PARTS, both, strict=True)
+        }
         np.savez(content, **arrays)  # type: ignore[arg-type]
         writing.write_atomic(folder / f"rank-{rank}.lookups.npz", content.getvalue())
 
@@ -145,7 +147,9 @@ def read_step(folder: str | Path) -> JobStep:
     plan = files.read_plan(folder / PLAN_JSON, problem)
     problem, remarks = _with_lookups(folder, problem, facts)
     tables = {t.name: t for t in problem.tables}
-    placements = [replace(p, shard=replace(p.shard, table=tables[p.shard.table.name])) for p in plan.placements]
+    placements = [
+        replace(p, shard=replace(p.shard, table=tables[p.shard.table.name])) for p in plan.placements
+    ]
     plan = replace(plan, placements=tuple(placements))
     step_ms = {
         rank: schema.build(Spread, schema.read_json(path), str(path))
@@ -153,7 +157,10 @@ def read_step(folder: str | Path) -> JobStep:
         if (path := folder / f"rank-{rank}.steps.json").exists()
     }
     if not step_ms:
-        remarks = (*remarks, "no steps without tracing were timed: the traced step counts, with what tracing takes")
+        remarks = (
+            *remarks,
+            "no steps without tracing were timed: the traced step counts, with what tracing takes",
+        )
     return JobStep(folder, facts, problem, plan, step_ms, remarks)
 
 

@@ -52,7 +52,9 @@ class TracedExchange:
     collective: all_to_all, reduce_scatter, all_gather, all_reduce, broadcast or barrier, as the backend ran it.
     role: a part of TRACED_PARTS without "_transfer": ids, outputs, gradients, reduce or other.
     n_bytes: that the rank enters. 0 where the trace does not say.
-    waiting_ms: until its last rank began; transfer_ms: since then, hidden or not.
+    waiting_ms: until its last rank began.
+    transfer_ms: since then, hidden or not.
+    exposed_ms: of the transfer that nothing hides.
     """
 
     collective: str
@@ -60,6 +62,7 @@ class TracedExchange:
     n_bytes: int
     waiting_ms: float
     transfer_ms: float
+    exposed_ms: float
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ Shapes: P plans, K draws.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,13 +19,14 @@ from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import require, require_within
 from shardcore.cost.model import CostModel, price
 from shardcore.cost.profile import COLLECTIVES, Profile
+from shardcore.cost.profile_model import ProfileModel
 from shardcore.search.budget import Budget
-from shardcore.search.sharders import DEFAULT_SHARDER, SHARDERS
+from shardcore.search.sharders import DEFAULT_SHARDER, SHARDERS, Sharder
 from shardcore.search.state.shards import priced
 from shardcore.step.lower import Workload, lower
 
 CAMPAIGNS: Mapping[str, tuple[str, ...]] = {
-    **{collective: (f"{collective}_",) for collective in COLLECTIVES},
+    **{f"{collective.replace('_', '-')}s": (f"{collective}_",) for collective in COLLECTIVES},
     "rows in host memory": ("host_",),
     "replicas": ("dense_",),
     "work on ids": ("bucketize_", "order_"),
@@ -42,13 +42,11 @@ class RobustConfig:
     draws: profiles under which plans are judged.
     searches: draws under which a plan is also searched. At most `draws`.
     most_dearer: cost under the profile's own rates that robustness may take, relative to the cheapest plan.
-    algorithm: the search, a name of SHARDERS.
     """
 
     draws: int = 48
     searches: int = 8
     most_dearer: float = 0.02
-    algorithm: str = DEFAULT_SHARDER
 
     def __post_init__(self) -> None:
         require_within(self, "a robust plan", draws=(2, 10_000), searches=(1, 10_000), most_dearer=(0, 10))
@@ -58,85 +56,67 @@ class RobustConfig:
         )
 
 
-@dataclass(frozen=True)
-class Regret:
-    """Regret of a plan over draws of a profile, as a share of the step. worst: of all. mean: over them."""
-
-    worst: float
-    mean: float
-
-
-@dataclass(frozen=True)
-class Robust:
-    """A plan that is good under many draws of a profile.
-
-    plan: its provenance has the regrets, too.
-    regret: of the plan.
-    mean_rates_regret: of the cheapest plan under the profile's own rates.
-    dearer: cost of the plan under these rates, relative to the cheapest, less 1.
-    removes: share of `mean_rates_regret.mean` that a measurement would remove, by what is measured.
-    """
-
-    plan: Plan
-    regret: Regret
-    mean_rates_regret: Regret
-    dearer: float
-    removes: Mapping[str, float]
-
-
 def robust(
     problem: Problem,
-    profile: Profile,
+    model: CostModel,
     *,
     seed: int = 0,
     budget: Budget | None = None,
+    search: Sharder = SHARDERS[DEFAULT_SHARDER],
     config: RobustConfig = RobustConfig(),
-) -> Robust:
-    """The plan whose worst regret over draws of a profile is least.
+) -> Plan:
+    """The plan whose worst regret over draws of a profile is least. A Sharder that wraps another.
 
-    budget: of all searches together. The one under the profile's own rates takes half.
+    budget: of all searches together. Each has an equal part.
 
-    Raises what the search raises.
+    The plan's provenance has "robust":
+
+    worst_regret, mean_regret: over the draws, as shares of the step.
+    of_cheapest: the same two of the cheapest plan under the profile's own rates.
+    dearer: cost of the plan under these rates, relative to the cheapest, less 1.
+    measuring_removes: share of the cheapest plan's mean regret that a measurement would remove, by what is measured.
+
+    Raises ShardCoreError for a model that is no profile's, and what the search raises.
     """
+    require(
+        isinstance(model, ProfileModel),
+        f"model {type(model).__name__} does not know how uncertain its rates are; a robust plan needs a hardware "
+        "profile's (--hardware)",
+    )
+    assert isinstance(model, ProfileModel)
     rng = np.random.default_rng(seed)
-    profiles = [profile.drawn(rng) for _ in range(config.draws)]
-    searched = [profile, *profiles[: config.searches]]
+    profiles = [model.profile.drawn(rng) for _ in range(config.draws)]
+    models = [replace(model, profile=profile) for profile in profiles]
     plans: list[Plan] = []
-    for number, under in enumerate(searched):
-        part = 0.5 if not number else 0.5 / config.searches
-        progress.report(f"search {number + 1} of {len(searched)}, of draws of profile {profile.name}")
-        plans.append(
-            SHARDERS[config.algorithm](problem, _model(under, problem), seed=seed, budget=_part(budget, part))
-        )
+    part = _part(budget, 1 / (1 + config.searches))
+    for number, under in enumerate((model, *models[: config.searches])):
+        plans.append(search(problem, under, seed=seed, budget=part))
+        progress.report(f"searched under {number} of {config.searches} draws of profile {model.profile.name}")
     # Several draws often lead to the same plan.
     plans = list({plan.placements: plan for plan in plans}.values())
     workloads = [lower(plan, problem) for plan in plans]
-    cost_ms = _cost_ms(workloads, profiles, problem)  # [P, K]
-    own_ms = _cost_ms(workloads, [profile], problem)[:, 0]  # [P]
+    cost_ms = _cost_ms(workloads, models)  # [P, K]
+    own_ms = _cost_ms(workloads, [model])[:, 0]  # [P]
     regrets = cost_ms / cost_ms.min(0) - 1
     affordable = own_ms <= own_ms.min() * (1 + config.most_dearer)
     best = int(np.where(affordable, regrets.max(1), np.inf).argmin())
     cheapest = int(own_ms.argmin())
-    removes = {
-        campaign: _removed(regrets, _cost_ms(workloads, known, problem), cheapest)
-        for campaign, known in _measured(profile, profiles).items()
-    }
-    regret, of_mean = (Regret(float(r.max()), float(r.mean())) for r in (regrets[best], regrets[cheapest]))
-    dearer = float(own_ms[best] / own_ms.min() - 1)
     found = {
         "draws": config.draws,
-        "worst_regret": regret.worst,
-        "mean_regret": regret.mean,
-        "worst_regret_of_mean_rates": of_mean.worst,
-        "dearer": dearer,
+        **_regret(regrets[best]),
+        "of_cheapest": _regret(regrets[cheapest]),
+        "dearer": float(own_ms[best] / own_ms.min() - 1),
+        "measuring_removes": {
+            campaign: _removed(regrets, _cost_ms(workloads, known), cheapest)
+            for campaign, known in _measured(model, profiles).items()
+        },
     }
-    provenance = {**plans[best].provenance, "robust": found}
-    plan = priced(plans[best].placements, problem, _model(profile, problem), **provenance)
-    return Robust(plan, regret, of_mean, dearer, removes)
+    return priced(plans[best].placements, problem, model, **{**plans[best].provenance, "robust": found})
 
 
-def _model(profile: Profile, problem: Problem) -> CostModel:
-    return profile.model().for_problem(problem)
+def _regret(regrets: np.ndarray) -> dict[str, float]:
+    """The worst and the mean of regrets [K]."""
+    return {"worst_regret": float(regrets.max()), "mean_regret": float(regrets.mean())}
 
 
 def _part(budget: Budget | None, share: float) -> Budget | None:
@@ -149,9 +129,8 @@ def _part(budget: Budget | None, share: float) -> Budget | None:
     )
 
 
-def _cost_ms(workloads: Sequence[Workload], profiles: Sequence[Profile], problem: Problem) -> np.ndarray:
-    """[P, K] ms of a step of each plan under each profile."""
-    models = [_model(profile, problem) for profile in profiles]
+def _cost_ms(workloads: Sequence[Workload], models: Sequence[CostModel]) -> np.ndarray:
+    """[P, K] ms of a step of each plan under each model."""
     return np.array([[price(workload, model).total_ms for model in models] for workload in workloads])
 
 
@@ -160,16 +139,19 @@ def _campaign(rate: str) -> str:
     return next((name for name, prefixes in CAMPAIGNS.items() if rate.startswith(prefixes)), LOOKUPS)
 
 
-def _measured(profile: Profile, profiles: Sequence[Profile]) -> dict[str, list[Profile]]:
-    """For each campaign, [K] profiles with its rates as drawn and all others as the profile has them."""
+def _measured(model: ProfileModel, profiles: Sequence[Profile]) -> dict[str, list[ProfileModel]]:
+    """For each campaign, [K] models with its rates as drawn and all others as the model has them."""
+    own = model.profile.rates
     return {
         campaign: [
-            dataclasses.replace(
-                profile,
-                rates={
-                    name: (drawn if _campaign(name) == campaign else profile).rates[name]
-                    for name in profile.rates
-                },
+            replace(
+                model,
+                profile=replace(
+                    drawn,
+                    rates={
+                        n: drawn.rates[n] if _campaign(n) == campaign else rate for n, rate in own.items()
+                    },
+                ),
             )
             for drawn in profiles
         ]

@@ -319,18 +319,6 @@ def access_share(shard: Shard) -> float:
     return float((counts * inside).sum() / max((counts * sizes).sum(), 1e-12))
 
 
-@lru_cache(maxsize=1 << 16)
-def hottest_share(table: Table) -> float:
-    """The share of a table's lookups that hit the row with most."""
-    if table.pooling == 0:
-        return 0.0
-    if isinstance(table.access, Zipf):
-        return float(_zipf_cdf(np.array([[1.0]]), [table])[0, 0])
-    rows, sums = _bin_rows(table)
-    highest = max(k for k, n in enumerate(rows) if n > 0)
-    return sums[highest] / rows[highest] / sum(sums)
-
-
 def row_shares_of(ids: np.ndarray, rows: int, n_devices: int) -> RowShares | None:
     """The shares of a batch's ids [L] in ranges of rows. None where ids lie as if they were hashed.
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from shardcore.core.errors import ShardCoreError
 
@@ -24,6 +24,10 @@ _COMMIT, _ABORT = "commit", "abort"
 
 class Refused(ShardCoreError):
     """A change that no rank makes."""
+
+
+class Waited(ShardCoreError):
+    """A wait for another rank that has ended without it. The other rank knows why."""
 
 
 class Undecided(ShardCoreError):
@@ -44,12 +48,17 @@ class Agreement:
 
     @classmethod
     def new(cls, timeout_s: float) -> Agreement:
-        """The next change of this process."""
+        """The next change of this process. Raises Refused if other ranks have given it up."""
         store = dist.distributed_c10d._get_default_store()
-        return cls(store, (dist.get_rank(), dist.get_world_size()), next(_numbers), timeout_s)
+        change = cls(store, (dist.get_rank(), dist.get_world_size()), next(_numbers), timeout_s)
+        if change._store.check(["decision"]):
+            raise Refused(
+                f"rank {change.rank} comes late: other ranks have given up this change; ask for it again"
+            )
+        return change
 
-    def __init__(self, store: dist.Store, ranks: tuple[int, int], number: int, timeout_s: float) -> None:
-        self._store = dist.PrefixStore(f"shardcore/change/{number}", store)
+    def __init__(self, store: Store, ranks: tuple[int, int], number: int, timeout_s: float) -> None:
+        self._store = PrefixStore(f"shardcore/change/{number}", store)
         self.rank, self.ranks = ranks
         self.timeout_s = timeout_s
 
@@ -67,12 +76,13 @@ class Agreement:
             yield values
             vote = {"value": share()}
         except Exception as e:  # whatever TorchRec raises, the others need to know
-            error, vote = e, {"error": str(e) if isinstance(e, ShardCoreError) else f"{type(e).__name__}: {e}"}
+            why = str(e) if isinstance(e, ShardCoreError) else f"{type(e).__name__}: {e}"
+            error, vote = e, {"error": why, "waited": isinstance(e, Waited)}
         votes = self._exchange(name, vote)
-        if failed := [v["error"] for v in votes if "error" in v]:
+        if failed := sorted((v for v in votes if "error" in v), key=lambda v: v["waited"]):
             # Nobody commits without this rank's vote, so the decision is to abort.
             self._decide(_ABORT)
-            raise Refused(failed[0]) from error
+            raise Refused(failed[0]["error"]) from error
         values += [v["value"] for v in votes]
 
     def commit(self) -> None:
@@ -91,16 +101,17 @@ class Agreement:
 
     def _exchange(self, phase: str, vote: dict[str, Any]) -> list[dict[str, Any]]:
         """Votes of all ranks. Raises Refused if one does not come in time."""
-        until = time.monotonic() + self.timeout_s
+        # Another rank may first have to wait in vain for this one, in an exchange.
+        patience = timedelta(seconds=2 * self.timeout_s + 1)
         try:
             self._store.set(f"{phase}/{self.rank}", json.dumps(vote))
             keys = [f"{phase}/{rank}" for rank in range(self.ranks)]
-            self._store.wait(keys, timedelta(seconds=max(until - time.monotonic(), 0.001)))
+            self._store.wait(keys, patience)
             return [json.loads(self._store.get(key)) for key in keys]
         except Exception as e:
             if self._decide(_ABORT) == _ABORT:
                 raise Refused(
-                    f"not all ranks have done {phase!r} of the change in {self.timeout_s:g} s; one may have died or "
-                    "hang, or not have called"
+                    f"not all ranks have done {phase!r} of the change in {patience.total_seconds():g} s; one may have "
+                    "died or hang, or not have called"
                 ) from e
             raise Undecided(f"the change is decided for, and a vote of it cannot be read: {e}") from e

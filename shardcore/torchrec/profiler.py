@@ -120,7 +120,14 @@ class ShardCoreProfiler:
                 *args: Any, _module: Any = module, _original: Callable = original, **named: Any
             ) -> Any:
                 del _module.input_dist  # the class has it again
-                features = next((x for x in (*args, *named.values()) if hasattr(x, "stride_per_key") and hasattr(x, "to_dict")), None)
+                features = next(
+                    (
+                        x
+                        for x in (*args, *named.values())
+                        if hasattr(x, "stride_per_key") and hasattr(x, "to_dict")
+                    ),
+                    None,
+                )
                 if features is not None:
                     self._remember(features)
                 return _original(*args, **named)

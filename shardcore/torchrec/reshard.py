@@ -31,7 +31,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Table
 from shardcore.core.validation import require, require_types, require_within
 from shardcore.torchrec import rows as of_rows
-from shardcore.torchrec.agreement import Agreement
+from shardcore.torchrec.agreement import Agreement, Waited
 from shardcore.torchrec.modules import few, tables_of
 from shardcore.torchrec.pipelines import drained
 from shardcore.torchrec.plan_files import modules_of, to_json
@@ -69,9 +69,7 @@ class MoveConfig:
 
     def __post_init__(self) -> None:
         require_types(self, "move config")
-        require_within(
-            self, "move config", max_gib=(0, 1e6), piece_mib=(2**-20, 1e5), timeout_s=(0.001, 1e6)
-        )
+        require_within(self, "move config", max_gib=(0, 1e6), piece_mib=(2**-20, 1e5), timeout_s=(0.001, 1e6))
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ def _moved(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config
     clock.lap("plan")
     built: list[_Built] = []
     with agreed.phase("build"), _time_limit(model._env.process_group, config.timeout_s):
-        group = dist.new_group(timeout=timedelta(seconds=config.timeout_s))
+        group: Any = dist.new_group(timeout=timedelta(seconds=config.timeout_s))
         built += [c.build(model, optimizer, shared) for c in move.collections]
     clock.lap("build")
     try:
@@ -240,7 +238,9 @@ class _Collection:
     def verified(self, inexact_tables: Mapping[str, str]) -> dict[Key, Format]:
         """Tensors that are the same before and after, by table."""
         return {
-            key: replace(new.format, states=()) if ".".join(filter(None, key)) in inexact_tables else new.format
+            key: replace(new.format, states=())
+            if ".".join(filter(None, key)) in inexact_tables
+            else new.format
             for key, (_, new) in self.layouts.items()
         }
 
@@ -278,7 +278,10 @@ class _Collection:
                 continue
             tables = [t.name for t in kernel._config.embedding_tables]
             groups = [
-                g for t in tables for of in shared if (g := of["groups"].get(self.path, {}).get(t)) is not None
+                g
+                for t in tables
+                for of in shared
+                if (g := of["groups"].get(self.path, {}).get(t)) is not None
             ]
             if any(g != groups[0] for g in groups):
                 raise ShardCoreError(
@@ -300,8 +303,8 @@ class _Collection:
         }
         if differing := sorted(planned ^ set(parts)):
             raise ShardCoreError(
-                f"TorchRec shards table {differing[0][0][1]!r} of {self.path!r} otherwise than planned: rows and columns "
-                f"{[d[1:] for d in differing[:3]]}"
+                f"TorchRec shards table {differing[0][0][1]!r} of {self.path!r} otherwise than planned: rows and "
+                f"columns {[d[1:] for d in differing[:3]]}"
             )
         for (key, *_), part in parts.items():
             expected = self.layouts[key][1].format.tensors()
@@ -370,7 +373,9 @@ class _Move:
         changed = _changed(model, new_plan, optimizer)
         layouts = {key: pair for c in changed for key, pair in c.layouts.items()}
         reasons = {
-            ".".join(filter(None, key)): why for key, (old, new) in layouts.items() if (why := inexact(old, new))
+            ".".join(filter(None, key)): why
+            for key, (old, new) in layouts.items()
+            if (why := inexact(old, new))
         }
         if reasons and not config.approximate:
             name = next(iter(reasons))
@@ -383,9 +388,12 @@ class _Move:
         most_sent = max((p.aligned_bytes for p in moved if p.source.rank != p.target.rank), default=0)
         # A replica has a gradient in its data-parallel wrapper.
         extra = sum(
-            new.bytes_of(rank) + new.replicas * sum(r.cells for r in new.of_rank(rank)) * new.format.weights.itemsize
+            new.bytes_of(rank)
+            + new.replicas * sum(r.cells for r in new.of_rank(rank)) * new.format.weights.itemsize
             for _, new in layouts.values()
-        ) + 2 * min(max(buffer, most_sent), sum(p.aligned_bytes for p in moved if p.source.rank != p.target.rank))
+        ) + 2 * min(
+            max(buffer, most_sent), sum(p.aligned_bytes for p in moved if p.source.rank != p.target.rank)
+        )
         _require_memory(extra, model.device, config)
         content = [to_json(model.plan), to_json(new_plan), repr(config)]
         return _Move(
@@ -419,8 +427,13 @@ class _Move:
                     tensor.zero_()
 
         def all_to_all(received: Any, sent: Any, of_each: list[int], to_each: list[int]) -> None:
-            work = dist.all_to_all_single(received, sent, of_each, to_each, group=group, async_op=True)
-            work.wait(timedelta(seconds=config.timeout_s))
+            try:
+                work: Any = dist.all_to_all_single(
+                    received, sent, of_each, to_each, group=group, async_op=True
+                )
+                work.wait(timedelta(seconds=config.timeout_s))
+            except RuntimeError as error:
+                raise Waited(f"an exchange of rows has failed on rank {dist.get_rank()}: {error}") from error
 
         Exchange(
             rank=dist.get_rank(),
@@ -445,13 +458,14 @@ class _Move:
                     after = [sum(after) % (1 << 64)]
                 if any(a != total for a in after):
                     raise ShardCoreError(
-                        f"{name} is other on its new shards than on the old ones: digest {after[0]:016x}, not {total:016x}"
+                        f"{name} is other on its new shards than on the old ones: digest {after[0]:016x}, "
+                        f"not {total:016x}"
                     )
                 totals[name] = total
         return totals
 
     def bytes_by_way(self) -> dict[str, int]:
-        by_way = dict.fromkeys((LOCAL, WITHIN, BETWEEN), 0)
+        by_way: dict[str, int] = dict.fromkeys((LOCAL, WITHIN, BETWEEN), 0)
         for piece in self.pieces:
             a, b = piece.source.rank, piece.target.rank
             way = LOCAL if a == b else WITHIN if a // self.per_host == b // self.per_host else BETWEEN
@@ -469,13 +483,16 @@ def _changed(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer) -> l
         f"the model is a {type(model).__name__}; tables of a DistributedModelParallel can be moved",
     )
     require(
-        not model.model_trackers and not model._env.output_dtensor if hasattr(model, "model_trackers") else True,
+        not model.model_trackers and not model._env.output_dtensor
+        if hasattr(model, "model_trackers")
+        else True,
         "the model has trackers or DTensors, which know its shards; tables are moved of models without",
     )
     collections, now, new = of_rows.collections_of(model), modules_of(model.plan), modules_of(new_plan)
     if differing := sorted(set(now) ^ set(new)):
         raise ShardCoreError(
-            f"the new plan is of modules {sorted(new)[:5]}, the model has {sorted(now)[:5]}; differing is {differing[0]!r}"
+            f"the new plan is of modules {sorted(new)[:5]}, the model has {sorted(now)[:5]}; "
+            f"differing is {differing[0]!r}"
         )
     for path in now.keys() - collections.keys():
         require(
@@ -484,7 +501,9 @@ def _changed(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer) -> l
             "tables can be moved of EmbeddingBagCollections and EmbeddingCollections that nothing wraps",
         )
     model_like, problem = unsharded_model(model), problem_of(model)
-    _require_runs(ShardingPlan({path: new[path] for path in collections}), problem, model_like, model.device.type)
+    _require_runs(
+        ShardingPlan({path: new[path] for path in collections}), problem, model_like, model.device.type
+    )
     found = []
     for path, module in collections.items():
         if dict(new[path]) != dict(now[path]):
@@ -550,8 +569,8 @@ def _require_memory(extra: int, device: torch.device, config: MoveConfig) -> Non
     limit = None if config.max_gib is None else int(config.max_gib * 2**30)
     require(
         limit is None or extra <= limit,
-        f"the move takes {extra / 2**30:.3g} GiB on rank {dist.get_rank()} beside its shards; max_gib is {config.max_gib}: "
-        "allow more, or move fewer tables",
+        f"the move takes {extra / 2**30:.3g} GiB on rank {dist.get_rank()} beside its shards; max_gib is "
+        f"{config.max_gib}: allow more, or move fewer tables",
     )
     try:
         torch.empty(extra, dtype=torch.uint8, device=device)
@@ -569,7 +588,11 @@ def _largest(values: Any) -> int | None:
 
 
 def _configs(module: Any) -> list[Any]:
-    return module._embedding_bag_configs if hasattr(module, "_embedding_bag_configs") else module._embedding_configs
+    return (
+        module._embedding_bag_configs
+        if hasattr(module, "_embedding_bag_configs")
+        else module._embedding_configs
+    )
 
 
 def unsharded_of(module: Any, init_fn: Any = None) -> Any:

@@ -73,10 +73,14 @@ def problem_of(
         for config in configs:
             name = config.name if uses[config.name] == 1 else f"{path}.{config.name}"
             if unknown := [f for f in config.feature_names if f not in pooling]:
-                raise ShardCoreError(f"table {name!r} has feature {unknown[0]!r}, which the batch does not have")
+                raise ShardCoreError(
+                    f"table {name!r} has feature {unknown[0]!r}, which the batch does not have"
+                )
             precision = named(config.data_type.name, PRECISIONS)
             if precision is None:
-                raise ShardCoreError(f"table {name!r} has data type {config.data_type.name}, which has no cost model")
+                raise ShardCoreError(
+                    f"table {name!r} has data type {config.data_type.name}, which has no cost model"
+                )
             by_name[config.name] = Table(
                 name,
                 config.num_embeddings,
@@ -92,7 +96,9 @@ def problem_of(
             features[name] = tuple(config.feature_names)
         tables += by_name.values()
         placements += placements_of(module.module_sharding_plan, by_name, topology)
-    problem = Problem("job", tuple(tables), topology, local_batch * world_size, _optimizer(collections), job=job)
+    problem = Problem(
+        "job", tuple(tables), topology, local_batch * world_size, _optimizer(collections), job=job
+    )
     return problem, Plan(consolidate(placements), {"algorithm": "torchrec plan"}), features
 
 
@@ -105,7 +111,9 @@ def _topology(world_size: int) -> Topology:
         memory_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     else:
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_host
-    return Topology(tuple(Device(memory_bytes, host=f"host-{rank // per_host}") for rank in range(world_size)))
+    return Topology(
+        tuple(Device(memory_bytes, host=f"host-{rank // per_host}") for rank in range(world_size))
+    )
 
 
 def _optimizer(collections: list[ShardedCollection]) -> str:

@@ -212,9 +212,7 @@ class Exchange:
         """Pieces that this rank sends or receives, by the other rank."""
         by_peer: list[list[Piece]] = [[] for _ in range(self.ranks)]
         for piece in of_round:
-            here, there = (
-                (piece.source, piece.target) if sending else (piece.target, piece.source)
-            )
+            here, there = (piece.source, piece.target) if sending else (piece.target, piece.source)
             if here.rank == self.rank:
                 by_peer[there.rank].append(piece)
         return by_peer

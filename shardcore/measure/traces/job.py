@@ -135,21 +135,28 @@ def rank_step(rank: int, spans: StepSpans, on_gpu: bool) -> RankStep:
         (s.begin_ms, s.end_ms, _HOST + s.part if on_gpu and s.part != UNNAMED else s.part) for s in spans.host
     ]
     work = [s for s in (spans.device if on_gpu else spans.host) if s.works]
-    ran = spans.collectives[::-1]  # where two overlap, the one that started first counts
-    waiting = [(c.begin_ms, c.transfer_from_ms, "waiting") for c in ran]
-    transfers = [(c.transfer_from_ms, c.end_ms, f"{c.role}_transfer") for c in ran]
-    layers = [
-        (spans.begin_ms, spans.end_ms, UNNAMED),
-        *idle,
-        *waiting,
-        *transfers,
-        *((s.begin_ms, s.end_ms, s.part) for s in work),
-    ]
-    painted = _painted(layers, spans.begin_ms, spans.end_ms)
-    host_ms = {part.removeprefix(_HOST): v for part, v in painted.items() if part.startswith(_HOST)}
-    ms = {part: v for part, v in painted.items() if not part.startswith(_HOST)}
-    if host_ms:
-        ms["host"] = ms.get("host", 0.0) + sum(host_ms.values())
+    ran = list(enumerate(spans.collectives))[::-1]  # where two overlap, the one that started first counts
+    painted = _painted(
+        [
+            (spans.begin_ms, spans.end_ms, UNNAMED),
+            *idle,
+            *((c.begin_ms, c.transfer_from_ms, "waiting") for _, c in ran),
+            *((c.transfer_from_ms, c.end_ms, i) for i, c in ran),
+            *((s.begin_ms, s.end_ms, s.part) for s in work),
+        ],
+        spans.begin_ms,
+        spans.end_ms,
+    )
+    ms: dict[str, float] = defaultdict(float)
+    host_ms: dict[str, float] = {}
+    for part, value in painted.items():
+        if isinstance(part, int):
+            ms[f"{spans.collectives[part].role}_transfer"] += value
+        elif part.startswith(_HOST):
+            ms["host"] += value
+            host_ms[part.removeprefix(_HOST)] = value
+        else:
+            ms[part] += value
     names: dict[str, float] = defaultdict(float)
     for s in (*spans.host, *spans.device):
         if s.part == UNNAMED:
@@ -158,32 +165,35 @@ def rank_step(rank: int, spans: StepSpans, on_gpu: bool) -> RankStep:
     if on_gpu:
         for s in spans.device:
             kernel_ms[s.part] += s.end_ms - s.begin_ms
-        for c in ran:
+        for c in spans.collectives:
             kernel_ms[f"{c.role}_transfer"] += c.end_ms - c.begin_ms
-    transfer_ms = sum(c.end_ms - c.transfer_from_ms for c in ran)
+    exchanges = tuple(
+        TracedExchange(
+            c.collective,
+            c.role,
+            c.n_bytes,
+            c.transfer_from_ms - c.begin_ms,
+            c.end_ms - c.transfer_from_ms,
+            painted.get(i, 0.0),
+        )
+        for i, c in enumerate(spans.collectives)
+    )
     return RankStep(
         rank,
         spans.end_ms - spans.begin_ms,
-        ms,
-        max(0.0, transfer_ms - sum(v for part, v in ms.items() if part.endswith("_transfer"))),
-        tuple(
-            TracedExchange(
-                c.collective,
-                c.role,
-                c.n_bytes,
-                c.transfer_from_ms - c.begin_ms,
-                c.end_ms - c.transfer_from_ms,
-            )
-            for c in spans.collectives
-        ),
+        dict(ms),
+        sum(x.transfer_ms - x.exposed_ms for x in exchanges),
+        exchanges,
         dict(sorted(names.items(), key=lambda x: -x[1])[:_MOST_NAMES]),
         host_ms,
         dict(kernel_ms),
     )
 
 
-def _painted(layers: Iterable[tuple[float, float, str]], begin_ms: float, end_ms: float) -> dict[str, float]:
-    """ms of each part between two moments, where later layers cover earlier ones."""
+def _painted(
+    layers: Iterable[tuple[float, float, str | int]], begin_ms: float, end_ms: float
+) -> dict[str | int, float]:
+    """ms of each part, or number of a collective, between two moments. Later layers cover earlier ones."""
     clipped = [(max(a, begin_ms), min(b, end_ms), part) for a, b, part in layers]
     clipped = [layer for layer in clipped if layer[1] > layer[0]]
     edges = np.unique([x for a, b, _ in clipped for x in (a, b)])
@@ -193,10 +203,7 @@ def _painted(layers: Iterable[tuple[float, float, str]], begin_ms: float, end_ms
     for a, b, part in clipped:
         top[np.searchsorted(edges, a) : np.searchsorted(edges, b)] = number[part]
     totals = np.bincount(top, np.diff(edges), len(parts))
-    result: dict[str, float] = defaultdict(float)
-    for part, ms in zip(parts, totals.tolist(), strict=True):
-        result[part] += ms
-    return {part: ms for part, ms in result.items() if ms > 0}
+    return {part: ms for part, ms in zip(parts, totals.tolist(), strict=True) if ms > 0}
 
 
 def _rank_in(path: Path, otherwise: int) -> int:

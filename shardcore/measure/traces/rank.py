@@ -263,7 +263,7 @@ class _Frames:
             known = DENSE_OPS.match(e.name) or e.name in ("detach", "record_param_comms")
             return _Frame(e.end_ms, "dense_forward" if known else UNNAMED, True, e.name, around.start)
         works = around.works or e.category == "cpu_op"
-        part = row.part if row else around.part
+        part = row.part if row and around.part == UNNAMED else around.part
         if part == UNNAMED and e.category not in ("cpu_op", "user_annotation"):
             part = "host"  # a launch, or a wait for the device
         return _Frame(e.end_ms, part, works, e.name, around.start)
