@@ -296,4 +296,6 @@ def gib(n_bytes: float) -> str:
     """A size for people, in GiB. MiB below 0.1 GiB, bytes below 0.1 MiB."""
     if abs(n_bytes) >= 0.1 * 2**30:
         return f"{n_bytes / 2**30:.1f} GiB"
-    return f"{n_bytes / 2**20:.1f} MiB" if abs(n_bytes) >= 0.1 * 2**20 else f"{n_bytes:.0f} bytes"
+    if abs(n_bytes) >= 0.1 * 2**20:
+        return f"{n_bytes / 2**20:.1f} MiB"
+    return "1 byte" if round(n_bytes) == 1 else f"{n_bytes:.0f} bytes"

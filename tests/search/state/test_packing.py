@@ -104,7 +104,7 @@ def test_two_tables_fit_a_device_that_has_just_their_memory():
     tight = with_memory(given, memory.used_bytes(plan, given)[0])
     assert {p.devices for p in SHARDERS["anneal"](tight, model_for(tight)).placements} == {(0,)}
     short = with_memory(given, tight.topology.devices[0].memory_bytes - 1)
-    with pytest.raises(Infeasible, match="exact count 1 bytes are lacking. It would fit with 1 bytes"):
+    with pytest.raises(Infeasible, match="1 byte too little. It would fit with 1 byte more per device"):
         SHARDERS["anneal"](short, model_for(short))
 
 
