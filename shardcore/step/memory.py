@@ -26,6 +26,7 @@ from shardcore.core.errors import Infeasible, Overfull
 from shardcore.core.progress import ticking
 from shardcore.core.tiers import TIERS
 from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Shard, Table
+from shardcore.core.validation import require_type
 from shardcore.step.access import access_share
 from shardcore.step.kinds import Layout, merged, run_of, shards_on
 from shardcore.step.memory_timeline import phases_of, times_of
@@ -132,6 +133,8 @@ def held_bytes(problem: Problem) -> list[int]:
 
 def by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
     """[D] memory of a plan on each device, by part."""
+    require_type(plan, Plan, "plan", "a Plan, as a sharder gives")
+    require_type(problem, Problem, "problem", "a Problem")
     local, devices = local_buffers(run_batches(merged(plan.placements), problem), problem), []
     stages = tuple(run.stages for run in local)
     phases, (names, times) = phases_of(stages), times_of(stages)

@@ -124,3 +124,14 @@ def test_memory_that_stays_free_is_told_where_it_is_missed():
     small = problem_of([Table("t", 1000, 64, 1.0)], [500_000], reserved_bytes=300_000)
     with pytest.raises(Infeasible, match=r"\(0.3 MiB of each stays free: constraints.reserved_bytes\). It"):
         SHARDERS["size_greedy"](small, MODEL)
+
+
+def test_a_large_problem_is_refused_with_memory_that_is_enough():
+    tables = [Table(f"t{i}", 1000 + i % 50, 64, 3.0) for i in range(1400)]
+    short = problem_of(tables, [EACH] * 48)
+    with pytest.raises(Infeasible) as raised:
+        fitting(short)
+    more = float(re.search(r"It would fit with ([\d.]+) MiB more per device, or", str(raised.value))[1])
+    enough = problem_of(tables, [EACH + round(more * 2**20)] * 48)
+    assert fits(fitting(enough), enough)
+    assert more * 2**20 < 1.05 * max(used_bytes(fitting(enough), enough))
