@@ -169,6 +169,8 @@ def _work(timing: Timing) -> Work:
     changed: dict[str, np.ndarray] = {}
     if timing.unique:
         changed["unique"] = work.unique * timing.unique / work.unique.sum()
+    distinct = changed.get("unique", work.unique) * work.width * work.element_bytes
+    changed["beside"] = np.full(n, distinct.sum())
     if timing.mode == "uvm_caching":
         # Batches since the cache was empty bring rows that no batch had before. A warm cache misses fewer.
         seen = profile_law.work_of(shards, _BATCHES_SINCE_EMPTY * timing.batch, timing.optimizer).unique

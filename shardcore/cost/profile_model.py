@@ -43,6 +43,7 @@ class ProfileModel:
     setting: of the problem. Its hardware is the profile's name.
     replica_optimizer: dense optimizer of replicas, a name of catalog.DENSE_OPTIMIZERS.
     host_gbps: bandwidth to host memory that the topology gives. None: the profile's.
+    device_bytes: bytes of the distinct rows that a batch touches on a device, in the mean. They share its L2.
     at: values of the rates, in place of the profile's.
     """
 
@@ -50,6 +51,7 @@ class ProfileModel:
     setting: Setting = None  # type: ignore[assignment]
     replica_optimizer: str = "sgd"
     host_gbps: float | None = None
+    device_bytes: float = 0.0
     at: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
@@ -80,6 +82,8 @@ class ProfileModel:
             ),
             replica_optimizer=problem.replica_optimizer,
             host_gbps=memory.gbps if memory else None,
+            device_bytes=profile_law.distinct_bytes(problem.tables, problem.global_batch)
+            / len(problem.topology),
         )
 
     # --- ops ------------------------------------------------------------------------------------------------
@@ -88,11 +92,14 @@ class ProfileModel:
         """[N, 3] 1 for a shard, and its ms forward and backward without the op's floor."""
         codes = np.zeros((len(shards), 3))
         if len(shards):
-            work = profile_law.work_of(shards, batch or self.setting.batch, self.setting.optimizer)
+            work = self._work(shards, batch or self.setting.batch)
             codes[:, 0] = 1
             codes[:, 1] = profile_law.forward_ms(self._values, work)
             codes[:, 2] = profile_law.backward_ms(self._values, work)
         return codes
+
+    def _work(self, shards: Sequence[Shard], batch: int) -> profile_law.Work:
+        return profile_law.work_of(shards, batch, self.setting.optimizer, self.device_bytes)
 
     @cached_property
     def _values(self) -> Mapping[str, float]:
@@ -225,7 +232,7 @@ class ProfileModel:
         ops = max(
             workload.ops, key=lambda ops: sum(self.head(self.encode(o.shards, o.batch).sum(0)) for o in ops)
         )
-        works = [profile_law.work_of(op.shards, op.batch, self.setting.optimizer) for op in ops]
+        works = [self._work(op.shards, op.batch) for op in ops]
         n = len(workload.topology)
 
         def step(values: Mapping[str, float]) -> np.ndarray:
