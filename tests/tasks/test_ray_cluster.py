@@ -223,7 +223,7 @@ except ShardCoreError as error:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "needed, after_s",
-    zip(ray_cluster._NEEDED, (1.0, 0.0), strict=True),
+    [("gcs_server", 1.0), ("raylet", 0.0)],
     ids=["head, while it starts", "raylet, while it works"],
 )
 def test_work_ends_soon_after_the_head_or_raylet_of_a_local_ray(needed, after_s):
