@@ -50,7 +50,7 @@ from shardcore.torchrec import dmp_collection, fbgemm_statistics, plan_files
 from tasks import cache, params, refresh, served_model
 
 if HAS_TORCHREC:
-    from shardcore.torchrec import hot_cold_rows
+    from shardcore.torchrec import row_files
 
 Damage = Callable[[Path, Draw], None]
 Use = Callable[[Path, Sound], None]
@@ -307,9 +307,9 @@ def use_batch(folder: Path, sound: Sound) -> None:
 @reads("rows", parts=("rows",), damage=damage_rows, needs=HAS_TORCHREC)
 def use_rows(folder: Path, sound: Sound) -> None:
     wanted = hot_collection()
-    hot_cold_rows.load_rows(wanted, sound.folder / "rows")
+    row_files.load_rows(wanted, sound.folder / "rows")
     found = hot_collection()
-    hot_cold_rows.load_rows(found, folder / "rows")
+    row_files.load_rows(found, folder / "rows")
     of_wanted = wanted.state_dict()
     # Rows may have been kept as FP16.
     same = all(
