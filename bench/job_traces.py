@@ -3,13 +3,13 @@
     python -m bench.job_traces MODEL --jobs 10 --out FOLDER
 
 Each job is a drawn problem with random plans of all kinds (measure/sampling/steps.py, of a seed that nothing else
-uses) and the plan that a greedy search finds. The first plan trains with a ShardCoreProfiler, which traces one step.
-Then all plans take turns, in another order each round, without tracing: their whole steps are the truth. A model
-predicts the steps of the *other* plans:
+uses) and the plan that a greedy search finds. They take turns, in another order each round. The first has a
+ShardCoreProfiler, which traces three steps. The median steps of the *other* plans are the truth. A model predicts them:
 
   as it is        with the dense part that the trace shows
   anchored        as it is, and all else of the traced plan's step counts as the dense part
-  corrected       by the traced step (cost/traced_factors.py)
+  corrected       by the first traced step (cost/traced_factors.py)
+  by three        by all three
   mean            each plan takes what the traced one took: the least that a model has to beat
 
 The same from a model of another machine, emulated: MODEL with lookups and exchanges multiplied by --other.
@@ -48,7 +48,7 @@ from shardcore.torchrec.sharding_plan import to_torchrec
 SEED = 4_242
 TABLE_BYTES = 128 << 20
 TIMEOUT_S = 240.0
-ARMS = ("as it is", "anchored", "corrected", "mean")
+ARMS = ("as it is", "anchored", "corrected", "by three", "mean")
 
 
 def job_of(
@@ -91,9 +91,12 @@ def judged(
     problem: Problem, plans: Mapping[str, Plan], found: Mapping[str, Any], folder: Path, model: Any
 ) -> dict[str, Any]:
     """Measured ms of a job's plans, and what each arm predicts."""
-    job = traced_job.read(folder)
-    assert job.problem is not None and job.plan is not None
-    checked = traced_job.check(job, model)
+    # A job's callback times a thousand steps between two traced ones. Here its plan takes turns with others.
+    step_ms = float(np.median(found["steps_ms"][next(iter(plans))]))
+    all_steps = replace(traced_job.read(folder), step_ms=step_ms)
+    job = replace(all_steps, traced=replace(all_steps.traced, steps=all_steps.traced.steps[:1]))
+    assert job.problem is not None
+    checked, by_three = traced_job.check(job, model), traced_job.check(all_steps, model)
     measured = {name: float(np.median(ms)) for name, ms in found["steps_ms"].items()}
     noise = {name: _noise_ms(ms) for name, ms in found["steps_ms"].items()}
     tables = {t.name: t for t in job.problem.tables}
@@ -104,6 +107,7 @@ def judged(
         "as it is": (as_it_is, model),
         "anchored": (with_around(job.problem, anchor), model),
         "corrected": (checked.problem, checked.model),
+        "by three": (by_three.problem, by_three.model),
     }
     predicted = {
         arm: {name: _predicted_ms(plan, of, ours, tables) for name, plan in plans.items()}
@@ -117,7 +121,7 @@ def judged(
         "measured_ms": measured,
         "noise_ms": noise,
         "predicted_ms": predicted,
-        "named": float(np.mean([r.named_share for s in job.traced.steps for r in s.ranks])),
+        "named": float(np.mean([r.named_share for s in all_steps.traced.steps for r in s.ranks])),
         "factors": {
             q.words: checked.correction.factors[q].value
             for q in QUANTITIES
@@ -142,7 +146,10 @@ def _noise_ms(rounds_ms: Sequence[Sequence[float]]) -> float:
 
 def other_machine(model: Any, factor: float) -> Any:
     """The model with lookups multiplied and exchanges divided by a factor: as if of another machine."""
-    factors = {q: factor if q.family == traced_factors.COMPUTE else 1 / factor for q in QUANTITIES}
+    factors = {
+        q: traced_factors.Factor(factor if q.family == traced_factors.COMPUTE else 1 / factor, 0.0, 0)
+        for q in QUANTITIES
+    }
     return traced_factors.corrected(model, factors)
 
 
@@ -222,7 +229,7 @@ def main() -> None:
         jobs=10,
         first=(0, "number of the first job"),
         ranks=2,
-        rounds=(8, "turns of each plan"),
+        rounds=(8, "turns of each plan, 4 or more"),
         other=(1.7, "factor of the emulated model of another machine"),
         minutes=(60.0, "begin no job after so many"),
     )

@@ -1,7 +1,7 @@
 """A TorchRec job of bench/job_traces.py: one rank trains several plans of a model, and traces the first.
 
-Plans train over one piece of memory, each in a TrainPipelineSparseDist, as a user's job does. The first runs alone
-with a ShardCoreProfiler. Then all take turns without one, in another order each round.
+Plans train over one piece of memory, each in a TrainPipelineSparseDist, as a user's job does. They take turns, in
+another order each round. The first has a ShardCoreProfiler, which traces TRACED of its steps.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from shardcore.measure import local_ranks, own_core
 from shardcore.torchrec.profiler import ShardCoreProfiler
 from shardcore.torchrec.sharding_plan import to_torchrec
 
-WARM_UP, EVERY = 20, 60
-"""Steps of the traced plan before it has a profiler, and with one, which traces the 21st of them."""
-TURN = 6
+TRACED = 3
+"""Steps that are traced, one after another: the 21st to 23rd of the first plan, within a turn."""
+TURN = 8
 """Steps of a turn, of which the first is not timed."""
 
 
@@ -85,13 +85,15 @@ class Trainer:
     def step(self) -> None:
         self._pipeline.progress(self._batches)
 
-    def timed(self, steps: int) -> list[float]:
-        """ms of so many steps."""
-        ends_s = [time.perf_counter()]
-        for _ in range(steps):
+    def turn(self, after_step: Callable[[], None]) -> list[float]:
+        """ms of the steps of a turn, without `after_step`."""
+        times_ms = []
+        for _ in range(TURN):
+            began_s = time.perf_counter()
             self.step()
-            ends_s.append(time.perf_counter())
-        return (1e3 * np.diff(ends_s)).tolist()
+            times_ms.append(1e3 * (time.perf_counter() - began_s))
+            after_step()
+        return times_ms
 
 
 def work(
@@ -120,22 +122,21 @@ def work(
         trainers = {name: Trainer(plan, problem, setting, arena, batches) for name, plan in plans.items()}
         say(None)
         own_core.let_network_wait()
-        first = next(iter(trainers.values()))
-        first.timed(WARM_UP)
-        profiler = ShardCoreProfiler(first.model, job.folder, every=EVERY)
-        callback_ms = []
-        for _ in range(EVERY):
-            first.step()
+        first = next(iter(trainers))
+        profiler = ShardCoreProfiler(trainers[first].model, job.folder, every=TURN * job.rounds, steps=TRACED)
+        callback_ms: list[float] = []
+
+        def call_profiler() -> None:
             began_s = time.perf_counter()
             profiler.step()
             callback_ms.append(1e3 * (time.perf_counter() - began_s))
-        say(None)
+
         times_ms: dict[str, list[list[float]]] = {name: [] for name in trainers}
         for index in range(job.rounds):
             for i in np.random.default_rng([index]).permutation(len(trainers)):
                 name, trainer = list(trainers.items())[i]
                 dist.barrier()
-                times_ms[name].append(trainer.timed(TURN)[1:])
+                times_ms[name].append(trainer.turn(call_profiler if name == first else lambda: None)[1:])
             say(None)
         say(({name: np.array(ms) for name, ms in times_ms.items()}, np.array(callback_ms)))
         del trainers

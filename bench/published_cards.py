@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shardcore.core.links import LEVELS
 from shardcore.cost.profile import COLLECTIVES, RATES, SPEC, Profile, Rate
 from shardcore.cost.profile_fit import QUALITIES, Timing, fit, scaled
 
@@ -62,7 +63,7 @@ BASE: Mapping[str, tuple[float, float, str]] = {
 } | {
     f"{collective}_{what}": (value, sure, f"nccl-tests: {words}")
     for collective, latency, near, far, late, step in (
-        ("all_to_all", 25, 345, 46, 50, 4),
+        ("all_to_all", 25, 345, 46, 50, 1.2),
         ("reduce_scatter", 25, 360, 40, 30, 3),
         ("all_gather", 25, 360, 40, 30, 3),
         ("all_reduce", 25, 309, 40, 35, 15),
@@ -81,7 +82,7 @@ BASE: Mapping[str, tuple[float, float, str]] = {
             "64 KiB to 4 MiB on A100",
         ),
         ("between_hosts_gbps", far, 0.2, "maintainers' figures of NVIDIA/nccl-tests issue 267"),
-        ("round_us", step, 0.5, "2 to 540 hosts on A100"),
+        ("round_us", step, 0.4, "2 to 10 hosts on A100 and H100"),
     )
 }
 """Value, uncertainty and source of each rate that the first fit starts from."""
@@ -98,6 +99,7 @@ class Card:
     gpus: names that timings have for it.
     networks: parts of the interconnects of its timings. (): any.
     error: relative error that the law is expected to have on its timings.
+    rates: value, uncertainty and source of rates that do not scale.
     """
 
     like: str
@@ -107,6 +109,7 @@ class Card:
     networks: tuple[str, ...] = ()
     exchanges: str = ""
     error: float = 0.08
+    rates: Mapping[str, tuple[float, float, str]] = dataclasses.field(default_factory=dict)
 
 
 def _spec(memory_gb: float, hbm: float, sm: float, l2_mib: float, **more: float) -> dict[str, float]:
@@ -121,6 +124,25 @@ def _spec(memory_gb: float, hbm: float, sm: float, l2_mib: float, **more: float)
 
 _A100 = {"nvlink_gbps": 300, "network_gbps": 25, "pcie_gbps": 32, "switch_generation": 2}
 _AMD = {"granule_bytes": 128, "pcie_gbps": 64, "network_gbps": 50, "switch_generation": 1}
+_CORE = "data sheet of AMD EPYC 7003, one core: 10 lines of 64 bytes on their way, 90 ns each"
+_GLOO = "gloo over the loopback of a host: copies through sockets, at a core's rate"
+_CPU_SPEC = {
+    **_spec(64, 204.8, 3.0, 32, nvlink_gbps=7, network_gbps=1.25, pcie_gbps=7, switch_generation=1),
+    "granule_bytes": 64,
+}
+_CPU: Mapping[str, tuple[float, float, str]] = {
+    **dict.fromkeys(("read_gbps", "update_gbps"), (7, 0.6, _CORE)),
+    **dict.fromkeys(("stream_gbps", "dense_gbps", "bucketize_gbps", "order_gbps"), (5, 0.7, _CORE)),
+    **dict.fromkeys(("host_read_gbps", "host_update_gbps", "host_cache_gbps"), (7, 0.7, _CORE)),
+    "repeat_gbps": (20, 0.6, "data sheet of AMD EPYC 7003: a line of 64 bytes each 3 ns from L3"),
+    "forward_lookup_ns": (10, 0.7, f"{_CORE}: a row overlaps with about nine others"),
+    "backward_lookup_ns": (20, 0.7, f"{_CORE}: a row and its gradient"),
+    "sort_lookup_ns": (30, 0.7, "radix sort of 4 passes, a count and a move each, at about 4 ns"),
+    **{f"{c}_within_host_gbps": (2, 0.7, _GLOO) for c in COLLECTIVES},
+    **{f"{c}_between_hosts_gbps": (1, 0.7, "data sheet: 10 Gb/s Ethernet") for c in COLLECTIVES},
+    **{f"{c}_{level}_latency_us": (300, 0.7, _GLOO) for c in COLLECTIVES for level in LEVELS},
+    **{f"{c}_{level}_ramp_us": (10, 0.7, _GLOO) for c in COLLECTIVES for level in LEVELS},
+}
 CARDS: Mapping[str, Card] = {
     # Columns of PR 2365 say how bandwidth depends on width; its card is Meta's H100 of 2.4 TB/s.
     "h100-96": Card("base", _spec(96, 2400, 231.7, 50), (), ("unknown (Meta H100-96 fits)",)),
@@ -168,6 +190,7 @@ CARDS: Mapping[str, Card] = {
         error=0.15,
     ),
     "amd-mi300x": Card("amd-mi350", _spec(192, 5300, 638.4, 256, nvlink_gbps=448), ("MI300X",)),
+    "cpu": Card("base", _CPU_SPEC, rates=_CPU),
 }
 """In the order in which they are made."""
 EXCHANGE_RATES = tuple(name for name in RATES if name.startswith(COLLECTIVES))
@@ -203,6 +226,8 @@ def profiles(timings: Sequence[Timing]) -> dict[str, Profile]:
             start = dataclasses.replace(
                 start, rates={**start.rates, **{n: exchanges[n] for n in EXCHANGE_RATES}}
             )
+        given = {n: Rate(float(v), sure, RATES[n][0], source) for n, (v, sure, source) in card.rates.items()}
+        start = dataclasses.replace(start, rates={**start.rates, **given})
         own = [t for t in timings if card_of(t) == name and t.quality in QUALITIES]
         found = fit(own, start, card.error) if own else start
         made[name] = dataclasses.replace(found, device_names=card.devices)

@@ -51,8 +51,9 @@ def judged(i: int, seed: int, profile: Profile, judges: int, config: RobustConfi
     """Regrets of both plans of problem i."""
     problem, search, budget = drawn(i, seed, profile), SHARDERS[DEFAULT_SHARDER], Budget(evals=evals)
     own = profile.model().for_problem(problem)
-    # Half of its budget goes into the search under the profile's own rates.
-    chosen = robust(problem, own, seed=seed, budget=Budget(evals=evals * 2), config=config)
+    # Each of its searches has the budget of the plain one.
+    total = Budget(evals=evals * (1 + config.searches))
+    chosen = robust(problem, own, seed=seed, budget=total, config=config)
     plain = search(problem, own, seed=seed, budget=budget)
     rng, regrets = np.random.default_rng([seed, i, 1]), []
     for _ in range(judges):

@@ -145,7 +145,8 @@ class Predictor:
 
 def _work(timing: Timing) -> Work:
     n = timing.tables
-    rows, width, pooling = (x * n if len(x) == 1 else x for x in (timing.rows, timing.width, timing.pooling))
+    rows, width = (x * n if len(x) == 1 else x for x in (timing.rows, timing.width))
+    pooling = timing.pooling * n if len(timing.pooling) == 1 else timing.pooling
     shares = {"device": 1.0, "uvm": 0.0, "uvm_caching": timing.cached}
     tables = [
         Table(

@@ -39,6 +39,8 @@ Rates = Mapping[str, float]
 """Values of profile.RATES, by name."""
 _SHARPNESS = 3.0
 """Exponent of the smooth maximum. Kernels that are near both limits take 26% longer than either alone."""
+_RAMP_DEVICES = 16
+"""Devices on several hosts that a ramp is given for."""
 _SUMS = 3
 """Generation from which switches within a host sum. NVIDIA's are those of H100."""
 NEAR, FAR = LEVELS
@@ -252,7 +254,9 @@ def collective_ms(
         once_us += _rounds(collective, n, hosts) * rates[f"{collective}_round_us"]
     else:
         once_us = given.latency_ms / MS_PER_US
-    ramp = busiest / (busiest + rates[f"{collective}_{level}_ramp_bytes"])
+    # Protocols for large messages cost more once. Between hosts that grows with the number of devices.
+    more = (n / _RAMP_DEVICES) ** 0.5 if level == FAR else 1.0
+    ramp = more * busiest / (busiest + rates[f"{collective}_{level}_ramp_bytes"])
     fixed_us = exchanges * once_us + ramp * rates[f"{collective}_{level}_ramp_us"]
     slower = np.maximum(_ms_at(gbps[NEAR], near * used[NEAR]), _ms_at(gbps[FAR], far * used[FAR]))
     return rates["exchange_factor"] * (fixed_us * MS_PER_US + slower)

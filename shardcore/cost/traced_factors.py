@@ -9,7 +9,10 @@ slower CPU slows all lookups. So one traced step corrects a collective that only
 shows, with more doubt. All three terms are normal with mean 0, so the posterior is a ridge fit in closed form, shrunk
 towards a factor of 1.
 
-A family whose factors do not predict ranks and steps that were left out better than the model did is left alone.
+A collective takes at most MOST_FACTOR times as long for its bytes. What is measured beyond is a latency: it waits for
+a thread to wake, whatever its bytes. A collective that did not run has the usual latency of those that did.
+
+A family whose correction predicts ranks and steps that were left out no better than the model did is left alone.
 
 Shapes: Q quantities, U observed units (a rank in a step).
 """
@@ -19,12 +22,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.types import Problem
+from shardcore.core.types import PAYLOADS, Problem
 from shardcore.cost import collective_model
 from shardcore.cost.composite import Composite
 from shardcore.cost.model import CostModel, price
@@ -50,6 +53,7 @@ class Family:
     noise: float
 
 
+MOST_FACTOR = 3.0
 MOST_APART = 0.1
 """Most difference of bytes sent between a trace and its plan."""
 FAMILIES: Mapping[str, Family] = {COMPUTE: Family(0.5, 0.15, 0.05), EXCHANGE: Family(0.7, 0.4, 0.1)}
@@ -88,11 +92,13 @@ class Factor:
     value: exp of the posterior mean.
     sd: standard deviation of the posterior of its logarithm.
     units: ranks and steps that measured it. 0: only its family did.
+    latency_ms: of each run, on top of the factor.
     """
 
     value: float
     sd: float
     units: int
+    latency_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -110,11 +116,14 @@ class Correction:
     around_ms: float
     refused: tuple[str, ...]
 
-    def drawn(self, rng: np.random.Generator) -> dict[Quantity, float]:
+    def drawn(self, rng: np.random.Generator) -> dict[Quantity, Factor]:
         """Factors drawn from their posterior."""
         means = np.log([self.factors[q].value for q in QUANTITIES])
         logs = rng.multivariate_normal(means, self.covariance, method="eigh")
-        return dict(zip(QUANTITIES, np.exp(logs).tolist(), strict=True))
+        return {
+            q: replace(self.factors[q], value=float(np.exp(log)))
+            for q, log in zip(QUANTITIES, logs, strict=True)
+        }
 
     def document(self) -> dict[str, Any]:
         """The correction as JSON, for a model's provenance."""
@@ -145,39 +154,45 @@ def correction(
 
     Raises ShardCoreError where the traces tell nothing of lookups.
     """
-    y, weights = observations(model, steps)
-    ran = np.any([[any(_predicted(model, w)[q]) for q in QUANTITIES] for w, _ in steps], axis=0)
-    silent = [q.words for i, q in enumerate(QUANTITIES) if ran[i] and not weights[:, i].any()]
-    refused = [f"the traces do not tell {', '.join(silent)}: corrected as their family is"] if silent else []
-    lookups = [i for i, q in enumerate(QUANTITIES) if q.family == COMPUTE]
-    if not weights[:, lookups].any():
+    measured, predicted = observations(model, steps)
+    told = (measured > 0) & (predicted > 0)
+    lookups = np.array([q.family == COMPUTE for q in QUANTITIES])
+    if not told[:, lookups].any():
         raise ShardCoreError(
             "the traces tell nothing of lookups; trace a step of the job with its embeddings"
         )
-    kept = {name: _generalises(y, weights, name) for name in FAMILIES}
+    silent = [q.words for i, q in enumerate(QUANTITIES) if predicted[:, i].any() and not told[:, i].any()]
+    refused = [f"the traces do not tell {', '.join(silent)}: corrected as their family is"] if silent else []
+    kept = {name: _generalises(measured, predicted, name) for name in FAMILIES}
     refused += [
-        f"{name}: factors of some ranks and steps do not fit others better than the model does; left at 1"
+        f"{name}: a correction by some ranks and steps fits others no better than the model does; left as they are"
         for name, fits in kept.items()
         if not fits
     ]
-    used = weights * [kept[q.family] for q in QUANTITIES]
-    mean, covariance = _posterior(y, used)
+    used = measured * [kept[q.family] for q in QUANTITIES]
+    fit = _fitted(used, predicted)
+    units = ((used > 0) & (predicted > 0)).sum(0)
     factors = {
-        q: Factor(float(np.exp(mean[i])), float(np.sqrt(covariance[i, i])), int((used[:, i] > 0).sum()))
+        q: Factor(
+            float(np.exp(fit.log[i])),
+            float(np.sqrt(fit.covariance[i, i])),
+            int(units[i]),
+            float(fit.latency_ms[i]),
+        )
         for i, q in enumerate(QUANTITIES)
     }
-    fitted = corrected(model, {q: f.value for q, f in factors.items()})
+    fitted = corrected(model, factors)
     total_ms = step_ms or float(np.median([step.total_ms for _, step in steps]))
     inner_ms = float(
         np.median([price(workload, fitted).total_ms - workload.job.dense_ms for workload, _ in steps])
     )
-    return Correction(factors, covariance, max(0.0, total_ms - inner_ms), tuple(refused))
+    return Correction(factors, fit.covariance, max(0.0, total_ms - inner_ms), tuple(refused))
 
 
 def observations(
     model: CostModel, steps: Sequence[tuple[Workload, TracedStep]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[U, Q] log of measured / predicted, and the weight of each: its share of its predicted ms. 0: not measured."""
+    """[U, Q] measured ms, 0 where a trace does not tell, and predicted ms."""
     measured, predicted = [], []
     for workload, step in steps:
         of_devices = _predicted(model, workload)
@@ -185,11 +200,7 @@ def observations(
             device = workload.topology.ranks[rank.rank]
             predicted.append([of_devices[q][device] for q in QUANTITIES])
             measured.append(_measured(rank, workload, device, predicted[-1]))
-    there, ours = np.array(measured), np.array(predicted)
-    told = (there > 0) & (ours > 0)
-    y = np.log(np.where(told, there, 1.0) / np.where(told, ours, 1.0))
-    share = np.where(told, ours, 0.0)
-    return y, share / np.maximum(share.sum(0), 1e-12)
+    return np.array(measured), np.array(predicted)
 
 
 def _predicted(model: CostModel, workload: Workload) -> dict[Quantity, Sequence[float]]:
@@ -215,6 +226,7 @@ def _predicted(model: CostModel, workload: Workload) -> dict[Quantity, Sequence[
     return found
 
 
+_HIDDEN_MS = 1e-3
 _RUN_AS = {
     ("all_to_all", "outputs"): ("all_to_all", "forward"),
     ("all_to_all", "gradients"): ("all_to_all", "backward"),
@@ -234,7 +246,8 @@ def _measured(rank: RankStep, workload: Workload, device: int, predicted: Sequen
     exposed: dict[tuple[str, str], float] = {}
     for x in rank.exchanges:
         if key := _RUN_AS.get((x.collective, x.role)):
-            exposed[key] = exposed.get(key, 0.0) + x.exposed_ms
+            # What is hidden as a whole was measured, too.
+            exposed[key] = exposed.get(key, _HIDDEN_MS) + x.exposed_ms
     for way, part in (("forward", "outputs"), ("backward", "gradients")):
         keys = [key for key in exposed if key[1] == way and key[0] != "all_reduce"]
         total = sum(exposed[key] for key in keys)
@@ -262,8 +275,16 @@ def _measured(rank: RankStep, workload: Workload, device: int, predicted: Sequen
     return found
 
 
-def _posterior(y: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[Q] mean and [Q, Q] covariance of the logarithms of the factors, given observations [U, Q]."""
+class _Fit(NamedTuple):
+    """[Q] mean and [Q, Q] covariance of the logarithms of factors, and [Q] latencies."""
+
+    log: np.ndarray
+    covariance: np.ndarray
+    latency_ms: np.ndarray
+
+
+def _fitted(measured: np.ndarray, predicted: np.ndarray) -> _Fit:
+    """The posterior, given ms [U, Q]."""
     families = [q.family for q in QUANTITIES]
     prior = np.array(
         [
@@ -274,34 +295,53 @@ def _posterior(y: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarr
             for i, a in enumerate(families)
         ]
     )
-    told = np.flatnonzero(weights.any(0))
-    if not len(told):
-        return np.zeros(len(families)), prior
-    share = weights[:, told] / weights[:, told].sum(0)
-    mean = (share * y[:, told]).sum(0)
-    spread = np.sqrt((share * (y[:, told] - mean) ** 2).sum(0))
+    told = (measured > 0) & (predicted > 0)
+    some = np.flatnonzero(told.any(0))
+    latency_ms = np.zeros(len(families))
+    if not len(some):
+        return _Fit(np.zeros(len(families)), prior, latency_ms)
+    ratio = np.where(told, measured, 1.0) / np.where(told, predicted, 1.0)
+    exchanges = np.array([family == EXCHANGE for family in families])
+    y = np.log(np.where(exchanges, np.clip(ratio, 1 / MOST_FACTOR, MOST_FACTOR), ratio))[:, some]
+    # A unit counts by its share of the predicted ms: short ops are mostly noise.
+    share = np.where(told, predicted, 0.0)[:, some]
+    share = share / share.sum(0)
+    mean = (share * y).sum(0)
+    spread = np.sqrt((share * (y - mean) ** 2).sum(0))
     # Units share the disturbances of their step, so their number reduces no floor.
-    least = np.array([FAMILIES[families[i]].noise for i in told])
-    noise = np.diag(least**2 + spread**2 / np.maximum(1, (weights[:, told] > 0).sum(0)))
-    gain = np.linalg.solve(prior[np.ix_(told, told)] + noise, prior[told]).T  # [Q, told]
-    return gain @ mean, prior - gain @ prior[told]
+    least = np.array([FAMILIES[families[i]].noise for i in some])
+    noise = np.diag(least**2 + spread**2 / told[:, some].sum(0))
+    gain = np.linalg.solve(prior[np.ix_(some, some)] + noise, prior[some]).T  # [Q, told]
+    log = gain @ mean
+    for i in (i for i in some if exchanges[i]):
+        beyond = measured[told[:, i], i] - np.exp(log[i]) * predicted[told[:, i], i]
+        latency_ms[i] = max(0.0, float(np.median(beyond)))
+    for i, q in enumerate(QUANTITIES):
+        if i not in some and q.channel and q.channel not in ID_CHANNELS:
+            alike = [latency_ms[j] for j in some if _is_like(QUANTITIES[j], q)]
+            latency_ms[i] = float(np.median(alike)) if alike else 0.0
+    return _Fit(log, prior - gain @ prior[some], latency_ms)
 
 
-def _generalises(y: np.ndarray, weights: np.ndarray, family: str) -> bool:
-    """True if factors of other units predict a unit that was left out no worse than the model itself."""
-    own = [i for i, q in enumerate(QUANTITIES) if q.family == family and weights[:, i].any()]
-    if not own:
-        return False
-    before, after = [], []
-    for unit in range(len(y)):
-        others = np.arange(len(y)) != unit
-        if not weights[others].any():
-            return True  # there is nothing else to judge by
-        mean, _ = _posterior(y[others], weights[others])
-        told = [i for i in own if weights[unit, i] > 0]
-        before += np.abs(y[unit, told]).tolist()
-        after += np.abs(y[unit, told] - mean[told]).tolist()
-    return sum(after) <= sum(before)
+def _is_like(ran: Quantity, other: Quantity) -> bool:
+    """True for exchanges of outputs, or of their gradients, in one direction."""
+    return ran.channel is not None and ran.channel not in ID_CHANNELS and ran.way == other.way
+
+
+def _generalises(measured: np.ndarray, predicted: np.ndarray, family: str) -> bool:
+    """True if a correction by other units predicts a unit that was left out no worse than the model itself."""
+    own = np.array([q.family == family for q in QUANTITIES])
+    before = after = 0.0
+    for unit in range(len(measured)):
+        others = np.arange(len(measured)) != unit
+        if not ((measured > 0) & (predicted > 0))[others][:, own].any():
+            return bool(own.any())  # there is nothing else to judge by
+        fit = _fitted(measured[others], predicted[others])
+        told = own & (measured[unit] > 0) & (predicted[unit] > 0)
+        corrected_ms = np.exp(fit.log) * predicted[unit] + fit.latency_ms
+        before += np.abs(measured[unit] - predicted[unit])[told].sum()
+        after += np.abs(measured[unit] - corrected_ms)[told].sum()
+    return after <= before
 
 
 def mismatches(workload: Workload, step: TracedStep) -> list[str]:
@@ -326,8 +366,10 @@ def mismatches(workload: Workload, step: TracedStep) -> list[str]:
 # --- the corrected model --------------------------------------------------------------------------------------
 
 
-def corrected(model: Any, factors: Mapping[Quantity, float], lineage: Mapping[str, Any] | None = None) -> Any:
-    """The model with its ms multiplied. lineage: added to its provenance, as "job".
+def corrected(
+    model: Any, factors: Mapping[Quantity, Factor], lineage: Mapping[str, Any] | None = None
+) -> Any:
+    """The model with its ms multiplied, and latencies added. lineage: added to its provenance, as "job".
 
     Raises ShardCoreError for a model of a kind that has no weights to multiply.
     """
@@ -335,22 +377,27 @@ def corrected(model: Any, factors: Mapping[Quantity, float], lineage: Mapping[st
         return replace(model, models=tuple(corrected(m, factors, lineage) for m in model.models))
     if not isinstance(model, NeuralModel):
         raise ShardCoreError(f"model is a {type(model).__name__}; traces correct trained models, so far")
-    of_ops = np.array([factors[Quantity(None, way)] for way in ("forward", "backward")])
-    weights = dict(model.weights) | {
-        "rates": model.weights["rates"] * of_ops,
-        "launch": model.weights["launch"] * of_ops,
-    }
+    of_ops = np.array([factors[Quantity(None, way)].value for way in ("forward", "backward")])
+    scaled = {name: model.weights[name] * of_ops for name in ("rates", "launch")}
     least, most = collective_model.LEAST_IN_STEP, collective_model.MOST_IN_STEP
+    once = collective_model.EXCHANGE_TERMS.index("once")
     for q in QUANTITIES:
-        if q.channel:
-            factor = collective_model.in_step(model.weights, q.channel, q.way) * factors[q]
-            weights[collective_model.step_weight(q.channel, q.way)] = np.array(
-                [min(max(factor, least), most)]
-            )
+        if q.channel is None:
+            continue
+        factor = collective_model.in_step(model.weights, q.channel, q.way) * factors[q].value
+        factor = min(max(factor, least), most)
+        scaled[collective_model.step_weight(q.channel, q.way)] = np.array([factor])
+        for payload in PAYLOADS:
+            name = collective_model.weight(q.channel, q.way, payload)
+            if name in model.weights and factors[q].latency_ms:
+                rates = model.weights[name].copy()
+                # The factor multiplies it again. Exchanges run as often as the row has it.
+                rates[once] += factors[q].latency_ms / (factor * q.channel.row.exchanges)
+                scaled[name] = rates
     meta = model.meta
     if lineage is not None:
         meta = {**meta, "provenance": {**meta.get("provenance", {}), "job": dict(lineage)}}
-    return replace(model, weights=weights, meta=meta)
+    return replace(model, weights={**model.weights, **scaled}, meta=meta)
 
 
 def exchanges_of(model: Any) -> NeuralModel:

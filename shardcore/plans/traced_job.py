@@ -14,7 +14,7 @@ from shardcore.core.types import Plan, Problem
 from shardcore.cost import traced_factors
 from shardcore.cost.collective_model import ALL_TO_ALL
 from shardcore.cost.model import CostModel, PricedPlan, price, price_plan
-from shardcore.cost.traced_factors import Correction
+from shardcore.cost.traced_factors import Correction, Factor, Quantity
 from shardcore.io import job_folder
 from shardcore.io.traced_steps import TracedJob
 from shardcore.measure.traces.job import read_job
@@ -131,8 +131,7 @@ def check(job: ReadJob, model: CostModel) -> CheckedJob:
         "traces": {str(rank): digest for rank, digest in job.traced.digests.items()},
         **found.document(),
     }
-    factors = {q: f.value for q, f in found.factors.items()}
-    corrected = traced_factors.corrected(model, factors, lineage)
+    corrected = traced_factors.corrected(model, found.factors, lineage)
     problem = traced_factors.with_around(job.problem, found.around_ms)
     after = price_plan(job.plan, problem, corrected.for_problem(problem), fits=False)
     remarks = [line for step in job.traced.steps for line in traced_factors.mismatches(before.workload, step)]
@@ -155,9 +154,7 @@ def interval_ms(plan: Plan, problem: Problem, model: Any, found: Correction) -> 
     return low, high
 
 
-def _total_ms(
-    workload: Workload, model: Any, factors: Mapping[traced_factors.Quantity, float], problem: Problem
-) -> float:
+def _total_ms(workload: Workload, model: Any, factors: Mapping[Quantity, Factor], problem: Problem) -> float:
     return price(workload, traced_factors.corrected(model, factors).for_problem(problem)).total_ms
 
 

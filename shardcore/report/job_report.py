@@ -17,7 +17,7 @@ WORDS = {
     "backward_comm_ms": "exchange of gradients",
     "waiting_ms": "waiting for the last rank",
     "input_ms": "ids",
-    "dense_ms": "all around the embeddings",
+    "dense_ms": "dense part and all else",
 }
 """Fields of a StepCost."""
 _WAITS = 0.1
@@ -75,18 +75,14 @@ def bottleneck(step: TracedStep) -> str:
             ),
             key=lambda x: x[1],
         )
-        return (
-            f"Ranks wait up to {max(waits):.1f} ms of {step.total_ms:.1f} for rank {last.rank}, whose "
-            f"{WORDS[name]} take{_s(name)} {more_ms:.1f} ms more than those of others."
-        )
+        first = f"Ranks wait up to {max(waits):.1f} ms of {step.total_ms:.1f} for rank {last.rank}"
+        if more_ms < max(waits) / 2:
+            return f"{first}, which began the step later."
+        return f"{first}: its {WORDS[name]} took {more_ms:.1f} ms more than those of others."
     parts = {name: part.words for name, part in TRACED_PARTS.items() if name != UNNAMED}
     name = max(parts, key=lambda name: _mean(step, name))
     ms = _mean(step, name)
     return f"Most of the step goes to {parts[name]}: {ms:.1f} ms of {step.total_ms:.1f} ({ms / step.total_ms:.0%})."
-
-
-def _s(name: str) -> str:
-    return "" if name in ("forward_compute_ms", "backward_compute_ms", "input_ms") else "s"
 
 
 def unnamed_text(step: TracedStep) -> str:

@@ -67,7 +67,7 @@ def robust(
 ) -> Plan:
     """The plan whose worst regret over draws of a profile is least. A Sharder that wraps another.
 
-    budget: of all searches together. The one under the profile's own rates takes half.
+    budget: of all searches together. Each has an equal part.
 
     The plan's provenance has "robust":
 
@@ -88,9 +88,9 @@ def robust(
     profiles = [model.profile.drawn(rng) for _ in range(config.draws)]
     models = [replace(model, profile=profile) for profile in profiles]
     plans: list[Plan] = []
+    part = _part(budget, 1 / (1 + config.searches))
     for number, under in enumerate((model, *models[: config.searches])):
-        share = 0.5 if not number else 0.5 / config.searches
-        plans.append(search(problem, under, seed=seed, budget=_part(budget, share)))
+        plans.append(search(problem, under, seed=seed, budget=part))
         progress.report(f"searched under {number} of {config.searches} draws of profile {model.profile.name}")
     # Several draws often lead to the same plan.
     plans = list({plan.placements: plan for plan in plans}.values())

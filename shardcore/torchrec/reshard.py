@@ -16,6 +16,7 @@ import gc
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -78,16 +79,18 @@ class Moved:
 
     tables: that are sharded otherwise now, by path and name.
     bytes: of weights and state that were copied, by way, on all ranks.
+    busiest_bytes: of those the ones that a rank sent, or received: the most of any rank, by way.
     seconds: of this rank, by phase.
-    extra_bytes: memory beside the old shards while they moved, on the rank that took most.
+    extra_bytes: memory beside the old shards while they moved, by rank.
     digests: of each tensor of those collections, by table and tensor, as they were before and after.
     inexact: tables whose optimizer state was carried over as well as it could be, and why.
     """
 
     tables: tuple[str, ...]
     bytes: Mapping[str, int]
+    busiest_bytes: Mapping[str, int]
     seconds: Mapping[str, float]
-    extra_bytes: int
+    extra_bytes: tuple[int, ...]
     digests: Mapping[str, str]
     inexact: Mapping[str, str]
 
@@ -102,7 +105,7 @@ def reshard(
     new_plan: ShardingPlan,
     optimizer: Any = None,
     pipeline: Any = None,
-    config: MoveConfig = MoveConfig(),  # noqa: B008 # frozen
+    config: MoveConfig = MoveConfig(),
 ) -> Moved:
     """Move a job's tables to a plan. All ranks call it, between the same two steps.
 
@@ -121,10 +124,12 @@ def reshard(
     model._moves_tables = True  # type: ignore[assignment]
     try:
         with drained(pipeline):
-            return _moved(model, new_plan, DenseOptimizer(optimizer), config)
+            moved = _moved(model, new_plan, DenseOptimizer(optimizer), config)
     finally:
         model._moves_tables = False  # type: ignore[assignment]
+        start = time.perf_counter()
         gc.collect()  # shards that are no longer used, which hooks hold in circles
+    return replace(moved, seconds={**moved.seconds, "free": time.perf_counter() - start})
 
 
 def _moved(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config: MoveConfig) -> Moved:
@@ -168,8 +173,9 @@ def _moved(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config
     return Moved(
         tables=tuple(sorted(".".join(filter(None, key)) for c in move.collections for key in c.changed)),
         bytes=move.bytes_by_way(),
+        busiest_bytes=move.busiest_by_way(),
         seconds=clock.seconds,
-        extra_bytes=max(of["extra_bytes"] for of in shared),
+        extra_bytes=tuple(of["extra_bytes"] for of in shared),
         digests={name: f"{total:016x}" for name, total in totals.items()},
         inexact=move.inexact,
     )
@@ -258,12 +264,12 @@ class _Collection:
         module.train(self.old.training)
         self._continue_fused(module, shared)
         state = {}
-        for (_, table), (old, new) in self.layouts.items():
+        for (_, table), (_old, new) in self.layouts.items():
             if new.replicas:
                 weight = of_rows.weight_of(module, table)
                 step = _largest(of["steps"].get(self.path, {}).get(table) for of in shared)
                 kind, group = self.dense[table]
-                state[weight] = _fresh_state(kind, group, weight, step or 0)
+                state[weight] = of_rows.fresh_state(kind, group, weight, step or 0)
         parts = {
             (p.key, p.rows, p.columns): p
             for p in of_rows.parts_of(self.path, module, optimizer, new_state=state)
@@ -292,9 +298,8 @@ class _Collection:
                 kernel.fused_optimizer.param_groups[0].update(groups[0])
                 kernel.emb_module.set_learning_rate(groups[0]["lr"])
             step = _largest(of["steps"].get(self.path, {}).get(t) for of in shared for t in tables)
-            if step is not None and hasattr(kernel.emb_module, "iter"):
-                kernel.emb_module.iter.fill_(step)
-                kernel.emb_module.iter_cpu.fill_(step)
+            if step is not None:
+                of_rows.set_step(kernel.emb_module, step)
 
     def _require_as_planned(self, parts: Mapping[Any, Part]) -> None:
         rank = dist.get_rank()
@@ -467,10 +472,20 @@ class _Move:
     def bytes_by_way(self) -> dict[str, int]:
         by_way: dict[str, int] = dict.fromkeys((LOCAL, WITHIN, BETWEEN), 0)
         for piece in self.pieces:
-            a, b = piece.source.rank, piece.target.rank
-            way = LOCAL if a == b else WITHIN if a // self.per_host == b // self.per_host else BETWEEN
-            by_way[way] += piece.bytes
+            by_way[self._way(piece)] += piece.bytes
         return by_way
+
+    def busiest_by_way(self) -> dict[str, int]:
+        by_rank: dict[str, Counter[tuple[str, int]]] = {way: Counter() for way in (LOCAL, WITHIN, BETWEEN)}
+        for piece in self.pieces:
+            of_way = by_rank[self._way(piece)]
+            of_way["out", piece.source.rank] += piece.bytes
+            of_way["in", piece.target.rank] += piece.bytes
+        return {way: max(of_way.values(), default=0) for way, of_way in by_rank.items()}
+
+    def _way(self, piece: Piece) -> str:
+        a, b = piece.source.rank, piece.target.rank
+        return LOCAL if a == b else WITHIN if a // self.per_host == b // self.per_host else BETWEEN
 
 
 def _changed(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer) -> list[_Collection]:
@@ -710,23 +725,6 @@ def _dense_group(
             "parameters may have it; give an optimizer that has replicas, one group in all, or one without parameters"
         )
     return groups[0]
-
-
-def _fresh_state(kind: Any, group: Mapping[str, Any], weight: nn.Parameter, step: int) -> dict[str, Any]:
-    """State of a dense optimizer for a new parameter, of 0."""
-    states = of_rows.dense_states(kind, group)
-    if not states:
-        return {}
-    # Torch keeps the count on the device only for kernels that run there as a whole.
-    device = weight.device if group.get("capturable") or group.get("fused") else "cpu"
-    rows = len(weight)
-    tensors = {
-        name: torch.zeros((rows, 1), dtype=weight.dtype, device=weight.device)
-        if per == "row"
-        else torch.zeros_like(weight.detach())
-        for name, per in states
-    }
-    return {"step": torch.tensor(float(step), device=device), **tensors}
 
 
 def _replace_parameter(

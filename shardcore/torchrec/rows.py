@@ -9,8 +9,9 @@ Shapes: N rows, W columns of a part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 from shardcore.core.catalog import OPTIMIZERS
 from shardcore.core.errors import ShardCoreError
 
-WEIGHTS = "weights"
+WEIGHTS, _STEP = "weights", "step"
 _NAMES = {1: ("sum",), 2: ("exp_avg", "exp_avg_sq")}
 """Names of optimizer state in torch.optim, by how many moments an optimizer keeps."""
 _DENSE = {
@@ -69,6 +70,7 @@ class Part:
     tensors: by name, [N, W] weights, and states of cells [N, W] or of rows [N]. They share memory with the
       job's own.
     step: steps that its optimizer has counted. None: it counts none.
+    set_step: sets that count, for all tables of its fused op.
     """
 
     key: Key
@@ -76,6 +78,7 @@ class Part:
     columns: tuple[int, int]
     tensors: dict[str, torch.Tensor]
     step: int | None = None
+    set_step: Callable[[int], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -136,14 +139,17 @@ def fused_states(optimizer: str) -> tuple[tuple[str, str], ...]:
     return tuple(zip(_NAMES[len(states)], states, strict=True)) if states else ()
 
 
-def collections_of(job: nn.Module) -> dict[str, Any]:
+def collections_of(job: nn.Module, unsharded: bool = False) -> dict[str, Any]:
     """Sharded EmbeddingBagCollections and EmbeddingCollections of a job, by path in its model.
 
     Those that a module wraps, such as managed collision, are left out.
+
+    unsharded: True for those too that are not sharded.
     """
     from torchrec.distributed.embedding import ShardedEmbeddingCollection
     from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
     from torchrec.distributed.types import ShardedModule
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
     found: dict[str, Any] = {}
 
@@ -151,6 +157,9 @@ def collections_of(job: nn.Module) -> dict[str, Any]:
         if isinstance(module, ShardedModule):
             if type(module) in (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection):
                 found.setdefault(path, module)
+            return
+        if unsharded and type(module) in (EmbeddingBagCollection, EmbeddingCollection):
+            found.setdefault(path, module)
             return
         for name, child in module.named_children():
             walk(child, f"{path}.{name}" if path else name)
@@ -192,27 +201,24 @@ def weight_of(collection: Any, table: str) -> nn.Parameter:
 def parts_of(
     path: str, collection: Any, optimizer: DenseOptimizer, new_state: dict[nn.Parameter, dict] | None = None
 ) -> Iterator[Part]:
-    """All rows of a sharded collection on this rank.
+    """All rows of a collection on this rank.
 
     new_state: state of replicas by their parameter, which the optimizer does not have yet.
     """
+    if not hasattr(collection, "_lookups"):  # not sharded
+        tables = collection.embedding_bags if hasattr(collection, "embedding_bags") else collection.embeddings
+        for name in tables:
+            yield dense_part((path, name), tables[name].weight, optimizer)
+        return
     for kernel in kernels_of(collection):
         kernel.flush()  # rows in a cache
         op = kernel.emb_module
         tables, weights = kernel._config.embedding_tables, op.split_embedding_weights()
         if is_dense(kernel):
-            for table, tensor in zip(tables, weights, strict=True):
+            for table in tables:
                 weight = weight_of(collection, table.name)
-                if new_state is None:
-                    state = optimizer.state_of(weight)
-                else:
-                    state = new_state.get(weight, {})
-                states = {
-                    k: by_rows(v, len(tensor)) for k, v in state.items() if torch.is_tensor(v) and k != "step"
-                }
-                step = int(state["step"]) if "step" in state else None
-                shape = (0, tensor.shape[0]), (0, tensor.shape[1])
-                yield Part((path, table.name), *shape, {WEIGHTS: tensor.detach(), **states}, step)
+                state = None if new_state is None else new_state.get(weight, {})
+                yield dense_part((path, table.name), weight, optimizer, state)
             continue
         of_tables = op.get_optimizer_state() or [{} for _ in tables]
         for table, tensor, of_table in zip(tables, weights, of_tables, strict=True):
@@ -229,7 +235,44 @@ def parts_of(
                 (column, column + columns),
                 {WEIGHTS: tensor.detach(), **states},
                 int(op.iter) if hasattr(op, "iter") else None,
+                partial(set_step, op),
             )
+
+
+def dense_part(
+    key: Key, weight: torch.Tensor, optimizer: DenseOptimizer, state: Mapping[str, Any] | None = None
+) -> Part:
+    """A whole table under a dense optimizer. state: default that of the optimizer."""
+    state = optimizer.state_of(weight) if state is None else state
+    states = {k: by_rows(v, len(weight)) for k, v in state.items() if torch.is_tensor(v) and k != _STEP}
+    ends = (0, weight.shape[0]), (0, weight.shape[1])
+    if _STEP not in state:
+        return Part(key, *ends, {WEIGHTS: weight.detach(), **states})
+    count = state[_STEP]
+    return Part(key, *ends, {WEIGHTS: weight.detach(), **states}, int(count), count.fill_)
+
+
+def set_step(op: Any, step: int) -> None:
+    """Set the count of steps of FBGEMM's op, if it counts them."""
+    if hasattr(op, "iter"):
+        op.iter.fill_(step)
+        op.iter_cpu.fill_(step)
+
+
+def fresh_state(kind: Any, group: Mapping[str, Any], weight: torch.Tensor, step: int) -> dict[str, Any]:
+    """State of a dense optimizer for a new parameter, of 0."""
+    states = dense_states(kind, group)
+    if not states:
+        return {}
+    # Torch keeps the count on the device only for kernels that run there as a whole.
+    device = weight.device if group.get("capturable") or group.get("fused") else "cpu"
+    tensors = {
+        name: torch.zeros((len(weight), 1), dtype=weight.dtype, device=weight.device)
+        if per == "row"
+        else torch.zeros_like(weight.detach())
+        for name, per in states
+    }
+    return {_STEP: torch.tensor(float(step), device=device), **tensors}
 
 
 def by_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:

@@ -185,15 +185,10 @@ def exporting(stored):
     problem = files.read_problem(stored / "problem.json")
     plan = Plan(tuple(column(t, i % len(problem.topology)) for i, t in enumerate(problem.tables)))
     files.write_plan(stored / "plan.json", plan, problem)
-    return [
-        "export",
-        str(stored / "plan.json"),
-        "--problem",
-        str(stored / "problem.json"),
-        "--out",
-        str(stored / "torchrec.json"),
-        "--module",
-    ]
+    return (
+        f"export {stored / 'plan.json'} --problem {stored / 'problem.json'} --out "
+        f"{stored / 'torchrec.json'} --module"
+    ).split()
 
 
 @pytest.mark.parametrize("module", ["", ".", "a..b", "a/b", " m", "m.", "\x1b[1m"])

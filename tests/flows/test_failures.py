@@ -123,7 +123,6 @@ PYTHON = Path(sys.executable).name
         f"{PYTHON} -m tasks.services",
         f"{PYTHON} -m prefect server",
         f"{PYTHON} -m flows.measure",
-        "raylet ",
         f"{PYTHON} -I -S",
     ],
 )

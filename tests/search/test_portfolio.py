@@ -101,7 +101,7 @@ def test_a_bundle_of_two_collections_fits_to_the_byte(name):
             plan = SHARDERS[name](tight, gpu(tight), budget=Budget(evals=200))
             assert lower(plan, tight) and {p.devices for p in plan.placements} == found
         else:
-            with pytest.raises(Infeasible, match="1 bytes are lacking"):
+            with pytest.raises(Infeasible, match="with 1 byte more per device"):
                 SHARDERS[name](tight, gpu(tight), budget=Budget(evals=200))
 
 

@@ -29,6 +29,7 @@ from bench import reshard_jobs as jobs
 from shardcore.core.errors import ShardCoreError
 from shardcore.torchrec import reshard as moving
 from shardcore.torchrec.reshard import MoveConfig, reshard
+from shardcore.torchrec.row_files import load_rows, save_rows
 from shardcore.torchrec.transfer import Exchange
 
 QUICK = MoveConfig(piece_mib=2**-10, timeout_s=30)
@@ -84,6 +85,47 @@ def move_and_compare(
             }
         )
     return found
+
+
+def save_and_load(rank: int, given: Any, folder: str, optimizer: str) -> dict[str, Any]:
+    """Rows of a job loaded into another plan: the difference, and what is refused."""
+    before, after = jobs.pair(given, optimizer, np.random.default_rng([7, 8]))
+    job = jobs.Job.of(given, before, jobs.Settings(optimizer))
+    job.train(0)
+    save_rows(job.model, f"{folder}/rows", job.optimizer)
+    other = jobs.Job.of(given, after, jobs.Settings(optimizer, seed=1))
+    load_rows(other.model, f"{folder}/rows", other.optimizer)
+    found: dict[str, Any] = {"apart": jobs.apart(job.whole(), other.whole())}
+    try:
+        load_rows(other.model, f"{folder}/rows")
+    except ShardCoreError as error:
+        found["no optimizer"] = str(error)
+    return found
+
+
+def save(rank: int, given: Any, folder: str, path: str, optimizer: str) -> float:
+    """Rows of a job, saved for one of another number of ranks. A number that follows from them."""
+    before, _ = jobs.pair(given, optimizer, np.random.default_rng([7, 5]))
+    job = jobs.Job.of(given, before, jobs.Settings(optimizer))
+    job.train(0)
+    save_rows(job.model, path, job.optimizer)
+    return _number_of(job)
+
+
+def load(rank: int, given: Any, folder: str, path: str, optimizer: str) -> float:
+    """The number of a job that loads those rows."""
+    _, after = jobs.pair(given, optimizer, np.random.default_rng([7, 5]))
+    job = jobs.Job.of(given, after, jobs.Settings(optimizer, seed=1))
+    load_rows(job.model, path, job.optimizer)
+    return _number_of(job)
+
+
+def _number_of(job: Any) -> float:
+    """A sum that changes with the place of each row and number of state."""
+    return sum(
+        float((values.double() * torch.arange(1, values.numel() + 1).view_as(values)).sum())
+        for _, values in sorted(job.whole().items())
+    )
 
 
 def move_both(rank: int, given: Any, folder: str, seeds: list[tuple[int, str]], steps: int) -> list[Any]:

@@ -51,6 +51,20 @@ def test_state_that_has_another_form_elsewhere_is_said_to():
         assert found["apart"] == 0
 
 
+def test_rows_load_into_another_plan_without_the_old_one():
+    for found in resharding.in_processes(1, 2, resharding.save_and_load, "EXACT_ADAGRAD"):
+        assert found["apart"] == 0, found
+        assert "and no optimizer here that keeps it" in found["no optimizer"], found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", ["EXACT_SGD", "EXACT_ADAGRAD"])
+def test_rows_load_into_a_job_of_other_ranks(optimizer, tmp_path):
+    saved = resharding.in_processes(2, 2, resharding.save, str(tmp_path / "rows"), optimizer)
+    loaded = resharding.in_processes(1, 3, resharding.load, str(tmp_path / "rows"), optimizer)
+    assert {*saved, *loaded} == {saved[0]} and saved[0], (saved, loaded)
+
+
 @pytest.mark.long
 def test_jobs_of_two_hosts_move():
     pairs = [(seed, optimizer) for seed in (10, 11) for optimizer in resharding.jobs.OPTIMIZERS]

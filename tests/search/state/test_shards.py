@@ -101,7 +101,7 @@ def test_replicas_alone_fit_to_the_byte():
     )
     for algorithm in SEARCHES:
         assert kinds(plan(exact, algorithm)) == kinds(only)
-        with pytest.raises(Infeasible, match="1 bytes too little.* 1 bytes are lacking"):
+        with pytest.raises(Infeasible, match="1 byte too little.* with 1 byte more per device"):
             plan(short, algorithm)
 
 
