@@ -155,8 +155,12 @@ class Profile:
         return envelope.digest(dataclasses.asdict(self))
 
     def is_of(self, hardware: str) -> bool:
-        """Tell if it is of a setting's hardware: of its own name, or of a measured device that it is for."""
-        return hardware == self.name or any(path_name_of(part) in hardware for part in self.device_names)
+        """Tell if it is of a setting's hardware: of its own name, or of a measured device that it is for.
+
+        "cpu" is of all names that begin with "cpu-".
+        """
+        parts = map(path_name_of, self.device_names)
+        return f"{hardware}-".startswith(f"{self.name}-") or any(part in hardware for part in parts)
 
     def model(self) -> ProfileModel:
         """Its cost model, for any problem."""

@@ -25,7 +25,7 @@ from shardcore.core.types import Problem, Setting, Shard
 from shardcore.cost import profile_law
 from shardcore.cost.model import CommCost, Compiled, step_ms
 from shardcore.cost.profile import COLLECTIVES, RATES, Profile
-from shardcore.cost.step_comm import step_comm
+from shardcore.cost.step_comm import Transfers, channels_ms, step_comm
 from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
 from shardcore.step.output_bytes import payload_bytes
@@ -156,6 +156,15 @@ class ProfileModel:
 
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         """Transfer and waiting, [..., D] ms. The dense update of replicas counts backward."""
+        return step_comm(self._transfers(topology), self._id_work_ms, traffic, compute_ms, len(topology) > 1)
+
+    def collectives(
+        self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology
+    ) -> dict[Channel, tuple[np.ndarray, np.ndarray]]:
+        """Transfers of each channel. See step_comm.channels_ms."""
+        return channels_ms(self._transfers(topology), traffic, compute_ms)
+
+    def _transfers(self, topology: Topology) -> Transfers:
         payloads = {"forward": self.setting.forward_payload, "backward": self.setting.backward_payload}
 
         def transfers(
@@ -171,7 +180,7 @@ class ProfileModel:
             ]
             return both[0] + self._id_work_ms(channel, sent), both[1] + self._dense_ms(channel, sent)
 
-        return step_comm(transfers, self._id_work_ms, traffic, compute_ms, len(topology) > 1)
+        return transfers
 
     def _transfer_ms(
         self, channel: Channel, way: str, sent_bytes: np.ndarray, topology: Topology
