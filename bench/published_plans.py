@@ -162,11 +162,14 @@ def _published(inputs: Path, problem: Problem) -> Plan:
     return Plan(tuple(placements))
 
 
-def show(inputs: Path) -> None:
-    """Plans of all arms, and what the default one loses if rates are others."""
+def show(inputs: Path, only: str = "") -> None:
+    """Plans of all arms, and what the default one loses if rates are others.
+
+    only: a word in the names of the problems.
+    """
     profile = load_profile(H100)
     rows, lost = [], []
-    for problem, theirs in problems(inputs, profile):
+    for problem, theirs in (x for x in problems(inputs, profile) if only in x[0].name):
         rows.append(_arms(problem, theirs, profile))
         common.say(*rows[-1])
         if len(problem.topology) <= 16 and len(problem.tables) < 200:
