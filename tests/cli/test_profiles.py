@@ -48,7 +48,9 @@ def test_new_scales_a_profile_that_commands_and_jobs_then_take(here, capsys):
     assert mine.rates["read_gbps"].uncertainty > card.rates["read_gbps"].uncertainty
     assert "scaled from nvidia-h100-sxm by hbm_gbps" in out
     assert main(["profile", "show", "mine.json"]) == 0
-    assert capsys.readouterr().out.startswith("mine, profile: published measurements, not of your machine: 100.0")
+    assert capsys.readouterr().out.startswith(
+        "mine, profile: published measurements, not of your machine: 100.0"
+    )
 
 
 def test_fit_moves_the_rates_that_timings_depend_on(here, capsys):
@@ -91,7 +93,9 @@ def test_a_csv_without_a_column_names_it(here, missing, capsys):
 def test_a_rate_that_is_not_positive_is_refused(here, value, capsys):
     with pytest.raises(SystemExit) as ended:
         main(f"profile new mine --from {CARD} --hbm-gbps {value} --out x.json".split())
-    assert ended.value.code == 2 and f"--hbm-gbps: '{value}' is not a positive number" in capsys.readouterr().err
+    assert (
+        ended.value.code == 2 and f"--hbm-gbps: '{value}' is not a positive number" in capsys.readouterr().err
+    )
     write_profile("p.json", load_profile(CARD))
     text = (here / "p.json").read_text().replace('"value": 3350.0', '"value": -3350.0')
     (here / "p.json").write_text(text)
