@@ -47,7 +47,9 @@ def problem(hosts=1, devices=8, tables=(TABLE,), profile=H100, **fields):
 
 def ms(table=TABLE, profile=H100, batch=65_536, **fields):
     """ms of an op with one table."""
-    model = profile.model().for_problem(problem(tables=[table], profile=profile, global_batch=batch, **fields))
+    model = profile.model().for_problem(
+        problem(tables=[table], profile=profile, global_batch=batch, **fields)
+    )
     return float(group_costs([[Shard.whole(table)]], model)[0])
 
 
@@ -55,9 +57,15 @@ def ms(table=TABLE, profile=H100, batch=65_536, **fields):
 @pytest.mark.parametrize("optimizer", ["exact_sgd", "rowwise_adagrad", "adam"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_any_setting_has_a_price(batch, optimizer, precision):
-    of = problem(tables=[dataclasses.replace(TABLE, precision=precision)], global_batch=batch, optimizer=optimizer)
+    of = problem(
+        tables=[dataclasses.replace(TABLE, precision=precision)], global_batch=batch, optimizer=optimizer
+    )
     model = H100.model().for_problem(of)
-    assert (model.setting.batch, model.setting.optimizer, model.setting.precision) == (batch, optimizer, precision)
+    assert (model.setting.batch, model.setting.optimizer, model.setting.precision) == (
+        batch,
+        optimizer,
+        precision,
+    )
     workload = lower(SHARDERS["random"](of, model), of)
     cost = price(workload, model)
     assert cost.total_ms > 0
@@ -113,7 +121,8 @@ def test_host_memory_follows_the_link_that_the_topology_gives():
     far = dataclasses.replace(TABLE, load_factor=0.0)
     own = problem(tables=[far])
     halved = dataclasses.replace(
-        own.topology, memory=(dataclasses.replace(own.topology.memory[0], gbps=H100.values["host_read_gbps"] / 2),)
+        own.topology,
+        memory=(dataclasses.replace(own.topology.memory[0], gbps=H100.values["host_read_gbps"] / 2),),
     )
     slow = dataclasses.replace(own, topology=halved)
     fast_ms, slow_ms = (
