@@ -143,6 +143,8 @@ def _moved(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config
                 f"rank {differing[0]} was given another plan or other settings than rank 0; all need the same"
             )
     clock.lap("plan")
+    if not move.collections:
+        return Moved((), {}, {}, clock.seconds, (0,) * len(shared), {}, {})
     built: list[_Built] = []
     with agreed.phase("build"), _time_limit(model._env.process_group, config.timeout_s):
         group: Any = dist.new_group(timeout=timedelta(seconds=config.timeout_s))
