@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from typing import Any, TextIO
 
+from shardcore import __version__
 from shardcore.cli import (
+    job,
     measure,
     measurements,
     plans,
     policies,
     problems,
+    profiles,
     published,
     replays,
     short_forms,
@@ -45,6 +48,7 @@ class _Printable:
 def parser_of_all() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = argparse.ArgumentParser(prog="shardcore", description=__doc__, formatter_class=Formatter)
+    parser.add_argument("--version", action="version", version=f"shardcore {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for group in (
         plans,
@@ -54,8 +58,10 @@ def parser_of_all() -> argparse.ArgumentParser:
         measure,
         measurements,
         policies,
+        profiles,
         topologies,
         published,
+        job,
     ):
         group.add_commands(commands)
     return parser

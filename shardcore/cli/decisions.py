@@ -6,11 +6,12 @@ The commands hot-rows, tiers and provision are short forms of `plan` with these 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from shardcore.cli.models import ModelOptions, load
 from shardcore.cli.options import (
     Duration,
     Gib,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from shardcore.cost.model import CostModel
     from shardcore.plans.replan import Start
     from shardcore.search.decisions.driver import Decision, Found
+    from shardcore.search.decisions.provision import Offer
 
 _TARGET = ("step_ms", "samples_per_s", "price_per_hour")
 _NEEDS = {
@@ -84,13 +86,11 @@ class TargetOptions:
 
 
 @dataclass(frozen=True)
-class PlanOptions(SearchOptions, HostMemoryOptions, TargetOptions):
+class PlanOptions(SearchOptions, ModelOptions, HostMemoryOptions, TargetOptions):
     """Search a plan for a problem under a cost model. Options for what is decided before the search combine;
     each decision has several problems searched.
 
-    model: folder of a trained model; where weights of tables differ in precision, give the option for each
-      precision
-    offers: types of machines, with their models: choose the cluster, too (docs/plan.md); with a target and
+    offers: types of machines, with their models or profiles: choose the cluster, too (docs/plan.md); with a target and
       --out-problem
     algorithm: portfolio, the default (the cheapest plan of several searches), anneal, anneal_columns (tables
       whole or cut by columns only), random, size_greedy, dim_greedy, lookup_greedy, size_lookup_greedy,
@@ -125,15 +125,16 @@ class PlanOptions(SearchOptions, HostMemoryOptions, TargetOptions):
     out_problem: write the problem that the plan is of, where decisions change it
     confidence: an op's cost is what its measurement stays below with this probability (0.9, say), rather than
       what the model expects
+    robust: with --hardware: the plan that loses least where the profile's rates are wrong, and what a
+      measurement would be worth; nine searches share the budget
     explain: say what bounds the plan, what other algorithms find, and what more memory or more devices would
       bring; each is searched with the same budget again
     """
 
-    REQUIRED = (("model", "offers"),)
+    REQUIRED = (("model", "hardware", "offers"),)
     EXCLUSIVE = (*SearchOptions.EXCLUSIVE, _TARGET)
     problem: ProblemFile
     _: KW_ONLY
-    model: list[Path] | None = None
     offers: Annotated[Path, "OFFERS.json"] | None = None
     algorithm: str | None = None
     policy: Annotated[Path, "POLICY"] | None = None
@@ -154,6 +155,7 @@ class PlanOptions(SearchOptions, HostMemoryOptions, TargetOptions):
     tiers: bool = False
     out_problem: Annotated[ProblemFile, Output()] | None = None
     confidence: Annotated[PositiveFloat, "P"] | None = None
+    robust: bool = False
     explain: bool = False
     out: Annotated[PlanFile, Output()] | None
 
@@ -193,7 +195,6 @@ def with_host_memory(
 
 def decisions(args: PlanOptions, problem: Problem, stored: Problem) -> Iterator[Decision]:
     """The decisions that options ask for. stored: the problem as its file has it."""
-    from shardcore.cost import composite
     from shardcore.cost.model import at_confidence
     from shardcore.io.towers import read_towers
     from shardcore.search.decisions.groups import Groups
@@ -205,10 +206,10 @@ def decisions(args: PlanOptions, problem: Problem, stored: Problem) -> Iterator[
     if args.offers:
         offers = read_offers(args.offers)
         target = Target(args.step_ms, args.samples_per_s, args.price_per_hour)
-        folders = {offer.model: args.offers.parent / offer.model for offer in offers}
-        require_outputs(args, folders.values())
+        require_outputs(args, offers_files(args.offers, offers))
         models = {
-            name: at_confidence(composite.load([folder]), args.confidence) for name, folder in folders.items()
+            offer.priced_by: at_confidence(load(offer_source(args.offers, offer)), args.confidence)
+            for offer in offers
         }
         yield Provision(offers, models, target)
     if args.groups is not None:
@@ -222,6 +223,20 @@ def decisions(args: PlanOptions, problem: Problem, stored: Problem) -> Iterator[
         yield MemoryTiers()
     if start:
         yield start
+
+
+def offer_source(path: Path, offer: Offer) -> str | list[Path]:
+    """The profile, or the folder of a model, that prices an offer of a file. Files are beside it."""
+    file = path.parent / offer.priced_by
+    if offer.model:
+        return [file]
+    return str(file) if file.is_file() else offer.hardware
+
+
+def offers_files(path: Path, offers: Iterable[Offer]) -> list[Path]:
+    """Folders and files that the offers of a file name."""
+    sources = [offer_source(path, offer) for offer in offers]
+    return [Path(source) if isinstance(source, str) else source[0] for source in sources]
 
 
 def _start(args: PlanOptions, path: Path, problem: Problem, stored: Problem) -> Start:
@@ -321,6 +336,16 @@ def extrapolated(found: Found, model: CostModel) -> list[str]:
     if isinstance(found, FoundGroups):
         return grouped.extrapolated(found.grouped, found.whole, model)
     return model.out_of_range(lower(found.plan, as_planned(found.plan, found.problem)))
+
+
+def band_text(found: Found, model: CostModel) -> str:
+    """The error that a profile expects of the cost of a plan. "": a model prices it."""
+    from shardcore.cost.known_errors import band_of
+    from shardcore.search.decisions.towers import as_planned
+    from shardcore.step.lower import lower
+
+    band = band_of(model, lower(found.plan, as_planned(found.plan, found.problem)))
+    return "" if band is None else f" ±{band:.0%}"
 
 
 def write(args: PlanOptions, found: Found) -> None:

@@ -140,7 +140,7 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
 def add_command(
     commands: argparse._SubParsersAction, options: type[Options], run: Callable[[Options], object]
 ) -> None:
-    """Add a command. It has the name of the function that runs it, with dashes.
+    """Add a command. It has the name of the function that runs it, with dashes, without one at its end.
 
     EXCLUSIVE and REQUIRED of the options' class are groups of names of which at most, or exactly, one is
     given.
@@ -166,9 +166,10 @@ def add_command(
         if not field.kw_only:
             parser.add_argument(field.name, **given)
         elif field.name in groups:
-            groups[field.name].add_argument(option, **given)
+            groups[field.name].add_argument(option, dest=field.name, **given)
         else:
-            parser.add_argument(option, required=field.default is dataclasses.MISSING, **given)
+            required = field.default is dataclasses.MISSING
+            parser.add_argument(option, dest=field.name, required=required, **given)
 
 
 def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
@@ -260,7 +261,7 @@ def require_outputs(options: Any, also_read: Iterable[Path] = ()) -> None:
 
 
 def _dashed(name: str) -> str:
-    return name.replace("_", "-")
+    return name.rstrip("_").replace("_", "-")  # from_ is --from
 
 
 def _local(value: object) -> Path | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from shardcore.core import progress
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.step_cost import StepCost
 from shardcore.core.types import Problem
@@ -135,7 +136,8 @@ def explain(
     ) -> Alternative:
         """kept_ms: cost of the present plan there, if possible."""
         try:
-            found = SHARDERS[algorithm](problem, model, seed=seed, budget=budget)
+            with progress.part(what):
+                found = SHARDERS[algorithm](problem, model, seed=seed, budget=budget)
             ms, error = found.provenance["predicted_ms"], None
         # An alternative without a plan is an answer, also where a constraint means nothing on so many devices.
         except ShardCoreError as refused:

@@ -26,6 +26,7 @@ from shardcore.core.errors import Infeasible, Overfull
 from shardcore.core.progress import ticking
 from shardcore.core.tiers import TIERS
 from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Shard, Table
+from shardcore.core.validation import require_type
 from shardcore.step.access import access_share
 from shardcore.step.kinds import Layout, merged, run_of, shards_on
 from shardcore.step.memory_timeline import phases_of, times_of
@@ -132,6 +133,8 @@ def held_bytes(problem: Problem) -> list[int]:
 
 def by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
     """[D] memory of a plan on each device, by part."""
+    require_type(plan, Plan, "plan", "a Plan, as a sharder gives")
+    require_type(problem, Problem, "problem", "a Problem")
     local, devices = local_buffers(run_batches(merged(plan.placements), problem), problem), []
     stages = tuple(run.stages for run in local)
     phases, (names, times) = phases_of(stages), times_of(stages)
@@ -296,4 +299,6 @@ def gib(n_bytes: float) -> str:
     """A size for people, in GiB. MiB below 0.1 GiB, bytes below 0.1 MiB."""
     if abs(n_bytes) >= 0.1 * 2**30:
         return f"{n_bytes / 2**30:.1f} GiB"
-    return f"{n_bytes / 2**20:.1f} MiB" if abs(n_bytes) >= 0.1 * 2**20 else f"{n_bytes:.0f} bytes"
+    if abs(n_bytes) >= 0.1 * 2**20:
+        return f"{n_bytes / 2**20:.1f} MiB"
+    return "1 byte" if round(n_bytes) == 1 else f"{n_bytes:.0f} bytes"

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from shardcore import __version__
 from shardcore.cli import main, parser_of_all
 from shardcore.cli.options import outputs, path
 from shardcore.core.types import Placement, Plan, Shard
@@ -135,6 +136,12 @@ def test_an_empty_path_and_a_number_that_no_machine_has_are_bad_usage(here, caps
     said = capsys.readouterr().err
     assert error.value.code == 2 and ": error: argument " in said and "invalid" not in said
     assert content(here) == before
+
+
+def test_the_version_is_shown(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"shardcore {__version__}\n"
 
 
 def test_an_empty_name_of_an_algorithm_is_none_of_the_default(here, capsys):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from policies import untrained
 
+from shardcore.core import progress
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible
 from shardcore.core.topology import Device, Topology
@@ -48,6 +49,15 @@ def test_an_alternative_that_means_nothing_is_told_and_the_rest_stands():
     found = explained(solved(problem, "size_greedy"), problem, model_for(problem), SMALL)
     refused = [a for a in found.changes if a.total_ms is None]
     assert len(refused) == 1 and "more devices" in refused[0].what and "rows" in refused[0].error
+
+
+def test_progress_names_the_alternative_that_is_searched():
+    phases: list[str] = []
+    with progress.listening(lambda phase, best_ms, left_s: phases.append(phase)):
+        found = explained(solved(PROBLEM), PROBLEM, model_for(PROBLEM), SMALL)
+    assert [a.what for a in (*found.baselines, *found.changes)] == [
+        phase.removesuffix(": begins") for phase in phases if phase.endswith(": begins")
+    ]
 
 
 def test_the_bounding_device_is_the_last_and_its_shards_cost_what_it_saves_without_them():

@@ -10,7 +10,7 @@ from shapes import column, on_hosts, replica, row
 
 from shardcore.core.access_statistics import ManagedCollision
 from shardcore.core.catalog import DENSE_OPTIMIZERS, PRECISIONS
-from shardcore.core.errors import Infeasible
+from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.job import Job
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
@@ -30,6 +30,12 @@ def problem_of(*tables, hardware="nvidia-h200", n=2, optimizer="exact_sgd", batc
 
 def local_of(plan: Plan, problem: Problem) -> dict:
     return memory.local_buffers(memory.run_batches(plan.placements, problem), problem)
+
+
+def test_a_plan_and_a_problem_in_the_wrong_order_are_one_line():
+    plan = Plan((column(TABLE, 0), column(OTHER, 1)))
+    with pytest.raises(ShardCoreError, match="plan is .*; it needs to be a Plan"):
+        memory.used_bytes(problem_of(), plan)
 
 
 def test_what_a_whole_table_takes_by_hand():

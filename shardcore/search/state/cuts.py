@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -63,20 +64,28 @@ class Cuts:
 
     def shards(self) -> list[Shard] | None:
         """All tables, whole or cut as little as possible. None: they do not fit so."""
-        vectors = [self.vector(bundle) for bundle in ticking(self.bundles)]
         if self.batches:
-            together = sum((v for v in vectors if v is not None), np.zeros(self._room.shape[1]))
             # All devices together hold the sum, and each holds the tables on all devices.
-            too_much = (together > np.maximum(self._room, 0).sum(0) * (1 + 1e-9)).any()
+            too_much = (self._together > np.maximum(self._room, 0).sum(0) * (1 + 1e-9)).any()
             if too_much or (self.fixed and (self._room < -0.5).any()):
                 return None
         parts: list[Sequence[Shard]] = []
-        for bundle, vector in zip(self.bundles, vectors, strict=True):
+        for bundle, vector in zip(self.bundles, self._vectors, strict=True):
             cut = bundle if self._fits_whole(bundle, vector) else self.cut_of(bundle)
             if cut is None:
                 return None
             parts.append(cut)
         return [s for cut in parts for s in cut] if self._make_equally_wide(parts) else None
+
+    @cached_property
+    def _vectors(self) -> list[np.ndarray | None]:
+        """`vector` of each bundle."""
+        return [self.vector(bundle) for bundle in ticking(self.bundles)]
+
+    @property
+    def _together(self) -> np.ndarray:
+        """[P] bytes of all bundles that may be whole or cut by columns."""
+        return sum((v for v in self._vectors if v is not None), np.zeros(self._room.shape[1]))
 
     def vector(self, shards: Iterable[Shard]) -> np.ndarray | None:
         """[P] bytes that a device has of shards by columns. None if some table may not be whole or cut so."""
@@ -178,14 +187,18 @@ class Cuts:
         each = self.account.base if self.batches else 0.0
         return math.ceil(np.max((vector + n_devices * each)[: self.account.phases]))
 
-    def lacking_together(self, shards: Sequence[Shard]) -> int:
-        """Bytes that shards lack on all devices together, in the phase in which they lack most."""
-        by_columns = self._by_columns(shards)
-        vector = self.vector(by_columns)
-        if not by_columns or vector is None:
+    def lacking_together(self) -> int:
+        """Bytes that all bundles lack on all devices together, in the phase in which they lack most."""
+        if not self.batches:
             return 0
-        lacks = vector - np.maximum(self._room, 0).sum(0)
+        lacks = self._together - np.maximum(self._room, 0).sum(0)
         return math.ceil(lacks[: self.account.phases].max())
 
     def _by_columns(self, shards: Sequence[Shard]) -> list[Shard]:
         return [s for s in shards if why_not(WHOLE_ROWS, s.table, self.problem) is None]
+
+
+@lru_cache(maxsize=2)  # a refusal explains those that the search began with
+def cuts_of(problem: Problem) -> Cuts:
+    """The cuts of a problem."""
+    return Cuts(problem)

@@ -12,13 +12,13 @@ import numpy as np
 
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.types import Plan, Problem, Shard
-from shardcore.search.state.cuts import Cuts
+from shardcore.search.state.cuts import cuts_of
 from shardcore.search.state.packing import roomiest
 from shardcore.search.state.refusal import refusal
 from shardcore.search.state.shards import division, on_all_devices, why_not
 from shardcore.step.kinds import WHOLE_ROWS, shards_on
 from shardcore.step.memory import fits, host_bytes, require_fits
-from shardcore.step.op_limits import require_ops
+from shardcore.step.op_limits import may_bind, require_ops
 
 
 class DoesNotFit(Infeasible):
@@ -41,7 +41,7 @@ def feasible_shards(problem: Problem) -> list[Shard]:
 
 @lru_cache(maxsize=4)  # several searches of a problem begin with them
 def _feasible_shards(problem: Problem) -> tuple[Shard, ...]:
-    cuts = Cuts(problem)  # refuses kinds that cannot run a table, with those that can
+    cuts = cuts_of(problem)  # refuses kinds that cannot run a table, with those that can
     _require_widths(problem)
     shards = cuts.shards()
     if shards is not None:
@@ -94,7 +94,7 @@ def fitting(problem: Problem) -> Plan:
             if pinned is None:
                 raise
             return fitting(pinned)
-    if plan is not None and fits(plan, problem):
+    if plan is not None and may_bind(problem) and fits(plan, problem):
         require_ops(plan, problem)
     raise DoesNotFit(refusal(problem))
 

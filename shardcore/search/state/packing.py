@@ -38,8 +38,10 @@ _SHARES = (1.0, 0.7, 0.5, 0.3, 0.1)
 """Largest shares of a device's room for one shard, in further tries."""
 _NEARLY = 1.1
 """Factor by which parts may exceed the least bytes, if they are fewer."""
-_LARGE = 1 << 16
+LARGE = 1 << 16
 """Devices × tables of a large problem: it gets few tries."""
+_CLOSE = 1.01
+"""Tries for a large problem end once a device lacks no more than this multiple of what all devices lack."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def roomiest(problem: Problem, quick: bool = False) -> tuple[Plan | None, int]:
     """
     packings = _Packings(problem)
     plan, lacks = None, 0
-    if not all(packings.ways):
+    if not all(packings.firsts):
         return plan, lacks
     for ways in packings.choices(quick):
         packed = packings.packed(ways, np.inf if plan is None else lacks)
@@ -77,9 +79,10 @@ def roomiest(problem: Problem, quick: bool = False) -> tuple[Plan | None, int]:
         if not within_ops(packed[0], problem):
             exact = max(exact, math.ceil(packed[1]), 1)
         plan, lacks = packed[0], exact
-        if lacks <= 0:
+        # No other way has much less to pack.
+        if lacks <= 0 or (packings.large and lacks <= _CLOSE * packings.short):
             break
-    few = not quick and len(packings.bundles) * packings.n <= _LARGE
+    few = not quick and not packings.large
     if plan is not None and lacks > 0 and few and (poured := packings.poured()):
         return poured, 0
     return plan, lacks
@@ -106,29 +109,43 @@ class _Packings:
 
     n: number of devices.
     bundles: tables that go together.
-    ways: of each bundle, those that constraints allow.
+    firsts: the first way of each bundle. None where constraints leave it none.
+    large: whether it gets few tries.
     room: most bytes that a device has left for shards by columns, in the last packing.
+    short: bytes that a device lacks in the mean in the last packing, in the phase in which it lacks most.
     """
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.n = problem, len(problem.topology)
         self.bundles = bundles(map(Shard.whole, problem.tables), problem)
-        self.ways = [_ways(bundle, problem) for bundle in ticking(self.bundles)]
-        self.room = 0.0
+        self.firsts = [next(_ways(bundle, problem), None) for bundle in ticking(self.bundles)]
+        self.large = len(self.bundles) * self.n > LARGE
+        self.room = self.short = 0.0
         self._peak_of = own_peaks(problem)
+        self._ways: dict[int, list[Way]] = {}
         self._bytes_of: dict[tuple[int, Way], int] = {}
         self._sums: dict[tuple[Layout, Shard], Sums] = {}
 
+    def ways(self, i: int) -> list[Way]:
+        """The ways of a bundle."""
+        if i not in self._ways:
+            self._ways[i] = list(_ways(self.bundles[i], self.problem))
+        return self._ways[i]
+
     def choices(self, quick: bool) -> Iterator[tuple[Way, ...]]:
         """A way for each bundle, and then others."""
-        if len(self.ways) <= 20 and prod(map(len, self.ways)) <= _ALL:
-            ranked = product(*(enumerate(ways) for ways in self.ways))
+        n = range(len(self.bundles))
+        if len(n) <= 20 and prod(len(self.ways(i)) for i in n) <= _ALL:
+            ranked = product(*(enumerate(self.ways(i)) for i in n))
             for choice in sorted(ranked, key=lambda choice: sum(rank for rank, _ in choice)):
                 yield tuple(way for _, way in choice)
             return
         # Few and large shards first. With less room for each, tables are cut further, or shared.
-        n = range(len(self.bundles))
         most_room = max(held_bytes(self.problem))
+        if self.large:
+            # Cuts do not help where whole tables take more than there is. They only add ids and state of rows.
+            whole = sum(self._bytes(i, self.firsts[i]) for i in ticking(n)) / self.n
+            most_room = most_room if whole <= most_room else 2 * whole
         ways = tuple(self._within(i, most_room, 1.0) for i in n)
         yield ways
         # Where a local batch leaves no room, as much as if all tables were divided evenly.
@@ -138,15 +155,15 @@ class _Packings:
             before, ways = ways, tuple(self._within(i, room, share) for i in ticking(n))
             if ways != before:
                 yield ways
-        if quick or len(ways) * self.n > _LARGE:
+        if quick or self.large:
             return
         # Tables that take less memory on all devices than on one, and more and more of the largest in rows.
         copied = [self._copied(i) or way for i, way in enumerate(ways)]
-        largest = sorted(n, key=lambda i: -self._bytes(i, self.ways[i][0]))
+        largest = sorted(n, key=lambda i: -self._bytes(i, self.firsts[i]))
         for n_divided in (0, *(8**k for k in range(4))):
             divided: dict[int, Way] = {}
             for i in largest[:n_divided]:
-                if way := next((way for way in self.ways[i] if LAYOUTS[way.kind].divides_rows), None):
+                if way := next((way for way in self.ways(i) if LAYOUTS[way.kind].divides_rows), None):
                     divided[i] = way
             yield tuple(divided.get(i, way) for i, way in enumerate(ways))
             yield tuple(divided.get(i, way) for i, way in enumerate(copied))
@@ -156,19 +173,22 @@ class _Packings:
 
         If none do, those that take about least. Groups share a bundle only where its columns do not fit.
         """
-        cut, shared = ([w for w in self.ways[i] if bool(w.devices) == several] for several in (False, True))
+        first = self.firsts[i]
+        if not first.devices and self._bytes(i, first) <= share * room:
+            return first
+        cut, shared = ([w for w in self.ways(i) if bool(w.devices) == several] for several in (False, True))
         # More parts send ids again, and do not sort fewer.
         least = _NEARLY * min((self._bytes(i, way) for way in cut), default=np.inf)
         enough = max(share * room, least) if least <= room else share * room
         for ways, most in ((cut, enough), (shared, room)):
             if way := next((way for way in ways if self._bytes(i, way) <= most), None):
                 return way
-        return min(self.ways[i], key=lambda way: self._bytes(i, way))
+        return min(self.ways(i), key=lambda way: self._bytes(i, way))
 
     def _copied(self, i: int) -> Way | None:
         """The replicas of a table, if all together take less than it does whole."""
-        ways = [way for way in self.ways[i] if LAYOUTS[way.kind].local_batch]
-        most = self._bytes(i, self.ways[i][0])
+        ways = [way for way in self.ways(i) if LAYOUTS[way.kind].local_batch]
+        most = self._bytes(i, self.firsts[i])
         return next((way for way in ways if self.n * self._bytes(i, way) < most), None)
 
     def _bytes(self, i: int, way: Way) -> int:
@@ -213,8 +233,8 @@ class _Packings:
         for i, bundle in enumerate(ticking(parts)):
             vectors[i] = sum(vector(WHOLE_ROWS.name, s) for s in bundle)
         # However shards are packed, in each phase all devices together take their sum.
-        together = (load.sum(0) + vectors.sum(0) - np.maximum(may_hold, 0).sum(0)).max()
-        if shared and together / self.n >= most:
+        self.short = float((load.sum(0) + vectors.sum(0) - np.maximum(may_hold, 0).sum(0)).max()) / self.n
+        if shared and self.short >= most:
             return None
         names = [bundle[0].table.name for bundle in parts]
         allowed = list(map(self.problem.allowed_devices, names))
@@ -292,18 +312,17 @@ def _placements(bundles: Sequence[Bundle], devices: Sequence[int]) -> list[Place
 # --- ways to run tables -------------------------------------------------------------------------------------
 
 
-def _ways(bundle: Bundle, problem: Problem) -> list[Way]:
+def _ways(bundle: Bundle, problem: Problem) -> Iterator[Way]:
     """The ways that constraints allow, whole tables first."""
-    table, ways = bundle[0].table, []
+    table = bundle[0].table
     if all(why_not(WHOLE_ROWS, s.table, problem) is None for s in bundle):
         most = min(table.dim // problem.unit_width(table), len(problem.allowed_devices(table.name)))
         most = 1 if table.name in problem.whole else most
         numbers = dict.fromkeys([1, 2, 3, *(1 << k for k in range(2, most.bit_length())), most])
-        ways = [Way(parts=n) for n in numbers if n <= most and _may_be_parts(table, n, problem)]
+        yield from (Way(parts=n) for n in numbers if n <= most and _may_be_parts(table, n, problem))
     for layout in LAYOUTS.values() if len(bundle) == 1 else ():
         if layout is not WHOLE_ROWS and why_not(layout, table, problem) is None:
-            ways += [Way(layout.name, devices=group) for group in shared_groups(layout, table, problem)]
-    return ways
+            yield from (Way(layout.name, devices=group) for group in shared_groups(layout, table, problem))
 
 
 def _may_be_parts(table: Table, n: int, problem: Problem) -> bool:

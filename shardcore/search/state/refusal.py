@@ -11,8 +11,8 @@ import numpy as np
 from shardcore.core.constraints import Constraints
 from shardcore.core.topology import DEFAULT_RESERVE, default_reserve
 from shardcore.core.types import Problem, Shard, Table
-from shardcore.search.state.cuts import Cuts
-from shardcore.search.state.packing import roomiest
+from shardcore.search.state.cuts import Cuts, cuts_of
+from shardcore.search.state.packing import LARGE, roomiest
 from shardcore.search.state.shards import Bundle, division, equal_parts, why_not
 from shardcore.step.kinds import WHOLE_ROWS, device_names, even_share
 from shardcore.step.memory import gib, held_bytes
@@ -25,7 +25,7 @@ def refusal(problem: Problem) -> str:
     """The first thing that is too large, and remedies. The problem must not fit."""
     reserved = problem.constraints.reserved_bytes
     kept = f" ({gib(reserved)} of each stays free: constraints.reserved_bytes)" if reserved else ""
-    cuts = Cuts(problem)
+    cuts = cuts_of(problem)
     reason = _fixed_too_large(cuts)
     if cuts.fixed and not reason:
         of_fixed = gib(held_bytes(problem)[0] - cuts.may_hold[0])
@@ -64,12 +64,12 @@ def _fixed_too_large(cuts: Cuts) -> str:
 
 def _sum_too_large(cuts: Cuts) -> str:
     """All tables, if they take more than all devices have."""
-    shards, n_devices = [s for bundle in cuts.bundles for s in bundle], len(cuts.may_hold)
-    lacks, available = cuts.lacking_together(shards), _available(cuts.may_hold)
+    n_tables, n_devices = sum(map(len, cuts.bundles)), len(cuts.may_hold)
+    lacks, available = cuts.lacking_together(), _available(cuts.may_hold)
     if lacks <= 0:
         return ""
     return (
-        f"its {len(shards)} tables take {gib(available + lacks)} with their outputs; its {n_devices} "
+        f"its {n_tables} tables take {gib(available + lacks)} with their outputs; its {n_devices} "
         f"devices may hold {gib(available)} together, {gib(lacks)} too little"
     )
 
@@ -188,7 +188,7 @@ def shown(names: Iterable[str]) -> str:
 
 
 def _remedy(problem: Problem) -> str:
-    """The least memory per device, or number of devices, that has to be added, by the exact count."""
+    """The least memory per device, or number of devices, that has to be added."""
     lacks = roomiest(problem)[1]
     reserved_by_default = problem.constraints.reserved_bytes == default_reserve(problem.topology.devices)
     # Of more memory, more is kept free.
@@ -205,7 +205,7 @@ def _remedy(problem: Problem) -> str:
     eased = loose.constraints != problem.constraints and _fits(loose)
     all_on_devices = not any(t.in_host_memory for t in problem.tables)
     return (
-        f"By the exact count {_enough(lacks)} are lacking. It would fit with {' or '.join(remedies)}, "
+        f"It would fit with {' or '.join(remedies)}, "
         "or with less in the tables"
         + ", or without its pins and groups" * eased
         + ", or with rows in host memory (python -m shardcore tiers)" * all_on_devices
@@ -218,7 +218,12 @@ def _fits(problem: Problem) -> bool:
 
 
 def _more_devices(problem: Problem) -> int | None:
-    """The least number of further devices like the largest that divide the batch. None if too many."""
+    """The least number of further devices like the largest that divide the batch. None if too many.
+
+    Each number is tried, so large problems get none.
+    """
+    if len(problem.tables) * len(problem.topology) > LARGE:
+        return None
     devices = problem.topology.devices
     largest = replace(max(devices, key=lambda d: d.memory_bytes), host=devices[-1].host)
     numbers = [n for n in range(1, MOST_DEVICES + 1) if problem.global_batch % (len(devices) + n) == 0]
@@ -226,12 +231,15 @@ def _more_devices(problem: Problem) -> int | None:
     def enough(n: int) -> bool:
         return _fits(replace(problem, topology=replace(problem.topology, devices=(*devices, *[largest] * n))))
 
-    # Enough devices stay enough with more. Doubling comes first, as many devices take long to try.
-    low, high = 0, 1
+    # Weights alone need so many devices. More and more are tried from there, as each try takes long.
+    room = sum(held_bytes(problem)), largest.memory_bytes - problem.constraints.reserved_bytes
+    lacks = sum(t.bytes for t in problem.tables if not t.in_host_memory) - room[0]
+    least = low = sum(n * room[1] < lacks for n in numbers)
+    high = low + 1
     while high <= len(numbers) and not enough(numbers[high - 1]):
-        low, high = high, 2 * high
+        low, high = high, 2 * high - least
     high = min(high, len(numbers))
-    if high <= low or (low and not enough(numbers[high - 1])):
+    if high <= low or (low > least and not enough(numbers[high - 1])):
         return None
     while high - low > 1:
         middle = (low + high) // 2

@@ -58,9 +58,10 @@ class VectorPacking:
         None if no packing is found that lacks less than `most`.
         """
         lacks, devices = self._greedy(False, most)
-        full_lacks, full_devices = self._greedy(True, min(most, lacks))
-        if full_lacks < lacks:
-            lacks, devices = full_lacks, full_devices
+        if lacks > 0:
+            full_lacks, full_devices = self._greedy(True, min(most, lacks))
+            if full_lacks < lacks:
+                lacks, devices = full_lacks, full_devices
         if lacks > 0 and len(self.order) <= _FEW:
             least, of_least = self._depth_first(min(lacks, most))
             if of_least is not None:
