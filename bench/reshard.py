@@ -35,6 +35,8 @@ STEPS, BEFORE = 20, 5
 """Steps after a move, and before it."""
 PAIRS = 17
 """Pairs of plans for each world; optimizers take turns."""
+TIMED, EVENTS = 100, 60
+"""Kills at random instants, and events among which the others die."""
 MOST_S = 0.8
 """Seconds from the call of a move to the death of a rank, at most."""
 LARGE = 8000
@@ -175,8 +177,12 @@ def _status(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def killed(hosts: int, per_host: int, seed: int, victim: int, after_s: float) -> dict[str, Any]:
-    """A rank dies at an instant of a move. Plan and rows of this one afterwards."""
+def killed(hosts: int, per_host: int, seed: int, victim: int, after_s: float, event: int) -> dict[str, Any]:
+    """A rank dies at an instant of a move. Plan and rows of this one afterwards.
+
+    event: a piece, vote, decision or exchange of shards at which it dies, counted from the last phases' start.
+      0: it dies after after_s.
+    """
     import torch.distributed as dist
 
     from bench import reshard_jobs as jobs
@@ -191,7 +197,9 @@ def killed(hosts: int, per_host: int, seed: int, victim: int, after_s: float) ->
     plans = {"old": job.exported(before), "new": job.exported(after)}
     whole = job.whole()
     dist.barrier()
-    if dist.get_rank() == victim:
+    if dist.get_rank() == victim and event:
+        _die_at(event)
+    elif dist.get_rank() == victim:
         threading.Timer(after_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     start, error = time.monotonic(), ""
     try:
@@ -205,6 +213,34 @@ def killed(hosts: int, per_host: int, seed: int, victim: int, after_s: float) ->
         "error": error,
         "seconds": time.monotonic() - start,
     }
+
+
+def _die_at(event: int) -> None:
+    """Let this process die at the n-th piece read or written, vote after them, decision or swap."""
+    from shardcore.torchrec import reshard
+    from shardcore.torchrec.agreement import Agreement
+    from shardcore.torchrec.transfer import Exchange
+
+    count = [0]
+
+    def dying(call: Callable[..., Any], counts_from: int) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if count[0] >= counts_from:
+                count[0] += 1
+            if count[0] == event:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+
+        return counted
+
+    for owner, name, counts_from in (
+        (Exchange, "_read", 0),
+        (Exchange, "_write", 0),
+        (Agreement, "_exchange", 1),  # votes before the first piece are not counted
+        (Agreement, "_decide", 1),
+        (reshard._Collection, "swap", 1),
+    ):
+        setattr(owner, name, dying(getattr(owner, name), counts_from))
 
 
 def torchrec_pair(hosts: int, per_host: int, seed: int, optimizer: str) -> dict[str, Any]:
@@ -249,7 +285,10 @@ def cases(arm: str, kills: int) -> Iterator[tuple[dict[str, Any], Callable[..., 
             rng = random.Random(i)
             world = WORLDS[i % 2]
             victim, after_s = rng.randrange(world[0] * world[1]), rng.uniform(0, MOST_S)
-            yield {"arm": arm, "world": world, "case": i, "after_s": after_s}, killed, (i, victim, after_s)
+            # The first TIMED at a random instant, the others at a random event of the last phases.
+            event = 0 if i < TIMED else rng.randrange(1, EVENTS)
+            key = {"arm": arm, "world": world, "case": i, "after_s": after_s, "event": event}
+            yield key, killed, (i, victim, after_s, event)
         return
     for world in WORLDS[: 2 if arm in ("large", "torchrec") else 3]:
         for seed in range(PAIRS if arm != "large" else 8):
@@ -283,7 +322,7 @@ def main() -> None:
         __doc__,
         {"arm": "pairs, large, kills, torchrec or report"},
         out=(..., "a line of JSON for each case; one file an arm"),
-        kills=(100, "ranks to kill"),
+        kills=(150, "ranks to kill"),
     )
     args = parser.parse_args()
     run(args.arm, args.out, args.kills)
