@@ -4,6 +4,7 @@
     python -m bench.reshard large --out large.jsonl        pause and peak memory, of larger tables
     python -m bench.reshard kills --out kills.jsonl        a rank dies at a random instant of a move
     python -m bench.reshard torchrec --out torchrec.jsonl  DMP.reshard on the same pairs
+    python -m bench.reshard torchrec-whole --out w.jsonl   and on pairs of plans of whole tables
 
 Each goes on where it was ended: a line of the file is a case that is done.
 """
@@ -243,15 +244,21 @@ def _die_at(event: int) -> None:
         setattr(owner, name, dying(getattr(owner, name), counts_from))
 
 
-def torchrec_pair(hosts: int, per_host: int, seed: int, optimizer: str) -> dict[str, Any]:
-    """DMP.reshard of the same pair: of each EmbeddingBagCollection its changed tables."""
+def torchrec_pair(hosts: int, per_host: int, seed: int, optimizer: str, whole: bool) -> dict[str, Any]:
+    """DMP.reshard of the same pair: of each EmbeddingBagCollection its changed tables.
+
+    whole: True for plans of whole tables in place of the pair's.
+    """
     from bench import reshard_jobs as jobs
 
     given = jobs.problem(hosts, per_host)
-    before, after = jobs.pair(given, optimizer, np.random.default_rng([7, seed]))
+    rng = np.random.default_rng([7, seed])
+    before, after = (
+        (jobs.whole_tables(given, rng) for _ in range(2)) if whole else jobs.pair(given, optimizer, rng)
+    )
     settings = jobs.Settings(optimizer, seed=seed)
     job, still = (jobs.Job.of(given, before, settings) for _ in range(2))
-    new, found = job.exported(after), []
+    new = job.exported(after)
     for step in range(BEFORE):
         job.train(step)
         still.train(step)
@@ -269,8 +276,7 @@ def torchrec_pair(hosts: int, per_host: int, seed: int, optimizer: str) -> dict[
         for p in jobs.Job.of(given, after, settings).parts()
         if p.key[0] in jobs.BAGS
     }
-    found = {"apart": jobs.apart(job.whole(), still.whole()), "applied": parts == planned}
-    return found
+    return {"apart": jobs.apart(job.whole(), still.whole()), "applied": parts == planned}
 
 
 # --- runs ---------------------------------------------------------------------------------------------------
@@ -290,8 +296,8 @@ def cases(arm: str, kills: int) -> Iterator[tuple[dict[str, Any], Callable[..., 
             key = {"arm": arm, "world": world, "case": i, "after_s": after_s, "event": event}
             yield key, killed, (i, victim, after_s, event)
         return
-    for world in WORLDS[: 2 if arm in ("large", "torchrec") else 3]:
-        for seed in range(PAIRS if arm != "large" else 8):
+    for world in WORLDS[: 3 if arm == "pairs" else 2]:
+        for seed in range({"large": 8, "torchrec-whole": 6}.get(arm, PAIRS)):
             optimizer = OPTIMIZERS[seed % len(OPTIMIZERS)]
             if arm == "large":
                 yield {"arm": arm, "world": world, "case": seed}, moved_large, (seed,)
@@ -311,7 +317,7 @@ def run(arm: str, path: Path, kills: int) -> None:
         if (arm, *key["world"], key["case"]) in done:
             continue
         start = time.monotonic()
-        found = launched(*key["world"], work, *args, limit_s=60 if arm == "torchrec" else 180)
+        found = launched(*key["world"], work, *args, limit_s=60 if "torchrec" in arm else 180)
         rows.append({**key, "found": found, "wall_s": time.monotonic() - start})
         common.write_lines(path, rows)
         common.say(json.dumps(key), str(found)[:300])
@@ -320,7 +326,7 @@ def run(arm: str, path: Path, kills: int) -> None:
 def main() -> None:
     parser = common.parser(
         __doc__,
-        {"arm": "pairs, large, kills, torchrec or report"},
+        {"arm": "pairs, large, kills, torchrec or torchrec-whole"},
         out=(..., "a line of JSON for each case; one file an arm"),
         kills=(150, "ranks to kill"),
     )
