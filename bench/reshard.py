@@ -5,6 +5,7 @@
     python -m bench.reshard kills --out kills.jsonl        a rank dies at a random instant of a move
     python -m bench.reshard torchrec --out torchrec.jsonl  DMP.reshard on the same pairs
     python -m bench.reshard torchrec-whole --out w.jsonl   and on pairs of plans of whole tables
+    python -m bench.reshard report --out pairs.jsonl       what a file has, as a table
 
 Each goes on where it was ended: a line of the file is a case that is done.
 """
@@ -21,6 +22,7 @@ import tempfile
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -323,15 +325,85 @@ def run(arm: str, path: Path, kills: int) -> None:
         common.say(json.dumps(key), str(found)[:300])
 
 
+def report(rows: list[dict[str, Any]]) -> str:
+    """All that was found, as Markdown."""
+    lines = ["| arm | hosts x ranks | cases | result |", "|---|---|---|---|"]
+    for arm, world in dict.fromkeys((x["arm"], tuple(x["world"])) for x in rows):
+        of_arm = [x for x in rows if (x["arm"], tuple(x["world"])) == (arm, world)]
+        lines.append(
+            f"| {arm} | {world[0]} x {world[1]} | {len(of_arm)} | {_RESULTS[arm.split('-')[0]](of_arm)} |"
+        )
+    return "\n".join(lines)
+
+
+def _of_pairs(rows: list[dict[str, Any]]) -> str:
+    found = [f for x in rows for f in x["found"]]
+    worst = max((f["apart"] for f in found if f and "apart" in f), default=float("nan"))
+    failed = sum(not f or "apart" not in f for f in found)
+    return f"largest difference {worst:.1e}; {failed} of {len(found)} ranks failed"
+
+
+def _of_kills(rows: list[dict[str, Any]]) -> str:
+    ends = Counter(" and ".join(sorted({f.get("plan", "error") for f in x["found"] if f})) for x in rows)
+    alive = sum(sum(f is not None for f in x["found"]) < len(x["found"]) - 1 for x in rows)
+    longest = max(f["seconds"] for x in rows for f in x["found"] if f and "seconds" in f)
+    said = ", ".join(f"{n} {plan or 'nobody'}" for plan, n in ends.most_common())
+    return f"plan of all other ranks: {said}; {alive} with a rank that hung; longest {longest:.0f} s"
+
+
+def _of_torchrec(rows: list[dict[str, Any]]) -> str:
+    ends: Counter[str] = Counter()
+    for x in rows:
+        found = x["found"]
+        if any(f is None for f in found):
+            ends["hangs"] += 1
+        elif any("error" in f for f in found):
+            ends[next(f["error"].split(":")[0] for f in found if "error" in f)] += 1
+        elif not all(f["applied"] for f in found):
+            ends["not applied"] += 1
+        else:
+            ends["exact" if max(f["apart"] for f in found) < 1e-6 else "other rows or state"] += 1
+    return ", ".join(f"{n} {end}" for end, n in ends.most_common())
+
+
+def _of_large(rows: list[dict[str, Any]]) -> str:
+    """Pause: a constant and a rate for each phase's bytes, fitted to half of the moves, and tried on the others."""
+    moves = [
+        [f[i] for f in x["found"]]
+        for x in rows
+        for i in (0, 1)
+        if all(isinstance(f, list) for f in x["found"])
+    ]
+    if len(moves) < 4:
+        return "too few"
+    features = np.array([[1.0, sum(m[0]["bytes"].values()) / 1e9] for m in moves])
+    pauses = np.array([max(sum(f["seconds"].values()) for f in m) for m in moves])
+    half = np.arange(len(moves)) % 2 == 0
+    fitted, *_ = np.linalg.lstsq(features[half], pauses[half], rcond=None)
+    errors = np.abs(features[~half] @ fitted / pauses[~half] - 1)
+    ratios = np.array([f["measured"] / f["stated"] for m in moves for f in m])
+    return (
+        f"pause {pauses.min():.1f} to {pauses.max():.1f} s for {features[:, 1].min():.2f} to "
+        f"{features[:, 1].max():.2f} GB; predicted with a median error of {np.median(errors):.0%}, at most {errors.max():.0%}; peak memory "
+        f"{ratios.min():.2f} to {ratios.max():.2f} times as stated, median {np.median(ratios):.2f}"
+    )
+
+
+_RESULTS = {"pairs": _of_pairs, "kills": _of_kills, "torchrec": _of_torchrec, "large": _of_large}
+
+
 def main() -> None:
     parser = common.parser(
         __doc__,
-        {"arm": "pairs, large, kills, torchrec or torchrec-whole"},
-        out=(..., "a line of JSON for each case; one file an arm"),
+        {"arm": "pairs, large, kills, torchrec, torchrec-whole or report"},
+        out=(..., "a line of JSON for each case"),
         kills=(150, "ranks to kill"),
     )
     args = parser.parse_args()
-    run(args.arm, args.out, args.kills)
+    if args.arm == "report":
+        print(report(common.lines_of(args.out)))
+    else:
+        run(args.arm, args.out, args.kills)
 
 
 if __name__ == "__main__":
