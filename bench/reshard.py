@@ -382,9 +382,10 @@ def _of_large(rows: list[dict[str, Any]]) -> str:
     fitted, *_ = np.linalg.lstsq(features[half], pauses[half], rcond=None)
     errors = np.abs(features[~half] @ fitted / pauses[~half] - 1)
     ratios = np.array([f["measured"] / f["stated"] for m in moves for f in m])
+    gb = features[:, 1]
     return (
-        f"pause {pauses.min():.1f} to {pauses.max():.1f} s for {features[:, 1].min():.2f} to "
-        f"{features[:, 1].max():.2f} GB; predicted with a median error of {np.median(errors):.0%}, at most {errors.max():.0%}; peak memory "
+        f"pause {pauses.min():.1f} to {pauses.max():.1f} s for {gb.min():.2f} to {gb.max():.2f} GB, predicted "
+        f"with a median error of {np.median(errors):.0%}, at most {errors.max():.0%}; peak memory "
         f"{ratios.min():.2f} to {ratios.max():.2f} times as stated, median {np.median(ratios):.2f}"
     )
 
