@@ -304,12 +304,11 @@ def cases(arm: str, kills: int) -> Iterator[tuple[dict[str, Any], Callable[..., 
             if arm == "large":
                 yield {"arm": arm, "world": world, "case": seed}, moved_large, (seed,)
             else:
-                work = moved_pair if arm == "pairs" else torchrec_pair
-                yield (
-                    {"arm": arm, "world": world, "case": seed, "optimizer": optimizer},
-                    work,
-                    (seed, optimizer),
-                )
+                key = {"arm": arm, "world": world, "case": seed, "optimizer": optimizer}
+                if arm == "pairs":
+                    yield key, moved_pair, (seed, optimizer)
+                else:
+                    yield key, torchrec_pair, (seed, optimizer, arm == "torchrec-whole")
 
 
 def run(arm: str, path: Path, kills: int) -> None:
