@@ -300,6 +300,26 @@ def test_a_plan_kept_under_fresh_statistics_is_published_anew_for_them_and_nothi
     assert 1 <= len(diff(now, store.load_plan(tmp_path, "published")[0]).moves) <= 2
 
 
+def test_a_plan_that_a_job_rolled_back_is_not_published_again(problem, model, tmp_path, first):
+    skewed = replace(
+        problem,
+        tables=tuple(
+            replace(t, pooling=t.pooling * (9 if i < 2 else 1)) for i, t in enumerate(problem.tables)
+        ),
+    )
+    better = publish(tmp_path, skewed, model).decision
+    assert better.outcome == "better"
+    with pytest.raises(ShardCoreError, match="has another version than"):
+        store.roll_back(tmp_path, "published", first.current, "of a test")
+    back = store.roll_back(tmp_path, "published", better.current, "12 ms a step in the job")
+    assert back.outcome == "rolled back" and back.current == first.current == store.current(
+        tmp_path, "published"
+    )
+    again = publish(tmp_path, skewed, model).decision
+    assert again.outcome == "kept" and again.candidate == better.current
+    assert "was rolled back: 12 ms a step in the job" in again.reason
+
+
 def test_setting_the_champion_back_restores_its_plan(problem, model, tmp_path, first):
     put(tmp_path, problem, worse(problem), 2)
     back = publish(tmp_path, problem, model, 1)
