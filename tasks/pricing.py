@@ -43,7 +43,8 @@ def pricing(client: mlflow.MlflowClient, hardware: str) -> Pricing:
     Raises ShardCoreError where there is neither.
     """
     if registry.find(client, registry.model_name(hardware), registry.CHAMPION) is None:
-        for name in profile_names():
+        # Its own profile before that of a card with other links.
+        for name in sorted(profile_names(), key=lambda name: name != hardware):
             if (profile := load_profile(name)).is_of(hardware):
                 return Pricing(profile.model(), name, profile.digest)
     model, champion = registry.champion(client, hardware)  # raises where there is none

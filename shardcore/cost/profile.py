@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -155,8 +155,12 @@ class Profile:
         return envelope.digest(dataclasses.asdict(self))
 
     def is_of(self, hardware: str) -> bool:
-        """Tell if it is of a setting's hardware: of its own name, or of a measured device that it is for."""
-        return hardware == self.name or any(path_name_of(part) in hardware for part in self.device_names)
+        """Tell if it is of a setting's hardware: of its own name, or of a measured device that it is for.
+
+        "cpu" is of all names that begin with "cpu-".
+        """
+        parts = map(path_name_of, self.device_names)
+        return f"{hardware}-".startswith(f"{self.name}-") or any(part in hardware for part in parts)
 
     def model(self) -> ProfileModel:
         """Its cost model, for any problem."""
@@ -179,15 +183,18 @@ class Profile:
         """Values of the rates, by name."""
         return {name: rate.value for name, rate in self.rates.items()}
 
-    def band(self, price: Callable[[Mapping[str, float]], np.ndarray]) -> np.ndarray:
+    def band(
+        self, price: Callable[[Mapping[str, float]], np.ndarray], names: Collection[str] = tuple(RATES)
+    ) -> np.ndarray:
         """Relative standard error of prices that rates give, if each rate errs by itself.
 
         price: (values of rates) -> prices, of any shape.
+        names: of the rates that prices depend on.
         """
         values = self.values
         logs, square = np.log(price(values)), 0.0
-        for name, rate in self.rates.items():
-            if rate.uncertainty:
+        for name in names:
+            if (rate := self.rates[name]).uncertainty:
                 moved = {**values, name: rate.value * math.exp(rate.uncertainty)}
                 square = square + (np.log(price(moved)) - logs) ** 2
         return np.sqrt(square)

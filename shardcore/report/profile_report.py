@@ -33,8 +33,10 @@ def profile_text(profile: Profile, before: Profile | None = None) -> str:
 
     before: the profile that it was made from. Only rates that differ are shown.
     """
-    ops, collectives = uncertainties(profile)
-    head = f"{profile.name}, {NOT_MEASURED}: {gib(profile.memory_bytes)}, ops ±{ops:.0%}, collectives ±{collectives:.0%}"
+    ops, collectives = (f"±{error:.0%}" for error in uncertainties(profile))
+    head = (
+        f"{profile.name}, {NOT_MEASURED}: {gib(profile.memory_bytes)}, ops {ops}, collectives {collectives}"
+    )
     rows = [
         (
             name,

@@ -1,5 +1,6 @@
 """A profile in place of a cost model, in a TorchRec job."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ sys.path.append(str(Path(__file__).parent))
 import torch
 import training
 from planning import CONSTRAINTS, LOOKUPS
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner
@@ -50,6 +52,24 @@ def test_a_job_s_own_optimizer_is_priced(given):
     planner.plan(module)
     assert planner.problem.optimizer == "exact_adagrad"
     assert not any("priced as under" in line for line in planner.unpriced)
+
+
+def test_the_page_s_script_plans_a_model_on_the_meta_device(capsys):
+    page = (Path(__file__).parents[2] / "docs/torchrec.md").read_text()
+    [script] = [text for text in re.findall(r"```python\n(.*?)```", page, re.S) if "make_model()" in text]
+
+    def make_model():
+        tables = [
+            EmbeddingBagConfig(name=n, num_embeddings=10**6, embedding_dim=64, feature_names=[n])
+            for n in ("user", "item")
+        ]
+        return EmbeddingBagCollection(device=torch.device("meta"), tables=tables)
+
+    names = {"make_model": make_model}
+    exec(script, names)
+    assert set(names["plan"].plan[""]) == {"user", "item"}
+    ms, *notes = capsys.readouterr().out.splitlines()
+    assert float(ms) > 0 and any(note.startswith(SAID) for note in notes)
 
 
 def test_plan_for_and_the_performance_model_take_a_profile():
