@@ -1,5 +1,5 @@
 # make run: everything, from nothing to published plans.  make test: the tests (test-long: those of the long-lived stack,
-# of failures struck into it, and slow ones).  make figures: all figures of docs/benchmarks
+# of servers and clusters, of failures struck into them, and slow ones).  make figures: all figures of docs/benchmarks
 # again, some 12 hours.  make mutants ROOM=step: the mutation score of a room.  All set up .venv themselves.
 # make up, status, down: the long-lived services (docs/operations.md).
 PYTHON ?= $(shell command -v python3.11 || command -v python3)

@@ -6,6 +6,7 @@ The nouns are here; the verbs and the protocols live in their modules and load a
   price(workload, model)     its predicted cost                              shardcore.cost.model
   replay(workload, setting)  its cost, measured on real processes            shardcore.measure.replay
   load_model(folders)        a trained cost model, or one of each precision  shardcore.cost.composite
+  load_profile(name)         a card's published rates; .model() prices with them    shardcore.cost.profile
   load_plan(root, name)      a published plan and its problem                shardcore.plans.store
   SHARDERS                   by name: function(problem, model, seed=, budget=) -> Plan    shardcore.search
   Budget(evals=, seconds=)   limit of a search                               shardcore.search
@@ -29,6 +30,7 @@ from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 if TYPE_CHECKING:
     from shardcore.cost.composite import load as load_model
     from shardcore.cost.model import CostModel, price
+    from shardcore.cost.profile import load_profile
     from shardcore.measure.replay import replay
     from shardcore.plans.store import load_plan
     from shardcore.search import SHARDERS, Budget, Sharder
@@ -46,6 +48,7 @@ _LATE = {
     "decide": ("shardcore.search.decisions.driver", "decide"),
     "load_model": ("shardcore.cost.composite", "load"),
     "load_plan": ("shardcore.plans.store", "load_plan"),
+    "load_profile": ("shardcore.cost.profile", "load_profile"),
     "lower": ("shardcore.step.lower", "lower"),
     "price": ("shardcore.cost.model", "price"),
     "replay": ("shardcore.measure.replay", "replay"),
@@ -76,6 +79,7 @@ __all__ = [
     "decide",
     "load_model",
     "load_plan",
+    "load_profile",
     "lower",
     "price",
     "replay",

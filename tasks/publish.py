@@ -1,32 +1,35 @@
-"""Search plans under the champion, and publish those that are worth it."""
+"""Search plans under the champion or a profile, and publish those that are worth it."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import mlflow
-from mlflow.entities.model_registry import ModelVersion
 from prefect import get_run_logger, task
 
 from shardcore import report
 from shardcore.core.errors import ShardCoreError, Unreachable, redacted
 from shardcore.core.progress import listening
+from shardcore.core.types import Problem
 from shardcore.cost import known_errors
+from shardcore.cost.known_errors import NOT_MEASURED
 from shardcore.cost.model import CostModel
 from shardcore.io import files
 from shardcore.plans import store
 from shardcore.plans.decisions import Decision
 from shardcore.plans.publisher import PublishConfig, Published, Publisher
 from shardcore.report import index_page, models_page, plan_page, published_report
-from shardcore.search import LEARNED
+from shardcore.search import DEFAULT_SHARDER, LEARNED
 from tasks import console, links, model_history, paths, policy_registry, publish_claim, registry
 from tasks.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
 from tasks.commit import git_commit
+from tasks.pricing import Pricing, pricing
 from tasks.setting import SettingConfig
 
 
@@ -41,6 +44,9 @@ def publish_plans(
 ) -> str:
     """Search a plan for each problem file, and publish it if it is worth it.
 
+    The champion prices them. Problems that name other hardware have that hardware's champion. Where the registry has
+    none, a profile prices them, and the table, the pages and the log say so.
+
     Returns a table of the published plans.
 
     plans: a folder or URL (see plans.store).
@@ -51,32 +57,27 @@ def publish_plans(
     """
     logger = get_run_logger()
     client = registry.connect()
-    model, version = registry.champion(client, wanted.of_dataset_or_local(paths.MEASUREMENTS).hardware)
-    provenance, policy = _provenance(model, version, config), None
-    if config.algorithm in LEARNED:
-        policy, of_policy = policy_registry.champion_policy(
-            client, LEARNED[config.algorithm][0], model.setting.hardware
-        )
-        provenance |= {"policy": of_policy.name, "policy_version": str(of_policy.version)}
-        if of_policy.tags.get("cost_model_version") != str(version.version):
-            logger.warning(
-                "policy version %s was trained against cost model version %s; the champion is %s",
-                of_policy.version,
-                of_policy.tags.get("cost_model_version"),
-                version.version,
-            )
-    publisher = Publisher(model, plans, config, provenance, plan_page.page, policy)
+    here = wanted.of_dataset_or_local(paths.MEASUREMENTS).hardware
+    publisher_of = cache(lambda hardware: _publisher(client, hardware, plans, config))
+    by, _ = publisher_of(here)
     progress = create_progress_artifact(0.0, key="publish-progress", description=f"{len(problems)} problems")
-    rows, failures, failed, names, unreached = [], [], [], [], None
+    rows, failures, failed, names, unreached = [], [], [], list[str](), None
+    under: dict[str, list[str]] = {}  # problems by the profile that prices them
     work = console.Work("problems", len(problems))
-    model_history.note_champion(client, version)
-    with publish_claim.publishing(client, version, everything):
+    if by.champion:
+        model_history.note_champion(client, by.champion)
+    # Under a profile nothing is claimed: the first champion has its plans published.
+    with publish_claim.publishing(client, by.champion, everything) if by.champion else nullcontext():
         for i, path in enumerate(problems):
             work.done(i)
             try:
                 with listening(work.heard):
-                    published = _publish(publisher, path, names)
+                    problem = _read(path, names)
+                    own, publisher = publisher_of(problem.topology.hardware or here)
+                    published = _publish(publisher, problem)
                 rows.append(published_report.row(published))
+                if not own.champion:
+                    under.setdefault(own.words, []).append(problem.name)
             # One problem's error must not stop the others.
             except Exception as error:
                 plain = isinstance(error, ShardCoreError)
@@ -103,19 +104,22 @@ def publish_plans(
             update_progress_artifact(progress, 100.0 * (i + 1) / len(problems), description=done)
         if unreached:  # so the version does not count as published, and the watch asks again
             raise Unreachable(unreached)
-    models, first = model_history.history(client, version.name), known_errors.worse_than_usual(model)
-    models_html = models_page.page(version.name, models, first)
+    models = model_history.history(client, by.name) if by.champion else []
+    first = known_errors.worse_than_usual(by.model)
+    models_html = models_page.page(by.name, models, first)
     store.write(plans, store.MODELS, models_html.encode())
-    title = f"Plans under {version.name} version {version.version}"
+    title = f"Plans under {by.words}"
+    notes = [f"{words}: {', '.join(of)}" for words, of in under.items()]
     table = report.markdown_table(published_report.HEADERS, rows)
     lines = [
         f"# {title}",
         "",
         *(f"**{x}.**\n" for x in first),
-        f"Model: {known_errors.label(model)}",
+        f"Model: {known_errors.label(by.model)}",
         "",
         table,
         "",
+        *(f"- {note}" for note in notes),
         *(f"- no new plan: {f}" for f in failures),
     ]
     store.write(plans, store.REPORT, "\n".join(lines).encode(errors="replace"))
@@ -123,14 +127,13 @@ def publish_plans(
     create_markdown_artifact(
         report.markdown_table(models_page.HEADERS, models_page.rows(models)),
         key="models",
-        description=f"Versions of {version.name}",
+        description=f"Versions of {by.name}",
     )
-    run = _log(plans, names, version, "\n".join(lines), models_html)
-    model_link = links.model_version(version.name, version.version)
+    run = _log(plans, names, by, "\n".join(lines), models_html)
     run_link = links.mlflow_run(run.info.experiment_id, run.info.run_id)
     where = redacted(str(plans))
     create_markdown_artifact(
-        f"Under {model_link}, in {where}; pages in MLflow's {run_link}\n\n{table}",
+        "\n\n".join([f"Under {by.link}, in {where}; pages in MLflow's {run_link}", table, *notes]),
         key="published-plans",
         description=title,
     )
@@ -143,18 +146,40 @@ def publish_plans(
         )
     outcomes = Counter(row[-1] for row in rows)
     logger.info(
-        "%d plans under %s version %s: %s",
+        "%d plans under %s: %s",
         len(rows),
-        version.name,
-        version.version,
+        by.words,
         ", ".join(f"{n} {outcome}" for outcome, n in outcomes.items()),
         extra=console.RESULT,
     )
     head = [
         *(f"{x}." for x in first),
-        f"Model: {version.name} version {version.version}, {known_errors.label(model)}",
+        f"Model: {by.name} version {by.version}, {known_errors.label(by.model)}",
     ]
-    return "\n".join([*head, "", report.text_table(published_report.HEADERS, rows)])
+    return "\n".join([*head, "", report.text_table(published_report.HEADERS, rows), *notes])
+
+
+def _publisher(
+    client: mlflow.MlflowClient, hardware: str, plans: str | Path, config: PublishConfig
+) -> tuple[Pricing, Publisher]:
+    """What prices plans of a hardware, and their publisher. Raises as `pricing`, and for a policy that is missing."""
+    logger, by, policy = get_run_logger(), pricing(client, hardware), None
+    if not by.champion:
+        logger.warning("no model of %s is champion: plans for it are under %s", hardware, by.words)
+        if config.algorithm in LEARNED:  # policies are trained against models
+            config = dataclasses.replace(config, algorithm=DEFAULT_SHARDER)
+    provenance = _provenance(by, config)
+    if config.algorithm in LEARNED:
+        policy, of_policy = policy_registry.champion_policy(client, LEARNED[config.algorithm][0], hardware)
+        provenance |= {"policy": of_policy.name, "policy_version": str(of_policy.version)}
+        if of_policy.tags.get("cost_model_version") != by.version:
+            logger.warning(
+                "policy version %s was trained against cost model version %s; the champion is %s",
+                of_policy.version,
+                of_policy.tags.get("cost_model_version"),
+                by.version,
+            )
+    return by, Publisher(by.model, plans, config, provenance, plan_page.page, policy)
 
 
 def _last_decisions(plans: str | Path) -> dict[str, Decision | None]:
@@ -167,8 +192,8 @@ def _last_decisions(plans: str | Path) -> dict[str, Decision | None]:
     return found
 
 
-def _publish(publisher: Publisher, path: Path, names: list[str]) -> Published:
-    """Publish the problem of a file.
+def _read(path: Path, names: list[str]) -> Problem:
+    """The problem of a file.
 
     names: problems of this run so far. The problem's name is added.
     """
@@ -178,13 +203,35 @@ def _publish(publisher: Publisher, path: Path, names: list[str]) -> Published:
             f"another problem of this run is named {problem.name!r} too; give it a name of its own"
         )
     names.append(problem.name)
+    return problem
+
+
+def _publish(publisher: Publisher, problem: Problem) -> Published:
     model = publisher.model.for_problem(problem)
     problem.require_setting(model.setting)
-    return dataclasses.replace(publisher, model=model).publish(problem)
+    provenance = publisher.provenance
+    if "profile" in provenance:  # it has no setting of its own
+        provenance = {**provenance, "setting": str(model.setting)}
+    return dataclasses.replace(publisher, model=model, provenance=provenance).publish(problem)
 
 
-def _provenance(model: CostModel, version: ModelVersion, config: PublishConfig) -> dict[str, Any]:
+def _provenance(by: Pricing, config: PublishConfig) -> dict[str, Any]:
     """Provenance of plans: the model, its data, the code and the search."""
+    return {
+        "model": by.name,
+        "model_version": by.version,
+        "setting": str(by.model.setting),
+        **(_training(by.model) if by.champion else {"profile": NOT_MEASURED}),
+        "git_commit": git_commit(),
+        "algorithm": config.algorithm,
+        "budget_evals": config.budget_evals,
+        "seed": config.seed,
+        **({} if config.max_moved_tables is None else {"max_moved_tables": config.max_moved_tables}),
+    }
+
+
+def _training(model: CostModel) -> dict[str, Any]:
+    """Provenance of a trained model."""
     trained: Any = known_errors.trained(model)  # NeuralModels, in tests stand-ins
     of_each = [one.meta["provenance"] for one in trained]
 
@@ -194,32 +241,22 @@ def _provenance(model: CostModel, version: ModelVersion, config: PublishConfig) 
 
     datasets = {name: digest for each in of_each for name, digest in each.get("datasets", {}).items()}
     return {
-        "model": version.name,
-        "model_version": str(version.version),
-        "setting": str(model.setting),
         "data_version": of_all("data_version", "unversioned"),
         "data": of_all("data", "unknown"),
         "model_git_commit": of_all("git_commit", "no git"),
         "model_seed": of_all("seed", None),
         **({"datasets": datasets} if datasets else {}),
-        "git_commit": git_commit(),
-        "algorithm": config.algorithm,
-        "budget_evals": config.budget_evals,
-        "seed": config.seed,
-        **({} if config.max_moved_tables is None else {"max_moved_tables": config.max_moved_tables}),
     }
 
 
-def _log(
-    plans: str | Path, names: Sequence[str], version: ModelVersion, table: str, models: str
-) -> mlflow.ActiveRun:
+def _log(plans: str | Path, names: Sequence[str], by: Pricing, table: str, models: str) -> mlflow.ActiveRun:
     """An MLflow run with the pages of the published plans, and of the models."""
-    with registry.run(run_name=f"publish-{version.name}-{version.version}") as run:
+    with registry.run(run_name=f"publish-{by.name}-{by.version}") as run:
         mlflow.set_tags(
             {
                 "stage": "publish",
-                "model": version.name,
-                "model_version": str(version.version),
+                "model": by.name,
+                "model_version": by.version,
                 "plans": redacted(str(plans)),
             }
         )

@@ -123,13 +123,15 @@ def pytest_collection_finish() -> None:
 RAY = (
     "flows/test_measure.py",
     "tasks/test_actors.py",
+    "tasks/test_estimate.py",
+    "tasks/test_evaluate.py",
     "tasks/test_measure_pairs.py",
     "tasks/test_measure_tasks.py",
     "tasks/test_ray_cluster.py",
     "tasks/test_ray_replay.py",
     "tasks/test_workers.py",
 )
-"""These use one Ray cluster. All other flows use one Prefect server."""
+"""These use one Ray cluster, and all other flows one Prefect server. So they are `long`."""
 FIRST = (
     "flows/test_pipeline.py",
     "flows/test_failures.py",
@@ -137,6 +139,7 @@ FIRST = (
     *RAY,
     "measure",
     "torchrec",
+    "search/test_conformance_sharders.py",
     "flows",
     "tasks",
 )

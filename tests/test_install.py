@@ -81,23 +81,14 @@ def test_uv_is_told_the_settings_that_pip_takes(tmp_path):
         stdout=subprocess.PIPE,
     ).stdout
     options = install.uv_options(install.settings_of(listed))
-    assert options == [
-        "--index-strategy",
-        "unsafe-best-match",
-        "--default-index",
-        "https://c.example/simple",
-        "--index",
-        "file:///d/simple",
-        "--index",
-        "file:///e",
-        "--find-links",
-        "/x",
-        "--find-links",
-        "/y",
-        "--allow-insecure-host",
-        "b.example",
-        "--no-index",
-    ]
+    assert (
+        options
+        == (
+            "--index-strategy unsafe-best-match --default-index https://c.example/simple --index "
+            "file:///d/simple --index file:///e --find-links /x --find-links /y "
+            "--allow-insecure-host b.example --no-index"
+        ).split()
+    )
 
 
 def test_torchrec_comes_without_its_dependencies_and_only_when_asked():

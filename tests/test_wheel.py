@@ -53,7 +53,8 @@ def test_the_wheel_holds_the_library_with_its_types_and_data(wheel):
     kept = {str(path.relative_to(ROOT)) for path in (ROOT / "shardcore").rglob("*") if path.is_file()}
     kept = {name for name in kept if "__pycache__" not in name}
     assert {name for name in names if ".dist-info/" not in name} == kept
-    assert {"shardcore/py.typed", "shardcore/tables/public_tables.json"} <= kept
+    kept_data = ("py.typed", "tables/public_tables.json", "cost/profiles/nvidia-h100-sxm.json")
+    assert {f"shardcore/{name}" for name in kept_data} <= kept
 
 
 @pytest.mark.long
@@ -84,6 +85,14 @@ def test_with_the_core_only_it_plans_prices_and_compares_and_names_missing_extra
         done = run(binaries / "shardcore", "plan", "problem.json", "--model", "model", *options, "--out", out)
         assert done.returncode == 0, done.stderr
     assert len(json.loads((tmp_path / "a.json").read_text())["placements"]) >= 24  # a shard each, at least
+    # The first minute of a GPU's user.
+    for command in (
+        "problem mlperf-dlrm-dcnv2 --devices 8 --batch 65536 --out gpu.json",
+        "plan gpu.json --hardware nvidia-h100-sxm --budget-evals 500 --out gpu-plan.json",
+    ):
+        done = run(binaries / "shardcore", *command.split())
+        assert done.returncode == 0, done.stderr
+    assert "profile: published measurements, not of your machine" in done.stdout
     for command in (
         ["-h"],
         ["price", "a.json", "--problem", "problem.json", "--model", "model"],

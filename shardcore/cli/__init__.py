@@ -11,11 +11,13 @@ from typing import Any, TextIO
 
 from shardcore import __version__
 from shardcore.cli import (
+    job,
     measure,
     measurements,
     plans,
     policies,
     problems,
+    profiles,
     published,
     replays,
     short_forms,
@@ -56,8 +58,10 @@ def parser_of_all() -> argparse.ArgumentParser:
         measure,
         measurements,
         policies,
+        profiles,
         topologies,
         published,
+        job,
     ):
         group.add_commands(commands)
     return parser

@@ -6,12 +6,14 @@ The commands hot-rows, tiers and provision are short forms of `plan` with these 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from shardcore.cli.models import ModelOptions, load
 from shardcore.cli.options import (
+    Duration,
     Gib,
     Natural,
     Output,
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from shardcore.cost.model import CostModel
     from shardcore.plans.replan import Start
     from shardcore.search.decisions.driver import Decision, Found
+    from shardcore.search.decisions.provision import Offer
 
 _TARGET = ("step_ms", "samples_per_s", "price_per_hour")
 _NEEDS = {
@@ -38,7 +41,16 @@ _NEEDS = {
     "host_gib": "tiers, of which it is the memory",
     "link_gbps": "tiers, whose link it is",
     **dict.fromkeys(
-        ("start_problem", "without", "max_moved_tables", "max_moved_gib"), "start, the plan to start from"
+        (
+            "start_problem",
+            "without",
+            "max_moved_tables",
+            "max_moved_gib",
+            "max_pause",
+            "moves_pay_back_in",
+            "move_overhead",
+        ),
+        "start, the plan to start from",
     ),
     **dict.fromkeys(_TARGET, "offers, of which a cluster is chosen"),
 }
@@ -74,13 +86,11 @@ class TargetOptions:
 
 
 @dataclass(frozen=True)
-class PlanOptions(SearchOptions, HostMemoryOptions, TargetOptions):
+class PlanOptions(SearchOptions, ModelOptions, HostMemoryOptions, TargetOptions):
     """Search a plan for a problem under a cost model. Options for what is decided before the search combine;
     each decision has several problems searched.
 
-    model: folder of a trained model; where weights of tables differ in precision, give the option for each
-      precision
-    offers: types of machines, with their models: choose the cluster, too (docs/plan.md); with a target and
+    offers: types of machines, with their models or profiles: choose the cluster, too (docs/plan.md); with a target and
       --out-problem
     algorithm: portfolio, the default (the cheapest plan of several searches), anneal, anneal_columns (tables
       whole or cut by columns only), random, size_greedy, dim_greedy, lookup_greedy, size_lookup_greedy,
@@ -96,6 +106,11 @@ class PlanOptions(SearchOptions, HostMemoryOptions, TargetOptions):
       where there are fewer now
     max_moved_tables: with --start: most tables that may move; default: any number
     max_moved_gib: with --start: most GiB of weights that may move, beyond what has to; default: any number
+    max_pause: with --start: the longest that a job may stand still while its tables move, such as 30s
+    moves_pay_back_in: with --start: the longest until the gain makes up for that pause, such as 10min; moves
+      less, or nothing, where more would take longer
+    move_overhead: with --start: seconds of a move beside its bytes on links, as one of the job reported them;
+      default: 0s
     groups: divide the devices into groups of SIZE, or of the best size, that replicate one plan (TorchRec's
       DMPCollection)
     sync_every: with --groups: steps from one synchronisation of the replicas to the next; default: 1
@@ -110,15 +125,16 @@ class PlanOptions(SearchOptions, HostMemoryOptions, TargetOptions):
     out_problem: write the problem that the plan is of, where decisions change it
     confidence: an op's cost is what its measurement stays below with this probability (0.9, say), rather than
       what the model expects
+    robust: with --hardware: the plan that loses least where the profile's rates are wrong, and what a
+      measurement would be worth; nine searches share the budget
     explain: say what bounds the plan, what other algorithms find, and what more memory or more devices would
       bring; each is searched with the same budget again
     """
 
-    REQUIRED = (("model", "offers"),)
+    REQUIRED = (("model", "hardware", "offers"),)
     EXCLUSIVE = (*SearchOptions.EXCLUSIVE, _TARGET)
     problem: ProblemFile
     _: KW_ONLY
-    model: list[Path] | None = None
     offers: Annotated[Path, "OFFERS.json"] | None = None
     algorithm: str | None = None
     policy: Annotated[Path, "POLICY"] | None = None
@@ -129,6 +145,9 @@ class PlanOptions(SearchOptions, HostMemoryOptions, TargetOptions):
     )
     max_moved_tables: Annotated[Natural, "N"] | None = None
     max_moved_gib: Annotated[Gib, "G"] | None = None
+    max_pause: Duration | None = None
+    moves_pay_back_in: Duration | None = None
+    move_overhead: Duration | None = None
     groups: Annotated[str, "auto|SIZE"] | None = field(default=None, metadata={"nargs": "?", "const": "auto"})
     sync_every: Annotated[Positive, "N"] | None = None
     hot_rows: bool = False
@@ -136,6 +155,7 @@ class PlanOptions(SearchOptions, HostMemoryOptions, TargetOptions):
     tiers: bool = False
     out_problem: Annotated[ProblemFile, Output()] | None = None
     confidence: Annotated[PositiveFloat, "P"] | None = None
+    robust: bool = False
     explain: bool = False
     out: Annotated[PlanFile, Output()] | None
 
@@ -175,7 +195,6 @@ def with_host_memory(
 
 def decisions(args: PlanOptions, problem: Problem, stored: Problem) -> Iterator[Decision]:
     """The decisions that options ask for. stored: the problem as its file has it."""
-    from shardcore.cost import composite
     from shardcore.cost.model import at_confidence
     from shardcore.io.towers import read_towers
     from shardcore.search.decisions.groups import Groups
@@ -187,10 +206,10 @@ def decisions(args: PlanOptions, problem: Problem, stored: Problem) -> Iterator[
     if args.offers:
         offers = read_offers(args.offers)
         target = Target(args.step_ms, args.samples_per_s, args.price_per_hour)
-        folders = {offer.model: args.offers.parent / offer.model for offer in offers}
-        require_outputs(args, folders.values())
+        require_outputs(args, offers_files(args.offers, offers))
         models = {
-            name: at_confidence(composite.load([folder]), args.confidence) for name, folder in folders.items()
+            offer.priced_by: at_confidence(load(offer_source(args.offers, offer)), args.confidence)
+            for offer in offers
         }
         yield Provision(offers, models, target)
     if args.groups is not None:
@@ -206,6 +225,20 @@ def decisions(args: PlanOptions, problem: Problem, stored: Problem) -> Iterator[
         yield start
 
 
+def offer_source(path: Path, offer: Offer) -> str | list[Path]:
+    """The profile, or the folder of a model, that prices an offer of a file. Files are beside it."""
+    file = path.parent / offer.priced_by
+    if offer.model:
+        return [file]
+    return str(file) if file.is_file() else offer.hardware
+
+
+def offers_files(path: Path, offers: Iterable[Offer]) -> list[Path]:
+    """Folders and files that the offers of a file name."""
+    sources = [offer_source(path, offer) for offer in offers]
+    return [Path(source) if isinstance(source, str) else source[0] for source in sources]
+
+
 def _start(args: PlanOptions, path: Path, problem: Problem, stored: Problem) -> Start:
     """The plan of a file to start from. Raises ShardCoreError if it is no plan of its problem."""
     from shardcore.io import files, grouped_plans
@@ -215,7 +248,13 @@ def _start(args: PlanOptions, path: Path, problem: Problem, stored: Problem) -> 
     from shardcore.step.sharding_groups import problem_of_group
 
     most_bytes = None if args.max_moved_gib is None else int(args.max_moved_gib * 2**30)
-    config = ReplanConfig(args.max_moved_tables, most_bytes)
+    config = ReplanConfig(
+        args.max_moved_tables,
+        most_bytes,
+        max_pause_s=args.max_pause,
+        pay_back_in_s=args.moves_pay_back_in,
+        move_overhead_s=args.move_overhead or 0.0,
+    )
     # A plan's file is checked against the problem that it was made for. Whether it fits is not asked: memory
     # may have been counted otherwise, and what is searched has to fit anyway.
     before, group = files.read_problem(args.start_problem) if args.start_problem else stored, None
@@ -239,7 +278,7 @@ def start_text(
     args: PlanOptions, found: Found, decisions: Sequence[Decision], original: Problem, model: CostModel
 ) -> str:
     """Changes of the new plan to the old one, for people. "": there was none."""
-    from shardcore.cost.model import price
+    from shardcore.cost.model import price as price_of
     from shardcore.plans.replan import Start
     from shardcore.report import plan_report
     from shardcore.search.decisions.towers import as_planned
@@ -252,12 +291,19 @@ def start_text(
         return ", afresh: groups are others"
     moved = start.moved(found.plan, as_planned(found.plan, found.problem))
     # A plan of another problem has no cost in this one.
-    cost = (
-        f", which cost {price(lower(start.old, original, fits=False), model).total_ms:.3f} ms"
+    before_ms = (
+        price_of(lower(start.old, original, fits=False), model).total_ms
         if start.before == original == found.problem
-        else ""
+        else None
     )
-    return f", starting from {args.start}{cost}; {plan_report.replan_text(moved, start.config)}"
+    cost = "" if before_ms is None else f", which cost {before_ms:.3f} ms"
+    words = plan_report.replan_text(moved, start.config)
+    if moved.moves and "price" in found.plan.provenance["moved"]:
+        price = start.price(found.plan, found.problem, model)
+        words += f"; {price}"
+        if before_ms is not None and before_ms > found.ms:
+            words += f", and pays back in {price.pays_back_s(before_ms, found.ms):.3g} s"
+    return f", starting from {args.start}{cost}; {words}"
 
 
 def texts(decisions: Sequence[Decision], found: Found, original: Problem) -> Iterator[str]:
@@ -290,6 +336,16 @@ def extrapolated(found: Found, model: CostModel) -> list[str]:
     if isinstance(found, FoundGroups):
         return grouped.extrapolated(found.grouped, found.whole, model)
     return model.out_of_range(lower(found.plan, as_planned(found.plan, found.problem)))
+
+
+def band_text(found: Found, model: CostModel) -> str:
+    """The error that a profile expects of the cost of a plan. "": a model prices it."""
+    from shardcore.cost.known_errors import band_of
+    from shardcore.search.decisions.towers import as_planned
+    from shardcore.step.lower import lower
+
+    band = band_of(model, lower(found.plan, as_planned(found.plan, found.problem)))
+    return "" if band is None else f" ±{band:.0%}"
 
 
 def write(args: PlanOptions, found: Found) -> None:

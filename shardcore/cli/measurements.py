@@ -38,7 +38,8 @@ class TrainOptions:
     """Train cost models on the samples of one setting in dataset folders.
 
     hardware: choose one of the datasets' settings, together with the next three
-    start: fine-tune this model, of another batch, optimizer or machine, where samples are few
+    start: where samples are few, fine-tune this model, of another batch, optimizer or machine, or a hardware
+      profile, by name or file
     out: folder to write
     """
 
@@ -48,13 +49,14 @@ class TrainOptions:
     batch: Positive | None = None
     precision: Precision | None = None
     optimizer: Optimizer | None = None
-    start: Annotated[Path, "MODEL"] | None = None
+    start: Annotated[str, "MODEL|PROFILE"] | None = None
     seed: Natural = 0
     out: Annotated[Path, "MODEL", Output((MODEL_JSON, MODEL_WEIGHTS))]
 
 
 def train(args: TrainOptions) -> None:
     from shardcore.cost import fit, known_errors, neural, training
+    from shardcore.cost.profile import load_profile
     from shardcore.io import schema
 
     # Samples of different settings must not train one model.
@@ -72,7 +74,9 @@ def train(args: TrainOptions) -> None:
             f"[{'; '.join(map(str, found))}]; "
             "choose one with --hardware, --batch, --precision and --optimizer"
         )
-    data, start = training.read(args.datasets, chosen[0]), neural.load(args.start) if args.start else None
+    data, start = training.read(args.datasets, chosen[0]), None
+    if args.start is not None:
+        start = neural.load(args.start) if Path(args.start).is_dir() else load_profile(args.start)
     config = schema.build(fit.FitConfig, {"seed": args.seed}, "train")
     print(*data.warnings, data, sep="\n", file=sys.stderr)
     with shown():

@@ -77,6 +77,14 @@ def _positive(kind: type, most: int) -> Callable[[str], int | float]:
     return _number(kind, lambda value: value > 0, f"a positive {whole}number up to {most}", most)
 
 
+def _duration(text: str) -> float:
+    """Seconds."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 30s, 10min or 2h")
+    return float(found[1]) * {"s": 1, "min": 60, "h": 3600}[found[2]]
+
+
 def path(text: str) -> Path:
     # Python takes an empty path, of a variable that is not set, for the folder where it runs.
     if not text or "\0" in text:
@@ -88,6 +96,7 @@ Natural = Annotated[int, _natural(int, MOST_INT)]
 Positive = Annotated[int, _positive(int, MOST_INT)]
 Amount = Annotated[float, _natural(float, MOST_INT)]
 PositiveFloat = Annotated[float, _positive(float, MOST_INT)]
+Duration = Annotated[float, _duration]
 Gib = Annotated[float, _natural(float, MOST_GIB)]
 PositiveGib = Annotated[float, _positive(float, MOST_GIB)]
 ProblemFile = Annotated[Path, "PROBLEM.json"]
@@ -131,7 +140,7 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
 def add_command(
     commands: argparse._SubParsersAction, options: type[Options], run: Callable[[Options], object]
 ) -> None:
-    """Add a command. It has the name of the function that runs it, with dashes.
+    """Add a command. It has the name of the function that runs it, with dashes, without one at its end.
 
     EXCLUSIVE and REQUIRED of the options' class are groups of names of which at most, or exactly, one is
     given.
@@ -157,9 +166,10 @@ def add_command(
         if not field.kw_only:
             parser.add_argument(field.name, **given)
         elif field.name in groups:
-            groups[field.name].add_argument(option, **given)
+            groups[field.name].add_argument(option, dest=field.name, **given)
         else:
-            parser.add_argument(option, required=field.default is dataclasses.MISSING, **given)
+            required = field.default is dataclasses.MISSING
+            parser.add_argument(option, dest=field.name, required=required, **given)
 
 
 def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
@@ -251,7 +261,7 @@ def require_outputs(options: Any, also_read: Iterable[Path] = ()) -> None:
 
 
 def _dashed(name: str) -> str:
-    return name.replace("_", "-")
+    return name.rstrip("_").replace("_", "-")  # from_ is --from
 
 
 def _local(value: object) -> Path | None:

@@ -11,12 +11,14 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from shardcore.cli import decisions as deciding
 from shardcore.cli import grouped
 from shardcore.cli.decisions import PlanOptions
+from shardcore.cli.models import ModelOptions, digest, load
 from shardcore.cli.options import Device, Output, PlanFile, PositiveFloat, ProblemFile, add_command
 from shardcore.cli.progress_line import shown
 from shardcore.core.errors import ShardCoreError
@@ -40,18 +42,20 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 def plan(args: PlanOptions, heard: Callable[[Outcome], None] = lambda outcome: None) -> Found:
     """Search a plan. heard: is called with each outcome of the outermost decision."""
-    from shardcore.cost import composite
     from shardcore.cost.model import at_confidence
     from shardcore.io import files
     from shardcore.search import DEFAULT_SHARDER, known, sharder
     from shardcore.search.decisions.driver import decide
     from shardcore.search.decisions.provision import Cluster, Provision
     from shardcore.search.learned.policy import read_policy
+    from shardcore.search.robust import robust
 
     policy = read_policy(args.policy) if args.policy else None
     default = policy.name if policy else DEFAULT_SHARDER
     algorithm = known(default if args.algorithm is None else args.algorithm)
     args, search = dataclasses.replace(args, algorithm=algorithm), sharder(algorithm, policy)
+    if args.robust:
+        search = partial(robust, search=search)
     deciding.require_agreeing(args)
     with shown():
         report(f"reading {args.problem}")
@@ -68,11 +72,11 @@ def plan(args: PlanOptions, heard: Callable[[Outcome], None] = lambda outcome: N
                 f"--out {args.out} needs --out-problem, the problem with the "
                 f"{decision.changes} that it is a plan of"
             )
-    folders = args.model or []
+    source = args.source
     if args.offers and isinstance(decisions[0], Provision):
-        folders = [args.offers.parent / decisions[0].offers[0].model]
+        source = deciding.offer_source(args.offers, decisions[0].offers[0])
     # Searches use the cautious model. The check of ranges needs the plain one.
-    loaded, began, several = composite.load(folders), clock(), []
+    loaded, began, several = load(source), clock(), []
     with shown() as line:
 
         def hear(outcome: Outcome) -> None:
@@ -93,9 +97,9 @@ def plan(args: PlanOptions, heard: Callable[[Outcome], None] = lambda outcome: N
         )
         seconds = clock() - began
         if args.offers and isinstance(found.chosen, Cluster):
-            folders = [args.offers.parent / found.chosen.offer.model]
-            loaded = composite.load(folders)
-        provenance = {**found.plan.provenance, **_provenance(args, folders)}
+            source = deciding.offer_source(args.offers, found.chosen.offer)
+            loaded = load(source)
+        provenance = {**found.plan.provenance, **_provenance(args, source)}
         found = dataclasses.replace(found, plan=Plan(found.plan.placements, provenance))
         report(f"writing {args.out}", found.ms)
         deciding.write(args, found)
@@ -114,7 +118,7 @@ def _say_planned(
     """Print the plan's cost, and all that was decided. original: the problem before that."""
     from shardcore.cost import known_errors
     from shardcore.cost.model import at_confidence
-    from shardcore.report import decisions_report
+    from shardcore.report import decisions_report, plan_report
     from shardcore.search.decisions.groups import FoundGroups
 
     groups, cautious = (
@@ -127,11 +131,13 @@ def _say_planned(
     by = found.plan.provenance["algorithm"] if groups else args.algorithm
     print(
         f"{args.out or args.out_problem or args.problem}: {f'{groups.words}: ' if groups else ''}"
-        f"{found.ms:.3f} ms predicted{sure}, found in {seconds:.2f} s by {by}"
+        f"{found.ms:.3f} ms predicted{sure}{deciding.band_text(found, model)}, found in {seconds:.2f} s by {by}"
         f"{deciding.start_text(args, found, decisions, original, cautious)}"
     )
     print(f"under {known_errors.label(model)}, model {found.plan.provenance['model_digest'][:8]}")
-    for text in filter(None, deciding.texts(decisions, found, original)):
+    regret = found.plan.provenance.get("robust")
+    robust = [plan_report.robust_text(regret)] if regret else []
+    for text in filter(None, [*robust, *deciding.texts(decisions, found, original)]):
         print(f"\n{text}")
     if args.explain:
         if groups:
@@ -141,11 +147,13 @@ def _say_planned(
     _say_extrapolated(deciding.extrapolated(found, model))
 
 
-def _provenance(args: PlanOptions, folders: Sequence[Path]) -> dict[str, Any]:
+def _provenance(args: PlanOptions, source: str | Sequence[Path]) -> dict[str, Any]:
+    from shardcore.cost import known_errors
     from shardcore.io import model_files
 
     return (
-        {"model_digest": "+".join(map(model_files.model_digest, folders))}
+        {"model_digest": digest(source)}
+        | ({"profile": known_errors.NOT_MEASURED} if isinstance(source, str) else {})
         | ({"policy_digest": model_files.model_digest(args.policy, "policy")} if args.policy else {})
         | ({"confidence": args.confidence} if args.confidence else {})
     )
@@ -179,11 +187,9 @@ def _say_extrapolated(sentences: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True)
-class PriceOptions:
+class PriceOptions(ModelOptions):
     """Predict what one training step of a plan costs, per device.
 
-    model: folder of a trained model; where weights of tables differ in precision, give the option for each
-      precision
     confidence: an op's cost is what its measurement stays below with this probability (0.9, say), rather than
       what the model expects
     explain: say what bounds the plan, what other algorithms find, and what more memory or more devices would
@@ -194,14 +200,13 @@ class PriceOptions:
     plan: PlanFile
     _: KW_ONLY
     problem: ProblemFile
-    model: list[Path]
     confidence: Annotated[PositiveFloat, "P"] | None = None
     explain: bool = False
     out: Annotated[Path, "COST.json", Output()] | None = None
 
 
 def price(args: PriceOptions) -> None:
-    from shardcore.cost import composite
+    from shardcore.cost import known_errors
     from shardcore.cost.model import at_confidence
     from shardcore.cost.model import price as predicted
     from shardcore.io import files, grouped_plans, writing
@@ -214,7 +219,7 @@ def price(args: PriceOptions) -> None:
     of_groups = grouped_plans.read_grouped(args.plan, whole) if grouped_plans.is_grouped(args.plan) else None
     if of_groups:
         own = of_groups.problem
-    model = composite.load(args.model).for_problem(own)
+    model = load(args.source).for_problem(own)
     own.require_setting(model.setting)
     found = of_groups.plan if of_groups else files.read_plan(args.plan, own)
     with files.validating(args.plan):
@@ -232,6 +237,8 @@ def price(args: PriceOptions) -> None:
             **dataclasses.asdict(cost),
             "memory_bytes": list(workload.memory_bytes),
         }
+        if band := known_errors.band_of(model, workload):
+            body["band"] = band
     body["extrapolated"] = beyond
     if args.out:
         writing.write_json(args.out, body)

@@ -8,14 +8,26 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from shardcore.cli.options import Natural, Output, Positive, PositiveGib, ProblemFile, add_command
+from shardcore.cli.options import (
+    Natural,
+    Optimizer,
+    Output,
+    Positive,
+    PositiveGib,
+    Precision,
+    ProblemFile,
+    add_command,
+)
 from shardcore.core.catalog import DENSE_OPTIMIZERS
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import HIDES_IDS, PAYLOADS, Job
-from shardcore.core.topology import Device, Topology, default_reserve
+from shardcore.core.topology import Topology, default_reserve
 from shardcore.core.types import Problem, Setting
 from shardcore.core.validation import MOST_DEVICES, require_within
+
+_MEMORY_GIB = 80.0
+"""Memory of a device where neither a profile nor --memory-gib gives it."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +37,12 @@ class ProblemOptions:
     tables: name of a public list (mlperf-dlrm-dcnv2, hugectr-180, ...), a folder of FBGEMM's reports
       (docs/torchrec.md) or a POOL.json
     hosts: of equally many of the devices
-    memory_gib: a device, of which 15% is kept for the dense part, unless drawn from a pool
+    hardware: profile of the devices, by name or file (`profile list`), which has their memory and links
+    memory_gib: a device, of which 15% is kept for the dense part, unless drawn from a pool; default: the
+      profile's, or 80
     batch: global batch
+    optimizer: of the embeddings; default: the one of the public list's reference, or exact_sgd
+    precision: of the weights; default: as reported, or fp32
     draw: which problem to draw from a pool
     max_dim: of the drawn tables
     pipeline: TorchRec's: whether ids travel while the dense part runs
@@ -42,8 +58,11 @@ class ProblemOptions:
     _: KW_ONLY
     devices: Positive = 4
     hosts: Positive = 1
-    memory_gib: PositiveGib = 24.0
+    hardware: Annotated[str, "PROFILE"] | None = None
+    memory_gib: PositiveGib | None = None
     batch: Positive = 2048
+    optimizer: Optimizer | None = None
+    precision: Precision | None = None
     draw: Annotated[Natural, "INDEX"] | None = None
     max_dim: Positive = 128
     seed: Natural = 0
@@ -83,7 +102,7 @@ def heat(args: HeatOptions) -> None:
 def problem(args: ProblemOptions) -> None:
     from shardcore.io import files
     from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
-    from shardcore.tables.public import public_pool
+    from shardcore.tables.public import public_optimizer, public_pool
 
     require_within(args, "problem", devices=(1, MOST_DEVICES))
     job = Job(
@@ -94,37 +113,57 @@ def problem(args: ProblemOptions) -> None:
         backward_payload=args.backward_payload,
         replica_optimizer=args.replica_optimizer,
     )
+    topology = _topology(args)
     if args.tables.endswith(".json"):
         pool = files.read_pool(args.tables)
         if args.draw is None:
             raise ShardCoreError(
                 f"{args.tables} is a pool to draw from: give --draw INDEX (or name a public list)"
             )
+        setting = Setting("any", args.batch, args.precision or "fp32", args.optimizer or "exact_sgd")
         shape = ProblemConfig(devices=args.devices, max_dim=args.max_dim)
-        made = draw_problem(pool, args.draw, Setting("any", args.batch), args.seed, shape)
+        made = draw_problem(pool, args.draw, setting, args.seed, shape)
+        # Its devices have the memory that was drawn.
+        topology = _with_memory(topology, made.topology.devices[0].memory_bytes)
     else:
-        devices, name = (Device(int(args.memory_gib * 2**30)),) * args.devices, args.tables
+        name, optimizer = args.tables, args.optimizer or "exact_sgd"
         if Path(args.tables).is_dir():
             from shardcore.torchrec.fbgemm_statistics import reported_tables
 
             found, name = reported_tables(args.tables), Path(args.tables).resolve().name
         else:
-            found = public_pool(args.tables)
-        reserved = Constraints(reserved_bytes=default_reserve(devices))
-        made = Problem(f"{name}-{args.devices}", found, Topology(devices), args.batch, constraints=reserved)
-    made = dataclasses.replace(made, job=job, topology=_on_hosts(made.topology, args.hosts))
+            found, optimizer = public_pool(args.tables), args.optimizer or public_optimizer(args.tables)
+        if args.precision:
+            found = tuple(dataclasses.replace(table, precision=args.precision) for table in found)
+        reserved = Constraints(reserved_bytes=default_reserve(topology.devices))
+        name = "-".join(filter(None, (name, topology.hardware, str(args.devices))))
+        made = Problem(name, found, topology, args.batch, optimizer, constraints=reserved)
+    made = dataclasses.replace(made, job=job, topology=topology)
     files.write_problem(args.out, made)
     gib = sum(t.bytes for t in made.tables) / 2**30
     on = f" on {args.hosts} hosts" * (args.hosts > 1)
-    print(f"{args.out}: {len(made.tables)} tables, {gib:.1f} GiB, {args.devices} devices{on}")
-
-
-def _on_hosts(topology: Topology, hosts: int) -> Topology:
-    n = len(topology)
-    if n % hosts:
-        raise ShardCoreError(f"{n} devices were asked for on {hosts} hosts; it needs as many on each")
-    devices = tuple(
-        dataclasses.replace(device, host=f"host-{d * hosts // n}")
-        for d, device in enumerate(topology.devices)
+    of = f" of {topology.hardware}" if topology.hardware else ""
+    print(
+        f"{args.out}: {len(made.tables)} tables, {gib:.1f} GiB in {made.precision}, {made.optimizer}, "
+        f"batch {args.batch}, {args.devices} devices{of}{on}"
     )
+
+
+def _topology(args: ProblemOptions) -> Topology:
+    """Equal devices on equal hosts: those of the profile, if there is one."""
+    from shardcore.cost.profile import load_profile
+
+    per_host, left = divmod(args.devices, args.hosts)
+    if left or not per_host:
+        raise ShardCoreError(
+            f"{args.devices} devices were asked for on {args.hosts} hosts; it needs as many on each"
+        )
+    if args.hardware is None:
+        return Topology.of_hosts(args.hosts, per_host, args.memory_gib or _MEMORY_GIB)
+    topology = load_profile(args.hardware).topology(args.hosts, per_host)
+    return _with_memory(topology, int(args.memory_gib * 2**30)) if args.memory_gib else topology
+
+
+def _with_memory(topology: Topology, n_bytes: int) -> Topology:
+    devices = tuple(dataclasses.replace(device, memory_bytes=n_bytes) for device in topology.devices)
     return dataclasses.replace(topology, devices=devices)

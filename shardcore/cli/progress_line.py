@@ -12,7 +12,7 @@ from typing import TextIO
 from shardcore.core import progress
 
 COMPILING_S = 15
-"""About the seconds of one core to compile all that a search runs (bench.budgets --first-plan)."""
+"""About the seconds of one core to compile all that a search runs."""
 _SILENT_S = 1.0
 """Work that ends sooner shows nothing."""
 _TERMINAL_S, _LINES_S = 0.5, 5.0

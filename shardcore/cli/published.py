@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+from shardcore.cli.models import ModelOptions, load
 from shardcore.cli.options import (
     Amount,
     Natural,
@@ -22,6 +23,9 @@ from shardcore.cli.progress_line import shown
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.progress import report
 from shardcore.core.types import Plan, Problem
+
+if TYPE_CHECKING:
+    from shardcore.cost.model import CostModel
 
 
 @dataclass(frozen=True)
@@ -40,31 +44,31 @@ class HistoryOptions:
 
 
 @dataclass(frozen=True)
-class DiffOptions:
+class DiffOptions(ModelOptions):
     """Say which tables move from one plan to another, and how many bytes of weights.
 
     problem: of both plans; default: problem.json beside each, as in the folders of published versions
-    page: write a page that compares them device by device and table by table, for a browser; with --model
-    model: folder of a trained model, which prices both
+    page: write a page that compares them device by device and table by table, for a browser; with a model
+      or a profile, which prices both
     """
 
+    REQUIRED = ()
+    EXCLUSIVE = ModelOptions.REQUIRED
     old: Annotated[Path, "OLD.json"]
     new: Annotated[Path, "NEW.json"]
     _: KW_ONLY
     problem: ProblemFile | None = None
     page: Annotated[Path, "PAGE.html", Output()] | None = None
-    model: list[Path] | None = None
 
 
 @dataclass(frozen=True)
-class DriftOptions:
+class DriftOptions(ModelOptions):
     """Say how far a published plan is from the best, now that its tables' statistics changed, and what a
     re-plan would save.
 
     plans: folder or URL of published plans
     name: of the problem
     fresh: a problem or a pool of tables with the shapes, pooling and access statistics of now
-    model: folder of a trained model; where weights of tables differ in precision, give it for each
     max_moved_tables: most tables that the re-plan may move; default: any number
     threshold: a re-plan pays if its gain exceeds both its margin and this share of the cost
     budget_evals: plans to price in each of the searches
@@ -75,7 +79,6 @@ class DriftOptions:
     name: str
     _: KW_ONLY
     fresh: Annotated[Path, "FILE.json"]
-    model: list[Path]
     max_moved_tables: Annotated[Natural, "N"] | None = None
     threshold: Amount = 0.0
     budget_evals: Positive | None = None
@@ -103,24 +106,23 @@ def diff(args: DiffOptions) -> None:
     from shardcore.plans.diff import diff as moves_of
     from shardcore.report import plan_report
 
-    if bool(args.page) != bool(args.model):
+    if bool(args.page) != bool(args.source):
+        alone = "page" if args.page else "hardware" if args.hardware else "model"
         raise ShardCoreError(
-            f"diff was given --{'page' if args.page else 'model'} alone; it needs --page "
-            "and --model, or neither"
+            f"diff was given --{alone} alone; it needs --page and --model (or --hardware), or neither"
         )
     require_outputs(args, [] if args.problem else [p.with_name("problem.json") for p in (args.old, args.new)])
     (old, _), (new, problem) = (_read(path, args.problem) for path in (args.old, args.new))
     print(plan_report.diff_text(moves_of(old, new, problem)))
-    if args.page and args.model:
-        _write_comparison(args.page, args.model, ((args.new, new), (args.old, old)), problem)
+    if args.page and args.source:
+        _write_comparison(args.page, load(args.source), ((args.new, new), (args.old, old)), problem)
         print(f"{args.page}: both plans, for a browser")
 
 
 def _write_comparison(
-    page: Path, folders: Sequence[Path], plans: Sequence[tuple[Path, Plan]], problem: Problem
+    page: Path, model: CostModel, plans: Sequence[tuple[Path, Plan]], problem: Problem
 ) -> None:
     """A page on two plans under the problem of the first, the new one."""
-    from shardcore.cost import composite
     from shardcore.cost.model import price
     from shardcore.io import writing
     from shardcore.plans.decisions import Version
@@ -129,7 +131,7 @@ def _write_comparison(
     from shardcore.search.decisions.towers import as_planned
     from shardcore.step.lower import lower
 
-    model = composite.load(folders).for_problem(problem)
+    model = model.for_problem(problem)
     problem.require_setting(model.setting)
     versions = []
     for path, made in plans:
@@ -140,7 +142,6 @@ def _write_comparison(
 
 
 def drift(args: DriftOptions) -> None:
-    from shardcore.cost import composite
     from shardcore.io import files
     from shardcore.plans import store
     from shardcore.plans.drift import drift as drift_of
@@ -150,7 +151,7 @@ def drift(args: DriftOptions) -> None:
 
     plan, problem = store.read_plan(args.plans, args.name)
     now = _with_statistics_of(args.fresh, problem)
-    model = composite.load(args.model).for_problem(now)
+    model = load(args.source).for_problem(now)
     now.require_setting(model.setting)
     budget = Budget(args.budget_evals) if args.budget_evals else None
     config = ReplanConfig(args.max_moved_tables, seed=args.seed, budget=budget)

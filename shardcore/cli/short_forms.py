@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from shardcore.cli import decisions as deciding
 from shardcore.cli import plans
+from shardcore.cli.models import ModelOptions
 from shardcore.cli.options import (
     DatasetFolder,
     Output,
@@ -29,19 +30,17 @@ _CLUSTER_FILES = ("problem.json", "plan.json", "clusters.json", "curve.png")
 
 
 @dataclass(frozen=True)
-class HotRowsOptions(SearchOptions):
+class HotRowsOptions(SearchOptions, ModelOptions):
     """Find how many rows of a problem's sequence tables to have on every device, and write the problem with
     these as tables of their own. A plan is searched for each of some thresholds of lookups a batch; the best
     is taken. `plan` then takes the problem that was written. Short for `plan --hot-rows`.
 
-    model: folder of a trained model
     algorithm: searches plans; any of `plan`
     plan: write the plan that was found, too
     """
 
     problem: ProblemFile
     _: KW_ONLY
-    model: list[Path]
     algorithm: str = "anneal"
     out: Annotated[Path, "HOT.json", Output()]
     plan: Annotated[PlanFile, Output()] | None = None
@@ -65,21 +64,21 @@ class HotDriftOptions:
 
 
 @dataclass(frozen=True)
-class TiersOptions(SearchOptions, deciding.HostMemoryOptions):
+class TiersOptions(SearchOptions, ModelOptions, deciding.HostMemoryOptions):
     """Decide which rows of a problem's tables lie in device memory, and which in the hosts', where not all
-    fit. It writes the problem with the load factors that it found, which `plan` then takes. With a model,
-    plans are searched for some shares of the memory, and the best is taken; what it leaves free on a device
+    fit. It writes the problem with the load factors that it found, which `plan` then takes. With a model or
+    a profile, plans are searched for some shares of the memory, and the best is taken; what it leaves free on a device
     goes to the tables there. Short for `plan --tiers`.
 
-    model: folder of a trained model; give one for each precision
-    algorithm: with --model: searches plans; portfolio, the default, or another of `plan`
+    algorithm: with a model or profile: searches plans; portfolio, the default, or another of `plan`
     out: write the problem with load factors
-    plan: with --model: write the plan that was found, too
+    plan: with a model or profile: write the plan that was found, too
     """
 
+    REQUIRED = ()
+    EXCLUSIVE = (*SearchOptions.EXCLUSIVE, *ModelOptions.REQUIRED)
     problem: ProblemFile
     _: KW_ONLY
-    model: list[Path] | None = None
     algorithm: str | None = None
     out: Annotated[Path, "TIERED.json", Output()] | None = None
     plan: Annotated[PlanFile, Output()] | None = None
@@ -91,7 +90,7 @@ class ProvisionOptions(SearchOptions, deciding.TargetOptions):
     fastest for a price. Every number of hosts of every offer is searched, if its devices divide the batch
     evenly. The problem's own topology does not count. Short for `plan --offers`.
 
-    offers: types of machines, with devices, memory, links, price and cost model (docs/plan.md)
+    offers: types of machines, with devices, memory, links, price and cost model or profile (docs/plan.md)
     algorithm: searches plans; portfolio, the default, or another of `plan`
     out: gets problem.json and plan.json of the chosen cluster, clusters.json with all of them, and curve.png;
       the last two even if none meets the target
@@ -138,15 +137,15 @@ def tiers(args: TiersOptions) -> None:
     from shardcore.search.decisions.memory_tiers import tiered
 
     for name in ("algorithm", "budget_s", "budget_evals", "plan"):
-        if getattr(args, name) is not None and not args.model:
+        if getattr(args, name) is not None and not args.source:
             raise ShardCoreError(
-                f"--{name.replace('_', '-')} {getattr(args, name)} is for plans; give --model too"
+                f"--{name.replace('_', '-')} {getattr(args, name)} is for plans; give --model or --hardware too"
             )
     if args.plan and not args.out:
         raise ShardCoreError(
             f"--plan {args.plan} needs --out, the problem with load factors that it is a plan of"
         )
-    if args.model:
+    if args.source:
         plans.plan(deciding.plan_options(args, tiers=True, out=args.plan, out_problem=args.out))
         return
     stored = files.read_problem(args.problem)
@@ -160,7 +159,7 @@ def provision(args: ProvisionOptions) -> None:
     from shardcore.search.decisions.provision import read_offers
 
     # Here, for `plan` names other options.
-    require_outputs(args, [args.offers.parent / offer.model for offer in read_offers(args.offers)])
+    require_outputs(args, deciding.offers_files(args.offers, read_offers(args.offers)))
     outcomes: list[Outcome] = []
     options = deciding.plan_options(args, out=args.out / "plan.json", out_problem=args.out / "problem.json")
     try:

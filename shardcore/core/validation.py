@@ -48,6 +48,11 @@ PATH_NAME = f"a name of letters, digits and . _ -, the first a letter or digit, 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
+def path_name_of(text: str) -> str:
+    """A text as such a name: in lower case, with dashes for what may not be in one."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 3
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 100

@@ -254,6 +254,16 @@ def load(folders: str | Path | Sequence[str | Path]) -> NeuralModel | Composite:
     return models[0] if len(models) == 1 else Composite(tuple(models))
 
 
+def save(model: NeuralModel | Composite, folder: str | Path) -> None:
+    """Write a model, or each of several to a subfolder of its precision, for `load`."""
+    from shardcore.cost import neural
+
+    if isinstance(model, neural.NeuralModel):
+        return neural.save(model, folder)
+    for one in model.models:
+        neural.save(one, Path(folder) / one.setting.precision)
+
+
 def _only(precision: str, workload: Workload, exchanges: bool) -> Workload:
     """The workload without shards of other precisions, and with or without exchanges."""
     of_devices = []

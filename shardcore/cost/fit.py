@@ -23,11 +23,21 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
 from shardcore.cost import collective_fit, collective_model, features, nets, quantiles, ranges
 from shardcore.cost.accuracy import Sample, evaluate, split_of
-from shardcore.cost.fit_config import MIN_COMM, MIN_COMPUTE, FitConfig, Progress, TrainedModel
+from shardcore.cost.fit_config import (
+    MIN_COMM,
+    MIN_COMPUTE,
+    MIN_STARTED,
+    FitConfig,
+    Progress,
+    TrainedModel,
+)
+from shardcore.cost.known_errors import NOT_MEASURED
 from shardcore.cost.metrics import mape
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.nnls import fit_law
-from shardcore.io.measurements import CollectiveSample, ComputeSample
+from shardcore.cost.profile import Profile
+from shardcore.cost.profile_model import ProfileModel
+from shardcore.io.measurements import CollectiveSample, ComputeRequest, ComputeSample
 
 _WHOLE, _PART = 1.0, 0.25
 """Weights in the loss: of forward + backward, and of each of the two."""
@@ -37,6 +47,10 @@ _FEWEST_AT_BATCH = 8
 """Groups at a batch, for it to count as measured."""
 _OF_EXCHANGES = ("devices", "exchange_bytes", "exchange_id_bytes")
 """Names of ranges.QUANTITIES that concern exchanges."""
+_DISTILLED = 600
+"""Groups, priced by a profile, that a model learns from before it is fine-tuned."""
+_TUNED_RATE = 0.2
+"""Of the learning rate, where a profile is fine-tuned: small steps keep what few samples do not tell."""
 _CONTENTIONS = 8
 """Hidden units of the contention network."""
 
@@ -50,14 +64,15 @@ def train(
     setting: Setting,
     config: FitConfig | None = None,
     progress: Progress | None = None,
-    start: NeuralModel | None = None,
+    start: NeuralModel | Profile | None = None,
 ) -> TrainedModel:
     """Train a model for `setting` on the train and validation splits. The test split is not used.
 
     Samples with an error are skipped. The same samples and config give the same model.
 
     progress: called as progress(model, epoch, values), once an epoch.
-    start: a model to fine-tune, of another batch, optimizer or machine. Some dozens of samples then suffice.
+    start: a model to fine-tune, of another batch, optimizer or machine; or a hardware profile. Some dozens of samples
+      then suffice.
 
     Without measured exchanges, fine-tuning on the same hardware keeps those of `start`.
     Otherwise the model prices only topologies that state their links.
@@ -65,7 +80,8 @@ def train(
     Raises ShardCoreError for samples of another setting, or too few.
     """
     config, progress = config or FitConfig(), progress or (lambda model, epoch, values: None)
-    compute = _usable(compute, setting, MIN_COMPUTE, "measured groups")
+    least = MIN_COMPUTE if start is None else MIN_STARTED
+    compute = _usable(compute, setting, least, "measured groups")
     comm = collective_fit.priced(comm)
     comm = _usable(comm, setting, MIN_COMM, "measured exchanges") if comm else []
     curves: list[dict[str, Any]] = []
@@ -74,9 +90,15 @@ def train(
         curves.append({"model": model, "epoch": epoch, **values})
         progress(model, epoch, values)
 
+    known, unseen = (
+        _Groups.of([s.request for s in side], features.measured_ms(side)) for side in _sides(compute)
+    )
     with _one_thread():
+        if isinstance(start, Profile):
+            start = _distilled(start, [s.request for s in compute], setting, config)
+            config = dataclasses.replace(config, learning_rate=config.learning_rate * _TUNED_RATE)
         weights = {
-            **_fit_compute(*_sides(compute), config, note, start),
+            **_fit_compute(known, unseen, config, note, start),
             **collective_fit.fit(*_sides(comm), note),
         }
     measured, carried, provenance = measured_ranges(_sides(compute)[0], _sides(comm)[0]), {}, {}
@@ -200,13 +222,14 @@ class _Groups:
     measured: np.ndarray
 
     @classmethod
-    def of(cls, samples: Sequence[ComputeSample]) -> _Groups:
-        rows = [features.features(s.request.shards, s.request.batch) for s in samples]
+    def of(cls, requests: Sequence[ComputeRequest], ms: np.ndarray) -> _Groups:
+        """Groups with the ms [S, 2] that they take."""
+        rows = [features.features(request.shards, request.batch) for request in requests]
         return cls(
             drivers=np.concatenate([drivers for drivers, _ in rows]),
             conditions=np.concatenate([conditions for _, conditions in rows]),
             starts=np.concatenate([[0], np.cumsum([len(drivers) for drivers, _ in rows])]),
-            measured=features.measured_ms(samples),
+            measured=ms,
         )
 
     def sums(self, per_shard: np.ndarray) -> np.ndarray:
@@ -215,25 +238,25 @@ class _Groups:
 
 
 def _fit_compute(
-    train_side: Sequence[ComputeSample],
-    validation: Sequence[ComputeSample],
+    known: _Groups,
+    unseen: _Groups,
     config: FitConfig,
     note: Progress,
     start: NeuralModel | None,
 ) -> dict[str, np.ndarray]:
     """The weights of nets.encode and nets.parts, and of the error quantiles (quantiles.py)."""
-    known, unseen = _Groups.of(train_side), _Groups.of(validation)
     fixed, raw = _initial(known, config) if start is None else _continued(known, start)
     tensors = {k: torch.from_numpy(v) for k, v in fixed.items()}
     # Enough steps an epoch, even for small datasets.
-    batch_size = max(1, min(config.batch_size, len(train_side) // _LEAST_STEPS))
+    n_known = len(known.measured)
+    batch_size = max(1, min(config.batch_size, n_known // _LEAST_STEPS))
     # One cycle: the rate rises for a tenth of the steps, then falls to next to nothing.
     optimizer = torch.optim.Adam(raw.values(), lr=config.learning_rate)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer,
         config.learning_rate,
         pct_start=0.1,
-        total_steps=1 + config.epochs * math.ceil(len(train_side) / batch_size),
+        total_steps=1 + config.epochs * math.ceil(n_known / batch_size),
     )
     rng = np.random.default_rng(config.seed)
     best, best_epoch, kept, loss = np.inf, 0, {}, np.nan
@@ -299,6 +322,34 @@ def _initial(known: _Groups, config: FitConfig) -> tuple[dict[str, np.ndarray], 
     # exp(-5): next to no contention at first.
     raw["log.contention.1.weight"] = torch.full((_CONTENTIONS, 2), -5.0, dtype=torch.float64)
     return fixed, {k: v.requires_grad_() for k, v in raw.items()}
+
+
+def _distilled(
+    profile: Profile, requests: Sequence[ComputeRequest], setting: Setting, config: FitConfig
+) -> NeuralModel:
+    """A model that prices ops about as a profile does, to be fine-tuned. It knows no exchanges.
+
+    requests: of the measured groups. It learns from other groups of their shards, priced by the profile.
+    """
+    rng = np.random.default_rng(config.seed)
+    shards = {s: r.batch for r in requests for s in r.shards}
+    of_batch = {b: [s for s, batch in shards.items() if batch == b] for b in shards.values()}
+    # Groups of as many shards, so that the profile's ops have the loads of measured ones.
+    drawn = []
+    for like in (requests[i] for i in rng.integers(len(requests), size=_DISTILLED)):
+        pool = of_batch[like.batch]
+        chosen = rng.choice(len(pool), min(len(like.shards), len(pool)), replace=False)
+        drawn.append(ComputeRequest(tuple(pool[i] for i in chosen), like.batch))
+    model = ProfileModel(profile, dataclasses.replace(setting, hardware=profile.name))
+    sums = np.stack([model.encode(r.shards, r.batch).sum(0) for r in drawn])
+    share, total = model.forward_share(sums), model.head(sums)
+    ms = np.stack([share * total, (1 - share) * total], 1)
+    n = _DISTILLED - _DISTILLED // 10
+    weights = _fit_compute(
+        _Groups.of(drawn[:n], ms[:n]), _Groups.of(drawn[n:], ms[n:]), config, lambda *_: None, None
+    )
+    provenance = {"profile": NOT_MEASURED, "profile_digest": profile.digest}
+    return NeuralModel(model.setting, weights, {"ranges": {}, "provenance": provenance})
 
 
 def _continued(known: _Groups, start: NeuralModel) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:

@@ -13,6 +13,8 @@ Progress = Callable[[str, int, dict[str, float]], None]
 
 MIN_COMPUTE, MIN_COMM = 50, 10
 """The fewest samples to train with."""
+MIN_STARTED = 20
+"""The fewest groups to fine-tune with."""
 _MOST_LAYERS, _MOST_UNITS = 7, 4096
 """Limits of the correction network. Beyond these it may predict infinite times (see weight_checks.py)."""
 

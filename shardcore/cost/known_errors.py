@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardcore.cost.model import CostModel
+from shardcore.cost.profile import Profile
+from shardcore.step.lower import Workload
+
+NOT_MEASURED = "profile: published measurements, not of your machine"
 
 USUAL_ERRORS = (0.05, 0.13)
 """Mean errors of ops and of exchanges of a model of datasets/cpu-amd-epyc. They stand in where a model knows none."""
@@ -14,13 +18,23 @@ _WORSE = 1.5
 
 
 def errors_of(model: CostModel) -> tuple[float, float]:
-    """Mean relative errors of ops and of exchanges, on samples that the model was not trained on."""
+    """Mean relative errors of ops and of exchanges, on samples that the model was not trained on.
+
+    Those that a profile's rates have, for a model of one.
+    """
+    if profile := profile_of(model):
+        return uncertainties(profile)
     errors = [_errors(_meta(one).get("metrics", {})) for one in trained(model)]
     return max(ops for ops, _ in errors), max(exchanges for _, exchanges in errors)
 
 
 def worse_than_usual(model: CostModel) -> list[str]:
-    """A sentence for ops and for exchanges, if the model errs much more than one of the shipped data."""
+    """A sentence for ops and for exchanges, if the model errs much more than one of the shipped data.
+
+    For a profile, one on what it is.
+    """
+    if profile_of(model):
+        return [f"{model.setting.hardware}, {NOT_MEASURED}: measure some groups, and fine-tune from it"]
     return [
         f"{what} err by {error:.0%} on samples that the model was not trained on, {error / usual:.1f} "
         f"times the {usual:.0%} of a model of datasets/cpu-amd-epyc: measure more, on a quiet machine"
@@ -31,8 +45,20 @@ def worse_than_usual(model: CostModel) -> list[str]:
 
 def label(model: CostModel) -> str:
     """The model's setting and its data, which tell models of one hardware apart."""
+    if profile_of(model):
+        return f"{model.setting}, {NOT_MEASURED}"
     data = (_meta(one).get("provenance", {}).get("data", "unknown") for one in trained(model))
     return f"{model.setting}, data {'+'.join(str(digest)[:8] for digest in data)}"
+
+
+def profile_of(model: CostModel) -> Profile | None:
+    """The hardware profile that a model prices with, if it does."""
+    return getattr(trained(model)[0], "profile", None)
+
+
+def band_of(model: CostModel, workload: Workload) -> float | None:
+    """The relative error of a step that a profile expects. None: the model is none of a profile."""
+    return trained(model)[0].band(workload) if profile_of(model) else None  # type: ignore[attr-defined]
 
 
 def trained(model: CostModel) -> tuple[CostModel, ...]:
@@ -44,6 +70,11 @@ def trained(model: CostModel) -> tuple[CostModel, ...]:
 
 def _meta(model: CostModel) -> Mapping[str, Any]:
     return getattr(model, "meta", {})
+
+
+def uncertainties(profile: Profile) -> tuple[float, float]:
+    """Relative errors of ops and of exchanges that a profile's law leaves unexplained."""
+    return profile.rates["compute_factor"].uncertainty, profile.rates["exchange_factor"].uncertainty
 
 
 def _errors(metrics: Mapping[str, Any]) -> tuple[float, float]:

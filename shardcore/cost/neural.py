@@ -9,6 +9,7 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ from shardcore.core.validation import require_type, shown
 from shardcore.cost import collective_model, features, nets, quantiles, ranges, weight_checks
 from shardcore.cost.composite import Composite, composed
 from shardcore.cost.model import CommCost, Compiled
+from shardcore.cost.step_comm import Transfers, channels_ms, step_comm
 from shardcore.io import files, model_files, schema
-from shardcore.step.kinds import ID_CHANNELS, Channel
+from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
-from shardcore.step.traffic import channels_of
 
 _SOME_LOOKUPS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 """Lookups a sample that a shard without any is compared with."""
@@ -178,11 +179,7 @@ class NeuralModel:
         return collective_model.even_is_least(self.weights, topology, self.setting.backward_payload)
 
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
-        """Costs [..., D] of the collectives, for any number of devices. compute_ms: [..., D].
-
-        The forward exchange follows a device's compute and backward transfer. It waits for the last device.
-        A late start costs more than the waiting. That follows from the skew of the compute only,
-        as a backward transfer ends for all devices at about the same time.
+        """Costs [..., D] of the collectives, for any number of devices. See step_comm.
 
         A collective that was not measured is priced with the all-to-all's rates.
         Raises ShardCoreError if all-to-alls were not measured and the topology states no links.
@@ -193,45 +190,20 @@ class NeuralModel:
                 f"the cost model for ({self.setting}) has no measured exchanges: give the topology's links (of level "
                 f"{first!r}, and of others that it has), or measure exchanges and train again"
             )
-        compute_ms = np.asarray(compute_ms, dtype=float)
-        input_ms, work_ms, forward, backward = (np.zeros(np.shape(traffic)[1:]) for _ in range(4))
-        for channel, (there, back) in self.collectives(traffic, compute_ms, topology).items():
-            if channel in ID_CHANNELS:
-                input_ms += there
-            else:
-                forward += there
-                backward += back
-        for channel, arriving in zip(channels_of(traffic), traffic, strict=True):
-            if channel in ID_CHANNELS:
-                work_ms += collective_model.id_work_ms(self.weights, channel, arriving)
-        # Devices meet at the forward exchange only if bytes are exchanged at all.
-        ready = compute_ms + backward
-        # The skew of compute and backward transfers is waited for here.
-        meets = traffic.sum(0).sum(-1, keepdims=True) > 0
-        waiting = np.where(meets & (len(topology) > 1), ready.max(-1, keepdims=True) - ready, 0.0)
-        return CommCost(forward, backward, waiting, input_ms, work_ms)
+        own_work = partial(collective_model.id_work_ms, self.weights)
+        return step_comm(self._transfers(topology), own_work, traffic, compute_ms, len(topology) > 1)
+
+    def _transfers(self, topology: Topology) -> Transfers:
+        payloads = {"forward": self.setting.forward_payload, "backward": self.setting.backward_payload}
+        return lambda channel, sent_bytes, skew_ms: collective_model.collective_ms(
+            self.weights, channel, sent_bytes, topology, skew_ms, payloads
+        )
 
     def collectives(
         self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology
     ) -> dict[Channel, tuple[np.ndarray, np.ndarray]]:
-        """Transfers [..., D] in ms of each channel, forward and backward, all lanes together.
-
-        compute_ms: [..., D].
-        """
-        skew_ms = np.ptp(compute_ms, axis=-1)
-        by_channel: dict[Channel, tuple[np.ndarray, np.ndarray]] = {}
-        payloads = {"forward": self.setting.forward_payload, "backward": self.setting.backward_payload}
-        for channel, sent_bytes in zip(channels_of(traffic), traffic, strict=True):
-            forward, backward = collective_model.collective_ms(
-                self.weights, channel, sent_bytes, topology, skew_ms, payloads
-            )
-            # Runs exchange one after another.
-            before = by_channel.get(channel, (0.0, 0.0))
-            by_channel[channel] = before[0] + forward, before[1] + backward
-            if "forward" in channel.row.ways:
-                # A collective synchronises the devices: the next one starts without skew.
-                skew_ms = np.where(np.any(sent_bytes, axis=-1), 0.0, skew_ms)
-        return by_channel
+        """Transfers of each channel. See step_comm.channels_ms."""
+        return channels_ms(self._transfers(topology), traffic, compute_ms)
 
 
 def _with_lookups(shard: Shard, pooling: float) -> Shard:

@@ -13,6 +13,7 @@ from shardcore.core.types import Setting
 from shardcore.cost import accuracy, drift_correction, step_factors
 from shardcore.cost.fit_config import FitConfig, Progress, TrainedModel
 from shardcore.cost.neural import NeuralModel
+from shardcore.cost.profile import Profile
 from shardcore.io import replays
 
 
@@ -66,7 +67,7 @@ def train(
     data: TrainingData,
     config: FitConfig | None = None,
     progress: Progress | None = None,
-    start: NeuralModel | None = None,
+    start: NeuralModel | Profile | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> Trained:
     """Train on the train and validation splits, then fit factors of exchanges in steps.

@@ -27,8 +27,10 @@ VERSIONS = {
     "rows-complete": 1,
     "replays": 3,
     "decision": 1,
+    "job": 1,
     "torchrec-plan": 2,
     "dmp-collection": 1,
+    "profile": 1,
 }
 """Version of each schema. No other is read."""
 

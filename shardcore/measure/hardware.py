@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
 import torch
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import require
+from shardcore.core.validation import path_name_of, require
 from shardcore.measure.devices import device_of
 
 AUTO = "auto"
@@ -32,8 +30,8 @@ def hardware_name(device: str) -> str:
     Raises ShardCoreError where there is no such device.
     """
     require_device(device)
-    slug = re.sub(r"[^a-z0-9]+", "-", device_of(device).product().lower()).strip("-")
-    return slug if device == "cuda" else f"cpu-{slug}"
+    product = path_name_of(device_of(device).product())
+    return product if device == "cuda" else f"cpu-{product}"
 
 
 def require_fbgemm(device: str) -> None:

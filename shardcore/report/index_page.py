@@ -35,11 +35,12 @@ def page(decisions: Mapping[str, Decision | None]) -> str:
 def _row(name: str, decision: Decision | None) -> tuple[Any, ...]:
     if decision is None:
         return name, "cannot be read", "", "", ""
-    model = decision.provenance.get("model_version")
+    model, profile = (decision.provenance.get(key) for key in ("model_version", "profile"))
+    by = f"{decision.provenance.get('model')}, {profile}" if profile else f"version {model}" if model else "-"
     return (
         Link(name, f"{quote(name)}/versions/{quote(decision.current)}/{store.PAGE}"),
         "-" if decision.total_ms is None else f"{decision.total_ms:.2f}",
-        f"version {model}" if model else "-",
+        by,
         when(decision.decided_at),
         decision.outcome,
     )

@@ -37,6 +37,10 @@ def row(published: Published) -> tuple[Any, ...]:
         percent_change(total, found[best]) if best else "-",
         percent_change(total, found["random"]) if "random" in found else "-",
         f"{100 * compare.balance(published.cost):.0f}%",
-        "yes" if published.cost.extrapolated else "no",
+        "a profile"
+        if "profile" in published.decision.provenance
+        else "yes"
+        if published.cost.extrapolated
+        else "no",
         published.decision.outcome,
     )

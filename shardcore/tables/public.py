@@ -24,16 +24,25 @@ def public_pool(name: str) -> tuple[Table, ...]:
     Accesses follow Zipf(alpha) with the list's alpha, or DEFAULT_ACCESS. Raises ShardCoreError for an unknown
     name.
     """
-    if name not in public_pools():
-        known = ", ".join(public_pools())
-        raise ShardCoreError(f"there is no public list of tables {name!r}; known are {known}")
-    entry = _lists()[name]
+    entry = _list(name)
     access = Zipf(entry["zipf_alpha"]) if "zipf_alpha" in entry else DEFAULT_ACCESS
     digits = max(2, len(str(len(entry["tables"]) - 1)))
     return tuple(
         Table(f"c{i:0{digits}d}", t["rows"], t["dim"], t["pooling"], access)
         for i, t in enumerate(entry["tables"])
     )
+
+
+def public_optimizer(name: str) -> str:
+    """The optimizer under which the reference of a public list trains. "exact_sgd": the list names none."""
+    return _list(name).get("optimizer", "exact_sgd")
+
+
+def _list(name: str) -> dict:
+    if name not in public_pools():
+        known = ", ".join(public_pools())
+        raise ShardCoreError(f"there is no public list of tables {name!r}; known are {known}")
+    return _lists()[name]
 
 
 def _lists() -> dict:

@@ -90,7 +90,7 @@ class SharderConformance:
         check_plan(self.search(problem, model_for(problem)), problem)
 
     def test_the_same_seed_gives_the_same_plan(self) -> None:
-        for case in ("unequal memory", "tight memory", "rows to cut"):
+        for case in ("tight memory", "rows to cut"):
             first, second = (self.solve(CASES[case], 5) for _ in range(2))
             assert first == second and first.provenance == second.provenance, case
 

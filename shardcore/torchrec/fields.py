@@ -2,7 +2,7 @@
 
 A field that a job sets is honoured, priced or refused by name. A field that is not in the table, for it came
 with a newer TorchRec, is refused wherever it is set to another value than its default.
-`python -m bench.torchrec_fields` checks the table on several versions of TorchRec.
+tests/torchrec/test_fields.py checks the table on the installed TorchRec.
 """
 
 from __future__ import annotations

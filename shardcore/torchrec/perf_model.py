@@ -11,12 +11,14 @@ our cost model prefers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem
 from shardcore.cost.model import CostModel, price
 from shardcore.step.lower import lower
+from shardcore.torchrec.cost_models import model_of
 from shardcore.torchrec.modules import tables_of
 from shardcore.torchrec.sharding_plan import from_torchrec
 
@@ -30,7 +32,7 @@ class ShardCorePerfModel:
 
     problem: as `problem_for` makes it for the same module.
     module: the model that is planned.
-    model: the cost model, for the problem's batch.
+    model: the cost model, for the problem's batch; or the name or file of a profile.
 
     After planning, `rated` is how many plans were rated, and `refused` says why others could not be: shards
     that ShardCore does not know, or more than a device may hold as it counts. Those are rated infinite.
@@ -39,7 +41,7 @@ class ShardCorePerfModel:
     for the problem.
     """
 
-    def __init__(self, problem: Problem, module: nn.Module, model: CostModel) -> None:
+    def __init__(self, problem: Problem, module: nn.Module, model: CostModel | str | Path) -> None:
         from torchrec.distributed.planner.types import PerfModel
 
         PerfModel.register(type(self))
@@ -48,7 +50,7 @@ class ShardCorePerfModel:
                 f"problem {problem.name!r} and the module differ in tables {differing[:5]}; "
                 "make the problem with problem_for(module, ...)"
             )
-        self.problem, self.module, self.model = problem, module, model.for_problem(problem)
+        self.problem, self.module, self.model = problem, module, model_of(model).for_problem(problem)
         problem.require_setting(self.model.setting)
         self.rated, self.refused = 0, list[str]()
 

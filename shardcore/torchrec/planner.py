@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardcore.core.catalog import PRECISIONS, named
@@ -18,13 +19,15 @@ from shardcore.core.job import Job
 from shardcore.core.topology import Topology
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.core.validation import require, require_type
-from shardcore.cost.model import CostModel, require_model
+from shardcore.cost.known_errors import profile_of
+from shardcore.cost.model import CostModel
 from shardcore.search import DEFAULT_SHARDER, Budget, known, sharder
 from shardcore.step.kinds import LAYOUTS, layout_of, ways
 from shardcore.step.lower import lower
 from shardcore.tables.hot_rows import with_hot_rows
 from shardcore.torchrec import constraints as constrained
 from shardcore.torchrec import fields, optimizers, topologies
+from shardcore.torchrec.cost_models import model_of
 from shardcore.torchrec.lookups import Data, deduplicated_of, read_lookups, statistics_of, with_row_shares
 from shardcore.torchrec.modules import (
     ModelTable,
@@ -171,7 +174,7 @@ def _hot_rows(module: nn.Module, theirs: Mapping[str, ModelTable]) -> dict[str, 
 def plan_for(
     module: nn.Module,
     topology: Topology | TheirTopology,
-    model: CostModel,
+    model: CostModel | str | Path,
     lookups: Lookups,
     algorithm: str = DEFAULT_SHARDER,
     seed: int = 0,
@@ -182,14 +185,14 @@ def plan_for(
 ) -> tuple[Plan, Problem]:
     """A plan of a module's tables, and the problem that it solves.
 
+    model: the cost model, or the name or file of a profile.
     global_batch: samples of a step over all devices. None: the cost model's.
     job: how a step runs around the embeddings. None: the default.
 
     The optimizer is the one that the model's weights have, or else that of the cost model. Raises as
     `problem_for` and all sharders do, and for an unknown algorithm.
     """
-    require_model(model)
-    search = sharder(algorithm)
+    model, search = model_of(model), sharder(algorithm)
     batch = model.setting.batch if global_batch is None else global_batch
     optimizer = optimizers.optimizer_of(module, tables_of(module)) or model.setting.optimizer
     problem = problem_for(module, topology, batch, lookups, optimizer, constraints, job=job)
@@ -203,7 +206,8 @@ class ShardCorePlanner:
     topology: TorchRec's or ours. Bandwidths of TorchRec's are used where they are not its defaults.
     batch_size: samples per rank.
     constraints: TorchRec's, by table. How each field is treated: `fields.FIELDS`.
-    model: the cost model.
+    model: the cost model, or the name or file of a profile of published measurements. None: the profile of the
+      job's GPU.
     algorithm, seed, budget: of the search.
     lookups: as in `problem_for`, instead of pooling_factors.
     reserved: share of HBM kept free of embeddings.
@@ -224,7 +228,7 @@ class ShardCorePlanner:
         batch_size: int | None = BATCH_SIZE,
         constraints: Mapping[str, ParameterConstraints] | None = None,
         *,
-        model: CostModel,
+        model: CostModel | str | Path | None = None,
         algorithm: str = DEFAULT_SHARDER,
         seed: int = 0,
         budget: Budget | None = None,
@@ -234,11 +238,11 @@ class ShardCorePlanner:
     ) -> None:
         from torchrec.distributed.types import ShardingPlanner
 
-        require_model(model)
         algorithm = known(algorithm)
         # Registering avoids importing TorchRec with this module.
         ShardingPlanner.register(type(self))
         self.compute_device = getattr(topology, "compute_device", "cuda")
+        model = model_of(model, self.compute_device)
         self.batch_size = BATCH_SIZE if batch_size is None else batch_size
         require_type(self.batch_size, int, "batch_size", "a whole number, the samples of a rank")
         require(self.batch_size > 0, f"batch_size is {self.batch_size}; it needs 1 or more samples of a rank")
@@ -302,7 +306,7 @@ class ShardCorePlanner:
             # Only the written plan says which host_row tables are cut.
             constrained.require_no_grid(sharding_plan)
         require_all(sharding_plan, module, sharders or ())
-        notes += optimizers.notes(self.model, optimizer, problem.optimizer, used)
+        notes += optimizers.notes(self.model.for_problem(problem), optimizer, problem.optimizer, used)
         notes += unpriced_wrappers(theirs)
         notes += constrained.pooling_notes(constraints, has_lookups=self.lookups is not None)
         if variable:
@@ -317,7 +321,8 @@ class ShardCorePlanner:
         beyond = self._model_for(problem).out_of_range(lower(plan, problem))
         notes += [f"extrapolated: {line}" for line in beyond]
         self.problem, self.our_plan = problem, plan
-        self.unpriced = [*unpriced(sharding_plan, used, problem), *notes]
+        has_update = profile_of(self.model) is not None
+        self.unpriced = [*unpriced(sharding_plan, used, problem, has_update), *notes]
         return sharding_plan
 
     def _model_for(self, problem: Problem) -> CostModel:

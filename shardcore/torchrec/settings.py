@@ -115,14 +115,18 @@ def _sent(sharder: ModuleSharder[Any]) -> dict[str, tuple[str, str]]:
 
 
 def unpriced(
-    plan: ShardingPlan, sharders: Iterable[ModuleSharder[Any]] = (), problem: Problem | None = None
+    plan: ShardingPlan,
+    sharders: Iterable[ModuleSharder[Any]] = (),
+    problem: Problem | None = None,
+    dense_update: bool = False,
 ) -> list[str]:
     """A line for each effect that the price of a plan leaves out.
 
     Tables are priced as fused ops, in device memory unless the problem has rows of theirs in host memory, and
-    collectives with the job's payloads. Of replicas no model has the time of the dense optimizer.
+    collectives with the job's payloads. Of replicas no trained model has the time of the dense optimizer.
 
     problem: None: it has no rows in host memory, and sends FP32.
+    dense_update: True if the model has that time, as profiles do.
 
     Raises ShardCoreError for payloads of sharders that are not priced.
     """
@@ -132,7 +136,7 @@ def unpriced(
         for t in (problem.tables if problem else ())
         if t.in_host_memory
     }
-    lines = _unpriced_replicas(plan, problem)
+    lines = [] if dense_update else _unpriced_replicas(plan, problem)
     for path, module in modules_of(plan).items():
         for name, sharding in module.items():
             is_below = (path, name) in in_host

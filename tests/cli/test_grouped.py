@@ -14,16 +14,10 @@ from shardcore.io.grouped_plans import read_grouped
 @pytest.fixture
 def asked(stored, model):
     """Of the problem of four devices, whose model is good for batches of 64 to 256."""
-    return [
-        "plan",
-        str(stored / "problem.json"),
-        "--model",
-        str(model),
-        "--algorithm",
-        "size_greedy",
-        "--out",
-        str(stored / "grouped.json"),
-    ]
+    return (
+        f"plan {stored / 'problem.json'} --model {model} --algorithm size_greedy --out "
+        f"{stored / 'grouped.json'}"
+    ).split()
 
 
 @pytest.fixture

@@ -71,25 +71,12 @@ def command(tables, tmp_path, folder, monkeypatch):
     monkeypatch.setattr(measuring, "_CALIBRATE_S", 0.1)
     files.write_pool(tmp_path / "pool.json", tables)
     return [
-        "measure",
-        "--device",
-        "cpu",
-        "--hardware",
+        *"measure --device cpu --hardware".split(),
         SETTING.hardware,
-        "--pool",
-        str(tmp_path / "pool.json"),
-        "--batch",
-        "64",
-        "--max-shards",
-        "4",
-        "--arena-gib",
-        "0.0078125",
-        "--max-repeats",
-        "6",
-        "--tolerance",
-        "0.9",
-        "--out",
-        str(folder),
+        *(
+            f"--pool {tmp_path / 'pool.json'} --batch 64 --max-shards 4 --arena-gib 0.0078125 "
+            f"--max-repeats 6 --tolerance 0.9 --out {folder}"
+        ).split(),
     ]
 
 

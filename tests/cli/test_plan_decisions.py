@@ -165,22 +165,10 @@ def test_a_cluster_is_chosen_with_groups(problem, model, tmp_path, capsys):
     own = tmp_path / "own.json"
     assert (
         main(
-            [
-                "plan",
-                str(tmp_path / "p.json"),
-                "--offers",
-                str(tmp_path / "offers.json"),
-                "--step-ms",
-                "1e6",
-                "--groups",
-                "2",
-                "--algorithm",
-                "size_greedy",
-                "--out",
-                str(tmp_path / "plan.json"),
-                "--out-problem",
-                str(own),
-            ]
+            (
+                f"plan {tmp_path / 'p.json'} --offers {tmp_path / 'offers.json'} --step-ms 1e6 --groups "
+                f"2 --algorithm size_greedy --out {tmp_path / 'plan.json'} --out-problem {own}"
+            ).split()
         )
         == 0
     )

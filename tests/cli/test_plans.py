@@ -27,6 +27,13 @@ def test_plan_improves_a_plan_that_there_is(stored, model, capsys):
     said = capsys.readouterr().out
     assert before == after and f"starting from {old}, which cost" in said
     assert f"under {SETTING}, data unknown, model {model_digest(model)[:8]}" in said
+    # A move of two hours does not pay back in a second.
+    assert main([*again, "--moves-pay-back-in", "1s", "--move-overhead", "2h"]) == 0
+    assert files.read_plan(new, files.read_problem(problem)).placements == before.placements
+    assert "nothing moves" in capsys.readouterr().out
+    assert main([*again, "--moves-pay-back-in", "9999h"]) == 0
+    said = capsys.readouterr().out
+    assert "; the move takes" in said and "and pays back in" in said
     assert main(again) == 0
     assert (
         files.read_plan(new, files.read_problem(problem)).provenance["predicted_ms"]
@@ -185,15 +192,10 @@ def exporting(stored):
     problem = files.read_problem(stored / "problem.json")
     plan = Plan(tuple(column(t, i % len(problem.topology)) for i, t in enumerate(problem.tables)))
     files.write_plan(stored / "plan.json", plan, problem)
-    return [
-        "export",
-        str(stored / "plan.json"),
-        "--problem",
-        str(stored / "problem.json"),
-        "--out",
-        str(stored / "torchrec.json"),
-        "--module",
-    ]
+    return (
+        f"export {stored / 'plan.json'} --problem {stored / 'problem.json'} --out "
+        f"{stored / 'torchrec.json'} --module"
+    ).split()
 
 
 @pytest.mark.parametrize("module", ["", ".", "a..b", "a/b", " m", "m.", "\x1b[1m"])
@@ -242,6 +244,34 @@ def test_a_problem_says_how_a_step_runs_and_keeps_memory_for_the_dense_part(tmp_
     assert main([*made, "--dense-forward-ms", "2"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("error: job has dense_forward_ms 2.0 and dense_backward_ms None; it needs both")
+
+
+@pytest.mark.parametrize(
+    "given, gib, setting",
+    [
+        ("", 80, (None, "fp32", "exact_adagrad")),
+        ("--optimizer rowwise_adagrad --precision fp16", 80, (None, "fp16", "rowwise_adagrad")),
+        ("--hardware nvidia-h100-sxm", 80e9 / 2**30, ("nvidia-h100-sxm", "fp32", "exact_adagrad")),
+        ("--hardware nvidia-h100-sxm --memory-gib 40", 40, ("nvidia-h100-sxm", "fp32", "exact_adagrad")),
+    ],
+)
+def test_a_problem_is_as_its_reference_trains_on_the_hardware_that_is_given(
+    tmp_path, capsys, given, gib, setting
+):
+    path = tmp_path / "p.json"
+    made = ["problem", "mlperf-dlrm-dcnv2", "--devices", "8", "--hosts", "2", "--batch", "65536"]
+    assert main([*made, *given.split(), "--out", str(path)]) == 0
+    found = files.read_problem(path)
+    assert (found.topology.hardware, found.precision, found.optimizer) == setting
+    assert {d.memory_bytes / 2**30 for d in found.topology.devices} == {gib} and len(
+        found.topology.hosts
+    ) == 2
+    assert f"{setting[1]}, {setting[2]}, batch 65536, 8 devices" in capsys.readouterr().out
+
+
+def test_a_problem_of_unknown_hardware_names_the_known(tmp_path, capsys):
+    assert main(["problem", "hugectr-180", "--hardware", "h100", "--out", str(tmp_path / "p.json")]) == 1
+    assert "error: profile 'h100' is not known; known are " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["price", "export", "replay"])

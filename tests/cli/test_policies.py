@@ -83,18 +83,10 @@ def test_groups_are_planned_by_a_policy_too(stored, model, capsys):
     write_policy(stored / "policy", untrained("dreamshard", hardware=SETTING.hardware))
     assert (
         main(
-            [
-                "plan",
-                str(stored / "problem.json"),
-                "--model",
-                str(model),
-                "--groups",
-                "4",
-                "--policy",
-                str(stored / "policy"),
-                "--out",
-                str(stored / "plan.json"),
-            ]
+            (
+                f"plan {stored / 'problem.json'} --model {model} --groups 4 --policy "
+                f"{stored / 'policy'} --out {stored / 'plan.json'}"
+            ).split()
         )
         == 0
     )

@@ -28,15 +28,9 @@ def asked(folder, model, problem, *target):
     )
     return main(
         [
-            "provision",
-            str(folder / "problem.json"),
-            "--offers",
-            str(folder / "offers.json"),
+            *f"provision {folder / 'problem.json'} --offers {folder / 'offers.json'}".split(),
             *target,
-            "--budget-evals",
-            "500",
-            "--out",
-            str(folder / "out"),
+            *f"--budget-evals 500 --out {folder / 'out'}".split(),
         ]
     )
 
@@ -78,16 +72,10 @@ def test_an_offer_whose_name_looks_like_a_formula_is_drawn_as_it_is(problem, mod
 def test_a_folder_whose_problem_is_read_is_refused_before_any_search(problem, model, tmp_path, capsys):
     assert asked(tmp_path, model, problem, "--step-ms", "1") == 1  # no cluster is so fast
     capsys.readouterr()
-    command = [
-        "provision",
-        str(tmp_path / "problem.json"),
-        "--offers",
-        str(tmp_path / "offers.json"),
-        "--step-ms",
-        "1000",
-        "--out",
-        str(tmp_path),
-    ]
+    command = (
+        f"provision {tmp_path / 'problem.json'} --offers {tmp_path / 'offers.json'} --step-ms "
+        f"1000 --out {tmp_path}"
+    ).split()
     before = (tmp_path / "problem.json").read_text()
     assert main(command) == 1 and "problem.json is the problem that is read" in capsys.readouterr().err
     assert (tmp_path / "problem.json").read_text() == before

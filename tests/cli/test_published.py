@@ -46,13 +46,10 @@ def test_history_diff_and_drift(problem, now, model, tmp_path, capsys):
     assert main(["diff", str(alone), str(alone)]) == 1
     assert f"{alone} has no problem.json beside it, its problem; give --problem" in capsys.readouterr().err
     page = tmp_path / "page.html"
-    given = [
-        "diff",
-        str(plans / "shifting/versions" / version / "plan.json"),
-        str(tmp_path / "replan/plan.json"),
-        "--page",
-        str(page),
-    ]
+    given = (
+        f"diff {plans / 'shifting/versions' / version / 'plan.json'} "
+        f"{tmp_path / 'replan/plan.json'} --page {page}"
+    ).split()
     assert main(given) == 1
     assert "diff was given --page alone; it needs --page and --model" in capsys.readouterr().err
     assert main([*given, "--model", str(model)]) == 0

@@ -15,18 +15,10 @@ from shardcore.tables.hot_rows import with_hot_rows
 
 
 def asked(folder, model) -> list[str]:
-    return [
-        "hot-rows",
-        str(folder / "problem.json"),
-        "--model",
-        str(model),
-        "--budget-evals",
-        "200",
-        "--out",
-        str(folder / "hot.json"),
-        "--plan",
-        str(folder / "plan.json"),
-    ]
+    return (
+        f"hot-rows {folder / 'problem.json'} --model {model} --budget-evals 200 --out "
+        f"{folder / 'hot.json'} --plan {folder / 'plan.json'}"
+    ).split()
 
 
 def test_it_writes_a_problem_with_hot_rows_and_its_plan(problem, model, tmp_path, capsys):
@@ -57,16 +49,10 @@ def test_drift_of_hot_rows_is_told_and_new_ids_are_written(problem, tmp_path, ca
     counts = np.ones(rows, np.int64)
     counts[[0, 1, 7]] = 50
     write_row_counts(tmp_path / "counts.safetensors", RowCounts(10, {name: counts}))
-    given = [
-        "hot-drift",
-        str(tmp_path / "hot.json"),
-        "--hot-ids",
-        str(tmp_path / "ids.safetensors"),
-        "--row-counts",
-        str(tmp_path / "counts.safetensors"),
-        "--out",
-        str(tmp_path / "new.safetensors"),
-    ]
+    given = (
+        f"hot-drift {tmp_path / 'hot.json'} --hot-ids {tmp_path / 'ids.safetensors'} "
+        f"--row-counts {tmp_path / 'counts.safetensors'} --out {tmp_path / 'new.safetensors'}"
+    ).split()
     assert main(given) == 0
     assert "67%" in capsys.readouterr().out  # of the three rows two are still hot
     assert list(read_hot_ids(tmp_path / "new.safetensors")[name].ids) == [0, 1, 7]

@@ -23,18 +23,10 @@ def on_two_hosts(problem, tmp_path):
 
 def asked(folder, model, towers) -> list[str]:
     (folder / "towers.json").write_text(json.dumps({"schema": "shardcore/towers", "version": 1, **towers}))
-    return [
-        "plan",
-        str(folder / "problem.json"),
-        "--model",
-        str(model),
-        "--budget-evals",
-        "2000",
-        "--towers",
-        str(folder / "towers.json"),
-        "--out",
-        str(folder / "plan.json"),
-    ]
+    return (
+        f"plan {folder / 'problem.json'} --model {model} --budget-evals 2000 --towers "
+        f"{folder / 'towers.json'} --out {folder / 'plan.json'}"
+    ).split()
 
 
 def test_plan_keeps_groups_on_hosts_and_says_what_crosses_them(on_two_hosts, model, capsys):
@@ -54,16 +46,10 @@ def test_plan_keeps_groups_on_hosts_and_says_what_crosses_them(on_two_hosts, mod
     ]
     assert main(price) == 0
     assert json.loads(capsys.readouterr().out)["total_ms"] == pytest.approx(plan.provenance["predicted_ms"])
-    again = [
-        "plan",
-        str(on_two_hosts / "problem.json"),
-        "--model",
-        str(model),
-        "--out",
-        str(on_two_hosts / "again.json"),
-        "--start",
-        str(on_two_hosts / "plan.json"),
-    ]
+    again = (
+        f"plan {on_two_hosts / 'problem.json'} --model {model} --out "
+        f"{on_two_hosts / 'again.json'} --start {on_two_hosts / 'plan.json'}"
+    ).split()
     assert main(again) == 1
     assert capsys.readouterr().err == "error: the plan to start from has towers; give the towers, too\n"
     assert main([*again, "--towers", str(on_two_hosts / "towers.json"), "--max-moved-tables", "0"]) == 0

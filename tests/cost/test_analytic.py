@@ -69,13 +69,6 @@ def test_monotone_and_fusing_never_costs_more(sums):
     assert max(one, other) <= both * (1 + 1e-12) and both <= (one + other) * (1 + 1e-12)
 
 
-def test_fusing_pays_one_launch():
-    shards = [Shard.whole(Table(f"t{i}", 500, 8, 2.0)) for i in range(5)]
-    assert sum(group_costs([[s] for s in shards], MODEL)) - group_costs([shards], MODEL)[0] == pytest.approx(
-        4 * 0.010
-    )
-
-
 def topology(n: int, **fields) -> Topology:
     return Topology((Device(2**30),) * n, **fields)
 
@@ -163,19 +156,8 @@ def test_rows_over_a_host_and_over_all_devices():
     assert price(halves, MODEL).forward_comm_ms == pytest.approx([1 + 8000 / 10e6 + 4000 / 1e6] * 4)
 
 
-def test_many_plans_at_once_are_the_same_plans_one_by_one():
-    rng = np.random.default_rng(0)
-    loads, compute = rng.uniform(0, 1e6, (3, 2, 4)), rng.uniform(0, 2, (3, 2, 4))
-    loads[0, 0] = 0
-    together = MODEL.comm(sends(all_to_all=loads), compute, topology(4)).total_ms
-    for i in np.ndindex(3, 2):
-        np.testing.assert_allclose(
-            together[i], MODEL.comm(sends(all_to_all=loads[i]), compute[i], topology(4)).total_ms
-        )
-
-
 def test_shards_encoded_at_once_are_the_same_shards_one_by_one():
-    some = (*generate_pool()[:40], Table("idle", 1000, 16, 0.0), Table("few", 9, 16, 3.0))
+    some = (*generate_pool()[:10], Table("idle", 1000, 16, 0.0), Table("few", 9, 16, 3.0))
     tables = [dataclasses.replace(t, name=f"t{i}", ordered=i % 2 == 1) for i, t in enumerate(some)]
     shards = [
         Shard(t, lo, hi, 0, width)

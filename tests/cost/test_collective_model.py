@@ -255,20 +255,6 @@ def test_links_that_are_all_as_busy_may_take_longer_and_start_ahead():
     assert two == pytest.approx([4 * 0.8 - 1.5] * 2)
 
 
-def test_devices_of_a_host_share_its_link_where_the_topology_says_so():
-    owned = np.array([0.0, 4e6, 4e6, 4e6])
-    shared, own = (
-        collective_model.collective_ms(
-            {},
-            ALL_TO_ALL,
-            owned,
-            on_hosts(2, 2, links=links_of(0.0, is_shared, within_host=10.0, between_hosts=1.0)),
-        )[0]
-        for is_shared in (True, False)
-    )
-    assert shared == pytest.approx([4.0] * 4) and own == pytest.approx([2.0] * 4)
-
-
 # --- fit
 
 

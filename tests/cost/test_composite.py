@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 from laws import by_hand, pool
 from shapes import column
@@ -13,7 +12,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Shard
 from shardcore.cost import composite, neural
 from shardcore.cost.composite import Composite
-from shardcore.cost.model import QuantileCostModel, group_costs, price, price_plan
+from shardcore.cost.model import group_costs, price, price_plan
 from shardcore.io import model_files
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.explain import explain
@@ -66,15 +65,6 @@ def test_forward_and_a_quantile_are_those_of_the_ops(both):
     only = both.encode(whole(LONG)).sum(0)
     assert both.quantile(only, 0.9) == pytest.approx(full.quantile(of_full, 0.9))
     assert both.is_above_head(0.9) and not both.is_above_head(0.05)
-
-
-@pytest.mark.parametrize("cautious", [False, True])
-def test_the_compiled_head_is_the_head(both, cautious):
-    model = QuantileCostModel(both, 0.9) if cautious else both
-    codes = np.cumsum(model.encode(whole(LONG[:2] + SHORT[:3])), axis=0)
-    codes = np.concatenate([np.zeros((1, codes.shape[1])), codes])
-    head, parameters = model.compiled()
-    assert [head(s, parameters) for s in codes] == pytest.approx(list(model.head(codes)), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["anneal_columns", "anneal", "neuroshard", "size_greedy"])

@@ -115,12 +115,6 @@ def test_row_halves_share_the_lookups():
         assert sum(h[name] for h in halves) == pytest.approx(whole[name])
 
 
-def test_a_larger_batch_repeats_rows():
-    small, large = drivers(Shard.whole(TABLE), 256), drivers(Shard.whole(TABLE), 512)
-    assert large["lookups"] == 2 * small["lookups"]
-    assert small["unique_rows"] < large["unique_rows"] < 2 * small["unique_rows"]
-
-
 def test_a_table_that_is_never_accessed_has_finite_features():
     empty = Table("empty", 500, 16, 0.0, Reuse((0.0,) * 17, 256))
     found, conditions = features([Shard.whole(empty)], 256)

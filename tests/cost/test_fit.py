@@ -117,13 +117,6 @@ def test_a_batch_was_measured_where_large_shards_ran_over_it_in_several_groups()
     assert fit.measured_ranges(more, [])["batch"] == [64, 256]
 
 
-def test_noise_averages_out():
-    noisy = compute_samples(linear_law, 400, noise=0.2)
-    model = fit.train(noisy, [], SETTING, fit.FitConfig(epochs=10)).model
-    clean = compute_samples(linear_law, 60)
-    assert accuracy.evaluate(model, clean, [])["compute_mape"] < 6
-
-
 @pytest.mark.long
 def test_same_seed_same_model():
     compute, comm = compute_samples(cache_law, 80), comm_samples(20)

@@ -49,14 +49,6 @@ def test_group_costs_of_empty_groups(any_model):
     )
 
 
-def test_compute_is_that_of_the_groups(any_model):
-    task = problem(1, 1)
-    cost = price(lower(spread_plan(2), task), any_model)
-    groups = [[Shard.whole(t) for t in TABLES[d::2]] for d in range(2)]
-    assert cost.compute_ms == pytest.approx(group_costs(groups, any_model))
-    assert cost.total_ms == pytest.approx(max(cost.device_ms))
-
-
 def test_trained_model_tells_forward_from_backward(model):
     cost = price(lower(spread_plan(2), problem(1, 1)), model)
     for device in range(2):
@@ -118,25 +110,6 @@ def test_rows_in_host_memory_are_priced_by_a_link_that_is_given():
         f"table {table.name!r} has rows in host memory: the topology gives "
         "the 25 GB/s of their link, not measured",
     )
-
-
-def test_a_device_twice_as_fast_computes_in_half_the_time(any_model):
-    even, uneven = (price(lower(spread_plan(2), problem(1, s)), any_model) for s in (1, 2))
-    assert uneven.compute_ms[0] == pytest.approx(even.compute_ms[0])
-    assert uneven.compute_ms[1] == pytest.approx(even.compute_ms[1] / 2)
-
-
-def test_an_idle_device_waits_and_still_exchanges(any_model):
-    plan = Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in TABLES))
-    cost = price(lower(plan, problem(1, 1)), any_model)
-    assert cost.compute_ms[1] == 0 and cost.waiting_ms[1] > 0 and cost.forward_comm_ms[1] > 0
-    assert cost.waiting_ms[0] == 0
-
-
-def test_one_device_neither_waits_nor_exchanges(any_model):
-    cost = price(lower(spread_plan(1), problem(1)), any_model)
-    assert cost.total_ms == pytest.approx(cost.compute_ms[0])
-    assert sum(cost.forward_comm_ms + cost.backward_comm_ms + cost.waiting_ms) == 0
 
 
 def test_replicas_run_at_the_local_batch(any_model):

@@ -2,10 +2,7 @@
 was saved."""
 
 import dataclasses
-import hashlib
 import json
-import pickle
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,13 +11,11 @@ from shapes import ALL_TO_ALL, REDUCE_SCATTER, WITHIN, host_row, on_hosts, row, 
 
 from shardcore.core.access_statistics import REUSE_BINS, Reuse, Zipf
 from shardcore.core.errors import SettingMismatch, ShardCoreError
-from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Shard, Table
 from shardcore.cost import collective_model, neural
 from shardcore.cost.model import QuantileCostModel, at_confidence, group_costs, price
-from shardcore.io import files, model_files, schema, writing
-from shardcore.step.kinds import CHANNELS
+from shardcore.io import files, model_files
 from shardcore.step.lower import lower
 
 GIB = 1 << 30
@@ -45,29 +40,6 @@ def test_adding_a_shard_never_lowers_a_cost(model):
     assert (surely[1] >= surely[0]).all()
 
 
-def test_empty_group_costs_nothing(model):
-    assert group_costs([[]], model).tolist() == [0.0]
-    assert model.head(np.zeros((3, model.encode([]).shape[1]))).tolist() == [0.0] * 3
-    assert model.forward_share(np.zeros((1, model.encode([]).shape[1]))).tolist() == [0.0]
-
-
-def test_order_does_not_matter(model):
-    shards = [Shard.whole(t) for t in pool()]
-    assert group_costs([shards], model) == pytest.approx(group_costs([shards[::-1]], model), rel=1e-12)
-
-
-def test_sums_can_be_kept_by_adding_and_subtracting(model):
-    codes = model.encode([Shard.whole(t) for t in pool()])
-    assert model.head(codes[:10].sum(0) - codes[3] + codes[20]) == pytest.approx(
-        model.head(codes[[0, 1, 2, 4, 5, 6, 7, 8, 9, 20]].sum(0))
-    )
-
-
-def test_fusing_pays(model):
-    shards = [Shard.whole(t) for t in pool()[:5]]
-    assert group_costs([shards], model)[0] < group_costs([[s] for s in shards], model).sum()
-
-
 def test_intervals_widen_with_the_confidence(model):
     sums = model.encode([Shard.whole(t) for t in pool()])
     (low, high), (lower, higher) = model.interval(sums, 0.5), model.interval(sums, 0.95)
@@ -85,12 +57,6 @@ def test_a_cautious_model_costs_what_measurements_stay_below():
     assert at_confidence(model, 0.9).confidence == 0.9 and at_confidence(model, None) is model
     with pytest.raises(ShardCoreError, match="confidence leads to level 0.999"):
         QuantileCostModel(model, 0.999).head(sums)
-
-
-def test_batch_defaults_to_the_settings(model):
-    shards = [Shard.whole(pool()[0])]
-    assert np.array_equal(model.encode(shards), model.encode(shards, SETTING.batch))
-    assert model.head(model.encode(shards, 64).sum(0)) < model.head(model.encode(shards).sum(0))
 
 
 def test_far_beyond_the_range_costs_grow_as_the_drivers(model):
@@ -123,29 +89,6 @@ def test_a_shard_without_lookups_costs_no_more_than_one_with_some(model, sequenc
             assert least.min() > 0  # its op runs
 
 
-def test_permuting_devices_permutes_costs(model):
-    rng = np.random.default_rng(0)
-    owned, compute, order = rng.random(6) * 1e6, rng.random(6), rng.permutation(6)
-    traffic = sends(all_to_all=owned, reduce_scatter=owned[::-1], all_reduce=np.full(6, 1e5))
-    permuted = traffic[:, order]
-    a, b = model.comm(traffic, compute, topology(6)), model.comm(permuted, compute[order], topology(6))
-    for name in ("forward_ms", "backward_ms", "waiting_ms"):
-        assert getattr(b, name) == pytest.approx(getattr(a, name)[order])
-
-
-def test_several_plans_at_once(model):
-    rng = np.random.default_rng(1)
-    owned, compute = rng.random((2, 5, 4)) * 1e6, rng.random((2, 5, 4))
-    owned[1, 2] = 0
-    links = topology(4, links=links_of(within_host=10.0))
-    for where in (topology(4), links):
-        together = model.comm(sends(all_to_all=owned), compute, where)
-        alone = model.comm(sends(all_to_all=owned[0, 3]), compute[0, 3], where)
-        assert together.total_ms.shape == (2, 5, 4)
-        assert together.total_ms[0, 3] == pytest.approx(alone.total_ms)
-        assert not together.total_ms[1, 2].any()
-
-
 def rates(channel, **ways) -> dict[str, np.ndarray]:
     """Weights by which a channel takes ways["forward"] and ways["backward"] of some terms."""
     return {
@@ -176,54 +119,6 @@ def test_waiting_ends_when_the_last_is_ready():
     reduced = sends(all_reduce=np.full(3, 3e6))  # who replicates meets the others, too
     assert model.comm(reduced, compute, topology(3)).waiting_ms == pytest.approx([4.0, 0.0, 3.0])
     assert not model.comm(sends(all_to_all=np.zeros(3)), compute, topology(3)).waiting_ms.any()
-
-
-def test_a_late_start_is_the_first_exchanges(model):
-    """Of the compute's skew, 10 ms of it at most; an exchange after an all-to-all begins together."""
-    model, own = exchanging(forward={"skew_ms": 0.1}, backward={"once": 1.0}), np.array([1e6, 1e6])
-    for traffic, expected in (
-        (sends(all_to_all=own), 0.4),
-        (sends(reduce_scatter=own), 0.4),
-        (sends(all_to_all=own, reduce_scatter=own), 0.4),
-        (sends(all_reduce=own), 0.0),
-    ):
-        assert model.comm(traffic, np.array([1.0, 5.0]), topology(2)).forward_ms == pytest.approx(
-            [expected] * 2
-        )
-    late = model.comm(sends(all_to_all=own), np.array([1.0, 90.0]), topology(2))
-    assert late.forward_ms == pytest.approx([1.0, 1.0]) and late.backward_ms == pytest.approx([1.0, 1.0])
-
-
-def test_one_device_exchanges_nothing(model):
-    cost = model.comm(np.full((len(CHANNELS), 1), 1e6), np.array([4.0]), topology(1))
-    assert cost.total_ms.tolist() == [0.0]
-
-
-def test_more_bytes_never_take_less(model):
-    owned = np.array([1e5, 2e5, 3e5, 0.0])
-    before = model.comm(sends(all_to_all=owned), np.zeros(4), topology(4))
-    after = model.comm(sends(all_to_all=owned + [0, 0, 0, 5e5]), np.zeros(4), topology(4))
-    assert (after.forward_ms >= before.forward_ms).all() and (after.backward_ms >= before.backward_ms).all()
-
-
-def test_links_that_the_topology_gives():
-    hosts = tuple(Device(GIB, host=f"host-{d // 2}") for d in range(4))
-    links = Topology(hosts, links=links_of(within_host=100.0, between_hosts=10.0, latency_ms=0.5))
-    fitted = {
-        collective_model.weight(ALL_TO_ALL, way): np.full(len(collective_model.EXCHANGE_TERMS), 7.0)
-        for way in ("forward", "backward")
-    }
-    model = neural.NeuralModel(SETTING, fitted, {})
-    cost = model.comm(
-        sends(all_to_all=np.full(4, 4e6)), np.zeros(4), links
-    )  # 1 MB to each: 2 MB leave the host at 10 GB/s
-    assert cost.forward_ms == pytest.approx(np.full(4, 0.5 + 0.2))
-    reduced = model.comm(sends(all_reduce=np.full(4, 4e6)), np.zeros(4), links)
-    assert reduced.backward_ms == pytest.approx(np.full(4, 0.5 + 6 / 10))  # 2 · 3/4 of 4 MB at 10 GB/s
-    assert not reduced.forward_ms.any()
-    one_host = Topology(hosts[:2], links=links_of(within_host=100.0, latency_ms=0.5))
-    cost = model.comm(sends(all_to_all=np.array([2e6, 0.0])), np.zeros(2), one_host)
-    assert cost.forward_ms == pytest.approx([0.51, 0.51])
 
 
 def test_rows_over_a_host_by_hand():
@@ -270,60 +165,6 @@ def test_saved_and_loaded_bit_for_bit(model, tmp_path):
     assert all(np.array_equal(again.weights[k], model.weights[k]) for k in model.weights)
     shards = [Shard.whole(t) for t in pool()]
     assert np.array_equal(group_costs([shards], again), group_costs([shards], model))
-
-
-def test_saving_twice_gives_the_same_files(model, tmp_path):
-    for name in ("a", "b"):
-        neural.save(model, tmp_path / name)
-    for name in ("model.json", "weights.safetensors"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-
-
-def test_damaged_files_are_refused(model, tmp_path):
-    neural.save(model, tmp_path)
-    weights, text = (tmp_path / "weights.safetensors").read_bytes(), (tmp_path / "model.json").read_text()
-    (tmp_path / "weights.safetensors").write_bytes(weights[:-8])
-    with pytest.raises(ShardCoreError, match="weights.safetensors does not match the digest"):
-        neural.load(tmp_path)
-    (tmp_path / "weights.safetensors").write_bytes(weights)
-    (tmp_path / "model.json").write_text(text.replace('"batch": 256', '"batch": 512'))
-    with pytest.raises(ShardCoreError, match="edited"):
-        neural.load(tmp_path)
-    (tmp_path / "model.json").write_text(text[: len(text) // 2])
-    with pytest.raises(ShardCoreError, match="not whole JSON"):
-        neural.load(tmp_path)
-    with pytest.raises(ShardCoreError, match="cannot read"):
-        neural.load(tmp_path / "nowhere")
-
-
-class Payload:
-    """Writes a file when it is unpickled."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.write_text, (self.path, "ran")
-
-
-@pytest.mark.parametrize("protocol", [0, pickle.HIGHEST_PROTOCOL])
-def test_a_model_file_runs_no_code(tmp_path, protocol):
-    """Its weights are a pickle that would, and model.json says that they are just what they should be."""
-    ran = tmp_path / "ran"
-    weights = pickle.dumps(Payload(ran), protocol)
-    pickle.loads(weights)
-    assert ran.read_text() == "ran"
-    ran.unlink()
-    neural.save(by_hand(), tmp_path / "model")
-    (tmp_path / "model/weights.safetensors").write_bytes(weights)
-    meta = schema.read_json(tmp_path / "model/model.json") | {
-        "weights_sha256": hashlib.sha256(weights).hexdigest()
-    }
-    meta["digest"] = files.digest({k: v for k, v in meta.items() if k not in ("schema", "version", "digest")})
-    writing.write_json(tmp_path / "model/model.json", meta)
-    with pytest.raises(ShardCoreError, match="weights.safetensors is not safetensors"):
-        neural.load(tmp_path / "model")
-    assert not ran.exists()
 
 
 def test_a_model_of_other_features_is_refused(model, tmp_path):

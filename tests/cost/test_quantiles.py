@@ -36,10 +36,6 @@ def test_quantiles_grow_with_the_cost_and_the_level():
     assert (np.diff(of_levels, axis=1) > 0).all() and (np.diff(of_levels, axis=0) >= 0).all()
 
 
-def test_nothing_costs_nothing_at_any_level():
-    assert quantiles.quantile(quantiles.fit(*draws(100, 0)), np.zeros(2), 0.9).tolist() == [0.0, 0.0]
-
-
 @pytest.mark.parametrize(
     "level, ms",
     [(0.99, 1.3), (0.5, 1.0), (0.25, (0.8 * 0.9) ** 0.5), (0.75, (1.1 * 1.3) ** 0.5), (0.01, 0.8)],

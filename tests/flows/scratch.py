@@ -90,18 +90,10 @@ class Server:
     @classmethod
     def of_mlflow(cls, folder: Path) -> Server:
         held = services.reserve_port()
-        command = [
-            "mlflow",
-            "server",
-            "--port",
-            str(held.getsockname()[1]),
-            "--workers",
-            "1",
-            "--backend-store-uri",
-            f"sqlite:///{folder}/mlflow.db",
-            "--artifacts-destination",
-            str(folder / "artifacts"),
-        ]
+        command = (
+            f"mlflow server --port {held.getsockname()[1]} --workers 1 --backend-store-uri "
+            f"sqlite:///{folder}/mlflow.db --artifacts-destination {folder / 'artifacts'}"
+        ).split()
         return cls(command, folder, {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}, held, "/health")
 
     @property

@@ -32,6 +32,8 @@ from shardcore.io import dataset, files, model_files, schema, writing
 from shardcore.plans import store
 from tasks import publish_claim, registry
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def prefect(tmp_path_factory):
@@ -56,13 +58,11 @@ def empty(new_project):
     return new_project()
 
 
-@pytest.mark.long
 def test_no_champion_is_named(empty):
     files_error = empty.error_of("flows.publish")
     assert "champion" in files_error and "shardcore-cost-" in files_error
 
 
-@pytest.mark.long
 def test_an_unknown_parameter_is_named_before_anything_runs(empty):
     empty.set_params("train", epoch=3)
     error = empty.error_of("flows.refresh")
@@ -70,7 +70,6 @@ def test_an_unknown_parameter_is_named_before_anything_runs(empty):
     assert not (empty.folder / "data/pool.json").exists()
 
 
-@pytest.mark.long
 def test_a_refresh_killed_at_a_random_moment_ends_with_every_sample_once(new_project, rng, outcome):
     project = new_project()
     project.set_params("measure", compute_samples=30, comm_samples=12, chunk=5)
@@ -118,14 +117,12 @@ def killed(new_project):
 PYTHON = Path(sys.executable).name
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "victim",
     [
         f"{PYTHON} -m tasks.services",
         f"{PYTHON} -m prefect server",
         f"{PYTHON} -m flows.measure",
-        "raylet ",
         f"{PYTHON} -I -S",
     ],
 )
@@ -208,7 +205,6 @@ def other_model(project: Project, rng: random.Random) -> None:
     neural.save(dataclasses.replace(model, weights=weights), project.folder / "data/model")
 
 
-@pytest.mark.long
 def test_a_prefect_server_restarted_during_a_flow_costs_only_time(measuring, prefect, rng, outcome):
     shutil.rmtree(measuring.folder / "data/measurements", ignore_errors=True)
     with measuring.started("flows.measure") as run:
@@ -233,7 +229,6 @@ def test_a_prefect_server_restarted_during_a_flow_costs_only_time(measuring, pre
     assert outcome.lost == 0
 
 
-@pytest.mark.long
 def test_mlflow_killed_while_a_model_is_logged_or_registered(trained, tracking, rng, outcome):
     client = mlflow.MlflowClient(tracking.url, tracking.url)
 
@@ -269,7 +264,6 @@ def test_mlflow_killed_while_a_model_is_logged_or_registered(trained, tracking, 
     assert versions() == sorted([*before, model_files.model_digest(trained.folder / "data/model")])
 
 
-@pytest.mark.long
 def test_two_publishes_at_once_one_of_them_killed(promoted, rng, outcome):
     plans = promoted.folder / "plans"
     before = [d.id for d in store.history(plans, "small")]
@@ -288,7 +282,6 @@ def test_two_publishes_at_once_one_of_them_killed(promoted, rng, outcome):
     assert outcome.lost == 0 and outcome.completed
 
 
-@pytest.mark.long
 def test_a_damaged_entry_of_dvcs_cache_is_made_anew(measuring, rng, outcome):
     pool_file = measuring.folder / "data/pool.json"
     measuring.run("dvc", "repro", "tables")
@@ -320,7 +313,6 @@ class Payload:
         return Path.write_text, (self._path, "ran")
 
 
-@pytest.mark.long
 def test_a_model_in_the_registry_that_would_run_code_is_refused_and_runs_none(
     promoted, tracking, tmp_path, rng, outcome
 ):
@@ -385,7 +377,6 @@ def watching(promoted, tracking):
         yield watch.log
 
 
-@pytest.mark.long
 def test_the_champion_changed_around_an_outage_of_mlflow_and_plans_follow_once(
     promoted, tracking, watching, rng, outcome
 ):

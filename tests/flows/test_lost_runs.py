@@ -21,6 +21,8 @@ from prefect.states import Cancelling, Completed, Pending, Running
 from tasks import lost_runs
 from tasks.lost_runs import POOL, WORKER, Api
 
+pytestmark = pytest.mark.long
+
 
 @flow
 def waits():

@@ -26,6 +26,7 @@ from tasks import console, services
 from tasks.measure import MeasureConfig
 from tasks.setting import SettingConfig
 
+pytestmark = pytest.mark.long
 SAMPLES = 40
 BATCH = 2048
 TOY = {
@@ -108,7 +109,6 @@ def test_a_dry_run_estimates_and_takes_nothing(without_prefect, cluster, monkeyp
     assert not (without_prefect.folder / "data/measurements").exists() and not workers(cluster)
 
 
-@pytest.mark.long
 def test_a_run_shows_its_metrics_and_frees_the_devices_when_it_is_cancelled(toy, cluster):
     """Every metric of ours that the dashboard asks for, with the labels that it groups by."""
     asked = {name: set() for name in re.findall(r"ray_shardcore_measure_\w+", BOARD)}
@@ -149,7 +149,6 @@ def test_a_run_shows_its_metrics_and_frees_the_devices_when_it_is_cancelled(toy,
     shutil.rmtree(folder)
 
 
-@pytest.mark.long
 def test_links_between_devices_of_the_cluster_are_found(toy, problem):
     path, alone = toy.folder / "p.json", toy.folder / "alone.json"
     files.write_problem(path, problem)
@@ -162,7 +161,6 @@ def test_links_between_devices_of_the_cluster_are_found(toy, problem):
     assert "has one device; links need 2" in toy.error_of("flows.topology", str(alone), "--out", "x.json")
 
 
-@pytest.mark.long
 def test_a_disk_full_while_a_part_is_written_loses_nothing_that_was(toy, rng, outcome):
     folder = toy.folder / "data/measurements"
     toy.set_params("measure", compute_samples=SAMPLES)
@@ -186,7 +184,6 @@ def test_a_disk_full_while_a_part_is_written_loses_nothing_that_was(toy, rng, ou
     assert outcome.lost == 0 and outcome.completed
 
 
-@pytest.mark.long
 def test_a_ray_node_killed_while_measuring_costs_what_it_had_in_hand(
     toy, cluster, second_node, rng, outcome, monkeypatch, capsys
 ):

@@ -48,6 +48,7 @@ from shardcore.search.explain import explain
 from tasks import publish_claim, registry, watch
 from tasks.refresh import repro
 
+pytestmark = pytest.mark.long
 NAMES = ("one", "two")
 LATER = 4e9
 SAMPLES = {law: compute_samples(law, 120) for law in (linear_law, cache_law)}
@@ -275,7 +276,6 @@ def decisions(project, name="one"):
     return list(store.history(project.folder / "plans", name))
 
 
-@pytest.mark.long
 def test_a_champion_set_by_hand_is_what_publish_uses_and_set_back_its_plans_are_restored(project, inside):
     name = registry.model_name(SETTING.hardware)
     versions = [registered(project, inside, law) for law in (linear_law, cache_law)]
@@ -373,7 +373,6 @@ def test_plans_that_a_store_did_not_take_do_not_count_as_published(project, insi
     assert found.published is None and found.due(time.time())
 
 
-@pytest.mark.long
 def test_some_problems_or_plans_elsewhere_are_not_on_record(project, inside, champion):
     name = registry.model_name(SETTING.hardware)
     inside.set_registered_model_tag(name, publish_claim.PUBLISHED, '{"version": "of before", "at": 1.0}')
@@ -390,7 +389,6 @@ def test_some_problems_or_plans_elsewhere_are_not_on_record(project, inside, cha
     )
 
 
-@pytest.mark.long
 def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(
     project, api, inside, monkeypatch
 ):
@@ -447,7 +445,6 @@ def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(
     assert any(f"version {state.champion} is champion already" in page for page in pages)
 
 
-@pytest.mark.long
 def test_repro_says_which_stages_ran_and_why_one_failed(api, tmp_path):
     stages = {
         "tables": {"cmd": "echo 1 > pool", "outs": ["pool"]},
@@ -470,7 +467,6 @@ def test_repro_says_which_stages_ran_and_why_one_failed(api, tmp_path):
 # --- all of it at once, with a worker and the watch ---------------------------------------------------------
 
 
-@pytest.mark.long
 def test_whoever_sets_the_champion_plans_follow_once(project, api, worker, request):
     client, name = project.mlflow(), registry.model_name(SETTING.hardware)
     ours, other = (registered(project, client, law) for law in (linear_law, cache_law))

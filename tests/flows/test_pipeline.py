@@ -16,6 +16,8 @@ from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.plans import store
 from tasks.tables import TablesConfig, make_pool
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def project(new_project):
@@ -169,7 +171,6 @@ def test_a_second_run_has_nothing_to_do(project):
     assert "up to date" in log and not stages_run(log)
 
 
-@pytest.mark.long
 def test_the_policys_stage_is_off_and_then_makes_an_empty_folder(project):
     assert not (project.folder / "data/policy").exists()
     assert stages_run(project.run("dvc", "repro").stdout) == {"train_policy"}
@@ -177,7 +178,6 @@ def test_the_policys_stage_is_off_and_then_makes_an_empty_folder(project):
     assert not stages_run(project.run("dvc", "repro").stdout)
 
 
-@pytest.mark.long
 def test_steps_are_measured_and_plans_of_held_out_problems_replayed_where_that_is_asked_for(project):
     project.set_params("measure", step_samples=2)
     project.set_params("evaluate", replay_problems=1)
@@ -203,7 +203,6 @@ def test_steps_are_measured_and_plans_of_held_out_problems_replayed_where_that_i
         assert (project.folder / "data/evaluation/replays" / name).stat().st_size > 100
 
 
-@pytest.mark.long
 def test_edits_make_just_the_stages_stale_that_depend_on_them_and_more_samples_keep_those_there(project):
     """A comment in the code of measuring, and a parameter."""
     before, stale_before = measured_at(project), stale(project)

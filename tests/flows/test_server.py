@@ -18,6 +18,7 @@ def answer(url, user=None):
     return services.get(f"{url}/flow_runs/filter", headers, b"{}")
 
 
+@pytest.mark.long
 def test_it_answers_only_who_knows_its_password_and_keeps_a_database_of_its_own(prefect_api, prefect_home):
     for user in (None, "shardcore:guess"):
         with pytest.raises(urllib.error.HTTPError, match="401"):

@@ -107,17 +107,6 @@ def test_a_timing_replaces_an_error_and_the_later_one_wins(tables, tmp_path):
     assert [s.measured_at for s in repeats] == [1.0, 2.0]
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b[:-9] + b"x" + b[-8:]]
-)
-def test_a_damaged_part_is_refused_by_name(tables, tmp_path, damage):
-    pool = dataset.write_pool(tmp_path, tables)
-    path = dataset.write_compute(tmp_path, [compute_sample(tables, 0)], pool)
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ShardCoreError, match=path.name):
-        dataset.read_compute(tmp_path)
-
-
 def over_links(emulated):
     request = CollectiveRequest((8,) * 4, 256, (0.0,) * 4, hosts=2, group="cross", emulated=emulated)
     return CollectiveSample(

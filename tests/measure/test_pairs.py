@@ -115,17 +115,10 @@ def test_the_ranks_of_a_job_measure_together(problem, tmp_path):
         }
         asked = [
             sys.executable,
-            "-m",
-            "shardcore",
-            "topology",
-            "measure",
-            str(problem),
-            "--message-kib",
-            "16",
-            "--repeats",
-            "2",
-            "--out",
-            str(tmp_path / "found.json"),
+            *(
+                f"-m shardcore topology measure {problem} --message-kib 16 --repeats 2 --out "
+                f"{tmp_path / 'found.json'}"
+            ).split(),
         ]
         ranks = [
             subprocess.Popen(asked, env={**given, "RANK": str(r)}, stdout=subprocess.PIPE, text=True)

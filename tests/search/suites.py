@@ -24,14 +24,11 @@ SHIPPED = (
 )
 """Of learned ones, each network and each way to cut."""
 DRAWN = {
-    "random": 3,
-    **dict.fromkeys(greedy.ORDERS, 2),
-    "size_greedy": 15,
-    "anneal_columns": 3,
-    "portfolio": 5,
-    "milp": 4,
-    "torchrec": 3,
-    "embark": 5,
+    **dict.fromkeys(("random", *greedy.ORDERS, "anneal_columns", "torchrec"), 2),
+    "size_greedy": 10,
+    "neuroshard": 5,
+    **dict.fromkeys(("anneal", "milp", "embark"), 4),
+    "portfolio": 3,
     **dict.fromkeys(LEARNED, 2),
 }
 """Drawn problems of a test: few for those that share their implementation with another, or are slow."""

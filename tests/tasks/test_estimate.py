@@ -80,6 +80,7 @@ def test_durations_are_said_in_a_unit_that_one_can_feel(seconds, said):
     )
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("cluster")
 def test_what_is_missing_is_told_apart_by_kind_from_what_the_cluster_and_the_dataset_have(tmp_path):
     files.write_pool(tmp_path / "pool.json", pool())

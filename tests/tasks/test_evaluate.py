@@ -41,6 +41,7 @@ def model():
     ],
     ids=["other hardware", "one core a host", "switched off"],
 )
+@pytest.mark.long
 @pytest.mark.usefixtures("cluster")
 def test_what_cannot_be_replayed_is_skipped_with_a_line_and_absent(
     here, problems, said, model, tmp_path, monkeypatch, caplog

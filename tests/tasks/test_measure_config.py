@@ -23,10 +23,11 @@ from tasks.measure import (
 )
 from tasks.replay import devices_of_a_host, step_devices
 
-pytestmark = pytest.mark.usefixtures("cluster")
+ONE_CORE = ({"CPU": 1.0, "memory": 2.0**40},) * 2
 
 
-def test_devices_and_ranks_follow_from_the_cluster():
+def test_devices_and_ranks_follow_from_the_cluster(monkeypatch):
+    machines(monkeypatch, *ONE_CORE)
     assert cluster_device() == "cpu"
     assert actor_count(MeasureConfig(), "cpu") == 2 and actor_count(MeasureConfig(actors=5), "cpu") == 5
     assert rank_count(MeasureConfig(), "cpu", 64) == 2  # on one core
@@ -41,7 +42,8 @@ def test_devices_and_ranks_follow_from_the_cluster():
         (MeasureConfig(hosts=3), "hosts is 3; the Ray cluster has 2"),
     ],
 )
-def test_ranks_that_cannot_be_are_named(config, said):
+def test_ranks_that_cannot_be_are_named(config, said, monkeypatch):
+    machines(monkeypatch, *ONE_CORE)
     with pytest.raises(ShardCoreError, match=said):
         rank_count(config, "cpu", 64)
 

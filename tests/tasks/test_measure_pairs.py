@@ -8,10 +8,9 @@ from tasks.topology import measure_pairs
 
 QUICK = PairConfig(message_kib=16, sweeps=2, repeats=1, load_kib=64)
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("cluster")]
 
 
-@pytest.mark.long
 def test_a_gang_of_the_cluster_times_its_pairs_wherever_there_is_room():
     """Each node has one CPU: two ranks share one."""
     found, nodes = measure_pairs.fn(3, QUICK)

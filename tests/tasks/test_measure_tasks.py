@@ -27,7 +27,7 @@ CONFIG = MeasureConfig(
 )
 TABLES = [t for t in pool() if t.rows < 20_000]
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("cluster")]
 
 
 @pytest.fixture
@@ -83,7 +83,6 @@ def test_what_is_missing_is_measured_and_what_was_disturbed_once_more(tmp_path, 
     assert len(progress) == 2
 
 
-@pytest.mark.long
 def test_exchanges_that_are_missing_are_measured_by_one_gang(tmp_path, progress):
     folder, wanted = tmp_path / "measurements", wanted_comm(SETTING, 2, CONFIG)
     assert measure_comm.fn(SETTING, CONFIG, folder) == 3 and progress == [["comm", 3, 3, False]]

@@ -56,7 +56,7 @@ def test_what_was_edited_by_hand_or_deleted_is_left_out(client, monkeypatch):
     assert len(found.reigns) == 1 and found.reigns[0][1] is None
 
 
-@pytest.mark.parametrize("at", [1e18, -1, float("nan"), float("inf"), "9" * 400])
+@pytest.mark.parametrize("at", [1e18, float("nan"), "9" * 400])
 def test_a_time_that_is_none_is_left_out_and_the_page_is_made(client, at):
     made = version(client, score="inf")
     client.set_registered_model_tag(NAME, model_history.CHAMPIONS, json.dumps([["1", 100], ["1", at]]))

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool
+from mlflow.entities.model_registry import ModelVersion
 from prefect.logging import disable_run_logger
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from tracking import tracked
@@ -17,16 +18,20 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem
 from shardcore.cost import fit, neural
 from shardcore.cost.model import price
+from shardcore.cost.profile import load_profile
 from shardcore.io import dataset, files
 from shardcore.plans import store
 from shardcore.plans.publisher import PublishConfig
 from shardcore.search import DEFAULT_SHARDER
 from shardcore.step.lower import lower
+from tasks.pricing import Pricing
 from tasks.promote import PromoteConfig, promote_model
 from tasks.publish import _provenance, publish_plans
 from tasks.setting import SettingConfig
 
-VERSION = SimpleNamespace(name="shardcore-cost-law", version=3)
+
+def by(model):
+    return Pricing(model, "shardcore-cost-law", "3", ModelVersion("shardcore-cost-law", "3", 0))
 
 
 @pytest.mark.parametrize("limit", [None, 3])
@@ -43,7 +48,7 @@ def test_a_plan_names_its_model_the_data_and_the_search(limit):
             }
         },
     )
-    found = _provenance(model, VERSION, PublishConfig(budget_evals=2_000, max_moved_tables=limit))
+    found = _provenance(by(model), PublishConfig(budget_evals=2_000, max_moved_tables=limit))
     assert len(found.pop("git_commit")) >= 40
     assert found == {
         "model": "shardcore-cost-law",
@@ -62,7 +67,7 @@ def test_a_plan_names_its_model_the_data_and_the_search(limit):
 
 
 def test_a_model_without_provenance_says_so():
-    found = _provenance(SimpleNamespace(setting=SETTING, meta={"provenance": {}}), VERSION, PublishConfig())
+    found = _provenance(by(SimpleNamespace(setting=SETTING, meta={"provenance": {}})), PublishConfig())
     assert (
         found["data_version"] == "unversioned"
         and found["model_git_commit"] == "no git"
@@ -71,24 +76,35 @@ def test_a_model_without_provenance_says_so():
 
 
 @pytest.fixture
-def mixed_champion(tmp_path):
-    """A folder whose registry has a champion for FP16 and FP32: the former is slower in all."""
+def registry(tmp_path):
+    """A folder with an empty registry."""
     # A run can do without pages.
     without_pages = temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9", PREFECT_CLIENT_MAX_RETRIES: 0})
     with tracked(tmp_path), disable_run_logger(), without_pages:
-        compute, comm = compute_samples(linear_law, 60), comm_samples(20)
-        dataset.write_compute("measured", compute, dataset.write_pool("measured", pool()))
-        dataset.write_comm("measured", comm)
-        full = fit.train(compute, comm, SETTING, fit.FitConfig(epochs=1)).model
-        weights = {**full.weights, "launch": 3 * full.weights["launch"], "rates": 3 * full.weights["rates"]}
-        half = replace(full, weights=weights, setting=replace(SETTING, precision="fp16"))
-        for model, data in ((full, "of fp32"), (half, "of fp16")):
-            neural.save(replace(model, meta={**model.meta, "provenance": {"data": data}}), tmp_path / data)
-        promoted = promote_model.fn(
-            tmp_path / "of fp32", Path("measured"), PromoteConfig(also=(str(tmp_path / "of fp16"),))
-        )
-        assert promoted.champion == "1"
         yield tmp_path
+
+
+def measured_and_trained(setting):
+    """A model of 60 measured groups in the folder "measured"."""
+    compute, comm = compute_samples(linear_law, 60, setting), comm_samples(20, setting=setting)
+    dataset.write_compute("measured", compute, dataset.write_pool("measured", pool()))
+    dataset.write_comm("measured", comm)
+    return fit.train(compute, comm, setting, fit.FitConfig(epochs=1)).model
+
+
+@pytest.fixture
+def mixed_champion(registry):
+    """A folder whose registry has a champion for FP16 and FP32: the former is slower in all."""
+    full = measured_and_trained(SETTING)
+    weights = {**full.weights, "launch": 3 * full.weights["launch"], "rates": 3 * full.weights["rates"]}
+    half = replace(full, weights=weights, setting=replace(SETTING, precision="fp16"))
+    for model, data in ((full, "of fp32"), (half, "of fp16")):
+        neural.save(replace(model, meta={**model.meta, "provenance": {"data": data}}), registry / data)
+    promoted = promote_model.fn(
+        registry / "of fp32", Path("measured"), PromoteConfig(also=(str(registry / "of fp16"),))
+    )
+    assert promoted.champion == "1"
+    return registry
 
 
 def of_precisions(name, *precisions):
@@ -96,14 +112,15 @@ def of_precisions(name, *precisions):
     return Problem(name, tables, Topology((Device(1 << 30),) * 2), SETTING.batch)
 
 
-def publish(*problems):
+def publish(*problems, hardware=SETTING.hardware, algorithm="anneal"):
     for one in problems:
         files.write_problem(f"{one.name}.json", one)
     return publish_plans.fn(
         [Path(f"{p.name}.json") for p in problems],
         "plans",
-        SettingConfig(SETTING.hardware, SETTING.batch),
-        PublishConfig("anneal", budget_evals=300, torchrec_s=0),
+        SettingConfig(hardware, SETTING.batch),
+        PublishConfig(algorithm, budget_evals=300, torchrec_s=0),
+        everything=True,
     )
 
 
@@ -157,3 +174,61 @@ def test_a_precision_without_a_model_is_refused_by_name_before_any_search(mixed_
     with pytest.raises(ShardCoreError, match="problem 'brain' is for .*bf16.fp32.*promote.also of params"):
         publish(of_precisions("brain", "bf16", "fp32"))
     assert store.names("plans") == []
+
+
+# --- without a champion ---------------------------------------------------------------------------------------
+
+CARD = "nvidia-h100-sxm"
+SAID = "profile: published measurements, not of your machine"
+
+
+def on_card(name):
+    problem = of_precisions(name, "fp32")
+    topology = replace(problem.topology, hardware=CARD)
+    return replace(problem, topology=topology, global_batch=65_536, optimizer="exact_adagrad")
+
+
+def published_of(name):
+    plan, problem = store.load_plan("plans", name)
+    page = store.load_page("plans", name, store.current("plans", name)).decode()
+    return plan, problem, page, store.last("plans", name)
+
+
+@pytest.mark.parametrize("algorithm", ["anneal", "dreamshard"])
+def test_a_problem_of_hardware_without_a_champion_is_published_under_its_profile(mixed_champion, algorithm):
+    """In a run under the champion of other hardware. Policies are trained against models, so none takes part."""
+    if algorithm == "dreamshard":
+        table = publish(on_card("gpu"), hardware=CARD, algorithm=algorithm)
+    else:
+        table = publish(of_precisions("half", "fp16"), on_card("gpu"))
+        assert table.startswith("Model: shardcore-cost-law version 1, ")
+        assert published_of("half")[0].provenance["model"] == "shardcore-cost-law"
+    assert f"{CARD}, {SAID}: gpu" in table and " a profile " in table
+    plan, problem, page, decision = published_of("gpu")
+    profile = load_profile(CARD)
+    wanted = {"model": CARD, "model_version": profile.digest, "profile": SAID}
+    assert wanted.items() <= decision.provenance.items() and wanted.items() <= plan.provenance.items()
+    assert decision.provenance["setting"] == f"{CARD}, batch 65536, fp32, exact_adagrad"
+    assert decision.total_ms == price(lower(plan, problem), profile.model().for_problem(problem)).total_ms
+    assert f"Beyond what was measured: {SAID} (band ±" in page
+    assert f"{CARD}, {SAID}" in Path("plans/report.md").read_text()
+    assert f"{CARD}, {SAID}" in Path("plans/index.html").read_text()
+
+
+def test_the_first_measured_model_replaces_a_profile(registry):
+    gpu = replace(of_precisions("gpu", "fp32"), global_batch=SETTING.batch)
+    table = publish(gpu, hardware=CARD)
+    assert table.startswith(f"{CARD}, {SAID}: measure some groups") and "first" in table
+    assert published_of("gpu")[3].provenance["model"] == CARD
+    neural.save(measured_and_trained(replace(SETTING, hardware=CARD)), registry / "model")
+    promoted = promote_model.fn(registry / "model", Path("measured"), PromoteConfig())
+    assert promoted.champion == "1" and promoted.reason.endswith("the first")
+    table = publish(gpu, hardware=CARD)
+    assert table.startswith(f"Model: shardcore-cost-{CARD} version 1, ") and SAID not in table
+    decision = published_of("gpu")[3]
+    assert decision.provenance["model"] == f"shardcore-cost-{CARD}" and "profile" not in decision.provenance
+
+
+def test_hardware_without_a_champion_or_a_profile_says_what_to_do(registry):
+    with pytest.raises(ShardCoreError, match="'shardcore-cost-law' has no version with the alias 'champion'"):
+        publish(of_precisions("any", "fp32"))

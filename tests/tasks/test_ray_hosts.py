@@ -57,13 +57,10 @@ def ray_on(place, *options):
     env = {**clean_environment(), "GLOO_SOCKET_IFNAME": "eth0", HOST_VARIABLE: str(place.host)}
     command = [
         sys.executable,
-        "-m",
-        "ray.scripts.scripts",
-        "start",
-        "--block",
-        "--num-cpus=2",
-        f"--node-ip-address={place.address}",
-        f"--object-store-memory={80 << 20}",
+        *(
+            f"-m ray.scripts.scripts start --block --num-cpus=2 --node-ip-address={place.address} "
+            f"--object-store-memory={80 << 20}"
+        ).split(),
         *options,
     ]
     return subprocess.Popen(

@@ -20,7 +20,7 @@ MIB = 1 << 20
 SETTING = Setting("test", 240)
 CONFIG = ReplayConfig(repeats=4, warmups=2, batches=2, arena_bytes=8 * MIB, evict_bytes=MIB, timeout_s=60)
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("cluster")]
 
 
 @pytest.fixture
@@ -81,8 +81,8 @@ def test_a_workload_of_another_setting_is_refused(workload):
 @pytest.mark.parametrize(
     "number, timeout_s, said",
     [
-        pytest.param(signal.SIGKILL, 60, "rank [01] of 2 failed: its process died", marks=pytest.mark.long),
-        pytest.param(signal.SIGSTOP, 2, "does not answer|no word for", marks=pytest.mark.long),
+        (signal.SIGKILL, 60, "rank [01] of 2 failed: its process died"),
+        (signal.SIGSTOP, 2, "does not answer|no word for"),
     ],
     ids=["dies", "hangs"],
 )

@@ -211,10 +211,7 @@ def test_a_flow_without_a_server_starts_again_with_one(in_project, monkeypatch):
         "-m",
         "tasks.services",
         sys.executable,
-        "-X",
-        "dev",
-        "-m",
-        "flows.measure",
+        *"-X dev -m flows.measure".split(),
     ]
 
 
@@ -235,16 +232,6 @@ def test_what_a_flow_needs_is_looked_at_before_it_begins(in_project, tmp_path, c
         "flows run in the project's folder" in capsys.readouterr().err
     )
     assert not begun
-
-
-def test_a_server_that_ends_at_once_is_said(monkeypatch):
-    """It cannot start where there is no module of that name."""
-    monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    said = r"a Prefect server of our own at http://127.0.0.1:\d+/api/health ended with exit code 1"
-    with pytest.raises(ShardCoreError, match=said), services.prefect_server():
-        pass
-    assert "PREFECT_API_URL" not in os.environ
 
 
 # --- commands with a server ---------------------------------------------------------------------------------

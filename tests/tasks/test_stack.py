@@ -58,59 +58,6 @@ def sleeper(tmp_path):
 # --- who gets in --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
-def test_prefect_refuses_who_has_no_token(written_stack):
-    """Its API, with the settings that it reads from the environment of the stack's server."""
-    from prefect.server.api.server import create_app
-    from prefect.settings import PREFECT_SERVER_API_AUTH_STRING, Settings, temporary_settings
-    from starlette.testclient import TestClient
-
-    env = stack_services.services(*written_stack)["prefect"].daemon.env
-    with mock.patch.dict(os.environ, {k: v for k, v in env.items() if k.startswith("PREFECT_")}):
-        read = Settings().server.api.auth_string
-    with temporary_settings({PREFECT_SERVER_API_AUTH_STRING: read}):
-        client = TestClient(create_app(ignore_cache=True))
-        assert client.get("/api/health").json() is True
-        for path in ("/api/admin/version", "/api/flows/count", "/api/deployments/filter"):
-            assert client.post(path).status_code == 401
-        for who, status in (
-            (None, 401),
-            (("shardcore", "wrong"), 401),
-            (("shardcore", written_stack[2]), 200),
-        ):
-            assert client.get("/api/admin/version", auth=who).status_code == status
-
-
-@pytest.mark.long
-def test_mlflow_refuses_who_has_no_token(written_stack):
-    """Its server, with the file and the environment that the stack gives it."""
-    config, _, token = written_stack
-    mlflow = stack_services.services(*written_stack)["mlflow"].daemon
-    options = mlflow_options(mlflow.command)
-    env = {k: v for k, v in mlflow.env.items() if k.startswith("MLFLOW_")}
-    with mock.patch.dict(os.environ, {**env, "_MLFLOW_SGI_NAME": "uvicorn"}):
-        from mlflow.server import _find_app, auth
-        from starlette.testclient import TestClient
-
-        assert _find_app(options["app_name"]) == "mlflow.server.auth:create_app"
-        # read once when it was imported, which may have been by another test
-        auth.auth_config = auth.read_auth_config()
-        client = TestClient(auth.create_app(), base_url=config.url(config.mlflow_port))
-        assert client.get("/health").text == "OK"
-        for path in (
-            "/",
-            "/api/2.0/mlflow/experiments/search?max_results=1",
-            "/ajax-api/2.0/mlflow/registered-models/search",
-            "/api/2.0/mlflow-artifacts/artifacts",
-            "/api/2.0/mlflow/users/get?username=shardcore",
-        ):
-            for who in (None, ("shardcore", "wrong"), ("admin", token)):
-                assert client.get(path, auth=who).status_code == 401, path
-        found = client.get("/api/2.0/mlflow/users/get?username=shardcore", auth=("shardcore", token))
-        assert found.status_code == 200 and found.json()["user"]["is_admin"]
-    assert auth.auth_config.default_permission == "NO_PERMISSIONS"
-
-
 def mlflow_options(command):
     from mlflow.cli import cli
 
@@ -381,14 +328,6 @@ def test_mlflow_is_reached_at_the_machines_names_and_those_that_are_allowed(
         assert not security_utils.should_block_cors_request(f"http://{at}:5000", "POST", origins)
 
 
-@pytest.mark.parametrize(
-    "host, closed", [("127.0.0.1", "0"), ("127.0.0.2", "0"), ("localhost", "0"), ("0.0.0.0", "1")]
-)
-def test_at_any_loopback_address_ray_listens_there_only(tmp_path, host, closed):
-    env = stack_services.client_env(StackConfig(host=host), tmp_path, "t")
-    assert env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == closed
-
-
 def test_temporary_files_of_the_services_go_with_the_stack(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config, folder = StackConfig(), tmp_path / ".stack"
@@ -594,16 +533,6 @@ def test_up_waits_for_what_starts_and_names_what_ends_or_never_answers(tmp_path,
     until(ends.daemon.died)
     with pytest.raises(ShardCoreError, match=r"^ends ended; .*logs/ends.log ends with: no such option$"):
         stack._wait([ends], time.monotonic())
-
-
-def test_up_refuses_what_runs_with_other_settings(tmp_path, monkeypatch, sleeper):
-    monkeypatch.chdir(tmp_path)
-    running = sleeper("mlflow", tmp_path.resolve() / ".stack")
-    with pytest.raises(
-        ShardCoreError, match=rf"^mlflow \(process {running.process().pid}\) runs with other settings"
-    ):
-        stack.up(StackConfig())
-    assert running.process()
 
 
 def test_down_ends_all_services_and_what_they_started(tmp_path, monkeypatch, sleeper):

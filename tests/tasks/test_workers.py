@@ -23,7 +23,7 @@ SETTING = Setting("test", 64)
 CONFIG = KernelConfig(arena_bytes=1 << 24, min_repeats=2, max_repeats=2, interleave=3)
 GROUPS = GroupConfig(max_shards=4, max_shard_bytes=1 << 22, planned=0.0)
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("cluster")]
 
 
 @pytest.fixture
@@ -65,7 +65,6 @@ def measure(fleet, requests, disturb=lambda: None):
     return finished, {s.id: s for s in samples}
 
 
-@pytest.mark.long
 def test_every_request_is_measured_once_though_a_worker_died_before_calibrating(requests, actor_processes):
     with workers(requests) as fleet:
         fleet.reference_ms = None
@@ -82,7 +81,6 @@ def test_every_request_is_measured_once_though_a_worker_died_before_calibrating(
     until(lambda: not actor_processes("DeviceWorker", "measure[compute]"))
 
 
-@pytest.mark.long
 def test_requests_that_end_or_hang_their_worker_are_found_and_cost_no_others(requests, caplog):
     bad = {9: "its process died: Worker unexpectedly exits", 15: "it hung: no op ended for 1 s"}
     for (i, _), kind in zip(bad.items(), (Poison, Sleep), strict=True):
@@ -96,7 +94,6 @@ def test_requests_that_end_or_hang_their_worker_are_found_and_cost_no_others(req
     assert "measured again one by one" in caplog.text
 
 
-@pytest.mark.long
 def test_a_node_lost_in_the_middle_costs_no_sample_and_the_others_do_the_rest(
     requests, another_node, actor_processes, caplog
 ):
@@ -115,7 +112,6 @@ def test_a_node_lost_in_the_middle_costs_no_sample_and_the_others_do_the_rest(
     assert not any(s.error for s in samples.values()) and caplog.text.count("measured again one by one") == 1
 
 
-@pytest.mark.long
 def test_a_call_brings_back_what_has_finished_in_time_whatever_its_chunk(requests, monkeypatch):
     monkeypatch.setattr("shardcore.measure.supervise.PART_S", 0.0)
     with workers(requests, count=1, chunk=100) as fleet:

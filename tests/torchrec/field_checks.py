@@ -1,15 +1,10 @@
 """Checks, for each field of TorchRec's planning records, that ShardCore treats it as its table says.
 
-A field is set to another value than its default, and a small model is planned with and without it. Run as a
-script under any TorchRec, it prints {record: {field: class}} as JSON; the class of a field whose check fails
-is "WRONG: ...".
+A field is set to another value than its default, and a small model is planned with and without it.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -365,20 +360,3 @@ def _check_dmp(field: str, how: str) -> str:
 def fields() -> list[tuple[str, str]]:
     """All fields of all records of the installed TorchRec."""
     return [(record, field) for record, kind in records().items() for field in defaults_of(kind)]
-
-
-def main() -> None:
-    logging.disable(logging.WARNING)  # TorchRec warns of topologies that are made by hand
-    found: dict[str, dict[str, str]] = {}
-    for record, field in fields():
-        try:
-            how = check(record, field)
-        except Exception as error:  # the table shows it
-            how = f"WRONG: {type(error).__name__}: {error}"[:300]
-        found.setdefault(record, {})[field] = how
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    main()

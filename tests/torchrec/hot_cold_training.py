@@ -30,9 +30,9 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.io.hot_ids import HotIds
 from shardcore.tables.hot_rows import with_hot_rows
-from shardcore.torchrec import hot_cold_rows
+from shardcore.torchrec import row_files
 from shardcore.torchrec.hot_cold import HotColdEmbeddingCollection
-from shardcore.torchrec.hot_cold_rows import load_rows, save_rows
+from shardcore.torchrec.row_files import load_rows, save_rows
 from shardcore.torchrec.sharding_plan import to_torchrec
 
 SHAPES = {"a": (60, 16, ["f0", "f1"]), "b": (41, 16, ["f2"]), "c": (30, 16, ["f3"])}
@@ -218,7 +218,7 @@ def _dense(model: nn.Module) -> list[nn.Parameter]:
 
 def _rows(model: nn.Module):
     """This rank's parts of tables, each with its table, ids and first column."""
-    from shardcore.torchrec.hot_cold_rows import _parts
+    from shardcore.torchrec.row_files import _parts
 
     for part in _parts(model, None, replicas=True):
         yield part.table.rsplit(".", 1)[-1], torch.from_numpy(part.ids), part.columns, part.tensors["weights"]
@@ -272,7 +272,7 @@ def full_disk_on_a_rank(rank: int, given: Problem, folder: str) -> str:
         if rank == 1:
             raise OSError("No space left on device")
 
-    with mock.patch.object(hot_cold_rows, "write_atomic", write):
+    with mock.patch.object(row_files, "write_atomic", write):
         save_rows(sharded(HOT, given, True, "EXACT_SGD"), Path(folder, "full"))
     return ""
 

@@ -75,14 +75,7 @@ def test_the_example_runs_under_torchrun_as_users_start_it():
     ran = subprocess.run(
         [
             sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node=2",
-            str(EXAMPLE),
-            "--check",
-            "--steps",
-            "20",
+            *f"-m torch.distributed.run --standalone --nproc_per_node=2 {EXAMPLE} --check --steps 20".split(),
         ],
         capture_output=True,
         text=True,

@@ -20,6 +20,7 @@ from shardcore.cost.model import CostModel
 from shardcore.search import greedy
 from shardcore.search.anneal import compiled
 from shardcore.search.anneal.compiled import SearchProblem, State
+from shardcore.search.anneal.compiled.pointers import packed
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.search_space import (
     SearchSpace,
@@ -99,6 +100,8 @@ class Starts:
         self.problem, self.model, self.meter, self.seed = problem, model, meter, seed
         self.head = model.compiled().head
         self.cache: ShardCostCache | None = None  # of the last shards
+        # One log for all: only a plan that is annealed has entries. To clear 12 MB for each start takes long.
+        self._log = np.empty((_LOG, 3), np.int32)
         self._greedy_s: float | None = None  # seconds of the longest greedy plan so far, if there is one
 
     # --- starts by columns ---
@@ -298,15 +301,18 @@ class Starts:
         costs = [self._op_ms(fixed, strips, units)]
         if not space.is_large:
             costs.append(self._step_ms(fixed, strips, units))
+        # Packed once, for it takes longer than what is compiled here.
+        problem = packed(fixed)
         for i, key in enumerate([*costs, space.bytes[fixed.shard[strips, units]]]):
             if plans and (i == len(costs) or not self._has_time()):
                 break
             state, before_s = self._state(space), self.meter.seconds()
-            compiled.share(self.head, fixed, state, cut.shared)
+            words = packed(state)
+            compiled.share(self.head, problem, words, cut.shared)
             # Strips with fewest devices go first.
             order = np.ascontiguousarray(shards[np.lexsort((-key, space.choice[strips]))])
-            if compiled.greedy(self.head, fixed, state, order):
-                compiled.refresh(self.head, fixed, state)
+            if compiled.greedy(self.head, problem, words, order):
+                compiled.refresh(self.head, problem, words)
                 plans.append(state)
                 self._greedy_s = max(self._greedy_s or 0.0, self.meter.seconds() - before_s)
         return min(plans, key=_ms, default=None)
@@ -317,7 +323,8 @@ class Starts:
 
     def _state(self, space: SearchSpace) -> State:
         """A State with nothing placed."""
-        return compiled.empty(space.fixed, len(self.problem.topology.hosts), _LOG, self.seed)
+        state = compiled.empty(space.fixed, len(self.problem.topology.hosts), 0, self.seed)
+        return state._replace(log=self._log)
 
     # --- cuts ---
 

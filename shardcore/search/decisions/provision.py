@@ -47,7 +47,8 @@ class Offer:
     devices: devices of one machine.
     memory_bytes: memory of each device.
     price_per_hour: price of one machine, in any currency.
-    model: folder of the cost model of its devices.
+    model: folder of the cost model of its devices. "": `hardware` prices them.
+    hardware: profile of its devices, in place of a model: a name, or a file.
     most_hosts: machines that can be had.
     watts: power of one machine. None: not known.
     speed: speed of a device, relative to what the model was measured on.
@@ -58,7 +59,8 @@ class Offer:
     devices: int
     memory_bytes: int
     price_per_hour: float
-    model: str
+    model: str = ""
+    hardware: str = ""
     most_hosts: int = 1
     watts: float | None = None
     speed: float = 1.0
@@ -77,11 +79,19 @@ class Offer:
             speed=(1 / MOST_SPEED, MOST_SPEED),
         )
         require(
+            bool(self.model) != bool(self.hardware),
+            f"offer {self.name!r} has model {self.model!r} and hardware {self.hardware!r}; it needs one of the two",
+        )
+        require(
             self.devices * self.most_hosts <= MOST_DEVICES,
             f"offer {self.name!r} has most_hosts "
             f"{self.most_hosts} of {self.devices} devices; a problem has {MOST_DEVICES} devices at most",
         )
         self.topology(1)  # for its refusals
+
+    @property
+    def priced_by(self) -> str:
+        return self.model or self.hardware
 
     def topology(self, hosts: int) -> Topology:
         on_hosts = ([Device(self.memory_bytes, self.speed, f"host-{h}")] * self.devices for h in range(hosts))
@@ -187,7 +197,7 @@ def clusters(problem: Problem, offers: Iterable[Offer]) -> Iterator[Cluster]:
 class Provision(Decision):
     """Choose the cluster to rent or buy.
 
-    models: cost models by the offers' `model`.
+    models: cost models by the offers' `priced_by`.
     """
 
     offers: Sequence[Offer]
@@ -214,7 +224,7 @@ class Provision(Decision):
         # Before any search: a model of another setting would end them all. Offers have other hardware.
         anywhere = replace(problem, topology=replace(problem.topology, hardware=None))
         for offer in self.offers:
-            anywhere.require_setting(self.models[offer.model].for_problem(anywhere).setting)
+            anywhere.require_setting(self.models[offer.priced_by].for_problem(anywhere).setting)
         proposed, plans = list(clusters(problem, self.offers)), defaultdict[tuple[int, int], list[Plan]](list)
         require(
             bool(proposed),
@@ -222,7 +232,10 @@ class Provision(Decision):
             f"number of hosts of offers {', '.join(offer.name for offer in self.offers)} divides evenly",
         )
         for i, cluster in enumerate(proposed):
-            same_size, model = plans[cluster.hosts, cluster.offer.devices], self.models[cluster.offer.model]
+            same_size, model = (
+                plans[cluster.hosts, cluster.offer.devices],
+                self.models[cluster.offer.priced_by],
+            )
             more = len(proposed) - 1 - i
             outcome = yield replace(cluster, model=model, more=more, plans=tuple(same_size))
             # Clusters of the same shape can run each other's plans, if these fit.

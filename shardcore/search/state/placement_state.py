@@ -116,10 +116,9 @@ class PlacementState:
             fits[at] = self._within_limits(self.load[at] + shard, cut[at], ids[at], at[-1])
         for *plan, device in np.argwhere(fits & joins & ((cut == 0) & of_kind).any(-1)):
             # The kind has no cut tables any more, which changes the local batch of all devices.
-            plan = tuple(plan)
-            others = [d for d, load in enumerate(self.load[plan]) if d != device and load.any()]
-            at = *plan, device
-            fits[at] = self._within_limits(self.load[plan][others], cut[at], ids[at], others).all()
+            loads, at = self.load[(*plan,)], (*plan, device)
+            others = np.flatnonzero(loads.any(-1) & (np.arange(len(loads)) != device))
+            fits[at] = self._within_limits(loads[others], cut[at], ids[at], others).all()
         if memory := self.cache.problem.topology.memory:
             of_host = self._on_host @ self._same_host + self.cache.sums[then, 5] - self.cache.sums[was, 5]
             fits &= of_host <= memory[0].bytes
@@ -134,10 +133,10 @@ class PlacementState:
         return load[..., : self._account.phases].max(-1).astype(np.int64)
 
     def _within_limits(
-        self, load: np.ndarray, cut: np.ndarray, ids: np.ndarray, devices: ArrayLike
+        self, load: np.ndarray, cut: np.ndarray, ids: np.ndarray, devices: np.ndarray
     ) -> np.ndarray:
         """[...] bool: loads [..., P + C] that these devices may have. Others as in `_bytes`."""
-        return (self._bytes(load, cut, ids) <= self._account.limits[devices]).all(-1)
+        return np.asarray((self._bytes(load, cut, ids) <= self._account.limits[devices]).all(-1))
 
     def _bytes(self, load: np.ndarray, cut: np.ndarray, ids: np.ndarray) -> np.ndarray:
         """[..., P] bytes of devices with loads [..., P + C].

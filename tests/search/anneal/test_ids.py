@@ -23,8 +23,9 @@ HIDDEN = Job(dense_forward_ms=1e3, dense_backward_ms=1e3)
 """A dense part that hides all ids."""
 
 
-@pytest.mark.parametrize("hosts", ["aaa", "aabb"])
-@pytest.mark.parametrize("sequences, several", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    "hosts, sequences, several", [("aaa", False, False), ("aabb", True, False), ("aabb", True, True)]
+)
 def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(
     hosts, sequences, several, monkeypatch
 ):

@@ -23,74 +23,18 @@ from shardcore.search.anneal.rates import exchange_rates
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.portfolio import annealing as anneal
 from shardcore.step import memory_account
-from shardcore.step.kinds import WHOLE_ROWS, shards_on
+from shardcore.step.kinds import WHOLE_ROWS
 from shardcore.step.lower import lower
 from shardcore.step.memory import used_bytes
 from shardcore.step.output_bytes import output_bytes
 from shardcore.testing.plans import check_plan, every_plan
-from shardcore.testing.problems import BATCH, draw_problem, draw_tables, model_for, table_bytes
+from shardcore.testing.problems import BATCH, draw_problem, model_for, table_bytes
 
 MIB = 2**20
 
 
 def cost(plan) -> float:
     return plan.provenance["predicted_ms"]
-
-
-def moved(old: Plan, new: Plan) -> tuple[int, int]:
-    """Tables, and cells, that are on a device that did not have them."""
-
-    def cells(plan, name):
-        return {
-            (d, row, col)
-            for p in plan.placements
-            if p.shard.table.name == name
-            for d, s in shards_on(p)
-            for row in range(s.row_lo, s.row_hi)
-            for col in range(s.col_lo // 4, s.col_hi // 4)
-        }
-
-    def counts(plan, name):  # columns and rows are exchangeable: only how much a device has matters
-        found: dict[int, int] = {}
-        for d, _, _ in cells(plan, name):
-            found[d] = found.get(d, 0) + 1
-        return found
-
-    tables = n = 0
-    for name in {p.shard.table.name for p in old.placements}:
-        before, after = counts(old, name), counts(new, name)
-        came = sum(max(0, k - before.get(d, 0)) for d, k in after.items())
-        tables, n = tables + (came > 0), n + came
-    return tables, n * 4
-
-
-@pytest.mark.parametrize(
-    "space", ["all", *(pytest.param(space, marks=pytest.mark.long) for space in ("halves", "columns"))]
-)
-def test_it_is_cheaper_than_neuroshard_soon_and_later(space):
-    ratios = {2_000: [], 40_000: []}
-    for seed in range(3):
-        problem = draw_problem(seed, 20, [8 * MIB] * 4)
-        theirs = cost(SHARDERS["neuroshard"](problem, model_for(problem)))
-        for evals, found in ratios.items():
-            plan = anneal(problem, model_for(problem), budget=Budget(evals=evals), space=space)
-            check_plan(plan, problem)
-            found.append(cost(plan) / theirs)
-    assert np.mean(ratios[40_000]) < min(1.0, np.mean(ratios[2_000])), ratios
-
-
-def test_it_finds_the_cheapest_of_all_plans():
-    """Of four tables; of three see conformance.py."""
-    tables = draw_tables(np.random.default_rng(2), 4, (4, 8, 16))
-    problem = replace(draw_problem(2, 4, [MIB] * 2, [1.0, 2.0]), tables=tables)
-    model = model_for(problem)
-    for space in ("columns", "all"):
-        least = min(
-            price(lower(plan, problem), model).total_ms for plan in every_plan(problem, space == "columns")
-        )
-        assert cost(anneal(problem, model, budget=Budget(evals=20_000), space=space)) == pytest.approx(
-            least, rel=1e-6
-        )
 
 
 def test_a_hot_table_is_cut_by_rows_where_that_may_be():
@@ -206,19 +150,6 @@ def test_copies_fit_where_outputs_are_too_large_to_be_side_by_side():
         assert "data_parallel" in {p.kind for p in plan.placements}
 
 
-@pytest.mark.parametrize("seed", [1, 217])
-def test_a_plan_to_start_from_does_not_become_dearer(seed):
-    problem = draw_problem(seed, 15, [MIB] * 6)  # on hosts of 4 and 2, what exchanges cost is far from linear
-    devices = tuple(Device(MIB, host="ab"[d > 3]) for d in range(6))
-    problem = replace(
-        problem, topology=Topology(devices, links=links_of(0.01, within_host=1.0, between_hosts=0.05))
-    )
-    old = SHARDERS["neuroshard"](problem, model_for(problem))
-    for most in (1, None):
-        new = anneal(problem, model_for(problem), budget=Budget(evals=3000), reshard=Reshard(old, most))
-        assert cost(new) <= cost(old) * (1 + 1e-9)
-
-
 def test_a_table_cut_by_columns_of_too_few_rows_to_divide_is_kept():
     flat = Table("flat", 9, 32, 10.0)  # over 8 devices ceil(9 / 8) rows each would leave the last none
     problem = Problem("flat", (flat, Table("other", 500, 8, 1.0)), Topology((Device(MIB),) * 8), BATCH)
@@ -270,33 +201,6 @@ def old() -> tuple[Problem, Plan]:
     return problem, SHARDERS["size_greedy"](problem, model_for(problem))
 
 
-@pytest.mark.parametrize(
-    "tables, n_bytes", [(0, None), (1, None), (3, None), (None, 0), (None, 20_000), (2, 30_000)]
-)
-def test_no_more_of_a_plan_moves_than_may(old, tables, n_bytes):
-    problem, plan = old
-    new = anneal(
-        problem, model_for(problem), budget=Budget(evals=5000), reshard=Reshard(plan, tables, n_bytes)
-    )
-    check_plan(new, problem)
-    n_tables, n_cells = moved(plan, new)
-    assert n_tables <= (np.inf if tables is None else tables) and n_cells * 4 <= (
-        np.inf if n_bytes is None else n_bytes
-    )
-    assert cost(new) <= cost(plan)
-    if tables != 0 and n_bytes != 0:
-        assert cost(new) < cost(plan)
-
-
-def test_new_tables_do_not_count_as_moved(old):
-    problem, plan = old
-    later = replace(problem, tables=(*problem.tables, Table("new", 200, 16, 3.0)))
-    for limits in ({"tables": 1}, {"bytes": 40_000}):
-        new = anneal(later, model_for(later), budget=Budget(evals=5000), reshard=Reshard(plan, **limits))
-        n_tables, n_cells = moved(plan, new)
-        assert 1 <= n_tables <= limits.get("tables", 99) and 4 * n_cells <= limits.get("bytes", np.inf)
-
-
 def test_its_seed_is_used():
     problem = draw_problem(4, 20, [8 * MIB] * 4)
     plans = {
@@ -304,17 +208,6 @@ def test_its_seed_is_used():
         for seed in range(4)
     }
     assert len(plans) > 1
-
-
-def test_new_tables_are_placed_and_statistics_may_change(old):
-    problem, plan = old
-    tables = (replace(problem.tables[0], pooling=55.0), *problem.tables[1:], Table("new", 200, 16, 3.0))
-    later = replace(problem, tables=tables)
-    new = anneal(later, model_for(later), budget=Budget(evals=5000), reshard=Reshard(plan, tables=0))
-    check_plan(new, later)
-    assert {p.shard.table.name: p.devices for p in new.placements if p.shard.table.name != "new"} == {
-        p.shard.table.name: p.devices for p in plan.placements
-    }
 
 
 def test_a_plan_to_start_from_is_refused_where_it_does_not_belong(old):
@@ -332,27 +225,6 @@ def test_a_plan_to_start_from_is_refused_where_it_does_not_belong(old):
     with pytest.raises(Infeasible, match="no device room for tables .*'huge'"):
         huge = replace(problem, tables=(*problem.tables, Table("huge", 10**5, 64, 1.0)))
         anneal(huge, model, reshard=Reshard(plan))
-
-
-def test_a_plan_to_start_from_may_break_constraints_that_are_new(old):
-    problem, plan = old
-    full = max(range(4), key=lambda d: sum(p.devices == (d,) for p in plan.placements))
-    on_first = [p.shard.table.name for p in plan.placements if p.devices == (full,)]
-    other = next(p.shard.table.name for p in plan.placements if p.devices != (full,))
-    drained = Constraints(pinned=tuple((name, tuple({0, 1, 2, 3} - {full})) for name in on_first))
-    grouped = Constraints(together=((on_first[0], other), (on_first[1], "new")))
-    later = replace(problem, tables=(*problem.tables, Table("new", 200, 16, 3.0)))
-    for constraints in (drained, grouped):
-        asked = replace(later, constraints=constraints)
-        new = anneal(asked, model_for(asked), budget=Budget(evals=3000), reshard=Reshard(plan, tables=0))
-        check_plan(new, asked)
-        home = {p.shard.table.name: p.devices for p in plan.placements}
-        concerned = {*on_first} if constraints is drained else {on_first[0], on_first[1], other}
-        assert all(
-            p.devices == home[p.shard.table.name]
-            for p in new.placements
-            if p.shard.table.name not in {*concerned, "new"}
-        )
 
 
 def test_without_limits_a_plan_is_as_good_as_a_fresh_one_and_tables_everywhere_stay_so():

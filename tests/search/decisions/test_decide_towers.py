@@ -89,19 +89,6 @@ def test_out_of_time_the_first_division_that_fits_will_do():
     assert whole.cost(whole.best()) < at_once.cost(at_once.best())
 
 
-def test_out_of_time_a_division_that_does_not_fit_is_still_improved():
-    """The largest first, each on the emptiest host, puts 11 bytes on one of 9."""
-    n_bytes = np.array([5.0, 5, 4, 4, 3, 3, 3])
-    division = Division(
-        np.zeros((7, 7)),
-        np.stack([n_bytes, n_bytes], 1),
-        np.array([(1, 9.0)] * 3),
-        np.ones((7, 3), dtype=bool),
-        seconds=1e-9,
-    )
-    assert np.bincount(division.best(), n_bytes).tolist() == [9, 9, 9]
-
-
 def test_memory_counts_before_affinity():
     # The first two belong together. Within the tolerance they would be, but they take 10.8 of 10.5 bytes.
     load = np.array([(1, 6.0), (1, 4.8), (1, 5.0), (1, 4.2)])

@@ -130,10 +130,6 @@ def test_out_of_time_it_ends_with_what_it_has(monkeypatch):
     assert [entry.why for entry in best.ledger.entries] == ["", "no time was left for it"]
 
 
-def test_the_same_seed_gives_the_same_plan():
-    assert found(problem(), Groups()).plan == found(problem(), Groups()).plan
-
-
 @pytest.mark.parametrize(
     "make",
     [

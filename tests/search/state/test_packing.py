@@ -3,7 +3,6 @@ plans."""
 
 from dataclasses import replace
 from itertools import permutations, product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,15 +12,12 @@ from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.io import files
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.state.packing import lacking, roomiest
 from shardcore.search.state.shards import halve_columns
 from shardcore.step import memory
 from shardcore.step.lower import lower
 from shardcore.testing.problems import model_for
-
-GIB = 2**30
 
 
 def ways(table: Table, topology: Topology):
@@ -75,17 +71,17 @@ def with_memory(of: Problem, n_bytes: int) -> Problem:
     return replace(of, topology=Topology((Device(n_bytes),) * len(of.topology)))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_no_sharder_refuses_what_some_plan_fits(seed):
     given = small(seed)
     least = least_memory(given)
     for times in (1.0, 1.1):
         tight = with_memory(given, int(times * least))
-        for name in ("size_greedy", "neuroshard", "anneal_columns", "anneal"):
+        for name in ("size_greedy", "neuroshard", "anneal"):
             lower(SHARDERS[name](tight, model_for(tight), budget=Budget(evals=50)), tight)
 
 
-@pytest.mark.parametrize("seed", range(12, 18))
+@pytest.mark.parametrize("seed", range(12, 15))
 def test_what_is_said_to_be_lacking_is_enough_and_not_much_more(seed):
     given = small(seed)
     least = least_memory(given)
@@ -94,29 +90,6 @@ def test_what_is_said_to_be_lacking_is_enough_and_not_much_more(seed):
     assert lacks == lacking(plan, short)
     assert lacks <= least - least // 2  # finer cuts than halves may need less
     assert roomiest(with_memory(given, least // 2 + lacks))[1] <= 0
-
-
-def test_two_tables_fit_a_device_that_has_just_their_memory():
-    """FINDINGS E3: a device of 85,248 bytes, refused because each table's largest phase was added up."""
-    tables = tuple(Table(f"t{i}", 100, dim, 1.0) for i, dim in enumerate((64, 32)))
-    given = Problem("two", tables, on_hosts("a"), 48)
-    plan = Plan(tuple(column(t, 0) for t in tables))
-    tight = with_memory(given, memory.used_bytes(plan, given)[0])
-    assert {p.devices for p in SHARDERS["anneal"](tight, model_for(tight)).placements} == {(0,)}
-    short = with_memory(given, tight.topology.devices[0].memory_bytes - 1)
-    with pytest.raises(Infeasible, match="1 byte too little. It would fit with 1 byte more per device"):
-        SHARDERS["anneal"](short, model_for(short))
-
-
-@pytest.mark.parametrize("name", ["size_greedy", "anneal_columns"])
-def test_many_outputs_fit_one_device(name):
-    """MLPerf's 26 tables, with fewer rows, at a large batch."""
-    given = files.read_problem(Path("problems/mlperf-dlrm-dcnv2-8.json"))
-    tables = tuple(replace(t, rows=min(t.rows, 50_000)) for t in given.tables)
-    given = replace(given, tables=tables, topology=on_hosts("a", 1 << 40), global_batch=65536)
-    needed = memory.used_bytes(Plan(tuple(column(t, 0) for t in tables)), given)[0]
-    tight = with_memory(given, needed + given.constraints.reserved_bytes)
-    lower(SHARDERS[name](tight, model_for(tight), budget=Budget(evals=100)), tight)
 
 
 # --- large ones ---------------------------------------------------------------------------------------------

@@ -21,10 +21,8 @@ from cuts import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.topology import Device, Topology
-from shardcore.core.types import Problem, Setting, Shard, Table
+from shardcore.core.types import Setting, Shard
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.search.state.placement_state import PlacementState
@@ -32,8 +30,6 @@ from shardcore.search.state.shard_cost_cache import ShardCostCache
 from shardcore.search.state.shards import bundles, devices_of
 from shardcore.step.lower import lower
 from shardcore.step.memory import used_bytes
-
-MIB = 2**20
 
 
 def state_of(problem, shards, batch=()):
@@ -44,7 +40,7 @@ def state_of(problem, shards, batch=()):
     return PlacementState(cache, keys, batch), keys
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 10**6), rows=st.booleans())
 def test_it_costs_what_its_plan_does_also_after_shards_were_elsewhere(seed, rows):
     rng = np.random.default_rng(seed)
@@ -145,7 +141,7 @@ def devices_that_fit(problem, cuts, devices, c, batch) -> set[int]:
 
 @pytest.mark.parametrize("caches", [False, True])
 @pytest.mark.parametrize("batch", [False, True])
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(8))
 def test_what_it_counts_is_what_the_finished_plan_takes_to_the_byte(seed, batch, caches):
     """Tables of all kinds. Plans that cut them differently are kept one by one, or in one batch."""
     rng, problem = np.random.default_rng(seed), draw_all_kinds(seed, caches)
@@ -156,47 +152,6 @@ def test_what_it_counts_is_what_the_finished_plan_takes_to_the_byte(seed, batch,
         enough, less = (with_memory(problem, [n - k for n in used]) for k in (0, 1))
         assert devices_that_fit(enough, cuts, devices, c, batch) == set(devices[c])
         assert devices_that_fit(less, cuts, devices, c, batch) == set()
-
-
-def test_a_shard_fits_to_the_byte_and_only_where_its_table_may_be():
-    tables = tuple(Table(name, 10**4, 4, 1.0) for name in "tu")
-    ample = Problem(
-        "p", tables, Topology((Device(MIB),) * 3), BATCH, constraints=Constraints(pinned=(("u", (0, 2)),))
-    )
-    shards = list(map(Shard.whole, tables))
-    one, both = (used_bytes(plan_of(shards, at, ample), ample)[0] for at in ((0, 2), (0, 0)))
-    problem = with_memory(ample, (one - 1, one, both - 1))
-    state, [free, pinned] = state_of(problem, shards)
-    assert state.fits(*free).tolist() == [False, True, True]
-    assert state.fits(*pinned).tolist() == [False, False, True]
-    state.place(*free, 2)
-    assert state.fits(*pinned).tolist() == [False, False, False]
-    state.remove(*free, 2)
-    state.place(*free, 1)
-    assert state.fits(*pinned).tolist() == [False, False, True]
-
-
-@pytest.mark.parametrize("optimizer", ["exact_sgd", "rowwise_adagrad"])
-def test_columns_that_join_others_of_their_table_take_what_the_wider_shard_does(optimizer):
-    """The optimizer's state of rows, and ids, are there once."""
-    table = Table("t", 1000, 16, 10.0)
-    problem = Problem("p", (table,), Topology((Device(MIB),) * 2), BATCH, optimizer)
-    shards = [Shard(table, 0, 1000, lo, hi) for lo, hi in ((0, 4), (4, 8), (8, 16))]
-    used = used_bytes(plan_of(shards, (1, 1, 0), problem), problem)
-    for less in (0, 1):
-        state, [first, second, other] = state_of(with_memory(problem, [n - less for n in used]), shards)
-        state.place(*first, 1)
-        state.place(*other, 0)
-        assert state.fits(*second).tolist() == [False, not less]
-
-
-def test_tables_kept_together_are_one_bundle():
-    problem = replace(draw_problem(1, n_tables=4), constraints=Constraints(together=(("t0", "t2", "t3"),)))
-    state, keys = state_of(problem, list(map(Shard.whole, problem.tables)))
-    for key, device in zip(keys, (3, 1), strict=True):
-        state.place(*key, device)
-    homes = {p.shard.table.name: p.devices for p in state.plan().placements}
-    assert homes == {"t0": (3,), "t1": (1,), "t2": (3,), "t3": (3,)}
 
 
 def test_a_plan_that_lacks_a_table_is_refused():

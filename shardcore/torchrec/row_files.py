@@ -1,7 +1,11 @@
-"""Rows of HotColdEmbeddingCollections on disk, by their ids: independent of hot ids, plan and ranks.
+"""Rows of a job's tables on disk, by their ids: independent of plan, hot ids and ranks.
 
-Each rank writes its rows with their ids. To load, each rank reads the ids that it needs from the files of all
-ranks. So training goes on with other hot ids (as heat drifts), another plan, or another number of ranks.
+Each rank writes its rows with their ids and optimizer state. To load, each rank reads the ids that it needs
+from the files of all ranks. So training goes on under another plan, with other kinds of sharding, with
+another number of ranks, or with other hot ids, and nobody needs the plan that wrote them.
+
+Tables of collections that a module wraps (managed collision, feature processors) are left to the job's own
+checkpoint.
 
 A rank holds one file's tensors at a time in memory. complete.json, written last, has the digest of each file:
 a folder that is not whole, and a flipped bit, are refused.
@@ -11,9 +15,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +33,22 @@ from shardcore.io.model_files import UNREADABLE
 from shardcore.io.schema import build, parse_json, require_file
 from shardcore.io.writing import write_atomic, write_json
 from shardcore.tables.hot_rows import COLD
-from shardcore.torchrec.hot_cold import HotColdEmbeddingCollection, hot_cold_modules
+from shardcore.torchrec.hot_cold import hot_cold_modules
 from shardcore.torchrec.modules import path_in_model
+from shardcore.torchrec.rows import (
+    WEIGHTS,
+    DenseOptimizer,
+    Key,
+    Part,
+    collections_of,
+    dense_part,
+    dense_states,
+    fresh_state,
+    parts_of,
+    weight_of,
+)
 
 _ROWS, _COMPLETE, _META = "rows", "rows-complete", "shardcore"
-_FUSED_STATE = {"momentum1": "sum"}
-"""Optimizer state of FBGEMM's fused optimizers and of torch.optim's: Adagrad, row-wise or not, has one."""
-_STEPS, _FUSED_STEPS = "step", "iter"
-"""Their counts of steps, which belong to no row."""
 
 
 @dataclass(frozen=True)
@@ -48,21 +60,25 @@ class _Rows:
     columns: [lo, hi).
     tensors: by name, [N, hi - lo] weights, and optimizer state of cells or [N] of rows. They share memory
       with the module's own.
+    step: steps that its optimizer has counted. None: it counts none.
+    set_step: sets the count.
     """
 
     table: str
     ids: np.ndarray
     columns: tuple[int, int]
     tensors: dict[str, torch.Tensor]
+    step: int | None = None
+    set_step: Callable[[int], None] | None = None
 
 
-def save_rows(model: nn.Module, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Write the rows of a model's HotColdEmbeddingCollections to a folder. All ranks call it.
+def save_rows(model: nn.Module, folder: str | Path, optimizer: Any = None) -> None:
+    """Write the rows of a model's tables to a folder. All ranks call it.
 
-    optimizer: of hot rows, whose state is written too, with that of TorchRec's fused optimizers.
+    optimizer: the job's, of replicas and hot rows. Their state is written too, with that of fused optimizers.
 
-    Raises ShardCoreError for a model without such collections, a folder that has other rows, and state of
-    other optimizers than SGD and Adagrad.
+    Raises ShardCoreError for a model without tables, a folder that has other rows, and state of an optimizer
+    that is not known.
     """
     from safetensors.torch import save
 
@@ -75,7 +91,7 @@ def save_rows(model: nn.Module, folder: str | Path, optimizer: torch.optim.Optim
     digests: dict[str, str] = {}
     with _all_or_none():
         for i, part in enumerate(parts):
-            about = document(_ROWS, {"table": part.table, "columns": part.columns})
+            about = document(_ROWS, {"table": part.table, "columns": part.columns, "step": part.step})
             tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in part.tensors.items()}
             content = save({"ids": torch.from_numpy(part.ids), **tensors}, {_META: json.dumps(about)})
             name = f"rows-{rank:05d}-{i:05d}.safetensors"
@@ -89,39 +105,43 @@ def save_rows(model: nn.Module, folder: str | Path, optimizer: torch.optim.Optim
             write_json(folder / "complete.json", document(_COMPLETE, seal({"ranks": n, "files": files})))
 
 
-def load_rows(model: nn.Module, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Fill a model's HotColdEmbeddingCollections with rows that `save_rows` wrote. All ranks call it.
+def load_rows(model: nn.Module, folder: str | Path, optimizer: Any = None, approximate: bool = False) -> None:
+    """Fill a model's tables with rows that `save_rows` wrote. All ranks call it.
 
-    optimizer: of hot rows. Call this after its first step, or after its state was loaded: before, it has no
-        state to fill.
+    optimizer: the job's, of replicas and hot rows. It gets their state.
+    approximate: True to load optimizer state as well as it can be where it has another form here: a mean over
+      columns, a number a row for its cells, or none.
 
-    Raises ShardCoreError for a folder that is not whole, and for rows that are missing in it.
+    Raises ShardCoreError for a folder that is not whole, for rows that are missing in it, and for state that
+    has another form here.
     """
     with _all_or_none():
         folder = Path(folder)
         files = _complete(folder)
-        parts = list(_parts(model, optimizer, replicas=True))
+        parts = list(_parts(model, optimizer, replicas=True, filling=True))
         # Columns that each row of a tensor still lacks.
         missing = [
             {name: np.full(len(part.ids), part.columns[1] - part.columns[0]) for name in part.tensors}
             for part in parts
         ]
+        for tensor in (t for part in parts for t in part.tensors.values() if t.ndim == 1):
+            tensor.zero_()  # parts of columns add up to it
         tables = {part.table for part in parts}
         for path, digest in files.items():
             if (rows := _read(path, digest, tables)) is not None:
                 for part, columns in zip(parts, missing, strict=True):
                     if part.table == rows.table:
-                        _fill(part, columns, rows)
+                        _fill(part, columns, rows, approximate)
         for part, lacking in zip(parts, missing, strict=True):
             for name, columns in lacking.items():
-                if (columns > 0).any():
+                if (columns > 0).any() and (name == WEIGHTS or not approximate):
                     raise ShardCoreError(
                         f"{folder} lacks {name} of {np.count_nonzero(columns)} rows of table {part.table!r}, such as "
                         f"id {part.ids[np.argmax(columns > 0)]}"
                     )
 
 
-def _fill(part: _Rows, missing: dict[str, np.ndarray], source_rows: _Rows) -> None:
+def _fill(part: _Rows, missing: dict[str, np.ndarray], source_rows: _Rows, approximate: bool) -> None:
     """Copy the rows of a part that a file has."""
     ids, columns = source_rows.ids, source_rows.columns
     # [N] position in the file of each row of the part, if the file has it.
@@ -130,118 +150,109 @@ def _fill(part: _Rows, missing: dict[str, np.ndarray], source_rows: _Rows) -> No
     lo, hi = max(columns[0], part.columns[0]), min(columns[1], part.columns[1])
     if not len(have) or lo >= hi:
         return
+    if source_rows.step is not None and part.set_step is not None:
+        part.set_step(source_rows.step)
     # Positions in the file and in the part.
     rows, into = torch.from_numpy(at[have]), torch.from_numpy(have)
+    if (lost := source_rows.tensors.keys() - part.tensors.keys()) and not approximate:
+        raise ShardCoreError(
+            f"table {part.table!r} has state {', '.join(sorted(lost))} in its file, and no optimizer here that keeps "
+            "it; give the optimizer, or set approximate to leave it out"
+        )
     for name, tensor in part.tensors.items():
         if name not in source_rows.tensors:
             continue
         source = source_rows.tensors[name]
-        if source.ndim != tensor.ndim:
-            kinds = {1: "rows", 2: "cells"}
+        flat = source.ndim == 1 or tensor.ndim == 1
+        if not approximate and (source.ndim != tensor.ndim or (flat and columns != part.columns)):
+            forms = [
+                "cells" if t.ndim == 2 else f"rows of columns {c[0]} to {c[1]}"
+                for t, c in ((source, columns), (tensor, part.columns))
+            ]
             raise ShardCoreError(
-                f"optimizer state {name!r} of table {part.table!r} is of {kinds[source.ndim]} where its rows "
-                f"were, and of {kinds[tensor.ndim]} where they are now; hot and other rows need the same "
-                "optimizer (both row-wise Adagrad, or neither)"
+                f"optimizer state {name!r} of table {part.table!r} is of {forms[0]} in its file, and of {forms[1]} "
+                "here; use the same optimizer and parts of columns, or set approximate to load it as well as can be"
             )
+        into_device = into.to(tensor.device)
+        if source.ndim == 2:
+            source = source[:, lo - columns[0] : hi - columns[0]]
+        values = source[rows]
         if tensor.ndim == 1:
-            tensor[into.to(tensor.device)] = source[rows].to(tensor)
-            missing[name][have] = 0
+            share = (hi - lo) / (part.columns[1] - part.columns[0])
+            tensor[into_device] += (values.mean(1) if values.ndim == 2 else values).to(tensor) * share
         else:
-            cells = source[:, lo - columns[0] : hi - columns[0]][rows]
-            tensor[into.to(tensor.device), lo - part.columns[0] : hi - part.columns[0]] = cells.to(tensor)
-            # Columns may come from several files.
-            missing[name][have] -= hi - lo
+            left = part.columns[0]
+            tensor[into_device, lo - left : hi - left] = (values[:, None] if values.ndim == 1 else values).to(
+                tensor
+            )
+        # Columns may come from several files.
+        missing[name][have] -= hi - lo
 
 
 # --- rows of a rank -----------------------------------------------------------------------------------------
 
 
-def _parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, replicas: bool) -> Iterator[_Rows]:
-    """Rows of all tables on this rank. replicas: True to count hot rows, which all ranks have."""
-    collections = list(hot_cold_modules(model))
+def _parts(model: nn.Module, optimizer: Any, replicas: bool, filling: bool = False) -> Iterator[_Rows]:
+    """Rows of all tables on this rank.
+
+    replicas: True to count tables and hot rows that all ranks have.
+    filling: True to give replicas the state that their optimizer has not made yet.
+    """
+    dense = DenseOptimizer(optimizer)
+    divided = {path_in_model(path, model): module for path, module in hot_cold_modules(model)}
+    collections = collections_of(model, unsharded=True)
     if not collections:
         raise ShardCoreError(
-            f"a {type(model).__name__} has no HotColdEmbeddingCollection; there are no rows to save or load"
+            f"a {type(model).__name__} has no EmbeddingBagCollection and no EmbeddingCollection that nothing wraps; "
+            "there are no rows to save or load"
         )
-    for path, module in collections:
-        path = path_in_model(path, model)
-        if replicas:
-            yield from _hot_parts(path, module, optimizer)
-        yield from _cold_parts(path, module)
-
-
-def _hot_parts(
-    path: str, module: HotColdEmbeddingCollection, optimizer: torch.optim.Optimizer | None
-) -> Iterator[_Rows]:
-    for name, hot in module.hot_ids.items():
-        weight = module.hot[name]
-        state = optimizer.state.get(weight, {}) if optimizer else {}
-        # Counts of steps belong to no row.
-        of_rows = {k: v for k, v in state.items() if torch.is_tensor(v) and k != _STEPS}
-        _require_known(of_rows, _FUSED_STATE.values(), f"{path}.{name}")
-        states = {k: _state(v, len(hot.ids)) for k, v in of_rows.items()}
-        tensors = {"weights": weight.detach(), **states}
-        yield _Rows(f"{path}.{name}", hot.ids, (0, weight.shape[1]), tensors)
-
-
-def _cold_parts(path: str, module: HotColdEmbeddingCollection) -> Iterator[_Rows]:
-    states = _fused_states(module.cold, path)
-    names = {name + (COLD if name in module.hot_ids else ""): name for name in module.whole_tables()}
-    for key, value in module.cold.state_dict().items():
-        table = key.split(".")[1]  # embeddings.NAME.weight
-        name = names[table]
-        for i, (tensor, (row, column)) in enumerate(_local(value)):
-            rows, width = tensor.shape
-            if not rows or not width:
+    for path, module in divided.items() if replicas else ():
+        for name, hot in module.hot_ids.items():
+            part = _dense((path, name), module.hot[name], dense, filling)
+            yield replace(_rows(part), ids=hot.ids)
+    for path, collection in collections.items():
+        outer = path.removesuffix("cold").removesuffix(".")
+        owner = divided.get(outer) if path.endswith("cold") else None
+        for part in parts_of(path, collection, dense):
+            table = part.key[1]
+            if _is_replica(collection, part):
+                if not replicas:
+                    continue
+                part = _dense(part.key, weight_of(collection, table), dense, filling)
+            if owner is None:
+                yield _rows(part)
                 continue
-            ids = np.arange(row, row + rows)
-            if name in module.hot_ids:
-                ids = module.hot_ids[name].cold_ids(row, row + rows)
-            tensors = {"weights": tensor.detach()}
-            for state, shards in states.get(table, {}).items():
-                tensors[state] = _state(shards[i], rows)
-            yield _Rows(f"{path}.{name}", ids, (column, column + width), tensors)
+            name = table.removesuffix(COLD)
+            if name != table and name in owner.hot_ids:
+                rows = _rows(replace(part, key=(outer, name)))
+                yield replace(rows, ids=owner.hot_ids[name].cold_ids(*part.rows))
+            else:
+                yield _rows(replace(part, key=(outer, table)))
 
 
-def _local(value: Any) -> list[tuple[torch.Tensor, tuple[int, int]]]:
-    """This rank's shards of a parameter, each with its first row and column."""
-    if hasattr(value, "local_shards"):
-        return [(s.tensor, tuple(s.metadata.shard_offsets)) for s in value.local_shards()]
-    return [(value, (0, 0))]
+def _rows(part: Part) -> _Rows:
+    return _Rows(
+        ".".join(filter(None, part.key)),
+        np.arange(*part.rows),
+        part.columns,
+        part.tensors,
+        part.step,
+        part.set_step,
+    )
 
 
-def _fused_states(cold: nn.Module, path: str) -> dict[str, dict[str, list[torch.Tensor]]]:
-    """Tensors of TorchRec's fused optimizer for this rank's shards, by table and name of the state."""
-    fused: Any = getattr(cold, "fused_optimizer", None)
-    states: dict[str, dict[str, list[torch.Tensor]]] = {}
-    for of_group in (fused.state_dict()["state"] if fused else {}).values():
-        for key, value in of_group.items():
-            table, _, name = key.rpartition(".")
-            table = table.rsplit(".", 1)[-1]
-            is_tensor = hasattr(value, "local_shards") or torch.is_tensor(value)
-            if name in (_STEPS, _FUSED_STEPS) or not is_tensor:
-                continue
-            tensors = [tensor for tensor, _ in _local(value)]
-            if not tensors:
-                continue
-            _require_known([name], _FUSED_STATE, f"{path}.{table}")
-            states.setdefault(table, {})[_FUSED_STATE[name]] = tensors
-    return states
+def _is_replica(collection: Any, part: Part) -> bool:
+    plan = getattr(collection, "module_sharding_plan", None)
+    return plan is None or plan[part.key[1]].sharding_type == "data_parallel"
 
 
-def _state(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """State of cells [N, D], or of rows [N], as a view."""
-    tensor = tensor.detach()
-    return tensor.view(rows) if tensor.numel() == rows else tensor.view(rows, -1)
-
-
-def _require_known(names: Collection[str], known: Collection[str], table: str) -> None:
-    for name in names:
-        if name not in known:
-            raise ShardCoreError(
-                f"the optimizer of table {table!r} has state {name!r}; rows are saved of "
-                f"SGD and Adagrad ({', '.join(known)}) only"
-            )
+def _dense(key: Key, weight: nn.Parameter, optimizer: DenseOptimizer, filling: bool) -> Part:
+    """A table, or hot rows, under the job's dense optimizer."""
+    if (found := optimizer.group_of(weight)) is not None:
+        states = dense_states(*found)
+        if filling and states and not optimizer.state_of(weight):
+            found[0].state[weight] = fresh_state(*found, weight, 0)
+    return dense_part(key, weight, optimizer)
 
 
 # --- files ------------------------------------------------------------------------------------------------
@@ -261,6 +272,7 @@ class _Header:
 
     table: str
     columns: tuple[int, int]
+    step: int | None = None
 
 
 def _complete(folder: Path) -> dict[Path, str]:
@@ -312,7 +324,7 @@ def _read(path: Path, digest: str, tables: Collection[str]) -> _Rows | None:
                 f"{path} has {shown(name)} {tensor.dtype} {list(tensor.shape)} for {len(ids)} rows and columns {lo} to "
                 f"{hi}; it needs numbers of rows or cells"
             )
-    return _Rows(header.table, ids, (lo, hi), tensors)
+    return _Rows(header.table, ids, (lo, hi), tensors, header.step)
 
 
 def _ranks() -> tuple[int, int]:

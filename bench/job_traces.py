@@ -1,0 +1,263 @@
+"""What does one traced step of a job tell of its other plans? Real TorchRec jobs on gloo processes of this machine.
+
+    python -m bench.job_traces MODEL --jobs 10 --out FOLDER
+
+Each job is a drawn problem with random plans of all kinds (measure/sampling/steps.py, of a seed that nothing else
+uses) and the plan that a greedy search finds. They take turns, in another order each round. The first has a
+ShardCoreProfiler, which traces three steps. The median steps of the *other* plans are the truth. A model predicts them:
+
+  as it is        with the dense part that the trace shows
+  anchored        as it is, and all else of the traced plan's step counts as the dense part
+  corrected       by the first traced step (cost/traced_factors.py)
+  by three        by all three
+  mean            each plan takes what the traced one took: the least that a model has to beat
+
+The same from a model of another machine, emulated: MODEL with lookups and exchanges multiplied by --other.
+
+FOLDER gets report.md, and for each job the traces and a file; a rerun goes on after the jobs that are done.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import common
+from bench.common import say
+from bench.job_traces_training import TURN, Job, work
+from shardcore import report
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Plan, Problem, Setting
+from shardcore.cost import composite, traced_factors
+from shardcore.cost.model import price
+from shardcore.cost.traced_factors import QUANTITIES, with_around
+from shardcore.io import files, writing
+from shardcore.measure import local_ranks
+from shardcore.measure.sampling.steps import step_plans
+from shardcore.plans import traced_job
+from shardcore.search import SHARDERS, Budget
+from shardcore.step.lower import lower
+from shardcore.torchrec.sharding_plan import to_torchrec
+
+SEED = 4_242
+TABLE_BYTES = 128 << 20
+TIMEOUT_S = 240.0
+ARMS = ("as it is", "anchored", "corrected", "by three", "mean")
+
+
+def job_of(
+    index: int, pool: Sequence[Any], setting: Setting, ranks: int, model: Any
+) -> tuple[Problem, dict[str, Plan]]:
+    """A problem and its plans. The first is traced."""
+    problem, drawn = step_plans(pool, index, setting, ranks, TABLE_BYTES, SEED)
+    greedy = SHARDERS["size_lookup_greedy"](
+        problem, model.for_problem(problem), seed=0, budget=Budget(evals=200)
+    )
+    plans = {f"{i}: {words}": plan for i, (words, plan) in enumerate(drawn)} | {"greedy": greedy}
+    trained = {name: plan for name, plan in plans.items() if _trains(plan, problem)}
+    order = np.random.default_rng([SEED, index]).permutation(len(trained))
+    return problem, {list(trained)[i]: list(trained.values())[i] for i in order}
+
+
+def _trains(plan: Plan, problem: Problem) -> bool:
+    try:
+        return bool(to_torchrec(plan, problem, "tables", "cpu"))
+    except ShardCoreError as error:
+        say(f"{problem.name}: {error}")
+        return False
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Train a job's plans; ms of their steps, and of the callback."""
+    ranks = len(job.problem.topology)
+    said: list[Any] = [None] * ranks
+    for rank, value in local_ranks.run("job", work, ranks, (job,), TIMEOUT_S):
+        said[rank] = value
+    # A step takes as long as on the slowest rank.
+    steps = {name: np.max([times[name] for times, _ in said], axis=0).tolist() for name in job.plans}
+    return {"steps_ms": steps, "callback_ms": np.max([ms for _, ms in said], axis=0).tolist()}
+
+
+# --- judged -------------------------------------------------------------------------------------------------
+
+
+def judged(
+    problem: Problem, plans: Mapping[str, Plan], found: Mapping[str, Any], folder: Path, model: Any
+) -> dict[str, Any]:
+    """Measured ms of a job's plans, and what each arm predicts."""
+    # A job's callback times a thousand steps between two traced ones. Here its plan takes turns with others.
+    step_ms = float(np.median(found["steps_ms"][next(iter(plans))]))
+    all_steps = replace(traced_job.read(folder), step_ms=step_ms)
+    job = replace(all_steps, traced=replace(all_steps.traced, steps=all_steps.traced.steps[:1]))
+    assert job.problem is not None
+    checked, by_three = traced_job.check(job, model), traced_job.check(all_steps, model)
+    measured = {name: float(np.median(ms)) for name, ms in found["steps_ms"].items()}
+    noise = {name: _noise_ms(ms) for name, ms in found["steps_ms"].items()}
+    tables = {t.name: t for t in job.problem.tables}
+    around = [rank.cost_ms("dense_ms") for step in job.traced.steps for rank in step.ranks]
+    as_it_is = with_around(job.problem, float(np.median(around)))
+    anchor = max(0.0, job.total_ms - checked.before.cost.total_ms + checked.before.cost.dense_ms)
+    arms = {
+        "as it is": (as_it_is, model),
+        "anchored": (with_around(job.problem, anchor), model),
+        "corrected": (checked.problem, checked.model),
+        "by three": (by_three.problem, by_three.model),
+    }
+    predicted = {
+        arm: {name: _predicted_ms(plan, of, ours, tables) for name, plan in plans.items()}
+        for arm, (of, ours) in arms.items()
+    }
+    predicted["mean"] = dict.fromkeys(plans, job.total_ms)
+    return {
+        "name": problem.name,
+        "traced": next(iter(plans)),
+        "traced_ms": job.total_ms,
+        "measured_ms": measured,
+        "noise_ms": noise,
+        "predicted_ms": predicted,
+        "named": float(np.mean([r.named_share for s in all_steps.traced.steps for r in s.ranks])),
+        "factors": {
+            q.words: checked.correction.factors[q].value
+            for q in QUANTITIES
+            if checked.correction.factors[q].units
+        },
+        "around_ms": checked.correction.around_ms,
+    }
+
+
+def _predicted_ms(plan: Plan, problem: Problem, model: Any, tables: Mapping[str, Any]) -> float:
+    placements = tuple(
+        replace(p, shard=replace(p.shard, table=tables[p.shard.table.name])) for p in plan.placements
+    )
+    return price(lower(Plan(placements), problem, fits=False), model.for_problem(problem)).total_ms
+
+
+def _noise_ms(rounds_ms: Sequence[Sequence[float]]) -> float:
+    """Half the 95% interval of a median, from the medians of rounds."""
+    medians = [float(np.median(ms)) for ms in rounds_ms]
+    return 1.96 * 1.253 * float(np.std(medians, ddof=1)) / np.sqrt(len(medians))
+
+
+def other_machine(model: Any, factor: float) -> Any:
+    """The model with lookups multiplied and exchanges divided by a factor: as if of another machine."""
+    factors = {
+        q: traced_factors.Factor(factor if q.family == traced_factors.COMPUTE else 1 / factor, 0.0, 0)
+        for q in QUANTITIES
+    }
+    return traced_factors.corrected(model, factors)
+
+
+def summary(jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """A row for each arm: errors of the other plans' steps, and ranks."""
+    rows = []
+    for arm in ARMS:
+        errors, taus, slips = [], [], []
+        for job in jobs:
+            others = [name for name in job["measured_ms"] if name != job["traced"]]
+            real = np.array([job["measured_ms"][name] for name in others])
+            ours = np.array([job["predicted_ms"][arm][name] for name in others])
+            noise = np.array([job["noise_ms"][name] for name in others])
+            errors += (np.abs(ours - real) / real).tolist()
+            slips.append(float(np.mean(ours / real)))
+            taus.append(_tau_beyond_noise(real, ours, noise))
+        tau = [x for x in taus if x is not None]
+        rows.append(
+            (
+                arm,
+                f"{np.mean(errors):.1%}",
+                f"{np.median(errors):.1%}",
+                f"{np.quantile(errors, 0.9):.1%}",
+                f"{np.mean(slips):.2f}",
+                f"{np.mean(tau):.2f}" if tau and arm != "mean" else "-",
+            )
+        )
+    return rows
+
+
+def _tau_beyond_noise(real: np.ndarray, ours: np.ndarray, noise: np.ndarray) -> float | None:
+    """Kendall's tau of the pairs that differ beyond noise. None where there are none."""
+    i, j = np.triu_indices(len(real), 1)
+    apart = np.abs(real[i] - real[j]) > np.hypot(noise[i], noise[j])
+    signs = np.sign(real[i] - real[j]) * np.sign(ours[i] - ours[j])
+    return float(signs[apart].mean()) if apart.any() else None
+
+
+HEADERS = ("prediction", "mean error", "median", "9 of 10 below", "predicted / measured", "tau beyond noise")
+
+
+def text(
+    jobs: Sequence[Mapping[str, Any]],
+    other: Sequence[Mapping[str, Any]],
+    found: Sequence[Mapping[str, Any]],
+    factor: float,
+) -> str:
+    noise = np.median(
+        [job["noise_ms"][n] / job["measured_ms"][n] for job in jobs for n in job["measured_ms"]]
+    )
+    plans = sum(len(job["measured_ms"]) - 1 for job in jobs)
+    callback = np.array([job["callback_ms"] for job in found])
+    quiet, busy = np.median(callback), callback.sum(1) - callback.shape[1] * np.median(callback)
+    step_ms = np.median([job["traced_ms"] for job in jobs])
+    return "\n\n".join(
+        [
+            "# Steps of other plans, after one traced step",
+            f"{len(jobs)} jobs, {plans} other plans; a plan's step is known to ±{noise:.1%} (median, 95%), from "
+            f"{len(found[0]['steps_ms'][jobs[0]['traced']])} turns of {TURN - 1} timed steps. Named: "
+            f"{np.mean([job['named'] for job in jobs]):.1%} of a traced step's ms (least "
+            f"{min(job['named'] for job in jobs):.1%}).",
+            report.markdown_table(HEADERS, summary(jobs)),
+            f"From a model of another machine, emulated (lookups x {factor:g}, exchanges / {factor:g}):",
+            report.markdown_table(HEADERS, summary(other)),
+            f"The callback takes {quiet:.3f} ms a step without tracing, and {np.median(busy):.0f} ms in all for a "
+            f"traced one (median over jobs, with writing): {(quiet + np.median(busy) / 1000) / step_ms:.2%} of a step "
+            f"of {step_ms:.0f} ms at every=1000.",
+        ]
+    )
+
+
+def main() -> None:
+    parser = common.parser(
+        __doc__,
+        {"model": "folder of the cost model"},
+        out=(..., "folder of the report and of what is done"),
+        jobs=10,
+        first=(0, "number of the first job"),
+        ranks=2,
+        rounds=(8, "turns of each plan, 4 or more"),
+        other=(1.7, "factor of the emulated model of another machine"),
+        minutes=(60.0, "begin no job after so many"),
+    )
+    parser.add_argument("--pool", type=Path, default=Path("datasets/cpu-amd-epyc/pool-5100d5310aebd953.json"))
+    args = parser.parse_args()
+    model, pool = composite.load(args.model), files.read_pool(args.pool)
+    done, until = [], time.monotonic() + 60 * args.minutes
+    for index in range(args.first, args.first + args.jobs):
+        problem, plans = job_of(index, pool, model.setting, args.ranks, model)
+        folder, path = args.out / problem.name, args.out / f"{problem.name}.json"
+        if not path.exists():
+            if time.monotonic() > until:
+                break
+            writing.write_json(path, run(Job(problem, plans, model.setting, folder, args.rounds)))
+        found = json.loads(path.read_text())
+        if set(found["steps_ms"]) != set(plans):
+            raise ShardCoreError(f"{path} is of other plans; remove it to run them again")
+        done.append((found, problem, plans, folder))
+        medians = {name: round(float(np.median(ms)), 1) for name, ms in found["steps_ms"].items()}
+        say(f"{problem.name}, ms of plans: {medians}")
+    jobs = [judged(problem, plans, found, folder, model) for found, problem, plans, folder in done]
+    theirs = other_machine(model, args.other)
+    other = [judged(problem, plans, found, folder, theirs) for found, problem, plans, folder in done]
+    writing.write_json(args.out / "jobs.json", {"jobs": jobs, "other": other})
+    page = text(jobs, other, [found for found, *_ in done], args.other)
+    writing.write_atomic(args.out / "report.md", (page + "\n").encode())
+    print(page)
+
+
+if __name__ == "__main__":
+    main()

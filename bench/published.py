@@ -1,0 +1,326 @@
+"""Hardware profiles against published measurements: what they err by, on sources that they were not fitted to.
+
+    python -m bench.published                       # errors, from the timings in bench/published_timings.csv
+    python -m bench.published --ask OTHER.csv       # errors of the shipped profiles on other timings
+    python -m bench.published --write               # fit all profiles to all timings, and write them
+    python -m bench.published --reduce RAW.csv      # make bench/published_timings.csv of a table of published timings
+    python -m bench.published --plans INPUTS        # plans for 8 to 128 H100: ours and TorchRec's, under the profile
+
+Whole sources are either fitted or asked, never rows of one source both. The shipped profiles are fitted to all.
+No row leaves without a reason. Qualities are those of the table: A, card and shape stated; B, one of them inferred; C,
+more; D, not to be used; M, a trained net's output. A and B are fitted.
+
+Beside each error stands that of the constants of TorchRec's planner (constants.py and planner/constants.py, 1.8.0).
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from bench import common, published_plans
+from bench.published_cards import SHIPPED, card_of, profiles
+from shardcore import report
+from shardcore.core.types import PRECISION_BYTES
+from shardcore.cost.profile import Profile, load_profile, write_profile
+from shardcore.cost.profile_fit import EXCHANGES, OPS, QUALITIES, Predictor, Timing, read_timings
+from shardcore.io import writing
+
+TIMINGS = Path(__file__).parent / "published_timings.csv"
+PROFILES = Path(__file__).parents[1] / "shardcore" / "cost" / "profiles"
+ASKED = (
+    "benchmark_results.json@6ac3d68a",
+    "aws-samples/awsome-distributed-training",
+    "results_sophia  setup 1",
+    "results_sophia  setup 6",
+    "results_polaris nccl_2_18 setup 4",
+    "pytorch/FBGEMM PR 5712",
+)
+"""Parts of the names of sources that are asked. All others are fitted."""
+LARGE_BYTES = 32 << 20
+HBM_GBPS, UVM_GBPS, CACHE_GBPS, NEAR_GBPS, FAR_GBPS = 963.0, 3.4, 22.0, 644.0, 13.4
+"""TorchRec's constants: HBM_MEM_BW, and what caching and UVM get; INTRA_NODE_BANDWIDTH, CROSS_NODE_BANDWIDTH."""
+
+
+# --- the table of timings -----------------------------------------------------------------------------------
+
+_KEPT = (
+    "source,gpu,op,impl,B,T,E,D,L,unique,weights_precision,optimizer,weighted,index_distribution,mode,cached,time_us,"
+    "ranks,hosts,interconnect,msg_bytes_per_rank,quality,notes"
+).split(",")
+_PAIR, _SUM = "bwd kernel, rows hit ", "bwd kernels (CTA + warp)"
+_STEP = "training step (DLRM-DCNv2, whole model)"
+_CACHED = {
+    "cache_load_factor 0.1": "0.1",
+    "1/8 of rows": "0.125",
+    # The footprint is that of the rows of 100 batches, as the generator of their ids gives them.
+    "cache = 1.0 x measured footprint": "0.073",
+    "cache = 0.8 x measured footprint": "0.058",
+}
+"""Share of rows in a cache, by words of a note."""
+
+
+def reduced(rows: Iterable[Mapping[str, str]]) -> list[dict[str, str]]:
+    """Timings with the columns that are needed.
+
+    Kernels that make one backward pass are added up. Of the ten runs of an MLPerf system, the median stays.
+    """
+    made: list[dict[str, str]] = []
+    pairs: dict[tuple[str, ...], dict[str, str]] = {}
+    steps: dict[str, list[Mapping[str, str]]] = {}
+    for row in rows:
+        kept = {column: row.get(column, "") for column in _KEPT}
+        kept["cached"] = next((share for words, share in _CACHED.items() if words in row["notes"]), "")
+        if row["op"] == _STEP:
+            steps.setdefault(row["source"].rsplit("/", 1)[0], []).append(kept)
+        elif row["op"].startswith(_PAIR):
+            key = row["source"], row["impl"], row["B"], row["D"]
+            if key in pairs:
+                both = float(pairs[key]["time_us"]) + float(row["time_us"])
+                pairs[key] |= {"op": _SUM, "time_us": f"{both:g}"}
+            else:
+                pairs[key] = kept
+                made.append(kept)
+        else:
+            made.append(kept)
+    for source, runs in steps.items():
+        times = sorted(float(run["time_us"]) for run in runs)
+        made.append({**runs[0], "source": source, "time_us": f"{times[len(times) // 2]:g}"})
+    return made
+
+
+def _other_kernels(row: Mapping[str, str]) -> bool:
+    """True for kernels that are not FBGEMM's default ones."""
+    return "hip_" in row["notes"] and "default kernels" not in row["notes"]
+
+
+def reduce(raw: Path) -> None:
+    with open(raw, encoding="utf-8") as lines:
+        rows = reduced(csv.DictReader(lines))
+    for row in rows:
+        # Users run the default kernels. Of an eval pass nobody plans.
+        if _other_kernels(row):
+            row["op"] += ", kernels behind a flag"
+    writing.write_csv(TIMINGS, rows)
+    common.say(f"{len(rows)} timings in {TIMINGS}")
+
+
+# --- TorchRec's constants -----------------------------------------------------------------------------------
+
+
+def torchrec_us(timing: Timing) -> float:
+    """Time of a timing by the constants of TorchRec's planner (planner/shard_estimators.py)."""
+    if timing.op in EXCHANGES:
+        passes = 2 if timing.op == "allreduce" else 1
+        gbps = NEAR_GBPS if timing.hosts == 1 else FAR_GBPS
+        return passes * timing.bytes * (1 - 1 / timing.ranks) / gbps / 1e3
+    n, us = timing.tables, 0.0
+    gbps = {"device": HBM_GBPS, "uvm": UVM_GBPS, "uvm_caching": CACHE_GBPS}[timing.mode]
+    for i in range(n):
+        width, pooling = (x[i % len(x)] for x in (timing.width, timing.pooling))
+        lookups = timing.batch * pooling
+        moved = lookups * (8 + width * PRECISION_BYTES[timing.precision]) + timing.batch * width * 4
+        us += moved / gbps / 1e3
+    # Backward is twice forward.
+    return us * {"fwd": 1, "bwd": 2, "fwd+bwd": 3}.get(timing.op, 2)
+
+
+# --- errors -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A timing, and what profiles say of it.
+
+    card: name of the profile. part: "fitted" or "asked".
+    error: relative, of the prediction. band: that the profile expects. torchrec: error of TorchRec's constants.
+    """
+
+    timing: Timing
+    card: str
+    part: str
+    error: float
+    band: float
+    torchrec: float
+
+    @property
+    def kind(self) -> str:
+        """What it is a timing of, for tables."""
+        t = self.timing
+        if t.op not in EXCHANGES:
+            return f"{t.op}, {t.mode}"
+        return f"collectives, {'32 MiB and more' if t.bytes >= LARGE_BYTES else 'smaller'}"
+
+
+def ask(made: Mapping[str, Profile], timings: Sequence[Timing]) -> list[Asked]:
+    """Errors of profiles on the timings of their cards."""
+    asked = []
+    for name, profile in made.items():
+        own = [t for t in timings if card_of(t) == name]
+        if not own:
+            continue
+        predictor = Predictor(own)
+        predicted, bands = predictor.times_us(profile.values), profile.band(predictor.times_us)
+        for t, us, band in zip(own, predicted, bands, strict=True):
+            part = "asked" if any(words in t.source for words in ASKED) else "fitted"
+            error, theirs = us / t.time_us - 1, torchrec_us(t) / t.time_us - 1
+            asked.append(Asked(t, name, part, float(error), float(band), theirs))
+    return asked
+
+
+HEADERS = ("", "rows", "mean", "worst", "bias", "in the band", "TorchRec's constants")
+
+
+def summary(title: str, some: Sequence[Asked]) -> tuple[str, ...]:
+    """Cells of HEADERS."""
+    errors = np.array([a.error for a in some])
+    inside = np.mean([abs(np.log1p(a.error)) <= a.band for a in some])
+    theirs = np.mean([abs(a.torchrec) for a in some])
+    return (
+        title,
+        str(len(some)),
+        f"{abs(errors).mean():.1%}",
+        f"{abs(errors).max():.0%}",
+        f"{errors.mean():+.1%}",
+        f"{inside:.0%}",
+        f"{theirs:.0%}",
+    )
+
+
+def by(some: Iterable[Asked], *keys: Callable[[Asked], str]) -> Iterator[tuple[str, ...]]:
+    """Rows of summaries, one for each combination of keys."""
+    groups: dict[str, list[Asked]] = {}
+    for a in some:
+        groups.setdefault(" | ".join(key(a) for key in keys), []).append(a)
+    for title, group in sorted(groups.items()):
+        yield summary(title, group)
+
+
+def _range(values: Sequence[float], edges: Sequence[float]) -> str:
+    """A range that the largest value is in: "from 64", "below 16"."""
+    value = max(values)
+    low = max((e for e in edges if e <= value), default=None)
+    high = min((e for e in edges if e > value), default=None)
+    return f"{low or 0:,g} to {high - 1:,g}" if high else f"{low:,g} and more"
+
+
+RANGES: Mapping[str, Callable[[Asked], str]] = {
+    "batch": lambda a: f"B {_range([a.timing.batch], (4096, 65536, 1 << 20))}",
+    "width": lambda a: f"D {_range(a.timing.width, (32, 128, 256, 512))}",
+    "pooling": lambda a: f"L {_range(a.timing.pooling, (2, 16, 32))}",
+    "tables": lambda a: f"T {_range([a.timing.tables], (2, 8, 16))}",
+}
+
+
+def tables(asked: Sequence[Asked], headers: Sequence[str] = HEADERS) -> Iterator[tuple[str, str]]:
+    """Titles and texts of the tables of errors."""
+    good = [a for a in asked if a.timing.quality in QUALITIES]
+
+    def table(rows: Iterable[tuple[str, ...]]) -> str:
+        return report.markdown_table(headers, list(rows))
+
+    yield "By card and op", table(by(good, lambda a: a.part, lambda a: a.card, lambda a: a.kind))
+    yield (
+        "Collectives",
+        table(
+            by(
+                (a for a in good if a.timing.op in EXCHANGES),
+                lambda a: a.part,
+                lambda a: a.card,
+                lambda a: a.timing.op,
+                lambda a: f"{a.timing.hosts} x {a.timing.ranks // a.timing.hosts}",
+                lambda a: a.kind.rpartition(", ")[2],
+            )
+        ),
+    )
+    ops = [a for a in good if a.timing.op in OPS and a.timing.mode == "device"]
+    for name, key in RANGES.items():
+        yield f"Ops in device memory by {name}", table(by(ops, lambda a: a.part, lambda a: a.card, key))
+    yield (
+        "Rows of quality C: not fitted",
+        table(by((a for a in asked if a.timing.quality == "C"), lambda a: a.card, lambda a: a.kind)),
+    )
+
+
+def calibration(asked: Sequence[Asked]) -> Iterator[tuple[str, ...]]:
+    """Share of errors within one and two bands, and the mean band."""
+    for part in ("fitted", "asked"):
+        for words, known in (("ops", OPS), ("collectives", EXCHANGES)):
+            some = [
+                a
+                for a in asked
+                if a.part == part
+                and a.timing.op in known
+                and a.timing.quality in QUALITIES
+                and "slingshot" not in a.card
+            ]
+            if some:
+                off = [abs(np.log1p(a.error)) / a.band for a in some]
+                yield (
+                    f"{part} | {words}",
+                    str(len(some)),
+                    f"{np.mean([a.band for a in some]):.0%}",
+                    f"{np.mean([x <= 1 for x in off]):.0%} (68%)",
+                    f"{np.mean([x <= 2 for x in off]):.0%} (95%)",
+                )
+
+
+def main() -> None:
+    parser = common.parser(
+        __doc__,
+        ask=(Path, "another CSV file of published timings"),
+        reduce=(Path, "a CSV file of published timings"),
+        write=(False, "write the profiles"),
+        plans=(Path, "folder of the public inputs"),
+        steps=(False, "steps of MLPerf's systems only"),
+    )
+    args = parser.parse_args()
+    if args.reduce:
+        reduce(args.reduce)
+        return
+    if args.plans:
+        published_plans.show(args.plans)
+        return
+    timings, reasons = read_timings(TIMINGS)
+    if args.steps:
+        print(published_plans.steps(TIMINGS, {name: load_profile(name) for name in SHIPPED}))
+        return
+    if args.write:
+        made = profiles(timings)
+        for name in SHIPPED:
+            write_profile(PROFILES / f"{name}.json", made[name])
+        return
+    shipped = {name: load_profile(name) for name in SHIPPED}
+    if args.ask:
+        raw = Path("/tmp/profile-asked.csv")
+        with open(args.ask, encoding="utf-8") as lines:
+            writing.write_csv(raw, reduced(csv.DictReader(lines)))
+        timings, reasons = read_timings(raw)
+        asked = ask(shipped, timings)
+    else:
+        fitted = [t for t in timings if not any(words in t.source for words in ASKED)]
+        common.say("fitting")
+        asked = ask(profiles(fitted), timings)
+    for title, text in tables(asked):
+        print(f"## {title}\n\n{text}\n")
+    print("## Calibration\n")
+    headers = ("", "rows", "mean band", "within one band", "within two")
+    print(report.markdown_table(headers, list(calibration(asked))), "\n")
+    print("## Rows without a prediction\n")
+    predicted = {a.timing for a in asked}
+    for t in (t for t in timings if t not in predicted):
+        with_links = f" with links {t.network!r}" if t.network else ""
+        reasons[f"no profile is of card {t.gpu!r}{with_links} (quality {t.quality})"] += 1
+    print(
+        report.markdown_table(("reason", "rows"), [(why, str(n)) for why, n in reasons.most_common()]), "\n"
+    )
+    print("## Steps of MLPerf's DLRM-DCNv2\n")
+    print(published_plans.steps(TIMINGS, shipped))
+
+
+if __name__ == "__main__":
+    main()

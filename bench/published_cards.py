@@ -1,0 +1,246 @@
+"""The cards of hardware profiles: data sheets, and the order in which profiles start from each other.
+
+A profile starts from that of the card that it is most like, scaled by data sheets, and is then fitted to the timings of
+its own card. The first has no other to start from: its values are BASE.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardcore.core.links import LEVELS
+from shardcore.cost.profile import COLLECTIVES, RATES, SPEC, Profile, Rate
+from shardcore.cost.profile_fit import QUALITIES, Timing, fit, scaled
+from shardcore.cost.profile_law import FAR
+
+MIB, GB = 1 << 20, 10**9
+_RECSYS = "NVIDIA/recsys-examples, FBGEMM TBE on H100"
+_SHEET = "data sheet of NVIDIA H100 SXM"
+_STREAMED = f"{_SHEET}: 3,350 GB/s, three quarters of it as streaming kernels reach"
+_IDS = f"{_SHEET}: 3,350 GB/s over the passes of FBGEMM's kernels of ids"
+
+BASE: Mapping[str, tuple[float, float, str]] = {
+    "hbm_gbps": (3350, 0.0, _SHEET),
+    "sm_ghz": (132 * 1.755, 0.0, _SHEET),
+    "l2_bytes": (50 * MIB, 0.1, _SHEET),
+    "granule_bytes": (
+        32,
+        0.02,
+        "NVIDIA CUDA C++ Best Practices Guide: memory is read in sectors of 32 bytes",
+    ),
+    "nvlink_gbps": (450, 0.0, _SHEET),
+    "network_gbps": (50, 0.0, "data sheet of NVIDIA DGX H100: a 400 Gb/s card for each GPU"),
+    "pcie_gbps": (64, 0.0, _SHEET),
+    "switch_generation": (3, 0.0, "data sheet of NVIDIA HGX H100"),
+    "compute_factor": (1, 0.1, "the law"),
+    "exchange_factor": (1, 0.08, "the law"),
+    "forward_op_us": (50, 0.18, f"{_RECSYS}: 16 to 24% of peak at 65,536 lookups"),
+    "backward_op_us": (140, 0.12, f"{_RECSYS}: a straight line through 65,536 and 1,048,576 lookups"),
+    "backward_kernels_us": (
+        22,
+        0.4,
+        "facebookresearch/param et_replay (on V100): kernels of tens of lookups",
+    ),
+    "forward_table_us": (0.3, 0.7, f"{_RECSYS}: 10 tables take no longer than one"),
+    "backward_table_us": (1, 0.7, f"{_RECSYS}: 10 tables take 11 us longer than one"),
+    "forward_lookup_ns": (0.045, 0.5, "meta-pytorch/torchrec PR 2365: tables 4 to 32 wide"),
+    "backward_lookup_ns": (0.08, 0.5, f"{_RECSYS}: what bytes leave of a backward pass"),
+    "sort_lookup_ns": (0.04, 0.5, f"{_RECSYS}: what bytes leave of a backward pass"),
+    "weighted_lookup_ns": (0.003, 0.7, f"{_STREAMED}: 8 bytes a lookup"),
+    "read_gbps": (2200, 0.3, _RECSYS),
+    "repeat_gbps": (5500, 0.4, f"{_SHEET}: L2 reads at about 1.6 times memory's rate"),
+    "stream_gbps": (2500, 0.1, _STREAMED),
+    "update_gbps": (1900, 0.3, _RECSYS),
+    "dense_gbps": (2500, 0.2, _STREAMED),
+    "host_table_us": (4, 0.5, f"{_RECSYS}: host memory, 65,536 lookups"),
+    "cache_lookup_ns": (0.1, 0.5, f"{_RECSYS}: caching, backward over that in device memory"),
+    "host_read_gbps": (67, 0.3, _RECSYS),
+    "host_update_gbps": (85, 0.3, _RECSYS),
+    "host_cache_gbps": (50, 0.4, _RECSYS),
+    "bucketize_gbps": (200, 0.7, f"{_IDS}: about 16"),
+    "order_gbps": (400, 0.7, f"{_IDS}: about 8"),
+} | {
+    f"{collective}_{what}": (value, sure, f"nccl-tests: {words}")
+    for collective, latency, near, far, late, step in (
+        ("all_to_all", 25, 345, 46, 50, 1.2),
+        ("reduce_scatter", 25, 360, 40, 30, 3),
+        ("all_gather", 25, 360, 40, 30, 3),
+        ("all_reduce", 25, 309, 40, 35, 15),
+    )
+    for what, value, sure, words in (
+        ("within_host_latency_us", latency, 0.5, "latency of NVLink"),
+        ("within_host_ramp_us", 80, 0.7, "32 MiB to 1 GiB on H100"),
+        ("within_host_ramp_bytes", 1e8, 1.0, "32 MiB to 1 GiB on H100"),
+        ("within_host_gbps", near, 0.2, "maintainers' figures of NVIDIA/nccl-tests issue 212"),
+        ("between_hosts_latency_us", late, 0.5, "8 B to 16 KiB on A100"),
+        ("between_hosts_ramp_us", 300 if collective == "all_reduce" else 100, 0.7, "64 KiB to 4 MiB on A100"),
+        (
+            "between_hosts_ramp_bytes",
+            2e7 if collective == "all_reduce" else 1e6,
+            1.0,
+            "64 KiB to 4 MiB on A100",
+        ),
+        ("between_hosts_gbps", far, 0.2, "maintainers' figures of NVIDIA/nccl-tests issue 267"),
+        ("round_us", step, 0.4, "2 to 10 hosts on A100 and H100"),
+    )
+}
+"""Value, uncertainty and source of each rate that the first fit starts from."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A card with a profile.
+
+    like: name of the profile that it starts from.
+    exchanges: name of the profile whose collectives it starts from. "": the same.
+    spec: what its data sheet has otherwise (profile.SPEC).
+    devices: parts of torch.cuda.get_device_name().
+    gpus: names that timings have for it.
+    networks: parts of the interconnects of its timings. (): any.
+    error: relative error that the law is expected to have on its timings.
+    rates: value, uncertainty and source of rates that do not scale.
+    """
+
+    like: str
+    spec: Mapping[str, float]
+    devices: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
+    networks: tuple[str, ...] = ()
+    exchanges: str = ""
+    error: float = 0.08
+    rates: Mapping[str, tuple[float, float, str]] = dataclasses.field(default_factory=dict)
+
+
+def _spec(memory_gb: float, hbm: float, sm: float, l2_mib: float, **more: float) -> dict[str, float]:
+    return {
+        "memory_bytes": memory_gb * GB,
+        "hbm_gbps": hbm,
+        "sm_ghz": sm,
+        "l2_bytes": l2_mib * MIB,
+        **more,
+    }
+
+
+_A100 = {"nvlink_gbps": 300, "network_gbps": 25, "pcie_gbps": 32, "switch_generation": 2}
+_AMD = {"granule_bytes": 128, "pcie_gbps": 64, "network_gbps": 50, "switch_generation": 1}
+_CORE = "data sheet of AMD EPYC 7003, one core: 10 lines of 64 bytes on their way, 90 ns each"
+_GLOO = "gloo over the loopback of a host: copies through sockets, at a core's rate"
+_CPU_SPEC = {
+    **_spec(64, 204.8, 3.0, 32, nvlink_gbps=7, network_gbps=1.25, pcie_gbps=7, switch_generation=1),
+    "granule_bytes": 64,
+}
+_CPU: Mapping[str, tuple[float, float, str]] = {
+    **dict.fromkeys(("read_gbps", "update_gbps"), (7, 0.6, _CORE)),
+    **dict.fromkeys(("stream_gbps", "dense_gbps", "bucketize_gbps", "order_gbps"), (5, 0.7, _CORE)),
+    **dict.fromkeys(("host_read_gbps", "host_update_gbps", "host_cache_gbps"), (7, 0.7, _CORE)),
+    "repeat_gbps": (20, 0.6, "data sheet of AMD EPYC 7003: a line of 64 bytes each 3 ns from L3"),
+    "forward_lookup_ns": (10, 0.7, f"{_CORE}: a row overlaps with about nine others"),
+    "backward_lookup_ns": (20, 0.7, f"{_CORE}: a row and its gradient"),
+    "sort_lookup_ns": (30, 0.7, "radix sort of 4 passes, a count and a move each, at about 4 ns"),
+    **{f"{c}_within_host_gbps": (2, 0.7, _GLOO) for c in COLLECTIVES},
+    **{f"{c}_between_hosts_gbps": (1, 0.7, "data sheet: 10 Gb/s Ethernet") for c in COLLECTIVES},
+    **{f"{c}_{level}_latency_us": (300, 0.7, _GLOO) for c in COLLECTIVES for level in LEVELS},
+    **{f"{c}_{level}_ramp_us": (10, 0.7, _GLOO) for c in COLLECTIVES for level in LEVELS},
+}
+CARDS: Mapping[str, Card] = {
+    # Columns of PR 2365 say how bandwidth depends on width; its card is Meta's H100 of 2.4 TB/s.
+    "h100-96": Card("base", _spec(96, 2400, 231.7, 50), (), ("unknown (Meta H100-96 fits)",)),
+    # NCCL's small messages were timed on A100s only.
+    "nvidia-a100-40": Card(
+        "base",
+        _spec(40, 1555, 152.3, 40, **_A100),
+        ("A100-SXM4-40GB", "A100-PCIE-40GB"),
+        ("A100-40",),
+        ("NVSwitch",),
+    ),
+    "nvidia-h100-sxm": Card(
+        "h100-96",
+        _spec(80, 3350, 231.7, 50),
+        ("H100 80GB HBM3", "H100"),
+        ("H100",),
+        exchanges="nvidia-a100-40",
+    ),
+    "nvidia-a100-40-slingshot": Card(
+        "nvidia-a100-40", {"network_gbps": 12.5}, (), ("A100-40",), ("Slingshot",)
+    ),
+    "nvidia-a100-80": Card(
+        "nvidia-a100-40", _spec(80, 2039, 152.3, 40), ("A100-SXM4-80GB", "A100 80GB", "A100")
+    ),
+    "nvidia-h200": Card("nvidia-h100-sxm", _spec(141, 4800, 231.7, 50), ("H200",), ("H200",)),
+    "nvidia-b200": Card(
+        "nvidia-h100-sxm",
+        _spec(180, 8000, 290.8, 126, nvlink_gbps=900, switch_generation=4),
+        ("B200",),
+        ("B200",),
+    ),
+    "nvidia-v100": Card(
+        "nvidia-h100-sxm",
+        _spec(32, 900, 122.4, 6, nvlink_gbps=150, network_gbps=6.25, pcie_gbps=16, switch_generation=1),
+        ("V100",),
+        ("V100",),
+        exchanges="nvidia-a100-40",
+        error=0.2,
+    ),
+    "amd-mi350": Card(
+        "nvidia-h100-sxm",
+        _spec(288, 8000, 614.4, 256, nvlink_gbps=537, **_AMD),
+        ("MI350", "MI355"),
+        ("MI350",),
+        error=0.15,
+    ),
+    "amd-mi300x": Card("amd-mi350", _spec(192, 5300, 638.4, 256, nvlink_gbps=448), ("MI300X",)),
+    "cpu": Card("base", _CPU_SPEC, rates=_CPU),
+}
+"""In the order in which they are made."""
+_OTHER_NETWORKS = {f"{FAR}_gbps": 0.15, f"{FAR}_latency_us": 0.3, f"{FAR}_ramp_us": 0.3, "round_us": 0.3}
+"""Uncertainty added to rates between hosts: about what AWS's p5 hosts and a cluster with InfiniBand differ by."""
+EXCHANGE_RATES = tuple(name for name in RATES if name.startswith(COLLECTIVES))
+SHIPPED = tuple(name for name in CARDS if name != "h100-96")
+
+
+def base() -> Profile:
+    rates = {n: Rate(float(BASE[n][0]), BASE[n][1], RATES[n][0], BASE[n][2]) for n in RATES}
+    return Profile("base", (), 80 * GB, rates)
+
+
+def card_of(timing: Timing) -> str | None:
+    """The card whose profile a timing is of. None: there is none."""
+    for name, card in CARDS.items():
+        if timing.gpu in card.gpus and (
+            not timing.network or not card.networks or any(part in timing.network for part in card.networks)
+        ):
+            return name
+    return None
+
+
+def _spec_of(profile: Profile) -> dict[str, float]:
+    return {name: profile.rates[name].value for name in SPEC}
+
+
+def profiles(timings: Sequence[Timing]) -> dict[str, Profile]:
+    """The profile of each card, fitted to those of these timings that may be fitted."""
+    made = {"base": base()}
+    for name, card in CARDS.items():
+        start = scaled(made[card.like], name, **card.spec)
+        if card.exchanges:
+            exchanges = scaled(made[card.exchanges], name, **_spec_of(start)).rates
+            start = dataclasses.replace(
+                start, rates={**start.rates, **{n: exchanges[n] for n in EXCHANGE_RATES}}
+            )
+        given = {n: Rate(float(v), sure, RATES[n][0], source) for n, (v, sure, source) in card.rates.items()}
+        start = dataclasses.replace(start, rates={**start.rates, **given})
+        own = [t for t in timings if card_of(t) == name and t.quality in QUALITIES]
+        made[name] = fit(own, start, card.error) if own else start
+    return {name: _of_any_network(made[name], CARDS[name]) for name in CARDS}
+
+
+def _of_any_network(profile: Profile, card: Card) -> Profile:
+    """The profile, less certain of networks: its timings are of one or two clusters, and those of users differ."""
+    rates = dict(profile.rates)
+    for name in EXCHANGE_RATES:
+        more = next((sure for end, sure in _OTHER_NETWORKS.items() if name.endswith(end)), 0.0)
+        rates[name] = dataclasses.replace(rates[name], uncertainty=math.hypot(rates[name].uncertainty, more))
+    return dataclasses.replace(profile, rates=rates, device_names=card.devices)

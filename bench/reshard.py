@@ -1,0 +1,293 @@
+"""Moves of running jobs' tables, on gloo ranks of this machine: exact, priced, in time, and by dying ranks.
+
+    python -m bench.reshard pairs --out pairs.jsonl        drawn pairs of plans of all kinds, small tables
+    python -m bench.reshard large --out large.jsonl        pause and peak memory, of larger tables
+    python -m bench.reshard kills --out kills.jsonl        a rank dies at a random instant of a move
+    python -m bench.reshard torchrec --out torchrec.jsonl  DMP.reshard on the same pairs
+
+Each goes on where it was ended: a line of the file is a case that is done.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing as mp
+import os
+import random
+import signal
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import common
+
+PRELOADED = ["bench.reshard_jobs", "torchrec.distributed", "torchrec.models.dlrm", "fbgemm_gpu"]
+WORLDS = ((1, 2), (2, 2), (2, 4))
+"""Emulated hosts, and ranks of each."""
+STEPS, BEFORE = 20, 5
+"""Steps after a move, and before it."""
+PAIRS = 17
+"""Pairs of plans for each world; optimizers take turns."""
+MOST_S = 0.8
+"""Seconds from the call of a move to the death of a rank, at most."""
+LARGE = 8000
+"""Rows of large tables over those of small ones."""
+
+
+# --- processes ----------------------------------------------------------------------------------------------
+
+
+def launched(
+    hosts: int, per_host: int, work: Callable[..., Any], *args: Any, limit_s: float = 120
+) -> list[Any]:
+    """What work(*args) returns in each rank's process; None of one that died or hung."""
+    n = hosts * per_host
+    # Freed memory goes back to the system at once, so that a process's peak is that of what it uses.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with tempfile.TemporaryDirectory() as folder:
+        workers = [
+            context.Process(target=_run, args=(rank, hosts, per_host, folder, work, args))
+            for rank in range(n)
+        ]
+        for worker in workers:
+            worker.start()
+        until = time.monotonic() + limit_s
+        for worker in workers:
+            worker.join(max(0.0, until - time.monotonic()))
+            if worker.is_alive():
+                worker.kill()
+                worker.join()
+        paths = [Path(folder, f"found-{rank}") for rank in range(n)]
+        return [json.loads(p.read_text()) if p.exists() else None for p in paths]
+
+
+def _run(rank: int, hosts: int, per_host: int, folder: str, work: Callable[..., Any], args: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    n = hosts * per_host
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(per_host), LOCAL_RANK=str(rank % per_host)
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
+    try:
+        found = work(hosts, per_host, *args)
+    except Exception as error:
+        found = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+    Path(f"{folder}/writing-{rank}").write_text(json.dumps(found))
+    Path(f"{folder}/writing-{rank}").rename(f"{folder}/found-{rank}")
+    os._exit(0)  # the others may be gone
+
+
+# --- cases --------------------------------------------------------------------------------------------------
+
+
+def moved_pair(hosts: int, per_host: int, seed: int, optimizer: str) -> dict[str, Any]:
+    """A job that moves after BEFORE steps, compared after STEPS more with one that never did."""
+    from bench import reshard_jobs as jobs
+    from shardcore.torchrec.reshard import MoveConfig, reshard
+
+    given = jobs.problem(hosts, per_host)
+    before, after = jobs.pair(given, optimizer, np.random.default_rng([7, seed]))
+    settings = jobs.Settings(optimizer, seed=seed)
+    job, still = (jobs.Job.of(given, before, settings) for _ in range(2))
+    for step in range(BEFORE + STEPS):
+        if step == BEFORE:
+            made = reshard(
+                job.model,
+                job.exported(after),
+                job.optimizer,
+                config=MoveConfig(piece_mib=2**-8, timeout_s=60),
+            )
+        job.train(step)
+        still.train(step)
+    return {
+        "apart": jobs.apart(job.whole(), still.whole()),
+        "kinds": _kinds(before) + _kinds(after),
+        "tables": len(made.tables),
+        "bytes": dict(made.bytes),
+        "seconds": dict(made.seconds),
+    }
+
+
+def _kinds(plan: Any) -> list[str]:
+    of_tables = {}
+    for p in plan.placements:
+        cut = p.kind == "column" and p.shard.width < p.shard.table.dim
+        of_tables[p.shard.table.name] = "columns" if cut else "whole" if p.kind == "column" else p.kind
+    return sorted(of_tables.values())
+
+
+def moved_large(hosts: int, per_host: int, seed: int) -> list[dict[str, Any]]:
+    """Pause and peak memory of moves there, and back."""
+    import torch.distributed as dist
+
+    from bench import reshard_jobs as jobs
+    from shardcore.torchrec.reshard import MoveConfig, reshard
+
+    optimizer = "EXACT_ADAGRAD"
+    given = jobs.problem(hosts, per_host, LARGE)
+    before, after = jobs.pair(given, optimizer, np.random.default_rng([7, seed]))
+    job = jobs.Job.of(given, before, jobs.Settings(optimizer, LARGE))
+    job.train(0)
+    found = []
+    for plan in (after, before):
+        new = job.exported(plan)
+        rss = _reset_peak()
+        made = reshard(job.model, new, job.optimizer, config=MoveConfig(piece_mib=8, timeout_s=100))
+        found.append(
+            {
+                "bytes": dict(made.bytes),
+                "busiest_bytes": dict(made.busiest_bytes),
+                "seconds": dict(made.seconds),
+                "stated": made.extra_bytes[dist.get_rank()],
+                "measured": _peak() - rss,
+            }
+        )
+        job.train(1)
+    return found
+
+
+def _reset_peak() -> int:
+    """Bytes of memory that this process has. Its peak counts anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _peak() -> int:
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def killed(hosts: int, per_host: int, seed: int, victim: int, after_s: float) -> dict[str, Any]:
+    """A rank dies at an instant of a move. Plan and rows of this one afterwards."""
+    import torch.distributed as dist
+
+    from bench import reshard_jobs as jobs
+    from shardcore.core.errors import ShardCoreError
+    from shardcore.torchrec.plan_files import to_json
+    from shardcore.torchrec.reshard import MoveConfig, reshard
+
+    given = jobs.problem(hosts, per_host)
+    before, after = jobs.pair(given, "EXACT_ADAGRAD", np.random.default_rng([7, seed]))
+    job = jobs.Job.of(given, before, jobs.Settings("EXACT_ADAGRAD", seed=seed))
+    job.train(0)
+    plans = {"old": job.exported(before), "new": job.exported(after)}
+    whole = job.whole()
+    dist.barrier()
+    if dist.get_rank() == victim:
+        threading.Timer(after_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    start, error = time.monotonic(), ""
+    try:
+        reshard(job.model, plans["new"], job.optimizer, config=MoveConfig(piece_mib=2**-11, timeout_s=1.5))
+    except ShardCoreError as e:
+        error = str(e)
+    now = to_json(job.model.plan)
+    plan = next((name for name, p in plans.items() if to_json(p) == now), "a mixture")
+    return {
+        "plan": plan if job.has_rows_of(whole) else f"{plan}, other rows",
+        "error": error,
+        "seconds": time.monotonic() - start,
+    }
+
+
+def torchrec_pair(hosts: int, per_host: int, seed: int, optimizer: str) -> dict[str, Any]:
+    """DMP.reshard of the same pair: of each EmbeddingBagCollection its changed tables."""
+    from bench import reshard_jobs as jobs
+
+    given = jobs.problem(hosts, per_host)
+    before, after = jobs.pair(given, optimizer, np.random.default_rng([7, seed]))
+    settings = jobs.Settings(optimizer, seed=seed)
+    job, still = (jobs.Job.of(given, before, settings) for _ in range(2))
+    new, found = job.exported(after), []
+    for step in range(BEFORE):
+        job.train(step)
+        still.train(step)
+    for path in jobs.BAGS:
+        old = dict(job.model.plan.plan[path])
+        delta = {name: s for name, s in new.plan[path].items() if s != old[name]}
+        if delta:
+            job.model.reshard({path: (0.0, delta)}, path)
+    for step in range(BEFORE, BEFORE + STEPS):
+        job.train(step)
+        still.train(step)
+    parts = {(p.key, p.rows, p.columns) for p in job.parts() if p.key[0] in jobs.BAGS}
+    planned = {
+        (p.key, p.rows, p.columns)
+        for p in jobs.Job.of(given, after, settings).parts()
+        if p.key[0] in jobs.BAGS
+    }
+    found = {"apart": jobs.apart(job.whole(), still.whole()), "applied": parts == planned}
+    return found
+
+
+# --- runs ---------------------------------------------------------------------------------------------------
+
+
+def cases(arm: str, kills: int) -> Iterator[tuple[dict[str, Any], Callable[..., Any], tuple[Any, ...]]]:
+    """The key of each case of an arm, with its work and arguments."""
+    from bench.reshard_jobs import OPTIMIZERS
+
+    if arm == "kills":
+        for i in range(kills):
+            rng = random.Random(i)
+            world = WORLDS[i % 2]
+            victim, after_s = rng.randrange(world[0] * world[1]), rng.uniform(0, MOST_S)
+            yield {"arm": arm, "world": world, "case": i, "after_s": after_s}, killed, (i, victim, after_s)
+        return
+    for world in WORLDS[: 2 if arm in ("large", "torchrec") else 3]:
+        for seed in range(PAIRS if arm != "large" else 8):
+            optimizer = OPTIMIZERS[seed % len(OPTIMIZERS)]
+            if arm == "large":
+                yield {"arm": arm, "world": world, "case": seed}, moved_large, (seed,)
+            else:
+                work = moved_pair if arm == "pairs" else torchrec_pair
+                yield (
+                    {"arm": arm, "world": world, "case": seed, "optimizer": optimizer},
+                    work,
+                    (seed, optimizer),
+                )
+
+
+def run(arm: str, path: Path, kills: int) -> None:
+    rows = common.lines_of(path)
+    done = {(x["arm"], *x["world"], x["case"]) for x in rows}
+    for key, work, args in cases(arm, kills):
+        if (arm, *key["world"], key["case"]) in done:
+            continue
+        start = time.monotonic()
+        found = launched(*key["world"], work, *args, limit_s=60 if arm == "torchrec" else 180)
+        rows.append({**key, "found": found, "wall_s": time.monotonic() - start})
+        common.write_lines(path, rows)
+        common.say(json.dumps(key), str(found)[:300])
+
+
+def main() -> None:
+    parser = common.parser(
+        __doc__,
+        {"arm": "pairs, large, kills, torchrec or report"},
+        out=(..., "a line of JSON for each case; one file an arm"),
+        kills=(100, "ranks to kill"),
+    )
+    args = parser.parse_args()
+    run(args.arm, args.out, args.kills)
+
+
+if __name__ == "__main__":
+    main()

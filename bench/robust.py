@@ -1,0 +1,124 @@
+"""How much a robust plan loses where a profile's rates are wrong, beside the plan for the rates as they are.
+
+    python -m bench.robust --problems 50 --out robust.jsonl
+
+Problems of 8 to 64 devices of a profile's card, on hosts of 8. `robust` chooses a plan by draws of the profile. Both
+plans are then judged by other draws, with another seed. A plan is searched under each of these, so that regret
+counts from about the best that there is. All costs are predicted by profiles: nothing is measured here.
+
+A line of --out is a problem. Run again, it goes on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from bench import common
+from bench.common import say
+from shardcore import report
+from shardcore.core.types import Problem
+from shardcore.cost.model import price
+from shardcore.cost.profile import Profile, load_profile
+from shardcore.search.budget import Budget
+from shardcore.search.robust import RobustConfig, robust
+from shardcore.search.sharders import DEFAULT_SHARDER, SHARDERS
+from shardcore.step.lower import lower
+from shardcore.tables.generate import generate_pool
+
+PER_HOST = 8
+KINDS = ("pooled", "sequences", "both")
+
+
+def drawn(i: int, seed: int, profile: Profile) -> Problem:
+    """Problem i: tables of the generated pool, of the widths that are trained on GPUs."""
+    rng, kind = np.random.default_rng([seed, i]), KINDS[i % len(KINDS)]
+    n = int(rng.choice([8, 16, 32, 64]))
+    live = [t for t in generate_pool() if t.pooling > 0]
+    tables = []
+    for j, k in enumerate(rng.choice(len(live), n * int(rng.integers(1, 5)))):
+        sequence = kind == "sequences" or (kind == "both" and rng.random() < 0.2)
+        pooling = float(rng.choice([1, 10, 50])) if sequence else live[k].pooling
+        dim = int(rng.choice([32, 64, 128, 256]))
+        tables.append(replace(live[k], name=f"t{j}", dim=dim, pooling=pooling, sequence=sequence))
+    topology = profile.topology(n // PER_HOST, PER_HOST)
+    return Problem(f"{kind}-{i}", tuple(tables), topology, 1024 * n, "rowwise_adagrad")
+
+
+def judged(i: int, seed: int, profile: Profile, judges: int, config: RobustConfig, evals: int) -> dict:
+    """Regrets of both plans of problem i."""
+    problem, search, budget = drawn(i, seed, profile), SHARDERS[DEFAULT_SHARDER], Budget(evals=evals)
+    own = profile.model().for_problem(problem)
+    # Each of its searches has the budget of the plain one.
+    total = Budget(evals=evals * (1 + config.searches))
+    chosen = robust(problem, own, seed=seed, budget=total, config=config)
+    plain = search(problem, own, seed=seed, budget=budget)
+    rng, regrets = np.random.default_rng([seed, i, 1]), []
+    for _ in range(judges):
+        model = profile.drawn(rng).model().for_problem(problem)
+        best = search(problem, model, seed=seed, budget=budget)
+        ms = np.array([price(lower(p, problem), model).total_ms for p in (plain, chosen, best)])
+        regrets.append((ms[:2] / ms.min() - 1).tolist())
+    told = chosen.provenance["robust"]
+    return {
+        "problem": problem.name,
+        "tables": len(problem.tables),
+        "devices": len(problem.topology),
+        "own_worst": [told["of_cheapest"]["worst_regret"], told["worst_regret"]],
+        "dearer": told["dearer"],
+        "removes": told["measuring_removes"],
+        "regrets": regrets,
+    }
+
+
+def summary(rows: Sequence[dict]) -> str:
+    """Regrets of the plain and the robust plan: under the draws that chose it, and under others."""
+    own = np.array([row["own_worst"] for row in rows])  # [problems, 2]
+    others = np.array([row["regrets"] for row in rows])  # [problems, judges, 2]
+    lines = [
+        ("worst of the draws that chose it", own.mean(0)),
+        ("worst of other draws", others.max(1).mean(0)),
+        ("worst of all problems and other draws", others.max((0, 1))),
+        ("mean of other draws", others.mean((0, 1))),
+    ]
+    shown = [
+        [name, *(f"{100 * x:.2f}%" for x in values), f"{values[1] / values[0]:.2f}"] for name, values in lines
+    ]
+    dearer = np.array([row["dearer"] for row in rows])
+    campaigns = {name: np.mean([row["removes"][name] for row in rows]) for name in rows[0]["removes"]}
+    table = report.text_table(("regret", "for the rates", "robust", "ratio"), shown)
+    removes = ", ".join(
+        f"{name} {100 * x:.0f}%" for name, x in sorted(campaigns.items(), key=lambda kv: -kv[1])
+    )
+    return (
+        f"{table}\n\nrobust plans cost {100 * dearer.mean():.2f}% more under the profile's own rates "
+        f"(at most {100 * dearer.max():.2f}%)\na measurement would remove, of the regret: {removes}"
+    )
+
+
+def main() -> None:
+    parser = common.parser(
+        __doc__,
+        problems=50,
+        seed=2026,
+        hardware=("nvidia-h100-sxm", "profile"),
+        judges=(16, "draws that judge"),
+        draws=(48, "draws that choose"),
+        searches=(8, "of these, under which a plan is searched"),
+        evals=(2_000, "of each search"),
+        out=...,
+    )
+    args = parser.parse_args()
+    profile, rows = load_profile(args.hardware), common.lines_of(args.out)
+    config = RobustConfig(draws=args.draws, searches=args.searches)
+    for i in range(len(rows), args.problems):
+        rows.append(judged(i, args.seed, profile, args.judges, config, args.evals))
+        common.write_lines(args.out, rows)
+        say(rows[-1]["problem"], np.max(rows[-1]["regrets"], 0).round(4), rows[-1]["own_worst"])
+    print(summary(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Commands on a running job: read its traces, watch its folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from shardcore.cli import models
+from shardcore.cli.models import ModelOptions
+from shardcore.cli.options import (
+    Formatter,
+    Natural,
+    Output,
+    PlanFile,
+    PositiveFloat,
+    ProblemFile,
+    SearchOptions,
+    add_command,
+)
+from shardcore.cli.progress_line import shown
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.progress import report
+from shardcore.io.model_files import MODEL_JSON, MODEL_WEIGHTS
+
+if TYPE_CHECKING:
+    from shardcore.plans.traced_job import CheckedJob, ReadJob
+
+JobFolder = Annotated[Path, "FOLDER"]
+
+
+def add_commands(commands: argparse._SubParsersAction) -> None:
+    words = "Read a running TorchRec job's traces: what its step spends, why, and what a better plan brings."
+    parser = commands.add_parser("job", help=words, description=words, formatter_class=Formatter)
+    inner = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_command(inner, ReadOptions, read)
+    add_command(inner, WatchOptions, watch)
+
+
+# --- read ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ModelOptions(ModelOptions):
+    """A command that compares a job with a model, if one is given.
+
+    problem: of traces that ShardCoreProfiler did not write
+    plan: the plan in use, likewise
+    """
+
+    REQUIRED: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    EXCLUSIVE: ClassVar[tuple[tuple[str, ...], ...]] = (("model", "hardware"), ("budget_s", "budget_evals"))
+    problem: ProblemFile | None = None
+    plan: PlanFile | None = None
+
+
+@dataclass(frozen=True)
+class ReadOptions(_ModelOptions, SearchOptions):
+    """Say what each ms of a job's newest traced step goes to, and compare it with a model.
+
+    folder: of ShardCoreProfiler, or any folder of torch.profiler's traces, one a rank
+    propose: search a better plan under the corrected model, and say what it brings
+    out: write the model there, corrected by the traces
+    out_profile: write the profile there, likewise
+    out_plan: write the proposed plan there
+    out_problem: write its problem there, with the lookups and the dense part of the job
+    """
+
+    folder: JobFolder
+    _: KW_ONLY
+    propose: bool = False
+    out: Annotated[Path, "MODEL", Output((MODEL_JSON, MODEL_WEIGHTS))] | None = None
+    out_profile: Annotated[Path, "PROFILE.json", Output()] | None = None
+    out_plan: Annotated[Path, "PLAN.json", Output()] | None = None
+    out_problem: Annotated[Path, "PROBLEM.json", Output()] | None = None
+
+
+def read(args: ReadOptions) -> None:
+    from shardcore.report import job_report
+
+    for name in ("propose", "out", "out_profile", "out_plan", "out_problem"):
+        if getattr(args, name) and not args.source:
+            raise ShardCoreError(
+                f"--{name.replace('_', '-')} needs --model or --hardware, the model to correct"
+            )
+    for name, of, needed in (("out", "hardware", "out-profile"), ("out_profile", "model", "out")):
+        if getattr(args, name) and getattr(args, of):
+            raise ShardCoreError(f"--{name.replace('_', '-')} does not go with --{of}; use --{needed}")
+    if args.out_plan and not args.propose:
+        raise ShardCoreError("--out-plan needs --propose, which searches the plan")
+    job = _read_job(args.folder, args)
+    print(job_report.traced_text(job.traced))
+    checked = _checked(job, args) if args.source else None
+    print(f"\n{job_report.bottleneck(job.traced.steps[-1])}")
+    _say_remarks(job, checked)
+    if checked:
+        _write(args, checked)
+    if checked and args.propose:
+        _propose(args, checked)
+
+
+def _read_job(folder: Path, args: _ModelOptions) -> ReadJob:
+    from shardcore.io import files
+    from shardcore.plans import traced_job
+
+    if (args.problem is None) != (args.plan is None):
+        raise ShardCoreError("--problem and --plan belong together; give both")
+    problem = files.read_problem(args.problem) if args.problem else None
+    plan = files.read_plan(args.plan, problem) if args.plan and problem else None
+    with shown():
+        report(f"reading traces in {folder}")
+        return traced_job.read(folder, problem, plan)
+
+
+def _checked(job: ReadJob, args: _ModelOptions) -> CheckedJob:
+    """Print a job against its model."""
+    from shardcore.plans import traced_job
+    from shardcore.report import job_report
+
+    with shown():
+        report("comparing with the model")
+        checked = traced_job.check(job, models.load(args.source))
+    before, after = checked.before.cost, checked.after.cost
+    ranks = checked.problem.topology.ranks
+    print(f"\n{job_report.predicted_text(job.traced.steps[-1], before, after, ranks)}")
+    print(f"\n{job_report.headline(job.total_ms, before.total_ms, checked.interval_ms)}")
+    return checked
+
+
+def _say_remarks(job: ReadJob, checked: CheckedJob | None) -> None:
+    from shardcore.report import job_report
+
+    for line in (*job.remarks, *job.traced.remarks, *(checked.remarks if checked else ())):
+        print(line, file=sys.stderr)
+    if names := job_report.unnamed_text(job.traced.steps[-1]):
+        print(f"not recognised: {names}", file=sys.stderr)
+
+
+def _write(args: ReadOptions, checked: CheckedJob) -> None:
+    from shardcore.cost import composite
+    from shardcore.cost.profile import write_profile
+    from shardcore.io import files
+
+    if args.out:
+        composite.save(checked.model, args.out)
+        print(f"{args.out}: corrected by the job's traces", file=sys.stderr)
+    if args.out_profile:
+        write_profile(args.out_profile, checked.model.profile)
+        print(f"{args.out_profile}: corrected by the job's traces", file=sys.stderr)
+    if args.out_problem:
+        files.write_problem(args.out_problem, checked.problem)
+
+
+def _propose(args: ReadOptions, checked: CheckedJob) -> None:
+    from shardcore.io import files
+    from shardcore.plans import traced_job
+    from shardcore.plans.replan import ReplanConfig
+    from shardcore.search import Budget
+
+    budget = Budget(evals=args.budget_evals, seconds=args.budget_s)
+    given = args.budget_s is not None or args.budget_evals is not None
+    with shown():
+        report("searching a better plan")
+        config = ReplanConfig(seed=args.seed, budget=budget if given else None)
+        found = traced_job.propose(checked, models.load(args.source), config)
+    now_ms = checked.after.cost.total_ms
+    if found is None:
+        print(f"no better plan was found; the plan in use takes {now_ms:.1f} ms")
+        return
+    (low, high), tables = found.interval_ms, [move.table for move in found.moved.moves]
+    print(
+        f"with the proposed plan {found.now.cost.total_ms:.1f} ms ({low:.1f} to {high:.1f}) in place of "
+        f"{now_ms:.1f}: {found.gain}"
+    )
+    print(
+        f"{len(tables)} tables move, {found.moved.bytes:,} bytes, about {found.seconds:.2f} s: "
+        f"{', '.join(tables[:8])}{', ...' * (len(tables) > 8)}"
+    )
+    if args.out_plan:
+        files.write_plan(args.out_plan, found.now.plan, checked.problem)
+
+
+# --- watch --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WatchOptions(_ModelOptions):
+    """Say what each traced step spends as a job writes it.
+
+    folder: of ShardCoreProfiler
+    seconds: between looks
+    steps: traced steps to say, then end; 0: go on
+    """
+
+    folder: JobFolder
+    _: KW_ONLY
+    seconds: PositiveFloat = 10.0
+    steps: Natural = 0
+
+
+def watch(args: WatchOptions) -> None:
+    from shardcore.io import job_folder
+    from shardcore.report import job_report
+
+    known: set[str] = set()
+    while not args.steps or len(known) < args.steps:
+        for step in job_folder.traced_steps(args.folder):
+            if step.name not in known:
+                known.add(step.name)
+                try:
+                    job = _read_job(step, args)
+                    checked = _checked(job, args) if args.source else None
+                except ShardCoreError as error:  # a damaged step must not end the watch
+                    print(f"{step.name}: {error}", file=sys.stderr)
+                    continue
+                print(f"{step.name}: {job_report.bottleneck(job.traced.steps[-1])}", flush=True)
+                _say_remarks(job, checked)
+        if not args.steps or len(known) < args.steps:
+            time.sleep(args.seconds)

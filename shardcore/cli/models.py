@@ -1,0 +1,49 @@
+"""Options that name a cost model: folders of trained models, or a hardware profile in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+if TYPE_CHECKING:
+    from shardcore.cost.model import CostModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """A command that prices.
+
+    model: folder of a trained model; where weights of tables differ in precision, give the option for each
+      precision
+    hardware: in place of a model, a profile of published measurements, not of your machine: a name
+      (`profile list`), or a file of `profile new` or `profile fit`
+    """
+
+    REQUIRED: ClassVar[tuple[tuple[str, ...], ...]] = (("model", "hardware"),)
+    model: list[Path] | None = None
+    hardware: Annotated[str, "PROFILE"] | None = None
+
+    @property
+    def source(self) -> str | list[Path]:
+        """The profile or the folders that were given. []: none."""
+        return (self.model or []) if self.hardware is None else self.hardware
+
+
+def load(source: str | Sequence[Path]) -> CostModel:
+    """The cost model of a profile, or of folders."""
+    from shardcore.cost import composite
+    from shardcore.cost.profile import load_profile
+
+    return load_profile(source).model() if isinstance(source, str) else composite.load(source)
+
+
+def digest(source: str | Sequence[Path]) -> str:
+    """Digests of the profile or the folders, joined by "+"."""
+    from shardcore.cost.profile import load_profile
+    from shardcore.io import model_files
+
+    if isinstance(source, str):
+        return load_profile(source).digest
+    return "+".join(map(model_files.model_digest, source))

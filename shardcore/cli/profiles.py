@@ -1,0 +1,128 @@
+"""Commands on hardware profiles: profile list, show, new, fit."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections import Counter
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Annotated
+
+from shardcore.cli.options import Formatter, Output, PositiveFloat, PositiveGib, add_command
+
+ProfileFile = Annotated[Path, "PROFILE.json"]
+
+
+@dataclass(frozen=True)
+class ListOptions:
+    """List the profiles that ShardCore comes with: cards, and links between such cards."""
+
+
+@dataclass(frozen=True)
+class ShowOptions:
+    """Show the rates of a profile, with the uncertainty and the source of each.
+
+    profile: a name, or a file
+    """
+
+    profile: Annotated[str, "PROFILE"]
+
+
+@dataclass(frozen=True)
+class NewOptions:
+    """Make a profile of another card from its data sheet. Rates scale with what is given, and are less certain.
+
+    name: of the hardware, such as nvidia-h100-nvl
+    from_: profile of the card that it is most like
+    memory_gib: of a device
+    hbm_gbps: bandwidth of that memory
+    sm_ghz: multiprocessors times their clock in GHz
+    l2_mib: L2 cache
+    nvlink_gbps: links of a device within a host, each way
+    network_gbps: links of a device between hosts, each way
+    pcie_gbps: link of a device to host memory, each way
+    device_name: part of torch.cuda.get_device_name() that means this card
+    """
+
+    name: str
+    _: KW_ONLY
+    from_: Annotated[str, "PROFILE"]
+    memory_gib: PositiveGib | None = None
+    hbm_gbps: PositiveFloat | None = None
+    sm_ghz: PositiveFloat | None = None
+    l2_mib: PositiveFloat | None = None
+    nvlink_gbps: PositiveFloat | None = None
+    network_gbps: PositiveFloat | None = None
+    pcie_gbps: PositiveFloat | None = None
+    device_name: list[Annotated[str, "TEXT"]] | None = None
+    out: Annotated[ProfileFile, Output()]
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """Fit the rates of a profile to timings. Rates that no timing depends on stay as they are.
+
+    timings: CSV with a line for each timing; its columns are in docs/models.md. Those of other cards are left out
+    from_: profile to start from
+    """
+
+    timings: Annotated[Path, "TIMINGS.csv"]
+    _: KW_ONLY
+    from_: Annotated[str, "PROFILE"]
+    out: Annotated[ProfileFile, Output()]
+
+
+def add_commands(commands: argparse._SubParsersAction) -> None:
+    p = commands.add_parser(
+        "profile", help="Rates of hardware from published measurements.", formatter_class=Formatter
+    )
+    group = p.add_subparsers(required=True, metavar="COMMAND")
+    add_command(group, ListOptions, list_)
+    add_command(group, ShowOptions, show)
+    add_command(group, NewOptions, new)
+    add_command(group, FitOptions, fit)
+
+
+def list_(args: ListOptions) -> None:
+    from shardcore.cost.profile import load_profile, profile_names
+    from shardcore.report.profile_report import profiles_text
+
+    print(profiles_text(map(load_profile, profile_names())))
+
+
+def show(args: ShowOptions) -> None:
+    from shardcore.cost.profile import load_profile
+    from shardcore.report.profile_report import profile_text
+
+    print(profile_text(load_profile(args.profile)))
+
+
+def new(args: NewOptions) -> None:
+    from shardcore.cost.profile import SPEC, load_profile, write_profile
+    from shardcore.cost.profile_fit import scaled
+    from shardcore.report.profile_report import profile_text
+
+    given = {name: value for name, value in vars(args).items() if name in SPEC and value is not None}
+    given |= {"l2_bytes": args.l2_mib * 2**20} if args.l2_mib else {}
+    given |= {"memory_bytes": args.memory_gib * 2**30} if args.memory_gib else {}
+    start = load_profile(args.from_)
+    made = scaled(start, args.name, **given)
+    made = dataclasses.replace(made, device_names=tuple(args.device_name or ()))
+    write_profile(args.out, made)
+    print(f"{args.out}: {profile_text(made, start)}")
+
+
+def fit(args: FitOptions) -> None:
+    from shardcore.cost import profile_fit
+    from shardcore.cost.profile import load_profile, write_profile
+    from shardcore.report.profile_report import left_out_text, profile_text
+
+    start = load_profile(args.from_)
+    timings, reasons = profile_fit.read_timings(args.timings)
+    chosen = profile_fit.of_card(timings, start)
+    fitted = profile_fit.fit(chosen, start)
+    write_profile(args.out, fitted)
+    left_out = reasons + Counter({"another card, or a low quality": len(timings) - len(chosen)})
+    print(f"{args.timings}: {len(chosen)} timings fitted, {left_out.total()} left out")
+    print(f"{left_out_text(left_out)}\n\n{args.out}: {profile_text(fitted, start)}")

@@ -1,0 +1,276 @@
+"""Hardware profiles: rates of a card from published measurements and data sheets, each with its uncertainty and source.
+
+A profile prices any setting at once (profile_model.py), for hardware that nobody measured here yet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.tiers import BELOW, Memory
+from shardcore.core.topology import Device, Topology
+from shardcore.core.validation import (
+    MOST_BYTES,
+    PATH_NAME,
+    is_path_name,
+    path_name_of,
+    require,
+    require_name,
+    require_types,
+    require_within,
+)
+from shardcore.io import envelope, schema, writing
+
+if TYPE_CHECKING:
+    from shardcore.cost.profile_model import ProfileModel
+
+_FOLDER = Path(__file__).parent / "profiles"
+SCHEMA = "profile"
+COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
+"""Collectives with rates of their own. Reduce-scatters go back as all-gathers."""
+
+SPEC: Mapping[str, tuple[str, str]] = {
+    "hbm_gbps": ("GB/s", "memory of a device"),
+    "sm_ghz": ("GHz", "multiprocessors times their clock"),
+    "l2_bytes": ("bytes", "L2 cache"),
+    "granule_bytes": ("bytes", "unit in which memory is read"),
+    "nvlink_gbps": ("GB/s", "links of a device within a host, each way"),
+    "network_gbps": ("GB/s", "links of a device between hosts, each way"),
+    "pcie_gbps": ("GB/s", "link of a device to host memory, each way"),
+    "switch_generation": ("1", "generation of the switches within a host: from the third on they sum"),
+}
+"""Rates of a data sheet: unit and words. Others scale with them (profile_fit.scaled)."""
+RATES: Mapping[str, tuple[str, str]] = {
+    **SPEC,
+    "compute_factor": ("1", "ops over the law: its uncertainty is what the law leaves unexplained"),
+    "exchange_factor": ("1", "collectives over the law: its uncertainty is what the law leaves unexplained"),
+    "forward_op_us": ("us", "a fused op, forward"),
+    "backward_op_us": ("us", "a fused op, backward, without its kernels of rows"),
+    "backward_kernels_us": ("us", "kernels of rows of a fused op, backward"),
+    "forward_table_us": ("us", "a shard in an op, forward"),
+    "backward_table_us": ("us", "a shard in an op, backward"),
+    "forward_lookup_ns": ("ns", "instructions of a lookup, forward"),
+    "backward_lookup_ns": ("ns", "instructions of a lookup, backward"),
+    "sort_lookup_ns": ("ns", "a lookup that is sorted, backward"),
+    "weighted_lookup_ns": ("ns", "the weight of a lookup, forward and backward"),
+    "read_gbps": ("GB/s", "rows that are read from memory"),
+    "repeat_gbps": ("GB/s", "rows and gradients that are read again, from L2"),
+    "stream_gbps": ("GB/s", "outputs that are written, and gradients that are read"),
+    "update_gbps": ("GB/s", "rows and optimizer state that are read and written"),
+    "dense_gbps": ("GB/s", "gradients, weights and state of replicas"),
+    "host_table_us": ("us", "a shard with rows in host memory, forward and backward"),
+    "cache_lookup_ns": ("ns", "a lookup that finds its place in a cache, forward and backward"),
+    "host_read_gbps": ("GB/s", "rows that are read from host memory without a cache"),
+    "host_update_gbps": ("GB/s", "rows and state that are read and written in host memory"),
+    "host_cache_gbps": ("GB/s", "rows that a cache fetches and writes back"),
+    "bucketize_gbps": ("GB/s", "ids that are put in buckets before they travel"),
+    "order_gbps": ("GB/s", "ids that are put in order after they travelled"),
+} | {
+    f"{collective}_{what}": (unit, f"{collective.replace('_', '-')}: {words}")
+    for collective in COLLECTIVES
+    for what, unit, words in (
+        ("within_host_latency_us", "us", "a small message within a host"),
+        ("within_host_ramp_us", "us", "what large messages take more within a host, whatever their size"),
+        ("within_host_ramp_bytes", "bytes", "a message within a host that takes half of that more"),
+        ("within_host_gbps", "GB/s", "a device within a host"),
+        ("between_hosts_latency_us", "us", "a small message between two hosts"),
+        ("between_hosts_ramp_us", "us", "what large messages take more between hosts, whatever their size"),
+        ("between_hosts_ramp_bytes", "bytes", "a message between hosts that takes half of that more"),
+        ("between_hosts_gbps", "GB/s", "a device between hosts"),
+        ("round_us", "us", "a further round between hosts"),
+    )
+}
+"""Unit of each rate of a profile, and words for it."""
+MOST_UNCERTAINTY = 3.0
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One rate of a profile.
+
+    value: in its unit, above 0.
+    uncertainty: standard deviation of its logarithm. 0.1 is about 10%.
+    unit: that of RATES.
+    source: of a published measurement, a data sheet, or "scaled from ...".
+    """
+
+    value: float
+    uncertainty: float
+    unit: str
+    source: str
+
+    def __post_init__(self) -> None:
+        require_types(self, "a rate")
+        require(0 < self.value < float("inf"), f"a rate is {self.value} {self.unit}; it needs to be above 0")
+        require_within(self, "a rate", uncertainty=(0, MOST_UNCERTAINTY))
+        require(bool(self.source.strip()), "a rate has no source; it needs one")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Rates of a card, and of the links between such cards.
+
+    name: of the hardware, as in Setting and Topology.
+    device_names: parts of torch.cuda.get_device_name() that mean this card.
+    memory_bytes: of a device.
+    rates: by name, one for each of RATES.
+
+    Raises ShardCoreError naming a rate that is missing, unknown or not positive.
+    """
+
+    name: str
+    device_names: tuple[str, ...]
+    memory_bytes: int
+    rates: Mapping[str, Rate]
+
+    def __post_init__(self) -> None:
+        require(is_path_name(self.name), f"a profile has name {self.name!r}; it needs {PATH_NAME}")
+        p = f"profile {self.name!r}"
+        require_types(self, "profile")
+        require_within(self, p, memory_bytes=(1, MOST_BYTES))
+        for name in self.device_names:
+            require_name(name, f"a device name of {p}")
+        unknown, missing = (
+            sorted(self.rates.keys() - RATES),
+            [name for name in RATES if name not in self.rates],
+        )
+        require(not unknown, f"{p} has an unknown rate {unknown[:1]}; known are {', '.join(RATES)}")
+        require(not missing, f"{p} lacks the rate {missing[:1]}")
+        for name, rate in self.rates.items():
+            unit = RATES[name][0]
+            require(rate.unit == unit, f"{p} has {name} in {rate.unit!r}; it needs {unit!r}")
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hex digits that change whenever the profile does."""
+        return envelope.digest(dataclasses.asdict(self))
+
+    def is_of(self, hardware: str) -> bool:
+        """Tell if it is of a setting's hardware: of its own name, or of a measured device that it is for.
+
+        "cpu" is of all names that begin with "cpu-".
+        """
+        parts = map(path_name_of, self.device_names)
+        return f"{hardware}-".startswith(f"{self.name}-") or any(part in hardware for part in parts)
+
+    def model(self) -> ProfileModel:
+        """Its cost model, for any problem."""
+        from shardcore.cost.profile_model import ProfileModel
+
+        return ProfileModel(self)
+
+    def valued(self, values: Mapping[str, float]) -> Profile:
+        """The profile with other values of its rates."""
+        rates = {name: dataclasses.replace(rate, value=values[name]) for name, rate in self.rates.items()}
+        return dataclasses.replace(self, rates=rates)
+
+    def drawn(self, rng: np.random.Generator) -> Profile:
+        """The profile with rates drawn log-normally within their uncertainty."""
+        factors = np.exp(rng.standard_normal(len(RATES)) * [rate.uncertainty for rate in self.rates.values()])
+        return self.valued({n: v * float(f) for (n, v), f in zip(self.values.items(), factors, strict=True)})
+
+    @property
+    def values(self) -> dict[str, float]:
+        """Values of the rates, by name."""
+        return {name: rate.value for name, rate in self.rates.items()}
+
+    def band(
+        self, price: Callable[[Mapping[str, float]], np.ndarray], names: Collection[str] = tuple(RATES)
+    ) -> np.ndarray:
+        """Relative standard error of prices that rates give, if each rate errs by itself.
+
+        price: (values of rates) -> prices, of any shape.
+        names: of the rates that prices depend on.
+        """
+        values = self.values
+        logs, square = np.log(price(values)), 0.0
+        for name in names:
+            if (rate := self.rates[name]).uncertainty:
+                moved = {**values, name: rate.value * math.exp(rate.uncertainty)}
+                square = square + (np.log(price(moved)) - logs) ** 2
+        return np.sqrt(square)
+
+    def topology(self, hosts: int, devices_per_host: int, host_memory_bytes: int = 0) -> Topology:
+        """A topology of such cards. Its links are as the profile has them.
+
+        host_memory_bytes: of each host, for tables. 0: none may have rows there.
+        """
+        device = [
+            Device(self.memory_bytes, host=f"host-{h}") for h in range(hosts) for _ in range(devices_per_host)
+        ]
+        gbps = self.rates["host_read_gbps"].value
+        memory = (Memory(BELOW[0], host_memory_bytes, gbps),) if host_memory_bytes else ()
+        return Topology(tuple(device), hardware=self.name, memory=memory)
+
+
+# --- files --------------------------------------------------------------------------------------------------
+
+
+def profile_names() -> list[str]:
+    """Names of the profiles that ShardCore comes with."""
+    return sorted(path.stem for path in _FOLDER.glob("*.json"))
+
+
+def load_profile(name_or_path: str | Path) -> Profile:
+    """A profile by its name, or from a file.
+
+    Raises ShardCoreError for an unknown name, with the known ones, and for a file that is no profile.
+    """
+    if (known := str(name_or_path)) in profile_names():
+        return _shipped(known)
+    require(
+        known.endswith(".json"),
+        f"profile {known!r} is not known; known are {', '.join(profile_names())}, or a path of a .json file",
+    )
+    return read_profile(name_or_path)
+
+
+def read_profile(path: str | Path) -> Profile:
+    """Read a profile's file. Raises ShardCoreError as the reading of all files does."""
+    return schema.build(Profile, envelope.open_document(path, SCHEMA), str(path))
+
+
+def write_profile(path: str | Path, profile: Profile) -> None:
+    """Write a profile's file, whole or not at all."""
+    rates = {name: dataclasses.asdict(profile.rates[name]) for name in RATES}
+    body: dict[str, Any] = {
+        "name": profile.name,
+        "device_names": list(profile.device_names),
+        "memory_bytes": profile.memory_bytes,
+        "rates": rates,
+    }
+    writing.write_json(path, envelope.document(SCHEMA, body))
+
+
+@lru_cache
+def _shipped(name: str) -> Profile:
+    return read_profile(_FOLDER / f"{name}.json")
+
+
+def profile_of_device(device_name: str) -> Profile:
+    """The profile of a card by torch.cuda.get_device_name(). The longest match counts.
+
+    Raises ShardCoreError for a card without a profile, with the known ones.
+    """
+    profiles = [_shipped(name) for name in profile_names()]
+    matches = [
+        (len(part), profile)
+        for profile in profiles
+        for part in profile.device_names
+        if part.lower() in device_name.lower()
+    ]
+    if not matches:
+        raise ShardCoreError(
+            f"device {device_name!r} has no profile; known are {', '.join(profile_names())} (or make one from its "
+            "data sheet: shardcore profile new)"
+        )
+    return max(matches, key=lambda match: match[0])[1]

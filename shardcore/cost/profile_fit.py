@@ -1,0 +1,466 @@
+"""Fit a hardware profile to published timings, and scale one to another card's data sheet.
+
+A fit is a maximum of the posterior: rates start from a profile, are held there by its uncertainty, and move as far as
+the timings ask for. So a rate that no timing depends on keeps its value, its uncertainty and its source.
+
+Shapes: R timings, P rates.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.catalog import OPTIMIZERS
+from shardcore.core.errors import ShardCoreError, shortened
+from shardcore.core.links import units_of
+from shardcore.core.types import Shard, Table
+from shardcore.core.validation import require, shown
+from shardcore.cost import profile_law
+from shardcore.cost.profile import RATES, SPEC, Profile, Rate
+from shardcore.cost.profile_law import FAR, MS_PER_US, NEAR, Rates, Work
+from shardcore.io import schema
+
+OPS: Mapping[str, tuple[str, ...]] = {
+    "fwd": ("forward",),
+    "bwd": ("backward",),
+    "fwd+bwd": ("forward", "backward"),
+    "bwd kernels (CTA + warp)": ("kernels",),
+}
+"""Passes that each op of a timing is the sum of. `kernels`: backward without sorting and launches."""
+EXCHANGES = {
+    "alltoall": "all_to_all",
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+}
+"""Collectives by their names in nccl-tests."""
+MODES = ("device", "uvm", "uvm_caching")
+QUALITIES = ("A", "B")
+"""Qualities of timings that are fitted: card and shape stated, or at most one of them inferred."""
+_OPTIMIZERS = {"sgd": "exact_sgd", "exact_row_wise_adagrad": "rowwise_adagrad", "adagrad": "exact_adagrad"}
+_BATCHES_SINCE_EMPTY = 100
+"""Batches that published timings of caches are means of. The cache is empty before."""
+_LEAST_UNCERTAINTY = 0.02
+_OF_PEAK = 0.95
+"""Most of its data sheet's bandwidth that a card's memory reaches."""
+_LEAST_SENSITIVITY = 0.01
+"""A timing that changes less than by this share of a rate's change does not depend on it."""
+
+
+# --- timings ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A published timing of an op or a collective.
+
+    source: of the measurement. Timings of one source share their errors.
+    gpu: the card. "": that of the profile.
+    op: a name of OPS or EXCHANGES.
+    time_us: of one call.
+    quality: "A" to "D", or "M" for a model's output.
+    batch: samples of each table. tables, rows, width, pooling: of the tables, one value for all or one each.
+    unique: distinct rows of a batch, all tables together. 0: as the power law gives it.
+    alpha: exponent of the power law of accesses. 0: uniform.
+    mode: memory with the rows, one of MODES.
+    cached: share of rows in a cache; only where mode is uvm_caching.
+    ranks, hosts, bytes: of a collective.
+    network: words for its links.
+    """
+
+    source: str
+    gpu: str
+    op: str
+    time_us: float
+    quality: str = "A"
+    batch: int = 0
+    tables: int = 1
+    rows: tuple[int, ...] = ()
+    width: tuple[int, ...] = ()
+    pooling: tuple[float, ...] = ()
+    unique: float = 0.0
+    alpha: float = 0.0
+    precision: str = "fp32"
+    optimizer: str = "exact_sgd"
+    weighted: bool = False
+    mode: str = "device"
+    cached: float = 0.0
+    ranks: int = 0
+    hosts: int = 0
+    bytes: float = 0.0
+    network: str = ""
+
+    @property
+    def group(self) -> tuple[object, ...]:
+        """Timings of one group repeat each other: they count as one."""
+        return dataclasses.astuple(dataclasses.replace(self, time_us=0.0))
+
+
+class Predictor:
+    """Times of timings by the law of profiles, for one set of rates after another."""
+
+    def __init__(self, timings: Sequence[Timing]) -> None:
+        self._n = len(timings)
+        self._ops: list[tuple[str, Work, np.ndarray, np.ndarray]] = []
+        self._exchanges: list[tuple[str, np.ndarray, np.ndarray, list[int]]] = []
+        works = {i: _work(t) for i, t in enumerate(timings) if t.op in OPS}
+        for part in profile_law.FLOORS:
+            found = [i for i in works if part in OPS[timings[i].op]]
+            if found:
+                names = [f.name for f in dataclasses.fields(Work)]
+                joined = {name: np.concatenate([getattr(works[i], name) for i in found]) for name in names}
+                starts = np.cumsum([0, *(timings[i].tables for i in found[:-1])])
+                self._ops.append((part, Work(**joined), starts, np.array(found)))
+        alike: dict[tuple[str, int, int], list[int]] = {}
+        for i, t in enumerate(timings):
+            if t.op in EXCHANGES:
+                alike.setdefault((EXCHANGES[t.op], t.hosts, t.ranks), []).append(i)
+        for (collective, hosts, ranks), found in alike.items():
+            units = units_of([str(h) for h in range(hosts) for _ in range(ranks // hosts)])
+            sent = np.array([[timings[i].bytes] for i in found]) * np.ones(ranks)
+            self._exchanges.append((collective, units, sent, found))
+
+    def times_us(self, rates: Rates) -> np.ndarray:
+        """[R] us."""
+        ms = np.zeros(self._n)
+        for part, work, starts, found in self._ops:
+            if part == "forward":
+                of_shards = profile_law.forward_ms(rates, work)
+            else:
+                of_shards = profile_law.backward_ms(rates, work, part == "backward")
+            ms[found] += np.add.reduceat(of_shards, starts) + profile_law.floor_ms(rates, part)
+        for collective, units, sent, found in self._exchanges:
+            ms[found] = profile_law.collective_ms(rates, collective, sent, units)[:, 0]
+        return ms / MS_PER_US
+
+
+def _work(timing: Timing) -> Work:
+    n = timing.tables
+    rows, width = (x * n if len(x) == 1 else x for x in (timing.rows, timing.width))
+    pooling = timing.pooling * n if len(timing.pooling) == 1 else timing.pooling
+    shares = {"device": 1.0, "uvm": 0.0, "uvm_caching": timing.cached}
+    tables = [
+        Table(
+            f"t{i}",
+            rows[i],
+            width[i],
+            pooling[i],
+            Zipf(timing.alpha),
+            timing.precision,
+            weighted=timing.weighted,
+            sequence=pooling[i] == 1,
+            load_factor=shares[timing.mode],
+        )
+        for i in range(n)
+    ]
+    shards = [Shard.whole(t) for t in tables]
+    work = profile_law.work_of(shards, timing.batch, timing.optimizer)
+    changed: dict[str, np.ndarray] = {}
+    if timing.unique:
+        changed["unique"] = work.unique * timing.unique / work.unique.sum()
+    distinct = changed.get("unique", work.unique) * work.width * work.element_bytes
+    changed["beside"] = np.full(n, distinct.sum())
+    if timing.mode == "uvm_caching":
+        # Batches since the cache was empty bring rows that no batch had before. A warm cache misses fewer.
+        seen = profile_law.work_of(shards, _BATCHES_SINCE_EMPTY * timing.batch, timing.optimizer).unique
+        fetched = seen / _BATCHES_SINCE_EMPTY * 2 * work.width * work.element_bytes
+        changed["cache_bytes"] = np.maximum(work.cache_bytes, fetched)
+    return dataclasses.replace(work, **changed)
+
+
+COLUMNS = ("op", "time_us")
+"""Columns that a file of timings needs. Others are those of its ops."""
+_OP_COLUMNS, _EXCHANGE_COLUMNS = ("B", "E", "D", "L"), ("ranks", "hosts", "msg_bytes_per_rank")
+
+
+def read_timings(path: str | Path) -> tuple[list[Timing], Counter[str]]:
+    """Timings of a CSV file, and the reasons for which others of its rows cannot be used, with their numbers.
+
+    Columns: op, time_us; of ops B, T, E, D, L, and optionally unique, index_distribution, weights_precision, optimizer,
+    weighted, mode, cached; of collectives ranks, hosts, msg_bytes_per_rank; optionally source, gpu, quality.
+
+    Raises ShardCoreError naming a column that is missing.
+    """
+    rows = list(csv.DictReader(io.StringIO(schema.read_text(path))))
+    require(bool(rows), f"{path} has no rows; it needs a line of columns, and one for each timing")
+    for column in COLUMNS:
+        require(column in rows[0], f"{path} lacks the column {column!r}; it needs {', '.join(COLUMNS)}")
+    named = {row["op"] for row in rows}
+    for known, columns in ((OPS, _OP_COLUMNS), (EXCHANGES, _EXCHANGE_COLUMNS)):
+        if some := sorted(named & known.keys()):
+            for column in (c for c in columns if c not in rows[0]):
+                raise ShardCoreError(f"{path} has {some[0]!r} timings and lacks the column {column!r}")
+    timings, reasons = [], Counter[str]()
+    for i, row in enumerate(rows):
+        made = _timing({k: (v or "").strip() for k, v in row.items() if k}, f"{path}, line {i + 2}")
+        if isinstance(made, Timing):
+            timings.append(made)
+        else:
+            reasons[made] += 1
+    return timings, reasons
+
+
+def _timing(row: Mapping[str, str], what: str) -> Timing | str:
+    """A row as a timing, or why it is none."""
+    op = row["op"]
+    if op not in OPS and op not in EXCHANGES:
+        return f"op {shown(op)} is not one of the law's"
+    needed = ("time_us", *(_EXCHANGE_COLUMNS if op in EXCHANGES else _OP_COLUMNS))
+    if empty := [column for column in needed if not row.get(column)]:
+        return f"{empty[0]} is not stated"
+    time_us = _number(row, "time_us", what)
+    require(time_us > 0, f"{what} has time_us {row['time_us']}; it needs to be above 0")
+    common = {
+        "source": row.get("source", ""),
+        "gpu": row.get("gpu", ""),
+        "op": op,
+        "time_us": time_us,
+        "quality": row.get("quality") or "A",
+    }
+    if op in EXCHANGES:
+        ranks, hosts = int(_number(row, "ranks", what)), int(_number(row, "hosts", what))
+        require(
+            1 <= hosts <= ranks and ranks % hosts == 0,
+            f"{what} has {ranks} ranks on {hosts} hosts; it needs equally many on each",
+        )
+        if ranks < 2:
+            return "one rank exchanges nothing"
+        sent = _number(row, "msg_bytes_per_rank", what)
+        return Timing(**common, ranks=ranks, hosts=hosts, bytes=sent, network=row.get("interconnect", ""))
+    precision = row.get("weights_precision") or "fp32"
+    optimizer = _OPTIMIZERS.get(row.get("optimizer", ""), row.get("optimizer") or "exact_sgd")
+    mode, tables = row.get("mode") or "device", int(_number(row, "T", what) if row.get("T") else 1)
+    if precision not in ("fp32", "fp16", "bf16"):
+        return f"weights are {shown(precision)}"
+    if optimizer not in OPTIMIZERS or mode not in MODES:
+        return f"optimizer {shown(optimizer)} or mode {shown(mode)} is not known"
+    rows, width, pooling = _numbers(row["E"]), _numbers(row["D"]), _numbers(row["L"])
+    if any(len(x) not in (1, tables) for x in (rows, width, pooling)) or len(_numbers(row["B"])) != 1:
+        return "shapes of its tables are not stated one by one"
+    if any(w % 4 for w in width):
+        return "a width is no multiple of 4"
+    cached = _number(row, "cached", what) if row.get("cached") else 0.0
+    if mode == "uvm_caching" and not 0 < cached < 1:
+        return "the share of rows that its cache holds is not stated"
+    alpha = re.search(r"alpha ([\d.]+)", row.get("index_distribution", ""))
+    return Timing(
+        **common,
+        batch=int(_number(row, "B", what)),
+        tables=tables,
+        rows=tuple(map(int, rows)),
+        width=tuple(map(int, width)),
+        pooling=pooling,
+        unique=_number(row, "unique", what) if row.get("unique") else 0.0,
+        alpha=0.0 if "uniform" in row.get("index_distribution", "") or not alpha else float(alpha[1]),
+        precision=precision,
+        optimizer=optimizer,
+        weighted=row.get("weighted") == "True",
+        mode=mode,
+        cached=cached,
+    )
+
+
+def _number(row: Mapping[str, str], column: str, what: str) -> float:
+    try:
+        value = float(row[column])
+    except ValueError:
+        value = math.nan
+    require(0 <= value < math.inf, f"{what} has {column} {shown(row[column])}; it needs a number")
+    return value
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    """Numbers of tables: "128", "2,633" or "9x128,3x24". () where a text is none of these."""
+    parts = [re.fullmatch(r"(?:(\d{1,4})x)?(\d{1,12}(?:\.\d+)?)", part.strip()) for part in text.split(",")]
+    if not all(parts):
+        return ()
+    return tuple(float(part[2]) for part in parts if part for _ in range(int(part[1] or 1)))
+
+
+def of_card(timings: Iterable[Timing], profile: Profile) -> list[Timing]:
+    """Timings of a profile's card, of the qualities that are fitted."""
+    return [
+        t
+        for t in timings
+        if t.quality in QUALITIES
+        and (not t.gpu or re.sub(r"[^a-z0-9]+", "-", t.gpu.lower()).strip("-") in profile.name)
+    ]
+
+
+# --- fit ----------------------------------------------------------------------------------------------------
+
+
+def fit(timings: Sequence[Timing], start: Profile, error: float = 0.1) -> Profile:
+    """The profile with rates fitted to timings (see above).
+
+    error: relative error that the law is expected to have.
+
+    Uncertainties come from the curvature of the fit and its residuals. That of compute_factor and exchange_factor is
+    what the law leaves unexplained.
+
+    Raises ShardCoreError where there are no timings.
+    """
+    from scipy.optimize import least_squares
+
+    require(len(timings) > 0, f"profile {start.name!r} has no timings to be fitted to; give some of its card")
+    fixed = {*SPEC, "compute_factor", "exchange_factor"}
+    names = [name for name in RATES if name not in fixed and start.rates[name].uncertainty > 0]
+    values = start.values
+    measured = np.log([t.time_us for t in timings])
+    groups = Counter(t.group for t in timings)
+    weight = np.array([groups[t.group] ** -0.5 for t in timings])
+    predictor = Predictor(timings)
+    depends = _sensitivities(predictor, values, names)
+    moves = np.any(depends > _LEAST_SENSITIVITY, axis=1).tolist()
+    names, depends = [name for name, of in zip(names, moves, strict=True) if of], depends[moves]
+    prior = np.array([start.rates[name].uncertainty for name in names])
+
+    def errors(steps: np.ndarray) -> np.ndarray:
+        """[R] logarithms of predicted over measured."""
+        moved = values | {n: values[n] * math.exp(s) for n, s in zip(names, steps, strict=True)}
+        return np.log(predictor.times_us(moved)) - measured
+
+    def residuals(steps: np.ndarray) -> np.ndarray:
+        # Large errors count by their size, not by its square.
+        scaled = weight * errors(steps) / error
+        robust = np.sign(scaled) * np.sqrt(2 * (np.sqrt(1 + scaled**2) - 1))
+        return np.concatenate([robust, steps / prior])
+
+    most = [_most_step(name, values) for name in names]
+    found = least_squares(residuals, np.zeros(len(names)), bounds=(-np.inf, most))
+    left = errors(found.x)
+    # Residuals beyond the expected error widen all.
+    scale = max(1.0, float(np.sqrt(np.mean((weight * left / error) ** 2))))
+    spread = scale * np.sqrt(np.diag(np.linalg.inv(found.jac.T @ found.jac)))
+    sources = _sources(timings, names, depends)
+    rates = dict(start.rates)
+    for name, step, width, most in zip(names, found.x, spread, prior, strict=True):
+        rates[name] = Rate(
+            values[name] * math.exp(step),
+            float(np.clip(width, _LEAST_UNCERTAINTY, most)),
+            RATES[name][0],
+            sources[name],
+        )
+    for name, known in (("compute_factor", OPS), ("exchange_factor", EXCHANGES)):
+        if len(some := left[[t.op in known for t in timings]]):
+            unexplained = float(np.sqrt(np.mean(some**2)))
+            rates[name] = dataclasses.replace(
+                rates[name],
+                uncertainty=max(unexplained, error),
+                source=f"errors of the fit on {len(some)} timings",
+            )
+    return dataclasses.replace(start, rates=rates)
+
+
+def _most_step(name: str, values: Rates) -> float:
+    """The logarithm by which a rate may grow: no gather beats the memory of its card."""
+    in_memory = name in ("read_gbps", "stream_gbps", "update_gbps", "dense_gbps")
+    return max(0.01, math.log(_OF_PEAK * values["hbm_gbps"] / values[name])) if in_memory else math.inf
+
+
+def _sensitivities(predictor: Predictor, values: Rates, names: Sequence[str]) -> np.ndarray:
+    """[P, R] |change of the logarithm of a timing| / that of a rate."""
+    base = np.log(predictor.times_us(values))
+    moved = ({**values, name: values[name] * 1.1} for name in names)
+    return np.array([np.abs(np.log(predictor.times_us(m)) - base) for m in moved]) / math.log(1.1)
+
+
+def _sources(timings: Sequence[Timing], names: Sequence[str], depends: np.ndarray) -> dict[str, str]:
+    """Words for the sources of the timings that depend most on each rate. depends: [P, R]."""
+    words = {}
+    for name, shares in zip(names, depends, strict=True):
+        by_source: Counter[str] = Counter()
+        for timing, share in zip(timings, shares, strict=True):
+            by_source[timing.source or "timings"] += share * (share > _LEAST_SENSITIVITY)
+        (first, _), *others = [(source, share) for source, share in by_source.most_common() if share]
+        more = f" and {len(others)} more" if others else ""
+        words[name] = f"fitted to {shortened(first, 120)}{more}"
+    return words
+
+
+# --- scaling ------------------------------------------------------------------------------------------------
+
+_SCALES: Mapping[str, tuple[str, float, float]] = {
+    **dict.fromkeys(("read_gbps", "stream_gbps", "update_gbps"), ("hbm_gbps", 0.6, 0.4)),
+    "dense_gbps": ("hbm_gbps", 1.0, 0.0),
+    "repeat_gbps": ("hbm_gbps", 0.3, 0.7),
+    **dict.fromkeys(
+        (
+            "forward_lookup_ns",
+            "backward_lookup_ns",
+            "sort_lookup_ns",
+            "weighted_lookup_ns",
+            "hot_lookup_ns",
+            "cache_lookup_ns",
+        ),
+        ("hbm_gbps", 0.0, -1.0),
+    ),
+    **dict.fromkeys(("bucketize_gbps", "order_gbps"), ("hbm_gbps", 0.6, 0.4)),
+    **dict.fromkeys(("host_read_gbps", "host_update_gbps", "host_cache_gbps"), ("pcie_gbps", 1.0, 0.0)),
+    **{name: ("nvlink_gbps", 1.0, 0.0) for name in RATES if name.endswith(f"{NEAR}_gbps")},
+    **{name: ("network_gbps", 1.0, 0.0) for name in RATES if name.endswith(f"{FAR}_gbps")},
+}
+"""How a rate scales: a bandwidth of SPEC to a power, times sm_ghz to a power.
+
+Gathers keep memory busy only as far as multiprocessors have loads on their way. So they follow both: an H200 has 43%
+more bandwidth than an H100, the same multiprocessors, and gathers about 20% faster.
+"""
+_SCALED_UNCERTAINTY = 0.12, 0.25
+"""Added to a rate that was scaled: always, and for each factor of e."""
+
+
+def scaled(profile: Profile, name: str, **spec: float) -> Profile:
+    """A profile of another card, from its data sheet.
+
+    profile: of the card that it is most like.
+    name: of the new profile.
+    spec: values of SPEC that differ, and memory_bytes.
+
+    Rates that follow from none of these keep their values. All are less certain.
+
+    Raises ShardCoreError for a name that SPEC does not have, and a value that is not positive.
+    """
+    known = (*SPEC, "memory_bytes")
+    for key, value in spec.items():
+        require(key in known, f"a data sheet has {key!r}; known are {', '.join(known)}")
+        require(0 < value < math.inf, f"a data sheet has {key} {value}; it needs to be above 0")
+    ratio = {
+        key: spec.get(key, rate.value) / rate.value for key, rate in profile.rates.items() if key in SPEC
+    }
+    rates = {}
+    for key, rate in profile.rates.items():
+        unit = RATES[key][0]
+        if key in SPEC:
+            sheet = dataclasses.replace(
+                rate, value=float(spec.get(key, rate.value)), source=f"data sheet of {name}"
+            )
+            rates[key] = sheet if key in spec else rate
+            continue
+        bandwidth, power, of_sm = _SCALES.get(key, ("hbm_gbps", 0.0, 0.0))
+        factor = ratio[bandwidth] ** power * ratio["sm_ghz"] ** of_sm
+        always, each = _SCALED_UNCERTAINTY
+        more = always + each * (
+            abs(power * math.log(ratio[bandwidth])) + abs(of_sm * math.log(ratio["sm_ghz"]))
+        )
+        by = " and ".join(
+            words for words, p in ((bandwidth, power), ("sm_ghz", of_sm)) if p and ratio[words] != 1.0
+        )
+        rates[key] = Rate(
+            rate.value * factor,
+            math.hypot(rate.uncertainty, more),
+            unit,
+            f"scaled from {profile.name} by {by}" if by else f"as {profile.name}",
+        )
+    memory = int(spec.get("memory_bytes", profile.memory_bytes))
+    return Profile(name, (), memory, rates)

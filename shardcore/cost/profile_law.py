@@ -1,0 +1,299 @@
+"""The law of hardware profiles: ms of an op's shards and of collectives, from rates.
+
+Work of a shard is counted once. Rates then give its ms, so that a fit to published timings prices work again and again.
+
+A pass over a shard takes
+
+    a constant + lookups + the larger of two: instructions of lookups, and bytes that move
+
+where "the larger" is smooth. Backward also sorts lookups.
+
+Bytes of rows that a batch reads once come from memory. Those read again come from L2 as far as it holds the rows, the
+most popular first. So bandwidth falls as tables outgrow it, and the less the more uneven accesses are.
+
+A collective takes
+
+    latency + rounds + ramp of its protocols + the larger of two: time within hosts, and time between hosts
+
+Shapes: N shards, K levels of links, n devices of a group; ... any leading dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardcore.core.catalog import OPTIMIZERS
+from shardcore.core.links import LEVELS, joins
+from shardcore.core.topology import BYTES_PER_MS_PER_GBPS
+from shardcore.core.types import OUTPUT_BYTES, PRECISION_BYTES, Shard, Table
+from shardcore.cost.link_counts import link_counts
+from shardcore.step.access import access_share, concentration_of, unique_rows_of
+from shardcore.step.output_bytes import output_rows
+from shardcore.tables.host_rows import link_bytes_of
+
+MS_PER_US, MS_PER_NS = 1e-3, 1e-6
+Rates = Mapping[str, float]
+"""Values of profile.RATES, by name."""
+_SHARPNESS = 3.0
+"""Exponent of the smooth maximum. Kernels that are near both limits take 26% longer than either alone."""
+_RAMP_DEVICES = 16
+"""Devices on several hosts that a ramp is given for."""
+_SUMS = 3
+"""Generation from which switches within a host sum. NVIDIA's are those of H100."""
+NEAR, FAR = LEVELS
+"""Names of the levels of links: within hosts, and between them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """Work of shards in an op over a batch. Each field is [N].
+
+    lookups, unique: rows that are looked up, and distinct ones.
+    evenness: exponent e; a share x of the distinct rows, the most popular ones, has x^e of lookups. 1: even access.
+    beside: bytes of the distinct rows of the whole op, which share L2.
+    width: columns. element_bytes: of one weight.
+    outputs: rows of pooled outputs, or of all lookups where they are not pooled.
+    weighted: 1 if lookups have weights, else 0.
+    row_state_bytes, cell_state_bytes: optimizer state of a row: of its row, and of its cells.
+    resident: 1 if lookups read device memory, 0 if they read host memory.
+    host_read_bytes, host_update_bytes, cache_bytes: that cross the link to host memory.
+    """
+
+    lookups: np.ndarray
+    unique: np.ndarray
+    evenness: np.ndarray
+    beside: np.ndarray
+    width: np.ndarray
+    element_bytes: np.ndarray
+    outputs: np.ndarray
+    weighted: np.ndarray
+    row_state_bytes: np.ndarray
+    cell_state_bytes: np.ndarray
+    resident: np.ndarray
+    host_read_bytes: np.ndarray
+    host_update_bytes: np.ndarray
+    cache_bytes: np.ndarray
+
+
+def work_of(shards: Sequence[Shard], batch: int, optimizer: str, beside_bytes: float = 0.0) -> Work:
+    """Work of shards in an op over a batch.
+
+    beside_bytes: bytes of the distinct rows of the op, as far as they are known. Each shard has its own at least.
+    """
+    tables = [s.table for s in shards]
+    lookups = batch * np.array([t.looked_up * access_share(s) for t, s in zip(tables, shards, strict=True)])
+    width = np.array([s.width for s in shards], dtype=float)
+    state = OPTIMIZERS[optimizer]
+    link = np.array([link_bytes_of(s, batch, optimizer) for s in shards]).reshape(-1, 2)
+    below = np.array([t.in_host_memory for t in tables], dtype=bool)
+    has_cache = np.array([t.load_factor > 0 for t in tables], dtype=bool)
+    unique = np.minimum(unique_rows_of(shards, batch), lookups)
+    return Work(
+        lookups=lookups,
+        unique=unique,
+        evenness=np.log(concentration_of(tables, unique)) / np.log(0.25),
+        beside=np.full(len(shards), beside_bytes),
+        width=width,
+        element_bytes=np.array([PRECISION_BYTES[t.precision] for t in tables], dtype=float),
+        outputs=np.array([output_rows(s, batch) for s in shards], dtype=float),
+        weighted=np.array([t.weighted for t in tables], dtype=float),
+        row_state_bytes=np.full(len(shards), float(state.state_bytes("row"))),
+        cell_state_bytes=state.state_bytes("cell") * width,
+        resident=(~below | has_cache).astype(float),
+        host_read_bytes=np.where(below & ~has_cache, link[:, 0], 0.0),
+        host_update_bytes=link[:, 1],
+        cache_bytes=np.where(has_cache, link[:, 0], 0.0),
+    )
+
+
+# --- ops ----------------------------------------------------------------------------------------------------
+
+
+FLOORS: Mapping[str, tuple[str, ...]] = {
+    "forward": ("forward_op_us",),
+    "backward": ("backward_op_us", "backward_kernels_us"),
+    "kernels": ("backward_kernels_us",),
+}
+"""Rates of the floor of an op, by its pass. `kernels`: backward, timed without launches and sorting."""
+
+
+def floor_ms(rates: Rates, part: str) -> float:
+    """ms of an op's floor in a pass, however little it does."""
+    return rates["compute_factor"] * sum(rates[name] for name in FLOORS[part]) * MS_PER_US
+
+
+def forward_ms(rates: Rates, work: Work) -> np.ndarray:
+    """[N] ms of lookups, without the op's floor."""
+    row_bytes = _granules(rates, work.width * work.element_bytes)
+    again = np.maximum(work.lookups - work.unique, 0) * row_bytes * work.resident
+    # L2 keeps the rows that are hit most, of all shards of the op.
+    held = rates["l2_bytes"] / np.maximum(np.maximum(work.unique * row_bytes, work.beside), 1.0)
+    in_l2 = np.minimum(1.0, held) ** work.evenness
+    once = work.unique * row_bytes * work.resident + again * (1 - in_l2)
+    moved = (
+        _of(rates, "read_gbps", once)
+        + _of(rates, "repeat_gbps", again * in_l2)
+        + _of(rates, "stream_gbps", work.outputs * work.width * OUTPUT_BYTES)
+    )
+    own = _of(rates, "forward_lookup_ns", work.lookups) + _of(
+        rates, "weighted_lookup_ns", work.lookups * work.weighted
+    )
+    return rates["compute_factor"] * (
+        _of(rates, "forward_table_us", 1.0)
+        + _larger(own, moved)
+        + _below(rates, work)
+        + _of(rates, "cache_lookup_ns", work.lookups * (work.cache_bytes > 0))
+        + _of(rates, "host_read_gbps", work.host_read_bytes)
+        + _of(rates, "host_cache_gbps", work.cache_bytes)
+    )
+
+
+def backward_ms(rates: Rates, work: Work, sorts: bool = True) -> np.ndarray:
+    """[N] ms of gradients and update, without the op's floor.
+
+    sorts: False for kernels timed without their sort.
+    """
+    row_bytes = _granules(rates, work.width * work.element_bytes)
+    state_bytes = work.cell_state_bytes + _granules(rates, work.row_state_bytes)
+    # A lookup reads the gradient of its sample, the first one from memory.
+    gradient_bytes = work.width * OUTPUT_BYTES
+    first = np.minimum(work.outputs, work.lookups)
+    again = (work.lookups - first) * gradient_bytes
+    updated = work.unique * (2 * row_bytes * work.resident + 2 * state_bytes * (work.host_update_bytes == 0))
+    moved = (
+        _of(rates, "stream_gbps", first * gradient_bytes)
+        + _of(rates, "repeat_gbps", again)
+        + _of(rates, "update_gbps", updated)
+    )
+    own = _of(rates, "backward_lookup_ns", work.lookups) + _of(
+        rates, "weighted_lookup_ns", work.lookups * work.weighted
+    )
+    return rates["compute_factor"] * (
+        _of(rates, "backward_table_us", 1.0)
+        + _of(rates, "sort_lookup_ns", work.lookups * sorts)
+        + _larger(own, moved)
+        + _below(rates, work)
+        + _of(rates, "cache_lookup_ns", work.lookups * (work.cache_bytes > 0))
+        + _of(rates, "host_update_gbps", work.host_update_bytes)
+    )
+
+
+def op_ms(rates: Rates, work: Work) -> float:
+    """ms of an op, forward and backward."""
+    shards_ms = forward_ms(rates, work).sum() + backward_ms(rates, work).sum()
+    return float(shards_ms) + floor_ms(rates, "forward") + floor_ms(rates, "backward")
+
+
+def _below(rates: Rates, work: Work) -> np.ndarray:
+    """[N] ms that a shard with rows in host memory takes, whatever its size."""
+    return _of(rates, "host_table_us", (work.cache_bytes + work.host_read_bytes > 0).astype(float))
+
+
+def distinct_bytes(tables: Sequence[Table], batch: int) -> float:
+    """Bytes of the distinct rows of tables that a batch touches."""
+    unique = unique_rows_of([Shard.whole(t) for t in tables], batch)
+    return float(
+        sum(n * t.dim * PRECISION_BYTES[t.precision] for n, t in zip(unique.tolist(), tables, strict=True))
+    )
+
+
+def _granules(rates: Rates, n_bytes: np.ndarray) -> np.ndarray:
+    """Bytes in whole granules of memory."""
+    return np.ceil(n_bytes / rates["granule_bytes"]) * rates["granule_bytes"]
+
+
+def _larger(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """The larger of two ms, a smooth maximum."""
+    return (one**_SHARPNESS + other**_SHARPNESS) ** (1 / _SHARPNESS)
+
+
+def _of(rates: Rates, name: str, count: np.ndarray | float) -> np.ndarray:
+    """ms of a count of bytes, lookups or ops at a rate."""
+    if name.endswith("_gbps"):
+        return np.asarray(count / (rates[name] * BYTES_PER_MS_PER_GBPS))
+    return np.asarray(count * rates[name] * (MS_PER_US if name.endswith("_us") else MS_PER_NS))
+
+
+# --- collectives --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Given:
+    """Links that a topology gives, in place of a profile's.
+
+    gbps: GB/s of a device, by level.
+    shared: levels where gbps is of a link that the devices of a host share.
+    latency_ms: of a collective. None: the profile's.
+    """
+
+    gbps: Mapping[str, float] = field(default_factory=dict)
+    shared: frozenset[str] = frozenset()
+    latency_ms: float | None = None
+
+
+def collective_ms(
+    rates: Rates,
+    collective: str,
+    owned_bytes: np.ndarray,
+    units: np.ndarray,
+    exchanges: int = 1,
+    given: Given | None = None,
+) -> np.ndarray:
+    """[..., 1] ms of a collective among n devices; the same for all, as none is done before the last sender.
+
+    collective: a name of profile.COLLECTIVES.
+    owned_bytes: [..., n] as in lower.Workload.traffic.
+    units: [K, n] of each device, by level of links.
+    exchanges: calls, one after another, of which all but the last are small.
+    """
+    n, ring, given = units.shape[1], collective != "all_to_all", given or Given()
+    owned = np.asarray(owned_bytes, dtype=float)
+    busiest, passes = owned.max(-1, keepdims=True), 2 if collective == "all_reduce" else 1
+    used = dict(zip(LEVELS, joins(units), strict=True))
+    level, hosts = (FAR if used[FAR] else NEAR), len(np.unique(units[0]))
+    gbps = {name: given.gbps.get(name, rates[f"{collective}_{name}_gbps"]) for name in LEVELS}
+    if ring:
+        each = n / hosts
+        # Switches that sum take all of a device's bytes once, and give its part of the sum to all. A ring takes them
+        # twice, but for its own part.
+        sums = collective == "all_reduce" and each > 1 and rates["switch_generation"] >= _SUMS
+        near = busiest * (1 + 1 / each if sums else passes * (1 - 1 / n))
+        # Then hosts exchange sums, else a ring passes all devices. Rails: what leaves a host spreads over the links of
+        # its devices.
+        links = 1 if FAR in given.shared else each
+        far = passes * busiest * (1 - 1 / (hosts if sums else n)) / links
+    else:
+        of_near, of_far = link_counts(False, owned, units, False)
+        near = of_near["busiest"]
+        far = of_far["uplink" if FAR in given.shared else "busiest"]
+    if given.latency_ms is None:
+        once_us = rates[f"{collective}_{level}_latency_us"]
+        once_us += _rounds(collective, n, hosts) * rates[f"{collective}_round_us"]
+    else:
+        once_us = given.latency_ms / MS_PER_US
+    # Protocols for large messages cost more once. Between hosts that grows with the number of devices.
+    more = (n / _RAMP_DEVICES) ** 0.5 if level == FAR else 1.0
+    ramp = more * busiest / (busiest + rates[f"{collective}_{level}_ramp_bytes"])
+    fixed_us = exchanges * once_us + ramp * rates[f"{collective}_{level}_ramp_us"]
+    slower = np.maximum(_ms_at(gbps[NEAR], near * used[NEAR]), _ms_at(gbps[FAR], far * used[FAR]))
+    return rates["exchange_factor"] * (fixed_us * MS_PER_US + slower)
+
+
+def _ms_at(gbps: float, n_bytes: np.ndarray | float) -> np.ndarray:
+    return np.asarray(n_bytes / (gbps * BYTES_PER_MS_PER_GBPS))
+
+
+def _rounds(collective: str, n: int, hosts: int) -> float:
+    """Rounds over links between hosts, beyond those of two devices.
+
+    An all-to-all sends to each device of other hosts. A ring passes all devices. All-reduces of small messages go up
+    and down a tree of hosts.
+    """
+    if hosts < 2:
+        return 0.0
+    if collective == "all_to_all":
+        return n - n / hosts
+    return float(np.log2(hosts)) if collective == "all_reduce" else n - 1.0

@@ -1,0 +1,266 @@
+"""ProfileModel: a cost model in closed form, with the rates of a hardware profile.
+
+An op takes its floor, forward and backward, and the ms of its shards (profile_law.py). Each shard is encoded as these
+ms. So an op costs their sum, and never less as work grows.
+
+Shapes: N shards, F = 3 features, G ops, D devices; ... any leading dimensions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from shardcore.core.catalog import DENSE_OPTIMIZERS
+from shardcore.core.errors import SettingMismatch
+from shardcore.core.links import LEVELS
+from shardcore.core.tiers import BELOW
+from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
+from shardcore.core.types import Problem, Setting, Shard
+from shardcore.cost import profile_law
+from shardcore.cost.model import CommCost, Compiled, step_ms
+from shardcore.cost.profile import COLLECTIVES, RATES, Profile
+from shardcore.cost.step_comm import Transfers, channels_ms, step_comm
+from shardcore.step.kinds import Channel
+from shardcore.step.lower import Workload
+from shardcore.step.output_bytes import payload_bytes
+from shardcore.step.scopes import groups_of
+
+DEFAULT_BATCH = 65536
+_HOST_GBPS = ("host_read_gbps", "host_update_gbps", "host_cache_gbps")
+
+
+@dataclass(frozen=True, eq=False)
+class ProfileModel:
+    """A CostModel and BoundableCostModel from a hardware profile. It holds for any problem.
+
+    profile: the rates.
+    setting: of the problem. Its hardware is the profile's name.
+    replica_optimizer: dense optimizer of replicas, a name of catalog.DENSE_OPTIMIZERS.
+    host_gbps: bandwidth to host memory that the topology gives. None: the profile's.
+    device_bytes: bytes of the distinct rows that a batch touches on a device, in the mean. They share its L2.
+    at: values of the rates, in place of the profile's.
+    """
+
+    profile: Profile
+    setting: Setting = None  # type: ignore[assignment]
+    replica_optimizer: str = "sgd"
+    host_gbps: float | None = None
+    device_bytes: float = 0.0
+    at: Mapping[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.setting is None:
+            object.__setattr__(self, "setting", Setting(self.profile.name, DEFAULT_BATCH))
+
+    def for_problem(self, problem: Problem) -> ProfileModel:
+        """The model of a problem: any batch, optimizer, precision and payload. See model.CostModel.
+
+        Raises SettingMismatch for a problem of other hardware.
+        """
+        job, hardware = problem.job, problem.topology.hardware or self.profile.name
+        if not self.profile.is_of(hardware):
+            raise SettingMismatch(
+                f"problem {problem.name!r} is for hardware {hardware!r}, the profile for {self.profile.name!r}; give "
+                "that of the problem's hardware, or change its topology"
+            )
+        memory = problem.topology.memory_of(BELOW[0])
+        return dataclasses.replace(
+            self,
+            setting=Setting(
+                hardware,
+                problem.global_batch,
+                problem.precision,
+                problem.optimizer,
+                job.forward_payload,
+                job.backward_payload,
+            ),
+            replica_optimizer=problem.replica_optimizer,
+            host_gbps=memory.gbps if memory else None,
+            device_bytes=profile_law.distinct_bytes(problem.tables, problem.global_batch)
+            / len(problem.topology),
+        )
+
+    # --- ops ------------------------------------------------------------------------------------------------
+
+    def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
+        """[N, 3] 1 for a shard, and its ms forward and backward without the op's floor."""
+        codes = np.zeros((len(shards), 3))
+        if len(shards):
+            work = self._work(shards, batch or self.setting.batch)
+            codes[:, 0] = 1
+            codes[:, 1] = profile_law.forward_ms(self._values, work)
+            codes[:, 2] = profile_law.backward_ms(self._values, work)
+        return codes
+
+    def _work(self, shards: Sequence[Shard], batch: int) -> profile_law.Work:
+        return profile_law.work_of(shards, batch, self.setting.optimizer, self.device_bytes)
+
+    @cached_property
+    def _values(self) -> Mapping[str, float]:
+        """Values of the rates by name; those of host memory as the topology gives its link."""
+        values = dict(self.at or self.profile.values)
+        if self.host_gbps is not None:
+            faster = self.host_gbps / values["host_read_gbps"]
+            values |= {name: faster * values[name] for name in _HOST_GBPS}
+        return values
+
+    def head(self, sums: np.ndarray) -> np.ndarray:
+        """[G] ms of ops from summed encodings [G, 3]; 0 for an empty op."""
+        sums = np.asarray(sums, dtype=float)
+        return self.launch_ms * np.minimum(1.0, sums[..., 0]) + sums[..., 1] + sums[..., 2]
+
+    def forward_share(self, sums: np.ndarray) -> np.ndarray:
+        """[G] the share of forward in an op's ms."""
+        sums = np.asarray(sums, dtype=float)
+        total = self.head(sums)
+        forward = profile_law.floor_ms(self._values, "forward") * np.minimum(1.0, sums[..., 0]) + sums[..., 1]
+        return np.divide(forward, total, out=np.zeros_like(total), where=total > 0)
+
+    def compiled(self) -> Compiled:
+        """`head` for one op at a time."""
+        from shardcore.cost import compiled
+
+        return Compiled(compiled.ready(compiled.linear), np.array([self.launch_ms, 0.0, 1.0, 1.0]))
+
+    # --- bounds ---------------------------------------------------------------------------------------------
+
+    @property
+    def lower(self) -> ProfileModel:
+        """Itself (see model.CostModel)."""
+        return self
+
+    @property
+    def launch_ms(self) -> float:
+        """Exact ms that fusing two ops saves (see model.BoundableCostModel)."""
+        return sum(profile_law.floor_ms(self._values, part) for part in ("forward", "backward"))
+
+    def rates(self, least: np.ndarray) -> np.ndarray:
+        """[..., 3] ms per unit of each feature (see model.BoundableCostModel)."""
+        return np.broadcast_to([0.0, 1.0, 1.0], np.shape(least))
+
+    def takes_all_alike(self, topology: Topology) -> bool:
+        """True: the busiest device's bytes count for all (see model.BoundableCostModel)."""
+        return True
+
+    def even_is_least(self, topology: Topology) -> bool:
+        """True where hosts are equal: the law is convex (see model.BoundableCostModel)."""
+        return topology.equal_hosts
+
+    # --- collectives ----------------------------------------------------------------------------------------
+
+    def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
+        """Transfer and waiting, [..., D] ms. The dense update of replicas counts backward."""
+        return step_comm(self._transfers(topology), self._id_work_ms, traffic, compute_ms, len(topology) > 1)
+
+    def collectives(
+        self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology
+    ) -> dict[Channel, tuple[np.ndarray, np.ndarray]]:
+        """Transfers of each channel. See step_comm.channels_ms."""
+        return channels_ms(self._transfers(topology), traffic, compute_ms)
+
+    def _transfers(self, topology: Topology) -> Transfers:
+        payloads = {"forward": self.setting.forward_payload, "backward": self.setting.backward_payload}
+
+        def transfers(
+            channel: Channel, sent: np.ndarray, skew_ms: np.ndarray
+        ) -> tuple[np.ndarray, np.ndarray]:
+            both = [
+                self._transfer_ms(
+                    channel, way, payload_bytes(sent, payload) if channel.row.cast else sent, topology
+                )
+                if way in channel.row.ways
+                else np.zeros(np.shape(sent))
+                for way, payload in payloads.items()
+            ]
+            return both[0] + self._id_work_ms(channel, sent), both[1] + self._dense_ms(channel, sent)
+
+        return transfers
+
+    def _transfer_ms(
+        self, channel: Channel, way: str, sent_bytes: np.ndarray, topology: Topology
+    ) -> np.ndarray:
+        """[..., D] ms of one collective among each of its groups."""
+        members, ms = groups_of(channel.group, topology), np.zeros(np.shape(sent_bytes))
+        if members.shape[1] < 2 or not np.any(sent_bytes):
+            return ms
+        row, sent, units = channel.row, sent_bytes[..., members], topology.units[:, members[0]]
+        took = profile_law.collective_ms(
+            self._values, _collective(channel, way), sent, units, row.exchanges, self._given(topology, units)
+        )
+        # If any device of a group has bytes, all take part. Of dense gradients: those that have some.
+        runs = sent > 0 if row.dense else (sent > 0).any(-1, keepdims=True)
+        ms[..., members] = np.where(runs, took, 0.0)
+        return ms
+
+    @staticmethod
+    def _given(topology: Topology, units: np.ndarray) -> profile_law.Given:
+        """Bandwidths and latency that a topology gives."""
+        links = {level: topology.link(level) for level in LEVELS}
+        gbps = {level: link.gbps for level, link in links.items() if link.gbps}
+        shared = frozenset(level for level, link in links.items() if link.shared)
+        return profile_law.Given(gbps, shared, topology.outermost(units).latency_ms)
+
+    def _id_work_ms(self, channel: Channel, received_bytes: np.ndarray) -> np.ndarray:
+        """[..., D] ms of a device's own work on ids: in buckets before they travel, and in order afterwards."""
+        row, received = channel.row, np.asarray(received_bytes, dtype=float)
+        if not row.ids or received.shape[-1] < 2:
+            return np.zeros_like(received)
+        ms = received / (self._values["order_gbps"] * BYTES_PER_MS_PER_GBPS)
+        if row.work:
+            # Each device has equally many ids of its own samples.
+            ms = ms + received.mean(-1, keepdims=True) / (
+                self._values["bucketize_gbps"] * BYTES_PER_MS_PER_GBPS
+            )
+        return ms
+
+    def _dense_ms(self, channel: Channel, sent_bytes: np.ndarray) -> np.ndarray | float:
+        """[..., D] ms of replicas: their gradients are made dense, and their optimizer steps over all weights."""
+        if not channel.row.dense:
+            return 0.0
+        optimizer = DENSE_OPTIMIZERS[self.replica_optimizer]
+        # Gradients: zeroed, added to, read. Weights and state of cells: read and written, temporary tensors too.
+        passes = 3 + 2 + 2 * (optimizer.states.count("cell") + optimizer.scratch)
+        return passes * sent_bytes / (self._values["dense_gbps"] * BYTES_PER_MS_PER_GBPS)
+
+    def out_of_range(self, workload: Workload) -> list[str]:
+        """See model.CostModel. The first sentence says that nothing was measured here, and the band."""
+        percent = 100 * self.band(workload)
+        return [f"profile: published measurements, not of your machine (band ±{percent:.0f}%)"]
+
+    def band(self, workload: Workload) -> float:
+        """Relative standard error of a step that the profile itself expects, as its rates are uncertain.
+
+        The devices with most compute stand for all.
+        """
+        ops = max(
+            workload.ops, key=lambda ops: sum(self.head(self.encode(o.shards, o.batch).sum(0)) for o in ops)
+        )
+        works = [self._work(op.shards, op.batch) for op in ops]
+        n = len(workload.topology)
+
+        def step(values: Mapping[str, float]) -> np.ndarray:
+            model = dataclasses.replace(self, at=values)
+            compute_ms = sum(profile_law.op_ms(model._values, work) for work in works)
+            comm = model.comm(workload.traffic, np.full(n, compute_ms), workload.topology)
+            return step_ms(np.full(n, compute_ms), comm, dataclasses.replace(workload.job, **_NO_DENSE))
+
+        runs = zip(workload.channels, workload.traffic, strict=True)
+        used = {_collective(channel, way) for channel, sent in runs if sent.any() for way in channel.row.ways}
+        names = [n for n in RATES if not n.startswith(COLLECTIVES) or n.startswith(tuple(used))]
+        return float(self.profile.band(step, names)) if works else 0.0
+
+
+_NO_DENSE: Mapping[str, Any] = {"dense_forward_ms": None, "dense_backward_ms": None}
+
+
+def _collective(channel: Channel, way: str) -> str:
+    """The collective of a profile that a channel runs."""
+    if channel.row.ids:
+        return "all_to_all"
+    return "all_gather" if (channel.collective, way) == ("reduce_scatter", "backward") else channel.collective

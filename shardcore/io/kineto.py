@@ -1,0 +1,181 @@
+"""Kineto's trace files, which torch.profiler writes: JSON, plain or gzip, read as a stream.
+
+A trace of a few steps has gigabytes where stacks are recorded. So a file is decoded event by event, twice: once for
+its header and steps, once for the events of the steps that are wanted. Memory holds a chunk of text and one event.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from shardcore.core.errors import ShardCoreError
+from shardcore.io import schema
+
+SUFFIXES = (".json", ".json.gz")
+_CHUNK_BYTES = 1 << 20
+_MOST_CHARACTERS = 1 << 24
+"""Most characters of an event, and of what is before and after the events."""
+_STARTS = re.compile(r'"traceEvents"\s*:\s*\[')
+_BETWEEN = re.compile(r"[\s,]*")
+_DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True, slots=True)
+class TraceEvent:
+    """One event with a duration.
+
+    begin_ms, end_ms: since the epoch, by the clock of its rank.
+    thread: process and thread, or device and stream.
+    """
+
+    name: str
+    category: str
+    begin_ms: float
+    end_ms: float
+    thread: tuple[Any, Any]
+    args: Mapping[str, Any]
+
+
+@dataclass
+class KinetoFile:
+    """A trace file.
+
+    header: its entries except the events.
+    cut_short: True if its end is missing; known once `events` was read.
+    malformed: events without a name, time or duration; likewise.
+    """
+
+    path: Path
+    header: dict[str, Any] = field(default_factory=dict)
+    cut_short: bool = False
+    malformed: int = 0
+
+    def __post_init__(self) -> None:
+        schema.require_file(self.path)
+        for _ in self._decoded(_Text(self.path), only_header=True):
+            break
+
+    @property
+    def distributed(self) -> Mapping[str, Any]:
+        """Backend, rank and world_size of the job. Empty where the trace does not say."""
+        found = self.header.get("distributedInfo")
+        return found if isinstance(found, dict) else {}
+
+    def events(self) -> Iterator[TraceEvent]:
+        """Events with a duration, in the order of the file.
+
+        Raises ShardCoreError for a file that is no trace.
+        """
+        self.malformed = 0
+        base_ms = _number(self.header.get("baseTimeNanoseconds")) / 1e6
+        for raw in self._decoded(_Text(self.path)):
+            if not isinstance(raw, dict):
+                self.malformed += 1
+            elif raw.get("ph") == "X":
+                begin, duration, name = raw.get("ts"), raw.get("dur", 0), raw.get("name")
+                if not (_is_time(begin) and _is_time(duration) and duration >= 0 and isinstance(name, str)):
+                    self.malformed += 1
+                    continue
+                begin_ms, args = base_ms + begin / 1e3, raw.get("args")
+                yield TraceEvent(
+                    name,
+                    str(raw.get("cat", "")),
+                    begin_ms,
+                    begin_ms + duration / 1e3,
+                    (str(raw.get("pid")), str(raw.get("tid"))),
+                    args if isinstance(args, dict) else {},
+                )
+
+    def _decoded(self, text: _Text, only_header: bool = False) -> Iterator[Any]:
+        """Decoded events. Sets header and cut_short."""
+        while not (starts := _STARTS.search(text.buffer)):
+            if len(text.buffer) > _MOST_CHARACTERS or not text.more():
+                raise ShardCoreError(f"{self.path} is no trace of torch.profiler; it has no 'traceEvents'")
+        self._add_header(text.buffer[: starts.start()].rstrip().rstrip(",") + "}")
+        if only_header and "baseTimeNanoseconds" in self.header:
+            return
+        at, self.cut_short = starts.end(), False
+        while True:
+            at = _BETWEEN.match(text.buffer, at).end()  # type: ignore[union-attr]
+            if text.buffer[at : at + 1] == "]":
+                break
+            try:
+                value, end = _DECODER.raw_decode(text.buffer, at)
+            except RecursionError:
+                raise ShardCoreError(f"{self.path} has an event that is nested too deep") from None
+            except json.JSONDecodeError:
+                # Incomplete, unless it is longer than any event.
+                if len(text.buffer) - at > _MOST_CHARACTERS:
+                    raise ShardCoreError(f"{self.path} has an event that is not JSON") from None
+                text.buffer, at = text.buffer[at:], 0
+                if not text.more():
+                    self.cut_short = True
+                    return
+                continue
+            at = end
+            if not only_header:
+                yield value
+        text.buffer = text.buffer[at + 1 :]
+        while len(text.buffer) < _MOST_CHARACTERS and text.more():
+            pass
+        self.cut_short = not self._add_header("{" + text.buffer.lstrip().lstrip(","))
+
+    def _add_header(self, content: str) -> bool:
+        """Add entries of the header. False where they are no JSON."""
+        try:
+            found = json.loads(content)
+        except (ValueError, RecursionError):
+            return False
+        self.header |= found
+        return True
+
+
+class _Text:
+    """The text of a file, plain or gzip, as far as it was read."""
+
+    def __init__(self, path: Path) -> None:
+        self.buffer = ""
+        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        self._chunks = _chunks(path)
+
+    def more(self) -> bool:
+        """Read a chunk. False at the end."""
+        chunk = next(self._chunks, None)
+        self.buffer += self._decode(chunk or b"", final=chunk is None)
+        return chunk is not None
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    """The content of a file, plain or gzip. It ends early for a gzip file that was cut short."""
+    try:
+        with open(path, "rb") as file:
+            chunk = file.read(_CHUNK_BYTES)
+            unzip = zlib.decompressobj(zlib.MAX_WBITS | 16) if chunk[:2] == b"\x1f\x8b" else None
+            while chunk:
+                if unzip is None:
+                    yield chunk
+                else:
+                    yield unzip.decompress(chunk, _CHUNK_BYTES)
+                    while unzip.unconsumed_tail:
+                        yield unzip.decompress(unzip.unconsumed_tail, _CHUNK_BYTES)
+                chunk = file.read(_CHUNK_BYTES)
+    except zlib.error:
+        return
+    except OSError as error:
+        raise ShardCoreError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _is_time(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _number(value: object) -> float:
+    return float(value) if _is_time(value) else 0.0

@@ -1,0 +1,134 @@
+"""Training steps of a running job, from the traces of its ranks.
+
+Each ms of a rank's step belongs to one part. What overlaps counts once, in the part that the device works on. A
+transfer counts as far as nothing hides it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+UNNAMED = "unnamed"
+
+
+@dataclass(frozen=True)
+class TracedPart:
+    """A part of a traced step.
+
+    words: for people.
+    cost: field of StepCost that has it; "dense_ms" for all around the embeddings.
+    """
+
+    words: str
+    cost: str
+
+
+TRACED_PARTS: Mapping[str, TracedPart] = {
+    "ids": TracedPart("ids: permute, bucketize, order", "input_ms"),
+    "ids_transfer": TracedPart("ids: transfer", "input_ms"),
+    "lookup_forward": TracedPart("lookups forward", "forward_compute_ms"),
+    "lookup_backward": TracedPart("lookups backward and update", "backward_compute_ms"),
+    "outputs": TracedPart("outputs: split and join", "forward_comm_ms"),
+    "outputs_transfer": TracedPart("outputs: transfer", "forward_comm_ms"),
+    "gradients": TracedPart("gradients of outputs: split and join", "backward_comm_ms"),
+    "gradients_transfer": TracedPart("gradients of outputs: transfer", "backward_comm_ms"),
+    "reduce_transfer": TracedPart("all-reduce of dense gradients and replicas", "dense_ms"),
+    "waiting": TracedPart("waiting for the last rank", "waiting_ms"),
+    "dense_forward": TracedPart("dense part forward", "dense_ms"),
+    "dense_backward": TracedPart("dense part backward", "dense_ms"),
+    "optimizer": TracedPart("optimizer of the dense part", "dense_ms"),
+    "data": TracedPart("batches: load and copy", "dense_ms"),
+    "host": TracedPart("host: Python, launches", "dense_ms"),
+    "other_transfer": TracedPart("other collectives", "dense_ms"),
+    UNNAMED: TracedPart("not recognised", "dense_ms"),
+}
+
+
+@dataclass(frozen=True)
+class TracedExchange:
+    """A collective of a rank in a step.
+
+    collective: all_to_all, reduce_scatter, all_gather, all_reduce, broadcast or barrier, as the backend ran it.
+    role: a part of TRACED_PARTS without "_transfer": ids, outputs, gradients, reduce or other.
+    n_bytes: that the rank enters. 0 where the trace does not say.
+    waiting_ms: until its last rank began.
+    transfer_ms: since then, hidden or not.
+    exposed_ms: of the transfer that nothing hides.
+    """
+
+    collective: str
+    role: str
+    n_bytes: int
+    waiting_ms: float
+    transfer_ms: float
+    exposed_ms: float
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """One step of one rank.
+
+    total_ms: from its begin to its end.
+    ms: of each part, which sum to total_ms.
+    hidden_ms: of transfers that ran while the device worked.
+    names_ms: ms of each name that is not recognised, hidden or not.
+    host_ms: ms in which a GPU idled while the host worked, by the part that it worked on.
+    kernel_ms: ms of kernels and collectives by part; overlapping ones count each. Empty on a CPU.
+    """
+
+    rank: int
+    total_ms: float
+    ms: Mapping[str, float]
+    hidden_ms: float
+    exchanges: tuple[TracedExchange, ...]
+    names_ms: Mapping[str, float] = field(default_factory=dict)
+    host_ms: Mapping[str, float] = field(default_factory=dict)
+    kernel_ms: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def named_share(self) -> float:
+        """Share of the step's ms that is recognised."""
+        return 1 - self.ms.get(UNNAMED, 0.0) / self.total_ms
+
+    def cost_ms(self, name: str) -> float:
+        """ms of a field of StepCost."""
+        return sum(ms for part, ms in self.ms.items() if TRACED_PARTS[part].cost == name)
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """One step of the ranks whose traces are at hand.
+
+    number: of the step in the profiler's count.
+    ranks: sorted by rank.
+    world_size: ranks of the job.
+    """
+
+    number: int
+    ranks: tuple[RankStep, ...]
+    world_size: int
+
+    @property
+    def total_ms(self) -> float:
+        """The slowest rank's."""
+        return max(rank.total_ms for rank in self.ranks)
+
+
+@dataclass(frozen=True)
+class TracedJob:
+    """The traced steps of a job.
+
+    remarks: a line on each thing that the traces do not tell, or tell with care.
+    digests: of the trace files, by rank.
+    """
+
+    steps: tuple[TracedStep, ...]
+    backend: str
+    devices: tuple[str, ...]
+    remarks: tuple[str, ...]
+    digests: Mapping[int, str]
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return sorted({rank.rank for step in self.steps for rank in step.ranks})

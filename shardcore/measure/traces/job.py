@@ -1,0 +1,220 @@
+"""Traces of all ranks, as steps of a job.
+
+Spans overlap: a kernel runs beside a collective, while the host launches the next. Each moment counts for the topmost
+of these: a kernel or op, a transfer, waiting for the last rank, the host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from shardcore.core.errors import ShardCoreError
+from shardcore.io.kineto import SUFFIXES, KinetoFile
+from shardcore.io.traced_steps import UNNAMED, RankStep, TracedExchange, TracedJob, TracedStep
+from shardcore.measure.traces import clocks
+from shardcore.measure.traces.rank import RankTrace, StepSpans, read_rank
+
+_MOST_NAMES = 20
+_HOST = "host: "
+"""Before a part: the host works on it, and the device idles."""
+_RANK = re.compile(r"(?:rank|worker)[-_]?(\d+)", re.I)
+
+
+def trace_files(folder: str | Path) -> list[Path]:
+    """Trace files in a folder and its subfolders, by name. Raises ShardCoreError where there are none."""
+    folder = Path(folder)
+    if folder.is_file():
+        return [folder]
+    paths = sorted(p for s in SUFFIXES for p in folder.rglob(f"*trace{s}") if not p.name.startswith("."))
+    if not paths:
+        raise ShardCoreError(
+            f"{folder} has no traces; it needs files *trace.json or *trace.json.gz, one a rank"
+        )
+    return paths
+
+
+def read_job(folder: str | Path, world_size: int | None = None) -> TracedJob:
+    """The steps that all readable traces of a folder have.
+
+    world_size: ranks of the job. None: as the traces say.
+
+    Raises ShardCoreError where no trace can be read, or traces are of different jobs.
+    """
+    traces: dict[int, RankTrace] = {}
+    remarks, digests, errors = [], {}, []
+    for path in trace_files(folder):
+        try:
+            trace = read_rank(KinetoFile(path))
+        except ShardCoreError as error:
+            errors.append(str(error))
+            continue
+        rank = trace.rank if trace.rank is not None else _rank_in(path, len(traces))
+        if rank in traces:
+            # Later traces of a rank, of the same job, replace earlier ones.
+            remarks.append(f"rank {rank} has several traces; the last one counts")
+        traces[rank] = trace
+        digests[rank] = _digest(path)
+        remarks += [f"trace of rank {rank} {remark}" for remark in trace.remarks]
+    if not traces:
+        raise ShardCoreError("; ".join(errors))
+    remarks += errors
+    sizes = {trace.world_size for trace in traces.values()} - {None} | ({world_size} - {None})
+    if len(sizes) > 1:
+        raise ShardCoreError(
+            f"{folder} has traces of jobs of {' and '.join(map(str, sorted(filter(None, sizes))))} ranks; they need "
+            "to be of one job"
+        )
+    size = next(iter(sizes), None) or max(traces) + 1
+    if len(traces) < size:
+        remarks.append(
+            f"traces of {len(traces)} of {size} ranks: "
+            + (
+                "waiting is not told from transfer"
+                if len(traces) == 1
+                else "waiting for other ranks counts as transfer"
+            )
+        )
+    numbers = sorted(set.intersection(*({step.number for step in t.steps} for t in traces.values())))
+    if not numbers:
+        raise ShardCoreError(
+            f"{folder} has traces of no common step; ranks have "
+            f"{'; '.join(f'{r}: {[s.number for s in t.steps]}' for r, t in sorted(traces.items())[:4])}"
+        )
+    steps = _steps(dict(sorted(traces.items())), numbers, size, remarks)
+    return TracedJob(
+        tuple(steps),
+        next(iter(traces.values())).backend,
+        tuple(sorted({trace.device for trace in traces.values()})),
+        tuple(dict.fromkeys(remarks)),
+        digests,
+    )
+
+
+def _steps(
+    traces: dict[int, RankTrace], numbers: Sequence[int], size: int, remarks: list[str]
+) -> list[TracedStep]:
+    steps, before = [], {}
+    for number in numbers:
+        spans = {rank: next(s for s in t.steps if s.number == number) for rank, t in traces.items()}
+        own = {rank: s.collectives for rank, s in spans.items()}
+        groups = clocks.matched(own)
+        remarks += [
+            f"ranks differ in collectives: {words}; these are not aligned" for words in clocks.unmatched(own)
+        ]
+        clock = clocks.offsets(groups, list(traces)) if len(traces) > 1 else {}
+        length_ms = max(s.end_ms - s.begin_ms for s in spans.values())
+        for rank, offset in list(clock.items()):
+            if offset.spread_ms > clocks.MOST_SPREAD * length_ms:
+                remarks.append(
+                    f"clock of rank {rank} is known to {offset.spread_ms:.1f} ms only in step {number}: its waiting "
+                    "counts as transfer"
+                )
+                del clock[rank]
+            elif rank in before and abs(offset.ms - before[rank]) > clocks.JUMP * length_ms:
+                remarks.append(
+                    f"clock of rank {rank} jumps by {offset.ms - before[rank]:.1f} ms before step {number}; each step "
+                    "is aligned alone"
+                )
+            before[rank] = offset.ms
+        clocks.mark_begins(groups, clock)
+        on_gpu = any(trace.on_gpu for trace in traces.values())
+        steps.append(TracedStep(number, tuple(rank_step(rank, s, on_gpu) for rank, s in spans.items()), size))
+    return steps
+
+
+def rank_step(rank: int, spans: StepSpans, on_gpu: bool) -> RankStep:
+    """Divide a rank's step among its parts. The begins of its collectives are known as far as they ever are."""
+    # While a GPU idles, the host launches what comes next.
+    idle = [
+        (s.begin_ms, s.end_ms, _HOST + s.part if on_gpu and s.part != UNNAMED else s.part) for s in spans.host
+    ]
+    work = [s for s in (spans.device if on_gpu else spans.host) if s.works]
+    ran = list(enumerate(spans.collectives))[::-1]  # where two overlap, the one that started first counts
+    painted = _painted(
+        [
+            (spans.begin_ms, spans.end_ms, UNNAMED),
+            *idle,
+            *((c.begin_ms, c.transfer_from_ms, "waiting") for _, c in ran),
+            *((c.transfer_from_ms, c.end_ms, i) for i, c in ran),
+            *((s.begin_ms, s.end_ms, s.part) for s in work),
+        ],
+        spans.begin_ms,
+        spans.end_ms,
+    )
+    ms: dict[str, float] = defaultdict(float)
+    host_ms: dict[str, float] = {}
+    for part, value in painted.items():
+        if isinstance(part, int):
+            ms[f"{spans.collectives[part].role}_transfer"] += value
+        elif part.startswith(_HOST):
+            ms["host"] += value
+            host_ms[part.removeprefix(_HOST)] = value
+        else:
+            ms[part] += value
+    names: dict[str, float] = defaultdict(float)
+    for s in (*spans.host, *spans.device):
+        if s.part == UNNAMED:
+            names[s.name] += s.end_ms - s.begin_ms
+    kernel_ms: dict[str, float] = defaultdict(float)
+    if on_gpu:
+        for s in spans.device:
+            kernel_ms[s.part] += s.end_ms - s.begin_ms
+        for c in spans.collectives:
+            kernel_ms[f"{c.role}_transfer"] += c.end_ms - c.begin_ms
+    exchanges = tuple(
+        TracedExchange(
+            c.collective,
+            c.role,
+            c.n_bytes,
+            c.transfer_from_ms - c.begin_ms,
+            c.end_ms - c.transfer_from_ms,
+            painted.get(i, 0.0),
+        )
+        for i, c in enumerate(spans.collectives)
+    )
+    return RankStep(
+        rank,
+        spans.end_ms - spans.begin_ms,
+        dict(ms),
+        sum(x.transfer_ms - x.exposed_ms for x in exchanges),
+        exchanges,
+        dict(sorted(names.items(), key=lambda x: -x[1])[:_MOST_NAMES]),
+        host_ms,
+        dict(kernel_ms),
+    )
+
+
+def _painted(
+    layers: Iterable[tuple[float, float, str | int]], begin_ms: float, end_ms: float
+) -> dict[str | int, float]:
+    """ms of each part, or number of a collective, between two moments. Later layers cover earlier ones."""
+    clipped = [(max(a, begin_ms), min(b, end_ms), part) for a, b, part in layers]
+    clipped = [layer for layer in clipped if layer[1] > layer[0]]
+    edges = np.unique([x for a, b, _ in clipped for x in (a, b)])
+    parts = list(dict.fromkeys(part for _, _, part in clipped))
+    number = {part: i for i, part in enumerate(parts)}
+    top = np.zeros(len(edges) - 1, dtype=int)
+    for a, b, part in clipped:
+        top[np.searchsorted(edges, a) : np.searchsorted(edges, b)] = number[part]
+    totals = np.bincount(top, np.diff(edges), len(parts))
+    return {part: ms for part, ms in zip(parts, totals.tolist(), strict=True) if ms > 0}
+
+
+def _rank_in(path: Path, otherwise: int) -> int:
+    """The rank in the name of a file or of its folder. Files without one are counted."""
+    for name in (path.name, path.parent.name):
+        if match := _RANK.search(name):
+            return int(match[1])
+    return otherwise
+
+
+def _digest(path: Path) -> str:
+    """16 hex digits of a file's SHA-256."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]

@@ -1,0 +1,146 @@
+"""Names in traces, and the parts of a step that they stand for: rows of two tables.
+
+Names are those of torch 2.0 to 2.13, TorchRec 0.4 to 1.8, FBGEMM 0.5 to 1.8, gloo, NCCL and RCCL. On the CPU an op
+is its own work. On a GPU a kernel belongs to the innermost name around its launch that a row knows.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+STEP = re.compile(r"ProfilerStep#(\d+)")
+STARTS_COLLECTIVE = re.compile(r"c10d::|nccl:|record_param_comms$")
+"""Names of host frames that start a collective."""
+GLOO = re.compile(r"gloo:")
+
+
+@dataclass(frozen=True)
+class Name:
+    """A row: a pattern of names, and the part of TRACED_PARTS.
+
+    works: False where a frame waits, or only contains others. Its own time is that of collectives in flight.
+    """
+
+    pattern: re.Pattern[str]
+    part: str
+    works: bool = True
+
+
+def _row(part: str, *patterns: str, works: bool = True) -> Name:
+    return Name(re.compile("|".join(patterns)), part, works)
+
+
+NAMES = (
+    # Waits come first: their names also hold those of what they wait for.
+    _row(
+        "outputs",
+        r"EmbeddingBagCollectionAwaitable|EmbeddingCollectionAwaitable|PooledEmbeddingsAwaitable",
+        r"SequenceEmbeddingsAwaitable|VariableBatchPooled\w*Awaitable",
+        r"^(All2All_Pooled|All2All_Seq|ReduceScatter|All2All_VPooled|Variable_Batch)\w*_Wait$",
+        works=False,
+    ),
+    _row(
+        "gradients",
+        r"(All2All|ReduceScatter|AllGather|Variable)\w*_ReqBackward",
+        works=False,
+    ),
+    _row("ids", r"Splits\w*Awaitable|KJT\w*Awaitable|KJTList\w*", works=False),
+    # Input distribution. (Pooled) outputs have recats as well, under names of their own.
+    _row(
+        "ids",
+        r"sparse_data_dist|all2all_data:|\[splits_dist\]|\[input_dist\]|runtime_forward_assemble_KJT",
+        r"recat_permute_gen|input_dist|KJTAllToAll",
+        works=False,
+    ),
+    _row(
+        "ids",
+        r"permute_(1D|2D)_\w*|permute_(1D|2D)_sparse|block_bucketize|bucketize_sparse|keyed_jagged",
+        r"fbgemm::permute_(sparse|sequence)|asynchronous_(complete|inclusive|exclusive)_cumsum",
+        r"expand_into_jagged|populate_bucketized|jagged_unique_indices|invert_permute|segment_sum_csr",
+    ),
+    # Gradients of lookups, with the sort of ids and the fused optimizer.
+    _row(
+        "lookup_backward",
+        r"SplitLookupFunction|LookupFunction_\w+_Op|(split|dense|ssd)_embedding\w*_backward",
+        r"embedding_backward_\w*|linearize_index|transpose_embedding_input|grad_mean_kernel",
+        r"split_embedding\w*update|embedding_inplace_update|find_long_segments|EmbeddingBagBackward",
+    ),
+    _row(
+        "lookup_forward",
+        r"\[lookup\]",
+        r"(split|dense|ssd)_embedding\w*_(forward|lookup)|embedding\w*_codegen_lookup|embedding_bag\b",
+        r"bounds_check_indices|lru_cache|lfu_cache|linear_cache|lxu_cache|direct_mapped|emulate_cache|tbe_\w*",
+        r"int_nbit_split_embedding",
+    ),
+    # Exchange of outputs and of their gradients.
+    _row(
+        "gradients",
+        r"(All2All|ReduceScatter|AllGather|Variable)\w*_WaitBackward|alltoall_bwd|reduce_scatter_bwd",
+        r"PermutePooledEmbs\w*Backward|CppNode<fbgemm_gpu::PermutePooledEmbs|CppNode<\w*permute_pooled",
+        r"PermuteMultiEmbedding\w*Backward|CppNode<.*(permute_multi_embedding|PermuteMultiEmbedding|KTRegroup)",
+    ),
+    _row(
+        "outputs",
+        r"permute_pooled_embs|permute_multi_embedding|\[output_dist\]|alltoall_fwd|reduce_scatter_fwd",
+        r"(All2All|ReduceScatter|AllGather|Variable)\w*_Req$|regroup_keyed_tensor|kt_regroup|recat_pooled",
+        r"merge_pooled_embeddings|reorder_batched",
+    ),
+    # Around the embeddings.
+    _row(
+        "optimizer", r"Optimizer\.(step|zero_grad)#|multi_tensor_apply|FusedAdam|## zero_grad", r"_fused_adam"
+    ),
+    _row("optimizer", r"## optimizer", works=False),
+    _row(
+        "data",
+        r"enumerate\(DataLoader\)|_DataLoaderIter|Memcpy HtoD|copy_batch_to_gpu|next_batch|wait_for_batch",
+        works=False,
+    ),
+    _row("dense_backward", r"autograd::engine|Backward\d*$|AccumulateGrad|torch::distributed::reducer"),
+    _row("dense_backward", r"## backward", works=False),
+    _row("dense_forward", r"## forward|DistributedDataParallel\.forward|nn\.Module:", works=False),
+    _row("host", r"^## ", works=False),
+)
+"""Frames and kernels. A name is that of the first row that matches."""
+
+DENSE_OPS = re.compile(r"aten::|torch::|prims::|TorchDynamo|Torch-Compiled|inductor|triton")
+"""Ops that are of the dense part where no name around them says otherwise."""
+DENSE_KERNELS = re.compile(
+    r"at::native|at_cuda_detail|at::cuda|cub::|thrust::|gemm|gemv|cublas|cutlass|cudnn|splitK|dot_kernel"
+    r"|reduce_1Block|triton_|Memcpy|Memset|elementwise|softmax|layer_norm|flash_|fmha|nvjet|xmma|Cijk_"
+)
+"""Kernels of torch's own ops, by their names. They are dense where their launch says nothing else."""
+
+COLLECTIVES = (
+    ("reduce_scatter", re.compile(r"reduce_?scatter", re.I)),
+    ("all_gather", re.compile(r"all_?gather", re.I)),
+    ("all_reduce", re.compile(r"all_?reduce", re.I)),
+    ("all_to_all", re.compile(r"all_?to_?all|sendrecv|alltoallv?", re.I)),
+    ("broadcast", re.compile(r"broadcast", re.I)),
+    ("barrier", re.compile(r"barrier", re.I)),
+)
+"""Collectives, by names of c10d, gloo and NCCL. NCCL runs all-to-alls as sends and receives."""
+NCCL_KERNEL = re.compile(r"(nccl|rccl|ncclDev|mscclKernel)", re.I)
+RUN_AS = {"reduce_scatter": ("reduce_scatter", "all_reduce"), "broadcast": ("broadcast", "all_gather")}
+"""Collectives that a backend may run by another. Gloo sums in an all-reduce."""
+
+
+@cache
+def name_of(name: str) -> Name | None:
+    """The row of a frame or kernel. None where no row knows it."""
+    return next((row for row in NAMES if row.pattern.search(name)), None)
+
+
+@cache
+def collective_of(name: str) -> str | None:
+    """The collective that a name means. None where it means none."""
+    return next((collective for collective, pattern in COLLECTIVES if pattern.search(name)), None)
+
+
+ROLES = {"ids": "ids", "outputs": "outputs", "gradients": "gradients"}
+
+
+def role_of(collective: str, part: str) -> str:
+    """The role of a collective that starts in a part of the step (TracedExchange.role)."""
+    return ROLES.get(part, "reduce" if collective == "all_reduce" else "other")

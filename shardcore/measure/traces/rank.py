@@ -1,0 +1,356 @@
+"""One rank's trace: its steps, each with frames of the host, kernels of the device, and collectives.
+
+Shapes: none; spans are lists sorted by begin.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shardcore.core.errors import ShardCoreError
+from shardcore.io.kineto import KinetoFile, TraceEvent
+from shardcore.io.traced_steps import UNNAMED
+from shardcore.measure.traces.names import (
+    DENSE_KERNELS,
+    DENSE_OPS,
+    GLOO,
+    NCCL_KERNEL,
+    RUN_AS,
+    STARTS_COLLECTIVE,
+    STEP,
+    collective_of,
+    name_of,
+    role_of,
+)
+
+MOST_STEPS = 8
+"""Steps of a trace that are read, the last ones."""
+_HOST = frozenset({"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver", "hip_runtime"})
+_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+_ELEMENT_BYTES = {
+    "long int": 8,
+    "int": 4,
+    "float": 4,
+    "double": 8,
+    "c10::Half": 2,
+    "c10::BFloat16": 2,
+    "unsigned char": 1,
+    "signed char": 1,
+}
+
+
+class Span(NamedTuple):
+    """A span of time with the part that it is of.
+
+    works: False for the host's own time in frames that wait or contain.
+    name: of what is not recognised, or of what the host does.
+    """
+
+    begin_ms: float
+    end_ms: float
+    part: str
+    works: bool
+    name: str
+
+
+@dataclass
+class Collective:
+    """A collective of a rank.
+
+    began_ms: when the last rank of it began, by this rank's clock. None where no other rank's trace has it.
+    """
+
+    collective: str
+    role: str
+    n_bytes: int
+    begin_ms: float
+    end_ms: float
+    began_ms: float | None = None
+
+    @property
+    def transfer_from_ms(self) -> float:
+        """When it began to transfer: at the last rank's begin, within its span."""
+        began = self.begin_ms if self.began_ms is None else self.began_ms
+        return min(max(began, self.begin_ms), self.end_ms)
+
+
+@dataclass
+class StepSpans:
+    """A step of a rank: spans of the host's main thread, of the device, and collectives in the order of their start."""
+
+    number: int
+    begin_ms: float
+    end_ms: float
+    host: list[Span] = field(default_factory=list)
+    device: list[Span] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
+
+
+@dataclass
+class RankTrace:
+    """What a trace file says of its steps.
+
+    rank, world_size: None where it does not say.
+    """
+
+    rank: int | None
+    world_size: int | None
+    backend: str
+    device: str
+    steps: list[StepSpans]
+    remarks: list[str]
+
+    @property
+    def on_gpu(self) -> bool:
+        return any(step.device for step in self.steps)
+
+
+def read_rank(file: KinetoFile) -> RankTrace:
+    """Read a trace file's last MOST_STEPS steps. Raises ShardCoreError where it has no events of ops."""
+    remarks: list[str] = []
+    windows: dict[int, tuple[float, float, tuple]] = {}
+    first, last = math.inf, -math.inf
+    for e in file.events():
+        if e.category in _HOST or e.category in _DEVICE:
+            first, last = min(first, e.begin_ms), max(last, e.end_ms)
+            if e.category == "user_annotation" and (match := STEP.match(e.name)):
+                windows[int(match[1])] = e.begin_ms, e.end_ms, e.thread
+    if last < first:
+        raise ShardCoreError(f"{file.path.name} has no ops; trace the activities CPU, or CPU and CUDA")
+    if file.cut_short:
+        remarks.append("is cut short: its last events are missing")
+    if file.malformed:
+        remarks.append(f"has {file.malformed} events without a name or time")
+    if not windows:
+        remarks.append("has no ProfilerStep: all of it counts as one step (call profiler.step() each step)")
+        windows[0] = first, last, ()
+    chosen = dict(sorted(windows.items())[-MOST_STEPS:])
+    begin, end = min(w[0] for w in chosen.values()), max(w[1] for w in chosen.values())
+    threads: dict[tuple, list[TraceEvent]] = defaultdict(list)
+    kernels = []
+    for e in file.events():
+        # Collectives of gloo's threads, and kernels, may end after the host's step.
+        if e.end_ms > begin and e.begin_ms < max(end, last):
+            if e.category in _HOST:
+                threads[e.thread].append(e)
+            elif e.category in _DEVICE:
+                kernels.append(e)
+    main = next(iter(chosen.values()))[2] or max(threads, key=lambda t: len(threads[t]), default=())
+    host = {thread: _Frames(events, is_main=thread == main) for thread, events in threads.items()}
+    launches = {k: v for frames in host.values() for k, v in frames.launches.items()}
+    starts = sorted(
+        itertools.chain.from_iterable(f.starts for f in host.values()), key=lambda start: start.begin_ms
+    )
+    device, collectives = _device_spans(kernels, launches)
+    collectives += _of_gloo(threads, starts)
+    steps = []
+    for number, (from_ms, to_ms, _) in chosen.items():
+        steps.append(
+            StepSpans(
+                number,
+                from_ms,
+                to_ms,
+                _within(host[main].spans if main in host else [], from_ms, to_ms),
+                _within(device, from_ms, to_ms),
+                [c for start, c in sorted(collectives, key=lambda x: x[0]) if from_ms <= start < to_ms],
+            )
+        )
+    if not any(step.collectives for step in steps):
+        remarks.append("has no collectives: of exchanges it tells nothing")
+    told = file.distributed
+    names = [d.get("name") for d in file.header.get("deviceProperties") or [] if isinstance(d, dict)]
+    return RankTrace(
+        told["rank"] if isinstance(told.get("rank"), int) else None,
+        told["world_size"] if isinstance(told.get("world_size"), int) else None,
+        str(told.get("backend", "")),
+        str(names[0]) if names else "cpu",
+        steps,
+        remarks,
+    )
+
+
+def _within(spans: Iterable[Span], from_ms: float, to_ms: float) -> list[Span]:
+    return [
+        s._replace(begin_ms=max(s.begin_ms, from_ms), end_ms=min(s.end_ms, to_ms))
+        for s in spans
+        if s.end_ms > from_ms and s.begin_ms < to_ms
+    ]
+
+
+# --- frames of a thread -------------------------------------------------------------------------------------
+
+
+class _Start(NamedTuple):
+    """The host's start of a collective, and the part of the step in which it starts."""
+
+    begin_ms: float
+    end_ms: float
+    collective: str
+    part: str
+    n_bytes: int
+
+
+class _Frame(NamedTuple):
+    end_ms: float
+    part: str
+    works: bool
+    name: str
+    start: _Start | None
+
+
+_OUTSIDE = _Frame(math.inf, "host", False, "outside of frames", None)
+
+
+class _Frames:
+    """The nested frames of a thread.
+
+    spans: its time, each in the innermost frame. Of the main thread only.
+    launches: what was around the launch of a kernel, by its correlation.
+    starts: of collectives.
+    """
+
+    def __init__(self, events: Sequence[TraceEvent], is_main: bool) -> None:
+        self.spans: list[Span] = []
+        self.launches: dict[int, _Frame] = {}
+        self.starts: list[_Start] = []
+        stack, self._at_ms = [_OUTSIDE], -math.inf
+        for e in sorted(events, key=lambda e: (e.begin_ms, -e.end_ms)):
+            while stack[-1].end_ms <= e.begin_ms:
+                self._spend(frame := stack.pop(), frame.end_ms)
+            self._spend(stack[-1], e.begin_ms)
+            correlation = e.args.get("correlation")
+            if isinstance(correlation, int):
+                self.launches[correlation] = stack[-1]
+            stack.append(self._frame(e, stack[-1]))
+        while len(stack) > 1:
+            self._spend(frame := stack.pop(), frame.end_ms)
+        if not is_main:
+            self.spans.clear()
+
+    def _spend(self, frame: _Frame, until_ms: float) -> None:
+        """Add the time up to a moment, which was spent in a frame."""
+        if until_ms > self._at_ms > -math.inf:
+            self.spans.append(Span(self._at_ms, until_ms, frame.part, frame.works, frame.name))
+        self._at_ms = max(self._at_ms, until_ms)
+
+    def _frame(self, e: TraceEvent, around: _Frame) -> _Frame:
+        start = around.start
+        named = str(e.args.get("Collective name", e.name))
+        if STARTS_COLLECTIVE.match(e.name) and (start or collective_of(named)):
+            if start is None:
+                collective = collective_of(named) or "other"
+                start = _Start(e.begin_ms, e.end_ms, collective, around.part, _entered_bytes(e))
+                self.starts.append(start)
+            elif not start.n_bytes and (n_bytes := _entered_bytes(e)):
+                # The op of a list of tensors has no sizes; what it calls has.
+                start = start._replace(n_bytes=n_bytes)
+                self.starts[-1] = start
+            return _Frame(e.end_ms, around.part, False, e.name, start)
+        row = name_of(e.name)
+        if STEP.match(e.name):
+            # The step's own Python between ops. Nothing says what it does.
+            return _Frame(e.end_ms, UNNAMED, False, "Python outside of ops and annotations", None)
+        if row is not None and row.part != "host":
+            # What a frame of an embedding's part calls is of that part, unless its own name says more.
+            part = around.part if row.part == "dense_backward" and around.part == "optimizer" else row.part
+            return _Frame(e.end_ms, part, row.works and e.category == "cpu_op", e.name, around.start)
+        if e.category == "cpu_op" and around.part in ("host", UNNAMED):
+            known = DENSE_OPS.match(e.name) or e.name in ("detach", "record_param_comms")
+            return _Frame(e.end_ms, "dense_forward" if known else UNNAMED, True, e.name, around.start)
+        works = around.works or e.category == "cpu_op"
+        part = row.part if row and around.part == UNNAMED else around.part
+        if part == UNNAMED and e.category not in ("cpu_op", "user_annotation"):
+            part = "host"  # a launch, or a wait for the device
+        return _Frame(e.end_ms, part, works, e.name, around.start)
+
+
+def _entered_bytes(e: TraceEvent) -> int:
+    """Bytes that a rank enters into a collective. 0 where its event does not say."""
+    count, kind = e.args.get("In msg nelems"), e.args.get("dtype")
+    sizes = {"Long": 8, "Int": 4, "Float": 4, "Half": 2, "BFloat16": 2, "Byte": 1, "Double": 8}
+    if isinstance(count, int) and kind in sizes:
+        return count * sizes[kind]
+    dims, kinds = e.args.get("Input Dims"), e.args.get("Input type")
+    if not isinstance(dims, list) or not isinstance(kinds, list):
+        return 0
+    # An op has its output first and its input next; what runs it has only the input.
+    tensors = [
+        (d, k)
+        for d, k in zip(dims, kinds, strict=False)
+        if k in _ELEMENT_BYTES and isinstance(d, list) and d and all(isinstance(n, int) for n in d)
+    ]
+    if not tensors:
+        return 0
+    shape, kind = tensors[1 if e.name.startswith("c10d::") and len(tensors) > 1 else 0]
+    return math.prod(shape) * _ELEMENT_BYTES[kind]
+
+
+# --- device and collectives ---------------------------------------------------------------------------------
+
+
+def _device_spans(
+    kernels: Iterable[TraceEvent], launches: dict[int, _Frame]
+) -> tuple[list[Span], list[tuple[float, Collective]]]:
+    """Spans of kernels, and collectives among them with their start by the host."""
+    spans, collectives = [], []
+    for e in kernels:
+        around = launches.get(e.args.get("correlation"), None)  # type: ignore[arg-type]
+        collective = collective_of(e.name) if NCCL_KERNEL.match(e.name) else None
+        if collective or (around and around.start and NCCL_KERNEL.match(e.name)):
+            start = around.start if around else None
+            kind = start.collective if start else collective or "other"
+            role = role_of(kind, start.part if start else "")
+            at_ms = start.begin_ms if start else e.begin_ms
+            n_bytes = start.n_bytes if start else 0
+            collectives.append((at_ms, Collective(kind, role, n_bytes, e.begin_ms, e.end_ms)))
+            continue
+        spans.append(Span(e.begin_ms, e.end_ms, _part_of_kernel(e, around), True, e.name))
+    return spans, collectives
+
+
+def _part_of_kernel(e: TraceEvent, around: _Frame | None) -> str:
+    row = name_of(e.name)
+    if row and row.part != "dense_backward":
+        return row.part
+    if around and around.part not in ("host", UNNAMED):
+        return around.part
+    return "dense_forward" if DENSE_KERNELS.search(e.name) else UNNAMED
+
+
+def _of_gloo(
+    threads: dict[tuple, list[TraceEvent]], starts: Sequence[_Start]
+) -> list[tuple[float, Collective]]:
+    """Collectives that gloo's threads ran, each with its start by the host.
+
+    Gloo runs what a group was given in that order. So a collective is that of the first start which has none yet.
+    """
+    runs = sorted(
+        (e for events in threads.values() for e in events if GLOO.match(e.name)), key=lambda e: e.begin_ms
+    )
+    waiting, collectives = list(starts), []
+    for e in runs:
+        kind = collective_of(e.name) or "other"
+        # Of those that were started before it ran.
+        own = next(
+            (
+                s
+                for s in waiting
+                if s.begin_ms <= e.begin_ms and kind in RUN_AS.get(s.collective, (s.collective,))
+            ),
+            None,
+        )
+        if own:
+            waiting.remove(own)
+        start_ms, part = (own.begin_ms, own.part) if own else (e.begin_ms, "")
+        # A reduce-scatter that gloo runs as an all-reduce keeps its name.
+        collective = own.collective if own else kind
+        n_bytes = own.n_bytes or _entered_bytes(e) if own else _entered_bytes(e)
+        collectives.append(
+            (start_ms, Collective(collective, role_of(collective, part), n_bytes, e.begin_ms, e.end_ms))
+        )
+    return collectives

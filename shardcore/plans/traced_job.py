@@ -1,0 +1,189 @@
+"""A running job, read: its traced step against the model, the model corrected by it, and a better plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Plan, Problem
+from shardcore.cost import traced_factors
+from shardcore.cost.collective_model import ALL_TO_ALL
+from shardcore.cost.model import CostModel, PricedPlan, price, price_plan
+from shardcore.cost.traced_factors import Correction, Factor, Quantity
+from shardcore.io import job_folder
+from shardcore.io.traced_steps import TracedJob
+from shardcore.measure.traces.job import read_job
+from shardcore.plans.diff import Diff, diff
+from shardcore.plans.gain import Gain, gain
+from shardcore.plans.replan import ReplanConfig, replan
+from shardcore.step.kinds import CHANNELS
+from shardcore.step.lower import Workload, lower
+
+DRAWS = 60
+INTERVAL = (0.05, 0.95)
+"""Quantiles of the interval around a predicted step."""
+
+
+@dataclass(frozen=True)
+class ReadJob:
+    """A job's traced steps, with its plan if that is known.
+
+    name: of the traced step's folder.
+    problem, plan: None for traces of a job without ShardCoreProfiler.
+    step_ms: of steps without tracing. None: not timed.
+    """
+
+    name: str
+    traced: TracedJob
+    problem: Problem | None
+    plan: Plan | None
+    step_ms: float | None
+    remarks: tuple[str, ...]
+
+    @property
+    def total_ms(self) -> float:
+        """Of a step: without tracing if such were timed, or else the median of the traced ones."""
+        return self.step_ms or float(np.median([step.total_ms for step in self.traced.steps]))
+
+
+@dataclass(frozen=True)
+class CheckedJob:
+    """A job's plan against its traces, before and after the correction.
+
+    before: under the model as it was, with the dense part of the trace.
+    after: under the corrected model.
+    problem: with all that the job does around its embeddings as the dense part.
+    interval_ms: of the corrected step.
+    """
+
+    before: PricedPlan
+    after: PricedPlan
+    problem: Problem
+    model: Any
+    correction: Correction
+    interval_ms: tuple[float, float]
+    remarks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A better plan for a job.
+
+    interval_ms: of its step.
+    moved: from the plan in use.
+    seconds: to move the weights, as an all-to-all.
+    """
+
+    now: PricedPlan
+    interval_ms: tuple[float, float]
+    gain: Gain
+    moved: Diff
+    seconds: float
+
+
+def read(folder: str | Path, problem: Problem | None = None, plan: Plan | None = None) -> ReadJob:
+    """The newest traced step of a job's folder, or the traces in any folder.
+
+    problem, plan: of traces in a folder that says nothing of them.
+
+    Raises ShardCoreError where no trace can be read.
+    """
+    folder = Path(folder)
+    if folder.is_dir() and (steps := job_folder.traced_steps(folder)):
+        folder = steps[-1]
+    if (folder / job_folder.JOB_JSON).exists():
+        of_job = job_folder.read_step(folder)
+        traced = read_job(folder, of_job.facts.world_size)
+        return ReadJob(
+            folder.name,
+            traced,
+            problem or of_job.problem,
+            plan or of_job.plan,
+            of_job.total_ms,
+            of_job.remarks,
+        )
+    traced = read_job(folder, len(problem.topology) if problem else None)
+    remarks = () if plan else ("the folder has no plan: give --problem and --plan, or use ShardCoreProfiler",)
+    return ReadJob(folder.name, traced, problem, plan, None, remarks)
+
+
+def check(job: ReadJob, model: CostModel) -> CheckedJob:
+    """A job's plan under a model, and the model corrected by the job's traces.
+
+    Raises ShardCoreError for a job whose plan is not known, a model of another setting, and traces that tell nothing.
+    """
+    if job.problem is None or job.plan is None:
+        raise ShardCoreError(f"traces in {job.name} come without a problem and a plan; give both")
+    around = [rank.cost_ms("dense_ms") for step in job.traced.steps for rank in step.ranks]
+    problem = traced_factors.with_around(job.problem, float(np.median(around)))
+    ours = model.for_problem(problem)
+    before = price_plan(job.plan, problem, ours, fits=False)
+    steps = [(before.workload, step) for step in job.traced.steps]
+    found = traced_factors.correction(ours, steps, job.step_ms)
+    lineage = {
+        "job": job.name,
+        "steps": [step.number for step in job.traced.steps],
+        "traces": {str(rank): digest for rank, digest in job.traced.digests.items()},
+        **found.document(),
+    }
+    corrected = traced_factors.corrected(model, found.factors, lineage)
+    problem = traced_factors.with_around(job.problem, found.around_ms)
+    after = price_plan(job.plan, problem, corrected.for_problem(problem), fits=False)
+    remarks = [line for step in job.traced.steps for line in traced_factors.mismatches(before.workload, step)]
+    return CheckedJob(
+        before,
+        after,
+        problem,
+        corrected,
+        found,
+        interval_ms(job.plan, problem, model, found),
+        (*found.refused, *dict.fromkeys(remarks)),
+    )
+
+
+def interval_ms(plan: Plan, problem: Problem, model: Any, found: Correction) -> tuple[float, float]:
+    """The interval of a step, from factors drawn from their posterior."""
+    rng, workload = np.random.default_rng(0), lower(plan, problem, fits=False)
+    totals = [_total_ms(workload, model, found.drawn(rng), problem) for _ in range(DRAWS)]
+    low, high = np.quantile(totals, INTERVAL).tolist()
+    return low, high
+
+
+def _total_ms(workload: Workload, model: Any, factors: Mapping[Quantity, Factor], problem: Problem) -> float:
+    return price(workload, traced_factors.corrected(model, factors).for_problem(problem)).total_ms
+
+
+def propose(checked: CheckedJob, model: CostModel, config: ReplanConfig) -> Proposal | None:
+    """A plan that is cheaper under the corrected model. None where none is found.
+
+    model: the one before its correction.
+    """
+    ours = checked.model.for_problem(checked.problem)
+    plan = replan(checked.after.plan, checked.problem, ours, config)
+    now = price_plan(plan, checked.problem, ours)
+    moved = diff(checked.after.plan, plan, checked.problem)
+    if not moved or now.cost.total_ms >= checked.after.cost.total_ms:
+        return None
+    return Proposal(
+        now,
+        interval_ms(plan, checked.problem, model, checked.correction),
+        gain(checked.after, now, checked.problem, ours),
+        moved,
+        _seconds(moved, checked.problem, ours),
+    )
+
+
+def _seconds(moved: Diff, problem: Problem, model: Any) -> float:
+    """Seconds in which the weights travel, in even shares, as one all-to-all."""
+    devices = len(problem.topology)
+    if devices < 2:
+        return 0.0
+    traffic = np.zeros((len(CHANNELS), devices))
+    traffic[CHANNELS.index(ALL_TO_ALL)] = moved.bytes / devices
+    both = traced_factors.exchanges_of(model).collectives(traffic, np.zeros(devices), problem.topology)
+    return float(both[ALL_TO_ALL][0].max()) / 1e3

@@ -1,0 +1,113 @@
+"""A running job in words: what its step spends, why, and what a better plan brings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardcore.core.step_cost import PARTS, StepCost
+from shardcore.io.traced_steps import TRACED_PARTS, UNNAMED, RankStep, TracedJob, TracedStep
+from shardcore.report.text import percent_change, text_table
+
+MOST_RANKS = 4
+"""Ranks that are shown: those that wait least, which others wait for."""
+WORDS = {
+    "forward_compute_ms": "lookups forward",
+    "backward_compute_ms": "lookups backward and update",
+    "forward_comm_ms": "exchange of outputs",
+    "backward_comm_ms": "exchange of gradients",
+    "waiting_ms": "waiting for the last rank",
+    "input_ms": "ids",
+    "dense_ms": "dense part and all else",
+}
+"""Fields of a StepCost."""
+_WAITS = 0.1
+"""Share of the step from which waiting is worth a sentence."""
+
+
+def traced_text(job: TracedJob) -> str:
+    """The parts of the last traced step, for each rank."""
+    step = job.steps[-1]
+    shown = _shown(step)
+    rows = [
+        [part.words, *(f"{rank.ms.get(name, 0.0):.2f}" for rank in shown)]
+        for name, part in TRACED_PARTS.items()
+        if any(rank.ms.get(name) for rank in shown)
+    ]
+    rows.append(["step", *(f"{rank.total_ms:.2f}" for rank in shown)])
+    rows.append(["named", *(f"{rank.named_share:.1%}" for rank in shown)])
+    rows.append(["hidden transfers", *(f"{rank.hidden_ms:.2f}" for rank in shown)])
+    table = text_table(["ms", *(f"rank {rank.rank}" for rank in shown)], rows)
+    left = len(step.ranks) - len(shown)
+    return table + f"\nand {left} more ranks" * (left > 0)
+
+
+def predicted_text(step: TracedStep, before: StepCost, after: StepCost, ranks: Sequence[int]) -> str:
+    """Measured and predicted parts of each rank. ranks: the device of each rank."""
+    headers = ["rank", "part", "measured ms", "predicted", "difference", "corrected", "difference"]
+    rows = []
+    for rank in _shown(step):
+        device = ranks[rank.rank]
+        for name in (*PARTS, "dense_ms"):
+            measured = rank.cost_ms(name)
+            values = [_value(cost, name, device) for cost in (before, after)]
+            if measured or any(values):
+                cells = [x for ms in values for x in (f"{ms:.2f}", f"{ms - measured:+.2f}")]
+                rows.append([rank.rank, WORDS[name], f"{measured:.2f}", *cells])
+    return text_table(headers, rows, words=(1,))
+
+
+def _value(cost: StepCost, name: str, device: int) -> float:
+    value = getattr(cost, name)
+    return float(value if name == "dense_ms" else value[device])
+
+
+def bottleneck(step: TracedStep) -> str:
+    """What limits a step, in a sentence."""
+    last = min(step.ranks, key=lambda rank: rank.cost_ms("waiting_ms"))
+    waits = [rank.cost_ms("waiting_ms") for rank in step.ranks if rank is not last]
+    if waits and max(waits) > _WAITS * step.total_ms:
+        others = [rank for rank in step.ranks if rank is not last]
+        name, more_ms = max(
+            (
+                (name, last.cost_ms(name) - sum(rank.cost_ms(name) for rank in others) / len(others))
+                for name in WORDS
+                if name != "waiting_ms"
+            ),
+            key=lambda x: x[1],
+        )
+        first = f"Ranks wait up to {max(waits):.1f} ms of {step.total_ms:.1f} for rank {last.rank}"
+        if more_ms < max(waits) / 2:
+            return f"{first}, which began the step later."
+        return f"{first}: its {WORDS[name]} took {more_ms:.1f} ms more than those of others."
+    parts = {name: part.words for name, part in TRACED_PARTS.items() if name != UNNAMED}
+    name = max(parts, key=lambda name: _mean(step, name))
+    ms = _mean(step, name)
+    return f"Most of the step goes to {parts[name]}: {ms:.1f} ms of {step.total_ms:.1f} ({ms / step.total_ms:.0%})."
+
+
+def unnamed_text(step: TracedStep) -> str:
+    """Names that are not recognised, with their ms in the mean over ranks. Empty where there are none."""
+    totals: dict[str, float] = {}
+    for rank in step.ranks:
+        for name, ms in rank.names_ms.items():
+            totals[name] = totals.get(name, 0.0) + ms / len(step.ranks)
+    found = sorted(totals.items(), key=lambda x: -x[1])[:5]
+    return "; ".join(f"{name[:60]} {ms:.2f} ms" for name, ms in found)
+
+
+def _mean(step: TracedStep, name: str) -> float:
+    return sum(rank.ms.get(name, 0.0) for rank in step.ranks) / len(step.ranks)
+
+
+def _shown(step: TracedStep) -> list[RankStep]:
+    order = sorted(step.ranks, key=lambda rank: rank.cost_ms("waiting_ms"))[:MOST_RANKS]
+    return sorted(order, key=lambda rank: rank.rank)
+
+
+def headline(total_ms: float, predicted_ms: float, interval_ms: tuple[float, float]) -> str:
+    """The step as measured and as predicted."""
+    low, high = interval_ms
+    return (
+        f"step {total_ms:.1f} ms measured, {predicted_ms:.1f} predicted "
+        f"({percent_change(predicted_ms, total_ms)}), {low:.1f} to {high:.1f} after correction"
+    )

@@ -1,0 +1,169 @@
+"""Plans that stay good where a profile's rates are wrong.
+
+A profile knows how uncertain each of its rates is. Profiles are drawn within that, and plans are searched under some
+of them. The plan whose worst regret over all draws is least is returned. Regret under a draw is the cost of a plan
+relative to the cheapest of all plans that were found, less 1.
+
+Shapes: P plans, K draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardcore.core import progress
+from shardcore.core.types import Plan, Problem
+from shardcore.core.validation import require, require_within
+from shardcore.cost.model import CostModel, price
+from shardcore.cost.profile import COLLECTIVES, Profile
+from shardcore.cost.profile_model import ProfileModel
+from shardcore.search.budget import Budget
+from shardcore.search.sharders import DEFAULT_SHARDER, SHARDERS, Sharder
+from shardcore.search.state.shards import priced
+from shardcore.step.lower import Workload, lower
+
+CAMPAIGNS: Mapping[str, tuple[str, ...]] = {
+    **{f"{collective.replace('_', '-')}s": (f"{collective}_",) for collective in COLLECTIVES},
+    "rows in host memory": ("host_",),
+    "replicas": ("dense_",),
+    "work on ids": ("bucketize_", "order_"),
+}
+"""Rates by what has to be measured to know them: prefixes of their names. All others: lookups."""
+LOOKUPS = "lookups"
+
+
+@dataclass(frozen=True)
+class RobustConfig:
+    """Effort of `robust`.
+
+    draws: profiles under which plans are judged.
+    searches: draws under which a plan is also searched. At most `draws`.
+    most_dearer: cost under the profile's own rates that robustness may take, relative to the cheapest plan.
+    """
+
+    draws: int = 48
+    searches: int = 8
+    most_dearer: float = 0.02
+
+    def __post_init__(self) -> None:
+        require_within(self, "a robust plan", draws=(2, 10_000), searches=(1, 10_000), most_dearer=(0, 10))
+        require(
+            self.searches <= self.draws,
+            f"a robust plan has {self.searches} searches; it needs at most one for each of its {self.draws} draws",
+        )
+
+
+def robust(
+    problem: Problem,
+    model: CostModel,
+    *,
+    seed: int = 0,
+    budget: Budget | None = None,
+    search: Sharder = SHARDERS[DEFAULT_SHARDER],
+    config: RobustConfig = RobustConfig(),
+) -> Plan:
+    """The plan whose worst regret over draws of a profile is least. A Sharder that wraps another.
+
+    budget: of all searches together. Each has an equal part.
+
+    The plan's provenance has "robust":
+
+    worst_regret, mean_regret: over the draws, as shares of the step.
+    of_cheapest: the same two of the cheapest plan under the profile's own rates.
+    dearer: cost of the plan under these rates, relative to the cheapest, less 1.
+    measuring_removes: share of the cheapest plan's mean regret that a measurement would remove, by what is measured.
+
+    Raises ShardCoreError for a model that is no profile's, and what the search raises.
+    """
+    require(
+        isinstance(model, ProfileModel),
+        f"model {type(model).__name__} does not know how uncertain its rates are; a robust plan needs a hardware "
+        "profile's (--hardware)",
+    )
+    assert isinstance(model, ProfileModel)
+    rng = np.random.default_rng(seed)
+    profiles = [model.profile.drawn(rng) for _ in range(config.draws)]
+    models = [replace(model, profile=profile) for profile in profiles]
+    plans: list[Plan] = []
+    part = _part(budget, 1 / (1 + config.searches))
+    for number, under in enumerate((model, *models[: config.searches])):
+        plans.append(search(problem, under, seed=seed, budget=part))
+        progress.report(f"searched under {number} of {config.searches} draws of profile {model.profile.name}")
+    # Several draws often lead to the same plan.
+    plans = list({plan.placements: plan for plan in plans}.values())
+    workloads = [lower(plan, problem) for plan in plans]
+    cost_ms = _cost_ms(workloads, models)  # [P, K]
+    own_ms = _cost_ms(workloads, [model])[:, 0]  # [P]
+    regrets = cost_ms / cost_ms.min(0) - 1
+    affordable = own_ms <= own_ms.min() * (1 + config.most_dearer)
+    best = int(np.where(affordable, regrets.max(1), np.inf).argmin())
+    cheapest = int(own_ms.argmin())
+    found = {
+        "draws": config.draws,
+        **_regret(regrets[best]),
+        "of_cheapest": _regret(regrets[cheapest]),
+        "dearer": float(own_ms[best] / own_ms.min() - 1),
+        "measuring_removes": {
+            campaign: _removed(regrets, _cost_ms(workloads, known), cheapest)
+            for campaign, known in _measured(model, profiles).items()
+        },
+    }
+    return priced(plans[best].placements, problem, model, **{**plans[best].provenance, "robust": found})
+
+
+def _regret(regrets: np.ndarray) -> dict[str, float]:
+    """The worst and the mean of regrets [K]."""
+    return {"worst_regret": float(regrets.max()), "mean_regret": float(regrets.mean())}
+
+
+def _part(budget: Budget | None, share: float) -> Budget | None:
+    """A share of a budget."""
+    if budget is None:
+        return None
+    return Budget(
+        None if budget.evals is None else max(1, int(budget.evals * share)),
+        None if budget.seconds is None else budget.seconds * share,
+    )
+
+
+def _cost_ms(workloads: Sequence[Workload], models: Sequence[CostModel]) -> np.ndarray:
+    """[P, K] ms of a step of each plan under each model."""
+    return np.array([[price(workload, model).total_ms for model in models] for workload in workloads])
+
+
+def _campaign(rate: str) -> str:
+    """The campaign that measures a rate."""
+    return next((name for name, prefixes in CAMPAIGNS.items() if rate.startswith(prefixes)), LOOKUPS)
+
+
+def _measured(model: ProfileModel, profiles: Sequence[Profile]) -> dict[str, list[ProfileModel]]:
+    """For each campaign, [K] models with its rates as drawn and all others as the model has them."""
+    own = model.profile.rates
+    return {
+        campaign: [
+            replace(
+                model,
+                profile=replace(
+                    drawn,
+                    rates={
+                        n: drawn.rates[n] if _campaign(n) == campaign else rate for n, rate in own.items()
+                    },
+                ),
+            )
+            for drawn in profiles
+        ]
+        for campaign in (LOOKUPS, *CAMPAIGNS)
+    }
+
+
+def _removed(regrets: np.ndarray, known_ms: np.ndarray, cheapest: int) -> float:
+    """Share of the mean regret that goes if each draw's plan is chosen by what a campaign would tell.
+
+    known_ms: [P, K] costs with the campaign's rates as drawn.
+    """
+    before = regrets[cheapest].mean()
+    after = regrets[known_ms.argmin(0), np.arange(regrets.shape[1])].mean()
+    return float(max(0.0, 1 - after / before)) if before > 0 else 0.0

@@ -1,0 +1,117 @@
+"""Agreement of a job's ranks on one change: all make it, or none does.
+
+Ranks vote through the store of their rendezvous. What counts is one key of it, which the first who writes
+decides for all: a rank that has read every vote writes "commit", one that has waited for too long "abort".
+A collective cannot decide: where a rank dies in an all-reduce, some ranks have its result and others an error.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from shardcore.core.errors import ShardCoreError
+
+_COMMIT, _ABORT = "commit", "abort"
+
+
+class Refused(ShardCoreError):
+    """A change that no rank makes."""
+
+
+class Waited(ShardCoreError):
+    """A wait for another rank that has ended without it. The other rank knows why."""
+
+
+class Undecided(ShardCoreError):
+    """A change of which this rank cannot learn whether others make it. The job has to end."""
+
+
+_numbers = itertools.count()
+
+
+class Agreement:
+    """One change. All ranks make it with the same number, and go through the same phases.
+
+    store: of the job's process group.
+    ranks: this rank, and how many there are.
+    number: of changes before it, the same on all ranks.
+    timeout_s: of each wait.
+    """
+
+    @classmethod
+    def new(cls, timeout_s: float) -> Agreement:
+        """The next change of this process. Raises Refused if other ranks have given it up."""
+        store = dist.distributed_c10d._get_default_store()
+        change = cls(store, (dist.get_rank(), dist.get_world_size()), next(_numbers), timeout_s)
+        if change._store.check(["decision"]):
+            raise Refused(
+                f"rank {change.rank} comes late: other ranks have given up this change; ask for it again"
+            )
+        return change
+
+    def __init__(self, store: Store, ranks: tuple[int, int], number: int, timeout_s: float) -> None:
+        self._store = PrefixStore(f"shardcore/change/{number}", store)
+        self.rank, self.ranks = ranks
+        self.timeout_s = timeout_s
+
+    @contextmanager
+    def phase(self, name: str, share: Callable[[], Any] = lambda: None) -> Iterator[list[Any]]:
+        """Do this rank's part of a phase, then wait for that of all others.
+
+        share: called after the part. Its result, JSON, goes to all ranks, into the list.
+
+        Raises Refused on all ranks if one fails or takes too long.
+        """
+        values: list[Any] = []
+        error: Exception | None = None
+        try:
+            yield values
+            vote = {"value": share()}
+        except Exception as e:  # whatever TorchRec raises, the others need to know
+            why = str(e) if isinstance(e, ShardCoreError) else f"{type(e).__name__}: {e}"
+            error, vote = e, {"error": why, "waited": isinstance(e, Waited)}
+        votes = self._exchange(name, vote)
+        if failed := sorted((v for v in votes if "error" in v), key=lambda v: v["waited"]):
+            # Nobody commits without this rank's vote, so the decision is to abort.
+            self._decide(_ABORT)
+            raise Refused(failed[0]["error"]) from error
+        values += [v["value"] for v in votes]
+
+    def commit(self) -> None:
+        """Decide for the change, once all phases have passed. Raises Refused if a rank has decided against it."""
+        if self._decide(_COMMIT) == _ABORT:
+            raise Refused("another rank has waited too long, and decided against it")
+
+    def _decide(self, decision: str) -> str:
+        try:
+            return self._store.compare_set("decision", "", decision).decode()
+        except Exception as e:
+            raise Undecided(
+                f"the job's store cannot be reached ({type(e).__name__}); its other ranks may have changed plan: end "
+                "the job, and start it from its checkpoint"
+            ) from e
+
+    def _exchange(self, phase: str, vote: dict[str, Any]) -> list[dict[str, Any]]:
+        """Votes of all ranks. Raises Refused if one does not come in time."""
+        # Another rank may first have to wait in vain for this one, in an exchange.
+        patience = timedelta(seconds=2 * self.timeout_s + 1)
+        try:
+            self._store.set(f"{phase}/{self.rank}", json.dumps(vote))
+            keys = [f"{phase}/{rank}" for rank in range(self.ranks)]
+            self._store.wait(keys, patience)
+            return [json.loads(self._store.get(key)) for key in keys]
+        except Exception as e:
+            if self._decide(_ABORT) == _ABORT:
+                raise Refused(
+                    f"not all ranks have done {phase!r} of the change in {patience.total_seconds():g} s; one may have "
+                    "died or hang, or not have called"
+                ) from e
+            raise Undecided(f"the change is decided for, and a vote of it cannot be read: {e}") from e

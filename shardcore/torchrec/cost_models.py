@@ -1,0 +1,36 @@
+"""The cost model of a job: the one that is given, or a profile of its hardware."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardcore.core.errors import ShardCoreError
+from shardcore.cost.model import CostModel, require_model
+from shardcore.cost.profile import load_profile, profile_names, profile_of_device
+
+
+def model_of(model: CostModel | str | Path | None, compute_device: str = "cuda") -> CostModel:
+    """The cost model that an argument of a planner means.
+
+    model: a cost model; or a profile of published measurements, by name or file. None: the profile of the job's
+      GPU (not exercised on a real one).
+
+    Raises ShardCoreError for an unknown profile, a GPU without one, and where there is no GPU.
+    """
+    if model is None:
+        return profile_of_device(_device_name(compute_device)).model()
+    if isinstance(model, str | Path):
+        return load_profile(model).model()
+    require_model(model)
+    return model
+
+
+def _device_name(compute_device: str) -> str:
+    import torch
+
+    if compute_device != "cuda" or not torch.cuda.is_available():
+        raise ShardCoreError(
+            "model is None, and there is no CUDA device here to take a profile of; give model=load_model(folder), or "
+            f"the name of a profile: {', '.join(profile_names())}"
+        )
+    return torch.cuda.get_device_name()

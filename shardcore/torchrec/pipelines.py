@@ -1,0 +1,44 @@
+"""TorchRec's training pipelines, emptied while tables move and filled again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from shardcore.core.errors import ShardCoreError
+
+
+@contextmanager
+def drained(pipeline: Any) -> Iterator[None]:
+    """Take a pipeline's batches out of it, and put them back at the end.
+
+    Their ids were sent to the ranks of the old plan. Filling the pipeline sends them again.
+
+    pipeline: TrainPipelineSparseDist, TrainPipelineBase, which sends nothing ahead, or None.
+
+    Raises ShardCoreError for another kind of pipeline.
+    """
+    from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+
+    if pipeline is None or type(pipeline) is TrainPipelineBase:
+        yield
+        return
+    if type(pipeline) is not TrainPipelineSparseDist:
+        raise ShardCoreError(
+            f"the pipeline is a {type(pipeline).__name__}; tables can be moved under TrainPipelineSparseDist and "
+            "TrainPipelineBase"
+        )
+    batches = list(pipeline.batches)
+    pipeline.detach()
+    pipeline.batches.clear()
+    pipeline.contexts.clear()
+    # Without contexts this forgets the pipelined modules, so that filling finds the new ones.
+    pipeline.attach()
+    pipeline._original_forwards = []
+    pipeline._original_kjt_dist_forwards = []
+    try:
+        yield
+    finally:
+        if batches:
+            pipeline.fill_pipeline(iter(batches))

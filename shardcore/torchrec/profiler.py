@@ -1,0 +1,191 @@
+"""ShardCoreProfiler: a callback that leaves traces and lookups of a running job in a folder.
+
+    profiler = ShardCoreProfiler(model, "job/", every=1000)
+    for _ in range(steps):
+        pipeline.progress(batches)
+        profiler.step()
+
+`shardcore job read job/` then says what a step spends and why. Ranks exchange nothing for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.job import Job
+from shardcore.core.validation import require, require_type
+from shardcore.io import job_folder
+from shardcore.io.measurements import Spread
+from shardcore.torchrec.sharded_job import collections_of, problem_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+FIRST = 20
+"""The first step that is traced, unless `every` is less: steps before it warm up."""
+_MOST_TIMES = 1000
+_LOG = logging.getLogger(__name__)
+
+
+class ShardCoreProfiler:
+    """Trace a step of a job now and then, on each rank.
+
+    model: the job's DistributedModelParallel.
+    folder: that all ranks write to; files of several jobs must not mix there.
+    every: steps from one traced step to the next.
+    steps: steps that are traced, one after another.
+    keep: traced steps whose files stay, and one that is being written. Older ones are removed.
+    job: how a step runs around the embeddings. None: the default, TorchRec's TrainPipelineSparseDist.
+
+    What fails while it writes is logged and stops no training.
+    Raises ShardCoreError for a model without sharded collections.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: str | Path = "shardcore-job",
+        *,
+        every: int = 1000,
+        steps: int = 1,
+        keep: int = 5,
+        job: Job | None = None,
+    ) -> None:
+        import torch
+        import torch.distributed as dist
+
+        for name, value in (("every", every), ("steps", steps), ("keep", keep)):
+            require_type(value, int, name, "a whole number")
+            require(value >= 1, f"{name} is {value}; it needs 1 or more")
+        require(every > steps + 1, f"every is {every}; it needs more than steps + 1, {steps + 1}")
+        self._collections, self._model, self._job = collections_of(model), model, job or Job()
+        self._folder, self._every, self._steps, self._keep = Path(folder), every, steps, keep
+        joined = dist.is_available() and dist.is_initialized()
+        self._rank, self._world_size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+        # The position within a cycle: 0 warms the profiler up, then `steps` are traced.
+        self._count, self._first = 0, min(FIRST, every) - 1
+        self._times_ms: list[float] = []
+        self._began_s: float | None = None
+        self._lookups: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self._local_batch = 0
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profile: Any = None
+        self._start: Callable[[], Any] = lambda: torch.profiler.profile(
+            activities=activities,
+            record_shapes=True,
+            schedule=torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1),
+            on_trace_ready=self._write,
+        )
+
+    def step(self) -> None:
+        """Call after each step of training."""
+        now_s, position = time.perf_counter(), (self._count - self._first) % self._every
+        if self._profile is None and self._began_s is not None:
+            # A ring: the newest times count.
+            self._times_ms.append(1e3 * (now_s - self._began_s))
+            del self._times_ms[:-_MOST_TIMES]
+        if self._profile is not None:
+            self._profile.step()
+            if position > self._steps:
+                self._profile.stop()
+                self._profile = None
+        elif position == 0 and self._count >= self._first:
+            self._capture()
+            self._profile = self._start()
+            self._profile.start()
+        self._count += 1
+        # What writing takes is no step's time.
+        self._began_s = time.perf_counter() if position != 0 and self._profile is None else None
+
+    # --- lookups --------------------------------------------------------------------------------------------
+
+    def _capture(self) -> None:
+        """Keep the ids of the next batch that enters each collection."""
+        self._lookups = {}
+        for collection in self._collections:
+            module, original = collection.module, collection.module.input_dist
+
+            def input_dist(
+                *args: Any, _module: Any = module, _original: Callable = original, **named: Any
+            ) -> Any:
+                del _module.input_dist  # the class has it again
+                features = next(
+                    (
+                        x
+                        for x in (*args, *named.values())
+                        if hasattr(x, "stride_per_key") and hasattr(x, "to_dict")
+                    ),
+                    None,
+                )
+                if features is not None:
+                    self._remember(features)
+                return _original(*args, **named)
+
+            module.input_dist = input_dist
+
+    def _remember(self, features: Any) -> None:
+        """The ids and lengths of a KeyedJaggedTensor, on the CPU."""
+        self._local_batch = max(features.stride_per_key(), default=0)
+        self._lookups |= {
+            name: (one.values().cpu().numpy().copy(), one.lengths().cpu().numpy().copy())
+            for name, one in features.to_dict().items()
+        }
+
+    # --- files ----------------------------------------------------------------------------------------------
+
+    def _write(self, profile: Any) -> None:
+        try:
+            folder = job_folder.step_folder(self._folder, self._count)
+            folder.mkdir(parents=True, exist_ok=True)
+            job_folder.write_rank(folder, self._rank, self._step_ms(), self._lookups)
+            if self._rank == 0:
+                self._write_facts(folder)
+            path = job_folder.trace_path(folder, self._rank)
+            temporary = path.with_name(f".{os.getpid()}.{path.name}")
+            profile.export_chrome_trace(str(temporary))
+            os.replace(temporary, path)
+            if self._rank == 0:
+                self._remove_old()
+        except (ShardCoreError, OSError) as error:
+            _LOG.warning("ShardCoreProfiler wrote no trace at step %d: %s", self._count, error)
+
+    def _step_ms(self) -> Spread | None:
+        if not self._times_ms:
+            return None
+        low, middle, high = np.quantile(self._times_ms, (0.25, 0.5, 0.75)).tolist()
+        return Spread(middle, low, high, len(self._times_ms))
+
+    def _write_facts(self, folder: Path) -> None:
+        pooling = {f: len(ids) / max(1, len(lengths)) for f, (ids, lengths) in self._lookups.items()}
+        problem, plan, features = problem_of(
+            self._model, pooling, self._local_batch, self._world_size, self._job
+        )
+        facts = job_folder.JobFacts(self._world_size, features, _versions())
+        job_folder.write_facts(folder, facts, problem, plan)
+
+    def _remove_old(self) -> None:
+        import shutil
+
+        for old in job_folder.traced_steps(self._folder)[: -self._keep]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _versions() -> Mapping[str, str]:
+    found = {}
+    for package in ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,768 @@
+"""Move the tables of a running DistributedModelParallel job to another plan, between two steps.
+
+    moved = reshard(model, read_torchrec("new.json"), optimizer)
+
+New shards are built and filled beside the old ones, then compared with them by digests of rows and state.
+Only if all ranks find them equal does any rank use them (see `agreement`). Until then the old plan is whole
+on every rank, and it stays so if a rank fails, takes too long or dies.
+
+The optimizer of the job's replicas goes on with their new parameters and state. Collections are replaced in
+the model: what holds one of them, or its parameters, needs to take it from the model again.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem, Table
+from shardcore.core.validation import require, require_types, require_within
+from shardcore.torchrec import rows as of_rows
+from shardcore.torchrec.agreement import Agreement, Waited
+from shardcore.torchrec.modules import few, tables_of
+from shardcore.torchrec.pipelines import drained
+from shardcore.torchrec.plan_files import modules_of, to_json
+from shardcore.torchrec.rows import WEIGHTS, DenseOptimizer, Format, Key, Part
+from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
+from shardcore.torchrec.transfer import Exchange, Layout, Piece, Region, digests, inexact, pieces
+
+if TYPE_CHECKING:
+    from torchrec.distributed.types import ParameterSharding, ShardingPlan
+
+LOCAL, WITHIN, BETWEEN = "local", "within_host", "between_hosts"
+"""Ways of bytes: within a rank, and the levels of links."""
+_OF_PLACEMENT = frozenset(
+    "cache_algorithm cache_load_factor cache_reserved_memory cache_precision prefetch_pipeline "
+    "multipass_prefetch_config enforce_hbm stochastic_rounding bounds_check_mode output_dtype _batch_key".split()
+)
+"""Settings of fused ops that follow from a plan."""
+
+
+@dataclass(frozen=True)
+class MoveConfig:
+    """Settings of a move.
+
+    max_gib: extra memory of a rank while it moves, at most. None: any.
+    piece_mib: bytes that a rank sends at once, and those that it receives, in MiB.
+    timeout_s: of each wait for other ranks.
+    approximate: True to carry optimizer state over as well as it can be where another plan has state of
+      another form: a mean over columns, a number a row for its cells, or 0.
+    """
+
+    max_gib: float | None = None
+    piece_mib: float = 64.0
+    timeout_s: float = 300.0
+    approximate: bool = False
+
+    def __post_init__(self) -> None:
+        require_types(self, "move config")
+        require_within(self, "move config", max_gib=(0, 1e6), piece_mib=(2**-20, 1e5), timeout_s=(0.001, 1e6))
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A move that was made.
+
+    tables: that are sharded otherwise now, by path and name.
+    bytes: of weights and state that were copied, by way, on all ranks.
+    busiest_bytes: of those the ones that a rank sent, or received: the most of any rank, by way.
+    seconds: of this rank, by phase.
+    extra_bytes: memory beside the old shards while they moved, by rank.
+    digests: of each tensor of those collections, by table and tensor, as they were before and after.
+    inexact: tables whose optimizer state was carried over as well as it could be, and why.
+    """
+
+    tables: tuple[str, ...]
+    bytes: Mapping[str, int]
+    busiest_bytes: Mapping[str, int]
+    seconds: Mapping[str, float]
+    extra_bytes: tuple[int, ...]
+    digests: Mapping[str, str]
+    inexact: Mapping[str, str]
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds that training stood still."""
+        return sum(self.seconds.values())
+
+
+def reshard(
+    model: nn.Module,
+    new_plan: ShardingPlan,
+    optimizer: Any = None,
+    pipeline: Any = None,
+    config: MoveConfig = MoveConfig(),
+) -> Moved:
+    """Move a job's tables to a plan. All ranks call it, between the same two steps.
+
+    model: a DistributedModelParallel.
+    new_plan: of the same model, such as of `to_torchrec`.
+    optimizer: the job's, of replicas. Its parameters and state are replaced.
+    pipeline: the job's TrainPipelineSparseDist. Its batches are distributed again by the new plan.
+
+    Raises ShardCoreError on all ranks, and leaves the old plan as it is, if a rank cannot make the move. It
+    raises Undecided if a rank cannot learn what the others did.
+    """
+    require(
+        not getattr(model, "_moves_tables", False),
+        "the model's tables are being moved; ask for a second move when this one is done",
+    )
+    model._moves_tables = True  # type: ignore[assignment]
+    try:
+        with drained(pipeline):
+            moved = _moved(model, new_plan, DenseOptimizer(optimizer), config)
+    finally:
+        model._moves_tables = False  # type: ignore[assignment]
+        start = time.perf_counter()
+        gc.collect()  # shards that are no longer used, which hooks hold in circles
+    return replace(moved, seconds={**moved.seconds, "free": time.perf_counter() - start})
+
+
+def _moved(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config: MoveConfig) -> Moved:
+    clock, rank = _Clock(), dist.get_rank()
+    agreed = Agreement.new(config.timeout_s)
+    with agreed.phase("plan", lambda: move.shared()) as shared:
+        move = _Move.of(model, new_plan, optimizer, config)
+    with agreed.phase("same plan"):
+        if differing := [r for r, of in enumerate(shared) if of["digest"] != shared[0]["digest"]]:
+            raise ShardCoreError(
+                f"rank {differing[0]} was given another plan or other settings than rank 0; all need the same"
+            )
+    clock.lap("plan")
+    built: list[_Built] = []
+    with agreed.phase("build"), _time_limit(model._env.process_group, config.timeout_s):
+        group: Any = dist.new_group(timeout=timedelta(seconds=config.timeout_s))
+        built += [c.build(model, optimizer, shared) for c in move.collections]
+    clock.lap("build")
+    try:
+        with agreed.phase("fill"):
+            move.fill(built, group, config)
+        clock.lap("fill")
+        with agreed.phase("digest", lambda: {"before": before, "after": after}) as found:
+            before = [_named(digests(c.counted(rank), c.verified(move.inexact))) for c in move.collections]
+            after = [
+                _named(digests(b.parts.values(), c.verified(move.inexact)))
+                for c, b in zip(move.collections, built, strict=True)
+            ]
+        with agreed.phase("compare"):
+            totals = move.compared(found)
+    finally:
+        dist.destroy_process_group(group)
+    clock.lap("check")
+    agreed.commit()
+    # From here on nothing may fail: other ranks use the new plan.
+    for collection, new in zip(move.collections, built, strict=True):
+        collection.swap(model, new, optimizer)
+    _renew_fused_optimizer(model)
+    _refresh(optimizer.given)
+    clock.lap("swap")
+    return Moved(
+        tables=tuple(sorted(".".join(filter(None, key)) for c in move.collections for key in c.changed)),
+        bytes=move.bytes_by_way(),
+        busiest_bytes=move.busiest_by_way(),
+        seconds=clock.seconds,
+        extra_bytes=tuple(of["extra_bytes"] for of in shared),
+        digests={name: f"{total:016x}" for name, total in totals.items()},
+        inexact=move.inexact,
+    )
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase], self._last = now - self._last, now
+
+
+@contextmanager
+def _time_limit(group: dist.ProcessGroup, timeout_s: float) -> Iterator[None]:
+    """Limit the waits of a process group, in which TorchRec builds shards."""
+    set_timeout = dist.distributed_c10d._set_pg_timeout
+    backend = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
+    before = backend.options._timeout
+    set_timeout(timedelta(seconds=timeout_s), group)
+    try:
+        yield
+    finally:
+        set_timeout(before, group)
+
+
+def _named(of_tables: Mapping[Key, Mapping[str, int]]) -> dict[str, int]:
+    return {
+        ".".join(filter(None, (*key, name))): total
+        for key, of_table in of_tables.items()
+        for name, total in of_table.items()
+    }
+
+
+# --- what moves ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Collection:
+    """A sharded collection that a new plan shards otherwise.
+
+    old: the module. sharder: of its type. new: sharding of its tables.
+    layouts: of each table, before and after.
+    parts: this rank's, before.
+    dense: the optimizer and group of parameters of replicas, before or after, by table.
+    """
+
+    path: str
+    old: Any
+    sharder: Any
+    new: Mapping[str, ParameterSharding]
+    layouts: Mapping[Key, tuple[Layout, Layout]]
+    parts: tuple[Part, ...]
+    dense: Mapping[str, tuple[Any, dict[str, Any]]]
+
+    @property
+    def changed(self) -> list[Key]:
+        return [key for key, (old, new) in self.layouts.items() if old != new]
+
+    def counted(self, rank: int) -> list[Part]:
+        """This rank's parts, without replicas that another rank counts."""
+        return [p for p in self.parts if rank == 0 or not self.layouts[p.key][0].replicas]
+
+    def verified(self, inexact_tables: Mapping[str, str]) -> dict[Key, Format]:
+        """Tensors that are the same before and after, by table."""
+        return {
+            key: replace(new.format, states=())
+            if ".".join(filter(None, key)) in inexact_tables
+            else new.format
+            for key, (_, new) in self.layouts.items()
+        }
+
+    def build(self, model: Any, optimizer: DenseOptimizer, shared: Sequence[Mapping[str, Any]]) -> _Built:
+        """The collection under the new plan, with state of 0."""
+        unsharded = unsharded_of(self.old, _no_init)
+        weights = dict(unsharded.named_parameters())
+        for table, settings in of_rows.fused_params_of(self.old).items():
+            (weight,) = (w for name, w in weights.items() if name.endswith(f".{table}.weight"))
+            # Types of optimizers are already FBGEMM's, so TorchRec needs no class of one.
+            weight._optimizer_kwargs = [{k: v for k, v in settings.items() if k not in _OF_PLACEMENT}]  # type: ignore[attr-defined]
+        with _WithoutInit():
+            module = self.sharder.shard(unsharded, self.new, model._env, model.device, self.path)
+        _restore_configs(module, self.old)
+        module.train(self.old.training)
+        self._continue_fused(module, shared)
+        state = {}
+        for (_, table), (_old, new) in self.layouts.items():
+            if new.replicas:
+                weight = of_rows.weight_of(module, table)
+                step = _largest(of["steps"].get(self.path, {}).get(table) for of in shared)
+                kind, group = self.dense[table]
+                state[weight] = of_rows.fresh_state(kind, group, weight, step or 0)
+        parts = {
+            (p.key, p.rows, p.columns): p
+            for p in of_rows.parts_of(self.path, module, optimizer, new_state=state)
+        }
+        self._require_as_planned(parts)
+        return _Built(module, parts, state)
+
+    def _continue_fused(self, module: Any, shared: Sequence[Mapping[str, Any]]) -> None:
+        """Set learning rates and steps of fused ops to those of the tables so far."""
+        for kernel in of_rows.kernels_of(module):
+            if of_rows.is_dense(kernel):
+                continue
+            tables = [t.name for t in kernel._config.embedding_tables]
+            groups = [
+                g
+                for t in tables
+                for of in shared
+                if (g := of["groups"].get(self.path, {}).get(t)) is not None
+            ]
+            if any(g != groups[0] for g in groups):
+                raise ShardCoreError(
+                    f"tables {few(tables)} of {self.path!r} would share a fused op, and have other learning rates: "
+                    f"{[g.get('lr') for g in groups][:5]}"
+                )
+            if groups:
+                kernel.fused_optimizer.param_groups[0].update(groups[0])
+                kernel.emb_module.set_learning_rate(groups[0]["lr"])
+            step = _largest(of["steps"].get(self.path, {}).get(t) for of in shared for t in tables)
+            if step is not None:
+                of_rows.set_step(kernel.emb_module, step)
+
+    def _require_as_planned(self, parts: Mapping[Any, Part]) -> None:
+        rank = dist.get_rank()
+        planned = {
+            (key, r.rows, r.columns) for key, (_, new) in self.layouts.items() for r in new.of_rank(rank)
+        }
+        if differing := sorted(planned ^ set(parts)):
+            raise ShardCoreError(
+                f"TorchRec shards table {differing[0][0][1]!r} of {self.path!r} otherwise than planned: rows and "
+                f"columns {[d[1:] for d in differing[:3]]}"
+            )
+        for (key, *_), part in parts.items():
+            expected = self.layouts[key][1].format.tensors()
+            actual = {name: (t.ndim == 1, t.dtype) for name, t in part.tensors.items()}
+            if actual != expected:
+                raise ShardCoreError(
+                    f"table {key[1]!r} of {self.path!r} has {actual} under the new plan; expected are {expected}"
+                )
+
+    def swap(self, model: Any, built: _Built, optimizer: DenseOptimizer) -> None:
+        """Use the new shards. Nothing here waits or allocates much."""
+        for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            getattr(built.module, hooks).update(getattr(self.old, hooks))
+        for (_, table), (old, new) in self.layouts.items():
+            if old.replicas or new.replicas:
+                before = of_rows.weight_of(self.old, table) if old.replicas else None
+                after = of_rows.weight_of(built.module, table) if new.replicas else None
+                group = self.dense[table]
+                name = ".".join(filter(None, (self.path, built.prefix, table, "weight")))
+                _replace_parameter(optimizer.given, group, (before, after), name)
+                if after is not None:
+                    group[0].state[after] = built.state[after]
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if child is self.old:
+                    setattr(parent, name, built.module)
+        writable = model.__dict__.get("_writable_sharded_modules", [])
+        writable[:] = [built.module if m is self.old else m for m in writable]
+        model._plan.plan[self.path] = built.module.module_sharding_plan
+
+
+@dataclass(frozen=True)
+class _Built:
+    """A collection under a new plan. state: of its replicas, by parameter."""
+
+    module: Any
+    parts: Mapping[tuple[Key, tuple[int, int], tuple[int, int]], Part]
+    state: Mapping[nn.Parameter, dict[str, Any]]
+
+    @property
+    def prefix(self) -> str:
+        return "embedding_bags" if hasattr(self.module, "embedding_bags") else "embeddings"
+
+
+@dataclass(frozen=True)
+class _Move:
+    """All that changes.
+
+    digest: of both plans and the settings.
+    inexact: why optimizer state cannot be carried over as it is, by table.
+    extra_bytes: memory of this rank beside the old shards.
+    """
+
+    collections: tuple[_Collection, ...]
+    pieces: tuple[Piece, ...]
+    digest: str
+    inexact: Mapping[str, str]
+    extra_bytes: int
+    device: torch.device
+    per_host: int
+
+    @staticmethod
+    def of(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config: MoveConfig) -> _Move:
+        """Raises ShardCoreError for a plan that the model cannot run, and for more memory than there is."""
+        rank = dist.get_rank()
+        changed = _changed(model, new_plan, optimizer)
+        layouts = {key: pair for c in changed for key, pair in c.layouts.items()}
+        reasons = {
+            ".".join(filter(None, key)): why
+            for key, (old, new) in layouts.items()
+            if (why := inexact(old, new))
+        }
+        if reasons and not config.approximate:
+            name = next(iter(reasons))
+            raise ShardCoreError(
+                f"optimizer state of tables {few(list(reasons))} cannot move as it is: of {name!r}, {reasons[name]}; "
+                "set approximate to carry it over as well as can be"
+            )
+        buffer = int(config.piece_mib * 2**20)
+        moved = tuple(p for key, (old, new) in layouts.items() for p in pieces(key, old, new, buffer))
+        most_sent = max((p.aligned_bytes for p in moved if p.source.rank != p.target.rank), default=0)
+        # A replica has a gradient in its data-parallel wrapper.
+        extra = sum(
+            new.bytes_of(rank)
+            + new.replicas * sum(r.cells for r in new.of_rank(rank)) * new.format.weights.itemsize
+            for _, new in layouts.values()
+        ) + 2 * min(
+            max(buffer, most_sent), sum(p.aligned_bytes for p in moved if p.source.rank != p.target.rank)
+        )
+        _require_memory(extra, model.device, config)
+        content = [to_json(model.plan), to_json(new_plan), repr(config)]
+        return _Move(
+            collections=tuple(changed),
+            pieces=moved,
+            digest=hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest(),
+            inexact=reasons,
+            extra_bytes=extra,
+            device=model.device,
+            per_host=_per_host(model),
+        )
+
+    def shared(self) -> dict[str, Any]:
+        """A rank's own knowledge that all ranks need: steps and learning rates of its fused ops."""
+        groups: dict[str, Any] = {}
+        steps: dict[str, Any] = {}
+        for c in self.collections:
+            of_collection = groups.setdefault(c.path, {})
+            for kernel in of_rows.kernels_of(c.old):
+                if not of_rows.is_dense(kernel):
+                    group = kernel.fused_optimizer.param_groups[0]
+                    numbers = {k: v for k, v in group.items() if isinstance(v, int | float)}
+                    of_collection |= {t.name: numbers for t in kernel._config.embedding_tables}
+            steps[c.path] = {p.key[1]: p.step for p in c.parts if p.step is not None}
+        return {"digest": self.digest, "extra_bytes": self.extra_bytes, "groups": groups, "steps": steps}
+
+    def fill(self, built: Sequence[_Built], group: dist.ProcessGroup, config: MoveConfig) -> None:
+        for part in (p for b in built for p in b.parts.values()):
+            for name, tensor in part.tensors.items():
+                if name != WEIGHTS:
+                    tensor.zero_()
+
+        def all_to_all(received: Any, sent: Any, of_each: list[int], to_each: list[int]) -> None:
+            try:
+                work: Any = dist.all_to_all_single(
+                    received, sent, of_each, to_each, group=group, async_op=True
+                )
+                work.wait(timedelta(seconds=config.timeout_s))
+            except RuntimeError as error:
+                raise Waited(f"an exchange of rows has failed on rank {dist.get_rank()}: {error}") from error
+
+        Exchange(
+            rank=dist.get_rank(),
+            ranks=dist.get_world_size(),
+            old={(p.key, p.rows, p.columns): p for c in self.collections for p in c.parts},
+            new={at: p for b in built for at, p in b.parts.items()},
+            all_to_all=all_to_all,
+            device=self.device,
+        ).run(self.pieces, int(config.piece_mib * 2**20))
+
+    def compared(self, found: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+        """Digests of all tensors. Raises ShardCoreError for one that is other after the move than before."""
+        totals: dict[str, int] = {}
+        for i, c in enumerate(self.collections):
+            replicas = {
+                f"{'.'.join(filter(None, key))}." for key, (_, new) in c.layouts.items() if new.replicas
+            }
+            for name in {name for of in found for name in of["before"][i]}:
+                total = sum(of["before"][i].get(name, 0) for of in found) % (1 << 64)
+                after = [of["after"][i].get(name, 0) for of in found]
+                if not name.startswith(tuple(replicas)):
+                    after = [sum(after) % (1 << 64)]
+                if any(a != total for a in after):
+                    raise ShardCoreError(
+                        f"{name} is other on its new shards than on the old ones: digest {after[0]:016x}, "
+                        f"not {total:016x}"
+                    )
+                totals[name] = total
+        return totals
+
+    def bytes_by_way(self) -> dict[str, int]:
+        by_way: dict[str, int] = dict.fromkeys((LOCAL, WITHIN, BETWEEN), 0)
+        for piece in self.pieces:
+            by_way[self._way(piece)] += piece.bytes
+        return by_way
+
+    def busiest_by_way(self) -> dict[str, int]:
+        by_rank: dict[str, Counter[tuple[str, int]]] = {way: Counter() for way in (LOCAL, WITHIN, BETWEEN)}
+        for piece in self.pieces:
+            of_way = by_rank[self._way(piece)]
+            of_way["out", piece.source.rank] += piece.bytes
+            of_way["in", piece.target.rank] += piece.bytes
+        return {way: max(of_way.values(), default=0) for way, of_way in by_rank.items()}
+
+    def _way(self, piece: Piece) -> str:
+        a, b = piece.source.rank, piece.target.rank
+        return LOCAL if a == b else WITHIN if a // self.per_host == b // self.per_host else BETWEEN
+
+
+def _changed(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer) -> list[_Collection]:
+    """Collections whose sharding changes. Raises ShardCoreError for a plan that the model cannot run."""
+    from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed.types import ShardingPlan
+
+    require(
+        type(model) is DistributedModelParallel,
+        f"the model is a {type(model).__name__}; tables of a DistributedModelParallel can be moved",
+    )
+    require(
+        not model.model_trackers and not model._env.output_dtensor
+        if hasattr(model, "model_trackers")
+        else True,
+        "the model has trackers or DTensors, which know its shards; tables are moved of models without",
+    )
+    collections, now, new = of_rows.collections_of(model), modules_of(model.plan), modules_of(new_plan)
+    if differing := sorted(set(now) ^ set(new)):
+        raise ShardCoreError(
+            f"the new plan is of modules {sorted(new)[:5]}, the model has {sorted(now)[:5]}; "
+            f"differing is {differing[0]!r}"
+        )
+    for path in now.keys() - collections.keys():
+        require(
+            dict(now[path]) == dict(new[path]),
+            f"the new plan changes module {path!r}, a {type(of_rows.unwrapped(model).get_submodule(path)).__name__}; "
+            "tables can be moved of EmbeddingBagCollections and EmbeddingCollections that nothing wraps",
+        )
+    model_like, problem = unsharded_model(model), problem_of(model)
+    _require_runs(
+        ShardingPlan({path: new[path] for path in collections}), problem, model_like, model.device.type
+    )
+    found = []
+    for path, module in collections.items():
+        if dict(new[path]) != dict(now[path]):
+            found.append(_collection(model, path, module, new[path], optimizer))
+    return found
+
+
+def _require_runs(plan: ShardingPlan, problem: Problem, model_like: nn.Module, device: str) -> None:
+    """Raise ShardCoreError for a plan that TorchRec cannot run, before it is tried."""
+    to_torchrec(from_torchrec(plan, problem, model_like), problem, model_like, device, like=plan)
+
+
+def _collection(
+    model: Any, path: str, module: Any, new: Mapping[str, ParameterSharding], optimizer: DenseOptimizer
+) -> _Collection:
+    from torchrec.modules.embedding_configs import data_type_to_dtype
+
+    now, settings = module.module_sharding_plan, of_rows.fused_params_of(module)
+    collection = _Collection(path, module, model._sharder_map[type(unsharded_of(module))], new, {}, (), {})
+    layouts, dense, groups = {}, {}, _dense_groups(model, optimizer)
+    for config in _configs(module):
+        dtype = data_type_to_dtype(config.data_type)
+
+        def layout(sharding: ParameterSharding, config: Any = config, dtype: torch.dtype = dtype) -> Layout:
+            replicas = sharding.sharding_type == "data_parallel"
+            if replicas:
+                dense[config.name] = _dense_group(collection, config.name, optimizer, groups)
+                states, state = of_rows.dense_states(*dense[config.name]), dtype
+            else:
+                fused = settings[config.name].get("optimizer")
+                states, state = of_rows.fused_states(getattr(fused, "name", "EXACT_SGD")), torch.float32
+            regions = _regions(sharding, config.num_embeddings, config.embedding_dim)
+            return Layout(regions, replicas, Format(dtype, states, state))
+
+        layouts[path, config.name] = layout(now[config.name]), layout(new[config.name])
+    parts = []
+    for part in of_rows.parts_of(path, module, optimizer):
+        # A dense optimizer has no state before its first step.
+        missing = {
+            name: torch.zeros(
+                part.rows[1] if flat else (part.rows[1], part.columns[1]), dtype=kind, device=model.device
+            )
+            for name, (flat, kind) in layouts[part.key][0].format.tensors().items()
+            if name not in part.tensors
+        }
+        parts.append(replace(part, tensors=part.tensors | missing))
+    return replace(collection, layouts=layouts, parts=tuple(parts), dense=dense)
+
+
+def _regions(sharding: ParameterSharding, rows: int, dim: int) -> tuple[Region, ...]:
+    if sharding.sharding_type == "data_parallel":
+        return tuple(Region(rank, (0, rows), (0, dim)) for rank in range(dist.get_world_size()))
+    shards: Any = sharding.sharding_spec
+    return tuple(
+        Region(s.placement.rank(), (row, row + n), (column, column + width))
+        for s in shards.shards
+        for (row, column), (n, width) in [(s.shard_offsets, s.shard_sizes)]
+        if n and width
+    )
+
+
+def _require_memory(extra: int, device: torch.device, config: MoveConfig) -> None:
+    limit = None if config.max_gib is None else int(config.max_gib * 2**30)
+    require(
+        limit is None or extra <= limit,
+        f"the move takes {extra / 2**30:.3g} GiB on rank {dist.get_rank()} beside its shards; max_gib is "
+        f"{config.max_gib}: allow more, or move fewer tables",
+    )
+    try:
+        torch.empty(extra, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        raise ShardCoreError(
+            f"rank {dist.get_rank()} has no {extra / 2**30:.3g} GiB of memory beside its shards: {error}"
+        ) from None
+
+
+def _largest(values: Any) -> int | None:
+    return max((v for v in values if v is not None), default=None)
+
+
+# --- unsharded models ---------------------------------------------------------------------------------------
+
+
+def _configs(module: Any) -> list[Any]:
+    return (
+        module._embedding_bag_configs
+        if hasattr(module, "_embedding_bag_configs")
+        else module._embedding_configs
+    )
+
+
+def unsharded_of(module: Any, init_fn: Any = None) -> Any:
+    """A sharded collection as it was before it was sharded, on the meta device."""
+    from torchrec import EmbeddingBagCollection, EmbeddingCollection
+
+    tables = [replace(c, init_fn=init_fn) if init_fn else c for c in _configs(module)]
+    meta = torch.device("meta")
+    if hasattr(module, "_embedding_bag_configs"):
+        return EmbeddingBagCollection(tables=tables, is_weighted=module._is_weighted, device=meta)
+    others = {
+        name: value
+        for name in ("need_indices", "use_gather_select", "use_gather_select_per_sharding")
+        if (value := getattr(module, f"_{name}", None))
+    }
+    return EmbeddingCollection(tables=tables, device=meta, **others)
+
+
+def unsharded_model(job: nn.Module) -> nn.Module:
+    """The collections of a job's model at their paths, unsharded, on the meta device, for `to_torchrec`."""
+    model = nn.Module()
+    for path, module in of_rows.collections_of(job).items():
+        if not path:
+            return unsharded_of(module)
+        parent, (*names, last) = model, path.split(".")
+        for name in names:
+            if name not in parent._modules:
+                parent.add_module(name, nn.Module())
+            parent = parent.get_submodule(name)
+        parent.add_module(last, unsharded_of(module))
+    return model
+
+
+def problem_of(job: Any) -> Problem:
+    """A job's tables and ranks, without what a plan's price needs: lookups, batch and memory."""
+    tables = tables_of(unsharded_model(job))
+    n, per_host = dist.get_world_size(), _per_host(job)
+    devices = tuple(Device(1 << 50, host=f"host-{rank // per_host}") for rank in range(n))
+    return Problem(
+        "job",
+        tuple(
+            Table(
+                name,
+                t.config.num_embeddings,
+                t.config.embedding_dim,
+                1.0,
+                precision=t.config.data_type.value.lower(),
+                sequence=not t.pooled,
+                collection=t.path,
+            )
+            for name, t in tables.items()
+        ),
+        Topology(devices),
+        n,
+    )
+
+
+def _per_host(job: Any) -> int:
+    from torchrec.distributed.comm import get_local_size
+
+    return get_local_size(job._env.world_size)
+
+
+def _no_init(weight: torch.Tensor) -> None:
+    pass
+
+
+class _WithoutInit(torch.overrides.TorchFunctionMode):
+    """Leave new weights as they are: all of them are written by the move."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.uniform_:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _restore_configs(module: Any, old: Any) -> None:
+    """Give a collection the configs of the old one, with their initialization."""
+    configs = _configs(old)
+    for name in ("_embedding_bag_configs", "_embedding_configs"):
+        if hasattr(module, name):
+            setattr(module, name, configs)
+    module._table_name_to_config = {c.name: c for c in configs}
+
+
+# --- optimizers ---------------------------------------------------------------------------------------------
+
+
+def _dense_groups(model: nn.Module, optimizer: DenseOptimizer) -> list[tuple[Any, dict[str, Any]]]:
+    """The optimizer and group of parameters that replicas of a job have or would have: one, if that is clear."""
+    replicas = [
+        of_rows.weight_of(module, name)
+        for module in of_rows.collections_of(model).values()
+        for name, sharding in module.module_sharding_plan.items()
+        if sharding.sharding_type == "data_parallel"
+    ]
+    if found := [of for weight in replicas if (of := optimizer.group_of(weight)) is not None]:
+        return found[:1]
+    groups = [(o, group) for o in optimizer.plain for group in o.param_groups]
+    return [of for of in groups if not of[1]["params"]] or groups
+
+
+def _dense_group(
+    c: _Collection, table: str, optimizer: DenseOptimizer, groups: list[tuple[Any, dict[str, Any]]]
+) -> tuple[Any, dict[str, Any]]:
+    """The optimizer and group of parameters of a table's replica, now or in the new plan.
+
+    Raises ShardCoreError if there is none, or if several could be meant.
+    """
+    if c.old.module_sharding_plan[table].sharding_type == "data_parallel":
+        groups = [of for of in [optimizer.group_of(of_rows.weight_of(c.old, table))] if of is not None]
+    if len(groups) != 1:
+        raise ShardCoreError(
+            f"table {table!r} of {c.path!r} is or becomes a replica, and {len(groups)} groups of the optimizer's "
+            "parameters may have it; give an optimizer that has replicas, one group in all, or one without parameters"
+        )
+    return groups[0]
+
+
+def _replace_parameter(
+    given: Any, group: tuple[Any, dict[str, Any]], parameters: tuple[Any, Any], name: str
+) -> None:
+    """Exchange a parameter of an optimizer, or add or remove one (None)."""
+    before, after = parameters
+    optimizer, params = group[0], group[1]["params"]
+    at = next((i for i, p in enumerate(params) if p is before), len(params))
+    params[at : at + 1] = [] if after is None else [after]
+    optimizer.state.pop(before, None)
+    for keyed in _keyed(given):
+        if getattr(keyed, "_optimizer", None) is optimizer:
+            of_keyed = {k: p for k, p in keyed.params.items() if p is not before}
+            keyed.params = of_keyed if after is None else {**of_keyed, name: after}
+
+
+def _keyed(optimizer: Any) -> Iterator[Any]:
+    """TorchRec's wrappers of an optimizer, the inner ones first."""
+    if hasattr(optimizer, "optimizers"):
+        for _, inner in optimizer.optimizers:
+            yield from _keyed(inner)
+    elif hasattr(optimizer, "_optimizer"):
+        yield from _keyed(optimizer._optimizer)
+        yield optimizer
+
+
+def _refresh(optimizer: Any) -> None:
+    """Let TorchRec's wrappers of optimizers see the parameters of what they wrap."""
+    from torchrec.optim.keyed import OptimizerWrapper
+
+    for keyed in _keyed(optimizer):
+        if isinstance(keyed, OptimizerWrapper):
+            inner = keyed._optimizer
+            keyed.params, keyed.state, keyed.param_groups = inner.params, inner.state, inner.param_groups
+
+
+def _renew_fused_optimizer(model: Any) -> None:
+    """Let the job's fused optimizer, which it may have wrapped, be that of the new shards."""
+    renewed = model._init_optim(of_rows.unwrapped(model))
+    model._optim._optims[:] = renewed._optims

@@ -1,0 +1,295 @@
+"""A rank's rows of TorchRec's sharded collections, with their optimizer state, as views of the job's memory.
+
+FBGEMM's fused ops hold the weights and state of what is sharded. Replicas are parameters of a dense op, and
+the state of theirs is in the job's dense optimizer. Both go by the names of torch.optim here: a fused
+Adagrad's momentum is "sum".
+
+Shapes: N rows, W columns of a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardcore.core.catalog import OPTIMIZERS
+from shardcore.core.errors import ShardCoreError
+
+WEIGHTS, _STEP = "weights", "step"
+_NAMES = {1: ("sum",), 2: ("exp_avg", "exp_avg_sq")}
+"""Names of optimizer state in torch.optim, by how many moments an optimizer keeps."""
+_DENSE = {
+    "SGD": (),
+    "Adagrad": (("sum", "cell"),),
+    "RowWiseAdagrad": (("sum", "row"),),
+    "Adam": (("exp_avg", "cell"), ("exp_avg_sq", "cell")),
+    "AdamW": (("exp_avg", "cell"), ("exp_avg_sq", "cell")),
+}
+"""State of dense optimizers by class: name and granularity of each moment."""
+_KERNELS = ("fused", "fused_uvm", "fused_uvm_caching", "dense")
+"""TorchRec's kernels whose rows are tensors."""
+
+Key = tuple[str, str]
+"""Path of a collection in the model, and a table's name in it."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """The tensors of a table: its weights' type, and granularity and type of each state.
+
+    weights: torch's type of the weights.
+    states: pairs of name and "row" or "cell".
+    state: torch's type of all states.
+    """
+
+    weights: torch.dtype
+    states: tuple[tuple[str, str], ...]
+    state: torch.dtype
+
+    def tensors(self) -> dict[str, tuple[bool, torch.dtype]]:
+        """By name: True if it has a number a row, and its type."""
+        return {WEIGHTS: (False, self.weights)} | {
+            name: (per == "row", self.state) for name, per in self.states
+        }
+
+    def bytes(self, rows: int, columns: int) -> int:
+        return sum(rows * (1 if flat else columns) * of.itemsize for flat, of in self.tensors().values())
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows and columns of a table on this rank.
+
+    key: collection and name of the table.
+    rows, columns: [lo, hi).
+    tensors: by name, [N, W] weights, and states of cells [N, W] or of rows [N]. They share memory with the
+      job's own.
+    step: steps that its optimizer has counted. None: it counts none.
+    set_step: sets that count, for all tables of its fused op.
+    """
+
+    key: Key
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    tensors: dict[str, torch.Tensor]
+    step: int | None = None
+    set_step: Callable[[int], None] | None = None
+
+
+@dataclass(frozen=True)
+class DenseOptimizer:
+    """The job's optimizer of replicas, which may be wrapped by TorchRec's.
+
+    given: as the job has it. None: it was not given.
+    """
+
+    given: Any = None
+    plain: list[torch.optim.Optimizer] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plain", list(_plain(self.given)))
+
+    def group_of(self, weight: torch.Tensor) -> tuple[torch.optim.Optimizer, dict[str, Any]] | None:
+        """The optimizer that steps over a parameter, and its group of parameters."""
+        for optimizer in self.plain:
+            for group in optimizer.param_groups:
+                if any(p is weight for p in group["params"]):
+                    return optimizer, group
+        return None
+
+    def state_of(self, weight: torch.Tensor) -> dict[str, Any]:
+        return next((o.state[weight] for o in self.plain if weight in o.state), {})
+
+
+def _plain(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    """Torch's optimizers within TorchRec's wrappers, without fused ones."""
+    from torchrec.optim.fused import FusedOptimizer
+
+    if hasattr(optimizer, "optimizers"):  # CombinedOptimizer
+        for _, inner in optimizer.optimizers:
+            yield from _plain(inner)
+    elif hasattr(optimizer, "_optimizer"):  # KeyedOptimizerWrapper, OptimizerWrapper
+        yield from _plain(optimizer._optimizer)
+    elif optimizer is not None and not isinstance(optimizer, FusedOptimizer):
+        yield optimizer
+
+
+def dense_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """State that a dense optimizer keeps. Raises ShardCoreError for one that is not known."""
+    kind = type(optimizer).__name__
+    if kind not in _DENSE or group.get("momentum") or group.get("amsgrad"):
+        raise ShardCoreError(
+            f"replicas train under {kind}{' with momentum or amsgrad' if kind in _DENSE else ''}; rows with state "
+            f"are known of {', '.join(_DENSE)}, without momentum and amsgrad"
+        )
+    return _DENSE[kind]
+
+
+def fused_states(optimizer: str) -> tuple[tuple[str, str], ...]:
+    """State that a fused optimizer keeps. optimizer: FBGEMM's name. Raises ShardCoreError for an unknown one."""
+    known = {o.theirs: o.states for o in OPTIMIZERS.values()}
+    if optimizer not in known:
+        raise ShardCoreError(f"tables train under {optimizer}; known are {', '.join(known)}")
+    states = known[optimizer]
+    return tuple(zip(_NAMES[len(states)], states, strict=True)) if states else ()
+
+
+def collections_of(job: nn.Module, unsharded: bool = False) -> dict[str, Any]:
+    """Sharded EmbeddingBagCollections and EmbeddingCollections of a job, by path in its model.
+
+    Those that a module wraps, such as managed collision, are left out.
+
+    unsharded: True for those too that are not sharded.
+    """
+    from torchrec.distributed.embedding import ShardedEmbeddingCollection
+    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+    from torchrec.distributed.types import ShardedModule
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+    found: dict[str, Any] = {}
+
+    def walk(module: nn.Module, path: str) -> None:
+        if isinstance(module, ShardedModule):
+            if type(module) in (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection):
+                found.setdefault(path, module)
+            return
+        if unsharded and type(module) in (EmbeddingBagCollection, EmbeddingCollection):
+            found.setdefault(path, module)
+            return
+        for name, child in module.named_children():
+            walk(child, f"{path}.{name}" if path else name)
+
+    walk(unwrapped(job), "")
+    return found
+
+
+def unwrapped(job: nn.Module) -> nn.Module:
+    """The job's model, without what DistributedModelParallel and data parallelism wrap around it."""
+    from torchrec.distributed.model_parallel import get_unwrapped_module
+
+    return get_unwrapped_module(job)
+
+
+def kernels_of(collection: Any) -> Iterator[Any]:
+    """The ops of a sharded collection on this rank. Raises ShardCoreError for rows that are no tensors."""
+    for lookup in collection._lookups:
+        for kernel in getattr(lookup, "module", lookup)._emb_modules:
+            name = kernel._config.compute_kernel.value
+            if name not in _KERNELS:
+                raise ShardCoreError(
+                    f"tables {', '.join(t.name for t in kernel._config.embedding_tables[:5])} have kernel {name}; rows "
+                    f"can be read and written of {', '.join(_KERNELS)}"
+                )
+            yield kernel
+
+
+def is_dense(kernel: Any) -> bool:
+    return kernel._config.compute_kernel.value == "dense"
+
+
+def weight_of(collection: Any, table: str) -> nn.Parameter:
+    """A table's parameter in a sharded collection, as the job's optimizer has it."""
+    modules = collection.embedding_bags if hasattr(collection, "embedding_bags") else collection.embeddings
+    return modules[table].weight
+
+
+def parts_of(
+    path: str, collection: Any, optimizer: DenseOptimizer, new_state: dict[nn.Parameter, dict] | None = None
+) -> Iterator[Part]:
+    """All rows of a collection on this rank.
+
+    new_state: state of replicas by their parameter, which the optimizer does not have yet.
+    """
+    if not hasattr(collection, "_lookups"):  # not sharded
+        tables = collection.embedding_bags if hasattr(collection, "embedding_bags") else collection.embeddings
+        for name in tables:
+            yield dense_part((path, name), tables[name].weight, optimizer)
+        return
+    for kernel in kernels_of(collection):
+        kernel.flush()  # rows in a cache
+        op = kernel.emb_module
+        tables, weights = kernel._config.embedding_tables, op.split_embedding_weights()
+        if is_dense(kernel):
+            for table in tables:
+                weight = weight_of(collection, table.name)
+                state = None if new_state is None else new_state.get(weight, {})
+                yield dense_part((path, table.name), weight, optimizer, state)
+            continue
+        of_tables = op.get_optimizer_state() or [{} for _ in tables]
+        for table, tensor, of_table in zip(tables, weights, of_tables, strict=True):
+            (row, column), (rows, columns) = (
+                table.local_metadata.shard_offsets,
+                table.local_metadata.shard_sizes,
+            )
+            if not rows or not columns:
+                continue
+            states = {k: by_rows(v, rows) for k, v in of_table.items() if v.numel()}
+            yield Part(
+                (path, table.name),
+                (row, row + rows),
+                (column, column + columns),
+                {WEIGHTS: tensor.detach(), **states},
+                int(op.iter) if hasattr(op, "iter") else None,
+                partial(set_step, op),
+            )
+
+
+def dense_part(
+    key: Key, weight: torch.Tensor, optimizer: DenseOptimizer, state: Mapping[str, Any] | None = None
+) -> Part:
+    """A whole table under a dense optimizer. state: default that of the optimizer."""
+    state = optimizer.state_of(weight) if state is None else state
+    states = {k: by_rows(v, len(weight)) for k, v in state.items() if torch.is_tensor(v) and k != _STEP}
+    ends = (0, weight.shape[0]), (0, weight.shape[1])
+    if _STEP not in state:
+        return Part(key, *ends, {WEIGHTS: weight.detach(), **states})
+    count = state[_STEP]
+    return Part(key, *ends, {WEIGHTS: weight.detach(), **states}, int(count), count.fill_)
+
+
+def set_step(op: Any, step: int) -> None:
+    """Set the count of steps of FBGEMM's op, if it counts them."""
+    if hasattr(op, "iter"):
+        op.iter.fill_(step)
+        op.iter_cpu.fill_(step)
+
+
+def fresh_state(kind: Any, group: Mapping[str, Any], weight: torch.Tensor, step: int) -> dict[str, Any]:
+    """State of a dense optimizer for a new parameter, of 0."""
+    states = dense_states(kind, group)
+    if not states:
+        return {}
+    # Torch keeps the count on the device only for kernels that run there as a whole.
+    device = weight.device if group.get("capturable") or group.get("fused") else "cpu"
+    tensors = {
+        name: torch.zeros((len(weight), 1), dtype=weight.dtype, device=weight.device)
+        if per == "row"
+        else torch.zeros_like(weight.detach())
+        for name, per in states
+    }
+    return {_STEP: torch.tensor(float(step), device=device), **tensors}
+
+
+def by_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """State of cells [N, W], or of rows [N], as a view."""
+    tensor = tensor.detach()
+    return tensor.view(rows) if tensor.numel() == rows else tensor.view(rows, -1)
+
+
+def fused_params_of(collection: Any) -> dict[str, dict[str, Any]]:
+    """Settings of each table's fused op, by table, whichever rank has it."""
+    shardings = getattr(collection, "_embedding_shardings", None)
+    if shardings is None:
+        shardings = collection._sharding_type_to_sharding.values()
+    return {
+        table.name: dict(table.fused_params or {})
+        for sharding in shardings
+        for groups in sharding._grouped_embedding_configs_per_rank
+        for group in groups
+        for table in group.embedding_tables
+    }

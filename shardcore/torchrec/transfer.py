@@ -1,0 +1,300 @@
+"""Exchange of rows and state between the shards of two plans, in pieces of bounded size.
+
+Each region of a table in the new plan takes what it overlaps in the old one. A rank copies what it has. The
+rest goes round by round: one all-to-all each, in which no rank sends or receives more than a piece's bytes.
+All ranks derive the same pieces and rounds from the two plans, so that nothing about them is sent.
+
+Shapes: N rows, W columns of a region.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import torch
+
+from shardcore.torchrec.rows import Format, Key, Part
+
+ALIGNMENT = 16
+"""Bytes. Pieces start at multiples of it in a buffer, so that it can be viewed as any type."""
+_WINDOW = 2048
+"""Pieces looked at to fill a round."""
+_CELLS = 1 << 18
+"""Cells digested at once."""
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Region:
+    """Rows and columns [lo, hi) of a table on a rank."""
+
+    rank: int
+    rows: Range
+    columns: Range
+
+    @property
+    def cells(self) -> int:
+        return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A table's regions under a plan.
+
+    regions: of all ranks. Those of replicas are whole tables.
+    replicas: True if each region has all of the table.
+    format: its tensors.
+    """
+
+    regions: tuple[Region, ...]
+    replicas: bool
+    format: Format
+
+    def of_rank(self, rank: int) -> list[Region]:
+        return [r for r in self.regions if r.rank == rank]
+
+    def bytes_of(self, rank: int) -> int:
+        """Bytes of weights and state on a rank."""
+        return sum(
+            self.format.bytes(r.rows[1] - r.rows[0], r.columns[1] - r.columns[0]) for r in self.of_rank(rank)
+        )
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a tensor that a rank takes from another, or from itself.
+
+    key, name: the tensor.
+    source, target: regions that have it.
+    rows, columns: of the rectangle.
+    flat: True if it has a number a row.
+    share: of the target's columns that a number of a row stands for.
+    type: of its numbers, as they are sent.
+    """
+
+    key: Key
+    name: str
+    source: Region
+    target: Region
+    rows: Range
+    columns: Range
+    flat: bool
+    share: float
+    type: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        n = (self.rows[1] - self.rows[0]) * (1 if self.flat else self.columns[1] - self.columns[0])
+        return n * self.type.itemsize
+
+    @property
+    def aligned_bytes(self) -> int:
+        return -(-self.bytes // ALIGNMENT) * ALIGNMENT
+
+
+def inexact(old: Layout, new: Layout) -> str:
+    """The reason why a table's optimizer state cannot be carried over as it is. "": it can be.
+
+    Raises nothing: what is inexact is carried over by `pieces` as well as it can be.
+    """
+    before, after = dict(old.format.states), dict(new.format.states)
+    for name in before.keys() - after.keys():
+        return f"its state {name!r} has no place, for the optimizer there keeps none"
+    for name, per in after.items():
+        if name not in before:
+            return f"its state {name!r} starts at 0, for the optimizer so far kept none"
+        if per != before[name]:
+            return f"its state {name!r} has a number a {before[name]}, and a number a {per} there"
+        columns = {r.columns for r in old.regions}
+        if per == "row" and not {r.columns for r in new.regions} <= columns:
+            return f"its state {name!r} has a number a row of each part of columns, and there are other parts"
+    if after and new.format.state.itemsize < old.format.state.itemsize:
+        return f"its state is {old.format.state}, and {new.format.state} there"
+    return ""
+
+
+def pieces(key: Key, old: Layout, new: Layout, most_bytes: int) -> Iterator[Piece]:
+    """All rectangles of a table that its regions in the new plan take, on all ranks.
+
+    most_bytes: of a rectangle. A row may have more.
+    """
+    of_old, of_new = old.format.tensors(), new.format.tensors()
+    for target in new.regions:
+        # A rank has its own replica.
+        sources = old.of_rank(target.rank) if old.replicas else old.regions
+        for source in sources:
+            rows, columns = _overlap(source.rows, target.rows), _overlap(source.columns, target.columns)
+            if rows[0] >= rows[1] or columns[0] >= columns[1]:
+                continue
+            for name in of_new.keys() & of_old.keys():
+                (flat_there, of), (flat_here, _) = of_old[name], of_new[name]
+                flat = flat_there or flat_here
+                each = of.itemsize * (1 if flat else columns[1] - columns[0])
+                share = (columns[1] - columns[0]) / (target.columns[1] - target.columns[0])
+                step = max(1, most_bytes // each)
+                for lo in range(rows[0], rows[1], step):
+                    hi = min(lo + step, rows[1])
+                    yield Piece(key, name, source, target, (lo, hi), columns, flat, share, of)
+
+
+def _sizes(by_peer: list[list[Piece]]) -> list[int]:
+    return [sum(p.aligned_bytes for p in of_peer) for of_peer in by_peer]
+
+
+def _overlap(a: Range, b: Range) -> Range:
+    return max(a[0], b[0]), min(a[1], b[1])
+
+
+def rounds(sent: Iterable[Piece], most_bytes: int) -> Iterator[list[Piece]]:
+    """Pieces in rounds, in which no rank sends or receives more than most_bytes, or one piece."""
+    # Pairs of ranks take turns, so that the pieces of a round are between many.
+    count: dict[tuple[int, int], int] = defaultdict(int)
+    ordered = []
+    for i, piece in enumerate(sent):
+        pair = piece.source.rank, piece.target.rank
+        ordered.append((count[pair], i, piece))
+        count[pair] += 1
+    pending = [piece for *_, piece in sorted(ordered, key=lambda entry: entry[:2])]
+    while pending:
+        out, into, now, later = defaultdict[int, int](int), defaultdict[int, int](int), [], []
+        for piece in islice(pending, _WINDOW):
+            a, b, n = piece.source.rank, piece.target.rank, piece.aligned_bytes
+            if (out[a] and out[a] + n > most_bytes) or (into[b] and into[b] + n > most_bytes):
+                later.append(piece)
+                continue
+            out[a] += n
+            into[b] += n
+            now.append(piece)
+        pending = later + pending[_WINDOW:]
+        yield now
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A rank's side of the transfer.
+
+    rank, ranks: of the job.
+    old, new: this rank's parts by table and region.
+    all_to_all: (received, sent, bytes received of each rank, bytes sent to each) runs one.
+    device: of the buffers.
+    """
+
+    rank: int
+    ranks: int
+    old: Mapping[tuple[Key, Range, Range], Part]
+    new: Mapping[tuple[Key, Range, Range], Part]
+    all_to_all: Callable[[torch.Tensor, torch.Tensor, list[int], list[int]], None]
+    device: torch.device
+
+    def run(self, moved: Iterable[Piece], most_bytes: int) -> None:
+        """Fill the new parts. Their state needs to be 0."""
+        remote = []
+        for piece in moved:
+            if piece.source.rank != piece.target.rank:
+                remote.append(piece)
+            elif piece.source.rank == self.rank:
+                self._write(piece, self._read(piece))
+        for of_round in rounds(remote, most_bytes):
+            out, into = self._by_peer(of_round, True), self._by_peer(of_round, False)
+            sent, received = self._buffer(out), self._buffer(into)
+            for piece, view in self._views(sent, out):
+                view.copy_(self._read(piece))
+            self.all_to_all(received, sent, _sizes(into), _sizes(out))
+            for piece, view in self._views(received, into):
+                self._write(piece, view)
+
+    def _by_peer(self, of_round: Sequence[Piece], sending: bool) -> list[list[Piece]]:
+        """Pieces that this rank sends or receives, by the other rank."""
+        by_peer: list[list[Piece]] = [[] for _ in range(self.ranks)]
+        for piece in of_round:
+            here, there = (piece.source, piece.target) if sending else (piece.target, piece.source)
+            if here.rank == self.rank:
+                by_peer[there.rank].append(piece)
+        return by_peer
+
+    def _buffer(self, by_peer: list[list[Piece]]) -> torch.Tensor:
+        return torch.empty(sum(_sizes(by_peer)), dtype=torch.uint8, device=self.device)
+
+    def _views(
+        self, buffer: torch.Tensor, by_peer: list[list[Piece]]
+    ) -> Iterator[tuple[Piece, torch.Tensor]]:
+        at = 0
+        for piece in (p for of_peer in by_peer for p in of_peer):
+            view = buffer[at : at + piece.bytes].view(piece.type)
+            yield piece, view if piece.flat else view.view(piece.rows[1] - piece.rows[0], -1)
+            at += piece.aligned_bytes
+
+    def _part(self, parts: Mapping[tuple[Key, Range, Range], Part], piece: Piece, region: Region) -> Part:
+        return parts[piece.key, region.rows, region.columns]
+
+    def _read(self, piece: Piece) -> torch.Tensor:
+        """A piece of the old part, as it is sent."""
+        tensor = self._part(self.old, piece, piece.source).tensors[piece.name]
+        lo, left = piece.rows[0] - piece.source.rows[0], piece.columns[0] - piece.source.columns[0]
+        rows = tensor[lo : lo + piece.rows[1] - piece.rows[0]]
+        if tensor.ndim == 1:
+            return rows
+        cells = rows[:, left : left + piece.columns[1] - piece.columns[0]]
+        return cells.mean(1) if piece.flat else cells
+
+    def _write(self, piece: Piece, value: torch.Tensor) -> None:
+        tensor = self._part(self.new, piece, piece.target).tensors[piece.name]
+        lo, left = piece.rows[0] - piece.target.rows[0], piece.columns[0] - piece.target.columns[0]
+        rows = tensor[lo : lo + piece.rows[1] - piece.rows[0]]
+        if tensor.ndim == 1:
+            # The mean over the target's columns, of which each piece has some.
+            rows.add_(value.to(rows) * piece.share)
+        else:
+            cells = rows[:, left : left + piece.columns[1] - piece.columns[0]]
+            cells.copy_(value[:, None] if value.ndim == 1 else value)
+
+
+# --- digests ------------------------------------------------------------------------------------------------
+
+
+def digest(tensor: torch.Tensor, row: int, column: int, kind: torch.dtype) -> int:
+    """A sum over a tensor's numbers of their bits times a key of their row and one of their column, mod 2^64.
+
+    Parts of a table add up to the same, however it is cut. Keys are odd, so that any change of one number
+    changes the sum, and random, so that numbers that change places do.
+
+    tensor: [N, W] or [N]. row, column: its first in the table. kind: type that its numbers are taken as.
+    """
+    bits = {4: torch.int32, 2: torch.int16, 8: torch.int64}[kind.itemsize]
+    n, total = max(1, _CELLS // max(1, tensor[0].numel() if len(tensor) else 1)), 0
+    width = tensor.shape[1] if tensor.ndim == 2 else 1
+    columns = _keys(column, width, tensor.device, 1)
+    for lo in range(0, len(tensor), n):
+        of_rows = tensor[lo : lo + n]
+        values = of_rows.to(kind).contiguous().view(bits).view(len(of_rows), width).long()
+        rows = _keys(row + lo, len(of_rows), tensor.device, 0)
+        total += int(((values * columns).sum(1) * rows).sum())
+    return total % (1 << 64)
+
+
+def _keys(first: int, n: int, device: torch.device, stream: int) -> torch.Tensor:
+    """[n] odd random numbers, a function of their index (SplitMix64, Steele et al. 2014)."""
+    x = np.arange(first, first + n, dtype=np.uint64) * np.uint64(2) + np.uint64(stream)
+    x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return torch.from_numpy(((x ^ (x >> np.uint64(31))) | np.uint64(1)).view(np.int64)).to(device)
+
+
+def digests(parts: Iterable[Part], formats: Mapping[Key, Format]) -> dict[Key, dict[str, int]]:
+    """Digests of tensors by table and name, summed over the parts of a table.
+
+    formats: of tables. Their tensors are digested, in their types, and no others.
+    """
+    totals: dict[Key, dict[str, int]] = {}
+    for part in parts:
+        of_table = totals.setdefault(part.key, {})
+        for name, (_, kind) in formats[part.key].tensors().items():
+            added = digest(part.tensors[name], part.rows[0], part.columns[0], kind)
+            of_table[name] = (of_table.get(name, 0) + added) % (1 << 64)
+    return totals

@@ -1,0 +1,51 @@
+"""What plans are priced by: the champion of their hardware or, where the registry has none, a published profile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlflow
+from mlflow.entities.model_registry import ModelVersion
+
+from shardcore.cost.known_errors import NOT_MEASURED
+from shardcore.cost.model import CostModel
+from shardcore.cost.profile import load_profile, profile_names
+from tasks import links, registry
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """A cost model, and where it comes from.
+
+    name: of the registered model, or of the profile.
+    version: of the champion, or the profile's digest.
+    champion: the version. None: it is a profile.
+    """
+
+    model: CostModel
+    name: str
+    version: str
+    champion: ModelVersion | None = None
+
+    @property
+    def words(self) -> str:
+        return f"{self.name} version {self.version}" if self.champion else f"{self.name}, {NOT_MEASURED}"
+
+    @property
+    def link(self) -> str:
+        """Markdown."""
+        return links.model_version(self.name, self.version) if self.champion else self.words
+
+
+def pricing(client: mlflow.MlflowClient, hardware: str) -> Pricing:
+    """The champion of a hardware, or its profile.
+
+    Raises ShardCoreError where there is neither.
+    """
+    if registry.find(client, registry.model_name(hardware), registry.CHAMPION) is None:
+        # Its own profile before that of a card with other links.
+        for name in sorted(profile_names(), key=lambda name: name != hardware):
+            if (profile := load_profile(name)).is_of(hardware):
+                return Pricing(profile.model(), name, profile.digest)
+    model, champion = registry.champion(client, hardware)  # raises where there is none
+    return Pricing(model, champion.name, str(champion.version), champion)

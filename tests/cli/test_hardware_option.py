@@ -1,0 +1,133 @@
+"""A profile in place of a model, in every command that prices."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from shardcore.cli import main
+from shardcore.core.job import Job
+from shardcore.core.tiers import Memory
+from shardcore.cost.profile import load_profile, write_profile
+from shardcore.io import files, writing
+
+CARD = "nvidia-h100-sxm"
+SAID = "profile: published measurements, not of your machine"
+PLAN = f"plan problem.json --hardware {CARD} --algorithm size_greedy --out plan.json"
+
+
+@pytest.fixture
+def here(stored, problem, monkeypatch):
+    """The folder with the problem, and with a plan."""
+    monkeypatch.chdir(stored)
+    assert main(PLAN.split()) == 0
+    return stored
+
+
+def changed(problem, **fields):
+    files.write_problem("problem.json", replace(problem, **fields))
+
+
+@pytest.mark.parametrize(
+    "precision, fields",
+    [
+        ("fp32", {"global_batch": 65_536, "optimizer": "exact_adagrad"}),
+        ("fp16", {"optimizer": "adam", "job": Job(forward_payload="fp16", backward_payload="bf16")}),
+        ("bf16", {"optimizer": "rowwise_adagrad", "global_batch": 16}),
+    ],
+)
+def test_a_profile_prices_any_setting_and_says_what_it_is(here, problem, precision, fields, capsys):
+    memory = tuple(replace(d, memory_bytes=1 << 30) for d in problem.topology.devices)
+    tables = tuple(replace(t, precision=precision) for t in problem.tables)
+    fields = {"tables": tables, "topology": replace(problem.topology, devices=memory), **fields}
+    changed(problem, **fields)
+    capsys.readouterr()
+    assert main(PLAN.split()) == 0
+    out, err = capsys.readouterr()
+    assert f"{SAID}, model {load_profile(CARD).digest[:8]}" in out and " ms predicted ±" in out
+    assert f"extrapolated: {SAID} (band ±" in err
+    plan = files.read_plan("plan.json", files.read_problem("problem.json"))
+    assert plan.provenance["profile"] == SAID and plan.provenance["model_digest"] == load_profile(CARD).digest
+    assert main(f"price plan.json --problem problem.json --hardware {CARD} --out cost.json".split()) == 0
+    cost = json.loads((here / "cost.json").read_text())
+    assert cost["total_ms"] == pytest.approx(plan.provenance["predicted_ms"])
+    assert cost["band"] > 0 and cost["extrapolated"][0].startswith(f"{SAID} (band ±")
+
+
+def test_a_profile_s_file_may_be_given(here, capsys):
+    write_profile("mine.json", replace(load_profile(CARD), name="mine"))
+    assert main(PLAN.replace(CARD, "mine.json").split()) == 0
+    assert "under mine, batch" in capsys.readouterr().out
+
+
+def test_the_other_commands_that_price_take_a_profile(here, problem, capsys):
+    host = replace(problem.topology, memory=(Memory("host", 1 << 30, 20.0),))
+    changed(problem, topology=host)
+    by = f"--hardware {CARD}"
+    for command in (
+        f"tiers problem.json {by} --algorithm size_greedy --out tiered.json --plan tiered-plan.json",
+        f"diff tiered-plan.json tiered-plan.json --problem tiered.json {by} --page page.html",
+    ):
+        assert main(command.split()) == 0, capsys.readouterr().err
+    assert f"Beyond what was measured: {SAID}" in (here / "page.html").read_text()
+
+
+def test_an_offer_may_have_a_profile(here, capsys):
+    offer = {"name": "box", "devices": 2, "memory_bytes": 1 << 30, "price_per_hour": 3.0}
+    document = {"schema": "shardcore/offers", "version": 1}
+
+    def provision(*offers):
+        writing.write_json("offers.json", {**document, "offers": offers})
+        return main(
+            "provision problem.json --offers offers.json --step-ms 9 --algorithm size_greedy --out o".split()
+        )
+
+    assert provision({**offer, "hardware": CARD}) == 0
+    out, err = capsys.readouterr()
+    assert SAID in out and f"extrapolated: {SAID}" in err
+    plan = files.read_plan("o/plan.json", files.read_problem("o/problem.json"))
+    assert plan.provenance["profile"] == SAID
+    write_profile("mine.json", replace(load_profile(CARD), name="mine"))
+    assert provision({**offer, "hardware": "mine.json"}) == 0 and "under mine, " in capsys.readouterr().out
+    for wrong in ({}, {"hardware": CARD, "model": "m"}):
+        assert provision({**offer, **wrong}) == 1
+        assert "offer 'box' has model " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ("--hardware gtx-1080", "profile 'gtx-1080' is not known; known are "),
+        ("--hardware absent.json", "absent.json"),
+        (f"--hardware {CARD} --confidence 0.9", "has no quantiles"),
+    ],
+)
+def test_a_profile_that_cannot_be_used_is_one_line(here, given, said, capsys):
+    capsys.readouterr()
+    assert main(f"plan problem.json {given} --out x.json".split()) == 1
+    out, err = capsys.readouterr()
+    assert said in err.splitlines()[-1] and not out and not (here / "x.json").exists()
+
+
+@pytest.mark.parametrize(
+    "hardware, fits", [(CARD, True), ("nvidia-h100-80gb-hbm3", True), ("nvidia-v100", False)]
+)
+def test_hardware_that_contradicts_the_problem_s_is_refused(here, problem, hardware, fits, capsys):
+    changed(problem, topology=replace(problem.topology, hardware=hardware))
+    assert main(PLAN.split()) == (0 if fits else 1)
+    wanted = f"error: problem 'shifting' is for hardware '{hardware}', the profile for '{CARD}'; give that of"
+    assert (wanted in capsys.readouterr().err) != fits
+
+
+@pytest.mark.parametrize("given", ["", f"--model m --hardware {CARD}"])
+def test_a_model_or_a_profile_is_given_not_both(here, given, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(f"plan problem.json {given} --out x.json".split())
+    assert ended.value.code == 2 and "--hardware" in capsys.readouterr().err
+
+
+def test_a_robust_plan_says_what_it_may_lose(here, capsys, model):
+    assert main([*PLAN.split(), "--robust", "--budget-evals", "500"]) == 0
+    assert "draws of the profile's rates: at worst the plan loses" in capsys.readouterr().out
+    assert main(f"plan problem.json --model {model} --robust --budget-evals 500 --out plan.json".split()) == 1
+    assert "a robust plan needs a hardware profile's (--hardware)" in capsys.readouterr().err

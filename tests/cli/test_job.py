@@ -1,0 +1,171 @@
+"""The commands job read and job watch, on the folder that a job's profiler leaves."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from kineto_traces import gloo_step, write
+from laws import SETTING
+from shapes import column
+
+from shardcore.cli import main
+from shardcore.core.access_statistics import Reuse, Zipf
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Plan, Problem, Table
+from shardcore.cost import composite
+from shardcore.cost.profile import load_profile
+from shardcore.io import files, job_folder
+from shardcore.io.measurements import Spread
+
+TABLES = tuple(Table(f"t{i}", 4_000, 16, 5.0, Zipf(1.0)) for i in range(6))
+PROBLEM = Problem("job", TABLES, Topology((Device(1 << 30),) * 2), SETTING.batch)
+UNEVEN = Plan(tuple(column(t, int(i > 4)) for i, t in enumerate(TABLES)))
+FEATURES = {t.name: (f"f-{t.name}",) for t in TABLES}
+
+
+def lookups(rank, rng):
+    """A rank's batch: 3 lookups of a sample in each feature."""
+    n = PROBLEM.local_batch
+    return {f"f-{t.name}": (rng.integers(0, 100, 3 * n), np.full(n, 3)) for t in TABLES}
+
+
+def traced_step(folder, step=1000, ranks=(0, 1)):
+    where = job_folder.step_folder(folder, step)
+    where.mkdir(parents=True)
+    job_folder.write_facts(where, job_folder.JobFacts(2, FEATURES, {"torch": "2.13.0"}), PROBLEM, UNEVEN)
+    for rank in ranks:
+        job_folder.write_rank(
+            where, rank, Spread(18.0, 17.0, 19.0, 900), lookups(rank, np.random.default_rng(rank))
+        )
+        write(where, rank, gloo_step(late_ms=3.0 * rank))
+    return where
+
+
+@pytest.fixture
+def folder(tmp_path):
+    traced_step(tmp_path / "job")
+    return tmp_path / "job"
+
+
+def said(capsys, *argv):
+    code = main([str(a) for a in argv])
+    return code, *capsys.readouterr()
+
+
+def test_read_says_what_the_step_spends_and_why(folder, capsys):
+    code, out, err = said(capsys, "job", "read", folder)
+    assert code == 0
+    for words in ("lookups forward", "waiting for the last rank", "named"):
+        assert words in out
+    assert "Ranks wait up to 3.0 ms of 20.0 for rank 1: its lookups forward took 3.0 ms more" in out
+    assert "not recognised: " in err and "mylib::secret 0.30 ms" in err
+
+
+def test_read_compares_with_a_model_and_writes_the_corrected_one(folder, model, tmp_path, capsys):
+    code, out, _ = said(capsys, "job", "read", folder, "--model", model, "--out", tmp_path / "corrected")
+    assert code == 0 and "step 18.0 ms measured" in out and "exchange of outputs" in out
+    lineage = composite.load(tmp_path / "corrected").meta["provenance"]["job"]
+    assert (
+        lineage["job"] == "step-00001000" and lineage["steps"] == [3] and set(lineage["traces"]) == {"0", "1"}
+    )
+    # What the job takes is what its corrected model says.
+    problem = tmp_path / "problem.json"
+    assert said(capsys, "job", "read", folder, "--model", model, "--out-problem", problem)[0] == 0
+    plan = tmp_path / "plan.json"
+    given = files.read_problem(problem)
+    tables = {t.name: t for t in given.tables}
+    placed = [replace(p, shard=replace(p.shard, table=tables[p.shard.table.name])) for p in UNEVEN.placements]
+    files.write_plan(plan, Plan(tuple(placed)), given)
+    code, out, _ = said(capsys, "price", plan, "--problem", problem, "--model", tmp_path / "corrected")
+    assert code == 0 and json.loads(out)["total_ms"] == pytest.approx(18.0, rel=0.01)
+
+
+def test_propose_says_what_a_better_plan_brings(folder, model, tmp_path, capsys):
+    out_plan, out_problem = tmp_path / "plan.json", tmp_path / "problem.json"
+    code, out, _ = said(
+        capsys, "job", "read", folder, "--model", model, "--propose", "--budget-evals", 300, "--out-plan", out_plan,
+        "--out-problem", out_problem,
+    )  # fmt: skip
+    assert code == 0
+    assert "with the proposed plan" in out and "tables move" in out and "bytes, about" in out
+    plan = files.read_plan(out_plan, files.read_problem(out_problem))
+    assert len({d for p in plan.placements for d in p.devices}) == 2
+
+
+def test_a_profile_is_corrected_as_a_model_is(folder, tmp_path, capsys):
+    out = tmp_path / "profile.json"
+    code, text, _ = said(capsys, "job", "read", folder, "--hardware", "nvidia-h100-sxm", "--out-profile", out)
+    assert code == 0 and "step 18.0 ms measured" in text
+    assert "corrected by traces of step-00001000" in load_profile(out).rates["read_gbps"].source
+
+
+def test_watch_says_each_step_once(folder, capsys):
+    traced_step(folder, 2000)
+    traced_step(folder, 3000, ranks=(0,))  # not all ranks wrote theirs yet
+    code, out, _ = said(capsys, "job", "watch", folder, "--steps", 2, "--seconds", 0.01)
+    assert code == 0 and [line.split(":")[0] for line in out.splitlines()] == [
+        "step-00001000",
+        "step-00002000",
+    ]
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (("--propose",), "--propose needs --model or --hardware"),
+        (("--out", "x"), "--out needs --model or"),
+        (("--problem", "p.json"), "--problem and --plan belong together"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(folder, options, words, capsys):
+    code, _, err = said(capsys, "job", "read", folder, *options)
+    assert code == 1 and words in err
+
+
+def test_traces_without_a_plan_are_read_and_not_compared(tmp_path, model, capsys):
+    write(tmp_path / "traces", 0, gloo_step(), 1)
+    assert said(capsys, "job", "read", tmp_path / "traces")[0] == 0
+    code, _, err = said(capsys, "job", "read", tmp_path / "traces", "--model", model)
+    assert code == 1 and "without a problem and a plan" in err
+
+
+def test_lookups_of_all_ranks_make_the_problem(folder):
+    step = job_folder.read_step(job_folder.traced_steps(folder)[-1])
+    assert [t.pooling for t in step.problem.tables] == [3.0] * 6
+    assert all(isinstance(t.access, Reuse) for t in step.problem.tables)
+    assert {p.shard.table for p in step.plan.placements} == set(step.problem.tables)
+    assert step.total_ms == 18.0 and step.remarks == ()
+
+
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        (lambda f: (f / "rank-0.lookups.npz").unlink(), "lookups of 1 of 2 ranks"),
+        (
+            lambda f: [(f / f"rank-{r}.steps.json").unlink() for r in (0, 1)],
+            "no steps without tracing were timed",
+        ),
+    ],
+)
+def test_what_is_missing_in_a_step_is_a_remark(folder, spoil, words):
+    where = job_folder.traced_steps(folder)[-1]
+    spoil(where)
+    assert any(words in remark for remark in job_folder.read_step(where).remarks)
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("job.json", b"{}"),
+        ("rank-0.lookups.npz", b"PK\x03\x04 cut"),
+        ("rank-1.steps.json", b'{"median_ms": -1, "q1_ms": 1, "q3_ms": 1, "repeats": 1}'),
+        ("plan.json", b"{"),
+    ],
+)
+def test_a_damaged_file_of_a_step_is_named(folder, name, content):
+    where = job_folder.traced_steps(folder)[-1]
+    (where / name).write_bytes(content)
+    with pytest.raises(ShardCoreError, match=name.replace(".", r"\.")):
+        job_folder.read_step(where)

@@ -1,0 +1,218 @@
+"""Traced steps of a job correct a model by a few factors, and say what they do not tell."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from laws import SETTING, pool
+from shapes import column, row
+
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Plan, Problem
+from shardcore.cost import composite, traced_factors
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.model import price
+from shardcore.cost.profile import load_profile, write_profile
+from shardcore.cost.traced_factors import (
+    COMPUTE,
+    EXCHANGE,
+    QUANTITIES,
+    Factor,
+    Quantity,
+    corrected,
+    correction,
+    with_around,
+)
+from shardcore.io.traced_steps import RankStep, TracedExchange, TracedStep
+from shardcore.step.kinds import Channel
+from shardcore.step.lower import lower
+
+AROUND_MS = 7.0
+ALL_TO_ALL, REDUCE_SCATTER = Channel("all_to_all"), Channel("reduce_scatter")
+
+
+def problem(seed=0):
+    tables = tuple(np.random.default_rng(seed).choice(pool(), 8, replace=False))
+    return with_around(Problem("p", tables, Topology((Device(1 << 34),) * 2), SETTING.batch), AROUND_MS)
+
+
+def by_columns(given, shift=0):
+    return Plan(tuple(column(t, (i + shift) % 2) for i, t in enumerate(given.tables)))
+
+
+def by_rows(given):
+    first, *others = given.tables
+    return Plan((row(first, given.topology), *(column(t, i % 2) for i, t in enumerate(others))))
+
+
+def factors_of(compute=1.0, exchange=1.0):
+    return {q: Factor(compute if q.family == COMPUTE else exchange, 0.0, 1) for q in QUANTITIES}
+
+
+def traced(workload, truth, noise=(1.0, 1.0)):
+    """The step that a model of the true machine predicts, as a trace has it."""
+    cost = price(workload, truth)
+    sent = [workload.traffic[[c == channel for c in workload.channels]].sum(0) for channel in (ALL_TO_ALL,)]
+    ranks = []
+    for d, scale in enumerate(noise):
+        ms = {
+            "lookup_forward": cost.forward_compute_ms[d] * scale,
+            "lookup_backward": cost.backward_compute_ms[d] * scale,
+            "outputs_transfer": cost.forward_comm_ms[d],
+            "gradients_transfer": cost.backward_comm_ms[d],
+            "waiting": cost.waiting_ms[d],
+            "ids": cost.input_ms[d],
+            "dense_backward": cost.dense_ms,
+        }
+        exchanges = (
+            TracedExchange(
+                "all_to_all", "outputs", int(sent[0][d]), 0.0, ms["outputs_transfer"], ms["outputs_transfer"]
+            ),
+            TracedExchange(
+                "all_to_all", "gradients", 0, 0.0, ms["gradients_transfer"], ms["gradients_transfer"]
+            ),
+        )
+        ranks.append(RankStep(d, sum(ms.values()), ms, 0.0, exchanges))
+    return TracedStep(1, tuple(ranks), len(ranks))
+
+
+def fitted(model, compute, exchange, **more):
+    given = problem()
+    workload = lower(by_columns(given), given)
+    truth = corrected(model, factors_of(compute, exchange))
+    step = traced(workload, truth, **more)
+    return correction(model, [(workload, step)], price(workload, truth).total_ms), truth
+
+
+@pytest.mark.parametrize("compute, exchange", [(1.0, 1.0), (2.0, 1.0), (1.0, 3.0), (0.6, 0.4)])
+def test_one_traced_step_corrects_the_steps_of_other_plans(model, compute, exchange):
+    found, truth = fitted(model, compute, exchange)
+    ours = corrected(model, found.factors)
+    for plan_of in (by_columns, by_rows, lambda p: by_columns(p, 1)):
+        given = with_around(problem(), found.around_ms)
+        workload = lower(plan_of(given), given)
+        assert price(workload, ours).total_ms == pytest.approx(price(workload, truth).total_ms, rel=0.05)
+    assert found.refused == () or "do not tell" in found.refused[0]
+
+
+def test_factors_are_shrunk_towards_one_and_have_an_uncertainty(model):
+    found, _ = fitted(model, 2.0, 1.0)
+    forward = found.factors[Quantity(None, "forward")]
+    assert (
+        1.8 < forward.value < 2.0
+        and forward.units == 2
+        and 0 < forward.sd < traced_factors.FAMILIES[COMPUTE].common
+    )
+    logs = np.log(
+        [found.drawn(np.random.default_rng(i))[Quantity(None, "forward")].value for i in range(300)]
+    )
+    assert logs.std() == pytest.approx(forward.sd, rel=0.25)
+
+
+def test_what_no_factor_explains_is_a_latency(model):
+    given = problem()
+    workload = lower(by_columns(given), given)
+    step = traced(workload, model)
+    slow = [
+        dataclasses.replace(
+            rank,
+            exchanges=tuple(dataclasses.replace(x, exposed_ms=x.exposed_ms + 40.0) for x in rank.exchanges),
+        )
+        for rank in step.ranks
+    ]
+    found = correction(model, [(workload, dataclasses.replace(step, ranks=tuple(slow)))])
+    ours = corrected(model, found.factors)
+    for way in ("forward", "backward"):
+        factor = found.factors[Quantity(ALL_TO_ALL, way)]
+        assert factor.value <= traced_factors.MOST_FACTOR and 10 < factor.latency_ms < 40
+        # Other collectives are waited for, too.
+        assert found.factors[Quantity(REDUCE_SCATTER, way)].latency_ms == factor.latency_ms
+    before, after = (price(workload, m).forward_comm_ms for m in (model, ours))
+    assert np.subtract(after, before) == pytest.approx([40.0] * 2, rel=0.1)
+
+
+def test_a_collective_that_did_not_run_is_corrected_as_its_family_with_more_doubt(model):
+    found, _ = fitted(model, 1.0, 3.0)
+    ran, other = (found.factors[Quantity(c, "forward")] for c in (ALL_TO_ALL, REDUCE_SCATTER))
+    assert ran.value == pytest.approx(3.0, rel=0.1) and ran.units == 2
+    assert 1.5 < other.value < ran.value and other.units == 0 and other.sd > ran.sd
+
+
+def test_factors_that_do_not_hold_for_other_ranks_are_left_at_one(model):
+    found, _ = fitted(model, 1.0, 1.0, noise=(3.0, 1 / 3))
+    assert found.factors[Quantity(None, "forward")].value == 1.0
+    assert any(line.startswith("lookups: a correction by some ranks") for line in found.refused)
+
+
+def test_all_else_of_a_step_is_around_the_embeddings(model):
+    found, _ = fitted(model, 1.0, 1.0)
+    assert found.around_ms == pytest.approx(AROUND_MS, rel=0.1)
+
+
+def test_traces_without_lookups_are_refused(model):
+    given = problem()
+    workload = lower(by_columns(given), given)
+    ranks = tuple(RankStep(d, 5.0, {"dense_forward": 5.0}, 0.0, ()) for d in range(2))
+    with pytest.raises(ShardCoreError, match="nothing of lookups"):
+        correction(model, [(workload, TracedStep(1, ranks, 2))])
+
+
+def test_a_model_without_weights_is_refused():
+    with pytest.raises(ShardCoreError, match="AnalyticModel; traces correct trained models and"):
+        corrected(AnalyticModel(SETTING), factors_of())
+
+
+def test_bytes_of_another_plan_are_named(model):
+    given = problem()
+    step = traced(lower(by_columns(given), given), model)
+    assert traced_factors.mismatches(lower(by_columns(given), given), step) == []
+    [line, *_] = traced_factors.mismatches(lower(by_rows(given), given), step)
+    assert "the trace may be of another plan" in line
+
+
+def test_a_corrected_model_is_a_model_with_its_lineage(model, tmp_path):
+    lineage = {"job": "step-00001000", "steps": [1], "traces": {"0": "0123456789abcdef"}}
+    ours = corrected(model, factors_of(1.5, 0.5), lineage)
+    composite.save(ours, tmp_path)
+    loaded = composite.load(tmp_path)
+    assert loaded.meta["provenance"]["job"] == lineage
+    given = problem()
+    workload = lower(by_rows(given), given)
+    assert price(workload, loaded) == price(workload, ours)
+    before, after = price(workload, model), price(workload, loaded)
+    assert np.divide(after.compute_ms, before.compute_ms) == pytest.approx([1.5, 1.5])
+    assert np.divide(after.forward_comm_ms, before.forward_comm_ms) == pytest.approx([0.5, 0.5], rel=0.05)
+
+
+def test_several_precisions_are_corrected_together(model, tmp_path):
+    other = dataclasses.replace(model, setting=dataclasses.replace(model.setting, precision="fp16"))
+    both = corrected(composite.Composite((other, model)), factors_of(2.0))
+    assert [one.launch_ms for one in both.models] == pytest.approx([2 * model.launch_ms] * 2)
+    composite.save(both, tmp_path)
+    assert composite.load(tmp_path).setting == both.setting
+
+
+def test_families_share_no_terms():
+    assert {q.family for q in QUANTITIES} == {COMPUTE, EXCHANGE}
+
+
+def test_a_profile_is_corrected_in_its_rates(tmp_path):
+    profile = load_profile("nvidia-h100-sxm")
+    given = problem()
+    ours = profile.model().for_problem(given)
+    truth = corrected(ours, {q: Factor(1.6 if q.family == COMPUTE else 2.0, 0.0, 1) for q in QUANTITIES})
+    workload = lower(by_columns(given), given)
+    found = correction(ours, [(workload, traced(workload, truth))], price(workload, truth).total_ms)
+    fixed = corrected(ours, found.factors, {"job": "step-00001000"})
+    for plan_of in (by_columns, by_rows):
+        other = lower(plan_of(given), with_around(given, found.around_ms))
+        assert price(other, fixed).total_ms == pytest.approx(price(other, truth).total_ms, rel=0.05)
+    write_profile(tmp_path / "profile.json", fixed.profile)
+    kept = load_profile(tmp_path / "profile.json")
+    assert kept == fixed.profile
+    rate, before = kept.rates["read_gbps"], profile.rates["read_gbps"]
+    assert rate.value == pytest.approx(before.value / 1.6, rel=0.15)
+    assert rate.uncertainty <= before.uncertainty and rate.source.endswith(
+        "corrected by traces of step-00001000"
+    )

@@ -1,0 +1,210 @@
+"""Steps of a running job, from traces of its ranks."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from kineto_traces import BASE_NS, event, gloo_step, write
+
+from shardcore.core.errors import ShardCoreError
+from shardcore.io.kineto import KinetoFile
+from shardcore.measure.traces.job import read_job
+from shardcore.measure.traces.names import name_of
+
+
+def two_ranks(folder, **of_second):
+    write(folder, 0, gloo_step())
+    write(folder, 1, gloo_step(late_ms=2.0), **of_second)
+    return folder
+
+
+def rounded(ms):
+    return {part: round(value, 1) for part, value in ms.items()}
+
+
+def test_a_step_of_two_gloo_ranks_is_divided_among_its_parts(tmp_path):
+    job = read_job(two_ranks(tmp_path))
+    [step] = job.steps
+    first, second = step.ranks
+    assert (step.number, step.world_size, job.backend, job.devices, job.remarks) == (
+        3,
+        2,
+        "gloo",
+        ("cpu",),
+        (),
+    )
+    assert rounded(first.ms) == {
+        "unnamed": 2.0, "dense_forward": 3.0, "lookup_forward": 4.0, "waiting": 2.0,
+        "outputs_transfer": 3.0, "dense_backward": 1.0, "lookup_backward": 5.0,
+    }  # fmt: skip
+    assert second.ms["lookup_forward"] == pytest.approx(6.0, abs=0.01)
+    assert "waiting" not in rounded(second.ms) or second.ms["waiting"] < 0.01
+    for rank in step.ranks:
+        assert sum(rank.ms.values()) == pytest.approx(rank.total_ms)
+        assert rank.names_ms["mylib::secret"] == pytest.approx(0.3, abs=0.01)
+        assert rank.named_share == pytest.approx(1 - rank.ms["unnamed"] / 20)
+
+
+def test_waiting_ends_when_the_last_rank_begins(tmp_path):
+    [first, second] = read_job(two_ranks(tmp_path)).steps[0].ranks
+    [sent], [also] = first.exchanges, second.exchanges
+    assert (sent.collective, sent.role, sent.n_bytes) == ("all_to_all", "outputs", 1024)
+    assert (sent.waiting_ms, sent.transfer_ms) == pytest.approx((2.0, 3.0), abs=0.01)
+    assert (also.waiting_ms, also.transfer_ms) == pytest.approx((0.0, 3.0), abs=0.01)
+
+
+def test_clocks_that_differ_are_aligned_by_collectives(tmp_path):
+    there = read_job(two_ranks(tmp_path / "a"))
+    later = read_job(two_ranks(tmp_path / "b", base_ns=BASE_NS + 5_000_000_000))
+    for a, b in zip(there.steps[0].ranks, later.steps[0].ranks, strict=True):
+        assert b.ms == pytest.approx(a.ms, abs=0.01)
+
+
+def test_a_clock_that_jumps_between_steps_is_named(tmp_path):
+    write(tmp_path, 0, gloo_step() + gloo_step(at_ms=30, number=4))
+    write(tmp_path, 1, gloo_step() + gloo_step(at_ms=900, number=4))
+    job = read_job(tmp_path)
+    assert any("clock of rank 1 jumps by 870.0 ms before step 4" in remark for remark in job.remarks)
+    assert [rank.ms["lookup_forward"] for step in job.steps for rank in step.ranks] == pytest.approx(
+        [4.0] * 4, abs=0.01
+    )
+
+
+def kernel(name, begin_ms, ms, stream=84, correlation=None):
+    return event(name, begin_ms, ms, "kernel", stream, correlation=correlation)
+
+
+def test_kernels_belong_to_what_launched_them(tmp_path):
+    events = [
+        event("ProfilerStep#1", 0, 20, "user_annotation"),
+        event("## forward ##", 0, 10, "user_annotation"),
+        event("c10d::alltoall_base_", 1, 1),
+        event(
+            "record_param_comms",
+            1,
+            1,
+            **{"In msg nelems": 64, "dtype": "Float", "Collective name": "all_to_allv"},
+        ),
+        event("cudaLaunchKernel", 1.2, 0.1, "cuda_runtime", correlation=1),
+        event("torch::autograd::CppNode<SplitLookupFunction_adagrad_Op>", 4, 3, thread=2),
+        event("cudaLaunchKernel", 5, 0.1, "cuda_runtime", 2, correlation=2),
+        kernel("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 3, 4, correlation=1),
+        kernel("void cub::DeviceRadixSortOnesweepKernel<...>", 6, 3, 7, correlation=2),
+        kernel("split_embedding_codegen_forward_unweighted_kernel<float>", 10, 2, 7),
+        kernel("volta_sgemm_128x32_nt", 13, 1, 7),
+        kernel("somebody_elses_kernel", 15, 1, 7),
+    ]
+    write(tmp_path, 0, events, 1, deviceProperties=[{"name": "Tesla V100"}])
+    job = read_job(tmp_path)
+    [rank] = job.steps[0].ranks
+    assert job.devices == ("Tesla V100",)
+    assert rounded(rank.kernel_ms) == {
+        "lookup_backward": 3.0, "lookup_forward": 2.0, "dense_forward": 1.0, "unnamed": 1.0, "other_transfer": 4.0
+    }  # fmt: skip
+    # The exchange is hidden while the sort runs.
+    assert rank.ms["other_transfer"] == pytest.approx(3.0, abs=0.01)
+    assert rank.hidden_ms == pytest.approx(1.0, abs=0.01)
+    assert rank.names_ms["somebody_elses_kernel"] == pytest.approx(1.0, abs=0.01)
+    assert rank.exchanges[0].n_bytes == 256
+
+
+@pytest.mark.parametrize(
+    "name, part",
+    [
+        ("void split_embedding_backward_codegen_adagrad_unweighted_kernel_cta_per_row_1", "lookup_backward"),
+        ("split_embedding_nobag_codegen_forward_unweighted_small_kernel", "lookup_forward"),
+        ("void fbgemm_gpu::permute_2D_data_kernel<false, int, int>", "ids"),
+        ("fbgemm::block_bucketize_sparse_features", "ids"),
+        ("void fbgemm_gpu::permute_pooled_embs_kernel<float>", "outputs"),
+        ("autograd::engine::evaluate_function: All2All_Pooled_ReqBackward", "gradients"),
+        ("ReduceScatterBase_WaitBackward", "gradients"),
+        ("## SplitsAllToAllAwaitable wait() ##", "ids"),
+        ("Optimizer.step#SGD.step", "optimizer"),
+        ("torch::distributed::reducer::mul_out", "dense_backward"),
+        ("somebody_elses_kernel", None),
+    ],
+)  # fmt: skip
+def test_names_of_ops_and_kernels_are_rows(name, part):
+    assert getattr(name_of(name), "part", None) == part
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize("share", [0.3, 0.8, 0.97])
+def test_a_trace_cut_short_tells_what_it_has(tmp_path, zipped, share):
+    path = write(tmp_path, 0, gloo_step(), 1, zipped=zipped)
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[: int(share * size)])
+    try:
+        job = read_job(tmp_path)
+    except ShardCoreError as error:  # not even one step is left
+        assert "rank-0" in str(error) and share < 0.9
+    else:
+        assert any("trace of rank 0 is cut short" in remark for remark in job.remarks)
+
+
+def test_a_trace_of_one_rank_tells_all_but_waiting(tmp_path):
+    write(tmp_path, 0, gloo_step())
+    job = read_job(tmp_path)
+    assert job.remarks == ("traces of 1 of 2 ranks: waiting is not told from transfer",)
+    assert job.steps[0].ranks[0].ms["outputs_transfer"] == pytest.approx(5.0, abs=0.1)
+
+
+def test_a_trace_without_collectives_tells_the_rest(tmp_path):
+    write(tmp_path, 0, [e for e in gloo_step() if "c10d" not in e["name"] and "gloo" not in e["name"]], 1)
+    job = read_job(tmp_path)
+    assert job.remarks == ("trace of rank 0 has no collectives: of exchanges it tells nothing",)
+    assert job.steps[0].ranks[0].ms["lookup_forward"] == pytest.approx(4.0, abs=0.01)
+
+
+def test_ranks_that_ran_other_collectives_are_named(tmp_path):
+    write(tmp_path, 0, gloo_step())
+    more = [event("c10d::allreduce_", 18, 0.1), event("gloo:all_reduce", 18, 0.1, "user_annotation", 2)]
+    write(tmp_path, 1, gloo_step() + more)
+    assert "all_reduce of reduce (rank 0: 0, rank 1: 1)" in " ".join(read_job(tmp_path).remarks)
+
+
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        (lambda folder: write(folder, 1, gloo_step(), world_size=4), "traces of jobs of 2 and 4 ranks"),
+        (lambda folder: write(folder, 1, gloo_step(number=9)), "traces of no common step"),
+        (lambda folder: shutil.rmtree(folder) or folder.mkdir(), "has no traces; it needs files"),
+    ],
+)
+def test_traces_of_other_jobs_are_refused_in_one_line(tmp_path, spoil, words):
+    folder = two_ranks(tmp_path / "job")
+    spoil(folder)
+    with pytest.raises(ShardCoreError, match=words):
+        read_job(folder)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "{}", '{"traceEvents": 3}', '{"traceEvents": [', "not json", '{"traceEvents": [' + "[" * 100_000,
+        '{"traceEvents": [{"ph": "X", "name": 3, "ts": "x", "dur": null}, 7, null]}',
+    ],
+)  # fmt: skip
+def test_what_is_no_trace_is_refused_in_one_line(tmp_path, content):
+    (tmp_path / "rank-0.trace.json").write_text(content)
+    with pytest.raises(ShardCoreError, match="rank-0.trace.json"):
+        read_job(tmp_path)
+
+
+def test_events_without_a_time_are_counted(tmp_path):
+    broken = [{"ph": "X", "name": "a", "ts": "soon"}, {"ph": "X", "ts": 1, "dur": -1, "name": "b"}]
+    write(tmp_path, 0, gloo_step() + broken, 1)
+    assert "trace of rank 0 has 2 events without a name or time" in read_job(tmp_path).remarks
+
+
+def test_large_traces_are_read_in_bounded_memory(tmp_path):
+    import tracemalloc
+
+    noise = [event("aten::view", 1000 + i, 0.1, "python_function", note="x" * 400) for i in range(20_000)]
+    path = write(tmp_path, 0, gloo_step() + noise, 1)
+    assert path.stat().st_size > 8 << 20
+    tracemalloc.start()
+    assert sum(1 for _ in KinetoFile(Path(path)).events()) > 20_000
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 8 << 20

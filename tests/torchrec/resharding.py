@@ -1,0 +1,263 @@
+"""Jobs on gloo processes whose tables move, for the tests: what each rank found, as JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[2]))
+
+import training
+
+from bench import reshard_jobs as jobs
+from shardcore.core.errors import ShardCoreError
+from shardcore.torchrec import reshard as moving
+from shardcore.torchrec.reshard import MoveConfig, reshard
+from shardcore.torchrec.row_files import load_rows, save_rows
+from shardcore.torchrec.transfer import Exchange
+
+QUICK = MoveConfig(piece_mib=2**-10, timeout_s=30)
+
+
+def in_processes(hosts: int, per_host: int, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """What work(rank, problem, folder, *args) returns in each process; None of one that died."""
+    n = hosts * per_host
+    with tempfile.TemporaryDirectory() as folder:
+        training.in_processes(n, _run, (work, hosts, per_host, folder, args), 150)
+        found = [Path(folder, f"found-{rank}") for rank in range(n)]
+        return [json.loads(p.read_text()) if p.exists() else None for p in found]
+
+
+def _run(rank: int, work: Callable[..., Any], hosts: int, per_host: int, folder: str, args: Any) -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    n = hosts * per_host
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(per_host), LOCAL_RANK=str(rank % per_host)
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
+    try:
+        found = work(rank, jobs.problem(hosts, per_host), folder, *args)
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    Path(f"{folder}/writing-{rank}").write_text(json.dumps(found))
+    Path(f"{folder}/writing-{rank}").rename(f"{folder}/found-{rank}")
+    os._exit(0)  # the others may be gone
+
+
+def move_and_compare(
+    rank: int, given: Any, folder: str, seeds: list[tuple[int, str]], steps: int
+) -> list[Any]:
+    """Of each pair of plans the difference from a job that never moved, and the tables that moved."""
+    found = []
+    for seed, optimizer in seeds:
+        settings = jobs.Settings(optimizer, seed=seed)
+        before, after = jobs.pair(given, optimizer, np.random.default_rng([7, seed]))
+        moved, still = (jobs.Job.of(given, before, settings) for _ in range(2))
+        for step in range(2 * steps):
+            if step == steps:
+                made = reshard(moved.model, moved.exported(after), moved.optimizer, config=QUICK)
+            moved.train(step)
+            still.train(step)
+        found.append(
+            {
+                "apart": jobs.apart(moved.whole(), still.whole()),
+                "tables": made.tables,
+                "plan": moving.to_json(moved.model.plan) == moving.to_json(moved.exported(after)),
+                "digests": len(made.digests),
+            }
+        )
+    return found
+
+
+def save_and_load(rank: int, given: Any, folder: str, optimizer: str) -> dict[str, Any]:
+    """Rows of a job loaded into another plan: the difference, and what is refused."""
+    before, after = jobs.pair(given, optimizer, np.random.default_rng([7, 8]))
+    job = jobs.Job.of(given, before, jobs.Settings(optimizer))
+    job.train(0)
+    save_rows(job.model, f"{folder}/rows", job.optimizer)
+    other = jobs.Job.of(given, after, jobs.Settings(optimizer, seed=1))
+    load_rows(other.model, f"{folder}/rows", other.optimizer)
+    found: dict[str, Any] = {"apart": jobs.apart(job.whole(), other.whole())}
+    try:
+        load_rows(other.model, f"{folder}/rows")
+    except ShardCoreError as error:
+        found["no optimizer"] = str(error)
+    return found
+
+
+def save(rank: int, given: Any, folder: str, path: str, optimizer: str) -> float:
+    """Rows of a job, saved for one of another number of ranks. A number that follows from them."""
+    before, _ = jobs.pair(given, optimizer, np.random.default_rng([7, 5]))
+    job = jobs.Job.of(given, before, jobs.Settings(optimizer))
+    job.train(0)
+    save_rows(job.model, path, job.optimizer)
+    return _number_of(job)
+
+
+def load(rank: int, given: Any, folder: str, path: str, optimizer: str) -> float:
+    """The number of a job that loads those rows."""
+    _, after = jobs.pair(given, optimizer, np.random.default_rng([7, 5]))
+    job = jobs.Job.of(given, after, jobs.Settings(optimizer, seed=1))
+    load_rows(job.model, path, job.optimizer)
+    return _number_of(job)
+
+
+def _number_of(job: Any) -> float:
+    """A sum that changes with the place of each row and number of state."""
+    return sum(
+        float((values.double() * torch.arange(1, values.numel() + 1).view_as(values)).sum())
+        for _, values in sorted(job.whole().items())
+    )
+
+
+def move_both(rank: int, given: Any, folder: str, seeds: list[tuple[int, str]], steps: int) -> list[Any]:
+    """Jobs that move, with and without a pipeline."""
+    return [move_and_compare(rank, given, folder, seeds, steps), move_a_pipeline(rank, given, folder)]
+
+
+def refusals(rank: int, given: Any, folder: str) -> dict[str, str]:
+    """The refusal of each move that cannot be made. After each the job is as before, and at last it moves."""
+    before, after = jobs.pair(given, "EXACT_ADAGRAD", np.random.default_rng([7, 1]))
+    job = jobs.Job.of(given, before, jobs.Settings("EXACT_ADAGRAD"))
+    for step in range(2):
+        job.train(step)
+    new, old, whole = job.exported(after), job.exported(before), job.whole()
+    found = {}
+
+    def refused(
+        name: str, plan: Any = new, optimizer: Any = job.optimizer, config: Any = QUICK, **others: Any
+    ):
+        try:
+            reshard(job.model, plan, optimizer, config=config, **others)
+            found[name] = "it moved"
+        except ShardCoreError as error:
+            found[name] = str(error)
+        if jobs.apart(job.whole(), whole) or moving.to_json(job.model.plan) != moving.to_json(old):
+            found[name] += ", and the job is not as it was"
+
+    refused("other plan on rank 1", old if rank else new)
+    without = job.exported(after)
+    del without.plan["inner.right"]
+    refused("another model", without)
+    refused("no room", config=MoveConfig(max_gib=0.0))
+    refused("no optimizer", optimizer=None)
+    refused("another pipeline", pipeline=object())
+    job.model._moves_tables = True
+    refused("a second move")
+    job.model._moves_tables = False
+    write = Exchange._write
+
+    def fail(self: Any, piece: Any, value: torch.Tensor) -> None:
+        if rank == 1:
+            raise OSError("the memory of this rank is broken")
+        write(self, piece, value)
+
+    with mock.patch.object(Exchange, "_write", fail):
+        refused("a rank that fails", config=MoveConfig(piece_mib=2**-10, timeout_s=1))
+
+    def alter(self: Any, piece: Any, value: torch.Tensor) -> None:
+        write(self, piece, value + 2.0**-10 if rank == 1 and piece.name == "sum" else value)
+
+    with mock.patch.object(Exchange, "_write", alter):
+        refused("other rows")
+    if rank == 1:
+        time.sleep(3)
+    refused("a rank that comes late", config=MoveConfig(timeout_s=0.1))
+    moved = reshard(job.model, new, job.optimizer, config=QUICK)
+    found["at last"] = f"moved {len(moved.tables)} tables, {jobs.apart(job.whole(), whole)} apart"
+    return found
+
+
+def move_a_pipeline(rank: int, given: Any, folder: str) -> list[float]:
+    """Losses' difference of each step from a pipeline that never moved."""
+    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+    settings = jobs.Settings("EXACT_SGD", seed=2)
+    before, after = jobs.pair(given, "EXACT_SGD", np.random.default_rng([7, 2]))
+    pipelines, found = [], []
+    for _ in range(2):
+        job = jobs.Job.of(given, before, settings)
+        pipeline = TrainPipelineSparseDist(job.model, job.optimizer, torch.device("cpu"))
+        pipelines.append((job, pipeline, iter([jobs.batch(settings, step) for step in range(6)])))
+    for step in range(6):
+        # At step 5 one batch is left in the pipeline.
+        if step in (2, 5):
+            job, pipeline, _ = pipelines[0]
+            reshard(job.model, job.exported(after if step == 2 else before), job.optimizer, pipeline, QUICK)
+        one, other = (pipeline.progress(batches) for _, pipeline, batches in pipelines)
+        found.append(float((one - other).abs().max()))
+    return found
+
+
+def lose_row_state(rank: int, given: Any, folder: str) -> dict[str, Any]:
+    """A table under row-wise Adagrad is cut by columns: refused, and then moved approximately and back."""
+    whole, cut = (
+        jobs.Plan(
+            tuple(
+                jobs.Placement("column", jobs.Shard(t, 0, t.rows, lo, hi), (d,))
+                for t in given.tables
+                for d, lo, hi in ([(0, 0, 4), (1, 4, t.dim)] if is_cut and t.name == "a" else [(0, 0, t.dim)])
+            )
+        )
+        for is_cut in (False, True)
+    )
+    job = jobs.Job.of(given, whole, jobs.Settings("EXACT_ROWWISE_ADAGRAD"))
+    job.train(0)
+    before = job.whole()
+    try:
+        reshard(job.model, job.exported(cut), job.optimizer, config=QUICK)
+        refused = ""
+    except ShardCoreError as error:
+        refused = str(error)
+    loose = MoveConfig(piece_mib=2**-10, timeout_s=30, approximate=True)
+    there = reshard(job.model, job.exported(cut), job.optimizer, config=loose)
+    back = reshard(job.model, job.exported(whole), job.optimizer, config=loose)
+    return {
+        "refused": refused,
+        "inexact": [dict(there.inexact), dict(back.inexact)],
+        "apart": jobs.apart(job.whole(), before),
+    }
+
+
+def die(rank: int, given: Any, folder: str, after_s: float) -> dict[str, Any]:
+    """Rank 1 dies at an instant of a move. The plan of the other, and whether its rows are what they were."""
+    before, after = jobs.pair(given, "EXACT_ADAGRAD", np.random.default_rng([7, 3]))
+    job = jobs.Job.of(given, before, jobs.Settings("EXACT_ADAGRAD"))
+    job.train(0)
+    plans = {"old": job.exported(before), "new": job.exported(after)}
+    whole = job.whole()
+    dist.barrier()
+    if rank == 1:
+        threading.Timer(after_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    start, error = time.monotonic(), ""
+    try:
+        reshard(job.model, plans["new"], job.optimizer, config=MoveConfig(piece_mib=2**-12, timeout_s=3))
+    except ShardCoreError as e:
+        error = str(e)
+    plan = next(
+        (n for n, p in plans.items() if moving.to_json(p) == moving.to_json(job.model.plan)), "a mixture"
+    )
+    return {
+        "plan": plan,
+        "rows": job.has_rows_of(whole),
+        "error": error,
+        "seconds": time.monotonic() - start,
+    }

@@ -1,0 +1,83 @@
+"""Tables of running jobs move to other plans, exactly, or not at all."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchrec")
+sys.path.append(str(Path(__file__).parent))
+
+import resharding
+
+
+def test_a_job_that_moved_is_as_one_that_never_did():
+    """Weights and optimizer state, pooled and sequences, FP32 and FP16, whole, cut and replicated."""
+    for moved, losses in resharding.in_processes(1, 2, resharding.move_both, [(1, "EXACT_ADAGRAD")], 1):
+        assert all(x["apart"] < 1e-6 and x["tables"] and x["plan"] and x["digests"] for x in moved), moved
+        # A pipeline was emptied and filled again, twice.
+        assert losses == [pytest.approx(0, abs=1e-6)] * 6
+
+
+def test_what_cannot_move_stays_as_it_was():
+    found = resharding.in_processes(1, 2, resharding.refusals)
+    assert all(isinstance(x, dict) for x in found), found
+    words = {
+        "other plan on rank 1": "rank 1 was given another plan",
+        "another model": "differing is 'inner.right'",
+        "no room": "max_gib is 0.0",
+        "no optimizer": "0 groups of the optimizer's parameters",
+        "another pipeline": "the pipeline is a object",
+        "a second move": "being moved",
+        "a rank that fails": "OSError: the memory of this rank is broken",
+        "other rows": ".sum is other on its new shards",
+        "a rank that comes late": "late",
+    }
+    for rank, of_rank in enumerate(found):
+        assert set(of_rank) == {*words, "at last"}
+        for name, expected in words.items():
+            if rank == 0 and name == "a rank that comes late":
+                expected = "not all ranks have done 'plan'"
+            assert expected in of_rank[name] and "not as it was" not in of_rank[name], (name, of_rank[name])
+        assert of_rank["at last"].startswith("moved 5 tables, 0.0"), of_rank["at last"]
+
+
+@pytest.mark.long
+def test_state_that_has_another_form_elsewhere_is_said_to():
+    for found in resharding.in_processes(1, 2, resharding.lose_row_state):
+        assert "its state 'sum' has a number a row of each part of columns" in found["refused"], found
+        assert [list(x) for x in found["inexact"]] == [["bags.a"], ["bags.a"]]
+        # Both parts have the mean of the whole, so that the mean of both is what it was.
+        assert found["apart"] == 0
+
+
+def test_rows_load_into_another_plan_without_the_old_one():
+    for found in resharding.in_processes(1, 2, resharding.save_and_load, "EXACT_ADAGRAD"):
+        assert found["apart"] == 0, found
+        assert "and no optimizer here that keeps it" in found["no optimizer"], found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", ["EXACT_SGD", "EXACT_ADAGRAD"])
+def test_rows_load_into_a_job_of_other_ranks(optimizer, tmp_path):
+    saved = resharding.in_processes(2, 2, resharding.save, str(tmp_path / "rows"), optimizer)
+    loaded = resharding.in_processes(1, 3, resharding.load, str(tmp_path / "rows"), optimizer)
+    assert {*saved, *loaded} == {saved[0]} and saved[0], (saved, loaded)
+
+
+@pytest.mark.long
+def test_jobs_of_two_hosts_move():
+    pairs = [(seed, optimizer) for seed in (10, 11) for optimizer in resharding.jobs.OPTIMIZERS]
+    for of_rank in resharding.in_processes(2, 2, resharding.move_and_compare, pairs, 3):
+        assert len(of_rank) == len(pairs), of_rank
+        assert all(x["apart"] < 1e-6 and x["tables"] and x["plan"] for x in of_rank), of_rank
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("after_s", [0.02, 0.3])
+def test_a_rank_that_dies_leaves_the_old_plan(after_s):
+    """Or the new one, once it is decided for."""
+    found, dead = resharding.in_processes(1, 2, resharding.die, after_s)
+    assert dead is None
+    assert found["rows"] and found["plan"] == ("old" if found["error"] else "new"), found
+    assert found["seconds"] < 20
