@@ -311,9 +311,10 @@ def main() -> None:
     headers = ("", "rows", "mean band", "within one band", "within two")
     print(report.markdown_table(headers, list(calibration(asked))), "\n")
     print("## Rows without a prediction\n")
-    cards = {a.timing for a in asked}
-    for t in (t for t in timings if t not in cards):
-        reasons[f"card {t.gpu!r} of quality {t.quality} has no profile"] += 1
+    predicted = {a.timing for a in asked}
+    for t in (t for t in timings if t not in predicted):
+        with_links = f" with links {t.network!r}" if t.network else ""
+        reasons[f"no profile is of card {t.gpu!r}{with_links} (quality {t.quality})"] += 1
     print(
         report.markdown_table(("reason", "rows"), [(why, str(n)) for why, n in reasons.most_common()]), "\n"
     )

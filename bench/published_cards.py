@@ -7,12 +7,14 @@ its own card. The first has no other to start from: its values are BASE.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardcore.core.links import LEVELS
 from shardcore.cost.profile import COLLECTIVES, RATES, SPEC, Profile, Rate
 from shardcore.cost.profile_fit import QUALITIES, Timing, fit, scaled
+from shardcore.cost.profile_law import FAR
 
 MIB, GB = 1 << 20, 10**9
 _RECSYS = "NVIDIA/recsys-examples, FBGEMM TBE on H100"
@@ -193,6 +195,8 @@ CARDS: Mapping[str, Card] = {
     "cpu": Card("base", _CPU_SPEC, rates=_CPU),
 }
 """In the order in which they are made."""
+_OTHER_NETWORKS = {f"{FAR}_gbps": 0.15, f"{FAR}_latency_us": 0.3, f"{FAR}_ramp_us": 0.3, "round_us": 0.3}
+"""Uncertainty added to rates between hosts: about what AWS's p5 hosts and a cluster with InfiniBand differ by."""
 EXCHANGE_RATES = tuple(name for name in RATES if name.startswith(COLLECTIVES))
 SHIPPED = tuple(name for name in CARDS if name != "h100-96")
 
@@ -229,6 +233,14 @@ def profiles(timings: Sequence[Timing]) -> dict[str, Profile]:
         given = {n: Rate(float(v), sure, RATES[n][0], source) for n, (v, sure, source) in card.rates.items()}
         start = dataclasses.replace(start, rates={**start.rates, **given})
         own = [t for t in timings if card_of(t) == name and t.quality in QUALITIES]
-        found = fit(own, start, card.error) if own else start
-        made[name] = dataclasses.replace(found, device_names=card.devices)
-    return {name: made[name] for name in CARDS}
+        made[name] = fit(own, start, card.error) if own else start
+    return {name: _of_any_network(made[name], CARDS[name]) for name in CARDS}
+
+
+def _of_any_network(profile: Profile, card: Card) -> Profile:
+    """The profile, less certain of networks: its timings are of one or two clusters, and those of users differ."""
+    rates = dict(profile.rates)
+    for name in EXCHANGE_RATES:
+        more = next((sure for end, sure in _OTHER_NETWORKS.items() if name.endswith(end)), 0.0)
+        rates[name] = dataclasses.replace(rates[name], uncertainty=math.hypot(rates[name].uncertainty, more))
+    return dataclasses.replace(profile, rates=rates, device_names=card.devices)

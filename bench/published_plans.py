@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -22,12 +23,14 @@ from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import Infeasible
 from shardcore.core.job import Job
 from shardcore.core.topology import GIB
-from shardcore.core.types import Plan, Problem, Table
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost.model import price
 from shardcore.cost.profile import Profile, load_profile
 from shardcore.cost.profile_fit import scaled
 from shardcore.io import files
+from shardcore.measure.sampling.placements import deal_columns
 from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget
+from shardcore.step.kinds import WHOLE_ROWS
 from shardcore.step.lower import lower
 from shardcore.tables.public import public_pool
 
@@ -56,6 +59,8 @@ SHEETS: Mapping[str, Mapping[str, float]] = {
 _FP16 = Job(forward_payload="fp16", backward_payload="fp16")
 _EVALS = 3000
 _DRAWS = 6
+_SECONDS = 30.0
+"""Budget of arms that many tables or many plans of TorchRec's keep busy."""
 
 
 # --- MLPerf -------------------------------------------------------------------------------------------------
@@ -127,9 +132,7 @@ def problems(inputs: Path, profile: Profile) -> Iterator[tuple[Problem, Plan | N
             ),
             None,
         )
-    from bench.production import PROBLEM, published
-
-    given = files.read_problem(inputs / PROBLEM)
+    given = files.read_problem(inputs / "problems" / "r04-production-1935-tables-96-ranks.json")
     problem = replace(
         given,
         name="production-96",
@@ -137,7 +140,24 @@ def problems(inputs: Path, profile: Profile) -> Iterator[tuple[Problem, Plan | N
         topology=profile.topology(12, 8),
         constraints=replace(given.constraints, reserved_bytes=int(8 * GIB)),
     )
-    yield problem, published(inputs, problem)
+    yield problem, _published(inputs, problem)
+
+
+def _published(inputs: Path, problem: Problem) -> Plan:
+    """TorchRec's published placements of the production list. The file has the problem's tables, in their order.
+
+    Several shards that it put on one rank are one here, as its kernels need it.
+    """
+    placements, ranks = [], problem.topology.ranks
+    with open(inputs / "torchrec_stats_example_96ranks.csv", encoding="utf-8") as lines:
+        for row, table in zip(csv.DictReader(lines), problem.tables, strict=True):
+            if row["sharding"] == "RW":
+                placements.append(Placement("row", Shard.whole(table), ranks))
+                continue
+            shards = Counter(int(rank) for rank in row["ranks"].split(","))
+            widths = {rank: n * int(row["cw_dim"]) for rank, n in shards.items()}
+            placements += [Placement(WHOLE_ROWS.name, s, (rank,)) for rank, s in deal_columns(table, widths)]
+    return Plan(tuple(placements))
 
 
 def show(inputs: Path) -> None:
@@ -170,7 +190,8 @@ def _arms(problem: Problem, theirs: Plan | None, profile: Profile) -> tuple[str,
             if arm == "torchrec" and theirs is not None:
                 plan = theirs  # its published placements: to sweep its planner here takes an hour
             else:
-                budget = Budget(seconds=30.0) if len(problem.tables) > 700 else Budget(evals=_EVALS)
+                large = len(problem.tables) > 700 or arm == "torchrec"
+                budget = Budget(seconds=_SECONDS) if large else Budget(evals=_EVALS)
                 plan = SHARDERS[arm](problem, model, budget=budget)
             workload = lower(plan, problem)
         except Infeasible:

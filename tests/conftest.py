@@ -139,6 +139,7 @@ FIRST = (
     *RAY,
     "measure",
     "torchrec",
+    "search/test_conformance_sharders.py",
     "flows",
     "tasks",
 )

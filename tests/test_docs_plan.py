@@ -15,6 +15,7 @@ from shardcore.cli import main
 from shardcore.core.types import Setting
 from shardcore.cost import fit, neural
 from shardcore.io import files
+from shardcore.search import Budget
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/plan.md").read_text()
@@ -58,6 +59,7 @@ def run(command: str) -> int:
 @pytest.mark.parametrize("command", [c for c in COMMANDS if not any(word in c for word in ELSEWHERE)])
 def test_the_page_runs_as_written(command, model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shardcore.search.portfolio.DEFAULT", Budget(evals=1000))  # ten seconds less
     for name in ("data/model", "model"):
         shutil.copytree(model, tmp_path / name)
     [problem] = [text for text in re.findall(r"```json\n(.*?)```", PAGE, re.S) if "shardcore/problem" in text]

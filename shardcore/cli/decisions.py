@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from shardcore.cli.models import ModelOptions, load
 from shardcore.cli.options import (
+    Duration,
     Gib,
     Natural,
     Output,
@@ -40,7 +41,16 @@ _NEEDS = {
     "host_gib": "tiers, of which it is the memory",
     "link_gbps": "tiers, whose link it is",
     **dict.fromkeys(
-        ("start_problem", "without", "max_moved_tables", "max_moved_gib"), "start, the plan to start from"
+        (
+            "start_problem",
+            "without",
+            "max_moved_tables",
+            "max_moved_gib",
+            "max_pause",
+            "moves_pay_back_in",
+            "move_overhead",
+        ),
+        "start, the plan to start from",
     ),
     **dict.fromkeys(_TARGET, "offers, of which a cluster is chosen"),
 }
@@ -96,6 +106,11 @@ class PlanOptions(SearchOptions, ModelOptions, HostMemoryOptions, TargetOptions)
       where there are fewer now
     max_moved_tables: with --start: most tables that may move; default: any number
     max_moved_gib: with --start: most GiB of weights that may move, beyond what has to; default: any number
+    max_pause: with --start: the longest that a job may stand still while its tables move, such as 30s
+    moves_pay_back_in: with --start: the longest until the gain makes up for that pause, such as 10min; moves
+      less, or nothing, where more would take longer
+    move_overhead: with --start: seconds of a move beside its bytes on links, as one of the job reported them;
+      default: 0s
     groups: divide the devices into groups of SIZE, or of the best size, that replicate one plan (TorchRec's
       DMPCollection)
     sync_every: with --groups: steps from one synchronisation of the replicas to the next; default: 1
@@ -130,6 +145,9 @@ class PlanOptions(SearchOptions, ModelOptions, HostMemoryOptions, TargetOptions)
     )
     max_moved_tables: Annotated[Natural, "N"] | None = None
     max_moved_gib: Annotated[Gib, "G"] | None = None
+    max_pause: Duration | None = None
+    moves_pay_back_in: Duration | None = None
+    move_overhead: Duration | None = None
     groups: Annotated[str, "auto|SIZE"] | None = field(default=None, metadata={"nargs": "?", "const": "auto"})
     sync_every: Annotated[Positive, "N"] | None = None
     hot_rows: bool = False
@@ -230,7 +248,13 @@ def _start(args: PlanOptions, path: Path, problem: Problem, stored: Problem) -> 
     from shardcore.step.sharding_groups import problem_of_group
 
     most_bytes = None if args.max_moved_gib is None else int(args.max_moved_gib * 2**30)
-    config = ReplanConfig(args.max_moved_tables, most_bytes)
+    config = ReplanConfig(
+        args.max_moved_tables,
+        most_bytes,
+        max_pause_s=args.max_pause,
+        pay_back_in_s=args.moves_pay_back_in,
+        move_overhead_s=args.move_overhead or 0.0,
+    )
     # A plan's file is checked against the problem that it was made for. Whether it fits is not asked: memory
     # may have been counted otherwise, and what is searched has to fit anyway.
     before, group = files.read_problem(args.start_problem) if args.start_problem else stored, None
@@ -254,7 +278,7 @@ def start_text(
     args: PlanOptions, found: Found, decisions: Sequence[Decision], original: Problem, model: CostModel
 ) -> str:
     """Changes of the new plan to the old one, for people. "": there was none."""
-    from shardcore.cost.model import price
+    from shardcore.cost.model import price as price_of
     from shardcore.plans.replan import Start
     from shardcore.report import plan_report
     from shardcore.search.decisions.towers import as_planned
@@ -267,12 +291,19 @@ def start_text(
         return ", afresh: groups are others"
     moved = start.moved(found.plan, as_planned(found.plan, found.problem))
     # A plan of another problem has no cost in this one.
-    cost = (
-        f", which cost {price(lower(start.old, original, fits=False), model).total_ms:.3f} ms"
+    before_ms = (
+        price_of(lower(start.old, original, fits=False), model).total_ms
         if start.before == original == found.problem
-        else ""
+        else None
     )
-    return f", starting from {args.start}{cost}; {plan_report.replan_text(moved, start.config)}"
+    cost = "" if before_ms is None else f", which cost {before_ms:.3f} ms"
+    words = plan_report.replan_text(moved, start.config)
+    if moved.moves and "price" in found.plan.provenance["moved"]:
+        price = start.price(found.plan, found.problem, model)
+        words += f"; {price}"
+        if before_ms is not None and before_ms > found.ms:
+            words += f", and pays back in {price.pays_back_s(before_ms, found.ms):.3g} s"
+    return f", starting from {args.start}{cost}; {words}"
 
 
 def texts(decisions: Sequence[Decision], found: Found, original: Problem) -> Iterator[str]:

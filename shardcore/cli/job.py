@@ -7,8 +7,10 @@ import sys
 import time
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from shardcore.cli import models
+from shardcore.cli.models import ModelOptions
 from shardcore.cli.options import (
     Formatter,
     Natural,
@@ -42,15 +44,15 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ModelOptions:
-    """A command that compares a job with a model.
+class _ModelOptions(ModelOptions):
+    """A command that compares a job with a model, if one is given.
 
-    model: a trained model; where weights of tables differ in precision, give it for each
     problem: of traces that ShardCoreProfiler did not write
     plan: the plan in use, likewise
     """
 
-    model: list[Annotated[Path, "MODEL"]] | None = None
+    REQUIRED: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    EXCLUSIVE: ClassVar[tuple[tuple[str, ...], ...]] = (("model", "hardware"), ("budget_s", "budget_evals"))
     problem: ProblemFile | None = None
     plan: PlanFile | None = None
 
@@ -62,6 +64,7 @@ class ReadOptions(_ModelOptions, SearchOptions):
     folder: of ShardCoreProfiler, or any folder of torch.profiler's traces, one a rank
     propose: search a better plan under the corrected model, and say what it brings
     out: write the model there, corrected by the traces
+    out_profile: write the profile there, likewise
     out_plan: write the proposed plan there
     out_problem: write its problem there, with the lookups and the dense part of the job
     """
@@ -70,6 +73,7 @@ class ReadOptions(_ModelOptions, SearchOptions):
     _: KW_ONLY
     propose: bool = False
     out: Annotated[Path, "MODEL", Output((MODEL_JSON, MODEL_WEIGHTS))] | None = None
+    out_profile: Annotated[Path, "PROFILE.json", Output()] | None = None
     out_plan: Annotated[Path, "PLAN.json", Output()] | None = None
     out_problem: Annotated[Path, "PROBLEM.json", Output()] | None = None
 
@@ -77,14 +81,19 @@ class ReadOptions(_ModelOptions, SearchOptions):
 def read(args: ReadOptions) -> None:
     from shardcore.report import job_report
 
-    for name in ("propose", "out", "out_plan", "out_problem"):
-        if getattr(args, name) and not args.model:
-            raise ShardCoreError(f"--{name.replace('_', '-')} needs --model, the model to correct")
+    for name in ("propose", "out", "out_profile", "out_plan", "out_problem"):
+        if getattr(args, name) and not args.source:
+            raise ShardCoreError(
+                f"--{name.replace('_', '-')} needs --model or --hardware, the model to correct"
+            )
+    for name, of, needed in (("out", "hardware", "out-profile"), ("out_profile", "model", "out")):
+        if getattr(args, name) and getattr(args, of):
+            raise ShardCoreError(f"--{name.replace('_', '-')} does not go with --{of}; use --{needed}")
     if args.out_plan and not args.propose:
         raise ShardCoreError("--out-plan needs --propose, which searches the plan")
     job = _read_job(args.folder, args)
     print(job_report.traced_text(job.traced))
-    checked = _checked(job, args) if args.model else None
+    checked = _checked(job, args) if args.source else None
     print(f"\n{job_report.bottleneck(job.traced.steps[-1])}")
     _say_remarks(job, checked)
     if checked:
@@ -108,13 +117,12 @@ def _read_job(folder: Path, args: _ModelOptions) -> ReadJob:
 
 def _checked(job: ReadJob, args: _ModelOptions) -> CheckedJob:
     """Print a job against its model."""
-    from shardcore.cost import composite
     from shardcore.plans import traced_job
     from shardcore.report import job_report
 
     with shown():
         report("comparing with the model")
-        checked = traced_job.check(job, composite.load(args.model or []))
+        checked = traced_job.check(job, models.load(args.source))
     before, after = checked.before.cost, checked.after.cost
     ranks = checked.problem.topology.ranks
     print(f"\n{job_report.predicted_text(job.traced.steps[-1], before, after, ranks)}")
@@ -133,17 +141,20 @@ def _say_remarks(job: ReadJob, checked: CheckedJob | None) -> None:
 
 def _write(args: ReadOptions, checked: CheckedJob) -> None:
     from shardcore.cost import composite
+    from shardcore.cost.profile import write_profile
     from shardcore.io import files
 
     if args.out:
         composite.save(checked.model, args.out)
         print(f"{args.out}: corrected by the job's traces", file=sys.stderr)
+    if args.out_profile:
+        write_profile(args.out_profile, checked.model.profile)
+        print(f"{args.out_profile}: corrected by the job's traces", file=sys.stderr)
     if args.out_problem:
         files.write_problem(args.out_problem, checked.problem)
 
 
 def _propose(args: ReadOptions, checked: CheckedJob) -> None:
-    from shardcore.cost import composite
     from shardcore.io import files
     from shardcore.plans import traced_job
     from shardcore.plans.replan import ReplanConfig
@@ -154,7 +165,7 @@ def _propose(args: ReadOptions, checked: CheckedJob) -> None:
     with shown():
         report("searching a better plan")
         config = ReplanConfig(seed=args.seed, budget=budget if given else None)
-        found = traced_job.propose(checked, composite.load(args.model or []), config)
+        found = traced_job.propose(checked, models.load(args.source), config)
     now_ms = checked.after.cost.total_ms
     if found is None:
         print(f"no better plan was found; the plan in use takes {now_ms:.1f} ms")
@@ -201,7 +212,7 @@ def watch(args: WatchOptions) -> None:
                 known.add(step.name)
                 try:
                     job = _read_job(step, args)
-                    checked = _checked(job, args) if args.model else None
+                    checked = _checked(job, args) if args.source else None
                 except ShardCoreError as error:  # a damaged step must not end the watch
                     print(f"{step.name}: {error}", file=sys.stderr)
                     continue

@@ -77,6 +77,14 @@ def _positive(kind: type, most: int) -> Callable[[str], int | float]:
     return _number(kind, lambda value: value > 0, f"a positive {whole}number up to {most}", most)
 
 
+def _duration(text: str) -> float:
+    """Seconds."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 30s, 10min or 2h")
+    return float(found[1]) * {"s": 1, "min": 60, "h": 3600}[found[2]]
+
+
 def path(text: str) -> Path:
     # Python takes an empty path, of a variable that is not set, for the folder where it runs.
     if not text or "\0" in text:
@@ -88,6 +96,7 @@ Natural = Annotated[int, _natural(int, MOST_INT)]
 Positive = Annotated[int, _positive(int, MOST_INT)]
 Amount = Annotated[float, _natural(float, MOST_INT)]
 PositiveFloat = Annotated[float, _positive(float, MOST_INT)]
+Duration = Annotated[float, _duration]
 Gib = Annotated[float, _natural(float, MOST_GIB)]
 PositiveGib = Annotated[float, _positive(float, MOST_GIB)]
 ProblemFile = Annotated[Path, "PROBLEM.json"]

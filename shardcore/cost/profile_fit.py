@@ -52,6 +52,8 @@ _OPTIMIZERS = {"sgd": "exact_sgd", "exact_row_wise_adagrad": "rowwise_adagrad", 
 _BATCHES_SINCE_EMPTY = 100
 """Batches that published timings of caches are means of. The cache is empty before."""
 _LEAST_UNCERTAINTY = 0.02
+_OF_PEAK = 0.95
+"""Most of its data sheet's bandwidth that a card's memory reaches."""
 _LEAST_SENSITIVITY = 0.01
 """A timing that changes less than by this share of a rate's change does not depend on it."""
 
@@ -167,6 +169,8 @@ def _work(timing: Timing) -> Work:
     changed: dict[str, np.ndarray] = {}
     if timing.unique:
         changed["unique"] = work.unique * timing.unique / work.unique.sum()
+    distinct = changed.get("unique", work.unique) * work.width * work.element_bytes
+    changed["beside"] = np.full(n, distinct.sum())
     if timing.mode == "uvm_caching":
         # Batches since the cache was empty bring rows that no batch had before. A warm cache misses fewer.
         seen = profile_law.work_of(shards, _BATCHES_SINCE_EMPTY * timing.batch, timing.optimizer).unique
@@ -333,7 +337,8 @@ def fit(timings: Sequence[Timing], start: Profile, error: float = 0.1) -> Profil
         robust = np.sign(scaled) * np.sqrt(2 * (np.sqrt(1 + scaled**2) - 1))
         return np.concatenate([robust, steps / prior])
 
-    found = least_squares(residuals, np.zeros(len(names)))
+    most = [_most_step(name, values) for name in names]
+    found = least_squares(residuals, np.zeros(len(names)), bounds=(-np.inf, most))
     left = errors(found.x)
     # Residuals beyond the expected error widen all.
     scale = max(1.0, float(np.sqrt(np.mean((weight * left / error) ** 2))))
@@ -356,6 +361,12 @@ def fit(timings: Sequence[Timing], start: Profile, error: float = 0.1) -> Profil
                 source=f"errors of the fit on {len(some)} timings",
             )
     return dataclasses.replace(start, rates=rates)
+
+
+def _most_step(name: str, values: Rates) -> float:
+    """The logarithm by which a rate may grow: no gather beats the memory of its card."""
+    in_memory = name in ("read_gbps", "stream_gbps", "update_gbps", "dense_gbps")
+    return max(0.01, math.log(_OF_PEAK * values["hbm_gbps"] / values[name])) if in_memory else math.inf
 
 
 def _sensitivities(predictor: Predictor, values: Rates, names: Sequence[str]) -> np.ndarray:

@@ -8,8 +8,8 @@ A pass over a shard takes
 
 where "the larger" is smooth. Backward also sorts lookups.
 
-Bytes of rows that a batch reads once come from memory. Those read again come from L2 as far as it holds the rows. So
-bandwidth falls as tables outgrow it.
+Bytes of rows that a batch reads once come from memory. Those read again come from L2 as far as it holds the rows, the
+most popular first. So bandwidth falls as tables outgrow it, and the less the more uneven accesses are.
 
 A collective takes
 
@@ -28,9 +28,9 @@ import numpy as np
 from shardcore.core.catalog import OPTIMIZERS
 from shardcore.core.links import LEVELS, joins
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS
-from shardcore.core.types import OUTPUT_BYTES, PRECISION_BYTES, Shard
+from shardcore.core.types import OUTPUT_BYTES, PRECISION_BYTES, Shard, Table
 from shardcore.cost.link_counts import link_counts
-from shardcore.step.access import access_share, unique_rows_of
+from shardcore.step.access import access_share, concentration_of, unique_rows_of
 from shardcore.step.output_bytes import output_rows
 from shardcore.tables.host_rows import link_bytes_of
 
@@ -52,6 +52,8 @@ class Work:
     """Work of shards in an op over a batch. Each field is [N].
 
     lookups, unique: rows that are looked up, and distinct ones.
+    evenness: exponent e; a share x of the distinct rows, the most popular ones, has x^e of lookups. 1: even access.
+    beside: bytes of the distinct rows of the whole op, which share L2.
     width: columns. element_bytes: of one weight.
     outputs: rows of pooled outputs, or of all lookups where they are not pooled.
     weighted: 1 if lookups have weights, else 0.
@@ -62,6 +64,8 @@ class Work:
 
     lookups: np.ndarray
     unique: np.ndarray
+    evenness: np.ndarray
+    beside: np.ndarray
     width: np.ndarray
     element_bytes: np.ndarray
     outputs: np.ndarray
@@ -74,8 +78,11 @@ class Work:
     cache_bytes: np.ndarray
 
 
-def work_of(shards: Sequence[Shard], batch: int, optimizer: str) -> Work:
-    """Work of shards in an op over a batch."""
+def work_of(shards: Sequence[Shard], batch: int, optimizer: str, beside_bytes: float = 0.0) -> Work:
+    """Work of shards in an op over a batch.
+
+    beside_bytes: bytes of the distinct rows of the op, as far as they are known. Each shard has its own at least.
+    """
     tables = [s.table for s in shards]
     lookups = batch * np.array([t.looked_up * access_share(s) for t, s in zip(tables, shards, strict=True)])
     width = np.array([s.width for s in shards], dtype=float)
@@ -83,9 +90,12 @@ def work_of(shards: Sequence[Shard], batch: int, optimizer: str) -> Work:
     link = np.array([link_bytes_of(s, batch, optimizer) for s in shards]).reshape(-1, 2)
     below = np.array([t.in_host_memory for t in tables], dtype=bool)
     has_cache = np.array([t.load_factor > 0 for t in tables], dtype=bool)
+    unique = np.minimum(unique_rows_of(shards, batch), lookups)
     return Work(
         lookups=lookups,
-        unique=np.minimum(unique_rows_of(shards, batch), lookups),
+        unique=unique,
+        evenness=np.log(concentration_of(tables, unique)) / np.log(0.25),
+        beside=np.full(len(shards), beside_bytes),
         width=width,
         element_bytes=np.array([PRECISION_BYTES[t.precision] for t in tables], dtype=float),
         outputs=np.array([output_rows(s, batch) for s in shards], dtype=float),
@@ -119,7 +129,9 @@ def forward_ms(rates: Rates, work: Work) -> np.ndarray:
     """[N] ms of lookups, without the op's floor."""
     row_bytes = _granules(rates, work.width * work.element_bytes)
     again = np.maximum(work.lookups - work.unique, 0) * row_bytes * work.resident
-    in_l2 = np.minimum(1.0, rates["l2_bytes"] / np.maximum(work.unique * row_bytes, 1.0))
+    # L2 keeps the rows that are hit most, of all shards of the op.
+    held = rates["l2_bytes"] / np.maximum(np.maximum(work.unique * row_bytes, work.beside), 1.0)
+    in_l2 = np.minimum(1.0, held) ** work.evenness
     once = work.unique * row_bytes * work.resident + again * (1 - in_l2)
     moved = (
         _of(rates, "read_gbps", once)
@@ -178,6 +190,14 @@ def op_ms(rates: Rates, work: Work) -> float:
 def _below(rates: Rates, work: Work) -> np.ndarray:
     """[N] ms that a shard with rows in host memory takes, whatever its size."""
     return _of(rates, "host_table_us", (work.cache_bytes + work.host_read_bytes > 0).astype(float))
+
+
+def distinct_bytes(tables: Sequence[Table], batch: int) -> float:
+    """Bytes of the distinct rows of tables that a batch touches."""
+    unique = unique_rows_of([Shard.whole(t) for t in tables], batch)
+    return float(
+        sum(n * t.dim * PRECISION_BYTES[t.precision] for n, t in zip(unique.tolist(), tables, strict=True))
+    )
 
 
 def _granules(rates: Rates, n_bytes: np.ndarray) -> np.ndarray:

@@ -24,8 +24,8 @@ from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import Problem, Setting, Shard
 from shardcore.cost import profile_law
 from shardcore.cost.model import CommCost, Compiled, step_ms
-from shardcore.cost.profile import Profile
-from shardcore.cost.step_comm import step_comm
+from shardcore.cost.profile import COLLECTIVES, RATES, Profile
+from shardcore.cost.step_comm import Transfers, channels_ms, step_comm
 from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
 from shardcore.step.output_bytes import payload_bytes
@@ -43,12 +43,16 @@ class ProfileModel:
     setting: of the problem. Its hardware is the profile's name.
     replica_optimizer: dense optimizer of replicas, a name of catalog.DENSE_OPTIMIZERS.
     host_gbps: bandwidth to host memory that the topology gives. None: the profile's.
+    device_bytes: bytes of the distinct rows that a batch touches on a device, in the mean. They share its L2.
+    at: values of the rates, in place of the profile's.
     """
 
     profile: Profile
     setting: Setting = None  # type: ignore[assignment]
     replica_optimizer: str = "sgd"
     host_gbps: float | None = None
+    device_bytes: float = 0.0
+    at: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         if self.setting is None:
@@ -78,6 +82,8 @@ class ProfileModel:
             ),
             replica_optimizer=problem.replica_optimizer,
             host_gbps=memory.gbps if memory else None,
+            device_bytes=profile_law.distinct_bytes(problem.tables, problem.global_batch)
+            / len(problem.topology),
         )
 
     # --- ops ------------------------------------------------------------------------------------------------
@@ -86,16 +92,19 @@ class ProfileModel:
         """[N, 3] 1 for a shard, and its ms forward and backward without the op's floor."""
         codes = np.zeros((len(shards), 3))
         if len(shards):
-            work = profile_law.work_of(shards, batch or self.setting.batch, self.setting.optimizer)
+            work = self._work(shards, batch or self.setting.batch)
             codes[:, 0] = 1
             codes[:, 1] = profile_law.forward_ms(self._values, work)
             codes[:, 2] = profile_law.backward_ms(self._values, work)
         return codes
 
+    def _work(self, shards: Sequence[Shard], batch: int) -> profile_law.Work:
+        return profile_law.work_of(shards, batch, self.setting.optimizer, self.device_bytes)
+
     @cached_property
     def _values(self) -> Mapping[str, float]:
         """Values of the rates by name; those of host memory as the topology gives its link."""
-        values = self.profile.values
+        values = dict(self.at or self.profile.values)
         if self.host_gbps is not None:
             faster = self.host_gbps / values["host_read_gbps"]
             values |= {name: faster * values[name] for name in _HOST_GBPS}
@@ -147,6 +156,15 @@ class ProfileModel:
 
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         """Transfer and waiting, [..., D] ms. The dense update of replicas counts backward."""
+        return step_comm(self._transfers(topology), self._id_work_ms, traffic, compute_ms, len(topology) > 1)
+
+    def collectives(
+        self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology
+    ) -> dict[Channel, tuple[np.ndarray, np.ndarray]]:
+        """Transfers of each channel. See step_comm.channels_ms."""
+        return channels_ms(self._transfers(topology), traffic, compute_ms)
+
+    def _transfers(self, topology: Topology) -> Transfers:
         payloads = {"forward": self.setting.forward_payload, "backward": self.setting.backward_payload}
 
         def transfers(
@@ -162,7 +180,7 @@ class ProfileModel:
             ]
             return both[0] + self._id_work_ms(channel, sent), both[1] + self._dense_ms(channel, sent)
 
-        return step_comm(transfers, self._id_work_ms, traffic, compute_ms, len(topology) > 1)
+        return transfers
 
     def _transfer_ms(
         self, channel: Channel, way: str, sent_bytes: np.ndarray, topology: Topology
@@ -223,16 +241,19 @@ class ProfileModel:
         ops = max(
             workload.ops, key=lambda ops: sum(self.head(self.encode(o.shards, o.batch).sum(0)) for o in ops)
         )
-        works = [profile_law.work_of(op.shards, op.batch, self.setting.optimizer) for op in ops]
+        works = [self._work(op.shards, op.batch) for op in ops]
         n = len(workload.topology)
 
         def step(values: Mapping[str, float]) -> np.ndarray:
-            model = dataclasses.replace(self, profile=self.profile.valued(values))
+            model = dataclasses.replace(self, at=values)
             compute_ms = sum(profile_law.op_ms(model._values, work) for work in works)
             comm = model.comm(workload.traffic, np.full(n, compute_ms), workload.topology)
             return step_ms(np.full(n, compute_ms), comm, dataclasses.replace(workload.job, **_NO_DENSE))
 
-        return float(self.profile.band(step)) if works else 0.0
+        runs = zip(workload.channels, workload.traffic, strict=True)
+        used = {_collective(channel, way) for channel, sent in runs if sent.any() for way in channel.row.ways}
+        names = [n for n in RATES if not n.startswith(COLLECTIVES) or n.startswith(tuple(used))]
+        return float(self.profile.band(step, names)) if works else 0.0
 
 
 _NO_DENSE: Mapping[str, Any] = {"dense_forward_ms": None, "dense_backward_ms": None}

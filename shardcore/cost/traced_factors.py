@@ -32,6 +32,8 @@ from shardcore.cost import collective_model
 from shardcore.cost.composite import Composite
 from shardcore.cost.model import CostModel, price
 from shardcore.cost.neural import NeuralModel
+from shardcore.cost.profile import Profile
+from shardcore.cost.profile_model import ProfileModel
 from shardcore.io.traced_steps import RankStep, TracedStep
 from shardcore.step.kinds import CHANNELS, ID_CHANNELS, Channel
 from shardcore.step.lower import Workload
@@ -346,7 +348,9 @@ def _generalises(measured: np.ndarray, predicted: np.ndarray, family: str) -> bo
 
 def mismatches(workload: Workload, step: TracedStep) -> list[str]:
     """Lines on bytes of a traced step that the plan does not send: the trace is of another plan, or job."""
-    lines = []
+    lines: list[str] = []
+    if any(shard.table.sequence for ops in workload.ops for op in ops for shard in op.shards):
+        return lines  # outputs of sequences are as long as a batch's ids
     for (collective, role), (name, way) in _RUN_AS.items():
         if way != "forward":
             continue
@@ -369,14 +373,18 @@ def mismatches(workload: Workload, step: TracedStep) -> list[str]:
 def corrected(
     model: Any, factors: Mapping[Quantity, Factor], lineage: Mapping[str, Any] | None = None
 ) -> Any:
-    """The model with its ms multiplied, and latencies added. lineage: added to its provenance, as "job".
+    """The model with its ms multiplied, and latencies added.
 
-    Raises ShardCoreError for a model of a kind that has no weights to multiply.
+    lineage: added to its provenance, as "job". A profile has it in the sources of its rates.
+
+    Raises ShardCoreError for a model of a kind that has no rates to multiply.
     """
     if isinstance(model, Composite):
         return replace(model, models=tuple(corrected(m, factors, lineage) for m in model.models))
+    if isinstance(model, ProfileModel):
+        return replace(model, profile=_corrected_profile(model.profile, factors, lineage))
     if not isinstance(model, NeuralModel):
-        raise ShardCoreError(f"model is a {type(model).__name__}; traces correct trained models, so far")
+        raise ShardCoreError(f"model is a {type(model).__name__}; traces correct trained models and profiles")
     of_ops = np.array([factors[Quantity(None, way)].value for way in ("forward", "backward")])
     scaled = {name: model.weights[name] * of_ops for name in ("rates", "launch")}
     least, most = collective_model.LEAST_IN_STEP, collective_model.MOST_IN_STEP
@@ -400,9 +408,53 @@ def corrected(
     return replace(model, weights={**model.weights, **scaled}, meta=meta)
 
 
-def exchanges_of(model: Any) -> NeuralModel:
+def _corrected_profile(
+    profile: Profile, factors: Mapping[Quantity, Factor], lineage: Mapping[str, Any] | None
+) -> Profile:
+    """The profile with other rates. Those of lookups share a factor, as most serve both directions."""
+    of_lookups = [factors[Quantity(None, way)] for way in ("forward", "backward")]
+    by_name = {}
+    for name, rate in profile.rates.items():
+        channel = next((q for prefix, q in _OF_PROFILE.items() if name.startswith(prefix)), None)
+        latency_us = 0.0
+        if channel is not None:
+            value, sd = factors[channel].value, factors[channel].sd
+            if name.endswith("_latency_us"):
+                latency_us = 1e3 * factors[channel].latency_ms
+        elif name.startswith(_OF_LOOKUPS):
+            value = float(np.sqrt(np.prod([f.value for f in of_lookups])))
+            sd = max(f.sd for f in of_lookups)
+        else:
+            by_name[name] = rate
+            continue
+        # Rates are times, or bytes in a time.
+        slower = rate.value / value if rate.unit == "GB/s" else rate.value * value + latency_us
+        words = f"traces of {lineage['job']}" if lineage else "traces"
+        by_name[name] = replace(
+            rate,
+            value=slower,
+            uncertainty=min(rate.uncertainty, sd) or sd,
+            source=f"{rate.source}; corrected by {words}",
+        )
+    return replace(profile, rates=by_name)
+
+
+_OF_LOOKUPS = (
+    "forward_", "backward_", "sort_lookup", "weighted_lookup", "hot_lookup_ns", "read_gbps", "repeat_gbps",
+    "stream_gbps", "update_gbps",
+)  # fmt: skip
+_OF_PROFILE = {
+    "all_to_all_": Quantity(Channel("all_to_all"), "forward"),
+    "reduce_scatter_": Quantity(Channel("reduce_scatter"), "forward"),
+    "all_gather_": Quantity(Channel("reduce_scatter"), "backward"),
+    "all_reduce_": Quantity(Channel("all_reduce"), "backward"),
+}
+"""The exchange whose factor corrects rates of a profile, by the start of their names."""
+
+
+def exchanges_of(model: Any) -> NeuralModel | ProfileModel:
     """The model that prices exchanges."""
     one = model.of_exchanges if isinstance(model, Composite) else model
-    if not isinstance(one, NeuralModel):
-        raise ShardCoreError(f"model is a {type(model).__name__}; traces correct trained models, so far")
+    if not isinstance(one, NeuralModel | ProfileModel):
+        raise ShardCoreError(f"model is a {type(model).__name__}; traces correct trained models and profiles")
     return one

@@ -21,6 +21,7 @@ from shardcore.core.validation import (
 )
 from shardcore.cost.model import CostModel
 from shardcore.plans.diff import Diff, diff, relabel_devices, reorder_columns
+from shardcore.plans.move_price import MovePrice, price_move
 from shardcore.search.anneal.reshard import Reshard, rebind_tables
 from shardcore.search.budget import Budget
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
@@ -42,6 +43,9 @@ class ReplanConfig:
 
     max_moved_tables: tables that may move. None: any number.
     max_moved_bytes: bytes of weights that may move. None: any number.
+    max_pause_s: seconds that a job stands still while its tables move, at most. None: any number.
+    pay_back_in_s: seconds in which the gain makes up for that pause, at most. None: any number.
+    move_overhead_s: seconds of the pause beside bytes on links (see `move_price`).
     space: search space of annealing (see search.anneal.sharder.SPACES). None: that of the old plan.
     seed: of the search.
     budget: of the search. None: the default.
@@ -49,6 +53,9 @@ class ReplanConfig:
 
     max_moved_tables: int | None = None
     max_moved_bytes: int | None = None
+    max_pause_s: float | None = None
+    pay_back_in_s: float | None = None
+    move_overhead_s: float = 0.0
     space: str | None = None
     seed: int = 0
     budget: Budget | None = None
@@ -60,6 +67,9 @@ class ReplanConfig:
             "re-plan config",
             max_moved_tables=(0, MOST_COUNT),
             max_moved_bytes=(0, MOST_BYTES),
+            max_pause_s=(0, MOST_COUNT),
+            pay_back_in_s=(0, MOST_COUNT),
+            move_overhead_s=(0, MOST_COUNT),
             seed=(0, MOST_SEED),
         )
 
@@ -69,8 +79,19 @@ class ReplanConfig:
         return self.max_moved_tables is not None or self.max_moved_bytes is not None
 
     @property
+    def weighs_pause(self) -> bool:
+        """True if the pause of a move is limited."""
+        return self.max_pause_s is not None or self.pay_back_in_s is not None
+
+    def accepts(self, price: MovePrice, before_ms: float, now_ms: float) -> bool:
+        """True if a move pauses, and pays back, within the limits."""
+        return (self.max_pause_s is None or price.pause_s <= self.max_pause_s) and (
+            self.pay_back_in_s is None or price.pays_back_s(before_ms, now_ms) <= self.pay_back_in_s
+        )
+
+    @property
     def limits(self) -> str:
-        """The limits in words."""
+        """The limits on tables and bytes in words."""
         limits = {"tables": self.max_moved_tables, "bytes": self.max_moved_bytes}
         return " and ".join(f"{most} {unit}" for unit, most in limits.items() if most is not None)
 
@@ -191,10 +212,18 @@ class Start(Decision):
         old, now = self.numbered(problem)
         return diff(old, plan, problem, forced_moves(old, now))
 
+    def price(self, plan: Plan, problem: Problem, model: CostModel) -> MovePrice:
+        """The price of moving a running job from the old plan to a new one."""
+        old, _ = self.numbered(problem)
+        return price_move(old, plan, problem, model.for_problem(problem), self.config.move_overhead_s)
+
     def adopt(self, proposal: Proposal, found: Found | None, model: CostModel) -> Found | None:
         if found is None or proposal.search is None:
             return found
-        provenance = {**found.plan.provenance, "moved": self.moved(found.plan, found.problem).document()}
+        moved = self.moved(found.plan, found.problem).document()
+        if not self.gone and found.problem.topology == self.before.topology:  # a job that runs can be moved
+            moved["price"] = self.price(found.plan, found.problem, model).document()
+        provenance = {**found.plan.provenance, "moved": moved}
         return replace(found, plan=replace(found.plan, provenance=provenance))
 
 
@@ -214,11 +243,16 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
     Without a limit, a new search replaces an old plan that cannot be a start. An old plan that still is one
     of the problem and of the space stays, if none cheaper is found.
 
+    Where the pause of a move is limited, searches move less and less, until one pauses little enough and pays
+    back soon enough. Else the old plan stays, if it can.
+
     Raises Infeasible if no plan is found. Raises ShardCoreError if moves are limited and the old plan cannot
     be a start.
     """
     space = config.space or old.provenance.get("space", "all")
     kept = _kept(old, problem, model, space)
+    if config.weighs_pause and kept is not None:
+        return _paying_back(old, kept, problem, model, config)
     try:
         searched = _searched(old, problem, model, config, space)
     except ShardCoreError:
@@ -228,6 +262,25 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
     if kept and kept.provenance["predicted_ms"] <= searched.provenance["predicted_ms"]:
         return kept
     return searched
+
+
+def _paying_back(old: Plan, kept: Plan, problem: Problem, model: CostModel, config: ReplanConfig) -> Plan:
+    """A plan whose move is within the limits on its pause, or the old plan."""
+    before_ms, budget = kept.provenance["predicted_ms"], config.budget
+    if budget is not None and budget.seconds is not None:
+        budget = replace(budget, seconds=budget.seconds / _TRIES)
+    free = replace(config, max_pause_s=None, pay_back_in_s=None, budget=budget)
+    for _ in range(_TRIES):
+        try:
+            found = replan(old, problem, model, free)
+        except Infeasible:  # so little may not move
+            break
+        price = price_move(old, found, problem, model, config.move_overhead_s)
+        if config.accepts(price, before_ms, found.provenance["predicted_ms"]):
+            return found
+        # The pause follows from bytes, so that half of them pause about half as long.
+        free = replace(free, max_moved_bytes=diff(old, found).bytes // 2)
+    return kept
 
 
 def _kept(old: Plan, problem: Problem, model: CostModel, space: str) -> Plan | None:

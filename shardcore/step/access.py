@@ -319,6 +319,35 @@ def access_share(shard: Shard) -> float:
     return float((counts * inside).sum() / max((counts * sizes).sum(), 1e-12))
 
 
+def concentration_of(tables: Sequence[Table], unique: np.ndarray) -> np.ndarray:
+    """[N] share of a batch's lookups that hit the most popular quarter of the rows that it touches.
+
+    unique: [N] rows that it touches. 0.25 is even access.
+    """
+    shares = np.full(len(tables), 0.25)
+    zipf = [i for i, t in enumerate(tables) if isinstance(t.access, Zipf)]
+    if zipf:
+        power = 1 - np.array([tables[i].zipf_alpha for i in zipf])
+        rows = np.maximum(1.0, unique[zipf])
+        # The law is the bounded continuous power law, as in _zipf_cdf.
+        flat, safe = abs(power) < 1e-9, np.where(abs(power) < 1e-9, 1.0, power)
+        few, all_ = (np.where(flat, np.log(n), (n**safe - 1) / safe) for n in (1 + rows / 4, 1 + rows))
+        shares[zipf] = few / all_
+    for i, table in enumerate(tables):
+        if isinstance(table.access, Reuse) and table.pooling:
+            shares[i] = _reuse_concentration(table)
+    return np.maximum(0.25, shares)
+
+
+@lru_cache(maxsize=1 << 14)
+def _reuse_concentration(table: Table) -> float:
+    """The same of a reuse histogram: rows of its higher bins are looked up more often."""
+    rows, sums = (np.array(x, dtype=float)[::-1] for x in _bin_rows(table))
+    edges, lookups_to = np.cumsum(rows), np.cumsum(sums)
+    quarter = np.interp(edges[-1] / 4, np.concatenate([[0], edges]), np.concatenate([[0], lookups_to]))
+    return float(quarter / lookups_to[-1])
+
+
 def row_shares_of(ids: np.ndarray, rows: int, n_devices: int) -> RowShares | None:
     """The shares of a batch's ids [L] in ranges of rows. None where ids lie as if they were hashed.
 

@@ -15,6 +15,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.cost import composite
+from shardcore.cost.profile import load_profile
 from shardcore.io import files, job_folder
 from shardcore.io.measurements import Spread
 
@@ -93,6 +94,13 @@ def test_propose_says_what_a_better_plan_brings(folder, model, tmp_path, capsys)
     assert len({d for p in plan.placements for d in p.devices}) == 2
 
 
+def test_a_profile_is_corrected_as_a_model_is(folder, tmp_path, capsys):
+    out = tmp_path / "profile.json"
+    code, text, _ = said(capsys, "job", "read", folder, "--hardware", "nvidia-h100-sxm", "--out-profile", out)
+    assert code == 0 and "step 18.0 ms measured" in text
+    assert "corrected by traces of step-00001000" in load_profile(out).rates["read_gbps"].source
+
+
 def test_watch_says_each_step_once(folder, capsys):
     traced_step(folder, 2000)
     traced_step(folder, 3000, ranks=(0,))  # not all ranks wrote theirs yet
@@ -106,8 +114,8 @@ def test_watch_says_each_step_once(folder, capsys):
 @pytest.mark.parametrize(
     "options, words",
     [
-        (("--propose",), "--propose needs --model"),
-        (("--out", "x"), "--out needs --model"),
+        (("--propose",), "--propose needs --model or --hardware"),
+        (("--out", "x"), "--out needs --model or"),
         (("--problem", "p.json"), "--problem and --plan belong together"),
     ],
 )

@@ -121,6 +121,7 @@ def test_an_output_that_cannot_be_written_or_lies_on_what_is_read_is_refused_fir
         ["plan", "problem.json", "--model", "m", "--out", "a\0b"],
         "plan problem.json --model m --out x.json --start plan.json --max-moved-gib 8589934592".split(),
         "plan problem.json --model m --out x.json --start plan.json --max-moved-gib nan".split(),
+        "plan problem.json --model m --out x.json --start plan.json --moves-pay-back-in 10".split(),
         ["plan", "problem.json", "--model", "m", "--out", "x.json", "--seed", "1.5"],
         ["plan", "problem.json", "--model", "m", "--out", "x.json", "--budget-evals", "1e9"],
         ["plan", "problem.json", "--model", "m", "--out", "x.json", "--budget-s", "ten"],

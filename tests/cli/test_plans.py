@@ -27,6 +27,13 @@ def test_plan_improves_a_plan_that_there_is(stored, model, capsys):
     said = capsys.readouterr().out
     assert before == after and f"starting from {old}, which cost" in said
     assert f"under {SETTING}, data unknown, model {model_digest(model)[:8]}" in said
+    # A move of two hours does not pay back in a second.
+    assert main([*again, "--moves-pay-back-in", "1s", "--move-overhead", "2h"]) == 0
+    assert files.read_plan(new, files.read_problem(problem)).placements == before.placements
+    assert "nothing moves" in capsys.readouterr().out
+    assert main([*again, "--moves-pay-back-in", "9999h"]) == 0
+    said = capsys.readouterr().out
+    assert "; the move takes" in said and "and pays back in" in said
     assert main(again) == 0
     assert (
         files.read_plan(new, files.read_problem(problem)).provenance["predicted_ms"]

@@ -191,9 +191,3 @@ def test_a_table_stays_a_key_across_processes(tables):
             and taken == table
             and hash(taken) == hash(table)
         )
-
-
-def test_equal_tables_have_equal_files():
-    from shardcore.io import files
-
-    assert files.table_to_json(Table("t", 3, 4, 1)) == files.table_to_json(Table("t", 3, 4, 1.0))

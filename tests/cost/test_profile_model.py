@@ -1,9 +1,193 @@
-"""ProfileModel keeps the promises of a cost model."""
+"""ProfileModel: the promises of a cost model, and what its law says of ops, collectives and memory."""
 
+import dataclasses
+
+import numpy as np
+import pytest
+
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.job import Job
+from shardcore.core.links import links_of
+from shardcore.core.types import Problem, Shard, Table
+from shardcore.cost.model import group_costs, price
 from shardcore.cost.profile import load_profile
+from shardcore.search import SHARDERS
+from shardcore.step.kinds import CHANNELS, Channel
+from shardcore.step.lower import lower
 from shardcore.testing.cost_models import CostModelConformance
 
+H100 = load_profile("nvidia-h100-sxm")
+TABLE = Table("t", 1_000_000, 128, 20.0, Zipf(1.05))
 
-class TestProfile(CostModelConformance):
+
+class TestH100(CostModelConformance):
     def model(self):
-        return load_profile("nvidia-h100-sxm").model()
+        return H100.model()
+
+
+class TestMI350(CostModelConformance):
+    def model(self):
+        return load_profile("amd-mi350").model()
+
+
+class TestCPU(CostModelConformance):
+    def model(self):
+        return load_profile("cpu").model()
+
+
+class TestDrawn(CostModelConformance):
+    def model(self):
+        return H100.drawn(np.random.default_rng(3)).model()
+
+
+def problem(hosts=1, devices=8, tables=(TABLE,), profile=H100, **fields):
+    fields = {"global_batch": 65_536, **fields}
+    return Problem("p", tuple(tables), profile.topology(hosts, devices, 1 << 40), **fields)
+
+
+def ms(table=TABLE, profile=H100, batch=65_536, **fields):
+    """ms of an op with one table."""
+    model = profile.model().for_problem(problem(tables=[table], profile=profile, global_batch=batch, **fields))
+    return float(group_costs([[Shard.whole(table)]], model)[0])
+
+
+@pytest.mark.parametrize("batch", [8, 1024, 1 << 20])
+@pytest.mark.parametrize("optimizer", ["exact_sgd", "rowwise_adagrad", "adam"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_any_setting_has_a_price(batch, optimizer, precision):
+    of = problem(tables=[dataclasses.replace(TABLE, precision=precision)], global_batch=batch, optimizer=optimizer)
+    model = H100.model().for_problem(of)
+    assert (model.setting.batch, model.setting.optimizer, model.setting.precision) == (batch, optimizer, precision)
+    workload = lower(SHARDERS["random"](of, model), of)
+    cost = price(workload, model)
+    assert cost.total_ms > 0
+    assert cost.extrapolated[0].startswith("profile: published measurements, not of your machine (band ±")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"pooling": 30.0},
+        {"dim": 256},
+        {"rows": 4_000_000},
+        {"access": Zipf(0.5)},
+        {"weighted": True},
+        {"features": 2},
+        {"load_factor": 0.1},
+        {"load_factor": 0.0},
+    ],
+)
+def test_more_work_never_takes_less_time(more):
+    assert ms(dataclasses.replace(TABLE, **more)) > ms()
+
+
+def test_optimizers_cost_what_their_state_moves():
+    sgd, rowwise, adagrad, adam = (
+        ms(optimizer=name) for name in ("exact_sgd", "rowwise_adagrad", "exact_adagrad", "adam")
+    )
+    assert sgd < rowwise < adagrad < adam
+    assert ms(dataclasses.replace(TABLE, precision="fp16")) < sgd
+
+
+def test_narrow_rows_and_small_batches_are_less_efficient():
+    narrow = dataclasses.replace(TABLE, dim=4)
+    assert ms(narrow) > ms() / 8  # 32 times fewer bytes
+    assert ms(batch=64) > 10 * (ms(batch=65_536) - ms(batch=32_768)) / 512
+
+
+def test_backward_is_no_fixed_multiple_of_forward():
+    shares = []
+    for optimizer in ("exact_sgd", "adam"):
+        model = H100.model().for_problem(problem(optimizer=optimizer))
+        shares.append(float(model.forward_share(model.encode([Shard.whole(TABLE)]))[0]))
+    assert 0.2 < shares[1] < shares[0] < 0.6
+
+
+def test_a_faster_card_is_faster_and_its_memory_holds_more():
+    h200 = load_profile("nvidia-h200")
+    assert ms(profile=h200) < ms() < ms(profile=load_profile("nvidia-a100-80"))
+    assert h200.memory_bytes > H100.memory_bytes
+
+
+def test_host_memory_follows_the_link_that_the_topology_gives():
+    far = dataclasses.replace(TABLE, load_factor=0.0)
+    own = problem(tables=[far])
+    halved = dataclasses.replace(
+        own.topology, memory=(dataclasses.replace(own.topology.memory[0], gbps=H100.values["host_read_gbps"] / 2),)
+    )
+    slow = dataclasses.replace(own, topology=halved)
+    fast_ms, slow_ms = (
+        float(group_costs([[Shard.whole(far)]], H100.model().for_problem(p))[0]) for p in (own, slow)
+    )
+    assert fast_ms < slow_ms < 2 * fast_ms
+
+
+def transfers(collective, n_bytes, hosts=1, devices=8, job=Job(), **links):  # noqa: B008 (frozen)
+    """ms forward and backward of one collective over all devices."""
+    of = problem(hosts, devices, job=job)
+    of = dataclasses.replace(of, topology=dataclasses.replace(of.topology, links=links_of(**links)))
+    traffic = np.zeros((len(CHANNELS), hosts * devices))
+    traffic[CHANNELS.index(Channel(collective))] = n_bytes
+    cost = H100.model().for_problem(of).comm(traffic, np.zeros(hosts * devices), of.topology)
+    return float(cost.forward_ms.max()), float(cost.backward_ms.max())
+
+
+def test_large_messages_approach_the_bandwidth_and_small_ones_the_latency():
+    gbps = H100.values["all_to_all_within_host_gbps"]
+    assert transfers("all_to_all", 1 << 34)[0] == pytest.approx((1 << 34) * 7 / 8 / gbps / 1e6, rel=0.02)
+    assert transfers("all_to_all", 8)[0] == pytest.approx(
+        H100.values["all_to_all_within_host_latency_us"] / 1e3, rel=0.01
+    )
+
+
+@pytest.mark.parametrize("collective", ["all_to_all", "reduce_scatter"])
+def test_networks_are_slower_than_hosts_and_given_links_count(collective):
+    n = 1 << 26
+    assert transfers(collective, n, 2)[0] > transfers(collective, n, 1, 16)[0]
+    assert transfers(collective, n, 2, between_hosts=5.0)[0] > 3 * transfers(collective, n, 2)[0]
+    shared = transfers(collective, n, 2, between_hosts=5.0, shared=True)[0]
+    assert shared > 5 * transfers(collective, n, 2, between_hosts=5.0)[0]
+    assert transfers(collective, 8, 2, latency_ms=3.0)[0] == pytest.approx(3.0, rel=0.1)
+
+
+def test_payloads_of_two_bytes_take_about_half():
+    n = 1 << 30
+    whole, half = (transfers("all_to_all", n, job=Job(forward_payload=p)) for p in ("fp32", "fp16"))
+    assert half[0] == pytest.approx(whole[0] / 2, rel=0.1) and half[1] == whole[1]
+
+
+def test_replicas_pay_for_their_dense_update():
+    n = 1 << 28
+    model = H100.model().for_problem(problem())
+    adam = dataclasses.replace(model, replica_optimizer="adam")
+    traffic = np.zeros((len(CHANNELS), 8))
+    traffic[CHANNELS.index(Channel("all_reduce"))] = n
+    topology = problem().topology
+    plain, of_adam = (m.comm(traffic, np.zeros(8), topology).backward_ms.max() for m in (model, adam))
+    assert of_adam - plain == pytest.approx(8 * n / H100.values["dense_gbps"] / 1e6)
+
+
+def test_switches_that_sum_make_all_reduces_cheaper():
+    def ms_of(generation):
+        rate = dataclasses.replace(H100.rates["switch_generation"], value=generation)
+        profile = dataclasses.replace(H100, rates={**H100.rates, "switch_generation": rate})
+        of = problem(2)
+        traffic = np.zeros((len(CHANNELS), 16))
+        traffic[CHANNELS.index(Channel("all_reduce"))] = 1 << 30
+        return profile.model().for_problem(of).comm(traffic, np.zeros(16), of.topology).backward_ms.max()
+
+    assert ms_of(3.0) < ms_of(2.0)
+
+
+def test_the_band_grows_with_uncertainty():
+    def band(factor):
+        rates = {
+            name: dataclasses.replace(rate, uncertainty=min(3.0, factor * rate.uncertainty))
+            for name, rate in H100.rates.items()
+        }
+        profile, of = dataclasses.replace(H100, rates=rates), problem(2)
+        model = profile.model().for_problem(of)
+        return model.band(lower(SHARDERS["random"](of, model), of))
+
+    assert 0 < band(0.5) < band(1.0) < band(2.0)
+    assert band(0.0) == 0.0

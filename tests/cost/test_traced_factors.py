@@ -13,6 +13,7 @@ from shardcore.core.types import Plan, Problem
 from shardcore.cost import composite, traced_factors
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
+from shardcore.cost.profile import load_profile, write_profile
 from shardcore.cost.traced_factors import (
     COMPUTE,
     EXCHANGE,
@@ -158,7 +159,7 @@ def test_traces_without_lookups_are_refused(model):
 
 
 def test_a_model_without_weights_is_refused():
-    with pytest.raises(ShardCoreError, match="AnalyticModel; traces correct trained models"):
+    with pytest.raises(ShardCoreError, match="AnalyticModel; traces correct trained models and"):
         corrected(AnalyticModel(SETTING), factors_of())
 
 
@@ -194,3 +195,24 @@ def test_several_precisions_are_corrected_together(model, tmp_path):
 
 def test_families_share_no_terms():
     assert {q.family for q in QUANTITIES} == {COMPUTE, EXCHANGE}
+
+
+def test_a_profile_is_corrected_in_its_rates(tmp_path):
+    profile = load_profile("nvidia-h100-sxm")
+    given = problem()
+    ours = profile.model().for_problem(given)
+    truth = corrected(ours, {q: Factor(1.6 if q.family == COMPUTE else 2.0, 0.0, 1) for q in QUANTITIES})
+    workload = lower(by_columns(given), given)
+    found = correction(ours, [(workload, traced(workload, truth))], price(workload, truth).total_ms)
+    fixed = corrected(ours, found.factors, {"job": "step-00001000"})
+    for plan_of in (by_columns, by_rows):
+        other = lower(plan_of(given), with_around(given, found.around_ms))
+        assert price(other, fixed).total_ms == pytest.approx(price(other, truth).total_ms, rel=0.05)
+    write_profile(tmp_path / "profile.json", fixed.profile)
+    kept = load_profile(tmp_path / "profile.json")
+    assert kept == fixed.profile
+    rate, before = kept.rates["read_gbps"], profile.rates["read_gbps"]
+    assert rate.value == pytest.approx(before.value / 1.6, rel=0.15)
+    assert rate.uncertainty <= before.uncertainty and rate.source.endswith(
+        "corrected by traces of step-00001000"
+    )

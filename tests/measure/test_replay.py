@@ -459,13 +459,6 @@ def test_a_workload_of_another_setting_is_refused_before_anything_starts(tables)
         replay(whole(cached), SETTING, CONFIG)
 
 
-def test_a_shard_larger_than_the_arena_is_named(tables, alone):
-    with pytest.raises(
-        ShardCoreError, match=r"shard cold\[0:50000, 0:16\] is 3.1 MiB; the arena holds 1.0 MiB"
-    ):
-        alone([whole(problem_of(tables, 1))], SETTING, dataclasses.replace(CONFIG, arena_bytes=MIB))
-
-
 def test_a_plan_with_a_shard_larger_than_the_arena_starts_no_process(tables):
     """A rank's own error would begin with its number."""
     with pytest.raises(

@@ -1,12 +1,9 @@
 """What publishers of one folder do to each other: turns, pruning, links, and what killed ones leave."""
 
 import fcntl
-import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -145,34 +142,6 @@ def test_files_for_people_leave_nothing_behind_but_what_others_write_now(tmp_pat
     assert os.listdir(tmp_path) == ["report.md"]
 
 
-def test_a_publisher_killed_at_any_moment_leaves_one_whole_state(problem, tmp_path, rng, outcome):
-    running = start_publisher(problem, tmp_path, 10_000)
-    said = [running.stdout.readline().strip()]
-    time.sleep(rng.uniform(0, 0.05))  # whatever it is at then
-    outcome.hit = running.poll() is None
-    running.send_signal(signal.SIGKILL)
-    said += running.communicate(timeout=60)[0].split()
-    history = list(store.history(tmp_path, "small"))
-    outcome.lost = len(set(said) - {d.id for d in history})
-    assert outcome.lost == 0
-    # what it said was done, and at most the one that it was at
-    assert said[-1] in {d.id for d in history[:2]}
-    assert store.load_plan(tmp_path, "small")[0] in [plan(problem, d) for d in range(4)]
-    outcome.said = f"decision {history[0].id} is the last one"
-    last = publish(tmp_path, problem, 2)
-    assert (
-        store.last(tmp_path, "small") == last
-        and len(list(store.history(tmp_path, "small"))) == len(history) + 1
-    )
-    outcome.completed = True
-    assert (
-        json.loads((tmp_path / "small/decisions" / f"{last.id}.json").read_text())["parent"] == history[0].id
-    )
-    with store.turn(tmp_path, "small"):
-        store.prune(tmp_path, "small", 2)
-    assert not list((tmp_path / "small").rglob(".*.tmp"))
-
-
 @pytest.mark.parametrize("name", ["versions", "decisions"])
 def test_nothing_is_written_through_a_link(problem, tmp_path, name):
     outside, home = tmp_path / "outside", tmp_path / "plans" / problem.name
@@ -182,39 +151,3 @@ def test_nothing_is_written_through_a_link(problem, tmp_path, name):
     with pytest.raises(ShardCoreError, match="is a symbolic link"):
         publish(tmp_path / "plans", problem, 0)
     assert not list(outside.iterdir())
-
-
-def test_pruning_takes_unfinished_files_of_its_own_alone(problem, tmp_path):
-    publish(tmp_path, problem, 0)
-    (tmp_path / problem.name / ".notes.tmp").write_text("mine")
-    (tmp_path / problem.name / ".folder.1.tmp").mkdir()
-    (tmp_path / problem.name / ".current.1.tmp").write_text("of a publisher")
-    store.prune(tmp_path, problem.name, 2)
-    assert {p.name for p in (tmp_path / problem.name).glob(".*.tmp")} == {".notes.tmp", ".folder.1.tmp"}
-
-
-@pytest.mark.parametrize("what", ["current", "report.html"])
-def test_a_pipe_is_not_waited_for(problem, tmp_path, what):
-    decision = publish(tmp_path, problem, 0)
-    path = tmp_path / problem.name / what
-    path = path if path.exists() else path.parent / "versions" / decision.current / what
-    path.unlink()
-    os.mkfifo(path)
-    if what == "report.html":
-        assert store.load_page(tmp_path, problem.name, decision.current) is None
-    else:
-        with pytest.raises(ShardCoreError, match="it is no file"):
-            store.current(tmp_path, problem.name)
-
-
-def test_a_holder_that_says_nothing_readable_is_waited_for(problem, tmp_path):
-    publish(tmp_path, problem, 0)
-    path = tmp_path / problem.name / ".turn"
-    path.write_bytes(b"\xff")
-    with open(path) as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
-        with (
-            pytest.raises(ShardCoreError, match="are being published by another"),
-            store.turn(tmp_path, problem.name, 0.0),
-        ):
-            pass

@@ -1,0 +1,154 @@
+"""Hardware profiles as data: what ships, what is read and written, and what is refused."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from shardcore.core.errors import ShardCoreError
+from shardcore.cost import profile as profiles
+from shardcore.cost.profile import (
+    RATES,
+    Profile,
+    Rate,
+    load_profile,
+    profile_names,
+    profile_of_device,
+    write_profile,
+)
+
+H100 = load_profile("nvidia-h100-sxm")
+NAMES = profile_names()
+
+
+def test_the_cards_of_the_issue_ship():
+    assert {
+        "nvidia-h100-sxm",
+        "nvidia-h200",
+        "nvidia-a100-80",
+        "nvidia-a100-40",
+        "nvidia-v100",
+        "nvidia-b200",
+        "amd-mi300x",
+        "amd-mi350",
+        "cpu",
+    } <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shipped_profile_has_each_rate_with_its_unit_and_source(name):
+    profile = load_profile(name)
+    assert profile.name == name and set(profile.rates) == set(RATES)
+    for key, rate in profile.rates.items():
+        assert rate.value > 0 and rate.unit == RATES[key][0] and rate.source, key
+        # What the law leaves unexplained is never nothing.
+        assert rate.uncertainty > 0 or key in profiles.SPEC, key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bandwidths_stay_below_the_data_sheet(name):
+    values = load_profile(name).values
+    for key, most in (("read", "hbm"), ("update", "hbm"), ("all_to_all_within_host", "nvlink")):
+        assert values[f"{key}_gbps"] < values[f"{most}_gbps"], key
+
+
+def test_a_file_holds_all_that_a_profile_has(tmp_path):
+    write_profile(tmp_path / "own.json", H100)
+    assert load_profile(tmp_path / "own.json") == H100
+
+
+@pytest.mark.parametrize(
+    "device, name",
+    [
+        ("NVIDIA H100 80GB HBM3", "nvidia-h100-sxm"),
+        ("NVIDIA H200", "nvidia-h200"),
+        ("NVIDIA A100-SXM4-40GB", "nvidia-a100-40"),
+        ("NVIDIA A100-SXM4-80GB", "nvidia-a100-80"),
+        ("Tesla V100-SXM2-32GB", "nvidia-v100"),
+        ("NVIDIA B200", "nvidia-b200"),
+        ("AMD Instinct MI300X", "amd-mi300x"),
+        ("AMD Instinct MI350X", "amd-mi350"),
+    ],
+)
+def test_a_device_is_known_by_its_name(device, name):
+    assert profile_of_device(device).name == name
+
+
+def _changed(**rate):
+    def make():
+        rates = {**H100.rates, "read_gbps": dataclasses.replace(H100.rates["read_gbps"], **rate)}
+        return dataclasses.replace(H100, rates=rates)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: load_profile("nvidia-x"), "profile 'nvidia-x' is not known; known are amd-mi300x"),
+        (lambda: load_profile("absent.json"), "cannot read absent.json"),
+        (lambda: profile_of_device("GeForce 256"), "device 'GeForce 256' has no profile; known are amd-mi300x"),
+        (_changed(value=0.0), "a rate is 0.0 GB/s; it needs to be above 0"),
+        (_changed(value=-1.0), "a rate is -1.0 GB/s; it needs to be above 0"),
+        (_changed(value=float("nan")), "a rate is nan GB/s; it needs to be above 0"),
+        (_changed(uncertainty=-0.1), "a rate has uncertainty -0.1; it needs 0 to 3"),
+        (_changed(unit="ms"), "has read_gbps in 'ms'; it needs 'GB/s'"),
+        (_changed(source=" "), "a rate has no source"),
+        (lambda: dataclasses.replace(H100, name="a b"), "a profile has name 'a b'"),
+        (lambda: dataclasses.replace(H100, memory_bytes=0), "memory_bytes 0"),
+        (lambda: dataclasses.replace(H100, rates={**H100.rates, "x": H100.rates["read_gbps"]}), "unknown rate"),
+        (lambda: Profile("few", (), 1, {"read_gbps": Rate(1.0, 0.1, "GB/s", "s")}), "lacks the rate"),
+    ],
+)
+def test_bad_profiles_are_refused_in_one_line(make, words):
+    with pytest.raises(ShardCoreError, match=words.replace("(", r"\(")) as error:
+        make()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "edit, words",
+    [
+        (lambda body: body["rates"]["read_gbps"].pop("source"), "lacks the key 'source'"),
+        (lambda body: body["rates"].update(read_gbps=7), "rates: 'read_gbps'"),
+        (lambda body: body.update(version=9), "has version 9"),
+        (lambda body: body.update(schema="shardcore/plan"), "expected 'shardcore/profile'"),
+        (lambda body: body.update(cores=3), "unknown key 'cores'"),
+    ],
+)
+def test_bad_files_are_refused_by_name(tmp_path, edit, words):
+    path = tmp_path / "bad.json"
+    write_profile(path, H100)
+    body = json.loads(path.read_text())
+    edit(body)
+    path.write_text(json.dumps(body))
+    with pytest.raises(ShardCoreError, match=words) as error:
+        load_profile(path)
+    assert "bad.json" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_draws_follow_the_uncertainty_and_the_seed():
+    one, again, other = (H100.drawn(np.random.default_rng(seed)) for seed in (1, 1, 2))
+    assert one == again != other
+    assert one.rates["hbm_gbps"] == H100.rates["hbm_gbps"]  # a data sheet does not err
+    rng = np.random.default_rng(0)
+    logs = [np.log(H100.drawn(rng).values["read_gbps"] / H100.values["read_gbps"]) for _ in range(400)]
+    assert np.std(logs) == pytest.approx(H100.rates["read_gbps"].uncertainty, rel=0.15)
+
+
+def test_the_band_adds_what_rates_err_by():
+    def price(values):
+        return np.array([1 / values["read_gbps"], values["sort_lookup_ns"], 7.0])
+
+    read, sort = (H100.rates[name].uncertainty for name in ("read_gbps", "sort_lookup_ns"))
+    assert H100.band(price) == pytest.approx([read, sort, 0.0])
+
+
+def test_a_topology_has_the_cards_memory_and_host_memory_at_its_rate():
+    topology = H100.topology(2, 4, host_memory_bytes=1 << 40)
+    assert len(topology.hosts) == 2 and len(topology) == 8 and topology.hardware == H100.name
+    assert {d.memory_bytes for d in topology.devices} == {H100.memory_bytes}
+    memory = topology.memory_of("host")
+    assert memory and memory.gbps == H100.values["host_read_gbps"]
+    assert not H100.topology(1, 2).memory

@@ -1,0 +1,178 @@
+"""Fits of profiles to timings, their files, and profiles from data sheets."""
+
+import csv
+import dataclasses
+
+import numpy as np
+import pytest
+
+from shardcore.core.errors import ShardCoreError
+from shardcore.cost.profile import SPEC, load_profile
+from shardcore.cost.profile_fit import Predictor, Timing, fit, of_card, read_timings, scaled
+
+H100 = load_profile("nvidia-h100-sxm")
+OP = Timing("s", "", "fwd", 1.0, batch=65_536, tables=4, rows=(1_000_000,), width=(64,), pooling=(10.0,))
+EXCHANGE = Timing("s", "", "alltoall", 1.0, ranks=8, hosts=1, bytes=1 << 28)
+
+
+def timed(timings, profile, noise=0.0):
+    """The timings as a card of this profile would take."""
+    rng = np.random.default_rng(0)
+    times = Predictor(timings).times_us(profile.values) * np.exp(noise * rng.standard_normal(len(timings)))
+    return [dataclasses.replace(t, time_us=float(us)) for t, us in zip(timings, times, strict=True)]
+
+
+OPS = [
+    dataclasses.replace(OP, op=op, batch=batch, width=(width,), source=f"s{batch}")
+    for op in ("fwd", "bwd")
+    for batch in (4096, 65_536, 1 << 19)
+    for width in (16, 64, 256)
+]
+EXCHANGES = [
+    dataclasses.replace(EXCHANGE, op=op, bytes=n)
+    for op in ("alltoall", "allgather", "reducescatter", "allreduce")
+    for n in (1 << 10, 1 << 20, 1 << 30)
+]
+
+
+@pytest.mark.parametrize("timings", [OPS, EXCHANGES])
+def test_a_fit_finds_a_card_that_is_not_the_one_it_starts_from(timings):
+    other = scaled(H100, "other", hbm_gbps=1500.0, nvlink_gbps=350.0, sm_ghz=150.0)
+    own = timed(timings, other, 0.02)
+    start = scaled(H100, "start")
+    found = fit(own, start)
+    measured = np.array([t.time_us for t in own])
+    before, after = (abs(Predictor(own).times_us(p.values) / measured - 1).mean() for p in (start, found))
+    assert after < 0.05 and before > 1.5 * after
+
+
+def test_rates_that_no_timing_depends_on_stay():
+    found = fit(timed(OPS, H100), H100)
+    for name in ("all_to_all_within_host_gbps", "host_read_gbps", "hbm_gbps", "exchange_factor"):
+        assert found.rates[name] == H100.rates[name]
+    assert "fitted to s" in found.rates["read_gbps"].source
+    assert found.rates["read_gbps"].uncertainty <= H100.rates["read_gbps"].uncertainty
+
+
+def test_one_wrong_timing_does_not_decide():
+    wrong = timed(OPS, H100)
+    wrong[0] = dataclasses.replace(wrong[0], time_us=10 * wrong[0].time_us)
+    values = fit(wrong, H100).values
+    others = Predictor(wrong[1:]).times_us(values) / [t.time_us for t in wrong[1:]]
+    assert abs(others - 1).mean() < 0.05
+
+
+def test_what_a_law_leaves_unexplained_is_the_factors_uncertainty():
+    quiet, noisy = (fit(timed(OPS, H100, noise), H100) for noise in (0.0, 0.3))
+    assert quiet.rates["compute_factor"].uncertainty == pytest.approx(0.1)
+    assert noisy.rates["compute_factor"].uncertainty > 0.15
+
+
+def test_no_gather_beats_memory():
+    fast = [dataclasses.replace(t, time_us=t.time_us / 20) for t in timed(OPS, H100)]
+    assert fit(fast, scaled(H100, "fast")).values["read_gbps"] < H100.values["hbm_gbps"]
+
+
+def test_a_data_sheet_scales_what_follows_from_it():
+    twice = scaled(H100, "twice", hbm_gbps=6700.0, nvlink_gbps=900.0, pcie_gbps=128.0, memory_bytes=1e11)
+    values, own = twice.values, H100.values
+    assert own["read_gbps"] < values["read_gbps"] < 2 * own["read_gbps"]  # multiprocessors are the same
+    for name in ("dense_gbps", "all_to_all_within_host_gbps", "host_read_gbps"):
+        assert values[name] == pytest.approx(2 * own[name])
+    for name in ("forward_op_us", "sort_lookup_ns", "all_to_all_between_hosts_gbps"):
+        assert values[name] == own[name]
+    assert twice.memory_bytes == 10**11 and twice.rates["hbm_gbps"].source == "data sheet of twice"
+    assert "scaled from nvidia-h100-sxm by hbm_gbps" in twice.rates["read_gbps"].source
+    for name, rate in twice.rates.items():
+        assert name in SPEC or rate.uncertainty > H100.rates[name].uncertainty
+
+
+@pytest.mark.parametrize(
+    "spec, words",
+    [
+        ({"hbm": 5.0}, "a data sheet has 'hbm'; known are hbm_gbps"),
+        ({"hbm_gbps": 0.0}, "a data sheet has hbm_gbps 0.0; it needs to be above 0"),
+        ({"hbm_gbps": float("inf")}, "above 0"),
+        ({"memory_bytes": -1.0}, "above 0"),
+    ],
+)
+def test_bad_data_sheets_are_refused(spec, words):
+    with pytest.raises(ShardCoreError, match=words):
+        scaled(H100, "own", **spec)
+
+
+# --- files --------------------------------------------------------------------------------------------------
+
+OP_ROW = {"op": "bwd", "time_us": "612.5", "B": "1024", "T": "2", "E": "1000,50", "D": "2x64", "L": "10"}
+EXCHANGE_ROW = {"op": "alltoall", "time_us": "30", "ranks": "16", "hosts": "2", "msg_bytes_per_rank": "1024"}
+
+
+def written(tmp_path, *rows):
+    path = tmp_path / "timings.csv"
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    with open(path, "w") as f:
+        writer = csv.DictWriter(f, columns, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def test_files_of_timings_are_read(tmp_path):
+    more = {"optimizer": "adam", "weights_precision": "fp16", "gpu": "H100", "index_distribution": "zipf alpha 1.15"}
+    timings, reasons = read_timings(written(tmp_path, {**OP_ROW, **more}, EXCHANGE_ROW))
+    op, exchange = timings
+    assert (op.rows, op.width, op.pooling, op.tables) == ((1000, 50), (64, 64), (10.0,), 2)
+    assert (op.optimizer, op.precision, op.alpha) == ("adam", "fp16", 1.15)
+    assert (exchange.ranks, exchange.hosts, exchange.bytes) == (16, 2, 1024.0)
+    assert not reasons and (Predictor(timings).times_us(H100.values) > 0).all()
+    assert of_card(timings, H100) == timings
+    assert of_card(timings, load_profile("nvidia-v100")) == [exchange]  # it names no card
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        ({"op": "gather"}, "op 'gather' is not one"),
+        ({"time_us": ""}, "time_us is not stated"),
+        ({"E": ""}, "E is not stated"),
+        ({"E": "see commit"}, "not stated one by one"),
+        ({"D": "1,2,3"}, "not stated one by one"),
+        ({"D": "6"}, "no multiple of 4"),
+        ({"weights_precision": "fp8"}, "weights are 'fp8'"),
+        ({"optimizer": "magic"}, "optimizer 'magic'"),
+        ({"mode": "uvm_caching"}, "share of rows that its cache holds"),
+    ],
+)
+def test_rows_that_cannot_be_used_leave_with_a_reason(tmp_path, change, why):
+    timings, reasons = read_timings(written(tmp_path, OP_ROW, {**OP_ROW, **change}))
+    assert len(timings) == 1 and len(reasons) == 1 and why in next(iter(reasons))
+
+
+@pytest.mark.parametrize(
+    "rows, words",
+    [
+        ([{"op": "fwd"}], "lacks the column 'time_us'"),
+        ([{"time_us": "1"}], "lacks the column 'op'"),
+        ([{k: v for k, v in OP_ROW.items() if k != "D"}], "has 'bwd' timings and lacks the column 'D'"),
+        ([{k: v for k, v in EXCHANGE_ROW.items() if k != "hosts"}], "lacks the column 'hosts'"),
+        ([{**OP_ROW, "time_us": "fast"}], "line 2 has time_us 'fast'; it needs a number"),
+        ([{**OP_ROW, "time_us": "0"}], "line 2 has time_us 0; it needs to be above 0"),
+        ([{**OP_ROW, "B": "nan"}], "B"),
+        ([{**EXCHANGE_ROW, "hosts": "3"}], "16 ranks on 3 hosts"),
+    ],
+)
+def test_bad_files_are_refused_in_one_line(tmp_path, rows, words):
+    if words == "B":
+        assert not read_timings(written(tmp_path, *rows))[0]
+        return
+    with pytest.raises(ShardCoreError, match=words) as error:
+        read_timings(written(tmp_path, *rows))
+    assert "timings.csv" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_nothing_cannot_be_fitted(tmp_path):
+    with pytest.raises(ShardCoreError, match="profile 'nvidia-h100-sxm' has no timings"):
+        fit([], H100)
+    (tmp_path / "empty.csv").write_text("op,time_us\n")
+    with pytest.raises(ShardCoreError, match="has no rows"):
+        read_timings(tmp_path / "empty.csv")

@@ -1,0 +1,89 @@
+"""A real job on two gloo processes leaves what `job read` needs."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("torchrec")
+sys.path.append(str(Path(__file__).parent))
+
+import profiled_training
+import training
+
+from shardcore.core.access_statistics import Reuse
+from shardcore.core.errors import ShardCoreError
+from shardcore.cost import traced_factors
+from shardcore.io import job_folder
+from shardcore.plans import traced_job
+from shardcore.step.lower import lower
+from shardcore.torchrec.profiler import ShardCoreProfiler
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """The problem, the plan, and the folder of a job of 22 steps that traces two of them three times."""
+    given = training.problem(1, 2, sequence=True)
+    plan = training.draw(given, np.random.default_rng(3))
+    folder = tmp_path_factory.mktemp("job") / "traces"
+    codes = training.in_processes(2, profiled_training.work, (given, plan, folder, 22, 6), 240)
+    assert codes == [0, 0]
+    return given, plan, folder
+
+
+@pytest.mark.long
+def test_a_job_leaves_its_newest_traced_steps(job):
+    _, _, folder = job
+    # Traced were the steps 7 and 8, 13 and 14, and 19 and 20. One is kept, until another follows.
+    assert [path.name for path in job_folder.traced_steps(folder)] == ["step-00000014", "step-00000020"]
+    assert not list(folder.rglob(".*"))
+
+
+@pytest.mark.long
+def test_a_job_leaves_its_plan_and_the_lookups_of_all_ranks(job):
+    given, plan, folder = job
+    step = job_folder.read_step(job_folder.traced_steps(folder)[-1])
+    assert training.held(step.plan, 2) == training.held(plan, 2)
+    assert {t.name: (t.rows, t.dim) for t in step.problem.tables} == {
+        t.name: (t.rows, t.dim) for t in given.tables
+    }
+    assert {t.name for t in step.problem.tables if t.sequence} == {"s", "t"}
+    assert (step.problem.optimizer, step.problem.global_batch) == ("rowwise_adagrad", given.global_batch)
+    assert all(isinstance(t.access, Reuse) for t in step.problem.tables)
+    assert step.facts.features["b"] == ("f1", "f2")
+    assert set(step.step_ms) == {0, 1} and step.remarks == ()
+
+
+@pytest.mark.long
+def test_a_jobs_traces_tell_its_parts(job):
+    _, _, folder = job
+    read = traced_job.read(folder)
+    assert read.traced.backend == "gloo" and len(read.traced.steps) == 2
+    assert read.problem is not None and read.plan is not None
+    for step in read.traced.steps:
+        assert [rank.rank for rank in step.ranks] == [0, 1]
+        for rank in step.ranks:
+            assert rank.ms["lookup_forward"] > 0 and rank.ms["lookup_backward"] > 0 and rank.ms["ids"] > 0
+            assert sum(rank.ms.values()) == pytest.approx(rank.total_ms)
+            assert {x.role for x in rank.exchanges} >= {"ids", "outputs", "gradients"}
+        assert traced_factors.mismatches(lower(read.plan, read.problem, fits=False), step) == []
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"every": 2}, "every is 2; it needs more than"),
+        ({"steps": 0}, "steps is 0"),
+        ({"keep": 0}, "keep is 0"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(options, words):
+    with pytest.raises(ShardCoreError, match=words):
+        ShardCoreProfiler(torch.nn.Linear(1, 1), **options)
+
+
+def test_a_model_without_sharded_collections_is_refused():
+    with pytest.raises(ShardCoreError, match="Linear without sharded collections"):
+        ShardCoreProfiler(torch.nn.Linear(1, 1))
