@@ -131,7 +131,7 @@ def test_host_memory_follows_the_link_that_the_topology_gives():
     assert fast_ms < slow_ms < 2 * fast_ms
 
 
-def transfers(collective, n_bytes, hosts=1, devices=8, job=Job(), **links):  # noqa: B008 (frozen)
+def transfers(collective, n_bytes, hosts=1, devices=8, job=Job(), **links):
     """ms forward and backward of one collective over all devices."""
     of = problem(hosts, devices, job=job)
     of = dataclasses.replace(of, topology=dataclasses.replace(of.topology, links=links_of(**links)))
@@ -200,3 +200,13 @@ def test_the_band_grows_with_uncertainty():
 
     assert 0 < band(0.5) < band(1.0) < band(2.0)
     assert band(0.0) == 0.0
+
+
+def test_tables_of_an_op_share_the_cache():
+    hot = Table("hot", 60_000, 128, 20.0, Zipf(0.0))  # its rows fit into L2
+    many = [dataclasses.replace(hot, name=f"t{i}") for i in range(32)]
+    alone, among = (
+        float(group_costs([[Shard.whole(hot)]], H100.model().for_problem(problem(1, 1, tables)))[0])
+        for tables in ([hot], [hot, *many])
+    )
+    assert among > 1.1 * alone
