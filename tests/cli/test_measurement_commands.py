@@ -42,3 +42,11 @@ def test_a_trained_model_names_its_data_whatever_the_order_of_folders(tmp_path, 
     assert model.meta["provenance"]["data"] == digest
     assert f"{tmp_path / 'model'}: {SETTING}, data {digest[:8]}" in capsys.readouterr().err
     assert known_errors.label(model) == f"{SETTING}, data {digest[:8]}"
+
+
+def test_a_start_that_is_neither_a_model_nor_a_profile_names_the_profiles(tmp_path, capsys):
+    data = tmp_path / "data"
+    data.mkdir()
+    dataset.write_compute(data, compute_samples(linear_law, 30), dataset.write_pool(data, pool()))
+    assert main(["train", str(data), "--start", "h100", "--out", str(tmp_path / "model")]) == 1
+    assert "error: profile 'h100' is not known; known are " in capsys.readouterr().err

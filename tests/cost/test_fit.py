@@ -13,11 +13,14 @@ from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Setting, Shard, Table
 from shardcore.cost import accuracy, collective_model, fit, quantiles
+from shardcore.cost.profile import load_profile
+from shardcore.cost.profile_model import ProfileModel
 from shardcore.io import schema
 from shardcore.io.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, ComputeSample
 from shardcore.step.access import access_share
 
 QUICK = fit.FitConfig(epochs=3)
+PROFILE = load_profile("nvidia-h100-sxm")
 
 
 def test_linear_law_is_recovered():
@@ -276,6 +279,28 @@ def test_fine_tuning_widens_what_is_known():
     assert (tuned.weights["condition_high"] >= known.weights["condition_high"]).all()
     for name in ("condition_mean", "condition_sd", "load_typical"):
         assert np.array_equal(tuned.weights[name], known.weights[name])
+
+
+def profile_law(shards, batch):
+    """A machine whose backward takes twice what the profile says."""
+    model = ProfileModel(PROFILE, Setting(PROFILE.name, batch))
+    sums = model.encode(shards).sum(0, keepdims=True)
+    forward = float(model.forward_share(sums)[0] * model.head(sums)[0])
+    return forward, 2 * (float(model.head(sums)[0]) - forward)
+
+
+def test_a_profile_is_a_start_for_few_samples():
+    few, judged = compute_samples(profile_law, 24), compute_samples(profile_law, 200)[24:]
+    model = fit.train(few, [], SETTING, QUICK, start=PROFILE).model
+    assert accuracy.evaluate(model, judged, [])["compute_mape"] < 5
+    wanted = {
+        "profile_digest": PROFILE.digest,
+        "profile": "profile: published measurements, not of your machine",
+    }
+    assert wanted.items() <= model.meta["provenance"]["start"].items()
+    assert model.setting == SETTING and "devices" not in model.meta["ranges"]
+    with pytest.raises(ShardCoreError, match="there are 19 measured groups .* training needs at least 20"):
+        fit.train(few[:19], [], SETTING, QUICK, start=PROFILE)
 
 
 @pytest.mark.long

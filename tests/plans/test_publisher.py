@@ -28,14 +28,8 @@ from shardcore.step import lower as workload
 from shardcore.step.lower import lower
 from shardcore.torchrec import sharder
 
+pytestmark = pytest.mark.usefixtures("short_explanations")
 CONFIG = PublishConfig("anneal", budget_evals=300, torchrec_s=0)
-
-
-@pytest.fixture(autouse=True)
-def short_explanations(monkeypatch):
-    monkeypatch.setattr(publisher, "_EXPLAIN", Budget(evals=10))
-    monkeypatch.setattr("shardcore.search.explain.MORE_MEMORY", ())
-    monkeypatch.setattr("shardcore.search.explain.MOST_TIMES_DEVICES", 1)
 
 
 @pytest.fixture(scope="module")
