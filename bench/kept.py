@@ -1,11 +1,8 @@
-"""Kept problems: what every search finds on them, to compare two commits, and if searches count memory right.
+"""Kept problems: what every search finds on them, to compare two commits.
 
     python -m bench.kept tight --out tight.jsonl                         100 problems with little memory
     python -m bench.kept ordinary --out costs.jsonl --against OLD.jsonl  100 with enough, and a run of another
                                                                          commit beside
-    python -m bench.kept findings --seconds 2                            where the default once lost
-    python -m bench.kept plans                                           memory that annealing counts of the
-                                                                         plans of bench.memory
 
 Problems have 1.02 to 1.2 times (ordinary: 1.5 to 4 times) the memory that their whole tables take in turn,
 counted exactly. They have pooled tables, sequences or both, on 2 to 16 devices, on one host or two, of one to
@@ -14,10 +11,8 @@ rows in host memory, with or without a cache, or managed collision. Payloads, op
 On most, FBGEMM's GPU kernels sort. Every second tight problem is small: 6 tables on 3 devices at most.
 Ordinary ones have pins, tables kept whole or together, and unequal devices too.
 
-Each search has as many evaluations (on the findings: seconds of the processor), so costs can be compared to
-the last digit. Costs are predicted, by AnalyticModel. `off` is a search's own count of a device's memory less
-what its plan takes there, as a share of the device. Of small problems that all searches refuse, a plan that
-fits is looked for: kinds and devices are enumerated, and cuts by columns in equal parts.
+Each search has as many evaluations, so costs can be compared to the last digit. Costs are predicted, by
+AnalyticModel.
 
 A line of --out is a problem. Run again, it goes on from there. With --against, memory is that of the other
 run. Exit code 1 if a plan is dearer by more than 0.1% than there, or refused where that found one.
@@ -27,8 +22,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,20 +38,13 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
 from shardcore.core.links import links_of
 from shardcore.core.tiers import Memory
-from shardcore.core.topology import GIB, Device, Topology
+from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CostModel, price
-from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.anneal import compiled
-from shardcore.search.anneal.reshard import Reshard
-from shardcore.search.anneal.sharder import Search, copy_of
-from shardcore.search.anneal.starts import Start, Starts
-from shardcore.search.state.placement_state import PlacementState
-from shardcore.search.state.shards import fixed_placements
 from shardcore.step import memory
-from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, even_share, run_of
+from shardcore.step.kinds import WHOLE_ROWS, even_share
 from shardcore.step.lower import lower
 from shardcore.tables.generate import generate_pool
 
@@ -71,9 +58,8 @@ MOSTLY = {
 }
 """Powers of 10 of rows, pooling, and the batch, by the data that takes most memory."""
 SLACK = {"tight": (1.02, 1.2), "ordinary": (1.5, 4.0)}
-SMALL = 6, 3
-NODES = 3_000
-"""Partial plans that an enumeration tries."""
+SMALL = 6
+"""The most tables of a small problem."""
 
 
 def drawn(suite: str, i: int, memory_bytes: int | None = None) -> Problem:
@@ -81,7 +67,7 @@ def drawn(suite: str, i: int, memory_bytes: int | None = None) -> Problem:
     rng = np.random.default_rng([39, list(SLACK).index(suite), i])
     small, kind, mostly = suite == "tight" and i % 2 == 0, KINDS[i % 3], list(MOSTLY)[i // 2 % 4]
     n = int(rng.choice([2, 3] if small else [2, 4, 8, 16]))
-    n_tables = int(rng.integers(n, SMALL[0] + 1) if small else min(40, n * rng.integers(2, 6)))
+    n_tables = int(rng.integers(n, SMALL + 1) if small else min(40, n * rng.integers(2, 6)))
     (low, high), pooling, batch = MOSTLY[mostly]
     tables, kinds, collections = [], [], int(rng.choice([1, 1, 2, 3]))
     optimizer = str(rng.choice(["exact_sgd", "rowwise_adagrad", "exact_adagrad", "adam"]))
@@ -190,147 +176,19 @@ def of_size(n_tables: int, n_devices: int, batch: int) -> Problem:
     )
 
 
-def findings() -> Iterator[Problem]:
-    """Problems on which a default search once ended dearer than others of ours, by up to ten times."""
-
-    def on(name: str, tables: Sequence[Table], n: int, gib: float, batch: int) -> Problem:
-        devices = tuple(Device(int(gib * GIB), host=f"host-{d // 8}") for d in range(n))
-        return Problem(name, tuple(tables), Topology(devices), batch)
-
-    history = Table("t0", 1_000_000, 128, 1000.0, sequence=True)
-    for gib in (80, 2.5):
-        yield on(f"a-sequence-{gib}-GiB", [history], 8, gib, 2048)
-    three = [replace(history, name=f"t{i}", pooling=500.0) for i in range(3)]
-    yield on("three-sequences", three, 8, 80, 2048)
-    few = [Table(f"t{i}", 10_000, 64, 5.0) for i in range(20)]
-    yield on("one-huge-table", [Table("huge", 1_000_000_000, 512, 1.0), *few], 64, 80, 4096)
-    for i in range(5):  # where NeuroShard's beam was ahead
-        yield draw_problem(generate_pool(), i, Setting("gpu", 65_536), 39, ProblemConfig(4, 18, 22))
-
-
-# --- a search's own count ---------------------------------------------------------------------------------
-
-
-def off_bytes(placements: Sequence[Placement], problem: Problem, counted: np.ndarray) -> list[int]:
-    """For each device that has a shard, a search's own count of bytes [D] less what the plan takes there."""
-    held, plan = sorted({d for p in placements for d in p.devices}), Plan(tuple(placements))
-    return (counted - memory.used_bytes(plan, problem))[held].astype(int).tolist()
-
-
-def counted_by(search: Search | Starts, start: Start) -> np.ndarray:
-    """[D] bytes that annealing counts of a plan. Where devices have no memory, what is left is exact."""
-    fixed = start.fixed._replace(free=np.full(len(start.fixed.free), -1e-9), host_free=np.inf)
-    state = copy_of(start.state)
-    compiled.refresh(search.head, fixed, state)
-    return np.rint(-state.left)
-
-
-def off_of_plans(n: int) -> list[int]:
-    """`off_bytes` of annealing that starts from each of the first n plans of bench.memory.
-
-    It has tables whole there that a plan cuts both ways.
-    """
-    from bench.memory import peaks  # with torch and TorchRec
-
-    off = []
-    for i in range(n):
-        problem, plan = peaks.drawn(i)
-        starts = Starts(problem, model_of(problem), Budget().start(), 0)
-        start = starts.resharded(Reshard(plan), "all")
-        off += off_bytes(start.placements, problem, counted_by(starts, start))
-    return off
-
-
-@contextmanager
-def own_counts() -> Iterator[list[int]]:
-    """While it is open, it lists `off_bytes` of each plan of a search."""
-    off: list[int] = []
-
-    def plan(state: PlacementState, **provenance: Any) -> Plan:
-        found = of_state(state, **provenance)
-        off.extend(off_bytes(found.placements, state.cache.problem, state.peak_bytes()))
-        return found
-
-    def placements(search: Search) -> list[Placement]:
-        given = [*search.best.placements, *fixed_placements(search.problem)]
-        off.extend(off_bytes(given, search.problem, counted_by(search, search.best)))
-        return search.best.placements
-
-    of_state, of_search = PlacementState.plan, Search.placements
-    PlacementState.plan, Search.placements = plan, property(placements)
-    try:
-        yield off
-    finally:
-        PlacementState.plan, Search.placements = of_state, of_search
-
-
-# --- a plan that fits -------------------------------------------------------------------------------------
-
-
-def packed(problem: Problem) -> Plan | None:
-    """A plan that fits, of those enumerated. None: there is none, or NODES were tried."""
-    tables = sorted(problem.tables, key=lambda t: -t.bytes)
-    left = NODES
-
-    def add(placements: tuple[Placement, ...]) -> Plan | None:
-        nonlocal left
-        left -= 1
-        plan = Plan(placements)
-        if left < 0 or (placements and not memory.fits(plan, problem)):
-            return None
-        table = next((t for t in tables if all(p.shard.table is not t for p in placements)), None)
-        if table is None:
-            return plan
-        return next(filter(None, (add((*placements, *way)) for way in ways_of(table, problem))), None)
-
-    return add(())
-
-
-def ways_of(table: Table, problem: Problem) -> Iterator[tuple[Placement, ...]]:
-    """Ways to place a table: each kind on each group, and columns in equal parts on neighbours."""
-    n = len(problem.topology)
-    for layout in LAYOUTS.values():
-        if not problem.may_run(layout, table):
-            continue
-        try:
-            run_of(layout.name, table)
-        except ShardCoreError:
-            continue
-        for group in layout.groups(problem.topology):
-            if not layout.divides_rows or even_share(table.rows, len(group)):
-                yield (Placement(layout.name, Shard.whole(table), group),)
-        for parts in range(2, n + 1) if layout is WHOLE_ROWS and not table.sequence else ():
-            if table.dim % (4 * parts) == 0:
-                width = table.dim // parts
-                shards = [Shard(table, 0, table.rows, lo, lo + width) for lo in range(0, table.dim, width)]
-                for first in range(n if parts < n else 1):
-                    yield tuple(
-                        Placement(layout.name, shard, ((first + k) % n,)) for k, shard in enumerate(shards)
-                    )
-
-
-# --- all of it --------------------------------------------------------------------------------------------
-
-
 def searched(problem: Problem, names: Sequence[str], budget: Budget) -> dict[str, Any]:
-    """For each search its plan's cost or why there is none, processor seconds, and how its counts are off."""
+    """For each search its plan's cost or why there is none, and processor seconds."""
     model, found = model_of(problem), {}
     for name in names:
         began = time.process_time()
-        with own_counts() as off:
-            try:
-                plan = SHARDERS[name](problem, model, budget=budget)
-            except ShardCoreError as error:
-                each = {"refused": str(error)[:200]}
-            else:
-                memory.require_fits(plan, problem)
-                each = {"ms": price(lower(plan, problem), model).total_ms}
-        found[name] = each | {
-            "seconds": round(time.process_time() - began, 3),
-            "counts": len(off),
-            "exact": off.count(0),
-            "off_bytes": [min(off), max(off)] if off else [],
-        }
+        try:
+            plan = SHARDERS[name](problem, model, budget=budget)
+        except ShardCoreError as error:
+            each = {"refused": str(error)[:200]}
+        else:
+            memory.require_fits(plan, problem)
+            each = {"ms": price(lower(plan, problem), model).total_ms}
+        found[name] = each | {"seconds": round(time.process_time() - began, 3)}
     return found
 
 
@@ -371,41 +229,21 @@ def against(rows: Sequence[dict], old: dict[str, dict], names: Sequence[str]) ->
 
 
 def summary(rows: Sequence[dict], names: Sequence[str]) -> str:
-    """A row for each search: costs of its plans, refusals, and errors of its count."""
+    """A row for each search: costs of its plans over the least of all searches, and seconds."""
     shown = []
     for name in names:
         of = [(r, r["found"][name]) for r in rows if name in r["found"]]
-        least = [min(f["ms"] for f in r["found"].values() if "ms" in f) for r, f in of if "ms" in f]
-        over = [f["ms"] / ms for (_, f), ms in zip([x for x in of if "ms" in x[1]], least, strict=True)]
-        off = [n / r["memory_bytes"] for r, f in of for n in f["off_bytes"]] or [np.nan]
-        fits = [r["fits"] or any("ms" in f for f in r["found"].values()) for r, f in of if "ms" not in f]
+        over = [f["ms"] / min(x["ms"] for x in r["found"].values() if "ms" in x) for r, f in of if "ms" in f]
         shown.append(
             (
                 name,
                 f"{len(over)} of {len(of)}",
-                str(sum(fits)),
                 f"{np.mean(over or [np.nan]):.4f}",
                 f"{max(over, default=np.nan):.3f}",
                 f"{sum(f['seconds'] for _, f in of):.0f}",
-                f"{sum(f['exact'] for _, f in of)} of {sum(f['counts'] for _, f in of)}",
-                f"{min(off):+.1%}",
-                f"{max(off):+.1%}",
             )
         )
-    return report.text_table(
-        (
-            "search",
-            "found",
-            "refused, fits",
-            "cost",
-            "most",
-            "processor s",
-            "counts exact",
-            "least off",
-            "most off",
-        ),
-        shown,
-    )
+    return report.text_table(("search", "found", "cost", "most", "processor s"), shown)
 
 
 def main() -> int:
@@ -413,34 +251,12 @@ def main() -> int:
         __doc__,
         problems=100,
         evals=20_000,
-        seconds=(2.0, "of each search on the findings"),
         out=(Path, "a line of JSON for each problem"),
         against=(Path, "--out of another commit"),
     )
-    parser.add_argument("suite", choices=(*SLACK, "findings", "plans"))
+    parser.add_argument("suite", choices=tuple(SLACK))
     parser.add_argument("--sharders", nargs="*", default=list(SHARDERS))
     args = parser.parse_args()
-    if args.suite == "findings":
-        common.count_processor_seconds()
-        searched(next(findings()), args.sharders, Budget(evals=1))  # to compile
-        each = {p.name: searched(p, args.sharders, Budget(seconds=args.seconds)) for p in findings()}
-        print(
-            report.text_table(
-                ("problem", *args.sharders),
-                [
-                    (name, *(f"{f['ms']:.4g}" if "ms" in f else "refused" for f in found.values()))
-                    for name, found in each.items()
-                ],
-            )
-        )
-        return 0
-    if args.suite == "plans":
-        off = np.array(off_of_plans(args.problems))
-        print(
-            f"{args.problems} plans: {(off == 0).sum()} of {len(off)} devices exact, {off.min()} to "
-            f"{off.max()} bytes off"
-        )
-        return int(off.any())
     if args.out is None:
         parser.error("--out is needed: a file for the results, such as tight.jsonl")
     old = {row["problem"]: row for row in common.lines_of(args.against)}
@@ -449,8 +265,6 @@ def main() -> int:
     for i in range(len(rows), args.problems):
         problem = drawn(args.suite, i, memory_bytes.get(i))
         found = searched(problem, args.sharders, Budget(evals=args.evals))
-        small = len(problem.tables) <= SMALL[0] and len(problem.topology) <= SMALL[1]
-        refused = all("ms" not in f for f in found.values())
         rows.append(
             {
                 "problem": problem.name,
@@ -458,7 +272,6 @@ def main() -> int:
                 "devices": len(problem.topology),
                 "memory_bytes": problem.topology.devices[0].memory_bytes,
                 "found": found,
-                "fits": packed(problem) is not None if small and refused else None,
             }
         )
         common.write_lines(args.out, rows)

@@ -276,6 +276,7 @@ def main() -> None:
         reduce=(Path, "a CSV file of published timings"),
         write=(False, "write the profiles"),
         plans=(Path, "folder of the public inputs"),
+        only=("", "plans of problems with this word in their name"),
         steps=(False, "steps of MLPerf's systems only"),
     )
     args = parser.parse_args()
@@ -283,7 +284,7 @@ def main() -> None:
         reduce(args.reduce)
         return
     if args.plans:
-        published_plans.show(args.plans)
+        published_plans.show(args.plans, args.only)
         return
     timings, reasons = read_timings(TIMINGS)
     if args.steps:

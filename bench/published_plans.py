@@ -60,7 +60,9 @@ _FP16 = Job(forward_payload="fp16", backward_payload="fp16")
 _EVALS = 3000
 _DRAWS = 6
 _SECONDS = 30.0
-"""Budget of arms that many tables or many plans of TorchRec's keep busy."""
+"""Budget of a search for the production list."""
+_BUDGETS = {"torchrec": None}
+"""TorchRec's planner sweeps its options to the end."""
 
 
 # --- MLPerf -------------------------------------------------------------------------------------------------
@@ -160,14 +162,17 @@ def _published(inputs: Path, problem: Problem) -> Plan:
     return Plan(tuple(placements))
 
 
-def show(inputs: Path) -> None:
-    """Plans of all arms, and what the default one loses if rates are others."""
+def show(inputs: Path, only: str = "") -> None:
+    """Plans of all arms, and what the default one loses if rates are others.
+
+    only: a word in the names of the problems.
+    """
     profile = load_profile(H100)
     rows, lost = [], []
-    for problem, theirs in problems(inputs, profile):
+    for problem, theirs in (x for x in problems(inputs, profile) if only in x[0].name):
         rows.append(_arms(problem, theirs, profile))
         common.say(*rows[-1])
-        if len(problem.tables) < 700 and len(problem.topology) <= 64:
+        if len(problem.topology) <= 16 and len(problem.tables) < 200:
             lost.append(_regrets(problem, profile))
             common.say(*lost[-1])
     print(
@@ -190,8 +195,8 @@ def _arms(problem: Problem, theirs: Plan | None, profile: Profile) -> tuple[str,
             if arm == "torchrec" and theirs is not None:
                 plan = theirs  # its published placements: to sweep its planner here takes an hour
             else:
-                large = len(problem.tables) > 700 or arm == "torchrec"
-                budget = Budget(seconds=_SECONDS) if large else Budget(evals=_EVALS)
+                large = len(problem.tables) > 700
+                budget = Budget(seconds=_SECONDS) if large else _BUDGETS.get(arm, Budget(evals=_EVALS))
                 plan = SHARDERS[arm](problem, model, budget=budget)
             workload = lower(plan, problem)
         except Infeasible:

@@ -4,6 +4,8 @@
     python -m bench.reshard large --out large.jsonl        pause and peak memory, of larger tables
     python -m bench.reshard kills --out kills.jsonl        a rank dies at a random instant of a move
     python -m bench.reshard torchrec --out torchrec.jsonl  DMP.reshard on the same pairs
+    python -m bench.reshard torchrec-whole --out w.jsonl   and on pairs of plans of whole tables
+    python -m bench.reshard report --out pairs.jsonl       what a file has, as a table
 
 Each goes on where it was ended: a line of the file is a case that is done.
 """
@@ -20,6 +22,7 @@ import tempfile
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,8 @@ STEPS, BEFORE = 20, 5
 """Steps after a move, and before it."""
 PAIRS = 17
 """Pairs of plans for each world; optimizers take turns."""
+TIMED, EVENTS = 100, 60
+"""Kills at random instants, and events among which the others die."""
 MOST_S = 0.8
 """Seconds from the call of a move to the death of a rank, at most."""
 LARGE = 8000
@@ -175,8 +180,12 @@ def _status(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def killed(hosts: int, per_host: int, seed: int, victim: int, after_s: float) -> dict[str, Any]:
-    """A rank dies at an instant of a move. Plan and rows of this one afterwards."""
+def killed(hosts: int, per_host: int, seed: int, victim: int, after_s: float, event: int) -> dict[str, Any]:
+    """A rank dies at an instant of a move. Plan and rows of this one afterwards.
+
+    event: a piece, vote, decision or exchange of shards at which it dies, counted from the last phases' start.
+      0: it dies after after_s.
+    """
     import torch.distributed as dist
 
     from bench import reshard_jobs as jobs
@@ -191,7 +200,9 @@ def killed(hosts: int, per_host: int, seed: int, victim: int, after_s: float) ->
     plans = {"old": job.exported(before), "new": job.exported(after)}
     whole = job.whole()
     dist.barrier()
-    if dist.get_rank() == victim:
+    if dist.get_rank() == victim and event:
+        _die_at(event)
+    elif dist.get_rank() == victim:
         threading.Timer(after_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     start, error = time.monotonic(), ""
     try:
@@ -207,15 +218,49 @@ def killed(hosts: int, per_host: int, seed: int, victim: int, after_s: float) ->
     }
 
 
-def torchrec_pair(hosts: int, per_host: int, seed: int, optimizer: str) -> dict[str, Any]:
-    """DMP.reshard of the same pair: of each EmbeddingBagCollection its changed tables."""
+def _die_at(event: int) -> None:
+    """Let this process die at the n-th piece read or written, vote after them, decision or swap."""
+    from shardcore.torchrec import reshard
+    from shardcore.torchrec.agreement import Agreement
+    from shardcore.torchrec.transfer import Exchange
+
+    count = [0]
+
+    def dying(call: Callable[..., Any], counts_from: int) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if count[0] >= counts_from:
+                count[0] += 1
+            if count[0] == event:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+
+        return counted
+
+    for owner, name, counts_from in (
+        (Exchange, "_read", 0),
+        (Exchange, "_write", 0),
+        (Agreement, "_exchange", 1),  # votes before the first piece are not counted
+        (Agreement, "_decide", 1),
+        (reshard._Collection, "swap", 1),
+    ):
+        setattr(owner, name, dying(getattr(owner, name), counts_from))
+
+
+def torchrec_pair(hosts: int, per_host: int, seed: int, optimizer: str, whole: bool) -> dict[str, Any]:
+    """DMP.reshard of the same pair: of each EmbeddingBagCollection its changed tables.
+
+    whole: True for plans of whole tables in place of the pair's.
+    """
     from bench import reshard_jobs as jobs
 
     given = jobs.problem(hosts, per_host)
-    before, after = jobs.pair(given, optimizer, np.random.default_rng([7, seed]))
+    rng = np.random.default_rng([7, seed])
+    before, after = (
+        (jobs.whole_tables(given, rng) for _ in range(2)) if whole else jobs.pair(given, optimizer, rng)
+    )
     settings = jobs.Settings(optimizer, seed=seed)
     job, still = (jobs.Job.of(given, before, settings) for _ in range(2))
-    new, found = job.exported(after), []
+    new = job.exported(after)
     for step in range(BEFORE):
         job.train(step)
         still.train(step)
@@ -233,8 +278,7 @@ def torchrec_pair(hosts: int, per_host: int, seed: int, optimizer: str) -> dict[
         for p in jobs.Job.of(given, after, settings).parts()
         if p.key[0] in jobs.BAGS
     }
-    found = {"apart": jobs.apart(job.whole(), still.whole()), "applied": parts == planned}
-    return found
+    return {"apart": jobs.apart(job.whole(), still.whole()), "applied": parts == planned}
 
 
 # --- runs ---------------------------------------------------------------------------------------------------
@@ -249,20 +293,22 @@ def cases(arm: str, kills: int) -> Iterator[tuple[dict[str, Any], Callable[..., 
             rng = random.Random(i)
             world = WORLDS[i % 2]
             victim, after_s = rng.randrange(world[0] * world[1]), rng.uniform(0, MOST_S)
-            yield {"arm": arm, "world": world, "case": i, "after_s": after_s}, killed, (i, victim, after_s)
+            # The first TIMED at a random instant, the others at a random event of the last phases.
+            event = 0 if i < TIMED else rng.randrange(1, EVENTS)
+            key = {"arm": arm, "world": world, "case": i, "after_s": after_s, "event": event}
+            yield key, killed, (i, victim, after_s, event)
         return
-    for world in WORLDS[: 2 if arm in ("large", "torchrec") else 3]:
-        for seed in range(PAIRS if arm != "large" else 8):
+    for world in WORLDS[: 3 if arm == "pairs" else 2]:
+        for seed in range({"large": 8, "torchrec-whole": 6}.get(arm, PAIRS)):
             optimizer = OPTIMIZERS[seed % len(OPTIMIZERS)]
             if arm == "large":
                 yield {"arm": arm, "world": world, "case": seed}, moved_large, (seed,)
             else:
-                work = moved_pair if arm == "pairs" else torchrec_pair
-                yield (
-                    {"arm": arm, "world": world, "case": seed, "optimizer": optimizer},
-                    work,
-                    (seed, optimizer),
-                )
+                key = {"arm": arm, "world": world, "case": seed, "optimizer": optimizer}
+                if arm == "pairs":
+                    yield key, moved_pair, (seed, optimizer)
+                else:
+                    yield key, torchrec_pair, (seed, optimizer, arm == "torchrec-whole")
 
 
 def run(arm: str, path: Path, kills: int) -> None:
@@ -272,21 +318,92 @@ def run(arm: str, path: Path, kills: int) -> None:
         if (arm, *key["world"], key["case"]) in done:
             continue
         start = time.monotonic()
-        found = launched(*key["world"], work, *args, limit_s=60 if arm == "torchrec" else 180)
+        found = launched(*key["world"], work, *args, limit_s=60 if "torchrec" in arm else 180)
         rows.append({**key, "found": found, "wall_s": time.monotonic() - start})
         common.write_lines(path, rows)
         common.say(json.dumps(key), str(found)[:300])
 
 
+def report(rows: list[dict[str, Any]]) -> str:
+    """All that was found, as Markdown."""
+    lines = ["| arm | hosts x ranks | cases | result |", "|---|---|---|---|"]
+    for arm, world in dict.fromkeys((x["arm"], tuple(x["world"])) for x in rows):
+        of_arm = [x for x in rows if (x["arm"], tuple(x["world"])) == (arm, world)]
+        lines.append(
+            f"| {arm} | {world[0]} x {world[1]} | {len(of_arm)} | {_RESULTS[arm.split('-')[0]](of_arm)} |"
+        )
+    return "\n".join(lines)
+
+
+def _of_pairs(rows: list[dict[str, Any]]) -> str:
+    found = [f for x in rows for f in x["found"]]
+    worst = max((f["apart"] for f in found if f and "apart" in f), default=float("nan"))
+    failed = sum(not f or "apart" not in f for f in found)
+    return f"largest difference {worst:.1e}; {failed} of {len(found)} ranks failed"
+
+
+def _of_kills(rows: list[dict[str, Any]]) -> str:
+    ends = Counter(" and ".join(sorted({f.get("plan", "error") for f in x["found"] if f})) for x in rows)
+    alive = sum(sum(f is not None for f in x["found"]) < len(x["found"]) - 1 for x in rows)
+    longest = max(f["seconds"] for x in rows for f in x["found"] if f and "seconds" in f)
+    said = ", ".join(f"{n} {plan or 'nobody'}" for plan, n in ends.most_common())
+    return f"plan of all other ranks: {said}; {alive} with a rank that hung; longest {longest:.0f} s"
+
+
+def _of_torchrec(rows: list[dict[str, Any]]) -> str:
+    ends: Counter[str] = Counter()
+    for x in rows:
+        found = x["found"]
+        if any(f is None for f in found):
+            ends["hangs"] += 1
+        elif any("error" in f for f in found):
+            ends[next(f["error"].split(":")[0] for f in found if "error" in f)] += 1
+        elif not all(f["applied"] for f in found):
+            ends["not applied"] += 1
+        else:
+            ends["exact" if max(f["apart"] for f in found) < 1e-6 else "other rows or state"] += 1
+    return ", ".join(f"{n} {end}" for end, n in ends.most_common())
+
+
+def _of_large(rows: list[dict[str, Any]]) -> str:
+    """Pause: a constant and a rate for each phase's bytes, fitted to half of the moves, and tried on the others."""
+    moves = [
+        [f[i] for f in x["found"]]
+        for x in rows
+        for i in (0, 1)
+        if all(isinstance(f, list) for f in x["found"])
+    ]
+    if len(moves) < 4:
+        return "too few"
+    features = np.array([[1.0, sum(m[0]["bytes"].values()) / 1e9] for m in moves])
+    pauses = np.array([max(sum(f["seconds"].values()) for f in m) for m in moves])
+    half = np.arange(len(moves)) % 2 == 0
+    fitted, *_ = np.linalg.lstsq(features[half], pauses[half], rcond=None)
+    errors = np.abs(features[~half] @ fitted / pauses[~half] - 1)
+    ratios = np.array([f["measured"] / f["stated"] for m in moves for f in m])
+    gb = features[:, 1]
+    return (
+        f"pause {pauses.min():.1f} to {pauses.max():.1f} s for {gb.min():.2f} to {gb.max():.2f} GB, predicted "
+        f"with a median error of {np.median(errors):.0%}, at most {errors.max():.0%}; peak memory "
+        f"{ratios.min():.2f} to {ratios.max():.2f} times as stated, median {np.median(ratios):.2f}"
+    )
+
+
+_RESULTS = {"pairs": _of_pairs, "kills": _of_kills, "torchrec": _of_torchrec, "large": _of_large}
+
+
 def main() -> None:
     parser = common.parser(
         __doc__,
-        {"arm": "pairs, large, kills, torchrec or report"},
-        out=(..., "a line of JSON for each case; one file an arm"),
-        kills=(100, "ranks to kill"),
+        {"arm": "pairs, large, kills, torchrec, torchrec-whole or report"},
+        out=(..., "a line of JSON for each case"),
+        kills=(150, "ranks to kill"),
     )
     args = parser.parse_args()
-    run(args.arm, args.out, args.kills)
+    if args.arm == "report":
+        print(report(common.lines_of(args.out)))
+    else:
+        run(args.arm, args.out, args.kills)
 
 
 if __name__ == "__main__":

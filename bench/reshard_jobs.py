@@ -130,6 +130,16 @@ def pair(given: Problem, optimizer: str, rng: np.random.Generator) -> tuple[Plan
     return tuple(Plan(tuple(p for ps in of.values() for p in ps)) for of in (before, after))  # type: ignore[return-value]
 
 
+def whole_tables(given: Problem, rng: np.random.Generator) -> Plan:
+    """A plan of whole tables, each on a rank."""
+    return Plan(
+        tuple(
+            Placement("column", Shard.whole(t), (int(rng.integers(len(given.topology))),))
+            for t in given.tables
+        )
+    )
+
+
 def _drawn(
     t: Table, on: Topology, rng: np.random.Generator, cuts: list[tuple[int, int]] | None = None
 ) -> list[Placement]:

@@ -106,6 +106,7 @@ def main() -> None:
         memory=(float, "memory of all devices over what the tables need, such as 1.02 (default: ample)"),
         no_bound=(False, "leave out the bound, which takes longer than all sharders together"),
     )
+    parser.add_argument("--sharders", nargs="+", metavar="NAME", help="no others; neuroshard is always there")
     args = parser.parse_args()
     if args.two_ranks and (args.unequal or args.devices != parser.get_default("devices")):
         parser.error("--two-ranks has its own devices: leave out --devices and --unequal")
@@ -128,6 +129,10 @@ def main() -> None:
         for budget in (limit,) if limit else map(Budget, EVALS):
             name = f"anneal, {space}" + (f", {budget.evals:,} evals" if budget.evals else "")
             arms[name] = lambda p, b=budget, space=space: anneal(p, model, budget=b, space=space)
+    if args.sharders:
+        if unknown := sorted(set(args.sharders) - set(arms)):
+            parser.error(f"no sharder {unknown[0]!r}; there are {', '.join(map(repr, arms))}")
+        arms = {name: arm for name, arm in arms.items() if name in {"neuroshard", *args.sharders}}
     warm_up(problems(model, 1, args.devices, 0)[0], model, arms)
     bounds = [] if args.no_bound else ["lower bound", "estimate"]
     cost, seconds = ({name: [] for name in [*arms, *bounds]} for _ in range(2))
@@ -151,7 +156,8 @@ def main() -> None:
             cost["lower bound"].append(least.proved_ms)
             cost["estimate"].append(least.estimate_ms)
         say(f"problem {i + 1} of {len(drawn)}: {len(problem.tables)} tables")
-    add_best_greedy(cost, seconds)
+    if set(greedy.ORDERS) <= set(arms):
+        add_best_greedy(cost, seconds)
     if None in cost.get("lower bound", []):
         del cost["lower bound"]
     found = compare.standings(cost, seconds, "neuroshard")

@@ -13,6 +13,7 @@ POLICY = Path("data/policy")
 EVALUATION = Path("data/evaluation")
 REPLAYS = EVALUATION / "replays"
 PROBLEMS = Path("problems")
+JOBS = Path("data/jobs")
 
 
 def package(name: str) -> Path:

@@ -194,6 +194,16 @@ def problem(tables) -> Problem:
     return Problem("small", tables, Topology((Device(16 * MIB),) * 4), 256)
 
 
+@pytest.fixture
+def short_explanations(monkeypatch) -> None:
+    """Pages of published plans compare with short searches, and not with more memory or devices."""
+    from shardcore.search import Budget
+
+    monkeypatch.setattr("shardcore.plans.publisher._EXPLAIN", Budget(evals=10))
+    monkeypatch.setattr("shardcore.search.explain.MORE_MEMORY", ())
+    monkeypatch.setattr("shardcore.search.explain.MOST_TIMES_DEVICES", 1)
+
+
 @dataclass
 class Outcome:
     """What a failure came to: whether the work still ran when it struck, the line that tells of it, what was

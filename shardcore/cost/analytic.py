@@ -17,12 +17,12 @@ from shardcore.core.types import PRECISION_BYTES, Problem, Setting, Shard
 from shardcore.cost.composite import Composite, composed
 from shardcore.cost.link_counts import link_counts
 from shardcore.cost.model import CommCost, Compiled
+from shardcore.cost.step_comm import step_comm
 from shardcore.step.access import access_share, unique_rows_of
 from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
 from shardcore.step.output_bytes import payload_bytes
 from shardcore.step.scopes import groups_of
-from shardcore.step.traffic import channels_of
 
 CLOSED_FORM = "not measured: closed-form model"
 MS_PER_NS = 1e-6
@@ -149,27 +149,24 @@ class AnalyticModel:
 
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         """Transfer and waiting, [..., D] ms."""
-        forward, backward = np.zeros(traffic.shape[1:]), np.zeros(traffic.shape[1:])
-        input_ms = work_ms = np.zeros(traffic.shape[1:])
-        both = (
-            (forward, "forward", self.setting.forward_payload),
-            (backward, "backward", self.setting.backward_payload),
-        )
-        for channel, sent_bytes in zip(channels_of(traffic), traffic, strict=True):
-            row = channel.row
-            if row.ids:
-                input_ms = input_ms + self._transfer_ms(channel, sent_bytes, topology)
-                if row.work:
-                    # Each device reads and writes the ids of its samples, equally many on all.
-                    own_bytes = sent_bytes.mean(-1, keepdims=True)
-                    work_ms = work_ms + 2 * own_bytes / (self.gather_gbps * BYTES_PER_MS_PER_GBPS)
-                continue
-            for ms, way, payload in both:
-                if way in row.ways:
-                    travels = payload_bytes(sent_bytes, payload) if row.cast else sent_bytes
-                    ms += row.passes * self._transfer_ms(channel, travels, topology)
-        ready = compute_ms + backward
-        return CommCost(forward, backward, ready.max(-1, keepdims=True) - ready, input_ms + work_ms, work_ms)
+        payloads = {"forward": self.setting.forward_payload, "backward": self.setting.backward_payload}
+
+        def transfers(
+            channel: Channel, sent: np.ndarray, skew_ms: np.ndarray
+        ) -> tuple[np.ndarray, np.ndarray]:
+            row, ms = channel.row, {way: np.zeros(np.shape(sent)) for way in payloads}
+            for way in row.ways:
+                travels = payload_bytes(sent, payloads[way]) if row.cast else sent
+                ms[way] += row.passes * self._transfer_ms(channel, travels, topology)
+            return ms["forward"] + self._id_work_ms(channel, sent), ms["backward"]
+
+        return step_comm(transfers, self._id_work_ms, traffic, compute_ms, len(topology) > 1)
+
+    def _id_work_ms(self, channel: Channel, received_bytes: np.ndarray) -> np.ndarray:
+        """[..., D] ms in which devices put ids in buckets: each reads and writes equally many, those of its samples."""
+        own_bytes = received_bytes.mean(-1, keepdims=True) * bool(channel.row.work)
+        ms = 2 * own_bytes / (self.gather_gbps * BYTES_PER_MS_PER_GBPS)
+        return np.broadcast_to(ms, np.shape(received_bytes))
 
     def out_of_range(self, workload: Workload) -> list[str]:
         """See model.CostModel. Its setting names a device that was not measured."""

@@ -18,6 +18,7 @@ import numpy as np
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.tiers import BELOW, Memory
 from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Setting
 from shardcore.core.validation import (
     MOST_BYTES,
     PATH_NAME,
@@ -91,6 +92,8 @@ RATES: Mapping[str, tuple[str, str]] = {
 }
 """Unit of each rate of a profile, and words for it."""
 MOST_UNCERTAINTY = 3.0
+_DEFAULT_BATCH = 65_536
+"""Batch of a model that is of no problem yet."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,7 @@ class Profile:
         """Its cost model, for any problem."""
         from shardcore.cost.profile_model import ProfileModel
 
-        return ProfileModel(self)
+        return ProfileModel(self, Setting(self.name, _DEFAULT_BATCH))
 
     def valued(self, values: Mapping[str, float]) -> Profile:
         """The profile with other values of its rates."""

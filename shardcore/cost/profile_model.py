@@ -31,7 +31,6 @@ from shardcore.step.lower import Workload
 from shardcore.step.output_bytes import payload_bytes
 from shardcore.step.scopes import groups_of
 
-DEFAULT_BATCH = 65536
 _HOST_GBPS = ("host_read_gbps", "host_update_gbps", "host_cache_gbps")
 
 
@@ -48,15 +47,11 @@ class ProfileModel:
     """
 
     profile: Profile
-    setting: Setting = None  # type: ignore[assignment]
+    setting: Setting
     replica_optimizer: str = "sgd"
     host_gbps: float | None = None
     device_bytes: float = 0.0
     at: Mapping[str, float] | None = None
-
-    def __post_init__(self) -> None:
-        if self.setting is None:
-            object.__setattr__(self, "setting", Setting(self.profile.name, DEFAULT_BATCH))
 
     def for_problem(self, problem: Problem) -> ProfileModel:
         """The model of a problem: any batch, optimizer, precision and payload. See model.CostModel.

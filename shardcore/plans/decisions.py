@@ -14,7 +14,8 @@ from shardcore.core.types import Plan
 from shardcore.core.validation import MOST_UNIX_S, is_path_name, require, require_known, require_within, shown
 from shardcore.io import envelope, files, schema
 
-OUTCOMES = ("first", "better", "kept", "no longer fits", "restored")
+ROLLED_BACK = "rolled back"
+OUTCOMES = ("first", "better", "kept", "no longer fits", "restored", ROLLED_BACK)
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class Decision:
     problem: the problem's name.
     outcome: one of OUTCOMES. "first", "better" and "no longer fits" choose the candidate. "no longer fits" is
       about the previous plan. "kept" keeps the previous plan. "restored" chooses the version that was current
-      under the same model before.
+      under the same model before. "rolled back" chooses the version before the candidate, which was slower in
+      a job than predicted.
     reason: the reason, in a sentence.
     current: the version that was chosen.
     candidate: the version that was considered.
@@ -61,7 +63,7 @@ class Decision:
         for name in ("current", "candidate", "problem_digest"):
             require_id(getattr(self, name), f"decision has {name}")
         require(
-            self.outcome == "kept" or self.current == self.candidate,
+            self.outcome in ("kept", ROLLED_BACK) or self.current == self.candidate,
             f"decision {self.outcome!r} has current {self.current}; it takes its candidate, {self.candidate}",
         )
         if self.parent is not None:

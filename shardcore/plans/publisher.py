@@ -247,6 +247,8 @@ class Publisher:
             # The gain counts only against a plan that is still valid.
             gained = gain(previous.priced, candidate, problem, self.model)
             outcome, reason = self._judged(candidate.plan, previous, gained, problem)
+            if outcome == "better" and (why := self._slower_in_a_job(candidate.plan, problem)):
+                outcome, reason = "kept", f"the plan that the search finds was rolled back: {why}"
             chosen = previous.priced if outcome == "kept" else candidate
         elif previous:
             outcome, reason = "no longer fits", f"of the plan before: {previous.reason}"
@@ -325,6 +327,17 @@ class Publisher:
             f"{'replaced' if is_better else 'kept'}; {gained.before_ms - gained.ms:.3f} ms instead of "
             f"{gained.before_ms:.3f} ms; {moves_text(moves) if moves else ''}"
         )
+
+    def _slower_in_a_job(self, plan: Plan, problem: Problem) -> str:
+        """The reason why a job rolled back a plan of the same placements. "": none did."""
+        for version, why in store.rolled_back(self.plans, problem.name).items():
+            try:
+                measured, _ = store.read_plan(self.plans, problem.name, version)
+            except ShardCoreError:  # pruned
+                continue
+            if set(measured.placements) == set(plan.placements):
+                return why
+        return ""
 
     def _add(
         self,

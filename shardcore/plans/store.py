@@ -25,6 +25,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -36,7 +37,7 @@ from shardcore.core.validation import is_path_name, shown
 from shardcore.io import files, schema, writing
 from shardcore.io.envelope import seal, unseal
 from shardcore.plans import decisions, places
-from shardcore.plans.decisions import Decision, require_id
+from shardcore.plans.decisions import ROLLED_BACK, Decision, require_id
 from shardcore.plans.places import Place
 from shardcore.step.lower import require_plan
 
@@ -297,6 +298,40 @@ def record(root: str | Path, decision: Decision) -> None:
         )
     places.write(home / "decisions" / f"{decision.id}.json", writing.json_bytes(decision.document()))
     places.write(home / _POINTER, f"{decision.id}\n".encode())
+
+
+def roll_back(root: str | Path, name: str, version: str, reason: str) -> Decision:
+    """Make the version before one current again: a job has measured that it is slower than predicted.
+
+    Raises ShardCoreError if the version is not the current one, or the first.
+    """
+    with turn(root, name):
+        decided = list(history(root, name))
+        if not decided or decided[0].current != version:
+            raise ShardCoreError(
+                f"problem {name!r} has another version than {version!r} current in {root}; nothing is rolled back"
+            )
+        before = next((d.current for d in decided if d.current != version), None)
+        if before is None:
+            raise ShardCoreError(
+                f"problem {name!r} has no version before {version!r} in {root} to go back to"
+            )
+        decision = replace(
+            decided[0],
+            outcome=ROLLED_BACK,
+            reason=reason,
+            current=before,
+            candidate=version,
+            decided_at=time.time(),
+            parent=decided[0].id,
+        )
+        record(root, decision)
+        return decision
+
+
+def rolled_back(root: str | Path, name: str) -> dict[str, str]:
+    """Versions that jobs rolled back, and why."""
+    return {d.candidate: d.reason for d in history(root, name) if d.outcome == ROLLED_BACK}
 
 
 def prune(root: str | Path, name: str, keep: int) -> list[str]:

@@ -143,6 +143,8 @@ def _moved(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config
                 f"rank {differing[0]} was given another plan or other settings than rank 0; all need the same"
             )
     clock.lap("plan")
+    if not move.collections:
+        return Moved((), {}, {}, clock.seconds, (0,) * len(shared), {}, {})
     built: list[_Built] = []
     with agreed.phase("build"), _time_limit(model._env.process_group, config.timeout_s):
         group: Any = dist.new_group(timeout=timedelta(seconds=config.timeout_s))
@@ -498,9 +500,7 @@ def _changed(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer) -> l
         f"the model is a {type(model).__name__}; tables of a DistributedModelParallel can be moved",
     )
     require(
-        not model.model_trackers and not model._env.output_dtensor
-        if hasattr(model, "model_trackers")
-        else True,
+        not getattr(model, "model_trackers", {}) and not getattr(model._env, "output_dtensor", False),
         "the model has trackers or DTensors, which know its shards; tables are moved of models without",
     )
     collections, now, new = of_rows.collections_of(model), modules_of(model.plan), modules_of(new_plan)

@@ -1,7 +1,6 @@
 """Kept problems: what is compared between two commits, and plans that enumerations find."""
 
 from bench import kept
-from shardcore.step import memory
 
 
 def found(**costs: float | None) -> dict:
@@ -17,13 +16,6 @@ def test_dearer_and_refused_plans_are_named_and_others_are_not():
     table, worse = kept.against(rows, old, ["same", "dearer", "cheaper", "refused", "new"])
     assert worse == ["p, dearer: 1 ms, now 1.02 ms", "p, refused: 1 ms, now too large"]
     assert "50.00%" in next(line for line in table.splitlines() if line.startswith("cheaper"))
-
-
-def test_a_packing_fits_exactly_and_is_none_where_memory_is_short():
-    problem = kept.drawn("tight", 4)
-    plan = kept.packed(problem)
-    assert memory.fits(plan, problem) and {p.shard.table for p in plan.placements} == set(problem.tables)
-    assert kept.packed(kept.with_memory(problem, 0.3)) is None
 
 
 def test_a_problem_of_another_run_keeps_its_memory():

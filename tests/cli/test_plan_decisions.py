@@ -200,4 +200,4 @@ def test_a_model_or_offers_are_needed(large, model, tmp_path, capsys):
     asked = [x for x in stored(large, tmp_path, model) if x not in ("--model", str(model))]
     with pytest.raises(SystemExit) as error:
         main(asked)
-    assert error.value.code == 2 and "--model --offers is required" in capsys.readouterr().err
+    assert error.value.code == 2 and "--offers --model --hardware is required" in capsys.readouterr().err

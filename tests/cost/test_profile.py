@@ -88,7 +88,10 @@ def _changed(**rate):
     [
         (lambda: load_profile("nvidia-x"), "profile 'nvidia-x' is not known; known are amd-mi300x"),
         (lambda: load_profile("absent.json"), "cannot read absent.json"),
-        (lambda: profile_of_device("GeForce 256"), "device 'GeForce 256' has no profile; known are amd-mi300x"),
+        (
+            lambda: profile_of_device("GeForce 256"),
+            "device 'GeForce 256' has no profile; known are amd-mi300x",
+        ),
         (_changed(value=0.0), "a rate is 0.0 GB/s; it needs to be above 0"),
         (_changed(value=-1.0), "a rate is -1.0 GB/s; it needs to be above 0"),
         (_changed(value=float("nan")), "a rate is nan GB/s; it needs to be above 0"),
@@ -97,7 +100,10 @@ def _changed(**rate):
         (_changed(source=" "), "a rate has no source"),
         (lambda: dataclasses.replace(H100, name="a b"), "a profile has name 'a b'"),
         (lambda: dataclasses.replace(H100, memory_bytes=0), "memory_bytes 0"),
-        (lambda: dataclasses.replace(H100, rates={**H100.rates, "x": H100.rates["read_gbps"]}), "unknown rate"),
+        (
+            lambda: dataclasses.replace(H100, rates={**H100.rates, "x": H100.rates["read_gbps"]}),
+            "unknown rate",
+        ),
         (lambda: Profile("few", (), 1, {"read_gbps": Rate(1.0, 0.1, "GB/s", "s")}), "lacks the rate"),
     ],
 )

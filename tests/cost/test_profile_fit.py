@@ -118,7 +118,12 @@ def written(tmp_path, *rows):
 
 
 def test_files_of_timings_are_read(tmp_path):
-    more = {"optimizer": "adam", "weights_precision": "fp16", "gpu": "H100", "index_distribution": "zipf alpha 1.15"}
+    more = {
+        "optimizer": "adam",
+        "weights_precision": "fp16",
+        "gpu": "H100",
+        "index_distribution": "zipf alpha 1.15",
+    }
     timings, reasons = read_timings(written(tmp_path, {**OP_ROW, **more}, EXCHANGE_ROW))
     op, exchange = timings
     assert (op.rows, op.width, op.pooling, op.tables) == ((1000, 50), (64, 64), (10.0,), 2)

@@ -47,7 +47,9 @@ def problem(hosts=1, devices=8, tables=(TABLE,), profile=H100, **fields):
 
 def ms(table=TABLE, profile=H100, batch=65_536, **fields):
     """ms of an op with one table."""
-    model = profile.model().for_problem(problem(tables=[table], profile=profile, global_batch=batch, **fields))
+    model = profile.model().for_problem(
+        problem(tables=[table], profile=profile, global_batch=batch, **fields)
+    )
     return float(group_costs([[Shard.whole(table)]], model)[0])
 
 
@@ -55,9 +57,15 @@ def ms(table=TABLE, profile=H100, batch=65_536, **fields):
 @pytest.mark.parametrize("optimizer", ["exact_sgd", "rowwise_adagrad", "adam"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_any_setting_has_a_price(batch, optimizer, precision):
-    of = problem(tables=[dataclasses.replace(TABLE, precision=precision)], global_batch=batch, optimizer=optimizer)
+    of = problem(
+        tables=[dataclasses.replace(TABLE, precision=precision)], global_batch=batch, optimizer=optimizer
+    )
     model = H100.model().for_problem(of)
-    assert (model.setting.batch, model.setting.optimizer, model.setting.precision) == (batch, optimizer, precision)
+    assert (model.setting.batch, model.setting.optimizer, model.setting.precision) == (
+        batch,
+        optimizer,
+        precision,
+    )
     workload = lower(SHARDERS["random"](of, model), of)
     cost = price(workload, model)
     assert cost.total_ms > 0
@@ -113,7 +121,8 @@ def test_host_memory_follows_the_link_that_the_topology_gives():
     far = dataclasses.replace(TABLE, load_factor=0.0)
     own = problem(tables=[far])
     halved = dataclasses.replace(
-        own.topology, memory=(dataclasses.replace(own.topology.memory[0], gbps=H100.values["host_read_gbps"] / 2),)
+        own.topology,
+        memory=(dataclasses.replace(own.topology.memory[0], gbps=H100.values["host_read_gbps"] / 2),),
     )
     slow = dataclasses.replace(own, topology=halved)
     fast_ms, slow_ms = (
@@ -122,7 +131,7 @@ def test_host_memory_follows_the_link_that_the_topology_gives():
     assert fast_ms < slow_ms < 2 * fast_ms
 
 
-def transfers(collective, n_bytes, hosts=1, devices=8, job=Job(), **links):  # noqa: B008 (frozen)
+def transfers(collective, n_bytes, hosts=1, devices=8, job=Job(), **links):
     """ms forward and backward of one collective over all devices."""
     of = problem(hosts, devices, job=job)
     of = dataclasses.replace(of, topology=dataclasses.replace(of.topology, links=links_of(**links)))
@@ -191,3 +200,13 @@ def test_the_band_grows_with_uncertainty():
 
     assert 0 < band(0.5) < band(1.0) < band(2.0)
     assert band(0.0) == 0.0
+
+
+def test_tables_of_an_op_share_the_cache():
+    hot = Table("hot", 60_000, 128, 20.0, Zipf(0.0))  # its rows fit into L2
+    many = [dataclasses.replace(hot, name=f"t{i}") for i in range(32)]
+    alone, among = (
+        float(group_costs([[Shard.whole(hot)]], H100.model().for_problem(problem(1, 1, tables)))[0])
+        for tables in ([hot], [hot, *many])
+    )
+    assert among > 1.1 * alone

@@ -13,7 +13,18 @@ from tasks import services
 
 @pytest.mark.parametrize(
     "flow",
-    ["tables", "measure", "train", "train_policy", "evaluate", "promote", "publish", "refresh", "topology"],
+    [
+        "tables",
+        "measure",
+        "train",
+        "train_policy",
+        "evaluate",
+        "promote",
+        "publish",
+        "refresh",
+        "topology",
+        "job",
+    ],
 )
 @pytest.mark.parametrize("word, code", [("-h", 0), ("--bogus", 2)])
 @pytest.mark.filterwarnings("ignore")  # Prefect's, of a flow that is defined twice in a process

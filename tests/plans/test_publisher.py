@@ -28,14 +28,8 @@ from shardcore.step import lower as workload
 from shardcore.step.lower import lower
 from shardcore.torchrec import sharder
 
+pytestmark = pytest.mark.usefixtures("short_explanations")
 CONFIG = PublishConfig("anneal", budget_evals=300, torchrec_s=0)
-
-
-@pytest.fixture(autouse=True)
-def short_explanations(monkeypatch):
-    monkeypatch.setattr(publisher, "_EXPLAIN", Budget(evals=10))
-    monkeypatch.setattr("shardcore.search.explain.MORE_MEMORY", ())
-    monkeypatch.setattr("shardcore.search.explain.MOST_TIMES_DEVICES", 1)
 
 
 @pytest.fixture(scope="module")
@@ -298,6 +292,26 @@ def test_a_plan_kept_under_fresh_statistics_is_published_anew_for_them_and_nothi
     drifted = publish(tmp_path, skewed, model, config=replace(CONFIG, max_moved_tables=2)).decision
     assert drifted.outcome == "better" and drifted.candidate_ms < drifted.previous_ms
     assert 1 <= len(diff(now, store.load_plan(tmp_path, "published")[0]).moves) <= 2
+
+
+def test_a_plan_that_a_job_rolled_back_is_not_published_again(problem, model, tmp_path, first):
+    skewed = replace(
+        problem,
+        tables=tuple(
+            replace(t, pooling=t.pooling * (9 if i < 2 else 1)) for i, t in enumerate(problem.tables)
+        ),
+    )
+    better = publish(tmp_path, skewed, model).decision
+    assert better.outcome == "better"
+    with pytest.raises(ShardCoreError, match="has another version than"):
+        store.roll_back(tmp_path, "published", first.current, "of a test")
+    back = store.roll_back(tmp_path, "published", better.current, "12 ms a step in the job")
+    assert back.outcome == "rolled back" and back.current == first.current == store.current(
+        tmp_path, "published"
+    )
+    again = publish(tmp_path, skewed, model).decision
+    assert again.outcome == "kept" and again.candidate == better.current
+    assert "was rolled back: 12 ms a step in the job" in again.reason
 
 
 def test_setting_the_champion_back_restores_its_plan(problem, model, tmp_path, first):

@@ -29,6 +29,8 @@ from tasks.promote import PromoteConfig, promote_model
 from tasks.publish import _provenance, publish_plans
 from tasks.setting import SettingConfig
 
+pytestmark = pytest.mark.usefixtures("short_explanations")
+
 
 def by(model):
     return Pricing(model, "shardcore-cost-law", "3", ModelVersion("shardcore-cost-law", "3", 0))

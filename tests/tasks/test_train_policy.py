@@ -21,6 +21,8 @@ from tasks import params, paths, policy_registry, registry
 from tasks.promote import promote_policy
 from tasks.train_policy import TrainPolicyConfig, train_policy
 
+pytestmark = pytest.mark.usefixtures("short_explanations")
+
 QUICK = {
     "rounds": 2,
     "policy_updates": 2,

@@ -27,7 +27,13 @@ import training
 
 from bench import reshard_jobs as jobs
 from shardcore.core.errors import ShardCoreError
+from shardcore.io.files import problem_digest
+from shardcore.plans import store
+from shardcore.plans.decisions import Decision
+from shardcore.plans.followed import StoredPlans
+from shardcore.torchrec import follow as following
 from shardcore.torchrec import reshard as moving
+from shardcore.torchrec.follow import FollowConfig, PlanFollower
 from shardcore.torchrec.reshard import MoveConfig, reshard
 from shardcore.torchrec.row_files import load_rows, save_rows
 from shardcore.torchrec.transfer import Exchange
@@ -235,6 +241,62 @@ def lose_row_state(rank: int, given: Any, folder: str) -> dict[str, Any]:
         "inexact": [dict(there.inexact), dict(back.inexact)],
         "apart": jobs.apart(job.whole(), before),
     }
+
+
+def follow(rank: int, given: Any, folder: str, root: str, new_s: float) -> dict[str, Any]:
+    """A job follows a store: its own plan, then another, under which a step takes so long by the job's clock.
+
+    The store's last decision, and the job's events.
+    """
+    clock = [0.0]
+    before, after = jobs.pair(given, "EXACT_SGD", np.random.default_rng([7, 2]))
+    job = jobs.Job.of(given, before, jobs.Settings("EXACT_SGD"))
+    still = jobs.Job.of(given, before, jobs.Settings("EXACT_SGD"))
+    config = FollowConfig(every_steps=2, measured_steps=3, move=QUICK)
+    follower = PlanFollower(job.model, StoredPlans(root, given.name), job.optimizer, config=config)
+    own = moving.to_json(job.model.plan)
+    if rank == 0:
+        _publish(root, given, before, None)
+    dist.barrier()
+    events = []
+    with mock.patch.object(following.time, "perf_counter", side_effect=lambda: clock[0]):
+        for step in range(10):
+            if step == 3 and rank == 0:
+                _publish(root, given, after, 9.0)
+            job.train(step)
+            still.train(step)
+            is_own = moving.to_json(job.model.plan) == own
+            clock[0] += (0.010 if is_own else new_s) * (1 + 0.01 * (step % 2))
+            if (event := follower.step()) is not None:
+                events.append(event.outcome)
+    return {
+        "events": events,
+        "reason": follower.events[-1].reason,
+        "apart": jobs.apart(job.whole(), still.whole()),
+        "own plan": moving.to_json(job.model.plan) == own,
+        "decision": store.last(root, given.name).outcome,
+    }
+
+
+def _publish(root: str, given: Any, plan: Any, ms: float | None) -> None:
+    """ms: of a step under the plan; 10 under the one before."""
+    last = store.last(root, given.name)
+    version = store.add(root, given, plan, {"total_ms": ms or 10.0})
+    store.record(
+        root,
+        Decision(
+            problem=given.name,
+            outcome="first" if last is None else "better",
+            reason="of a test",
+            current=version,
+            candidate=version,
+            problem_digest=problem_digest(given),
+            candidate_ms=ms or 10.0,
+            previous_ms=None if last is None else 10.0,
+            margin_ms=None if last is None else 0.5,
+            parent=last and last.id,
+        ),
+    )
 
 
 def die(rank: int, given: Any, folder: str, after_s: float) -> dict[str, Any]:

@@ -193,7 +193,7 @@ def test_plan_for_a_model():
     assert lower(plan, problem)
     with pytest.raises(ShardCoreError, match="algorithm 'best' is not known; there are .*anneal"):
         plan_for(MODULE, FOUR, MODEL, LOOKUPS, algorithm="best")
-    with pytest.raises(ShardCoreError, match="model is 'model/'; it needs to be a cost model, as load_model"):
+    with pytest.raises(ShardCoreError, match="profile 'model/' is not known; known are "):
         plan_for(MODULE, FOUR, "model/", LOOKUPS)
 
 

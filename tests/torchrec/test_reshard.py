@@ -57,6 +57,18 @@ def test_rows_load_into_another_plan_without_the_old_one():
         assert "and no optimizer here that keeps it" in found["no optimizer"], found
 
 
+@pytest.mark.parametrize(
+    "new_s, ends", [(0.012, "rolled back"), pytest.param(0.008, "stayed", marks=pytest.mark.long)]
+)
+def test_a_job_follows_a_store_and_goes_back_where_steps_are_slower(new_s, ends, tmp_path):
+    for found in resharding.in_processes(1, 2, resharding.follow, str(tmp_path), new_s):
+        assert found["events"] == ["moved", ends], found
+        assert found["apart"] < 1e-6
+        back = ends == "rolled back"
+        assert found["own plan"] == back and found["decision"] == ("rolled back" if back else "better")
+        assert ("; predicted at most" in found["reason"]) == back
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["EXACT_SGD", "EXACT_ADAGRAD"])
 def test_rows_load_into_a_job_of_other_ranks(optimizer, tmp_path):

@@ -1,0 +1,56 @@
+"""A store's plans as a running job follows them (see torchrec.follow)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardcore.core.types import Plan, Problem
+from shardcore.plans import store
+from shardcore.plans.decisions import Decision
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A plan that a job may move to.
+
+    version: in the store.
+    most_ratio: its predicted step with the margin of its gain, over that of the plan before. None: there was
+      none.
+    """
+
+    version: str
+    plan: Plan
+    problem: Problem
+    most_ratio: float | None
+
+
+@dataclass(frozen=True)
+class StoredPlans:
+    """Plans of a problem.
+
+    root: the store's folder or URL. name: the problem's.
+    """
+
+    root: str | Path
+    name: str
+
+    def version(self) -> str:
+        """The current version. Raises ShardCoreError if nothing was published, or the store is not reached."""
+        return store.current(self.root, self.name)
+
+    def read(self, version: str) -> Followed:
+        """Raises ShardCoreError for a version that is not there or not valid."""
+        decision = store.last(self.root, self.name)
+        plan, problem = store.load_plan(self.root, self.name, version)
+        return Followed(version, plan, problem, _most_ratio(decision))
+
+    def roll_back(self, version: str, reason: str) -> str:
+        """Make the version before current again. Returns it. Raises ShardCoreError as `store.roll_back`."""
+        return store.roll_back(self.root, self.name, version, reason).current
+
+
+def _most_ratio(decision: Decision | None) -> float | None:
+    if decision is None or not decision.previous_ms or decision.candidate_ms is None:
+        return None
+    return (decision.candidate_ms + (decision.margin_ms or 0.0)) / decision.previous_ms

@@ -1,0 +1,237 @@
+"""A job that follows a store of plans: it moves to each new version, and back where that is slower.
+
+    follower = PlanFollower(model, StoredPlans("plans/", "ads"), optimizer)
+    for batch in batches:
+        train(batch)
+        follower.step()
+
+Rank 0 reads the store's pointer from time to time, and tells the others. All move between the same two steps.
+Then they measure as many steps as before. Where steps are slower than before, and than predicted beyond the
+interval of the gain, the job moves back and the store is told, which then publishes no such plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from torch import nn
+
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import MOST_COUNT, require_types, require_within
+from shardcore.torchrec.agreement import Agreement, Undecided
+from shardcore.torchrec.plan_files import from_json, to_json
+from shardcore.torchrec.reshard import MoveConfig, Moved, reshard, unsharded_model
+from shardcore.torchrec.sharding_plan import to_torchrec
+
+MOVED, REFUSED, STAYED, ROLLED_BACK = "moved", "refused", "stayed", "rolled back"
+
+
+@dataclass(frozen=True)
+class FollowConfig:
+    """Settings of a follower.
+
+    every_steps: steps between two looks at the store.
+    measured_steps: steps that are measured before a move, and after it.
+    move: of moves.
+    """
+
+    every_steps: int = 100
+    measured_steps: int = 50
+    move: MoveConfig = field(default_factory=MoveConfig)
+
+    def __post_init__(self) -> None:
+        require_types(self, "follow config")
+        require_within(self, "follow config", every_steps=(1, MOST_COUNT), measured_steps=(3, MOST_COUNT))
+
+
+@dataclass(frozen=True)
+class Event:
+    """A change of a job's plan, or a version that it did not take.
+
+    version: of the plan in the store.
+    outcome: "moved" at first, then "stayed" or "rolled back" once steps were measured; "refused" if it could not
+      be moved to.
+    reason: in words. "": none is needed.
+    before_ms, after_ms: measured steps, of the slowest rank. None: not measured.
+    expected_ms: the longest step after the move that the prediction allows. None: nothing was predicted.
+    moved: the move.
+    """
+
+    version: str
+    outcome: str
+    reason: str = ""
+    before_ms: float | None = None
+    after_ms: float | None = None
+    expected_ms: float | None = None
+    moved: Moved | None = None
+
+
+class Plans(Protocol):
+    """Plans that a job follows, such as plans.followed.StoredPlans. Only rank 0 calls it."""
+
+    def version(self) -> str: ...
+
+    def read(self, version: str) -> Any: ...
+
+    def roll_back(self, version: str, reason: str) -> str: ...
+
+
+class PlanFollower:
+    """A running job's link to a store of plans. All ranks have one, and call `step` after each step.
+
+    model: a DistributedModelParallel.
+    plans: those that it follows.
+    optimizer, pipeline: the job's (see `reshard`).
+
+    events: all changes so far, the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plans: Plans,
+        optimizer: Any = None,
+        pipeline: Any = None,
+        config: FollowConfig | None = None,
+    ) -> None:
+        self.model, self.plans = model, plans
+        self.optimizer, self.pipeline = optimizer, pipeline
+        self.config = config or FollowConfig()
+        self.events: list[Event] = []
+        self._seen: str | None = None
+        self._steps_ms: deque[float] = deque(maxlen=self.config.measured_steps)
+        self._last_s: float | None = None
+        self._count = 0
+        self._trial: _Trial | None = None
+
+    def step(self) -> Event | None:
+        """Count a step, and make what is due: a look at the store, or a judgement of the last move.
+
+        Returns what changed. Raises Undecided where the job has to end.
+        """
+        now = time.perf_counter()
+        if self._last_s is not None:
+            self._steps_ms.append(1e3 * (now - self._last_s))
+        self._count += 1
+        event = None
+        if self._trial is not None:
+            if len(self._steps_ms) == self.config.measured_steps:
+                event = self._judge(self._trial)
+        elif self._count % self.config.every_steps == 0:
+            event = self._look()
+        if event is not None:
+            self.events.append(event)
+        # The pause of a move is no part of a step.
+        self._last_s = time.perf_counter()
+        return event
+
+    def _look(self) -> Event | None:
+        """Move to the store's current version, if it is a new one."""
+        change = Agreement.new(self.config.move.timeout_s)
+        measured = list(self._steps_ms)
+        with change.phase("look", lambda: {"found": found, "ms": measured}) as shared:
+            found = self._current() if change.rank == 0 else None
+        found = shared[0]["found"]
+        if found is None:
+            return None
+        version = self._seen = found["version"]
+        if found["error"]:
+            return Event(version, REFUSED, found["error"])
+        old = to_json(self.model.plan)  # type: ignore[arg-type]
+        try:
+            moved = self._move(found["plan"])
+        except Undecided:
+            raise
+        except ShardCoreError as error:
+            return Event(version, REFUSED, str(error))
+        if not moved.tables:  # the job's own plan
+            return None
+        self._trial = _Trial(version, old, moved, [s["ms"] for s in shared], found["ratio"])
+        self._steps_ms.clear()
+        return Event(version, MOVED, before_ms=self._trial.before_ms, moved=moved)
+
+    def _current(self) -> dict[str, Any] | None:
+        """The store's current version as all ranks need it. None: it is the one that was seen last."""
+        try:
+            version = self.plans.version()
+        except ShardCoreError:  # it may be there at the next look
+            return None
+        if version == self._seen:
+            return None
+        try:
+            new, model = self.plans.read(version), self.model
+            at: Any = model
+            exported = to_torchrec(
+                new.plan, new.problem, unsharded_model(model), at.device.type, like=at.plan
+            )
+            return {"version": version, "plan": to_json(exported), "ratio": new.most_ratio, "error": ""}
+        except ShardCoreError as error:
+            return {"version": version, "error": str(error)}
+
+    def _move(self, plan: Mapping[str, Any]) -> Moved:
+        return reshard(
+            self.model, from_json(plan), self.optimizer, pipeline=self.pipeline, config=self.config.move
+        )
+
+    def _judge(self, trial: _Trial) -> Event:
+        """Keep a plan, or go back to the one before it."""
+        self._trial = None
+        change = Agreement.new(self.config.move.timeout_s)
+        measured = list(self._steps_ms)
+        with change.phase("judge", lambda: measured) as after:
+            pass
+        before_ms, after_ms = trial.before_ms, _slowest(after)
+        noise_ms = 2 * float(np.hypot(_error_of(trial.before), _error_of(after)))
+        expected_ms = None if trial.ratio is None else before_ms * trial.ratio
+        numbers = {"before_ms": before_ms, "after_ms": after_ms, "expected_ms": expected_ms}
+        if after_ms - noise_ms <= max(before_ms, expected_ms or 0.0):
+            return Event(trial.version, STAYED, **numbers)
+        reason = (
+            f"measured {after_ms:.3g} ms a step in the job, {before_ms:.3g} ms before (median of the slowest rank, "
+            f"noise {noise_ms:.2g} ms)" + (f"; predicted at most {expected_ms:.3g} ms" if expected_ms else "")
+        )
+        moved = self._move(trial.old)
+        self._steps_ms.clear()
+        if change.rank == 0:
+            try:
+                self._seen = self.plans.roll_back(trial.version, reason)
+            except ShardCoreError as error:  # the job is back, whatever the store
+                reason += f"; the store was not told: {error}"
+        return Event(trial.version, ROLLED_BACK, reason, moved=moved, **numbers)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A move that is not judged yet.
+
+    old: the plan before it.
+    before: ms of steps before it, by rank.
+    ratio: the longest step that the prediction allows, over the step before.
+    """
+
+    version: str
+    old: Mapping[str, Any]
+    moved: Moved
+    before: Sequence[Sequence[float]]
+    ratio: float | None
+
+    @property
+    def before_ms(self) -> float:
+        return _slowest(self.before)
+
+
+def _slowest(by_rank: Sequence[Sequence[float]]) -> float:
+    """The median step of the rank where it is longest."""
+    return max((float(np.median(ms)) for ms in by_rank if len(ms)), default=0.0)
+
+
+def _error_of(by_rank: Sequence[Sequence[float]]) -> float:
+    """Standard error of the median of the slowest rank, from its quartiles (normal steps)."""
+    ms = max((list(x) for x in by_rank if len(x)), key=lambda x: float(np.median(x)), default=[0.0])
+    low, high = np.percentile(ms, [25, 75])
+    return 1.2533 * float(high - low) / 1.349 / float(np.sqrt(len(ms)))
