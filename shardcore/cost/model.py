@@ -133,6 +133,24 @@ class ProbabilisticCostModel(CostModel, Protocol):
         ...
 
 
+@runtime_checkable
+class UncertainCostModel(CostModel, Protocol):
+    """A CostModel that knows how uncertain its rates are, each by itself."""
+
+    @property
+    def measurable(self) -> Sequence[str]:
+        """Names of what could be measured, each of which would tell some of the rates."""
+        ...
+
+    def drawn(self, rng: np.random.Generator) -> UncertainCostModel:
+        """The model with rates drawn within their uncertainty."""
+        ...
+
+    def informed(self, truth: UncertainCostModel, measured: str) -> UncertainCostModel:
+        """The model with the rates of `truth` for one that is `measurable`."""
+        ...
+
+
 class BoundableCostModel(CostModel, Protocol):
     """A CostModel with the properties that a proof of a lower bound needs.
 

@@ -91,6 +91,14 @@ RATES: Mapping[str, tuple[str, str]] = {
     )
 }
 """Unit of each rate of a profile, and words for it."""
+MEASURABLE: Mapping[str, tuple[str, ...]] = {
+    **{f"{collective.replace('_', '-')}s": (f"{collective}_",) for collective in COLLECTIVES},
+    "rows in host memory": ("host_",),
+    "replicas": ("dense_",),
+    "work on ids": ("bucketize_", "order_"),
+    "lookups": ("",),
+}
+"""What could be measured, and prefixes of the rates that it would tell. The first that fits counts."""
 MOST_UNCERTAINTY = 3.0
 _DEFAULT_BATCH = 65_536
 """Batch of a model that is of no problem yet."""
@@ -180,6 +188,12 @@ class Profile:
         """The profile with rates drawn log-normally within their uncertainty."""
         factors = np.exp(rng.standard_normal(len(RATES)) * [rate.uncertainty for rate in self.rates.values()])
         return self.valued({n: v * float(f) for (n, v), f in zip(self.values.items(), factors, strict=True)})
+
+    def informed(self, truth: Profile, measured: str) -> Profile:
+        """The profile with the rates of another that one of MEASURABLE would tell."""
+        told = {n for n in RATES if next(m for m, of in MEASURABLE.items() if n.startswith(of)) == measured}
+        rates = {n: (truth if n in told else self).rates[n] for n in RATES}
+        return dataclasses.replace(self, rates=rates)
 
     @property
     def values(self) -> dict[str, float]:

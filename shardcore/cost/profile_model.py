@@ -24,7 +24,7 @@ from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import Problem, Setting, Shard
 from shardcore.cost import profile_law
 from shardcore.cost.model import CommCost, Compiled, step_ms
-from shardcore.cost.profile import COLLECTIVES, RATES, Profile
+from shardcore.cost.profile import COLLECTIVES, MEASURABLE, RATES, Profile
 from shardcore.cost.step_comm import Transfers, channels_ms, step_comm
 from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
@@ -80,6 +80,18 @@ class ProfileModel:
             device_bytes=profile_law.distinct_bytes(problem.tables, problem.global_batch)
             / len(problem.topology),
         )
+
+    # --- uncertainty (see model.UncertainCostModel) -----------------------------------------------------------
+
+    @property
+    def measurable(self) -> Sequence[str]:
+        return tuple(MEASURABLE)
+
+    def drawn(self, rng: np.random.Generator) -> ProfileModel:
+        return dataclasses.replace(self, profile=self.profile.drawn(rng))
+
+    def informed(self, truth: ProfileModel, measured: str) -> ProfileModel:
+        return dataclasses.replace(self, profile=self.profile.informed(truth.profile, measured))
 
     # --- ops ------------------------------------------------------------------------------------------------
 

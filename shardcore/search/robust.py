@@ -1,47 +1,37 @@
-"""Plans that stay good where a profile's rates are wrong.
+"""Plans that stay good where a model's rates are wrong.
 
-A profile knows how uncertain each of its rates is. Profiles are drawn within that, and plans are searched under some
-of them. The plan whose worst regret over all draws is least is returned. Regret under a draw is the cost of a plan
-relative to the cheapest of all plans that were found, less 1.
+A hardware profile knows how uncertain each of its rates is. Rates are drawn within that, and plans are searched under
+some of the draws. The plan whose worst regret over all draws is least is returned. Regret under a draw is the cost of
+a plan relative to the cheapest of all plans that were found, less 1.
 
 Shapes: P plans, K draws.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from shardcore.core import progress
+from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import require, require_within
-from shardcore.cost.model import CostModel, price
-from shardcore.cost.profile import COLLECTIVES, Profile
-from shardcore.cost.profile_model import ProfileModel
+from shardcore.cost.model import CostModel, UncertainCostModel, price
 from shardcore.search.budget import Budget
 from shardcore.search.sharders import DEFAULT_SHARDER, SHARDERS, Sharder
 from shardcore.search.state.shards import priced
 from shardcore.step.lower import Workload, lower
-
-CAMPAIGNS: Mapping[str, tuple[str, ...]] = {
-    **{f"{collective.replace('_', '-')}s": (f"{collective}_",) for collective in COLLECTIVES},
-    "rows in host memory": ("host_",),
-    "replicas": ("dense_",),
-    "work on ids": ("bucketize_", "order_"),
-}
-"""Rates by what has to be measured to know them: prefixes of their names. All others: lookups."""
-LOOKUPS = "lookups"
 
 
 @dataclass(frozen=True)
 class RobustConfig:
     """Effort of `robust`.
 
-    draws: profiles under which plans are judged.
+    draws: of the model's rates, under which plans are judged.
     searches: draws under which a plan is also searched. At most `draws`.
-    most_dearer: cost under the profile's own rates that robustness may take, relative to the cheapest plan.
+    most_dearer: cost under the model's own rates that robustness may take, relative to the cheapest plan.
     """
 
     draws: int = 48
@@ -65,33 +55,31 @@ def robust(
     search: Sharder = SHARDERS[DEFAULT_SHARDER],
     config: RobustConfig = RobustConfig(),
 ) -> Plan:
-    """The plan whose worst regret over draws of a profile is least. A Sharder that wraps another.
+    """The plan whose worst regret over draws of the model's rates is least. A Sharder that wraps another.
 
     budget: of all searches together. Each has an equal part.
 
     The plan's provenance has "robust":
 
     worst_regret, mean_regret: over the draws, as shares of the step.
-    of_cheapest: the same two of the cheapest plan under the profile's own rates.
+    of_cheapest: the same two of the cheapest plan under the model's own rates.
     dearer: cost of the plan under these rates, relative to the cheapest, less 1.
     measuring_removes: share of the cheapest plan's mean regret that a measurement would remove, by what is measured.
 
     Raises ShardCoreError for a model that is no profile's, and what the search raises.
     """
-    require(
-        isinstance(model, ProfileModel),
-        f"model {type(model).__name__} does not know how uncertain its rates are; a robust plan needs a hardware "
-        "profile's (--hardware)",
-    )
-    assert isinstance(model, ProfileModel)
+    if not isinstance(model, UncertainCostModel):
+        raise ShardCoreError(
+            f"model {type(model).__name__} does not know how uncertain its rates are; a robust plan needs a hardware "
+            "profile's (--hardware)"
+        )
     rng = np.random.default_rng(seed)
-    profiles = [model.profile.drawn(rng) for _ in range(config.draws)]
-    models = [replace(model, profile=profile) for profile in profiles]
+    models = [model.drawn(rng) for _ in range(config.draws)]
     plans: list[Plan] = []
     part = _part(budget, 1 / (1 + config.searches))
     for number, under in enumerate((model, *models[: config.searches])):
         plans.append(search(problem, under, seed=seed, budget=part))
-        progress.report(f"searched under {number} of {config.searches} draws of profile {model.profile.name}")
+        progress.report(f"searched under {number} of {config.searches} draws of the model's rates")
     # Several draws often lead to the same plan.
     plans = list({plan.placements: plan for plan in plans}.values())
     workloads = [lower(plan, problem) for plan in plans]
@@ -107,8 +95,10 @@ def robust(
         "of_cheapest": _regret(regrets[cheapest]),
         "dearer": float(own_ms[best] / own_ms.min() - 1),
         "measuring_removes": {
-            campaign: _removed(regrets, _cost_ms(workloads, known), cheapest)
-            for campaign, known in _measured(model, profiles).items()
+            measured: _removed(
+                regrets, _cost_ms(workloads, [model.informed(truth, measured) for truth in models]), cheapest
+            )
+            for measured in model.measurable
         },
     }
     return priced(plans[best].placements, problem, model, **{**plans[best].provenance, "robust": found})
@@ -134,35 +124,10 @@ def _cost_ms(workloads: Sequence[Workload], models: Sequence[CostModel]) -> np.n
     return np.array([[price(workload, model).total_ms for model in models] for workload in workloads])
 
 
-def _campaign(rate: str) -> str:
-    """The campaign that measures a rate."""
-    return next((name for name, prefixes in CAMPAIGNS.items() if rate.startswith(prefixes)), LOOKUPS)
-
-
-def _measured(model: ProfileModel, profiles: Sequence[Profile]) -> dict[str, list[ProfileModel]]:
-    """For each campaign, [K] models with its rates as drawn and all others as the model has them."""
-    own = model.profile.rates
-    return {
-        campaign: [
-            replace(
-                model,
-                profile=replace(
-                    drawn,
-                    rates={
-                        n: drawn.rates[n] if _campaign(n) == campaign else rate for n, rate in own.items()
-                    },
-                ),
-            )
-            for drawn in profiles
-        ]
-        for campaign in (LOOKUPS, *CAMPAIGNS)
-    }
-
-
 def _removed(regrets: np.ndarray, known_ms: np.ndarray, cheapest: int) -> float:
-    """Share of the mean regret that goes if each draw's plan is chosen by what a campaign would tell.
+    """Share of the mean regret that goes if each draw's plan is chosen by what a measurement would tell.
 
-    known_ms: [P, K] costs with the campaign's rates as drawn.
+    known_ms: [P, K] costs with the measured rates as drawn.
     """
     before = regrets[cheapest].mean()
     after = regrets[known_ms.argmin(0), np.arange(regrets.shape[1])].mean()
