@@ -49,8 +49,6 @@ _OF_EXCHANGES = ("devices", "exchange_bytes", "exchange_id_bytes")
 """Names of ranges.QUANTITIES that concern exchanges."""
 _DISTILLED = 600
 """Groups, priced by a profile, that a model learns from before it is fine-tuned."""
-_TUNED_RATE = 0.2
-"""Of the learning rate, where a profile is fine-tuned: small steps keep what few samples do not tell."""
 _CONTENTIONS = 8
 """Hidden units of the contention network."""
 
@@ -96,7 +94,6 @@ def train(
     with _one_thread():
         if isinstance(start, Profile):
             start = _distilled(start, [s.request for s in compute], setting, config)
-            config = dataclasses.replace(config, learning_rate=config.learning_rate * _TUNED_RATE)
         weights = {
             **_fit_compute(known, unseen, config, note, start),
             **collective_fit.fit(*_sides(comm), note),
