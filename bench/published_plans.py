@@ -205,8 +205,8 @@ def _arms(problem: Problem, theirs: Plan | None, profile: Profile) -> tuple[str,
         costs[arm] = price(workload, model).total_ms
         band = band or model.band(workload)
         cells.append(f"{costs[arm]:.3f}")
-    ours, torchrec = costs[DEFAULT_SHARDER], costs.get("torchrec")
-    gain = f"{1 - ours / torchrec:.1%}" if torchrec else "-"
+    ours, torchrec = costs.get(DEFAULT_SHARDER), costs.get("torchrec")
+    gain = f"{1 - ours / torchrec:.1%}" if ours and torchrec else "-"
     took = time.perf_counter() - began
     return (problem.name, str(len(problem.tables)), *cells, gain, f"±{band:.0%}", f"{took:.0f}")
 

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.io import schema
@@ -28,8 +28,7 @@ _BETWEEN = re.compile(r"[\s,]*")
 _DECODER = json.JSONDecoder()
 
 
-@dataclass(frozen=True, slots=True)
-class TraceEvent:
+class TraceEvent(NamedTuple):
     """One event with a duration.
 
     begin_ms, end_ms: since the epoch, by the clock of its rank.

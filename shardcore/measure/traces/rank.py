@@ -32,6 +32,8 @@ MOST_STEPS = 8
 """Steps of a trace that are read, the last ones."""
 _HOST = frozenset({"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver", "hip_runtime"})
 _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+_ARGUMENTS = ("correlation", "Collective name", "In msg nelems", "dtype", "Input Dims", "Input type")
+"""Arguments of events that are read. Others take most of the memory."""
 _ELEMENT_BYTES = {
     "long int": 8,
     "int": 4,
@@ -136,10 +138,11 @@ def read_rank(file: KinetoFile) -> RankTrace:
     for e in file.events():
         # Collectives of gloo's threads, and kernels, may end after the host's step.
         if e.end_ms > begin and e.begin_ms < max(end, last):
+            kept = e._replace(args={name: e.args[name] for name in _ARGUMENTS if name in e.args})
             if e.category in _HOST:
-                threads[e.thread].append(e)
+                threads[e.thread].append(kept)
             elif e.category in _DEVICE:
-                kernels.append(e)
+                kernels.append(kept)
     main = next(iter(chosen.values()))[2] or max(threads, key=lambda t: len(threads[t]), default=())
     host = {thread: _Frames(events, is_main=thread == main) for thread, events in threads.items()}
     launches = {k: v for frames in host.values() for k, v in frames.launches.items()}
