@@ -68,7 +68,7 @@ def roomiest(problem: Problem, quick: bool = False) -> tuple[Plan | None, int]:
     """
     packings = _Packings(problem)
     plan, lacks = None, 0
-    if not all(packings.firsts):
+    if len(packings.firsts) < len(packings.bundles):
         return plan, lacks
     for ways in packings.choices(quick):
         packed = packings.packed(ways, np.inf if plan is None else lacks)
@@ -109,7 +109,7 @@ class _Packings:
 
     n: number of devices.
     bundles: tables that go together.
-    firsts: the first way of each bundle. None where constraints leave it none.
+    firsts: the first way of each bundle. One is missing where constraints leave it none.
     large: whether it gets few tries.
     room: most bytes that a device has left for shards by columns, in the last packing.
     short: bytes that a device lacks in the mean in the last packing, in the phase in which it lacks most.
@@ -118,7 +118,8 @@ class _Packings:
     def __init__(self, problem: Problem) -> None:
         self.problem, self.n = problem, len(problem.topology)
         self.bundles = bundles(map(Shard.whole, problem.tables), problem)
-        self.firsts = [next(_ways(bundle, problem), None) for bundle in ticking(self.bundles)]
+        firsts = [next(_ways(bundle, problem), None) for bundle in ticking(self.bundles)]
+        self.firsts = [way for way in firsts if way]
         self.large = len(self.bundles) * self.n > LARGE
         self.room = self.short = 0.0
         self._peak_of = own_peaks(problem)
