@@ -47,7 +47,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 class _ModelOptions(ModelOptions):
     """A command that compares a job with a model, if one is given.
 
-    problem: of traces that ShardCoreProfiler did not write
+    problem: for traces that are not of ShardCoreProfiler
     plan: the plan in use, likewise
     """
 
