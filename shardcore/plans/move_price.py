@@ -76,7 +76,7 @@ def price_move(
     """The price of a move between two plans of a problem. New tables, rows and columns cost nothing."""
     topology = problem.topology
     sent = moved_bytes(old, new, problem)
-    gbps = link_gbps(model, problem)
+    gbps = link_gbps(model, topology)
     total, busiest, seconds = {}, {}, {}
     for level, mask in _levels(topology).items():
         of_level = np.where(mask, sent, 0)
@@ -133,13 +133,13 @@ def _levels(topology: Topology) -> dict[str, np.ndarray]:
     return masks
 
 
-def link_gbps(model: CostModel, problem: Problem) -> dict[str, float]:
+def link_gbps(model: CostModel, topology: Topology) -> dict[str, float]:
     """GB/s of a device on each level, as a cost model prices large exchanges of outputs.
 
     Of the innermost level it is the rate among devices of one host. Of each further one it is the rate of
     what crosses it in an exchange among all.
     """
-    topology, masks = problem.topology, _levels(problem.topology)
+    masks = _levels(topology)
     gbps: dict[str, float] = {}
     for level in LEVELS.values():
         # Devices that this level and those within it join.
@@ -149,9 +149,7 @@ def link_gbps(model: CostModel, problem: Problem) -> dict[str, float]:
         if n < 2 or not masks[level.name].any():
             continue
         part = replace(topology, devices=tuple(members))
-        ms = np.diff(
-            [_exchange_ms(model, replace(problem, topology=part), k * _PROBE_BYTES) for k in (1, 2)]
-        )[0]
+        ms = np.diff([_exchange_ms(model, part, k * _PROBE_BYTES) for k in (1, 2)])[0]
         crossing = _levels(part)[level.name][0].sum() / n
         gbps[level.name] = _PROBE_BYTES * crossing / max(ms, 1e-9) / 1e6
     # A level that no exchange crosses is as fast as the next one out.
@@ -159,9 +157,8 @@ def link_gbps(model: CostModel, problem: Problem) -> dict[str, float]:
     return {name: gbps.get(name, known[-1]) for name in LEVELS}
 
 
-def _exchange_ms(model: CostModel, problem: Problem, n_bytes: int) -> float:
+def _exchange_ms(model: CostModel, topology: Topology, n_bytes: int) -> float:
     """Ms of an all-to-all in which each device has n_bytes of outputs."""
-    topology = problem.topology
     traffic = np.zeros((len(CHANNELS), len(topology)))
     traffic[CHANNELS.index(Channel("all_to_all"))] = n_bytes
     cost = model.comm(traffic, np.zeros(len(topology)), topology)

@@ -131,7 +131,7 @@ def load_rows(model: nn.Module, folder: str | Path, optimizer: Any = None, appro
             if (rows := _read(path, digest, tables)) is not None:
                 for part, columns in zip(parts, missing, strict=True):
                     if part.table == rows.table:
-                        _fill(part, columns, rows, approximate)
+                        _fill(part, columns, rows, approximate, path)
         for part, lacking in zip(parts, missing, strict=True):
             for name, columns in lacking.items():
                 if (columns > 0).any() and (name == WEIGHTS or not approximate):
@@ -141,8 +141,10 @@ def load_rows(model: nn.Module, folder: str | Path, optimizer: Any = None, appro
                     )
 
 
-def _fill(part: _Rows, missing: dict[str, np.ndarray], source_rows: _Rows, approximate: bool) -> None:
-    """Copy the rows of a part that a file has."""
+def _fill(
+    part: _Rows, missing: dict[str, np.ndarray], source_rows: _Rows, approximate: bool, path: Path
+) -> None:
+    """Copy the rows of a part that a file has. path: of the file, for errors."""
     ids, columns = source_rows.ids, source_rows.columns
     # [N] position in the file of each row of the part, if the file has it.
     at = np.searchsorted(ids, part.ids).clip(max=max(len(ids) - 1, 0))
@@ -156,8 +158,8 @@ def _fill(part: _Rows, missing: dict[str, np.ndarray], source_rows: _Rows, appro
     rows, into = torch.from_numpy(at[have]), torch.from_numpy(have)
     if (lost := source_rows.tensors.keys() - part.tensors.keys()) and not approximate:
         raise ShardCoreError(
-            f"table {part.table!r} has state {', '.join(sorted(lost))} in its file, and no optimizer here that keeps "
-            "it; give the optimizer, or set approximate to leave it out"
+            f"{path} has state {', '.join(sorted(lost))} of table {part.table!r}, and no optimizer here keeps it; give "
+            "the optimizer, or set approximate to leave it out"
         )
     for name, tensor in part.tensors.items():
         if name not in source_rows.tensors:
@@ -170,8 +172,8 @@ def _fill(part: _Rows, missing: dict[str, np.ndarray], source_rows: _Rows, appro
                 for t, c in ((source, columns), (tensor, part.columns))
             ]
             raise ShardCoreError(
-                f"optimizer state {name!r} of table {part.table!r} is of {forms[0]} in its file, and of {forms[1]} "
-                "here; use the same optimizer and parts of columns, or set approximate to load it as well as can be"
+                f"{path} has optimizer state {name!r} of table {part.table!r} for {forms[0]}, and here it is for "
+                f"{forms[1]}; use the same optimizer and parts of columns, or set approximate to load it nearly"
             )
         into_device = into.to(tensor.device)
         if source.ndim == 2:

@@ -41,7 +41,7 @@ def test_the_pause_is_that_of_the_busiest_device_on_the_slowest_level():
     price = price_move(Plan(tuple(WHOLE)), Plan((row(TABLE, FOUR),)), problem, MODEL, overhead_s=2.0)
     assert price.bytes == {"within_host": 900, "between_hosts": 1800}
     assert price.busiest_bytes == {"within_host": 900, "between_hosts": 1800}
-    gbps = link_gbps(MODEL, problem)
+    gbps = link_gbps(MODEL, problem.topology)
     assert price.seconds == pytest.approx({k: price.busiest_bytes[k] / gbps[k] / 1e9 for k in gbps})
     assert price.pause_s == pytest.approx(2.0 + max(price.seconds.values()))
 
