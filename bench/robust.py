@@ -20,7 +20,7 @@ from bench import common
 from bench.common import say
 from shardcore import report
 from shardcore.core.types import Problem
-from shardcore.cost.model import price
+from shardcore.cost.model import total_ms
 from shardcore.cost.profile import Profile, load_profile
 from shardcore.search.budget import Budget
 from shardcore.search.robust import RobustConfig, robust
@@ -38,7 +38,7 @@ def drawn(i: int, seed: int, profile: Profile) -> Problem:
     n = int(rng.choice([8, 16, 32, 64]))
     live = [t for t in generate_pool() if t.pooling > 0]
     tables = []
-    for j, k in enumerate(rng.choice(len(live), n * int(rng.integers(1, 5)))):
+    for j, k in enumerate(rng.choice(len(live), n * int(rng.integers(2, 9)))):
         sequence = kind == "sequences" or (kind == "both" and rng.random() < 0.2)
         pooling = float(rng.choice([1, 10, 50])) if sequence else live[k].pooling
         dim = int(rng.choice([32, 64, 128, 256]))
@@ -59,7 +59,7 @@ def judged(i: int, seed: int, profile: Profile, judges: int, config: RobustConfi
     for _ in range(judges):
         model = profile.drawn(rng).model().for_problem(problem)
         best = search(problem, model, seed=seed, budget=budget)
-        ms = np.array([price(lower(p, problem), model).total_ms for p in (plain, chosen, best)])
+        ms = np.array([total_ms(lower(p, problem), model) for p in (plain, chosen, best)])
         regrets.append((ms[:2] / ms.min() - 1).tolist())
     told = chosen.provenance["robust"]
     return {

@@ -9,7 +9,7 @@ Shapes: N shards, F features, G ops, C channels, L lanes, D devices.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -277,6 +277,16 @@ def price(workload: Workload, model: CostModel) -> PredictedCost:
     """The cost that a model predicts for one step of a workload. Its `extrapolated` names unmeasured parts."""
     require_type(workload, Workload, "workload", "a Workload, as lower(plan, problem) gives")
     require_model(model)
+    unmeasured = (*_of_another_setting(workload, model.setting), *model.out_of_range(workload))
+    return replace(_predicted(workload, model), extrapolated=unmeasured)
+
+
+def total_ms(workload: Workload, model: CostModel) -> float:
+    """`price(workload, model).total_ms`, without a look at what was not measured."""
+    return _predicted(workload, model).total_ms
+
+
+def _predicted(workload: Workload, model: CostModel) -> PredictedCost:
     n_devices = len(workload.ops)
     forward, backward = np.zeros(n_devices), np.zeros(n_devices)
     # Devices that run the same shards share an Op. It is priced once.
@@ -303,7 +313,6 @@ def price(workload: Workload, model: CostModel) -> PredictedCost:
         waiting_ms=tuple(comm.waiting_ms.tolist()),
         input_ms=(float(exposed_input_ms(comm, workload.job)),) * n_devices,
         dense_ms=workload.job.dense_ms,
-        extrapolated=(*_of_another_setting(workload, model.setting), *model.out_of_range(workload)),
     )
 
 

@@ -18,7 +18,7 @@ from shardcore.core import progress
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import require, require_within
-from shardcore.cost.model import CostModel, UncertainCostModel, price
+from shardcore.cost.model import CostModel, UncertainCostModel, total_ms
 from shardcore.search.budget import Budget
 from shardcore.search.sharders import DEFAULT_SHARDER, SHARDERS, Sharder
 from shardcore.search.state.shards import priced
@@ -121,7 +121,7 @@ def _part(budget: Budget | None, share: float) -> Budget | None:
 
 def _cost_ms(workloads: Sequence[Workload], models: Sequence[CostModel]) -> np.ndarray:
     """[P, K] ms of a step of each plan under each model."""
-    return np.array([[price(workload, model).total_ms for model in models] for workload in workloads])
+    return np.array([[total_ms(workload, model) for model in models] for workload in workloads])
 
 
 def _removed(regrets: np.ndarray, known_ms: np.ndarray, cheapest: int) -> float:
