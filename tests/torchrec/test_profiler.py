@@ -36,8 +36,10 @@ def job(tmp_path_factory):
 @pytest.mark.long
 def test_a_job_leaves_its_newest_traced_steps(job):
     _, _, folder = job
-    # Traced were the steps 7 and 8, 13 and 14, and 19 and 20. One is kept, until another follows.
-    assert [path.name for path in job_folder.traced_steps(folder)] == ["step-00000014", "step-00000020"]
+    # Traced were the steps 7 and 8, 13 and 14, and 19 and 20. One is kept, until another is whole. The rank that
+    # removes old ones may be first or last to write.
+    names = [path.name for path in job_folder.traced_steps(folder)]
+    assert names in (["step-00000014", "step-00000020"], ["step-00000020"])
     assert not list(folder.rglob(".*"))
 
 
