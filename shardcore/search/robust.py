@@ -30,7 +30,8 @@ class RobustConfig:
     """Effort of `robust`.
 
     draws: of the model's rates, under which plans are judged.
-    searches: draws under which a plan is also searched. At most `draws`.
+    searches: draws under which a plan is also searched, at most `draws`. As many searches are made under the model's
+      own rates, with further seeds.
     most_dearer: cost under the model's own rates that robustness may take, relative to the cheapest plan.
     """
 
@@ -76,10 +77,11 @@ def robust(
     rng = np.random.default_rng(seed)
     models = [model.drawn(rng) for _ in range(config.draws)]
     plans: list[Plan] = []
-    part = _part(budget, 1 / (1 + config.searches))
-    for number, under in enumerate((model, *models[: config.searches])):
-        plans.append(search(problem, under, seed=seed, budget=part))
-        progress.report(f"searched under {number} of {config.searches} draws of the model's rates")
+    part = _part(budget, 1 / (2 * config.searches))
+    # Searches under the model's own rates find plans that are about as cheap, and differ in what they risk.
+    for number, truth in enumerate(models[: config.searches]):
+        plans += [search(problem, under, seed=seed + number, budget=part) for under in (model, truth)]
+        progress.report(f"searched under {number + 1} of {config.searches} draws of the model's rates")
     # Several draws often lead to the same plan.
     plans = list({plan.placements: plan for plan in plans}.values())
     workloads = [lower(plan, problem) for plan in plans]
