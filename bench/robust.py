@@ -51,7 +51,7 @@ def judged(i: int, seed: int, profile: Profile, judges: int, config: RobustConfi
     """Regrets of the plans of problem i."""
     problem, search, budget = drawn(i, seed, profile), SHARDERS[DEFAULT_SHARDER], Budget(evals=evals)
     own = profile.model().for_problem(problem)
-    # Each of its searches has the budget of the plain one.
+    # Its search under a draw has the budget of the plain one.
     total = Budget(evals=evals * 2 * config.searches)
     chosen = robust(problem, own, seed=seed, budget=total, config=config)
     plain, longer = (search(problem, own, seed=seed, budget=b) for b in (budget, total))

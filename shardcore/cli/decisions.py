@@ -126,7 +126,7 @@ class PlanOptions(SearchOptions, ModelOptions, HostMemoryOptions, TargetOptions)
     confidence: an op's cost is what its measurement stays below with this probability (0.9, say), rather than
       what the model expects
     robust: with --hardware: the plan that loses least where the profile's rates are wrong, and what a
-      measurement would be worth; sixteen searches share the budget
+      measurement would be worth; nine searches share the budget
     explain: say what bounds the plan, what other algorithms find, and what more memory or more devices would
       bring; each is searched with the same budget again
     """

@@ -30,8 +30,7 @@ class RobustConfig:
     """Effort of `robust`.
 
     draws: of the model's rates, under which plans are judged.
-    searches: draws under which a plan is also searched, at most `draws`. As many searches are made under the model's
-      own rates, with further seeds.
+    searches: draws under which a plan is also searched. At most `draws`.
     most_dearer: cost under the model's own rates that robustness may take, relative to the cheapest plan.
     """
 
@@ -58,7 +57,8 @@ def robust(
 ) -> Plan:
     """The plan whose worst regret over draws of the model's rates is least. A Sharder that wraps another.
 
-    budget: of all searches together. Each has an equal part.
+    budget: of all searches together. The one under the model's own rates takes half: a plan far from the best loses
+      more than wrong rates cost.
 
     The plan's provenance has "robust":
 
@@ -77,11 +77,10 @@ def robust(
     rng = np.random.default_rng(seed)
     models = [model.drawn(rng) for _ in range(config.draws)]
     plans: list[Plan] = []
-    part = _part(budget, 1 / (2 * config.searches))
-    # Searches under the model's own rates find plans that are about as cheap, and differ in what they risk.
-    for number, truth in enumerate(models[: config.searches]):
-        plans += [search(problem, under, seed=seed + number, budget=part) for under in (model, truth)]
-        progress.report(f"searched under {number + 1} of {config.searches} draws of the model's rates")
+    plans.append(search(problem, model, seed=seed, budget=_part(budget, 0.5)))
+    for number, truth in enumerate(models[: config.searches], start=1):
+        progress.report(f"search under draw {number} of {config.searches} of the model's rates")
+        plans.append(search(problem, truth, seed=seed + number, budget=_part(budget, 0.5 / config.searches)))
     # Several draws often lead to the same plan.
     plans = list({plan.placements: plan for plan in plans}.values())
     workloads = [lower(plan, problem) for plan in plans]
