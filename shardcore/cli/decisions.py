@@ -278,7 +278,7 @@ def start_text(
     args: PlanOptions, found: Found, decisions: Sequence[Decision], original: Problem, model: CostModel
 ) -> str:
     """Changes of the new plan to the old one, for people. "": there was none."""
-    from shardcore.cost.model import price as price_of
+    from shardcore.cost.model import total_ms
     from shardcore.plans.replan import Start
     from shardcore.report import plan_report
     from shardcore.search.decisions.towers import as_planned
@@ -292,7 +292,7 @@ def start_text(
     moved = start.moved(found.plan, as_planned(found.plan, found.problem))
     # A plan of another problem has no cost in this one.
     before_ms = (
-        price_of(lower(start.old, original, fits=False), model).total_ms
+        total_ms(lower(start.old, original, fits=False), model)
         if start.before == original == found.problem
         else None
     )
