@@ -132,7 +132,8 @@ class PlanOptions(SearchOptions, ModelOptions, HostMemoryOptions, TargetOptions)
     """
 
     REQUIRED = (("model", "hardware", "offers"),)
-    EXCLUSIVE = (*SearchOptions.EXCLUSIVE, _TARGET)
+    # A start has a search of its own, which knows no draws.
+    EXCLUSIVE = (*SearchOptions.EXCLUSIVE, _TARGET, ("start", "robust"))
     problem: ProblemFile
     _: KW_ONLY
     offers: Annotated[Path, "OFFERS.json"] | None = None
