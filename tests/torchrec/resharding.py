@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,36 +38,14 @@ QUICK = MoveConfig(piece_mib=2**-10, timeout_s=30)
 
 
 def in_processes(hosts: int, per_host: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """What work(rank, problem, folder, *args) returns in each process; None of one that died."""
-    n = hosts * per_host
-    with tempfile.TemporaryDirectory() as folder:
-        training.in_processes(n, _run, (work, hosts, per_host, folder, args), 150)
-        found = [Path(folder, f"found-{rank}") for rank in range(n)]
-        return [json.loads(p.read_text()) if p.exists() else None for p in found]
-
-
-def _run(rank: int, work: Callable[..., Any], hosts: int, per_host: int, folder: str, args: Any) -> None:
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    n = hosts * per_host
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(per_host), LOCAL_RANK=str(rank % per_host)
-    )
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
-    try:
-        found = work(rank, jobs.problem(hosts, per_host), folder, *args)
-    except Exception as error:
-        found = f"{type(error).__name__}: {error}"
-    Path(f"{folder}/writing-{rank}").write_text(json.dumps(found))
-    Path(f"{folder}/writing-{rank}").rename(f"{folder}/found-{rank}")
-    os._exit(0)  # the others may be gone
+    """Run work(rank, problem, folder, *args) on each rank (see `training.on_ranks`)."""
+    return training.on_ranks(jobs.problem(hosts, per_host), work, *args, limit_s=150)
 
 
 def move_and_compare(
     rank: int, given: Any, folder: str, seeds: list[tuple[int, str]], steps: int
 ) -> list[Any]:
-    """Of each pair of plans the difference from a job that never moved, and the tables that moved."""
+    """Difference from a job that never moved, and tables that moved, for each pair of plans."""
     found = []
     for seed, optimizer in seeds:
         settings = jobs.Settings(optimizer, seed=seed)
