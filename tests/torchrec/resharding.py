@@ -139,10 +139,18 @@ def refusals(rank: int, given: Any, folder: str) -> dict[str, str]:
     refused("another model", without)
     refused("no room", config=MoveConfig(max_gib=0.0))
     refused("no optimizer", optimizer=None)
+    refused("no plan", plan="new.json")
+    refused("another optimizer", optimizer=[job.optimizer])
     refused("another pipeline", pipeline=object())
     job.model._moves_tables = True
     refused("a second move")
     job.model._moves_tables = False
+    groups = len(dist.distributed_c10d._world.pg_map)
+    # On all ranks: one that fails alone may break the job's group, in which TorchRec builds.
+    with mock.patch.object(moving._Collection, "build", side_effect=OSError("no new shards here")):
+        refused("ranks that cannot build")
+    if len(dist.distributed_c10d._world.pg_map) != groups:
+        found["ranks that cannot build"] = "a process group is left"
     write = Exchange._write
 
     def fail(self: Any, piece: Any, value: torch.Tensor) -> None:
