@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -225,8 +226,12 @@ def lose_row_state(rank: int, given: Any, folder: str) -> dict[str, Any]:
     }
 
 
-def follow(rank: int, given: Any, folder: str, root: str, new_s: float) -> dict[str, Any]:
+def follow(
+    rank: int, given: Any, folder: str, root: str, new_s: float, can_return: bool = True
+) -> dict[str, Any]:
     """A job follows a store: its own plan, then another, under which a step takes so long by the job's clock.
+
+    can_return: False to refuse the move back.
 
     The store's last decision, and the job's events.
     """
@@ -251,6 +256,9 @@ def follow(rank: int, given: Any, folder: str, root: str, new_s: float) -> dict[
             clock[0] += (0.010 if is_own else new_s) * (1 + 0.01 * (step % 2))
             if (event := follower.step()) is not None:
                 events.append(event.outcome)
+                if not can_return:
+                    config = replace(QUICK, max_gib=0.0)
+                    follower.config = replace(follower.config, move=config)
     return {
         "events": events,
         "reason": follower.events[-1].reason,

@@ -73,6 +73,14 @@ def test_a_job_follows_a_store_and_goes_back_where_steps_are_slower(new_s, ends,
 
 
 @pytest.mark.long
+def test_a_job_that_cannot_go_back_trains_on(tmp_path):
+    for found in resharding.in_processes(1, 2, resharding.follow, str(tmp_path), 0.012, False):
+        assert found["events"] == ["moved", "stayed"] and not found["own plan"], found
+        assert "the job cannot move back: the move takes" in found["reason"], found
+        assert found["apart"] < 1e-6 and found["decision"] == "better"
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["EXACT_SGD", "EXACT_ADAGRAD"])
 def test_rows_load_into_a_job_of_other_ranks(optimizer, tmp_path):
     saved = resharding.in_processes(2, 2, resharding.save, str(tmp_path / "rows"), optimizer)
