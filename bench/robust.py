@@ -22,6 +22,7 @@ from shardcore import report
 from shardcore.core.types import Problem
 from shardcore.cost.model import total_ms
 from shardcore.cost.profile import Profile, load_profile
+from shardcore.io import files
 from shardcore.search.budget import Budget
 from shardcore.search.robust import RobustConfig, robust
 from shardcore.search.sharders import DEFAULT_SHARDER, SHARDERS
@@ -47,15 +48,17 @@ def drawn(i: int, seed: int, profile: Profile) -> Problem:
     return Problem(f"{kind}-{i}", tuple(tables), topology, 1024 * n, "rowwise_adagrad")
 
 
-def judged(i: int, seed: int, profile: Profile, judges: int, config: RobustConfig, evals: int) -> dict:
-    """Regrets of the plans of problem i."""
-    problem, search, budget = drawn(i, seed, profile), SHARDERS[DEFAULT_SHARDER], Budget(evals=evals)
+def judged(
+    problem: Problem, seeds: Sequence[int], profile: Profile, judges: int, config: RobustConfig, evals: int
+) -> dict:
+    """Regrets of the plans of a problem. seeds: of all draws, then the problem's number."""
+    search, budget, seed = SHARDERS[DEFAULT_SHARDER], Budget(evals=evals), seeds[0]
     own = profile.model().for_problem(problem)
     # Its search under a draw has the budget of the plain one.
     total = Budget(evals=evals * 2 * config.searches)
     chosen = robust(problem, own, seed=seed, budget=total, config=config)
     plain, longer = (search(problem, own, seed=seed, budget=b) for b in (budget, total))
-    rng, regrets = np.random.default_rng([seed, i, 1]), []
+    rng, regrets = np.random.default_rng([*seeds, 1]), []
     for _ in range(judges):
         model = profile.drawn(rng).model().for_problem(problem)
         best = search(problem, model, seed=seed, budget=budget)
@@ -97,11 +100,12 @@ def summary(rows: Sequence[dict]) -> str:
 def main() -> None:
     parser = common.parser(
         __doc__,
+        problem=(str, "a file, in place of drawn problems"),
         problems=50,
         seed=2026,
         hardware=("nvidia-h100-sxm", "profile"),
         judges=(16, "draws that judge"),
-        draws=(48, "draws that choose"),
+        draws=(32, "draws that choose"),
         searches=(8, "of these, under which a plan is searched"),
         evals=(2_000, "of each search"),
         out=...,
@@ -109,8 +113,9 @@ def main() -> None:
     args = parser.parse_args()
     profile, rows = load_profile(args.hardware), common.lines_of(args.out)
     config = RobustConfig(draws=args.draws, searches=args.searches)
-    for i in range(len(rows), args.problems):
-        rows.append(judged(i, args.seed, profile, args.judges, config, args.evals))
+    for i in range(len(rows), 1 if args.problem else args.problems):
+        problem = files.read_problem(args.problem) if args.problem else drawn(i, args.seed, profile)
+        rows.append(judged(problem, (args.seed, i), profile, args.judges, config, args.evals))
         common.write_lines(args.out, rows)
         say(rows[-1]["problem"], np.max(rows[-1]["regrets"], 0).round(4), rows[-1]["own_worst"])
     print(summary(rows))

@@ -28,6 +28,7 @@ from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.search.budget import Budget
 from shardcore.search.explain import Explanation, explain
 from shardcore.search.learned.policy import Policy
+from shardcore.search.portfolio import DEFAULT_EVALS
 
 _logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class PublishConfig:
 
     algorithm: str = DEFAULT_SHARDER
     seed: int = 0
-    budget_evals: int = 200_000
+    budget_evals: int = DEFAULT_EVALS
     threshold: float = 0.0
     keep_versions: int = 20
     max_moved_tables: int | None = None

@@ -30,7 +30,8 @@ from shardcore.search.neuroshard import GreedyGrid, NeuroShardConfig
 from shardcore.search.state.feasible import fitting
 from shardcore.search.state.shards import priced, searched_tables
 
-DEFAULT = Budget(evals=1_000_000)
+DEFAULT_EVALS = 1_000_000
+DEFAULT = Budget(evals=DEFAULT_EVALS)
 """The budget where none is given."""
 
 

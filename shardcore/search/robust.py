@@ -24,6 +24,9 @@ from shardcore.search.sharders import DEFAULT_SHARDER, SHARDERS, Sharder
 from shardcore.search.state.shards import priced
 from shardcore.step.lower import Workload, lower
 
+_CAMPAIGNS = 4
+"""About how many times all plans are priced under all draws: as drawn, and with what each measurement would tell."""
+
 
 @dataclass(frozen=True)
 class RobustConfig:
@@ -34,7 +37,7 @@ class RobustConfig:
     most_dearer: cost under the model's own rates that robustness may take, relative to the cheapest plan.
     """
 
-    draws: int = 48
+    draws: int = 32
     searches: int = 8
     most_dearer: float = 0.02
 
@@ -58,7 +61,7 @@ def robust(
     """The plan whose worst regret over draws of the model's rates is least. A Sharder that wraps another.
 
     budget: of all searches together. The one under the model's own rates takes half: a plan far from the best loses
-      more than wrong rates cost. To judge the plans afterwards is not part of it.
+      more than wrong rates cost. Judging the plans has up to a quarter of the seconds.
 
     The plan's provenance has "robust":
 
@@ -76,11 +79,13 @@ def robust(
         )
     rng = np.random.default_rng(seed)
     models = [model.drawn(rng) for _ in range(config.draws)]
-    plans: list[Plan] = []
-    plans.append(search(problem, model, seed=seed, budget=_part(budget, 0.5)))
+    plans = [search(problem, model, seed=seed, budget=_part(budget, 0.5))]
+    part = _part(
+        budget, 0.5 / config.searches, _judging_s(plans[0], problem, model, config) / config.searches
+    )
     for number, truth in enumerate(models[: config.searches], start=1):
         progress.report(f"search under draw {number} of {config.searches} of the model's rates")
-        plans.append(search(problem, truth, seed=seed + number, budget=_part(budget, 0.5 / config.searches)))
+        plans.append(search(problem, truth, seed=seed + number, budget=part))
     # Several draws often lead to the same plan.
     plans = list({plan.placements: plan for plan in plans}.values())
     workloads = [lower(plan, problem) for plan in plans]
@@ -98,7 +103,7 @@ def robust(
         "dearer": float(own_ms[best] / own_ms.min() - 1),
         "measuring_removes": {
             measured: _removed(
-                regrets, _cost_ms(workloads, [model.informed(truth, measured) for truth in models]), cheapest
+                regrets, workloads, [model.informed(truth, measured) for truth in models], own_ms
             )
             for measured in model.measurable
         },
@@ -111,14 +116,22 @@ def _regret(regrets: np.ndarray) -> dict[str, float]:
     return {"worst_regret": float(regrets.max()), "mean_regret": float(regrets.mean())}
 
 
-def _part(budget: Budget | None, share: float) -> Budget | None:
-    """A share of a budget."""
+def _part(budget: Budget | None, share: float, spare_s: float = 0.0) -> Budget | None:
+    """A share of a budget. spare_s: seconds of it for other work, of which it gives up to a half."""
     if budget is None:
         return None
     return Budget(
         None if budget.evals is None else max(1, int(budget.evals * share)),
-        None if budget.seconds is None else budget.seconds * share,
+        None if budget.seconds is None else budget.seconds * share - min(spare_s, budget.seconds * share / 2),
     )
+
+
+def _judging_s(plan: Plan, problem: Problem, model: CostModel, config: RobustConfig) -> float:
+    """About the seconds that judging takes, from those of one price."""
+    workload, began_s = lower(plan, problem), progress.clock()
+    total_ms(workload, model)
+    one_s = progress.clock() - began_s
+    return one_s * (1 + config.searches) * config.draws * _CAMPAIGNS
 
 
 def _cost_ms(workloads: Sequence[Workload], models: Sequence[CostModel]) -> np.ndarray:
@@ -126,11 +139,19 @@ def _cost_ms(workloads: Sequence[Workload], models: Sequence[CostModel]) -> np.n
     return np.array([[total_ms(workload, model) for model in models] for workload in workloads])
 
 
-def _removed(regrets: np.ndarray, known_ms: np.ndarray, cheapest: int) -> float:
+def _removed(
+    regrets: np.ndarray, workloads: Sequence[Workload], informed: Sequence[CostModel], own_ms: np.ndarray
+) -> float:
     """Share of the mean regret that goes if each draw's plan is chosen by what a measurement would tell.
 
-    known_ms: [P, K] costs with the measured rates as drawn.
+    regrets: [P, K].
+    informed: [K] models with the measured rates as drawn.
+    own_ms: [P] costs under the model's own rates. The cheapest plan's regret counts.
     """
-    before = regrets[cheapest].mean()
-    after = regrets[known_ms.argmin(0), np.arange(regrets.shape[1])].mean()
-    return float(max(0.0, 1 - after / before)) if before > 0 else 0.0
+    before = regrets[own_ms.argmin()].mean()
+    # Rates that no plan depends on need no further look: most problems have no replicas, or no rows in host memory.
+    if before == 0 or np.array_equal(_cost_ms(workloads, informed[:1])[:, 0], own_ms):
+        return 0.0
+    chosen = _cost_ms(workloads, informed).argmin(0)
+    after = regrets[chosen, np.arange(regrets.shape[1])].mean()
+    return float(max(0.0, 1 - after / before))

@@ -64,6 +64,12 @@ def test_a_profile_without_uncertainty_has_no_regret():
     assert set(sure["measuring_removes"].values()) == {0.0}
 
 
+def test_a_budget_in_seconds_that_is_over_at_once_still_gives_a_plan():
+    model = PROFILE.model().for_problem(problem(4))
+    short = robust(problem(4), model, budget=Budget(seconds=1e-3), config=CONFIG)
+    assert short.provenance["robust"]["draws"] == CONFIG.draws
+
+
 def test_any_search_may_be_made_robust():
     assert planned(problem(4), search=SHARDERS["neuroshard"]).provenance["algorithm"] == "neuroshard"
 
