@@ -96,13 +96,13 @@ class Collection(torch.nn.Module):
 
 
 def test_what_fails_while_it_writes_stops_no_training(tmp_path, caplog):
-    model = torch.nn.Sequential(Collection())
-    profiler = ShardCoreProfiler(model, tmp_path, every=3)
+    collection = Collection()
+    profiler = ShardCoreProfiler(torch.nn.Sequential(collection), tmp_path, every=3)
     for _ in range(9):
         profiler.step()
     assert "ShardCoreProfiler wrote no trace at step 4: " in caplog.text
     # No batch entered the collection for two cycles. The next one does.
-    assert model[0].input_dist(5) == 5 and "input_dist" not in vars(model[0])
+    assert collection.input_dist(5) == 5 and "input_dist" not in vars(collection)
 
 
 def test_a_model_without_sharded_collections_is_refused():
