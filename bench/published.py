@@ -19,6 +19,7 @@ import csv
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -149,7 +150,7 @@ class Asked:
 
     @property
     def kind(self) -> str:
-        """What it is a timing of, for tables."""
+        """Words for tables: op and memory, or size of a collective."""
         t = self.timing
         if t.op not in EXCHANGES:
             return f"{t.op}, {t.mode}"
@@ -216,12 +217,12 @@ RANGES: Mapping[str, Callable[[Asked], str]] = {
 }
 
 
-def tables(asked: Sequence[Asked], headers: Sequence[str] = HEADERS) -> Iterator[tuple[str, str]]:
+def tables(asked: Sequence[Asked]) -> Iterator[tuple[str, str]]:
     """Titles and texts of the tables of errors."""
     good = [a for a in asked if a.timing.quality in QUALITIES]
 
     def table(rows: Iterable[tuple[str, ...]]) -> str:
-        return report.markdown_table(headers, list(rows))
+        return report.markdown_table(HEADERS, list(rows))
 
     yield "By card and op", table(by(good, lambda a: a.part, lambda a: a.card, lambda a: a.kind))
     yield (
@@ -297,10 +298,10 @@ def main() -> None:
         return
     shipped = {name: load_profile(name) for name in SHIPPED}
     if args.ask:
-        raw = Path("/tmp/profile-asked.csv")
-        with open(args.ask, encoding="utf-8") as lines:
+        with TemporaryDirectory() as folder, open(args.ask, encoding="utf-8") as lines:
+            raw = Path(folder) / args.ask.name
             writing.write_csv(raw, reduced(csv.DictReader(lines)))
-        timings, reasons = read_timings(raw)
+            timings, reasons = read_timings(raw)
         asked = ask(shipped, timings)
     else:
         fitted = [t for t in timings if not any(words in t.source for words in ASKED)]

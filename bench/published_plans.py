@@ -24,7 +24,7 @@ from shardcore.core.errors import Infeasible
 from shardcore.core.job import Job
 from shardcore.core.topology import GIB
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.cost.model import price
+from shardcore.cost.model import price, total_ms
 from shardcore.cost.profile import Profile, load_profile
 from shardcore.cost.profile_fit import scaled
 from shardcore.io import files
@@ -202,7 +202,7 @@ def _arms(problem: Problem, theirs: Plan | None, profile: Profile) -> tuple[str,
         except Infeasible:
             cells.append("does not fit")
             continue
-        costs[arm] = price(workload, model).total_ms
+        costs[arm] = total_ms(workload, model)
         band = band or model.band(workload)
         cells.append(f"{costs[arm]:.3f}")
     ours, torchrec = costs.get(DEFAULT_SHARDER), costs.get("torchrec")
@@ -224,7 +224,7 @@ def _regrets(problem: Problem, profile: Profile) -> tuple[str, ...]:
     regrets, costs = [], []
     for drawn in draws:
         model = drawn.model().for_problem(problem)
-        ms = [price(lower(plan, problem), model).total_ms for plan in plans]
+        ms = [total_ms(lower(plan, problem), model) for plan in plans]
         regrets.append(ms[0] / min(ms) - 1)
         costs.append(ms[0])
     spread = f"{min(costs):.2f} to {max(costs):.2f} ms"

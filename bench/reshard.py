@@ -13,25 +13,34 @@ Each goes on where it was ended: a line of the file is a case that is done.
 from __future__ import annotations
 
 import json
-import logging
-import multiprocessing as mp
 import os
 import random
 import signal
-import tempfile
+import sys
 import threading
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from bench import common
+from bench import reshard_jobs as jobs
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Problem
+from shardcore.torchrec import reshard as moving
+from shardcore.torchrec.agreement import Agreement
+from shardcore.torchrec.plan_files import to_json
+from shardcore.torchrec.reshard import MoveConfig, reshard
+from shardcore.torchrec.transfer import Exchange
 
-PRELOADED = ["bench.reshard_jobs", "torchrec.distributed", "torchrec.models.dlrm", "fbgemm_gpu"]
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "torchrec"))
+
+import training
+
 WORLDS = ((1, 2), (2, 2), (2, 4))
 """Emulated hosts, and ranks of each."""
 STEPS, BEFORE = 20, 5
@@ -46,65 +55,11 @@ LARGE = 8000
 """Rows of large tables over those of small ones."""
 
 
-# --- processes ----------------------------------------------------------------------------------------------
-
-
-def launched(
-    hosts: int, per_host: int, work: Callable[..., Any], *args: Any, limit_s: float = 120
-) -> list[Any]:
-    """What work(*args) returns in each rank's process; None of one that died or hung."""
-    n = hosts * per_host
-    # Freed memory goes back to the system at once, so that a process's peak is that of what it uses.
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    with tempfile.TemporaryDirectory() as folder:
-        workers = [
-            context.Process(target=_run, args=(rank, hosts, per_host, folder, work, args))
-            for rank in range(n)
-        ]
-        for worker in workers:
-            worker.start()
-        until = time.monotonic() + limit_s
-        for worker in workers:
-            worker.join(max(0.0, until - time.monotonic()))
-            if worker.is_alive():
-                worker.kill()
-                worker.join()
-        paths = [Path(folder, f"found-{rank}") for rank in range(n)]
-        return [json.loads(p.read_text()) if p.exists() else None for p in paths]
-
-
-def _run(rank: int, hosts: int, per_host: int, folder: str, work: Callable[..., Any], args: Any) -> None:
-    import torch
-    import torch.distributed as dist
-
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    n = hosts * per_host
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(per_host), LOCAL_RANK=str(rank % per_host)
-    )
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
-    try:
-        found = work(hosts, per_host, *args)
-    except Exception as error:
-        found = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-    Path(f"{folder}/writing-{rank}").write_text(json.dumps(found))
-    Path(f"{folder}/writing-{rank}").rename(f"{folder}/found-{rank}")
-    os._exit(0)  # the others may be gone
-
-
 # --- cases --------------------------------------------------------------------------------------------------
 
 
-def moved_pair(hosts: int, per_host: int, seed: int, optimizer: str) -> dict[str, Any]:
+def moved_pair(rank: int, given: Problem, folder: str, seed: int, optimizer: str) -> dict[str, Any]:
     """A job that moves after BEFORE steps, compared after STEPS more with one that never did."""
-    from bench import reshard_jobs as jobs
-    from shardcore.torchrec.reshard import MoveConfig, reshard
-
-    given = jobs.problem(hosts, per_host)
     before, after = jobs.pair(given, optimizer, np.random.default_rng([7, seed]))
     settings = jobs.Settings(optimizer, seed=seed)
     job, still = (jobs.Job.of(given, before, settings) for _ in range(2))
@@ -135,15 +90,9 @@ def _kinds(plan: Any) -> list[str]:
     return sorted(of_tables.values())
 
 
-def moved_large(hosts: int, per_host: int, seed: int) -> list[dict[str, Any]]:
+def moved_large(rank: int, given: Problem, folder: str, seed: int) -> list[dict[str, Any]]:
     """Pause and peak memory of moves there, and back."""
-    import torch.distributed as dist
-
-    from bench import reshard_jobs as jobs
-    from shardcore.torchrec.reshard import MoveConfig, reshard
-
     optimizer = "EXACT_ADAGRAD"
-    given = jobs.problem(hosts, per_host, LARGE)
     before, after = jobs.pair(given, optimizer, np.random.default_rng([7, seed]))
     job = jobs.Job.of(given, before, jobs.Settings(optimizer, LARGE))
     job.train(0)
@@ -157,7 +106,7 @@ def moved_large(hosts: int, per_host: int, seed: int) -> list[dict[str, Any]]:
                 "bytes": dict(made.bytes),
                 "busiest_bytes": dict(made.busiest_bytes),
                 "seconds": dict(made.seconds),
-                "stated": made.extra_bytes[dist.get_rank()],
+                "stated": made.extra_bytes[rank],
                 "measured": _peak() - rss,
             }
         )
@@ -180,29 +129,24 @@ def _status(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def killed(hosts: int, per_host: int, seed: int, victim: int, after_s: float, event: int) -> dict[str, Any]:
+def killed(
+    rank: int, given: Problem, folder: str, seed: int, death: tuple[int, float, int]
+) -> dict[str, Any]:
     """A rank dies at an instant of a move. Plan and rows of this one afterwards.
 
-    event: a piece, vote, decision or exchange of shards at which it dies, counted from the last phases' start.
-      0: it dies after after_s.
+    death: the rank; seconds until it dies; the event at which it dies instead, or 0. Events are pieces, votes,
+      decisions and swaps, counted from the first piece.
     """
-    import torch.distributed as dist
-
-    from bench import reshard_jobs as jobs
-    from shardcore.core.errors import ShardCoreError
-    from shardcore.torchrec.plan_files import to_json
-    from shardcore.torchrec.reshard import MoveConfig, reshard
-
-    given = jobs.problem(hosts, per_host)
+    victim, after_s, event = death
     before, after = jobs.pair(given, "EXACT_ADAGRAD", np.random.default_rng([7, seed]))
     job = jobs.Job.of(given, before, jobs.Settings("EXACT_ADAGRAD", seed=seed))
     job.train(0)
     plans = {"old": job.exported(before), "new": job.exported(after)}
     whole = job.whole()
     dist.barrier()
-    if dist.get_rank() == victim and event:
+    if rank == victim and event:
         _die_at(event)
-    elif dist.get_rank() == victim:
+    elif rank == victim:
         threading.Timer(after_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     start, error = time.monotonic(), ""
     try:
@@ -220,10 +164,6 @@ def killed(hosts: int, per_host: int, seed: int, victim: int, after_s: float, ev
 
 def _die_at(event: int) -> None:
     """Let this process die at the n-th piece read or written, vote after them, decision or swap."""
-    from shardcore.torchrec import reshard
-    from shardcore.torchrec.agreement import Agreement
-    from shardcore.torchrec.transfer import Exchange
-
     count = [0]
 
     def dying(call: Callable[..., Any], counts_from: int) -> Callable[..., Any]:
@@ -241,19 +181,18 @@ def _die_at(event: int) -> None:
         (Exchange, "_write", 0),
         (Agreement, "_exchange", 1),  # votes before the first piece are not counted
         (Agreement, "_decide", 1),
-        (reshard._Collection, "swap", 1),
+        (moving._Collection, "swap", 1),
     ):
         setattr(owner, name, dying(getattr(owner, name), counts_from))
 
 
-def torchrec_pair(hosts: int, per_host: int, seed: int, optimizer: str, whole: bool) -> dict[str, Any]:
+def torchrec_pair(
+    rank: int, given: Problem, folder: str, seed: int, optimizer: str, whole: bool
+) -> dict[str, Any]:
     """DMP.reshard of the same pair: of each EmbeddingBagCollection its changed tables.
 
     whole: True for plans of whole tables in place of the pair's.
     """
-    from bench import reshard_jobs as jobs
-
-    given = jobs.problem(hosts, per_host)
     rng = np.random.default_rng([7, seed])
     before, after = (
         (jobs.whole_tables(given, rng) for _ in range(2)) if whole else jobs.pair(given, optimizer, rng)
@@ -286,8 +225,6 @@ def torchrec_pair(hosts: int, per_host: int, seed: int, optimizer: str, whole: b
 
 def cases(arm: str, kills: int) -> Iterator[tuple[dict[str, Any], Callable[..., Any], tuple[Any, ...]]]:
     """The key of each case of an arm, with its work and arguments."""
-    from bench.reshard_jobs import OPTIMIZERS
-
     if arm == "kills":
         for i in range(kills):
             rng = random.Random(i)
@@ -296,11 +233,11 @@ def cases(arm: str, kills: int) -> Iterator[tuple[dict[str, Any], Callable[..., 
             # The first TIMED at a random instant, the others at a random event of the last phases.
             event = 0 if i < TIMED else rng.randrange(1, EVENTS)
             key = {"arm": arm, "world": world, "case": i, "after_s": after_s, "event": event}
-            yield key, killed, (i, victim, after_s, event)
+            yield key, killed, (i, (victim, after_s, event))
         return
     for world in WORLDS[: 3 if arm == "pairs" else 2]:
         for seed in range({"large": 8, "torchrec-whole": 6}.get(arm, PAIRS)):
-            optimizer = OPTIMIZERS[seed % len(OPTIMIZERS)]
+            optimizer = jobs.OPTIMIZERS[seed % len(jobs.OPTIMIZERS)]
             if arm == "large":
                 yield {"arm": arm, "world": world, "case": seed}, moved_large, (seed,)
             else:
@@ -312,13 +249,18 @@ def cases(arm: str, kills: int) -> Iterator[tuple[dict[str, Any], Callable[..., 
 
 
 def run(arm: str, path: Path, kills: int) -> None:
+    # Freed memory goes back to the system at once, so that a process's peak is that of what it uses.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     rows = common.lines_of(path)
     done = {(x["arm"], *x["world"], x["case"]) for x in rows}
     for key, work, args in cases(arm, kills):
         if (arm, *key["world"], key["case"]) in done:
             continue
         start = time.monotonic()
-        found = launched(*key["world"], work, *args, limit_s=60 if "torchrec" in arm else 180)
+        hosts, per_host = key["world"]
+        given = jobs.problem(hosts, per_host, LARGE if arm == "large" else 1)
+        found = training.on_ranks(given, work, *args, limit_s=60 if "torchrec" in arm else 180)
+        found = [{"error": f[:300]} if isinstance(f, str) else f for f in found]
         rows.append({**key, "found": found, "wall_s": time.monotonic() - start})
         common.write_lines(path, rows)
         common.say(json.dumps(key), str(found)[:300])

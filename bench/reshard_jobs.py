@@ -17,9 +17,9 @@ from torch import nn
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.step.kinds import even_rows
-from shardcore.torchrec.reshard import unsharded_model
 from shardcore.torchrec.rows import DenseOptimizer, collections_of, parts_of
 from shardcore.torchrec.sharding_plan import to_torchrec
+from shardcore.torchrec.unsharded import unsharded_model
 
 BATCH, RATE, EPS = 4, 0.1, 1e-8
 OPTIMIZERS = ("EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD")

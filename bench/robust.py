@@ -1,4 +1,4 @@
-"""How much a robust plan loses where a profile's rates are wrong, beside plans for the rates as they are.
+"""Losses of robust plans where a profile's rates are wrong, beside those of plans for the rates as they are.
 
     python -m bench.robust --problems 50 --out robust.jsonl
 

@@ -1,4 +1,4 @@
-"""What plans are priced by: the champion of their hardware or, where the registry has none, a published profile."""
+"""Choose the cost model of plans: the champion of their hardware or, where there is none, a published profile."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def publish_plans(
 def _publisher(
     client: mlflow.MlflowClient, hardware: str, plans: str | Path, config: PublishConfig
 ) -> tuple[Pricing, Publisher]:
-    """What prices plans of a hardware, and their publisher. Raises as `pricing`, and for a policy that is missing."""
+    """Pricing and publisher of plans for a hardware. Raises as `pricing`, and for a policy that is missing."""
     logger, by, policy = get_run_logger(), pricing(client, hardware), None
     if not by.champion:
         logger.warning("no model of %s is champion: plans for it are under %s", hardware, by.words)

@@ -132,7 +132,8 @@ class PlanOptions(SearchOptions, ModelOptions, HostMemoryOptions, TargetOptions)
     """
 
     REQUIRED = (("model", "hardware", "offers"),)
-    EXCLUSIVE = (*SearchOptions.EXCLUSIVE, _TARGET)
+    # A start has a search of its own, which knows no draws.
+    EXCLUSIVE = (*SearchOptions.EXCLUSIVE, _TARGET, ("start", "robust"))
     problem: ProblemFile
     _: KW_ONLY
     offers: Annotated[Path, "OFFERS.json"] | None = None
@@ -278,7 +279,7 @@ def start_text(
     args: PlanOptions, found: Found, decisions: Sequence[Decision], original: Problem, model: CostModel
 ) -> str:
     """Changes of the new plan to the old one, for people. "": there was none."""
-    from shardcore.cost.model import price as price_of
+    from shardcore.cost.model import total_ms
     from shardcore.plans.replan import Start
     from shardcore.report import plan_report
     from shardcore.search.decisions.towers import as_planned
@@ -292,7 +293,7 @@ def start_text(
     moved = start.moved(found.plan, as_planned(found.plan, found.problem))
     # A plan of another problem has no cost in this one.
     before_ms = (
-        price_of(lower(start.old, original, fits=False), model).total_ms
+        total_ms(lower(start.old, original, fits=False), model)
         if start.before == original == found.problem
         else None
     )

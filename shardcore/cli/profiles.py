@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 from shardcore.cli.options import Formatter, Output, PositiveFloat, PositiveGib, add_command
+from shardcore.core.errors import ShardCoreError
 
 ProfileFile = Annotated[Path, "PROFILE.json"]
 
@@ -121,8 +122,14 @@ def fit(args: FitOptions) -> None:
     start = load_profile(args.from_)
     timings, reasons = profile_fit.read_timings(args.timings)
     chosen = profile_fit.of_card(timings, start)
+    left_out = reasons + Counter({"another card, or a low quality": len(timings) - len(chosen)})
+    if not chosen:
+        [(why, n)] = left_out.most_common(1)
+        raise ShardCoreError(
+            f"{args.timings} has no timing that profile {start.name!r} can be fitted to; of {left_out.total()} left "
+            f"out, {n}: {why}"
+        )
     fitted = profile_fit.fit(chosen, start)
     write_profile(args.out, fitted)
-    left_out = reasons + Counter({"another card, or a low quality": len(timings) - len(chosen)})
     print(f"{args.timings}: {len(chosen)} timings fitted, {left_out.total()} left out")
     print(f"{left_out_text(left_out)}\n\n{args.out}: {profile_text(fitted, start)}")

@@ -98,7 +98,7 @@ MEASURABLE: Mapping[str, tuple[str, ...]] = {
     "work on ids": ("bucketize_", "order_"),
     "lookups": ("",),
 }
-"""What could be measured, and prefixes of the rates that it would tell. The first that fits counts."""
+"""Names of measurements, and prefixes of the rates that each would tell. The first that fits counts."""
 MOST_UNCERTAINTY = 3.0
 _DEFAULT_BATCH = 65_536
 """Batch of a model that is of no problem yet."""
@@ -245,8 +245,8 @@ def load_profile(name_or_path: str | Path) -> Profile:
     if (known := str(name_or_path)) in profile_names():
         return _shipped(known)
     require(
-        known.endswith(".json"),
-        f"profile {known!r} is not known; known are {', '.join(profile_names())}, or a path of a .json file",
+        known.endswith(".json") or Path(known).is_file(),
+        f"profile {known!r} is not known; known are {', '.join(profile_names())}, or a path of a file",
     )
     return read_profile(name_or_path)
 

@@ -25,7 +25,7 @@ from shardcore.core.catalog import OPTIMIZERS
 from shardcore.core.errors import ShardCoreError, shortened
 from shardcore.core.links import units_of
 from shardcore.core.types import Shard, Table
-from shardcore.core.validation import require, shown
+from shardcore.core.validation import MOST_BATCH, MOST_DEVICES, MOST_TABLES, require, shown
 from shardcore.cost import profile_law
 from shardcore.cost.profile import RATES, SPEC, Profile, Rate
 from shardcore.cost.profile_law import FAR, MS_PER_US, NEAR, Rates, Work
@@ -229,9 +229,9 @@ def _timing(row: Mapping[str, str], what: str) -> Timing | str:
         "quality": row.get("quality") or "A",
     }
     if op in EXCHANGES:
-        ranks, hosts = int(_number(row, "ranks", what)), int(_number(row, "hosts", what))
+        ranks, hosts = (_count(row, column, what, MOST_DEVICES) for column in ("ranks", "hosts"))
         require(
-            1 <= hosts <= ranks and ranks % hosts == 0,
+            ranks % hosts == 0,
             f"{what} has {ranks} ranks on {hosts} hosts; it needs equally many on each",
         )
         if ranks < 2:
@@ -240,7 +240,7 @@ def _timing(row: Mapping[str, str], what: str) -> Timing | str:
         return Timing(**common, ranks=ranks, hosts=hosts, bytes=sent, network=row.get("interconnect", ""))
     precision = row.get("weights_precision") or "fp32"
     optimizer = _OPTIMIZERS.get(row.get("optimizer", ""), row.get("optimizer") or "exact_sgd")
-    mode, tables = row.get("mode") or "device", int(_number(row, "T", what) if row.get("T") else 1)
+    mode, tables = row.get("mode") or "device", _count(row, "T", what, MOST_TABLES) if row.get("T") else 1
     if precision not in ("fp32", "fp16", "bf16"):
         return f"weights are {shown(precision)}"
     if optimizer not in OPTIMIZERS or mode not in MODES:
@@ -256,7 +256,7 @@ def _timing(row: Mapping[str, str], what: str) -> Timing | str:
     alpha = re.search(r"alpha ([\d.]+)", row.get("index_distribution", ""))
     return Timing(
         **common,
-        batch=int(_number(row, "B", what)),
+        batch=_count(row, "B", what, MOST_BATCH),
         tables=tables,
         rows=tuple(map(int, rows)),
         width=tuple(map(int, width)),
@@ -277,6 +277,12 @@ def _number(row: Mapping[str, str], column: str, what: str) -> float:
     except ValueError:
         value = math.nan
     require(0 <= value < math.inf, f"{what} has {column} {shown(row[column])}; it needs a number")
+    return value
+
+
+def _count(row: Mapping[str, str], column: str, what: str, most: int) -> int:
+    value = int(_number(row, column, what))
+    require(1 <= value <= most, f"{what} has {column} {shown(row[column])}; it needs 1 to {most:,}")
     return value
 
 
@@ -401,7 +407,6 @@ _SCALES: Mapping[str, tuple[str, float, float]] = {
             "backward_lookup_ns",
             "sort_lookup_ns",
             "weighted_lookup_ns",
-            "hot_lookup_ns",
             "cache_lookup_ns",
         ),
         ("hbm_gbps", 0.0, -1.0),
@@ -411,7 +416,7 @@ _SCALES: Mapping[str, tuple[str, float, float]] = {
     **{name: ("nvlink_gbps", 1.0, 0.0) for name in RATES if name.endswith(f"{NEAR}_gbps")},
     **{name: ("network_gbps", 1.0, 0.0) for name in RATES if name.endswith(f"{FAR}_gbps")},
 }
-"""How a rate scales: a bandwidth of SPEC to a power, times sm_ghz to a power.
+"""Laws by which rates scale: a bandwidth of SPEC to a power, times sm_ghz to a power.
 
 Gathers keep memory busy only as far as multiprocessors have loads on their way. So they follow both: an H200 has 43%
 more bandwidth than an H100, the same multiprocessors, and gathers about 20% faster.

@@ -23,6 +23,7 @@ from shardcore.core.tiers import BELOW
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import Problem, Setting, Shard
 from shardcore.cost import profile_law
+from shardcore.cost.known_errors import NOT_MEASURED
 from shardcore.cost.model import CommCost, Compiled, step_ms
 from shardcore.cost.profile import COLLECTIVES, MEASURABLE, RATES, Profile
 from shardcore.cost.step_comm import Transfers, channels_ms, step_comm
@@ -32,6 +33,8 @@ from shardcore.step.output_bytes import payload_bytes
 from shardcore.step.scopes import groups_of
 
 _HOST_GBPS = ("host_read_gbps", "host_update_gbps", "host_cache_gbps")
+_OF_COMM = (*COLLECTIVES, "exchange_factor", "switch_generation", "bucketize_", "order_", "dense_")
+"""Prefixes of the rates that `comm` depends on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,8 +240,7 @@ class ProfileModel:
 
     def out_of_range(self, workload: Workload) -> list[str]:
         """See model.CostModel. The first sentence says that nothing was measured here, and the band."""
-        percent = 100 * self.band(workload)
-        return [f"profile: published measurements, not of your machine (band ±{percent:.0f}%)"]
+        return [f"{NOT_MEASURED} (band ±{self.band(workload):.0%})"]
 
     def band(self, workload: Workload) -> float:
         """Relative standard error of a step that the profile itself expects, as its rates are uncertain.
@@ -249,13 +251,17 @@ class ProfileModel:
             workload.ops, key=lambda ops: sum(self.head(self.encode(o.shards, o.batch).sum(0)) for o in ops)
         )
         works = [self._work(op.shards, op.batch) for op in ops]
-        n = len(workload.topology)
+        job, none = dataclasses.replace(workload.job, **_NO_DENSE), np.zeros(len(workload.topology))
+        comm_ms: dict[tuple[float, ...], np.ndarray] = {}
 
         def step(values: Mapping[str, float]) -> np.ndarray:
             model = dataclasses.replace(self, at=values)
-            compute_ms = sum(profile_law.op_ms(model._values, work) for work in works)
-            comm = model.comm(workload.traffic, np.full(n, compute_ms), workload.topology)
-            return step_ms(np.full(n, compute_ms), comm, dataclasses.replace(workload.job, **_NO_DENSE))
+            # Devices compute equally long here, so exchanges do not depend on compute. Most rates leave them as they
+            # are, and they take most of the time.
+            key = tuple(values[name] for name in RATES if name.startswith(_OF_COMM))
+            if key not in comm_ms:
+                comm_ms[key] = step_ms(none, model.comm(workload.traffic, none, workload.topology), job)
+            return comm_ms[key] + sum(profile_law.op_ms(model._values, work) for work in works)
 
         runs = zip(workload.channels, workload.traffic, strict=True)
         used = {_collective(channel, way) for channel, sent in runs if sent.any() for way in channel.row.ways}

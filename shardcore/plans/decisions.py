@@ -83,6 +83,10 @@ class Decision:
         """Cost of the chosen version, under the model of that time."""
         return self.candidate_ms if self.current == self.candidate else self.previous_ms
 
+    def adopts(self, version: str) -> bool:
+        """True if it replaces the plan before by a version."""
+        return self.outcome != "kept" and version == self.current == self.candidate
+
     def repeats(self, other: Decision | None) -> bool:
         """Compare all but time and parent, which differ between any two decisions."""
         if other is None:

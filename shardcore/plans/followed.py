@@ -15,8 +15,8 @@ class Followed:
     """A plan that a job may move to.
 
     version: in the store.
-    most_ratio: its predicted step with the margin of its gain, over that of the plan before. None: there was
-      none.
+    most_ratio: its predicted step with the margin of its gain, over that of the plan that it replaced. None:
+      it replaced none.
     """
 
     version: str
@@ -41,9 +41,8 @@ class StoredPlans:
 
     def read(self, version: str) -> Followed:
         """Raises ShardCoreError for a version that is not there or not valid."""
-        decision = store.last(self.root, self.name)
         plan, problem = store.load_plan(self.root, self.name, version)
-        return Followed(version, plan, problem, _most_ratio(decision))
+        return Followed(version, plan, problem, _most_ratio(store.adoption(self.root, self.name, version)))
 
     def roll_back(self, version: str, reason: str) -> str:
         """Make the version before current again. Returns it. Raises ShardCoreError as `store.roll_back`."""

@@ -134,6 +134,11 @@ def history(root: str | Path, name: str) -> Iterator[Decision]:
         decision_id = decision.parent
 
 
+def adoption(root: str | Path, name: str, version: str) -> Decision | None:
+    """The last decision that replaced the plan before by a version. None: there is none."""
+    return next((d for d in history(root, name) if d.adopts(version)), None)
+
+
 def names(root: str | Path) -> list[str]:
     """Names of the problems with a published plan."""
     home = places.place(root)
@@ -316,12 +321,17 @@ def roll_back(root: str | Path, name: str, version: str, reason: str) -> Decisio
             raise ShardCoreError(
                 f"problem {name!r} has no version before {version!r} in {root} to go back to"
             )
+        # A later decision to keep the version compared it with another candidate.
+        adopted = adoption(root, name, version)
         decision = replace(
             decided[0],
             outcome=ROLLED_BACK,
             reason=reason,
             current=before,
             candidate=version,
+            candidate_ms=decided[0].total_ms,
+            previous_ms=adopted and adopted.previous_ms,
+            margin_ms=adopted and adopted.margin_ms,
             decided_at=time.time(),
             parent=decided[0].id,
         )

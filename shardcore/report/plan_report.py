@@ -104,7 +104,7 @@ def towers_text(x: TowerTraffic) -> str:
 
 
 def robust_text(x: Mapping[str, Any]) -> str:
-    """What a robust plan may lose, and what a measurement would be worth. x: the plan's provenance "robust"."""
+    """Losses of a robust plan where rates are wrong, and the worth of measurements. x: its provenance "robust"."""
     other, removes = x["of_cheapest"], sorted(x["measuring_removes"].items(), key=lambda pair: -pair[1])
     words = (
         f"{x['draws']} draws of the profile's rates: at worst the plan loses {x['worst_regret']:.1%} against the best "

@@ -58,7 +58,7 @@ def robust(
     """The plan whose worst regret over draws of the model's rates is least. A Sharder that wraps another.
 
     budget: of all searches together. The one under the model's own rates takes half: a plan far from the best loses
-      more than wrong rates cost.
+      more than wrong rates cost. To judge the plans afterwards is not part of it.
 
     The plan's provenance has "robust":
 
@@ -84,6 +84,7 @@ def robust(
     # Several draws often lead to the same plan.
     plans = list({plan.placements: plan for plan in plans}.values())
     workloads = [lower(plan, problem) for plan in plans]
+    progress.report(f"judging {len(plans)} plans under {config.draws} draws")
     cost_ms = _cost_ms(workloads, models)  # [P, K]
     own_ms = _cost_ms(workloads, [model])[:, 0]  # [P]
     regrets = cost_ms / cost_ms.min(0) - 1

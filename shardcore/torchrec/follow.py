@@ -25,8 +25,9 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import MOST_COUNT, require_types, require_within
 from shardcore.torchrec.agreement import Agreement, Undecided
 from shardcore.torchrec.plan_files import from_json, to_json
-from shardcore.torchrec.reshard import MoveConfig, Moved, reshard, unsharded_model
+from shardcore.torchrec.reshard import MoveConfig, Moved, reshard
 from shardcore.torchrec.sharding_plan import to_torchrec
+from shardcore.torchrec.unsharded import unsharded_model
 
 MOVED, REFUSED, STAYED, ROLLED_BACK = "moved", "refused", "stayed", "rolled back"
 
@@ -37,7 +38,7 @@ class FollowConfig:
 
     every_steps: steps between two looks at the store.
     measured_steps: steps that are measured before a move, and after it.
-    move: of moves.
+    move: settings of each move.
     """
 
     every_steps: int = 100
@@ -53,10 +54,10 @@ class FollowConfig:
 class Event:
     """A change of a job's plan, or a version that it did not take.
 
-    version: of the plan in the store.
-    outcome: "moved" at first, then "stayed" or "rolled back" once steps were measured; "refused" if it could not
-      be moved to.
-    reason: in words. "": none is needed.
+    version: the plan's in the store.
+    outcome: "moved" at first, then "stayed" or "rolled back" once steps were measured. "refused" if the job could
+      not move to it.
+    reason: the reason in words. "": none is needed.
     before_ms, after_ms: measured steps, of the slowest rank. None: not measured.
     expected_ms: the longest step after the move that the prediction allows. None: nothing was predicted.
     moved: the move.
@@ -112,7 +113,8 @@ class PlanFollower:
     def step(self) -> Event | None:
         """Count a step, and make what is due: a look at the store, or a judgement of the last move.
 
-        Returns what changed. Raises Undecided where the job has to end.
+        Returns what changed. Raises ShardCoreError if a rank does not come to a look or judgement in time, and
+        Undecided where the job has to end.
         """
         now = time.perf_counter()
         if self._last_s is not None:
@@ -195,7 +197,12 @@ class PlanFollower:
             f"measured {after_ms:.3g} ms a step in the job, {before_ms:.3g} ms before (median of the slowest rank, "
             f"noise {noise_ms:.2g} ms)" + (f"; predicted at most {expected_ms:.3g} ms" if expected_ms else "")
         )
-        moved = self._move(trial.old)
+        try:
+            moved = self._move(trial.old)
+        except Undecided:
+            raise
+        except ShardCoreError as error:  # the new plan still trains
+            return Event(trial.version, STAYED, f"{reason}; the job cannot move back: {error}", **numbers)
         self._steps_ms.clear()
         if change.rank == 0:
             try:

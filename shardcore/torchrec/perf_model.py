@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem
-from shardcore.cost.model import CostModel, price
+from shardcore.cost.model import CostModel, total_ms
 from shardcore.step.lower import lower
 from shardcore.torchrec.cost_models import model_of
 from shardcore.torchrec.modules import tables_of
@@ -69,4 +69,4 @@ class ShardCorePerfModel:
             self.refused.append(str(error))
             return float("inf")
         self.rated += 1
-        return price(step, self.model).total_ms
+        return total_ms(step, self.model)

@@ -28,17 +28,33 @@ import torch.distributed as dist
 from torch import nn
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.topology import Device, Topology
-from shardcore.core.types import Problem, Table
+from shardcore.core.types import Problem
 from shardcore.core.validation import require, require_types, require_within
 from shardcore.torchrec import rows as of_rows
 from shardcore.torchrec.agreement import Agreement, Waited
-from shardcore.torchrec.modules import few, tables_of
+from shardcore.torchrec.modules import few
 from shardcore.torchrec.pipelines import drained
 from shardcore.torchrec.plan_files import modules_of, to_json
+from shardcore.torchrec.replica_optimizers import (
+    refresh,
+    renew_fused_optimizer,
+    replace_parameter,
+    replica_group,
+    replica_groups,
+)
 from shardcore.torchrec.rows import WEIGHTS, DenseOptimizer, Format, Key, Part
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
 from shardcore.torchrec.transfer import Exchange, Layout, Piece, Region, digests, inexact, pieces
+from shardcore.torchrec.unsharded import (
+    WithoutInit,
+    configs_of,
+    no_init,
+    ranks_per_host,
+    restore_configs,
+    unpriced_problem_of,
+    unsharded_model,
+    unsharded_of,
+)
 
 if TYPE_CHECKING:
     from torchrec.distributed.types import ParameterSharding, ShardingPlan
@@ -117,6 +133,7 @@ def reshard(
     Raises ShardCoreError on all ranks, and leaves the old plan as it is, if a rank cannot make the move. It
     raises Undecided if a rank cannot learn what the others did.
     """
+    require(dist.is_initialized(), "tables move in a job of torch.distributed; call init_process_group first")
     require(
         not getattr(model, "_moves_tables", False),
         "the model's tables are being moved; ask for a second move when this one is done",
@@ -146,11 +163,12 @@ def _moved(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config
     if not move.collections:
         return Moved((), {}, {}, clock.seconds, (0,) * len(shared), {}, {})
     built: list[_Built] = []
-    with agreed.phase("build"), _time_limit(model._env.process_group, config.timeout_s):
-        group: Any = dist.new_group(timeout=timedelta(seconds=config.timeout_s))
-        built += [c.build(model, optimizer, shared) for c in move.collections]
-    clock.lap("build")
+    group: Any = None
     try:
+        with agreed.phase("build"), _time_limit(model._env.process_group, config.timeout_s):
+            group = dist.new_group(timeout=timedelta(seconds=config.timeout_s))
+            built += [c.build(model, optimizer, shared) for c in move.collections]
+        clock.lap("build")
         with agreed.phase("fill"):
             move.fill(built, group, config)
         clock.lap("fill")
@@ -163,14 +181,15 @@ def _moved(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config
         with agreed.phase("compare"):
             totals = move.compared(found)
     finally:
-        dist.destroy_process_group(group)
+        if group is not None:
+            dist.destroy_process_group(group)
     clock.lap("check")
     agreed.commit()
     # From here on nothing may fail: other ranks use the new plan.
     for collection, new in zip(move.collections, built, strict=True):
         collection.swap(model, new, optimizer)
-    _renew_fused_optimizer(model)
-    _refresh(optimizer.given)
+    renew_fused_optimizer(model)
+    refresh(optimizer.given)
     clock.lap("swap")
     return Moved(
         tables=tuple(sorted(".".join(filter(None, key)) for c in move.collections for key in c.changed)),
@@ -254,15 +273,15 @@ class _Collection:
 
     def build(self, model: Any, optimizer: DenseOptimizer, shared: Sequence[Mapping[str, Any]]) -> _Built:
         """The collection under the new plan, with state of 0."""
-        unsharded = unsharded_of(self.old, _no_init)
+        unsharded = unsharded_of(self.old, no_init)
         weights = dict(unsharded.named_parameters())
         for table, settings in of_rows.fused_params_of(self.old).items():
             (weight,) = (w for name, w in weights.items() if name.endswith(f".{table}.weight"))
             # Types of optimizers are already FBGEMM's, so TorchRec needs no class of one.
             weight._optimizer_kwargs = [{k: v for k, v in settings.items() if k not in _OF_PLACEMENT}]  # type: ignore[attr-defined]
-        with _WithoutInit():
+        with WithoutInit():
             module = self.sharder.shard(unsharded, self.new, model._env, model.device, self.path)
-        _restore_configs(module, self.old)
+        restore_configs(module, self.old)
         module.train(self.old.training)
         self._continue_fused(module, shared)
         state = {}
@@ -331,7 +350,7 @@ class _Collection:
                 after = of_rows.weight_of(built.module, table) if new.replicas else None
                 group = self.dense[table]
                 name = ".".join(filter(None, (self.path, built.prefix, table, "weight")))
-                _replace_parameter(optimizer.given, group, (before, after), name)
+                replace_parameter(optimizer.given, group, (before, after), name)
                 if after is not None:
                     group[0].state[after] = built.state[after]
         for parent in list(model.modules()):
@@ -410,7 +429,7 @@ class _Move:
             inexact=reasons,
             extra_bytes=extra,
             device=model.device,
-            per_host=_per_host(model),
+            per_host=ranks_per_host(model),
         )
 
     def shared(self) -> dict[str, Any]:
@@ -503,6 +522,10 @@ def _changed(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer) -> l
         not getattr(model, "model_trackers", {}) and not getattr(model._env, "output_dtensor", False),
         "the model has trackers or DTensors, which know its shards; tables are moved of models without",
     )
+    require(
+        isinstance(new_plan, ShardingPlan),
+        f"the new plan is a {type(new_plan).__name__}; it needs to be TorchRec's ShardingPlan, as of read_torchrec",
+    )
     collections, now, new = of_rows.collections_of(model), modules_of(model.plan), modules_of(new_plan)
     if differing := sorted(set(now) ^ set(new)):
         raise ShardCoreError(
@@ -515,7 +538,7 @@ def _changed(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer) -> l
             f"the new plan changes module {path!r}, a {type(of_rows.unwrapped(model).get_submodule(path)).__name__}; "
             "tables can be moved of EmbeddingBagCollections and EmbeddingCollections that nothing wraps",
         )
-    model_like, problem = unsharded_model(model), problem_of(model)
+    model_like, problem = unsharded_model(model), unpriced_problem_of(model)
     _require_runs(
         ShardingPlan({path: new[path] for path in collections}), problem, model_like, model.device.type
     )
@@ -538,14 +561,14 @@ def _collection(
 
     now, settings = module.module_sharding_plan, of_rows.fused_params_of(module)
     collection = _Collection(path, module, model._sharder_map[type(unsharded_of(module))], new, {}, (), {})
-    layouts, dense, groups = {}, {}, _dense_groups(model, optimizer)
-    for config in _configs(module):
+    layouts, dense, groups = {}, {}, replica_groups(model, optimizer)
+    for config in configs_of(module):
         dtype = data_type_to_dtype(config.data_type)
 
         def layout(sharding: ParameterSharding, config: Any = config, dtype: torch.dtype = dtype) -> Layout:
             replicas = sharding.sharding_type == "data_parallel"
             if replicas:
-                dense[config.name] = _dense_group(collection, config.name, optimizer, groups)
+                dense[config.name] = replica_group(path, module, config.name, optimizer, groups)
                 states, state = of_rows.dense_states(*dense[config.name]), dtype
             else:
                 fused = settings[config.name].get("optimizer")
@@ -597,172 +620,3 @@ def _require_memory(extra: int, device: torch.device, config: MoveConfig) -> Non
 
 def _largest(values: Any) -> int | None:
     return max((v for v in values if v is not None), default=None)
-
-
-# --- unsharded models ---------------------------------------------------------------------------------------
-
-
-def _configs(module: Any) -> list[Any]:
-    return (
-        module._embedding_bag_configs
-        if hasattr(module, "_embedding_bag_configs")
-        else module._embedding_configs
-    )
-
-
-def unsharded_of(module: Any, init_fn: Any = None) -> Any:
-    """A sharded collection as it was before it was sharded, on the meta device."""
-    from torchrec import EmbeddingBagCollection, EmbeddingCollection
-
-    tables = [replace(c, init_fn=init_fn) if init_fn else c for c in _configs(module)]
-    meta = torch.device("meta")
-    if hasattr(module, "_embedding_bag_configs"):
-        return EmbeddingBagCollection(tables=tables, is_weighted=module._is_weighted, device=meta)
-    others = {
-        name: value
-        for name in ("need_indices", "use_gather_select", "use_gather_select_per_sharding")
-        if (value := getattr(module, f"_{name}", None))
-    }
-    return EmbeddingCollection(tables=tables, device=meta, **others)
-
-
-def unsharded_model(job: nn.Module) -> nn.Module:
-    """The collections of a job's model at their paths, unsharded, on the meta device, for `to_torchrec`."""
-    model = nn.Module()
-    for path, module in of_rows.collections_of(job).items():
-        if not path:
-            return unsharded_of(module)
-        parent, (*names, last) = model, path.split(".")
-        for name in names:
-            if name not in parent._modules:
-                parent.add_module(name, nn.Module())
-            parent = parent.get_submodule(name)
-        parent.add_module(last, unsharded_of(module))
-    return model
-
-
-def problem_of(job: Any) -> Problem:
-    """A job's tables and ranks, without what a plan's price needs: lookups, batch and memory."""
-    tables = tables_of(unsharded_model(job))
-    n, per_host = dist.get_world_size(), _per_host(job)
-    devices = tuple(Device(1 << 50, host=f"host-{rank // per_host}") for rank in range(n))
-    return Problem(
-        "job",
-        tuple(
-            Table(
-                name,
-                t.config.num_embeddings,
-                t.config.embedding_dim,
-                1.0,
-                precision=t.config.data_type.value.lower(),
-                sequence=not t.pooled,
-                collection=t.path,
-            )
-            for name, t in tables.items()
-        ),
-        Topology(devices),
-        n,
-    )
-
-
-def _per_host(job: Any) -> int:
-    from torchrec.distributed.comm import get_local_size
-
-    return get_local_size(job._env.world_size)
-
-
-def _no_init(weight: torch.Tensor) -> None:
-    pass
-
-
-class _WithoutInit(torch.overrides.TorchFunctionMode):
-    """Leave new weights as they are: all of them are written by the move."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.uniform_:
-            return args[0]
-        return func(*args, **(kwargs or {}))
-
-
-def _restore_configs(module: Any, old: Any) -> None:
-    """Give a collection the configs of the old one, with their initialization."""
-    configs = _configs(old)
-    for name in ("_embedding_bag_configs", "_embedding_configs"):
-        if hasattr(module, name):
-            setattr(module, name, configs)
-    module._table_name_to_config = {c.name: c for c in configs}
-
-
-# --- optimizers ---------------------------------------------------------------------------------------------
-
-
-def _dense_groups(model: nn.Module, optimizer: DenseOptimizer) -> list[tuple[Any, dict[str, Any]]]:
-    """The optimizer and group of parameters that replicas of a job have or would have: one, if that is clear."""
-    replicas = [
-        of_rows.weight_of(module, name)
-        for module in of_rows.collections_of(model).values()
-        for name, sharding in module.module_sharding_plan.items()
-        if sharding.sharding_type == "data_parallel"
-    ]
-    if found := [of for weight in replicas if (of := optimizer.group_of(weight)) is not None]:
-        return found[:1]
-    groups = [(o, group) for o in optimizer.plain for group in o.param_groups]
-    return [of for of in groups if not of[1]["params"]] or groups
-
-
-def _dense_group(
-    c: _Collection, table: str, optimizer: DenseOptimizer, groups: list[tuple[Any, dict[str, Any]]]
-) -> tuple[Any, dict[str, Any]]:
-    """The optimizer and group of parameters of a table's replica, now or in the new plan.
-
-    Raises ShardCoreError if there is none, or if several could be meant.
-    """
-    if c.old.module_sharding_plan[table].sharding_type == "data_parallel":
-        groups = [of for of in [optimizer.group_of(of_rows.weight_of(c.old, table))] if of is not None]
-    if len(groups) != 1:
-        raise ShardCoreError(
-            f"table {table!r} of {c.path!r} is or becomes a replica, and {len(groups)} groups of the optimizer's "
-            "parameters may have it; give an optimizer that has replicas, one group in all, or one without parameters"
-        )
-    return groups[0]
-
-
-def _replace_parameter(
-    given: Any, group: tuple[Any, dict[str, Any]], parameters: tuple[Any, Any], name: str
-) -> None:
-    """Exchange a parameter of an optimizer, or add or remove one (None)."""
-    before, after = parameters
-    optimizer, params = group[0], group[1]["params"]
-    at = next((i for i, p in enumerate(params) if p is before), len(params))
-    params[at : at + 1] = [] if after is None else [after]
-    optimizer.state.pop(before, None)
-    for keyed in _keyed(given):
-        if getattr(keyed, "_optimizer", None) is optimizer:
-            of_keyed = {k: p for k, p in keyed.params.items() if p is not before}
-            keyed.params = of_keyed if after is None else {**of_keyed, name: after}
-
-
-def _keyed(optimizer: Any) -> Iterator[Any]:
-    """TorchRec's wrappers of an optimizer, the inner ones first."""
-    if hasattr(optimizer, "optimizers"):
-        for _, inner in optimizer.optimizers:
-            yield from _keyed(inner)
-    elif hasattr(optimizer, "_optimizer"):
-        yield from _keyed(optimizer._optimizer)
-        yield optimizer
-
-
-def _refresh(optimizer: Any) -> None:
-    """Let TorchRec's wrappers of optimizers see the parameters of what they wrap."""
-    from torchrec.optim.keyed import OptimizerWrapper
-
-    for keyed in _keyed(optimizer):
-        if isinstance(keyed, OptimizerWrapper):
-            inner = keyed._optimizer
-            keyed.params, keyed.state, keyed.param_groups = inner.params, inner.state, inner.param_groups
-
-
-def _renew_fused_optimizer(model: Any) -> None:
-    """Let the job's fused optimizer, which it may have wrapped, be that of the new shards."""
-    renewed = model._init_optim(of_rows.unwrapped(model))
-    model._optim._optims[:] = renewed._optims

@@ -115,8 +115,13 @@ def _plain(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
             yield from _plain(inner)
     elif hasattr(optimizer, "_optimizer"):  # KeyedOptimizerWrapper, OptimizerWrapper
         yield from _plain(optimizer._optimizer)
-    elif optimizer is not None and not isinstance(optimizer, FusedOptimizer):
-        yield optimizer
+    elif isinstance(optimizer, torch.optim.Optimizer):
+        if not isinstance(optimizer, FusedOptimizer):
+            yield optimizer
+    elif optimizer is not None:
+        raise ShardCoreError(
+            f"the optimizer is a {type(optimizer).__name__}; it needs to be torch's, or TorchRec's wrapper of one"
+        )
 
 
 def dense_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:

@@ -16,6 +16,7 @@ from shardcore.search.state.shards import consolidate
 from shardcore.tables.public import DEFAULT_ACCESS
 from shardcore.torchrec.modules import path_in_model
 from shardcore.torchrec.placements import placements_of
+from shardcore.torchrec.unsharded import configs_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,7 +30,7 @@ class ShardedCollection(NamedTuple):
 
     @property
     def configs(self) -> list[Any]:
-        return list(getattr(self.module, "_embedding_bag_configs", None) or self.module._embedding_configs)
+        return configs_of(self.module)
 
     @property
     def pooled(self) -> bool:

@@ -131,3 +131,6 @@ def test_a_robust_plan_says_what_it_may_lose(here, capsys, model):
     assert "draws of the profile's rates: at worst the plan loses" in capsys.readouterr().out
     assert main(f"plan problem.json --model {model} --robust --budget-evals 500 --out plan.json".split()) == 1
     assert "a robust plan needs a hardware profile's (--hardware)" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*PLAN.split(), "--robust", "--start", "plan.json"])
+    assert "argument --start: not allowed with argument --robust" in capsys.readouterr().err

@@ -81,6 +81,12 @@ def test_bad_input_is_one_line(here, command, said, capsys):
     assert said in err and err.count("\n") == 1 and not out and not (here / "x.json").exists()
 
 
+def test_a_fit_to_nothing_says_why_timings_are_left_out(here, capsys):
+    write_csv(rows=[("fwd", "", *ROWS[0][2:]), ("gather", *ROWS[0][1:]), ("fwd", "", *ROWS[1][2:])])
+    assert main(f"profile fit t.csv --from {CARD} --out x.json".split()) == 1
+    assert "can be fitted to; of 3 left out, 2: time_us is not stated\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("missing", ["op", "time_us", "B", "E", "D", "L"])
 def test_a_csv_without_a_column_names_it(here, missing, capsys):
     kept = [i for i, column in enumerate(OPS) if column != missing]

@@ -163,6 +163,11 @@ def test_rows_that_cannot_be_used_leave_with_a_reason(tmp_path, change, why):
         ([{**OP_ROW, "time_us": "fast"}], "line 2 has time_us 'fast'; it needs a number"),
         ([{**OP_ROW, "time_us": "0"}], "line 2 has time_us 0; it needs to be above 0"),
         ([{**OP_ROW, "B": "nan"}], "B"),
+        ([{**OP_ROW, "B": "0"}], "line 2 has B '0'; it needs 1 to "),
+        ([{**OP_ROW, "T": "0"}], "line 2 has T '0'; it needs 1 to 1,000,000"),
+        ([{**OP_ROW, "T": "1e9"}], "line 2 has T '1e9'; it needs 1 to 1,000,000"),
+        ([{**EXCHANGE_ROW, "ranks": "1e9"}], "line 2 has ranks '1e9'; it needs 1 to 65,536"),
+        ([{**EXCHANGE_ROW, "hosts": "0"}], "line 2 has hosts '0'; it needs 1 to 65,536"),
         ([{**EXCHANGE_ROW, "hosts": "3"}], "16 ranks on 3 hosts"),
     ],
 )

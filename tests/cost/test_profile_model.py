@@ -1,6 +1,7 @@
 """ProfileModel: the promises of a cost model, and what its law says of ops, collectives and memory."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -8,8 +9,8 @@ import pytest
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.job import Job
 from shardcore.core.links import links_of
-from shardcore.core.types import Problem, Shard, Table
-from shardcore.cost.model import group_costs, price
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
+from shardcore.cost.model import group_costs, price, total_ms
 from shardcore.cost.profile import load_profile
 from shardcore.search import SHARDERS
 from shardcore.step.kinds import CHANNELS, Channel
@@ -200,6 +201,22 @@ def test_the_band_grows_with_uncertainty():
 
     assert 0 < band(0.5) < band(1.0) < band(2.0)
     assert band(0.0) == 0.0
+
+
+@pytest.mark.parametrize("kind", ["row", "data_parallel"])
+def test_the_band_has_each_rate_that_a_step_depends_on(kind):
+    table = dataclasses.replace(TABLE, load_factor=0.5 if kind == "row" else 1.0)
+    of = problem(2, 2, tables=[table])
+    workload = lower(Plan((Placement(kind, Shard.whole(table), of.topology.ranks),)), of)
+    base_ms = total_ms(workload, H100.model().for_problem(of))
+    sure = {name: dataclasses.replace(rate, uncertainty=0.0) for name, rate in H100.rates.items()}
+    for name, rate in H100.rates.items():
+        one = dataclasses.replace(
+            H100, rates={**sure, name: dataclasses.replace(rate, uncertainty=0.3)}
+        ).model()
+        moved = H100.valued({**H100.values, name: rate.value * math.exp(0.3)}).model()
+        error = abs(math.log(total_ms(workload, moved.for_problem(of)) / base_ms))
+        assert one.for_problem(of).band(workload) == pytest.approx(error, abs=1e-9), name
 
 
 def test_tables_of_an_op_share_the_cache():

@@ -10,6 +10,7 @@ from publishing import plan, publish, sealed_decision
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.plans import places, store
+from shardcore.plans.followed import StoredPlans
 
 
 def read_cost(root, version):
@@ -36,6 +37,19 @@ def test_versions_are_kept_and_the_pointer_moves(problem, root):
     assert list(store.history(root, "small")) == [second, first] and second.parent == first.id
     with pytest.raises(ShardCoreError, match=f"no version 'other'.*{first.current}"):
         store.load_plan(root, "small", "other")
+
+
+def test_a_job_that_follows_gets_the_gain_of_the_version_and_not_of_a_later_candidate(problem, root):
+    first = publish(root, problem, 0, "first")
+    better = publish(root, problem, 1, candidate_ms=8.0, previous_ms=10.0, margin_ms=0.5)
+    considered = store.add(root, problem, plan(problem, 0, seed=1), {})
+    publish(root, problem, 1, "kept", candidate=considered, candidate_ms=7.0, previous_ms=8.5, margin_ms=9.0)
+    follows = StoredPlans(root, "small")
+    ratios = [follows.read(version).most_ratio for version in (first.current, better.current)]
+    assert ratios == [None, pytest.approx(0.85)]
+    assert follows.roll_back(better.current, "slow in a job") == follows.version() == first.current
+    back = store.last(root, "small")
+    assert (back.candidate, back.candidate_ms, back.previous_ms) == (better.current, 8.5, 10.0)
 
 
 def test_the_same_plan_is_one_version_and_a_version_never_changes(problem, root):

@@ -6,11 +6,9 @@ Every collective passes a TorchDispatchMode, which counts the bytes that a rank 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -156,8 +154,6 @@ def counted(model: Drawn, seed: int, limit_s: float = 120) -> list[Calls]:
 
 
 def _step(rank: int, model: Drawn, seed: int, folder: str) -> None:
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -165,12 +161,7 @@ def _step(rank: int, model: Drawn, seed: int, folder: str) -> None:
     from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 
     topology = model.problem.topology
-    n, local = len(topology), len(topology) // len(topology.hosts)
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(local), LOCAL_RANK=str(rank % local)
-    )
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
+    training.start_rank(rank, topology, folder)
     fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
     codecs = get_qcomm_codecs_registry(
         QCommsConfig(

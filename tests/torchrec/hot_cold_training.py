@@ -5,11 +5,7 @@ They are compared with an unsharded run. For the tests.
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
-import tempfile
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +13,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -134,32 +129,9 @@ def dense_optimizer(parameters: Any, optimizer: str) -> torch.optim.Optimizer:
 
 
 def in_processes(n_hosts: int, per_host: int, work: Callable[..., str], *args: Any) -> list[str]:
-    """What work(rank, given problem, folder, *args) says in each process, "" if nothing is wrong."""
-    n = n_hosts * per_host
-    with tempfile.TemporaryDirectory() as folder:
-        codes = training.in_processes(n, _run, (work, n_hosts, per_host, folder, args), 120)
-        said = [Path(f"{folder}/said-{r}") for r in range(n)]
-        return [
-            path.read_text() if path.exists() else f"rank ended with {code}"
-            for path, code in zip(said, codes, strict=True)
-        ]
-
-
-def _run(rank: int, work: Callable[..., str], n_hosts: int, per_host: int, folder: str, args: Any) -> None:
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    n = n_hosts * per_host
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(per_host), LOCAL_RANK=str(rank % per_host)
-    )
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
-    try:
-        said = work(rank, problem(n_hosts, per_host), folder, *args)
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-    Path(f"{folder}/said-{rank}").write_text(said)
-    os._exit(0)  # the others may be gone
+    """Run work(rank, problem, folder, *args) on each rank. It returns "" if nothing is wrong."""
+    found = training.on_ranks(problem(n_hosts, per_host), work, *args)
+    return ["the rank died or hung" if words is None else words for words in found]
 
 
 def train_and_move(rank: int, given: Problem, folder: str, optimizer: str) -> str:

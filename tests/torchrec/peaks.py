@@ -13,10 +13,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
-import logging
 import os
 import tempfile
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -188,15 +186,7 @@ def measured(given: Sequence[tuple[Problem, Plan]], limit_s: float = 180) -> lis
 
 
 def _train(rank: int, given: Sequence[tuple[Problem, Plan]], folder: str) -> None:
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    topology = given[0][0].topology
-    n, local = len(topology), len(topology) // len(topology.hosts)
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(local), LOCAL_RANK=str(rank % local)
-    )
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
+    training.start_rank(rank, given[0][0].topology, folder)
     count_in_all_threads()
     for i, (problem, plan) in enumerate(given):
         trace = f"{folder}/trace-{rank}.json"

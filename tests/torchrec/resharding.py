@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,36 +39,14 @@ QUICK = MoveConfig(piece_mib=2**-10, timeout_s=30)
 
 
 def in_processes(hosts: int, per_host: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """What work(rank, problem, folder, *args) returns in each process; None of one that died."""
-    n = hosts * per_host
-    with tempfile.TemporaryDirectory() as folder:
-        training.in_processes(n, _run, (work, hosts, per_host, folder, args), 150)
-        found = [Path(folder, f"found-{rank}") for rank in range(n)]
-        return [json.loads(p.read_text()) if p.exists() else None for p in found]
-
-
-def _run(rank: int, work: Callable[..., Any], hosts: int, per_host: int, folder: str, args: Any) -> None:
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    n = hosts * per_host
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(per_host), LOCAL_RANK=str(rank % per_host)
-    )
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
-    try:
-        found = work(rank, jobs.problem(hosts, per_host), folder, *args)
-    except Exception as error:
-        found = f"{type(error).__name__}: {error}"
-    Path(f"{folder}/writing-{rank}").write_text(json.dumps(found))
-    Path(f"{folder}/writing-{rank}").rename(f"{folder}/found-{rank}")
-    os._exit(0)  # the others may be gone
+    """Run work(rank, problem, folder, *args) on each rank (see `training.on_ranks`)."""
+    return training.on_ranks(jobs.problem(hosts, per_host), work, *args, limit_s=150)
 
 
 def move_and_compare(
     rank: int, given: Any, folder: str, seeds: list[tuple[int, str]], steps: int
 ) -> list[Any]:
-    """Of each pair of plans the difference from a job that never moved, and the tables that moved."""
+    """Difference from a job that never moved, and tables that moved, for each pair of plans."""
     found = []
     for seed, optimizer in seeds:
         settings = jobs.Settings(optimizer, seed=seed)
@@ -165,10 +140,18 @@ def refusals(rank: int, given: Any, folder: str) -> dict[str, str]:
     refused("another model", without)
     refused("no room", config=MoveConfig(max_gib=0.0))
     refused("no optimizer", optimizer=None)
+    refused("no plan", plan="new.json")
+    refused("another optimizer", optimizer=[job.optimizer])
     refused("another pipeline", pipeline=object())
     job.model._moves_tables = True
     refused("a second move")
     job.model._moves_tables = False
+    groups = len(dist.distributed_c10d._world.pg_map)
+    # On all ranks: one that fails alone may break the job's group, in which TorchRec builds.
+    with mock.patch.object(moving._Collection, "build", side_effect=OSError("no new shards here")):
+        refused("ranks that cannot build")
+    if len(dist.distributed_c10d._world.pg_map) != groups:
+        found["ranks that cannot build"] = "a process group is left"
     write = Exchange._write
 
     def fail(self: Any, piece: Any, value: torch.Tensor) -> None:
@@ -243,8 +226,12 @@ def lose_row_state(rank: int, given: Any, folder: str) -> dict[str, Any]:
     }
 
 
-def follow(rank: int, given: Any, folder: str, root: str, new_s: float) -> dict[str, Any]:
+def follow(
+    rank: int, given: Any, folder: str, root: str, new_s: float, can_return: bool = True
+) -> dict[str, Any]:
     """A job follows a store: its own plan, then another, under which a step takes so long by the job's clock.
+
+    can_return: False to refuse the move back.
 
     The store's last decision, and the job's events.
     """
@@ -269,6 +256,9 @@ def follow(rank: int, given: Any, folder: str, root: str, new_s: float) -> dict[
             clock[0] += (0.010 if is_own else new_s) * (1 + 0.01 * (step % 2))
             if (event := follower.step()) is not None:
                 events.append(event.outcome)
+                if not can_return:
+                    config = replace(QUICK, max_gib=0.0)
+                    follower.config = replace(follower.config, move=config)
     return {
         "events": events,
         "reason": follower.events[-1].reason,

@@ -27,8 +27,11 @@ def test_what_cannot_move_stays_as_it_was():
         "another model": "differing is 'inner.right'",
         "no room": "max_gib is 0.0",
         "no optimizer": "0 groups of the optimizer's parameters",
+        "no plan": "the new plan is a str",
+        "another optimizer": "the optimizer is a list",
         "another pipeline": "the pipeline is a object",
         "a second move": "being moved",
+        "ranks that cannot build": "OSError: no new shards here",
         "a rank that fails": "OSError: the memory of this rank is broken",
         "other rows": ".sum is other on its new shards",
         "a rank that comes late": "late",
@@ -67,6 +70,14 @@ def test_a_job_follows_a_store_and_goes_back_where_steps_are_slower(new_s, ends,
         back = ends == "rolled back"
         assert found["own plan"] == back and found["decision"] == ("rolled back" if back else "better")
         assert ("; predicted at most" in found["reason"]) == back
+
+
+@pytest.mark.long
+def test_a_job_that_cannot_go_back_trains_on(tmp_path):
+    for found in resharding.in_processes(1, 2, resharding.follow, str(tmp_path), 0.012, False):
+        assert found["events"] == ["moved", "stayed"] and not found["own plan"], found
+        assert "the job cannot move back: the move takes" in found["reason"], found
+        assert found["apart"] < 1e-6 and found["decision"] == "better"
 
 
 @pytest.mark.long

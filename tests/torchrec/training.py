@@ -7,6 +7,7 @@ caller, no locks.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import runpy
@@ -34,6 +35,7 @@ from shapes import column, host_row, replica, row
 
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Table
+from shardcore.io.writing import write_atomic
 from shardcore.search.state.shards import consolidate
 from shardcore.step.kinds import LAYOUTS, even_rows, shards_on
 from shardcore.step.lower import lower
@@ -233,6 +235,40 @@ def in_processes(n: int, work: Callable[..., None], args: Sequence[Any], limit_s
     return [worker.exitcode for worker in workers]
 
 
+def on_ranks(given: Problem, work: Callable[..., Any], *args: Any, limit_s: float = 120) -> list[Any]:
+    """Run work(rank, given, folder, *args) on a gloo rank for each of the problem's devices.
+
+    Returns each rank's result as JSON: a text with the error if it raised one, None if it died or hung.
+    """
+    n = len(given.topology)
+    with tempfile.TemporaryDirectory() as folder:
+        in_processes(n, _report, (given, folder, work, args), limit_s)
+        paths = [Path(folder, f"result-{rank}") for rank in range(n)]
+        return [json.loads(p.read_text()) if p.exists() else None for p in paths]
+
+
+def _report(rank: int, given: Problem, folder: str, work: Callable[..., Any], args: Sequence[Any]) -> None:
+    start_rank(rank, given.topology, folder)
+    try:
+        result = work(rank, given, folder, *args)
+    except Exception as error:
+        result = f"{type(error).__name__}: {error}"
+    write_atomic(Path(folder, f"result-{rank}"), json.dumps(result).encode())
+    os._exit(0)  # the others may be gone
+
+
+def start_rank(rank: int, topology: Topology, folder: str) -> None:
+    """Make this process a rank of a gloo job. The environment tells it its host, as torchrun would."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    n, local = len(topology), len(topology) // len(topology.hosts)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(local), LOCAL_RANK=str(rank % local)
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
+
+
 def run_script(n: int, path: Path, *args: str, limit_s: float = 120) -> tuple[list[int], str]:
     """A script in n processes as torchrun starts them, less torchrun itself; exit codes, and what they
     printed."""
@@ -260,14 +296,7 @@ def _script(rank: int, n: int, port: int, path: Path, args: Sequence[str], folde
 
 
 def _work(rank: int, given: Problem, plans: Mapping[int, Plan], sequence: bool, folder: str) -> None:
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    n, local = len(given.topology), len(given.topology) // len(given.topology.hosts)
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(local), LOCAL_RANK=str(rank % local)
-    )
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
+    start_rank(rank, given.topology, folder)
     for i, plan in plans.items():
         try:
             worst = _differs(rank, given, plan, sequence, seed=i)

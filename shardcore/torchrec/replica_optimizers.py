@@ -1,0 +1,83 @@
+"""Optimizers of a job whose tables move: the one of a table's replica, and its parameters exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from shardcore.core.errors import ShardCoreError
+from shardcore.torchrec.rows import DenseOptimizer, collections_of, unwrapped, weight_of
+
+
+def replica_groups(model: nn.Module, optimizer: DenseOptimizer) -> list[tuple[Any, dict[str, Any]]]:
+    """The optimizer and group of parameters that replicas of a job have or would have: one, if that is clear."""
+    replicas = [
+        weight_of(module, name)
+        for module in collections_of(model).values()
+        for name, sharding in module.module_sharding_plan.items()
+        if sharding.sharding_type == "data_parallel"
+    ]
+    if found := [of for weight in replicas if (of := optimizer.group_of(weight)) is not None]:
+        return found[:1]
+    groups = [(o, group) for o in optimizer.plain for group in o.param_groups]
+    return [of for of in groups if not of[1]["params"]] or groups
+
+
+def replica_group(
+    path: str, module: Any, table: str, optimizer: DenseOptimizer, groups: list[tuple[Any, dict[str, Any]]]
+) -> tuple[Any, dict[str, Any]]:
+    """The optimizer and group of parameters of a table's replica, now or in the new plan.
+
+    Raises ShardCoreError if there is none, or if several could be meant.
+    """
+    if module.module_sharding_plan[table].sharding_type == "data_parallel":
+        groups = [of for of in [optimizer.group_of(weight_of(module, table))] if of is not None]
+    if len(groups) != 1:
+        raise ShardCoreError(
+            f"table {table!r} of {path!r} is or becomes a replica, and {len(groups)} groups of the optimizer's "
+            "parameters may have it; give an optimizer that has replicas, one group in all, or one without parameters"
+        )
+    return groups[0]
+
+
+def replace_parameter(
+    given: Any, group: tuple[Any, dict[str, Any]], parameters: tuple[Any, Any], name: str
+) -> None:
+    """Exchange a parameter of an optimizer, or add or remove one (None)."""
+    before, after = parameters
+    optimizer, params = group[0], group[1]["params"]
+    at = next((i for i, p in enumerate(params) if p is before), len(params))
+    params[at : at + 1] = [] if after is None else [after]
+    optimizer.state.pop(before, None)
+    for keyed in _keyed(given):
+        if getattr(keyed, "_optimizer", None) is optimizer:
+            of_keyed = {k: p for k, p in keyed.params.items() if p is not before}
+            keyed.params = of_keyed if after is None else {**of_keyed, name: after}
+
+
+def _keyed(optimizer: Any) -> Iterator[Any]:
+    """TorchRec's wrappers of an optimizer, the inner ones first."""
+    if hasattr(optimizer, "optimizers"):
+        for _, inner in optimizer.optimizers:
+            yield from _keyed(inner)
+    elif hasattr(optimizer, "_optimizer"):
+        yield from _keyed(optimizer._optimizer)
+        yield optimizer
+
+
+def refresh(optimizer: Any) -> None:
+    """Let TorchRec's wrappers of optimizers see the parameters of what they wrap."""
+    from torchrec.optim.keyed import OptimizerWrapper
+
+    for keyed in _keyed(optimizer):
+        if isinstance(keyed, OptimizerWrapper):
+            inner = keyed._optimizer
+            keyed.params, keyed.state, keyed.param_groups = inner.params, inner.state, inner.param_groups
+
+
+def renew_fused_optimizer(model: Any) -> None:
+    """Let the job's fused optimizer, which it may have wrapped, be that of the new shards."""
+    renewed = model._init_optim(unwrapped(model))
+    model._optim._optims[:] = renewed._optims
