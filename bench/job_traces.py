@@ -1,4 +1,4 @@
-"""What does one traced step of a job tell of its other plans? Real TorchRec jobs on gloo processes of this machine.
+"""Steps of a job's other plans, predicted from one traced step. Real TorchRec jobs on gloo processes of this machine.
 
     python -m bench.job_traces MODEL --jobs 10 --out FOLDER
 
@@ -42,6 +42,7 @@ from shardcore.measure import local_ranks
 from shardcore.measure.sampling.steps import step_plans
 from shardcore.plans import traced_job
 from shardcore.search import SHARDERS, Budget
+from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.step.lower import lower
 from shardcore.torchrec.sharding_plan import to_torchrec
 
@@ -99,7 +100,6 @@ def judged(
     checked, by_three = traced_job.check(job, model), traced_job.check(all_steps, model)
     measured = {name: float(np.median(ms)) for name, ms in found["steps_ms"].items()}
     noise = {name: _noise_ms(ms) for name, ms in found["steps_ms"].items()}
-    tables = {t.name: t for t in job.problem.tables}
     around = [rank.cost_ms("dense_ms") for step in job.traced.steps for rank in step.ranks]
     as_it_is = with_around(job.problem, float(np.median(around)))
     anchor = max(0.0, job.total_ms - checked.before.cost.total_ms + checked.before.cost.dense_ms)
@@ -110,7 +110,7 @@ def judged(
         "by three": (by_three.problem, by_three.model),
     }
     predicted = {
-        arm: {name: _predicted_ms(plan, of, ours, tables) for name, plan in plans.items()}
+        arm: {name: _predicted_ms(plan, of, ours) for name, plan in plans.items()}
         for arm, (of, ours) in arms.items()
     }
     predicted["mean"] = dict.fromkeys(plans, job.total_ms)
@@ -131,11 +131,9 @@ def judged(
     }
 
 
-def _predicted_ms(plan: Plan, problem: Problem, model: Any, tables: Mapping[str, Any]) -> float:
-    placements = tuple(
-        replace(p, shard=replace(p.shard, table=tables[p.shard.table.name])) for p in plan.placements
-    )
-    return price(lower(Plan(placements), problem, fits=False), model.for_problem(problem)).total_ms
+def _predicted_ms(plan: Plan, problem: Problem, model: Any) -> float:
+    workload = lower(rebind_tables(plan, problem), problem, fits=False)
+    return price(workload, model.for_problem(problem)).total_ms
 
 
 def _noise_ms(rounds_ms: Sequence[Sequence[float]]) -> float:

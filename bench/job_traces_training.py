@@ -21,12 +21,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bench.steps_training import BATCHES, LEARNING_RATE, InArena, _batch, _model
-from shardcore.core.catalog import OPTIMIZERS, PRECISIONS
+from bench.steps_training import BATCHES, batch_of, pipeline_of
+from shardcore.core.catalog import PRECISIONS
 from shardcore.core.types import Plan, Problem, Setting
 from shardcore.measure import local_ranks, own_core
 from shardcore.torchrec.profiler import ShardCoreProfiler
-from shardcore.torchrec.sharding_plan import to_torchrec
 
 TRACED = 3
 """Steps that are traced, one after another: the 21st to 23rd of the first plan, within a turn."""
@@ -56,31 +55,8 @@ class Trainer:
     def __init__(
         self, plan: Plan, problem: Problem, setting: Setting, arena: torch.Tensor, batches: Sequence[Any]
     ) -> None:
-        from fbgemm_gpu.split_embedding_configs import EmbOptimType
-        from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
-        from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-
-        cpu, module = torch.device("cpu"), _model(problem)
-        fused = {
-            "optimizer": EmbOptimType[OPTIMIZERS[setting.optimizer].theirs],
-            "learning_rate": LEARNING_RATE,
-        }
-        exported = to_torchrec(plan, problem, module, "cpu")
-        with InArena(arena):
-            self.model = DistributedModelParallel(
-                module,
-                device=cpu,
-                plan=exported,
-                sharders=[EmbeddingBagCollectionSharder(fused_params=fused)],
-            )
-        replicas = [
-            f"embedding_bags.{name}."
-            for name, s in exported.plan["tables"].items()
-            if s.sharding_type == "data_parallel"
-        ]
-        dense = [p for n, p in self.model.named_parameters() if any(x in n for x in ("dense.", *replicas))]
+        self._pipeline, _, self.model = pipeline_of(plan, problem, setting, arena)
         self._batches = itertools.cycle(batches)
-        self._pipeline = TrainPipelineSparseDist(self.model, torch.optim.SGD(dense, lr=LEARNING_RATE), cpu)
 
     def step(self) -> None:
         self._pipeline.progress(self._batches)
@@ -118,7 +94,7 @@ def work(
     with local_ranks.exchanging():
         dist.init_process_group("gloo", init_method, rank=rank, world_size=n)
         own_core.take(rank)
-        batches = [_batch(problem, rank, seed) for seed in range(BATCHES)]
+        batches = [batch_of(problem, rank, seed) for seed in range(BATCHES)]
         trainers = {name: Trainer(plan, problem, setting, arena, batches) for name, plan in plans.items()}
         say(None)
         own_core.let_network_wait()

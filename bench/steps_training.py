@@ -67,19 +67,15 @@ class InArena(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if (
-            func is torch.zeros
-            and isinstance(args[0], int)
-            and args[0] > LARGE
-            and kwargs.get("dtype") == self.arena.dtype
-        ):
-            self.used += args[0]
-            return self.arena[self.used - args[0] : self.used]
-        own = (
-            func is torch.Tensor.uniform_
-            and args[0].untyped_storage().data_ptr() == self.arena.untyped_storage().data_ptr()
-        )
-        return args[0] if own else func(*args, **kwargs)
+        if func is torch.zeros:
+            n = args[0]
+            if isinstance(n, int) and n > LARGE and kwargs.get("dtype") == self.arena.dtype:
+                self.used += n
+                return self.arena[self.used - n : self.used]
+        elif func is torch.Tensor.uniform_:
+            if args[0].untyped_storage().data_ptr() == self.arena.untyped_storage().data_ptr():
+                return args[0]
+        return func(*args, **kwargs)
 
 
 @dataclass(eq=False)
@@ -102,37 +98,12 @@ class Trainer:
         batches: Sequence[Any],
         cache: torch.Tensor,
     ) -> Trainer:
-        from fbgemm_gpu.split_embedding_configs import EmbOptimType
-        from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
-        from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-
-        cpu, module = torch.device("cpu"), _model(problem)
-        fused = {
-            "optimizer": EmbOptimType[OPTIMIZERS[setting.optimizer].theirs],
-            "learning_rate": LEARNING_RATE,
-        }
-        exported = to_torchrec(plan, problem, module, "cpu")
-        with InArena(arena):
-            model = DistributedModelParallel(
-                module,
-                device=cpu,
-                plan=exported,
-                sharders=[EmbeddingBagCollectionSharder(fused_params=fused)],
-            )
-        copied = [
-            f"embedding_bags.{name}."
-            for name, s in exported.plan["tables"].items()
-            if s.sharding_type == "data_parallel"
-        ]
-        dense = [
-            p for name, p in model.named_parameters() if any(part in name for part in ("dense.", *copied))
-        ]
-        optimizer = torch.optim.SGD(dense, lr=LEARNING_RATE)
-        trainer = cls(TrainPipelineSparseDist(model, optimizer, cpu), itertools.cycle(batches))
+        pipeline, optimizer, model = pipeline_of(plan, problem, setting, arena)
+        trainer = cls(pipeline, itertools.cycle(batches))
         trainer.pipeline.progress(trainer.batches)  # traces the model, so marks come after it
         inner = model.module
         inner.tables.register_forward_pre_hook(lambda *_: trainer.mark())
-        inner.dense.register_forward_pre_hook(lambda _, inputs: trainer._dense_begins(*inputs, cache))
+        inner.dense.register_forward_pre_hook(lambda _, inputs: trainer._dense_begins(inputs[0], cache))
         optimizer.register_step_pre_hook(lambda *_: trainer.mark())
         return trainer
 
@@ -151,6 +122,32 @@ class Trainer:
         for _ in range(TURN):
             self.pipeline.progress(self.batches)
         self.turns.append(np.array(self._marks).reshape(TURN, 5))
+
+
+def pipeline_of(
+    plan: Plan, problem: Problem, setting: Setting, arena: torch.Tensor
+) -> tuple[Any, torch.optim.Optimizer, Any]:
+    """A plan's model in TorchRec's pipeline, the optimizer of its dense part and replicas, and the model itself."""
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+
+    cpu, module = torch.device("cpu"), _model(problem)
+    fused = {
+        "optimizer": EmbOptimType[OPTIMIZERS[setting.optimizer].theirs],
+        "learning_rate": LEARNING_RATE,
+    }
+    exported = to_torchrec(plan, problem, module, "cpu")
+    of_tables: Any = exported.plan["tables"]
+    sharders: list[Any] = [EmbeddingBagCollectionSharder(fused_params=fused)]
+    with InArena(arena):
+        model = DistributedModelParallel(module, device=cpu, plan=exported, sharders=sharders)
+    copied = [
+        f"embedding_bags.{name}." for name, s in of_tables.items() if s.sharding_type == "data_parallel"
+    ]
+    dense = [p for name, p in model.named_parameters() if any(part in name for part in ("dense.", *copied))]
+    optimizer = torch.optim.SGD(dense, lr=LEARNING_RATE)
+    return TrainPipelineSparseDist(model, optimizer, cpu), optimizer, model
 
 
 def _model(problem: Problem) -> torch.nn.Module:
@@ -187,7 +184,7 @@ def _model(problem: Problem) -> torch.nn.Module:
     return Model()
 
 
-def _batch(problem: Problem, rank: int, seed: int) -> Any:
+def batch_of(problem: Problem, rank: int, seed: int) -> Any:
     """A rank's samples of the global batch that a replay of this seed looks up."""
     from torchrec import KeyedJaggedTensor
     from torchrec.datasets.utils import Batch
@@ -237,7 +234,7 @@ def work(
         dist.init_process_group("gloo", init_method, rank=rank, world_size=len(given[0][0].topology))
         own_core.take(rank)
         for problem, plans in given:
-            batches = [_batch(problem, rank, seed) for seed in range(BATCHES)]
+            batches = [batch_of(problem, rank, seed) for seed in range(BATCHES)]
             trainers = {}
             for name, plan in plans.items():
                 trainers[name] = Trainer.of(plan, problem, setting, arena, batches, cache)

@@ -19,7 +19,7 @@ def job(folder: str, out: str | None = None, plans: str | None = None) -> str:
 
     Args:
         folder: Folder of ShardCoreProfiler. Its name is that of the job's problem.
-        out: Folder for the corrected model. Default: data/jobs/NAME.
+        out: Folder for the corrected model and the problem. Default: data/jobs/NAME.
         plans: Folder or object-store URL to publish a plan for the job in, under the corrected model. Default: none.
     """
     setting = params.section("setting", SettingConfig)
@@ -31,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m flows.job", description=__doc__)
     parser.add_argument("folder", metavar="FOLDER", help="of ShardCoreProfiler")
     parser.add_argument(
-        "--out", metavar="MODEL", help="folder for the corrected model; default: data/jobs/NAME"
+        "--out", metavar="FOLDER", help="for the corrected model and the problem; default: data/jobs/NAME"
     )
     parser.add_argument("--plans", metavar="PLANS", help="publish a plan for the job there")
     args = parser.parse_args()

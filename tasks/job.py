@@ -42,41 +42,35 @@ def read_traces(
     steps = job_folder.traced_steps(folder)
     if not steps:
         raise ShardCoreError(f"{folder} has no traced step of all ranks; ShardCoreProfiler writes them there")
-    out = out or paths.JOBS / folder.name
+    name = folder.resolve().name
     by = pricing(client, wanted.of_dataset_or_local(paths.MEASUREMENTS).hardware)
-    lines, newest, errors = [], None, []
-    with registry.run(run_id=_run_of(client, folder), run_name=f"job-{folder.name}"):
-        mlflow.set_tags(
-            {"stage": "job", JOB_TAG: str(folder.resolve()), "model": by.name, "model_version": by.version}
-        )
-        known = _read_before(client)
+    provenance = {"model": by.name, "model_version": by.version}
+    found: dict[int, tuple[ReadJob, CheckedJob]] = {}
+    errors = []
+    with registry.run(run_id=_run_of(client, folder), run_name=f"job-{name}") as run:
+        mlflow.set_tags({"stage": "job", JOB_TAG: str(folder.resolve()), **provenance})
+        known = {m.step for m in client.get_metric_history(run.info.run_id, MEASURED)}
         for step in steps:
-            if (number := _number(step)) in known:
+            if (number := job_folder.step_number(step)) in known:
                 continue
             try:
                 job = traced_job.read(step)
-                newest = job, traced_job.check(job, by.model)
+                found[number] = job, traced_job.check(job, by.model)
             except ShardCoreError as error:  # a damaged step must not hide the others
                 errors.append(f"{step.name}: {error}")
                 logger.warning("%s", errors[-1])
-                continue
-            lines.append(_log(number, *newest))
-            logger.info("%s", lines[-1])
-    if newest is None:
-        if errors:
-            raise ShardCoreError(errors[0])
-        return f"{folder}: no new traced step"
-    job, checked = newest
-    _keep(out, checked, folder.name)
-    if plans:
-        lines.append(
-            _publish(checked, folder.name, plans, config, {"model": by.name, "model_version": by.version})
-        )
+        if not found:
+            if errors:
+                raise ShardCoreError(errors[0])
+            return f"{folder}: no new traced step"
+        _, newest = found[max(found)]
+        _keep(out or paths.JOBS / name, newest, name)
+        plan = [_publish(newest, name, plans, config, provenance)] if plans else []
+        # A step counts as read once it is logged. Until then a rerun keeps and publishes it again.
+        lines = [_log(number, *both) for number, both in found.items()] + plan
+    for line in lines:
+        logger.info("%s", line)
     return "\n".join(lines)
-
-
-def _number(step: Path) -> int:
-    return int(step.name.removeprefix("step-"))
 
 
 def _run_of(client: mlflow.MlflowClient, folder: Path) -> str | None:
@@ -87,12 +81,6 @@ def _run_of(client: mlflow.MlflowClient, folder: Path) -> str | None:
     wanted = str(folder.resolve()).replace("'", "\\'")
     runs = client.search_runs([experiment.experiment_id], f"tags.`{JOB_TAG}` = '{wanted}'", max_results=1)
     return runs[0].info.run_id if runs else None
-
-
-def _read_before(client: mlflow.MlflowClient) -> set[int]:
-    """Numbers of the steps that the active run has."""
-    run = mlflow.active_run()
-    return {m.step for m in client.get_metric_history(run.info.run_id, MEASURED)} if run else set()
 
 
 def _log(number: int, job: ReadJob, checked: CheckedJob) -> str:

@@ -27,6 +27,7 @@ from shardcore.core.progress import report
 from shardcore.io.model_files import MODEL_JSON, MODEL_WEIGHTS
 
 if TYPE_CHECKING:
+    from shardcore.cost.model import CostModel
     from shardcore.plans.traced_job import CheckedJob, ReadJob
 
 JobFolder = Annotated[Path, "FOLDER"]
@@ -91,15 +92,16 @@ def read(args: ReadOptions) -> None:
             raise ShardCoreError(f"--{name.replace('_', '-')} does not go with --{of}; use --{needed}")
     if args.out_plan and not args.propose:
         raise ShardCoreError("--out-plan needs --propose, which searches the plan")
+    model = models.load(args.source) if args.source else None
     job = _read_job(args.folder, args)
     print(job_report.traced_text(job.traced))
-    checked = _checked(job, args) if args.source else None
+    checked = _checked(job, model) if model else None
     print(f"\n{job_report.bottleneck(job.traced.steps[-1])}")
     _say_remarks(job, checked)
     if checked:
         _write(args, checked)
-    if checked and args.propose:
-        _propose(args, checked)
+    if checked and model and args.propose:
+        _propose(args, checked, model)
 
 
 def _read_job(folder: Path, args: _ModelOptions) -> ReadJob:
@@ -115,14 +117,14 @@ def _read_job(folder: Path, args: _ModelOptions) -> ReadJob:
         return traced_job.read(folder, problem, plan)
 
 
-def _checked(job: ReadJob, args: _ModelOptions) -> CheckedJob:
+def _checked(job: ReadJob, model: CostModel) -> CheckedJob:
     """Print a job against its model."""
     from shardcore.plans import traced_job
     from shardcore.report import job_report
 
     with shown():
         report("comparing with the model")
-        checked = traced_job.check(job, models.load(args.source))
+        checked = traced_job.check(job, model)
     before, after = checked.before.cost, checked.after.cost
     ranks = checked.problem.topology.ranks
     print(f"\n{job_report.predicted_text(job.traced.steps[-1], before, after, ranks)}")
@@ -154,7 +156,7 @@ def _write(args: ReadOptions, checked: CheckedJob) -> None:
         files.write_problem(args.out_problem, checked.problem)
 
 
-def _propose(args: ReadOptions, checked: CheckedJob) -> None:
+def _propose(args: ReadOptions, checked: CheckedJob, model: CostModel) -> None:
     from shardcore.io import files
     from shardcore.plans import traced_job
     from shardcore.plans.replan import ReplanConfig
@@ -165,7 +167,7 @@ def _propose(args: ReadOptions, checked: CheckedJob) -> None:
     with shown():
         report("searching a better plan")
         config = ReplanConfig(seed=args.seed, budget=budget if given else None)
-        found = traced_job.propose(checked, models.load(args.source), config)
+        found = traced_job.propose(checked, model, config)
     now_ms = checked.after.cost.total_ms
     if found is None:
         print(f"no better plan was found; the plan in use takes {now_ms:.1f} ms")
@@ -205,14 +207,17 @@ def watch(args: WatchOptions) -> None:
     from shardcore.io import job_folder
     from shardcore.report import job_report
 
+    model = models.load(args.source) if args.source else None
     known: set[str] = set()
+    if not job_folder.traced_steps(args.folder):
+        print(f"{args.folder} has no traced step of all ranks yet; waiting for one", file=sys.stderr)
     while not args.steps or len(known) < args.steps:
         for step in job_folder.traced_steps(args.folder):
             if step.name not in known:
                 known.add(step.name)
                 try:
                     job = _read_job(step, args)
-                    checked = _checked(job, args) if args.source else None
+                    checked = _checked(job, model) if model else None
                 except ShardCoreError as error:  # a damaged step must not end the watch
                     print(f"{step.name}: {error}", file=sys.stderr)
                     continue

@@ -375,7 +375,7 @@ def corrected(
 ) -> Any:
     """The model with its ms multiplied, and latencies added.
 
-    lineage: added to its provenance, as "job". A profile has it in the sources of its rates.
+    lineage: added to its provenance, as "job". Of it, the sources of a profile's rates name the job.
 
     Raises ShardCoreError for a model of a kind that has no rates to multiply.
     """

@@ -19,7 +19,6 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -39,7 +38,7 @@ _TRACE = re.compile(r"rank-(\d+)\.trace\.json(\.gz)?")
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What rank 0 says of a job.
+    """Facts of a job, which rank 0 writes.
 
     world_size: ranks.
     features: of each table of the problem, by its name.
@@ -79,6 +78,10 @@ def step_folder(folder: str | Path, step: int) -> Path:
     return Path(folder) / f"step-{step:08d}"
 
 
+def step_number(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
 def trace_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.trace{SUFFIXES[-1]}"
 
@@ -86,7 +89,7 @@ def trace_path(folder: Path, rank: int) -> Path:
 def write_facts(folder: Path, facts: JobFacts, problem: Problem, plan: Plan) -> None:
     files.write_problem(folder / PROBLEM_JSON, problem)
     files.write_plan(folder / PLAN_JSON, plan, problem)
-    writing.write_json(folder / JOB_JSON, document(SCHEMA, seal(_plain(asdict(facts)))))
+    writing.write_json(folder / JOB_JSON, document(SCHEMA, seal(asdict(facts))))
 
 
 def write_rank(
@@ -97,20 +100,10 @@ def write_rank(
         writing.write_json(folder / f"rank-{rank}.steps.json", asdict(step_ms))
     if lookups:
         content = io.BytesIO()
-        arrays = {
-            f"{part}:{f}": x for f, both in lookups.items() for part, x in zip(_PARTS, both, strict=True)
-        }
+        arrays = {f"ids:{name}": ids for name, (ids, _) in lookups.items()}
+        arrays |= {f"lengths:{name}": lengths for name, (_, lengths) in lookups.items()}
         np.savez(content, **arrays)  # type: ignore[arg-type]
         writing.write_atomic(folder / f"rank-{rank}.lookups.npz", content.getvalue())
-
-
-_PARTS = ("ids", "lengths")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
-    return list(value) if isinstance(value, tuple) else value
 
 
 # --- read -----------------------------------------------------------------------------------------------------
@@ -119,16 +112,20 @@ def _plain(value: Any) -> Any:
 def traced_steps(folder: str | Path) -> list[Path]:
     """Subfolders of a job's folder that have the traces of all ranks, oldest first.
 
-    Raises ShardCoreError for a folder without any.
+    One whose JOB_JSON is damaged is among them, and `read_step` refuses it.
     """
     found = []
     for name in schema.names_in(Path(folder)):
         step = Path(folder) / name
         if _STEP.fullmatch(name) and JOB_JSON in (names := schema.names_in(step)):
             ranks = {int(m[1]) for n in names if (m := _TRACE.fullmatch(n))}
-            if len(ranks) >= _read_facts(step).world_size:
+            try:
+                is_whole = len(ranks) >= _read_facts(step).world_size
+            except ShardCoreError:  # one damaged step must not hide the others
+                is_whole = True
+            if is_whole:
                 found.append(step)
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=step_number)
 
 
 def read_step(folder: str | Path) -> JobStep:
@@ -190,6 +187,8 @@ def _measured(
 ) -> Table:
     ids = np.concatenate([rank[f][0] for rank in ranks for f in features])
     samples = sum(len(rank[features[0]][1]) for rank in ranks)
+    if not samples:
+        raise ShardCoreError(f"lookups of feature {features[0]!r} have no samples")
     return replace(table, pooling=len(ids) / samples, access=access.reuse_of(ids, samples))
 
 

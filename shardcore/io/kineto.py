@@ -1,14 +1,14 @@
 """Kineto's trace files, which torch.profiler writes: JSON, plain or gzip, read as a stream.
 
-A trace of a few steps has gigabytes where stacks are recorded. So a file is decoded event by event, twice: once for
-its header and steps, once for the events of the steps that are wanted. Memory holds a chunk of text and one event.
+A trace of a few steps has gigabytes where stacks are recorded. So a file is decoded event by event, and memory holds
+a chunk of text and one event. A reader goes through it twice: once for the steps, once for the events of the steps that
+it wants. Versions of torch that write the base time at the end cost a third pass.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
-import math
 import re
 import zlib
 from collections.abc import Iterator, Mapping
@@ -23,6 +23,8 @@ SUFFIXES = (".json", ".json.gz")
 _CHUNK_BYTES = 1 << 20
 _MOST_CHARACTERS = 1 << 24
 """Most characters of an event, and of what is before and after the events."""
+_MOST_TIME = 1e19
+"""Largest time, in ns or µs. The year 2026 is 1.8e18 ns since the epoch."""
 _STARTS = re.compile(r'"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(r"[\s,]*")
 _DECODER = json.JSONDecoder()
@@ -110,7 +112,7 @@ class KinetoFile:
                 value, end = _DECODER.raw_decode(text.buffer, at)
             except RecursionError:
                 raise ShardCoreError(f"{self.path} has an event that is nested too deep") from None
-            except json.JSONDecodeError:
+            except ValueError:  # also of a number with thousands of digits
                 # Incomplete, unless it is longer than any event.
                 if len(text.buffer) - at > _MOST_CHARACTERS:
                     raise ShardCoreError(f"{self.path} has an event that is not JSON") from None
@@ -173,7 +175,7 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 
 def _is_time(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST_TIME
 
 
 def _number(value: object) -> float:

@@ -47,7 +47,7 @@ class ReadJob:
 
     @property
     def total_ms(self) -> float:
-        """Of a step: without tracing if such were timed, or else the median of the traced ones."""
+        """The ms of a step: without tracing if such were timed, or else the median of the traced ones."""
         return self.step_ms or float(np.median([step.total_ms for step in self.traced.steps]))
 
 
@@ -98,18 +98,15 @@ def read(folder: str | Path, problem: Problem | None = None, plan: Plan | None =
         folder = steps[-1]
     if (folder / job_folder.JOB_JSON).exists():
         of_job = job_folder.read_step(folder)
-        traced = read_job(folder, of_job.facts.world_size)
-        return ReadJob(
-            folder.name,
-            traced,
-            problem or of_job.problem,
-            plan or of_job.plan,
-            of_job.total_ms,
-            of_job.remarks,
+        problem, plan = problem or of_job.problem, plan or of_job.plan
+        step_ms, remarks = of_job.total_ms, of_job.remarks
+    else:
+        step_ms = None
+        remarks = (
+            () if plan else ("the folder has no plan: give --problem and --plan, or use ShardCoreProfiler",)
         )
     traced = read_job(folder, len(problem.topology) if problem else None)
-    remarks = () if plan else ("the folder has no plan: give --problem and --plan, or use ShardCoreProfiler",)
-    return ReadJob(folder.name, traced, problem, plan, None, remarks)
+    return ReadJob(folder.resolve().name, traced, problem, plan, step_ms, remarks)
 
 
 def check(job: ReadJob, model: CostModel) -> CheckedJob:

@@ -62,7 +62,7 @@ def _value(cost: StepCost, name: str, device: int) -> float:
 
 
 def bottleneck(step: TracedStep) -> str:
-    """What limits a step, in a sentence."""
+    """A sentence on what limits a step."""
     last = min(step.ranks, key=lambda rank: rank.cost_ms("waiting_ms"))
     waits = [rank.cost_ms("waiting_ms") for rank in step.ranks if rank is not last]
     if waits and max(waits) > _WAITS * step.total_ms:

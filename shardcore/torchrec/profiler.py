@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
 from shardcore.core.validation import require, require_type
 from shardcore.io import job_folder
@@ -119,7 +118,8 @@ class ShardCoreProfiler:
             def input_dist(
                 *args: Any, _module: Any = module, _original: Callable = original, **named: Any
             ) -> Any:
-                del _module.input_dist  # the class has it again
+                # The class has it again. A module that no batch entered for a cycle is wrapped twice.
+                vars(_module).pop("input_dist", None)
                 features = next(
                     (
                         x
@@ -157,7 +157,7 @@ class ShardCoreProfiler:
             os.replace(temporary, path)
             if self._rank == 0:
                 self._remove_old()
-        except (ShardCoreError, OSError) as error:
+        except Exception as error:  # of any library: a trace is worth no job
             _LOG.warning("ShardCoreProfiler wrote no trace at step %d: %s", self._count, error)
 
     def _step_ms(self) -> Spread | None:

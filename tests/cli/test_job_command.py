@@ -6,14 +6,17 @@ from dataclasses import replace
 import pytest
 from job_folders import UNEVEN, traced_step
 from kineto_traces import gloo_step, write
+from shapes import column
 
 from shardcore.cli import main
 from shardcore.core.access_statistics import Reuse
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.topology import Topology
 from shardcore.core.types import Plan
 from shardcore.cost import composite
 from shardcore.cost.profile import load_profile
 from shardcore.io import files, job_folder
+from shardcore.search.anneal.reshard import rebind_tables
 
 
 @pytest.fixture
@@ -48,9 +51,7 @@ def test_read_compares_with_a_model_and_writes_the_corrected_one(folder, model, 
     assert said(capsys, "job", "read", folder, "--model", model, "--out-problem", problem)[0] == 0
     plan = tmp_path / "plan.json"
     given = files.read_problem(problem)
-    tables = {t.name: t for t in given.tables}
-    placed = [replace(p, shard=replace(p.shard, table=tables[p.shard.table.name])) for p in UNEVEN.placements]
-    files.write_plan(plan, Plan(tuple(placed)), given)
+    files.write_plan(plan, rebind_tables(UNEVEN, given), given)
     code, out, _ = said(capsys, "price", plan, "--problem", problem, "--model", tmp_path / "corrected")
     assert code == 0 and json.loads(out)["total_ms"] == pytest.approx(18.0, rel=0.01)
 
@@ -82,6 +83,48 @@ def test_watch_says_each_step_once(folder, capsys):
         "step-00001000",
         "step-00002000",
     ]
+
+
+def test_watch_names_a_damaged_step_and_goes_on(folder, capsys):
+    (traced_step(folder, 2000) / job_folder.JOB_JSON).write_text("{")
+    traced_step(folder, 3000)
+    code, out, err = said(capsys, "job", "watch", folder, "--steps", 3, "--seconds", 0.01)
+    assert code == 0 and "step-00003000: Ranks wait" in out
+    assert "step-00002000: " in err and "job.json is not whole JSON" in err
+
+
+def test_watch_says_that_it_waits(folder, tmp_path, capsys, monkeypatch):
+    (tmp_path / "later").mkdir()
+    monkeypatch.setattr("time.sleep", lambda _: traced_step(tmp_path / "later"))
+    code, _, err = said(capsys, "job", "watch", tmp_path / "later", "--steps", 1)
+    assert code == 0 and "later has no traced step of all ranks yet; waiting for one" in err
+
+
+def test_watch_refuses_a_model_that_cannot_be_read_at_once(folder, tmp_path, capsys):
+    code, out, err = said(capsys, "job", "watch", folder, "--model", tmp_path / "typo")
+    assert code == 1 and "typo" in err and not out
+
+
+def test_a_problem_of_other_ranks_is_refused(folder, model, problem, tmp_path, capsys):
+    plan, other = (
+        tmp_path / "plan.json",
+        replace(problem, topology=Topology(problem.topology.devices[:1] * 4)),
+    )
+    files.write_problem(tmp_path / "problem.json", other)
+    files.write_plan(plan, Plan(tuple(column(t, 0) for t in other.tables)), other)
+    code, _, err = said(
+        capsys,
+        "job",
+        "read",
+        folder,
+        "--model",
+        model,
+        "--problem",
+        tmp_path / "problem.json",
+        "--plan",
+        plan,
+    )
+    assert code == 1 and "traces of jobs of 2 and 4 ranks" in err
 
 
 @pytest.mark.parametrize(

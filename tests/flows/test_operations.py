@@ -148,7 +148,7 @@ def published(project, client, name, version):
 
 
 def test_deployments_are_of_one_pool_with_checked_parameters(project, api):
-    for flow in ("refresh", "promote", "publish"):
+    for flow in ("refresh", "promote", "publish", "job"):
         found = api.read_deployment_by_name(f"{flow}/local")
         # Runs wait for those of the other deployments, too: the pool has the limit.
         assert found.work_pool_name == "local" and found.global_concurrency_limit is None

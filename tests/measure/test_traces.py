@@ -1,5 +1,6 @@
 """Steps of a running job, from traces of its ranks."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -168,6 +169,10 @@ def test_ranks_that_ran_other_collectives_are_named(tmp_path):
     [
         (lambda folder: write(folder, 1, gloo_step(), world_size=4), "traces of jobs of 2 and 4 ranks"),
         (lambda folder: write(folder, 1, gloo_step(number=9)), "traces of no common step"),
+        (
+            lambda folder: write(folder, 1, gloo_step(), distributedInfo={"rank": 7, "world_size": 2}),
+            "traces of ranks 0, 7; a job of 2 has 0 to 1",
+        ),
         (lambda folder: shutil.rmtree(folder) or folder.mkdir(), "has no traces; it needs files"),
     ],
 )
@@ -183,6 +188,8 @@ def test_traces_of_other_jobs_are_refused_in_one_line(tmp_path, spoil, words):
     [
         "", "{}", '{"traceEvents": 3}', '{"traceEvents": [', "not json", '{"traceEvents": [' + "[" * 100_000,
         '{"traceEvents": [{"ph": "X", "name": 3, "ts": "x", "dur": null}, 7, null]}',
+        json.dumps({"traceEvents": [event("aten::add", 1, 0)]}),
+        '{"traceEvents": [{"ts": ' + "9" * 5000 + "}]}",
     ],
 )  # fmt: skip
 def test_what_is_no_trace_is_refused_in_one_line(tmp_path, content):
@@ -192,9 +199,29 @@ def test_what_is_no_trace_is_refused_in_one_line(tmp_path, content):
 
 
 def test_events_without_a_time_are_counted(tmp_path):
-    broken = [{"ph": "X", "name": "a", "ts": "soon"}, {"ph": "X", "ts": 1, "dur": -1, "name": "b"}]
+    broken = [
+        {"ph": "X", "name": "a", "ts": "soon"},
+        {"ph": "X", "ts": 1, "dur": -1, "name": "b"},
+        {"ph": "X", "ts": 10**400, "name": "c"},
+    ]
     write(tmp_path, 0, gloo_step() + broken, 1)
-    assert "trace of rank 0 has 2 events without a name or time" in read_job(tmp_path).remarks
+    assert "trace of rank 0 has 3 events without a name or time" in read_job(tmp_path).remarks
+
+
+@pytest.mark.parametrize(
+    "more, header",
+    [
+        ([event("ProfilerStep#9", 5, 0, "user_annotation")], {}),
+        ([event("c10d::allreduce_", 19, 0.1, **{"Input Dims": [[1]], "Input type": [["float"]]})], {}),
+        ([event("c10d::allreduce_", 19, 0.1, **{"In msg nelems": 1, "dtype": []})], {}),
+        ([event("Memcpy DtoD", 19, 0.1, "kernel", correlation=[1])], {}),
+        ([], {"deviceProperties": 3}),
+    ],
+)
+def test_fields_of_other_kinds_are_left_out(tmp_path, more, header):
+    write(tmp_path, 0, gloo_step() + more, 1, **header)
+    [step] = read_job(tmp_path).steps
+    assert step.number == 3 and step.ranks[0].total_ms == pytest.approx(20.0)
 
 
 def test_large_traces_are_read_in_bounded_memory(tmp_path):

@@ -11,6 +11,7 @@ from shardcore.core.types import Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.search import SHARDERS, Budget
+from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.search.bound.lower_bound import bound
 from shardcore.step.lower import lower
 from shardcore.testing.problems import BATCH, MIB, draw_tables, model_for
@@ -45,13 +46,7 @@ def test_a_search_that_knows_of_collections_finds_better_plans(name):
     budget = Budget(evals=20_000)
     knowing = SHARDERS[name](given, slow, seed=1, budget=budget)
     blind = SHARDERS[name](one, slow, seed=1, budget=budget)
-    own = {t.name: t for t in given.tables}
-    as_run = replace(
-        blind,
-        placements=tuple(
-            replace(p, shard=replace(p.shard, table=own[p.shard.table.name])) for p in blind.placements
-        ),
-    )
+    as_run = rebind_tables(blind, given)
     ms = [price(lower(plan, given), slow).total_ms for plan in (knowing, as_run)]
     assert ms[0] <= ms[1] * (1 + 1e-9)
     assert ms[1] > blind.provenance["predicted_ms"]

@@ -75,6 +75,15 @@ def test_a_damaged_step_is_named_and_hides_no_other(project):
         read(project)
 
 
+def test_a_step_whose_plan_could_not_be_published_is_read_again(project):
+    (project / "plans").write_text("no folder")
+    with pytest.raises(ShardCoreError, match="plans"):
+        read(project, str(project / "plans"))
+    (project / "plans").unlink()
+    assert "plan: dlrm" in read(project, str(project / "plans"))
+    assert history(project) == {1000: 18.0}
+
+
 def test_a_folder_without_traced_steps_is_refused(project):
     (project / "dlrm").rename(project / "other")
     (project / "dlrm").mkdir()

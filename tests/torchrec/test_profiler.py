@@ -86,6 +86,25 @@ def test_settings_that_mean_nothing_are_refused(options, words):
         ShardCoreProfiler(torch.nn.Linear(1, 1), **options)
 
 
+class Collection(torch.nn.Module):
+    """A sharded collection of a TorchRec that we do not know: its configurations have no names."""
+
+    module_sharding_plan, _embedding_bag_configs = None, (object(),)
+
+    def input_dist(self, features):
+        return features
+
+
+def test_what_fails_while_it_writes_stops_no_training(tmp_path, caplog):
+    collection = Collection()
+    profiler = ShardCoreProfiler(torch.nn.Sequential(collection), tmp_path, every=3)
+    for _ in range(9):
+        profiler.step()
+    assert "ShardCoreProfiler wrote no trace at step 4: " in caplog.text
+    # No batch entered the collection for two cycles. The next one does.
+    assert collection.input_dist(5) == 5 and "input_dist" not in vars(collection)
+
+
 def test_a_model_without_sharded_collections_is_refused():
     with pytest.raises(ShardCoreError, match="Linear without sharded collections"):
         ShardCoreProfiler(torch.nn.Linear(1, 1))

@@ -64,13 +64,16 @@ def read_job(folder: str | Path, world_size: int | None = None) -> TracedJob:
     if not traces:
         raise ShardCoreError("; ".join(errors))
     remarks += errors
-    sizes = {trace.world_size for trace in traces.values()} - {None} | ({world_size} - {None})
+    sizes = {s for s in (world_size, *(trace.world_size for trace in traces.values())) if s}
     if len(sizes) > 1:
         raise ShardCoreError(
-            f"{folder} has traces of jobs of {' and '.join(map(str, sorted(filter(None, sizes))))} ranks; they need "
-            "to be of one job"
+            f"{folder} has traces of jobs of {' and '.join(map(str, sorted(sizes)))} ranks; they need to be of one job"
         )
-    size = next(iter(sizes), None) or max(traces) + 1
+    size = next(iter(sizes), max(traces) + 1)
+    if not 0 <= min(traces) <= max(traces) < size:
+        raise ShardCoreError(
+            f"{folder} has traces of ranks {', '.join(map(str, sorted(traces)))}; a job of {size} has 0 to {size - 1}"
+        )
     if len(traces) < size:
         remarks.append(
             f"traces of {len(traces)} of {size} ranks: "
@@ -100,6 +103,7 @@ def _steps(
     traces: dict[int, RankTrace], numbers: Sequence[int], size: int, remarks: list[str]
 ) -> list[TracedStep]:
     steps, before = [], {}
+    on_gpu = any(trace.on_gpu for trace in traces.values())
     for number in numbers:
         spans = {rank: next(s for s in t.steps if s.number == number) for rank, t in traces.items()}
         own = {rank: s.collectives for rank, s in spans.items()}
@@ -123,7 +127,6 @@ def _steps(
                 )
             before[rank] = offset.ms
         clocks.mark_begins(groups, clock)
-        on_gpu = any(trace.on_gpu for trace in traces.values())
         steps.append(TracedStep(number, tuple(rank_step(rank, s, on_gpu) for rank, s in spans.items()), size))
     return steps
 

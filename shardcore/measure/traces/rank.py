@@ -35,15 +35,11 @@ _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _ARGUMENTS = ("correlation", "Collective name", "In msg nelems", "dtype", "Input Dims", "Input type")
 """Arguments of events that are read. Others take most of the memory."""
 _ELEMENT_BYTES = {
-    "long int": 8,
-    "int": 4,
-    "float": 4,
-    "double": 8,
-    "c10::Half": 2,
-    "c10::BFloat16": 2,
-    "unsigned char": 1,
-    "signed char": 1,
-}
+    "long int": 8, "int": 4, "float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2,
+    "unsigned char": 1, "signed char": 1,
+    "Long": 8, "Int": 4, "Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Byte": 1,
+}  # fmt: skip
+"""By the types of tensors as ops name them, and as collectives do."""
 
 
 class Span(NamedTuple):
@@ -95,7 +91,7 @@ class StepSpans:
 
 @dataclass
 class RankTrace:
-    """What a trace file says of its steps.
+    """The steps of a trace file.
 
     rank, world_size: None where it does not say.
     """
@@ -120,9 +116,10 @@ def read_rank(file: KinetoFile) -> RankTrace:
     for e in file.events():
         if e.category in _HOST or e.category in _DEVICE:
             first, last = min(first, e.begin_ms), max(last, e.end_ms)
-            if e.category == "user_annotation" and (match := STEP.match(e.name)):
+            is_step = e.category == "user_annotation" and e.end_ms > e.begin_ms
+            if is_step and (match := STEP.match(e.name)):
                 windows[int(match[1])] = e.begin_ms, e.end_ms, e.thread
-    if last < first:
+    if last <= first:
         raise ShardCoreError(f"{file.path.name} has no ops; trace the activities CPU, or CPU and CUDA")
     if file.cut_short:
         remarks.append("is cut short: its last events are missing")
@@ -166,7 +163,8 @@ def read_rank(file: KinetoFile) -> RankTrace:
     if not any(step.collectives for step in steps):
         remarks.append("has no collectives: of exchanges it tells nothing")
     told = file.distributed
-    names = [d.get("name") for d in file.header.get("deviceProperties") or [] if isinstance(d, dict)]
+    devices = file.header.get("deviceProperties")
+    names = [d.get("name") for d in devices if isinstance(d, dict)] if isinstance(devices, list) else []
     return RankTrace(
         told["rank"] if isinstance(told.get("rank"), int) else None,
         told["world_size"] if isinstance(told.get("world_size"), int) else None,
@@ -275,9 +273,8 @@ class _Frames:
 def _entered_bytes(e: TraceEvent) -> int:
     """Bytes that a rank enters into a collective. 0 where its event does not say."""
     count, kind = e.args.get("In msg nelems"), e.args.get("dtype")
-    sizes = {"Long": 8, "Int": 4, "Float": 4, "Half": 2, "BFloat16": 2, "Byte": 1, "Double": 8}
-    if isinstance(count, int) and kind in sizes:
-        return count * sizes[kind]
+    if isinstance(count, int) and isinstance(kind, str) and kind in _ELEMENT_BYTES:
+        return count * _ELEMENT_BYTES[kind]
     dims, kinds = e.args.get("Input Dims"), e.args.get("Input type")
     if not isinstance(dims, list) or not isinstance(kinds, list):
         return 0
@@ -285,7 +282,8 @@ def _entered_bytes(e: TraceEvent) -> int:
     tensors = [
         (d, k)
         for d, k in zip(dims, kinds, strict=False)
-        if k in _ELEMENT_BYTES and isinstance(d, list) and d and all(isinstance(n, int) for n in d)
+        if isinstance(k, str) and k in _ELEMENT_BYTES
+        if isinstance(d, list) and d and all(isinstance(n, int) for n in d)
     ]
     if not tensors:
         return 0
@@ -302,7 +300,8 @@ def _device_spans(
     """Spans of kernels, and collectives among them with their start by the host."""
     spans, collectives = [], []
     for e in kernels:
-        around = launches.get(e.args.get("correlation"), None)  # type: ignore[arg-type]
+        correlation = e.args.get("correlation")
+        around = launches.get(correlation) if isinstance(correlation, int) else None
         collective = collective_of(e.name) if NCCL_KERNEL.match(e.name) else None
         if collective or (around and around.start and NCCL_KERNEL.match(e.name)):
             start = around.start if around else None

@@ -25,6 +25,7 @@ from shardcore.core.tiers import BELOW, TIERS
 from shardcore.core.types import Plan, Problem, Shard, Table
 from shardcore.core.validation import require
 from shardcore.cost.model import CostModel
+from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.decisions.towers import as_planned
 from shardcore.search.state.shards import priced
@@ -323,8 +324,7 @@ def filled(plan: Plan, problem: Problem, model: CostModel) -> tuple[Problem, Pla
         factors |= {tier.table.name: tier.table.load_factor for tier in tiers}
     # Placements name tables, so they change with them.
     better = with_load_factors(problem, factors)
-    now = {table.name: table for table in better.tables}
-    moved = tuple(replace(p, shard=replace(p.shard, table=now[p.shard.table.name])) for p in plan.placements)
+    moved = rebind_tables(plan, better).placements
     kept = {k: v for k, v in plan.provenance.items() if k not in ("setting", "predicted_ms")}
     # Larger caches make larger buffers, so what is free alone does not say that it fits.
     try:
