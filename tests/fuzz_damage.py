@@ -5,6 +5,7 @@ Digests are made right again, for they are no secret.
 
 import contextlib
 import copy
+import csv
 import gzip
 import hashlib
 import io
@@ -257,6 +258,58 @@ def damage_yaml(path: Path, draw: Draw) -> None:
             with contextlib.suppress(yaml.YAMLError, UnicodeError, ValueError, RecursionError):
                 value = yaml.safe_dump(damaged(yaml.safe_load(text), draw))
                 path.write_text(value, "utf-8", "surrogatepass")
+
+
+def damage_csv(path: Path, draw: Draw) -> None:
+    """A cell of a CSV file, its bytes, or the name of a column."""
+    if once_in(draw, 4):
+        path.write_bytes(cut(path.read_bytes(), draw))
+        return
+    rows = list(csv.reader(path.read_text().splitlines()))
+    row = one_of(draw, *rows)
+    filled = [i for i, cell in enumerate(row) if cell]
+    cells = (
+        "",
+        "x",
+        "-1",
+        "0",
+        "nan",
+        "inf",
+        "1e999",
+        "9" * 30,
+        "1e308",
+        "1e-320",
+        "9x9999",
+        "1.5",
+        "\x1b[31m",
+    )
+    row[one_of(draw, *filled)] = one_of(draw, *cells, *map(str, _EDGES))
+    sink = io.StringIO()
+    csv.writer(sink).writerows(rows)
+    path.write_text(sink.getvalue())
+
+
+def damage_job(folder: Path, draw: Draw) -> None:
+    """A file of a traced step: what the job says, its problem or plan, times, lookups or traces."""
+    path = one_of(draw, *sorted((folder / "job").glob("step-*/*")))
+    match path.suffix:
+        case ".npz":
+            with np.load(path) as file:
+                arrays = dict(file)
+            _damage_tensor(arrays, draw)
+            sink = io.BytesIO()
+            np.savez(sink, **arrays)
+            path.write_bytes(cut(path.read_bytes(), draw) if once_in(draw, 4) else sink.getvalue())
+        case ".gz":
+            plain = path.with_suffix("")
+            plain.write_bytes(gzip.decompress(path.read_bytes()))
+            damage_json(plain, draw)
+            path.write_bytes(gzip.compress(plain.read_bytes()))
+            plain.unlink()
+            if once_in(draw, 4):
+                path.write_bytes(cut(path.read_bytes(), draw))
+        case _:
+            damage_json(path, draw, seal=path.name in ("job.json", "plan.json"))
 
 
 def damage_tensors(path: Path, draw: Draw) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import hashlib
 import importlib.util
@@ -15,12 +16,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 import yaml
+from kineto_traces import gloo_step, write
 
 from shardcore.core.step_cost import PARTS
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard
 from shardcore.cost import fit, neural
 from shardcore.cost.model import CostModel, price
-from shardcore.io import dataset, files, grouped_plans, replays
+from shardcore.cost.profile import load_profile, write_profile
+from shardcore.io import dataset, files, grouped_plans, job_folder, replays
 from shardcore.io.hot_ids import HotIds, write_hot_ids
 from shardcore.io.measurements import Spread, StepSample
 from shardcore.io.row_counts import RowCounts, write_row_counts
@@ -202,6 +205,14 @@ def make(folder: Path) -> None:
         {"write": {"data": {"pid": 1, "cmd": "dvc"}}, "read": {"x": [{"pid": 2**22 + 1, "cmd": "dvc"}]}},
     )
     (folder / ".dvc/tmp/lock").write_text(" 123")
+    write_profile(folder / "profile.json", load_profile("cpu"))
+    op = {"op": "bwd", "time_us": "612.5", "B": "1024", "T": "2", "E": "1000,50", "D": "2x64", "L": "10"}
+    exchange = {"op": "alltoall", "time_us": "30", "ranks": "16", "hosts": "2", "msg_bytes_per_rank": "1024"}
+    with open(folder / "timings.csv", "w") as file:
+        rows = csv.DictWriter(file, [*op, "optimizer", "mode", "cached", *list(exchange)[2:]], restval="")
+        rows.writeheader()
+        rows.writerows([op, {**op, "op": "fwd", "optimizer": "adam"}, exchange])
+    _write_job(folder / "job", problem, plan)
     # One device could not hold all tables.
     grouping = Grouping(2, CONTIGUOUS, 5)
     one = GroupedPlan(grouping, plan, problem_of_group(problem, grouping))
@@ -224,6 +235,18 @@ def _some_of(shipped: Path, folder: Path) -> Path:
         digest = hashlib.sha256((folder / "part").read_bytes()).hexdigest()[:24]
         (folder / "part").rename(folder / f"{path.stem.split('-')[0]}-{digest}.parquet")
     return folder
+
+
+def _write_job(folder: Path, problem: Problem, plan: Plan) -> None:
+    """A traced step of two ranks, as ShardCoreProfiler leaves it."""
+    step, rng = job_folder.step_folder(folder, 1000), np.random.default_rng(0)
+    step.mkdir(parents=True)
+    features = {t.name: (f"f-{t.name}",) for t in problem.tables}
+    job_folder.write_facts(step, job_folder.JobFacts(2, features, {"torch": "2"}), problem, plan)
+    for rank in range(2):
+        lookups = {f"f-{t.name}": (rng.integers(0, t.rows, 12), np.full(4, 3)) for t in problem.tables}
+        job_folder.write_rank(step, rank, Spread(18.0, 17.0, 19.0, 900), lookups)
+        write(step, rank, gloo_step(late_ms=3.0 * rank), zipped=bool(rank))
 
 
 def hot_collection() -> Any:

@@ -1,6 +1,7 @@
-"""All formats that ShardCore reads: how each is damaged, and how it is used.
+"""All formats that ShardCore reads: who reads each, how it is damaged, and how it is used.
 
-What reads files of users has a row here, so that tests/test_fuzz.py damages them.
+A format that is not here fails tests/test_readers.py: every function of shardcore/, tasks/ and flows/ that
+reads a file is a reader of a row. So nothing is read that tests/test_fuzz.py does not damage.
 """
 
 import contextlib
@@ -12,11 +13,14 @@ from typing import Any
 
 import numpy as np
 import psutil
+import pytest
 import torch
 from fuzz_damage import (
     Draw,
     damage_batch,
+    damage_csv,
     damage_decision,
+    damage_job,
     damage_json,
     damage_model,
     damage_part,
@@ -34,12 +38,15 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem, Shard
 from shardcore.cost import accuracy, neural, ranges, replay_records
 from shardcore.cost.model import CostModel, group_costs, price
+from shardcore.cost.profile import load_profile, read_profile
+from shardcore.cost.profile_fit import Predictor, read_timings
+from shardcore.cost.profile_model import ProfileModel
 from shardcore.io import dataset, files, grouped_plans, model_files, replays, schema
 from shardcore.io.dlrm_datasets import dlrm_datasets_pool
 from shardcore.io.hot_ids import read_hot_ids
 from shardcore.io.row_counts import read_row_counts
 from shardcore.io.towers import read_towers
-from shardcore.plans import store
+from shardcore.plans import store, traced_job
 from shardcore.search import SHARDERS
 from shardcore.search.decisions.provision import clusters, read_offers
 from shardcore.search.decisions.towers import tower_hosts
@@ -63,11 +70,13 @@ class Format:
     parts: those of the sound files that it is.
     damage, use: of a folder with its parts. use raises ShardCoreError for files that are refused, and
         AssertionError for values that were read and cannot be.
+    readers: functions that read it, as FILE:FUNCTION.
     """
 
     parts: tuple[str, ...]
     damage: Damage
     use: Use
+    readers: tuple[str, ...]
 
 
 FORMATS: dict[str, Format] = {}
@@ -79,6 +88,7 @@ def json_of(name: str, seal: bool = False) -> Damage:
 
 def reads(
     name: str,
+    *readers: str,
     parts: tuple[str, ...] = (),
     damage: Damage | None = None,
     seal: bool = False,
@@ -88,7 +98,9 @@ def reads(
 
     def enter(use: Use) -> Use:
         if needs:
-            FORMATS[name] = Format(parts or (f"{name}.json",), damage or json_of(f"{name}.json", seal), use)
+            FORMATS[name] = Format(
+                parts or (f"{name}.json",), damage or json_of(f"{name}.json", seal), use, readers
+            )
         return use
 
     return enter
@@ -104,7 +116,7 @@ def _priced(plan: Plan, problem: Problem, model: CostModel) -> None:
     assert _is_cost(cost.device_ms), f"it costs {cost.total_ms} ms"
 
 
-@reads("problem")
+@reads("problem", "shardcore/io/files.py:read_problem")
 def use_problem(folder: Path, sound: Sound) -> None:
     problem = files.read_problem(folder / "problem.json")
     files.write_problem(folder / "again.json", problem)
@@ -113,7 +125,7 @@ def use_problem(folder: Path, sound: Sound) -> None:
         _priced(SHARDERS["lookup_greedy"](problem, sound.model), problem, sound.model)
 
 
-@reads("pool", seal=True)
+@reads("pool", "shardcore/io/files.py:read_pool", "shardcore/cli/published.py:_with_statistics_of", seal=True)
 def use_pool(folder: Path, sound: Sound) -> None:
     tables = files.read_pool(folder / "pool.json")
     assert _is_cost(group_costs([[Shard.whole(t)] for t in tables], sound.model)), "a table's cost is no cost"
@@ -121,12 +133,17 @@ def use_pool(folder: Path, sound: Sound) -> None:
         published._with_statistics_of(folder / "pool.json", sound.problem)
 
 
-@reads("plan", seal=True)
+@reads("plan", "shardcore/io/files.py:read_plan", seal=True)
 def use_plan(folder: Path, sound: Sound) -> None:
     _priced(files.read_plan(folder / "plan.json", sound.problem), sound.problem, sound.model)
 
 
-@reads("grouped", seal=True)
+@reads(
+    "grouped",
+    "shardcore/io/grouped_plans.py:is_grouped",
+    "shardcore/io/grouped_plans.py:read_grouped",
+    seal=True,
+)
 def use_grouped(folder: Path, sound: Sound) -> None:
     grouped_plans.is_grouped(folder / "grouped.json")
     found = grouped_plans.read_grouped(folder / "grouped.json", sound.problem)
@@ -134,13 +151,20 @@ def use_grouped(folder: Path, sound: Sound) -> None:
     assert members(sound.problem.topology, found.grouping), "there are no groups"
 
 
-@reads("dmp", seal=True, needs=HAS_TORCHREC)
+@reads("dmp", "shardcore/torchrec/dmp_collection.py:read_dmp_collection", seal=True, needs=HAS_TORCHREC)
 def use_dmp(folder: Path, sound: Sound) -> None:
     arguments, every = dmp_collection.read_dmp_collection(folder / "dmp.json")
     assert every >= 1 and arguments["world_size"] % arguments["sharding_group_size"] == 0, "groups differ"
 
 
-@reads("model", parts=("model",), damage=lambda folder, draw: damage_model(folder, draw, "model"))
+@reads(
+    "model",
+    "shardcore/cost/neural.py:load",
+    "shardcore/io/model_files.py:read_model",
+    "shardcore/io/model_files.py:model_digest",
+    parts=("model",),
+    damage=lambda folder, draw: damage_model(folder, draw, "model"),
+)
 def use_model(folder: Path, sound: Sound) -> None:
     model = neural.load(folder / "model")
     model_files.model_digest(folder / "model")
@@ -152,19 +176,29 @@ def use_model(folder: Path, sound: Sound) -> None:
     ranges.out_of_range(model, workload)
 
 
-@reads("policy", parts=("policy",), damage=lambda folder, draw: damage_model(folder, draw, "policy"))
+@reads(
+    "policy",
+    "shardcore/search/learned/policy.py:read_policy",
+    parts=("policy",),
+    damage=lambda folder, draw: damage_model(folder, draw, "policy"),
+)
 def use_policy(folder: Path, sound: Sound) -> None:
     policy = read_policy(folder / "policy")
     _priced(place(policy, policy.name, sound.problem, sound.model), sound.problem, sound.model)
 
 
-@reads("offers")
+@reads("offers", "shardcore/search/decisions/provision.py:read_offers")
 def use_offers(folder: Path, sound: Sound) -> None:
     for cluster in clusters(sound.problem, read_offers(folder / "offers.json")):
         assert _is_cost(cluster.price_per_hour, cluster.watts or 0.0), f"{cluster.words} has no price"
 
 
-@reads("plans", parts=("plans",), damage=damage_decision)
+@reads(
+    "plans",
+    *(f"shardcore/plans/store.py:{name}" for name in ("_read", "is_whole", "_pointer", "load_page")),
+    parts=("plans",),
+    damage=damage_decision,
+)
 def use_plans(folder: Path, sound: Sound) -> None:
     name = sound.problem.name
     for decision in store.history(folder / "plans", name):
@@ -177,13 +211,25 @@ def use_plans(folder: Path, sound: Sound) -> None:
     assert store.load_plan(folder / "plans", name)[0] == plan, "pruning took the plan"
 
 
-@reads("replays", parts=("replays",), damage=json_of("replays/replays.json", seal=True))
+@reads(
+    "replays",
+    "shardcore/io/replays.py:_read",
+    "shardcore/io/replays.py:_is_ours",
+    parts=("replays",),
+    damage=json_of("replays/replays.json", seal=True),
+)
 def use_replays(folder: Path, sound: Sound) -> None:
     rows = replay_records.judge([replays.read(folder / "replays")], sound.model)
     assert _is_cost([(r.predicted_ms, r.replayed_ms, r.noise_ms) for r in rows]), "a replay's time is none"
 
 
-@reads("measurements", parts=("measurements",), damage=damage_part)
+@reads(
+    "measurements",
+    "shardcore/io/dataset_parts.py:_read_part",
+    "shardcore/io/dataset_parts.py:_bounded",
+    parts=("measurements",),
+    damage=damage_part,
+)
 def use_measurements(folder: Path, sound: Sound) -> None:
     where = folder / "measurements"
     for setting in dataset.settings(where):
@@ -201,7 +247,7 @@ def use_measurements(folder: Path, sound: Sound) -> None:
     dataset.merge_parts(where)
 
 
-@reads("torchrec", seal=True, needs=HAS_TORCHREC)
+@reads("torchrec", "shardcore/torchrec/plan_files.py:_read", seal=True, needs=HAS_TORCHREC)
 def use_torchrec(folder: Path, sound: Sound) -> None:
     plan = plan_files.read_torchrec(folder / "torchrec.json")
     plan_files.read_qcomms(folder / "torchrec.json")
@@ -210,6 +256,7 @@ def use_torchrec(folder: Path, sound: Sound) -> None:
 
 @reads(
     "fbgemm",
+    "shardcore/torchrec/fbgemm_statistics.py:read_statistics",
     parts=("fbgemm",),
     damage=lambda folder, draw: damage_json(folder / "fbgemm" / one_of(draw, REPORT, TABLES), draw),
 )
@@ -219,7 +266,12 @@ def use_fbgemm(folder: Path, sound: Sound) -> None:
 
 
 @reads(
-    "params", parts=("params.yaml",), damage=lambda folder, draw: damage_yaml(folder / "params.yaml", draw)
+    "params",
+    "tasks/params.py:section",
+    "tasks/params.py:require_section",
+    "tasks/refresh.py:override_params",
+    parts=("params.yaml",),
+    damage=lambda folder, draw: damage_yaml(folder / "params.yaml", draw),
 )
 def use_params(folder: Path, sound: Sound) -> None:
     for name, cls in SECTIONS.items():
@@ -230,7 +282,13 @@ def use_params(folder: Path, sound: Sound) -> None:
         assert params.section("train", SECTIONS["train"]).epochs == 3, "a written parameter is another"
 
 
-@reads("lock", parts=("dvc.lock",), damage=lambda folder, draw: damage_yaml(folder / "dvc.lock", draw))
+@reads(
+    "lock",
+    "tasks/cache.py:results",
+    "tasks/train.py:data_version",
+    parts=("dvc.lock",),
+    damage=lambda folder, draw: damage_yaml(folder / "dvc.lock", draw),
+)
 def use_lock(folder: Path, sound: Sound) -> None:
     with contextlib.chdir(folder):
         for path, md5 in cache.results():
@@ -238,7 +296,13 @@ def use_lock(folder: Path, sound: Sound) -> None:
             assert set(md5.removesuffix(".dir")) <= set("0123456789abcdef"), "a hash is none"
 
 
-@reads("cache", parts=("cache",), damage=json_of(f"cache/{ENTRY}"))
+@reads(
+    "cache",
+    "tasks/cache.py:_entries",
+    "tasks/cache.py:_md5",
+    parts=("cache",),
+    damage=json_of(f"cache/{ENTRY}"),
+)
 def use_cache(folder: Path, sound: Sound) -> None:
     md5 = ENTRY.removesuffix(".dir")
     entry = folder / md5[:2] / md5[2:]
@@ -251,7 +315,13 @@ def use_cache(folder: Path, sound: Sound) -> None:
             cache._md5(entry)
 
 
-@reads("users", parts=(".dvc",), damage=json_of(".dvc/tmp/rwlock"))
+@reads(
+    "users",
+    "tasks/refresh.py:forget_dead_users",
+    "tasks/refresh.py:why",
+    parts=(".dvc",),
+    damage=json_of(".dvc/tmp/rwlock"),
+)
 def use_users(folder: Path, sound: Sound) -> None:
     with contextlib.chdir(folder):
         refresh.forget_dead_users()
@@ -263,7 +333,7 @@ def use_users(folder: Path, sound: Sound) -> None:
         assert all(psutil.pid_exists(user["pid"]) for user in users), "a process that is gone is kept"
 
 
-@reads("towers")
+@reads("towers", "shardcore/io/towers.py:read_towers")
 def use_towers(folder: Path, sound: Sound) -> None:
     half = len(sound.problem.topology) // 2
     topology = sound.problem.topology
@@ -276,6 +346,8 @@ def use_towers(folder: Path, sound: Sound) -> None:
 
 @reads(
     "hot_ids",
+    "shardcore/io/hot_ids.py:read_hot_ids",
+    "shardcore/io/tensor_files.py:read_tensors",
     parts=("hot.safetensors",),
     damage=lambda folder, draw: damage_tensors(folder / "hot.safetensors", draw),
 )
@@ -287,6 +359,7 @@ def use_hot_ids(folder: Path, sound: Sound) -> None:
 
 @reads(
     "row_counts",
+    "shardcore/io/row_counts.py:read_row_counts",
     parts=("counts.safetensors",),
     damage=lambda folder, draw: damage_tensors(folder / "counts.safetensors", draw),
 )
@@ -297,14 +370,26 @@ def use_row_counts(folder: Path, sound: Sound) -> None:
         assert 0 <= int(of.sum()) < 2**62 and (of >= 0).all(), "counts overflow"
 
 
-@reads("batch", parts=("batch.pt", "batch.pt.gz"), damage=damage_batch)
+@reads(
+    "batch",
+    *(f"shardcore/io/dlrm_datasets.py:{name}" for name in ("_read_batch", "_unpacked", "_require_stored")),
+    parts=("batch.pt", "batch.pt.gz"),
+    damage=damage_batch,
+)
 def use_batch(folder: Path, sound: Sound) -> None:
     for name in ("batch.pt", "batch.pt.gz"):
         for table in dlrm_datasets_pool(folder / name):
             assert table.rows >= 1 and table.pooling >= 0, "a table has no rows"
 
 
-@reads("rows", parts=("rows",), damage=damage_rows, needs=HAS_TORCHREC)
+@reads(
+    "rows",
+    "shardcore/torchrec/row_files.py:_complete",
+    "shardcore/torchrec/row_files.py:_read",
+    parts=("rows",),
+    damage=damage_rows,
+    needs=HAS_TORCHREC,
+)
 def use_rows(folder: Path, sound: Sound) -> None:
     wanted = hot_collection()
     row_files.load_rows(wanted, sound.folder / "rows")
@@ -316,6 +401,45 @@ def use_rows(folder: Path, sound: Sound) -> None:
         torch.allclose(tensor, of_wanted[name], atol=1e-3) for name, tensor in found.state_dict().items()
     )
     assert same, "it loads other weights"
+
+
+@reads("profile", "shardcore/cost/profile.py:read_profile")
+def use_profile(folder: Path, sound: Sound) -> None:
+    profile = read_profile(folder / "profile.json")
+    _priced(sound.plan, sound.problem, ProfileModel(profile, sound.model.setting))
+
+
+@reads(
+    "timings",
+    "shardcore/cost/profile_fit.py:read_timings",
+    parts=("timings.csv",),
+    damage=lambda folder, draw: damage_csv(folder / "timings.csv", draw),
+)
+def use_timings(folder: Path, sound: Sound) -> None:
+    timings, reasons = read_timings(folder / "timings.csv")
+    if timings:
+        assert _is_cost(Predictor(timings).times_us(load_profile("cpu").values)), "a timing cannot be priced"
+    if reasons:
+        raise ShardCoreError(f"timings.csv: {next(iter(reasons))}")
+
+
+@reads(
+    "job",
+    *(f"shardcore/io/job_folder.py:{name}" for name in ("_lookups", "_read_facts", "read_step")),
+    *(f"shardcore/io/kineto.py:{name}" for name in ("__post_init__", "_add_header", "_chunks")),
+    "shardcore/measure/traces/job.py:_digest",
+    parts=("job",),
+    damage=damage_job,
+)
+def use_job(folder: Path, sound: Sound) -> None:
+    job = traced_job.read(folder / "job")
+    for rank in (rank for step in job.traced.steps for rank in step.ranks):
+        assert _is_cost(list(rank.ms.values()), rank.hidden_ms), "a part of a step takes no time"
+        assert sum(rank.ms.values()) == pytest.approx(rank.total_ms), "parts are not the step"
+    checked = traced_job.check(job, sound.model)
+    assert _is_cost(checked.before.cost.device_ms, checked.after.cost.device_ms), "its price is no cost"
+    if remarks := (*job.remarks, *job.traced.remarks):
+        raise ShardCoreError(f"job: {remarks[0]}")
 
 
 @reads("request")

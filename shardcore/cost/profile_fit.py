@@ -25,7 +25,16 @@ from shardcore.core.catalog import OPTIMIZERS
 from shardcore.core.errors import ShardCoreError, shortened
 from shardcore.core.links import units_of
 from shardcore.core.types import Shard, Table
-from shardcore.core.validation import MOST_BATCH, MOST_DEVICES, MOST_TABLES, require, shown
+from shardcore.core.validation import (
+    MOST_BATCH,
+    MOST_BYTES,
+    MOST_DEVICES,
+    MOST_MS,
+    MOST_ROWS,
+    require,
+    require_within,
+    shown,
+)
 from shardcore.cost import profile_law
 from shardcore.cost.profile import RATES, SPEC, Profile, Rate
 from shardcore.cost.profile_law import FAR, MS_PER_US, NEAR, Rates, Work
@@ -49,6 +58,8 @@ MODES = ("device", "uvm", "uvm_caching")
 QUALITIES = ("A", "B")
 """Qualities of timings that are fitted: card and shape stated, or at most one of them inferred."""
 _OPTIMIZERS = {"sgd": "exact_sgd", "exact_row_wise_adagrad": "rowwise_adagrad", "adagrad": "exact_adagrad"}
+_MOST_TABLES = 1 << 12
+"""Tables of an op."""
 _BATCHES_SINCE_EMPTY = 100
 """Batches that published timings of caches are means of. The cache is empty before."""
 _LEAST_UNCERTAINTY = 0.02
@@ -145,12 +156,13 @@ class Predictor:
         return ms / MS_PER_US
 
 
-def _work(timing: Timing) -> Work:
+def _tables(timing: Timing) -> list[Table]:
+    """Tables of an op's timing. Raises ShardCoreError where they have a size that no table has."""
     n = timing.tables
     rows, width = (x * n if len(x) == 1 else x for x in (timing.rows, timing.width))
     pooling = timing.pooling * n if len(timing.pooling) == 1 else timing.pooling
     shares = {"device": 1.0, "uvm": 0.0, "uvm_caching": timing.cached}
-    tables = [
+    return [
         Table(
             f"t{i}",
             rows[i],
@@ -164,13 +176,16 @@ def _work(timing: Timing) -> Work:
         )
         for i in range(n)
     ]
-    shards = [Shard.whole(t) for t in tables]
+
+
+def _work(timing: Timing) -> Work:
+    shards = [Shard.whole(t) for t in _tables(timing)]
     work = profile_law.work_of(shards, timing.batch, timing.optimizer)
     changed: dict[str, np.ndarray] = {}
     if timing.unique:
         changed["unique"] = work.unique * timing.unique / work.unique.sum()
     distinct = changed.get("unique", work.unique) * work.width * work.element_bytes
-    changed["beside"] = np.full(n, distinct.sum())
+    changed["beside"] = np.full(len(shards), distinct.sum())
     if timing.mode == "uvm_caching":
         # Batches since the cache was empty bring rows that no batch had before. A warm cache misses fewer.
         seen = profile_law.work_of(shards, _BATCHES_SINCE_EMPTY * timing.batch, timing.optimizer).unique
@@ -192,7 +207,10 @@ def read_timings(path: str | Path) -> tuple[list[Timing], Counter[str]]:
 
     Raises ShardCoreError naming a column that is missing.
     """
-    rows = list(csv.DictReader(io.StringIO(schema.read_text(path))))
+    try:
+        rows = list(csv.DictReader(io.StringIO(schema.read_text(path))))
+    except csv.Error as error:
+        raise ShardCoreError(f"{path} is no CSV file: {error}") from None
     require(bool(rows), f"{path} has no rows; it needs a line of columns, and one for each timing")
     for column in COLUMNS:
         require(column in rows[0], f"{path} lacks the column {column!r}; it needs {', '.join(COLUMNS)}")
@@ -203,8 +221,10 @@ def read_timings(path: str | Path) -> tuple[list[Timing], Counter[str]]:
                 raise ShardCoreError(f"{path} has {some[0]!r} timings and lacks the column {column!r}")
     timings, reasons = [], Counter[str]()
     for i, row in enumerate(rows):
-        made = _timing({k: (v or "").strip() for k, v in row.items() if k}, f"{path}, line {i + 2}")
+        what = f"{path}, line {i + 2}"
+        made = _timing({k: (v or "").strip() for k, v in row.items() if k}, what)
         if isinstance(made, Timing):
+            _require_sizes(made, what)
             timings.append(made)
         else:
             reasons[made] += 1
@@ -240,7 +260,7 @@ def _timing(row: Mapping[str, str], what: str) -> Timing | str:
         return Timing(**common, ranks=ranks, hosts=hosts, bytes=sent, network=row.get("interconnect", ""))
     precision = row.get("weights_precision") or "fp32"
     optimizer = _OPTIMIZERS.get(row.get("optimizer", ""), row.get("optimizer") or "exact_sgd")
-    mode, tables = row.get("mode") or "device", _count(row, "T", what, MOST_TABLES) if row.get("T") else 1
+    mode, tables = row.get("mode") or "device", _count(row, "T", what, _MOST_TABLES) if row.get("T") else 1
     if precision not in ("fp32", "fp16", "bf16"):
         return f"weights are {shown(precision)}"
     if optimizer not in OPTIMIZERS or mode not in MODES:
@@ -253,7 +273,7 @@ def _timing(row: Mapping[str, str], what: str) -> Timing | str:
     cached = _number(row, "cached", what) if row.get("cached") else 0.0
     if mode == "uvm_caching" and not 0 < cached < 1:
         return "the share of rows that its cache holds is not stated"
-    alpha = re.search(r"alpha ([\d.]+)", row.get("index_distribution", ""))
+    alpha = re.search(r"alpha (\d+(?:\.\d+)?)", row.get("index_distribution", ""))
     return Timing(
         **common,
         batch=_count(row, "B", what, MOST_BATCH),
@@ -269,6 +289,23 @@ def _timing(row: Mapping[str, str], what: str) -> Timing | str:
         mode=mode,
         cached=cached,
     )
+
+
+def _require_sizes(timing: Timing, what: str) -> None:
+    """Raise ShardCoreError naming a size of a timing that no op and no exchange has."""
+    require_within(
+        timing,
+        what,
+        time_us=(0, MOST_MS / MS_PER_US),
+        bytes=(0, MOST_BYTES),
+        unique=(0, MOST_ROWS),
+        cached=(0, 1),
+    )
+    if timing.op in OPS:
+        try:
+            _tables(timing)
+        except ShardCoreError as error:
+            raise ShardCoreError(f"{what}: {error}") from None
 
 
 def _number(row: Mapping[str, str], column: str, what: str) -> float:

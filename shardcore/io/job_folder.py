@@ -29,6 +29,7 @@ from shardcore.io.envelope import document, open_document, seal, unseal
 from shardcore.io.kineto import SUFFIXES
 from shardcore.io.measurements import Spread
 from shardcore.step import access
+from shardcore.step.lower import require_plan
 
 SCHEMA = "job"
 JOB_JSON, PROBLEM_JSON, PLAN_JSON = "job.json", "problem.json", "plan.json"
@@ -142,6 +143,9 @@ def read_step(folder: str | Path) -> JobStep:
             f"{folder / JOB_JSON} has {facts.world_size} ranks; {PROBLEM_JSON} has {len(problem.topology)} devices"
         )
     plan = files.read_plan(folder / PLAN_JSON, problem)
+    # A plan that ran has fitted, whatever ShardCore counts.
+    with files.validating(folder / PLAN_JSON):
+        require_plan(plan, problem, fits=False)
     problem, remarks = _with_lookups(folder, problem, facts)
     tables = {t.name: t for t in problem.tables}
     placements = [
@@ -195,6 +199,9 @@ def _measured(
 def _lookups(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     try:
         with np.load(io.BytesIO(schema.read_bytes(path)), allow_pickle=False) as arrays:
+            for name in arrays.files:
+                if arrays[name].ndim != 1 or arrays[name].dtype.kind not in "iu":
+                    raise ValueError(f"{name} is no list of whole numbers")
             names = [name.removeprefix("ids:") for name in arrays.files if name.startswith("ids:")]
             return {name: (arrays[f"ids:{name}"], arrays[f"lengths:{name}"]) for name in names}
     except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:

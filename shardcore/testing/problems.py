@@ -92,6 +92,7 @@ CASES = {
     "unequal memory": draw_problem(2, 15, [MIB // 2, MIB, 3 * MIB]),
     "unequal speed": draw_problem(3, 15, [MIB] * 3, [1.0, 2.0, 0.5]),
     "tight memory": with_slack(4, 4, 1.05),
+    "adagrad, tight": with_slack(5, 3, 1.08, optimizer="rowwise_adagrad"),
     "a full device": draw_problem(6, 6, [2000, MIB]),
     "all empty": Problem(
         "empty", tuple(replace(t, pooling=0.0) for t in SMALL), Topology((Device(MIB),) * 2), BATCH
@@ -101,6 +102,9 @@ CASES = {
         "both", (replace(HUGE, rows=50_000), *SMALL), Topology((Device(700_000),) * 24), BATCH
     ),
     "unsplit": replace(with_slack(7, 3, 1.3), constraints=Constraints(unsplit=("t0", "t3", "t7"))),
+    "reserved more than one has": replace(
+        draw_problem(6, 6, [2000, MIB]), constraints=Constraints(reserved_bytes=3000)
+    ),
     "reserved": replace(draw_problem(9, 10, [MIB] * 2), constraints=Constraints(reserved_bytes=MIB // 2)),
     "pinned": replace(
         with_slack(10, 4, 1.3),

@@ -1,0 +1,145 @@
+"""Every function that reads a file is in the registry that tests/test_fuzz.py walks, or reads no file of users."""
+
+import ast
+import functools
+from pathlib import Path
+
+import pytest
+from fuzz_formats import FORMATS
+
+ROOT = Path(__file__).parent.parent
+
+DOOR = {
+    "read_bytes",
+    "read_text",
+    "read_json",
+    "read_yaml",
+    "content_of",
+    "parse_json",
+    "require_file",
+    "open_document",
+    "is_document",
+    "read_model",
+    "read_tensors",
+}
+RAW = {
+    "open",
+    "ParquetFile",
+    "read_table",
+    "read_csv",
+    "safe_open",
+    "memmap",
+    "fromfile",
+    "ZipFile",
+    "json.load",
+    "json.loads",
+    "torch.load",
+    "np.load",
+    "yaml.load",
+    "yaml.safe_load",
+    "pickle.load",
+    "pickle.loads",
+    "tomllib.load",
+    "tomllib.loads",
+    "csv.reader",
+    "csv.DictReader",
+}
+"""Calls that read."""
+
+NO_FORMAT = {
+    # The door itself, and what is shared by all that goes through it.
+    "shardcore/io/schema.py",
+    "shardcore/io/envelope.py",
+    # They only write.
+    "shardcore/io/writing.py:_held",
+    "shardcore/io/writing.py:remove_unfinished",
+    "shardcore/io/writing.py:_no_link",
+    "shardcore/io/writing.py:require_writable",
+    "shardcore/cli/__init__.py:main",
+    "shardcore/plans/store.py:turn",
+    "tasks/console.py:_redirect",
+    # ShardCore's own files, as they were installed.
+    "shardcore/core/jit.py:cache_folder",
+    "shardcore/measure/sampling/placements.py:recorded_plans",
+    "shardcore/report/plan_explorer.py:script",
+    "shardcore/tables/public.py:_lists",
+    "shardcore/tables/statistics.py:read_release",
+    # The kernel's.
+    "shardcore/measure/hosts.py:enter",
+    "shardcore/measure/hosts.py:machine_id",
+    "shardcore/measure/hosts.py:_new_network",
+    "shardcore/measure/devices.py:product",
+    "shardcore/measure/own_core.py:let_network_wait",
+    # Lines of our own processes, a command's argument, and a value written and read again.
+    "shardcore/torchrec/agreement.py:_exchange",
+    "shardcore/testing/decisions.py:test_the_ledger_goes_into_the_plan",
+    "tasks/console.py:relayed",
+    "flows/refresh.py:setting_of",
+    # Answers and tags of the stack's services.
+    "tasks/model_history.py:_changes",
+    "tasks/publish_claim.py:_tag",
+    # The card that the stage before wrote.
+    "tasks/registry.py:register",
+    # The stack's own files, in a folder that only its user may enter. Tests: tests/tasks/test_stack.py.
+    "tasks/daemons.py",
+    "tasks/lost_runs.py",
+    "tasks/owned.py",
+    "tasks/ray_cluster.py",
+    "tasks/services.py",
+    "tasks/stack.py",
+    "tasks/stack_services.py",
+}
+"""Files, or functions of them, that call what reads and read no file that anybody may have written."""
+
+
+def readers(text: str, file: str) -> set[str]:
+    """FILE:FUNCTION of each outermost function that calls what reads; FILE: of a module itself."""
+    found = set()
+
+    def walk(node: ast.AST, owner: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+            inner = (owner or child.name) if is_function else owner
+            if isinstance(child, ast.Call):
+                name = ast.unparse(child.func)
+                if name in RAW or name.rpartition(".")[2] in DOOR | {x for x in RAW if "." not in x}:
+                    found.add(f"{file}:{inner}")
+            walk(child, inner)
+
+    walk(ast.parse(text), "")
+    return found
+
+
+@functools.cache
+def all_readers() -> set[str]:
+    return {
+        reader
+        for package in ("shardcore", "tasks", "flows")
+        for path in (ROOT / package).rglob("*.py")
+        for reader in readers(path.read_text(), str(path.relative_to(ROOT)))
+    }
+
+
+def test_every_reader_of_a_file_is_in_the_registry_of_the_fuzz():
+    registered = {reader for one in FORMATS.values() for reader in one.readers}
+    unknown = {r for r in all_readers() - registered if not {r, r.partition(":")[0]} & NO_FORMAT}
+    assert not unknown
+
+
+def test_the_registry_names_only_readers_that_there_are():
+    registered = {reader for one in FORMATS.values() for reader in one.readers}
+    assert registered <= all_readers() and not registered & NO_FORMAT
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("def f(p):\n return json.loads(p.read_text())", {"x.py:f"}),
+        ("class A:\n def g(self, p):\n  with gzip.open(p) as f: return f", {"x.py:g"}),
+        ("def outer(p):\n def inner(): return np.load(p)\n return inner()", {"x.py:outer"}),
+        ("value = schema.read_json('a')", {"x.py:"}),
+        ("def f(): return json.dumps(load(1))", set()),
+    ],
+)
+def test_a_new_reader_is_noticed(text, found):
+    assert readers(text, "x.py") == found
