@@ -44,11 +44,11 @@ def require_exact(search: Search) -> Plan:
     problem = search.problem
     plan = priced(search.placements, problem, search.model)
     assert fits(plan, problem)
-    # What is left is exact where it is less than nothing.
+    # With no free byte, a device lacks all that it takes.
     none_free = np.full(len(problem.topology), -1e-300)
     state = copy_of(search.best.state)
     compiled.refresh(search.head, search.best.fixed._replace(free=none_free), state)
-    assert (-state.left).tolist() == used_bytes(plan, problem)
+    assert state.lack.tolist() == used_bytes(plan, problem)
     on_host = Counter({host: 0 for host in problem.topology.hosts})
     for placement in plan.placements:
         for d, shard in shards_on(placement):

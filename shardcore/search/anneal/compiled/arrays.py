@@ -123,7 +123,8 @@ class State(NamedTuple):
     ms: Array("DK", float64)  # ms of each fused op at speed 1
     carried: Array("DX", int64)  # bytes that exchanges carry: outputs of each kind, and ids
     memory: Array("DM", float64)  # sums over a device's shards, see RESIDENT
-    left: Array("D", float64)  # bytes left, at least; exact where less than nothing
+    room: Array("D", float64)  # bytes for a local batch, at least
+    lack: Array("D", float64)  # bytes that it lacks
     load: Array("D", float64)  # ms
     hosts: Array("HX", int64)  # the same of each host
     all_carried: Array("X", int64)  # the same of all devices
@@ -145,7 +146,8 @@ class State(NamedTuple):
     trial_carried: Array("2X", int64)
     on_host: Array("H", float64)  # bytes in the hosts' memory
     trial_memory: Array("2M", float64)
-    trial_left: Array("2", float64)
+    trial_room: Array("2", float64)
+    trial_lack: Array("2", float64)
     trial_load: Array("2", float64)
     trial_all_carried: Array("X", int64)
     trial_hosts: Array("H", int64)  # bytes of ids of each host

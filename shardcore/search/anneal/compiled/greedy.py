@@ -11,8 +11,9 @@ from shardcore.search.anneal.compiled.memory import (
     expect,
     frame,
     host_fits,
-    left_of,
+    lack_of,
     replace_shard,
+    room_of,
 )
 from shardcore.search.anneal.compiled.pointers import WORDS, entry
 from shardcore.search.anneal.compiled.state import hold
@@ -52,7 +53,7 @@ def greedy(head, problem, state, shards):
         expect(fx, st, shards[i, 0], shards[i, 1])
     frame(fx, st)
     for d in range(n_devices):
-        if left_of(fx, st, d, st.memory[d]) < 0.0:
+        if lack_of(fx, st, d, st.memory[d], room_of(fx, d, st.memory[d])) > 0.0:
             return False
     for i in range(len(shards)):
         s, units = shards[i, 0], shards[i, 1]
@@ -66,9 +67,10 @@ def greedy(head, problem, state, shards):
                 continue
             # Sums are those of the widened shard: a row's optimizer state counts once.
             was, then = fx.shard[s, st.held[s, d]], fx.shard[s, now]
-            copy(st.trial_memory[0], st.memory[d])
-            replace_shard(fx, st.trial_memory[0], was, then, fx.ids_by[k] - n_kinds)
-            if left_of(fx, st, d, st.trial_memory[0]) < 0.0 or not host_fits(
+            row = st.trial_memory[0]
+            copy(row, st.memory[d])
+            replace_shard(fx, row, was, then, fx.ids_by[k] - n_kinds)
+            if lack_of(fx, st, d, row, room_of(fx, d, row)) > 0.0 or not host_fits(
                 fx, st, d, fx.sums[then, 5] - fx.sums[was, 5]
             ):
                 continue

@@ -116,7 +116,7 @@ def frame(fx, st):
             gradient = of_all
         received += outputs
         joined += outputs if together else 0.0
-        # The largest phase of the run alone, for the quick bound in `left_of`.
+        # The largest phase of the run alone, for `room_of`.
         of_run = 0.0
         for t in range(4):
             for slot in range(fx.stage_batch.shape[2]):
@@ -179,29 +179,44 @@ def peak(fx, st, row):
 
 
 @inner
-def left_of(fx, st, d, row):
-    """Bytes that device d has left if it holds a row. A lower bound; exact where negative.
+def batch_most(st):
+    """The most bytes that a local batch takes on any device, in any phase."""
+    return st.value[EVERY] + st.value[SCRATCH] + st.frame_most[0]
 
-    A device without a shard takes nothing: it may be one whose memory is all reserved.
+
+@inner
+def room_of(fx, d, row):
+    """Bytes for a local batch that device d has at least, if it holds a row.
+
+    What it lacks has to be counted only where a local batch may take more. Infinite for a device without a
+    shard. It takes nothing: it may be one whose memory is all reserved.
     """
     if row[RESIDENT] == 0.0 and row[ARRIVED] == 0.0:
-        return max(fx.free[d], 0.0)
-    left, n_all = fx.free[d] - row[RESIDENT], len(fx.run_collection)
+        return np.inf
+    if len(fx.most_features) > 0 and left_of_ops(fx, row) < 0.0:
+        return -np.inf
+    room, n_all = fx.free[d] - row[RESIDENT] - row[ARRIVED], len(fx.run_collection)
+    if len(fx.cache_at) > 0:
+        room -= padding(fx, row)
+    # Each run's largest phase. Only the largest of all counts, so this is quick, and mostly enough.
+    for r in range(n_all):
+        room -= fx.sums_most[r, 0] * row[SUMS + r] + fx.sums_most[r, 1] * row[SUMS + n_all + r]
+    return room
+
+
+@inner
+def lack_of(fx, st, d, row, room):
+    """Bytes that device d lacks if it holds a row. room: of the row."""
+    if room >= batch_most(st):
+        return 0.0
+    # Rounded as memory.used_bytes rounds, so that both agree to the byte.
+    left = fx.free[d] - row[RESIDENT] - math.floor(st.value[EVERY] + peak(fx, st, row) + 0.5)
     # A cache has whole sets of rows, so its bytes do not add up over shards.
     if len(fx.cache_at) > 0:
         left -= padding(fx, row)
-    # The sum of each run's largest phase is quick, and mostly enough.
-    most = row[ARRIVED] + st.value[SCRATCH] + st.frame_most[0]
-    for i in range(st.number[N_RUNS]):
-        r = st.order[i]
-        most += fx.sums_most[r, 0] * row[SUMS + r] + fx.sums_most[r, 1] * row[SUMS + n_all + r]
-    found = left - st.value[EVERY] - most
-    if found < 0.0:
-        # Rounded as memory.used_bytes rounds, so that both agree to the byte.
-        found = left - math.floor(st.value[EVERY] + peak(fx, st, row) + 0.5)
     if len(fx.most_features) > 0:
-        found = min(found, left_of_ops(fx, row))
-    return found
+        left = min(left, left_of_ops(fx, row))
+    return max(0.0, -left)
 
 
 @inner
@@ -231,14 +246,15 @@ def left_of_ops(fx, row):
 
 
 @inner
-def all_left(fx, st):
-    """Compute the bytes that devices have left, and the sum that devices and hosts lack."""
+def all_lack(fx, st):
+    """Compute the bytes that each device lacks, and the sum that devices and hosts lack."""
     # Only a plan with OVER of 0 fits; `change_shared` refuses to raise it.
     over = 0.0
     st.on_host[:] = 0.0
-    for d in range(len(st.left)):
-        st.left[d] = left_of(fx, st, d, st.memory[d])
-        over += max(0.0, -st.left[d])
+    for d in range(len(st.lack)):
+        st.room[d] = room_of(fx, d, st.memory[d])
+        st.lack[d] = lack_of(fx, st, d, st.memory[d], st.room[d])
+        over += st.lack[d]
         st.on_host[fx.host[d]] += st.memory[d, ON_HOST]
     for h in range(len(st.on_host)):
         over += max(0.0, st.on_host[h] - fx.host_free)

@@ -9,10 +9,10 @@ from numba import int64
 from shardcore.core.jit import inner
 from shardcore.search.anneal.compiled.arrays import (
     BYTES_MOVED,
-    EVERY,
     MOST_EDITS,
     N_MOVED,
     ON_HOST,
+    RESIDENT,
     WIDEST,
     WORST,
 )
@@ -26,12 +26,13 @@ from shardcore.search.anneal.compiled.cost import (
     total_of,
 )
 from shardcore.search.anneal.compiled.memory import (
-    all_left,
+    batch_most,
     change_parts,
     frame,
     host_fits,
-    left_of,
+    lack_of,
     replace_shard,
+    room_of,
 )
 from shardcore.search.anneal.compiled.state import hold, moved_of, note
 
@@ -186,43 +187,47 @@ def moves_too_much(fx, st, n):
 
 @inner
 def fits(fx, st, a, b, n):
-    """Tell if all devices fit after n edits on devices a and b, whose trial rows are filled.
+    """Tell if all devices fit after n edits on devices a and b. A device that lacks bytes may lack as many.
 
-    A device that is too full already may still lose bytes.
+    Fills trial_memory, trial_room and trial_lack. Where all fit, the local batch is that after the edits.
     """
-    # Count the shards as if the edits were done: cut runs have a larger local batch.
-    every, changes = st.value[EVERY], False
+    n_kinds, before, changes = len(fx.ids_by), batch_most(st), False
+    copy(st.trial_memory[0], st.memory[a])
+    copy(st.trial_memory[1], st.memory[b])
     for i in range(n):
-        s, d = st.edit[i, 0], st.edit[i, 1]
-        changes = change_parts(fx, st, s, int64(st.held[s, d]), st.edit[i, 2]) or changes
+        s, d, now = st.edit[i, 0], st.edit[i, 1], st.edit[i, 2]
+        was, then = fx.shard[s, st.held[s, d]], fx.shard[s, now]
+        replace_shard(fx, st.trial_memory[0 if d == a else 1], was, then, fx.ids_by[fx.kind[s]] - n_kinds)
+        # Runs with cut tables have a larger local batch.
+        changes = change_parts(fx, st, s, int64(st.held[s, d]), now) or changes
     if changes:
         frame(fx, st)
-    st.trial_left[0] = left_of(fx, st, a, st.trial_memory[0])
-    st.trial_left[1] = left_of(fx, st, b, st.trial_memory[1])
-    fit = (st.trial_left[0] >= 0.0 or st.trial_left[0] >= st.left[a]) and (
-        st.trial_left[1] >= 0.0 or st.trial_left[1] >= st.left[b]
-    )
-    if fx.host_free < np.inf and fx.host[a] != fx.host[b]:
-        fit = (
-            fit
-            and host_fits(fx, st, a, st.trial_memory[0, ON_HOST] - st.memory[a, ON_HOST])
-            and host_fits(fx, st, b, st.trial_memory[1, ON_HOST] - st.memory[b, ON_HOST])
-        )
-    # With more parts of tables all devices have more ids of a local batch.
-    more = st.value[EVERY] - every
-    if fit and (changes or more > 0.0):
-        for d in range(len(st.left)):
-            if (changes or st.left[d] < more) and d != a and d != b and st.left[d] >= 0.0:
-                if left_of(fx, st, d, st.memory[d]) < 0.0:
+    fit = True
+    for slot in range(2):
+        d, row = a if slot == 0 else b, st.trial_memory[slot]
+        st.trial_room[slot] = room_of(fx, d, row)
+        st.trial_lack[slot] = lack_of(fx, st, d, row, st.trial_room[slot])
+        fit = fit and st.trial_lack[slot] <= st.lack[d]
+        if fx.host_free < np.inf and fx.host[a] != fx.host[b]:
+            fit = fit and host_fits(fx, st, d, row[ON_HOST] - st.memory[d, ON_HOST])
+    # The local batch is that of all devices. More parts of tables have more ids.
+    most = batch_most(st)
+    if fit and (changes or most > before):
+        for d in range(len(st.lack)):
+            if st.room[d] < most and st.lack[d] == 0.0 and d != a and d != b:
+                if lack_of(fx, st, d, st.memory[d], st.room[d]) > 0.0:
                     fit = False
                     break
-    # The edits are not carried out yet.
-    for i in range(n):
-        s, d = st.edit[i, 0], st.edit[i, 1]
-        change_parts(fx, st, s, st.edit[i, 2], int64(st.held[s, d]))
-    st.value[EVERY] = every
-    if changes:
-        frame(fx, st)
+    if not fit:
+        for i in range(n):
+            s, d = st.edit[i, 0], st.edit[i, 1]
+            change_parts(fx, st, s, st.edit[i, 2], int64(st.held[s, d]))
+        if changes:
+            frame(fx, st)
+    elif changes or most != before:
+        for d in range(len(st.lack)):
+            if st.lack[d] > 0.0:
+                st.lack[d] = lack_of(fx, st, d, st.memory[d], st.room[d])
     return fit
 
 
@@ -230,7 +235,7 @@ def fits(fx, st, a, b, n):
 def try_edits(head, fx, st, a, b, n):
     """The energy in ms after n edits on devices a and b. Infinite where they are not allowed.
 
-    Fills the trial_* arrays, which `accept` takes over.
+    Fills the trial_* arrays, which `accept` takes over. `fits` fills those of memory.
     """
     for i in range(n):
         s, d, now = st.edit[i, 0], st.edit[i, 1], st.edit[i, 2]
@@ -238,21 +243,24 @@ def try_edits(head, fx, st, a, b, n):
             return np.inf
     # Cheap checks come first: no head is called for a move that is not allowed.
     n_exchanges, n_kinds = st.carried.shape[1], len(fx.ids_by)
+    left_a, left_b = fx.free[a] - st.memory[a, RESIDENT], fx.free[b] - st.memory[b, RESIDENT]
     for slot in range(2):
         d = a if slot == 0 else b
-        copy(st.trial_memory[slot], st.memory[d])
         copy(st.trial_carried[slot], st.carried[d])
         copy(st.trial_ms[slot], st.ms[d])
     for i in range(n):
         s, d, now = st.edit[i, 0], st.edit[i, 1], st.edit[i, 2]
         slot = 0 if d == a else 1
         was, then, k = fx.shard[s, st.held[s, d]], fx.shard[s, now], fx.kind[s]
-        replace_shard(fx, st.trial_memory[slot], was, then, fx.ids_by[k] - n_kinds)
+        more = fx.sums[then, 0] - fx.sums[was, 0]
+        left_a -= more if slot == 0 else 0.0
+        left_b -= more if slot == 1 else 0.0
         st.trial_carried[slot, k] += fx.outputs[then] - fx.outputs[was]
         st.trial_carried[slot, fx.ids_by[k]] += fx.ids[then] - fx.ids[was]
         # The fused op of kind k on that device changes: its cost is not known yet.
         st.trial_ms[slot, k] = -1.0
-    if not fits(fx, st, a, b, n):
+    # At most so many bytes are left. Of the few moves that are cheap enough, `fits` counts all bytes.
+    if -left_a > st.lack[a] or -left_b > st.lack[b]:
         return np.inf
     if len(fx.kept) > 0 and moves_too_much(fx, st, n):
         return np.inf
@@ -307,11 +315,9 @@ def try_edits(head, fx, st, a, b, n):
 
 @inner
 def accept(fx, st, a, b, n):
-    """Carry out the n edits that `try_edits` priced last."""
-    every, changes = st.value[EVERY], False
+    """Carry out the n edits that `try_edits` priced last, and that fit."""
     for i in range(n):
         s, d = st.edit[i, 0], st.edit[i, 1]
-        changes = change_parts(fx, st, s, int64(st.held[s, d]), st.edit[i, 2]) or changes
         note(st, s, d, int64(st.held[s, d]))
         hold(fx, st, s, d, st.edit[i, 2])
     # The trial has computed all results already.
@@ -325,16 +331,6 @@ def accept(fx, st, a, b, n):
             copy(st.sums[d, k], st.trial_sums[slot, k])
         st.on_host[fx.host[d]] += st.trial_memory[slot, ON_HOST] - st.memory[d, ON_HOST]
         copy(st.memory[d], st.trial_memory[slot])
-        st.left[d] = st.trial_left[slot]
+        st.room[d], st.lack[d] = st.trial_room[slot], st.trial_lack[slot]
         st.load[d] = st.trial_load[slot]
     copy_norm(st.norm, st.trial_norm)
-    # A changed frame changes all devices. More or fewer ids only shift them by as many bytes.
-    if changes:
-        frame(fx, st)
-        all_left(fx, st)
-    elif st.value[EVERY] != every:
-        for d in range(len(st.left)):
-            if d != a and d != b:
-                st.left[d] -= st.value[EVERY] - every
-                if st.left[d] < 0.0:
-                    st.left[d] = left_of(fx, st, d, st.memory[d])

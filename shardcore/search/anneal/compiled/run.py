@@ -6,7 +6,7 @@ from numba import float64, int64
 
 from shardcore.search.anneal.compiled.arrays import BEST, ENERGY, HEAD, LOG, MOST_EDITS, problem_at, state_at
 from shardcore.search.anneal.compiled.cost import cost_of
-from shardcore.search.anneal.compiled.moves import accept, propose, try_edits, uniform
+from shardcore.search.anneal.compiled.moves import accept, fits, propose, try_edits, uniform
 from shardcore.search.anneal.compiled.pointers import WORDS, entry
 from shardcore.search.anneal.compiled.shared_moves import change_shared
 from shardcore.search.anneal.compiled.state import recompute, undo
@@ -38,7 +38,7 @@ def anneal(head, problem, state, trials, hot_ms, cold_ms):
             if n == 0:
                 continue
             energy = try_edits(head, fx, st, a, b, n)
-            if energy >= threshold:
+            if energy >= threshold or not fits(fx, st, a, b, n):
                 continue
             accept(fx, st, a, b, n)
             st.value[ENERGY] = energy

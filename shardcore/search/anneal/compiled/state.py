@@ -17,7 +17,7 @@ from shardcore.search.anneal.compiled.arrays import (
     state_at,
 )
 from shardcore.search.anneal.compiled.cost import add, copy, cost_of, energy_of, load_of, power, total_of
-from shardcore.search.anneal.compiled.memory import add_shard, all_left, expect, frame, shared_row
+from shardcore.search.anneal.compiled.memory import add_shard, all_lack, expect, frame, shared_row
 from shardcore.search.anneal.compiled.pointers import WORDS, entry
 
 
@@ -178,7 +178,7 @@ def recompute(head, fx, st):
         st.load[d] = load_of(fx, d, st.shared_ms[d], st.own_ms[d], total_of(st.ms[d]), st.carried[d])
     # Only now all runs, and so the local batch, are known.
     frame(fx, st)
-    all_left(fx, st)
+    all_lack(fx, st)
     # References are the means. The lower limits guard the division for empty plans.
     st.ref[0, 0] = max(st.load.mean(), 1e-12)
     for x in range(n_exchanges):
