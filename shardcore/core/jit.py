@@ -22,6 +22,7 @@ from typing import Any
 import numba
 from numba import njit
 from numba.core.caching import UserProvidedCacheLocator as Locator
+from numba.core.codegen import CPUCodeLibrary
 from numba.core.dispatcher import Dispatcher
 
 from shardcore.core import progress
@@ -36,8 +37,35 @@ _KEPT = 3
 # nogil: other threads, such as a progress line, run meanwhile.
 OPTIONS = {"cache": True, "error_model": "numpy", "_nrt": False, "nogil": True, "no_cfunc_wrapper": True}
 """For functions that Python calls: kept on disk, no Python errors, no reference counts."""
-inner = njit(error_model="numpy", _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-"""For functions that only compiled ones call. They need no cache entry, and no way in for Python."""
+_PASSES = CPUCodeLibrary._optimize_final_module
+"""LLVM's passes over a function and all that it calls. No public option of numba skips them."""
+
+
+def inner(function: Callable) -> Dispatcher:
+    """Declare a function that only compiled ones call. It needs no cache entry, and no way in for Python."""
+    return _declared(function, _PASSES)
+
+
+def seldom(function: Callable) -> Dispatcher:
+    """Declare an `inner` function that is called seldom. It compiles faster, and runs slower."""
+    # Passes over the functions that call this one concern it, too.
+    return _declared(function, lambda library: None)
+
+
+def _declared(function: Callable, passes: Callable) -> Dispatcher:
+    made = njit(error_model="numpy", _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    compile_it = made.compile
+
+    def compile_with_passes(signature: Any) -> Any:
+        # Functions that this one calls are compiled meanwhile, with passes of their own.
+        before, CPUCodeLibrary._optimize_final_module = CPUCodeLibrary._optimize_final_module, passes
+        try:
+            return compile_it(signature)
+        finally:
+            CPUCodeLibrary._optimize_final_module = before
+
+    made.compile = compile_with_passes
+    return made
 
 
 def entry(

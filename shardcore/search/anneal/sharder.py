@@ -32,6 +32,7 @@ from shardcore.core.types import Placement, Problem
 from shardcore.cost.model import CostModel, step_ms
 from shardcore.search.anneal import compiled
 from shardcore.search.anneal.compiled import State
+from shardcore.search.anneal.compiled.pointers import packed
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.starts import Start, Starts
 from shardcore.search.budget import Meter
@@ -156,17 +157,19 @@ class Search:
         """
         n_stages = int(np.clip(trials // _STAGE, 1, _STAGES))
         each, state = max(1, trials // n_stages), copy_of(start.state)
-        mean_ms = compiled.refresh(self.head, start.fixed, state) / len(self.problem.topology)
+        # Packed once, for it takes as long as a thousand trials.
+        problem, words = packed(start.fixed), packed(state)
+        mean_ms = compiled.refresh(self.head, problem, words) / len(self.problem.topology)
         for stage in range(n_stages):
             self._ended = self._ended or self.meter.affordable(each, 1) < each
             if self._ended:
                 return
             hot_ms, cold_ms = (mean_ms * hot * (_COLD / hot) ** (x / n_stages) for x in (stage, stage + 1))
             self._report("annealing")
-            compiled.anneal(self.head, start.fixed, state, each, hot_ms, cold_ms)
+            compiled.anneal(self.head, problem, words, each, hot_ms, cold_ms)
             self.meter.evals += each
             self._keep(start, state)
-        compiled.rewind(self.head, start.fixed, state)
+        compiled.refresh(self.head, problem, words)
         self._keep(start, state)
 
     def _report(self, phase: str) -> None:
@@ -199,6 +202,8 @@ class Search:
 
 
 def copy_of(state: State) -> State:
-    """A copy of a plan. The log and the random generator are shared: they do not belong to a plan."""
+    """A copy of a plan. It shares the random generator and the log, which is empty for it."""
     arrays = {name: array for name, array in state._asdict().items() if name not in ("log", "random")}
-    return state._replace(**{name: array.copy() for name, array in arrays.items()})
+    copy = state._replace(**{name: array.copy() for name, array in arrays.items()})
+    copy.number[compiled.LOG] = 0
+    return copy

@@ -26,7 +26,7 @@ from shardcore.search.anneal.compiled.arrays import (
 )
 from shardcore.search.anneal.compiled.greedy import greedy
 from shardcore.search.anneal.compiled.run import anneal
-from shardcore.search.anneal.compiled.state import place, refresh, rewind, share
+from shardcore.search.anneal.compiled.state import place, refresh, share
 
 __all__ = [
     "BEST",
@@ -42,6 +42,5 @@ __all__ = [
     "greedy",
     "place",
     "refresh",
-    "rewind",
     "share",
 ]

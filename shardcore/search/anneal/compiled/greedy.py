@@ -3,7 +3,7 @@
 import numpy as np
 from numba import boolean, int64
 
-from shardcore.core.jit import inner
+from shardcore.core.jit import seldom
 from shardcore.search.anneal.compiled.arrays import HEAD, problem_at, state_at
 from shardcore.search.anneal.compiled.cost import copy, replace, total_of
 from shardcore.search.anneal.compiled.memory import (
@@ -19,7 +19,7 @@ from shardcore.search.anneal.compiled.pointers import WORDS, entry
 from shardcore.search.anneal.compiled.state import hold
 
 
-@inner
+@seldom
 def exchange(fx, st, d, k, more, more_ids):
     """ms of the exchanges if device d and its host were the busiest, with `more` bytes of kind k added.
 
@@ -87,7 +87,8 @@ def greedy(head, problem, state, shards):
             # A lower bound: a shard only adds to a load. It often saves the call of the head below.
             held_ms = total_of(st.ms[d])
             shared = st.shared_ms[d]
-            lower = (shared + held_ms) / fx.speed[d] + st.own_ms[d] + exchange(fx, st, d, 0, 0, 0)
+            none = int64(0)
+            lower = (shared + held_ms) / fx.speed[d] + st.own_ms[d] + exchange(fx, st, d, none, none, none)
             if lower >= least:
                 continue
             # Only one fused op changes: the one of the strip's kind.

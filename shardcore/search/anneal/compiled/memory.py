@@ -16,7 +16,7 @@ import math
 
 import numpy as np
 
-from shardcore.core.jit import inner
+from shardcore.core.jit import inner, seldom
 from shardcore.search.anneal.compiled.arrays import (
     ARRIVED,
     DENSE_PART,
@@ -38,14 +38,14 @@ from shardcore.step.memory_account import OF_OP
 from shardcore.step.op_limits import MOST_IDS
 
 
-@inner
+@seldom
 def shared_row(fx, e, y, s):
     """Row in fx.sums of strip s, shared in layout y: on each device of a group but the last
     (e = 0), or on the last."""
     return len(fx.added_ms) + (e * len(fx.shared_once) + y) * len(fx.size) + s
 
 
-@inner
+@seldom
 def add_shard(fx, row, shard, run):
     """Add a shard's sums to a device's row."""
     # Columns are those of memory_account.Sums: 4, the features, is among `more` where it may bind.
@@ -76,7 +76,7 @@ def replace_shard(fx, row, was, then, run):
             row[fx.more_column[i]] += fx.more[i]
 
 
-@inner
+@seldom
 def frame(fx, st):
     """Compute the bytes of the local batch from the runs' outputs, ranks and partial shards."""
     # The runs with shards, by insertion sort on the rank of their first table.
@@ -219,7 +219,7 @@ def lack_of(fx, st, d, row, room):
     return max(0.0, -left)
 
 
-@inner
+@seldom
 def padding(fx, row):
     """Bytes of a device's caches beyond those that are resident, as memory.Caches counts them."""
     beyond = -row[fx.cache_at[0] - 1]
@@ -232,7 +232,7 @@ def padding(fx, row):
     return beyond
 
 
-@inner
+@seldom
 def left_of_ops(fx, row):
     """Bytes as which features and ids count that FBGEMM could still have in the op that has fewest left."""
     left, n = np.inf, len(fx.run_collection)
@@ -245,7 +245,7 @@ def left_of_ops(fx, row):
     return left
 
 
-@inner
+@seldom
 def all_lack(fx, st):
     """Compute the bytes that each device lacks, and the sum that devices and hosts lack."""
     # Only a plan with OVER of 0 fits; `change_shared` refuses to raise it.
@@ -261,13 +261,13 @@ def all_lack(fx, st):
     st.value[OVER] = over
 
 
-@inner
+@seldom
 def host_fits(fx, st, d, more):
     """Tell if the memory of d's host takes more bytes. A host that is too full already may lose some."""
     return more <= 0.0 or st.on_host[fx.host[d]] + more <= fx.host_free
 
 
-@inner
+@seldom
 def expect(fx, st, s, units):
     """Count a shard of strip s among those that runs have. `frame` computes what follows."""
     r = fx.ids_by[fx.kind[s]] - len(fx.ids_by)

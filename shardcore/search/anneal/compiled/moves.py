@@ -6,7 +6,7 @@ A move is a list of edits in st.edit. An edit says how many units of a strip a d
 import numpy as np
 from numba import int64
 
-from shardcore.core.jit import inner
+from shardcore.core.jit import inner, seldom
 from shardcore.search.anneal.compiled.arrays import (
     BYTES_MOVED,
     MOST_EDITS,
@@ -114,21 +114,22 @@ def propose(fx, st):
     if fx.may_split[s] and units > 1 and uniform(st) < 0.4:
         given = units // 2 if fx.halves or uniform(st) < 0.3 else 1 + below(st, units - 1)
     # Now the kind of move: a trade for several strips, a swap for one, or a plain move.
-    edit(st, 0, s, a, units - given)
-    edit(st, 1, s, b, st.held[s, b] + given)
+    # int64, as elsewhere: numba compiles a function again for each constant, and each type.
+    edit(st, int64(0), s, a, units - given)
+    edit(st, int64(1), s, b, st.held[s, b] + given)
     u = uniform(st)
     if u < 0.15 and len(fx.kept) == 0:
         return a, b, trade(fx, st, s, a, b, given)
     if u < 0.6 and st.count[b] > 0:
-        r = st.strips[b, below(st, st.count[b])]
+        r = int64(st.strips[b, below(st, st.count[b])])
         if r == s:
             return 0, 0, 0
         # The other strip moves whole, or partly where it may be cut.
         back = int(st.held[r, b])
         if fx.may_split[r] and back > 1 and uniform(st) < 0.2:
             back = back // 2 if fx.halves else 1 + below(st, back - 1)
-        edit(st, 2, r, b, st.held[r, b] - back)
-        edit(st, 3, r, a, st.held[r, a] + back)
+        edit(st, int64(2), r, b, st.held[r, b] - back)
+        edit(st, int64(3), r, a, st.held[r, a] + back)
         return a, b, 4
     return a, b, 2
 
@@ -142,13 +143,13 @@ def trade(fx, st, s, a, b, given):
     # The return may cost from 0.3 to 1.1 of what was given, so that trades differ.
     want = fx.added_ms[fx.shard[s, given]] * (0.3 + 0.8 * uniform(st))
     # Edits 0 and 1 are what is given. Start at a random strip, so that none is preferred.
-    n, i = 2, below(st, max(st.count[b], 1))
+    n, i = int64(2), below(st, max(st.count[b], 1))
     for _ in range(st.count[b]):
         i = i + 1 if i + 1 < st.count[b] else 0
-        r = st.strips[b, i]
+        r = int64(st.strips[b, i])
         ms = fx.added_ms[fx.shard[r, st.held[r, b]]]
         if r != s and ms <= want:
-            edit(st, n, r, b, 0)
+            edit(st, n, r, b, int64(0))
             edit(st, n + 1, r, a, st.held[r, a] + st.held[r, b])
             want -= ms
             n += 2
@@ -157,7 +158,7 @@ def trade(fx, st, s, a, b, given):
     return n
 
 
-@inner
+@seldom
 def moves_too_much(fx, st, n):
     """Tell if n edits exceed the re-sharding limits. The edits concern at most two tables."""
     a = b = -1

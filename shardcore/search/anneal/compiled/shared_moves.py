@@ -5,14 +5,14 @@ Each changes every device of a group. So they cost more than other moves and are
 
 from numba import int64
 
-from shardcore.core.jit import inner
+from shardcore.core.jit import seldom
 from shardcore.search.anneal.compiled.arrays import LOG, N_SHARED, OVER, WORST
 from shardcore.search.anneal.compiled.cost import add, copy, copy_norm, energy_of, load_of, power, total_of
 from shardcore.search.anneal.compiled.moves import below, uniform
 from shardcore.search.anneal.compiled.state import hold, note, recompute, set_group, undo
 
 
-@inner
+@seldom
 def propose_shared(fx, st):
     """Draw a move: (leaves, start, comes, to, b, back). An entry of -1 means none; all -1: no move.
 
@@ -60,7 +60,7 @@ def propose_shared(fx, st):
     return leaves, start, comes, to, b, -1
 
 
-@inner
+@seldom
 def try_group(head, fx, st, slot, g, leaves, comes):
     """Fill trial_group_*[slot] for group g after one strip leaves and another comes. -1: no such strip."""
     y, sums = fx.group_layout[g], st.trial_group_sums[slot]
@@ -77,7 +77,7 @@ def try_group(head, fx, st, slot, g, leaves, comes):
     st.trial_group_ms[slot] = head(sums, fx.parameters) if st.trial_group_size[g] > 0.0 else 0.0
 
 
-@inner
+@seldom
 def change_shared(head, fx, st, threshold):
     """Try one move of shared tables. Carry it out if the energy is then below the threshold."""
     leaves, start, comes, to, b, back = propose_shared(fx, st)

@@ -2,7 +2,7 @@
 
 from numba import float64, int64, void
 
-from shardcore.core.jit import inner
+from shardcore.core.jit import inner, seldom
 from shardcore.search.anneal.compiled.arrays import (
     BEST,
     BYTES_MOVED,
@@ -76,7 +76,7 @@ def note(st, s, d, was):
     st.number[LOG] += 1
 
 
-@inner
+@seldom
 def undo(fx, st, until):
     """Take back logged steps, the last first, until so many are left.
 
@@ -84,7 +84,7 @@ def undo(fx, st, until):
     """
     while st.number[LOG] > until:
         st.number[LOG] -= 1
-        # int64, as elsewhere: numba compiles a function again for each type that it is called with.
+        # int64, as elsewhere: numba compiles a function again for each constant, and each type.
         s, d, was = (
             int64(st.log[st.number[LOG], 0]),
             int64(st.log[st.number[LOG], 1]),
@@ -96,7 +96,7 @@ def undo(fx, st, until):
             hold(fx, st, s, d, was)
 
 
-@inner
+@seldom
 def recompute_groups(head, fx, st):
     """Compute group_* from `group`, and from them shared_ms and own_ms of each device."""
     for g in range(len(st.group_size)):
@@ -133,7 +133,7 @@ def recompute_groups(head, fx, st):
                 st.own_ms[d] += fx.shared_own[y] * st.group_size[g]
 
 
-@inner
+@seldom
 def recompute(head, fx, st):
     """Compute everything that follows from `held` and `group`, and reset the norms' references.
 
@@ -163,8 +163,8 @@ def recompute(head, fx, st):
             copy(st.sums[d, k], fx.fixed_sums[d, k])
         # Go over held strips only: most entries of `held` are 0.
         for i in range(st.count[d]):
-            s = st.strips[d, i]
-            shard, k = fx.shard[s, st.held[s, d]], fx.kind[s]
+            s = int64(st.strips[d, i])
+            shard, k = int64(fx.shard[s, st.held[s, d]]), fx.kind[s]
             add_shard(fx, st.memory[d], shard, fx.ids_by[k] - n_kinds)
             expect(fx, st, s, int64(st.held[s, d]))
             st.carried[d, k] += fx.outputs[shard]
@@ -198,24 +198,12 @@ def recompute(head, fx, st):
 
 @entry(float64(HEAD, WORDS, WORDS))
 def refresh(head, problem, state):
-    """Compute everything that follows from `held`. Returns the plan's cost in ms.
+    """Compute everything that follows from `held` and `group`. Returns the plan's cost in ms.
 
-    This plan is the best met from now on; the log starts empty.
+    After annealing, that is of the best plan met.
     """
     fx, st = problem_at(problem), state_at(state)
-    recompute(head, fx, st)
-    # From here on, `rewind` leads back to this plan.
-    st.number[LOG] = 0
-    st.value[BEST] = cost_of(fx, st)
-    return st.value[BEST]
-
-
-@entry(float64(HEAD, WORDS, WORDS))
-def rewind(head, problem, state):
-    """Go back to the best plan met. Returns its cost in ms."""
-    fx, st = problem_at(problem), state_at(state)
     undo(fx, st, int64(0))
-    # The log restores only `held` and `group`.
     recompute(head, fx, st)
     st.value[BEST] = cost_of(fx, st)
     return st.value[BEST]
@@ -230,11 +218,9 @@ def place(problem, state, shards):
         hold(fx, st, s, d, st.held[s, d] + shards[i, 2])
 
 
-@entry(void(HEAD, WORDS, WORDS, int64[:, ::1]))
-def share(head, problem, state, pairs):
-    """Let groups share strips, before anything else is placed. pairs: [N, 2] strip, group."""
-    fx, st = problem_at(problem), state_at(state)
+@entry(void(WORDS, WORDS, int64[:, ::1]))
+def share(problem, state, pairs):
+    """Let groups share strips. pairs: [N, 2] strip, group. Call `refresh` afterwards."""
+    st = state_at(state)
     for i in range(len(pairs)):
         set_group(st, pairs[i, 0], pairs[i, 1])
-    # Greedy needs loads and memory of shared tables from the start.
-    recompute(head, fx, st)
