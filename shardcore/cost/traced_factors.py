@@ -440,7 +440,7 @@ def _corrected_profile(
 
 
 _OF_LOOKUPS = (
-    "forward_", "backward_", "sort_lookup", "weighted_lookup", "hot_lookup_ns", "read_gbps", "repeat_gbps",
+    "forward_", "backward_", "sort_lookup", "weighted_lookup", "read_gbps", "repeat_gbps",
     "stream_gbps", "update_gbps",
 )  # fmt: skip
 _OF_PROFILE = {

@@ -13,7 +13,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem
 from shardcore.cost import traced_factors
 from shardcore.cost.collective_model import ALL_TO_ALL
-from shardcore.cost.model import CostModel, PricedPlan, price, price_plan
+from shardcore.cost.model import CostModel, PricedPlan, price_plan, total_ms
 from shardcore.cost.traced_factors import Correction, Factor, Quantity
 from shardcore.io import job_folder
 from shardcore.io.traced_steps import TracedJob
@@ -152,7 +152,7 @@ def interval_ms(plan: Plan, problem: Problem, model: Any, found: Correction) -> 
 
 
 def _total_ms(workload: Workload, model: Any, factors: Mapping[Quantity, Factor], problem: Problem) -> float:
-    return price(workload, traced_factors.corrected(model, factors).for_problem(problem)).total_ms
+    return total_ms(workload, traced_factors.corrected(model, factors).for_problem(problem))
 
 
 def propose(checked: CheckedJob, model: CostModel, config: ReplanConfig) -> Proposal | None:
