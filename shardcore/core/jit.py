@@ -23,6 +23,7 @@ import numba
 from numba import njit
 from numba.core.caching import UserProvidedCacheLocator as Locator
 from numba.core.codegen import CPUCodeLibrary
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import Dispatcher
 
 from shardcore.core import progress
@@ -48,7 +49,7 @@ def inner(function: Callable) -> Dispatcher:
 
 def seldom(function: Callable) -> Dispatcher:
     """Declare an `inner` function that is called seldom. It compiles faster, and runs slower."""
-    # Passes over the functions that call this one concern it, too.
+    # The caller's passes optimize it, once it is linked in.
     return _declared(function, lambda library: None)
 
 
@@ -58,11 +59,12 @@ def _declared(function: Callable, passes: Callable) -> Dispatcher:
 
     def compile_with_passes(signature: Any) -> Any:
         # Functions that this one calls are compiled meanwhile, with passes of their own.
-        before, CPUCodeLibrary._optimize_final_module = CPUCodeLibrary._optimize_final_module, passes
-        try:
-            return compile_it(signature)
-        finally:
-            CPUCodeLibrary._optimize_final_module = before
+        with global_compiler_lock:
+            before, CPUCodeLibrary._optimize_final_module = CPUCodeLibrary._optimize_final_module, passes
+            try:
+                return compile_it(signature)
+            finally:
+                CPUCodeLibrary._optimize_final_module = before
 
     made.compile = compile_with_passes
     return made

@@ -99,5 +99,5 @@ def test_a_search_compiles_only_what_it_runs(copy):
         "compiled.linear",
         "greedy.greedy",
         "run.anneal",
-        *(f"state.{name}" for name in ("refresh", "rewind", "share")),
+        *(f"state.{name}" for name in ("refresh", "share")),
     }

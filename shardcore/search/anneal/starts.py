@@ -308,7 +308,7 @@ class Starts:
                 break
             state, before_s = self._state(space), self.meter.seconds()
             words = packed(state)
-            compiled.share(problem, words, cut.shared)
+            compiled.share(words, cut.shared)
             # Greedy starts from what all devices hold, and groups share.
             compiled.refresh(self.head, problem, words)
             # Strips with fewest devices go first.
@@ -447,7 +447,7 @@ class Starts:
     def _placed(self, space: SearchSpace, shards: Sequence[tuple[Shard, int]], shared: np.ndarray) -> Start:
         """A start with shards on their devices, and strips shared by groups. Bundles are placed as one."""
         state = self._state(space)
-        compiled.share(space.fixed, state, shared)
+        compiled.share(state, shared)
         by_device: dict[int, list[Shard]] = {}
         for shard, device in shards:
             by_device.setdefault(device, []).append(shard)

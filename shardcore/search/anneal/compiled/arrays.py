@@ -123,11 +123,12 @@ class State(NamedTuple):
     ms: Array("DK", float64)  # ms of each fused op at speed 1
     carried: Array("DX", int64)  # bytes that exchanges carry: outputs of each kind, and ids
     memory: Array("DM", float64)  # sums over a device's shards, see RESIDENT
-    room: Array("D", float64)  # bytes for a local batch, at least
+    # Bytes that a local batch may take, at least. Infinite: nothing is there; -inf: an op is too large.
+    room: Array("D", float64)
     lack: Array("D", float64)  # bytes that it lacks
     load: Array("D", float64)  # ms
-    hosts: Array("HX", int64)  # the same of each host
-    all_carried: Array("X", int64)  # the same of all devices
+    hosts: Array("HX", int64)  # bytes that each host's exchanges carry
+    all_carried: Array("X", int64)  # those of all devices
     # Rows: 0 loads in ms (only [0, 0] is used), 1 what devices carry, 2 what hosts carry.
     norm: Array("3X", float64)  # sums of p-th powers of value / ref
     ref: Array("3X", float64)  # means that the powers are relative to
@@ -186,7 +187,7 @@ BEST, ENERGY, OVER, EVERY, SCRATCH, JOINED, DENSE_PART = range(7)
 
 BEST: cost of the best plan met, in ms.
 ENERGY: smooth cost of the present plan, in ms.
-OVER: bytes that all devices together lack.
+OVER: bytes that devices and hosts together lacked when all was last computed.
 EVERY: bytes of a local batch that are in all phases: its ids.
 SCRATCH: bytes that the dense optimizer makes.
 JOINED, DENSE_PART: bytes of a local batch's outputs while they are joined, and in the dense part.

@@ -116,7 +116,7 @@ def frame(fx, st):
             gradient = of_all
         received += outputs
         joined += outputs if together else 0.0
-        # The largest phase of the run alone, for `room_of`.
+        # The largest phase of the run alone, for `batch_most`.
         of_run = 0.0
         for t in range(4):
             for slot in range(fx.stage_batch.shape[2]):
@@ -247,7 +247,7 @@ def left_of_ops(fx, row):
 
 @seldom
 def all_lack(fx, st):
-    """Compute the bytes that each device lacks, and the sum that devices and hosts lack."""
+    """Compute room and lack of each device, the bytes on hosts, and what all of them lack."""
     # Only a plan with OVER of 0 fits; `change_shared` refuses to raise it.
     over = 0.0
     st.on_host[:] = 0.0

@@ -9,6 +9,7 @@ from numba import int64
 from shardcore.core.jit import inner, seldom
 from shardcore.search.anneal.compiled.arrays import (
     BYTES_MOVED,
+    EVERY,
     MOST_EDITS,
     N_MOVED,
     ON_HOST,
@@ -192,7 +193,7 @@ def fits(fx, st, a, b, n):
 
     Fills trial_memory, trial_room and trial_lack. Where all fit, the local batch is that after the edits.
     """
-    n_kinds, before, changes = len(fx.ids_by), batch_most(st), False
+    n_kinds, every, before, changes = len(fx.ids_by), st.value[EVERY], batch_most(st), False
     copy(st.trial_memory[0], st.memory[a])
     copy(st.trial_memory[1], st.memory[b])
     for i in range(n):
@@ -223,6 +224,8 @@ def fits(fx, st, a, b, n):
         for i in range(n):
             s, d = st.edit[i, 0], st.edit[i, 1]
             change_parts(fx, st, s, st.edit[i, 2], int64(st.held[s, d]))
+        # Without the rounding errors of sums.
+        st.value[EVERY] = every
         if changes:
             frame(fx, st)
     elif changes or most != before:
@@ -260,8 +263,9 @@ def try_edits(head, fx, st, a, b, n):
         st.trial_carried[slot, fx.ids_by[k]] += fx.ids[then] - fx.ids[was]
         # The fused op of kind k on that device changes: its cost is not known yet.
         st.trial_ms[slot, k] = -1.0
-    # At most so many bytes are left. Of the few moves that are cheap enough, `fits` counts all bytes.
-    if -left_a > st.lack[a] or -left_b > st.lack[b]:
+    # At most so many bytes are left, but where caches take less than what is resident. Of the few moves that
+    # are cheap enough, `fits` counts all bytes.
+    if len(fx.cache_at) == 0 and (-left_a > st.lack[a] or -left_b > st.lack[b]):
         return np.inf
     if len(fx.kept) > 0 and moves_too_much(fx, st, n):
         return np.inf

@@ -200,7 +200,7 @@ def recompute(head, fx, st):
 def refresh(head, problem, state):
     """Compute everything that follows from `held` and `group`. Returns the plan's cost in ms.
 
-    After annealing, that is of the best plan met.
+    After annealing, goes back to the best plan met first, by the log. Only the state annealed last may have one.
     """
     fx, st = problem_at(problem), state_at(state)
     undo(fx, st, int64(0))
@@ -218,8 +218,8 @@ def place(problem, state, shards):
         hold(fx, st, s, d, st.held[s, d] + shards[i, 2])
 
 
-@entry(void(WORDS, WORDS, int64[:, ::1]))
-def share(problem, state, pairs):
+@entry(void(WORDS, int64[:, ::1]))
+def share(state, pairs):
     """Let groups share strips. pairs: [N, 2] strip, group. Call `refresh` afterwards."""
     st = state_at(state)
     for i in range(len(pairs)):
