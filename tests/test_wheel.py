@@ -62,7 +62,9 @@ def test_with_the_core_only_it_plans_prices_and_compares_and_names_missing_extra
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     binaries = tmp_path / "env/bin"
     [site] = (tmp_path / "env/lib").glob("python*/site-packages")
-    subprocess.run([*PIP, "--python", binaries / "python", "install", "--no-deps", "--ignore-installed", wheel], check=True)
+    # Whatever of it PYTHONPATH shows is not installed there.
+    install = ("install", "--no-deps", "--ignore-installed", wheel)
+    subprocess.run([*PIP, "--python", binaries / "python", *install], check=True)
     [made] = metadata.distributions(path=[str(site)])
     assert made.version == __version__
     core = required(made.requires, {})
