@@ -24,8 +24,8 @@ from shardcore.search.sharders import DEFAULT_SHARDER, SHARDERS, Sharder
 from shardcore.search.state.shards import priced
 from shardcore.step.lower import Workload, lower
 
-_CAMPAIGNS = 4
-"""About how many times all plans are priced under all draws: as drawn, and with what each measurement would tell."""
+_PRICINGS = 4
+"""Times that all plans are priced under all draws, about: as drawn, and as each measurement would tell."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _judging_s(plan: Plan, problem: Problem, model: CostModel, config: RobustCon
     workload, began_s = lower(plan, problem), progress.clock()
     total_ms(workload, model)
     one_s = progress.clock() - began_s
-    return one_s * (1 + config.searches) * config.draws * _CAMPAIGNS
+    return one_s * (1 + config.searches) * config.draws * _PRICINGS
 
 
 def _cost_ms(workloads: Sequence[Workload], models: Sequence[CostModel]) -> np.ndarray:

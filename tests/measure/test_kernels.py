@@ -289,10 +289,12 @@ def test_timings_are_at_the_speed_at_which_the_reference_takes_its_usual_ms(tabl
     request, reference = (ComputeRequest((Shard.whole(t),), 64) for t in (tables[3], tables[4]))
     found = {}
     for usual in (1.0, 1000.0):
-        bench = KernelBench(Setting("test", 64), "cpu", CONFIG, reference, usual)
-        found[usual] = {s.request: s for s in bench.measure([request])}
-        # Other work on the machine disturbs single timings many times over.
-        assert usual / 25 < found[usual][reference].total_ms < usual * 25
+        for _ in range(3):  # other work on the machine may disturb a run
+            bench = KernelBench(Setting("test", 64), "cpu", CONFIG, reference, usual)
+            found[usual] = {s.request: s for s in bench.measure([request])}
+            if found[usual][reference].total_ms == pytest.approx(usual, rel=0.5):
+                break
+        assert found[usual][reference].total_ms == pytest.approx(usual, rel=0.5)
     assert 0 < found[1000.0][request].slowdown < 0.1 * found[1.0][request].slowdown
     assert found[1000.0][request].total_ms > 10 * found[1.0][request].total_ms
 

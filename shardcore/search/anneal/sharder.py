@@ -157,7 +157,7 @@ class Search:
         """
         n_stages = int(np.clip(trials // _STAGE, 1, _STAGES))
         each, state = max(1, trials // n_stages), copy_of(start.state)
-        # Packed once, for it takes as long as a thousand trials.
+        # Packed once, for it takes as long as hundreds of trials.
         problem, words = packed(start.fixed), packed(state)
         mean_ms = compiled.refresh(self.head, problem, words) / len(self.problem.topology)
         for stage in range(n_stages):

@@ -247,6 +247,7 @@ def try_edits(head, fx, st, a, b, n):
             return np.inf
     # Cheap checks come first: no head is called for a move that is not allowed.
     n_exchanges, n_kinds = st.carried.shape[1], len(fx.ids_by)
+    # Bytes left beside what is resident.
     left_a, left_b = fx.free[a] - st.memory[a, RESIDENT], fx.free[b] - st.memory[b, RESIDENT]
     for slot in range(2):
         d = a if slot == 0 else b
@@ -263,8 +264,8 @@ def try_edits(head, fx, st, a, b, n):
         st.trial_carried[slot, fx.ids_by[k]] += fx.ids[then] - fx.ids[was]
         # The fused op of kind k on that device changes: its cost is not known yet.
         st.trial_ms[slot, k] = -1.0
-    # At most so many bytes are left, but where caches take less than what is resident. Of the few moves that
-    # are cheap enough, `fits` counts all bytes.
+    # Resident bytes alone refuse many moves. Caches may take less than counts as resident, so there they do not.
+    # `fits` counts all bytes, and only for the few moves that cost little enough.
     if len(fx.cache_at) == 0 and (-left_a > st.lack[a] or -left_b > st.lack[b]):
         return np.inf
     if len(fx.kept) > 0 and moves_too_much(fx, st, n):
