@@ -10,6 +10,7 @@ Shapes: K levels, n devices.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -42,6 +43,11 @@ class Level:
     torchrec: tuple[str, str] | None = None
 
 
+def pod_of(host: str) -> str:
+    """The pod of a host: what its name has before the last slash, as in "pod-0/host-1". Without one, the host."""
+    return host.rpartition("/")[0] or host
+
+
 LEVELS: Mapping[str, Level] = {
     row.name: row
     for row in (
@@ -52,6 +58,14 @@ LEVELS: Mapping[str, Level] = {
             {"near_bytes": "bytes", "near_busiest_bytes": "busiest"},
             "near_busiest_bytes",
             torchrec=("intra_host_bw", "INTRA_NODE_BANDWIDTH"),
+        ),
+        Level(
+            "within_pod",
+            "within pods",
+            pod_of,
+            {"pod_bytes": "bytes", "pod_busiest_bytes": "busiest", "pod_uplink_bytes": "uplink"},
+            "pod_busiest_bytes",
+            "pod_uplink_bytes",
         ),
         Level(
             "between_hosts",
@@ -80,7 +94,7 @@ class Link:
 
     level: a name of LEVELS.
     gbps: bandwidth of a device, GB/s each way. None: as the cost model measured it.
-    shared: True if gbps is of a link that the devices of a host share.
+    shared: True if gbps is of a link that the devices of an inner unit, such as a host, share.
     latency_ms: of a collective that this is the outermost level of. None: as the cost model measured it.
     """
 
@@ -96,7 +110,7 @@ class Link:
         require_within(self, what, gbps=(1 / MOST_GBPS, MOST_GBPS), latency_ms=(0, MOST_MS))
         require(
             not self.shared or bool(self.gbps and LEVELS[self.level].shared),
-            f"{what} has shared {self.shared} and gbps {self.gbps}; only links between hosts are shared, "
+            f"{what} has shared {self.shared} and gbps {self.gbps}; only links of hosts and pods are shared, "
             "and their gbps is given",
         )
 
@@ -112,7 +126,7 @@ def links_of(latency_ms: float | None = None, shared: bool = False, **gbps: floa
     """Links with one latency: links_of(within_host=400, between_hosts=45, latency_ms=0.03).
 
     gbps: by level.
-    shared: True if those between hosts are shared by the devices of one.
+    shared: True if those of hosts, and of pods, are shared by the devices of one.
     """
     if unknown := sorted(gbps.keys() - LEVELS):
         raise ShardCoreError(f"a link has level {unknown[0]!r}; known are {', '.join(LEVELS)}")
@@ -132,6 +146,21 @@ def units_of(hosts: Sequence[str]) -> np.ndarray:
             for level in LEVELS.values()
         ]
     )
+
+
+def unit_members(hosts: Sequence[str], level: str) -> tuple[tuple[int, ...], ...]:
+    """The devices of each unit that a level joins, from the names of their hosts."""
+    unit, members = LEVELS[level].unit, defaultdict(list)
+    for device, host in enumerate(hosts):
+        members[unit(host)].append(device)
+    return tuple(map(tuple, members.values()))
+
+
+def host_names(n_devices: int, hosts: int, pods: int = 1) -> list[str]:
+    """Names of the hosts of devices that are numbered host by host, and pod by pod, as many on each."""
+    of_host, of_pod = n_devices // hosts, n_devices // pods
+    in_pod = (lambda d: f"pod-{d // of_pod}/") if pods > 1 else lambda d: ""
+    return [f"{in_pod(d)}host-{d // of_host}" for d in range(n_devices)]
 
 
 def joins(units: np.ndarray) -> list[bool]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from shardcore.core.links import LEVELS, Link, joins, units_of
+from shardcore.core.links import LEVELS, Link, joins, pod_of, unit_members, units_of
 from shardcore.core.tiers import BELOW, Memory
 from shardcore.core.validation import (
     MOST_BYTES,
@@ -20,6 +21,7 @@ from shardcore.core.validation import (
     PATH_NAME,
     is_path_name,
     require,
+    require_known,
     require_name,
     require_type,
     require_types,
@@ -28,6 +30,7 @@ from shardcore.core.validation import (
 
 BYTES_PER_MS_PER_GBPS = 1e6
 GIB = 1 << 30
+ROWS_OVER = ("pod", "host")
 DEFAULT_RESERVE = 0.15
 """The share of the smallest device that is kept free where a problem's file gives no reserve.
 
@@ -67,15 +70,19 @@ class Topology:
     hardware: the setting's name of a device ("nvidia-h200"); None: whatever the cost model was measured on.
     links: of some levels. Those of others are as the cost model measured them.
     memory: of tiers below the devices, where tables may have rows.
+    rows_over: unit over which TorchRec's table_row_wise divides rows, one of ROWS_OVER. A pod, if there are
+      any and the job has TORCHREC_RESOLVED_POD_SIZE.
     """
 
     devices: tuple[Device, ...]
     hardware: str | None = None
     links: tuple[Link, ...] = ()
     memory: tuple[Memory, ...] = ()
+    rows_over: str = "pod"
 
     def __post_init__(self) -> None:
         require_types(self, "topology")
+        require_known(self, "topology", rows_over=ROWS_OVER)
         require(
             1 <= len(self.devices) <= MOST_DEVICES,
             f"a topology has {len(self.devices) or 'no'} devices; it needs 1 to {MOST_DEVICES}",
@@ -94,6 +101,22 @@ class Topology:
             )
             # In one order: equal topologies have equal files.
             object.__setattr__(self, name, tuple(by_name[x] for x in known if x in by_name))
+        self._require_levels()
+
+    def _require_levels(self) -> None:
+        """Raise ShardCoreError for links of pods where there are none, and for links that grow faster outward."""
+        own = [link for link in self.links if link.gbps and not link.shared]
+        for inner, outer in pairwise(own):
+            require(
+                outer.gbps <= inner.gbps,
+                f"topology has links {outer.level} of {outer.gbps:g} GB/s and {inner.level} of {inner.gbps:g}; outer "
+                "links of a device need to be no faster than inner ones",
+            )
+        require(
+            self.has_pods or self.link("within_pod").gbps is None,
+            "topology gives links within_pod, and no pod has several hosts; it needs hosts with names such as "
+            "'pod-0/host-1'",
+        )
 
     @classmethod
     def of_hosts(cls, hosts: int, devices: int, memory_gib: float, **given: Any) -> Topology:
@@ -124,11 +147,15 @@ class Topology:
         given = f", hardware {self.hardware}" if self.hardware else ""
         given += "".join(f", {link.words}" for link in self.links)
         given += "".join(f", {x.bytes / GIB:.4g} GiB {x.tier} memory a host" for x in self.memory)
-        return f"Topology({len(self.devices)} devices on {len(self.hosts)} hosts, {memory} GiB each{given})"
+        pods = f" in {len(self.on_units('within_pod'))} pods" if self.has_pods else ""
+        return f"Topology({len(self.devices)} devices on {len(self.hosts)} hosts{pods}, {memory} GiB each{given})"
 
     @cached_property
     def hosts(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(d.host for d in self.devices))
+        """Names of hosts, pod by pod: TorchRec's pods have consecutive ranks."""
+        names = list(dict.fromkeys(d.host for d in self.devices))
+        first = {pod: i for i, pod in reversed(list(enumerate(map(pod_of, names))))}
+        return tuple(sorted(names, key=lambda name: first[pod_of(name)]))
 
     @cached_property
     def on_hosts(self) -> tuple[tuple[int, ...], ...]:
@@ -137,6 +164,16 @@ class Topology:
         for d, device in enumerate(self.devices):
             found[device.host].append(d)
         return tuple(map(tuple, found.values()))
+
+    def on_units(self, level: str) -> tuple[tuple[int, ...], ...]:
+        """The devices of each unit that a level of links joins, such as each host, as TorchRec numbers them."""
+        members = unit_members([self.devices[d].host for d in self.ranks], level)
+        return tuple(tuple(self.ranks[i] for i in unit) for unit in members)
+
+    @property
+    def has_pods(self) -> bool:
+        """True if some pod has several hosts."""
+        return joins(self.units)[list(LEVELS).index("within_pod")]
 
     @cached_property
     def indices(self) -> tuple[int, ...]:

@@ -179,12 +179,12 @@ def _sample_terms(sample: CollectiveSample, way: str) -> np.ndarray:
     """[E, D] terms of one sample."""
     r = sample.request
     # Ranks are numbered host by host, and hosts are of one size.
-    members, each = np.array(r.groups), len(r.widths) // r.hosts
+    members = np.array(r.groups)
     first = way == r.row.ways[0]  # only the first exchange is entered at start_ms
     terms = exchange_terms(
         Channel(r.collective, r.group),
         owned_bytes(sample)[members],
-        units_of([f"host-{rank // each}" for rank in members[0]]),
+        units_of([r.host_names[rank] for rank in members[0]]),
         max(r.start_ms) - min(r.start_ms) if first else 0.0,
     )
     of_ranks = np.zeros((len(terms), len(r.widths)))

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 import numpy as np
 
@@ -43,8 +44,8 @@ _RAMP_DEVICES = 16
 """Devices on several hosts that a ramp is given for."""
 _SUMS = 3
 """Generation from which switches within a host sum. NVIDIA's are those of H100."""
-NEAR, FAR = LEVELS
-"""Names of the levels of links: within hosts, and between them."""
+NEAR, *_, FAR = LEVELS
+"""Levels of links that rates are known for: within hosts, and between them. Others count if their GB/s are given."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,23 +253,27 @@ def collective_ms(
     n, ring, given = units.shape[1], collective != "all_to_all", given or Given()
     owned = np.asarray(owned_bytes, dtype=float)
     busiest, passes = owned.max(-1, keepdims=True), 2 if collective == "all_reduce" else 1
-    used = dict(zip(LEVELS, joins(units), strict=True))
-    level, hosts = (FAR if used[FAR] else NEAR), len(np.unique(units[0]))
-    gbps = {name: given.gbps.get(name, rates[f"{collective}_{name}_gbps"]) for name in LEVELS}
+    # Bytes of levels without a rate count as those of the next level out.
+    known = [k for k, name in enumerate(LEVELS) if name in (NEAR, FAR, *given.gbps)]
+    names, units = [list(LEVELS)[k] for k in known], units[known]
+    used = joins(units)
+    level, hosts = (FAR if any(used[1:]) else NEAR), len(np.unique(units[0]))
+    gbps = [given.gbps.get(name) or rates[f"{collective}_{name}_gbps"] for name in names]
     if ring:
         each = n / hosts
         # Switches that sum take all of a device's bytes once, and give its part of the sum to all. A ring takes them
         # twice, but for its own part.
         sums = collective == "all_reduce" and each > 1 and rates["switch_generation"] >= _SUMS
-        near = busiest * (1 + 1 / each if sums else passes * (1 - 1 / n))
-        # Then hosts exchange sums, else a ring passes all devices. Rails: what leaves a host spreads over the links of
-        # its devices.
-        links = 1 if FAR in given.shared else each
-        far = passes * busiest * (1 - 1 / (hosts if sums else n)) / links
+        carried = [busiest * (1 + 1 / each if sums else passes * (1 - 1 / n))]
+        for inner, name in zip(units, names[1:], strict=False):
+            # Then hosts exchange sums, else a ring passes all devices. Rails: what leaves a host spreads over the links
+            # of its devices.
+            n_inner = len(np.unique(inner))
+            links = 1 if name in given.shared else n / n_inner
+            carried.append(passes * busiest * (1 - 1 / (n_inner if sums else n)) / links)
     else:
-        of_near, of_far = link_counts(False, owned, units, False)
-        near = of_near["busiest"]
-        far = of_far["uplink" if FAR in given.shared else "busiest"]
+        counts = zip(names, link_counts(False, owned, units, False), strict=True)
+        carried = [of["uplink" if name in given.shared else "busiest"] for name, of in counts]
     if given.latency_ms is None:
         once_us = rates[f"{collective}_{level}_latency_us"]
         once_us += _rounds(collective, n, hosts) * rates[f"{collective}_round_us"]
@@ -278,8 +283,8 @@ def collective_ms(
     more = (n / _RAMP_DEVICES) ** 0.5 if level == FAR else 1.0
     ramp = more * busiest / (busiest + rates[f"{collective}_{level}_ramp_bytes"])
     fixed_us = exchanges * once_us + ramp * rates[f"{collective}_{level}_ramp_us"]
-    slower = np.maximum(_ms_at(gbps[NEAR], near * used[NEAR]), _ms_at(gbps[FAR], far * used[FAR]))
-    return rates["exchange_factor"] * (fixed_us * MS_PER_US + slower)
+    slowest = reduce(np.maximum, (_ms_at(g, n * u) for g, n, u in zip(gbps, carried, used, strict=True)))
+    return rates["exchange_factor"] * (fixed_us * MS_PER_US + slowest)
 
 
 def _ms_at(gbps: float, n_bytes: np.ndarray | float) -> np.ndarray:

@@ -128,8 +128,7 @@ def _of_sums(isolated: NeuralModel, steps: Sequence[Step]) -> tuple[dict[str, fl
 
 def _decides(channel: Channel) -> str:
     """The level of links that a channel over several hosts is priced by."""
-    inner, *_, outer = LEVELS
-    return inner if channel.scope.within else outer
+    return channel.scope.link
 
 
 def summary(before: NeuralModel, fitted: NeuralModel, n: int) -> str:

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.links import host_names
 from shardcore.core.step_cost import PARTS, StepCost
 from shardcore.core.types import PAYLOADS, Setting, Shard
 from shardcore.core.validation import (
@@ -23,7 +24,7 @@ from shardcore.core.validation import (
     require_within,
 )
 from shardcore.step.collectives import COLLECTIVES, Collective
-from shardcore.step.scopes import SCOPES, WORLD, even_hosts
+from shardcore.step.scopes import SCOPES, WORLD, groups_among
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class CollectiveRequest:
     collective: a name of step.collectives.COLLECTIVES, see below.
     payload: to which FP32 tensors are cast to travel, one of types.PAYLOADS.
     hosts: how many the ranks are spread over, evenly.
+    pods: how many the hosts are spread over, evenly. 1: there are no pods.
     busy_ms: how long each rank computes before an exchange, as in a step. Between ranks that did not, CPUs
         exchange up to three times as fast.
     group: which ranks exchange with each other, a scope of step.scopes.SCOPES; n of them. All groups do so
@@ -144,6 +146,7 @@ class CollectiveRequest:
     busy_ms: float = 0.0
     group: str = WORLD
     emulated: EmulatedLinks | None = None
+    pods: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "widths", tuple(int(w) for w in self.widths))
@@ -178,6 +181,10 @@ class CollectiveRequest:
             self.hosts >= 1 and ranks % self.hosts == 0,
             f"exchange has hosts {self.hosts}; they need to hold the same number of its {ranks} ranks each",
         )
+        require(
+            self.pods >= 1 and self.hosts % self.pods == 0,
+            f"exchange has pods {self.pods}; they need to hold the same number of its {self.hosts} hosts each",
+        )
         together = len(self.groups[0]) if self.groups else 0
         require(
             together >= 2 and all(any(self.widths[r] for r in ranks) for ranks in self.groups),
@@ -207,7 +214,12 @@ class CollectiveRequest:
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The ranks that exchange with each other. Ranks are numbered host by host."""
-        return SCOPES[self.group].groups(even_hosts(len(self.widths), self.hosts))
+        return groups_among(self.host_names, self.group)
+
+    @property
+    def host_names(self) -> list[str]:
+        """[D] name of each rank's host."""
+        return host_names(len(self.widths), self.hosts, self.pods)
 
 
 @dataclass(frozen=True)

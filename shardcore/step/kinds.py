@@ -27,7 +27,7 @@ from shardcore.core.topology import Topology
 from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.step.collectives import Collective, collective_of, stages_of
 from shardcore.step.memory_timeline import Stages
-from shardcore.step.scopes import CROSS, HOST, WORLD, Group, Scope, groups_in, scope_of
+from shardcore.step.scopes import CROSS, CROSS_POD, HOST, POD, WORLD, Group, Scope, groups_in, scope_of
 
 Bytes = Callable[[Any, Any, Problem], Any]
 """(weights, outputs, problem) -> bytes that a device's rows of a shard enter into a channel in one step.
@@ -168,11 +168,26 @@ def _all_devices(topology: Topology) -> tuple[Group, ...]:
 
 
 def _each_host(topology: Topology) -> tuple[Group, ...]:
-    """One group for each host; none where that is no separate kind.
+    """One group for each host. None where TorchRec divides rows over pods."""
+    return () if rows_over_pods(topology) else _each_unit(topology, HOST)
 
-    TorchRec needs hosts of equal size. A single host equals all devices. Hosts of one device divide nothing.
+
+def _each_pod(topology: Topology) -> tuple[Group, ...]:
+    """One group for each pod. None where TorchRec divides rows over hosts."""
+    return _each_unit(topology, POD) if rows_over_pods(topology) else ()
+
+
+def rows_over_pods(topology: Topology) -> bool:
+    """True if TorchRec divides the rows of a table over pods. A job does so by rows over hosts or over pods only."""
+    return topology.rows_over == "pod" and topology.has_pods
+
+
+def _each_unit(topology: Topology, scope: str) -> tuple[Group, ...]:
+    """One group for each unit; none where that is no separate kind.
+
+    TorchRec needs units of equal size. A single unit equals all devices. Units of one device divide nothing.
     """
-    groups = groups_in(topology, HOST)
+    groups = groups_in(topology, scope)
     return groups if 1 < len(groups) < len(topology) else ()
 
 
@@ -187,6 +202,11 @@ def _outputs_of_a_host(weights: Any, outputs: Any, problem: Problem) -> Any:
     The reduce-scatter leaves each device with its share of the batch.
     """
     return outputs / len(problem.topology.on_hosts[0])
+
+
+def _outputs_of_a_pod(weights: Any, outputs: Any, problem: Problem) -> Any:
+    """The same of a pod."""
+    return outputs / len(groups_in(problem.topology, POD)[0])
 
 
 def _compressed(entering: Bytes) -> Bytes:
@@ -259,6 +279,22 @@ LAYOUTS: Mapping[str, Layout] = {
             },
         ),
         Layout(
+            "pod_row",
+            "rows divided over one pod",
+            _each_pod,
+            divides_rows=True,
+            cuts_columns=True,
+            local_batch=False,
+            dense_gradient=False,
+            ids=BUCKETIZED_IDS,
+            channels={
+                Channel("reduce_scatter", POD): _outputs,
+                Channel("all_to_all", CROSS_POD): _outputs_of_a_pod,
+            },
+            sequence_channels=None,
+            torchrec=("table_row_wise", "grid_shard"),
+        ),
+        Layout(
             "data_parallel",
             "a replica on every device",
             _all_devices,
@@ -283,7 +319,7 @@ Each collection has separate runs (`run_of`). These are those of the collection 
 
 ID_CHANNELS: tuple[Channel, ...] = tuple(dict.fromkeys(x.ids for x in LAYOUTS.values() if x.ids))
 """The channels of input distribution."""
-_WITHIN_TOWERS = (c for layout in LAYOUTS.values() for c in layout.tower_channels or () if c.scope.within)
+_WITHIN_TOWERS = (c for layout in LAYOUTS.values() for c in layout.tower_channels or () if c.group == HOST)
 CHANNELS: tuple[Channel, ...] = (
     *dict.fromkeys(c for layout in LAYOUTS.values() for c in layout.channels),
     *ID_CHANNELS,
@@ -359,9 +395,16 @@ def runs_of(tables: Iterable[Table]) -> tuple[Layout, ...]:
     )
 
 
-def layout_of_torchrec(sharding_type: str) -> Layout | None:
-    """The kind that TorchRec runs under a name. None for an unknown name."""
-    return next((layout for layout in LAYOUTS.values() if sharding_type in layout.torchrec), None)
+def layouts_of_torchrec(sharding_type: str) -> list[Layout]:
+    """The kinds that TorchRec runs under a name. A topology has at most one of them."""
+    return [layout for layout in LAYOUTS.values() if sharding_type in layout.torchrec]
+
+
+def layout_of_torchrec(sharding_type: str, topology: Topology | None = None) -> Layout | None:
+    """The kind that TorchRec runs under a name, the one that a topology has. None for an unknown name."""
+    named = layouts_of_torchrec(sharding_type)
+    there = (layout for layout in named if topology and layout.groups(topology))
+    return next(there, named[0] if named else None)
 
 
 def even_share(rows: int, n: int) -> int | None:

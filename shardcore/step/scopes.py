@@ -8,53 +8,61 @@ Shapes: G groups, n devices of each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.links import LEVELS, unit_members
 from shardcore.core.topology import Topology
 
 Group = tuple[int, ...]
 """Devices that exchange with each other, or share one shard, in the order in which row ranges are dealt."""
-OnHosts = Sequence[Sequence[int]]
-"""Devices of each host. Scopes but the world ask for hosts of one size."""
+Units = Sequence[Sequence[int]]
+"""Devices of each unit: of each host, or of each pod."""
 
 
 @dataclass(frozen=True)
 class Scope:
-    """A scope of groups.
+    """A scope of groups. Those of units need units of one size.
 
     name: as channels and files give it.
     words: for people, after those of a collective.
-    of: the groups, for hosts of one size.
-    within: True if each group is within a host.
-    across: True if groups have one device of each host. They run side by side over the links of hosts.
+    unit: level of links that joins a unit, a name of links.LEVELS. The outermost: all devices.
+    across: True if a group has one device of each unit, by their order there, and so groups share the units' links.
+      Otherwise a group is a unit.
     """
 
     name: str
     words: str
-    of: Callable[[OnHosts], tuple[Group, ...]]
-    within: bool = False
+    unit: str
     across: bool = False
 
-    def groups(self, on_hosts: OnHosts) -> tuple[Group, ...]:
-        """The groups on these hosts. There are none where they need hosts of one size."""
-        even = len({len(devices) for devices in on_hosts}) == 1
-        return self.of(on_hosts) if even or not (self.within or self.across) else ()
+    def groups(self, units: Units) -> tuple[Group, ...]:
+        """The groups of these units. None if their sizes differ."""
+        if len({len(devices) for devices in units}) != 1:
+            return ()
+        return tuple(zip(*units, strict=True) if self.across else map(tuple, units))
+
+    @property
+    def link(self) -> str:
+        """The outermost level of links that its groups cross."""
+        return _OUTERMOST if self.across else self.unit
 
 
-WORLD, HOST, CROSS = "world", "host", "cross"
+_INNERMOST, *_, _OUTERMOST = LEVELS
+WORLD, HOST, CROSS, POD, CROSS_POD = "world", "host", "cross", "pod", "cross_pod"
 
 SCOPES: Mapping[str, Scope] = {
     row.name: row
     for row in (
-        Scope(WORLD, "", lambda on_hosts: (tuple(d for devices in on_hosts for d in devices),)),
-        Scope(HOST, " within a host", lambda on_hosts: tuple(map(tuple, on_hosts)), within=True),
-        # By their order on the host.
-        Scope(CROSS, " across hosts", lambda on_hosts: tuple(zip(*on_hosts, strict=True)), across=True),
+        Scope(WORLD, "", _OUTERMOST),
+        Scope(HOST, " within a host", _INNERMOST),
+        Scope(CROSS, " across hosts", _INNERMOST, across=True),
+        Scope(POD, " within a pod", "within_pod"),
+        Scope(CROSS_POD, " across pods", "within_pod", across=True),
     )
 }
 """By name. The first has all devices."""
@@ -67,16 +75,17 @@ def scope_of(name: str) -> Scope:
     return SCOPES[name]
 
 
-def even_hosts(n_devices: int, hosts: int) -> OnHosts:
-    """Devices that are numbered host by host, as many on each."""
-    each = n_devices // hosts
-    return [range(i, i + each) for i in range(0, n_devices, each)]
+def groups_among(hosts: Sequence[str], scope: str) -> tuple[Group, ...]:
+    """The groups of a scope among devices, from the names of their hosts. Devices are in TorchRec's order."""
+    row = scope_of(scope)
+    return row.groups(unit_members(hosts, row.unit))
 
 
 @lru_cache(maxsize=128)
 def groups_in(topology: Topology, scope: str) -> tuple[Group, ...]:
-    """The groups of a scope. None where they need hosts of one size."""
-    return scope_of(scope).groups(topology.on_hosts)
+    """The groups of a scope. None where they need units of one size."""
+    row = scope_of(scope)
+    return row.groups(topology.on_units(row.unit))
 
 
 @lru_cache(maxsize=128)

@@ -19,7 +19,7 @@ from shardcore.core.tiers import BELOW, TIERS
 from shardcore.core.topology import Topology
 from shardcore.core.types import Plan, Table
 from shardcore.core.validation import require_type, shown
-from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, Layout, layout_of
+from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, Layout, layout_of, layouts_of_torchrec
 from shardcore.torchrec import fields
 from shardcore.torchrec.modules import ModelTable, few
 from shardcore.torchrec.plan_files import modules_of
@@ -45,8 +45,8 @@ CACHED = 0.2
 """Default share of rows in a cache, TorchRec's and FBGEMM's."""
 NO_KERNELS = {"quant": "runs inference", "virtual": "has no rows to place before its ids come"}
 """Kernels that no plan has, by a substring of their names, and why."""
-BY_TYPE = {name: layout for layout in LAYOUTS.values() for name in layout.torchrec}
-"""Our kind of each sharding type of TorchRec."""
+BY_TYPE = {name: layouts_of_torchrec(name) for layout in LAYOUTS.values() for name in layout.torchrec}
+"""Our kinds of each sharding type of TorchRec. A topology has one of them."""
 CUTS = {name for layout in LAYOUTS.values() if layout.cuts_columns for name in layout.torchrec[1:]}
 """TorchRec's sharding types that cut columns."""
 
@@ -204,7 +204,7 @@ def _kinds_on(c: ParameterConstraints, topology: Topology, what: str) -> tuple[s
     kinds = _allowed_kinds(c)
     possible = tuple(kind for kind in kinds if _is_on(layout_of(kind), topology))
     if not possible:
-        able = [name for name, layout in BY_TYPE.items() if _is_on(layout, topology)]
+        able = [name for name, of in BY_TYPE.items() if any(_is_on(layout, topology) for layout in of)]
         raise ShardCoreError(
             f"{what} has sharding_types {c.sharding_types}; with {len(topology)} devices in all and "
             f"{len(topology.on_hosts[0])} on a host ShardCore runs a table by {', '.join(able)}"
@@ -217,7 +217,7 @@ def _is_on(layout: Layout, topology: Topology) -> bool:
 
 
 def _allowed_kinds(c: ParameterConstraints) -> tuple[str, ...]:
-    kinds = tuple(dict.fromkeys(BY_TYPE[name].name for name in c.sharding_types or BY_TYPE))
+    kinds = tuple(dict.fromkeys(x.name for name in c.sharding_types or BY_TYPE for x in BY_TYPE[name]))
     kernels = set(c.compute_kernels or ())
     if kernels == {"dense"}:
         return tuple(kind for kind in kinds if kind in REPLICAS)
@@ -254,7 +254,7 @@ def violations(plan: Plan, constraints: ByName, topology: Topology) -> dict[str,
     placements, violated = plan.by_table(), {}
     for name, c in constraints.items():
         written = sharded(placements[name], topology).sharding_type
-        layout = BY_TYPE[written]
+        layout = BY_TYPE[written][0]
         as_cut = layout.torchrec_cut if written == layout.torchrec_whole else written
         if c.sharding_types and not {written, as_cut} & set(c.sharding_types):
             violated[name] = written
@@ -295,7 +295,7 @@ def write_allowed_types(plan: ShardingPlan, constraints: ByName, theirs: Tables)
             if t.path == path
         }
         shardings = modules_of(plan)[path]
-        layouts = {name: BY_TYPE[shardings[name].sharding_type] for name in allowed}
+        layouts = {name: BY_TYPE[shardings[name].sharding_type][0] for name in allowed}
         # Types of cut tables that some table of the collection has to have.
         as_cut = {
             layouts[name].torchrec_cut
@@ -315,7 +315,9 @@ def write_allowed_types(plan: ShardingPlan, constraints: ByName, theirs: Tables)
             f"module {path!r} runs {layout.torchrec_whole} and {layout.torchrec_cut} tables, for their "
             "sharding_types allow no single one; they are priced as one op"
             for layout in LAYOUTS.values()
-            if layout.cuts_columns and {layout.torchrec_whole, layout.torchrec_cut} <= written_types
+            if layout in layouts.values()
+            and layout.cuts_columns
+            and {layout.torchrec_whole, layout.torchrec_cut} <= written_types
         ]
     return lines
 

@@ -107,9 +107,7 @@ FIELDS: Mapping[str, Mapping[str, Treatment]] = {
         "ddr_cap": _honoured("memory of a device on a CPU; elsewhere host memory for fused_uvm tables"),
         "ssd_cap": _honoured("no plan has rows on SSD"),
         "local_world_size": _honoured("devices of a host"),
-        "pod_size": _refused(
-            "ShardCore knows links within a host and between hosts, and none between hosts of a pod"
-        ),
+        "pod_size": _honoured("hosts of a pod; pods need to be of one size"),
         "hbm_mem_bw": _refused(_MEASURED),
         "ddr_mem_bw": _refused(_MEASURED),
         "ssd_mem_bw": _refused("no plan has rows on SSD: leave it at its default"),

@@ -34,11 +34,11 @@ def placements_of(
 
 
 def _placed_as(sharding: Any, table: Table, name: str, topology: Topology) -> list[Placement]:
-    layout = layout_of_torchrec(sharding.sharding_type)
+    layout = layout_of_torchrec(sharding.sharding_type, topology)
     if layout is None:
         raise ShardCoreError(
             f"the plan shards table {name!r} {sharding.sharding_type}; known are "
-            f"{', '.join(t for k in LAYOUTS.values() for t in k.torchrec)}"
+            f"{', '.join(dict.fromkeys(t for k in LAYOUTS.values() for t in k.torchrec))}"
         )
     if layout.dense_gradient:  # TorchRec takes no account of ranks there
         kind = (layout if len(topology) > 1 else WHOLE_ROWS).name

@@ -107,7 +107,7 @@ def problem_for(
     data = read_lookups(lookups, global_batch)
     statistics = statistics_of(theirs, data, global_batch)
     ours = topology if isinstance(topology, Topology) else our_topology(topology, RESERVED)
-    topologies.require_no_pods(len(ours.on_hosts[0]))
+    topologies.require_pod_size(ours)
     factors, groups = deduplicated_of(theirs, data, deduplicated, global_batch // len(ours))
     tables = tuple(
         Table(
@@ -398,7 +398,7 @@ def _kinds_in_wrappers(
     for name, table in theirs.items():
         if not table.sharding_types:
             continue
-        able = {constrained.BY_TYPE[t].name for t in table.sharding_types if t in constrained.BY_TYPE}
+        able = {layout.name for t in table.sharding_types for layout in constrained.BY_TYPE.get(t, ())}
         kinds = tuple(kind for kind in allowed.get(name, LAYOUTS) if kind in able)
         what = (
             f"table {name!r} is in {table.path!r}, a {table.within}, which TorchRec shards "

@@ -67,7 +67,7 @@ class OurBytes:
         # TorchRec adds storage up, so each shard counts with its own peak.
         bytes_of = own_peaks(self.problem)
         for option in sharding_options:
-            layout = layout_of_torchrec(option.sharding_type)
+            layout = layout_of_torchrec(option.sharding_type, self.problem.topology)
             if layout is None or option.num_shards == 1:
                 layout = WHOLE_ROWS
             for theirs in option.shards:

@@ -347,7 +347,7 @@ class _Theirs:
         least = dict(self.problem.constraints.min_widths)
 
         def runs(name: str, table: Table) -> bool:
-            layout = layout_of_torchrec(name)
+            layout = layout_of_torchrec(name, self.problem.topology)
             return bool(
                 layout
                 and self.problem.may_run(layout, table)

@@ -265,7 +265,7 @@ def _sharding(
             shards.append(ShardMetadata([s.row_lo, s.col_lo], [s.rows, s.width], at))
         spec = EnumerableShardingSpec(shards)
         # A table that was replicated has a dense kernel. It needs a fused one now.
-        was = None if old is None else layout_of_torchrec(old.sharding_type)
+        was = None if old is None else layout_of_torchrec(old.sharding_type, topology)
         kernel = "fused" if old is None or (was and was.dense_gradient) else old.compute_kernel
     base = old or ParameterSharding(sharding.sharding_type, kernel)
     table = next((shard.table for _, shard in sharding.shards), None)

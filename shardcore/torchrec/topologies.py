@@ -10,6 +10,7 @@ from shardcore.core.links import LEVELS, links_of
 from shardcore.core.tiers import BELOW, TIERS, Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.validation import require, require_type
+from shardcore.step.kinds import rows_over_pods
 from shardcore.torchrec import fields
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0, host_memory: bo
     Bandwidths between devices that differ from TorchRec's defaults are the topology's. For others the cost
     model has its measured ones.
 
-    Raises ShardCoreError naming a setting that is refused, for pods of several hosts, and where no memory is
-    left.
+    Raises ShardCoreError naming a setting that is refused, for pods that hosts do not tile or that the environment
+    contradicts, and where no memory is left.
     """
     from torchrec.distributed.planner import Topology as TheirTopology
 
@@ -38,7 +39,7 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0, host_memory: bo
     require_type(reserved, float, "reserved", "a number")
     require(0 <= reserved < 1, f"reserved is {reserved}; it needs to be a share of memory, 0 to below 1")
     _treated(topology)
-    require_no_pods(topology.local_world_size)
+    hosts_of_pod = _pod_size(topology)
     storage, devices = _storage(topology), []
     for d in topology.devices:
         capacity = getattr(d.storage, storage)
@@ -47,8 +48,10 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0, host_memory: bo
             f"topology has {storage}_cap {capacity} on rank {d.rank}; it needs bytes, of which some are left with "
             f"{reserved:.0%} reserved",
         )
-        # TorchRec numbers ranks host by host.
+        # TorchRec numbers ranks host by host, and pod by pod.
         host = f"host-{d.rank // topology.local_world_size}"
+        if hosts_of_pod > 1:
+            host = f"pod-{d.rank // (topology.local_world_size * hosts_of_pod)}/{host}"
         devices.append(Device(int(capacity * (1 - reserved)), host=host))
     memory = []
     for tier in (TIERS[name] for name in BELOW if host_memory and storage == "hbm"):
@@ -59,7 +62,9 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0, host_memory: bo
         of_host = min(getattr(d.storage, capacity) for d in topology.devices) * topology.local_world_size
         memory.append(Memory(tier.name, of_host, getattr(topology, bandwidth) / BYTES_PER_MS_PER_GBPS))
     gbps: dict[str, Any] = given_bandwidths(topology)
-    return Topology(tuple(devices), links=links_of(**gbps), memory=tuple(memory))
+    ours = Topology(tuple(devices), links=links_of(**gbps), memory=tuple(memory))
+    require_pod_size(ours)
+    return ours
 
 
 def _storage(topology: TheirTopology) -> str:
@@ -69,25 +74,40 @@ def _storage(topology: TheirTopology) -> str:
 
 def _treated(topology: TheirTopology) -> list[str]:
     """A line for each argument whose effects a price leaves out. Raises as `our_topology`."""
-    pod, hosts = getattr(topology, "_pod_size", None), topology.world_size // topology.local_world_size
     values = fields.values_of(topology)
-    if pod == 1:  # one host is what we know
-        values.pop("pod_size")
-    elif pod is not None:
-        raise ShardCoreError(
-            f"topology has pod_size {pod}: {hosts} hosts of {topology.local_world_size} "
-            f"devices, {pod} hosts a pod; ShardCore knows links within a host and between "
-            "hosts, and none between hosts of a pod: leave it out, or have 1"
-        )
+    values.pop("pod_size", None)
     return fields.check(type(topology), values, "topology")
 
 
-def require_no_pods(per_host: int) -> None:
-    """Raise ShardCoreError if the environment makes TorchRec divide rows over several hosts."""
-    if (pod := os.environ.get(POD_SIZE)) not in (None, "1"):
+def _pod_size(topology: TheirTopology) -> int:
+    """Hosts of a pod. Raises ShardCoreError unless pods are tiled by hosts."""
+    pod, hosts = getattr(topology, "_pod_size", None) or 1, topology.world_size // topology.local_world_size
+    require(
+        hosts % pod == 0,
+        f"topology has pod_size {pod} and {hosts} hosts of {topology.local_world_size} devices; TorchRec needs pods of "
+        f"one size: {' or '.join(str(n) for n in range(1, hosts + 1) if hosts % n == 0)}",
+    )
+    return pod
+
+
+def pod_size(topology: Topology) -> int:
+    """Hosts over which TorchRec divides rows: those of a pod, if it does so. 1: it does so over a host."""
+    if not rows_over_pods(topology):
+        return 1
+    return len(topology.on_units("within_pod")[0]) // len(topology.on_hosts[0])
+
+
+def require_pod_size(topology: Topology) -> None:
+    """Raise ShardCoreError if the job's environment makes TorchRec divide rows over other hosts than a topology says.
+
+    Without the variable in the environment a topology with pods is taken as it is: the job may set it later.
+    """
+    ours = pod_size(topology)
+    if (theirs := os.environ.get(POD_SIZE)) not in (None, str(ours)):
         raise ShardCoreError(
-            f"the environment has {POD_SIZE}={pod}: TorchRec would divide rows over {pod} hosts of {per_host} "
-            "devices; ShardCore plans them over one host: unset it, or have 1"
+            f"the environment has {POD_SIZE}={theirs}: TorchRec would divide rows over {theirs} hosts of "
+            f"{len(topology.on_hosts[0])} devices, and the topology over {ours}: set it to {ours}, or give "
+            f"Topology(pod_size={theirs})"
         )
 
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from shardcore.core.errors import ShardCoreError
@@ -25,7 +27,7 @@ HOSTS = Topology((Device(1, host="a"), Device(1, host="a"), Device(1, host="b"),
         (lambda: Link("between_hosts", float("inf")), ["link between_hosts has gbps inf"]),
         (lambda: Link("between_hosts", 1.0, latency_ms=float("inf")), ["latency_ms inf"]),
         (lambda: Link("between_hosts", None, True), ["shared True and gbps None"]),
-        (lambda: Link("within_host", 2.0, True), ["within_host has shared True", "only links between"]),
+        (lambda: Link("within_host", 2.0, True), ["within_host has shared True", "only links of hosts and pods"]),
         (lambda: Link("on_the_moon", 2.0), ["level 'on_the_moon'", "known are within_host, "]),
         (lambda: links_of(on_the_moon=2.0), ["level 'on_the_moon'", "known are within_host, "]),
         (
@@ -41,7 +43,7 @@ def test_bad_values_are_named(make, named):
 
 
 def test_values_at_their_limits_are_taken():
-    links = links_of(0.0, within_host=1e-3, between_hosts=1e9)
+    links = links_of(0.0, within_host=1e9, between_hosts=1e-3)
     assert Topology((Device(1, 0.001),), links=links).slowest.latency_ms == 0
 
 
@@ -59,6 +61,31 @@ def test_some_devices_share_links_with_the_others():
     assert whole.among((0, 2)).links == (links[0], Link("between_hosts", 2.0, shared=True))
     assert whole.among((0, 1, 2)).link("between_hosts").gbps == 2
     assert HOSTS.among((0,)) == Topology(HOSTS.devices[:1])
+
+
+PODS = Topology(tuple(Device(1, host=f"p{d // 4}/h{d // 2}") for d in range(8)))
+
+
+def test_a_pod_joins_hosts_that_its_name_begins():
+    assert PODS.has_pods and not HOSTS.has_pods and "8 devices on 4 hosts in 2 pods" in repr(PODS)
+    assert PODS.on_units("within_pod") == ((0, 1, 2, 3), (4, 5, 6, 7)) and len(PODS.on_units("within_host")) == 4
+    assert HOSTS.on_units("within_pod") == HOSTS.on_units("within_host") == ((0, 1), (2, 3))
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: replace(HOSTS, links=links_of(within_pod=9.0)), "no pod has several hosts; .* 'pod-0/host-1'"),
+        (
+            lambda: replace(PODS, links=links_of(within_pod=9.0, between_hosts=10.0)),
+            "links between_hosts of 10 GB/s and within_pod of 9; outer links .* no faster than inner ones",
+        ),
+        (lambda: replace(PODS, rows_over="rack"), "topology has rows_over 'rack'; known are pod, host"),
+    ],
+)
+def test_levels_that_cannot_be_are_named(make, message):
+    with pytest.raises(ShardCoreError, match=message):
+        make()
 
 
 def test_links_are_those_of_the_outermost_level_that_joins_devices():

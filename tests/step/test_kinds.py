@@ -53,6 +53,7 @@ def on(topology) -> Problem:
         ),
         ("row", [(0, 1, 2, 3)], [(0, 1, 2, 3)], [(0, 2, 1, 3)], [(0, 1, 2)]),
         ("host_row", [], [(0, 1), (2, 3)], [(0, 2), (1, 3)], []),
+        ("pod_row", [], [], [], []),
         ("data_parallel", [(0, 1, 2, 3)], [(0, 1, 2, 3)], [(0, 2, 1, 3)], [(0, 1, 2)]),
     ],
 )
@@ -85,18 +86,25 @@ def test_what_is_left_to_cross_hosts_follows_from_their_size():
     ]
 
 
+def test_what_is_left_to_cross_pods_follows_from_their_size():
+    within, across = LAYOUTS["pod_row"].channels.values()
+    pods = on(on_hosts(["p/a", "p/b", "q/c", "q/d"]))
+    assert (within(0, B * W * 4, pods), across(0, B * W * 4, pods)) == (B * W * 4, B // 2 * W * 4)
+
+
 def test_what_each_kind_runs_over_and_keeps():
     assert {k: layout.batch(PROBLEM) for k, layout in LAYOUTS.items()} == {
         "column": B,
         "row": B,
         "host_row": B,
+        "pod_row": B,
         "data_parallel": B // 4,
     }
     assert {k for k, x in LAYOUTS.items() if x.dense_gradient} == {"data_parallel"}
-    assert {k for k, x in LAYOUTS.items() if x.divides_rows} == {"row", "host_row"}
-    assert {k for k, x in LAYOUTS.items() if x.cuts_columns} == {"column", "host_row"}
+    assert {k for k, x in LAYOUTS.items() if x.divides_rows} == {"row", "host_row", "pod_row"}
+    assert {k for k, x in LAYOUTS.items() if x.cuts_columns} == {"column", "host_row", "pod_row"}
     assert kinds.WHOLE_ROWS is LAYOUTS["column"]
-    names = [name for x in LAYOUTS.values() for name in x.torchrec]
+    names = {name for x in LAYOUTS.values() for name in x.torchrec}
     assert sorted(names) == [
         "column_wise",
         "data_parallel",
@@ -110,6 +118,7 @@ def test_what_each_kind_runs_over_and_keeps():
         "table_wise",
         "row_wise",
         "table_row_wise",
+        "table_row_wise",
         "data_parallel",
     ]
 
@@ -119,6 +128,7 @@ def test_sequences_run_by_themselves_and_never_by_sums():
         "column": {ALL_TO_ALL},
         "row": {ALL_TO_ALL},
         "host_row": None,
+        "pod_row": None,
         "data_parallel": {ALL_REDUCE},
     }
     assert kinds.RUNS == (*LAYOUTS.values(), *(x.as_sequence for x in LAYOUTS.values() if x.as_sequence))
@@ -135,6 +145,8 @@ def test_channels_are_all_that_kinds_have_in_one_order():
         REDUCE_SCATTER,
         WITHIN,
         ACROSS,
+        kinds.Channel("reduce_scatter", "pod"),
+        kinds.Channel("all_to_all", "cross_pod"),
         ALL_REDUCE,
         kinds.IDS,
         kinds.BUCKETIZED_IDS,
@@ -145,6 +157,8 @@ def test_channels_are_all_that_kinds_have_in_one_order():
         "reduce-scatter",
         "reduce-scatter within a host",
         "all-to-all across hosts",
+        "reduce-scatter within a pod",
+        "all-to-all across pods",
         "all-reduce",
         "all-to-all of ids",
         "all-to-all of ids, bucketized",
@@ -158,9 +172,11 @@ def test_the_kinds_of_a_channel_in_words():
         "row",
         "host_row",
         "host_row",
+        "pod_row",
+        "pod_row",
         "data_parallel",
         "column",
-        "row and host_row",
+        "row and host_row and pod_row",
     ]
     assert kinds.kinds_of(ACROSS, towers=True) == "column and host_row"
 
@@ -235,7 +251,7 @@ def test_rows_in_even_ranges(rows, n, expected):
         (
             Placement("twin", Shard.whole(TABLE), (0,)),
             TWO,
-            "a placement or constraint has kind 'twin'; known are column, row, host_row, data_parallel",
+            "a placement or constraint has kind 'twin'; known are column, row, host_row, pod_row, data_parallel",
         ),
         (column(TABLE, 4), TWO, r"plan places t\[0:10, 0:16\] on device 4; problem 'p' has devices 0 to 3"),
         (

@@ -1,53 +1,84 @@
 """Groups of scopes by hand, and what their rows say of them. Everything else takes its groups from there."""
 
+from dataclasses import replace
+
 import pytest
 from shapes import on_hosts
 
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.links import host_names
 from shardcore.io.measurements import CollectiveRequest
 from shardcore.step.kinds import LAYOUTS, Channel
-from shardcore.step.scopes import SCOPES, WORLD, even_hosts, groups_of
+from shardcore.step.scopes import SCOPES, WORLD, groups_among, groups_of
 
 UNEVEN = on_hosts("aab")
 
 
+PODS = on_hosts(["p/a", "p/a", "p/b", "p/b", "q/c", "q/c", "q/d", "q/d"])
+"""Two pods of two hosts of two devices."""
+
+
 @pytest.mark.parametrize(
-    "hosts, groups",
+    "topology, groups",
     [
-        ("aaaa", {"world": [(0, 1, 2, 3)], "host": [(0, 1, 2, 3)], "cross": [(0,), (1,), (2,), (3,)]}),
-        ("xyxy", {"world": [(0, 2, 1, 3)], "host": [(0, 2), (1, 3)], "cross": [(0, 1), (2, 3)]}),
-        ("aab", {"world": [(0, 1, 2)], "host": [], "cross": []}),
+        (
+            on_hosts("aaaa"),
+            {"world": [(0, 1, 2, 3)], "host": [(0, 1, 2, 3)], "cross": [(0,), (1,), (2,), (3,)]},
+        ),
+        (on_hosts("xyxy"), {"world": [(0, 2, 1, 3)], "host": [(0, 2), (1, 3)], "cross": [(0, 1), (2, 3)]}),
+        (UNEVEN, {"world": [(0, 1, 2)], "host": [], "cross": []}),
+        (
+            PODS,
+            {
+                "world": [tuple(range(8))],
+                "host": [(0, 1), (2, 3), (4, 5), (6, 7)],
+                "cross": [(0, 2, 4, 6), (1, 3, 5, 7)],
+                "pod": [(0, 1, 2, 3), (4, 5, 6, 7)],
+                "cross_pod": [(0, 4), (1, 5), (2, 6), (3, 7)],
+            },
+        ),
+        # TorchRec's pods have consecutive ranks.
+        (
+            on_hosts(["p/a", "q/b", "p/c", "q/d"]),
+            {"world": [(0, 2, 1, 3)], "pod": [(0, 2), (1, 3)], "cross_pod": [(0, 1), (2, 3)]},
+        ),
     ],
 )
-def test_groups_by_hand(hosts, groups):
-    topology = on_hosts(hosts)
+def test_groups_by_hand(topology, groups):
     for name, expected in groups.items():
-        assert list(SCOPES[name].groups(topology.on_hosts)) == expected
         assert groups_of(name, topology).tolist() == list(map(list, expected))
 
 
 @pytest.mark.parametrize("row", SCOPES.values(), ids=SCOPES)
 def test_a_row_says_where_its_groups_lie(row):
-    """On two hosts of four: no device is twice in the groups, which are of one size."""
-    topology = on_hosts("abababab")
-    groups = row.groups(topology.on_hosts)
-    hosts = [[topology.devices[d].host for d in group] for group in groups]
-    assert sorted(d for group in groups for d in group) == list(range(8)) and len(set(map(len, groups))) == 1
-    assert row.within == (row.name != WORLD and all(len(set(of)) == 1 for of in hosts))
-    assert row.across == all(sorted(of) == ["a", "b"] for of in hosts)
-    assert not row.groups(UNEVEN.on_hosts) or row.name == WORLD
+    """On two pods: no device is twice in the groups, which are of one size. They cross the links that the row names."""
+    groups = groups_of(row.name, PODS)
+    assert sorted(groups.flat) == list(range(8))
+    assert all(PODS.outermost(PODS.units[:, group]).level == row.link for group in groups)
+    assert len(groups_of(row.name, UNEVEN)) == (1 if row.name == WORLD else 0) or row.name.endswith("pod")
 
 
 def test_measured_ranks_and_kinds_form_the_same_groups():
-    topology = on_hosts("aaaabbbb")
-    for name, row in SCOPES.items():
-        asked = CollectiveRequest((8,) * 8, 16, (0.0,) * 8, hosts=2, group=name).groups
-        assert asked == row.groups(topology.on_hosts) == row.groups(even_hosts(8, 2))
-    assert LAYOUTS["host_row"].groups(topology) == SCOPES["host"].groups(topology.on_hosts)
-    assert LAYOUTS["row"].groups(topology) == SCOPES["world"].groups(topology.on_hosts)
+    for name in SCOPES:
+        asked = CollectiveRequest((8,) * 8, 16, (0.0,) * 8, hosts=4, pods=2, group=name).groups
+        assert asked == groups_among(host_names(8, 4, 2), name) == tuple(map(tuple, groups_of(name, PODS)))
+    two = on_hosts("aaaabbbb")
+    assert LAYOUTS["host_row"].groups(two) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert LAYOUTS["row"].groups(two) == (tuple(range(8)),)
+
+
+def test_rows_are_divided_over_pods_or_over_hosts_never_both():
+    """As TorchRec runs table_row_wise: by TORCHREC_RESOLVED_POD_SIZE."""
+    over_hosts = replace(PODS, rows_over="host")
+    groups = {k: (len(x.groups(PODS)), len(x.groups(over_hosts))) for k, x in LAYOUTS.items() if x.divides_rows}
+    assert groups == {"row": (1, 1), "host_row": (0, 4), "pod_row": (2, 0)}
+    # One pod is all devices, and so is one host.
+    assert not LAYOUTS["pod_row"].groups(on_hosts(["p/a", "p/b"]))
+    assert not LAYOUTS["pod_row"].groups(on_hosts(["p/a", "p/a", "q/b", "q/b"]))
+    assert LAYOUTS["host_row"].groups(on_hosts(["p/a", "p/a", "q/b", "q/b"]))
 
 
 def test_an_unknown_scope_is_named():
     for ask in (lambda: groups_of("galaxy", UNEVEN), lambda: Channel("all_to_all", "galaxy").words):
-        with pytest.raises(ShardCoreError, match="scope 'galaxy' is not known; known are world, host, cross"):
+        with pytest.raises(ShardCoreError, match="scope 'galaxy' is not known; known are world, host, cross, pod, cross_pod"):
             ask()

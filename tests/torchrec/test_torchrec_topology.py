@@ -1,5 +1,7 @@
 """TorchRec's topology as ours: memory, hosts, links, pods, and defaults that are told."""
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("torchrec")
@@ -14,7 +16,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Setting
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.torchrec.planner import ShardCorePlanner
-from shardcore.torchrec.topologies import POD_SIZE, our_topology
+from shardcore.torchrec.topologies import POD_SIZE, our_topology, pod_size
 
 GIB = 2**30
 
@@ -93,19 +95,20 @@ def test_a_pod_of_one_host_is_a_host():
     assert our_topology(theirs(pod_size=1)) == our_topology(theirs())
 
 
-@pytest.mark.parametrize("hosts, pod", [(2, 2), (8, 4)])
-def test_pods_of_several_hosts_are_refused_with_their_numbers(hosts, pod):
-    on = theirs(world_size=2 * hosts, pod_size=pod)
-    with pytest.raises(
-        ShardCoreError,
-        match=f"topology has pod_size {pod}: {hosts} hosts of 2 devices, "
-        f"{pod} hosts a pod; .* leave it out, or have 1",
-    ):
-        our_topology(on)
+def test_pods_of_several_hosts_are_pods(monkeypatch):
+    monkeypatch.setenv(POD_SIZE, "2")
+    ours = our_topology(theirs(world_size=8, pod_size=2))
+    assert ours.hosts == ("pod-0/host-0", "pod-0/host-1", "pod-1/host-2", "pod-1/host-3")
+    assert ours.on_units("within_pod") == ((0, 1, 2, 3), (4, 5, 6, 7)) and pod_size(ours) == 2
 
 
-def test_pods_of_the_environment_are_refused(monkeypatch):
-    """Both topologies: TorchRec's groups follow the environment alone."""
+def test_pods_that_hosts_do_not_tile_are_refused_with_the_sizes_that_do():
+    with pytest.raises(ShardCoreError, match="pod_size 3 and 4 hosts of 2 devices; .* one size: 1 or 2 or 4"):
+        our_topology(theirs(world_size=8, pod_size=3))
+
+
+def test_pods_of_the_environment_need_to_be_those_of_the_topology(monkeypatch):
+    """TorchRec's groups follow the environment alone."""
     ours = Topology(tuple(Device(GIB, host=f"h{d // 2}") for d in range(4)))
     monkeypatch.setenv(POD_SIZE, "1")
     for on in (ours, theirs()):
@@ -114,7 +117,11 @@ def test_pods_of_the_environment_are_refused(monkeypatch):
     for on in (ours, theirs()):
         with pytest.raises(
             ShardCoreError,
-            match="environment has TORCHREC_RESOLVED_POD_SIZE=2: TorchRec "
-            "would divide rows over 2 hosts of 2 devices",
+            match="environment has TORCHREC_RESOLVED_POD_SIZE=2: TorchRec would divide rows over 2 hosts of 2 "
+            "devices, and the topology over 1: set it to 1, or give Topology.pod_size=2.",
         ):
             planner(on)
+    in_pods = Topology(tuple(Device(GIB, host=f"p{d // 4}/h{d // 2}") for d in range(8)))
+    planner(in_pods)
+    with pytest.raises(ShardCoreError, match="and the topology over 1"):
+        planner(replace(in_pods, rows_over="host"))

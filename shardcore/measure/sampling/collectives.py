@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from shardcore.core.links import host_names
 from shardcore.core.types import PAYLOADS
 from shardcore.io.measurements import CollectiveRequest, EmulatedLinks
 from shardcore.measure.sampling.problems import DIMS
 from shardcore.step.collectives import COLLECTIVES
-from shardcore.step.scopes import SCOPES, even_hosts
+from shardcore.step.scopes import SCOPES, groups_among
 
 _PLAIN = 0.5
 """Share of draws that are all-to-alls at the full batch."""
@@ -89,7 +90,7 @@ def emulated_request(
         return request
     # Across hosts travel the rows that a reduce-scatter within hosts left.
     batch = request.batch // each if SCOPES[group].across else request.batch
-    members = SCOPES[group].groups(even_hosts(hosts * each, hosts))
+    members = groups_among(host_names(hosts * each, hosts), group)
     idle = [ranks[0] for ranks in members if not any(request.widths[r] for r in ranks)]
     widths = tuple(min(DIMS) if r in idle else w for r, w in enumerate(request.widths))
     return replace(request, widths=widths, group=group, batch=batch)
