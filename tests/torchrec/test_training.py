@@ -40,6 +40,18 @@ def test_plans_train_as_the_whole_model_does():
     assert training.train(given, plans, True) == dict.fromkeys(plans, "")
 
 
+@pytest.mark.parametrize(
+    "hosts, per_host, pods, seeds",
+    [(4, 1, 2, range(3)), pytest.param(4, 2, 2, range(6), marks=pytest.mark.long)],
+)
+def test_plans_train_in_pods(hosts, per_host, pods, seeds):
+    """Rows are divided over pods of two hosts, as TorchRec's runtime groups ranks."""
+    given = training.problem(hosts, per_host, sequence=True, pods=pods)
+    plans = {i: training.draw(given, np.random.default_rng([1, i])) for i in seeds}
+    assert any(p.kind == "pod_row" for plan in plans.values() for p in plan.placements)
+    assert training.train(given, plans, True) == dict.fromkeys(plans, "")
+
+
 @pytest.mark.long
 def test_a_plan_that_does_not_train_is_said_to():
     given = training.problem(1, 2)

@@ -31,17 +31,19 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import itertools
 
-from shapes import column, host_row, replica, row
+from shapes import column, replica, row
 
+from shardcore.core.links import host_names
 from shardcore.core.topology import Device, Topology
-from shardcore.core.types import Placement, Plan, Problem, Table
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.io.writing import write_atomic
 from shardcore.search.state.shards import consolidate
-from shardcore.step.kinds import LAYOUTS, even_rows, shards_on
+from shardcore.step.kinds import LAYOUTS, even_rows, layout_of_torchrec, possible_groups, shards_on
 from shardcore.step.lower import lower
 from shardcore.torchrec.modules import tables_of
 from shardcore.torchrec.plan_files import from_json, to_json
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
+from shardcore.torchrec.topologies import POD_SIZE, pod_size
 
 PRELOADED = ["training", "torchrec.distributed", "torchrec.models.dlrm", "fbgemm_gpu"]
 LEARNING_RATE, BATCH, STEPS = 0.5, 4, 3
@@ -86,7 +88,9 @@ class Model(nn.Module):
         return torch.cat(pooled, 1), rows
 
 
-def problem(n_hosts: int = 2, per_host: int = 2, sequence: bool = False, ordered: bool = False) -> Problem:
+def problem(
+    n_hosts: int = 2, per_host: int = 2, sequence: bool = False, ordered: bool = False, pods: int = 1
+) -> Problem:
     shapes = {
         "a": LEFT["a"],
         "b": LEFT["b"],
@@ -108,7 +112,7 @@ def problem(n_hosts: int = 2, per_host: int = 2, sequence: bool = False, ordered
     ]
     if sequence:
         tables += [Table(name, rows, 8, 2.0, collection="sequence") for name, rows in (("s", 30), ("t", 21))]
-    devices = tuple(Device(10**9, host=f"host-{h}") for h in range(n_hosts) for _ in range(per_host))
+    devices = tuple(Device(10**9, host=host) for host in host_names(n_hosts * per_host, n_hosts, pods))
     return Problem("model", tuple(tables), Topology(devices), BATCH * len(devices))
 
 
@@ -132,11 +136,12 @@ def _draw(t: Table, on: Topology, rng: np.random.Generator) -> list[Placement]:
         return [replica(t, on)]
     if kind == "rows" and n > 1 and even_rows(t.rows, n):
         return [row(t, on)]
-    if kind in ("host", "grid") and len(on.hosts) > 1 and even_rows(t.rows, len(on.on_hosts[0])):
-        return [
-            host_row(t, on.on_hosts[rng.integers(len(on.hosts))], *c)
-            for c in (_columns(t, rng) if kind == "grid" else [(0, t.dim)])
-        ]
+    for by_unit in ("host_row", "pod_row") if kind in ("host", "grid") else ():
+        if groups := possible_groups(LAYOUTS[by_unit], t.rows, on, None):
+            return [
+                Placement(by_unit, Shard(t, 0, t.rows, *c), groups[rng.integers(len(groups))])
+                for c in (_columns(t, rng) if kind == "grid" else [(0, t.dim)])
+            ]
     return [column(t, int(rng.integers(n)))]
 
 
@@ -265,6 +270,8 @@ def start_rank(rank: int, topology: Topology, folder: str) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(local), LOCAL_RANK=str(rank % local)
     )
+    if (hosts_of_pod := pod_size(topology)) > 1:
+        os.environ[POD_SIZE] = str(hosts_of_pod)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
 
@@ -377,7 +384,6 @@ def _other_ops(model, exported, given: Problem, rank: int) -> str:
     """What a rank's fused ops hold otherwise than `lower` has it, by collection; sequences aside."""
     plan = from_torchrec(exported, given, model_like(exported))
     names = tables_of(model_like(exported))
-    kinds = {theirs: kind for kind, layout in LAYOUTS.items() for theirs in layout.torchrec}
     for path, shardings in exported.plan.items():
         if path == "sequence":  # what is cut there stays apart from what is whole
             continue
@@ -391,7 +397,8 @@ def _other_ops(model, exported, given: Problem, rank: int) -> str:
         for lookup in module._lookups:
             for op in getattr(lookup, "module", lookup)._emb_modules:
                 held = sorted((t.name, t.local_rows, t.local_cols) for t in op._config.embedding_tables)
-                if (kind := kinds[shardings[held[0][0]].sharding_type]) in found:
+                kind = layout_of_torchrec(shardings[held[0][0]].sharding_type, given.topology).name
+                if kind in found:
                     return f"two ops for {kind} shards of {path!r}"
                 found[kind] = held
         if found != wanted:
