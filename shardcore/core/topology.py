@@ -105,12 +105,12 @@ class Topology:
 
     def _require_levels(self) -> None:
         """Raise ShardCoreError for links of pods where there are none, and for links that grow faster outward."""
-        own = [link for link in self.links if link.gbps and not link.shared]
-        for inner, outer in pairwise(own):
+        own = [(link.level, link.gbps) for link in self.links if link.gbps and not link.shared]
+        for (inner, inner_gbps), (outer, outer_gbps) in pairwise(own):
             require(
-                outer.gbps <= inner.gbps,
-                f"topology has links {outer.level} of {outer.gbps:g} GB/s and {inner.level} of {inner.gbps:g}; outer "
-                "links of a device need to be no faster than inner ones",
+                outer_gbps <= inner_gbps,
+                f"topology has links {outer} of {outer_gbps:g} GB/s and {inner} of {inner_gbps:g}; outer links of a "
+                "device need to be no faster than inner ones",
             )
         require(
             self.has_pods or self.link("within_pod").gbps is None,

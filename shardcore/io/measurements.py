@@ -119,7 +119,6 @@ class CollectiveRequest:
     collective: a name of step.collectives.COLLECTIVES, see below.
     payload: to which FP32 tensors are cast to travel, one of types.PAYLOADS.
     hosts: how many the ranks are spread over, evenly.
-    pods: how many the hosts are spread over, evenly. 1: there are no pods.
     busy_ms: how long each rank computes before an exchange, as in a step. Between ranks that did not, CPUs
         exchange up to three times as fast.
     group: which ranks exchange with each other, a scope of step.scopes.SCOPES; n of them. All groups do so
@@ -146,7 +145,6 @@ class CollectiveRequest:
     busy_ms: float = 0.0
     group: str = WORLD
     emulated: EmulatedLinks | None = None
-    pods: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "widths", tuple(int(w) for w in self.widths))
@@ -180,10 +178,6 @@ class CollectiveRequest:
         require(
             self.hosts >= 1 and ranks % self.hosts == 0,
             f"exchange has hosts {self.hosts}; they need to hold the same number of its {ranks} ranks each",
-        )
-        require(
-            self.pods >= 1 and self.hosts % self.pods == 0,
-            f"exchange has pods {self.pods}; they need to hold the same number of its {self.hosts} hosts each",
         )
         together = len(self.groups[0]) if self.groups else 0
         require(
@@ -219,7 +213,7 @@ class CollectiveRequest:
     @property
     def host_names(self) -> list[str]:
         """[D] name of each rank's host."""
-        return host_names(len(self.widths), self.hosts, self.pods)
+        return host_names(len(self.widths), self.hosts)
 
 
 @dataclass(frozen=True)

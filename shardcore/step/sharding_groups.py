@@ -20,11 +20,12 @@ from dataclasses import dataclass, replace
 
 from shardcore.core.catalog import OPTIMIZERS
 from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.links import pod_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Shard
 from shardcore.core.validation import require, require_known, require_types, require_within
 from shardcore.step import memory
-from shardcore.step.kinds import merged, run_of, shards_on
+from shardcore.step.kinds import merged, rows_over_pods, run_of, shards_on
 
 CONTIGUOUS, STRIDED = "contiguous", "strided"
 GROUP_LAYOUTS = (CONTIGUOUS, STRIDED)
@@ -143,6 +144,14 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
                 f"group {number} has {_counts(hosts)} devices on its hosts, group 0 "
                 f"{_counts(spread[0])}; one plan for all groups needs them alike"
             )
+    if topology.has_pods:
+        in_pods = [numbered([pod_of(topology.devices[d].host) for d in group]) for group in each]
+        for number, pods in enumerate(in_pods):
+            if pods != in_pods[0]:
+                raise Infeasible(
+                    f"group {number} has {_counts(pods)} devices in its pods, group 0 {_counts(in_pods[0])}; one plan "
+                    "for all groups needs them alike: groups that are pods, or of whole pods, are"
+                )
     devices = tuple(
         Device(
             min(topology.devices[d].memory_bytes for d in alike),
@@ -200,10 +209,14 @@ def replicated_gradient_bytes(plan: Plan) -> int:
     return sum(p.shard.bytes for p in plan.placements if run_of(p.kind, p.shard.table).dense_gradient)
 
 
-def per_host(problem: Problem) -> int:
-    """Devices of a group on each of its hosts. The size of the group where hosts differ."""
+def per_unit(problem: Problem) -> int:
+    """Devices of a group on each of its hosts, or in each of its pods where TorchRec divides rows over these.
+
+    The size of the group where they differ.
+    """
     topology = problem.topology
-    return len(topology.on_hosts[0]) if topology.equal_hosts else len(topology)
+    units = topology.on_units("within_pod") if rows_over_pods(topology) else topology.on_hosts
+    return len(units[0]) if len(set(map(len, units))) == 1 else len(topology)
 
 
 def require_size(text: str, problem: Problem) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from shardcore.core.types import Problem
 from shardcore.core.validation import MOST_DEVICES, require, require_within
 from shardcore.io import schema, writing
 from shardcore.io.envelope import document, open_document, seal, unseal
-from shardcore.step.sharding_groups import CONTIGUOUS, MOST_SYNC_EVERY, GroupedPlan, per_host
+from shardcore.step.sharding_groups import CONTIGUOUS, MOST_SYNC_EVERY, GroupedPlan, per_unit
 from shardcore.torchrec import fields
 from shardcore.torchrec.plan_files import from_json, to_json
 from shardcore.torchrec.sharding_plan import to_torchrec
@@ -38,7 +38,7 @@ class Arguments:
 
     world_size: devices.
     sharding_group_size: devices of a group.
-    node_group_size: consecutive ranks of a group that count as a host, for rows divided over one.
+    node_group_size: consecutive ranks of a group that count as a host or pod, for rows divided over one.
     use_inter_host_allreduce: whether groups are contiguous.
     """
 
@@ -79,7 +79,7 @@ def to_dmp_collection(
         world_size=len(problem.topology),
         sharding_group_size=grouped.grouping.size,
         # Hosts of a group, which are smaller than hosts of the job where groups interleave.
-        node_group_size=per_host(grouped.problem),
+        node_group_size=per_unit(grouped.problem),
         use_inter_host_allreduce=grouped.grouping.layout == CONTIGUOUS,
     )
     plan = to_torchrec(grouped.plan, grouped.problem, module, compute_device)

@@ -285,7 +285,7 @@ def test_a_plan_is_of_its_problem_as_it_was_not_of_its_name(problem, tmp_path):
         (lambda p: p[0].pop("kind"), "placements[0] lacks the key 'kind'"),
         (
             lambda p: p[0].update(kind="twin"),
-            "a placement or constraint has kind 'twin'; known are column, row, host_row, data_parallel",
+            "a placement or constraint has kind 'twin'; known are column, row, host_row, pod_row, data_parallel",
         ),
         (
             lambda p: p[0].update(kind="row"),
