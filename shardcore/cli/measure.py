@@ -70,6 +70,8 @@ class MeasureOptions:
     hosts: spread --ranks evenly over H hosts that this machine emulates, for exchanges only (Linux, as root)
     between_gbit_s: of each emulated host's link, Gbit/s each way
     within_gbit_s: of each emulated host's loopback, Gbit/s; default: as fast as it is
+    pods: divide emulated hosts into P pods. --between-gbit-s is then of each pod's link
+    pod_gbit_s: of each emulated host's link in its pod, Gbit/s each way
     steps: afterwards replay a step of each of the first P plans among --ranks: what exchanges take in steps
     held_out: draw groups only from the tables that are kept for testing, a twentieth of all
     dry_run: say what is missing and how long it will take, from some seconds of measuring; write nothing
@@ -99,6 +101,8 @@ class MeasureOptions:
     hosts: Annotated[Positive, "H"] | None = None
     between_gbit_s: Annotated[PositiveFloat, "RATE"] | None = None
     within_gbit_s: Annotated[PositiveFloat, "RATE"] | None = None
+    pods: Annotated[Positive, "P"] = 1
+    pod_gbit_s: Annotated[PositiveFloat, "RATE"] | None = None
     steps: Annotated[Natural, "P"] = 0
     held_out: bool = False
     dry_run: bool = False
@@ -285,9 +289,9 @@ def _box(args: MeasureOptions, device: str) -> Box | None:
     from shardcore.measure.hosts import Box
 
     if args.hosts is None:
-        if args.between_gbit_s or args.within_gbit_s:
+        if args.between_gbit_s or args.within_gbit_s or args.pods > 1 or args.pod_gbit_s:
             raise ShardCoreError(
-                "--between-gbit-s and --within-gbit-s are of emulated hosts; they need --hosts"
+                "--between-gbit-s, --within-gbit-s, --pods and --pod-gbit-s are of emulated hosts; they need --hosts"
             )
         return None
     if args.between_gbit_s is None:
@@ -301,7 +305,8 @@ def _box(args: MeasureOptions, device: str) -> Box | None:
         )
     if args.ranks % args.hosts:
         raise ShardCoreError(f"--ranks is {args.ranks}; each of {args.hosts} hosts needs as many")
-    return Box(args.hosts, args.ranks // args.hosts, args.between_gbit_s, args.within_gbit_s)
+    rates = args.between_gbit_s, args.within_gbit_s
+    return Box(args.hosts, args.ranks // args.hosts, *rates, args.pods, args.pod_gbit_s)
 
 
 def _measure_exchanges(

@@ -67,7 +67,10 @@ def comm_id(setting: Setting, request: CollectiveRequest) -> str:
         name: value for name, value in vars(request).items() if name not in _USUAL or value != _USUAL[name]
     }
     if request.emulated:
-        described["emulated"] = dataclasses.asdict(request.emulated)
+        links = dataclasses.asdict(request.emulated)
+        described["emulated"] = {
+            name: value for name, value in links.items() if request.pods > 1 or "pod" not in name
+        }
     if request.hosts > 1:
         described["method"] = _OVER_HOSTS
     version = dataset_parts.MEASUREMENT_VERSIONS["comm"]
@@ -119,6 +122,8 @@ def write_comm(folder: str | Path, samples: Sequence[CollectiveSample]) -> Path:
             **{k: getattr(s.request, k) for k in ("collective", "payload", "hosts", "busy_ms", "group")},
             "emulated_between_gbit_s": s.request.emulated and s.request.emulated.between_gbit_s,
             "emulated_within_gbit_s": s.request.emulated and s.request.emulated.within_gbit_s,
+            "emulated_pods": s.request.pods if s.request.pods > 1 else None,
+            "emulated_pod_gbit_s": s.request.emulated and s.request.emulated.pod_gbit_s,
             "widths": list(s.request.widths),
             "start_ms": list(s.request.start_ms),
             "forward": s.forward and [_spread_row(x) for x in s.forward],
@@ -279,7 +284,9 @@ def _comm(folder: str | Path, setting: Setting | None) -> list[CollectiveSample]
             hosts=row["hosts"],
             busy_ms=row["busy_ms"],
             group=row["group"],
-            emulated=None if between is None else EmulatedLinks(between, within),
+            emulated=None
+            if between is None
+            else EmulatedLinks(between, within, row["emulated_pods"] or 1, row["emulated_pod_gbit_s"]),
         )
         both = [row[k] and tuple(Spread(**x) for x in row[k]) for k in ("forward", "backward")]
         waiting_ms = row["waiting_ms"] and tuple(row["waiting_ms"])

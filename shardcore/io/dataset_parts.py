@@ -51,9 +51,13 @@ _OPTIONAL = (
     "waiting_ms",
     "emulated_between_gbit_s",
     "emulated_within_gbit_s",
+    "emulated_pods",
+    "emulated_pod_gbit_s",
     "work_ms",
 )
 """Columns that may be null."""
+_ABSENT = ("emulated_pods", "emulated_pod_gbit_s")
+"""Columns that a part lacks where all their values are null."""
 
 _SPREAD = pa.struct(
     [("median_ms", pa.float64()), ("q1_ms", pa.float64()), ("q3_ms", pa.float64()), ("repeats", pa.int32())]
@@ -112,6 +116,8 @@ COMM = pa.schema(
         ("group", pa.string()),
         ("emulated_between_gbit_s", pa.float64()),
         ("emulated_within_gbit_s", pa.float64()),
+        ("emulated_pods", pa.int32()),
+        ("emulated_pod_gbit_s", pa.float64()),
         ("work_ms", pa.list_(pa.float64())),
     ]
 )
@@ -128,7 +134,9 @@ def write_part(folder: str | Path, kind: str, rows: list[Row]) -> Path:
     Raises ShardCoreError for rows that no reader would take, such as very many equal ones.
     """
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMAS[kind]), sink, compression="zstd")
+    absent = [name for name in _ABSENT if all(row.get(name) is None for row in rows)]
+    schema = pa.schema([field for field in _SCHEMAS[kind] if field.name not in absent])
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), sink, compression="zstd")
     content = sink.getvalue().to_pybytes()
     # Equal content gets an equal name, so copies of a part merge into one.
     path = Path(folder) / f"{kind}-{hashlib.sha256(content).hexdigest()[:24]}.parquet"
@@ -259,6 +267,9 @@ def _rows_of(content: bytes, kind: str, columns: list[str] | None, path: Path) -
     if "measurement_version" in table.schema.names:
         if MEASUREMENT_VERSIONS[kind] not in table.column("measurement_version").unique().to_pylist():
             return []
+    for field in (f for f in schema if f.name in _ABSENT and f.name not in table.schema.names):
+        table = table.append_column(field, pa.nulls(len(table), field.type))
+        in_file = in_file.append(field)
     _require_columns(table, in_file, schema, path)
     return (table.select(columns) if columns else table).to_pylist()
 

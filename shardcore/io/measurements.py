@@ -92,21 +92,36 @@ class ComputeRequest:
 class EmulatedLinks:
     """Links of hosts that one machine emulates (measure/hosts.py).
 
-    between_gbit_s: of each host's link, Gbit/s each way.
+    between_gbit_s: of each host's link, Gbit/s each way. In pods: of each pod's link to the others.
     within_gbit_s: of each host's loopback, Gbit/s; None: as fast as it is.
+    pods: number of pods that hosts are divided into evenly. 1: none.
+    pod_gbit_s: of each host's link in its pod, Gbit/s each way. None: there are no pods.
     """
 
     between_gbit_s: float
     within_gbit_s: float | None = None
+    pods: int = 1
+    pod_gbit_s: float | None = None
 
     def __post_init__(self) -> None:
-        require_within(self, "emulated links", between_gbit_s=LINK_GBIT_S, within_gbit_s=LINK_GBIT_S)
+        rates = dict.fromkeys(("between_gbit_s", "within_gbit_s", "pod_gbit_s"), LINK_GBIT_S)
+        require_within(self, "emulated links", pods=(1, 64), **rates)
+        require(
+            (self.pods > 1) == (self.pod_gbit_s is not None),
+            f"emulated links have pods {self.pods} and pod_gbit_s {self.pod_gbit_s}; several pods need the rate of "
+            "links within them, and one has none",
+        )
 
     @property
     def words(self) -> str:
         """For people, wherever figures of such links stand."""
         within = "" if self.within_gbit_s is None else f", within {self.within_gbit_s:g} Gbit/s"
-        return f"emulated hosts, between {self.between_gbit_s:g} Gbit/s{within}"
+        if self.pod_gbit_s is None:
+            return f"emulated hosts, between {self.between_gbit_s:g} Gbit/s{within}"
+        return (
+            f"emulated hosts in {self.pods} pods, between pods {self.between_gbit_s:g} Gbit/s, within pods "
+            f"{self.pod_gbit_s:g} Gbit/s{within}"
+        )
 
 
 @dataclass(frozen=True)
@@ -198,6 +213,10 @@ class CollectiveRequest:
             f"exchange has emulated links between hosts {self.hosts}; it needs at least 2",
         )
         require(
+            self.hosts % self.pods == 0,
+            f"exchange has pods {self.pods}; they need to hold the same number of its {self.hosts} hosts each",
+        )
+        require(
             0 <= self.busy_ms < math.inf, f"exchange has busy_ms {self.busy_ms}; it needs to be 0 or more"
         )
 
@@ -213,7 +232,12 @@ class CollectiveRequest:
     @property
     def host_names(self) -> list[str]:
         """[D] name of each rank's host."""
-        return host_names(len(self.widths), self.hosts)
+        return host_names(len(self.widths), self.hosts, self.pods)
+
+    @property
+    def pods(self) -> int:
+        """Number of pods that hosts are divided into. 1: there are none."""
+        return self.emulated.pods if self.emulated else 1
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """A cluster in a box: hosts that this machine emulates, so that ranks exchange over links of a chosen rate.
 
 A network namespace is a host to gloo: it has a network card and addresses. A bridge in another namespace joins
-them. `tbf` shapes what each host sends, and at the bridge what it receives.
+them. `tbf` shapes what each host sends, and at the bridge what it receives. Hosts in pods have a bridge a pod, and
+another one joins the pods, over links that are shaped in the same way.
 
 Real: processes, gloo, TCP, and queues and sharing on the links. Emulated: the links' rates. Ranks of all hosts
 share this machine's cores, so compute among them measures the scheduler. Links lose nothing (_QUEUE_BYTES), as
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import LINK_GBIT_S, require_within
+from shardcore.core.validation import LINK_GBIT_S, require, require_within
 from shardcore.io.measurements import EmulatedLinks
 
 T = TypeVar("T")
@@ -63,19 +64,28 @@ class Box:
 
     hosts: number of hosts.
     ranks_per_host: ranks of each.
-    between_gbit_s: rate of each host's link, Gbit/s each way; its ranks share it.
+    between_gbit_s: rate of each host's link, Gbit/s each way; its ranks share it. In pods, of each pod's link.
     within_gbit_s: rate of each host's loopback, Gbit/s, which all transfers among its ranks share. None: as fast
         as it is.
+    pods: number of pods that hosts are divided into evenly. 1: none.
+    pod_gbit_s: rate of each host's link in its pod, Gbit/s each way.
     """
 
     hosts: int = 2
     ranks_per_host: int = 2
     between_gbit_s: float = 0.4
     within_gbit_s: float | None = None
+    pods: int = 1
+    pod_gbit_s: float | None = None
 
     def __post_init__(self) -> None:
-        rates = {"between_gbit_s": LINK_GBIT_S, "within_gbit_s": LINK_GBIT_S}
+        rates = dict.fromkeys(("between_gbit_s", "within_gbit_s", "pod_gbit_s"), LINK_GBIT_S)
         require_within(self, "box", hosts=(2, 64), ranks_per_host=(1, 64), **rates)
+        require(
+            self.hosts % self.pods == 0,
+            f"box has pods {self.pods}, which do not divide its {self.hosts} hosts evenly",
+        )
+        _ = self.links  # checks the rest
 
     @property
     def ranks(self) -> int:
@@ -83,7 +93,7 @@ class Box:
 
     @property
     def links(self) -> EmulatedLinks:
-        return EmulatedLinks(self.between_gbit_s, self.within_gbit_s)
+        return EmulatedLinks(self.between_gbit_s, self.within_gbit_s, self.pods, self.pod_gbit_s)
 
 
 @dataclass(frozen=True)
@@ -183,17 +193,39 @@ def _call(name: str, *arguments: int) -> None:
 
 
 def _join(config: Box, switch: str, of_hosts: Sequence[str]) -> None:
-    """Give each host a link to a bridge, and each link its rate both ways."""
-    between = _shape(config.between_gbit_s)
+    """Give each host a link to a bridge, and each link its rate both ways.
+
+    Pods have a bridge each, with a link to one that joins them all.
+    """
     up = f"mtu {_MTU} gso_max_size {_PACKET_BYTES} up"
     _run("ip", switch, [f"link add {_BRIDGE} type bridge", f"link set {_BRIDGE} up"])
-    for i, host in enumerate(of_hosts):
+    bridges, host_gbit_s = [_BRIDGE] * config.hosts, config.between_gbit_s
+    if config.pod_gbit_s is not None:
+        host_gbit_s, each = config.pod_gbit_s, config.hosts // config.pods
+        bridges = [f"pod{i // each}" for i in range(config.hosts)]
+        for pod in dict.fromkeys(bridges):
+            # A packet enters the joining bridge by `up`, and the pod's bridge by `down`.
+            _run(
+                "ip",
+                switch,
+                [
+                    f"link add {pod} type bridge",
+                    f"link set {pod} {up}",
+                    f"link add {pod}up type veth peer name {pod}down",
+                    f"link set {pod}up master {pod} {up}",
+                    f"link set {pod}down master {_BRIDGE} {up}",
+                ],
+            )
+            shape = _shape(config.between_gbit_s)
+            _run("tc", switch, [f"qdisc add dev {pod}{end} root {shape}" for end in ("up", "down")])
+    shape = _shape(host_gbit_s)
+    for i, (host, bridge) in enumerate(zip(of_hosts, bridges, strict=True)):
         peer = f"link add port{i} type veth peer name {_INTERFACE} netns {host}"
-        _run("ip", switch, [peer, f"link set port{i} master {_BRIDGE} {up}"])
-        _run("tc", switch, [f"qdisc add dev port{i} root {between}"])
+        _run("ip", switch, [peer, f"link set port{i} master {bridge} {up}"])
+        _run("tc", switch, [f"qdisc add dev port{i} root {shape}"])
         address = f"address add {_address(i)}/16 dev {_INTERFACE}"
         _run("ip", host, [f"link set lo {up}", f"link set {_INTERFACE} {up}", address])
-        _run("tc", host, [f"qdisc add dev {_INTERFACE} root {between}"])
+        _run("tc", host, [f"qdisc add dev {_INTERFACE} root {shape}"])
         if config.within_gbit_s is not None:
             _run("tc", host, [f"qdisc add dev lo root {_shape(config.within_gbit_s)}"])
 

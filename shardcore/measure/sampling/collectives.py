@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardcore.core.links import host_names
 from shardcore.core.types import PAYLOADS
 from shardcore.io.measurements import CollectiveRequest, EmulatedLinks
 from shardcore.measure.sampling.problems import DIMS
 from shardcore.step.collectives import COLLECTIVES
-from shardcore.step.scopes import SCOPES, groups_among
+from shardcore.step.scopes import CROSS, CROSS_POD, HOST, POD, SCOPES, groups_among
 
 _PLAIN = 0.5
 """Share of draws that are all-to-alls at the full batch."""
@@ -22,6 +21,9 @@ _VARIED = {name: row.draw.share for name, row in COLLECTIVES.items() if not row.
 _EVEN = 0.25
 """Share of draws over emulated hosts in which all ranks own as much, as in plans of good searches. Equally busy links
 are filled less than one that is busier than others."""
+_OF_PODS = {HOST: POD, CROSS: CROSS_POD}
+_IN_PODS = 0.5
+"""Share of draws over hosts in pods whose groups are of pods, if they are not of all ranks."""
 _FP32 = 0.75
 """Share of draws in FP32. Others are in FP16 or BF16, as TorchRec can send outputs and gradients."""
 
@@ -86,11 +88,18 @@ def emulated_request(
     if np.random.default_rng([9, seed, index, hosts * each]).random() < _EVEN:
         request = replace(request, widths=(max(1, round(np.mean(request.widths))),) * (hosts * each))
     group, share = request.row.draw.scope, request.row.draw.scope_share
-    if not group or each == 1 or np.random.default_rng([7, seed, index, hosts * each]).random() >= share:
+    units = hosts
+    if links.pods > 1 and np.random.default_rng([11, seed, index, hosts * each]).random() < _IN_PODS:
+        group, units = _OF_PODS.get(group, ""), links.pods
+    if (
+        not group
+        or units == hosts * each
+        or np.random.default_rng([7, seed, index, hosts * each]).random() >= share
+    ):
         return request
-    # Across hosts travel the rows that a reduce-scatter within hosts left.
-    batch = request.batch // each if SCOPES[group].across else request.batch
-    members = groups_among(host_names(hosts * each, hosts), group)
+    # Across units travel the rows that a reduce-scatter within units left.
+    batch = request.batch // (hosts * each // units) if SCOPES[group].across else request.batch
+    members = groups_among(request.host_names, group)
     idle = [ranks[0] for ranks in members if not any(request.widths[r] for r in ranks)]
     widths = tuple(min(DIMS) if r in idle else w for r, w in enumerate(request.widths))
     return replace(request, widths=widths, group=group, batch=batch)
