@@ -2,7 +2,7 @@
 links are emulated. Processes, gloo and TCP are real.
 
     python -m shardcore measure --device cpu --samples 0 --batch 512 --out DIR --exchanges 60 \\
-        --hosts H --ranks R --between-gbit-s RATE      # for each shape; the same into AGAIN
+        --hosts H --ranks R --between-gbit-s RATE [--pods P --pod-gbit-s RATE]   # each shape; the same into AGAIN
     python -m bench.box judge DIR --again AGAIN        # the law, fitted to some shapes and asked for others
     python -m bench.box shuffles --times 20            # whether shuffled ranks are found
 
@@ -22,22 +22,23 @@ import numpy as np
 
 from bench import common
 from shardcore import report
-from shardcore.core.links import links_of
+from shardcore.core.links import host_names, links_of
 from shardcore.core.topology import Device, Topology
 from shardcore.cost import collective_fit, collective_model
 from shardcore.cost.metrics import mape
 from shardcore.io import dataset
-from shardcore.io.measurements import CollectiveSample
+from shardcore.io.measurements import CollectiveSample, EmulatedLinks
 from shardcore.measure import hosts, pairs
 from shardcore.step.collectives import COLLECTIVES
 from shardcore.step.kinds import Channel
 from shardcore.step.scopes import WORLD
 
-KNOWN = {(2, 4), (4, 8), (2, 8)}
-"""Hosts and ranks that the law is fitted to, at the lowest rate there is."""
+KNOWN = {(2, 4, 1), (4, 8, 1), (2, 8, 1), (4, 4, 2), (4, 8, 2)}
+"""Hosts, ranks and pods that the law is fitted to, at the lowest rate there is."""
 WITHIN_GBPS = 0.5
 """Given to the explicit link model for links within a host: loopback among ranks that share cores."""
-Shape = tuple[int, int, float]
+Shape = tuple[int, int, int, EmulatedLinks]
+"""Hosts, ranks, pods, and links."""
 
 
 def read(folder: Path, groups: Collection[str] = (WORLD,)) -> dict[Shape, list[CollectiveSample]]:
@@ -46,8 +47,8 @@ def read(folder: Path, groups: Collection[str] = (WORLD,)) -> dict[Shape, list[C
     for s in collective_fit.priced([s for s in dataset.read_comm(folder) if not s.error]):
         r = s.request
         if r.emulated is not None and r.group in groups and r.payload == "fp32":
-            found[r.hosts, len(r.widths), r.emulated.between_gbit_s].append(s)
-    return dict(sorted(found.items()))
+            found[r.hosts, len(r.widths), r.pods, r.emulated].append(s)
+    return dict(sorted(found.items(), key=lambda item: (item[0][2], *item[0][:2], item[0][3].between_gbit_s)))
 
 
 def scaled(rates: dict[str, np.ndarray], share: float) -> dict[str, np.ndarray]:
@@ -61,14 +62,18 @@ def scaled(rates: dict[str, np.ndarray], share: float) -> dict[str, np.ndarray]:
 
 def topologies(shape: Shape, latency_ms: float) -> tuple[Topology, Topology]:
     """Given bandwidths and latency: a share of its host's link for each rank, or a link that they share."""
-    n_hosts, ranks, gbit_s = shape
-    each, gbps = ranks // n_hosts, gbit_s / 8
-    devices = tuple(Device(1 << 30, host=f"host-{rank // each}") for rank in range(ranks))
-    own, shared = (
-        links_of(latency_ms, is_shared, within_host=WITHIN_GBPS, between_hosts=each_gbps)
-        for is_shared, each_gbps in ((False, gbps / each), (True, gbps))
+    n_hosts, ranks, pods, links = shape
+    devices = tuple(Device(1 << 30, host=name) for name in host_names(ranks, n_hosts, pods))
+    own, shared = {"within_host": WITHIN_GBPS}, {"within_host": WITHIN_GBPS}
+    units = {"between_hosts": (n_hosts if pods == 1 else pods, links.between_gbit_s)}
+    for level, (n_units, gbit_s) in (
+        units | ({"within_pod": (n_hosts, links.pod_gbit_s)} if pods > 1 else {})
+    ).items():
+        shared[level] = gbit_s / 8
+        own[level] = shared[level] / (ranks // n_units)
+    return tuple(
+        Topology(devices, links=links_of(latency_ms, given is shared, **given)) for given in (own, shared)
     )
-    return Topology(devices, links=own), Topology(devices, links=shared)
 
 
 def explicit_ms(samples: Sequence[CollectiveSample], topology: Topology, way: str) -> np.ndarray:
@@ -90,15 +95,16 @@ def measured_ms(samples: Sequence[CollectiveSample], way: str) -> np.ndarray:
 
 def judge(folder: Path, again: Path | None, latency_ms: float) -> None:
     by_shape = read(folder)
-    known = [s for shape, samples in by_shape.items() if shape[:2] in KNOWN for s in samples]
-    slowest = min(shape[2] for shape in by_shape)
+    known = [s for shape, samples in by_shape.items() if shape[:3] in KNOWN for s in samples]
+    slowest = min(shape[3].between_gbit_s for shape in by_shape)
     known = [s for s in known if s.request.emulated.between_gbit_s == slowest]
     rates = collective_fit.fit(known, known, lambda *_: None)
     twice = repeatability(by_shape, read(again) if again else {})
     rows, of_kind = [], defaultdict(list)
     for shape, samples in by_shape.items():
-        own = scaled(rates, shape[2] / slowest)
-        where = "fitted" if shape[:2] in KNOWN and shape[2] == slowest else "asked"
+        gbit_s = shape[3].between_gbit_s
+        own = scaled(rates, gbit_s / slowest)
+        where = "fitted" if shape[:3] in KNOWN and gbit_s == slowest else "asked"
         for c, row in COLLECTIVES.items():
             of = [s for s in samples if s.request.collective == c]
             for way in row.ways if of else ():
@@ -110,7 +116,7 @@ def judge(folder: Path, again: Path | None, latency_ms: float) -> None:
                 of_kind[where, c, way].append((*errors, len(of)))
                 rows.append(
                     (
-                        f"{shape[0]} x {shape[1] // shape[0]}, {shape[2]:g} Gbit/s",
+                        f"{shape[0]} x {shape[1] // shape[0]}, {shape[3].words.partition(' hosts')[2].strip(', ')}",
                         where,
                         f"{c} {way}",
                         len(of),
