@@ -186,7 +186,7 @@ def shuffles(times: int, seed: int) -> None:
         outcome = "found" if right else f"{near.levels} instead of {list(truth.values())}"
         print(
             f"{k}: {box.hosts} x {box.ranks_per_host}, {box.between_gbit_s:g} Gbit/s: {outcome}; "
-            f"{near.links.within_gbps or 0:.3f} and {near.links.between_gbps or 0:.4f} GB/s a rank, "
+            f"{near.links.within_gbps or 0:.3f} and {near.links.outward[0].gbps:.4f} GB/s a rank, "
             f"{near.links.latency_ms:.1f} ms",
             flush=True,
         )

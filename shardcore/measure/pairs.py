@@ -23,7 +23,7 @@ from shardcore.core.types import Problem
 from shardcore.core.validation import MOST_REPEATS, WAITS_S, require, require_within
 from shardcore.measure import collectives, hardware, local_ranks
 from shardcore.measure.hosts import Place
-from shardcore.measure.rank_order import Groups, Links, levels
+from shardcore.measure.rank_order import Groups, Links, Outward, levels
 
 MOST_IN_TURN = 64
 """Ranks whose pairs talk one after another: 2,016 pairs take a minute."""
@@ -59,7 +59,7 @@ class PairMeasurement:
 
     pair_ms: [D, D] ms of a message from one rank to another. The diagonal is 0.
     levels: groups of near ranks, the smallest first.
-    links: of the first level.
+    links: of the groups of each level.
     """
 
     pair_ms: np.ndarray
@@ -128,8 +128,7 @@ def measure_rank(
         collectives.connect(rank, ranks, init_method, device, config.timeout_s)
         pair_ms = pair_times(config, device, note)
         near = levels(pair_ms)
-        groups = near[0] if near else (tuple(range(ranks)),)
-        measured = PairMeasurement(pair_ms, near, links(groups, config, device))
+        measured = PairMeasurement(pair_ms, near, links(near or [(tuple(range(ranks)),)], config, device))
         # Rank 0 holds the store, which the others need until they are done.
         dist.barrier()
         dist.destroy_process_group()
@@ -196,8 +195,8 @@ def _there_and_back(message: torch.Tensor, other: int, first: bool, repeats: int
     return took_s[1:]  # the first message connects
 
 
-def links(groups: Groups, config: PairConfig, device: torch.device | str = "cpu") -> Links:
-    """Bandwidths of links within and between these groups, and the least time of a collective."""
+def links(levels: Sequence[Groups], config: PairConfig, device: torch.device | str = "cpu") -> Links:
+    """Bandwidths of links within and between the groups of levels, and the least time of a collective."""
     rank, n = dist.get_rank(), dist.get_world_size()
     load = torch.zeros(config.load_kib << 10, dtype=torch.uint8, device=device)
 
@@ -216,10 +215,16 @@ def links(groups: Groups, config: PairConfig, device: torch.device | str = "cpu"
             took = min(took, _slowest(time.perf_counter() - began if mine else 0.0))
         return len(load) / took / _GB
 
-    # One pair within each group; one rank of each group, each with one of another; then all ranks.
-    within = gbps([(group[0], group[1]) for group in groups if len(group) > 1])
-    first = gbps(_between(tuple(group[:1] for group in groups)))
-    between = gbps(_between(groups))
+    # One pair within each group.
+    within = gbps([(group[0], group[1]) for group in levels[0] if len(group) > 1])
+    outward = []
+    for groups, outer in zip(levels, [*levels[1:], (tuple(range(n)),)], strict=True):
+        # Groups send to others of their next outer group. One rank of each; then all ranks.
+        inside = [tuple(group for group in groups if group[0] in of) for of in outer]
+        first = gbps([pair for of in inside for pair in _between(tuple(group[:1] for group in of))])
+        together = gbps([pair for of in inside for pair in _between(of)])
+        if together is not None:
+            outward.append(Outward(together, _shared_gbps(groups, first, together)))
     small, into = torch.zeros(n, device=device), torch.zeros(n, device=device)
     took_s = []
     for _ in range(config.repeats + 1):
@@ -229,7 +234,7 @@ def links(groups: Groups, config: PairConfig, device: torch.device | str = "cpu"
         if small.is_cuda:
             torch.cuda.synchronize(small.device)
         took_s.append(_slowest(time.perf_counter() - began))
-    return Links(within, between, _shared_gbps(groups, first, between), 1e3 * float(np.median(took_s[1:])))
+    return Links(within, tuple(outward), 1e3 * float(np.median(took_s[1:])))
 
 
 def _shared_gbps(groups: Groups, first: float | None, together: float | None) -> float | None:

@@ -29,18 +29,28 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
+class Outward:
+    """Links between the groups of a level that are near each other, or between all.
+
+    gbps: GB/s of one rank to another group's, while all ranks send.
+    shared_gbps: GB/s of a group to others, where its ranks share a link. None where each rank has one.
+    """
+
+    gbps: float
+    shared_gbps: float | None = None
+
+
+@dataclass(frozen=True)
 class Links:
     """Bandwidths of links between ranks.
 
-    within_gbps: GB/s of one rank to another of its group.
-    between_gbps: GB/s of one rank to another group's, while all ranks send. None with one group.
-    host_gbps: GB/s of a group to others, where its ranks share a link. None where each rank has one.
+    within_gbps: GB/s of one rank to another of its group, at the first level.
+    outward: links of the groups of each level, the first level first. Empty with one group.
     latency_ms: of a collective of all ranks with next to no data.
     """
 
     within_gbps: float | None
-    between_gbps: float | None
-    host_gbps: float | None
+    outward: tuple[Outward, ...]
     latency_ms: float
 
 
@@ -115,7 +125,9 @@ def problem_of(levels: Sequence[Groups], links: Links, before: Problem) -> Probl
 
 
 def topology_of(levels: Sequence[Groups], links: Links, before: Topology) -> Topology:
-    """The topology of ranks in `order`: groups of the first level as hosts, with their links.
+    """The topology of ranks in `order`: groups of the first level as hosts, those of the second as pods.
+
+    Levels beyond are not told apart: links between pods carry what crosses them.
 
     before: the memory and speed of each rank's device. They move with the rank.
     """
@@ -126,8 +138,17 @@ def topology_of(levels: Sequence[Groups], links: Links, before: Topology) -> Top
     arranged = order(levels, n)
     in_order = sorted(groups, key=lambda group: arranged.index(group[0]))
     host = {rank: f"host-{i}" for i, group in enumerate(in_order) for rank in group}
+    if len(levels) > 1:
+        pods = sorted(levels[1], key=lambda group: arranged.index(group[0]))
+        host |= {rank: f"pod-{i}/{host[rank]}" for i, group in enumerate(pods) for rank in group}
     devices = tuple(replace(before.devices[rank], host=host[rank]) for rank in arranged)
-    inner, *_, outer = LEVELS
-    near = Link(inner, links.within_gbps, latency_ms=links.latency_ms)
-    far = Link(outer, links.host_gbps or links.between_gbps, bool(links.host_gbps), links.latency_ms)
-    return replace(before, devices=devices, links=(near, far)[: len(groups)])
+    inner, in_pod, outer = LEVELS
+    found = [Link(inner, links.within_gbps, latency_ms=links.latency_ms)]
+    outward = [(in_pod, links.outward[0])] if len(levels) > 1 else []
+    outward += [(outer, links.outward[-1])] if links.outward else []
+    fastest = links.within_gbps or np.inf
+    for name, link in outward:
+        # Timing scatters: an outer link of a rank counts as no faster than an inner one.
+        fastest = min(fastest, link.gbps)
+        found.append(Link(name, link.shared_gbps or fastest, bool(link.shared_gbps), links.latency_ms))
+    return replace(before, devices=devices, links=tuple(found))

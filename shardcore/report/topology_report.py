@@ -49,13 +49,11 @@ def lines(found: PairMeasurement) -> list[str]:
     if not found.levels:
         text.append("all ranks are equally near each other: they count as one host")
     links = found.links
-    carried = [
-        f"{name} {gbps:.3g} GB/s"
-        for name, gbps in (("within", links.within_gbps), ("between", links.between_gbps))
-        if gbps
-    ]
-    if links.host_gbps:
-        carried.append(f"{links.host_gbps:.3g} GB/s between hosts, shared by all ranks of one")
+    carried = [f"within {links.within_gbps:.3g} GB/s"] if links.within_gbps else []
+    for groups, link in zip(found.levels, links.outward, strict=False):
+        carried.append(f"between {len(groups)} groups {link.gbps:.3g} GB/s")
+        if link.shared_gbps:
+            carried.append(f"{link.shared_gbps:.3g} GB/s between them, shared by all ranks of one")
     return [
         *text,
         f"links of a rank carry {' and '.join(carried)}; a collective takes {links.latency_ms:.3g} ms",

@@ -27,9 +27,24 @@ def test_shuffled_ranks_are_found():
             4, pairs.PairConfig(sweeps=2, repeats=2, load_kib=256), on=[places[i] for i in (0, 2, 3, 1)]
         )
     assert found.levels == [((0, 3), (1, 2))]
-    assert found.links.between_gbps < 2 * SLOW.between_gbit_s / 8
-    assert found.links.within_gbps > found.links.between_gbps
-    assert 0.5 * SLOW.between_gbit_s / 8 < found.links.host_gbps < 2 * SLOW.between_gbit_s / 8
+    [link] = found.links.outward
+    assert link.gbps < 2 * SLOW.between_gbit_s / 8 and found.links.within_gbps > link.gbps
+    assert 0.5 * SLOW.between_gbit_s / 8 < link.shared_gbps < 2 * SLOW.between_gbit_s / 8
+
+
+@pytest.mark.long
+def test_hosts_in_pods_are_found_with_the_links_of_each_level():
+    box = Box(4, 2, between_gbit_s=0.04, pods=2, pod_gbit_s=0.4)
+    dealt = (0, 5, 2, 7, 4, 1, 6, 3)
+    with box_of(box) as places:
+        config = pairs.PairConfig(message_kib=256, sweeps=2, repeats=2, load_kib=256)
+        found = pairs.measure(8, config, on=[places[i] for i in dealt])
+    host_of, pod_of = ([places[i].host // each for i in dealt] for each in (1, 2))
+    for groups, unit_of in zip(found.levels, (host_of, pod_of), strict=True):
+        assert all(len({unit_of[rank] for rank in group}) == 1 for group in groups)
+        assert len(groups) == len(set(unit_of))
+    for link, gbit_s in zip(found.links.outward, (box.pod_gbit_s, box.between_gbit_s), strict=True):
+        assert 0.5 * gbit_s / 8 < (link.shared_gbps or link.gbps) < 2 * gbit_s / 8
 
 
 @pytest.mark.long

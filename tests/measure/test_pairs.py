@@ -39,19 +39,19 @@ def test_a_gang_times_all_of_its_pairs():
     assert np.array_equal(found.pair_ms, found.pair_ms.T)
     assert noted == [(done, 6) for done in range(1, 7)]
     assert found.links.within_gbps > 0 and found.links.latency_ms > 0
-    assert (found.links.between_gbps is None) == (found.levels == [])
+    assert (not found.links.outward) == (found.levels == [])
 
 
 def _links(rank, init_method, say):
     from shardcore.measure.collectives import connect
 
     connect(rank, 4, init_method, "cpu", 60.0)
-    say(pairs.links(((0, 2), (1, 3)), QUICK))
+    say(pairs.links([((0, 2), (1, 3))], QUICK))
 
 
 def test_links_are_those_of_given_groups_on_all_ranks():
     found = list(dict(local_ranks.run("test", _links, 4, (), 60.0)).values())
-    assert len(set(found)) == 1 and found[0].within_gbps > 0 and found[0].between_gbps > 0
+    assert len(set(found)) == 1 and found[0].within_gbps > 0 and found[0].outward[0].gbps > 0
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import Link
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Table
-from shardcore.measure.rank_order import Links, levels, order, problem_of, topology_of
+from shardcore.measure.rank_order import Links, Outward, levels, order, problem_of, topology_of
 
-LINKS = Links(5.0, 0.5, None, 0.1)
+LINKS = Links(5.0, (Outward(0.5),), 0.1)
 
 
 def times(places, seed=0, noise=0.15, of=(1.0, 10.0, 40.0)):
@@ -108,12 +108,27 @@ def test_devices_move_with_their_ranks_and_links_are_those_found():
         Link("between_hosts", 0.5, latency_ms=0.1),
     )
     assert found.hardware == "cpu"
-    shared = topology_of(levels(times(places)), replace(LINKS, host_gbps=0.9), before)
+    shared = topology_of(levels(times(places)), replace(LINKS, outward=(Outward(0.5, 0.9),)), before)
     assert shared.link("between_hosts") == Link("between_hosts", 0.9, shared=True, latency_ms=0.1)
-    alone = topology_of([], Links(5.0, None, None, 0.1), before)
+    alone = topology_of([], Links(5.0, (), 0.1), before)
     assert len(alone.hosts) == 1 and alone.links == (Link("within_host", 5.0, latency_ms=0.1),)
     with pytest.raises(ShardCoreError, match="4 devices and the gang 2 ranks"):
         topology_of([((0,), (1,))], LINKS, before)
+
+
+def test_groups_of_a_second_level_are_pods():
+    places = ["1a", "2c", "1b", "2d", "1a", "1b", "2c", "2d"]
+    found = levels(times(places))
+    links = Links(5.0, (Outward(0.5, 0.9), Outward(0.6)), 0.1)
+    topology = topology_of(found, links, Topology((Device(1 << 30),) * 8, "cpu"))
+    assert topology.hosts == ("pod-0/host-0", "pod-0/host-1", "pod-1/host-2", "pod-1/host-3")
+    assert topology.on_units("within_pod") == ((0, 1, 2, 3), (4, 5, 6, 7))
+    # Timed links of a rank that grow outward count as equally fast.
+    assert topology.links == (
+        Link("within_host", 5.0, latency_ms=0.1),
+        Link("within_pod", 0.9, shared=True, latency_ms=0.1),
+        Link("between_hosts", 0.5, latency_ms=0.1),
+    )
 
 
 def test_pins_stay_with_their_devices():

@@ -38,7 +38,7 @@ with actors.gang(Exchange, "measure[comm]", 4, "cpu", hosts=2) as members:
 samples = [combine(Setting("cpu", 1024), r, seen) for r, seen in zip(requests, zip(*times))]
 found, placed = measure_pairs.fn(4, PairConfig(message_kib=256, load_kib=512))
 print(json.dumps({"nodes": nodes, "ms": [max(x.median_ms for x in s.backward) for s in samples],
-                  "levels": found.levels, "placed": placed, "link_gbps": found.links.host_gbps}))
+                  "levels": found.levels, "placed": placed, "link_gbps": found.links.outward[0].shared_gbps}))
 """
 
 
