@@ -198,7 +198,7 @@ class Starts:
         # With the exchange: of a sequence it costs more than the op.
         step_ms = self._step_ms(fixed, np.arange(len(fixed.size)), fixed.size)
         mean_ms = step_ms.sum() / fixed.speed.sum()
-        # As many tables are the same tables: shares that choose alike give one start.
+        # Shares that choose the same number of tables choose the same tables: one start for them.
         large = {len(s): s for s in (whole[step_ms[whole] > share * mean_ms] for share in _DIVIDED) if len(s)}
         yield self._cheapest(space, [self._shared(space, s, y) for s in large.values()])
         cuts = [self._shared(space, whole, y)]
