@@ -110,6 +110,7 @@ class Placed:
     def reordered(self, order: np.ndarray) -> Placed:
         """The same for shards as they were before they were put in `order` [C, N]."""
         devices = np.empty_like(self.devices)
+        # All plans of a state were placed in one order.
         np.put_along_axis(devices, np.broadcast_to(order[:, None], devices.shape), self.devices, -1)
         return Placed(self.total_ms, self.over_bytes, devices)
 
@@ -143,6 +144,7 @@ class Beam:
         if (search_s := self._search_s(cache, state)) and not self.meter.has_time(search_s):
             return self._priced(fitting(self.problem).placements, packed=True, **provenance)
         before_s = self.meter.seconds()
+        # The state with the fewest cuts. All others come from it.
         [first] = search(cache, [state], self.inner)
         # Tells how many states the rest of a budget in seconds affords.
         state_s = self.meter.seconds() - before_s
@@ -236,6 +238,7 @@ class Beam:
         pairs = sorted((cache.key(first), device_of[first]) for first in firsts)
         state, devices = tuple(key for key, _ in pairs), tuple(d for _, d in pairs)
         cache.add(state)
+        # Priced as the beam prices its states, so that costs compare.
         under_construction = PlacementState(cache, state)
         for (strip, units), device in pairs:
             under_construction.place(strip, units, device)

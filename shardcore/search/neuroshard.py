@@ -112,6 +112,7 @@ def greedy_grid(cache: ShardCostCache, keys: np.ndarray, caps: np.ndarray) -> Pl
         placed = (state.outputs - cache.fixed_bytes[0]).sum(-1)
         narrow = (placed + outputs[..., None] <= cap) | pinned[strip][..., None]  # [C, K, D]
         fits = state.fits(strip, units) & narrow
+        # On equal devices single_ms is the same for all, and the published rule is left.
         d = _least(np.where(fits, state.device_ms + single_ms, np.inf), state.used)  # [C, K]
         fits_all &= fits.any(-1)
         # Also where it does not fit: `over_bytes` then shows by how much.

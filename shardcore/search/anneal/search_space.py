@@ -81,6 +81,7 @@ class SearchSpace:
 
     def sharing(self, pairs: np.ndarray) -> np.ndarray:
         """[N, 2] strips that groups share, and the divided strips that are not among them."""
+        # A divided strip that `pairs` already give a group keeps that one.
         tables = [self.cache.table(s) for s in self.divided if s not in pairs[:, 0]]
         ways = [required_division(table, self.problem) for table in tables]
         always = [self.pair(way.kind, way.devices, way.shard.table) for way in ways]
@@ -211,6 +212,7 @@ def search_space(
         may_split=may_split,
         # No rows if nothing is restricted: the compiled search then skips the check.
         allowed=cache.allowed[:0] if cache.allowed.all() else cache.allowed,
+        # The local batch comes off in the search, as it changes with the plan.
         free=np.array(held_bytes(problem), float),
         speed=cache.speed,
         host=np.array([problem.topology.hosts.index(d.host) for d in problem.topology.devices], np.int64),
@@ -258,6 +260,7 @@ def _worth_cutting(cache: ShardCostCache, shards: Sequence[Shard]) -> np.ndarray
     added_ms, n_bytes = added(cache.codes[whole], cache.model), cache.bytes[whole].astype(float)
     # Reserved bytes may leave devices less than nothing.
     least_bytes = _WORTH * max(0.0, np.mean(held_bytes(cache.problem)))
+    # The mean cost of a device is an n-th of the sum.
     worth = (added_ms * n > _WORTH * added_ms.sum()) | (n_bytes > least_bytes)
     # What memory forces to be cut stays so, however cheap it is.
     cut = np.array([s for s, units in cache.keys(shards) if units < cache.size[s]], dtype=np.int64)
@@ -294,6 +297,7 @@ def keeping(of: SearchSpace, held: np.ndarray, reshard: Reshard, new: Sequence[T
             "may_share": np.zeros_like(fixed.may_share),
         }
     if cache.is_range.any():
+        # No device is allowed to gain a row range, so they stay.
         limits["allowed"] = cache.allowed & ~cache.is_range[:, None]
     return replace(of, fixed=fixed._replace(**limits))
 
@@ -367,6 +371,7 @@ def _shared(
         parts[:, y] = shards, last
         parts[:, y, ~runs_it] = None
         fields["may_share"][y] = free & runs_it & may
+        # Replicas look up a local batch, other kinds the global one.
         fields["shared_codes"][y] = encoded(shards, model, layout.batch(problem))
         fields["shared_size"][y] = [
             shard.bytes if layout.dense_gradient else output_bytes(shard, problem.global_batch)
@@ -408,6 +413,7 @@ def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
     extra_ms = (model.head(all_copies[None]) - without) / slowest + fixed.shared_total[y] * size
     # Each table's saving is that of leaving it out of the evenly divided work.
     saved_ms = divided_ms(all_codes[None]) - divided_ms(all_codes - codes[may]) + outputs_ms
+    # By falling gain, so that any best number of strips is the first ones.
     order = np.argsort(extra_ms - saved_ms, kind="stable")
     # [N] cost of a step with the first, the first two, ... of these strips copied.
     step_ms = (

@@ -108,7 +108,7 @@ class Search:
                 # The best plan goes on in its whole space, not in the part in which its start began.
                 best = replace(self.best, fixed=self.best.space.fixed)
                 self._cool(best, int(trials * len(starts) * _OF_BEST), _WARM)
-            # From the start's own plan again, but with twice the trials.
+            # Each from its first plan again: the best plan of all rounds is in `best`.
             for start in starts:
                 self._cool(start, trials, _HOT)
             yield number
@@ -168,6 +168,7 @@ class Search:
         # Relative to a device's share: relative to the whole cost, many devices ran too hot.
         mean_ms = compiled.refresh(self.head, problem, words) / len(self.problem.topology)
         for stage in range(n_stages):
+            # Never a part of a stage: a larger budget then goes through the same stages, and more.
             self._ended = self._ended or self.meter.affordable(each, 1) < each
             if self._ended:
                 return
@@ -209,6 +210,7 @@ class Search:
         # Columns of `carried` are X: outputs of kinds, then ids of runs.
         ids = dict(zip(space.runs, state.carried.T[len(space.cache.kinds) :], strict=True))
         traffic = traffic_of_outputs(carried, self.problem, ids)
+        # As compiled.load_of, but without exchanges, which the model itself prices.
         compute_ms = (state.ms.sum(1) + state.shared_ms) / fixed.speed
         comm = self.model.comm(traffic, compute_ms, self.problem.topology)
         return float(step_ms(compute_ms, comm, self.problem.job))

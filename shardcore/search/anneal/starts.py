@@ -173,6 +173,7 @@ class Starts:
             for share in shares:
                 chosen = np.where(divided >= 0, divided, copied)  # [S] layout of each strip
                 copies = smallest[: int(share * n_copies)]
+                # The smallest are copied even if their rows might be divided.
                 chosen[copies] = copied[copies]
                 if (chosen >= 0).any():
                     each = np.unique(chosen[chosen >= 0]).tolist()
@@ -285,6 +286,7 @@ class Starts:
         while state is not None and misses < _MISSES:
             worst = state.number[compiled.WORST]
             strips = state.strips[worst, : state.count[worst]]
+            # Only shared tables make this device the slowest, so cuts by columns do not help.
             if not len(strips):
                 break
             costliest = strips[np.argmax(self._op_ms(fixed, strips, state.held[strips, worst]))]
@@ -292,6 +294,7 @@ class Starts:
             most = min(len(fixed.free), fixed.size[costliest])
             if not fixed.may_split[costliest] or n[costliest] >= most:
                 break
+            # A cut may pay only together with the next one, so some may miss.
             n[costliest] += 1
             state = self._greedy(space, Cut(n, cut.shared))
             misses += 1
@@ -366,6 +369,7 @@ class Starts:
         chosen = np.zeros(len(strips), dtype=np.int64)
         for order in (np.argsort(-cost, kind="stable"), np.argsort(-n_bytes, kind="stable")):
             load, room, chosen = np.zeros(len(groups)), free.copy(), np.zeros_like(chosen)
+            # A single group has them all.
             for i in order if len(groups) > 1 else ():
                 fits = room >= n_bytes[i]
                 # Where it fits nowhere, the group with most room is nearest to it.
@@ -389,6 +393,7 @@ class Starts:
         # At least a byte: free memory may be 0, and is divided by.
         fixed, most_bytes = space.fixed, max(1, int(share * space.fixed.free.mean()))
         wanted = -(-space.whole_bytes // most_bytes)
+        # No fewer shards than memory forces, and none narrower than a unit.
         n = np.where(fixed.may_split, np.clip(wanted, space.cache.least_parts, fixed.size), 1)
         n[space.divided] = 0
         return n if least is None else np.where(least > 0, np.maximum(n, least), 0)
@@ -452,6 +457,7 @@ class Starts:
     def resharded(self, reshard: Reshard, kind: str) -> Start:
         """A start from an existing plan. Tables that the plan lacks are placed greedily."""
         old = reshard.sorted(self.problem)
+        # Shared and new tables come as whole strips.
         whole = [*(t for tables in old.shared.values() for t in tables), *old.new]
         shards = [*(s for s, _ in old.placed), *map(Shard.whole, whole)]
         space = search_space(self._cache_of(shards), shards, True, kind == "halves")

@@ -176,7 +176,7 @@ def _by_mix(shards: BoundShards, price: Price, equal_waits: bool) -> dict[tuple[
     together_ms, together = _together(shards)
     mixes: list[tuple[float, str, list[int], float]] = []
     for mix in shards.mixes:
-        # Any plan of the mix waits as long as the cuts with the cheapest exchanges do.
+        # Any plan of the mix waits at least as long as the cuts with the cheapest exchanges do.
         waits_ms = shards.cheapest(shards.exchange_ms, mix)[0] + shards.latencies_ms(mix)
         exchange_ms = max(0.0, waits_ms) if equal_waits else 0.0
         evenly_ms = price(mix, shards.within(np.full(len(shards.kind), True)))

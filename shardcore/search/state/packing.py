@@ -190,7 +190,6 @@ class _Packings:
             return first
         cut, shared = ([w for w in self.ways(i) if bool(w.devices) == several] for several in (False, True))
         # More parts send ids again, and do not sort fewer.
-        # No part is smaller than this, so a share below it would only add parts.
         least = _NEARLY * min((self._bytes(i, way) for way in cut), default=np.inf)
         enough = max(share * room, least) if least <= room else share * room
         for ways, most in ((cut, enough), (shared, room)):

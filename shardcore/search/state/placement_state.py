@@ -152,7 +152,7 @@ class PlacementState:
         n_limits, n_phases, caches = len(self._account.base), self._account.phases, self.cache.caches
         # A kind's buffers for cut tables exist once, however many of its tables are cut.
         n_bytes = load[..., :n_limits] + self._account.base + (cut > 0) @ self.cache.cut_bytes
-        # Caches count in all phases, after the limits of ops.
+        # Counts of caches follow the limits in `load`. Their bytes are there in all phases.
         padding = caches.padding(load[..., n_limits:])[..., None] if len(caches) else 0.0
         n_bytes[..., :n_phases] = np.rint(n_bytes[..., :n_phases] + ids[..., None] + padding)
         return n_bytes

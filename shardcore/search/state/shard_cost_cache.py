@@ -104,6 +104,7 @@ class ShardCostCache:
             [(run, bundle[0]), *((run_of(WHOLE_ROWS.name, s.table), s) for s in bundle[1:])]
             for run, bundle in zip(runs, self.strips, strict=True)
         ]
+        # (run, device, shard), for each device of each placement.
         self._fixed = [
             (run_of(p.kind, p.shard.table), device, shard)
             for p in fixed_placements(problem)
@@ -269,6 +270,7 @@ class ShardCostCache:
 
     def bundles(self, keys: Sequence[ShardKey]) -> list[Bundle]:
         """The bundle of each key, with columns dealt out in the order given. A strip must not be exceeded."""
+        # Units of each strip that are dealt: the next shard begins behind them.
         taken, dealt = [0] * len(self), []
         for strip, units in keys:
             dealt.append(self._columns(strip, taken[strip], taken[strip] + units))
@@ -345,6 +347,7 @@ class ShardCostCache:
         # Columns are exchangeable, so the first u units stand for any.
         made = [self._columns(s, 0, u) for s, u in ticking(new)]
         runs = [[run for run, _ in self.parts[s]] for s, _ in new]
+        # The tables of all bundles in one list, so that numpy takes them at once.
         of_shards = [pair for pairs in map(zip, runs, made) for pair in pairs]
         # [shards, 6] before bundles are added up.
         each = self._sums_of(of_shards)
@@ -361,6 +364,7 @@ class ShardCostCache:
             possible &= [all(may_be_on_a_device(shard, self.problem) for shard in bundle) for bundle in made]
         # As bytes that no device has, impossible shards need no check of their own in searches.
         sums[~possible, 0] = n_bytes[~possible] = IMPOSSIBLE
+        # Numbers go on from the last shard and never change, so states may keep them.
         self._numbers[strips, units] = len(self.made) + np.arange(len(new))
         self.made += made
         for name, values in (

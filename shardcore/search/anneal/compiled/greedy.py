@@ -76,7 +76,7 @@ def greedy(head, problem, state, shards):
             ):
                 continue
             if st.count[d] == 0:
-                # Devices of one host are in the same groups, so nothing else tells them apart.
+                # Devices of one host are in the same groups, so only speed and memory may differ.
                 e = seen_empty
                 if (
                     e >= 0

@@ -122,7 +122,7 @@ def propose(fx, st):
     # A trade moves many tables, and `moves_too_much` counts two at most: there are none under limits.
     if u < 0.15 and len(fx.kept) == 0:
         return a, b, trade(fx, st, s, a, b, given)
-    # A swap changes what both devices hold by less than a plain move, so more of them fit.
+    # A swap mostly changes what both devices hold by less than a plain move, so more of them fit.
     if u < 0.6 and st.count[b] > 0:
         r = int64(st.strips[b, below(st, st.count[b])])
         if r == s:
