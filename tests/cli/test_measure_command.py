@@ -83,10 +83,7 @@ def command(tables, tmp_path, folder, monkeypatch):
 @pytest.mark.parametrize(
     "asked, said",
     [
-        (
-            ["--optimizer", "lamb"],
-            "FBGEMM does not train fp32 weights with lamb on cpu (Optimizer lamb is not",
-        ),
+        (["--optimizer", "lamb"], "FBGEMM does not train fp32 weights with lamb on cpu (Optimizer lamb is"),
         (["--precision", "bf16"], "FBGEMM does not train bf16 weights with exact_sgd on cpu ("),
     ],
 )

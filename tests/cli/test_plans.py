@@ -157,19 +157,10 @@ def test_a_file_that_is_read_is_not_written_over(stored, model, capsys):
             "plan problem.json --model m --start plan.json --start-problem other.json --out other.json",
             "--out other.json is the start-problem that",
         ),
-        (
-            "plan problem.json --model m --start plan.json --out plan.json",
-            "--out plan.json is the start that",
-        ),
+        ("plan problem.json --model m --start plan.json --out plan.json", "--out plan.json is the start"),
         ("diff plan.json other.json --page other.json", "--page other.json is the new that"),
-        (
-            "hot-rows problem.json --model m --out hot.json --plan problem.json",
-            "--plan problem.json is the problem that",
-        ),
-        (
-            "tiers problem.json --out tiers.json --plan problem.json",
-            "--plan problem.json is the problem that",
-        ),
+        ("hot-rows problem.json --model m --out hot.json --plan problem.json", "--plan problem.json is the"),
+        ("tiers problem.json --out tiers.json --plan problem.json", "--plan problem.json is the problem"),
         ("tiers problem.json --out tiers.json --plan tiers.json", "--out and --plan are both tiers.json"),
         (
             "topology measure problem.json --out found.json --ranks problem.json",

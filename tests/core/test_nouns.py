@@ -120,10 +120,7 @@ def test_a_value_that_cannot_be_is_named_with_its_field(make, field, value):
         (lambda: table(dim=6), "table 't' .*multiple of 4"),
         (lambda: table(collection="a\nb"), "the collection of table 't'"),
         (lambda: table(features=0), "1 to 10,000"),
-        (
-            lambda: table(row_shares=RowShares((1.0,), (1.0,))),
-            "'t' has row_shares and ordered false; it needs",
-        ),
+        (lambda: table(row_shares=RowShares((1.0,), (1.0,))), "'t' has row_shares and ordered false; it"),
         (lambda: Reuse((0.5,) * 17, 4), "8.5.*sum to 1"),
         (lambda: Reuse((0.998, *(0.0,) * 16), 4), "0.998.*sum to 1"),
         (lambda: Reuse((1.5, -0.5, *(0.0,) * 15), 4), "1.5, -0.5.*fractions"),

@@ -276,25 +276,13 @@ def test_a_plan_is_of_its_problem_as_it_was_not_of_its_name(problem, tmp_path):
         (lambda p: p[0].update(devices=[4]), "on device 4; problem 'small' has devices 0 to 3"),
         (lambda p: p[0].update(devices=[0.9]), "placements[0]: devices[0] is 0.9; it needs to be a whole"),
         (lambda p: p[0].update(devices=[True]), "placements[0]: devices[0] is True; it needs to be a whole"),
-        (
-            lambda p: p[0].update(columns=[0]),
-            "placements[0]: columns is [0]; it needs to be [a whole number, a ",
-        ),
+        (lambda p: p[0].update(columns=[0]), "placements[0]: columns is [0]; it needs to be [a whole"),
         (lambda p: p[0].update(table="none"), "places table 'none', which problem 'small' does not have"),
         (lambda p: p[0].update(rows=[0, 1]), "placements[0] has an unknown key 'rows'"),
         (lambda p: p[0].pop("kind"), "placements[0] lacks the key 'kind'"),
-        (
-            lambda p: p[0].update(kind="twin"),
-            "a placement or constraint has kind 'twin'; known are column, row, host_row, data_parallel",
-        ),
-        (
-            lambda p: p[0].update(kind="row"),
-            "plan places cold[0:50000, 0:16] by row on device 0; such a shard lives on devices 0, 1",
-        ),
-        (
-            lambda p: p[0].update(kind="host_row", devices=[0, 1]),
-            "it needs several hosts with the same number of devices each",
-        ),
+        (lambda p: p[0].update(kind="twin"), "a placement or constraint has kind 'twin'; known are column"),
+        (lambda p: p[0].update(kind="row"), "plan places cold[0:50000, 0:16] by row on device 0; such a"),
+        (lambda p: p[0].update(kind="host_row", devices=[0, 1]), "it needs several hosts with the same"),
     ],
 )
 def test_a_plan_that_is_none_of_the_problem_is_refused_with_its_file(problem, tmp_path, change, said):

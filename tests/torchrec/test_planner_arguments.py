@@ -52,10 +52,7 @@ def with_a(**fields):
             for value in (0, -1)
         ],
         *[({"seed": value}, f"seed is {value!r}; it needs to be") for value in (1.5, -1, None, "x", True)],
-        (
-            {"constraints": [ParameterConstraints()]},
-            "constraints is .* it needs to be ParameterConstraints by",
-        ),
+        ({"constraints": [ParameterConstraints()]}, "constraints is .* it needs to be ParameterConstraints"),
         *[
             (
                 {"constraints": {"a": value}},
