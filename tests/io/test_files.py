@@ -127,19 +127,15 @@ def test_a_problem_that_does_not_say_what_is_reserved_keeps_a_share_for_the_dens
         (lambda d: d.pop("global_batch"), ["lacks the key 'global_batch'"]),
         (lambda d: d.update(job={"pipline": "none"}), ["job", "unknown key 'pipline'", "pipeline"]),
         (lambda d: d.update(job={"pipeline": "semi_sync"}), ["'semi_sync'", "known are none, sparse_dist"]),
-        (lambda d: d.update(job={"replica_optimizer": 3}), ["replica_optimizer", "3"]),
         (
             lambda d: d.update(job={"dense_forward_ms": -2.0, "dense_backward_ms": 1.0}),
             ["dense_forward_ms -2.0"],
         ),
-        (lambda d: d.update(job={"dense_forward_ms": 2.0}), ["dense_backward_ms None", "both, or neither"]),
-        (lambda d: d["tables"][0].update(features=0), ["'cold'", "features 0", "1 to 10,000"]),
         (lambda d: d["tables"][0].update(rows="many"), ["'cold'", "rows", "'many'", "whole number"]),
         (lambda d: d["tables"][0].update(row=3), ["'cold'", "unknown key 'row'"]),
         (lambda d: d["tables"][0].pop("dim"), ["'cold'", "lacks the key 'dim'"]),
         (lambda d: d["tables"][0].update(zipf_alpha=1.0), ["'cold'", "both"]),
         (lambda d: d.update(schema="shardcore/plan"), ["schema 'shardcore/plan'", "shardcore/problem"]),
-        (lambda d: d.update(version=99), ["version 99", "reads 1"]),
         (lambda d: d.update(version=2), ["version 2", "reads 1"]),
         (lambda d: d.pop("version"), ["version None"]),
         (lambda d: d.update(global_batch=True), ["global_batch is True", "whole number"]),
@@ -165,11 +161,6 @@ def test_a_problem_that_does_not_say_what_is_reserved_keeps_a_share_for_the_dens
             lambda d: d["constraints"].update(pinned={"hot": 0}),
             ["constraints", "pinned of table 'hot' is 0", "a list"],
         ),
-        (lambda d: d["constraints"].update(pinned={"hot": [True]}), ["pinned of table 'hot'[0] is True"]),
-        (
-            lambda d: d["constraints"].update(kinds={"hot": "row"}),
-            ["kinds of table 'hot' is 'row'", "a list of texts"],
-        ),
         (
             lambda d: d["constraints"].update(kinds={"hot": ["row", "rows"]}),
             ["kinds of table 'hot' has 'rows'; known are column, row, host_row"],
@@ -177,14 +168,8 @@ def test_a_problem_that_does_not_say_what_is_reserved_keeps_a_share_for_the_dens
         (lambda d: d["constraints"].update(kinds=["hot"]), ["kinds is ['hot']", "object of tables"]),
         (lambda d: d["constraints"].update(min_widths={"hot": "8"}), ["min_widths of table 'hot' is '8'"]),
         (lambda d: d["constraints"].update(min_widths=8), ["min_widths is 8", "object of tables"]),
-        (
-            lambda d: d["constraints"].update(pinned={"hot": ["host-9"]}),
-            ["'hot' to 'host-9'", "hosts host-0"],
-        ),
-        (lambda d: d["constraints"].update(pinned={"hut": [0]}), ["pins ['hut']"]),
         (lambda d: d["constraints"].update(together={}), ["together is {}", "list of lists of texts"]),
         (lambda d: d["constraints"].update(together=["hot"]), ["together[0] is 'hot'", "a list"]),
-        (lambda d: d["constraints"].update(together=[["hot", "hot"]]), ["together has table 'hot' twice"]),
     ],
 )
 def test_bad_problems_are_refused_by_name(problem_path, edit, named):

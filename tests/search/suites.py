@@ -24,11 +24,10 @@ SHIPPED = (
 )
 """Of learned ones, each network and each way to cut."""
 DRAWN = {
-    **dict.fromkeys(("random", *greedy.ORDERS, "anneal_columns"), 2),
+    **dict.fromkeys(("random", *greedy.ORDERS, "anneal_columns", "milp", "embark"), 2),
     "torchrec": 1,
     "size_greedy": 10,
     "neuroshard": 5,
-    **dict.fromkeys(("milp", "embark"), 4),
     **dict.fromkeys(("anneal", "portfolio"), 3),
     **dict.fromkeys(LEARNED, 2),
 }
