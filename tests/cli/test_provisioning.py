@@ -26,13 +26,10 @@ def asked(folder, model, problem, *target):
     (folder / "offers.json").write_text(
         json.dumps({"schema": "shardcore/offers", "version": 1, "offers": offers})
     )
-    return main(
-        [
-            *f"provision {folder / 'problem.json'} --offers {folder / 'offers.json'}".split(),
-            *target,
-            *f"--budget-evals 500 --out {folder / 'out'}".split(),
-        ]
+    given = (
+        f"provision {folder}/problem.json --offers {folder}/offers.json --budget-evals 500 --out {folder}/out"
     )
+    return main([*given.split(), *target])
 
 
 def test_it_writes_the_cheapest_clusters_plan_and_all_that_it_searched(problem, model, tmp_path, capsys):
