@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+from offers import LEAST, write_offers
 
 from shardcore import __version__
 from shardcore.cli import main, parser_of_all
@@ -27,17 +28,8 @@ def here(stored, problem, model, monkeypatch):
         writing.write_atomic(stored / "m" / file.name, file.read_bytes())
     (stored / "link").symlink_to("m")
     (stored / "loop").symlink_to("loop")
-    writing.write_json(
-        stored / "offers.json",
-        {
-            "schema": "shardcore/offers",
-            "version": 1,
-            "offers": [
-                {"name": "box", "devices": 2, "memory_bytes": 1 << 30, "price_per_hour": 3.0, "model": "m"}
-            ],
-        },
-    )
     monkeypatch.chdir(stored)
+    write_offers("offers.json", LEAST | {"model": "m"})
     return stored
 
 

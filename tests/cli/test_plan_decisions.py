@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from offers import BOX, write_offers
 
 from shardcore.cli import main
 from shardcore.core.access_statistics import Zipf
@@ -122,21 +123,7 @@ def test_a_plan_without_memory_of_hosts_is_gone_on_from_where_an_option_gives_it
 
 def test_a_cluster_is_chosen_with_groups(problem, model, tmp_path, capsys):
     (tmp_path / "model").symlink_to(model)
-    offer = {
-        "name": "box",
-        "devices": 2,
-        "memory_bytes": 1 << 30,
-        "price_per_hour": 3.0,
-        "model": "model",
-        "most_hosts": 2,
-        "links": [
-            {"level": "within_host", "gbps": 10.0, "latency_ms": 0.1},
-            {"level": "between_hosts", "gbps": 1.0, "latency_ms": 0.1},
-        ],
-    }
-    (tmp_path / "offers.json").write_text(
-        json.dumps({"schema": "shardcore/offers", "version": 1, "offers": [offer]})
-    )
+    write_offers(tmp_path / "offers.json", BOX)
     files.write_problem(tmp_path / "p.json", problem)
     own = tmp_path / "own.json"
     given = "plan {0}/p.json --offers {0}/offers.json --step-ms 1e6 --groups 2 --algorithm size_greedy"

@@ -29,6 +29,8 @@ def project(new_project):
         files.write_problem(made.folder / f"problems/draw-{i}.json", problem)
     made.set_params("measure", step_samples=2)
     made.set_params("evaluate", replay_problems=1)
+    commit = "git -c user.name=t -c user.email=t@example.org commit -qam asked".split()
+    subprocess.run(commit, cwd=made.folder, env=made.env, check=True)
     (made.folder / "log").write_text(made.run("flows.refresh").stdout)
     return made
 
