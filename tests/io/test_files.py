@@ -11,6 +11,7 @@ import zipfile
 
 import numpy as np
 import pytest
+from sealing import edit
 from shapes import column, host_row, on_hosts, replica, row
 
 from shardcore.core.constraints import Constraints
@@ -271,10 +272,9 @@ def test_a_plan_is_of_its_problem_as_it_was_not_of_its_name(problem, tmp_path):
     ],
 )
 def test_a_plan_that_is_none_of_the_problem_is_refused_with_its_file(problem, tmp_path, change, said):
-    path, data = tmp_path / "plan.json", files.plan_to_json(whole(problem), problem)
-    change(data["placements"])
-    body = {k: v for k, v in data.items() if k not in ("schema", "version", "digest")}
-    writing.write_json(path, {**data, "digest": files.digest(body)})
+    path = tmp_path / "plan.json"
+    files.write_plan(path, whole(problem), problem)
+    edit(path, lambda data: change(data["placements"]))
     with pytest.raises(ShardCoreError) as error:
         plan = files.read_plan(path, problem)
         with files.validating(path):
@@ -346,11 +346,8 @@ def test_a_model_file_whose_digest_is_right_runs_no_code(tmp_path, written):
     content, ran = written(Payload(tmp_path / "ran")), tmp_path / "ran"
     model_files.write_model(tmp_path, {"a": 1}, {"w": np.zeros(1)})
     (tmp_path / model_files.MODEL_WEIGHTS).write_bytes(content)
-    meta = json.loads((tmp_path / model_files.MODEL_JSON).read_text()) | {
-        "weights_sha256": hashlib.sha256(content).hexdigest()
-    }
-    meta["digest"] = files.digest({k: v for k, v in meta.items() if k not in ("schema", "version", "digest")})
-    writing.write_json(tmp_path / model_files.MODEL_JSON, meta)
+    right = hashlib.sha256(content).hexdigest()
+    edit(tmp_path / model_files.MODEL_JSON, lambda meta: meta.update(weights_sha256=right))
     with pytest.raises(ShardCoreError, match="weights.safetensors is not safetensors"):
         model_files.read_model(tmp_path)
     assert not ran.exists()
