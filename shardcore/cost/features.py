@@ -79,8 +79,7 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
                     s.width,
                     s.rows,
                     PRECISION_BYTES[s.table.precision],
-                    # A row range serves part of the lookups, so pooling is scaled before anything follows
-                    # from it.
+                    # A row range serves only part of the lookups, so pooling is scaled first.
                     s.table.looked_up * access.access_share(s),
                     # Bags: one for each distinct value of a feature, or each lookup of a sequence.
                     output_rows(s, batch),
@@ -140,8 +139,8 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
 def launch_and_drivers(samples: Sequence[ComputeSample]) -> np.ndarray:
     """[S, K + 1] terms of a linear law of ops: 1 for the launch, and the op's drivers."""
     if not samples:
-        # An op's drivers are sums over its shards, so one row stands for the op.
         return np.zeros((0, 1 + len(DRIVERS)))
+    # An op's drivers are sums over its shards, so one row stands for the op.
     drivers = [features(s.request.shards, s.request.batch)[0].sum(0) for s in samples]
     return np.concatenate([np.ones((len(samples), 1)), np.stack(drivers)], 1)
 

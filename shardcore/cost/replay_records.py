@@ -50,8 +50,8 @@ def _total_ms(cost: StepCost, ids: bool) -> float:
 def parts(replayed: Sequence[ReplaySet], model: CostModel) -> dict[str, float]:
     """Measured over predicted time of each part of a step, over all replays. Keys are step_cost.PARTS."""
 
-    # Sums over devices: parts of single devices are noisy.
     def of(cost: StepCost) -> np.ndarray:
+        # Sums over devices: parts of single devices are noisy.
         return np.array([sum(getattr(cost, name)) for name in PARTS])
 
     predicted = took = np.zeros(len(PARTS))

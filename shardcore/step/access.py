@@ -184,15 +184,15 @@ def unique_rows_of(shards: Sequence[Shard], batch: int) -> np.ndarray:
     Results are cached. A row range has its share of the table's unique rows: measured, or by its rows. Where
     ids are ordered by frequency, those of its ranks.
     """
-    # Ranked tables depend on which rows are asked for. For others one number a table serves all ranges.
+    # Unique rows of ranked tables depend on the range. For others one number a table serves all ranges.
     by_rank = [s.table.ordered and s.table.row_shares is None for s in shards]
     # The whole table is the key where ranges scale, so that ranges share a cache entry.
     keys = [
         (s.table, batch, s.row_lo, s.row_hi) if ranked else (s.table, batch, 0, s.table.rows)
         for s, ranked in zip(shards, by_rank, strict=True)
     ]
-    # dict.fromkeys removes duplicates: many shards of one table need one computation.
     found = [_KNOWN.get(key) for key in keys]
+    # dict.fromkeys removes duplicates: many shards of one table need one computation.
     if new := dict.fromkeys((key for key, rows in zip(keys, found, strict=True) if rows is None), 0.0):
         # Tables without lookups keep their 0.
         hit = [key for key in new if lookups(key[0], batch) > 0]
@@ -408,8 +408,8 @@ def row_shares_of(ids: np.ndarray, rows: int, n_devices: int) -> RowShares | Non
         return None
     # Compare with the same rows and counts at random places, so that hot rows count in both.
     hit, counts = np.unique(ids, return_counts=True)
-    rng, devices = np.random.default_rng(0), min(n_devices, MOST_RANGES)
     # A fixed seed: the same ids always give the same answer.
+    rng, devices = np.random.default_rng(0), min(n_devices, MOST_RANGES)
     busiest, *hashed = (
         np.bincount(where, counts, devices).max()
         for where in (hit * devices // rows, *(rng.integers(0, devices, len(hit)) for _ in range(_HASHED)))

@@ -159,8 +159,7 @@ def _exchanged(channel: str) -> Stages:
             outputs_sent={**outputs, **_payloads(f"{channel} cast", f"{channel} there", "local there")},
         ),
         _awaited(sent),
-        # Backward the same exchange in reverse: gradients of local outputs leave, those of the channel
-        # arrive.
+        # Backward, gradients of local outputs leave, and those of the channel arrive.
         _exchanged_back(channel),
         _updated(_payloads("local back", f"{channel} back"), channel),
     )
@@ -198,7 +197,7 @@ def _summed(channel: str, *crossing: str) -> Stages:
     """Gloo sums in a separate buffer, and gathers in one."""
     if crossing:
         return _summed_and_exchanged(channel, *crossing)
-    # Forward: each device enters outputs of the global batch, and receives sums of its own samples.
+    # Forward: each device enters outputs of the global batch, and receives sums for its samples.
     sent, outputs = _payloads(f"{channel} there", "local there"), _outputs(channel)
     # The all-gather holds its output and gloo's own buffer: twice the channel's bytes.
     gathered = _payloads("local copied", f"{channel} back", f"{channel} back")

@@ -100,8 +100,8 @@ class Workload:
     global_batch: int
     job: Job = Job()
 
-    # A replicated op is on many devices, but it is one object: counted once.
     def __repr__(self) -> str:
+        # A replicated op is on many devices, but it is one object: counted once.
         ops = {id(op): len(op.shards) for ops in self.ops for op in ops}
         return (
             f"Workload({sum(ops.values())} shards in {len(ops)} ops, {self.topology!r}, global batch "
@@ -136,9 +136,9 @@ def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
     Raises Infeasible if a device would hold more than it may, or run more in an op than FBGEMM does, unless
     `fits` is False.
     """
-    # Checks of coverage come first: bytes of a plan that lacks a table mean nothing.
     require_type(plan, Plan, "plan", "a Plan, as a sharder gives")
     require_type(problem, Problem, "problem", "a Problem")
+    # Checks of coverage come first: bytes of a plan that lacks a table mean nothing.
     require_cover(plan, problem)
     # Constraints after coverage: they assume that placements are valid for their kinds.
     require_constraints(plan, problem)
@@ -168,8 +168,7 @@ def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
                 last = Op(layout.name, shards, layout.batch(problem))
                 entering = entering_bytes(layout, shards, problem)
             ops[device].append(last)
-            # Runs of one lane have no channel in common but DDP's all-reduce, which sums what all replicas
-            # enter.
+            # Runs of a lane share no channel but DDP's all-reduce, which sums what all replicas enter.
             traffic[rows, device] += entering
     tick()
     # Ids come last and are assigned, not added: no other run has their channel in this lane.
@@ -248,8 +247,8 @@ def require_cover(plan: Plan, problem: Problem) -> None:
     known = {t.name: t for t in problem.tables}
     for placement in ticking(plan.placements):
         shard = placement.shard
-        # Plans mostly hold the problem's own tables. Identity saves comparing their statistics.
         found = known.get(shard.table.name)
+        # Plans mostly hold the problem's own tables. Identity saves comparing their statistics.
         if found is not shard.table and found != shard.table:
             raise ShardCoreError(
                 f"plan places table {shard.table.name!r}, "
@@ -259,7 +258,6 @@ def require_cover(plan: Plan, problem: Problem) -> None:
         require_placement(placement, problem)
         by_table[shard.table.name].append(shard)
     for table in problem.tables:
-        # Sorted by column, so that only neighbours can overlap.
         # Shards of a table have all rows. So they overlap only if their columns do.
         shards = sorted(by_table[table.name], key=lambda s: s.col_lo)
         for left, right in itertools.pairwise(shards):

@@ -122,7 +122,7 @@ def host_bytes(shard: Shard, problem: Problem) -> int:
     """
     if not shard.table.in_host_memory:
         return 0
-    # State of cells is as large as the weights and stays with them in host memory.
+    # State of cells lies with the weights in host memory.
     a_cell, _ = STATE_BYTES[problem.optimizer]
     return shard.bytes + shard.rows * shard.width * a_cell
 
@@ -137,14 +137,14 @@ def held_bytes(problem: Problem) -> list[int]:
 
 def by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
     """[D] memory of a plan on each device, by part."""
-    # Buffers of a local batch are equal on all devices, so they are computed once.
     require_type(plan, Plan, "plan", "a Plan, as a sharder gives")
     require_type(problem, Problem, "problem", "a Problem")
-    # [phases] moments of a step, and [buffers, phases] how often each buffer counts in each.
+    # Buffers of a local batch are equal on all devices, so they are computed once.
     local, devices = local_buffers(run_batches(merged(plan.placements), problem), problem), []
     stages = tuple(run.stages for run in local)
-    # Buffers are keyed by run number: the timeline knows runs by their order only.
+    # [phases] moments of a step, and [buffers, phases] how often each buffer counts in each.
     phases, (names, times) = phases_of(stages), times_of(stages)
+    # Buffers are keyed by run number: the timeline knows runs by their order only.
     numbers = {run: number for number, run in enumerate(local)}
     # Buffers that a device does not have count as 0 bytes.
     of_all: defaultdict[tuple[int, str], float] = defaultdict(float)
@@ -265,8 +265,8 @@ def used_bytes(plan: Plan, problem: Problem) -> list[int]:
 
 
 def _held(plan: Plan, problem: Problem) -> list[list[tuple[Layout, Shard]]]:
-    # Merged: two shards of a table on one device are one shard, with one set of lengths and one cache.
     """[D] the shards of each device, and how each runs."""
+    # Merged: two shards of a table on one device are one shard, with one set of lengths and one cache.
     held: list[list[tuple[Layout, Shard]]] = [[] for _ in problem.topology.devices]
     for placement in merged(plan.placements):
         layout = run_of(placement.kind, placement.shard.table)
@@ -317,7 +317,6 @@ def _require_hosts_fit(plan: Plan, problem: Problem) -> None:
     for memory in topology.memory:
         # [D] bytes in this tier. Devices of a host share it, so their sums count.
         on_device = [
-            # A tier is shared by the devices of a host, and each tier has a limit of its own.
             sum(host_bytes(shard, problem) for _, shard in held if shard.table.tier == memory.tier)
             for held in _held(plan, problem)
         ]

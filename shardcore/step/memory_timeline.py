@@ -177,8 +177,7 @@ def needed_times(stages: tuple[Stages, ...]) -> tuple[tuple[tuple[int, str], ...
     buffers, times = times_of(stages)
     # Equal columns are one phase for the purpose of a maximum.
     times = np.unique(times, axis=1)
-    # less[a, b]: phase a is at most phase b for every buffer. Buffers are 0 or more, so a is never the
-    # peak.
+    # less[a, b]: no buffer is alive more often in a than in b. Then a is never the peak.
     less = (times[:, :, None] <= times[:, None, :]).all(0)
     # A phase below no phase but itself stays.
     return buffers, times[:, less.sum(1) == 1]
