@@ -15,6 +15,8 @@ A collective takes
 
     latency + rounds + ramp of its protocols + the larger of two: time within hosts, and time between hosts
 
+Rates may be arrays: of many profiles at once, with a leading dimension each.
+
 Shapes: N shards, K levels of links, n devices of a group; ... any leading dimensions.
 """
 
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -35,8 +38,8 @@ from shardcore.step.output_bytes import output_rows
 from shardcore.tables.host_rows import link_bytes_of
 
 MS_PER_US, MS_PER_NS = 1e-3, 1e-6
-Rates = Mapping[str, float]
-"""Values of profile.RATES, by name."""
+Rates = Mapping[str, Any]
+"""Values of profile.RATES, by name: floats, or arrays that broadcast against work."""
 _SHARPNESS = 3.0
 """Exponent of the smooth maximum. Kernels that are near both limits take 26% longer than either alone."""
 _RAMP_DEVICES = 16
@@ -120,7 +123,7 @@ FLOORS: Mapping[str, tuple[str, ...]] = {
 """Rates of the floor of an op, by its pass. `kernels`: backward, timed without launches and sorting."""
 
 
-def floor_ms(rates: Rates, part: str) -> float:
+def floor_ms(rates: Rates, part: str) -> Any:
     """ms of an op's floor in a pass, however little it does."""
     return rates["compute_factor"] * sum(rates[name] for name in FLOORS[part]) * MS_PER_US
 
@@ -179,12 +182,6 @@ def backward_ms(rates: Rates, work: Work, sorts: bool = True) -> np.ndarray:
         + _of(rates, "cache_lookup_ns", work.lookups * (work.cache_bytes > 0))
         + _of(rates, "host_update_gbps", work.host_update_bytes)
     )
-
-
-def op_ms(rates: Rates, work: Work) -> float:
-    """ms of an op, forward and backward."""
-    shards_ms = forward_ms(rates, work).sum() + backward_ms(rates, work).sum()
-    return float(shards_ms) + floor_ms(rates, "forward") + floor_ms(rates, "backward")
 
 
 def _below(rates: Rates, work: Work) -> np.ndarray:
@@ -259,19 +256,19 @@ def collective_ms(
         each = n / hosts
         # Switches that sum take all of a device's bytes once, and give its part of the sum to all. A ring takes them
         # twice, but for its own part.
-        sums = collective == "all_reduce" and each > 1 and rates["switch_generation"] >= _SUMS
-        near = busiest * (1 + 1 / each if sums else passes * (1 - 1 / n))
+        sums = (collective == "all_reduce" and each > 1) & np.greater_equal(rates["switch_generation"], _SUMS)
+        near = busiest * np.where(sums, 1 + 1 / each, passes * (1 - 1 / n))
         # Then hosts exchange sums, else a ring passes all devices. Rails: what leaves a host spreads over the links of
         # its devices.
         links = 1 if FAR in given.shared else each
-        far = passes * busiest * (1 - 1 / (hosts if sums else n)) / links
+        far = passes * busiest * (1 - 1 / np.where(sums, hosts, n)) / links
     else:
         of_near, of_far = link_counts(False, owned, units, False)
         near = of_near["busiest"]
         far = of_far["uplink" if FAR in given.shared else "busiest"]
     if given.latency_ms is None:
-        once_us = rates[f"{collective}_{level}_latency_us"]
-        once_us += _rounds(collective, n, hosts) * rates[f"{collective}_round_us"]
+        rounds = _rounds(collective, n, hosts)
+        once_us = rates[f"{collective}_{level}_latency_us"] + rounds * rates[f"{collective}_round_us"]
     else:
         once_us = given.latency_ms / MS_PER_US
     # Protocols for large messages cost more once. Between hosts that grows with the number of devices.
@@ -282,7 +279,7 @@ def collective_ms(
     return rates["exchange_factor"] * (fixed_us * MS_PER_US + slower)
 
 
-def _ms_at(gbps: float, n_bytes: np.ndarray | float) -> np.ndarray:
+def _ms_at(gbps: np.ndarray | float, n_bytes: np.ndarray | float) -> np.ndarray:
     return np.asarray(n_bytes / (gbps * BYTES_PER_MS_PER_GBPS))
 
 

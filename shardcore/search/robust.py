@@ -134,13 +134,16 @@ def _judging_s(plan: Plan, problem: Problem, model: CostModel, config: RobustCon
     return one_s * (1 + config.searches) * config.draws * _PRICINGS
 
 
-def _cost_ms(workloads: Sequence[Workload], models: Sequence[CostModel]) -> np.ndarray:
+def _cost_ms(workloads: Sequence[Workload], models: Sequence[UncertainCostModel]) -> np.ndarray:
     """[P, K] ms of a step of each plan under each model."""
-    return np.array([[total_ms(workload, model) for model in models] for workload in workloads])
+    return np.array([models[0].steps_ms(workload, models) for workload in workloads])
 
 
 def _removed(
-    regrets: np.ndarray, workloads: Sequence[Workload], informed: Sequence[CostModel], own_ms: np.ndarray
+    regrets: np.ndarray,
+    workloads: Sequence[Workload],
+    informed: Sequence[UncertainCostModel],
+    own_ms: np.ndarray,
 ) -> float:
     """Share of the mean regret that goes if each draw's plan is chosen by what a measurement would tell.
 
