@@ -27,7 +27,7 @@ from shardcore.search.budget import Budget
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.portfolio import annealing
 from shardcore.search.sharders import DEFAULT_SHARDER, SPACE_OF
-from shardcore.search.state.halves import Halves, halved, in_halves
+from shardcore.search.state.halves import halves_of
 from shardcore.search.state.shards import on_all_devices, priced
 from shardcore.step.kinds import WHOLE_ROWS, device_names, shards_on
 from shardcore.step.lower import require_plan
@@ -233,7 +233,7 @@ def forced_moves(old: Plan, problem: Problem) -> frozenset[str]:
 
     Their device is gone or has too little memory, or constraints or their kind forbid it.
     """
-    if halves := _halves(old, problem):
+    if halves := halves_of(rebind_tables(old, problem), problem):
         moves = forced_moves(halves.split(rebind_tables(old, problem)), halves.problem)
         return frozenset(halves.tables[name][0].name if name in halves.tables else name for name in moves)
     known = old.by_table().keys() & {t.name for t in problem.tables}
@@ -254,7 +254,7 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
     be a start.
     """
     space = config.space or old.provenance.get("space", "all")
-    if halves := _halves(old, problem):
+    if halves := halves_of(rebind_tables(old, problem), problem):
         found = replan(halves.split(rebind_tables(old, problem)), halves.problem, model, config)
         cost = priced(halves.joined(found.placements), problem, model)
         return replace(cost, provenance={**found.provenance, **cost.provenance})
@@ -270,12 +270,6 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
     if kept and kept.provenance["predicted_ms"] <= searched.provenance["predicted_ms"]:
         return kept
     return searched
-
-
-def _halves(old: Plan, problem: Problem) -> Halves | None:
-    """The problem in which tables are in halves that groups share in the old plan. None: there are no such tables."""
-    names = in_halves(rebind_tables(old, problem), problem)
-    return halved(problem, names) if names else None
 
 
 def _paying_back(old: Plan, kept: Plan, problem: Problem, model: CostModel, config: ReplanConfig) -> Plan:

@@ -25,12 +25,12 @@ from shardcore.core.progress import OutOfTime, stopped_clock
 from shardcore.core.types import Placement, Plan, Problem, Shard
 from shardcore.cost.model import CostModel, group_costs
 from shardcore.search import greedy
-from shardcore.search.anneal.reshard import Reshard
+from shardcore.search.anneal.reshard import Reshard, rebind_tables
 from shardcore.search.beam import Beam
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.neuroshard import GreedyGrid, NeuroShardConfig
 from shardcore.search.state.feasible import fitting
-from shardcore.search.state.halves import Halves, halved, may_halve
+from shardcore.search.state.halves import Halves, halved, halves_of, may_halve
 from shardcore.search.state.shards import priced, searched_tables
 from shardcore.step.kinds import LAYOUTS
 
@@ -68,6 +68,11 @@ def annealing(
 
     Raises as `portfolio`, and ShardCoreError for an unknown space.
     """
+    if reshard and (halves := halves_of(plan := rebind_tables(reshard.plan, problem), problem)):
+        start = replace(reshard, plan=halves.split(plan))
+        found = annealing(halves.problem, model, seed=seed, budget=budget, space=space, reshard=start)
+        joined = priced(halves.joined(found.placements), problem, model)
+        return replace(joined, provenance={**found.provenance, **joined.provenance})
     name = "anneal" if space == "all" else "anneal_columns"  # halves are for comparisons only
     return _Anytime(name, problem, model, seed, budget).plan(space, reshard=reshard)
 

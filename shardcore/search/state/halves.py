@@ -82,14 +82,18 @@ def may_halve(table: Table, problem: Problem) -> bool:
     return plain and table.dim % (2 * MIN_WIDTH) == 0 and table.name not in named
 
 
-def in_halves(plan: Plan, problem: Problem) -> list[str]:
-    """Names of the problem's tables whose halves groups of devices share."""
+def halves_of(plan: Plan, problem: Problem) -> Halves | None:
+    """The problem with tables in halves whose halves groups of devices share in a plan. None: there are none.
+
+    plan: of the problem's tables.
+    """
     shared = {
         p.shard.table.name
         for p in plan.placements
         if layout_of(p.kind).divides_rows and p.kind in _CUT and 2 * p.shard.width == p.shard.table.dim
     }
-    return [t.name for t in problem.tables if t.name in shared and may_halve(t, problem)]
+    names = [t.name for t in problem.tables if t.name in shared and may_halve(t, problem)]
+    return halved(problem, names) if names else None
 
 
 def _moved(placement: Placement, table: Table, columns: int) -> Placement:
