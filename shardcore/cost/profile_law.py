@@ -15,6 +15,8 @@ A collective takes
 
     latency + rounds + ramp of its protocols + the larger of two: time within hosts, and time between hosts
 
+where "the larger" is smooth, too: chunks pass one level after the other, which overlaps, but not wholly.
+
 Rates may be arrays: of many profiles at once, with a leading dimension each.
 
 Shapes: N shards, K levels of links, n devices of a group; ... any leading dimensions.
@@ -41,7 +43,7 @@ MS_PER_US, MS_PER_NS = 1e-3, 1e-6
 Rates = Mapping[str, Any]
 """Values of profile.RATES, by name: floats, or arrays that broadcast against work."""
 _SHARPNESS = 3.0
-"""Exponent of the smooth maximum. Kernels that are near both limits take 26% longer than either alone."""
+"""Exponent of the smooth maximum. What is near both limits takes 26% longer than by either alone."""
 _RAMP_DEVICES = 16
 """Devices on several hosts that a ramp is given for."""
 _SUMS = 3
@@ -275,7 +277,7 @@ def collective_ms(
     more = (n / _RAMP_DEVICES) ** 0.5 if level == FAR else 1.0
     ramp = more * busiest / (busiest + rates[f"{collective}_{level}_ramp_bytes"])
     fixed_us = exchanges * once_us + ramp * rates[f"{collective}_{level}_ramp_us"]
-    slower = np.maximum(_ms_at(gbps[NEAR], near * used[NEAR]), _ms_at(gbps[FAR], far * used[FAR]))
+    slower = _larger(_ms_at(gbps[NEAR], near * used[NEAR]), _ms_at(gbps[FAR], far * used[FAR]))
     return rates["exchange_factor"] * (fixed_us * MS_PER_US + slower)
 
 
