@@ -85,6 +85,7 @@ class _Anytime:
     ) -> None:
         problem.require_setting(model.setting)
         self.problem, self.model, self.name, self.seed = problem, model, name, seed
+        # Rounds have no end of their own, so there is always some limit.
         self.meter = (budget if budget and (budget.evals or budget.seconds) else DEFAULT).start()
         self.best: Plan | None = None
         self.found_by = name
@@ -128,6 +129,7 @@ class _Anytime:
         beam_evals, kept = _beam_evals(self.problem) if others else None, None
         rounds, began_s = search.rounds(space, reshard), self.meter.seconds()
         while (number := next(rounds, None)) is not None:
+            # Pricing a plan takes long with very many tables, so only a new one is priced.
             if search.best is not None and search.best is not kept:
                 kept = search.best
                 self._keep(halves.joined(search.placements), self.name, kept.ms)
@@ -151,6 +153,7 @@ class _Anytime:
             if beam_evals is not None and self.meter.evals >= beam_evals:
                 beam_evals = None
                 if plan := self._add("neuroshard", self._beam):
+                    # Annealing starts from it in its next round.
                     search.add(halves.split(plan).placements, space)
 
     def _hottest(self) -> list[str]:

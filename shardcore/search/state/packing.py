@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise, product
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from shardcore.search.state.vector_packing import VectorPacking
 from shardcore.step import memory
 from shardcore.step.id_bytes import sample_bytes
 from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, Group, Layout, run_of, shards_on
-from shardcore.step.memory import held_bytes
+from shardcore.step.memory import Caches, held_bytes
 from shardcore.step.memory_account import Account, Sums, account_of, own_peaks, sums_of
 from shardcore.step.memory_timeline import IDS_ALIVE
 from shardcore.step.op_limits import TooManyInOneOp, require_ops
@@ -40,6 +41,10 @@ _NEARLY = 1.1
 """Factor by which parts may exceed the least bytes, if they are fewer."""
 LARGE = 1 << 16
 """Devices × tables of a large problem: it gets few tries."""
+_NEAR = 0.1
+"""A packing that lacks at most this share of a device is improved one table at a time."""
+_TRIES = 20_000
+"""Tries of that, times tables."""
 _CLOSE = 1.01
 """Tries for a large problem end once a device lacks no more than this multiple of what all devices lack."""
 
@@ -66,26 +71,21 @@ def roomiest(problem: Problem, quick: bool = False) -> tuple[Plan | None, int]:
 
     The bytes are 0 or less if it fits. No plan: constraints leave a table no kind.
     """
-    packings = _Packings(problem)
-    plan, lacks = None, 0
+    packings, best = _Packings(problem), None
     if len(packings.firsts) < len(packings.bundles):
-        return plan, lacks
+        return None, 0
     for ways in packings.choices(quick):
-        packed = packings.packed(ways, np.inf if plan is None else lacks)
-        if packed is None:
-            continue
-        # Parts of a table that meet on a device are one shard, so the packing may have counted too much.
-        exact = lacking(packed[0], problem)
-        if not within_ops(packed[0], problem):
-            exact = max(exact, math.ceil(packed[1]), 1)
-        plan, lacks = packed[0], exact
+        best = packings.better(ways, best) or best
         # No other way has much less to pack.
-        if lacks <= 0 or (packings.large and lacks <= _CLOSE * packings.short):
+        if best and (best.lacks <= 0 or (packings.large and best.lacks <= _CLOSE * packings.short)):
             break
-    few = not quick and not packings.large
-    if plan is not None and lacks > 0 and few and (poured := packings.poured()):
-        return poured, 0
-    return plan, lacks
+    if best is None:
+        return None, 0
+    if best.lacks > 0 and not quick and not packings.large:
+        best = packings.improved(best)
+        if best.lacks > 0 and (poured := packings.poured()):
+            return poured, 0
+    return best.plan, best.lacks
 
 
 def lacking(plan: Plan, problem: Problem) -> int:
@@ -104,6 +104,14 @@ def within_ops(plan: Plan, problem: Problem) -> bool:
     return True
 
 
+class _Packing(NamedTuple):
+    """A plan of some ways, and the bytes that it lacks. 0 or less: it fits."""
+
+    ways: tuple[Way, ...]
+    plan: Plan
+    lacks: int
+
+
 class _Packings:
     """Packings of a problem.
 
@@ -118,6 +126,7 @@ class _Packings:
     def __init__(self, problem: Problem) -> None:
         self.problem, self.n = problem, len(problem.topology)
         self.bundles = bundles(map(Shard.whole, problem.tables), problem)
+        # Only the first way of each: with very many tables, listing all takes long.
         firsts = [next(_ways(bundle, problem), None) for bundle in ticking(self.bundles)]
         self.firsts = [way for way in firsts if way]
         self.large = len(self.bundles) * self.n > LARGE
@@ -136,6 +145,7 @@ class _Packings:
     def choices(self, quick: bool) -> Iterator[tuple[Way, ...]]:
         """A way for each bundle, and then others."""
         n = range(len(self.bundles))
+        # Few tables: all choices, with the simplest ways first.
         if len(n) <= 20 and prod(len(self.ways(i)) for i in n) <= _ALL:
             ranked = product(*(enumerate(self.ways(i)) for i in n))
             for choice in sorted(ranked, key=lambda choice: sum(rank for rank, _ in choice)):
@@ -152,6 +162,7 @@ class _Packings:
         # Where a local batch leaves no room, as much as if all tables were divided evenly.
         even = sum(self._bytes(i, ways[i]) for i in n if not ways[i].devices) / self.n
         room = max(self.room, 2 * even)
+        # Smaller shares cut more tables, which leaves smaller gaps, but sends ids more often.
         for share in _SHARES:
             before, ways = ways, tuple(self._within(i, room, share) for i in ticking(n))
             if ways != before:
@@ -196,6 +207,7 @@ class _Packings:
         """Estimated bytes that a device has of a bundle."""
         if (i, way) not in self._bytes_of:
             shards = self.bundles[i]
+            # The last part is the widest where units do not divide evenly.
             if way.parts > 1:
                 shards = _parts(shards[0].table, way.parts, self.problem)[-1:]
             if LAYOUTS[way.kind].divides_rows:
@@ -203,7 +215,38 @@ class _Packings:
             self._bytes_of[i, way] = sum(self._peak_of(run_of(way.kind, s.table), s) for s in shards)
         return self._bytes_of[i, way]
 
-    def packed(self, ways: Sequence[Way], most: float) -> tuple[Plan, float] | None:
+    def improved(self, best: _Packing) -> _Packing:
+        """The packing, with other ways of one table at a time while it lacks less so."""
+        n_tries = _TRIES // len(self.bundles)
+        # Far from fitting, one table at a time does not get there.
+        if best.lacks > _NEAR * max(held_bytes(self.problem)):
+            return best
+        # Large tables first: another way of one changes most.
+        largest, before = sorted(range(len(best.ways)), key=lambda i: -self._bytes(i, self.firsts[i])), None
+        while best is not before:
+            before = best
+            for i in largest:
+                for way in self.ways(i):
+                    if best.lacks <= 0 or n_tries <= 0:
+                        return best
+                    if way != best.ways[i]:
+                        n_tries -= 1
+                        best = self.better((*best.ways[:i], way, *best.ways[i + 1 :]), best) or best
+        return best
+
+    def better(self, ways: tuple[Way, ...], best: _Packing | None) -> _Packing | None:
+        """A packing of these ways, if it lacks less than the best one."""
+        packed = self._packed(ways, best.lacks if best else np.inf)
+        if packed is None:
+            return None
+        plan, lacks = packed
+        # Parts of a table that meet on a device are one shard, so the packing may have counted too much.
+        exact = lacking(plan, self.problem)
+        if not within_ops(plan, self.problem):
+            exact = max(exact, math.ceil(lacks), 1)
+        return _Packing(ways, plan, exact)
+
+    def _packed(self, ways: Sequence[Way], most: float) -> tuple[Plan, float] | None:
         """A plan of these ways, and the bytes that it lacks. None if it lacks `most` or more."""
         shared, parts = [], []
         for bundle, way in zip(self.bundles, ways, strict=True):
@@ -213,33 +256,43 @@ class _Packings:
                 parts.append(bundle)
             else:
                 parts += [(part,) for part in _parts(bundle[0].table, way.parts, self.problem)]
+        # TorchRec refuses such a plan.
         if not equally_wide(parts):
             return None
         # The account needs every shard, but not its device.
         anywhere = _placements(parts, [i % self.n for i in range(len(parts))])
         account = account_of((*shared, *anywhere), self.problem)
+        caches = Caches.of(
+            (run_of(p.kind, s.table), s) for p in (*shared, *anywhere) for _, s in shards_on(p)
+        )
 
         def vector(kind: str, shard: Shard) -> np.ndarray:
             run = run_of(kind, shard.table)
             if (run, shard) not in self._sums:
                 self._sums[run, shard] = sums_of(run, shard, self.problem)
-            return account.vector(run, shard, self._sums[run, shard])
+            n_bytes = account.vector(run, shard, self._sums[run, shard])
+            return np.append(n_bytes, caches.total([(run, shard)])) if len(caches) else n_bytes
 
-        may_hold, load = account.limits, np.tile(account.base, (self.n, 1))
+        n_limits = len(account.base)
+        # [D, P + C] of tables that groups share. They are there before any shard is packed.
+        load = np.zeros((self.n, n_limits + len(caches)))
         for placement in shared:
             for device, shard in shards_on(placement):
                 load[device] += vector(placement.kind, shard)
-        self.room = float((may_hold - load).min(1).max())
+        may_hold = account.limits - account.base
+        self.room = float((may_hold - load[:, :n_limits]).min(1).max())
         vectors = np.zeros((len(parts), load.shape[1]))
         for i, bundle in enumerate(ticking(parts)):
             vectors[i] = sum(vector(WHOLE_ROWS.name, s) for s in bundle)
-        # However shards are packed, in each phase all devices together take their sum.
-        self.short = float((load.sum(0) + vectors.sum(0) - np.maximum(may_hold, 0).sum(0)).max()) / self.n
+        # However shards are packed, in each phase all devices together take at least their sum.
+        needed = (load.sum(0) + vectors.sum(0))[:n_limits] + self.n * account.base
+        self.short = float((needed - np.maximum(account.limits, 0).sum(0)).max()) / self.n
+        # No packing can lack less than the mean, so none need be tried.
         if shared and self.short >= most:
             return None
         names = [bundle[0].table.name for bundle in parts]
         allowed = list(map(self.problem.allowed_devices, names))
-        lacks, devices = VectorPacking(may_hold, load, bool(shared), vectors, allowed, names).best(most)
+        lacks, devices = VectorPacking(account, caches, load, vectors, allowed, names).best(most)
         if devices is None:
             return None
         return Plan((*shared, *_placements(parts, devices))), lacks
@@ -256,6 +309,7 @@ class _Packings:
         if not all(why_not(WHOLE_ROWS, s.table, problem) is None for bundle in searched for s in bundle):
             return None
         batches = run_batches([*_placements(searched, [0] * len(searched)), *fixed], problem)
+        # As if every run had a cut table, as it is not known yet which tables are cut.
         cut = {run: replace(batch, cut=not run.local_batch) for run, batch in batches.items()}
         account = Account.of(cut, problem)
         room = account.limits - account.base - account.loads(fixed)
@@ -268,6 +322,7 @@ class _Packings:
                 vector((s,)).max() for s in bundle
             )
 
+        # Tables with least freedom first, then the largest.
         placements = list(fixed)
         for bundle in sorted(searched, key=rank):
             table, needs = bundle[0].table, vector(bundle)
@@ -292,14 +347,17 @@ class _Packings:
                 device = int(most.argmax())
                 if most[device] < 1:
                     return None
+                # As wide as the gap, the rest of the table, and FBGEMM allow.
                 units = min(most[device], (table.dim - lo) // unit, problem.most_width(table) // unit)
                 part = (Shard(table, 0, table.rows, lo, lo + int(units) * unit),)
                 placements += _placements([part], [device])
+                # A second part there would be one shard with the first.
                 allowed.remove(device)
                 room[device] -= vector(part)
                 if lo:
                     room -= ids  # each further part sends the ids once more, to all
                 lo = part[0].col_hi
+        # The account counted cut tables in every run, so the exact one decides.
         plan = Plan(tuple(placements))
         return plan if memory.fits(plan, problem) and within_ops(plan, problem) else None
 
@@ -319,6 +377,7 @@ def _ways(bundle: Bundle, problem: Problem) -> Iterator[Way]:
     if all(why_not(WHOLE_ROWS, s.table, problem) is None for s in bundle):
         most = min(table.dim // problem.unit_width(table), len(problem.allowed_devices(table.name)))
         most = 1 if table.name in problem.whole else most
+        # Few of the possible numbers, as the ways of all tables multiply.
         numbers = dict.fromkeys([1, 2, 3, *(1 << k for k in range(2, most.bit_length())), most])
         yield from (Way(parts=n) for n in numbers if n <= most and _may_be_parts(table, n, problem))
     for layout in LAYOUTS.values() if len(bundle) == 1 else ():
