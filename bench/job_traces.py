@@ -36,7 +36,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem, Setting
 from shardcore.cost import composite, traced_factors
 from shardcore.cost.model import price
-from shardcore.cost.traced_factors import QUANTITIES, with_around
+from shardcore.cost.traced_factors import QUANTITIES, with_around, with_traced_dense
 from shardcore.io import files, writing
 from shardcore.measure import local_ranks
 from shardcore.measure.sampling.steps import step_plans
@@ -100,8 +100,7 @@ def judged(
     checked, by_three = traced_job.check(job, model), traced_job.check(all_steps, model)
     measured = {name: float(np.median(ms)) for name, ms in found["steps_ms"].items()}
     noise = {name: _noise_ms(ms) for name, ms in found["steps_ms"].items()}
-    around = [rank.cost_ms("dense_ms") for step in job.traced.steps for rank in step.ranks]
-    as_it_is = with_around(job.problem, float(np.median(around)))
+    as_it_is = with_traced_dense(job.problem, [s.without_tracing(step_ms) for s in job.traced.steps])
     anchor = max(0.0, job.total_ms - checked.before.cost.total_ms + checked.before.cost.dense_ms)
     arms = {
         "as it is": (as_it_is, model),
