@@ -15,8 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from shardcore.core.errors import SettingMismatch
 from shardcore.core.types import Problem
 from shardcore.cost import traced_factors
+from shardcore.cost.known_errors import trained
+from shardcore.cost.model import price
 from shardcore.cost.traced_factors import Observations, TracesTellNothing
 from shardcore.io.traced_samples import TracedSample
 from shardcore.io.traced_steps import TracedStep
@@ -72,6 +75,23 @@ def observations(model: Any, samples: Sequence[TracedSample]) -> Observations:
     return Observations(*(np.concatenate(each) for each in zip(*found, strict=True)))
 
 
+def is_for(model: Any, sample: TracedSample) -> bool:
+    """True if a model is of the sample's hardware, and of the setting of its problem."""
+    try:
+        sample.problem.require_setting(model.for_problem(sample.problem).setting)
+    except SettingMismatch:
+        return False
+    return bool(sample.setting.hardware == model.setting.hardware)
+
+
+def job_problem(model: Any, sample: TracedSample) -> Problem:
+    """The sample's problem, with what its step takes beyond the model's embeddings as the dense part."""
+    problem, steps = workloads(sample)
+    cost = price(steps[0][0], model.for_problem(problem))
+    around_ms = max(0.0, sample.step_ms - (cost.total_ms - cost.dense_ms))
+    return traced_factors.with_around(problem, around_ms)
+
+
 def error(model: Any, samples: Sequence[TracedSample]) -> float:
     """Mean absolute error of lookups and exchanges, in percent of what was measured.
 
@@ -107,27 +127,45 @@ class Corrected:
 def correct(model: Any, samples: Sequence[TracedSample]) -> Corrected:
     """Correct a model by all samples but those held out, unless it errs more on these then.
 
+    Samples that it was corrected by before do not count again, or each correction would repeat the last.
+
     Raises SettingMismatch for samples of other settings.
     """
-    parts = split(samples)
+    parts, earlier = split(samples), _lineage(model)
+    before = error(model, parts.held_out) if parts.held_out else None
+    learned = [sample for sample in parts.learned if sample.name not in earlier["steps"]]
+    if not learned:
+        of = "" if before is None else f"; error on held-out traces {before:.1f}%"
+        return _left(model, before, f"no traced step that the model has not learned from{of}")
     try:
-        factors, _, refused = traced_factors.factors_of(*observations(model, parts.learned))
+        factors, _, refused = traced_factors.factors_of(*observations(model, learned))
     except TracesTellNothing as nothing:
-        return Corrected(model, None, f"{nothing}; the model is left as it is")
+        return _left(model, before, f"{nothing}; the model is left as it is")
+    jobs = " and ".join(dict.fromkeys(sample.job for sample in learned))
     lineage: dict[str, Any] = {
-        "job": " and ".join(dict.fromkeys(s.job for s in parts.learned)),
-        "steps": [s.name for s in parts.learned],
-        "traces": {s.name: dict(s.traces) for s in parts.learned},
+        "job": jobs,
+        "steps": [*earlier["steps"], *(sample.name for sample in learned)],
+        "traces": earlier["traces"] | {sample.name: dict(sample.traces) for sample in learned},
         **traced_factors.document(factors, refused),
     }
-    steps = f"{len(parts.learned)} traced steps of {lineage['job']}"
-    if not parts.held_out:
-        after = traced_factors.corrected(model, factors, lineage)
-        return Corrected(after, None, f"{steps} correct the model; none is held out to judge it by")
-    before = error(model, parts.held_out)
+    words = f"the correction by {len(learned)} traced steps of {jobs}"
+    if before is None:
+        after_it = traced_factors.corrected(model, factors, lineage)
+        return Corrected(after_it, None, f"{words} is judged by nothing: no step is held out")
     after = error(traced_factors.corrected(model, factors), parts.held_out)
-    words = f"error on held-out traces {before:.1f}% before and {after:.1f}% after the correction by {steps}"
+    words = f"error on held-out traces {before:.1f}% before and {after:.1f}% after {words}"
     if after > before:
-        return Corrected(model, (before, before), f"{words}: the model is left as it is")
-    lineage |= {"held_out": [s.name for s in parts.held_out], "held_out_errors": [before, after]}
+        return _left(model, before, f"{words}: the model is left as it is")
+    lineage |= {"held_out": [sample.name for sample in parts.held_out], "held_out_errors": [before, after]}
     return Corrected(traced_factors.corrected(model, factors, lineage), (before, after), words)
+
+
+def _left(model: Any, error: float | None, words: str) -> Corrected:
+    return Corrected(model, None if error is None else (error, error), words)
+
+
+def _lineage(model: Any) -> dict[str, Any]:
+    """Names of the steps that a model was corrected by, and digests of their traces."""
+    meta = getattr(trained(model)[0], "meta", {})
+    known = meta.get("provenance", {}).get("job", {})
+    return {"steps": list(map(str, known.get("steps", []))), "traces": dict(known.get("traces", {}))}

@@ -147,6 +147,7 @@ def check(job: ReadJob, model: CostModel) -> CheckedJob:
     Raises ShardCoreError for a job whose plan is not known, a model of another setting, and traces that tell nothing.
     """
     given, plan = _known(job)
+    given.require_setting(model.for_problem(given).setting)
     traced = [step.without_tracing(job.step_ms) for step in job.traced.steps]
     problem = traced_factors.with_traced_dense(given, traced)
     ours = model.for_problem(problem)

@@ -64,7 +64,16 @@ def test_one_rank_alone_corrects_and_nothing_judges_it(model):
     one = sample(true_machine(model))
     step = dataclasses.replace(one.steps[0], ranks=one.steps[0].ranks[:1])
     found = traced_training.correct(model, [dataclasses.replace(one, steps=(step,))])
-    assert found.errors is None and found.gain == 0 and "none is held out" in found.words
+    assert found.errors is None and found.gain == 0 and "no step is held out" in found.words
+
+
+def test_a_step_corrects_a_model_once(model):
+    steps = [sample(true_machine(model), n) for n in (1000, 2000)]
+    once = traced_training.correct(model, steps)
+    again = traced_training.correct(once.model, steps)
+    assert again.model is once.model and again.gain == 0 and again.errors[0] == once.errors[1]
+    more = traced_training.correct(once.model, [*steps, sample(true_machine(model), 3000)])
+    assert more.model.meta["provenance"]["job"]["steps"] == ["dlrm-00001000", "dlrm-00002000"]
 
 
 def test_traces_without_lookups_leave_the_model_as_it_is(model):

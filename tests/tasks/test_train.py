@@ -206,7 +206,7 @@ def test_the_stage_s_own_options_do_not_change_the_model(place):
             ("datasets/other",),
             r"datasets/other holds samples for \(law, batch 64, .*\), none for \(law, batch 256, ",
         ),
-        (("datasets/none",), "datasets/none holds neither samples nor replays"),
+        (("datasets/none",), "datasets/none holds neither samples nor replays nor traced steps"),
         (("data/x",), "has the dataset 'data/x'; it needs to be a folder in datasets/"),
         (("datasets/../x",), "it needs to be a folder in datasets/"),
         (("/datasets/x",), "it needs to be a folder in datasets/"),
