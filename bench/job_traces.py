@@ -18,7 +18,8 @@ ShardCoreProfiler, which traces three steps. The median steps of the *other* pla
   by three        by all three
   mean            each plan takes what the traced one took: the least that a model has to beat
 
-The same from a model of another machine, emulated: MODEL with lookups and exchanges multiplied by --other.
+The same from a model of another machine, emulated: MODEL with lookups multiplied and exchanges divided by --other. And
+from a profile (--profile), for which nothing was measured here. On emulated hosts it has the links of data sheets.
 
 FOLDER gets report.md, and for each job the traces and a file; a rerun goes on after the jobs that are done. With
 --minutes 0 it only reports.
@@ -48,6 +49,7 @@ from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import MOST_BYTES
 from shardcore.cost import neural, traced_factors
 from shardcore.cost.model import price
+from shardcore.cost.profile import load_profile
 from shardcore.cost.traced_factors import QUANTITIES, with_around, with_traced_dense
 from shardcore.io import files, writing
 from shardcore.measure import hosts, local_ranks
@@ -63,6 +65,7 @@ TABLE_BYTES = 128 << 20
 """Most of a table, for two ranks."""
 BOX_TABLE_BYTES = 16 << 20
 TIMEOUT_S = 240.0
+FOUND = "measured"
 ARMS = ("as it is", "anchored", "corrected", "by three", "mean")
 
 
@@ -259,11 +262,10 @@ HEADERS = ("prediction", "mean error", "median", "9 of 10 below", "predicted / m
 def text(
     shape: Shape,
     jobs: Sequence[Mapping[str, Any]],
-    other: Sequence[Mapping[str, Any]],
+    others: Mapping[str, Sequence[Mapping[str, Any]]],
     found: Sequence[Mapping[str, Any]],
-    factor: float,
 ) -> str:
-    """The report of the jobs of a shape."""
+    """The report of the jobs of a shape. others: of other models, by words."""
     noise = np.median(
         [job["noise_ms"][n] / job["measured_ms"][n] for job in jobs for n in job["measured_ms"]]
     )
@@ -279,8 +281,11 @@ def text(
             f"{np.mean([job['named'] for job in jobs]):.1%} of a traced step's ms (least "
             f"{min(job['named'] for job in jobs):.1%}).",
             report.markdown_table(HEADERS, summary(jobs)),
-            f"From a model of another machine, emulated (lookups x {factor:g}, exchanges / {factor:g}):",
-            report.markdown_table(HEADERS, summary(other)),
+            *(
+                line
+                for words, rows in others.items()
+                for line in (f"From {words}:", report.markdown_table(HEADERS, summary(rows)))
+            ),
             f"The callback takes {quiet:.3f} ms a step without tracing, and {np.median(busy):.0f} ms in all for a "
             f"traced one (median over jobs, with writing): {(quiet + np.median(busy) / 1000) / step_ms:.2%} of a step "
             f"of {step_ms:.0f} ms at every=1000.",
@@ -298,6 +303,7 @@ def main() -> None:
         first=(0, "number of the first job"),
         rounds=(8, "turns of each plan, 4 or more"),
         other=(1.7, "factor of the emulated model of another machine"),
+        profile=("cpu", "a profile to start from"),
         minutes=(60.0, "begin no job after so many"),
     )
     data = Path("datasets/cpu-amd-epyc/pool-5100d5310aebd953.json")
@@ -309,6 +315,7 @@ def main() -> None:
     alone, pool = neural.load(args.model), files.read_pool(args.pool)
     shapes, until = [Shape.of(text) for text in args.shapes], time.monotonic() + 60 * args.minutes
     in_box = box_replays.of_box(alone, args.exchanges) if any(s.hosts > 1 for s in shapes) else alone
+    of_profile = load_profile(args.profile).model()
     pages, kept = ["# Steps of other plans, after one traced step"], {}
     for shape, index in itertools.product(shapes, range(args.first, args.first + args.jobs)):
         model = alone if shape.hosts == 1 else in_box
@@ -323,24 +330,22 @@ def main() -> None:
             raise ShardCoreError(f"{path} is of other plans; remove it to run them again")
         medians = {name: round(float(np.median(ms)), 1) for name, ms in found["steps_ms"].items()}
         say(f"{problem.name}, ms of plans: {medians}")
-        theirs = other_machine(model, args.other)
-        of_shape = kept.setdefault(shape, ([], [], []))
-        for rows, one in zip(
-            of_shape,
-            (
-                judged(problem, plans, found, folder, model),
-                judged(problem, plans, found, folder, theirs),
-                found,
+        models = {
+            "its own model": model,
+            f"a model of another machine, emulated (lookups x {args.other:g}, exchanges / {args.other:g})": (
+                other_machine(model, args.other)
             ),
-            strict=True,
-        ):
-            rows.append(one)
-    for shape, (jobs, other, found) in kept.items():
-        pages.append(text(shape, jobs, other, found, args.other))
-    document = {
-        f"{shape.hosts}x{shape.ranks_per_host}": {"jobs": jobs, "other": other}
-        for shape, (jobs, other, _) in kept.items()
-    }
+            f"the profile {args.profile!r}": of_profile,
+        }
+        of_shape = kept.setdefault(shape, {})
+        of_shape.setdefault(FOUND, []).append(found)
+        for words, one in models.items():
+            of_shape.setdefault(words, []).append(judged(problem, plans, found, folder, one))
+    for shape, of_shape in kept.items():
+        found, jobs, *_ = of_shape.values()
+        others = {words: rows for words, rows in of_shape.items() if rows is not found and rows is not jobs}
+        pages.append(text(shape, jobs, others, found))
+    document = {f"{shape.hosts}x{shape.ranks_per_host}": of_shape for shape, of_shape in kept.items()}
     writing.write_json(args.out / "jobs.json", document)
     page = "\n\n".join(pages)
     writing.write_atomic(args.out / "report.md", (page + "\n").encode())

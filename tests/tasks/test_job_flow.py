@@ -80,6 +80,7 @@ def test_the_corrected_model_goes_through_the_gate_and_names_job_steps_and_trace
     assert model.meta["provenance"]["job"]["traces"]["dlrm-00001000"].keys() == {"0", "1"}
 
 
+@pytest.mark.long
 def test_a_step_corrects_the_champion_once(project):
     read(project)
     traced_step(project / "dlrm", 2000)
@@ -104,6 +105,7 @@ def test_with_approval_a_corrected_model_waits(project):
     assert "awaits approval" in read(project) and str(champion()[1].version) == "1"
 
 
+@pytest.mark.long
 def test_a_plan_for_the_job_is_published_under_the_new_champion(project):
     assert "dlrm" in read(project, str(project / "plans"))
     plan, problem = store.load_plan(project / "plans", "dlrm")
