@@ -42,6 +42,7 @@ class TrainingData:
 
     @property
     def warnings(self) -> list[str]:
+        # Timings of different kernels would be averaged, so say so and let the user decide.
         software = sorted({s.software for s in self.known.compute if s.software})
         if len(software) < 2:
             return []
@@ -54,6 +55,7 @@ class TrainingData:
 def read(folders: Sequence[str | Path], setting: Setting) -> TrainingData:
     """Read the samples of a setting. Raises as drift_correction.read, replays.steps and traced_samples.read_all."""
     paths = tuple(map(Path, folders))
+    # All are read with the same setting, so that factors fit the model.
     known, steps = drift_correction.read(paths, setting), replays.steps(paths, setting)
     return TrainingData(paths, setting, known, steps, traced_samples.read_all(paths, setting))
 
@@ -90,9 +92,12 @@ def train(
     from shardcore.cost import fit  # imports torch, which judging does not need
 
     fitted = fit.train(data.known.compute, data.known.comm, data.setting, config, progress, start)
+    # Factors need the trained model's prices of exchanges, so they come after it.
     model = step_factors.fit(fitted.model, data.steps)
+    # Traces tell what a step takes, factors included, so they come last.
     corrected = traced_training.correct(model, data.traced) if data.traced else None
     model = corrected.model if corrected else model
+    # The digest ties a model to the data that it was trained on.
     about = {**model.meta["provenance"], "data": replays.data_digest(data.folders), **(provenance or {})}
     of_steps = step_factors.summary(fitted.model, model, len(data.steps)) if data.steps else ""
     model = dataclasses.replace(model, meta={**model.meta, "provenance": about})
@@ -111,6 +116,7 @@ def read_held_out(model: NeuralModel, folder: Path) -> drift_correction.Measurem
 
     Raises ShardCoreError where none of the groups is held out.
     """
+    # A model that joined datasets is judged on held-out samples of all of them.
     known = drift_correction.read([folder, *model.meta["provenance"].get("datasets", {})], model.setting)
     if all(s.error is not None for s in accuracy.held_out(known.compute)):
         raise ShardCoreError(
