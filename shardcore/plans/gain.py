@@ -25,6 +25,7 @@ from typing import Any
 from shardcore.core.types import Plan, Problem, Shard
 from shardcore.cost.known_errors import errors_of
 from shardcore.cost.model import CostModel, PricedPlan
+from shardcore.step.access import access_share
 from shardcore.step.kinds import shards_on
 from shardcore.step.output_bytes import output_bytes
 
@@ -57,8 +58,8 @@ class Gain:
 def gain(before: PricedPlan, now: PricedPlan, problem: Problem, model: CostModel) -> Gain:
     """The gain of a plan over another one of the same tables. Costs are the model's."""
     plans, costs = (before.plan, now.plan), (before.cost, now.cost)
-    # Work of lookups: a range of rows counts by its rows.
-    lookups = _changed(*plans, lambda s: s.table.looked_up * s.width * s.rows / s.table.rows)
+    # Work of lookups: a range of rows counts by its share of them.
+    lookups = _changed(*plans, lambda s: s.table.looked_up * s.width * access_share(s))
     # Bytes of outputs stand for those of all exchanges.
     sent = _changed(*plans, lambda s: output_bytes(s, problem.global_batch))
     compute = [max(cost.compute_ms) for cost in costs]

@@ -309,7 +309,7 @@ def try_edits(head, fx, st, a, b, n):
             if more != 0:
                 st.trial_all_carried[x] += more
                 # Two powers a device and exchange: saved where the busiest device adds no cost.
-                if fx.busiest[x] > 0.0:
+                if fx.busiest[x] > 0.0 or fx.work_busiest[x] > 0.0:
                     norm[1, x] += power(st.trial_carried[slot, x] / ref[1, x]) - power(
                         st.carried[d, x] / ref[1, x]
                     )
