@@ -504,9 +504,10 @@ def test_whoever_sets_the_champion_plans_follow_once(project, api, worker, reque
     assert [(r.state.name, "watch" in r.tags) for r in runs(api, "publish")] == [("Completed", True)] * 3
 
 
-def test_a_running_job_corrects_the_champion_and_plans_of_all_problems_follow(project, api, worker, watching):
+def test_a_running_job_corrects_the_champion_and_plans_of_all_problems_follow(project, api, worker, request):
     client, name = project.mlflow(), registry.model_name(SETTING.hardware)
     ours = registered(project, client, linear_law)
+    request.getfixturevalue("watching")
     client.set_registered_model_alias(name, "champion", ours)
     published(project, client, name, ours)
     traced_step(project.folder / "dlrm")
