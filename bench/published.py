@@ -165,7 +165,8 @@ def ask(made: Mapping[str, Profile], timings: Sequence[Timing]) -> list[Asked]:
         if not own:
             continue
         predictor = Predictor(own)
-        predicted, bands = predictor.times_us(profile.values), profile.band(predictor.times_us)
+        predicted = predictor.times_us(profile.values)
+        bands = profile.band(lambda many, p=predictor: np.array([p.times_us(values) for values in many]))
         for t, us, band in zip(own, predicted, bands, strict=True):
             part = "asked" if any(words in t.source for words in ASKED) else "fitted"
             error, theirs = us / t.time_us - 1, torchrec_us(t) / t.time_us - 1

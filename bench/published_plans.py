@@ -56,7 +56,7 @@ SHEETS: Mapping[str, Mapping[str, float]] = {
 }
 """Cards of MLPerf's systems without a profile, by their data sheets. Their links within a host are PCIe."""
 _FP16 = Job(forward_payload="fp16", backward_payload="fp16")
-_EVALS = 3000
+_EVALS = 10_000
 _DRAWS = 6
 _SECONDS = 30.0
 """Budget of a search for the production list."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 
@@ -148,6 +148,10 @@ class UncertainCostModel(CostModel, Protocol):
 
     def informed(self, truth: UncertainCostModel, measured: str) -> UncertainCostModel:
         """The model with the rates of `truth` for one that is `measurable`."""
+        ...
+
+    def steps_ms(self, workload: Workload, models: Sequence[Self]) -> np.ndarray:
+        """[K] ms of a step under models that differ in their rates only. Equal to their total_ms."""
         ...
 
 

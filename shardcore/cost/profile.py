@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -200,21 +200,19 @@ class Profile:
         """Values of the rates, by name."""
         return {name: rate.value for name, rate in self.rates.items()}
 
-    def band(
-        self, price: Callable[[Mapping[str, float]], np.ndarray], names: Collection[str] = tuple(RATES)
-    ) -> np.ndarray:
+    def band(self, prices: Callable[[Sequence[Mapping[str, float]]], np.ndarray]) -> np.ndarray:
         """Relative standard error of prices that rates give, if each rate errs by itself.
 
-        price: (values of rates) -> prices, of any shape.
-        names: of the rates that prices depend on.
+        prices: (K sets of values of rates) -> prices [K, ...].
         """
         values = self.values
-        logs, square = np.log(price(values)), 0.0
-        for name in names:
-            if (rate := self.rates[name]).uncertainty:
-                moved = {**values, name: rate.value * math.exp(rate.uncertainty)}
-                square = square + (np.log(price(moved)) - logs) ** 2
-        return np.sqrt(square)
+        moved = [
+            {**values, name: rate.value * math.exp(rate.uncertainty)}
+            for name, rate in self.rates.items()
+            if rate.uncertainty
+        ]
+        logs = np.log(prices([values, *moved]))
+        return np.sqrt(((logs[1:] - logs[0]) ** 2).sum(0))
 
     def topology(self, hosts: int, devices_per_host: int, host_memory_bytes: int = 0) -> Topology:
         """A topology of such cards. Its links are as the profile has them.

@@ -15,6 +15,10 @@ A collective takes
 
     latency + rounds + ramp of its protocols + the larger of two: time within hosts, and time between hosts
 
+where "the larger" is smooth, too: chunks pass one level after the other, which overlaps, but not wholly.
+
+Rates may be arrays: of many profiles at once, with a leading dimension each.
+
 Shapes: N shards, K levels of links, n devices of a group; ... any leading dimensions.
 """
 
@@ -23,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from typing import Any
 
 import numpy as np
 
@@ -36,10 +41,10 @@ from shardcore.step.output_bytes import output_rows
 from shardcore.tables.host_rows import link_bytes_of
 
 MS_PER_US, MS_PER_NS = 1e-3, 1e-6
-Rates = Mapping[str, float]
-"""Values of profile.RATES, by name."""
+Rates = Mapping[str, Any]
+"""Values of profile.RATES, by name: floats, or arrays that broadcast against work."""
 _SHARPNESS = 3.0
-"""Exponent of the smooth maximum. Kernels that are near both limits take 26% longer than either alone."""
+"""Exponent of the smooth maximum. What is near both limits takes 26% longer than by either alone."""
 _RAMP_DEVICES = 16
 """Devices on several hosts that a ramp is given for."""
 _SUMS = 3
@@ -121,7 +126,7 @@ FLOORS: Mapping[str, tuple[str, ...]] = {
 """Rates of the floor of an op, by its pass. `kernels`: backward, timed without launches and sorting."""
 
 
-def floor_ms(rates: Rates, part: str) -> float:
+def floor_ms(rates: Rates, part: str) -> Any:
     """ms of an op's floor in a pass, however little it does."""
     return rates["compute_factor"] * sum(rates[name] for name in FLOORS[part]) * MS_PER_US
 
@@ -180,12 +185,6 @@ def backward_ms(rates: Rates, work: Work, sorts: bool = True) -> np.ndarray:
         + _of(rates, "cache_lookup_ns", work.lookups * (work.cache_bytes > 0))
         + _of(rates, "host_update_gbps", work.host_update_bytes)
     )
-
-
-def op_ms(rates: Rates, work: Work) -> float:
-    """ms of an op, forward and backward."""
-    shards_ms = forward_ms(rates, work).sum() + backward_ms(rates, work).sum()
-    return float(shards_ms) + floor_ms(rates, "forward") + floor_ms(rates, "backward")
 
 
 def _below(rates: Rates, work: Work) -> np.ndarray:
@@ -263,31 +262,31 @@ def collective_ms(
         each = n / hosts
         # Switches that sum take all of a device's bytes once, and give its part of the sum to all. A ring takes them
         # twice, but for its own part.
-        sums = collective == "all_reduce" and each > 1 and rates["switch_generation"] >= _SUMS
-        carried = [busiest * (1 + 1 / each if sums else passes * (1 - 1 / n))]
+        sums = (collective == "all_reduce" and each > 1) & np.greater_equal(rates["switch_generation"], _SUMS)
+        carried = [busiest * np.where(sums, 1 + 1 / each, passes * (1 - 1 / n))]
         for inner, name in zip(units, names[1:], strict=False):
             # Then hosts exchange sums, else a ring passes all devices. Rails: what leaves a host spreads over the links
             # of its devices.
             n_inner = len(np.unique(inner))
             links = 1 if name in given.shared else n / n_inner
-            carried.append(passes * busiest * (1 - 1 / (n_inner if sums else n)) / links)
+            carried.append(passes * busiest * (1 - 1 / np.where(sums, n_inner, n)) / links)
     else:
         counts = zip(names, link_counts(False, owned, units, False), strict=True)
         carried = [of["uplink" if name in given.shared else "busiest"] for name, of in counts]
     if given.latency_ms is None:
-        once_us = rates[f"{collective}_{level}_latency_us"]
-        once_us += _rounds(collective, n, hosts) * rates[f"{collective}_round_us"]
+        rounds = _rounds(collective, n, hosts)
+        once_us = rates[f"{collective}_{level}_latency_us"] + rounds * rates[f"{collective}_round_us"]
     else:
         once_us = given.latency_ms / MS_PER_US
     # Protocols for large messages cost more once. Between hosts that grows with the number of devices.
     more = (n / _RAMP_DEVICES) ** 0.5 if level == FAR else 1.0
     ramp = more * busiest / (busiest + rates[f"{collective}_{level}_ramp_bytes"])
     fixed_us = exchanges * once_us + ramp * rates[f"{collective}_{level}_ramp_us"]
-    slowest = reduce(np.maximum, (_ms_at(g, n * u) for g, n, u in zip(gbps, carried, used, strict=True)))
+    slowest = reduce(_larger, (_ms_at(g, n * u) for g, n, u in zip(gbps, carried, used, strict=True)))
     return rates["exchange_factor"] * (fixed_us * MS_PER_US + slowest)
 
 
-def _ms_at(gbps: float, n_bytes: np.ndarray | float) -> np.ndarray:
+def _ms_at(gbps: np.ndarray | float, n_bytes: np.ndarray | float) -> np.ndarray:
     return np.asarray(n_bytes / (gbps * BYTES_PER_MS_PER_GBPS))
 
 

@@ -3,7 +3,7 @@
 An op takes its floor, forward and backward, and the ms of its shards (profile_law.py). Each shard is encoded as these
 ms. So an op costs their sum, and never less as work grows.
 
-Shapes: N shards, F = 3 features, G ops, D devices; ... any leading dimensions.
+Shapes: N shards, F = 3 features, G ops, D devices, K models; ... any leading dimensions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from shardcore.core.types import Problem, Setting, Shard
 from shardcore.cost import profile_law
 from shardcore.cost.known_errors import NOT_MEASURED
 from shardcore.cost.model import CommCost, Compiled, step_ms
-from shardcore.cost.profile import COLLECTIVES, MEASURABLE, RATES, Profile
+from shardcore.cost.profile import MEASURABLE, RATES, Profile
+from shardcore.cost.profile_law import Rates
 from shardcore.cost.step_comm import Transfers, channels_ms, step_comm
 from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
@@ -33,8 +34,6 @@ from shardcore.step.output_bytes import payload_bytes
 from shardcore.step.scopes import groups_of
 
 _HOST_GBPS = ("host_read_gbps", "host_update_gbps", "host_cache_gbps")
-_OF_COMM = (*COLLECTIVES, "exchange_factor", "switch_generation", "bucketize_", "order_", "dense_")
-"""Prefixes of the rates that `comm` depends on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +45,7 @@ class ProfileModel:
     replica_optimizer: dense optimizer of replicas, a name of catalog.DENSE_OPTIMIZERS.
     host_gbps: bandwidth to host memory that the topology gives. None: the profile's.
     device_bytes: bytes of the distinct rows that a batch touches on a device, in the mean. They share its L2.
-    at: values of the rates, in place of the profile's.
+    at: values of the rates, in place of the profile's: floats, or [K, 1] of many models (steps_ms).
     """
 
     profile: Profile
@@ -54,7 +53,7 @@ class ProfileModel:
     replica_optimizer: str = "sgd"
     host_gbps: float | None = None
     device_bytes: float = 0.0
-    at: Mapping[str, float] | None = None
+    at: Rates | None = None
 
     def for_problem(self, problem: Problem) -> ProfileModel:
         """The model of a problem: any batch, optimizer, precision and payload. See model.CostModel.
@@ -112,13 +111,18 @@ class ProfileModel:
         return profile_law.work_of(shards, batch, self.setting.optimizer, self.device_bytes)
 
     @cached_property
-    def _values(self) -> Mapping[str, float]:
+    def _values(self) -> Rates:
         """Values of the rates by name; those of host memory as the topology gives its link."""
         values = dict(self.at or self.profile.values)
         if self.host_gbps is not None:
             faster = self.host_gbps / values["host_read_gbps"]
             values |= {name: faster * values[name] for name in _HOST_GBPS}
         return values
+
+    @cached_property
+    def _values_of_groups(self) -> Rates:
+        """Values that broadcast against [..., groups, members]."""
+        return {name: np.asarray(value)[..., None] for name, value in self._values.items()}
 
     def head(self, sums: np.ndarray) -> np.ndarray:
         """[G] ms of ops from summed encodings [G, 3]; 0 for an empty op."""
@@ -196,15 +200,21 @@ class ProfileModel:
         self, channel: Channel, way: str, sent_bytes: np.ndarray, topology: Topology
     ) -> np.ndarray:
         """[..., D] ms of one collective among each of its groups."""
-        members, ms = groups_of(channel.group, topology), np.zeros(np.shape(sent_bytes))
+        members = groups_of(channel.group, topology)
         if members.shape[1] < 2 or not np.any(sent_bytes):
-            return ms
+            return np.zeros(np.shape(sent_bytes))
         row, sent, units = channel.row, sent_bytes[..., members], topology.units[:, members[0]]
         took = profile_law.collective_ms(
-            self._values, _collective(channel, way), sent, units, row.exchanges, self._given(topology, units)
+            self._values_of_groups,
+            _collective(channel, way),
+            sent,
+            units,
+            row.exchanges,
+            self._given(topology, units),
         )
         # If any device of a group has bytes, all take part. Of dense gradients: those that have some.
         runs = sent > 0 if row.dense else (sent > 0).any(-1, keepdims=True)
+        ms = np.zeros((*took.shape[:-2], len(topology)))
         ms[..., members] = np.where(runs, took, 0.0)
         return ms
 
@@ -245,28 +255,54 @@ class ProfileModel:
     def band(self, workload: Workload) -> float:
         """Relative standard error of a step that the profile itself expects, as its rates are uncertain.
 
-        The devices with most compute stand for all.
+        Without the dense part, whose ms are given.
         """
-        ops = max(
-            workload.ops, key=lambda ops: sum(self.head(self.encode(o.shards, o.batch).sum(0)) for o in ops)
+        step = dataclasses.replace(workload, job=dataclasses.replace(workload.job, **_NO_DENSE))
+        if not any(step.ops):
+            return 0.0
+        return float(
+            self.profile.band(
+                lambda many: self.steps_ms(step, [dataclasses.replace(self, at=values) for values in many])
+            )
         )
-        works = [self._work(op.shards, op.batch) for op in ops]
-        job, none = dataclasses.replace(workload.job, **_NO_DENSE), np.zeros(len(workload.topology))
-        comm_ms: dict[tuple[float, ...], np.ndarray] = {}
 
-        def step(values: Mapping[str, float]) -> np.ndarray:
-            model = dataclasses.replace(self, at=values)
-            # Devices compute equally long here, so exchanges do not depend on compute. Most rates leave them as they
-            # are, and they take most of the time.
-            key = tuple(values[name] for name in RATES if name.startswith(_OF_COMM))
-            if key not in comm_ms:
-                comm_ms[key] = step_ms(none, model.comm(workload.traffic, none, workload.topology), job)
-            return comm_ms[key] + sum(profile_law.op_ms(model._values, work) for work in works)
+    def steps_ms(self, workload: Workload, models: Sequence[ProfileModel]) -> np.ndarray:
+        """[K] ms of a step under models that differ in their rates only. See model.UncertainCostModel.
 
-        runs = zip(workload.channels, workload.traffic, strict=True)
-        used = {_collective(channel, way) for channel, sent in runs if sent.any() for way in channel.row.ways}
-        names = [n for n in RATES if not n.startswith(COLLECTIVES) or n.startswith(tuple(used))]
-        return float(self.profile.band(step, names)) if works else 0.0
+        Work is counted once, and the law runs once over arrays: much faster than a model after another.
+        """
+        many = dataclasses.replace(
+            self,
+            at={name: np.array([[model._values[name]] for model in models]) for name in RATES},
+            host_gbps=None,
+        )
+        compute_ms = many._compute_ms(workload)  # [K, D]
+        # Bytes are the same under all models, and broadcast.
+        comm = many.comm(workload.traffic[:, None], compute_ms, workload.topology)
+        return step_ms(compute_ms, comm, workload.job)
+
+    def _compute_ms(self, workload: Workload) -> np.ndarray:
+        """[..., D] ms of each device's ops, forward and backward."""
+        # Devices that run the same shards share an Op.
+        ops = list({id(op): op for of_device in workload.ops for op in of_device}.values())
+        floor_ms, op_ms = self.launch_ms, {}
+        for batch in {op.batch for op in ops}:
+            some = [op for op in ops if op.batch == batch]
+            work = self._work([shard for op in some for shard in op.shards], batch)
+            shards_ms = profile_law.forward_ms(self._values, work) + profile_law.backward_ms(
+                self._values, work
+            )
+            starts = np.cumsum([0, *(len(op.shards) for op in some[:-1])])
+            sums_ms = np.add.reduceat(shards_ms, starts, axis=-1) + floor_ms
+            op_ms |= {id(op): sums_ms[..., i] for i, op in enumerate(some)}
+        zero = np.zeros(np.shape(floor_ms)[:-1])
+        return np.stack(
+            [
+                sum((op_ms[id(op)] for op in of_device), zero) / device.speed
+                for of_device, device in zip(workload.ops, workload.topology.devices, strict=True)
+            ],
+            axis=-1,
+        )
 
 
 _NO_DENSE: Mapping[str, Any] = {"dense_forward_ms": None, "dense_backward_ms": None}

@@ -31,7 +31,8 @@ def step_comm(
     meets: True if there are several devices. They meet only if bytes are exchanged at all.
     """
     compute_ms = np.asarray(compute_ms, dtype=float)
-    input_ms, work_ms, forward, backward = (np.zeros(np.shape(traffic)[1:]) for _ in range(4))
+    shape = np.broadcast_shapes(np.shape(traffic)[1:], compute_ms.shape)
+    input_ms, work_ms, forward, backward = (np.zeros(shape) for _ in range(4))
     for channel, (there, back) in channels_ms(transfers, traffic, compute_ms).items():
         if channel in ID_CHANNELS:
             input_ms += there

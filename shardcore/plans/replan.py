@@ -27,6 +27,7 @@ from shardcore.search.budget import Budget
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.portfolio import annealing
 from shardcore.search.sharders import DEFAULT_SHARDER, SPACE_OF
+from shardcore.search.state.halves import halves_of
 from shardcore.search.state.shards import on_all_devices, priced
 from shardcore.step.kinds import WHOLE_ROWS, device_names, shards_on
 from shardcore.step.lower import require_plan
@@ -237,6 +238,9 @@ def forced_moves(old: Plan, problem: Problem) -> frozenset[str]:
 
     Their device is gone or has too little memory, or constraints or their kind forbid it.
     """
+    if halves := halves_of(rebind_tables(old, problem), problem):
+        moves = forced_moves(halves.split(rebind_tables(old, problem)), halves.problem)
+        return frozenset(halves.tables[name][0].name if name in halves.tables else name for name in moves)
     # Tables that are new have no place to keep.
     known = old.by_table().keys() & {t.name for t in problem.tables}
     return frozenset(known - _stays(old, problem).by_table().keys())
@@ -256,6 +260,10 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
     be a start.
     """
     space = config.space or old.provenance.get("space", "all")
+    if halves := halves_of(rebind_tables(old, problem), problem):
+        found = replan(halves.split(rebind_tables(old, problem)), halves.problem, model, config)
+        cost = priced(halves.joined(found.placements), problem, model)
+        return replace(cost, provenance={**found.provenance, **cost.provenance})
     kept = _kept(old, problem, model, space)
     if config.weighs_pause and kept is not None:
         return _paying_back(old, kept, problem, model, config)

@@ -2,8 +2,10 @@
 
 1. The first round of annealing (anneal/), in the whole space.
 2. The greedy baselines.
-3. Further rounds of annealing, each with twice the trials.
-4. NeuroShard's beam, once annealing has taken about as long as the beam takes. Annealing improves its plan.
+3. The first round again with the hottest table in halves, and with the two hottest, where one host is too few for
+   them (state/halves.py).
+4. Further rounds of annealing, in whichever of these spaces has the cheapest plan, each with twice the trials.
+5. NeuroShard's beam, once annealing has taken about as long as the beam takes. Annealing improves its plan.
 
 A budget in evaluations only says where this sequence ends. So a larger one never gives a dearer plan. A
 budget in seconds also limits how many plans annealing starts from.
@@ -20,19 +22,26 @@ import numpy as np
 
 from shardcore.core.errors import Infeasible
 from shardcore.core.progress import OutOfTime, stopped_clock
-from shardcore.core.types import Placement, Plan, Problem
-from shardcore.cost.model import CostModel
+from shardcore.core.types import Placement, Plan, Problem, Shard
+from shardcore.cost.model import CostModel, group_costs
 from shardcore.search import greedy
-from shardcore.search.anneal.reshard import Reshard
+from shardcore.search.anneal.reshard import Reshard, rebind_tables
 from shardcore.search.beam import Beam
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.neuroshard import GreedyGrid, NeuroShardConfig
 from shardcore.search.state.feasible import fitting
+from shardcore.search.state.halves import Halves, halved, halves_of, may_halve
 from shardcore.search.state.shards import priced, searched_tables
+from shardcore.step.kinds import LAYOUTS
 
 DEFAULT_EVALS = 1_000_000
 DEFAULT = Budget(evals=DEFAULT_EVALS)
 """The budget where none is given."""
+_HALVED, _HOT = 2, 0.5
+"""The most tables in halves. Each costs more than this share of a host's mean load."""
+_GRIDS = tuple(layout for layout in LAYOUTS.values() if layout.divides_rows and layout.cuts_columns)
+_SPARE = 3.0
+"""A round with tables in halves needs this many times the seconds of the first."""
 
 
 def portfolio(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
@@ -59,6 +68,11 @@ def annealing(
 
     Raises as `portfolio`, and ShardCoreError for an unknown space.
     """
+    if reshard and (halves := halves_of(plan := rebind_tables(reshard.plan, problem), problem)):
+        start = replace(reshard, plan=halves.split(plan))
+        found = annealing(halves.problem, model, seed=seed, budget=budget, space=space, reshard=start)
+        joined = priced(halves.joined(found.placements), problem, model)
+        return replace(joined, provenance={**found.provenance, **joined.provenance})
     name = "anneal" if space == "all" else "anneal_columns"  # halves are for comparisons only
     return _Anytime(name, problem, model, seed, budget).plan(space, reshard=reshard)
 
@@ -111,22 +125,47 @@ class _Anytime:
         """Search until the budget ends."""
         with stopped_clock():  # numba takes a second to import
             from shardcore.search.anneal.sharder import Search
-        search = Search(self.problem, self.model, self.meter, self.seed)
+        search, halves = Search(self.problem, self.model, self.meter, self.seed), Halves(self.problem, {})
         beam_evals, kept = _beam_evals(self.problem) if others else None, None
-        for number in search.rounds(space, reshard):
+        rounds, began_s = search.rounds(space, reshard), self.meter.seconds()
+        while (number := next(rounds, None)) is not None:
             # Pricing a plan takes long with very many tables, so only a new one is priced.
             if search.best is not None and search.best is not kept:
                 kept = search.best
-                self._keep(search.placements, self.name, kept.ms)
-            if others and number == 0 and len(self.problem.topology) > 1:
-                for name, sharder in greedy.ORDERS.items():
+                self._keep(halves.joined(search.placements), self.name, kept.ms)
+            if number == 0 and len(self.problem.topology) > 1:
+                took_s = self.meter.seconds() - began_s
+                for name, sharder in greedy.ORDERS.items() if others else ():
                     if self.meter.left():
                         self._add(name, partial(sharder, self.problem, self.model, seed=self.seed))
+                hottest = self._hottest() if space == "all" and reshard is None else []
+                for n in range(1, 1 + min(_HALVED, len(hottest))):
+                    # Of very many tables, the first round takes most of the time.
+                    if not (self.meter.left() and self.meter.has_time(_SPARE * took_s)):
+                        break
+                    before_ms, some = self.best_ms, halved(self.problem, hottest[:n])
+                    other = Search(some.problem, self.model, self.meter, self.seed)
+                    with suppress(Infeasible):
+                        next(others_rounds := other.rounds(space))
+                        self._keep(some.joined(other.placements), self.name, other.best_ms)
+                        if self.best_ms < before_ms:
+                            search, halves, rounds = other, some, others_rounds
             if beam_evals is not None and self.meter.evals >= beam_evals:
                 beam_evals = None
                 if plan := self._add("neuroshard", self._beam):
                     # Annealing starts from it in its next round.
-                    search.add(plan.placements, space)
+                    search.add(halves.split(plan).placements, space)
+
+    def _hottest(self) -> list[str]:
+        """Tables that are hot for one host and may be in halves, the costliest first."""
+        topology = self.problem.topology
+        if not any(1 < len(group) < len(topology) for y in _GRIDS for group in y.groups(topology)):
+            return []
+        tables = searched_tables(self.problem)
+        ms = group_costs([[Shard.whole(table)] for table in tables], self.model)
+        least_ms = _HOT * ms.sum() / len(topology.hosts)
+        order = np.argsort(-ms, kind="stable").tolist()
+        return [tables[i].name for i in order if ms[i] > least_ms and may_halve(tables[i], self.problem)]
 
     def _add(self, name: str, other: Callable[[], Plan]) -> Plan | None:
         """Keep the plan of another search. None if it has none, or not in time."""

@@ -1,8 +1,9 @@
 """Plans that stay good where a model's rates are wrong.
 
-A hardware profile knows how uncertain each of its rates is. Rates are drawn within that, and plans are searched under
-some of the draws. The plan whose worst regret over all draws is least is returned. Regret under a draw is the cost of
-a plan relative to the cheapest of all plans that were found, less 1.
+A hardware profile knows how uncertain each of its rates is. Rates are drawn within that. The plan that a search found
+under the profile's own rates is improved under some of the draws, from where it is: to make plans to start from again
+would take most of the time. The plan whose worst regret over all draws is least is returned. Regret under a draw is the
+cost of a plan relative to the cheapest of all plans that were found, less 1.
 
 Shapes: P plans, K draws.
 """
@@ -18,12 +19,16 @@ from shardcore.core import progress
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import require, require_within
-from shardcore.cost.model import CostModel, UncertainCostModel, total_ms
+from shardcore.cost.model import CostModel, UncertainCostModel
+from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.budget import Budget
+from shardcore.search.portfolio import annealing
 from shardcore.search.sharders import DEFAULT_SHARDER, SHARDERS, Sharder
 from shardcore.search.state.shards import priced
 from shardcore.step.lower import Workload, lower
 
+_OWN = 0.75
+"""Share of the budget that the search under the model's own rates has."""
 _PRICINGS = 4
 """Times that all plans are priced under all draws, about: as drawn, and as each measurement would tell."""
 
@@ -33,7 +38,7 @@ class RobustConfig:
     """Effort of `robust`.
 
     draws: of the model's rates, under which plans are judged.
-    searches: draws under which a plan is also searched. At most `draws`.
+    searches: draws under which that plan is improved. At most `draws`.
     most_dearer: cost under the model's own rates that robustness may take, relative to the cheapest plan.
     """
 
@@ -60,8 +65,8 @@ def robust(
 ) -> Plan:
     """The plan whose worst regret over draws of the model's rates is least. A Sharder that wraps another.
 
-    budget: of all searches together. The one under the model's own rates takes half: a plan far from the best loses
-      more than wrong rates cost. Judging the plans has up to a quarter of the seconds.
+    budget: of all searches together. The one under the model's own rates takes three quarters: a plan far from the best
+      loses more than wrong rates cost. Judging the plans has up to an eighth of the seconds.
 
     The plan's provenance has "robust":
 
@@ -80,13 +85,14 @@ def robust(
     rng = np.random.default_rng(seed)
     # Drawn before any search, so that draws depend on the seed only.
     models = [model.drawn(rng) for _ in range(config.draws)]
-    plans = [search(problem, model, seed=seed, budget=_part(budget, 0.5))]
+    plans = [search(problem, model, seed=seed, budget=_part(budget, _OWN))]
     part = _part(
-        budget, 0.5 / config.searches, _judging_s(plans[0], problem, model, config) / config.searches
+        budget, (1 - _OWN) / config.searches, _judging_s(plans[0], problem, model, config) / config.searches
     )
+    own, algorithm = Reshard(plans[0], alone=True), plans[0].provenance["algorithm"]
     for number, truth in enumerate(models[: config.searches], start=1):
         progress.report(f"search under draw {number} of {config.searches} of the model's rates")
-        plans.append(search(problem, truth, seed=seed + number, budget=part))
+        plans.append(annealing(problem, truth, seed=seed + number, budget=part, reshard=own))
     # Several draws often lead to the same plan.
     plans = list({plan.placements: plan for plan in plans}.values())
     workloads = [lower(plan, problem) for plan in plans]
@@ -112,7 +118,8 @@ def robust(
             for measured in model.measurable
         },
     }
-    return priced(plans[best].placements, problem, model, **{**plans[best].provenance, "robust": found})
+    provenance = {**plans[best].provenance, "algorithm": algorithm, "robust": found}
+    return priced(plans[best].placements, problem, model, **provenance)
 
 
 def _regret(regrets: np.ndarray) -> dict[str, float]:
@@ -130,21 +137,23 @@ def _part(budget: Budget | None, share: float, spare_s: float = 0.0) -> Budget |
     )
 
 
-def _judging_s(plan: Plan, problem: Problem, model: CostModel, config: RobustConfig) -> float:
+def _judging_s(plan: Plan, problem: Problem, model: UncertainCostModel, config: RobustConfig) -> float:
     """About the seconds that judging takes, from those of one price."""
     workload, began_s = lower(plan, problem), progress.clock()
-    total_ms(workload, model)
-    one_s = progress.clock() - began_s
-    return one_s * (1 + config.searches) * config.draws * _PRICINGS
+    _cost_ms([workload], [model] * config.draws)
+    return (progress.clock() - began_s) * (1 + config.searches) * _PRICINGS
 
 
-def _cost_ms(workloads: Sequence[Workload], models: Sequence[CostModel]) -> np.ndarray:
+def _cost_ms(workloads: Sequence[Workload], models: Sequence[UncertainCostModel]) -> np.ndarray:
     """[P, K] ms of a step of each plan under each model."""
-    return np.array([[total_ms(workload, model) for model in models] for workload in workloads])
+    return np.array([models[0].steps_ms(workload, models) for workload in workloads])
 
 
 def _removed(
-    regrets: np.ndarray, workloads: Sequence[Workload], informed: Sequence[CostModel], own_ms: np.ndarray
+    regrets: np.ndarray,
+    workloads: Sequence[Workload],
+    informed: Sequence[UncertainCostModel],
+    own_ms: np.ndarray,
 ) -> float:
     """Share of the mean regret that goes if each draw's plan is chosen by what a measurement would tell.
 

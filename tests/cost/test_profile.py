@@ -144,11 +144,11 @@ def test_draws_follow_the_uncertainty_and_the_seed():
 
 
 def test_the_band_adds_what_rates_err_by():
-    def price(values):
-        return np.array([1 / values["read_gbps"], values["sort_lookup_ns"], 7.0])
+    def prices(many):
+        return np.array([[1 / values["read_gbps"], values["sort_lookup_ns"], 7.0] for values in many])
 
     read, sort = (H100.rates[name].uncertainty for name in ("read_gbps", "sort_lookup_ns"))
-    assert H100.band(price) == pytest.approx([read, sort, 0.0])
+    assert H100.band(prices) == pytest.approx([read, sort, 0.0])
 
 
 def test_a_topology_has_the_cards_memory_and_host_memory_at_its_rate():

@@ -12,7 +12,7 @@ from shardcore.core.links import links_of
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost.model import group_costs, price, total_ms
 from shardcore.cost.profile import load_profile
-from shardcore.search import SHARDERS
+from shardcore.search import SHARDERS, Budget
 from shardcore.step.kinds import CHANNELS, Channel
 from shardcore.step.lower import lower
 from shardcore.testing.cost_models import CostModelConformance
@@ -217,6 +217,18 @@ def test_the_band_has_each_rate_that_a_step_depends_on(kind):
         moved = H100.valued({**H100.values, name: rate.value * math.exp(0.3)}).model()
         error = abs(math.log(total_ms(workload, moved.for_problem(of)) / base_ms))
         assert one.for_problem(of).band(workload) == pytest.approx(error, abs=1e-9), name
+
+
+@pytest.mark.parametrize("algorithm", ["random", "portfolio"])
+def test_a_step_under_many_models_costs_what_each_of_them_says(algorithm):
+    tables = [dataclasses.replace(TABLE, name=f"t{i}", dim=32 << i % 3, pooling=1.0 + i) for i in range(9)]
+    of = problem(2, 2, tables, global_batch=4096)
+    model, rng = H100.model().for_problem(of), np.random.default_rng(0)
+    workload = lower(SHARDERS[algorithm](of, model, budget=Budget(evals=200)), of)
+    models = [model, *(model.drawn(rng) for _ in range(5)), model]
+    several = model.steps_ms(workload, models)
+    assert several == pytest.approx([total_ms(workload, one) for one in models], rel=1e-12)
+    assert several[0] == several[-1] == pytest.approx(model.steps_ms(workload, models)[0])
 
 
 def test_tables_of_an_op_share_the_cache():

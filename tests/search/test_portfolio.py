@@ -11,9 +11,11 @@ from shapes import column, host_row, on_hosts, row
 from shardcore.core import progress
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible
+from shardcore.core.links import links_of
 from shardcore.core.types import Placement, Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
+from shardcore.plans.replan import ReplanConfig, forced_moves, replan
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.portfolio import annealing, portfolio
@@ -124,12 +126,38 @@ def test_rows_of_a_plan_that_is_to_be_kept_stay_where_they_are():
     assert kept("aabb", host_row(LARGE, (2, 3)))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a table cut by columns and divided over hosts is placed anew, whatever the limit"
-)
-def test_a_grid_of_a_plan_that_is_to_be_kept_stays_where_it_is():
-    """A table the way TorchRec's grid_shard has it."""
-    assert kept("aabb", host_row(LARGE, (0, 1), 0, 4), host_row(LARGE, (2, 3), 4, 8), space="halves")
+# --- tables in halves ---------------------------------------------------------------------------------------
+
+
+def skewed(**constraints) -> Problem:
+    """Four hosts of 8 devices, and a table with three quarters of the lookups."""
+    tables = (Table("hot", 1_000_000, 64, 300.0), *(Table(f"t{i}", 500_000, 64, 10.0) for i in range(10)))
+    given = on_hosts(8 * "a" + 8 * "b" + 8 * "c" + 8 * "d", GIB)
+    topology = replace(given, links=links_of(within_host=300.0, between_hosts=12.0))
+    return Problem("skewed", tables, topology, 8192, constraints=Constraints(**constraints))
+
+
+def test_two_hosts_share_the_halves_of_a_table_that_is_hot_for_one():
+    problem, budget = skewed(), Budget(evals=6_000)
+    plan = portfolio(problem, gpu(problem), budget=budget)
+    check_plan(plan, problem)
+    halves = [p for p in plan.placements if p.shard.table.name == "hot"]
+    assert {p.kind for p in halves} == {"host_row"} and [p.shard.width for p in halves] == [32, 32]
+    assert cost(plan) == price(lower(plan, problem), gpu(problem)).total_ms
+    # A constraint on a table keeps it out of halves.
+    whole = skewed(min_widths=(("hot", 64),))
+    assert cost(plan) < 0.95 * cost(portfolio(whole, gpu(whole), budget=budget))
+
+
+def test_halves_that_hosts_share_stay_where_they_are_if_nothing_may_move():
+    problem, hosts = skewed(), [tuple(range(low, low + 8)) for low in (0, 8, 16, 24)]
+    hot, *others = problem.tables
+    halves = host_row(hot, hosts[1], 0, 32), host_row(hot, hosts[2], 32, 64)
+    old = Plan((*halves, *(host_row(t, hosts[i % 4]) for i, t in enumerate(others))))
+    moved = replan(old, problem, gpu(problem), ReplanConfig(0, budget=Budget(evals=500)))
+    assert set(moved.placements) == set(old.placements) and not forced_moves(old, problem)
+    free = replan(old, problem, gpu(problem), ReplanConfig(budget=Budget(evals=3_000)))
+    assert cost(free) < cost(moved) and check_plan(free, problem) is None
 
 
 @pytest.fixture

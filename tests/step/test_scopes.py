@@ -82,7 +82,5 @@ def test_rows_are_divided_over_pods_or_over_hosts_never_both():
 
 def test_an_unknown_scope_is_named():
     for ask in (lambda: groups_of("galaxy", UNEVEN), lambda: Channel("all_to_all", "galaxy").words):
-        with pytest.raises(
-            ShardCoreError, match="scope 'galaxy' is not known; known are world, host, cross"
-        ):
+        with pytest.raises(ShardCoreError, match="scope 'galaxy' is not known; known are world, host, cross"):
             ask()

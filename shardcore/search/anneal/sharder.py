@@ -94,7 +94,9 @@ class Search:
             raise ShardCoreError(f"annealing has no space {kind!r}; there are {', '.join(SPACES)}")
         if reshard:
             self._note([self.starts.resharded(reshard, kind)])
-        if not (reshard and reshard.limited):
+        # Other starts would move more than the limits.
+        free = not (reshard and (reshard.limited or reshard.alone))
+        if free:
             self._make(kind)
         starts: list[Start] = []
         trials = int(np.clip(_TRIALS_A_STRIP * len(self.problem.tables), _FEWEST, _MOST))
@@ -115,7 +117,6 @@ class Search:
             if self._ended or not self.meter.left():
                 return
             columns = self._best_by_columns
-            free = not (reshard and reshard.limited)  # other starts would move more than the limits
             # Copies are chosen from an annealed plan by columns, so they come after the first round.
             if number == 0 and kind == "all" and free and columns and columns.ms <= _HOPEFUL * self.best_ms:
                 self._note(self.starts.from_columns(columns.placements))

@@ -1,0 +1,103 @@
+"""Tables cut into halves by columns, each half a table like any other.
+
+Annealing lets groups of devices share whole tables only. Where a table is too hot for one host, its halves may be
+shared by the groups of two (TorchRec's grid_shard).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from shardcore.core.types import MIN_WIDTH, Placement, Plan, Problem, Table
+from shardcore.search.state.shards import consolidate
+from shardcore.step.kinds import LAYOUTS, layout_of
+
+_CUT = tuple(name for name, layout in LAYOUTS.items() if layout.cuts_columns)
+"""Kinds of sharding that may run some of a table's columns."""
+
+
+@dataclass(frozen=True, eq=False)
+class Halves:
+    """A problem with some tables in halves.
+
+    problem: with the halves in place of these tables.
+    tables: of each table of the problem: the table that it is of, and its first column there.
+    """
+
+    problem: Problem
+    tables: Mapping[str, tuple[Table, int]]
+
+    def joined(self, placements: Iterable[Placement]) -> tuple[Placement, ...]:
+        """Placements of whole tables."""
+        return consolidate(
+            _moved(p, *self.tables[p.shard.table.name]) if p.shard.table.name in self.tables else p
+            for p in placements
+        )
+
+    def split(self, plan: Plan) -> Plan:
+        """A plan of whole tables as one of halves."""
+        halves: dict[str, list[tuple[Table, int]]] = {}
+        for half in self.problem.tables:
+            if half.name in self.tables:
+                whole, column = self.tables[half.name]
+                halves.setdefault(whole.name, []).append((half, column))
+        placements = []
+        for p in plan.placements:
+            for half, column in halves.get(p.shard.table.name, ()):
+                low, high = max(p.shard.col_lo, column), min(p.shard.col_hi, column + half.dim)
+                if low < high:
+                    some = replace(p, shard=replace(p.shard, col_lo=low, col_hi=high))
+                    placements.append(_moved(some, half, -column))
+            if p.shard.table.name not in halves:
+                placements.append(p)
+        return replace(plan, placements=tuple(placements))
+
+
+def halved(problem: Problem, names: Collection[str]) -> Halves:
+    """A problem with tables of some names in halves. Each has to be one of `may_halve`."""
+    tables, of, kinds = [], {}, list(problem.constraints.kinds)
+    for table in problem.tables:
+        if table.name not in names:
+            tables.append(table)
+            continue
+        width = table.dim // 2
+        for column in (0, width):
+            half = replace(table, name=f"{table.name}[{column}:{column + width}]", dim=width)
+            tables.append(half)
+            of[half.name] = table, column
+            kinds.append((half.name, _CUT))
+    constraints = replace(problem.constraints, kinds=tuple(kinds))
+    return Halves(replace(problem, tables=tuple(tables), constraints=constraints), of)
+
+
+def may_halve(table: Table, problem: Problem) -> bool:
+    """Tell if a table may be in halves: no constraint names it, and they are as wide as FBGEMM needs."""
+    constraints = problem.constraints
+    named = {*constraints.unsplit, *(name for group in constraints.together for name in group)}
+    for pairs in (constraints.pinned, constraints.kinds, constraints.min_widths):
+        named |= {name for name, _ in pairs}
+    # TorchRec needs the parts of a sequence equally wide, and each of its maps of ids once.
+    plain = not table.sequence and table.managed_collision is None
+    return plain and table.dim % (2 * MIN_WIDTH) == 0 and table.name not in named
+
+
+def halves_of(plan: Plan, problem: Problem) -> Halves | None:
+    """The problem with tables in halves whose halves groups of devices share in a plan. None: there are none.
+
+    plan: of the problem's tables.
+    """
+    shared = {
+        p.shard.table.name
+        for p in plan.placements
+        if layout_of(p.kind).divides_rows and p.kind in _CUT and 2 * p.shard.width == p.shard.table.dim
+    }
+    names = [t.name for t in problem.tables if t.name in shared and may_halve(t, problem)]
+    return halved(problem, names) if names else None
+
+
+def _moved(placement: Placement, table: Table, columns: int) -> Placement:
+    """A placement with its shard in another table, so many columns further."""
+    shard = placement.shard
+    low, high = shard.col_lo + columns, shard.col_hi + columns
+    return replace(placement, shard=replace(shard, table=table, col_lo=low, col_hi=high))
