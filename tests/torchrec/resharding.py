@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +25,7 @@ import training
 from bench import reshard_jobs as jobs
 from shardcore.core.errors import ShardCoreError
 from shardcore.io.files import problem_digest
-from shardcore.plans import store
+from shardcore.plans import job_reports, store
 from shardcore.plans.decisions import Decision
 from shardcore.plans.followed import StoredPlans
 from shardcore.torchrec import follow as following
@@ -265,6 +265,8 @@ def follow(
         "apart": jobs.apart(job.whole(), still.whole()),
         "own plan": moving.to_json(job.model.plan) == own,
         "decision": store.last(root, given.name).outcome,
+        "report": [asdict(x) for x in job_reports.read(root, given.name)],
+        "versions": sorted(d.current for d in store.history(root, given.name) if d.outcome == "first"),
     }
 
 

@@ -10,6 +10,8 @@ sys.path.append(str(Path(__file__).parent))
 
 import resharding
 
+from shardcore.cost.move_rates import read_move_rates
+
 
 def test_a_job_that_moved_is_as_one_that_never_did():
     """Weights and optimizer state, pooled and sequences, FP32 and FP16, whole, cut and replicated."""
@@ -70,6 +72,10 @@ def test_a_job_follows_a_store_and_goes_back_where_steps_are_slower(new_s, ends,
         back = ends == "rolled back"
         assert found["own plan"] == back and found["decision"] == ("rolled back" if back else "better")
         assert ("; predicted at most" in found["reason"]) == back
+        [report] = found["report"]
+        assert [(e["outcome"], e["step"]) for e in report["events"]] == [("moved", 4), (ends, 7)]
+        assert (report["current"] in found["versions"]) == back
+        assert report["events"][0]["tables"] and report["events"][0]["pause_s"] is not None
 
 
 @pytest.mark.long
@@ -104,3 +110,15 @@ def test_a_rank_that_dies_leaves_the_old_plan(after_s):
     assert dead is None
     assert found["rows"] and found["plan"] == ("old" if found["error"] else "new"), found
     assert found["seconds"] < 20
+
+
+@pytest.mark.long
+def test_a_machine_s_rates_of_moves_are_measured_by_a_command(tmp_path):
+    out = tmp_path / "rates.json"
+    command = Path(resharding.__file__).parents[2] / "shardcore/__main__.py"
+    codes, said = resharding.training.run_script(
+        2, command, "job", "rates", "--mib", "1", "--repeats", "1", "--out", str(out)
+    )
+    assert codes == [0, 0], said
+    rates = read_move_rates(out)
+    assert list(rates.link_gbps) == ["within_host"] and rates.move_s > 0 and rates.digest_ns > 0
