@@ -422,12 +422,6 @@ class Problem:
         """Precision of the weights, as in Setting."""
         return precision_of(self.tables)
 
-    @cached_property
-    def cache_widths(self) -> Mapping[tuple[str, bool, str], int]:
-        """Dim of the widest table with a cache, by collection, sequence and precision: as they run in ops."""
-        cached = [t for t in self.tables if 0 < t.load_factor < 1]
-        return {(t.collection, t.sequence, t.precision): t.dim for t in sorted(cached, key=lambda t: t.dim)}
-
     @property
     def replica_optimizer(self) -> str:
         """Optimizer of replicas: a name of catalog.DENSE_OPTIMIZERS."""

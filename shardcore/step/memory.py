@@ -97,8 +97,7 @@ def resident_bytes(layout: Layout, shard: Shard, problem: Problem) -> tuple[int,
     seen = problem.global_batch * table.looked_up * collision.lookup_bytes
     mapping = math.ceil(shard.rows * mapped + (seen and seen * access_share(shard)))
     if table.in_host_memory:
-        a_cached = shard.width * PRECISION_BYTES[table.precision] + cached_row_bytes(table, problem)
-        return table.cached(shard.rows) * a_cached + mapping, shard.rows * a_row
+        return table.cached(shard.rows) * _cached_row_bytes(shard) + mapping, shard.rows * a_row
     if layout.dense_gradient:
         # Torch's optimizers keep state of the weights' type.
         dense, each = DENSE_OPTIMIZERS[problem.replica_optimizer], PRECISION_BYTES[table.precision]
@@ -106,10 +105,9 @@ def resident_bytes(layout: Layout, shard: Shard, problem: Problem) -> tuple[int,
     return shard.bytes + mapping, shard.rows * (shard.width * a_cell + a_row)
 
 
-def cached_row_bytes(table: Table, problem: Problem) -> int:
-    """Bytes of a cached row other than its weights, if the device had all tables of its op."""
-    widest = problem.cache_widths.get((table.collection, table.sequence, table.precision), 0)
-    return CACHED_ROW_BYTES + max(0, widest - table.dim) * PRECISION_BYTES[table.precision]
+def _cached_row_bytes(shard: Shard) -> int:
+    """Bytes of a cached row of a shard, if no shard of its op is wider. Caches.padding has what is beyond."""
+    return shard.width * PRECISION_BYTES[shard.table.precision] + CACHED_ROW_BYTES
 
 
 def host_bytes(shard: Shard, problem: Problem) -> int:
@@ -155,7 +153,7 @@ def by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
         phase = phases[int(np.argmax(np.array([buffers[name] for name in names]) @ times))]
         parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         parts["weights"], parts["optimizer state"] = (sum(n) for n in zip((0, 0), *resident, strict=True))
-        parts["weights"] += float(caches.padding(caches.total(held, problem))) if len(caches) else 0.0
+        parts["weights"] += float(caches.padding(caches.total(held))) if len(caches) else 0.0
         for (part, run, name), n in phase.alive.items():
             parts[part] += n * buffers[run, name]
         devices.append(DeviceMemory(phase.name, _whole(parts)))
@@ -199,32 +197,37 @@ class Caches:
         """C. 0 if there are none."""
         return sum(1 + len(widths) for _, widths in self.ops.values()) + bool(self.ops)
 
-    def counts(self, run: Layout, shard: Shard, problem: Problem) -> dict[int, float]:
+    def counts(self, run: Layout, shard: Shard) -> dict[int, float]:
         """A shard's counts, those that are not 0."""
         table = shard.table
         if not _is_cached(table):
             return {}
         at, widths = self.ops[run, table.precision]
         rows = table.cached(shard.rows)
-        a_row = shard.width * PRECISION_BYTES[table.precision] + cached_row_bytes(table, problem)
-        return {0: rows * a_row, at: rows, at + 1 + widths.index(shard.width): 1}
+        return {0: rows * _cached_row_bytes(shard), at: rows, at + 1 + widths.index(shard.width): 1}
 
-    def total(self, shards: Iterable[tuple[Layout, Shard]], problem: Problem) -> np.ndarray:
+    def total(self, shards: Iterable[tuple[Layout, Shard]]) -> np.ndarray:
         """[C] counts of some shards together."""
-        found = np.zeros(len(self))
+        total = np.zeros(len(self))
         for run, shard in shards:
-            for i, n in self.counts(run, shard, problem).items():
-                found[i] += n
-        return found
+            for i, n in self.counts(run, shard).items():
+                total[i] += n
+        return total
 
     def padding(self, counts: np.ndarray) -> np.ndarray:
-        """[...] bytes of caches beyond those that `resident_bytes` has. Negative if they take less."""
-        beyond = -counts[..., 0]
-        for (_, precision), (at, widths) in self.ops.items():
+        """[...] bytes of caches beyond those that `resident_bytes` has."""
+        n_bytes = -counts[..., 0]
+        for (_, precision), (at, _), widest in zip(
+            self.ops, self.ops.values(), self.widest(counts), strict=True
+        ):
             rows = np.ceil(counts[..., at] / CACHE_SET_ROWS) * CACHE_SET_ROWS
-            widest = (widths * (counts[..., at + 1 : at + 1 + len(widths)] > 0)).max(-1)
-            beyond = beyond + rows * (widest * PRECISION_BYTES[precision] + CACHED_ROW_BYTES)
-        return beyond
+            n_bytes = n_bytes + rows * (widest * PRECISION_BYTES[precision] + CACHED_ROW_BYTES)
+        return n_bytes
+
+    def widest(self, counts: np.ndarray) -> list[np.ndarray]:
+        """[...] columns of the widest shard of each cache, 0 without one."""
+        ops = self.ops.values()
+        return [(widths * (counts[..., at + 1 : at + 1 + len(widths)] > 0)).max(-1) for at, widths in ops]
 
 
 def _is_cached(table: Table) -> bool:

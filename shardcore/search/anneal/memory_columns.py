@@ -54,7 +54,7 @@ class Columns:
 
         entered: also its bytes that enter collectives, and lookups. Mostly a shard's sums have them.
         """
-        counts = self.caches.counts(run, shard, self.problem)
+        counts = self.caches.counts(run, shard)
         more = {self.first_count + i: n for i, n in counts.items()}
         n, sums = len(self.runs), sums_of(run, shard, self.problem)
         each = (sums.entered * entered, sums.lookups * entered, sums.features * self.limited)

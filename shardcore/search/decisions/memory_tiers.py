@@ -16,13 +16,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
 
 from shardcore.core.errors import Infeasible
 from shardcore.core.tiers import BELOW, TIERS
-from shardcore.core.types import Plan, Problem, Shard, Table
+from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Shard, Table
 from shardcore.core.validation import require
 from shardcore.cost.model import CostModel
 from shardcore.search.anneal.reshard import rebind_tables
@@ -222,7 +223,23 @@ def _tier_of(table: Table, problem: Problem) -> Tier:
 
 
 def _rows_bytes(table: Table, problem: Problem) -> int:
-    return sum(resident_bytes(WHOLE_ROWS, Shard.whole(table), problem))
+    """Bytes of a whole table in device memory, if it is beside the widest cache of its op."""
+    resident = sum(resident_bytes(WHOLE_ROWS, Shard.whole(table), problem))
+    if not 0 < table.load_factor < 1:
+        return resident
+    columns = _cache_widths(problem).get(_op_of(table), table.dim) - table.dim
+    return resident + table.cached(table.rows) * columns * PRECISION_BYTES[table.precision]
+
+
+@lru_cache(maxsize=4)
+def _cache_widths(problem: Problem) -> Mapping[tuple[str, bool, str], int]:
+    """Dim of the widest table with a cache, by op."""
+    cached = sorted((t for t in problem.tables if 0 < t.load_factor < 1), key=lambda t: t.dim)
+    return {_op_of(table): table.dim for table in cached}
+
+
+def _op_of(table: Table) -> tuple[str, bool, str]:
+    return table.collection, table.sequence, table.precision
 
 
 def _kinds_of(table: Table, problem: Problem) -> list[Layout]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise, product
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from shardcore.search.state.vector_packing import VectorPacking
 from shardcore.step import memory
 from shardcore.step.id_bytes import sample_bytes
 from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, Group, Layout, run_of, shards_on
-from shardcore.step.memory import held_bytes
+from shardcore.step.memory import Caches, held_bytes
 from shardcore.step.memory_account import Account, Sums, account_of, own_peaks, sums_of
 from shardcore.step.memory_timeline import IDS_ALIVE
 from shardcore.step.op_limits import TooManyInOneOp, require_ops
@@ -40,6 +41,10 @@ _NEARLY = 1.1
 """Factor by which parts may exceed the least bytes, if they are fewer."""
 LARGE = 1 << 16
 """Devices × tables of a large problem: it gets few tries."""
+_NEAR = 0.1
+"""A packing that lacks at most this share of a device is improved one table at a time."""
+_TRIES = 20_000
+"""Tries of that, times tables."""
 _CLOSE = 1.01
 """Tries for a large problem end once a device lacks no more than this multiple of what all devices lack."""
 
@@ -66,26 +71,21 @@ def roomiest(problem: Problem, quick: bool = False) -> tuple[Plan | None, int]:
 
     The bytes are 0 or less if it fits. No plan: constraints leave a table no kind.
     """
-    packings = _Packings(problem)
-    plan, lacks = None, 0
+    packings, best = _Packings(problem), None
     if len(packings.firsts) < len(packings.bundles):
-        return plan, lacks
+        return None, 0
     for ways in packings.choices(quick):
-        packed = packings.packed(ways, np.inf if plan is None else lacks)
-        if packed is None:
-            continue
-        # Parts of a table that meet on a device are one shard, so the packing may have counted too much.
-        exact = lacking(packed[0], problem)
-        if not within_ops(packed[0], problem):
-            exact = max(exact, math.ceil(packed[1]), 1)
-        plan, lacks = packed[0], exact
+        best = packings.better(ways, best) or best
         # No other way has much less to pack.
-        if lacks <= 0 or (packings.large and lacks <= _CLOSE * packings.short):
+        if best and (best.lacks <= 0 or (packings.large and best.lacks <= _CLOSE * packings.short)):
             break
-    few = not quick and not packings.large
-    if plan is not None and lacks > 0 and few and (poured := packings.poured()):
-        return poured, 0
-    return plan, lacks
+    if best is None:
+        return None, 0
+    if best.lacks > 0 and not quick and not packings.large:
+        best = packings.improved(best)
+        if best.lacks > 0 and (poured := packings.poured()):
+            return poured, 0
+    return best.plan, best.lacks
 
 
 def lacking(plan: Plan, problem: Problem) -> int:
@@ -102,6 +102,14 @@ def within_ops(plan: Plan, problem: Problem) -> bool:
     except TooManyInOneOp:
         return False
     return True
+
+
+class _Packing(NamedTuple):
+    """A plan of some ways, and the bytes that it lacks. 0 or less: it fits."""
+
+    ways: tuple[Way, ...]
+    plan: Plan
+    lacks: int
 
 
 class _Packings:
@@ -203,7 +211,36 @@ class _Packings:
             self._bytes_of[i, way] = sum(self._peak_of(run_of(way.kind, s.table), s) for s in shards)
         return self._bytes_of[i, way]
 
-    def packed(self, ways: Sequence[Way], most: float) -> tuple[Plan, float] | None:
+    def improved(self, best: _Packing) -> _Packing:
+        """The packing, with other ways of one table at a time while it lacks less so."""
+        n_tries = _TRIES // len(self.bundles)
+        if best.lacks > _NEAR * max(held_bytes(self.problem)):
+            return best
+        largest, before = sorted(range(len(best.ways)), key=lambda i: -self._bytes(i, self.firsts[i])), None
+        while best is not before:
+            before = best
+            for i in largest:
+                for way in self.ways(i):
+                    if best.lacks <= 0 or n_tries <= 0:
+                        return best
+                    if way != best.ways[i]:
+                        n_tries -= 1
+                        best = self.better((*best.ways[:i], way, *best.ways[i + 1 :]), best) or best
+        return best
+
+    def better(self, ways: tuple[Way, ...], best: _Packing | None) -> _Packing | None:
+        """A packing of these ways, if it lacks less than the best one."""
+        packed = self._packed(ways, best.lacks if best else np.inf)
+        if packed is None:
+            return None
+        plan, lacks = packed
+        # Parts of a table that meet on a device are one shard, so the packing may have counted too much.
+        exact = lacking(plan, self.problem)
+        if not within_ops(plan, self.problem):
+            exact = max(exact, math.ceil(lacks), 1)
+        return _Packing(ways, plan, exact)
+
+    def _packed(self, ways: Sequence[Way], most: float) -> tuple[Plan, float] | None:
         """A plan of these ways, and the bytes that it lacks. None if it lacks `most` or more."""
         shared, parts = [], []
         for bundle, way in zip(self.bundles, ways, strict=True):
@@ -218,28 +255,35 @@ class _Packings:
         # The account needs every shard, but not its device.
         anywhere = _placements(parts, [i % self.n for i in range(len(parts))])
         account = account_of((*shared, *anywhere), self.problem)
+        caches = Caches.of(
+            (run_of(p.kind, s.table), s) for p in (*shared, *anywhere) for _, s in shards_on(p)
+        )
 
         def vector(kind: str, shard: Shard) -> np.ndarray:
             run = run_of(kind, shard.table)
             if (run, shard) not in self._sums:
                 self._sums[run, shard] = sums_of(run, shard, self.problem)
-            return account.vector(run, shard, self._sums[run, shard])
+            n_bytes = account.vector(run, shard, self._sums[run, shard])
+            return np.append(n_bytes, caches.total([(run, shard)])) if len(caches) else n_bytes
 
-        may_hold, load = account.limits, np.tile(account.base, (self.n, 1))
+        n_limits = len(account.base)
+        load = np.zeros((self.n, n_limits + len(caches)))
         for placement in shared:
             for device, shard in shards_on(placement):
                 load[device] += vector(placement.kind, shard)
-        self.room = float((may_hold - load).min(1).max())
+        may_hold = account.limits - account.base
+        self.room = float((may_hold - load[:, :n_limits]).min(1).max())
         vectors = np.zeros((len(parts), load.shape[1]))
         for i, bundle in enumerate(ticking(parts)):
             vectors[i] = sum(vector(WHOLE_ROWS.name, s) for s in bundle)
-        # However shards are packed, in each phase all devices together take their sum.
-        self.short = float((load.sum(0) + vectors.sum(0) - np.maximum(may_hold, 0).sum(0)).max()) / self.n
+        # However shards are packed, in each phase all devices together take at least their sum.
+        needed = (load.sum(0) + vectors.sum(0))[:n_limits] + self.n * account.base
+        self.short = float((needed - np.maximum(account.limits, 0).sum(0)).max()) / self.n
         if shared and self.short >= most:
             return None
         names = [bundle[0].table.name for bundle in parts]
         allowed = list(map(self.problem.allowed_devices, names))
-        lacks, devices = VectorPacking(may_hold, load, bool(shared), vectors, allowed, names).best(most)
+        lacks, devices = VectorPacking(account, caches, load, vectors, allowed, names).best(most)
         if devices is None:
             return None
         return Plan((*shared, *_placements(parts, devices))), lacks

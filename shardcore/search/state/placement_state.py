@@ -68,7 +68,7 @@ class PlacementState:
         fixed = fixed_placements(problem)
         before = np.pad(self._account.loads(fixed), widened)
         for device, run, shard in ((d, run_of(p.kind, s.table), s) for p in fixed for d, s in shards_on(p)):
-            before[device, len(self._account.base) :] += caches.total([(run, shard)], problem)
+            before[device, len(self._account.base) :] += caches.total([(run, shard)])
         self.load = np.tile(before, (*batch, 1, 1))
 
         def of_plans(of_states: np.ndarray) -> np.ndarray:
@@ -176,7 +176,7 @@ class PlacementState:
             if run is not runs[0]:
                 sums = np.array(sums_of(run, shard, cache.problem))
                 bytes_beyond += sums @ (account.coefficients[account.runs[run]] - first)
-        return np.append(bytes_beyond, cache.caches.total(parts, cache.problem))
+        return np.append(bytes_beyond, cache.caches.total(parts))
 
     def place(self, strip: Integers, units: Integers, device: Integers) -> None:
         """Add a shard. It has to fit: the caller checks."""

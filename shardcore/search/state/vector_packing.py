@@ -1,6 +1,6 @@
 """Packing of shards that take different bytes in each phase of a step: vectors, not numbers.
 
-Shapes: D devices, N shards, P phases.
+Shapes: D devices, N shards, P phases, C counts of caches.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardcore.core.progress import ticking
+from shardcore.step.memory import Caches
+from shardcore.step.memory_account import Account
 
 _NODES = 400
 """Steps of the depth-first search that packs few shards."""
@@ -20,37 +22,45 @@ _FEW = 12
 class VectorPacking:
     """Shards to pack.
 
-    may_hold: [D, P] bytes.
-    load: [D, P] bytes that devices have already.
-    used: whether each device has a shard already.
-    vectors: [N, P] bytes of shards.
+    account: limits of devices, and the bytes of their local batch.
+    caches: those that the shards may have. Each is as wide as its widest shard, so its bytes do not add up.
+    load: [D, P + C] bytes, and counts of caches, that devices have already without the local batch.
+    vectors: [N, P + C] those of shards.
     allowed: (N) devices of each shard.
     names: (N) of its table. Shards of a table go to different devices.
     """
 
     def __init__(
         self,
-        may_hold: np.ndarray,
+        account: Account,
+        caches: Caches,
         load: np.ndarray,
-        used: bool,
         vectors: np.ndarray,
         allowed: Sequence[Sequence[int]],
         names: Sequence[str],
     ) -> None:
+        self.caches, self.phases, n_limits = caches, account.phases, len(account.base)
         # [P, D], for numpy finds the largest of a few rows much faster than of as many columns.
-        self.may_hold, self.load = np.ascontiguousarray(may_hold.T), np.ascontiguousarray(load.T)
+        self.may_hold = np.ascontiguousarray((account.limits - account.base).T)
+        self.load = np.ascontiguousarray(load.T)
         self.vectors, self.names = vectors, names
-        self.before = float((load - may_hold).max()) if used else -np.inf
-        self.allowed = [None if len(a) == len(may_hold) else np.array(a) for a in allowed]
+        used = load.any(1)
+        self.before = float(self._lacks(self.load)[used].max(initial=-np.inf))
+        n_devices = len(load)
+        self.allowed = [None if len(a) == n_devices else np.array(a) for a in allowed]
         self.restricted = any(a is not None for a in self.allowed)
-        size = vectors.max(1) if len(vectors) else np.zeros(0)
-        # Those with least freedom first, then the largest.
-        self.order = np.lexsort((-size, np.array([len(a) for a in allowed], dtype=int))).tolist()
-        self.rank = np.argsort(self.order)
+        self.size = vectors[:, :n_limits].max(1, initial=0.0)
+        self.freedom = np.array([len(a) for a in allowed], dtype=int)
         shards: dict[str, list[int]] = {}
         for i, name in enumerate(names):
             shards.setdefault(name, []).append(i)
         self.siblings = {name: of if len(of) > 1 else () for name, of in shards.items()}
+        self._sort(np.zeros(len(names)))
+
+    def _sort(self, first: np.ndarray) -> None:
+        """Order shards: those with least freedom, then those that are `first`, then the largest."""
+        self.order = np.lexsort((-self.size, -first, self.freedom)).tolist()
+        self.rank = np.argsort(self.order)
 
     def best(self, most: float) -> tuple[float, list[int] | None]:
         """The bytes that some device lacks, and the device of each shard.
@@ -59,14 +69,28 @@ class VectorPacking:
         """
         lacks, devices = self._greedy(False, most)
         if lacks > 0:
-            full_lacks, full_devices = self._greedy(True, min(most, lacks))
-            if full_lacks < lacks:
-                lacks, devices = full_lacks, full_devices
+            lacks, devices = self._better(lacks, devices, self._greedy(True, min(most, lacks)))
         if lacks > 0 and len(self.order) <= _FEW:
-            least, of_least = self._depth_first(min(lacks, most))
-            if of_least is not None:
-                lacks, devices = least, of_least
+            lacks, devices = self._better(lacks, devices, self._depth_first(min(lacks, most)))
+        if lacks > 0 and len(self.caches):
+            # Wide caches together leave other devices narrow ones.
+            widest = self.caches.widest(self.vectors[:, len(self.may_hold) :])
+            self._sort(np.max(widest, axis=0))
+            lacks, devices = self._better(lacks, devices, self._greedy(True, min(most, lacks)))
         return lacks, devices if lacks < most else None
+
+    @staticmethod
+    def _better(
+        lacks: float, devices: list[int] | None, other: tuple[float, list[int] | None]
+    ) -> tuple[float, list[int] | None]:
+        return other if other[1] is not None and other[0] < lacks else (lacks, devices)
+
+    def _lacks(self, load: np.ndarray) -> np.ndarray:
+        """[D] bytes that devices lack with loads [P + C, D]."""
+        lacks = load[: len(self.may_hold)] - self.may_hold
+        if len(self.caches):
+            lacks[: self.phases] += self.caches.padding(load[len(self.may_hold) :].T)
+        return lacks.max(0)
 
     def _depth_first(self, most: float) -> tuple[float, list[int] | None]:
         self._nodes = _NODES
@@ -75,8 +99,8 @@ class VectorPacking:
         return self._best
 
     def _after(self, i: int, load: np.ndarray, devices: Sequence[int], placed: int) -> np.ndarray:
-        """[D] bytes that each device lacks with shard i on top of load [P, D]. inf where it may not be."""
-        lacks = (load + self.vectors[i][:, None] - self.may_hold).max(0)
+        """[D] bytes that each device lacks with shard i on top of a load [P + C, D]. inf where it may not be."""
+        lacks = self._lacks(load + self.vectors[i][:, None])
         if self.allowed[i] is not None:
             inside = np.full(len(lacks), np.inf)
             inside[self.allowed[i]] = lacks[self.allowed[i]]

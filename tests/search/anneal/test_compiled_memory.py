@@ -14,7 +14,6 @@ from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search.anneal import compiled
 from shardcore.search.anneal.compiled import SUMS
-from shardcore.search.anneal.compiled.arrays import RESIDENT
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import Search, copy_of
 from shardcore.search.budget import Budget
@@ -157,20 +156,3 @@ def test_an_op_has_no_more_features_and_ids_than_fbgemm_runs(seed, kind):
     assert counted[:, first + n : first + 2 * n] == pytest.approx(ids)
     assert counted[:, first + 2 * n :].tolist() == features.tolist()
     assert len(fixed.most_features) == n
-
-
-def test_devices_whose_caches_take_less_than_counts_as_resident_may_change():
-    """A cached row counts as wide as the problem's widest, until it is known which tables are beside it."""
-    tables = [Table(f"t{i}", 40_000, 16, 3.0 + i, load_factor=0.25) for i in range(12)]
-    wide = Table("wide", 3_000, 128, 5.0, load_factor=0.25)
-    topology = on_hosts("xxx", 1 << 30, memory=(Memory("host", 1 << 40, 25.0),))
-    problem = Problem("caches", (*tables, wide), topology, 66)
-    search = annealed(problem)
-    used = used_bytes(priced(search.placements, problem, search.model), problem)
-    fixed, state = search.best.fixed._replace(free=1.3 * np.array(used)), copy_of(search.best.state)
-    cost_ms = compiled.refresh(search.head, fixed, state)
-    full = state.memory[:, RESIDENT] > fixed.free
-    before = state.held[:, full].copy()
-    compiled.anneal(search.head, fixed, state, 1_000, cost_ms, cost_ms)
-    assert full.any() and (state.held[:, full] != before).any()
-    assert not state.lack.any()

@@ -6,10 +6,12 @@ from itertools import permutations, product
 
 import numpy as np
 import pytest
+from cuts import draw_all_kinds
 from shapes import column, on_hosts, replica, row
 
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible
+from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.search import SHARDERS, Budget
@@ -68,7 +70,8 @@ def small(seed: int) -> Problem:
 
 
 def with_memory(of: Problem, n_bytes: int) -> Problem:
-    return replace(of, topology=Topology((Device(n_bytes),) * len(of.topology)))
+    devices = tuple(replace(d, memory_bytes=n_bytes) for d in of.topology.devices)
+    return replace(of, topology=replace(of.topology, devices=devices))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -90,6 +93,31 @@ def test_what_is_said_to_be_lacking_is_enough_and_not_much_more(seed):
     assert lacks == lacking(plan, short)
     assert lacks <= least - least // 2  # finer cuts than halves may need less
     assert roomiest(with_memory(given, least // 2 + lacks))[1] <= 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_where_cached_tables_differ_in_width_what_a_plan_takes_is_enough(seed):
+    """A cache is as wide as its op's widest table, so narrow tables take less away from wide ones."""
+    rng = np.random.default_rng(seed)
+    narrow = [
+        Table(f"n{i}", int(rng.integers(20_000, 90_000)), 16, 3.0 + i, load_factor=0.25) for i in range(12)
+    ]
+    wide = Table("wide", 3_000, 128, 5.0, load_factor=0.25)
+    topology = on_hosts("xxx", 1 << 30, memory=(Memory("host", 1 << 40, 25.0),))
+    ample = Problem("caches", (*narrow, wide), topology, 66)
+    plan = Plan(tuple(column(t, 2 if t is wide else i % 2) for i, t in enumerate(ample.tables)))
+    tight = replace(
+        ample, topology=replace(topology, devices=(Device(max(memory.used_bytes(plan, ample))),) * 3)
+    )
+    for name in ("size_greedy", "neuroshard", "anneal"):
+        lower(SHARDERS[name](tight, model_for(tight), budget=Budget(evals=50)), tight)
+
+
+@pytest.mark.parametrize("seed", range(1, 8, 2))
+def test_what_fits_by_one_packing_is_not_refused_with_just_its_memory(seed):
+    given = draw_all_kinds(seed, caches=seed % 4 > 1)
+    least = roomiest(with_memory(given, 1))[1] + 1
+    assert roomiest(with_memory(given, least))[1] <= 0
 
 
 # --- large ones ---------------------------------------------------------------------------------------------

@@ -264,9 +264,8 @@ def try_edits(head, fx, st, a, b, n):
         st.trial_carried[slot, fx.ids_by[k]] += fx.ids[then] - fx.ids[was]
         # The fused op of kind k on that device changes: its cost is not known yet.
         st.trial_ms[slot, k] = -1.0
-    # Resident bytes alone refuse many moves. Caches may take less than counts as resident, so there they do not.
-    # `fits` counts all bytes, and only for the few moves that cost little enough.
-    if len(fx.cache_at) == 0 and (-left_a > st.lack[a] or -left_b > st.lack[b]):
+    # Resident bytes alone refuse many moves. `fits` counts all bytes, and only for the few that cost little enough.
+    if -left_a > st.lack[a] or -left_b > st.lack[b]:
         return np.inf
     if len(fx.kept) > 0 and moves_too_much(fx, st, n):
         return np.inf
