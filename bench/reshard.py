@@ -47,16 +47,18 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "torchrec"))
 
 import training
 
-WORLDS = ((1, 2), (2, 2), (2, 4))
+WORLDS = ((1, 2), (2, 2), (2, 4), (4, 2))
 """Emulated hosts, and ranks of each."""
 STEPS, BEFORE = 20, 5
 """Steps after a move, and before it."""
-PAIRS = 17
+PAIRS = 19
 """Pairs of plans for each world; optimizers take turns."""
 TIMED, EVENTS = 100, 60
-"""Kills at random instants, and events among which the others die."""
+"""Kills at random instants, and events among which the next die."""
+ON_FOUR = 150
+"""Kills of 2 and 4 ranks. The others are of 8: at instants and events in turn."""
 MOST_S = 0.8
-"""Seconds from the call of a move to the death of a rank, at most."""
+"""Seconds from the call of a move to the death of one of 2 ranks, at most."""
 LARGE = 8000
 """Rows of large tables over those of small ones."""
 LARGE_OPTIMIZER, LARGE_MOVE = "EXACT_ADAGRAD", MoveConfig(piece_mib=8, timeout_s=100)
@@ -174,7 +176,9 @@ def killed(
         threading.Timer(after_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     start, error = time.monotonic(), ""
     try:
-        reshard(job.model, plans["new"], job.optimizer, config=MoveConfig(piece_mib=2**-11, timeout_s=1.5))
+        # 8 ranks share two cores here.
+        config = MoveConfig(piece_mib=2**-11, timeout_s=1.5 if len(given.topology) < 8 else 6)
+        reshard(job.model, plans["new"], job.optimizer, config=config)
     except ShardCoreError as e:
         error = str(e)
     now = to_json(job.model.plan)
@@ -252,10 +256,12 @@ def cases(arm: str, kills: int) -> Iterator[tuple[dict[str, Any], Callable[..., 
     if arm == "kills":
         for i in range(kills):
             rng = random.Random(i)
-            world = WORLDS[i % 2]
-            victim, after_s = rng.randrange(world[0] * world[1]), rng.uniform(0, MOST_S)
-            # The first TIMED at a random instant, the others at a random event of the last phases.
-            event = 0 if i < TIMED else rng.randrange(1, EVENTS)
+            world = WORLDS[i % 2 if i < ON_FOUR else 2 + i % 2]
+            n = world[0] * world[1]
+            victim, after_s = rng.randrange(n), rng.uniform(0, MOST_S if n < 8 else 4 * MOST_S)
+            # The first TIMED at a random instant, the next at a random event of the last phases.
+            timed = i < TIMED if i < ON_FOUR else i % 4 < 2
+            event = 0 if timed else rng.randrange(1, EVENTS)
             key = {"arm": arm, "world": world, "case": i, "after_s": after_s, "event": event}
             yield key, killed, (i, (victim, after_s, event))
         return
@@ -264,6 +270,8 @@ def cases(arm: str, kills: int) -> Iterator[tuple[dict[str, Any], Callable[..., 
             yield {"arm": "rates", "world": world, "case": 0}, measured_rates, ()
         for seed in range({"large": 8, "memory": 8, "torchrec-whole": 6}.get(arm, PAIRS)):
             optimizer = jobs.OPTIMIZERS[seed % len(jobs.OPTIMIZERS)]
+            if arm == "pairs" and seed >= PAIRS - 2:
+                optimizer = jobs.REPLICAS_ADAM
             if arm in ("large", "memory"):
                 yield {"arm": arm, "world": world, "case": seed}, moved_large, (seed,)
             else:
@@ -392,7 +400,7 @@ def main() -> None:
         __doc__,
         {"arm": "pairs, large, memory, kills, torchrec, torchrec-whole or report"},
         out=(..., "a line of JSON for each case"),
-        kills=(150, "ranks to kill"),
+        kills=(200, "ranks to kill"),
     )
     args = parser.parse_args()
     if args.arm == "report":

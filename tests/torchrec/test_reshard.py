@@ -32,6 +32,7 @@ def test_what_cannot_move_stays_as_it_was():
         "no plan": "the new plan is a str",
         "another optimizer": "the optimizer is a list",
         "another pipeline": "the pipeline is a object",
+        "groups of ranks": "the model is a DMPCollection; tables of a DistributedModelParallel can be moved",
         "a second move": "being moved",
         "ranks that cannot build": "OSError: no new shards here",
         "a rank that fails": "OSError: the memory of this rank is broken",
@@ -45,6 +46,28 @@ def test_what_cannot_move_stays_as_it_was():
                 expected = "not all ranks have done 'plan'"
             assert expected in of_rank[name] and "not as it was" not in of_rank[name], (name, of_rank[name])
         assert of_rank["at last"].startswith("moved 5 tables, 0.0"), of_rank["at last"]
+
+
+@pytest.mark.long
+def test_cold_rows_move_beside_hot_ones():
+    for tables, apart in resharding.in_processes(1, 2, resharding.move_hot_cold):
+        assert tables and all(".cold." in name for name in tables), tables
+        assert apart == [pytest.approx(0, abs=1e-6)] * 6
+
+
+@pytest.mark.long
+def test_what_a_module_wraps_stays_and_a_plan_that_moves_it_is_refused():
+    for found in resharding.in_processes(1, 2, resharding.move_beside_wrapped):
+        assert isinstance(found, list), found
+        plain, *refused, apart = found
+        assert plain == "bags.a rows.b" and float(apart) < 1e-6, (plain, apart)
+        for words, path, kind in zip(
+            refused,
+            ("processed", "collided", "collided_rows"),
+            ("FeatureProcessedEmbeddingBag", "ManagedCollisionEmbeddingBag", "ManagedCollisionEmbedding"),
+            strict=True,
+        ):
+            assert f"the new plan changes module '{path}', a Sharded{kind}Collection" in words, words
 
 
 @pytest.mark.long
