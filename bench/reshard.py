@@ -5,6 +5,7 @@
     python -m bench.reshard memory --out memory.jsonl      peak memory of the same moves
     python -m bench.reshard kills --out kills.jsonl        a rank dies at a random instant of a move
     python -m bench.reshard torchrec --out torchrec.jsonl  DMP.reshard on the same pairs
+    python -m bench.reshard drift --out drift.jsonl        a job whose heat moves, with a rank at half speed
     python -m bench.reshard torchrec-whole --out w.jsonl   and on pairs of plans of whole tables
     python -m bench.reshard report --out pairs.jsonl       what a file has, as a table
 
@@ -30,7 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bench import common
+from bench import common, reshard_drift
 from bench import reshard_jobs as jobs
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem
@@ -53,6 +54,7 @@ STEPS, BEFORE = 20, 5
 """Steps after a move, and before it."""
 PAIRS = 19
 """Pairs of plans for each world; optimizers take turns."""
+DRIFTS = 6
 TIMED, EVENTS = 100, 60
 """Kills at random instants, and events among which the next die."""
 ON_FOUR = 150
@@ -114,7 +116,6 @@ def moved_large(rank: int, given: Problem, folder: str, seed: int) -> list[dict[
         found.append(
             {
                 "bytes": dict(made.bytes),
-                "busiest_bytes": dict(made.busiest_bytes),
                 "seconds": dict(made.seconds),
                 "stated": made.extra_bytes[rank],
                 "measured": peak,
@@ -265,6 +266,10 @@ def cases(arm: str, kills: int) -> Iterator[tuple[dict[str, Any], Callable[..., 
             key = {"arm": arm, "world": world, "case": i, "after_s": after_s, "event": event}
             yield key, killed, (i, (victim, after_s, event))
         return
+    if arm == "drift":
+        for seed in range(DRIFTS):
+            yield {"arm": arm, "world": WORLDS[0], "case": seed}, *reshard_drift.case(*WORLDS[0], seed)
+        return
     for world in WORLDS if arm == "pairs" else WORLDS[:2]:
         if arm == "large":
             yield {"arm": "rates", "world": world, "case": 0}, measured_rates, ()
@@ -294,7 +299,9 @@ def run(arm: str, path: Path, kills: int) -> None:
         start = time.monotonic()
         hosts, per_host = key["world"]
         given = jobs.problem(hosts, per_host, LARGE if arm in ("large", "memory") else 1)
-        found = training.on_ranks(given, work, *args, limit_s=60 if "torchrec" in arm else 180)
+        found = training.on_ranks(
+            given, work, *args, limit_s=60 if "torchrec" in arm else 600 if arm == "drift" else 180
+        )
         found = [{"error": f[:300]} if isinstance(f, str) else f for f in found]
         rows.append({**key, "found": found, "wall_s": time.monotonic() - start})
         common.write_lines(path, rows)
@@ -392,13 +399,14 @@ _RESULTS = {
     "torchrec": _of_torchrec,
     "large": _of_large,
     "memory": _of_memory,
+    "drift": reshard_drift.result,
 }
 
 
 def main() -> None:
     parser = common.parser(
         __doc__,
-        {"arm": "pairs, large, memory, kills, torchrec, torchrec-whole or report"},
+        {"arm": "pairs, large, memory, kills, drift, torchrec, torchrec-whole or report"},
         out=(..., "a line of JSON for each case"),
         kills=(200, "ranks to kill"),
     )

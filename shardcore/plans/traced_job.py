@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,10 @@ def check(job: ReadJob, model: CostModel) -> CheckedJob:
     ours = model.for_problem(problem)
     before = price_plan(job.plan, problem, ours, fits=False)
     steps = [(before.workload, step) for step in job.traced.steps]
+    of_job, slow = traced_factors.with_speeds(job.problem, ours, steps)
+    if slow:  # factors are those of all ranks, and a slow one is no part of them
+        workload = lower(job.plan, replace(problem, topology=of_job.topology), fits=False)
+        steps = [(workload, step) for step in job.traced.steps]
     found = traced_factors.correction(ours, steps, job.step_ms)
     lineage = {
         "job": job.name,
@@ -129,7 +133,7 @@ def check(job: ReadJob, model: CostModel) -> CheckedJob:
         **found.document(),
     }
     corrected = traced_factors.corrected(model, found.factors, lineage)
-    problem = traced_factors.with_around(job.problem, found.around_ms)
+    problem = traced_factors.with_around(of_job, found.around_ms)
     after = price_plan(job.plan, problem, corrected.for_problem(problem), fits=False)
     remarks = [line for step in job.traced.steps for line in traced_factors.mismatches(before.workload, step)]
     return CheckedJob(
@@ -139,7 +143,7 @@ def check(job: ReadJob, model: CostModel) -> CheckedJob:
         corrected,
         found,
         interval_ms(job.plan, problem, model, found),
-        (*found.refused, *dict.fromkeys(remarks)),
+        (*slow, *found.refused, *dict.fromkeys(remarks)),
     )
 
 

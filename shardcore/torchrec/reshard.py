@@ -16,7 +16,6 @@ import gc
 import hashlib
 import json
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -61,6 +60,8 @@ if TYPE_CHECKING:
 
 LOCAL, WITHIN, BETWEEN = "local", "within_host", "between_hosts"
 """Ways of bytes: within a rank, and the levels of links."""
+TRIED = "1.5", "1.9"
+"""Oldest and newest versions of TorchRec under which tables were moved. It has no public call for all of it."""
 _OF_PLACEMENT = frozenset(
     "cache_algorithm cache_load_factor cache_reserved_memory cache_precision prefetch_pipeline "
     "multipass_prefetch_config enforce_hbm stochastic_rounding bounds_check_mode output_dtype _batch_key".split()
@@ -95,7 +96,6 @@ class Moved:
 
     tables: that are sharded otherwise now, by path and name.
     bytes: of weights and state that were copied, by way, on all ranks.
-    busiest_bytes: of those the ones that a rank sent, or received: the most of any rank, by way.
     seconds: of this rank, by phase.
     extra_bytes: memory beside the old shards while they moved, by rank.
     digests: of each tensor of those collections, by table and tensor, as they were before and after.
@@ -104,7 +104,6 @@ class Moved:
 
     tables: tuple[str, ...]
     bytes: Mapping[str, int]
-    busiest_bytes: Mapping[str, int]
     seconds: Mapping[str, float]
     extra_bytes: tuple[int, ...]
     digests: Mapping[str, str]
@@ -161,7 +160,7 @@ def _moved(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config
             )
     clock.lap("plan")
     if not move.collections:
-        return Moved((), {}, {}, clock.seconds, (0,) * len(shared), {}, {})
+        return Moved((), {}, clock.seconds, (0,) * len(shared), {}, {})
     built: list[_Built] = []
     group: Any = None
     try:
@@ -194,7 +193,6 @@ def _moved(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config
     return Moved(
         tables=tuple(sorted(".".join(filter(None, key)) for c in move.collections for key in c.changed)),
         bytes=move.bytes_by_way(),
-        busiest_bytes=move.busiest_by_way(),
         seconds=clock.seconds,
         extra_bytes=tuple(of["extra_bytes"] for of in shared),
         digests={name: f"{total:016x}" for name, total in totals.items()},
@@ -493,27 +491,25 @@ class _Move:
     def bytes_by_way(self) -> dict[str, int]:
         by_way: dict[str, int] = dict.fromkeys((LOCAL, WITHIN, BETWEEN), 0)
         for piece in self.pieces:
-            by_way[self._way(piece)] += piece.bytes
+            a, b = piece.source.rank, piece.target.rank
+            way = LOCAL if a == b else WITHIN if a // self.per_host == b // self.per_host else BETWEEN
+            by_way[way] += piece.bytes
         return by_way
-
-    def busiest_by_way(self) -> dict[str, int]:
-        by_rank: dict[str, Counter[tuple[str, int]]] = {way: Counter() for way in (LOCAL, WITHIN, BETWEEN)}
-        for piece in self.pieces:
-            of_way = by_rank[self._way(piece)]
-            of_way["out", piece.source.rank] += piece.bytes
-            of_way["in", piece.target.rank] += piece.bytes
-        return {way: max(of_way.values(), default=0) for way, of_way in by_rank.items()}
-
-    def _way(self, piece: Piece) -> str:
-        a, b = piece.source.rank, piece.target.rank
-        return LOCAL if a == b else WITHIN if a // self.per_host == b // self.per_host else BETWEEN
 
 
 def _changed(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer) -> list[_Collection]:
     """Collections whose sharding changes. Raises ShardCoreError for a plan that the model cannot run."""
+    import torchrec
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.types import ShardingPlan
 
+    oldest, release, newest = (
+        [int(n) for n in v.split(".")[:2]] for v in (TRIED[0], torchrec.__version__, TRIED[1])
+    )
+    require(
+        oldest <= release <= newest,
+        f"TorchRec is {torchrec.__version__}; tables were moved under {' to '.join(TRIED)}",
+    )
     require(
         type(model) is DistributedModelParallel,
         f"the model is a {type(model).__name__}; tables of a DistributedModelParallel can be moved",

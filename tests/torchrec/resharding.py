@@ -160,6 +160,8 @@ def refusals(rank: int, given: Any, folder: str) -> dict[str, str]:
     groups_of_ranks = DMPCollection.__new__(DMPCollection)  # it asserts GPUs when it is made
     torch.nn.Module.__init__(groups_of_ranks)
     refused("groups of ranks", model=groups_of_ranks)
+    with mock.patch("torchrec.__version__", "2.0.0"):
+        refused("another TorchRec")
     job.model._moves_tables = True
     refused("a second move")
     job.model._moves_tables = False

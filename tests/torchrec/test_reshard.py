@@ -33,6 +33,7 @@ def test_what_cannot_move_stays_as_it_was():
         "another optimizer": "the optimizer is a list",
         "another pipeline": "the pipeline is a object",
         "groups of ranks": "the model is a DMPCollection; tables of a DistributedModelParallel can be moved",
+        "another TorchRec": "TorchRec is 2.0.0; tables were moved under 1.5 to 1.9",
         "a second move": "being moved",
         "ranks that cannot build": "OSError: no new shards here",
         "a rank that fails": "OSError: the memory of this rank is broken",
