@@ -4,6 +4,7 @@
     python -m bench.reshard large --out large.jsonl        pauses of larger tables, and rates that predict them
     python -m bench.reshard memory --out memory.jsonl      peak memory of the same moves
     python -m bench.reshard kills --out kills.jsonl        a rank dies at a random instant of a move
+    python -m bench.reshard kills-8 --out kills-8.jsonl    the same on 8 ranks
     python -m bench.reshard torchrec --out torchrec.jsonl  DMP.reshard on the same pairs
     python -m bench.reshard drift --out drift.jsonl        a job whose heat moves, with a rank at half speed
     python -m bench.reshard torchrec-whole --out w.jsonl   and on pairs of plans of whole tables
@@ -55,10 +56,8 @@ STEPS, BEFORE = 20, 5
 PAIRS = 19
 """Pairs of plans for each world; optimizers take turns."""
 DRIFTS = 6
-TIMED, EVENTS = 100, 60
-"""Kills at random instants, and events among which the next die."""
-ON_FOUR = 150
-"""Kills of 2 and 4 ranks. The others are of 8: at instants and events in turn."""
+TIMED, EVENTS = (100, 25), 60
+"""Kills at random instants, of 2 or 4 ranks and of 8, and events among which the others die."""
 MOST_S = 0.8
 """Seconds from the call of a move to the death of one of 2 ranks, at most."""
 LARGE = 8000
@@ -254,21 +253,21 @@ def torchrec_pair(
 
 def cases(arm: str, kills: int) -> Iterator[tuple[dict[str, Any], Callable[..., Any], tuple[Any, ...]]]:
     """The key of each case of an arm, with its work and arguments."""
-    if arm == "kills":
+    if arm in ("kills", "kills-8"):
+        on_eight = arm == "kills-8"
         for i in range(kills):
-            rng = random.Random(i)
-            world = WORLDS[i % 2 if i < ON_FOUR else 2 + i % 2]
-            n = world[0] * world[1]
-            victim, after_s = rng.randrange(n), rng.uniform(0, MOST_S if n < 8 else 4 * MOST_S)
-            # The first TIMED at a random instant, the next at a random event of the last phases.
-            timed = i < TIMED if i < ON_FOUR else i % 4 < 2
-            event = 0 if timed else rng.randrange(1, EVENTS)
+            rng = random.Random(i + 1000 * on_eight)
+            world = WORLDS[2 * on_eight + i % 2]
+            victim = rng.randrange(world[0] * world[1])
+            after_s = rng.uniform(0, MOST_S * (4 if on_eight else 1))
+            # The first at a random instant, the others at a random event of the last phases.
+            event = 0 if i < TIMED[on_eight] else rng.randrange(1, EVENTS)
             key = {"arm": arm, "world": world, "case": i, "after_s": after_s, "event": event}
             yield key, killed, (i, (victim, after_s, event))
         return
     if arm == "drift":
         for seed in range(DRIFTS):
-            yield {"arm": arm, "world": WORLDS[0], "case": seed}, *reshard_drift.case(*WORLDS[0], seed)
+            yield {"arm": arm, "world": WORLDS[0], "case": seed}, reshard_drift.drift, (seed,)
         return
     for world in WORLDS if arm == "pairs" else WORLDS[:2]:
         if arm == "large":
@@ -406,9 +405,9 @@ _RESULTS = {
 def main() -> None:
     parser = common.parser(
         __doc__,
-        {"arm": "pairs, large, memory, kills, drift, torchrec, torchrec-whole or report"},
+        {"arm": "pairs, large, memory, kills, kills-8, drift, torchrec, torchrec-whole or report"},
         out=(..., "a line of JSON for each case"),
-        kills=(200, "ranks to kill"),
+        kills=(150, "ranks to kill"),
     )
     args = parser.parse_args()
     if args.arm == "report":

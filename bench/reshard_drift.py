@@ -8,7 +8,6 @@ turns: the one that moved, one that never did, and one that started with a plan 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -154,14 +153,12 @@ def half_speed(slow: bool) -> Iterator[None]:
         os.kill(parent, signal.SIGCONT)
 
 
-def drift(rank: int, on: Problem, folder: str, seed: int, old: str) -> dict[str, Any]:
-    """A job drifts and moves. ms of each job's turns on this rank, and what was found on the way.
-
-    old: the plan at first, as JSON of TorchRec's.
-    """
+def drift(rank: int, on: Problem, folder: str, seed: int) -> dict[str, Any]:
+    """A job drifts and moves. ms of each job's turns on this rank, and what was found on the way."""
     given = problem(len(on.topology.hosts), len(on.topology.on_hosts[0]), seed)
     now = drifted(given)
-    job, stays = (Trainer(from_json(json.loads(old)), given) for _ in range(2))
+    old = _of_rank_0(lambda: _exported(planned(given, load_profile("cpu").model(), seed), given))
+    job, stays = (Trainer(from_json(old), given) for _ in range(2))
     for batch in batches(given, seed) * 2:
         job.step(batch)
         stays.step(batch)
@@ -175,15 +172,24 @@ def drift(rank: int, on: Problem, folder: str, seed: int, old: str) -> dict[str,
             job.step(new[step % len(new)])
             profiler.step()
         dist.barrier()
-        found: list[Any] = [_replanned(Path(folder) / "job", seed) if rank == 0 else None]
-        dist.broadcast_object_list(found)
-        proposed, fresh, about = found[0]
+        proposed, fresh, about = _of_rank_0(lambda: _replanned(Path(folder) / "job", seed))
         start = time.perf_counter()
         moved = reshard(job.model, from_json(proposed), job.optimizer)
         pause_s = time.perf_counter() - start
         jobs = {"moved": job, "stays": stays, "fresh": Trainer(from_json(fresh), given)}
         turns_ms = _turns(jobs, new, seed)
     return {**about, "tables": len(moved.tables), "pause_s": pause_s, "turns_ms": turns_ms}
+
+
+def _of_rank_0(made: Callable[[], Any]) -> Any:
+    """What rank 0 makes, on all ranks."""
+    found: list[Any] = [made() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def _exported(plan: Plan, given: Problem) -> Any:
+    return to_json(to_torchrec(plan, given, Model(given, "meta"), "cpu"))
 
 
 def _replanned(folder: Path, seed: int) -> tuple[Any, Any, dict[str, Any]]:
@@ -197,9 +203,7 @@ def _replanned(folder: Path, seed: int) -> tuple[Any, Any, dict[str, Any]]:
     )
     now = checked.after.plan if proposal is None else proposal.now.plan
     fresh = planned(checked.problem, corrected, seed)
-    exported = [
-        to_json(to_torchrec(p, checked.problem, Model(checked.problem, "meta"), "cpu")) for p in (now, fresh)
-    ]
+    exported = [_exported(p, checked.problem) for p in (now, fresh)]
     about = {
         "step_ms": job.total_ms,
         "predicted_ms": [checked.before.cost.total_ms, checked.after.cost.total_ms],
@@ -229,14 +233,6 @@ def _turns(jobs: dict[str, Trainer], new: list[Any], seed: int) -> dict[str, lis
                 took_ms.append(1e3 * (time.perf_counter() - start))
             found[name].append(float(np.median(took_ms[1:])))
     return found
-
-
-def case(hosts: int, per_host: int, seed: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The work of a case, with its arguments: the first plan is searched here, as all ranks start with it."""
-    given = problem(hosts, per_host, seed)
-    old = planned(given, load_profile("cpu").model(), seed)
-    exported = to_torchrec(old, given, Model(given, "meta"), "cpu")
-    return drift, (seed, json.dumps(to_json(exported)))
 
 
 def result(rows: list[dict[str, Any]]) -> str:

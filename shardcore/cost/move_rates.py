@@ -2,7 +2,7 @@
 
 `torchrec.move_rates` measures them. A pause is the sum of its phases, each with a rate of its own:
 
-    pause = move + tables * table + built / build + copied / copy + digested * digest + freed / free
+    pause = move + tables * table + built / build + copied / copy + digest + freed / free
             + max over levels of links of sent / link
 
 Each of these amounts is that of the device that has most of it, for ranks wait for each other after each phase.
@@ -32,6 +32,7 @@ class MoveRates:
     build_gbps: bytes of new shards, at which they are made.
     copy_gbps: bytes that stay on a rank.
     digest_ns: of each number that is digested, on the old shards and on the new ones.
+    digest_row_ns: of each row of a tensor, beside its numbers.
     free_gbps: bytes of old shards, at which they are freed.
     link_gbps: bytes of a rank on each level of links, with packing. Those of other levels are the cost model's.
     """
@@ -41,6 +42,7 @@ class MoveRates:
     build_gbps: float
     copy_gbps: float
     digest_ns: float
+    digest_row_ns: float
     free_gbps: float
     link_gbps: Mapping[str, float] = field(default_factory=dict)
 

@@ -130,8 +130,8 @@ def _overhead_s(old: Plan, new: Plan, problem: Problem, rates: MoveRates) -> dic
     )
     changed = {t.collection for t in problem.tables if before.get(t.name) != now.get(t.name)}
     names = [t.name for t in problem.tables if t.collection in changed]
-    # [old or new, D] bytes and numbers of shards of collections that change; of them those of replicas.
-    held, numbers = np.zeros((2, n)), np.zeros((2, n))
+    # Of collections that change: [old or new, D] bytes of shards, and [D] ns of their digests.
+    held, digest_ns = np.zeros((2, n)), np.zeros(n)
     for i, plan in enumerate((before, now)):
         for placement in (p for name in names for p in plan.get(name, ())):
             for device, shard in shards_on(placement):
@@ -139,14 +139,14 @@ def _overhead_s(old: Plan, new: Plan, problem: Problem, rates: MoveRates) -> dic
                     held[i, device] += _bytes(shard, states)
                     # Of old replicas one device takes the digest.
                     if i or device == 0 or not _replicated([placement]):
-                        numbers[i, device] += _numbers(shard, states)
+                        digest_ns[device] += _digest_ns(shard, states, rates)
     received = moved_bytes(old, new, problem).sum(0)
     return {
         "move": rates.move_s,
         "tables": rates.table_s * len(names),
         "build": held[1].max() / (rates.build_gbps * 1e9),
         "copy": (held[1] - received).max() / (rates.copy_gbps * 1e9),
-        "digest": numbers.sum(0).max() * rates.digest_ns / 1e9,
+        "digest": digest_ns.max() / 1e9,
         "free": held[0].max() / (rates.free_gbps * 1e9),
     }
 
@@ -161,10 +161,12 @@ def _bytes(shard: Shard, states: Optimizer) -> int:
     return shard.bytes + cells * states.state_bytes("cell") + shard.rows * states.state_bytes("row")
 
 
-def _numbers(shard: Shard, states: Optimizer) -> int:
-    """Numbers of a shard's weights and optimizer state."""
-    per = {per: states.states.count(per) for per in ("cell", "row")}
-    return shard.rows * (shard.width * (1 + per["cell"]) + per["row"])
+def _digest_ns(shard: Shard, states: Optimizer, rates: MoveRates) -> float:
+    """ns of the digests of a shard's weights and optimizer state."""
+    tensors = {per: states.states.count(per) for per in ("cell", "row")}
+    numbers = shard.rows * (shard.width * (1 + tensors["cell"]) + tensors["row"])
+    rows = shard.rows * (1 + len(states.states))
+    return numbers * rates.digest_ns + rows * rates.digest_row_ns
 
 
 def _levels(topology: Topology) -> dict[str, np.ndarray]:

@@ -26,8 +26,8 @@ from shardcore.cost.move_rates import MoveRates
 from shardcore.torchrec.reshard import BETWEEN, WITHIN, MoveConfig, Moved, reshard
 from shardcore.torchrec.sharding_plan import to_torchrec
 
-_DIM, _ROWS = 32, 64
-"""Of tables; rows of tiny ones."""
+_WIDE, _NARROW, _ROWS = 32, 8, 64
+"""Columns of large tables, and rows of tiny ones. Tables of few columns have more rows to digest."""
 _FEW, _MANY = 2, 12
 """Tables of the two tiny collections."""
 _PHASES = ("build", "fill", "check", "free")
@@ -66,11 +66,16 @@ def measure_move_rates(
     table_s = max(0.0, sum(a_table.values()))
 
     # Rows of a large table, and where each goes.
-    rows = config.mib * 2**20 // (4 * _DIM)
-    made = _Made(host, device, n + 1, rows)
+    n_cells = config.mib * 2**20 // 4
+    made, narrow = (_Made(host, device, n + 1, n_cells // width, width) for width in (_WIDE, _NARROW))
     small = {phase: few[phase] + a_table[phase] * (n + 1 - _FEW) for phase in few}
-    n_bytes = 2 * rows * _DIM * 4
-    local = _beyond(_phases(made, [], config), small)
+    n_bytes = 2 * n_cells * 4
+    local, of_narrow = (_beyond(_phases(m, [], config), small) for m in (made, narrow))
+    # Weights and state have digests before and after.
+    checked = np.array([[4 * n_cells, 4 * m.rows] for m in (made, narrow)])
+    digest_ns, row_ns = np.linalg.solve(checked, 1e9 * np.array([local["check"], of_narrow["check"]]))
+    if min(digest_ns, row_ns) < 0:  # noise: all of it counts by number
+        digest_ns, row_ns = 1e9 * local["check"] / checked[0, 0], 0.0
     links = {}
     # Each rank sends its table to the next one of its host, or to the same one of the next host.
     for level, to in (
@@ -85,8 +90,8 @@ def measure_move_rates(
         table_s=table_s,
         build_gbps=_gbps(n_bytes, local["build"]),
         copy_gbps=_gbps(n_bytes, local["fill"]),
-        # Each number has a digest before and after.
-        digest_ns=1e9 * local["check"] / (2 * n_bytes / 4),
+        digest_ns=float(digest_ns),
+        digest_row_ns=float(row_ns),
         free_gbps=_gbps(n_bytes, local["free"]),
         link_gbps={level: links[level] for level in LEVELS if level in links},
     )
@@ -103,16 +108,17 @@ def _gbps(n_bytes: int, seconds: float) -> float:
 
 @dataclass(frozen=True)
 class _Made:
-    """A job made for the measurement. host: of each rank. tables: one tiny, the others of `rows`."""
+    """A job made for the measurement. host: of each rank. tables: one tiny, the others of `rows` and `dim`."""
 
     host: list[int]
     device: torch.device
     tables: int
     rows: int = _ROWS
+    dim: int = _WIDE
 
     def problem(self) -> Problem:
         tables = [
-            Table(f"t{i}", self.rows if i else _ROWS, _DIM, 1.0, collection="bags")
+            Table(f"t{i}", self.rows if i else _ROWS, self.dim, 1.0, collection="bags")
             for i in range(self.tables)
         ]
         devices = tuple(Device(1 << 50, host=f"host-{h}") for h in self.host)

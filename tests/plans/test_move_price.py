@@ -41,7 +41,7 @@ def test_devices_take_the_cells_that_they_lack_with_their_state(old, new, sent):
 
 def test_the_pause_is_that_of_the_busiest_device_on_the_slowest_level():
     problem = Problem("moved", (TABLE,), FOUR, 240, "rowwise_adagrad")
-    rates = MoveRates(1.0, 0.5, 1e-6, 2e-6, 100.0, 4e-6)
+    rates = MoveRates(1.0, 0.5, 1e-6, 2e-6, 100.0, 50.0, 4e-6)
     price = price_move(Plan(tuple(WHOLE)), Plan((row(TABLE, FOUR),)), problem, MODEL, rates)
     assert price.bytes == {"within_host": 900, "between_hosts": 1800}
     assert price.busiest_bytes == {"within_host": 900, "between_hosts": 1800}
@@ -49,7 +49,14 @@ def test_the_pause_is_that_of_the_busiest_device_on_the_slowest_level():
     assert price.seconds == pytest.approx({k: price.busiest_bytes[k] / gbps[k] / 1e9 for k in gbps})
     # Device 0 has all of the old shard; the new ones are 25 rows of 8 weights and a number of state each.
     assert price.overhead_s == pytest.approx(
-        {"move": 1.0, "tables": 0.5, "build": 0.9, "copy": 0.45, "digest": 125 * 9 * 1e-7, "free": 0.9}
+        {
+            "move": 1.0,
+            "tables": 0.5,
+            "build": 0.9,
+            "copy": 0.45,
+            "digest": 125 * (9 * 100 + 2 * 50) / 1e9,
+            "free": 0.9,
+        }
     )
     assert price.pause_s == pytest.approx(sum(price.overhead_s.values()) + max(price.seconds.values()))
 
@@ -57,7 +64,7 @@ def test_the_pause_is_that_of_the_busiest_device_on_the_slowest_level():
 def test_all_tables_of_a_collection_that_changes_are_built_anew():
     tables = tuple(Table(name, 100, 8, 2.0, collection=name[0]) for name in ("a1", "a2", "b"))
     problem = Problem("moved", tables, FOUR, 240, "exact_sgd")
-    rates = MoveRates(0.0, 1.0, 1e-6, 1e-6, 0.0, 1e-6, {"within_host": 0.5e-6})
+    rates = MoveRates(0.0, 1.0, 1e-6, 1e-6, 0.0, 0.0, 1e-6, {"within_host": 0.5e-6})
     old, new = (Plan(tuple(column(t, d if t.name == "a1" else 0) for t in tables)) for d in (0, 1))
     price = price_move(old, new, problem, rates=rates)
     # Of the other level nothing is known, and nothing moves there.
@@ -71,7 +78,7 @@ def test_all_tables_of_a_collection_that_changes_are_built_anew():
 
 
 def test_rates_are_files(tmp_path):
-    rates = MoveRates(1.0, 0.5, 1.0, 2.0, 100.0, 4.0, {"within_host": 3.0})
+    rates = MoveRates(1.0, 0.5, 1.0, 2.0, 100.0, 50.0, 4.0, {"within_host": 3.0})
     write_move_rates(tmp_path / "rates.json", rates)
     assert read_move_rates(tmp_path / "rates.json") == rates
     for field, value, words in [
@@ -94,7 +101,7 @@ def test_a_pause_pays_back_once_as_many_steps_are_done():
     "limits, moves",
     [
         ({"pay_back_in_s": 1e6, "max_pause_s": 1.0}, True),
-        ({"pay_back_in_s": 60, "move_rates": MoveRates(1e6, 0, 1, 1, 0, 1)}, False),
+        ({"pay_back_in_s": 60, "move_rates": MoveRates(1e6, 0, 1, 1, 0, 0, 1)}, False),
         ({"max_pause_s": 1e-12}, False),
     ],
 )
