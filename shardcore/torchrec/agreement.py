@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -115,3 +116,16 @@ class Agreement:
                     "died or hang, or not have called"
                 ) from e
             raise Undecided(f"the change is decided for, and a vote of it cannot be read: {e}") from e
+
+
+@contextmanager
+def time_limit(group: dist.ProcessGroup, timeout_s: float) -> Iterator[None]:
+    """Limit the waits of a process group, in which TorchRec builds shards."""
+    set_timeout = dist.distributed_c10d._set_pg_timeout
+    backend = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
+    before = backend.options._timeout
+    set_timeout(timedelta(seconds=timeout_s), group)
+    try:
+        yield
+    finally:
+        set_timeout(before, group)

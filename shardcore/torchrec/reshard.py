@@ -16,8 +16,7 @@ import gc
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem
 from shardcore.core.validation import require, require_types, require_within
 from shardcore.torchrec import rows as of_rows
-from shardcore.torchrec.agreement import Agreement, Waited
+from shardcore.torchrec.agreement import Agreement, Waited, time_limit
 from shardcore.torchrec.modules import few
 from shardcore.torchrec.pipelines import drained
 from shardcore.torchrec.plan_files import modules_of, to_json
@@ -43,7 +42,16 @@ from shardcore.torchrec.replica_optimizers import (
 )
 from shardcore.torchrec.rows import WEIGHTS, DenseOptimizer, Format, Key, Part
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
-from shardcore.torchrec.transfer import Exchange, Layout, Piece, Region, digests, inexact, pieces
+from shardcore.torchrec.transfer import (
+    DIGEST_BYTES,
+    Exchange,
+    Layout,
+    Piece,
+    Region,
+    digests,
+    inexact,
+    pieces,
+)
 from shardcore.torchrec.unsharded import (
     WithoutInit,
     configs_of,
@@ -164,7 +172,7 @@ def _moved(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config
     built: list[_Built] = []
     group: Any = None
     try:
-        with agreed.phase("build"), _time_limit(model._env.process_group, config.timeout_s):
+        with agreed.phase("build"), time_limit(model._env.process_group, config.timeout_s):
             group = dist.new_group(timeout=timedelta(seconds=config.timeout_s))
             built += [c.build(model, optimizer, shared) for c in move.collections]
         clock.lap("build")
@@ -208,19 +216,6 @@ class _Clock:
     def lap(self, phase: str) -> None:
         now = time.perf_counter()
         self.seconds[phase], self._last = now - self._last, now
-
-
-@contextmanager
-def _time_limit(group: dist.ProcessGroup, timeout_s: float) -> Iterator[None]:
-    """Limit the waits of a process group, in which TorchRec builds shards."""
-    set_timeout = dist.distributed_c10d._set_pg_timeout
-    backend = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
-    before = backend.options._timeout
-    set_timeout(timedelta(seconds=timeout_s), group)
-    try:
-        yield
-    finally:
-        set_timeout(before, group)
 
 
 def _named(of_tables: Mapping[Key, Mapping[str, int]]) -> dict[str, int]:
@@ -410,13 +405,14 @@ class _Move:
         buffer = int(config.piece_mib * 2**20)
         moved = tuple(p for key, (old, new) in layouts.items() for p in pieces(key, old, new, buffer))
         most_sent = max((p.aligned_bytes for p in moved if p.source.rank != p.target.rank), default=0)
-        # A replica has a gradient in its data-parallel wrapper.
-        extra = sum(
+        buffers = 2 * min(
+            max(buffer, most_sent), sum(p.aligned_bytes for p in moved if p.source.rank != p.target.rank)
+        )
+        # A replica has a gradient in its data-parallel wrapper. Digests are taken once buffers are gone.
+        extra = max(buffers, DIGEST_BYTES) + sum(
             new.bytes_of(rank)
             + new.replicas * sum(r.cells for r in new.of_rank(rank)) * new.format.weights.itemsize
             for _, new in layouts.values()
-        ) + 2 * min(
-            max(buffer, most_sent), sum(p.aligned_bytes for p in moved if p.source.rank != p.target.rank)
         )
         _require_memory(extra, model.device, config)
         content = [to_json(model.plan), to_json(new_plan), repr(config)]
