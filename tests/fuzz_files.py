@@ -209,7 +209,7 @@ def make(folder: Path) -> None:
     (folder / ".dvc/tmp/lock").write_text(" 123")
     write_profile(folder / "profile.json", load_profile("cpu"))
     write_move_rates(
-        folder / "move-rates.json", MoveRates(1.0, 0.1, 1.0, 2.0, 3.0, 4.0, 5.0, {"within_host": 5.0})
+        folder / "move-rates.json", MoveRates(1.0, 0.1, 0.1, 1.0, 2.0, 3.0, 4.0, 5.0, {"within_host": 5.0})
     )
     event = JobEvent("0" * 16, "stayed", "", 9, 1.0, 3.0, 2.0, 4.0, 1, {"local": 8}, 0.5)
     # A store of its own: of reports alone.

@@ -2,7 +2,7 @@
 
 `torchrec.move_rates` measures them. A pause is the sum of its phases, each with a rate of its own:
 
-    pause = move + tables * table + built / build + copied / copy + digest + freed / free
+    pause = move + collections * collection + tables * table + built / build + copied / copy + digest + freed / free
             + max over levels of links of sent / link
 
 Each of these amounts is that of the device that has most of it, for ranks wait for each other after each phase.
@@ -28,7 +28,8 @@ class MoveRates:
     """Rates of a machine's moves.
 
     move_s: seconds of any move: votes, a process group, a collection of garbage.
-    table_s: of each table in a collection that changes: checks of the plan, TorchRec's sharding.
+    collection_s: of each collection that changes: TorchRec shards it anew.
+    table_s: of each table in a collection that changes: checks of its plan, and its part in TorchRec's sharding.
     build_gbps: bytes of new shards, at which they are made.
     copy_gbps: bytes that stay on a rank.
     digest_ns: of each number that is digested, on the old shards and on the new ones.
@@ -38,6 +39,7 @@ class MoveRates:
     """
 
     move_s: float
+    collection_s: float
     table_s: float
     build_gbps: float
     copy_gbps: float
@@ -48,7 +50,10 @@ class MoveRates:
 
     def __post_init__(self) -> None:
         require_types(self, "move rates")
-        require_within(self, "move rates", move_s=(0, _MOST_S), table_s=(0, _MOST_S), digest_ns=(0, _MOST_S))
+        seconds = dict.fromkeys(
+            ("move_s", "collection_s", "table_s", "digest_ns", "digest_row_ns"), (0, _MOST_S)
+        )
+        require_within(self, "move rates", **seconds)
         gbps = {"build_gbps": self.build_gbps, "copy_gbps": self.copy_gbps, "free_gbps": self.free_gbps}
         for name, value in (gbps | {f"link_gbps of {k}": v for k, v in self.link_gbps.items()}).items():
             require(

@@ -143,6 +143,7 @@ def _overhead_s(old: Plan, new: Plan, problem: Problem, rates: MoveRates) -> dic
     received = moved_bytes(old, new, problem).sum(0)
     return {
         "move": rates.move_s,
+        "collections": rates.collection_s * len(changed),
         "tables": rates.table_s * len(names),
         "build": held[1].max() / (rates.build_gbps * 1e9),
         "copy": (held[1] - received).max() / (rates.copy_gbps * 1e9),

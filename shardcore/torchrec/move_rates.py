@@ -1,6 +1,6 @@
 """Rates of the machines of a job at moving tables: measured by moves of tables made for it.
 
-Two collections of tiny tables give what any move takes, and what each table adds. Large tables that stay on
+Jobs of tiny tables give what any move takes, and what each collection and table add. Large tables that stay on
 their ranks give the rates of building, copying, digests and freeing, phase by phase. The same tables sent to
 another rank of the host, and to another host, give those of links.
 
@@ -28,8 +28,8 @@ from shardcore.torchrec.sharding_plan import to_torchrec
 
 _WIDE, _NARROW, _ROWS = 32, 8, 64
 """Columns of large tables, and rows of tiny ones. Tables of few columns have more rows to digest."""
-_FEW, _MANY = 2, 12
-"""Tables of the two tiny collections."""
+_FEW, _MANY, _COLLECTIONS = 3, 12, 3
+"""Tables of jobs of tiny ones, and collections that a few are in."""
 _PHASES = ("build", "fill", "check", "free")
 """Phases of a move that grow with bytes."""
 
@@ -61,9 +61,13 @@ def measure_move_rates(
     """
     n = dist.get_world_size()
     host = [rank // ranks_per_host for rank in range(n)]
-    few, many = (_phases(_Made(host, device, tables), [], config) for tables in (_FEW, _MANY))
+    few, many, divided = (
+        _phases(_Made(host, device, tables, collections=n), [], config)
+        for tables, n in ((_FEW, 1), (_MANY, 1), (_FEW, _COLLECTIONS))
+    )
     a_table = {phase: (many[phase] - few[phase]) / (_MANY - _FEW) for phase in few}
     table_s = max(0.0, sum(a_table.values()))
+    collection_s = max(0.0, sum(divided.values()) - sum(few.values())) / (_COLLECTIONS - 1)
 
     # Rows of a large table, and where each goes.
     n_cells = config.mib * 2**20 // 4
@@ -86,7 +90,8 @@ def measure_move_rates(
             fill_s = _beyond(_phases(made, to, config), small)["fill"]
             links[level] = _gbps(n_bytes, fill_s)
     return MoveRates(
-        move_s=max(0.0, sum(few.values()) - _FEW * table_s),
+        move_s=max(0.0, sum(few.values()) - _FEW * table_s - collection_s),
+        collection_s=collection_s,
         table_s=table_s,
         build_gbps=_gbps(n_bytes, local["build"]),
         copy_gbps=_gbps(n_bytes, local["fill"]),
@@ -108,26 +113,37 @@ def _gbps(n_bytes: int, seconds: float) -> float:
 
 @dataclass(frozen=True)
 class _Made:
-    """A job made for the measurement. host: of each rank. tables: one tiny, the others of `rows` and `dim`."""
+    """A job made for the measurement.
+
+    host: of each rank.
+    tables: in turn of each collection. The first of each is tiny, and moves; others have `rows` and `dim`.
+    """
 
     host: list[int]
     device: torch.device
     tables: int
     rows: int = _ROWS
     dim: int = _WIDE
+    collections: int = 1
 
     def problem(self) -> Problem:
         tables = [
-            Table(f"t{i}", self.rows if i else _ROWS, self.dim, 1.0, collection="bags")
+            Table(
+                f"t{i}",
+                self.rows if i >= self.collections else _ROWS,
+                self.dim,
+                1.0,
+                collection=f"bags{i % self.collections}",
+            )
             for i in range(self.tables)
         ]
         devices = tuple(Device(1 << 50, host=f"host-{h}") for h in self.host)
         return Problem("moved", tuple(tables), Topology(devices), len(devices))
 
     def plan(self, tiny_at: int, to: list[int]) -> Plan:
-        """The tiny table on a rank, the others one after the other, each on the rank that `to` has for its own."""
-        n = len(self.host)
-        at = [tiny_at, *((i % n if not to else to[i % n]) for i in range(self.tables - 1))]
+        """Tiny tables on a rank, the others one after the other, each on the rank that `to` has for its own."""
+        n, others = len(self.host), range(self.tables - self.collections)
+        at = [tiny_at] * self.collections + [to[i % n] if to else i % n for i in others]
         tables = self.problem().tables
         return Plan(
             tuple(Placement("column", Shard.whole(t), (rank,)) for t, rank in zip(tables, at, strict=True))
@@ -148,16 +164,16 @@ class _Made:
     def model(self) -> nn.Module:
         from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
-        model = nn.Module()
-        model.bags = EmbeddingBagCollection(
-            tables=[
+        model, tables = nn.Module(), self.problem().tables
+        for path in dict.fromkeys(t.collection for t in tables):
+            configs = [
                 EmbeddingBagConfig(
                     name=t.name, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[t.name]
                 )
-                for t in self.problem().tables
-            ],
-            device=torch.device("meta"),
-        )
+                for t in tables
+                if t.collection == path
+            ]
+            model.add_module(path, EmbeddingBagCollection(tables=configs, device=torch.device("meta")))
         return model
 
 

@@ -69,7 +69,7 @@ def test_it_says_what_a_job_does_next_and_whether_that_pays(plans, model, proble
     assert code == 0 and "job trainer, step 1,000, " in out and f"on version {old}, 20.5 ms a step" in out
     assert f"next: version {new}; " in out and "its pause is not known without rates" in out
     write_move_rates(
-        tmp_path / "rates.json", MoveRates(2.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, {"within_host": 1.0})
+        tmp_path / "rates.json", MoveRates(2.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, {"within_host": 1.0})
     )
     code, out, _ = said(capsys, plans, "--move-rates", tmp_path / "rates.json")
     assert code == 0 and "the move takes 2 s" in out and "it pays back after 10 s" in out

@@ -30,7 +30,7 @@ def test_plan_improves_a_plan_that_there_is(stored, model, capsys):
     assert f"under {SETTING}, data unknown, model {model_digest(model)[:8]}" in said
     # A move of two hours does not pay back in a second.
     rates = stored / "rates.json"
-    write_move_rates(rates, MoveRates(7200.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0))
+    write_move_rates(rates, MoveRates(7200.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0))
     assert main([*again, "--moves-pay-back-in", "1s", "--move-rates", str(rates)]) == 0
     assert files.read_plan(new, files.read_problem(problem)).placements == before.placements
     assert "nothing moves" in capsys.readouterr().out

@@ -41,7 +41,7 @@ def test_devices_take_the_cells_that_they_lack_with_their_state(old, new, sent):
 
 def test_the_pause_is_that_of_the_busiest_device_on_the_slowest_level():
     problem = Problem("moved", (TABLE,), FOUR, 240, "rowwise_adagrad")
-    rates = MoveRates(1.0, 0.5, 1e-6, 2e-6, 100.0, 50.0, 4e-6)
+    rates = MoveRates(1.0, 0.25, 0.5, 1e-6, 2e-6, 100.0, 50.0, 4e-6)
     price = price_move(Plan(tuple(WHOLE)), Plan((row(TABLE, FOUR),)), problem, MODEL, rates)
     assert price.bytes == {"within_host": 900, "between_hosts": 1800}
     assert price.busiest_bytes == {"within_host": 900, "between_hosts": 1800}
@@ -51,6 +51,7 @@ def test_the_pause_is_that_of_the_busiest_device_on_the_slowest_level():
     assert price.overhead_s == pytest.approx(
         {
             "move": 1.0,
+            "collections": 0.25,
             "tables": 0.5,
             "build": 0.9,
             "copy": 0.45,
@@ -64,13 +65,13 @@ def test_the_pause_is_that_of_the_busiest_device_on_the_slowest_level():
 def test_all_tables_of_a_collection_that_changes_are_built_anew():
     tables = tuple(Table(name, 100, 8, 2.0, collection=name[0]) for name in ("a1", "a2", "b"))
     problem = Problem("moved", tables, FOUR, 240, "exact_sgd")
-    rates = MoveRates(0.0, 1.0, 1e-6, 1e-6, 0.0, 0.0, 1e-6, {"within_host": 0.5e-6})
+    rates = MoveRates(0.0, 0.0, 1.0, 1e-6, 1e-6, 0.0, 0.0, 1e-6, {"within_host": 0.5e-6})
     old, new = (Plan(tuple(column(t, d if t.name == "a1" else 0) for t in tables)) for d in (0, 1))
     price = price_move(old, new, problem, rates=rates)
     # Of the other level nothing is known, and nothing moves there.
     assert price.seconds == pytest.approx({"within_host": 6.4})
     assert price.overhead_s == pytest.approx(
-        {"move": 0, "tables": 2, "build": 3.2, "copy": 3.2, "digest": 0, "free": 6.4}
+        {"move": 0, "collections": 0, "tables": 2, "build": 3.2, "copy": 3.2, "digest": 0, "free": 6.4}
     )
     assert "the move takes 21.2 s" in str(price)
     assert "not known without rates" in str(price_move(old, new, problem))
@@ -78,7 +79,7 @@ def test_all_tables_of_a_collection_that_changes_are_built_anew():
 
 
 def test_rates_are_files(tmp_path):
-    rates = MoveRates(1.0, 0.5, 1.0, 2.0, 100.0, 50.0, 4.0, {"within_host": 3.0})
+    rates = MoveRates(1.0, 0.2, 0.5, 1.0, 2.0, 100.0, 50.0, 4.0, {"within_host": 3.0})
     write_move_rates(tmp_path / "rates.json", rates)
     assert read_move_rates(tmp_path / "rates.json") == rates
     for field, value, words in [
@@ -101,7 +102,7 @@ def test_a_pause_pays_back_once_as_many_steps_are_done():
     "limits, moves",
     [
         ({"pay_back_in_s": 1e6, "max_pause_s": 1.0}, True),
-        ({"pay_back_in_s": 60, "move_rates": MoveRates(1e6, 0, 1, 1, 0, 0, 1)}, False),
+        ({"pay_back_in_s": 60, "move_rates": MoveRates(1e6, 0, 0, 1, 1, 0, 0, 1)}, False),
         ({"max_pause_s": 1e-12}, False),
     ],
 )
