@@ -44,6 +44,7 @@ def predict(model: NeuralModel, samples: Sequence[ComputeSample]) -> np.ndarray:
 def noise(samples: Sequence[ComputeSample]) -> float:
     """Percent, mean interquartile range over median of the timings of samples. 0 for none."""
     parts = [part for s in samples if s.error is None for part in (s.forward, s.backward)]
+    # A median of 0 has no relative spread.
     spreads = [(part.q3_ms - part.q1_ms) / part.median_ms for part in parts if part and part.median_ms]
     return 100 * float(np.mean(spreads)) if spreads else 0.0
 
@@ -58,6 +59,7 @@ def intervals(
 def _sums(model: NeuralModel, samples: Sequence[ComputeSample]) -> np.ndarray:
     """[S, K + 2] summed encodings of each sample's shards."""
     if not samples:
+        # An empty stack has no width, so state it.
         return np.zeros((0, len(features.DRIVERS) + 2))
     return np.stack([model.encode(s.request.shards, s.request.batch).sum(0) for s in samples])
 
@@ -74,9 +76,11 @@ def evaluate(
     A kind without samples has no metrics.
     """
     compute = [s for s in compute if s.error is None]
+    # The same samples as in training: payloads that jobs may choose.
     comm = [s for s in collective_fit.priced(comm) if s.error is None]
     metrics: dict[str, float] = {"n_compute": float(len(compute)), "n_comm": float(len(comm))}
     if compute:
+        # Encoded once, for predictions and for all intervals.
         sums = _sums(model, compute)
         predicted, timed = nets.parts(model.weights, sums), features.measured_ms(compute)
         total, measured = predicted.sum(1), timed.sum(1)

@@ -82,9 +82,11 @@ class AnalyticModel:
 
         Gathered bytes are lookups × width. Updated bytes are unique rows × width.
         """
+        # Ops of replicas run over the local batch, so callers may pass another one.
         batch = batch or self.setting.batch
         drivers = np.ones((len(shards), 4))
         if len(shards):
+            # Columns: a table, lookups, bytes gathered, bytes updated. The first stays 1.
             row_bytes = np.array([s.width * PRECISION_BYTES[s.table.precision] for s in shards], dtype=float)
             looked_up = np.array([s.table.looked_up for s in shards], dtype=float)
             # A shard of a row range only sees the lookups of its rows.
@@ -99,12 +101,14 @@ class AnalyticModel:
         It grows with every driver. A fused op costs less than its shards run one by one.
         """
         sums = np.asarray(sums, dtype=float)
+        # One launch for any number of shards, none for an empty op: min(1, count).
         return self.launch_ms * np.minimum(1.0, sums[..., 0]) + sums @ self._rates()
 
     def compiled(self) -> Compiled:
         """`head` for one op at a time."""
         from shardcore.cost import compiled
 
+        # The order is that of compiled.linear: launch, then rates.
         return Compiled(compiled.ready(compiled.linear), np.concatenate([[self.launch_ms], self._rates()]))
 
     def _rates(self) -> np.ndarray:
@@ -145,6 +149,7 @@ class AnalyticModel:
 
         With hosts of equal size, swapping devices does not change it. See model.BoundableCostModel.
         """
+        # A device's bytes do not matter alone: the busiest decides for all, so hosts only have to be equal.
         return topology.equal_hosts
 
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
@@ -156,7 +161,9 @@ class AnalyticModel:
         ) -> tuple[np.ndarray, np.ndarray]:
             row, ms = channel.row, {way: np.zeros(np.shape(sent)) for way in payloads}
             for way in row.ways:
+                # Only outputs and their gradients are cast. Ids travel as they are.
                 travels = payload_bytes(sent, payloads[way]) if row.cast else sent
+                # An all-reduce passes its bytes twice.
                 ms[way] += row.passes * self._transfer_ms(channel, travels, topology)
             return ms["forward"] + self._id_work_ms(channel, sent), ms["backward"]
 
@@ -164,7 +171,9 @@ class AnalyticModel:
 
     def _id_work_ms(self, channel: Channel, received_bytes: np.ndarray) -> np.ndarray:
         """[..., D] ms in which devices put ids in buckets: each reads and writes equally many, those of its samples."""
+        # All devices have equally many ids before they travel: the mean of what arrives.
         own_bytes = received_bytes.mean(-1, keepdims=True) * bool(channel.row.work)
+        # Twice: ids are read once and written once.
         ms = 2 * own_bytes / (self.gather_gbps * BYTES_PER_MS_PER_GBPS)
         return np.broadcast_to(ms, np.shape(received_bytes))
 
@@ -180,6 +189,7 @@ class AnalyticModel:
         members = groups_of(channel.group, topology)
         ms = np.zeros(np.shape(sent_bytes))
         if members.shape[1] > 1 and np.any(sent_bytes):
+            # All groups of a channel have the same shape, so the first one's units stand for all.
             ms[..., members] = self._among(
                 sent_bytes[..., members], topology.units[:, members[0]], topology, channel
             )
@@ -193,9 +203,11 @@ class AnalyticModel:
         units: [K, n] of each device, by level of links.
         """
         ring, slowest = channel.row.ring, 0.0
+        # Inputs of a ring are padded to the largest.
         owned = sent_bytes.max(-1, keepdims=True) if ring else sent_bytes
         counts = link_counts(ring, owned, units, channel.scope.across)
         # All levels transfer at the same time, and the slowest decides. A link is as busy as its busier way.
+        # link_counts gives bytes for each level. A level that joins no devices carries none.
         for level, of, used in zip(LEVELS, counts, joins(units), strict=True):
             if used:
                 link = topology.link(level)
@@ -203,7 +215,9 @@ class AnalyticModel:
                 slowest = np.maximum(
                     slowest, busiest / ((link.gbps or self.exchange_gbps) * BYTES_PER_MS_PER_GBPS)
                 )
+        # Every message crosses the outermost link that the group uses, so its latency counts.
         given = topology.outermost(units).latency_ms
         latency = self.exchange_latency_ms if given is None else given
+        # No bytes, no call: latency only where the collective runs.
         any_bytes = sent_bytes.sum(-1, keepdims=True) > 0
         return np.broadcast_to(np.where(any_bytes, latency + slowest, 0.0), np.shape(sent_bytes))

@@ -58,6 +58,7 @@ def fit(
     """[E] rates of each measured collective, group, payload and direction, named by `weight`."""
     rates: dict[str, np.ndarray] = {}
     for (row, payload), group in itertools.product(_MEASURED, SCOPES):
+        # Train and validation samples of one collective, payload and scope, which have separate rates.
         known, unseen = (_of(side, row.name, payload, group) for side in (train_side, validation))
         # Ids with work before have the rates of other ids.
         for way in row.ways if len(known) >= FEWEST_SAMPLES and not row.work else ():
@@ -65,12 +66,14 @@ def fit(
             # Without validation samples, training samples stand in for the report.
             unseen_terms, unseen_measured = observed(unseen or known, way)
             rates[weight(Channel(row.name, group), way, payload)] = law = _fit_rates(terms, measured)
+            # The floor keeps the logarithm finite where a law predicts 0.
             log_error = np.log(np.maximum(transfer_ms(terms, law), 1e-9) / measured)
             losses = {
                 "train_loss": float(np.abs(log_error).mean()),
                 "validation_mape": mape(transfer_ms(unseen_terms, law), unseen_measured),
             }
             note(_metric(row.name, way, payload) + f"_{group}" * (group != WORLD), 0, losses)
+    # Laws of own work need the rates of ids, so they are fitted last.
     works: dict[str, np.ndarray] = {}
     for row in COLLECTIVES.values():
         works |= _fit_work(rates, row, _of(train_side, row.name, "fp32"))
@@ -87,10 +90,13 @@ def _fit_work(
         return {}
     terms, measured = observed(samples, "forward")
     # All devices have equally many ids before: the mean of those that arrive.
+    # One value for each rank that counts, in the order of `observed`.
     mean_bytes = np.concatenate(
         [np.full(len(_counting(s, "forward")), owned_bytes(s).mean()) for s in samples]
     )
+    # [R, 2] terms of own work: once, and each byte.
     own = np.stack([np.ones_like(mean_bytes), mean_bytes], axis=1)
+    # Time that plain ids take for as many bytes. The rest is the work of putting ids in buckets.
     known = transfer_ms(terms, rates_of(rates, Channel(row.like), "forward"))
     return {row.work.weight: fit_law(own, measured, known=known)}
 
@@ -101,6 +107,7 @@ def _fit_ordering(samples: Sequence[CollectiveSample]) -> dict[str, np.ndarray]:
     if len(timed) < FEWEST_SAMPLES:
         return {}
     received, work_ms = (np.concatenate(values) for values in zip(*timed, strict=True))
+    # Ranks without ids do nothing, so they tell nothing of the constant.
     ran = (received > 0) & (work_ms > 0)
     own = np.stack([np.ones(ran.sum()), received[ran]], axis=1)
     return {ORDER: fit_law(own, work_ms[ran])}
@@ -112,8 +119,10 @@ def _fit_rates(terms: np.ndarray, measured: np.ndarray, rounds: int = 8) -> np.n
     The maximum is not linear. So guess for each sample which level of links is slowest, and fit the linear law. Repeat
     until the guess agrees with the fit.
     """
+    # Parts of terms by level of links, innermost first.
     parts, rates = list(PARTS.values()), np.zeros(len(terms))
     # [S] the level that decides; first the outermost that a sample uses.
+    # Levels are numbered outward, so the maximum over used levels is the outermost.
     decides = np.max([k * terms[part].any(0) for k, part in enumerate(parts)], axis=0)
     for _ in range(rounds):
         # Only the terms of the guessed level count for a sample, and the latency.
@@ -121,6 +130,7 @@ def _fit_rates(terms: np.ndarray, measured: np.ndarray, rounds: int = 8) -> np.n
         for k, part in enumerate(parts):
             decisive[part, decides != k] = 0
         rates = _fit_shared(decisive, measured)
+        # Guess again: the level that takes longest under the new rates.
         before, decides = decides, np.argmax([rates[part] @ terms[part] for part in parts], axis=0)
         if (before == decides).all():
             break
@@ -132,14 +142,18 @@ def _fit_shared(terms: np.ndarray, measured: np.ndarray) -> np.ndarray:
 
     Samples of one number of devices do not tell how latency grows with it: MESSAGE_SHARE does then.
     """
+    # Always the same ratio: the two columns are one, and least squares cannot tell them apart.
     terms, is_constant = terms.copy(), np.ptp(terms[MESSAGES] / terms[ONCE]) == 0
     if is_constant:
+        # Fold messages into the constant by a known ratio, fit, and take them apart again below.
         terms[ONCE] += MESSAGE_SHARE * terms[MESSAGES]
         terms[MESSAGES] = 0
     # Equal columns would make the least-squares problem singular.
     different, which, times = np.unique(terms, axis=0, return_inverse=True, return_counts=True)
+    # Equal terms get the same rate, which they share: their sum is what was fitted.
     rates = (fit_law(different.T, measured) / times)[which.ravel()]
     if is_constant:
+        # The folded column's rate belongs to `once`; messages have their share of it.
         rates[MESSAGES] = MESSAGE_SHARE * rates[ONCE]
     return rates
 
@@ -150,6 +164,7 @@ def priced(samples: Sequence[CollectiveSample]) -> list[CollectiveSample]:
     An exchange that ended before the last rank started has no transfer time, and is left out.
     """
     chosen = [s for s in samples if s.request.row.cast or s.request.payload == "fp32"]
+    # A time of 0 has no relative error.
     return [s for s in chosen if s.error or min(_measured_ms(s, way).min() for way in s.request.row.ways) > 0]
 
 
@@ -157,6 +172,7 @@ def observed(samples: Sequence[CollectiveSample], way: str) -> tuple[np.ndarray,
     """Terms [E, R] and measured transfer ms [R]."""
     terms, measured = [], []
     for s in samples:
+        # Only the ranks that count: on several hosts the last one, else all.
         ranks = _counting(s, way)
         terms.append(_sample_terms(s, way)[:, ranks])
         measured.append(_measured_ms(s, way)[ranks])
@@ -172,6 +188,7 @@ def _counting(sample: CollectiveSample, way: str) -> list[int]:
     """The ranks of a sample that count."""
     if sample.request.hosts == 1:
         return list(range(len(sample.request.widths)))
+    # The last rank: the step waits for it.
     return [int(_measured_ms(sample, way).argmax())]
 
 
@@ -184,17 +201,21 @@ def _sample_terms(sample: CollectiveSample, way: str) -> np.ndarray:
     terms = exchange_terms(
         Channel(r.collective, r.group),
         owned_bytes(sample)[members],
+        # Units of one group stand for all: groups of a scope have one shape.
         units_of([f"host-{rank // each}" for rank in members[0]]),
+        # Skew of the start. Long waiters resume late, which is a term of latency.
         max(r.start_ms) - min(r.start_ms) if first else 0.0,
     )
     of_ranks = np.zeros((len(terms), len(r.widths)))
     for row, term in zip(of_ranks, terms, strict=True):
+        # Terms are by group member: write each to the rank that it is.
         row[members] = np.broadcast_to(term, members.shape)
     return of_ranks
 
 
 def owned_bytes(sample: CollectiveSample) -> np.ndarray:
     """[D] bytes that each rank of a sample owns."""
+    # Bytes of FP32 outputs, whatever the payload: rates of a payload include its cast.
     return np.array(sample.request.widths, dtype=float) * sample.request.batch * OUTPUT_BYTES
 
 
@@ -210,6 +231,7 @@ def predicted(
         r, measured = sample.request, _measured_ms(sample, way)
         channel = Channel(r.collective, r.group)
         ms = transfer_ms(_sample_terms(sample, way), rates_of(w, channel, way, r.payload))
+        # Own work takes place before the transfer, so it adds.
         ms = np.broadcast_to(ms + work_before_ms(w, channel, owned_bytes(sample)), measured.shape)
         # Over several hosts the last rank counts.
         all_predicted.append(ms if r.hosts == 1 else ms.max(keepdims=True))

@@ -56,7 +56,9 @@ PARTS: Mapping[str, slice] = {
 """The terms of each level."""
 NEAR, *_, FAR = PARTS.values()
 _COUNT_OF = [count for level in LEVELS.values() for count in level.terms.values()]
+# Terms that count bytes: those scale with the payload. head_start is a time.
 OF_BYTES = [LATENCY.stop + i for i, count in enumerate(_COUNT_OF) if count != "head_start"]
+# Terms by a device's own bytes. If their rates are 0, all devices finish together.
 _OWN_BYTES = [LATENCY.stop + i for i, count in enumerate(_COUNT_OF) if count == "bytes"]
 
 FP32: Mapping[str, str] = {"forward": "fp32", "backward": "fp32"}
@@ -89,14 +91,18 @@ def exchange_terms(
     Groups across hosts share their links. For them, the axis before the last is that of the groups.
     """
     owned, row, n = np.asarray(owned_bytes, dtype=float), channel.row, units.shape[1]
+    # A trailing axis, so that one skew serves all devices of a group.
     skew = np.minimum(np.asarray(skew_ms, dtype=float), SKEW_LIMIT_MS)[..., None]
     if row.ring:
         # Inputs are padded to the largest, but for a dense gradient.
         owned = row.passes * (owned if row.dense else owned.max(-1, keepdims=True))
     # A device receives its ids as it receives gradients backward: `owned` bytes, a part from each device.
     by_level = zip(LEVELS.values(), link_counts(row.ring, owned, units, channel.scope.across), strict=True)
+    # A ring waits for a link between hosts in each of its n - 1 rounds.
     far_rounds = float(any(joins(units)[1:])) * (n - 1 if row.ring else 1)
+    # Ids are exchanged in three calls, each with its own latency.
     times = row.exchanges
+    # The order is that of EXCHANGE_TERMS: level by level, term by term.
     counts = [of_level[name] for level, of_level in by_level for name in level.terms.values()]
     return [1.0 * times, (n - 1.0) * times, far_rounds * times, skew, *counts]
 
@@ -108,10 +114,12 @@ def transfer_ms(terms: Terms, rates: np.ndarray) -> np.ndarray:
     """[..., D] ms from terms and rates [E]."""
     # Terms without a rate are skipped: most rates are 0.
     # Latency adds to the slowest level, as all levels carry at once.
+    # Terms may be scalars or arrays. An empty sum is a 0-d array, so that broadcasting works.
     latency, *levels = (
         sum((r * t for r, t in zip(rates[part], terms[part], strict=True) if r), np.zeros(()))
         for part in (LATENCY, *PARTS.values())
     )
+    # Reduced pairwise, as levels have different shapes until they are broadcast.
     return latency + reduce(np.maximum, levels)
 
 
@@ -132,10 +140,13 @@ def collective_ms(
     owned = np.asarray(owned_bytes, dtype=float)
     forward, backward = np.zeros_like(owned), np.zeros_like(owned)
     members = groups_of(channel.group, topology)
+    # A group of one device sends nothing, and a channel without bytes makes no call.
     if members.shape[1] < 2 or not owned.any():
         return forward, backward
+    # [K, n] of the first group. All groups of a channel have the same shape.
     units = topology.units[:, members[0]]
     rates = {
+        # A factor in steps scales measured rates. A topology's links then replace them, without a factor.
         way: explicit_links(
             in_step(w, channel, way) * rates_of(w, channel, way, payloads[way]),
             topology,
@@ -147,18 +158,22 @@ def collective_ms(
     # [..., G, n]: price all groups of the channel at once.
     grouped = owned[..., members]
     skew = np.asarray(skew_ms, dtype=float)[..., None]
+    # Levels that no rates know are merged with those that some do, for both directions together.
     terms = exchange_terms(channel, grouped, _counted(units, np.stack(list(rates.values()))), skew)
     # If any device of a group owns bytes, all take part. Of dense gradients: owners only.
     all_run = np.broadcast_to((grouped > 0).any(-1, keepdims=True), grouped.shape)
     runs = grouped > 0 if channel.row.dense else all_run
     for ms, way in ((forward, "forward"), (backward, "backward")):
         if way in rates:
+            # Devices that take no part spend no time in this channel.
             ms[..., members] = np.where(runs, transfer_ms(terms, rates[way]), 0.0)
     if channel.row.ids:
         # Rates of measured links include the time to put ids in order. Given links do not.
         given = topology.slowest
+        # Given links lack own work: a latency the constant, a bandwidth the time by bytes.
         own_ms = _order_ms(w, owned, once=given.latency_ms is not None, bytes_too=given.gbps is not None)
         own_ms = own_ms + work_before_ms(w, channel, owned)
+        # Ids have no backward exchange.
         forward += in_step(w, channel, "forward") * own_ms
     return forward, backward
 
@@ -168,6 +183,7 @@ def work_before_ms(w: Mapping[str, np.ndarray], channel: Channel, received_bytes
 
     received_bytes: [..., D] of each device, afterwards. All devices have equally many ids before.
     """
+    # Absent weights count as 0: a model without such samples still prices other channels.
     work = channel.row.work
     once, per_byte = w.get(work.weight, (0.0, 0.0)) if work else (0.0, 0.0)
     return once + per_byte * received_bytes.mean(-1, keepdims=True)
@@ -179,9 +195,11 @@ def id_work_ms(w: Mapping[str, np.ndarray], channel: Channel, received_bytes: np
     received_bytes: [..., D] of each device.
     """
     received = np.asarray(received_bytes, dtype=float)
+    # One device exchanges with nobody, so TorchRec orders nothing.
     if received.shape[-1] < 2:
         return np.zeros_like(received)
     ms = _order_ms(w, received)
+    # Any ids in the batch make all devices put theirs in buckets.
     ms += np.where(received.any(-1, keepdims=True), work_before_ms(w, channel, received), 0.0)
     return in_step(w, channel, "forward") * ms
 
@@ -194,6 +212,7 @@ def _order_ms(
     once, bytes_too: True if the constant counts, and the time by bytes [..., D] of each device.
     """
     of_any, of_byte = w.get(ORDER, (0.0, 0.0))
+    # A device that receives nothing has nothing to put in order.
     return np.where(received_bytes > 0, of_any * once + of_byte * bytes_too * received_bytes, 0.0)
 
 
@@ -211,6 +230,7 @@ def _own_or_like(
     w: Mapping[str, np.ndarray], name: Callable[[Channel, str], str], channel: Channel, way: str
 ) -> np.ndarray | None:
     """A channel's own weight. If absent, that of its collective over all devices, or of those like it."""
+    # From the most to the least specific: scope, collective, then what stands in for it.
     names = [name(c, way) for c in (channel, *_stand_ins(channel))]
     return next((w[key] for key in names if key in w), None)
 
@@ -218,6 +238,7 @@ def _own_or_like(
 def _stand_ins(channel: Channel) -> list[Channel]:
     """The channel's collective over all devices, then similar ones (Collective.like)."""
     channels = [Channel(channel.collective)]
+    # Each collective names one stand-in, and the all-to-all none, so this ends.
     while like := channels[-1].row.like:
         channels.append(Channel(like))
     return channels
@@ -228,10 +249,12 @@ def rates_of(w: Mapping[str, np.ndarray], channel: Channel, way: str, payload: s
 
     For another payload than FP32: those of the channel or its collective, or FP32's with fewer bytes.
     """
+    # A measured payload has its casts in its rates. Otherwise only bytes become fewer.
     if channel.row.cast and payload != "fp32":
         own = [weight(c, way, payload) for c in (channel, Channel(channel.collective))]
         if known := [w[name] for name in own if name in w]:
             return known[0]
+        # A copy: these arrays are the model's own weights.
         fewer = rates_of(w, channel, way).copy()
         fewer[OF_BYTES] *= _share(channel, payload)
         return fewer
@@ -273,6 +296,7 @@ def stands_for(w: Mapping[str, np.ndarray], channel: Channel) -> str:
 def is_measured(w: Mapping[str, np.ndarray], channel: Channel) -> bool:
     """True if the channel has measured rates in every direction."""
     row = channel.row
+    # Channels with own work have no separate rates: theirs are those of `like`, and the work's.
     if row.work:
         return row.work.weight in w and is_measured(w, Channel(row.like))
     return all(weight(channel, way) in w for way in row.ways)
@@ -280,6 +304,7 @@ def is_measured(w: Mapping[str, np.ndarray], channel: Channel) -> bool:
 
 def measured_links(w: Mapping[str, np.ndarray], channel: Channel) -> set[str]:
     """The levels of links that the channel's rates know."""
+    # A level counts as known if either direction has a rate there.
     rates = np.stack([rates_of(w, channel, way) for way in channel.row.ways])
     return {name for name, part in PARTS.items() if rates[:, part].any()}
 
@@ -294,18 +319,25 @@ def explicit_links(
     share: share of the bytes that travels.
     units: [K, n] of the devices that exchange. None: all.
     """
+    # A copy, as weights of a model are shared.
     rates = rates.copy()
+    # Messages cross the outermost link in use. Its latency is that of the whole exchange.
     latency_ms = (topology.slowest if units is None else topology.outermost(units)).latency_ms
     if latency_ms is not None:
+        # A given latency is all of it: no term for messages, rounds or skew.
         rates[LATENCY] = (latency_ms, 0, 0, 0)
     innermost, inside = next(iter(LEVELS.values())), slice(LATENCY.stop, LATENCY.stop)
     for level in LEVELS.values():
         link = topology.link(level.name)
         if link.gbps:
+            # ms a byte. With a smaller payload fewer bytes travel.
             of_byte = share / (link.gbps * BYTES_PER_MS_PER_GBPS)
+            # Shared links: the busiest unit's bytes count. Else those of the busiest device.
             _give(rates, level, level.shared if link.shared else level.each, of_byte)
+            # Rates of inner levels are all 0: price them by the same link, or they would cost nothing.
             if link.shared and not rates[inside].any():
                 _give(rates, innermost, innermost.each, of_byte)
+        # All levels inside the next one.
         inside = slice(LATENCY.stop, PARTS[level.name].stop)
     return rates
 
@@ -322,13 +354,17 @@ def _counted(units: np.ndarray, rates: np.ndarray) -> np.ndarray:
     The bytes of a level without rates count on the next one out that has some, or else in. Where none has, all devices
     count as one unit.
     """
+    # [K] True if some direction has a rate for the level.
     known = [bool(rates[..., part].any()) for part in PARTS.values()]
     if not any(known):
+        # One unit for all: their bytes count on the innermost level.
         return np.zeros_like(units)
     counted, last = units.copy(), max(k for k, has_rates in enumerate(known) if has_rates)
     for k, has_rates in enumerate(known[:last]):
         if not has_rates:
+            # Merged with the level inside it: its bytes then count on the next one out.
             counted[k] = counted[k - 1] if k else np.arange(units.shape[1])
+    # Nothing further out has rates, so the last known level carries those bytes, too.
     counted[last:] = units[-1]
     return counted
 
@@ -339,6 +375,7 @@ def even_is_least(w: Mapping[str, np.ndarray], topology: Topology, payload: str 
     Forward the last device counts, backward the devices' mean weighted by speed. The law is convex. Where hosts are
     equal, swapping devices does not change it. Backward a device's bytes may count. Then all devices have to be equal.
     """
+    # Equal devices are interchangeable, so even their own bytes do not break symmetry.
     equal = len(topology.hosts) == 1 and len({d.speed for d in topology.devices}) == 1
     return topology.equal_hosts and (equal or not own_bytes_count(w, topology, payload))
 
@@ -348,6 +385,7 @@ def own_bytes_count(w: Mapping[str, np.ndarray], topology: Topology, payload: st
 
     payload: of gradients.
     """
+    # Given links are priced by the busiest device, so they remove rates of a device's own bytes.
     return any(
         explicit_links(rates_of(w, c, "backward", payload), topology)[_OWN_BYTES].any() for c in CHANNELS
     )

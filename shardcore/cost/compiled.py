@@ -17,6 +17,7 @@ from numba.core.dispatcher import Dispatcher
 
 from shardcore.core import jit
 
+# Divisions follow numpy (no ZeroDivisionError), which saves a branch in every one.
 _compile = njit(cache=True, error_model="numpy")
 
 
@@ -33,6 +34,7 @@ def linear(sums: np.ndarray, p: np.ndarray) -> float:
     """
     # No launch without a shard.
     ms = p[0] * min(max(sums[0], 0.0), 1.0)
+    # A loop instead of a dot product: no temporary array, and no call into BLAS.
     for i in range(len(sums)):
         ms += p[1 + i] * sums[i]
     return ms
@@ -54,12 +56,14 @@ def contended(sums: np.ndarray, p: np.ndarray) -> float:
     Then [K, H] and [H]: weight and bias of contention.0.
     Then [H, 2]: weight of contention.1.
     """
+    # The last two sums are ms, forward and backward. The others are drivers.
     k, h, q = len(sums) - 2, int(p[0]), int(p[1])
     # Offsets into p.
     typical = 6 + 2 * q
     weight = typical + k
     bias = weight + k * h
     out = bias + h
+    # A fresh small array a call, so that the head stays pure.
     hidden = np.empty(h)
     for j in range(h):
         hidden[j] = p[bias + j]
@@ -68,20 +72,24 @@ def contended(sums: np.ndarray, p: np.ndarray) -> float:
         load = math.log(sums[i] * p[typical + i] + p[2])
         for j in range(h):
             hidden[j] += load * p[weight + i * h + j]
+    # Weights of [H, 2] are interleaved: forward, then backward, for each hidden unit.
     # Second layer: log factors by which contention slows both directions.
     forward = backward = 0.0
     for j in range(h):
         x = math.tanh(hidden[j])
         forward += x * p[out + 2 * j]
         backward += x * p[out + 2 * j + 1]
+    # Launch once, then both sums of ms, each times its contention.
     ms = (
         (p[4] + p[5]) * min(max(sums[0], 0.0), 1.0)
         + sums[k] * math.exp(forward)
         + sums[k + 1] * math.exp(backward)
     )
+    # An error of 0 stands for the mean. An empty op has no logarithm.
     if p[3] == 0.0 or ms <= 0.0:
         return ms
     # Linear interpolation of the width between knots, constant beyond the first and the last.
+    # A linear scan: Q is at most four (quantiles.py).
     log_ms, i = math.log(ms), 0
     while i < q - 1 and log_ms > p[6 + i + 1]:
         i += 1
@@ -108,7 +116,9 @@ def several(sums: np.ndarray, p: np.ndarray) -> float:
     ms, at = 0.0, 1 + n
     for i in range(n):
         end = at + int(p[1 + i])
+        # A slice is a view, so no numbers are copied.
         own = sums[i * width : (i + 1) * width]
+        # An op without shards of a precision does not exist, so it has no launch either.
         if own[0] > 0.0:
             ms += contended(own, p[at:end])
         at = end
@@ -128,10 +138,12 @@ def beside_link(sums: np.ndarray, p: np.ndarray) -> float:
     """
     n = len(sums) - 2
     own, which = sums[:n], int(p[0])
+    # Numbers of heads, not functions: parameters are floats only. The order is that of HEADS.
     if which == 0:
         ms = linear(own, p[1:])
     elif which == 1:
         ms = contended(own, p[1:])
     else:
         ms = several(own, p[1:])
+    # The link is as if nothing hid it, so its ms add.
     return ms + sums[n] + sums[n + 1]

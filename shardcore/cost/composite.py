@@ -49,6 +49,7 @@ class LinkHead:
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
         """[N, 2] ms."""
+        # Shards without rows below device memory have no bytes on links, whatever GB/s stands in.
         ms = [
             link_bytes_of(shard, batch or self.batch, self.optimizer)
             / (self.gbps.get(shard.table.tier, 1.0) * BYTES_PER_MS_PER_GBPS)
@@ -68,10 +69,12 @@ class LinkHead:
 
     def forward_share(self, sums: np.ndarray) -> np.ndarray:
         total = sums.sum(-1)
+        # An op without link traffic has no forward part, and would divide 0 by 0.
         return np.divide(sums[..., 0], total, out=np.zeros_like(total), where=total > 0)
 
     def out_of_range(self, workload: Workload) -> list[str]:
         tables: dict[str, dict[str, None]] = {}
+        # Dicts keep names once and in order, for replicas list a table on every device.
         for shard in (s for ops in workload.ops for op in ops for s in op.shards if s.table.in_host_memory):
             tables.setdefault(shard.table.tier, {})[shard.table.name] = None
         return [
@@ -97,11 +100,13 @@ class Composite:
     def __post_init__(self) -> None:
         first, *others = (m.setting for m in self.models)
         for other in others:
+            # Batch is no obstacle: each model has a range of batches, checked in for_problem.
             if replace(other, precision=first.precision, batch=first.batch) != first:
                 raise SettingMismatch(
                     f"models for ({first}) and ({other}) cannot be mixed; they need the same hardware and optimizer"
                 )
         precisions = [m.setting.precision for m in self.models]
+        # A precision identifies a model, so two of one precision would be ambiguous.
         if precisions != sorted(set(precisions)):
             raise SettingMismatch(
                 f"models for {' and '.join(precisions)} weights cannot be mixed; they need a precision each"
@@ -115,7 +120,9 @@ class Composite:
         """The models of the problem's precisions (see model.CostModel); a single model where it has one."""
         models = [m.in_device_memory(problem) for m in self.models]
         wanted = problem.precision.split("+")
+        # Models of precisions that the problem lacks would only cost time.
         needed = [m for m in models if m.setting.precision in wanted]
+        # Exchanges may have been measured for another precision's model only.
         measured = [m for m in models if len(models) > 1 and is_measured(m.weights, ALL_TO_ALL)]
         if not needed or (len(needed) > 1 and measured and not any(m in measured for m in needed)):
             needed = models  # so that exchanges are priced as they were measured
@@ -129,8 +136,10 @@ class Composite:
         """[N, F] the encoding by each head of its own shards, and 0 elsewhere."""
         parts = []
         for head in self._heads:
+            # A single model takes shards of any precision. Links take all shards.
             of_all = len(self.models) == 1 or head is self.links
             own = [i for i, s in enumerate(shards) if of_all or s.table.precision == head.setting.precision]
+            # One call a head, for its own shards only: an encoding by the wrong model would not be 0.
             codes = head.encode([shards[i] for i in own], batch)
             parts.append(np.zeros((len(shards), codes.shape[1])))
             parts[-1][own] = codes
@@ -139,6 +148,7 @@ class Composite:
     def _split(self, sums: np.ndarray) -> Iterable[tuple[Any, np.ndarray]]:
         """The heads, and the sums [..., F] of each. All models have equally many features."""
         sums = np.asarray(sums, dtype=float)
+        # Link heads encode two numbers, which stand last.
         of_models, of_links = np.split(sums, [sums.shape[-1] - 2 * bool(self.links)], axis=-1)
         # Encodings stand side by side, those of links last.
         parts = np.split(of_models, len(self.models), axis=-1)
@@ -160,6 +170,7 @@ class Composite:
 
     def forward_share(self, sums: np.ndarray) -> np.ndarray:
         total = np.asarray(self.head(sums), dtype=float)
+        # Shares do not add up, ms do: weigh each head's share by its ms.
         forward = _total(head.forward_share(own) * head.head(own) for head, own in self._split(sums))
         return np.divide(forward, total, out=np.zeros_like(total), where=total > 0)
 
@@ -170,11 +181,13 @@ class Composite:
         heads = [model.compiled(*([] if level is None else [level])) for model in self.models]
         [one, *others] = heads
         if others:
+            # Parameters of all heads in one flat array, with their lengths in front (compiled.several).
             parameters = [head.parameters for head in heads]
             numbers = np.array([len(parameters), *map(len, parameters)], dtype=float)
             one = Compiled(compiled.ready(compiled.several), np.concatenate([numbers, *parameters]))
         if self.links is None:
             return one
+        # The number of the inner head is its place in HEADS (compiled.beside_link).
         which = float(compiled.HEADS.index(one.head))
         return Compiled(compiled.ready(compiled.beside_link), np.concatenate([[which], one.parameters]))
 
@@ -205,6 +218,7 @@ class Composite:
 
         The time of links is linear, so fusing saves none of it. See model.CostModel.
         """
+        # A bound needs one launch for an op. Several models have one launch for each precision.
         lower = self.models[0].lower if len(self.models) == 1 else None
         return None if lower is None else replace(self, models=(lower,))
 
@@ -214,6 +228,7 @@ class Composite:
 
     def rates(self, least: np.ndarray) -> np.ndarray:
         (model, own), *links = self._split(least)
+        # Sums of links are ms already, so their rate is 1.
         return np.concatenate([model.rates(own), *(np.ones_like(ms) for _, ms in links)], -1)
 
     def takes_all_alike(self, topology: Topology) -> bool:
@@ -234,6 +249,7 @@ def composed(models: Sequence[Any], problem: Problem) -> Any:
         return models[0]
     gbps = {memory.tier: memory.gbps for memory in problem.topology.memory}
     links = LinkHead(gbps, problem.optimizer, problem.global_batch)
+    # Without rows below device memory, links would only add columns of zeros.
     return Composite(tuple(models), links if below else None)
 
 
@@ -250,6 +266,7 @@ def load(folders: str | Path | Sequence[str | Path]) -> NeuralModel | Composite:
     for folder in folders:
         require_type(folder, (str, os.PathLike), "folder of a model", "a path")
     models = [neural.load(one) for folder in folders for one in model_folders(folder)]
+    # Sorted by precision, as Composite requires.
     models.sort(key=lambda m: m.setting.precision)
     return models[0] if len(models) == 1 else Composite(tuple(models))
 
@@ -268,6 +285,8 @@ def _only(precision: str, workload: Workload, exchanges: bool) -> Workload:
     """The workload without shards of other precisions, and with or without exchanges."""
     of_devices = []
     for ops in workload.ops:
+        # Devices whose op has no shard of the precision run no op of it.
         kept = [(op, tuple(s for s in op.shards if s.table.precision == precision)) for op in ops]
         of_devices.append(tuple(replace(op, shards=shards) for op, shards in kept if shards))
+    # Traffic of all precisions is judged once, by the model whose exchanges are used.
     return replace(workload, ops=tuple(of_devices), traffic=workload.traffic * exchanges)

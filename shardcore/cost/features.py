@@ -79,9 +79,12 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
                     s.width,
                     s.rows,
                     PRECISION_BYTES[s.table.precision],
+                    # A row range serves only part of the lookups, so pooling is scaled first.
                     s.table.looked_up * access.access_share(s),
+                    # Bags: one for each distinct value of a feature, or each lookup of a sequence.
                     output_rows(s, batch),
                     s.table.dedup,
+                    # True counts as 1: drivers of sequences are products with it.
                     s.table.sequence,
                 )
                 for s in shards
@@ -92,12 +95,14 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
         unique, lookups, row_bytes = (
             access.unique_rows_of(shards, batch),
             pooling * batch,
+            # Bytes of a row as it is stored, in the weights' type.
             width * element_bytes,
         )
         # The offsets keep the logarithms finite for shards that no lookup hits.
         unique_share = (unique + 1) / (lookups + 1)
         # Memory is read in cache lines, so a narrow row costs a whole line.
         lines = np.ceil(row_bytes / _LINE_BYTES) * _LINE_BYTES / row_bytes
+        # The order is that of DRIVERS. Cells are numbers read or written, whatever their type.
         additive = (
             1.0,
             bags,
@@ -110,17 +115,22 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
             unpooled * bags * width,
             unpooled * unique,
         )
+        # The order is that of CONDITIONS. Small constants keep logarithms finite.
         conditions = (
             width,
             lines,
+            # 1 for a sequence, which has a bag for each lookup.
             lookups / bags + 0.1,
             unique_share,
             unique + 1,
+            # Bytes touched by a batch decide which cache can hold them.
             unique * row_bytes + 1,
             height,
             height * row_bytes,
+            # Deduplication looks up as if fewer samples came.
             batch / dedup,
         )
+        # Column by column: scalars are broadcast over all shards.
         for k, values in enumerate((*additive, *map(_log, conditions))):
             columns[:, k] = values
     return columns[:, : len(DRIVERS)], columns[:, len(DRIVERS) :]
@@ -130,6 +140,7 @@ def launch_and_drivers(samples: Sequence[ComputeSample]) -> np.ndarray:
     """[S, K + 1] terms of a linear law of ops: 1 for the launch, and the op's drivers."""
     if not samples:
         return np.zeros((0, 1 + len(DRIVERS)))
+    # An op's drivers are sums over its shards, so one row stands for the op.
     drivers = [features(s.request.shards, s.request.batch)[0].sum(0) for s in samples]
     return np.concatenate([np.ones((len(samples), 1)), np.stack(drivers)], 1)
 

@@ -77,10 +77,13 @@ def train(
 
     Raises ShardCoreError for samples of another setting, or too few.
     """
+    # A no-op progress saves checks for None at each call.
     config, progress = config or FitConfig(), progress or (lambda model, epoch, values: None)
     least = MIN_COMPUTE if start is None else MIN_STARTED
+    # Few groups suffice for fine-tuning: most weights are known.
     compute = _usable(compute, setting, least, "measured groups")
     comm = collective_fit.priced(comm)
+    # No exchanges at all are fine. Some, but too few, are an error.
     comm = _usable(comm, setting, MIN_COMM, "measured exchanges") if comm else []
     curves: list[dict[str, Any]] = []
 
@@ -88,18 +91,22 @@ def train(
         curves.append({"model": model, "epoch": epoch, **values})
         progress(model, epoch, values)
 
+    # Training sees `known`. `unseen` decides when to stop, and gives error quantiles.
     known, unseen = (
         _Groups.of([s.request for s in side], features.measured_ms(side)) for side in _sides(compute)
     )
     with _one_thread():
         if isinstance(start, Profile):
+            # Its shards are those of the measured groups, at the same batches.
             start = _distilled(start, [s.request for s in compute], setting, config)
         weights = {
             **_fit_compute(known, unseen, config, note, start),
             **collective_fit.fit(*_sides(comm), note),
         }
+    # Ranges are those of training samples: the model knows no others.
     measured, carried, provenance = measured_ranges(_sides(compute)[0], _sides(comm)[0]), {}, {}
     if start is not None:
+        # Keep the origin of the model that was fine-tuned.
         provenance = {"start": {"setting": str(start.setting), **start.meta["provenance"]}}
         # Exchanges belong to the hardware, not to the batch or the optimizer.
         if not comm and start.setting.hardware == setting.hardware:
@@ -109,6 +116,7 @@ def train(
             weights |= {k: start.weights[k] for k in of_exchanges}
             measured |= {k: v for k, v in start.meta["ranges"].items() if k in _OF_EXCHANGES}
             carried = {k: v for k, v in start.meta.items() if k == "steps"}
+    # Counts of samples by kind and split, for the model's file.
     sides = [
         (kind, split_of(s.id)) for kind, samples in (("compute", compute), ("comm", comm)) for s in samples
     ]
@@ -117,6 +125,7 @@ def train(
         for kind in ("compute", "comm")
         for side in ("train", "validation", "test")
     }
+    # Sizes of hidden layers as trained: those of `start` may differ from the config's.
     # The last layer has two outputs, always.
     *hidden, _ = (
         weights[k].size for k in sorted(weights) if k.startswith("network.") and k.endswith(".bias")
@@ -129,6 +138,7 @@ def train(
         "provenance": provenance,
         **carried,
     }
+    # Metrics need a model, and a model's meta has metrics: so make it twice.
     model = NeuralModel(setting, weights, meta)
     metrics = evaluate(model, _sides(compute)[1], _sides(comm)[1])
     return TrainedModel(dataclasses.replace(model, meta={**meta, "metrics": metrics}), curves)
@@ -151,10 +161,12 @@ def _one_thread() -> Iterator[None]:
 
 def _usable(samples: Sequence[Sample], setting: Setting, least: int, what: str) -> list[Sample]:
     """Samples without an error, sorted by id. Raises ShardCoreError for another setting, or too few."""
+    # A model is for one hardware, optimizer and precision. Mixed timings would average them.
     if other := next((s for s in samples if s.setting != setting), None):
         raise ShardCoreError(
             f"sample {other.id} was measured for ({other.setting}); the model is for ({setting})"
         )
+    # Sorted by id, so that the order of files does not matter.
     usable = sorted((s for s in samples if s.error is None), key=lambda s: s.id)
     if len(usable) < least:
         failed = f" ({len(samples) - len(usable)} more failed)" if len(usable) < len(samples) else ""
@@ -168,6 +180,7 @@ def _sides(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
     """Train and validation samples. In a tiny dataset an empty side takes the other's."""
     sides = ("train", "validation")
     train_side, validation = ([s for s in samples if split_of(s.id) == side] for side in sides)
+    # Never empty: a side without samples falls back on the other, then on all.
     return train_side or validation or list(samples), validation or train_side or list(samples)
 
 
@@ -180,9 +193,11 @@ def measured_ranges(
         for name, of_op in ranges.op_quantities(sample.request.shards, sample.request.batch).items():
             values[name] += of_op
     for sample in comm:
+        # Exchanges of ids are small, so they have a separate range.
         values["devices"].append(len(sample.request.widths))
         name = "exchange_id_bytes" if sample.request.row.ids else "exchange_bytes"
         values[name] += collective_fit.owned_bytes(sample).tolist()
+    # Local batches of replicas are no global batches (see _global_batches).
     values["batch"] = _global_batches(compute)
     return {name: [float(min(v)), float(max(v))] for name, v in values.items() if any(v)}
 
@@ -192,10 +207,12 @@ def _global_batches(samples: Sequence[ComputeSample]) -> list[float]:
     largest: dict[int, list[int]] = {}
     for sample in samples:
         largest.setdefault(sample.request.batch, []).append(max(s.bytes for s in sample.request.shards))
+    # Replicas run at the local batch and are small. A quarter of the largest op tells them apart.
     enough = max(map(max, largest.values())) / 4
     return [
         batch
         for batch, n_bytes in largest.items()
+        # The largest batch always counts, even if few ops ran at it.
         if (len(n_bytes) >= _FEWEST_AT_BATCH and max(n_bytes) >= enough) or batch == max(largest)
     ]
 
@@ -225,12 +242,14 @@ class _Groups:
         return cls(
             drivers=np.concatenate([drivers for drivers, _ in rows]),
             conditions=np.concatenate([conditions for _, conditions in rows]),
+            # Rows are in the order of ops, so sums over [start, next start) are those of an op.
             starts=np.concatenate([[0], np.cumsum([len(drivers) for drivers, _ in rows])]),
             measured=ms,
         )
 
     def sums(self, per_shard: np.ndarray) -> np.ndarray:
         """[S, ...] sums over the shards of each op."""
+        # reduceat sums consecutive rows. No op is empty, which it would get wrong.
         return np.add.reduceat(per_shard, self.starts[:-1], axis=0)
 
 
@@ -243,6 +262,7 @@ def _fit_compute(
 ) -> dict[str, np.ndarray]:
     """The weights of nets.encode and nets.parts, and of the error quantiles (quantiles.py)."""
     fixed, raw = _initial(known, config) if start is None else _continued(known, start)
+    # Fixed weights are constants of the formulas; raw ones are trained.
     tensors = {k: torch.from_numpy(v) for k, v in fixed.items()}
     # Enough steps an epoch, even for small datasets.
     n_known = len(known.measured)
@@ -255,6 +275,7 @@ def _fit_compute(
         pct_start=0.1,
         total_steps=1 + config.epochs * math.ceil(n_known / batch_size),
     )
+    # The order of batches. Initial weights come from another generator.
     rng = np.random.default_rng(config.seed)
     best, best_epoch, kept, loss = np.inf, 0, {}, np.nan
     # Early stopping: keep the weights with the best validation error.
@@ -263,11 +284,15 @@ def _fit_compute(
             loss = _epoch(known, raw, tensors, optimizer, schedule, batch_size, rng)
         with torch.no_grad():
             if not epoch:
+                # Before training, the loss is that of the whole training side.
                 loss = float(ratio_loss(_predict(known, raw, tensors), torch.from_numpy(known.measured)))
+            # Forward and backward together: their sum is what a step costs.
             error = mape(_predict(unseen, raw, tensors).sum(1).numpy(), unseen.measured.sum(1))
         note("compute", epoch, {"train_loss": loss, "validation_mape": error})
+        # A copy: the optimizer changes these tensors in place.
         if error < best:
             best, best_epoch, kept = error, epoch, {k: v.detach().clone() for k, v in raw.items()}
+        # No better for `patience` epochs: later weights would fit the noise of training samples.
         elif epoch - best_epoch >= config.patience:
             break
     with torch.no_grad():
@@ -289,21 +314,27 @@ def _initial(known: _Groups, config: FitConfig) -> tuple[dict[str, np.ndarray], 
 
     The network's last layer starts at 0, and contention starts near 0. So training begins at the physical baseline.
     """
+    # [S, K] loads of ops.
     drivers = known.sums(known.drivers)
     # The column of ones fits the launch.
     terms = np.concatenate([np.ones((len(drivers), 1)), drivers], 1)
+    # One linear law for each direction: launch, then a rate for each driver.
     laws = np.stack([fit_law(terms, known.measured[:, way]) for way in (0, 1)], 1)
     spread = known.conditions.std(0)
     # Conditions are standardised, and loads are relative to the median op.
     fixed = {
         "rates": laws[1:],
+        # Bounds of the correction: beyond them it stays constant.
         "condition_low": known.conditions.min(0),
         "condition_high": known.conditions.max(0),
         "condition_mean": known.conditions.mean(0),
+        # A condition that never varies has no spread, and would divide by 0.
         "condition_sd": np.where(spread > 1e-9, spread, 1.0),
+        # At least 1, for drivers that most ops lack have a median of 0.
         "load_typical": np.maximum(np.median(drivers, 0), 1.0),
     }
     generator = torch.Generator().manual_seed(config.seed)
+    # A launch of 0 has no logarithm, so it starts at 0.1 us at least.
     raw = {"log.launch": torch.from_numpy(np.log(np.maximum(laws[0], 1e-4)))}
 
     def normal(*shape: int) -> torch.Tensor:
@@ -312,8 +343,10 @@ def _initial(known: _Groups, config: FitConfig) -> tuple[dict[str, np.ndarray], 
     # Scale by 1 / sqrt(inputs), so that activations start near unit variance.
     sizes = [len(features.CONDITIONS), *config.hidden, 2]
     for i, (n_in, n_out) in enumerate(itertools.pairwise(sizes)):
+        # The last layer starts at 0: a correction of exp(0) = 1.
         raw[f"network.{i}.weight"] = (0.0 if i == len(config.hidden) else n_in**-0.5) * normal(n_in, n_out)
         raw[f"network.{i}.bias"] = torch.zeros(n_out, dtype=torch.float64)
+    # Logarithms of positive weights, near exp(-2), with some spread so that units differ.
     raw["log.contention.0.weight"] = 0.3 * normal(len(features.DRIVERS), _CONTENTIONS) - 2
     raw["contention.0.bias"] = normal(_CONTENTIONS)
     # exp(-5): next to no contention at first.
@@ -329,23 +362,29 @@ def _distilled(
     requests: of the measured groups. It learns from other groups of their shards, priced by the profile.
     """
     rng = np.random.default_rng(config.seed)
+    # Shards by the batch of their op: replicas run at the local batch.
     shards = {s: r.batch for r in requests for s in r.shards}
     of_batch = {b: [s for s, batch in shards.items() if batch == b] for b in shards.values()}
     # Groups of as many shards, so that the profile's ops have the loads of measured ones.
     drawn = []
     for like in (requests[i] for i in rng.integers(len(requests), size=_DISTILLED)):
         pool = of_batch[like.batch]
+        # Without replacement: an op runs a shard once.
         chosen = rng.choice(len(pool), min(len(like.shards), len(pool)), replace=False)
         drawn.append(ComputeRequest(tuple(pool[i] for i in chosen), like.batch))
     model = ProfileModel(profile, dataclasses.replace(setting, hardware=profile.name))
+    # Encodings add up, so an op is the sum over its shards.
     sums = np.stack([model.encode(r.shards, r.batch).sum(0) for r in drawn])
     share, total = model.forward_share(sums), model.head(sums)
+    # [S, 2] ms: the profile gives the total, and the share of forward.
     ms = np.stack([share * total, (1 - share) * total], 1)
+    # A tenth is kept for early stopping.
     n = _DISTILLED - _DISTILLED // 10
     weights = _fit_compute(
         _Groups.of(drawn[:n], ms[:n]), _Groups.of(drawn[n:], ms[n:]), config, lambda *_: None, None
     )
     provenance = {"profile": NOT_MEASURED, "profile_digest": profile.digest}
+    # No ranges and no exchanges: both have to come from measurements.
     return NeuralModel(model.setting, weights, {"ranges": {}, "provenance": provenance})
 
 
@@ -357,20 +396,24 @@ def _continued(known: _Groups, start: NeuralModel) -> tuple[dict[str, np.ndarray
     """
     old = start.weights
     # Under both, costs are linear in rates and launch. So least squares still applies.
+    # [N, 2] and [S, 2] factors that stay as learned.
     correction = nets.correction(old, known.conditions)
     contention = nets.contention(old, known.sums(known.drivers))
     laws = []
     for way in (0, 1):
+        # Factors differ by direction, so terms do, too.
         terms = known.sums(known.drivers * correction[:, way : way + 1]) * contention[:, way : way + 1]
         laws.append(fit_law(np.concatenate([np.ones((len(terms), 1)), terms], 1), known.measured[:, way]))
     launch, rates = np.array([law[0] for law in laws]), np.stack([law[1:] for law in laws], 1)
     fixed = {k: old[k] for k in ("condition_mean", "condition_sd", "load_typical")} | {
         "rates": rates,
+        # Both ranges: the old correction stays valid where it was learned.
         "condition_low": np.minimum(old["condition_low"], known.conditions.min(0)),
         "condition_high": np.maximum(old["condition_high"], known.conditions.max(0)),
     }
     trained = {k: v for k, v in old.items() if k.startswith(("network.", "contention."))}
     raw = {}
+    # Least squares may give 0, which has no logarithm.
     for k, v in {**trained, "launch": np.maximum(launch, 1e-4)}.items():
         name, values = (f"log.{k}", np.log(v)) if k in _LOGS else (k, np.array(v))
         raw[name] = torch.from_numpy(values).requires_grad_()
@@ -391,6 +434,7 @@ def _predict(
     """[S, 2] ms, forward and backward, of all ops or the chosen ones."""
     chosen = np.arange(len(groups.measured)) if chosen is None else chosen
     rows, group = _shards_of(groups, chosen)
+    # Exponentials keep launch and contention positive, as proofs of bounds need.
     w = {**fixed, **_positive(raw)}
     drivers, conditions = torch.from_numpy(groups.drivers[rows]), torch.from_numpy(groups.conditions[rows])
     codes = nets.encode(w, drivers, conditions, torch)
@@ -401,10 +445,12 @@ def _predict(
 
 def _shards_of(groups: _Groups, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Rows of the chosen ops' shards, and for each row the position of its op in `chosen`."""
+    # Number of shards of each chosen op.
     sizes = np.diff(groups.starts)[chosen]
     group = np.repeat(np.arange(len(chosen)), sizes)
     # 0, 1, 2, ... within each op.
     within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    # First row of the op, plus the position within it.
     return groups.starts[chosen][group] + within, group
 
 
@@ -419,6 +465,7 @@ def _epoch(
 ) -> float:
     """One pass over all ops. Returns the mean loss."""
     losses = []
+    # A new order each epoch, so that batches differ.
     order = rng.permutation(len(groups.measured))
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
@@ -427,7 +474,9 @@ def _epoch(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        # The rate changes with every step, not with every epoch.
         schedule.step()
+        # Weighted by size: the last batch may be smaller.
         losses.append(loss.item() * len(chosen))
     return sum(losses) / len(order)
 
@@ -437,5 +486,7 @@ def ratio_loss(predicted: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
 
     It is near the relative error, but counts errors in both directions equally. Outliers weigh little.
     """
+    # Of the total, as searches add forward and backward.
     whole = (predicted.sum(1) / measured.sum(1)).log().abs().mean()
+    # And of each direction, or the two could trade errors.
     return _WHOLE * whole + _PART * (predicted / measured).log().abs().mean(0).sum()

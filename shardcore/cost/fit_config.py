@@ -39,6 +39,7 @@ class FitConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        # Files give lists. The field is a tuple, so that equal configs compare equal.
         object.__setattr__(self, "hidden", tuple(self.hidden))
         counts = dict.fromkeys(("epochs", "patience", "batch_size"), (1, MOST_COUNT))
         require_within(self, "train config", **counts, seed=(0, MOST_SEED))

@@ -24,6 +24,7 @@ def errors_of(model: CostModel) -> tuple[float, float]:
     """
     if profile := profile_of(model):
         return uncertainties(profile)
+    # Models of several precisions err together in an op, so the worst one counts.
     errors = [_errors(_meta(one).get("metrics", {})) for one in trained(model)]
     return max(ops for ops, _ in errors), max(exchanges for _, exchanges in errors)
 
@@ -33,6 +34,7 @@ def worse_than_usual(model: CostModel) -> list[str]:
 
     For a profile, one on what it is.
     """
+    # A profile was never measured here, so it has no error to compare.
     if profile_of(model):
         return [f"{model.setting.hardware}, {NOT_MEASURED}: measure some groups, and fine-tune from it"]
     return [
@@ -63,6 +65,7 @@ def band_of(model: CostModel, workload: Workload) -> float | None:
 
 def trained(model: CostModel) -> tuple[CostModel, ...]:
     """The trained models within a model: one of each precision."""
+    # Wrappers such as QuantileCostModel have the model inside.
     if inner := getattr(model, "model", None):
         return trained(inner)
     return getattr(model, "models", (model,))
@@ -78,6 +81,7 @@ def uncertainties(profile: Profile) -> tuple[float, float]:
 
 
 def _errors(metrics: Mapping[str, Any]) -> tuple[float, float]:
+    # Mean of both directions, as far as they were measured.
     exchanges = [metrics[name] for name in ("forward_comm_mape", "backward_comm_mape") if name in metrics]
     return (
         metrics["compute_mape"] / 100 if "compute_mape" in metrics else USUAL_ERRORS[0],

@@ -34,6 +34,7 @@ def link_counts(
     same. A ring (Patarasuk and Yuan 2009): (n - 1) / n of the bytes leave and enter every device, and every unit. They
     do so in n - 1 rounds, each as slow as its slowest link.
     """
+    # [K] levels that join devices which no inner level joins. Others carry nothing.
     used = joins(units)
     if ring:
         moved = owned * (units.shape[1] - 1) / units.shape[1]
@@ -42,16 +43,20 @@ def link_counts(
             # The innermost level always counts: a ring passes every device.
             x = moved * float(k == 0 or joins_some)
             of_ring = dict.fromkeys(("busiest", "port", "uplink", "shared_uplink"), x)
+            # 2 x: as much enters a device as leaves it.
             levels.append({"bytes": 2 * x, "head_start": -float(k > 0 and joins_some), **of_ring})
         return levels
+    # The innermost units are single devices.
     levels, inner, leaves_ports, enters_ports = [], np.arange(units.shape[1]), 0.0, 0.0
     for outer, joins_some in zip(units, used, strict=True):
         counts = dict.fromkeys(COUNTS, 0.0)
         if joins_some:
             counts, out, into = _level_counts(owned, inner, outer, shares_links)
+            # A port carries the bytes of this level and of all levels inside it.
             leaves_ports, enters_ports = leaves_ports + out, enters_ports + into
             counts["port"] = _busiest(leaves_ports, enters_ports)
         levels.append(counts)
+        # The units of a level are what the next one joins.
         inner = outer
     return levels
 
@@ -64,11 +69,15 @@ def _level_counts(
     inner, outer: [n] units of the level before, and of this one.
     """
     n = len(inner)
+    # Bytes and sizes of the units around each device: at the level inside, and at this one.
     (of_inner, size_in, first), (of_outer, size_out, _) = (_of_units(owned, unit) for unit in (inner, outer))
     # Each device sends an equal part to each other one; those of its inner unit count there.
+    # out: to devices of the outer unit that are not in the inner one. into: from them.
     out, into = owned * (size_out - size_in) / n, (of_outer - of_inner) / n
+    # By inner unit: one entry for each, taken at its first device.
     leaves = (of_inner * (size_out - size_in) / n)[..., first]
     enters = ((of_outer - of_inner) * size_in / n)[..., first]
+    # Groups across hosts run side by side over the same uplinks, so bytes of all groups add up.
     if shares_links:
         leaves, enters = leaves.sum(-2, keepdims=True), enters.sum(-2, keepdims=True)
     others = leaves.shape[-1] - 1
@@ -77,6 +86,7 @@ def _level_counts(
             "bytes": out + into,
             "busiest": _busiest(out, into),
             "uplink": _busiest(leaves, enters),
+            # Of two units there is one other, so nothing is left.
             "shared_uplink": leaves.mean(-1, keepdims=True) * (others - 1) / others,
             "head_start": -1.0,
         },

@@ -24,6 +24,7 @@ def spearman(x: np.ndarray, y: np.ndarray) -> float:
     """Spearman's rank correlation of two arrays [S]. Ties get their mean rank; 0 where either is constant."""
     from scipy.stats import spearmanr
 
+    # A constant array has no ranks to correlate, and scipy would warn.
     result: Any = spearmanr(x, y) if np.ptp(x) and np.ptp(y) else None
     return float(result.statistic) if result else 0.0
 

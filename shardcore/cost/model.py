@@ -197,12 +197,14 @@ class QuantileCostModel:
         return self.model.setting
 
     def for_problem(self, problem: Problem) -> QuantileCostModel:
+        # The inner model may change by problem. The confidence stays.
         return QuantileCostModel(self.model.for_problem(problem), self.confidence)
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
         return self.model.encode(shards, batch)
 
     def head(self, sums: np.ndarray) -> np.ndarray:
+        # The quantile takes the place of the mean, so searches need no change.
         return self.model.quantile(sums, self.confidence)
 
     def compiled(self) -> Compiled:
@@ -228,6 +230,7 @@ def at_confidence(model: CostModel, confidence: float | None) -> CostModel:
 
     Raises ShardCoreError for a model without quantiles.
     """
+    # None and 0 both mean: no caution.
     if not confidence:
         return model
     if not isinstance(model, ProbabilisticCostModel):
@@ -239,6 +242,7 @@ def at_confidence(model: CostModel, confidence: float | None) -> CostModel:
 
 def group_costs(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int | None = None) -> np.ndarray:
     """[G] ms of groups of shards, each run as one fused op. 0 for an empty group."""
+    # Flat, so that the model encodes all shards in one call.
     flat = [s for g in groups for s in g]
     if not flat:
         return np.zeros(len(groups))
@@ -257,16 +261,19 @@ def exposed_input_ms(comm: CommCost, job: Job) -> np.ndarray:
     Devices meet in this exchange, so the longest transfer counts. The dense part hides transfers, which then cost
     nothing. It hides no work: the same device runs both.
     """
+    # Work of the slowest device is never hidden. Transfers are, as far as the dense part lasts.
     return np.maximum(comm.input_work_ms.max(-1), comm.input_ms.max(-1) - job.hides_ids_ms)
 
 
 def step_ms(compute_ms: np.ndarray, comm: CommCost, job: Job) -> np.ndarray:
     """[...] ms of a step, dense part included. compute_ms: [..., D]."""
+    # Waiting is part of a device's sum, so the largest sum is the step.
     return (compute_ms + comm.total_ms).max(-1) + exposed_input_ms(comm, job) + job.dense_ms
 
 
 def require_model(model: object) -> None:
     """Raise ShardCoreError unless this is a cost model."""
+    # The runtime check of a protocol sees whether its methods exist, not their types.
     if not isinstance(model, CostModel):
         raise ShardCoreError(
             f"model is {shown(model)}; it needs to be a cost model, as load_model(folder) gives"
@@ -277,6 +284,7 @@ def price(workload: Workload, model: CostModel) -> PredictedCost:
     """The cost that a model predicts for one step of a workload. Its `extrapolated` names unmeasured parts."""
     require_type(workload, Workload, "workload", "a Workload, as lower(plan, problem) gives")
     require_model(model)
+    # Unmeasured parts are reported, not refused.
     unmeasured = (*_of_another_setting(workload, model.setting), *model.out_of_range(workload))
     return replace(_predicted(workload, model), extrapolated=unmeasured)
 
@@ -294,6 +302,7 @@ def _predicted(workload: Workload, model: CostModel) -> PredictedCost:
     for device, ops in enumerate(workload.ops):
         for op in ops:
             if id(op) not in priced:
+                # Encodings add up over the shards of an op.
                 sums = model.encode(op.shards, op.batch).sum(0, keepdims=True)
                 # The op's forward part; the rest is backward.
                 share = float(model.forward_share(sums)[0])
@@ -311,6 +320,7 @@ def _predicted(workload: Workload, model: CostModel) -> PredictedCost:
         forward_comm_ms=tuple(comm.forward_ms.tolist()),
         backward_comm_ms=tuple(comm.backward_ms.tolist()),
         waiting_ms=tuple(comm.waiting_ms.tolist()),
+        # All devices wait for ids, so each has the same ms.
         input_ms=(float(exposed_input_ms(comm, workload.job)),) * n_devices,
         dense_ms=workload.job.dense_ms,
     )
@@ -318,6 +328,7 @@ def _predicted(workload: Workload, model: CostModel) -> PredictedCost:
 
 def _of_another_setting(workload: Workload, setting: Setting) -> Iterator[str]:
     """Sentences on weights and payloads of other types than a model's."""
+    # A composite's setting joins the names of its precisions by "+".
     used = {s.table.precision for ops in workload.ops for op in ops for s in op.shards}
     if other := sorted(used - set(setting.precision.split("+"))):
         yield f"weights are {', '.join(other)}; the model was measured with {setting.precision}"

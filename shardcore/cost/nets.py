@@ -62,6 +62,7 @@ def correction(w: Mapping[str, Any], conditions: Any, xp: ModuleType = np) -> An
 
 def parts(w: Mapping[str, Any], sums: Any, xp: ModuleType = np) -> Any:
     """[..., 2] forward and backward ms of ops, from summed encodings [..., K + 2]. 0 where the count is 0."""
+    # The first driver counts shards, so it is 0 for an empty op only.
     drivers, ms = sums[..., :-2], sums[..., -2:]
     # min(count, 1): one launch, however many shards.
     return w["launch"] * xp.clip(drivers[..., :1], 0.0, 1.0) + ms * contention(w, drivers, xp)
@@ -70,6 +71,7 @@ def parts(w: Mapping[str, Any], sums: Any, xp: ModuleType = np) -> Any:
 def contention(w: Mapping[str, Any], drivers: Any, xp: ModuleType = np) -> Any:
     """[..., 2] factors on the sum of an op's shards, from its summed drivers [..., K]."""
     # Relative to the median op, loads are near 1 and their logarithm near 0.
+    # The tanh below bounds the factor, however large the load.
     load = xp.log(drivers / w["load_typical"] + LOAD_FLOOR)
     return xp.exp(
         xp.tanh(load @ w["contention.0.weight"] + w["contention.0.bias"]) @ w["contention.1.weight"]

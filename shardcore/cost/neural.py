@@ -71,6 +71,7 @@ class NeuralModel:
 
         Raises SettingMismatch for a batch beyond those that it was measured at.
         """
+        # Models without a range of batches were measured at the setting's alone.
         low, high = self.meta["ranges"].get("batch", (self.setting.batch,) * 2)
         if not low <= batch <= high:
             measured = f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
@@ -91,6 +92,7 @@ class NeuralModel:
             return nets.encode(self.weights, *features.features(some, batch))
 
         # In chunks, which bound the memory (see _AT_ONCE).
+        # At least one chunk, so that no shards give an array of the right width.
         chunks = [encoded(shards[i : i + _AT_ONCE]) for i in range(0, max(1, len(shards)), _AT_ONCE)]
         codes = chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
         if idle := [i for i, shard in enumerate(shards) if not shard.table.pooling]:
@@ -114,6 +116,7 @@ class NeuralModel:
 
     def interval(self, sums: np.ndarray, confidence: float) -> tuple[np.ndarray, np.ndarray]:
         """[...] ms, low and high. A measurement of the op lies between them with probability `confidence`."""
+        # A two-sided interval leaves half of the rest on each side.
         low, high = ((1 - confidence) / 2, (1 + confidence) / 2)
         return self.quantile(sums, low), self.quantile(sums, high)
 
@@ -123,6 +126,7 @@ class NeuralModel:
 
         w, error = self.weights, 0.0 if level is None else quantiles.error(self.weights, level)
         # The order of parameters is that of compiled.contended.
+        # Sizes come first: compiled.contended computes offsets from them.
         numbers = (w["contention.0.bias"].size, w["band.log_ms"].size, nets.LOAD_FLOOR, error)
         arrays = (
             w["launch"],
@@ -142,6 +146,7 @@ class NeuralModel:
         """[...] the share of forward in an op's ms. 0 for an empty op."""
         both = nets.parts(self.weights, np.asarray(sums, dtype=float))
         total = both.sum(-1)
+        # An empty op would divide 0 by 0.
         return np.divide(both[..., 0], total, out=np.zeros_like(total), where=total > 0)
 
     def out_of_range(self, workload: Workload) -> list[str]:
@@ -185,6 +190,7 @@ class NeuralModel:
         Raises ShardCoreError if all-to-alls were not measured and the topology states no links.
         """
         measured = collective_model.is_measured(self.weights, collective_model.ALL_TO_ALL)
+        # One device exchanges nothing, so it needs no measured exchanges.
         if len(topology) > 1 and not measured and not topology.link(first := next(iter(LEVELS))).gbps:
             raise ShardCoreError(
                 f"the cost model for ({self.setting}) has no measured exchanges: give the topology's links (of level "
@@ -208,6 +214,7 @@ class NeuralModel:
 
 def _with_lookups(shard: Shard, pooling: float) -> Shard:
     """The shard of a table with so many lookups a sample."""
+    # A table without lookups may lack a distribution. Zipf(1) stands in.
     access = shard.table.access if isinstance(shard.table.access, Zipf) else Zipf(1.0)
     return dataclasses.replace(shard, table=dataclasses.replace(shard.table, pooling=pooling, access=access))
 
@@ -225,6 +232,7 @@ def physical(model: NeuralModel) -> NeuralModel:
     n = len(features.CONDITIONS)
     learned = ("network.", "contention.1.")
     weights = {k: v for k, v in model.weights.items() if not k.startswith(learned)}
+    # A last layer of zeros gives a correction of 1, and no contention.
     weights |= {
         "network.0.weight": np.zeros((n, 2)),
         "network.0.bias": np.zeros(2),
@@ -244,6 +252,7 @@ _NAMES = {
 
 def save(model: NeuralModel, folder: str | Path) -> None:
     """Write model.json and weights.safetensors. Raises ShardCoreError for weights that `load` would refuse."""
+    # What load would refuse is refused here, while the training's results still exist.
     weight_checks.require(model.weights)
     meta = {**model.meta, **_NAMES, "setting": files.setting_to_json(model.setting)}
     model_files.write_model(folder, meta, model.weights)
@@ -261,6 +270,7 @@ def load(folder: str | Path) -> NeuralModel:
     # Weights are matrices by position, so names have to agree in order too.
     for noun, names in _NAMES.items():
         trained_on = meta.pop(noun, None)
+        # Levels of links were added later: a model that lacks their terms still prices others.
         if noun == "exchange_terms" and weight_checks.lack_some(trained_on):
             weights = weight_checks.with_all_terms(weights, trained_on)
         elif trained_on != names:
@@ -268,10 +278,12 @@ def load(folder: str | Path) -> NeuralModel:
                 f"model in {folder} was trained on {noun} {shown(trained_on)}; this ShardCore computes "
                 f"{shown(names)}: train again"
             )
+    # Building _Meta checks types. Only provenance has further rules.
     files.require_provenance(schema.build(_Meta, meta, str(folder)).provenance, f"{folder}: provenance")
     try:
         weight_checks.require(weights)
     except ShardCoreError as error:
+        # from None: the file is at fault, and a trace of the check would not help.
         raise ShardCoreError(f"model in {folder}: {error}") from None
     return NeuralModel(setting, weights, {"provenance": {}, **meta})
 

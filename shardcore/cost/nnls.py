@@ -21,6 +21,7 @@ def fit_law(
     """
     from scipy.optimize import nnls
 
+    # At first weigh by 1 / measured: squares of relative errors.
     n, rates = terms.shape[1], np.zeros(terms.shape[1])
     # A trace of ridge shares the rate evenly among terms that the data cannot tell apart.
     ridge = np.sqrt(_RIDGE) * np.eye(n)
@@ -29,8 +30,10 @@ def fit_law(
         weighted = terms * weights[:, None]
         # Unit columns, so that one ridge suits terms of any unit. A term that is always 0 has no rate.
         scale = np.maximum(np.linalg.norm(weighted, axis=0), 1e-300)
+        # Rows of the ridge pull rates to 0.
         target = np.concatenate([(measured - known) * weights, np.zeros(n)])
         scaled, _ = nnls(np.concatenate([weighted / scale, ridge]), target, maxiter=100 * n)
+        # Undo the scaling of columns.
         rates = scaled / scale
         error = np.abs((known + terms @ rates) / measured - 1)
         # Weight 1 / |error| turns squares into absolute values. The floor of 2% keeps it finite.

@@ -24,11 +24,14 @@ def pace(own: Sequence[ComputeSample], other: Sequence[ComputeSample]) -> float 
 
     The samples need not be of the same ops: a linear law of the drivers stands for `other`.
     """
+    # Failed samples have no time.
     own, other = ([s for s in samples if s.error is None] for samples in (own, other))
     if min(len(own), len(other)) < FEWEST:
         return None
+    # Both sides need not have the same ops: the law of `other` predicts each op of `own`.
     law = fit_law(features.launch_and_drivers(other), features.measured_ms(other).sum(1))
     expected_ms = features.launch_and_drivers(own) @ law
+    # The median: a few outliers do not decide whether datasets join.
     return float(np.median(features.measured_ms(own).sum(1) / np.maximum(expected_ms, 1e-9)))
 
 

@@ -27,14 +27,18 @@ _PER_KNOT = 50
 
 def fit(predicted_ms: np.ndarray, measured_ms: np.ndarray) -> dict[str, np.ndarray]:
     """The weights band.* from predictions [S] of held-out samples and their measurements [S]."""
+    # A ratio in logarithms: too fast and too slow count equally.
     log_ms, error = np.log(predicted_ms), np.log(measured_ms / predicted_ms)
+    # As many knots as samples support, four at most.
     knots = max(1, min(_KNOTS, len(error) // _PER_KNOT))
     while True:
         # Equally many samples at each knot.
         parts = np.array_split(np.argsort(log_ms), knots)
         at = np.array([log_ms[p].mean() for p in parts])
+        # The floor keeps scores finite where predictions are exact.
         widths = np.array([max(np.abs(error[p]).mean(), 1e-6) for p in parts])
         # Errors in units of the width are comparable over all costs.
+        # [S] sorted, so that quantiles are positions.
         scores = np.sort(error / np.interp(log_ms, at, widths))
         if knots == 1 or rises(at, widths, scores):
             break
@@ -52,6 +56,7 @@ def fit(predicted_ms: np.ndarray, measured_ms: np.ndarray) -> dict[str, np.ndarr
 
 def rises(log_ms: np.ndarray, width: np.ndarray, error: np.ndarray) -> bool:
     """True if every quantile grows with the cost. error: sorted, any number."""
+    # Between knots the width is linear in log ms, so the slope is constant.
     # d(log quantile) / d(log ms) = 1 + slope of width × error. The extreme errors decide.
     return bool((1 + np.outer(np.diff(width) / np.diff(log_ms), error[[0, -1]]) > 0).all())
 
@@ -63,6 +68,7 @@ def quantile(w: Mapping[str, np.ndarray], predicted_ms: np.ndarray, level: float
     where no quantile is known.
     """
     predicted = np.asarray(predicted_ms, dtype=float)
+    # The floor keeps the logarithm finite. An op of 0 ms stays 0 by the product.
     log_ms = np.log(np.maximum(predicted, 1e-12))
     return predicted * np.exp(np.interp(log_ms, w["band.log_ms"], w["band.width"]) * error(w, level))
 

@@ -63,6 +63,7 @@ def op_quantities(shards: Sequence[Shard], batch: int) -> dict[str, list[float]]
         "shard_bytes": [s.bytes for s in shards],
         "shard_rows": [s.rows for s in shards],
         "shard_width": [s.width for s in shards],
+        # A row range gets part of a table's lookups, and was measured as such.
         "shard_pooling": [s.table.pooling * access.access_share(s) for s in shards],
         "shard_features": [s.table.features for s in shards],
         "op_shards": [len(shards)],
@@ -81,6 +82,7 @@ def out_of_range(model: NeuralModel, workload: Workload) -> list[str]:
     known: dict[int, dict[str, list[float]]] = {}  # devices of replicas share their Op
     for device, ops in enumerate(workload.ops):
         for op in ops:
+            # An op of replicas is listed once for shards, but for each device as an op.
             if first := id(op) not in known:
                 known[id(op)] = op_quantities(op.shards, op.batch)
             for name, values in known[id(op)].items():
@@ -89,12 +91,14 @@ def out_of_range(model: NeuralModel, workload: Workload) -> list[str]:
                 else:
                     values_of[name].append((f"device {device}", values[0]))
     if len(workload.topology) > 1:
+        # A single device exchanges nothing, so exchanges have no range to exceed.
         values_of["devices"].append(("the topology", len(workload.topology)))
         for channel, sent in zip(workload.channels, workload.traffic, strict=True):
             name = "exchange_id_bytes" if channel in ID_CHANNELS else "exchange_bytes"
             values_of[name] += [(f"device {d}", n_bytes) for d, n_bytes in enumerate(sent)]
     sentences: list[str] = []
     for name, values in values_of.items():
+        # Models without a range for a quantity say nothing about it.
         sentences += _beyond(name, values, model.meta["ranges"].get(name))
     return [*sentences, *_unmeasured(model, workload)]
 
@@ -112,7 +116,9 @@ def _beyond(
         return
     low, high = measured
     # The slack avoids warnings about sizes just beyond the range.
+    # The worst case first: it is the one that the sentence names.
     above = sorted({(v, n) for n, v in values if v > high * quantity.slack}, reverse=True)
+    # Quantities without a word for their lower end have no meaningful minimum, such as bytes.
     below = sorted({(v, n) for n, v in values if v < low / quantity.slack}) if quantity.lower else []
     for side, end, limit in ((above, quantity.upper, high), (below, quantity.lower, low)):
         if side:
@@ -128,6 +134,7 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
         yield f"the topology names no hardware: prices are those of {model.setting.hardware}"
     elif topology.hardware != model.setting.hardware:
         yield f"the topology has {topology.hardware}; the model was measured on {model.setting.hardware}"
+    # Channels without bytes, or with groups of one device, never run.
     carrying = [c for c, sent in zip(workload.channels, workload.traffic, strict=True) if sent.any()]
     used = [c for c in dict.fromkeys(carrying) if groups_of(c.group, topology).shape[1] > 1]
     if topology.links and len(topology) > 1:
@@ -135,6 +142,7 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
             f"the topology gives {'; '.join(link.words for link in topology.links)}: the explicit link "
             "model prices its exchanges from there, not measured"
         )
+    # Given bandwidths need no measurement.
     given = {link.level for link in topology.links if link.gbps}
     known = [given | collective_model.measured_links(model.weights, c) for c in used]
     order = list(LEVELS)
@@ -144,6 +152,7 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
             stand_in = LEVELS[next(x for x in (*order[k:], *order[:k][::-1]) if x in others)].words
             yield f"links {LEVELS[name].words} were not measured: they count as those {stand_in}"
     for channel in used:
+        # The all-to-all itself is the stand-in, so there is nothing better to name.
         if channel == collective_model.ALL_TO_ALL or collective_model.is_measured(model.weights, channel):
             continue
         kinds = kinds_of(channel, workload.job.tower_ratio is not None)
@@ -160,6 +169,7 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
             )
     tables = {s.table.name: s.table for ops in workload.ops for op in ops for s in op.shards}
     sequences = [name for name, table in tables.items() if table.sequence]
+    # Models that never saw a sequence have no range for them.
     if sequences and "op_sequences" not in model.meta["ranges"]:
         yield (
             f"table {sequences[0]!r}{and_more(sequences)} is a sequence: its lookups are priced as "

@@ -82,6 +82,7 @@ def noise_ms(step: Spread) -> float:
 
 def distinct(rows: Sequence[ReplayRecord]) -> list[ReplayRecord]:
     """Each plan of each problem once."""
+    # A later record of a plan replaces an earlier one: they are the same replay.
     return list({(r.problem, r.plan): r for r in rows}.values())
 
 
@@ -104,6 +105,7 @@ def by_problem(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, np.n
     names = "kendall_tau", "spearman", "tau_beyond_noise", "regret", "ours_regret"
     figures: dict[str, list[float]] = {name: [] for name in names}
     for rows_of_problem in _grouped(rows).values():
+        # Algorithms may find equal plans, which must not count twice in a rank correlation.
         plans = distinct(rows_of_problem)
         predicted, replayed = _arrays(plans)
         best_ms = replayed.min()
@@ -113,6 +115,7 @@ def by_problem(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, np.n
         figures["kendall_tau"].append(kendall_tau(predicted, replayed) if several else np.nan)
         figures["spearman"].append(spearman(predicted, replayed) if several else np.nan)
         figures["tau_beyond_noise"].append(_tau_beyond_noise(plans))
+        # The plan that the model would choose, against the best one replayed.
         figures["regret"].append(100 * (replayed[predicted.argmin()] / best_ms - 1))
         figures["ours_regret"].append(100 * (np.mean(our_ms) / best_ms - 1) if our_ms else np.nan)
     return {name: np.array(values) for name, values in figures.items()}
@@ -126,10 +129,12 @@ def rivals(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, SharderC
         costs, predicted, losses = [], [], {}
         for problem, own in problems.items():
             theirs, mine = ([r for r in own if r.algorithm == a] for a in (name, ours))
+            # Only problems that both solved can be compared.
             if theirs and mine:
                 their_predicted_ms, their_ms, their_noise_ms = _means(theirs)
                 our_predicted_ms, our_ms, our_noise_ms = _means(mine)
                 predicted.append(their_predicted_ms / our_predicted_ms)
+                # The best of all algorithms, so that ratios of different rivals have one base.
                 costs.append((their_ms, our_ms, min(r.replayed_ms for r in own)))
                 # Two independent errors add in quadrature.
                 if our_ms - their_ms > math.hypot(their_noise_ms, our_noise_ms):
@@ -138,6 +143,7 @@ def rivals(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, SharderC
             their, our, best = np.array(costs).T
             # Both relative to the best plan replayed, so that problems weigh equally.
             lacked, gained = their / best - 1, (their - our) / best
+            # A ratio of means, not a mean of ratios: a problem without regret would divide by 0.
             closed = bootstrap(gained, over=lacked) if name != ours and lacked.sum() > 0 else None
             comparisons[name] = SharderComparison(
                 problems=len(costs),
@@ -161,13 +167,16 @@ def bootstrap(values: np.ndarray, over: np.ndarray | None = None) -> Interval:
     """
     known = np.isfinite(values)
     values, over = values[known], np.ones(known.sum()) if over is None else over[known]
+    # One problem has no spread to draw from.
     if len(values) == 1:
         return Interval(float(values[0] / over[0]), -np.inf, np.inf)
     # A fixed seed: the same records give the same interval.
+    # [draws, N] problems drawn with replacement.
     drawn = np.random.default_rng(0).integers(len(values), size=(_DRAWS, len(values)))
     below = over[drawn].mean(1)
     # A draw whose denominator is 0 has no ratio.
     means = values[drawn].mean(1)[below > 0] / below[below > 0]
+    # The mean itself is not drawn. Percentiles of draws give the interval.
     return Interval(float(values.mean() / over.mean()), *map(float, np.percentile(means, [2.5, 97.5])))
 
 
@@ -184,6 +193,7 @@ def figures(rows: Sequence[ReplayRecord]) -> dict[str, float]:
     for kind, chosen in (
         ("", distinct(rows)),
         ("ours_", [r for r in rows if r.algorithm == OURS]),
+        # Random plans show errors away from the plans that a search prefers.
         ("random_", [r for r in rows if r.algorithm == RANDOM]),
     ):
         if chosen:
@@ -198,6 +208,7 @@ def figures(rows: Sequence[ReplayRecord]) -> dict[str, float]:
                 f"{name}_losses": float(len(rival.losses)),
             }
             metrics |= {f"{name}_gap_closed": rival.gap_closed.mean} if rival.gap_closed else {}
+    # Infinite intervals of single problems are no metrics.
     return {name: value for name, value in metrics.items() if np.isfinite(value)}
 
 
@@ -208,12 +219,14 @@ def lost(challenger: Sequence[ReplayRecord], champion: Sequence[ReplayRecord]) -
     difference has to exclude 0. FEWEST problems are needed.
     """
     new, old = by_problem(challenger), by_problem(champion)
+    # Sign: a larger regret is worse, a larger tau is better.
     for name, words, sign, form in (
         ("regret", "regret", 1, "{:.1f}%"),
         ("tau_beyond_noise", "Kendall tau", -1, "{:.3f}"),
     ):
         # The same problems in both, so differences are paired.
         worse_by = sign * (new[name] - old[name])
+        # Worse beyond doubt: even the low end of the interval is above 0.
         if np.isfinite(worse_by).sum() >= FEWEST and (by := bootstrap(worse_by)).low > 0:
             ours, theirs = (form.format(np.nanmean(x[name])) for x in (new, old))
             low, high = form.format(by.low), form.format(by.high)

@@ -23,6 +23,7 @@ def judge(replayed: Sequence[ReplaySet], model: CostModel, ids: bool = True) -> 
     rows = []
     for one in replayed:
         own = model.for_problem(one.problem)
+        # fits=False: a replay ran, whatever today's count of memory says.
         steps = {name: lower(plan, one.problem, fits=False) for name, plan in one.plans.items()}
         predicted = {name: _total_ms(price(step, own), ids) for name, step in steps.items()}
         # A model predicts a machine at its usual speed.
@@ -50,6 +51,7 @@ def parts(replayed: Sequence[ReplaySet], model: CostModel) -> dict[str, float]:
     """Measured over predicted time of each part of a step, over all replays. Keys are step_cost.PARTS."""
 
     def of(cost: StepCost) -> np.ndarray:
+        # Sums over devices: parts of single devices are noisy.
         return np.array([sum(getattr(cost, name)) for name in PARTS])
 
     predicted = took = np.zeros(len(PARTS))
@@ -58,6 +60,7 @@ def parts(replayed: Sequence[ReplaySet], model: CostModel) -> dict[str, float]:
         for name, plan in one.plans.items():
             predicted = predicted + of(price(lower(plan, one.problem, fits=False), own))
             took = took + of(one.costs[name].at_usual_speed())
+    # A part that no replay has, such as ids of one device, has no ratio.
     return {name: float(t / p) for name, p, t in zip(PARTS, predicted, took, strict=True) if p > 0}
 
 

@@ -38,12 +38,14 @@ def step_comm(
         else:
             forward += there
             backward += back
+    # Work is counted by lane: each run's ids are put in buckets and in order separately.
     for channel, arriving in zip(channels_of(traffic), traffic, strict=True):
         if channel in ID_CHANNELS:
             work_ms += own_work(channel, arriving)
     ready = compute_ms + backward
     # The skew of compute and backward transfers is waited for here.
     some = traffic.sum(0).sum(-1, keepdims=True) > 0
+    # Devices without any exchange never meet, so none waits for another.
     waiting = np.where(some & meets, ready.max(-1, keepdims=True) - ready, 0.0)
     return CommCost(forward, backward, waiting, input_ms, work_ms)
 

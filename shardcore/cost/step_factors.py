@@ -51,10 +51,13 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
         (w, took)
         for w, took in steps
         if len(w.topology) > 1
+        # Given links are not measured ones, so replays over them tell nothing of the measured.
         and w.topology.slowest == Link(w.topology.slowest.level)
+        # Factors are for FP32. Casts of other payloads would count as part of them.
         and w.job.forward_payload == w.job.backward_payload == "fp32"
     ]
     if not collective_model.is_measured(model.weights, collective_model.ALL_TO_ALL):
+        # Factors are relative to measured exchanges: without these there is nothing to scale.
         return model
     # Without old factors, or new ones would be relative to them.
     isolated = dataclasses.replace(model, weights={k: v for k, v in model.weights.items() if k not in _NAMES})
@@ -65,11 +68,13 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
             f"{len(on_one)} steps ran on one host and {len(over_several)} over several; a "
             "model has one factor for a collective in both: give steps of one kind"
         )
+    # On one host each part of a step is measured apart. Over several hosts only their sum is.
     of_parts = [_of_part(isolated, on_one, part) for part in _PARTS]
     of_sums, used_over_several = _of_sums(isolated, over_several)
     least, most = collective_model.LEAST_IN_STEP, collective_model.MOST_IN_STEP
     factors = {}
     for fitted in (*(fitted for fitted, _ in of_parts), of_sums):
+        # An extreme factor means a fit gone wrong, not a slow exchange.
         factors |= {name: np.array([factor]) for name, factor in fitted.items() if least <= factor <= most}
     if not factors:
         return model
@@ -87,6 +92,7 @@ def _of_part(isolated: NeuralModel, steps: Sequence[Step], part: str) -> tuple[d
     timed = [s for s in timed if part != "input_ms" or not s[0].job.hides_ids_ms]
     innermost = next(iter(LEVELS))
     known = [c for c in channels if innermost in collective_model.measured_links(isolated.weights, c)]
+    # A factor from few steps would be mostly their noise.
     often = [c for c in known if sum(_runs(w, c) for w, _ in timed) >= FEWEST_STEPS]
     # Keep steps whose collectives all run often enough, or another's time would distort the fit.
     usable = [s for s in timed if (ran := {c for c in channels if _runs(s[0], c)}) and ran <= set(often)]
@@ -101,6 +107,7 @@ def _of_part(isolated: NeuralModel, steps: Sequence[Step], part: str) -> tuple[d
 
 def _of_sums(isolated: NeuralModel, steps: Sequence[Step]) -> tuple[dict[str, float], int]:
     """Factors and number of steps as _of_part, from the sum of all exchanges of steps over several hosts."""
+    # Without times of ids the sum would lack a term. Hidden ids are in no sum.
     steps = [(w, took) for w, took in steps if any(took.input_ms) and not w.job.hides_ids_ms]
 
     def is_measured(channel: Channel) -> bool:
@@ -118,6 +125,7 @@ def _of_sums(isolated: NeuralModel, steps: Sequence[Step]) -> tuple[dict[str, fl
         last = int(np.argmin(measured.waiting_ms))  # the others wait for it
         took_ms.append(measured.total_ms - measured.dense_ms - measured.compute_ms[last])
         compute_ms = np.array(price(workload, isolated).compute_ms)
+        # Predicted in isolation: the factor is what steps take more than that.
         ms = isolated.collectives(workload.traffic, compute_ms, workload.topology)
         terms.append([sum(ms[c][way][last] for c in channels for way in (0, 1)) for channels in often])
     factors = {}
@@ -168,6 +176,7 @@ def _observed(
     The measured times are scaled to the slowdown of the measurements.
     """
     workload, measured = step
+    # Predicted compute stands for the usual speed: measured over predicted is the replay's slowdown.
     compute_ms = price(workload, model).compute_ms
     predicted = model.collectives(workload.traffic, np.array(compute_ms), workload.topology)
     # Index into the pair (forward, backward) of NeuralModel.collectives.

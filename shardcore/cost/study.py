@@ -31,6 +31,7 @@ def repeatability(repeats: Sequence[Sequence[ComputeSample]]) -> float | None:
     It uses ops timed at least three times, or twice where there are none (dataset.repeated). Each contributes the
     difference of its two most precise timings, over √2. None without any such op.
     """
+    # Ops timed three times give two precise timings to choose from.
     often = [g for g in repeats if 3 <= len(g) <= CONTROL] or [g for g in repeats if len(g) == 2]
     # Both timings have equal errors, so their difference has √2 times the error of one.
     pairs = [sorted(g, key=lambda s: math.inf if s.relative_ci is None else s.relative_ci)[:2] for g in often]
@@ -54,9 +55,11 @@ def unseen_tables(
 
     None where either side has too few ops.
     """
+    # Ops that mix seen and unseen tables are on neither side.
     seen, unseen = split_by_table([s for s in compute if s.error is None])
     if not unseen or len(seen) < fit.MIN_COMPUTE:
         return None
+    # No exchanges: only ops are judged here.
     model = fit.train(seen, [], setting, config).model
     return mape(accuracy.predict(model, unseen), np.array([s.total_ms for s in unseen]))
 
@@ -104,6 +107,7 @@ def learning_curve(
     if len(sizes) < 3 or not test:
         return None
     rows, measured = [], np.array([s.total_ms for s in test])
+    # Nested prefixes, so that points differ by more samples, not by other ones.
     for n in sizes:
         model = fit.train(rest[:n], [], setting, config).model
         rows.append((n, mape(accuracy.predict(model, test), measured)))
@@ -116,6 +120,7 @@ def _law(rows: Sequence[tuple[int, float]]) -> LearningCurve:
     """The best law over a grid of powers. For a fixed power it is linear."""
     samples, error = (np.array(x, dtype=float) for x in zip(*rows, strict=True))
     laws = []
+    # For a fixed power the law is linear in its other two numbers: fit them, and keep the best power.
     for power in _POWERS:
         terms = np.stack([np.ones_like(samples), samples**-power], 1)
         constant, scale = fit_law(terms, error)

@@ -38,6 +38,7 @@ class TrainingData:
 
     @property
     def warnings(self) -> list[str]:
+        # Timings of different kernels would be averaged, so say so and let the user decide.
         software = sorted({s.software for s in self.known.compute if s.software})
         if len(software) < 2:
             return []
@@ -50,6 +51,7 @@ class TrainingData:
 def read(folders: Sequence[str | Path], setting: Setting) -> TrainingData:
     """Read the samples of a setting. Raises as drift_correction.read and replays.steps."""
     paths = tuple(map(Path, folders))
+    # Replays are read with the same setting, so that factors fit the model.
     return TrainingData(paths, setting, drift_correction.read(paths, setting), replays.steps(paths, setting))
 
 
@@ -79,7 +81,9 @@ def train(
     from shardcore.cost import fit  # imports torch, which judging does not need
 
     fitted = fit.train(data.known.compute, data.known.comm, data.setting, config, progress, start)
+    # Factors need the trained model's prices of exchanges, so they come after it.
     model = step_factors.fit(fitted.model, data.steps)
+    # The digest ties a model to the data that it was trained on.
     about = {**model.meta["provenance"], "data": replays.data_digest(data.folders), **(provenance or {})}
     of_steps = step_factors.summary(fitted.model, model, len(data.steps)) if data.steps else ""
     model = dataclasses.replace(model, meta={**model.meta, "provenance": about})
@@ -96,6 +100,7 @@ def read_held_out(model: NeuralModel, folder: Path) -> drift_correction.Measurem
 
     Raises ShardCoreError where none of the groups is held out.
     """
+    # A model that joined datasets is judged on held-out samples of all of them.
     known = drift_correction.read([folder, *model.meta["provenance"].get("datasets", {})], model.setting)
     if all(s.error is not None for s in accuracy.held_out(known.compute)):
         raise ShardCoreError(

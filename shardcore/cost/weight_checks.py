@@ -33,6 +33,7 @@ _MOST_LAYERS = 8
 def lack_some(terms: object) -> bool:
     """True if these are exchange terms, and not all: levels of links were added since."""
     names = collective_model.EXCHANGE_TERMS
+    # Fewer names, all known: a model of an earlier version. Anything else is refused.
     return isinstance(terms, list) and 0 < len(terms) < len(names) and all(term in names for term in terms)
 
 
@@ -40,6 +41,7 @@ def with_all_terms(w: Mapping[str, np.ndarray], known: Sequence[str]) -> dict[st
     """The weights of a model that knew only some exchange terms. The others cost nothing."""
     weights = dict(w)
     for name, law in w.items():
+        # Absent terms get a rate of 0, so prices stay as they were.
         if name.startswith("exchange_") and law.shape == (len(known),):
             weights[name] = np.zeros(len(collective_model.EXCHANGE_TERMS))
             weights[name][[collective_model.EXCHANGE_TERMS.index(term) for term in known]] = law
@@ -79,8 +81,10 @@ def require(w: Mapping[str, np.ndarray]) -> None:
     }
     optional |= {collective_model.step_weight(*x): ((1,), in_step) for x in ran}
     optional |= {name: ((2,), _RATE) for name in collective_model.OWN_WORK}
+    # An unknown weight would be ignored silently, so refuse it.
     for name in sorted(set(w) - set(rules) - set(optional)):
         raise ShardCoreError(f"weight {name!r} is not known")
+    # Optional weights are checked only where they are present.
     for name, (shape, ends) in {**rules, **{n: r for n, r in optional.items() if n in w}}.items():
         _require(w, name, shape, ends)
     if (w["condition_low"] > w["condition_high"]).any():
@@ -134,6 +138,7 @@ def _require(w: Mapping[str, np.ndarray], name: str, shape: Sequence[int], ends:
         raise ShardCoreError(
             f"weight {name!r} is {values.dtype} {list(values.shape)}; it needs to be float64 {list(shape)}"
         )
+    # Negated, so that comparisons with NaN, which are False, count as wrong.
     wrong = ~((values >= ends[0]) & (values <= ends[1]))  # also NaN
     if wrong.any():
         raise ShardCoreError(

@@ -110,6 +110,7 @@ def measure_all(
     """
     config = config or CollectiveConfig()
     links = box.links if box else None
+    # Before any process starts, as a gang of ranks takes seconds to connect.
     for request in requests:
         _require_fits(request, ranks, box.hosts if box else 1)
         require(request.emulated == links, f"exchange has links {request.emulated}; those here are {links}")
@@ -126,12 +127,14 @@ def _measured(
     requests: Sequence[CollectiveRequest], setting: Setting, task: tuple[Any, ...], box: hosts.Box | None
 ) -> Iterator[CollectiveSample]:
     ranks, _, config, _ = task
+    # A queue for each rank: ranks send their times at different moments.
     waiting: list[deque[RankTimes]] = [deque() for _ in range(ranks)]
     order = 0
     with hosts.box_of(box) if box else nullcontext() as places:
         with closing(local_ranks.run("exchange", _work, ranks, task, config.timeout_s, places)) as messages:
             for rank, times in messages:
                 waiting[rank].append(times)
+                # A sample needs the times of all ranks.
                 if all(waiting):
                     yield combine(setting, requests[order], [of_rank.popleft() for of_rank in waiting], order)
                     order += 1
@@ -150,9 +153,11 @@ def _work(
     if device == "cuda":
         torch.cuda.set_device(rank)
     else:
+        # One thread a rank, as a device of a CPU is one core.
         torch.set_num_threads(1)
     with local_ranks.exchanging():
         member = Rank(rank, ranks, init_method, device, config)
+    # One request at a time, so that its sample is out before the next begins.
     for request in requests:
         [times] = member.measure([request])
         say(times)
@@ -165,9 +170,11 @@ def combine(
     """One sample from the times of all ranks."""
     transfer, waiting_ms = {}, []
     for way in request.row.ways:
+        # [D, R] ms on rank 0's clock.
         start, end = (np.array([getattr(r, way)[k] for r in ranks]) * 1e3 for k in (0, 1))
         waits, transfers = wait_and_transfer(start, end)
         transfer[way] = tuple(map(spread, transfers))
+        # A median over repeats for each rank.
         waiting_ms.append(np.median(waits, axis=1))
     return CollectiveSample(
         dataset.comm_id(setting, request),
@@ -188,6 +195,7 @@ def wait_and_transfer(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, n
 
     A rank that is done by then only waited.
     """
+    # A rank that ended before the last one started moved its last byte by then: no transfer is left.
     last = np.minimum(start.max(0), end)
     return last - start, end - last
 
@@ -218,6 +226,7 @@ def connect(rank: int, ranks: int, init_method: str, device: str, timeout_s: flo
     timeout = timedelta(seconds=timeout_s + on.gang_start_s)
     # Clocks and barriers are tensors on the CPU, so gloo carries them.
     start = partial(dist.init_process_group, on.backend, rank=rank, world_size=ranks, timeout=timeout)
+    # Others, such as env:// of torchrun, bring a store.
     if url.scheme != "tcp" or url.hostname is None or url.port is None:
         start(init_method=init_method)
         return
@@ -285,6 +294,7 @@ class Rank:
         """
         self._on.meet()
         if self.hosts > 1:
+            # Rank 0 sets the time, on its own clock. Others convert it to theirs.
             due_s = torch.tensor([time.perf_counter() + self._offset_s + _NOTICE_S], dtype=torch.float64)
             dist.broadcast(due_s, 0)
             wait_until(due_s.item() - self._offset_s)
@@ -301,14 +311,17 @@ class Rank:
         work_s = []
         for repeat in range(self.config.warmups + self.config.repeats):
             for way in ways:
+                # Only the first exchange is entered at given starts. The next follows it, as in a step.
                 start_ms = request.start_ms[self.rank] if way == ways[0] else 0.0
                 start, end, worked = self._timed(parts_of[way], start_ms, request.busy_ms)
+                # Warm-ups connect the ranks and allocate buffers.
                 if repeat >= self.config.warmups:
                     starts, ends = times[way]
                     starts.append(start)
                     ends.append(end)
                     work_s.append(worked)
         timed = {way: (tuple(starts), tuple(ends)) for way, (starts, ends) in times.items()}
+        # Only transfers of ids have own work.
         own_s = tuple(work_s) if request.row.ids else ()
         return RankTimes(timed.get("forward"), timed.get("backward"), self._oversubscribed, own_s)
 
@@ -329,6 +342,7 @@ class Rank:
 
     def _group(self, request: CollectiveRequest) -> dist.ProcessGroup | None:
         """Torch's name for the ranks with which this one exchanges. None: all."""
+        # Groups are made once: torch makes them by a collective of all ranks.
         if request.group != WORLD and request.group not in self._groups:
             _, self._groups[request.group] = own_group(self.rank, request.groups)
         return self._groups.get(request.group)
@@ -336,6 +350,7 @@ class Rank:
     def _compute(self, busy_ms: float) -> None:
         due = time.perf_counter() + busy_ms / 1e3
         while time.perf_counter() < due:
+            # Work that also replaces what the caches hold.
             self._scratch.add_(1)
             self._on.synchronize()
 
@@ -365,6 +380,7 @@ class Rank:
 
         0 on rank 0's own host.
         """
+        # Ranks of one host share a clock, so the best of their estimates serves all.
         with local_ranks.exchanging():
             round_trip_s, offset_s = estimate_clock_offset()
             estimates = _gather((host_id(), round_trip_s, offset_s))
@@ -399,6 +415,7 @@ def estimate_clock_offset(clock: Callable[[], float] = time.perf_counter) -> tup
                 dist.send(at, 0)
                 dist.recv(at, 0)
                 theirs, received = at.item(), clock()
+                # Rank 0's clock, minus the middle of the round trip on this one.
                 tries.append((received - sent, theirs - (sent + received) / 2))
         # The shortest round trip had the least time to wait anywhere.
         best = min(tries, default=best)
@@ -406,6 +423,7 @@ def estimate_clock_offset(clock: Callable[[], float] = time.perf_counter) -> tup
 
 
 def _gather(value: Any) -> list[Any]:
+    # Pickled objects: names of hosts have different lengths.
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

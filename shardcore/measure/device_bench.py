@@ -47,6 +47,7 @@ class DeviceBench(KernelBench):
 
     def call(self, method: str, *arguments: Any) -> tuple[Any, Counts]:
         """The result of a method, and the counts after it."""
+        # Counts travel with each answer, so that the supervisor sees progress without another call.
         return getattr(self, method)(*arguments), self.counts()
 
     def counts(self) -> Counts:
@@ -67,8 +68,10 @@ class DeviceBench(KernelBench):
         Returns finished samples, the reference's among them, and the number of requests taken in.
         """
         began, samples, taken = time.monotonic(), [], 0
+        # Ids of all requests of the call can be drawn while the first ones run.
         self.expect(requests)
         for request in requests:
+            # At least one request is taken in, or a slow device would make no progress.
             if taken and time.monotonic() > began + seconds:
                 break
             samples += self.add(request)

@@ -111,6 +111,7 @@ class Cpu:
     def versions(self) -> dict[str, str]:
         """Software that a timing depends on."""
         versions = {"torch": str(torch.__version__)}
+        # The CPU build of FBGEMM is another package with the same modules.
         for name in ("fbgemm-gpu", "fbgemm-gpu-cpu"):
             with suppress(PackageNotFoundError):
                 versions["fbgemm"] = version(name)
@@ -138,11 +139,13 @@ class Cuda(Cpu):
         return _nvidia_smi("name")
 
     def mark(self) -> torch.cuda.Event:
+        # An event is recorded by the device when it gets there. The host does not wait.
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def elapsed_ms(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+        # Events can be read only once the device has passed the last one.
         marks[-1].synchronize()
         return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
 

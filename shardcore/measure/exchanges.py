@@ -68,10 +68,12 @@ def start_all_to_all(
 
     Raises RuntimeError where these do not sum to all elements.
     """
+    # Ranks within the group, which is how torch numbers parts.
     n, own = dist.get_world_size(group), dist.get_rank(group)
     arriving = list(arriving) if arriving is not None else [into.numel() // n] * n
     leaving = list(leaving) if leaving is not None else [source.numel() // n] * n
     if hosts.own_host() is None:
+        # Outside a box, torch's own all-to-all, as TorchRec calls it.
         work = dist.all_to_all_single(into, source, arriving, leaving, group, async_op=True)
         return [work] if work else []
     parts_in, parts_out = into.split(arriving), source.split(leaving)
@@ -81,7 +83,9 @@ def start_all_to_all(
     # Each rank begins with its neighbour, so that no rank is sent to by all at once.
     for transfer, parts, way in ((dist.irecv, parts_in, -1), (dist.isend, parts_out, 1)):
         for other in ((own + way * i) % n for i in range(1, n)):
+            # send and recv want ranks of the whole job.
             peer = other if group is None else dist.get_global_rank(group, other)
+            # Empty parts are not sent: the other side expects none.
             if parts[other].numel() and (work := transfer(parts[other], peer, group)):
                 pending.append(work)
     return pending
@@ -105,11 +109,13 @@ def _all_gather(into: torch.Tensor, source: torch.Tensor, group: dist.ProcessGro
 def _carried(into: torch.Tensor, source: torch.Tensor, payload: str, collective: Collective) -> torch.Tensor:
     """`into`, FP32, filled by a collective from FP32 `source`, with casts to the payload and back."""
     dtype = getattr(torch, PRECISIONS[payload].torch)
+    # FP32 travels as it is, without a copy.
     if source.dtype == dtype:
         collective(into, source)
         return into
     # The casts are timed, as a step pays for them.
     sent = source.to(dtype)
+    # In place, as an all-reduce is: the cast tensor receives the result.
     arrived = sent if into is source else torch.empty_like(into, dtype=dtype)
     collective(arrived, sent)
     return into.copy_(arrived)
@@ -130,11 +136,13 @@ class Exchange:
         self, n_outputs: int, n_arrived: int, payloads: Payloads, ways: Sequence[Collective], full: Full
     ):
         self.outputs, self.gradients = full((n_outputs,)), full((n_arrived,))
+        # Buffers are made before timing, as in a training loop that reuses memory.
         self.arrived = torch.empty_like(self.gradients)
         self._payloads, self._ways = payloads, ways
 
     def forward(self, outputs: torch.Tensor | None) -> torch.Tensor | None:
         """Send outputs and return arrived ones. None: this rank has none."""
+        # The result replaces the buffer of the last step, so memory does not grow.
         return _carried(self.arrived, _as_much(outputs, self.outputs), self._payloads[0], self._ways[0])
 
     def backward(self, gradients: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor | None:
@@ -169,10 +177,12 @@ def _all_to_all_of(
     Across hosts only what tower modules leave of outputs travels. These modules are not run.
     """
     ranks, name = group
+    # samples are divided over ranks as evenly as they can be.
     shares = [even_parts(n, len(ranks)) for n in elements]
     to, of = shares[ranks.index(rank)], [share[ranks.index(rank)] for share in shares]
     there = partial(all_to_all, arriving=of, leaving=to, group=name)
     back = partial(all_to_all, arriving=to, leaving=of, group=name)
+    # Backward is the same exchange with what arrives and what leaves swapped.
     return Exchange(sum(to), sum(of), payloads, (there, back), full)
 
 
@@ -196,6 +206,7 @@ def _all_reduce_of(
     ranks, name = group
 
     def reduce(into: torch.Tensor, source: torch.Tensor) -> None:
+        # NCCL and gloo reduce in place: the tensor to send is the one to fill.
         dist.all_reduce(into, group=name)
 
     return _AllReduce(0, elements[ranks.index(rank)], payloads, (reduce, reduce), full)
@@ -222,10 +233,12 @@ def exchange_of(
 def own_group(rank: int, groups: Iterable[Sequence[int]]) -> tuple[Sequence[int], dist.ProcessGroup]:
     """Make process groups, and return this rank's. All ranks of the gang have to call this together."""
     own = None
+    # Every rank calls new_group for every group, also for those that it is not in.
     for ranks in map(sorted, groups):  # as torch numbers them
         made = dist.new_group(ranks)
         if isinstance(made, dist.ProcessGroup) and rank in ranks:
             own = ranks, made
+    # New groups start new network threads.
     own_core.let_network_wait()
     if own is None:
         raise AssertionError(f"rank {rank} is in none of the groups")
@@ -234,6 +247,7 @@ def own_group(rank: int, groups: Iterable[Sequence[int]]) -> tuple[Sequence[int]
 
 def groups(rank: int, topology: Topology, channels: Sequence[Channel]) -> Groups:
     """The own groups for some channels, ranks being devices. All ranks have to call this together."""
+    # The world needs no new group.
     used = [name for name in SCOPES if name != WORLD and any(c.group == name for c in channels)]
     whole: Group = range(len(topology)), None
     return {WORLD: whole, **{name: own_group(rank, groups_in(topology, name)) for name in used}}
@@ -261,6 +275,7 @@ def chains(workload: Workload, rank: int, full: Full, own_groups: Groups) -> dic
 
     def made(channel: Channel, row: int) -> Exchange:
         group = own_groups[channel.group]
+        # Elements are those of FP32: bytes of traffic are before the cast.
         elements = [round(workload.traffic[row][r] / OUTPUT_BYTES) for r in group[0]]
         payloads = (job.forward_payload, job.backward_payload) if channel.row.cast else ("fp32", "fp32")
         return EXCHANGES[channel.row.call](elements, rank, group, payloads, full)
@@ -281,6 +296,7 @@ def forward(chain: Sequence[Exchange], outputs: torch.Tensor | None) -> torch.Te
 
 def backward(chain: Sequence[Exchange], into: torch.Tensor | None) -> None:
     """Send gradients of the dense part back through a chain, into those of the run's outputs."""
+    # The last exchange of the chain goes first, and the first returns gradients to the run's outputs.
     gradients = None
     for i, exchange in reversed(list(enumerate(chain))):
         gradients = exchange.backward(gradients, None if i else into)

@@ -46,12 +46,14 @@ def build(
     location = EmbeddingLocation.HOST if on_cpu else EmbeddingLocation.DEVICE
     compute = ComputeDevice.CPU if on_cpu else ComputeDevice.CUDA
     return SplitTableBatchedEmbeddingBagsCodegen(
+        # One row a table: weights come from the arena (kernels.py), so none are allocated here.
         [(1, width, location, compute) for width in widths],
         feature_table_map=list(table_of) if table_of is not None else None,
         optimizer=EmbOptimType[OPTIMIZERS[optimizer].theirs],
         weights_precision=SparseType[PRECISIONS[precision].theirs],
         learning_rate=_LEARNING_RATE,
         pooling_mode=PoolingMode.NONE if sequence else PoolingMode.SUM,
+        # Drawn ids are within bounds, so no check of them is timed.
         bounds_check_mode=BoundsCheckMode.NONE,
         device=torch.device(device),
     )
@@ -71,6 +73,7 @@ def require_trains(setting: Setting, device: str) -> None:
     )
     if not (why := _refusal(setting.optimizer, setting.precision, device)):
         return
+    # Only after a refusal, as each try builds and runs an op.
     running = []
     for optimizer in OPTIMIZERS:
         if trained := [p for p in PRECISIONS if not _refusal(optimizer, p, device)]:
@@ -107,6 +110,7 @@ def places(sizes: list[int], room: int, shards: tuple[Shard, ...]) -> list[int]:
                 f"shard {shard.label} is {gib(shard.bytes)}; the arena holds "
                 f"{gib(room * PRECISION_BYTES[shard.table.precision])}"
             )
+        # A table that does not fit before the end begins at 0 again, over others' rows.
         cursor = 0 if cursor + size > room else cursor
         places.append(cursor)
         cursor += (size + 15) // 16 * 16

@@ -19,6 +19,7 @@ def detect_device() -> str:
 def require_device(device: str) -> None:
     """Raise ShardCoreError where there is no such device."""
     require(
+        # Nothing falls back to a CPU silently: timings would be of other hardware.
         device_of(device).is_there(),
         "there is no CUDA device here, or this torch was built without CUDA; measure on 'cpu'",
     )
@@ -30,6 +31,7 @@ def hardware_name(device: str) -> str:
     Raises ShardCoreError where there is no such device.
     """
     require_device(device)
+    # Names of products become parts of paths and registry names.
     product = path_name_of(device_of(device).product())
     return product if device == "cuda" else f"cpu-{product}"
 
@@ -46,6 +48,7 @@ def require_fbgemm(device: str) -> None:
 
         place = device_of(device).place
         offsets = torch.tensor([0, 1], device=place)
+        # Importing alone does not show that the compiled ops match this torch.
         torch.ops.fbgemm.segment_sum_csr(1, offsets, torch.ones(1, device=place))
     except ImportError as error:
         raise ShardCoreError(
@@ -53,6 +56,7 @@ def require_fbgemm(device: str) -> None:
             f"importing it said: {_line(error)}"
         ) from None
     except (AttributeError, OSError, RuntimeError) as error:
+        # A mismatch shows as a missing symbol or operator, not as an ImportError.
         raise ShardCoreError(
             f"FBGEMM does not match torch {torch.__version__} (1.8 goes with 2.13, 1.7 with 2.12, 1.6 with 2.11): "
             f"{_line(error)}"

@@ -104,6 +104,7 @@ class Place:
 
         Raises ShardCoreError where the host is gone.
         """
+        # setns moves the calling thread only. Threads that it starts later follow.
         try:
             with open(self.namespace) as network:
                 _call("setns", network.fileno(), _NETWORK)
@@ -133,6 +134,7 @@ def machine_id() -> str:
 
 def in_thread(work: Callable[[], T]) -> T:
     """Run work in a thread that ends with it, so that no other thread changes its network."""
+    # A pool of one thread: leaving the context joins it.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(work).result()
 
@@ -143,6 +145,7 @@ def box_of(config: Box) -> Iterator[list[Place]]:
 
     Needs root, and Linux' ip, tc and tbf. Raises ShardCoreError where one is missing.
     """
+    # Tools and rights first: half a box would have to be taken down again.
     if missing := [tool for tool in _TOOLS if not shutil.which(tool)]:
         raise ShardCoreError(f"a cluster in a box needs Linux' {', '.join(_TOOLS)}; here is no {missing[0]}")
     if os.geteuid():
@@ -151,6 +154,7 @@ def box_of(config: Box) -> Iterator[list[Place]]:
         )
     networks: list[int] = []
     try:
+        # One network more than hosts: the switch that joins them.
         for _ in range(config.hosts + 1):
             networks.append(in_thread(_new_network))
         # Processes of any parent can open these, as long as this process has them open.
@@ -158,6 +162,7 @@ def box_of(config: Box) -> Iterator[list[Place]]:
         _join(config, switch, of_hosts)
         places = [Place(i, _address(i), namespace) for i, namespace in enumerate(of_hosts)]
         yield [place for place in places for _ in range(config.ranks_per_host)]
+    # Closing the last file of a network removes it with its links.
     finally:
         for network in networks:
             os.close(network)
@@ -169,8 +174,10 @@ def _new_network() -> int:
         _call("unshare", _NETWORK)
     except OSError as error:
         raise _cannot("unshare", str(error)) from None
+    # Settings belong to a network, so they are written from within it.
     for name, value in _TCP.items():
         setting = Path("/proc/sys/net/ipv4", name)
+        # Older kernels lack some settings.
         if setting.exists():
             setting.write_text(value)
     return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
@@ -185,14 +192,17 @@ def _call(name: str, *arguments: int) -> None:
 def _join(config: Box, switch: str, of_hosts: Sequence[str]) -> None:
     """Give each host a link to a bridge, and each link its rate both ways."""
     between = _shape(config.between_gbit_s)
+    # Large segments would exceed the burst of the shaper.
     up = f"mtu {_MTU} gso_max_size {_PACKET_BYTES} up"
     _run("ip", switch, [f"link add {_BRIDGE} type bridge", f"link set {_BRIDGE} up"])
     for i, host in enumerate(of_hosts):
         peer = f"link add port{i} type veth peer name {_INTERFACE} netns {host}"
         _run("ip", switch, [peer, f"link set port{i} master {_BRIDGE} {up}"])
+        # Shape both directions: the port at the bridge limits what the host receives.
         _run("tc", switch, [f"qdisc add dev port{i} root {between}"])
         address = f"address add {_address(i)}/16 dev {_INTERFACE}"
         _run("ip", host, [f"link set lo {up}", f"link set {_INTERFACE} {up}", address])
+        # And the host's own interface limits what it sends.
         _run("tc", host, [f"qdisc add dev {_INTERFACE} root {between}"])
         if config.within_gbit_s is not None:
             _run("tc", host, [f"qdisc add dev lo root {_shape(config.within_gbit_s)}"])
@@ -200,6 +210,7 @@ def _join(config: Box, switch: str, of_hosts: Sequence[str]) -> None:
 
 def _shape(gbit_s: float) -> str:
     bits = gbit_s * _BITS
+    # A burst has to last until the timer fires again, at high rates.
     return f"tbf rate {bits:.0f}bit burst {max(_BURST_BYTES, bits / 8 * _BURST_S):.0f} limit {_QUEUE_BYTES}"
 
 
@@ -209,6 +220,7 @@ def _address(host: int) -> str:
 
 def _run(tool: str, network: str, lines: Sequence[str]) -> None:
     """Run lines of ip or tc in a network."""
+    # All lines in one process, instead of an nsenter for each.
     command = ["nsenter", f"--net={network}", tool, "-batch", "-"]
     done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True)
     if done.returncode:

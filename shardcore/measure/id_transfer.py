@@ -53,8 +53,10 @@ def features_and_ids(request: CollectiveRequest) -> tuple[list[int], list[int]]:
     """
     local = request.batch // len(request.widths)
     features = [-(-width // _COLUMNS) for width in request.widths]
+    # Bucketized features are on all ranks, so all have the same number.
     if (work := request.row.work) and work.buckets:
         features = [min(features)] * len(features)
+    # What is left of the bytes after lengths, in whole ids.
     ids = [
         max(0, OUTPUT_BYTES * width - _JOB.length_bytes * f) * local // _JOB.id_bytes
         for width, f in zip(request.widths, features, strict=True)
@@ -74,11 +76,13 @@ def of_workload(workload: Workload, rank: int, device: torch.device | str = "cpu
             {(s.table, s.row_lo): s for op in ops if op.run is layout for s in op.shards}
             for ops in workload.ops
         ]
+        # A run without shards has no exchange.
         if not any(shards):
             continue
         # Of deduplicated features fewer lengths travel. They are as those of fewer features here.
         features = [math.ceil(sum(s.table.features / s.table.dedup for s in of.values())) for of in shards]
         n_bytes = [sum(received_bytes(s, workload) for s in of.values()) for of in shards]
+        # A rank receives as much from each rank: an n-th of its bytes, without lengths.
         ids = [
             max(0, round((b / n - job.length_bytes * local * f) / job.id_bytes))
             for b, f in zip(n_bytes, features, strict=True)
@@ -115,6 +119,7 @@ class IdTransfer:
         n, id_type, length_type = len(features), _TYPES[job.id_bytes], _TYPES[job.length_bytes]
         self._local_batch, self._work = local_batch, work
         self._lengths_to, self._ids_to = [f * local_batch for f in features], list(ids)
+        # Each rank receives as much from every other, as batches are divided evenly.
         lengths_from, ids_from = [self._lengths_to[rank]] * n, [self._ids_to[rank]] * n
         sizes = [size for both in zip(self._lengths_to, self._ids_to, strict=True) for size in both]
         # Both numbers for each rank travel in one all-to-all, as in TorchRec.
@@ -134,6 +139,7 @@ class IdTransfer:
         self._ranges = torch.full((sum(f for f, _ in parts),), _RANGE_ROWS, dtype=id_type, device=device)
         # Needed only where ranks of several groups have buckets of one number.
         self._by_rank = _by_rank(groups, features).to(device) if len(groups) > 1 else None
+        # Buffers for what arrives, made once: steps reuse them.
         self._arrived = (
             torch.empty(sum(lengths_from), dtype=length_type, device=device),
             torch.empty(sum(ids_from), dtype=id_type, device=device),
@@ -169,6 +175,7 @@ class IdTransfer:
 
     def send(self) -> None:
         """Start to send lengths and ids, once their numbers have arrived."""
+        # TorchRec also needs the numbers first, to size its tensors.
         self.arrive()
         # The host waits for the numbers.
         from_each = zip(*self._expected.view(-1, 2).tolist(), strict=True)
@@ -185,6 +192,7 @@ class IdTransfer:
         lengths, ids = self._arrived
         if len(self._by_feature):
             of_feature = lengths.view(len(self._by_feature), self._local_batch)
+            # The operator that TorchRec calls. Each row of lengths is one feature of one rank.
             lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(
                 self._by_feature, of_feature, ids, None, len(ids)
             )

@@ -45,6 +45,7 @@ class IndexStreams:
         """
         if not self._threads:
             return
+        # One draw for each table and batch, however many shards of it there are.
         wanted = dict.fromkeys(_key(s.table, r.batch, seed) for r in requests for s in r.shards)
         for key in [key for key in self._expected if key not in wanted]:
             self._expected.pop(key).cancel()
@@ -62,6 +63,7 @@ class IndexStreams:
         for s in request.shards:
             ids, offsets = self._shard(s, request.batch, seed)
             if s.table.sequence:
+                # FBGEMM's op of a sequence wants offsets for all samples.
                 empty = request.batch * s.table.features + 1 - len(offsets)
                 offsets = torch.cat([offsets, offsets[-1:].expand(empty)])
             all_ids.append(ids)
@@ -77,6 +79,7 @@ class IndexStreams:
         ids, offsets = self._table(shard.table, batch, seed)
         if shard.full_rows:
             return ids, offsets
+        # A row range: only its ids, counted from its first row, and offsets among them.
         inside = (ids >= shard.row_lo) & (ids < shard.row_hi)
         kept = torch.nn.functional.pad(inside.cumsum(0), (1, 0))
         return ids[inside] - shard.row_lo, kept[offsets]
@@ -86,6 +89,7 @@ class IndexStreams:
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
+        # An expected stream may still be under way, so its result waits for it.
         expected = self._expected.pop(key, None)
         parts = expected.result() if expected else streams.stream(*key)
         ids, offsets = (torch.from_numpy(part).to(self.place) for part in parts)
@@ -93,6 +97,7 @@ class IndexStreams:
         self.drawn += 1
         self._kept[key] = drawn
         self._bytes += _bytes(drawn)
+        # At least one stay, or a stream larger than the limit would be drawn again and again.
         while self._bytes > self.most_bytes and len(self._kept) > 1:
             _, oldest = self._kept.popitem(last=False)
             self._bytes -= _bytes(oldest)

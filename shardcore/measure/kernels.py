@@ -110,6 +110,7 @@ class KernelBench:
     ):
         self._device = devices.device_of(device)
         hardware.require_fbgemm(device)
+        # Before memory is taken: unsupported settings are refused at once.
         fused_op.require_trains(setting, self._device.place)
         self.setting, self.device, self.config = setting, device, config or KernelConfig()
         self.streams = IndexStreams(
@@ -123,6 +124,7 @@ class KernelBench:
             self._arena = torch.empty(elements, dtype=dtype, device=place).uniform_(-0.01, 0.01)
             # An arena has most rows where all are narrow.
             rows = min(self.config.state_rows or MOST_ROWS, max(1, elements // MIN_WIDTH))
+            # State is shared like weights: a number a cell, or a number a row.
             self._states = [
                 torch.zeros(elements if per == "cell" else rows, device=place)
                 for per in OPTIMIZERS[setting.optimizer].states
@@ -137,11 +139,13 @@ class KernelBench:
         self._gradient = torch.full((1,), 1e-3, device=place)
         self._caches = timing.Caches(self._device.evict_bytes(), place)
         self._launch_ms = _FIRST_LAUNCH_MS
+        # Timings depend on the arena's size, too: rows lie further apart in a larger one.
         versions = {**self._device.versions(), "arena": memory.gib(self.config.arena_bytes)}
         self._software = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
         self._numbers = itertools.count()
         self._active: list[Run] = []
         self._finished = 0
+        # A fixed seed: only the order of runs depends on it.
         self._order = random.Random(0)
         self._reference = self.prepare(reference) if reference else None
         self.reference_ms = reference_ms
@@ -176,6 +180,7 @@ class KernelBench:
     def add(self, request: ComputeRequest) -> list[ComputeSample]:
         """Take a request in, once there is room. Returns samples that finished meanwhile, failed ones too."""
         finished = []
+        # Room in the window: rounds go on until an op finishes.
         while len(self._active) >= self.config.interleave:
             finished += self._round()
         try:
@@ -191,6 +196,7 @@ class KernelBench:
             finished += self._round()
             if time.monotonic() > until and self._active:
                 return finished
+        # The reference's last sample, from what it ran since the last one.
         if self._reference and len(self._reference.times_ms) >= self.config.min_repeats:
             finished.append(self._sample(self._reference))
         return finished
@@ -211,10 +217,12 @@ class KernelBench:
                 continue
 
         def total_ms(run: Run) -> float:
+            # Few ops do not evict each other, so do it for them.
             if 2 * len(runs) < self.config.interleave:
                 self._caches.evict()
             return self.once_ms(run)
 
+        # Ten at least, for machines on which one round takes the whole time.
         while time.monotonic() < until or len(totals) < 10:
             for run in runs:
                 total_ms(run)
@@ -226,6 +234,7 @@ class KernelBench:
         turn = [*self._active, *([self._reference] if self._reference else [])]
         # No op profits from the same neighbour in each round.
         self._order.shuffle(turn)
+        # Half a window of ops is enough to fill the caches between two runs.
         crowded = 2 * len(self._active) >= self.config.interleave
         failed = [sample for run in turn if (sample := self._repeat(run, crowded))]
         return failed + self._settled()
@@ -237,6 +246,7 @@ class KernelBench:
         try:
             forward, backward = self._with_room(lambda: self._once(run))
         except self._device.request_errors as error:
+            # Without the reference no slowdown is known, so nothing can go on.
             if run is self._reference:
                 raise ShardCoreError(f"the reference op failed: {error}") from None
             self._active.remove(run)
@@ -259,6 +269,7 @@ class KernelBench:
 
     def _settled(self) -> list[ComputeSample]:
         """Samples of the ops whose median is known well enough, or that ran often enough."""
+        # Fitting the slowdown is costly, so only if an op may be done.
         full = [run for run in self._active if len(run.times_ms) >= self.config.min_repeats]
         if not full:
             return []
@@ -282,6 +293,7 @@ class KernelBench:
         """
         shape = self._shape(request)
         indices, offsets = self.streams.lookups(request, seed)
+        # Outputs of a sequence are as many as its lookups.
         rows, width = len(indices) if request.shards[0].table.sequence else shape.rows, shape.width
         if self._gradient.numel() < rows * width:
             self._gradient = torch.full((rows * width,), 1e-3, device=self._device.place)
@@ -324,6 +336,7 @@ class KernelBench:
         marks.append(self._device.mark())
         output.backward(run.gradient)
         marks.append(self._device.mark())
+        # Launch times vary: follow a rise at once, and a fall slowly.
         self._launch_ms = max(_LAUNCHES * 1e3 * (time.perf_counter() - began), 0.9 * self._launch_ms)
         forward, backward = self._device.elapsed_ms(marks)
         self.kernel_s += (forward + backward) / 1e3
@@ -331,6 +344,7 @@ class KernelBench:
 
     def _shape(self, request: ComputeRequest) -> _Shape:
         other = {s.table.precision for s in request.shards} - {self.setting.precision}
+        # FBGEMM's op has one type of weights.
         require(not other, f"shards have weights in {', '.join(other)}; the setting is ({self.setting})")
         return _shape_of(request, self._device.batch_bytes())
 
@@ -358,6 +372,7 @@ class KernelBench:
         # In elements of the arena, where TBE's weights are one flat buffer.
         op.weights_offsets = self._int64(places[i] for i in of_feature)
         setattr(op, f"weights_{memory_of}", torch.nn.Parameter(self._arena))
+        # States are set as weights were: shared memory, with each table's place in it.
         kept = zip(OPTIMIZERS[self.setting.optimizer].states, self._states, strict=True)
         for n, (per, state) in enumerate(kept, 1):
             of_state = fused_op.places(cells if per == "cell" else rows, state.numel(), shards)
@@ -382,6 +397,7 @@ class KernelBench:
             relative_ci=timing.relative_ci(totals),
         )
         run.times_ms = []
+        # The op may run on: its next sample is of later repeats.
         return sample
 
     def _failed(self, request: ComputeRequest, error: Exception | str = "") -> ComputeSample:
@@ -432,6 +448,7 @@ class Run:
 def _at_usual_speed(run: Run, slowdown: Callable[[int], float]) -> np.ndarray:
     """[repeats, 2] forward and backward ms."""
     slowdowns = np.array([slowdown(number) for _, _, number in run.times_ms])
+    # Forward and backward of a run have the same slowdown.
     return np.array(run.times_ms)[:, :2] / slowdowns[:, None]
 
 
@@ -457,9 +474,11 @@ def _shape_of(request: ComputeRequest, most_bytes: int) -> _Shape:
     """
     sequence, values, widths = is_sequence(request.shards), [], []
     for s in request.shards:
+        # Values are per feature, as a table's features may differ by one.
         values += fused_op.even_parts(access.distinct_values(s.table, request.batch), s.table.features)
         widths += [s.width] * s.table.features
     looked_up = sum(round(request.batch * s.table.looked_up) for s in request.shards)
+    # Sequences have an output for each lookup, so fewer values need no other shape.
     several = not sequence and any(s.table.dedup > 1 for s in request.shards)
     if sequence:
         rows, width = looked_up, widths[0]

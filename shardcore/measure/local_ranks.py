@@ -70,6 +70,7 @@ def run(
     with _reserved_port(address, places[0] if places else None) as port:
         try:
             for rank in range(ranks):
+                # One-way pipes: ranks only report.
                 pipe, theirs = processes.context().Pipe(duplex=False)
                 place = places[rank] if places else None
                 task = (theirs, place, work, rank, f"tcp://{address}:{port}", arguments)
@@ -97,6 +98,7 @@ def _reserved_port(address: str, place: Place | None) -> Iterator[int]:
 
     # A socket stays on the host where it was made. Only a thread enters that.
     with hosts.in_thread(made) as held:
+        # Rank 0 may bind the port while this socket still holds it.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((address, 0))
         yield held.getsockname()[1]
@@ -137,6 +139,7 @@ def _messages(
             wait([pipes[rank] for rank in running], max(0.0, deadline - time.monotonic())) if running else []
         )
         if not ready:
+            # All silent: ranks that wait in an exchange would have complained by now.
             raise ShardCoreError(_silence(name, running, lost, timeout_s))
         for rank in (rank for rank in running if pipes[rank] in ready):
             try:
@@ -152,6 +155,7 @@ def _messages(
             else:
                 lost[rank] = value
             now = time.monotonic()
+            # Once one has lost another, the one that failed gets a short time to say why.
             deadline = min(deadline, now + _GRACE_S) if lost else now + timeout_s + _GRACE_S
 
 
@@ -166,6 +170,7 @@ def _silence(name: str, silent: Iterable[int], lost: dict[int, str], timeout_s: 
 
 def end_of(process: BaseProcess) -> str:
     """The reason why a process ended."""
+    # The exit code is known only after the process has been waited for.
     process.join(_GRACE_S)
     code = process.exitcode
     if code is not None and code < 0:

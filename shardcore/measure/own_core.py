@@ -25,6 +25,7 @@ def take(index: int) -> Collection[int]:
     if not hasattr(os, "sched_setaffinity"):
         return ()
     had = sorted(os.sched_getaffinity(0))
+    # Ranks are numbered from 0 on each host. If there are more ranks than cores, some share one.
     _allow({had[index % len(had)]})
     let_network_wait()
     return had
@@ -50,6 +51,7 @@ def let_network_wait() -> None:
 
 
 def _allow(cores: Collection[int]) -> None:
+    # All threads: those that torch and gloo have started keep their old cores otherwise.
     for thread in _THREADS.glob("*"):
         with suppress(OSError):
             os.sched_setaffinity(int(thread.name), cores)

@@ -96,6 +96,7 @@ def measure(
     """
     hardware.require_device(device)
     task = (ranks, config, device)
+    # Messages of other ranks are the same measurement, so they are dropped.
     for rank, message in local_ranks.run("pairs", _work, ranks, task, config.timeout_s, on or None):
         if rank == 0 and isinstance(message, PairMeasurement):
             return message
@@ -127,6 +128,7 @@ def measure_rank(
     with local_ranks.exchanging():
         collectives.connect(rank, ranks, init_method, device, config.timeout_s)
         pair_ms = pair_times(config, device, note)
+        # Groups first, as links are measured within and between them.
         near = levels(pair_ms)
         groups = near[0] if near else (tuple(range(ranks)),)
         measured = PairMeasurement(pair_ms, near, links(groups, config, device))
@@ -149,11 +151,13 @@ def measure_job(
 
 def rounds(ranks: int) -> Iterator[list[tuple[int, int]]]:
     """Rounds of pairs without a common rank, in which every pair meets once (the circle method)."""
+    # With an odd number, one rank a round pairs with a number beyond the last, so it rests.
     ring = list(range(ranks + ranks % 2))
     for _ in range(len(ring) - 1):
         half = len(ring) // 2
         both = zip(ring[:half], reversed(ring[half:]), strict=True)
         yield [(min(p), max(p)) for p in both if max(p) < ranks]
+        # Keep the first and rotate the others: in n - 1 rounds each meets each.
         ring = [ring[0], ring[-1], *ring[1:-1]]
 
 
@@ -163,19 +167,23 @@ def pair_times(
     """[D, D] ms of a message from one rank to another: half of there and back, the fastest of some."""
     rank, n = dist.get_rank(), dist.get_world_size()
     message = torch.zeros(config.message_kib << 10, dtype=torch.uint8, device=device)
+    # Infinite until measured, so that the least of several sweeps is the first's.
     to_others = torch.full((n,), torch.inf, dtype=torch.float64)
     to_others[rank] = 0.0
     at_once = list(rounds(n))
     in_turn = [[pair] for pairs in at_once for pair in pairs]
     turns = (at_once if n > MOST_IN_TURN else in_turn) * config.sweeps
     for done, turn in enumerate(turns, 1):
+        # Pairs of a round start together, and none is late from the one before.
         dist.barrier()
         for pair in turn:
             if rank in pair:
                 other = pair[1 - pair.index(rank)]
                 took_s = _there_and_back(message, other, rank == pair[0], config.repeats)
+                # Half of there and back. The fastest counts.
                 to_others[other] = min(to_others[other].item(), min(took_s) / 2 * 1e3)
         note(done, len(turns))
+    # Each rank knows its own row only.
     rows = [torch.zeros_like(to_others) for _ in range(n)]
     dist.all_gather(rows, to_others)
     # Both ranks of a pair timed it. The lower figure was disturbed less.
@@ -188,6 +196,7 @@ def _there_and_back(message: torch.Tensor, other: int, first: bool, repeats: int
     took_s = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
+        # The first of the pair sends first, the other receives: no deadlock.
         for send in (first, not first):
             (dist.send if send else dist.recv)(message, other)
         if message.is_cuda:
@@ -213,6 +222,7 @@ def links(groups: Groups, config: PairConfig, device: torch.device | str = "cpu"
             began = time.perf_counter()
             if mine:
                 _one_way(load, *mine)
+            # The slowest of all pairs, as a collective waits for it. Ranks without a pair count as 0.
             took = min(took, _slowest(time.perf_counter() - began if mine else 0.0))
         return len(load) / took / _GB
 
@@ -220,6 +230,7 @@ def links(groups: Groups, config: PairConfig, device: torch.device | str = "cpu"
     within = gbps([(group[0], group[1]) for group in groups if len(group) > 1])
     first = gbps(_between(tuple(group[:1] for group in groups)))
     between = gbps(_between(groups))
+    # One number for each rank: next to no data, so the time is latency.
     small, into = torch.zeros(n, device=device), torch.zeros(n, device=device)
     took_s = []
     for _ in range(config.repeats + 1):
@@ -229,6 +240,7 @@ def links(groups: Groups, config: PairConfig, device: torch.device | str = "cpu"
         if small.is_cuda:
             torch.cuda.synchronize(small.device)
         took_s.append(_slowest(time.perf_counter() - began))
+    # The first repeat connects.
     return Links(within, between, _shared_gbps(groups, first, between), 1e3 * float(np.median(took_s[1:])))
 
 
@@ -242,6 +254,7 @@ def _shared_gbps(groups: Groups, first: float | None, together: float | None) ->
     # Half way, on a scale of ratios, from a link for each rank to one link for all.
     if first is None or together is None or first < together * size**0.5 or size == 1:
         return None
+    # All ranks together have as many times a rank's rate.
     return together * size
 
 

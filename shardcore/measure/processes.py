@@ -41,6 +41,7 @@ def made(name: str, work: Callable[..., None], arguments: Sequence[Any]) -> Base
     environment = _QUIET | os.environ
     if not _SPAWNS:
         _start_server()
+    # A daemon, so that it ends with this process if nothing else ends it.
     return context().Process(target=_run, name=name, daemon=True, args=(environment, work, arguments))
 
 
@@ -58,6 +59,7 @@ def _start_server() -> None:
 
 
 def _run(environment: Mapping[str, str], work: Callable[..., None], arguments: Sequence[Any]) -> None:
+    # The server's environment is that of its start. The process gets today's.
     os.environ.clear()
     os.environ |= environment
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -65,6 +67,7 @@ def _run(environment: Mapping[str, str], work: Callable[..., None], arguments: S
 
 
 def _end_with_parent() -> None:
+    # The sentinel becomes ready when the parent ends, however that happens.
     if parent := multiprocessing.parent_process():
         wait([parent.sentinel])
     os._exit(1)

@@ -67,13 +67,16 @@ def levels(pair_ms: np.ndarray) -> list[Groups]:
     others = times[~diagonal]
     is_valid = bool((others > 0).all() and np.isfinite(others).all())
     require(is_valid, "times of pairs need to be finite and above 0 ms")
+    # Two ranks are near each other or not, with nothing to compare with.
     if n == 2:
         return []
     # Logarithms, as links of different levels differ by factors.
+    # Both directions, as a link has one time.
     apart = np.log(np.where(diagonal, 1.0, (times + times.T) / 2))
     np.fill_diagonal(apart, 0.0)
     apart -= apart[~diagonal].min()  # linkage wants distances of 0 or more
     merges = linkage(squareform(apart, checks=False), method="average")
+    # A jump in the height of merges separates two levels.
     gaps, accepted = np.diff(merges[:, 2]), []
     # After merge k there are n - 1 - k groups.
     for k in range(n - 2):
@@ -81,6 +84,7 @@ def levels(pair_ms: np.ndarray) -> list[Groups]:
             # A large step between two merges divides levels of links.
             labels = fcluster(merges, n - 1 - k, criterion="maxclust")
             same = labels[:, None] == labels
+            # A quarter of pairs between groups may be fast by chance.
             if np.quantile(times[~same], 0.25) >= CLEAR * np.median(times[same & ~diagonal]):
                 members: dict[int, list[int]] = {}
                 for rank, label in enumerate(labels.tolist()):
@@ -96,6 +100,7 @@ def order(levels: Sequence[Groups], ranks: int) -> tuple[int, ...]:
         """Number of the rank's group at each level, from the outermost in."""
         return tuple(next(i for i, g in enumerate(groups) if rank in g) for groups in reversed(levels))
 
+    # Outermost groups first, so that groups of inner levels stay together.
     return tuple(sorted(range(ranks), key=lambda rank: (place(rank), rank)))
 
 

@@ -113,15 +113,19 @@ def replay_all(
     config = config or ReplayConfig()
     if not workloads:
         return []
+    # All before any process starts, as a gang takes seconds.
     for workload in workloads:
         require_replayable(workload, workloads[0], setting, device, on)
     require_room(workloads, setting, config, reference)
     ranks, topology, compute_ms, places = len(workloads[0].ops), workloads[0].topology, None, None
     if on:
+        # One process measures all devices' compute, one after another, so it may take longer.
         task, timeout_s = (workloads, setting, config, reference), config.timeout_s * (1 + len(workloads))
         [(_, (compute_ms, beside_ms))] = local_ranks.run("compute", measure_compute, 1, task, timeout_s)
         slowdown = float(np.median(beside_ms)) / reference[1] if reference else 1.0
+        # Links do not slow down with this machine, so compute is brought to a slowdown of 1.
         compute_ms = [of_devices / slowdown for of_devices in compute_ms]
+        # Ranks of the topology are host by host, as places are.
         places = [place for _, place in sorted(zip(topology.ranks, on, strict=True), key=lambda x: x[0])]
         reference = None
     task = (workloads, setting, config, device, reference, compute_ms)
@@ -136,6 +140,7 @@ def combine_all(
     """The workloads' costs from the results of replay_rank, of each rank of one host."""
     slowdown = 1.0
     if reference:
+        # Devices ran the reference at once, so the mean over their medians is the slowdown of all.
         medians_ms = np.median([reference_ms for _, reference_ms in ranks], axis=1)
         slowdown = float(medians_ms.mean()) / reference[1]
     of_workloads = zip(*(marks for marks, _ in ranks), strict=True)
@@ -146,6 +151,7 @@ def combine(marks_s: Sequence[np.ndarray], job: Job) -> StepSample:
     """One workload's cost. marks_s: D arrays [R, 6] of replay_rank, of the ranks of one host."""
     begin, informed, received, updated, pooled, end = np.moveaxis(np.stack(marks_s), -1, 0) * 1e3  # [D, R]
     _, ids = wait_and_transfer(begin, informed)
+    # Each exchange counts from the last rank's start: what is before is waiting.
     _, backward_comm = wait_and_transfer(informed, received)
     waiting, forward_comm = wait_and_transfer(pooled, end)
     # Ranks meet in the next exchange: the last one to have its ids counts.
@@ -157,6 +163,7 @@ def combine(marks_s: Sequence[np.ndarray], job: Job) -> StepSample:
     return StepSample(
         **timed,
         dense_ms=job.dense_ms,
+        # The slowest device of each repeat is the step. Medians over repeats come last.
         step=spread(parts.sum(0).max(0) + job.dense_ms),
         oversubscribed=len(marks_s) > len(os.sched_getaffinity(0)),
     )
@@ -171,6 +178,7 @@ def require_replayable(
     """
     topology, job = workload.topology, workload.job
     tables = {s.table for ops in workload.ops for op in ops for s in op.shards}
+    # Compare settings after those parts that the workload states itself.
     needed = replace(
         setting,
         hardware=topology.hardware or setting.hardware,
@@ -203,6 +211,7 @@ def require_replayable(
     counts = list(Counter(place.host for place in on).values()) or [len(topology)]
     speeds = sorted({d.speed for d in topology.devices})
     hosts = f"the box's {len(counts)} hosts of {counts[0]} devices" if on else "one host"
+    # A step compares clocks of one host, and no device here is faster than another.
     require(
         [len(devices) for devices in topology.on_hosts] == counts and speeds == [1],
         f"the topology has hosts {', '.join(topology.hosts)} and speeds {speeds}; a replay needs {hosts} and devices "
@@ -237,7 +246,9 @@ def replay_rank(
     compute_ms: time for which the rank sleeps instead of computing. None: it computes.
     """
     if device == "cpu":
+        # A device of a CPU is one core.
         torch.set_num_threads(1)
+    # Ranks that sleep have no ops, so no arena.
     benches = {} if compute_ms else benches_for(workloads, [rank], setting, config, device, reference)
     reference_runs, steps = ReferenceRuns(benches, reference, config.seed), []
     for i, workload in enumerate(workloads):
@@ -246,17 +257,20 @@ def replay_rank(
         else:
             compute = Ops(benches, workload, rank, config, device)
         steps.append(_Step(compute, workload, rank, device))
+        # Building ops takes long, so each counts as a sign of life.
         progress()
     caches = Caches(config.evict_bytes, device_of(device).place)
     with local_ranks.exchanging():
         limits = CollectiveConfig(timeout_s=config.timeout_s)
         member = Rank(rank, len(workloads[0].ops), init_method, device, limits)
+        # Groups are made by all ranks together, so all workloads' channels are needed here.
         used = [channel for workload in workloads for channel in exchanges.used_channels(workload)]
         groups = exchanges.groups(rank, workloads[0].topology, used)
         for step in steps:
             step.join(groups, member.meet)
     marks: list[list[np.ndarray]] = [[] for _ in steps]
     for index in range(config.warmups + config.repeats):
+        # Rounds tell the parent that this rank lives.
         progress()
         # In another order each round, the same for all ranks: whoever reads the progress takes a core from the
         # first.
@@ -265,6 +279,7 @@ def replay_rank(
             marks[i].append(steps[i].once(index % config.batches))
         reference_runs.once(caches)
     member.close()
+    # The first rounds load code, connect and allocate.
     return [np.array(m[config.warmups :]) for m in marks], np.array(reference_runs.times_ms[config.warmups :])
 
 
@@ -292,10 +307,12 @@ class _Step:
         with local_ranks.exchanging():
             self._meet()
             began = time.perf_counter()
+            # Without ids both marks are the same, and their exchange took no time.
             begin = informed = mark()
             if self._ids:
                 self._exchange_ids()
                 informed = mark()
+            # The same order on all ranks, as collectives of one group need.
             for kind, chain in self._chains.items():
                 exchanges.backward(chain, self._compute.gradients.get(kind))
             received = mark()
@@ -304,6 +321,7 @@ class _Step:
         self._compute.forward(batch)
         pooled = mark()
         with local_ranks.exchanging():
+            # Detached: an exchange is no part of autograd here.
             outputs = {kind: output.detach() for kind, output in self._compute.outputs.items()}
             for kind, chain in self._chains.items():
                 exchanges.forward(chain, outputs.get(kind))
@@ -317,9 +335,11 @@ class _Step:
         for transfer in self._ids:
             transfer.prepare()
             transfer.announce()
+        # The forward part of the dense work, in which ids' numbers travel.
         wait_until(time.perf_counter() + hides * (job.dense_forward_ms or 0.0) / 1e3)
         for transfer in self._ids:
             transfer.send()
+        # The backward part, in which ids travel.
         wait_until(time.perf_counter() + hides * (job.dense_backward_ms or 0.0) / 1e3)
         for transfer in self._ids:
             transfer.arrive()

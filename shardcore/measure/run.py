@@ -45,6 +45,7 @@ Attempt = Callable[[str, Callable[[replays.Replay], object]], bool]
 
 
 def tables_with_lookups(pool: Sequence[Table]) -> list[Table]:
+    # Without lookups an op has nothing to measure.
     live = [t for t in pool if t.pooling > 0]
     if not live:
         raise ShardCoreError("the pool has no table with lookups; there is nothing to measure")
@@ -67,6 +68,7 @@ def wanted_exchanges(
 ) -> Iterator[tuple[str, CollectiveRequest]]:
     """The first n different exchanges of a seed, with their ids. links: those of emulated hosts."""
 
+    # Draws over emulated hosts differ from those of one machine.
     def draw(i: int) -> CollectiveRequest:
         if links is None:
             return comm_request(i, ranks, setting.batch, seed, hosts=hosts)
@@ -79,6 +81,7 @@ def lacking(
     wanted: Iterable[tuple[str, Request]], known: Collection[str], again: int = 0
 ) -> Iterator[Request]:
     """Requests without a sample, and the first `again` whether they have one or not."""
+    # `again`: repeats of some samples show how far timings agree.
     return (r for n, (key, r) in enumerate(wanted) if n < again or key not in known)
 
 
@@ -106,8 +109,10 @@ def measure_groups(
 
     def has_time(_: ComputeRequest) -> bool:
         """True if a request can finish in time, judged by those so far."""
+        # Requests in the window finish together, so one takes about as long as a window of them.
         now = time.monotonic()
         each_s = (now - began) / done if done else 0.0
+        # Near the end, no request starts that would be dropped.
         return now + min(bench.spec.config.interleave * each_s, _LONGEST_END * (until - began)) < until
 
     def count(finished: Sequence[Finished]) -> None:
@@ -121,7 +126,9 @@ def measure_groups(
     def write(samples: list[ComputeSample]) -> None:
         dataset.write_compute(folder, samples, pool_name)
 
+    # Endless draws end by time only.
     results = bench.measure(requests if until == math.inf else itertools.takewhile(has_time, requests))
+    # Results that come much later are not waited for.
     in_time = itertools.takewhile(lambda _: time.monotonic() < until + _LATE_S, results)
     keep(in_time, samples_of, chunk, write, count)
 
@@ -159,11 +166,13 @@ def measure_steps(
     progress: called with each problem, the number of its plans, and True if they were disturbed before.
     """
     failed = set()
+    # Disturbed replays are made again, once.
     for again in (False, True):
         for problem, made in replays.missing(folder, wanted, setting):
             if problem.name in failed:
                 continue
 
+            # Defaults bind the loop's values: the work may run later.
             def append(replay: replays.Replay, problem: Problem = problem, made: Any = made) -> None:
                 replays.append(folder, problem, made, setting, config, replay)
 
@@ -189,6 +198,7 @@ def keep(
     taking, ended = threading.Lock(), threading.Event()
 
     def put(at_least: int = 1) -> None:
+        # One writer at a time: the timer and the main thread share the list.
         with taking:
             if len(waiting) >= at_least:
                 write(list(waiting))
@@ -198,6 +208,7 @@ def keep(
         try:
             while not ended.wait(KEEP_EVERY_S):
                 put()
+        # An error in the timer's thread would vanish, so the main thread raises it.
         except Exception as error:
             failed.append(error)
 
@@ -210,7 +221,9 @@ def keep(
             with taking:
                 waiting.extend(samples_of(event))
             put(chunk)
+            # Only after samples are in the list, so that progress never names one that is lost.
             progress(event)
+    # Also after an error or Ctrl-C: what was measured is kept.
     finally:
         ended.set()
         timer.join()

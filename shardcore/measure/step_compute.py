@@ -84,12 +84,15 @@ class Ops:
         own = workload.ops[rank]
 
         def prepared(op: Op, batch: int) -> list[Any]:
+            # Each batch has a seed, so that all plans of a problem see the same batches.
             seed = config.seed + batch
             return [benches[_precision(part)].prepare(part, seed) for part in _fused(op)]
 
+        # All batches are prepared before timing.
         self._batches = [{op.run: prepared(op, batch) for op in own} for batch in range(config.batches)]
         self.gradients = {}
         for op in own:
+            # Gradients for the largest batch. Smaller ones use part of it.
             sizes = [sum(run.gradient.numel() for run in runs[op.run]) for runs in self._batches]
             self.gradients[op.run] = full(_shape(op, max(sizes)), device)
         self._flat = {op.run for op in own if _is_flat(op)}
@@ -101,10 +104,12 @@ class Ops:
         self.outputs = {}
         for kind, parts in results.items():
             flat = [x.flatten() for x in parts] if kind in self._flat else parts
+            # Parts of a run travel together, so their outputs are joined.
             self.outputs[kind] = parts[0] if len(parts) == 1 else torch.cat(flat, -1)
 
     def backward(self) -> None:
         for kind, output in self.outputs.items():
+            # A view of as many elements as this batch has outputs.
             output.backward(self.gradients[kind].view(-1)[: output.numel()].view(output.shape))
 
 
@@ -135,6 +140,7 @@ def full(shape: Sequence[int], device: str) -> torch.Tensor:
 
 def _shape(op: Op, elements: int) -> tuple[int, ...]:
     """Shape of outputs: a row for each sample."""
+    # Pooled outputs are [B, W]. Others have no common number of rows.
     return (elements,) if _is_flat(op) else (op.batch, elements // op.batch)
 
 
@@ -147,6 +153,7 @@ def _fused(op: Op) -> list[ComputeRequest]:
     """The fused ops that run the shards of one op."""
     shards: dict[tuple[str, int], list[Shard]] = defaultdict(list)
     for shard in op.shards:
+        # FBGEMM runs one precision in an op, and sequences of one width.
         shards[shard.table.precision, shard.width if op.run.sequence else 0].append(shard)
     return [ComputeRequest(tuple(group), op.batch) for group in shards.values()]
 
@@ -170,6 +177,7 @@ class ReferenceRuns:
 
     def once(self, caches: Caches) -> None:
         if self._bench and self._run:
+            # Cold caches, as before each step.
             caches.evict()
             self.times_ms.append(self._bench.once_ms(self._run))
 
@@ -187,6 +195,7 @@ def benches_for(
     Together at most config.arena_bytes.
     """
     room = _room(setting, config.arena_bytes, None)
+    # A few elements at least, for a precision that no op here has.
     needed = dict.fromkeys(room, 64)
     for op in (op for w in workloads for rank in ranks for op in w.ops[rank]):
         for request in _fused(op):
@@ -194,6 +203,7 @@ def benches_for(
             # Tables lie one after the other, at multiples of 16 elements.
             n_bytes = sum((s.rows * s.width + 15) // 16 * 16 * cell_bytes for s in request.shards)
             needed[precision] = max(needed[precision], n_bytes)
+    # No larger than needed: arenas of several precisions share the memory.
     sizes = {p: min(room[p], n_bytes) for p, n_bytes in needed.items()}
     _grow(sizes, reference)
     return {
@@ -218,6 +228,7 @@ def require_room(
 def _room(setting: Setting, arena_bytes: int, reference: ReferenceOp | None) -> dict[str, int]:
     """Bytes of an arena for each precision."""
     precisions = setting.precision.split("+")
+    # Precisions share the arena's bytes evenly.
     room = {precision: arena_bytes // len(precisions) for precision in precisions}
     _grow(room, reference)
     return room
@@ -244,6 +255,7 @@ def measure_compute(
     It sends ComputeTimes, and [R] ms of the reference op.
     """
     torch.set_num_threads(1)
+    # As ranks of a gang have a core each.
     cores = own_core.take(0)
     benches = benches_for(workloads, range(len(workloads[0].ops)), setting, config, "cpu", reference)
     reference_runs, caches, times = (
@@ -262,7 +274,9 @@ def measure_compute(
                 for part in (ops.backward, partial(ops.forward, index % config.batches)):
                     part()
                     marks.append(time.perf_counter())
+                # Reversed, as backward ran first and forward comes first in the result.
                 took_ms.append(np.diff(marks)[::-1] * 1e3)
+            # Warm-ups are not counted.
             of_devices[device] = np.median(took_ms[config.warmups :], axis=0)
             reference_runs.once(caches)
         times.append(of_devices)

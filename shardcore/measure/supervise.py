@@ -121,6 +121,7 @@ class _Device(Generic[W]):
 
 def chunk_size(waiting: int, devices: int, most: int) -> int:
     """Requests of the next call: ever fewer towards the end, so that all devices end together."""
+    # Half of what is left, over all devices: chunks shrink as the end comes near.
     return min(most, -(-waiting // (2 * devices)))
 
 
@@ -160,8 +161,10 @@ class Supervisor(Generic[W]):
             for i in range(self._n_devices):
                 name = f"device {i}"
                 self._devices.append(_Device(name, self._transport.start(name, self.reference_ms)))
+                # The first answer tells that the worker started, and on what.
                 self._call(self._devices[-1], "hardware")
             hardware = set()
+            # Workers start at the same time, so wait for all of them together.
             while any(d.starts for d in self._devices):
                 for device, name, error in self._answers():
                     if error:
@@ -175,6 +178,7 @@ class Supervisor(Generic[W]):
                     f"({self.spec.setting}) on one kind at a time"
                 )
             [self._hardware] = hardware
+        # Also Ctrl-C: no worker may stay behind.
         except BaseException:
             self.__exit__()
             raise
@@ -191,6 +195,7 @@ class Supervisor(Generic[W]):
         worker ends, fresh ones try half of the requests. Raises ShardCoreError where the reference op without any
         ends them.
         """
+        # As many ops as a window has, so that the reference finds the same caches.
         few = list(requests[: self.spec.config.interleave])
         while self.reference_ms is None:
             measured_ms, ended = self._call_all("calibrate", few, seconds)
@@ -201,10 +206,12 @@ class Supervisor(Generic[W]):
                     f"the reference op cannot be measured on {self.spec.device}: {ended.popitem()[1]}"
                 )
             elif ended:
+                # A request among them may end workers: with half as many, it is likely to be left out.
                 few = few[: len(few) // 2]
             for device in ended:
                 self._restart(device)
             if measured_ms:
+                # All devices are brought to one level, the mean.
                 for device in self._call_all("use_reference", self.reference_ms)[1]:
                     self._restart(device)
         return self.reference_ms
@@ -224,6 +231,7 @@ class Supervisor(Generic[W]):
         ahead = 2 * len(self._devices) * self._chunk  # from which chunk_size gives full chunks
         while True:
             for device in self._devices:
+                # Idle devices get work before results are handed on, which may take long.
                 if not device.busy:
                     fed = list(itertools.islice(feed, max(0, ahead - len(self._waiting))))
                     self._waiting.extend(fed)
@@ -231,6 +239,7 @@ class Supervisor(Generic[W]):
                     self._hand_out(device)
             if finished:  # only now, so that the devices have work meanwhile
                 yield finished
+            # Outstanding requests count: their samples are not back.
             if not (self._waiting or self._suspects or any(d.outstanding for d in self._devices)):
                 return
             finished = self._collect()
@@ -240,6 +249,7 @@ class Supervisor(Generic[W]):
 
     def _hand_out(self, device: _Device[W]) -> None:
         """Give an idle device its next call: one suspect, a chunk, or no more requests."""
+        # A suspect runs alone, so that the one that ends a worker is known.
         if not device.outstanding:
             device.has_suspect = bool(self._suspects)
         n = chunk_size(len(self._waiting), len(self._devices), self._chunk)
@@ -250,6 +260,7 @@ class Supervisor(Generic[W]):
         device.outstanding.update((self._id(r), r) for r in device.chunk)
         if device.outstanding:
             waiting = self._unfed + len(self._waiting) + len(self._suspects)
+            # The last call also runs its window to the end.
             last = device.has_suspect or not self._waiting
             self._call(device, "take", device.chunk, last, PART_S, label=f"{waiting} waiting")
 
@@ -257,6 +268,7 @@ class Supervisor(Generic[W]):
         """Wait for calls to end. Returns their results."""
         finished = []
         for device, answer, error in self._answers():
+            # A device that starts answers with its hardware, not with samples.
             if device.starts:
                 self._started(device, answer, error)
             elif error:
@@ -267,6 +279,7 @@ class Supervisor(Generic[W]):
                 # Requests that the worker had no time for go back in their order.
                 self._waiting.extendleft(reversed(left))
                 for request in left:
+                    # They were never taken in, so they are no suspects.
                     del device.outstanding[self._id(request)]
                 settled = sum(device.outstanding.pop(s.id, None) is not None for s in samples)
                 finished.append(Finished(device.name, samples, settled, device.kernel_s))
@@ -288,11 +301,13 @@ class Supervisor(Generic[W]):
                     ended[device] = error
                 else:
                     answers.append(answer)
+            # Devices that start meanwhile do not count.
             if len(answers) + len(ended) == len(called):
                 return answers, ended
 
     def _call(self, device: _Device[W], method: str, *arguments: Any, label: str = "") -> None:
         device.busy, device.seen, device.kernel_s = True, None, 0.0
+        # A start takes longer than an op may.
         device.due = time.monotonic() + (START_S if device.starts else self.hang_s)
         device.worker.call(method, *arguments, label=label)
 
@@ -300,6 +315,7 @@ class Supervisor(Generic[W]):
         """Wait for calls to end, one at least or a second. Each device's answer, or the reason why it has none."""
         working = {d.worker: d for d in self._devices if d.busy}
         ended, answers = self._transport.wait(list(working), 1.0), []
+        # Each device is looked at in every round, so that none hangs unnoticed.
         for worker, device in working.items():
             try:
                 if worker in ended:
@@ -317,18 +333,21 @@ class Supervisor(Generic[W]):
         """Raise Ended where a device starts for too long, or ran no kernel and drew no ids since the last check."""
         if (now := time.monotonic()) < device.due:
             return
+        # A worker without a free device shows that only by not starting.
         if device.starts:
             late = sum(d.starts > 0 and now >= d.due for d in self._devices)
             raise Refused(
                 f"{late} measuring workers found no free device in {START_S:g} s; {self._transport.room()}"
             )
         device.worker.look()
+        # Counts also grow while ids are drawn, which takes long for large batches.
         if device.worker.counts == device.seen:
             raise Ended(f"it hung: no op ended for {self.hang_s:g} s")
         device.seen, device.due = device.worker.counts, now + self.hang_s
 
     def _count(self, device: _Device[W]) -> None:
         counts, before = device.worker.counts, device.counted
+        # Counts of a worker only grow. The difference is what this call added.
         self.kernel_s += counts.kernel_s - before.kernel_s
         self.kept_s += counts.kept_s - before.kept_s
         device.kernel_s += counts.kernel_s - before.kernel_s
@@ -337,6 +356,7 @@ class Supervisor(Generic[W]):
     def _replace(self, device: _Device[W], reason: Ended) -> list[Finished]:
         """Start a fresh worker for one that ended. Its outstanding requests become suspects, or failed samples."""
         failed, samples, setting = device.outstanding, [], self.spec.setting
+        # It ran alone: it ended its worker.
         if device.has_suspect:
             why = f"ended its worker: {reason}"
             samples = [
@@ -346,6 +366,7 @@ class Supervisor(Generic[W]):
             self._logger.warning(
                 "%s: %s; %d samples are measured again one by one", device.name, reason, len(failed)
             )
+            # One of them may have ended the worker, or none: each is measured again alone.
             self._suspects.extend(failed.values())
         kernel_s = device.kernel_s
         self._restart(device)
@@ -354,8 +375,10 @@ class Supervisor(Generic[W]):
     def _restart(self, device: _Device[W], error: Ended | None = None) -> None:
         """Start a fresh worker. The others go on meanwhile. error: of the last one's start."""
         device.worker.end()
+        # A refusal will not change, and several failed starts mean a lasting cause.
         if error and (isinstance(error, Refused) or device.starts == _STARTS):
             raise ShardCoreError(f"a measuring worker cannot start: {error}")
+        # A fresh worker counts from 0.
         device.outstanding, device.counted, device.starts = {}, Counts(), device.starts + 1
         device.worker = self._transport.start(device.name, self.reference_ms)
         self._call(device, "hardware")
@@ -365,10 +388,12 @@ class Supervisor(Generic[W]):
         try:
             if error:
                 self._restart(device, error)
+            # A setting names one hardware, so others' timings would not be comparable.
             elif hardware != self._hardware:
                 raise ShardCoreError(f"it is {hardware}, the others {self._hardware}")
             else:
                 device.starts = 0
+        # The others go on: only without any device does measuring end.
         except ShardCoreError as reason:
             device.worker.end()
             self._devices.remove(device)

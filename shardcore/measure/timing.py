@@ -14,6 +14,7 @@ from shardcore.io.measurements import Spread
 
 
 def spread(values_ms: Sequence[float] | np.ndarray) -> Spread:
+    # Quartiles, as timings have outliers in one direction.
     q1, median, q3 = np.percentile(np.asarray(values_ms), [25, 50, 75])
     return Spread(float(median), float(q1), float(q3), len(values_ms))
 
@@ -28,8 +29,10 @@ def relative_ci(values_ms: Sequence[float] | np.ndarray) -> float:
         return math.inf
     ordered = np.sort(np.asarray(values_ms))
     # From order statistics: the normal approximation to the binomial ranks of the median, 95%.
+    # 1.96 standard deviations of a binomial count with p = 1/2: 1.96 sqrt(n) / 2.
     reach = 0.98 * math.sqrt(n)
     low, high = max(0, math.floor((n - 1) / 2 - reach)), min(n - 1, math.ceil((n - 1) / 2 + reach))
+    # The floor avoids division by 0 for timings below the clock's resolution.
     return float((ordered[high] - ordered[low]) / 2 / max(ordered[n // 2], 1e-9))
 
 
@@ -54,9 +57,12 @@ class SlowdownLog:
 
     def __init__(self, anchors: Mapping[Any, float] | None = None, kept: int = 2048):
         self.anchors = dict(anchors or {})
+        # The deque drops the oldest runs.
         self._runs: deque[tuple[Hashable, float]] = deque(maxlen=kept)
         self._added = 0
+        # Weights fade by e in REACH runs. Beyond four times that they are next to nothing.
         distance = np.arange(-int(4 * self.REACH), int(4 * self.REACH) + 1)
+        # A run does not predict itself: its own weight is 0.
         self._kernel = np.where(distance == 0, 0.0, np.exp(-np.abs(distance) / self.REACH))
 
     def add(self, op: Hashable, ms: float) -> int:
@@ -72,16 +78,22 @@ class SlowdownLog:
         """
         ops, logs = zip(*self._runs, strict=True)
         numbers: dict[Hashable, int] = {}
+        # Ops as numbers, in order of first appearance.
         op = np.array([numbers.setdefault(o, len(numbers)) for o in ops])
         # Logarithms turn factors of slowdown into sums.
         log, count = np.array(logs), np.bincount(op)
+        # Levels start as each op's mean.
         levels = np.bincount(op, log) / count
+        # [N] weights of the neighbours that exist: fewer at both ends.
         weight = self._around(np.ones(len(log)))
+        # Anchored ops that ran among those kept.
         tied = [(numbers[o], level) for o, level in self.anchors.items() if o in numbers]
         slowdown = np.zeros(len(log))
+        # Levels and slowdown depend on each other, so they are fitted in alternation.
         for _ in range(8):
             excess = slowdown + np.clip(log - levels[op] - slowdown, -self._OUTLIER, self._OUTLIER)
             around = self._around(excess) / np.maximum(weight, 1e-9)
+            # The mean is a common factor, which anchors settle. Only deviations tell agreement.
             centred = around - around.mean()
             # The slope of a run's excess on its neighbours': 0 where they tell nothing.
             agreement = float(np.clip(centred @ excess / max(centred @ centred, 1e-12), 0.0, 1.0))
@@ -92,6 +104,7 @@ class SlowdownLog:
             shift = np.mean([levels[k] - level for k, level in tied]) if tied else -slowdown.mean()
             levels, slowdown = levels - shift, slowdown + shift
         slowdown = np.exp(slowdown)
+        # Number of the oldest run kept.
         first = self._added - len(slowdown)
 
         def slowdown_of(number: int) -> float:
@@ -110,7 +123,9 @@ class Caches:
     """A device's caches, which `evict` overwrites, as other layers would. n_bytes: more than they hold."""
 
     def __init__(self, n_bytes: int, device: str):
+        # float32: four bytes each.
         self._written = torch.zeros(max(1, n_bytes // 4), device=device)
 
     def evict(self) -> None:
+        # Reading and writing all of it evicts what was cached.
         self._written.add_(1)

@@ -62,12 +62,14 @@ class Decision:
         )
         for name in ("current", "candidate", "problem_digest"):
             require_id(getattr(self, name), f"decision has {name}")
+        # Only these two outcomes leave another version current than the one considered.
         require(
             self.outcome in ("kept", ROLLED_BACK) or self.current == self.candidate,
             f"decision {self.outcome!r} has current {self.current}; it takes its candidate, {self.candidate}",
         )
         if self.parent is not None:
             require_id(self.parent, "decision has parent")
+        # None counts as 0, which is valid: the cost is unknown then.
         for name in ("candidate_ms", "previous_ms", "margin_ms", "threshold"):
             value = getattr(self, name) or 0
             require(0 <= value < math.inf, f"decision has {name} {value}; it needs 0 or more")
@@ -76,11 +78,13 @@ class Decision:
 
     @property
     def id(self) -> str:
+        # The id covers all fields, so an edited decision no longer matches its name.
         return files.digest(self.document())
 
     @property
     def total_ms(self) -> float | None:
         """Cost of the chosen version, under the model of that time."""
+        # The chosen version is either the candidate or the one before.
         return self.candidate_ms if self.current == self.candidate else self.previous_ms
 
     def adopts(self, version: str) -> bool:
@@ -91,6 +95,7 @@ class Decision:
         """Compare all but time and parent, which differ between any two decisions."""
         if other is None:
             return False
+        # Time and parent are copied from the other, so that == compares the rest.
         return dataclasses.replace(self, decided_at=other.decided_at, parent=other.parent) == other
 
     def document(self) -> dict[str, Any]:

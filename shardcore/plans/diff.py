@@ -128,6 +128,7 @@ def diff(old: Plan, new: Plan, problem: Problem | None = None, forced: Collectio
     problem: has the optimizers, whose state a checkpoint may lose (see `lost`).
     forced: names of tables that could not stay.
     """
+    # Matched by name, as shapes and statistics of a table may change between plans.
     before, after = old.by_table(), new.by_table()
     moves, resized = [], []
     for name in before.keys() & after.keys():
@@ -154,12 +155,15 @@ def lost(old: Sequence[Placement], new: Sequence[Placement], problem: Problem | 
 
     problem: has the optimizers. None: state by rows is assumed, which loses most.
     """
+    # [old, new]: True if some placement is a replica, whose state is in the dense optimizer.
     replicas = [any(layout_of(p.kind).dense_gradient for p in plan) for plan in (old, new)]
+    # Parts of columns: one for each group of devices. State by rows is kept for each part.
     parts = [len({p.devices for p in plan}) for plan in (old, new)]
     if {p.kind for p in old} == {p.kind for p in new} and parts[0] == parts[1]:
         return ""
     fused = OPTIMIZERS[problem.optimizer].states if problem else ("row",)
     dense = DENSE_OPTIMIZERS[problem.replica_optimizer].states if problem else ("row",)
+    # Without any state there is nothing that another kind could lose.
     if not fused and not (any(replicas) and dense):
         return NOTHING
     if any(replicas):
@@ -176,6 +180,7 @@ def relabel_devices(new: Plan, old: Plan, problem: Problem) -> Plan:
     """
     from scipy.optimize import linear_sum_assignment
 
+    # Columns may be reordered in any case. Devices may be renumbered only if none is special.
     unchanged = reorder_columns(new, old)
     if problem.pinned or any(layout_of(p.kind).divides_rows for p in new.placements):
         return unchanged
@@ -210,6 +215,7 @@ def reorder_columns(new: Plan, old: Plan) -> Plan:
     for name, now in new.by_table().items():
         was = before.get(name, [])
         if was and len(now) > 1 and all(layout_of(p.kind) is WHOLE_ROWS for p in now):
+            # Columns are interchangeable in cost, so only their order on devices matters for moves.
             # Devices without an old shard come last.
             order = dict.fromkeys((p.devices[0] for p in now), now[0].shard.table.dim)
             order |= {p.devices[0]: p.shard.col_lo for p in was}
@@ -228,6 +234,7 @@ def _staying_bytes(old: Plan, new: Plan, n_devices: int) -> np.ndarray:
     staying, before = np.zeros((n_devices, n_devices)), old.by_table()
     for name, placements in new.by_table().items():
         for now, shard in _shards(placements):
+            # Pairs of shards of one table: few, as a table is on few devices.
             for was, old_shard in _shards(before.get(name, [])):
                 if was < n_devices:
                     staying[now, was] += _shared_bytes(shard, old_shard)
@@ -242,6 +249,7 @@ def _shards(placements: Sequence[Placement]) -> list[tuple[int, Shard]]:
 def _moved_bytes(old: Sequence[Placement], new: Sequence[Placement]) -> int:
     """Weights of a table that move to a device which did not have them, counted once per device."""
     old_shards, old_table = defaultdict[int, list[Shard]](list), Shard.whole(old[0].shard.table)
+    # A device keeps what any of its old shards had.
     for device, shard in _shards(old):
         old_shards[device].append(shard)
     # Cells that are new in the table do not move: nobody had them.

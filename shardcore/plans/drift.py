@@ -68,6 +68,7 @@ def drift(
 
     Raises what `lower` raises if the plan is no longer valid. A new plan is then needed at any cost.
     """
+    # The old placements with the tables of now.
     old = rebind_tables(plan, now)
     planned, current = price_plan(plan, problem, model), price_plan(old, now, model)
 
@@ -104,6 +105,7 @@ def refreshed_by(problem: Problem, fresh: Problem) -> Problem:
     Raises ShardCoreError if they differ otherwise, too: in tables, devices, batch, job.
     """
     now = refreshed(problem, fresh.tables, _MEASURED)
+    # Names, shapes, devices and job have to agree. The order of tables does not matter.
     parts = parts_of(now)
     del parts["order of tables"]
     if differ := refusal(parts, fresh):
@@ -122,6 +124,7 @@ def refreshed(problem: Problem, tables: Iterable[Table], fields: Sequence[str] =
     Unknown names are ignored. Raises ShardCoreError if no name is known.
     """
     fresh = {t.name: t for t in tables}
+    # A pool may have other tables, too, but some have to match.
     if not any(t.name in fresh for t in problem.tables):
         raise ShardCoreError(
             f"none of the {len(fresh)} tables with fresh statistics is one of problem {problem.name!r}'s, which has "
@@ -129,6 +132,7 @@ def refreshed(problem: Problem, tables: Iterable[Table], fields: Sequence[str] =
         )
     now = []
     for t in problem.tables:
+        # Tables without fresh statistics keep theirs.
         changed = {name: getattr(fresh.get(t.name, t), name) for name in fields}
         now.append(replace(t, **changed))
     return replace(problem, tables=tuple(now))

@@ -48,6 +48,7 @@ class StoredPlans:
     def read(self, version: str) -> Followed:
         """Raises ShardCoreError for a version that is not there or not valid."""
         plan, problem = store.load_plan(self.root, self.name, version)
+        # The decision that adopted this version has the costs it was judged by.
         return Followed(version, plan, problem, _most_ratio(store.adoption(self.root, self.name, version)))
 
     def roll_back(self, version: str, reason: str) -> str:
@@ -65,6 +66,8 @@ class StoredPlans:
 
 
 def _most_ratio(decision: Decision | None) -> float | None:
+    # A first plan replaced none, so a job has no step time to compare with.
     if decision is None or not decision.previous_ms or decision.candidate_ms is None:
         return None
+    # With the margin: a step slower than that is beyond the model's error.
     return (decision.candidate_ms + (decision.margin_ms or 0.0)) / decision.previous_ms

@@ -25,6 +25,7 @@ from typing import Any
 from shardcore.core.types import Plan, Problem, Shard
 from shardcore.cost.known_errors import errors_of
 from shardcore.cost.model import CostModel, PricedPlan
+from shardcore.step.access import access_share
 from shardcore.step.kinds import shards_on
 from shardcore.step.output_bytes import output_bytes
 
@@ -57,7 +58,9 @@ class Gain:
 def gain(before: PricedPlan, now: PricedPlan, problem: Problem, model: CostModel) -> Gain:
     """The gain of a plan over another one of the same tables. Costs are the model's."""
     plans, costs = (before.plan, now.plan), (before.cost, now.cost)
-    lookups = _changed(*plans, lambda s: s.table.looked_up * s.width * s.rows / s.table.rows)
+    # Work of lookups: a range of rows counts by its share of them.
+    lookups = _changed(*plans, lambda s: s.table.looked_up * s.width * access_share(s))
+    # Bytes of outputs stand for those of all exchanges.
     sent = _changed(*plans, lambda s: output_bytes(s, problem.global_batch))
     compute = [max(cost.compute_ms) for cost in costs]
     # Exchanges here are all of the step but the slowest compute and the dense model.
@@ -75,6 +78,7 @@ def gain(before: PricedPlan, now: PricedPlan, problem: Problem, model: CostModel
 
 def _changed(old: Plan, new: Plan, work: Callable[[Shard], float]) -> float:
     """The share of work that one plan has where the other has not, 0 to 1."""
+    # Work is summed over both plans, so that a plan which moved everything has a share of 1.
     before, after = _work_on(old, work), _work_on(new, work)
     total = sum(before.values()) + sum(after.values())
     return sum(abs(before[k] - after[k]) for k in before.keys() | after.keys()) / total if total else 0.0

@@ -95,12 +95,14 @@ def hot_drift(problem: Problem, hot: Mapping[str, HotIds], counts: RowCounts) ->
 def _drift(
     name: str, hot_part: Table, cold_part: Table, now: HotIds, counts: RowCounts, problem: Problem
 ) -> HotDrift:
+    # [R] lookups of each row in the samples of now.
     of_rows = counts.of(name, now.rows)
     if not (total := int(of_rows.sum())):
         raise ShardCoreError(
             f"table {name!r} has no access statistics: its row counts are all 0; it needs some lookups"
         )
     new, job, n_devices = _hottest(now, of_rows), problem.job, len(problem.topology)
+    # As many rows leave as enter: the number of hot rows stays.
     entering = len(np.setdiff1d(new.ids, now.ids, assume_unique=True))
     share, best_share = (float(of_rows[hot.ids].sum()) / total for hot in (now, new))
     planned = hot_part.pooling + cold_part.pooling
@@ -114,11 +116,13 @@ def _drift(
         rows=hot_part.rows,
         new=new,
         entering=entering,
+        # The last of the hottest rows is the threshold: rows with equally many lookups are as hot.
         still_hot=float(np.mean(of_rows[now.ids] >= max(1, of_rows[new.ids].min()))),
         planned_share=hot_part.pooling / planned if planned else 0.0,
         share=share,
         best_share=best_share,
         saved_bytes=saved_lookups * (lookup_bytes(cold_part, job) + payload_bytes) * sent_share,
+        # A row that enters goes to every device. One that leaves goes to one.
         moved_bytes=entering * row_bytes * (n_devices + 1),
     )
 

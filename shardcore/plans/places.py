@@ -68,6 +68,7 @@ def place(root: str | Path) -> Place:
     Raises ShardCoreError for an unknown URL scheme, a missing package, or an invalid folder name.
     """
     require_type(root, (str, Path), "plans", "a folder or URL")
+    # A NUL byte would fail with an error that names nothing.
     if "\0" in str(root):
         raise ShardCoreError(f"plans are at {shown(str(root))}, which is no name of a folder")
     if isinstance(root, Path) or "://" not in root:
@@ -82,6 +83,7 @@ def place(root: str | Path) -> Place:
         raise ShardCoreError(
             f"plans are at {root}, which cannot be opened: {' '.join(str(error).split())[:200]}"
         ) from None
+    # A file URL is a local folder, with locks and atomic renames.
     return Path(path) if isinstance(fs, LocalFileSystem) else Remote(fs, path)
 
 
@@ -113,6 +115,7 @@ def listed(folder: Place) -> list[str]:
             paths = os.listdir(folder) if isinstance(folder, Path) else folder.call("ls", detail=False)
     except ABSENT:
         return []
+    # File systems list full paths. Names that begin with a dot are locks and temporary files.
     names = {path.rstrip("/").rsplit("/", 1)[-1] for path in paths}
     return sorted(name for name in names if not name.startswith("."))
 

@@ -89,6 +89,7 @@ class PublishConfig:
             f"publish config has threshold {self.threshold}; it needs a share within 0 and 1, such as 0.01",
         )
         require(
+            # Other sharders cannot start from a plan, so they cannot limit moves either.
             self.max_moved_tables is None or self.algorithm in SPACE_OF,
             f"publish config has max_moved_tables {self.max_moved_tables} and algorithm {self.algorithm!r}; it "
             f"needs 0 or more, and one of {', '.join(SPACE_OF)}",
@@ -183,6 +184,7 @@ class Publisher:
             published = store.read_plan(self.plans, problem.name)[0]
             plan = rebind_tables(published, problem)
             return _Previous(decision, published, plan, price_plan(plan, problem, self.model))
+        # A store that is not reached says nothing of the plan, so publishing stops.
         except Unreachable:
             raise
         except ShardCoreError as error:
@@ -222,6 +224,7 @@ class Publisher:
         then = next((x for x in recent if is_same_model(x) and x.problem_digest == digest), None)
         if then is None:
             return None
+        # The version may have been pruned, or be invalid for today's problem: search then.
         try:
             plan, _ = store.read_plan(self.plans, problem.name, then.current)
             cost = price_plan(rebind_tables(plan, problem), problem, self.model).cost
@@ -264,6 +267,7 @@ class Publisher:
             candidate_ms=candidate.cost.total_ms,
             margin_ms=gained and gained.margin_ms,
         )
+        # Versions before the decision: a decision must not name what is not stored.
         self._add(problem, candidate, decision.candidate, decision, previous, others)
         if decision.current != decision.candidate:
             self._add(problem, chosen, decision.current, decision, previous, others)
@@ -277,6 +281,7 @@ class Publisher:
         is_small = len(problem.tables) * len(problem.topology) <= _FOR_TORCHREC
         if "torchrec" in SHARDERS and self.config.torchrec_s and is_small:
             budgets["torchrec"] = Budget(seconds=self.config.torchrec_s)
+        # Our own algorithm is no baseline of itself.
         budgets.pop(self.config.algorithm, None)
         outcomes = {}
         for name, budget in budgets.items():
@@ -310,10 +315,12 @@ class Publisher:
                 raise Infeasible(outcome.error or f"{config.algorithm} finds no plan")
             plan, priced = outcome.plan, outcome.priced
             if old:
+                # A fresh search ignores where tables were, so devices are renumbered to move less.
                 plan, priced = relabel_devices(plan, old, problem), None
         # The same placements keep their provenance, hence their version.
         if previous and previous.priced and set(plan.placements) == set(previous.priced.plan.placements):
             return previous.priced
+        # Signed with the origin of model and data, which is part of the version.
         signed = Plan(plan.placements, {**plan.provenance, **self.provenance})
         return dataclasses.replace(priced, plan=signed) if priced else price_plan(signed, problem, self.model)
 
@@ -336,6 +343,7 @@ class Publisher:
                 measured, _ = store.read_plan(self.plans, problem.name, version)
             except ShardCoreError:  # pruned
                 continue
+            # Placements only: the same plan may come from another search.
             if set(measured.placements) == set(plan.placements):
                 return why
         return ""
@@ -350,6 +358,7 @@ class Publisher:
         others: Mapping[str, compare.Outcome],
     ) -> None:
         """Store a plan as a version with its report page, unless it is stored already."""
+        # Immutable versions: one that is whole is never written again.
         if store.is_whole(self.plans, problem.name, version):
             return
         cost = priced.cost

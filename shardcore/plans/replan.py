@@ -115,6 +115,7 @@ def without_devices(old: Plan, before: Problem, now: Problem, gone: Sequence[int
     Raises ShardCoreError for a device that it does not have, or if more are missing than that.
     """
     n_before, n_now = len(before.topology), len(now.topology)
+    # Device numbers are those of the old problem.
     if wrong := [d for d in gone if not 0 <= d < n_before]:
         raise ShardCoreError(
             f"device {wrong[0]} of problem {before.name!r} cannot be gone; it has devices 0 to {n_before - 1}"
@@ -126,6 +127,7 @@ def without_devices(old: Plan, before: Problem, now: Problem, gone: Sequence[int
     if n_now == n_before:
         if not gone:
             return old, now
+        # Devices that are gone are still in the problem, so pins keep tables away from them.
         pins = {t.name: sorted(set(now.allowed_devices(t.name)) - set(gone)) for t in now.tables}
         if empty := [name for name, devices in pins.items() if not devices]:
             raise Infeasible(
@@ -190,9 +192,11 @@ class Start(Decision):
             yield Proposal(words="afresh", problem=problem)
             return
         require(
+            # A plan with towers has pinned its tables to hosts.
             "tower_ratio" not in self.old.provenance or problem.job.tower_ratio is not None,
             "the plan to start from has towers; give the towers, too",
         )
+        # Numbers and names of the old plan are brought to the new problem first.
         old, now = self.numbered(problem)
 
         def search(
@@ -219,6 +223,7 @@ class Start(Decision):
 
     def adopt(self, proposal: Proposal, found: Found | None, model: CostModel) -> Found | None:
         if found is None or proposal.search is None:
+            # A search afresh starts from no plan, so it has no moves to record.
             return found
         moved = self.moved(found.plan, found.problem).document()
         if not self.gone and found.problem.topology == self.before.topology:  # a job that runs can be moved
@@ -232,6 +237,7 @@ def forced_moves(old: Plan, problem: Problem) -> frozenset[str]:
 
     Their device is gone or has too little memory, or constraints or their kind forbid it.
     """
+    # Tables that are new have no place to keep.
     known = old.by_table().keys() & {t.name for t in problem.tables}
     return frozenset(known - _stays(old, problem).by_table().keys())
 
@@ -266,6 +272,7 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
 
 def _paying_back(old: Plan, kept: Plan, problem: Problem, model: CostModel, config: ReplanConfig) -> Plan:
     """A plan whose move is within the limits on its pause, or the old plan."""
+    # Tries share the seconds, so that all together keep the budget.
     before_ms, budget = kept.provenance["predicted_ms"], config.budget
     if budget is not None and budget.seconds is not None:
         budget = replace(budget, seconds=budget.seconds / _TRIES)
@@ -295,6 +302,7 @@ def _kept(old: Plan, problem: Problem, model: CostModel, space: str) -> Plan | N
     if space != "all" and not all(on_all_devices(table, problem) for table in others):
         return None
     kept = priced(left.placements, problem, model)
+    # The old origin stays, and the new price replaces the old one.
     return replace(kept, provenance={**old.provenance, **kept.provenance})
 
 
@@ -368,6 +376,7 @@ def _filled_up(stays: Plan, problem: Problem) -> Plan | None:
 
 def _in_parts(table: Table, plan: Plan, problem: Problem) -> Plan | None:
     allowed = problem.allowed_devices(table.name)
+    # Room on each device, less what the plan takes so far.
     left = np.array(held_bytes(problem)) - _used_bytes(plan, problem)
     roomiest = sorted(allowed, key=lambda d: -left[d])
     units = 1 if table.name in problem.constraints.unsplit else table.dim // MIN_WIDTH
@@ -387,6 +396,7 @@ def _in_parts(table: Table, plan: Plan, problem: Problem) -> Plan | None:
 def _left(old: Plan, problem: Problem) -> Plan:
     """The old plan's placements of tables that the problem still has, with all of their devices."""
     rebound, n_devices = rebind_tables(old, problem).placements, len(problem.topology)
+    # A placement on a device that is gone takes its whole table along.
     tables = set(problem.tables) - {p.shard.table for p in rebound if max(p.devices) >= n_devices}
     return Plan(tuple(p for p in rebound if p.shard.table in tables))
 
@@ -406,6 +416,7 @@ def _stays(old: Plan, problem: Problem) -> Plan:
         weights = _weights_on(worst, _without(stays, fixed))
         if excess[worst] <= 0 or not weights:
             return _without(stays, fixed)
+        # The smallest table that frees enough, or else the largest one.
         enough = [name for name, n in weights.items() if n >= excess[worst]]
         gone.add(min(enough, key=weights.__getitem__) if enough else max(weights, key=weights.__getitem__))
 

@@ -67,6 +67,7 @@ def load_plan(
     Raises ShardCoreError if there is none, its files are damaged, or the plan is not valid. With `fits`, also
     if it exceeds a device's memory.
     """
+    # Parsed before it is validated, so that a damaged file is reported as such.
     plan, problem = read_plan(root, name, version)
     with files.validating(f"plan of problem {name!r} in {root}"):
         require_plan(plan, problem, fits)
@@ -88,6 +89,7 @@ def read_plan(root: str | Path, name: str, version: str | None = None) -> tuple[
 
 def _load(folder: Place, name: str) -> tuple[Plan, Problem]:
     problem = files.read_problem(folder / "problem.json")
+    # A folder copied to another name would be used for the wrong problem.
     if problem.name != name:
         raise ShardCoreError(f"{folder} has the plan of problem {problem.name!r}; it needs that of {name!r}")
     return files.read_plan(folder / "plan.json", problem), problem
@@ -129,6 +131,7 @@ def last(root: str | Path, name: str) -> Decision | None:
 def history(root: str | Path, name: str) -> Iterator[Decision]:
     """Decisions on a problem's plan, newest first. Raises ShardCoreError if one is missing or edited."""
     home = _home(root, name)
+    # From the pointer back along parents, like commits. Each file is checked by its digest.
     decision_id = _pointer(home)
     while decision_id:
         decision = _read(home, name, decision_id)
@@ -160,6 +163,7 @@ def _while_it_stays(home: Place, read: Callable[[], T]) -> T:
     A publisher may have pruned the version that was being read.
     """
     while True:
+        # Remember the pointer: a failed read counts only if it stayed.
         before = _pointer(home)
         try:
             return read()
@@ -208,6 +212,7 @@ def turn(root: str | Path, name: str, patience_s: float = PATIENCE_S) -> Iterato
     Raises ShardCoreError naming the holder after patience_s.
     """
     home = _home(root, name)
+    # Object stores have no lock. `record` checks the parent instead.
     if not isinstance(home, Path):
         yield
         return
@@ -244,6 +249,7 @@ def turn(root: str | Path, name: str, patience_s: float = PATIENCE_S) -> Iterato
 
 def version_of(plan: Plan, problem: Problem) -> str:
     """The version that a plan of a problem has: a digest of both."""
+    # The problem is part of it: a plan of changed tables is another version.
     return files.digest(files.plan_to_json(plan, problem))
 
 
@@ -277,6 +283,7 @@ def add(root: str | Path, problem: Problem, plan: Plan, cost: Mapping[str, Any],
     if not is_whole(root, problem.name, version):
         folder = _no_link(_home(root, problem.name) / "versions" / version)
         places.write(folder / "problem.json", writing.json_bytes(files.problem_to_json(problem)))
+        # The page's digest is in the costs file, so that an edited page is noticed.
         if page:
             cost = {**cost, "page_sha256": _sha256(page.encode())}
             places.write(folder / PAGE, page.encode())
@@ -303,6 +310,7 @@ def record(root: str | Path, decision: Decision) -> None:
             f"problem {name!r}: decision {decision.id} follows {decision.parent}, but {before and before.id} is the "
             f"last one in {root}; another publisher was faster, so publish again"
         )
+    # The decision first, then the pointer: a kill between them leaves the old state.
     places.write(home / "decisions" / f"{decision.id}.json", writing.json_bytes(decision.document()))
     places.write(home / _POINTER, f"{decision.id}\n".encode())
 
@@ -312,6 +320,7 @@ def roll_back(root: str | Path, name: str, version: str, reason: str) -> Decisio
 
     Raises ShardCoreError if the version is not the current one, or the first.
     """
+    # Under the lock, or another publisher might decide in between.
     with turn(root, name):
         decided = list(history(root, name))
         if not decided or decided[0].current != version:

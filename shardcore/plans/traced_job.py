@@ -94,15 +94,18 @@ def read(folder: str | Path, problem: Problem | None = None, plan: Plan | None =
     Raises ShardCoreError where no trace can be read.
     """
     folder = Path(folder)
+    # A folder of a job has a folder for each traced step. The newest counts.
     if folder.is_dir() and (steps := job_folder.traced_steps(folder)):
         folder = steps[-1]
     if (folder / job_folder.JOB_JSON).exists():
         of_job = job_folder.read_step(folder)
+        # What the caller gives takes precedence over what the job wrote.
         problem, plan = problem or of_job.problem, plan or of_job.plan
         step_ms, remarks = of_job.total_ms, of_job.remarks
     else:
         step_ms = None
         remarks = (
+            # Traces can be read without a plan, but not compared with one.
             () if plan else ("the folder has no plan: give --problem and --plan, or use ShardCoreProfiler",)
         )
     traced = read_job(folder, len(problem.topology) if problem else None)
@@ -116,9 +119,11 @@ def check(job: ReadJob, model: CostModel) -> CheckedJob:
     """
     if job.problem is None or job.plan is None:
         raise ShardCoreError(f"traces in {job.name} come without a problem and a plan; give both")
+    # What a rank does around its embeddings, in every traced step.
     around = [rank.cost_ms("dense_ms") for step in job.traced.steps for rank in step.ranks]
     problem = traced_factors.with_around(job.problem, float(np.median(around)))
     ours = model.for_problem(problem)
+    # fits=False: the job runs, whatever our count of memory says.
     before = price_plan(job.plan, problem, ours, fits=False)
     steps = [(before.workload, step) for step in job.traced.steps]
     of_job, slow = traced_factors.with_speeds(job.problem, ours, steps)
@@ -126,6 +131,7 @@ def check(job: ReadJob, model: CostModel) -> CheckedJob:
         workload = lower(job.plan, replace(problem, topology=of_job.topology), fits=False)
         steps = [(workload, step) for step in job.traced.steps]
     found = traced_factors.correction(ours, steps, job.step_ms)
+    # The lineage of the corrected model: which traces it was corrected by.
     lineage = {
         "job": job.name,
         "steps": [step.number for step in job.traced.steps],
@@ -133,6 +139,7 @@ def check(job: ReadJob, model: CostModel) -> CheckedJob:
         **found.document(),
     }
     corrected = traced_factors.corrected(model, found.factors, lineage)
+    # The correction may find another dense part than the trace shows.
     problem = traced_factors.with_around(of_job, found.around_ms)
     after = price_plan(job.plan, problem, corrected.for_problem(problem), fits=False)
     remarks = [line for step in job.traced.steps for line in traced_factors.mismatches(before.workload, step)]
@@ -149,6 +156,7 @@ def check(job: ReadJob, model: CostModel) -> CheckedJob:
 
 def interval_ms(plan: Plan, problem: Problem, model: Any, found: Correction) -> tuple[float, float]:
     """The interval of a step, from factors drawn from their posterior."""
+    # A fixed seed, so that the same traces give the same interval.
     rng, workload = np.random.default_rng(0), lower(plan, problem, fits=False)
     totals = [_total_ms(workload, model, found.drawn(rng), problem) for _ in range(DRAWS)]
     low, high = np.quantile(totals, INTERVAL).tolist()
@@ -165,9 +173,11 @@ def propose(checked: CheckedJob, model: CostModel, config: ReplanConfig) -> Prop
     model: the one before its correction.
     """
     ours = checked.model.for_problem(checked.problem)
+    # Under the corrected model, which is the one that the job's steps agree with.
     plan = replan(checked.after.plan, checked.problem, ours, config)
     now = price_plan(plan, checked.problem, ours)
     moved = diff(checked.after.plan, plan, checked.problem)
+    # No move, or no gain under the model: nothing to propose.
     if not moved or now.cost.total_ms >= checked.after.cost.total_ms:
         return None
     return Proposal(
@@ -185,6 +195,7 @@ def _seconds(moved: Diff, problem: Problem, model: Any) -> float:
     if devices < 2:
         return 0.0
     traffic = np.zeros((len(CHANNELS), devices))
+    # Even shares: as if each device sends as much as the others.
     traffic[CHANNELS.index(ALL_TO_ALL)] = moved.bytes / devices
     both = traced_factors.exchanges_of(model).collectives(traffic, np.zeros(devices), problem.topology)
     return float(both[ALL_TO_ALL][0].max()) / 1e3

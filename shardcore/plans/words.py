@@ -17,6 +17,7 @@ def moves_text(moves: Diff) -> str:
 def moves_words(moves: Diff) -> list[str]:
     forced, chosen = moves.forced, moves.chosen
     words = [f"{moved_words(moves)} to move" if moves.moves else "nothing moves"]
+    # Forced moves are named apart, as no setting avoids them.
     if forced.moves:
         words.append(
             f"{moved_words(forced)} had to ({_few(m.table for m in forced.moves)}), {moved_words(chosen)} by choice"
@@ -29,6 +30,7 @@ def moves_words(moves: Diff) -> list[str]:
     for names, change in ((moves.added, "new"), (moves.removed, "gone")):
         if names:
             words.append(f"{count(len(names), 'table')} {change}: {_few(names)}")
+    # Each loss once, with the tables that it concerns.
     for loses in dict.fromkeys(m.loses for m in moves.moves if m.loses):
         names = [m.table for m in moves.moves if m.loses == loses]
         words.append(
@@ -49,6 +51,7 @@ def threshold_words(threshold: float) -> str:
 
 
 def when(unix_s: float) -> str:
+    # 0: unknown (Decision.decided_at).
     if not unix_s:
         return "at a time not known"
     return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

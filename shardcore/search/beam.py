@@ -110,6 +110,7 @@ class Placed:
     def reordered(self, order: np.ndarray) -> Placed:
         """The same for shards as they were before they were put in `order` [C, N]."""
         devices = np.empty_like(self.devices)
+        # All plans of a state were placed in one order.
         np.put_along_axis(devices, np.broadcast_to(order[:, None], devices.shape), self.devices, -1)
         return Placed(self.total_ms, self.over_bytes, devices)
 
@@ -139,15 +140,20 @@ class Beam:
             return self._priced((), packed=False, **provenance)
         cache = ShardCostCache(self.problem, self.model, shards)
         state = tuple(sorted(cache.keys(shards)))
+        # A packing gives a plan in time. Half of a first search gives none.
         if (search_s := self._search_s(cache, state)) and not self.meter.has_time(search_s):
             return self._priced(fitting(self.problem).placements, packed=True, **provenance)
         before_s = self.meter.seconds()
+        # The state with the fewest cuts. All others come from it.
         [first] = search(cache, [state], self.inner)
+        # Tells how many states the rest of a budget in seconds affords.
         state_s = self.meter.seconds() - before_s
         self.meter.evals += self.inner.plans
+        # Some rows have to be divided, and another kind may do that at less cost.
         if cache.is_range.any():
             cache, first = self._divided_otherwise(cache, first, state_s)
         best, packing = self._improved(cache, first, state_s), None
+        # The first state has no plan. A packing has one, and where the beam found none it starts from there.
         if not first.devices:
             plan = priced(fitting(self.problem).placements, self.problem, self.model)
             if (start := self._start_from(plan)) is None:
@@ -156,9 +162,11 @@ class Beam:
             elif not best.devices:
                 cache, packing = start
                 best = self._improved(cache, packing, state_s)
+            # The beam found a plan after all. The packing's may be cheaper even so.
             elif start[1].ms < best.ms:
                 cache, packing = start
                 best = packing
+        # Random plans have no end of their own.
         if sampled and self.meter.budget != Budget():
             best = self._sampled(cache, best, sampled)
         placements = placed(cache.bundles(best.state), best.devices, cache.problem)
@@ -177,11 +185,13 @@ class Beam:
         for other in divided_otherwise(self.problem):
             if not self.meter.affordable(1, self.inner.plans, state_s):
                 break
+            # With this kind alone there may be no plan at all.
             with suppress(Infeasible):
                 shards = feasible_shards(other)
                 of_other = ShardCostCache(other, self.model, shards)
                 [found] = search(of_other, [tuple(sorted(of_other.keys(shards)))], self.inner)
                 self.meter.evals += self.inner.plans
+                # Where neither fits, the one that lacks less.
                 if (found.ms, found.over_bytes) < (first.ms, first.over_bytes):
                     cache, first = of_other, found
         return cache, first
@@ -192,6 +202,7 @@ class Beam:
         """The best of random plans of a state, or the plan that there is."""
         n_devices = len(cache.speed)
         cells = n_devices * max(len(cache), len(best.state))
+        # Chunks, so that the time of a plan is known before the budget ends.
         chunk = max(1, min(_PROBED, _ROWS_AT_ONCE // n_devices, _CELLS_AT_ONCE // cells))
         plan_s = 0.0
         while n := self.meter.affordable(chunk, 1, plan_s):
@@ -204,6 +215,7 @@ class Beam:
 
     def _search_s(self, cache: ShardCostCache, state: State) -> float:
         """Estimated seconds of an inner search, from one of a few of its shards. 0: no budget asks for it."""
+        # A probe is only worth its time where it is a small part of the search.
         if self.meter.budget.seconds is None or len(state) < 10 * _PROBED:
             return 0.0
         before_s = self.meter.seconds()
@@ -220,10 +232,13 @@ class Beam:
             return None
         device_of = {shard: d for p in left for d, shard in shards_on(p)}
         cache = ShardCostCache(self.problem, self.model, device_of)
+        # A bundle has one key, that of its first table.
         firsts = [bundle[0] for bundle in bundles(device_of, self.problem)]
+        # States are sorted, and each device has to stay with its shard.
         pairs = sorted((cache.key(first), device_of[first]) for first in firsts)
         state, devices = tuple(key for key, _ in pairs), tuple(d for _, d in pairs)
         cache.add(state)
+        # Priced as the beam prices its states, so that costs compare.
         under_construction = PlacementState(cache, state)
         for (strip, units), device in pairs:
             under_construction.place(strip, units, device)
@@ -234,12 +249,14 @@ class Beam:
 
         state_s: seconds that one state takes.
         """
+        # Devices × plans of a state.
         rows = self.inner.plans * len(cache.speed)
         # Chunks bound the memory, and let the budget end a round early.
         chunk = max(1, min(_ROWS_AT_ONCE // rows, _CELLS_AT_ONCE // (rows * len(cache))))
         best, beam = start, [start.state]
         for _ in range(self.config.steps):
             halved = (_halvings(cache, state, self.config.candidates) for state in beam)
+            # Different states may give the same one, which is searched once.
             states = list(dict.fromkeys(state for several in halved for state in several))
             found: list[StatePlan] = []
             while len(found) < len(states):
@@ -250,8 +267,10 @@ class Beam:
                 found += search(cache, states[len(found) : len(found) + n], self.inner)
                 self.meter.evals += n * self.inner.plans
                 state_s = (self.meter.seconds() - before_s) / n
+            # If none fits, those that lack least go on: more cuts may make them fit.
             beam = [f.state for f in sorted(found, key=lambda f: (f.ms, f.over_bytes))[: self.config.beam]]
             best = min([best, *found], key=lambda f: f.ms)
+            # The budget has ended, or there is nothing left to cut.
             if len(found) < len(states) or not found:
                 break
         return best
@@ -260,16 +279,19 @@ class Beam:
 def _halvings(cache: ShardCostCache, state: State, n: int) -> list[State]:
     """The states with one more cut: of each of the n largest and n costliest shards that can be cut."""
     cache.add(state)
+    # Equal shards of a strip give equal states, so one of them stands for all.
     keys = [key for key in dict.fromkeys(state) if cache.may_split(key)]
     if not keys:
         return []
     numbers = cache.numbers(*np.array(keys).T)
+    # Large shards are hard to fit, costly ones hard to balance.
     largest = np.argsort(-cache.bytes[numbers], kind="stable")[:n]
     costliest = np.argsort(-cache.single_ms[numbers], kind="stable")[:n]
     states = []
     for strip, units in (keys[i] for i in sorted({*largest, *costliest})):
         rest = list(state)
         rest.remove((strip, units))
+        # Sorted, so that equal states are equal tuples.
         states.append(tuple(sorted([*rest, (strip, units // 2), (strip, units - units // 2)])))
     return states
 
@@ -278,6 +300,7 @@ def search(cache: ShardCostCache, states: Sequence[State], inner: InnerSearch) -
     """The best plan of each of several states with the same number of shards."""
     for state in states:
         cache.add(state)
+    # One array [C, N, 2], as states have the same number of shards.
     made = inner(cache, np.array(states))
     found = []
     for c, state in enumerate(states):

@@ -60,6 +60,7 @@ class Meter:
         evals_each: evaluations of one repeat.
         seconds_each: about its seconds; 0 if unknown.
         """
+        # Checked first: without an estimate of its time, a repeat may begin until then.
         if self.budget.seconds is not None and self.seconds() >= self.budget.seconds:
             return 0
         if self.budget.seconds is not None and seconds_each > 0:
@@ -67,6 +68,7 @@ class Meter:
             wanted = min(wanted, int((self.budget.seconds - self.seconds()) / seconds_each))
         if self.budget.evals is None:
             return wanted
+        # Whole repeats only. The last work may have used more than there was.
         return max(0, min(wanted, (self.budget.evals - self.evals) // evals_each))
 
     def seconds(self) -> float:
@@ -86,8 +88,10 @@ class Meter:
     def left_s(self) -> float | None:
         """Seconds until the budget is used. None without limits, or if the rate is not known yet."""
         done, used_s = self.progress(), self.seconds()
+        # Seconds are the nearer limit: what is left is known, not estimated.
         if self.budget.seconds is not None and done * self.budget.seconds <= used_s:
             return max(0.0, self.budget.seconds - used_s)
+        # Evaluations are: as if they went on at the rate so far.
         return used_s / done - used_s if done > 0 else None
 
     def report(self, phase: str, best_ms: float | None = None) -> None:

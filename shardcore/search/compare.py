@@ -70,6 +70,7 @@ def compile_searches(problem: Problem, model: CostModel) -> None:
     Every sharder except TorchRec's runs once on one of the problem's tables.
     Otherwise the first sharder's seconds would be numba's.
     """
+    # One table and no constraints: any sharder solves this.
     few = replace(
         problem,
         name="compile",
@@ -89,6 +90,7 @@ def plans(
 
     The same seed gives the same plans.
     """
+    # Other seeds give other random plans. All else is searched once.
     wanted = [(name, seed) for name in WORTH_REPLAYING] + [("random", seed + i) for i in range(random)]
     outcomes = [run(name, problem, model, s, budget) for name, s in wanted]
     return [o for o in outcomes if o.plan]
@@ -132,16 +134,19 @@ def standings(
     seconds: search time of each; [] if unknown.
     reference: the sharder whose cost is 1. None: the best of the others, on each problem.
     """
+    # [sharders, problems], nan without a plan.
     table = np.array([[np.nan if ms is None else ms for ms in row] for row in costs.values()], dtype=float)
     # Only problems that all solved compare fairly.
     common = np.isfinite(table).all(0)
     compared = {}
     for i, name in enumerate(costs):
+        # Without itself: otherwise no ratio could be below 1.
         others = [k for k in range(len(table)) if k != i] or [i]
         if reference:
             others = [list(costs).index(reference)]
         # [common] cost over the cheapest of the others on the same problem.
         ratios = table[i, common] / table[others][:, common].min(0) if common.any() else np.full(1, np.nan)
+        # Of the same problems as the costs: hard ones take longer, and some sharders do not solve them.
         took_s = np.array(seconds[name], dtype=float)
         compared[name] = Standing(
             solved=float(np.isfinite(table[i]).mean()),

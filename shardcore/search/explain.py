@@ -129,6 +129,7 @@ def explain(
     algorithm, seed = str(plan.provenance.get("algorithm", "")), int(plan.provenance.get("seed", 0))
     searcher = algorithm if algorithm in SHARDERS else OTHERWISE
     evals = plan.provenance.get("evals") if searcher == algorithm else None
+    # As much effort as the plan had, so that a difference is the alternative's.
     budget = budget or Budget(evals=evals or DEFAULT_EVALS)
 
     def searched(
@@ -157,10 +158,12 @@ def explain(
     again = AGAIN if searcher == algorithm else searcher
     if again not in (known or ()):
         baselines.append(searched(again, problem))
+    # The plan still fits with more memory, so a search that ends dearer does not count.
     changes = [searched(what, changed, kept_ms=cost.total_ms) for what, changed in _with_memory(problem)]
     changes += [searched(what, changed) for what, changed in _with_devices(problem)]
     # The forward exchange begins when the last device is ready.
     device = int(np.argmax(np.array(cost.compute_ms) + cost.backward_comm_ms))
+    # The rest of the step counts as exchange, on the device that ends last.
     compute_ms = cost.compute_ms[device]
     # Bytes of ids, and of all other channels, [D].
     ids = workload.traffic[[c in ID_CHANNELS for c in workload.channels]].sum(0)
@@ -213,6 +216,7 @@ def _with_memory(problem: Problem) -> Iterator[tuple[str, Problem]]:
     """The problem with more memory on each device, in words and as a problem. The plan stays possible."""
     for share in MORE_MEMORY:
         topology = problem.topology
+        # A problem may not state more memory than that.
         larger = [min(MOST_BYTES, int(d.memory_bytes * (1 + share))) for d in topology.devices]
         devices = [replace(d, memory_bytes=n) for d, n in zip(topology.devices, larger, strict=True)]
         changed = replace(problem, topology=replace(topology, devices=tuple(devices)))
@@ -233,6 +237,7 @@ def _with_devices(problem: Problem) -> Iterator[tuple[str, Problem]]:
         return
     devices = list(topology.devices)
     for i in range(more - n):
+        # In their order, so that unequal devices are added in the ratio that there is.
         device = topology.devices[i % n]
         several = len(topology.hosts) > 1
         devices.append(replace(device, host=f"{device.host}-more-{i // n}") if several else device)

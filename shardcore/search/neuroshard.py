@@ -100,6 +100,7 @@ def greedy_grid(cache: ShardCostCache, keys: np.ndarray, caps: np.ndarray) -> Pl
     numbers = cache.numbers(keys[..., 0], keys[..., 1])  # [C, N]
     # The small constant absorbs rounding: a cap of exactly the mean has to be reachable.
     cap = cache.outputs[numbers].sum(1)[:, None, None] / n_devices * caps[:, None] + 1e-9  # [C, K, 1]
+    # A cap could leave a pinned table none of its few devices.
     pinned = cache.freedom < n_devices
     fits_all = np.ones((n_states, n_passes), dtype=bool)
     devices = np.zeros((n_states, n_passes, n_shards), dtype=np.int64)
@@ -107,11 +108,14 @@ def greedy_grid(cache: ShardCostCache, keys: np.ndarray, caps: np.ndarray) -> Pl
     for i in range(n_shards):
         strip, units, number = keys[:, i, 0][:, None], keys[:, i, 1][:, None], numbers[:, i, None]  # [C, 1]
         outputs, single_ms = cache.outputs[number], cache.single_ms[number][..., None] / cache.speed
+        # Outputs stand for columns. Those of fixed tables are on every device, so they do not count.
         placed = (state.outputs - cache.fixed_bytes[0]).sum(-1)
         narrow = (placed + outputs[..., None] <= cap) | pinned[strip][..., None]  # [C, K, D]
         fits = state.fits(strip, units) & narrow
+        # On equal devices single_ms is the same for all, and the published rule is left.
         d = _least(np.where(fits, state.device_ms + single_ms, np.inf), state.used)  # [C, K]
         fits_all &= fits.any(-1)
+        # Also where it does not fit: `over_bytes` then shows by how much.
         state.place(strip, units, d)
         devices[:, :, i] = d
 

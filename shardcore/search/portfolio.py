@@ -71,6 +71,7 @@ class _Anytime:
     ) -> None:
         problem.require_setting(model.setting)
         self.problem, self.model, self.name, self.seed = problem, model, name, seed
+        # Rounds have no end of their own, so there is always some limit.
         self.meter = (budget if budget and (budget.evals or budget.seconds) else DEFAULT).start()
         self.best: Plan | None = None
         self.found_by = name
@@ -113,6 +114,7 @@ class _Anytime:
         search = Search(self.problem, self.model, self.meter, self.seed)
         beam_evals, kept = _beam_evals(self.problem) if others else None, None
         for number in search.rounds(space, reshard):
+            # Pricing a plan takes long with very many tables, so only a new one is priced.
             if search.best is not None and search.best is not kept:
                 kept = search.best
                 self._keep(search.placements, self.name, kept.ms)
@@ -123,6 +125,7 @@ class _Anytime:
             if beam_evals is not None and self.meter.evals >= beam_evals:
                 beam_evals = None
                 if plan := self._add("neuroshard", self._beam):
+                    # Annealing starts from it in its next round.
                     search.add(plan.placements, space)
 
     def _add(self, name: str, other: Callable[[], Plan]) -> Plan | None:

@@ -78,6 +78,7 @@ def robust(
             "profile's (--hardware)"
         )
     rng = np.random.default_rng(seed)
+    # Drawn before any search, so that draws depend on the seed only.
     models = [model.drawn(rng) for _ in range(config.draws)]
     plans = [search(problem, model, seed=seed, budget=_part(budget, 0.5))]
     part = _part(
@@ -90,9 +91,12 @@ def robust(
     plans = list({plan.placements: plan for plan in plans}.values())
     workloads = [lower(plan, problem) for plan in plans]
     progress.report(f"judging {len(plans)} plans under {config.draws} draws")
+    # Lowered once: only the rates differ between draws.
     cost_ms = _cost_ms(workloads, models)  # [P, K]
     own_ms = _cost_ms(workloads, [model])[:, 0]  # [P]
+    # Relative to the cheapest plan known under each draw, as the true optimum is not known.
     regrets = cost_ms / cost_ms.min(0) - 1
+    # The model's own rates are its best guess, so a plan may lose only so much under them.
     affordable = own_ms <= own_ms.min() * (1 + config.most_dearer)
     best = int(np.where(affordable, regrets.max(1), np.inf).argmin())
     cheapest = int(own_ms.argmin())

@@ -60,6 +60,7 @@ def _checked(search: Callable[..., Plan]) -> Sharder:
         require_type(budget, (Budget, NoneType), "budget", "a Budget, such as Budget(evals=10_000), or None")
         require_type(seed, int, "seed", "a whole number")
         require(0 <= seed <= MOST_SEED, f"seed is {seed}; it needs to be 0 to {MOST_SEED}")
+        # Searches make millions of objects, and collections of garbage would look at all of them.
         with rare_collections():
             return search(problem, model, seed=seed, budget=budget, **given)
 
@@ -91,6 +92,7 @@ _searches: dict[str, Callable[..., Plan]] = {
     **greedy.ORDERS,
     "neuroshard": neuroshard.neuroshard,
 }
+# Listed only where it can run, so that comparisons need no exception for it.
 if _is_installed("torchrec") and _is_installed("fbgemm_gpu"):
     _searches["torchrec"] = _torchrec
 SHARDERS: dict[str, Sharder] = _Sharders({name: _checked(search) for name, search in _searches.items()})
@@ -107,6 +109,7 @@ def known(name: str) -> str:
     """The name of a sharder in SHARDERS or LEARNED. Raises ShardCoreError for any other."""
     if name in SHARDERS or name in LEARNED:
         return name
+    # It exists, but not here: the message says how to install it.
     if name == "torchrec":
         raise ShardCoreError(
             f"algorithm {name!r} needs TorchRec, which is not installed: {import_module(_TORCHREC).INSTALL}"
@@ -133,4 +136,5 @@ def sharder(name: str, policy: Policy | None = None) -> Sharder:
             f"{'none' if policy is None else repr(policy.name)} was given; "
             f"python -m shardcore train-policy {wanted} makes one, for --policy"
         )
+    # With its policy a learned sharder has the signature of all others.
     return _checked(partial(place, policy, name, config=config))

@@ -38,7 +38,9 @@ lower one.
 UNEVEN = 1.25
 """Lookups of the busiest row range, over those that hashing the same ids would give it, from which a table
 counts as uneven. Samples and divisions of even tables differ by less."""
+# Random placements to compare with, and the least number of ranges that statistics keep.
 _HASHED, _FEWEST_RANGES = 8, 64
+# Classes of similar popularity: enough for sums over rows, and far fewer than rows.
 _ZIPF_BUCKETS = 512
 
 
@@ -58,12 +60,14 @@ def reference_counts(table: Table) -> np.ndarray:
 
     They sum to the batch's lookups. U keeps each bin's mean count as near to BIN_MEAN as possible.
     """
+    # A table without lookups has no unique rows either, and no bins to fill.
     total = lookups(table, table.reuse.batch)
     if total == 0:
         return np.zeros(0, dtype=np.int64)
     n_bins, mean_counts = _bin_rows(table)
     return np.concatenate(
         [
+            # Highest bin first, so that counts fall over the whole array.
             _spread_counts(int(n), int(c), k)
             for k, (n, c) in reversed(list(enumerate(zip(n_bins, mean_counts, strict=True))))
             if n > 0
@@ -74,6 +78,7 @@ def reference_counts(table: Table) -> np.ndarray:
 @lru_cache(maxsize=4096)
 def _bin_rows(table: Table) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Rows in each bin and sums of their counts: two tuples of REUSE_BINS."""
+    # One table through the vectorised path, cached: searches ask for the same tables many times.
     rows, sums = bins_of([table])
     return tuple(int(n) for n in rows[0]), tuple(int(c) for c in sums[0])
 
@@ -81,8 +86,10 @@ def _bin_rows(table: Table) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def bins_of(tables: Sequence[Table]) -> tuple[np.ndarray, np.ndarray]:
     """`_bin_rows` of many tables: two arrays [T, REUSE_BINS]."""
     bins = np.array([t.reuse.bins for t in tables])
+    # float64 holds these whole numbers exactly.
     total = np.array([lookups(t, t.reuse.batch) for t in tables], dtype=float)
     mean = np.array([of @ BIN_MEAN for of in bins])
+    # Unique rows follow from lookups over their mean count, at most all rows, and at least one.
     unique = np.minimum([t.rows for t in tables], np.maximum(1.0, np.rint(total / mean)))
     rows = _apportion(bins, unique)
     while len(over := np.flatnonzero((rows @ BIN_LOW > total) & (unique > 1))):
@@ -95,9 +102,11 @@ def bins_of(tables: Sequence[Table]) -> tuple[np.ndarray, np.ndarray]:
 
 def _apportion(shares: np.ndarray, total: np.ndarray) -> np.ndarray:
     """[T, K] whole numbers in proportion to `shares` [T, K]. They sum to `total` [T] (largest remainders)."""
+    # Fractions of rows: the floor of each, then one more for the largest remainders.
     exact = shares / shares.sum(-1, keepdims=True) * total[:, None]
     whole = np.floor(exact)
     rest = np.rint(total - whole.sum(-1))
+    # A stable sort breaks ties by bin, so results do not depend on the platform.
     order = np.argsort(-(exact - whole), axis=-1, kind="stable")
     more = (np.arange(shares.shape[1]) < rest[:, None]).astype(float)
     np.put_along_axis(whole, order, np.take_along_axis(whole, order, -1) + more, -1)
@@ -109,23 +118,29 @@ def _apportion_counts(rows: np.ndarray, total: np.ndarray) -> np.ndarray:
 
     They stay within the bins' edges where possible.
     """
+    # Bins without rows take part in nothing below.
     live = rows > 0
     top = np.flatnonzero(live.any(0)).max(initial=0)
     highest = live.shape[1] - 1 - np.argmax(live[:, ::-1], axis=1)  # the last bin that has rows
     each = np.arange(len(rows))
+    # [T, REUSE_BINS] least and most that the counts of a bin may sum to.
     low = rows * BIN_LOW
+    # The last bin has no upper edge: infinite where it has rows, 0 where it has none.
     high = np.multiply(np.maximum(rows, 1), BIN_HIGH, where=live, out=np.zeros_like(rows))
     sums = rows * BIN_MEAN
     # Start at the mean counts. Then move all bins by the same share of their room.
+    # gap > 0: too few lookups so far. Room is what bins can still give or take.
     gap = total - sums.sum(-1)
     below, above = sums - low, np.where(np.isinf(high), 0.0, high - sums)
     room = np.where(gap < 0, below.sum(-1), above.sum(-1))
+    # 1e-9 keeps the division finite where no bin has room.
     step = np.where(gap < 0, np.maximum(gap, -np.maximum(room, 1e-9)), np.minimum(gap, room))
     share = step / np.maximum(room, 1e-9)
     sums += np.where(gap[:, None] < 0, below, above) * share[:, None]
     beyond = np.where(gap < 0, 0.0, gap - step)
     # All closed bins are full. The highest bin with rows takes the rest.
     sums[each, highest] += np.maximum(beyond, 0.0)
+    # Counts are whole lookups.
     sums = np.floor(sums)
     rest = total - sums.sum(-1)
     for k in range(top, -1, -1):  # the rounding rest goes to the highest bins with room
@@ -133,12 +148,14 @@ def _apportion_counts(rows: np.ndarray, total: np.ndarray) -> np.ndarray:
         take = np.where(closed, np.minimum(rest, high[:, k] - sums[:, k]), rest) * live[:, k]
         sums[:, k] += take
         rest = rest - take
+    # What no bin has room for exceeds an edge, so that the total stays exact.
     sums[each, highest] += rest
     return sums
 
 
 def _spread_counts(rows: int, total: int, k: int) -> np.ndarray:
     """[rows] falling counts within bin k that add up to `total`: a ramp around their mean."""
+    # The ramp is symmetric around the mean, so its sum is right before rounding.
     mean = total / rows
     reach = min(mean - BIN_LOW[k], BIN_HIGH[k] - mean) if k < REUSE_BINS - 1 else mean - BIN_LOW[k]
     ramp = np.linspace(1, -1, rows) if rows > 1 else np.zeros(1)
@@ -150,7 +167,9 @@ def _spread_counts(rows: int, total: int, k: int) -> np.ndarray:
         fits = np.flatnonzero((counts + step >= BIN_LOW[k]) & (counts + step <= BIN_HIGH[k]))
         fits = fits if len(fits) >= abs(rest) else np.arange(rows)
         counts[fits[: abs(rest)]] += step
+        # More rest than rows: the first row takes what is left.
         counts[0] += total - int(counts.sum())
+    # Largest first, as reference_counts promises.
     return -np.sort(-counts)
 
 
@@ -165,13 +184,17 @@ def unique_rows_of(shards: Sequence[Shard], batch: int) -> np.ndarray:
     Results are cached. A row range has its share of the table's unique rows: measured, or by its rows. Where
     ids are ordered by frequency, those of its ranks.
     """
+    # Unique rows of ranked tables depend on the range. For others one number a table serves all ranges.
     by_rank = [s.table.ordered and s.table.row_shares is None for s in shards]
+    # The whole table is the key where ranges scale, so that ranges share a cache entry.
     keys = [
         (s.table, batch, s.row_lo, s.row_hi) if ranked else (s.table, batch, 0, s.table.rows)
         for s, ranked in zip(shards, by_rank, strict=True)
     ]
     found = [_KNOWN.get(key) for key in keys]
+    # dict.fromkeys removes duplicates: many shards of one table need one computation.
     if new := dict.fromkeys((key for key, rows in zip(keys, found, strict=True) if rows is None), 0.0):
+        # Tables without lookups keep their 0.
         hit = [key for key in new if lookups(key[0], batch) > 0]
         for access, compute in ((Reuse, _unique_of_reuse), (Zipf, _unique_of_zipf)):
             asked = [key for key in hit if isinstance(key[0].access, access)]
@@ -193,6 +216,7 @@ def unique_rows_of(shards: Sequence[Shard], batch: int) -> np.ndarray:
 
 def _unique_share(shard: Shard) -> float:
     table = shard.table
+    # Hashed ids touch every range in proportion to its rows.
     if table.row_shares is None or shard.full_rows:
         return shard.rows / table.rows
     return _inside(table.row_shares.unique, shard)
@@ -200,6 +224,7 @@ def _unique_share(shard: Shard) -> float:
 
 def _inside(shares: tuple[float, ...], shard: Shard) -> float:
     """The share of a shard's rows, from shares of equal ranges of all rows. Ranges count as even inside."""
+    # Interpolate the cumulative share at both ends of the shard's rows.
     edges, sums = np.linspace(0, shard.table.rows, len(shares) + 1), np.cumsum((0.0, *shares))
     return float(np.diff(np.interp((shard.row_lo, shard.row_hi), edges, sums / sums[-1]))[0])
 
@@ -216,13 +241,17 @@ _AT_ONCE = 4096
 def _unique_of_reuse(asked: Sequence[_Rows]) -> np.ndarray:
     """[N] for tables with a reuse histogram. Rows that its batch never saw are left out."""
     rows, sums = bins_of([table for table, *_ in asked])
+    # A smaller batch keeps each lookup with this probability. A larger one shows no new rows.
     keep = np.array([min(1.0, batch / table.reuse.batch) for table, batch, *_ in asked])
+    # Reversed: the highest bin is the most popular class.
     live, found = (rows > 0)[:, ::-1], np.zeros(len(asked))
     n_live = live.sum(1)
     # Group tables by their number of bins with rows: only these enter the sums.
     for n in np.unique(n_live).tolist():
+        # Equal numbers of bins give a dense [n_some, n] array without padding.
         some = np.flatnonzero(n_live == n).tolist()
         sizes, counts = (of[some, ::-1][live[some]].reshape(len(some), n) for of in (rows, sums))
+        # counts / sizes: mean lookups of a row in each class.
         seen = seen_when_thinned(counts / sizes, keep[some, None])
         found[some] = _seen_inside(seen, sizes, [asked[i] for i in some])
     return found
@@ -232,6 +261,7 @@ def seen_when_thinned(counts: np.ndarray, keep: np.ndarray | float) -> np.ndarra
     """The probability that a row is seen if each of its lookups is kept with probability `keep`."""
     # log1p(-1) where all lookups are kept. np.where then drops the result.
     with np.errstate(divide="ignore"):
+        # 1 - (1 - keep)^counts, by expm1 and log1p: exact also where keep is tiny.
         return np.where(keep == 1.0, 1.0, -np.expm1(counts * np.log1p(-keep)))
 
 
@@ -243,17 +273,21 @@ def _seen_inside(seen: np.ndarray, sizes: np.ndarray, asked: Sequence[_Rows]) ->
 
     In ordered tables the most popular rows come first.
     """
+    # Positions 2 and 3 of a query: its row range [lo, hi).
     low, high = (np.array([of[i] for of in asked], dtype=float)[:, None] for i in (2, 3))
     if any(table.ordered for table, *_ in asked):
         edges = np.concatenate([np.zeros((len(sizes), 1)), np.cumsum(sizes, axis=1)], axis=1)
         ordered = np.array([[table.ordered] for table, *_ in asked])
+        # Rows are in order of popularity, so a class is a range of rows, and overlap is counted.
         inside = np.minimum(edges[:, 1:], high) - np.maximum(edges[:, :-1], low)
         sizes = np.where(ordered, np.clip(inside, 0, None), sizes)
+    # A range cannot have more unique rows than rows.
     return np.minimum((seen * sizes).sum(1), (high - low)[:, 0])
 
 
 def _unique_of_zipf(asked: Sequence[_Rows]) -> np.ndarray:
     """[N] for tables with a power law. Rows fall into classes of similar popularity."""
+    # All tables have 512 edges, some twice. Duplicates are removed below.
     edges, found = _zipf_edges(np.array([table.rows for table, *_ in asked])), np.zeros(len(asked))
     kept = np.diff(edges, prepend=-1.0, axis=1) > 0
     n_kept = kept.sum(1)
@@ -262,13 +296,16 @@ def _unique_of_zipf(asked: Sequence[_Rows]) -> np.ndarray:
         some = np.flatnonzero(n_kept == n).tolist()
         ranks, of = edges[some][kept[some]].reshape(len(some), n), [asked[i] for i in some]
         sizes, mass = np.diff(ranks, axis=1), np.diff(_zipf_cdf(ranks, [table for table, *_ in of]), axis=1)
+        # [n_some, n - 1] expected lookups of one row of each class.
         weights = np.array([[lookups(table, batch)] for table, batch, *_ in of]) * mass / sizes
+        # 1 - exp(-w): a row is seen at least once, if its lookups are Poisson.
         found[some] = _seen_inside(-np.expm1(-weights), sizes, of)
     return found
 
 
 def _zipf_edges(rows: np.ndarray) -> np.ndarray:
     """[T, _ZIPF_BUCKETS] ranks that separate the classes. Some appear twice in small tables."""
+    # Geometric: popularity falls by a power law, so classes have similar ratios.
     return np.rint(np.geomspace(1, rows + 1, _ZIPF_BUCKETS, axis=-1)) - 1
 
 
@@ -284,14 +321,17 @@ def _zipf_cdf(ranks: np.ndarray, tables: Sequence[Table]) -> np.ndarray:
 
     The law is the bounded continuous power law on [1, rows + 1).
     """
+    # At alpha = 1 the integral of x^-alpha is a logarithm, not a power.
     flat = np.array([[abs(t.zipf_alpha - 1) < 1e-9] for t in tables])
     power = np.where(flat, 0.0, [[1 - t.zipf_alpha] for t in tables])
+    # Mass of all rows, which normalises the law. Python's math: equal results on every processor.
     whole = np.array(
         [
             [math.log(t.rows + 1.0) if f else (t.rows + 1.0) ** p - 1]
             for t, f, p in zip(tables, flat.ravel(), power.ravel().tolist(), strict=True)
         ]
     )
+    # The law is on [1, rows + 1), so ranks from 0 shift by one.
     ranks = ranks + 1.0
     # A scalar power of 0.5 is a sqrt in numpy, but one in an array is not: round alike.
     risen = np.where(power == 0.5, np.sqrt(ranks), ranks**power)
@@ -301,15 +341,19 @@ def _zipf_cdf(ranks: np.ndarray, tables: Sequence[Table]) -> np.ndarray:
 def access_share(shard: Shard) -> float:
     """The share of its table's lookups that a shard's row range serves."""
     table = shard.table
+    # The most common case, and exact.
     if shard.full_rows:
         return 1.0
+    # Ids as if hashed: lookups are even over rows.
     if not table.ordered or table.pooling == 0:
         return shard.rows / table.rows
     if table.row_shares:
         return _inside(table.row_shares.lookups, shard)
+    # Rows are ranks, so the law's mass between two of them is the share.
     if isinstance(table.access, Zipf):
         low, high = _zipf_cdf(np.array([[shard.row_lo, shard.row_hi]]), [table])[0]
         return float(high - low)
+    # A histogram: counts of its classes, most popular first.
     rows, sums = (np.array(x, dtype=float) for x in _bin_rows(table))
     live = np.flatnonzero(rows > 0)[::-1]
     counts, sizes = sums[live] / rows[live], rows[live]
@@ -324,6 +368,7 @@ def concentration_of(tables: Sequence[Table], unique: np.ndarray) -> np.ndarray:
 
     unique: [N] rows that it touches. 0.25 is even access.
     """
+    # Even access: a quarter of the rows has a quarter of the lookups.
     shares = np.full(len(tables), 0.25)
     zipf = [i for i, t in enumerate(tables) if isinstance(t.access, Zipf)]
     if zipf:
@@ -331,11 +376,14 @@ def concentration_of(tables: Sequence[Table], unique: np.ndarray) -> np.ndarray:
         rows = np.maximum(1.0, unique[zipf])
         # The law is the bounded continuous power law, as in _zipf_cdf.
         flat, safe = abs(power) < 1e-9, np.where(abs(power) < 1e-9, 1.0, power)
+        # Integral of the law over the first quarter of the touched rows, and over all of them.
         few, all_ = (np.where(flat, np.log(n), (n**safe - 1) / safe) for n in (1 + rows / 4, 1 + rows))
         shares[zipf] = few / all_
     for i, table in enumerate(tables):
+        # Counts of a histogram do not depend on the batch, so they are cached by table.
         if isinstance(table.access, Reuse) and table.pooling:
             shares[i] = _reuse_concentration(table)
+    # Rounding may leave a share below even access.
     return np.maximum(0.25, shares)
 
 
@@ -344,6 +392,7 @@ def _reuse_concentration(table: Table) -> float:
     """The same of a reuse histogram: rows of its higher bins are looked up more often."""
     rows, sums = (np.array(x, dtype=float)[::-1] for x in _bin_rows(table))
     edges, lookups_to = np.cumsum(rows), np.cumsum(sums)
+    # The quarter may end inside a bin: rows of a bin count equally.
     quarter = np.interp(edges[-1] / 4, np.concatenate([[0], edges]), np.concatenate([[0], lookups_to]))
     return float(quarter / lookups_to[-1])
 
@@ -354,18 +403,23 @@ def row_shares_of(ids: np.ndarray, rows: int, n_devices: int) -> RowShares | Non
     n_devices: that may divide the rows. Ids count as hashed if no device has markedly more than if the same
     rows lay anywhere (UNEVEN). A hot row makes its device busy either way.
     """
+    # Too few ids, devices or rows to divide: nothing to tell from hashing.
     if len(ids) == 0 or n_devices < 2 or rows < n_devices:
         return None
+    # Compare with the same rows and counts at random places, so that hot rows count in both.
     hit, counts = np.unique(ids, return_counts=True)
+    # A fixed seed: the same ids always give the same answer.
     rng, devices = np.random.default_rng(0), min(n_devices, MOST_RANGES)
     busiest, *hashed = (
         np.bincount(where, counts, devices).max()
         for where in (hit * devices // rows, *(rng.integers(0, devices, len(hit)) for _ in range(_HASHED)))
     )
+    # The largest of eight random placements allows for their chance deviations.
     if busiest <= UNEVEN * max(hashed):
         return None
     # A multiple of the devices, so that ranges end where theirs do.
     n = min(rows, -(-_FEWEST_RANGES // devices) * devices)
+    # Lookups weigh rows by their counts. Unique rows count each once.
     lookups, unique = (np.bincount(hit * n // rows, of, n) for of in (counts, None))
     return RowShares(*(tuple((of / of.sum()).round(9).tolist()) for of in (lookups, unique)))
 
@@ -374,6 +428,7 @@ def reuse_of(ids: np.ndarray, batch: int) -> Reuse:
     """The reuse histogram of a stream of `batch` samples."""
     if len(ids) == 0:
         return Reuse((0.0,) * REUSE_BINS, batch)
+    # Only how often ids occur matters, not which ones.
     _, counts = np.unique(ids, return_counts=True)
     bins = np.bincount(reuse_bin(counts), minlength=REUSE_BINS)
     return Reuse(tuple(float(b) for b in bins / bins.sum()), batch)
@@ -384,6 +439,7 @@ def reuse_bins(table: Table, batch: int) -> tuple[float, ...]:
     """[REUSE_BINS] the table's reuse histogram: its own, or what a power law is expected to give a batch."""
     if isinstance(table.access, Reuse):
         return table.reuse.bins
+    # A power law has no reference batch: take the counts that this batch is expected to have.
     sizes, mass = zipf_classes(table)
     return expected_bins(sizes, lookups(table, batch) * mass / sizes)
 
@@ -397,6 +453,7 @@ def expected_bins(rows: np.ndarray, lookups_each: np.ndarray) -> tuple[float, ..
 
     # A row's lookups in a batch are nearly Poisson.
     below = pdtr(np.concatenate([[0.0], BIN_HIGH[:-1]])[:, None], lookups_each[None])  # [REUSE_BINS, K]
+    # Probability of a count within each bin's edges, times the rows of each class.
     seen = np.diff(np.concatenate([below, np.ones((1, len(rows)))]), axis=0) @ rows
     return tuple((seen / max(seen.sum(), 1e-9)).tolist())
 

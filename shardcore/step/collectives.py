@@ -94,6 +94,7 @@ class Collective:
 
 
 def _outputs(*buffers: str) -> Alive:
+    # A Counter, as a buffer may be alive twice in a phase.
     return {"outputs": Counter(buffers)}
 
 
@@ -146,15 +147,19 @@ def _updated(sent: Alive, channel: str, **phases: Alive) -> StageBuffers:
 
 
 def _exchanged(channel: str) -> Stages:
+    # What travels lives until it is waited for: this device's outputs, and those that it receives.
     sent, outputs = _payloads(f"{channel} there", "local there"), _outputs(channel)
     return (
         _looked_up(
             channel,
             sent,
+            # A codec clamps FP32 values to the range of the payload before it casts them.
             outputs_cast={**outputs, **_payloads(f"{channel} cast", f"{channel} clamped")},
+            # Once cast, the clamped copy is freed, and buffers of the exchange exist.
             outputs_sent={**outputs, **_payloads(f"{channel} cast", f"{channel} there", "local there")},
         ),
         _awaited(sent),
+        # Backward, gradients of local outputs leave, and those of the channel arrive.
         _exchanged_back(channel),
         _updated(_payloads("local back", f"{channel} back"), channel),
     )
@@ -168,6 +173,7 @@ def _sequences(channel: str) -> Stages:
         _looked_up(
             channel,
             sent,
+            # A second copy of all lookups, while they are put in order.
             outputs_in_order=_outputs(channel, channel),
             outputs_cast={
                 **outputs,
@@ -191,7 +197,9 @@ def _summed(channel: str, *crossing: str) -> Stages:
     """Gloo sums in a separate buffer, and gathers in one."""
     if crossing:
         return _summed_and_exchanged(channel, *crossing)
+    # Forward: each device enters outputs of the global batch, and receives sums for its samples.
     sent, outputs = _payloads(f"{channel} there", "local there"), _outputs(channel)
+    # The all-gather holds its output and gloo's own buffer: twice the channel's bytes.
     gathered = _payloads("local copied", f"{channel} back", f"{channel} back")
     return (
         _looked_up(
@@ -212,6 +220,7 @@ def _summed_and_exchanged(channel: str, crossing: str) -> Stages:
     cast, gathered = f"{channel} cast", f"{channel} back"
     return (
         _looked_up(
+            # After the sum within the host, only the sums are left to cross hosts.
             channel,
             sent,
             sums_of_hosts_cast={**outputs, **_payloads(cast, f"{channel} clamped")},
@@ -223,10 +232,12 @@ def _summed_and_exchanged(channel: str, crossing: str) -> Stages:
             },
         ),
         _awaited(sent),
+        # Backward, hosts exchange first, as forward they do last.
         _exchanged_back(crossing),
         _updated(
             _payloads("local back", f"{crossing} back"),
             channel,
+            # Each device then gathers from its host what the reduce-scatter had divided.
             gradients_gathered={
                 **_gradients(crossing),
                 **_payloads(f"{crossing} recast", gathered, gathered),
@@ -242,9 +253,11 @@ def _replicated(channel: str) -> Stages:
     """
     gradients = _gradients("gradient")
     return (
+        # Lookups are local, so outputs exist at once and nothing is waited for.
         stage_buffers(after=_outputs("local"), looked_up=_outputs("local")),
         stage_buffers(_outputs("local"), _RECEIVED),
         stage_buffers(gradients, gradients),
+        # The dense kernel makes a gradient in addition to DDP's bucket, which is always there.
         stage_buffers(gradients, gradients_of_replicas={**gradients, "dense gradients": {"dense": 1}}),
     )
 
@@ -257,17 +270,20 @@ def _hot(widths: Widths, rng: Any) -> Widths:
 
     So ranks that own equally many columns may receive a hundred times as many ids.
     """
+    # Log-normal shares: few ranks have most ids, as hot tables make them in plans.
     shares = rng.lognormal(0.0, 1.0, len(widths))
     return [round(sum(widths) * share) for share in shares / shares.sum()]
 
 
 def _near_even(widths: Widths, rng: Any) -> Widths:
     """Ranks that hold row ranges receive nearly as many ids each."""
+    # Between half and all of the largest: ranges of rows have about even lookups.
     return [max(1, round(max(widths) * part)) for part in rng.uniform(0.5, 1, len(widths))]
 
 
 def _same(widths: Widths, rng: Any) -> Widths:
     """An all-reduce sums the same tensor on every rank."""
+    # Unequal sizes would not be an all-reduce.
     return [max(widths)] * len(widths)
 
 
@@ -281,6 +297,7 @@ COLLECTIVES: Mapping[str, Collective] = {
             ("forward", "backward"),
             "all_to_all",
             Draw(0.2, scope="cross", scope_share=0.4),
+            # Nothing stands in for it: it is the stand-in for others.
             like="",
             cast=True,
             memory=_exchanged,
@@ -301,9 +318,11 @@ COLLECTIVES: Mapping[str, Collective] = {
             "all_reduce",
             "all-reduce",
             ("backward",),
+            # DDP reduces the same tensor on every rank, so drawn widths are made equal.
             "all_reduce",
             Draw(0.3, loads=_same),
             ring=True,
+            # A ring all-reduce is a reduce-scatter and an all-gather, each of which passes all bytes.
             passes=2,
             dense=True,
             memory=_replicated,
@@ -314,6 +333,7 @@ COLLECTIVES: Mapping[str, Collective] = {
             ("forward",),
             "ids",
             Draw(0.1, stream=5, loads=_hot),
+            # How much will come, lengths, then ids (KJTAllToAll).
             exchanges=3,
             ids=True,
         ),
@@ -323,6 +343,7 @@ COLLECTIVES: Mapping[str, Collective] = {
             ("forward",),
             "ids",
             Draw(0.07, stream=8, loads=_near_even),
+            # It travels as plain ids do, so it has their rates and adds its own work.
             like="all_to_all_ids",
             exchanges=3,
             ids=True,
@@ -347,6 +368,7 @@ def stages_of(collective: str, channels: tuple[str, ...], sequence: bool) -> Sta
     channels: names of all that the run has. The first is of this collective.
     """
     row = collective_of(collective)
+    # Sequences differ only for the all-to-all. Replicas have the same buffers for both.
     memory = row.memory_of_sequences if sequence and row.memory_of_sequences else row.memory
     if memory is None:
         raise ShardCoreError(f"collective {collective!r} carries ids; it has no memory in stages")

@@ -57,6 +57,7 @@ def sample_bytes(table: Table, job: Job, share: float = 1.0, ranges: int = 1) ->
 
     share: of its lookups. ranges: of its rows, each with separate lengths.
     """
+    # Each range sends a length for every bag, even where it has none of the bag's ids.
     lengths = table.features * ranges / table.dedup
     return lookup_bytes(table, job) * table.looked_up * share + job.length_bytes * lengths
 
@@ -71,6 +72,7 @@ def expected_bytes(plan: Plan, problem: Problem) -> dict[Layout, np.ndarray]:
 
     All devices send the same.
     """
+    # Runs exchange ids separately, so their bytes are kept apart.
     received: dict[Layout, np.ndarray] = defaultdict(lambda: np.zeros(len(problem.topology)))
     for run, device, shard in _inputs(plan):
         received[run][device] += received_bytes(shard, problem)
@@ -85,10 +87,13 @@ def input_bytes(plan: Plan, problem: Problem, lookups: Lookups) -> np.ndarray:
     lookups: of a given batch.
     """
     n, job = len(problem.topology), problem.job
+    # Ids of a given batch: devices may send different numbers of them, unlike in expected_bytes.
     sent, received = np.zeros((2, n))
     for _, device, shard in _inputs(plan):
+        # A local batch is the same size everywhere, so lengths are, too.
         lengths = round(shard.table.features * problem.local_batch / shard.table.dedup)
         of_each = lookup_bytes(shard.table, job) * lookups(shard) + job.length_bytes * lengths
+        # `of_each` [D]: what each device sends to this shard. The shard's device receives all of it.
         sent += of_each
         received[device] += of_each.sum()
     return np.stack([sent, received])
@@ -102,6 +107,7 @@ def count_bytes(plan: Plan, problem: Problem) -> int:
 
     Traffic does not contain them: measured exchanges of ids do, in their latency.
     """
+    # A run is one exchange, but cut sequences are a second one.
     numbers = {
         (run, shard.table.sequence and shard.width < shard.table.dim): 3 + shard.table.weighted
         for run, _, shard in _inputs(plan)

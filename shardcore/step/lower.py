@@ -67,8 +67,10 @@ class Op:
 def is_sequence(shards: Sequence[Shard]) -> bool:
     """Tell if lookups of an op are not pooled. Raises ShardCoreError for shards of several ops."""
     kinds = {s.table.sequence for s in shards}
+    # FBGEMM's op has one pooling mode for all of its tables.
     if len(kinds) > 1:
         raise ShardCoreError("an op has sequences and pooled tables; FBGEMM runs them in separate ops")
+    # Lookups of sequences are rows of one output matrix, so all have its width.
     widths = sorted({s.width for s in shards})
     if any(kinds) and len(widths) > 1:
         raise ShardCoreError(
@@ -99,6 +101,7 @@ class Workload:
     job: Job = Job()
 
     def __repr__(self) -> str:
+        # A replicated op is on many devices, but it is one object: counted once.
         ops = {id(op): len(op.shards) for ops in self.ops for op in ops}
         return (
             f"Workload({sum(ops.values())} shards in {len(ops)} ops, {self.topology!r}, global batch "
@@ -116,6 +119,7 @@ class Workload:
     @cached_property
     def lanes(self) -> dict[Layout, int]:
         """The runs of the step, in their order, and where they stand in traffic."""
+        # Ordered by first appearance, without duplicates. Lanes depend on the runs, not on their devices.
         ops = {id(op): op for ops in self.ops for op in ops}.values()
         return _lanes({op.run: None for op in ops}, (s.table for op in ops for s in op.shards))
 
@@ -134,22 +138,28 @@ def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
     """
     require_type(plan, Plan, "plan", "a Plan, as a sharder gives")
     require_type(problem, Problem, "problem", "a Problem")
+    # Checks of coverage come first: bytes of a plan that lacks a table mean nothing.
     require_cover(plan, problem)
+    # Constraints after coverage: they assume that placements are valid for their kinds.
     require_constraints(plan, problem)
+    # Memory is needed in either case, for the Workload states it.
     used = (memory.require_fits if fits else memory.used_bytes)(plan, problem)
     if fits:
         require_ops(plan, problem)
     n_devices = len(problem.topology)
+    # All shards of a run on a device are one fused op, as TorchRec groups them.
     held: dict[tuple[Layout, int], list[Shard]] = defaultdict(list)
     for placement in merged(plan.placements):
         run = run_of(placement.kind, placement.shard.table)
         for device, shard in shards_on(placement):
             held[run, device].append(shard)
     ops: list[list[Op]] = [[] for _ in range(n_devices)]
+    # Lanes of this plan's runs only, so that most plans have one lane.
     own_lanes = _lanes({layout for layout, _ in held}, problem.tables)
     traffic = np.zeros(((1 + max(own_lanes.values())) * len(CHANNELS), n_devices))
     for layout, lane in own_lanes.items():
         last, entering = None, np.zeros(len(CHANNELS))
+        # Rows of traffic of one lane: all channels of kinds.CHANNELS.
         rows = slice(row_in(lane, CHANNELS[0]), row_in(lane + 1, CHANNELS[0]))
         for device in (d for d in range(n_devices) if (layout, d) in held):
             shards = tuple(held[layout, device])
@@ -158,13 +168,16 @@ def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
                 last = Op(layout.name, shards, layout.batch(problem))
                 entering = entering_bytes(layout, shards, problem)
             ops[device].append(last)
+            # Runs of a lane share no channel but DDP's all-reduce, which sums what all replicas enter.
             traffic[rows, device] += entering
     tick()
+    # Ids come last and are assigned, not added: no other run has their channel in this lane.
     for layout, n_bytes in expected_bytes(plan, problem).items():
         if layout.ids:
             traffic[row_in(own_lanes[layout], layout.ids)] = n_bytes
     return Workload(
         tuple(map(tuple, ops)),
+        # Towers leave each device of a host the same share of what crosses hosts.
         shared_on_hosts(traffic, problem),
         tuple(used),
         problem.topology,
@@ -182,11 +195,13 @@ def entering_bytes(layout: Layout, shards: tuple[Shard, ...], problem: Problem) 
     """[C] bytes that a device's shards of a kind enter into each channel.
 
     With towers, what crosses hosts is not yet divided over the host (traffic.shared_on_hosts)."""
+    # Outputs are those of the global batch. A kind's formula takes from it what its devices enter.
     outputs = [output_bytes(s, problem.global_batch) for s in shards]
     of_channel = {
         c: sum(b(s.bytes, o, problem) for s, o in zip(shards, outputs, strict=True))
         for c, b in layout.channels_in(problem.job).items()
     }
+    # Dense [C], with 0 for other channels, so that arrays of several runs add up.
     return np.array([float(of_channel.get(c, 0)) for c in CHANNELS])
 
 
@@ -200,9 +215,11 @@ def traffic_of_outputs(
     outputs: of replicas, bytes of their gradients.
     id_bytes: [..., D] bytes of ids and lengths that devices receive for some of these runs.
     """
+    # Any leading dimensions: searches price several candidate plans in one call.
     of_run, shape = lanes(outputs), next(iter(outputs.values())).shape
     traffic = np.zeros(((1 + max(of_run.values())) * len(CHANNELS), *shape))
     for run, n_bytes in (id_bytes or {}).items():
+        # Replicas look up their own samples, so no ids travel for them.
         if run.ids:
             traffic[row_in(of_run[run], run.ids)] = n_bytes
     for run, n_bytes in outputs.items():
@@ -231,6 +248,7 @@ def require_cover(plan: Plan, problem: Problem) -> None:
     for placement in ticking(plan.placements):
         shard = placement.shard
         found = known.get(shard.table.name)
+        # Plans mostly hold the problem's own tables. Identity saves comparing their statistics.
         if found is not shard.table and found != shard.table:
             raise ShardCoreError(
                 f"plan places table {shard.table.name!r}, "
@@ -251,6 +269,7 @@ def require_cover(plan: Plan, problem: Problem) -> None:
             raise ShardCoreError(
                 f"plan places {placed} of the {table.rows * table.dim} cells of table {table.name!r}"
             )
+    # FBGEMM sees merged shards, so limits apply to a table's columns on a device, not to each shard.
     most = problem.topology.most_columns
     for placement, width in _widths(p for p in plan.placements if p.shard.table.dim > most):
         if width > most:
@@ -263,6 +282,7 @@ def require_cover(plan: Plan, problem: Problem) -> None:
 
 def _widths(placements: Iterable[Placement]) -> Iterable[tuple[Placement, int]]:
     """One placement of each table, kind and group of devices, and the columns of all: they are one shard."""
+    # The first placement of a key stands for all: only their columns differ.
     found: dict[tuple[str, str, tuple[int, ...]], tuple[Placement, int]] = {}
     for p in placements:
         key = p.shard.table.name, p.kind, p.devices
@@ -276,6 +296,7 @@ def require_constraints(plan: Plan, problem: Problem) -> None:
     Tables that must stay whole are whole. All live only where they may. Bundles are on one device. Tables
     are run by kinds that may run them, in shards that are wide enough.
     """
+    # Checks go from cheap to dear: merging placements is left for problems that need it.
     kinds = problem.kinds_of
     for placement in plan.placements if kinds else ():
         name = placement.shard.table.name
@@ -284,6 +305,7 @@ def require_constraints(plan: Plan, problem: Problem) -> None:
                 f"plan places {placement.shard.label} by {placement.kind}; it needs "
                 f"{' or '.join(kinds[name])} (constraints.kinds)"
             )
+    # A table that is narrower than its minimum width only has to be whole.
     least = dict(problem.constraints.min_widths)
     for placement, width in _widths(p for p in plan.placements if p.shard.table.name in least):
         table = placement.shard.table
@@ -299,19 +321,24 @@ def require_constraints(plan: Plan, problem: Problem) -> None:
     homes: dict[tuple[str, ...], tuple[str, tuple[int, ...]]] = {}
     for placement in merged(plan.placements):
         shard, devices, name = placement.shard, placement.devices, placement.shard.table.name
+        # A range of rows is a cut as well, unless a single device has all of them.
         divided = layout_of(placement.kind).divides_rows and len(devices) > 1
+        # Columns were merged above, so two shards on one device count as whole.
         if name in problem.whole and (divided or shard != Shard.whole(shard.table)):
+            # Name a shard as it runs: for divided rows, one device's range.
             one = next(s for _, s in shards_on(placement))
             raise ShardCoreError(
                 f"plan cuts table {name!r}, one shard being {one.label}; it must stay whole "
                 f"({problem.kept_whole_by(name)})"
             )
+        # Tables that nothing pins may live anywhere.
         allowed = problem.pinned.get(name, devices)
         for wrong in (d for d in devices if d not in allowed):
             raise ShardCoreError(
                 f"plan places {shard.label} on device {wrong}; table {name!r} may only live "
                 f"on {device_names(allowed)} (constraints.pinned)"
             )
+        # The first table of a bundle sets its device. All others are compared with that.
         if name in problem.bundle_of:
             other, home = homes.setdefault(problem.bundle_of[name], (name, devices))
             if len(devices) > 1 or devices != home:

@@ -91,17 +91,22 @@ def resident_bytes(layout: Layout, shard: Shard, problem: Problem) -> tuple[int,
 
     Weights include their cache, and the map from ids to rows.
     """
+    # Optimizer state of fused tables: FBGEMM's optimizers run in the backward kernel.
     table, (a_cell, a_row) = shard.table, STATE_BYTES[problem.optimizer]
     collision = table.managed_collision or _NO_COLLISION
+    # Maps have an entry for every row, cached or not, so they do not shrink with the cache.
     mapped = MAPPED_ROW_BYTES * _is_cached(table) + collision.row_bytes
+    # Managed collision keeps ids that it saw since its last eviction. A row range has its share of them.
     seen = problem.global_batch * table.looked_up * collision.lookup_bytes
     mapping = math.ceil(shard.rows * mapped + (seen and seen * access_share(shard)))
+    # Device memory holds only the cache. State of rows stays there for all rows (see host_bytes).
     if table.in_host_memory:
         return table.cached(shard.rows) * _cached_row_bytes(shard) + mapping, shard.rows * a_row
     if layout.dense_gradient:
         # Torch's optimizers keep state of the weights' type.
         dense, each = DENSE_OPTIMIZERS[problem.replica_optimizer], PRECISION_BYTES[table.precision]
         a_cell, a_row = dense.state_bytes("cell", each), dense.state_bytes("row", each)
+    # State of cells grows with the shard's width, state of rows does not.
     return shard.bytes + mapping, shard.rows * (shard.width * a_cell + a_row)
 
 
@@ -117,6 +122,7 @@ def host_bytes(shard: Shard, problem: Problem) -> int:
     """
     if not shard.table.in_host_memory:
         return 0
+    # State of cells lies with the weights in host memory.
     a_cell, _ = STATE_BYTES[problem.optimizer]
     return shard.bytes + shard.rows * shard.width * a_cell
 
@@ -133,28 +139,39 @@ def by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
     """[D] memory of a plan on each device, by part."""
     require_type(plan, Plan, "plan", "a Plan, as a sharder gives")
     require_type(problem, Problem, "problem", "a Problem")
+    # Buffers of a local batch are equal on all devices, so they are computed once.
     local, devices = local_buffers(run_batches(merged(plan.placements), problem), problem), []
     stages = tuple(run.stages for run in local)
+    # [phases] moments of a step, and [buffers, phases] how often each buffer counts in each.
     phases, (names, times) = phases_of(stages), times_of(stages)
+    # Buffers are keyed by run number: the timeline knows runs by their order only.
     numbers = {run: number for number, run in enumerate(local)}
+    # Buffers that a device does not have count as 0 bytes.
     of_all: defaultdict[tuple[int, str], float] = defaultdict(float)
     of_all |= {(numbers[run], name): n for run in local for name, n in local[run].items()}
     of_devices = _held(plan, problem)
+    # All devices share one index of caches, so that their counts have the same meaning.
     caches = Caches.of(pair for held in of_devices for pair in held)
     for held in of_devices:
+        # Resident bytes are in every phase, so they do not affect which phase is largest.
         resident = [resident_bytes(layout, shard, problem) for layout, shard in ticking(held)]
         buffers = of_all.copy()
+        # Ops are priced by run, as the shards of a run share their buffers.
         of_runs: dict[Layout, list[Shard]] = defaultdict(list)
         for layout, shard in held:
             of_runs[layout].append(shard)
         for layout, shards in of_runs.items():
             for name, n in shard_buffers(layout, shards, problem).items():
                 buffers[numbers[layout], name] += n
+        # The peak: bytes of buffers [B] times their multiplicity [B, phases], largest phase.
         phase = phases[int(np.argmax(np.array([buffers[name] for name in names]) @ times))]
         parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         parts["weights"], parts["optimizer state"] = (sum(n) for n in zip((0, 0), *resident, strict=True))
+        # The cache is as wide as its widest shard: what resident_bytes does not count is padding.
         parts["weights"] += float(caches.padding(caches.total(held))) if len(caches) else 0.0
+        # Attribute the peak's buffers to parts, so that reports add up to the same total.
         for (part, run, name), n in phase.alive.items():
+            # A buffer may count for several parts, and more than once in each.
             parts[part] += n * buffers[run, name]
         devices.append(DeviceMemory(phase.name, _whole(parts)))
     return devices
@@ -162,6 +179,7 @@ def by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
 
 def _whole(parts: Mapping[str, float]) -> dict[str, int]:
     """The parts in whole bytes that sum to the rounded sum."""
+    # Round the running sum, not each part: rounding errors then never add up.
     ends = np.rint(np.cumsum(list(parts.values()))).astype(int).tolist()
     return {part: end - begin for part, begin, end in zip(parts, [0, *ends], ends, strict=False)}
 
@@ -184,10 +202,12 @@ class Caches:
     @classmethod
     def of(cls, shards: Iterable[tuple[Layout, Shard]]) -> Caches:
         """The caches that these shards may have."""
+        # Widths are known up front, so that counts are fixed-length vectors that add and subtract.
         widths: dict[tuple[Layout, str], set[int]] = defaultdict(set)
         for run, shard in shards:
             if _is_cached(shard.table):
                 widths[run, shard.table.precision].add(shard.width)
+        # Column 0 is common to all caches. Then each cache has one column of rows, and one for each width.
         begins = np.cumsum([1, *(1 + len(of) for of in widths.values())]).tolist()
         return cls(
             {op: (at, tuple(sorted(of))) for (op, of), at in zip(widths.items(), begins, strict=False)}
@@ -202,8 +222,10 @@ class Caches:
         table = shard.table
         if not _is_cached(table):
             return {}
+        # A shard's cache is that of its run and precision, as FBGEMM makes one op for each.
         at, widths = self.ops[run, table.precision]
         rows = table.cached(shard.rows)
+        # Cached bytes at the shard's own width are entry 0, which padding takes off again.
         return {0: rows * _cached_row_bytes(shard), at: rows, at + 1 + widths.index(shard.width): 1}
 
     def total(self, shards: Iterable[tuple[Layout, Shard]]) -> np.ndarray:
@@ -216,10 +238,12 @@ class Caches:
 
     def padding(self, counts: np.ndarray) -> np.ndarray:
         """[...] bytes of caches beyond those that `resident_bytes` has."""
+        # Remove what resident_bytes counted at each shard's own width. The caches below count it in full.
         n_bytes = -counts[..., 0]
         for (_, precision), (at, _), widest in zip(
             self.ops, self.ops.values(), self.widest(counts), strict=True
         ):
+            # Rows are allocated in whole sets of 32.
             rows = np.ceil(counts[..., at] / CACHE_SET_ROWS) * CACHE_SET_ROWS
             n_bytes = n_bytes + rows * (widest * PRECISION_BYTES[precision] + CACHED_ROW_BYTES)
         return n_bytes
@@ -227,6 +251,7 @@ class Caches:
     def widest(self, counts: np.ndarray) -> list[np.ndarray]:
         """[...] columns of the widest shard of each cache, 0 without one."""
         ops = self.ops.values()
+        # Counts by width let a search remove a shard without a search for the next widest one.
         return [(widths * (counts[..., at + 1 : at + 1 + len(widths)] > 0)).max(-1) for at, widths in ops]
 
 
@@ -241,6 +266,7 @@ def used_bytes(plan: Plan, problem: Problem) -> list[int]:
 
 def _held(plan: Plan, problem: Problem) -> list[list[tuple[Layout, Shard]]]:
     """[D] the shards of each device, and how each runs."""
+    # Merged: two shards of a table on one device are one shard, with one set of lengths and one cache.
     held: list[list[tuple[Layout, Shard]]] = [[] for _ in problem.topology.devices]
     for placement in merged(plan.placements):
         layout = run_of(placement.kind, placement.shard.table)
@@ -257,11 +283,15 @@ def require_fits(plan: Plan, problem: Problem) -> list[int]:
     """
     used, may_hold = used_bytes(plan, problem), held_bytes(problem)
     _require_hosts_fit(plan, problem)
+    # An unused device may have a reserve above its memory.
     holding = {device for placement in plan.placements for device in placement.devices}
+    # Limits are per device, as devices may have unequal memory.
     if not (too_much := {d: used[d] - may_hold[d] for d in sorted(holding) if used[d] > may_hold[d]}):
         return used
+    # The worst device says best how much memory is lacking.
     device = max(too_much, key=too_much.__getitem__)
     parts = by_part(plan, problem)[device].parts
+    # The three largest parts tell a user where to save.
     largest = sorted(filter(parts.get, parts), key=lambda part: -parts[part])[:3]
     raise Overfull(
         f"device {device} of problem {problem.name!r} would hold {gib(used[device])} "
@@ -285,6 +315,7 @@ def _require_hosts_fit(plan: Plan, problem: Problem) -> None:
     """Raise Infeasible, naming the first host with a tier of memory that does not hold its devices' rows."""
     topology = problem.topology
     for memory in topology.memory:
+        # [D] bytes in this tier. Devices of a host share it, so their sums count.
         on_device = [
             sum(host_bytes(shard, problem) for _, shard in held if shard.table.tier == memory.tier)
             for held in _held(plan, problem)

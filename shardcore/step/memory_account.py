@@ -59,10 +59,13 @@ class Sums(NamedTuple):
 def sums_of(run: Layout, shard: Shard, problem: Problem) -> Sums:
     """Sums of a device's rows of a shard."""
     table, resident = shard.table, sum(resident_bytes(run, shard, problem))
+    # Sequences do not count: FBGEMM's limit packs the feature number of pooled outputs (op_limits).
     lookups, features = op_ids(run, shard, problem), 0 if run.sequence else table.features
+    # A replica looks up its own samples. No ids arrive, and its gradient lives all step in DDP's bucket.
     if run.local_batch:
         gradient = shard.bytes * run.dense_gradient
         return Sums(resident + gradient, 0, gradient, lookups, features, 0)
+    # Ids of two batches are alive at all times, so they count as resident.
     arrived = received_bytes(shard, problem)
     return Sums(
         resident + IDS_ALIVE * arrived,
@@ -99,35 +102,46 @@ class Account:
 
         batches: share of each run in a local batch, in the order of runs.
         """
+        # The timeline needs only the memory stages of each run, so it is cached by them.
         keys = tuple(run.stages for run in batches)
+        # Only phases that can be the peak: each one is a column of every vector of a search.
         names, times = needed_times(keys)
         rows = {name: i for i, name in enumerate(names)}
         base = np.zeros(times.shape[1])
         coefficients = np.zeros((len(keys), len(Sums._fields), len(base)))
+        # Bytes of the local batch are a constant, whatever the devices hold.
         for r, (run, buffers) in enumerate(local_buffers(batches, problem).items()):
             base += sum(n * times[rows[r, name]] for name, n in buffers.items() if (r, name) in rows)
+            # Resident bytes are in every phase once.
             coefficients[r, 0] = 1.0
+            # A coefficient is how many bytes a phase has for one byte (or lookup) of a sum.
             for f, unit in enumerate(_units(run, problem), start=1):
+                # Buffers that no remaining phase has are left out of `rows`.
                 coefficients[r, f] = sum(
                     n * times[rows[r, name]] for name, n in unit.items() if (r, name) in rows
                 )
             # They are resident, too (see Sums).
             coefficients[r, 1] -= IDS_ALIVE * (not run.local_batch)
             coefficients[r, 2] -= run.local_batch
+        # One limit a device, repeated for all phases: the peak is the largest of them.
         limits = np.tile(np.array(held_bytes(problem), dtype=float)[:, None], len(base))
         phases = len(base)
+        # FBGEMM's limits are extra columns: searches then check them by the same comparison as memory.
         if may_bind(problem):
+            # Load and limit are both scaled by OF_OP, so an excess of one id reads as 1 KiB too much.
             of_op = np.array([(MOST_IDS, most_features(run.batch(problem))) for run in batches], float)
             base = np.append(base, np.zeros(of_op.size))
             limits = np.append(limits, np.tile(of_op.ravel() * OF_OP, (len(limits), 1)), axis=1)
             of_ops = np.zeros((len(keys), len(Sums._fields), len(keys), 2))
             for r in range(len(keys)):
+                # Each op counts its own run's lookups and features only.
                 of_ops[r, 3:5, r] = OF_OP * np.eye(2)
             coefficients = np.append(coefficients, of_ops.reshape(*coefficients.shape[:2], -1), axis=2)
         return cls(problem, {run: r for r, run in enumerate(batches)}, base, coefficients, limits, phases)
 
     def vector(self, run: Layout, shard: Shard, sums: Sums | None = None) -> np.ndarray:
         """[P] bytes that a device has of a shard in each phase. sums: those of the shard, if known."""
+        # One dot product [F] by [F, P]: the cost of memory in a search's trial.
         return np.array(sums or sums_of(run, shard, self.problem), float) @ self.coefficients[self.runs[run]]
 
     def loads(self, placements: Iterable[Placement]) -> np.ndarray:
@@ -147,13 +161,17 @@ def own_peaks(problem: Problem) -> Callable[[Layout, Shard], int]:
     accounts: dict[Layout, Account] = {}
 
     def bytes_of(run: Layout, shard: Shard) -> int:
+        # An account without a local batch: only what the shard itself adds.
         if run not in accounts:
             accounts[run] = Account.of({run: RunBatch(0, False, 0.0, 0.0, 0)}, problem)
         account, ids = accounts[run], 0.0
+        # Cutting a table sends its ids once more, so every device permutes one more copy.
         if shard.width < shard.table.dim and not run.local_batch:
             ids += sample_bytes(shard.table, problem.job)
+        # Bucketized ids are an extra copy, with lengths for each range.
         if run.divides_rows:
             ids += bucketized_bytes(shard.table, problem.job, len(run.groups(problem.topology)[0]))
+        # Columns beyond `phases` are op limits, not bytes.
         largest = account.vector(run, shard)[: account.phases].max()
         return math.ceil(largest + IDS_ALIVE * problem.local_batch * ids)
 
@@ -173,6 +191,7 @@ def local_batch_bytes(problem: Problem) -> int:
     """
     whole = [Placement(WHOLE_ROWS.name, Shard.whole(t), (0,)) for t in problem.tables]
     account = account_of(whole, problem)
+    # All tables on device 0, then half of what an even share would be.
     load = account.loads(whole)[0, : account.phases] / (2 * len(problem.topology))
     # Resident bytes are in all phases.
     return math.ceil((account.base[: account.phases] + load).max() - load.max())
@@ -205,17 +224,21 @@ class StageCoefficients:
     def of(cls, runs: Sequence[Layout], problem: Problem) -> StageCoefficients:
         stages = [run.stages for run in runs]
         n_phases = np.array([[len(buffers.phases) for buffers in of] for of in stages], dtype=np.int64)
+        # Runs with fewer phases keep zeros in the slots that they lack.
         n_slots = 3 + int(n_phases.max())
         sums, batch = (np.zeros((len(runs), 4, n_slots, n)) for n in (2, 6))
         local = _local_units(problem)
         for r, run in enumerate(runs):
             _, entered, sorting = _units(run, problem)
             for t, held in enumerate(stages[r]):
+                # The order of slots is a contract with anneal/compiled/memory.py.
                 slots = (held.before, held.after, held.freed_late, *held.phases.values())
                 for slot, alive in enumerate(slots):
+                    # Parts do not matter here, only bytes: their buffers are added up.
                     for name, n in ((name, n) for of in alive.values() for name, n in of.items()):
                         sums[r, t, slot] += n * np.array([entered.get(name, 0), sorting.get(name, 0)])
                         batch[r, t, slot] += n * local.get(name, np.zeros(6))
+        # Buffers freed late exist together with those of `after`, so the largest slot adds both.
         after = np.zeros_like(sums)
         after[:, :, 1] = sums[:, :, 2]
         return cls(sums, batch, n_phases, (sums + after).max((1, 2)))
@@ -223,7 +246,9 @@ class StageCoefficients:
 
 def _local_units(problem: Problem) -> dict[str, np.ndarray]:
     """[6] multiples of the bytes in `StageCoefficients.batch`, for each buffer of a run's outputs."""
+    # Unit vectors: each buffer becomes a row of multiples of the six quantities.
     outputs, cut, together, either, gradient, uncut = np.eye(6)
+    # Both cases are linear in outputs. Their difference counts only if runs are joined.
     plain, joined = (output_buffers(1.0, problem, False, together) for together in (False, True))
     units = {name: n * outputs for name, n in plain.items()}
     return units | {
@@ -242,6 +267,7 @@ def _units(run: Layout, problem: Problem) -> tuple[dict[str, float], ...]:
     if run.local_batch:
         return {}, {"dense": 1.0}, {}
     entered: dict[str, float] = {}
+    # Channels without towers, as Layout.stages has them.
     for channel, entering in run.channels.items():
         entered |= exchange_buffers(channel.name, entering(0, 1.0, problem), problem.job)
     return {"arrived": 1.0}, entered, {"sorting": float(sorting_bytes(problem))}

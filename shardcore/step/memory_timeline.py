@@ -106,6 +106,7 @@ class Phase:
 
 def _phase(name: str, *buffers: Iterable[tuple[int, Alive]]) -> Phase:
     """A phase with some buffers of runs, by their numbers."""
+    # A Counter, as one buffer may be listed for a run more than once in a phase.
     alive: Counter[tuple[str, int, str]] = Counter()
     for run, of_run in (pair for pairs in buffers for pair in pairs):
         for part, counts in of_run.items():
@@ -117,18 +118,23 @@ def _phase(name: str, *buffers: Iterable[tuple[int, Alive]]) -> Phase:
 @lru_cache(maxsize=256)
 def phases_of(stages: tuple[Stages, ...]) -> tuple[Phase, ...]:
     """The phases of a step, in the order of TorchRec. stages: of each run."""
+    # Runs are known by their place in TorchRec's order.
     runs = range(len(stages))
 
+    # A buffer of each run, for phases that concern all of them.
     def on_all(part: str, buffer: str) -> list[tuple[int, Alive]]:
         return [(run, {part: {buffer: 1}}) for run in runs]
 
+    # Buffers that exist in every phase, for each run.
     always = [(run, _ALWAYS) for run in runs]
     # The last batch's ids live until the next lookup. The new ones are permuted on arrival.
     phases = [_phase("ids arrive", always, on_all("ids", "arrived"))]
     for stage in range(4):
         buffers = [of_run[stage] for of_run in stages]
+        # Every run holds what a stage starts with, until it runs.
         held = [of_run.before for of_run in buffers]
         freed_late: list[tuple[int, Alive]] = []
+        # Between forward and backward: TorchRec returns outputs, and the dense part runs.
         if stage == 2:  # outputs in one tensor, and its gradient
             received = on_all("received outputs", "local")
             joined = on_all("received outputs", "together")
@@ -136,11 +142,15 @@ def phases_of(stages: tuple[Stages, ...]) -> tuple[Phase, ...]:
                 _phase("outputs joined", always, received, joined),
                 _phase("dense part", always, received, enumerate(held)),
             ]
+        # Autograd visits runs in reverse.
         for run in reversed(runs) if stage > 1 else runs:
+            # While a run is in its own phases, these list its buffers in full.
             held[run] = {}
             for name, alive in buffers[run].phases.items():
                 phases.append(_phase(name, always, enumerate(held), freed_late, [(run, alive)]))
+                # Only the first phase after a run still has what it frees late.
                 freed_late = []
+            # From here on the run holds what it keeps until the end of the stage.
             held[run], freed_late = buffers[run].after, [(run, buffers[run].freed_late)]
     # A dense optimizer updates one table after another. Gradients are in DDP's buckets only.
     phases.append(_phase("dense update", always, [(0, {"dense gradients": {"scratch": 1}})]))
@@ -151,10 +161,12 @@ def phases_of(stages: tuple[Stages, ...]) -> tuple[Phase, ...]:
 def times_of(stages: tuple[Stages, ...]) -> tuple[tuple[tuple[int, str], ...], np.ndarray]:
     """(run, buffer) that count, and [buffers, phases] how many are alive, all parts together."""
     phases = phases_of(stages)
+    # Insertion order, so that the same stages always give the same rows.
     buffers = tuple(dict.fromkeys((run, buffer) for phase in phases for _, run, buffer in phase.alive))
     rows, times = {buffer: row for row, buffer in enumerate(buffers)}, np.zeros((len(buffers), len(phases)))
     for column, phase in enumerate(phases):
         for (_, run, buffer), n in phase.alive.items():
+            # Different parts of one buffer add up: a peak counts bytes, not their reason.
             times[rows[run, buffer], column] += n
     return buffers, times
 
@@ -163,6 +175,9 @@ def times_of(stages: tuple[Stages, ...]) -> tuple[tuple[tuple[int, str], ...], n
 def needed_times(stages: tuple[Stages, ...]) -> tuple[tuple[tuple[int, str], ...], np.ndarray]:
     """`times_of` without phases that are nowhere above another: they are never the peak."""
     buffers, times = times_of(stages)
+    # Equal columns are one phase for the purpose of a maximum.
     times = np.unique(times, axis=1)
+    # less[a, b]: no buffer is alive more often in a than in b. Then a is never the peak.
     less = (times[:, :, None] <= times[:, None, :]).all(0)
+    # A phase below no phase but itself stays.
     return buffers, times[:, less.sum(1) == 1]

@@ -23,6 +23,7 @@ def most_features(batch: int) -> int:
     Its backward packs the numbers of a feature and of a sample into 32 bits. T features take as many bits as
     T itself. Source: get_infos_metadata in FBGEMM.
     """
+    # The most numbers in the bits that are left is one less than a power of two.
     return (1 << max(0, 32 - batch.bit_length())) - 1
 
 
@@ -34,6 +35,7 @@ def op_ids(run: Layout, shard: Shard, problem: Problem) -> float:
 def may_bind(problem: Problem) -> bool:
     """Tell if some plan may have more in an op than FBGEMM runs."""
     tables = problem.tables
+    # All tables in one op is the worst case. Mostly it is far below the limits, which saves every check.
     return not problem.topology.on_cpu and (
         sum(t.features for t in tables) > most_features(problem.global_batch)
         or sum(t.looked_up for t in tables) * problem.global_batch > MOST_IDS
@@ -44,6 +46,7 @@ def require_ops(plan: Plan, problem: Problem) -> None:
     """Raise TooManyInOneOp, naming the first device whose op has too many features or ids."""
     if not may_bind(problem):
         return
+    # One entry a table and row range: two shards of columns would count its features and ids twice.
     held = {
         (run_of(p.kind, s.table), device, s.table, s.row_lo): s
         for p in plan.placements
@@ -52,6 +55,7 @@ def require_ops(plan: Plan, problem: Problem) -> None:
     features: Counter[tuple[Layout, int]] = Counter()
     ids: defaultdict[tuple[Layout, int], float] = defaultdict(float)
     for (run, device, table, _), shard in held.items():
+        # Sequences have no pooled outputs, so their op packs no feature number.
         features[run, device] += 0 if run.sequence else table.features
         ids[run, device] += op_ids(run, shard, problem)
     for (run, device), n in features.items():

@@ -28,6 +28,7 @@ def table_output_rows(table: Table, batch: int, share: float = 1.0) -> int:
 
 def output_bytes(shard: Shard, batch: int) -> int:
     """Bytes of its outputs for `batch` samples, or of their gradients."""
+    # FBGEMM returns FP32 outputs, whatever type the weights have.
     return OUTPUT_BYTES * shard.width * output_rows(shard, batch)
 
 

@@ -25,11 +25,15 @@ sums. 12 for the radix sort's second copy. Source: transpose_embedding_input in 
 def shard_buffers(layout: Layout, shards: Sequence[Shard], problem: Problem) -> dict[str, float]:
     """Bytes of each buffer of some shards together, by the names in memory_timeline.Alive."""
     n_bytes = sum(s.bytes for s in shards)
+    # A replica exchanges no outputs on the way in. Its gradient has the size of its weights.
     if layout.local_batch:
         return {"dense": n_bytes * layout.dense_gradient}
+    # Lookups that hit these rows only, for FBGEMM sorts what arrives.
     lookups = sum(problem.global_batch * s.table.looked_up * access_share(s) for s in shards)
+    # FP32 bytes. Casts for the payload are in exchange_buffers.
     outputs = sum(output_bytes(s, problem.global_batch) for s in shards)
     found: dict[str, float] = {}
+    # Each channel has its own buffers: host_row sends outputs twice.
     for channel, entering in layout.channels.items():
         found |= exchange_buffers(channel.name, entering(n_bytes, outputs, problem), problem.job)
     arrived = sum(received_bytes(s, problem) for s in shards)
@@ -41,14 +45,18 @@ def exchange_buffers(name: str, n_bytes: float, job: Job, received: bool = False
 
     received: True if it arrives, and its gradients leave.
     """
+    # Bytes of the payload for a byte of FP32: 1 means that no cast is made.
     there, back = (PAYLOADS[p] / OUTPUT_BYTES for p in (job.forward_payload, job.backward_payload))
+    # The receiver's forward is the sender's backward, so the two types swap.
     leaves, arrives = (back, there) if received else (there, back)
     return {
         name: n_bytes,
         f"{name} there": n_bytes * there,
         f"{name} back": n_bytes * back,
+        # FP32 needs no codec, so no copies. (leaves < 1) is 0 then.
         f"{name} cast": n_bytes * leaves * (leaves < 1),
         f"{name} clamped": n_bytes * (leaves < 1),
+        # Decoding makes an FP32 copy, whatever arrived.
         f"{name} decoded": n_bytes * (arrives < 1),
         f"{name} recast": n_bytes * back * (back < 1),
     }
@@ -78,18 +86,23 @@ def run_batches(placements: Iterable[Placement], problem: Problem) -> dict[Layou
 
     placements: each counts as one shard, whatever its devices.
     """
+    # Sorting by table order makes the first table of a run decide its place, as in TorchRec.
     local, numbers = problem.local_batch, table_order(problem)
     runs: dict[Layout, list[Placement]] = {}
     for placement in ticking(sorted(placements, key=lambda p: numbers[p.shard.table.name])):
         runs.setdefault(run_of(placement.kind, placement.shard.table), []).append(placement)
     found = {}
     for run, of in runs.items():
+        # Placements of a run have equally many devices, as its kind has one size of group.
         shards, ranges = [p.shard for p in of], len(of[0].devices)
         found[run] = RunBatch(
+            # Outputs of a device's own samples, from all tables, wherever they are.
             sum(OUTPUT_BYTES * s.width * table_output_rows(s.table, local) for s in shards),
             any(s.width < s.table.dim for s in shards),
             local * sum(sample_bytes(s.table, problem.job) for s in shards),
+            # Kinds that hold all rows need no buckets.
             local * sum(bucketized_bytes(s.table, problem.job, ranges) for s in shards) * run.divides_rows,
+            # The dense optimizer takes one replica after another, so only the largest counts.
             max(scratch_bytes(run, s, problem) for s in shards),
         )
     return found
@@ -99,6 +112,7 @@ def table_order(problem: Problem) -> dict[str, tuple[int, int]]:
     """Sort key of each table's run: places of the first table of its collection, and of the table."""
     of_collection: dict[tuple[str, bool], int] = {}
     return {
+        # Collections stay together even if the tables of two are interleaved.
         table.name: (of_collection.setdefault((table.collection, table.sequence), number), number)
         for number, table in enumerate(problem.tables)
     }
@@ -108,17 +122,22 @@ def local_buffers(batches: Mapping[Layout, RunBatch], problem: Problem) -> dict[
     """Bytes of each buffer of a local batch, run by run, in the order of the runs."""
     collections: dict[tuple[str, bool], list[int]] = {}
     for run, batch in batches.items():
+        # Outputs of a collection are one tensor in TorchRec, if there are several runs.
         collections.setdefault((run.collection, run.sequence), []).append(batch.outputs)
     found, last = {}, _last_to_need_gradients(batches)
     for run, batch in batches.items():
+        # Sequences of several runs are not joined to one tensor. Cut columns have to be.
         joined = collections[run.collection, run.sequence]
         found[run] = output_buffers(
             batch.outputs, problem, batch.cut, batch.cut if run.sequence else len(joined) > 1
         )
+        # A joined gradient lives until the last run that reads it, so that run counts it.
         if run.sequence or run in last:
             found[run]["gradient"] = batch.outputs if run.sequence else sum(joined)
+        # Cut columns are copied before the exchange, so the gradient can go. Uncut ones keep it alive.
         found[run]["uncut"] = found[run].get("gradient", 0) * (not batch.cut)
         found[run]["permuted"], found[run]["bucketized"] = batch.permuted, batch.bucketized
+    # Counted once for the device, not once for each run.
     first = next(iter(found.values()))
     first["batch"] = batch_bytes(problem)
     first["scratch"] = max(batch.scratch for batch in batches.values())
@@ -138,6 +157,7 @@ def _last_to_need_gradients(runs: Iterable[Layout]) -> set[Layout]:
     last: dict[tuple[str, bool], Layout] = {}
     for run in runs:
         key = run.collection, run.sequence
+        # Backward visits runs in reverse: the first is the last one there. Replicas come later still.
         if key not in last or run.local_batch:
             last[key] = run
     return set(last.values())
@@ -146,6 +166,7 @@ def _last_to_need_gradients(runs: Iterable[Layout]) -> set[Layout]:
 def output_buffers(outputs: float, problem: Problem, cut: bool, together: bool) -> dict[str, float]:
     """Bytes of the buffers of a run's outputs for a local batch."""
     found = exchange_buffers("local", outputs, problem.job, received=True)
+    # Outputs that are the whole tensor, and travel as FP32, are sent without a copy.
     copied = found["local back"] * (together or found["local back"] < outputs)
     return found | {
         "local copied": copied,
@@ -162,6 +183,7 @@ def batch_bytes(problem: Problem) -> float:
 
 def sorting_bytes(problem: Problem) -> int:
     """Scratch bytes of a lookup in backward. 0 on CPUs."""
+    # FBGEMM's CPU kernels do not sort in a buffer of this kind.
     return 0 if problem.topology.on_cpu else SORTING_BYTES
 
 

@@ -73,6 +73,7 @@ class GroupedPlan:
 def sizes(problem: Problem) -> tuple[int, ...]:
     """The sizes of groups that divide a problem's devices evenly, falling."""
     n = len(problem.topology)
+    # Falling: the first is one group of all devices, the plain case.
     return tuple(size for size in range(n, 0, -1) if n % size == 0)
 
 
@@ -85,6 +86,7 @@ def groupings(problem: Problem, sync_every: int, among: Iterable[int]) -> tuple[
     return tuple(
         Grouping(size, layout, sync_every)
         for size in among
+        # Contiguous stands for both where they coincide.
         for layout in (GROUP_LAYOUTS if 1 < size < n else GROUP_LAYOUTS[:1])
     )
 
@@ -100,14 +102,17 @@ def members(topology: Topology, grouping: Grouping) -> tuple[tuple[int, ...], ..
         f"groups have size {size}, which does not divide {n} devices evenly; it needs one "
         f"of {', '.join(str(d) for d in range(1, n + 1) if n % d == 0)}",
     )
+    # Ranks, not device numbers: TorchRec numbers processes host by host.
     count, ranks = n // size, topology.ranks
     if grouping.layout == CONTIGUOUS:
         return tuple(ranks[g * size : (g + 1) * size] for g in range(count))
+    # Every R-th rank, so replicas are neighbours, mostly on one host.
     return tuple(ranks[g::count] for g in range(count))
 
 
 def replicas(topology: Topology, grouping: Grouping) -> tuple[tuple[int, ...], ...]:
     """[M][R] the devices that hold the same shards, by position. Raises as `members`."""
+    # Transposed: position in a group, then group.
     return tuple(zip(*members(topology, grouping), strict=True))
 
 
@@ -122,6 +127,7 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
     """
     topology, p = problem.topology, f"problem {problem.name!r}"
     each = members(topology, grouping)
+    # One group is the plain problem, with nothing to synchronise.
     if len(each) == 1:
         return problem
     require(
@@ -130,12 +136,14 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
         f"{', '.join(name for name, o in OPTIMIZERS.items() if o.states in SYNCED_STATES)}, for TorchRec "
         "1.8 synchronises no other",
     )
+    # A pinned device would mean the device at its position in every group.
     pins = dict(problem.constraints.pinned)
     require(
         not pins,
         f"{p} has constraints.pinned {pins}; groups need none, for a device of a group stands "
         "for one of each group",
     )
+    # Host names differ between groups. Their pattern has to agree, or links would.
     spread = [numbered([topology.devices[d].host for d in group]) for group in each]
     for number, hosts in enumerate(spread):
         if hosts != spread[0]:
@@ -145,6 +153,7 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
             )
     devices = tuple(
         Device(
+            # The weakest device at a position decides, as all run the same shards.
             min(topology.devices[d].memory_bytes for d in alike),
             min(topology.devices[d].speed for d in alike),
             host=topology.devices[alike[0]].host,
@@ -153,6 +162,7 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
     )
     # Names are limited to 100 characters.
     name = f"{problem.name[:70]}.{grouping.layout}-{grouping.size}"
+    # Groups have the same pattern of hosts, so the first stands for all.
     links = replace(topology.among(each[0]), devices=devices)
     if topology.memory:
         # Groups on one host share its memory, by their devices there.
@@ -162,12 +172,14 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
                 links.on_hosts, (topology.on_hosts[topology.hosts.index(h)] for h in links.hosts), strict=True
             )
         ]
+        # The smallest share fits on every host.
         links = replace(
             links,
             memory=tuple(
                 replace(memory, bytes=int(memory.bytes * min(shares))) for memory in topology.memory
             ),
         )
+    # Each device keeps its share of the batch; a group has the sum.
     return replace(problem, name=name, topology=links, global_batch=problem.local_batch * grouping.size)
 
 
@@ -181,6 +193,7 @@ def synced_bytes(plan: Plan, problem: Problem) -> list[tuple[int, int]]:
     """
     found = [(0, 0)] * len(problem.topology)
     for placement in merged(plan.placements):
+        # DDP already sums dense gradients over all groups.
         layout = run_of(placement.kind, placement.shard.table)
         if layout.dense_gradient:
             continue

@@ -19,11 +19,14 @@ def lanes(runs: Iterable[Layout]) -> dict[Layout, int]:
     Each run has separate collectives. Runs without a channel in common share a lane, so most plans have
     one. Gradients of replicas are all in the first: DDP reduces them together.
     """
+    # Greedy colouring: a run takes the first lane in which none of its channels is in use.
     taken: list[set[Channel]] = [set()]
     found = {}
     for run in runs:
+        # Dense channels do not conflict: DDP reduces all gradients in one call, so their bytes add up.
         own = {c for c in (*run.channels, run.ids) if c and not c.row.dense}
         found[run] = next((i for i, others in enumerate(taken) if not own & others), len(taken))
+        # A run that fits no lane opens the next one.
         taken += [set()] * (found[run] == len(taken))
         taken[found[run]] |= own
     return found
@@ -31,6 +34,7 @@ def lanes(runs: Iterable[Layout]) -> dict[Layout, int]:
 
 def row_in(lane: int, channel: Channel) -> int:
     """The row of a channel in arrays of bytes."""
+    # Lane-major: [L C, ...] holds the C rows of lane 0, then those of lane 1.
     return lane * len(CHANNELS) + CHANNELS.index(channel)
 
 
@@ -46,7 +50,9 @@ def shared_on_hosts(traffic: np.ndarray, problem: Problem) -> np.ndarray:
     """
     if problem.job.tower_ratio is not None:
         on_hosts = np.array(problem.topology.on_hosts)
+        # Only exchanges across hosts are compressed by towers. Others keep each device's own bytes.
         for row in (i for i, c in enumerate(channels_of(traffic)) if c.scope.across):
             of_host = traffic[row][..., on_hosts]
+            # The mean over a host keeps its total, which is what its uplink carries.
             traffic[row][..., on_hosts] = np.broadcast_to(of_host.mean(-1, keepdims=True), of_host.shape)
     return traffic

@@ -19,6 +19,7 @@ def dedup_of(features: Sequence[tuple[np.ndarray, np.ndarray]], batch: int) -> f
     features: of each, its ids, sample after sample, and how many each sample has.
     batch: of a device, where it deduplicates.
     """
+    # Features with one inverse index have a value for each sample, so their samples have to agree.
     counts = {len(lengths) for _, lengths in features}
     if len(counts) != 1 or 0 in counts:
         raise ShardCoreError(f"features have {sorted(counts)} samples; they need the same number, 1 or more")
@@ -28,9 +29,12 @@ def dedup_of(features: Sequence[tuple[np.ndarray, np.ndarray]], batch: int) -> f
                 f"a feature has {len(ids)} ids, and lengths of {lengths.sum()} in all; they need to agree"
             )
     samples, distinct = counts.pop(), 0
+    # Ends of samples in each feature's ids. A sample's ids begin at its end less its length.
     ends = [np.cumsum(lengths) for _, lengths in features]
+    # A device deduplicates within its batch only, so repeats in another batch count again.
     for first in range(0, samples, batch):
         distinct += len(
+            # Bytes of all features together are the value: samples agree if they agree in each.
             {
                 tuple(
                     ids[end[i] - lengths[i] : end[i]].tobytes()

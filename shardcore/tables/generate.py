@@ -55,18 +55,22 @@ def generate_pool(config: PoolConfig = PoolConfig()) -> tuple[Table, ...]:
     as it can.
     The same config gives the same pool, except for a few tables if torch's linear algebra rounds differently.
     """
+    # One generator for all draws, so that the seed alone decides the pool.
     rng = np.random.default_rng(config.seed)
     release = read_release()
     batch = release["batch_size"]
+    # Empty tables in the published proportion. They add nothing to sums, but count in means.
     n_empty = round(config.tables * release["empty_tables"] / release["tables"])
     with _one_thread():
         draw = _calibrate(_draw(rng, config.tables - n_empty), config.tables)
         rows_in_bin, unseen = _round(draw, rng)
+        # Rounding shifts statistics, so it is mended on whole rows.
         _mend(rows_in_bin, unseen, config.tables)
     specs = [_spec(n, u, batch) for n, u in zip(rows_in_bin, unseen, strict=True)]
     specs += [(1, 0.0, Reuse(_EMPTY, batch))] * n_empty
     return tuple(
         Table(f"t{i:03d}", specs[j][0], config.dim, specs[j][1], specs[j][2])
+        # Permuted, as tables would else come in the order in which they were drawn, with empty ones last.
         for i, j in enumerate(rng.permutation(len(specs)))
     )
 
@@ -90,16 +94,23 @@ def _draw(rng: np.random.Generator, n: int) -> torch.Tensor:
     vocabularies, of which a batch sees nearly every row.
     """
     k, release = np.arange(REUSE_BINS), read_release()
+    # z ties the parameters of a table together: tilt, pooling and unseen rows all use it.
     z, z_pooling, z_rows, noise = *rng.standard_normal((3, n)), rng.standard_normal((n, REUSE_BINS))
     # A Gaussian kernel over bins: near bins are perturbed alike. The diagonal keeps it positive definite.
     smooth = np.linalg.cholesky(np.exp(-0.5 * ((k[:, None] - k) / 2.5) ** 2) + 1e-6 * np.eye(REUSE_BINS))
+    # A tilt above 0 favours frequent rows. It rises with z, and pooling falls with z.
     tilt = 0.45 + 0.55 * z[:, None]
+    # [K] rows in each bin of the whole release: lookups over mean counts.
     population = np.array(release["access_share_by_reuse_bin"]) / access.BIN_MEAN
     weights = population * 2 ** (tilt * k) * np.exp(noise @ smooth.T)
+    # Log-normal around 8, lower where rows are frequent.
     pooling = 8 * np.exp(-1.0 * z + 0.8 * z_pooling)
+    # Unique rows follow from lookups over the mean count of a row.
     unique = pooling * release["batch_size"] * weights.sum(1) / (weights @ access.BIN_MEAN)
+    # Small vocabularies are seen nearly whole. Others have millions of rows that a batch does not touch.
     unseen = np.where(unique < 16, unique * rng.random(n), 4e6 * np.exp(-0.25 * z + 0.6 * z_rows))
     rows = [np.log(np.maximum(unique, 1))[:, None], np.log(np.maximum(unseen, 1e-3))[:, None]]
+    # Logarithms: the solver may move parameters freely, and rows stay positive.
     return torch.tensor(np.concatenate([np.log(weights), *rows], 1))
 
 
@@ -109,6 +120,7 @@ def _unpack(draw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     draw: [N, K + 2] logits of the bins, log of unique rows beyond _LEAST, log of untouched rows.
     """
     unique = _LEAST + draw[:, REUSE_BINS].exp()
+    # Softmax keeps shares of bins positive with sum 1, whatever the logits.
     return torch.softmax(draw[:, :REUSE_BINS], 1) * unique[:, None], draw[:, -1].exp()
 
 
@@ -116,6 +128,7 @@ def _terms(rows_in_bin: torch.Tensor, unseen: torch.Tensor) -> torch.Tensor:
     """[..., 5 + 3 K] a table's contribution to the sums that `_statistics` needs."""
     unique, lookups_in_bin = rows_in_bin.sum(-1), rows_in_bin * torch.tensor(access.BIN_MEAN)
     bins, rows, lookups = rows_in_bin / unique[..., None], unique + unseen, lookups_in_bin.sum(-1)
+    # Squares give standard deviations from sums, so that a pool's statistics need no table twice.
     scalars = torch.stack([rows, rows**2, lookups, lookups**2, unique], -1)
     return torch.cat([scalars, bins, bins**2, lookups_in_bin], -1)
 
@@ -129,6 +142,7 @@ def _statistics(sums: torch.Tensor, tables: int, batch: int) -> torch.Tensor:
     bins, bins2, lookups_in_bin = sums[..., 5:].unflatten(-1, (3, REUSE_BINS)).unbind(-2)
 
     def sd(total, squares):
+        # From sums and sums of squares. Rounding may leave a tiny negative variance, whose root is nan.
         return (squares / tables - (total / tables) ** 2).clamp_min(1e-12).sqrt()
 
     scalars = [
@@ -148,6 +162,7 @@ def _goal(tables: int) -> torch.Tensor:
 
     Unique row shares are left out: they follow from the access shares.
     """
+    # Totals grow with the number of tables. Means and shares do not.
     scale = tables / read_release()["tables"]
     values = {k: v * (scale if k in ("lookups", "unique rows") else 1) for k, v in published().items()}
     kept = [v for k, v in values.items() if not k.startswith("unique row share")]
@@ -163,6 +178,7 @@ def _calibrate(draw: torch.Tensor, tables: int) -> torch.Tensor:
     goal, batch = _goal(tables), read_release()["batch_size"]
 
     def deviations(x: torch.Tensor) -> torch.Tensor:
+        # Relative deviations: rows in millions and shares below 1 count equally.
         return _statistics(_terms(*_unpack(x.reshape(draw.shape))).sum(0), tables, batch) / goal - 1
 
     x = best = draw.flatten()
@@ -174,11 +190,14 @@ def _calibrate(draw: torch.Tensor, tables: int) -> torch.Tensor:
             break
         if float(error.norm()) < best_error:
             best, best_error = x, float(error.norm())
+        # [S, parameters]: few statistics and many parameters, so reverse mode is the cheaper one.
         jacobian = torch.func.jacrev(deviations)(x)
         gram = jacobian @ jacobian.T
         # Damping: statistics that nearly depend on each other make the matrix singular.
         gram += 1e-7 * gram.diagonal().mean() * torch.eye(len(goal), dtype=gram.dtype)
+        # The minimum-norm step that removes the error to first order: J^T (J J^T)^-1 error.
         step = jacobian.T @ torch.linalg.solve(gram, error)
+        # At most 1 in any logarithm: beyond, the linear model is far off.
         x = x - step / step.abs().max().clamp_min(1)
     return best.reshape(draw.shape)
 
@@ -190,12 +209,16 @@ def _round(draw: torch.Tensor, rng: np.random.Generator) -> tuple[torch.Tensor, 
     to table, which keeps each bin's total.
     """
     exact, unseen = (x.numpy() for x in _unpack(draw))
+    # Small tables have few rows a bin: rounding each alone would lose many of them.
     small = exact.sum(1) < _SMALL
     whole = np.zeros_like(exact)
     start = rng.random((small.sum(), 1))
+    # Rounding cumulative sums keeps the total. A random start avoids that all tables round in the same way.
     whole[small] = np.diff(np.floor(np.cumsum(exact[small], 1) + start), axis=1, prepend=0)
+    # Along tables: each bin's total over the pool stays within half a row.
     whole[~small] = np.diff(np.floor(np.cumsum(exact[~small], 0) + 0.5), axis=0, prepend=0)
     nothing = whole.sum(1) == 0
+    # A live table needs a row: in the bin where it had most.
     whole[nothing, np.argmax(exact[nothing], 1)] = 1
     return torch.tensor(whole), torch.tensor(np.rint(unseen))
 
@@ -212,6 +235,7 @@ def _mend(rows_in_bin: torch.Tensor, unseen: torch.Tensor, tables: int) -> None:
     near = [(i, j) for i in range(REUSE_BINS) for j in range(REUSE_BINS) if 0 < abs(i - j) <= 3]
     shifts = [identity[j] - identity[i] for i, j in near]
     moves = torch.stack([*shifts, *identity, *-identity])
+    # Large tables are left alone: a row more or less does not change their statistics.
     small = torch.nonzero(rows_in_bin.sum(1) < _SMALL)[:, 0]
     if len(small) == 0:
         return
@@ -221,17 +245,21 @@ def _mend(rows_in_bin: torch.Tensor, unseen: torch.Tensor, tables: int) -> None:
         moved = rows_in_bin[i][..., None, :] + moves
         after = _terms(moved, unseen[i][..., None].expand(moved.shape[:-1]))
         change = after - _terms(rows_in_bin[i], unseen[i])[..., None, :]
+        # A bin cannot have negative rows, nor a live table fewer than _LEAST.
         impossible = (moved < 0).any(-1) | (moved.sum(-1) < _LEAST)
         return change.masked_fill(impossible[..., None], torch.nan)
 
     def deviations(sums: torch.Tensor) -> torch.Tensor:
         return _statistics(sums, tables, batch) / goal - 1
 
+    # [tables, M, terms] changes of sums, computed once. Then each round only adds vectors.
     sums, change = _terms(rows_in_bin, unseen).sum(0), gains(small)
     for _ in range(300):
         now = deviations(sums)
+        # Impossible moves are nan, and count as infinitely far.
         after = deviations(sums + change).norm(dim=-1).nan_to_num(float("inf"))
         table, move = divmod(int(after.argmin()), len(moves))
+        # Near enough, or no move that helps: a local optimum.
         if now.abs().max() < _NEAR or after[table, move] >= now.norm():
             break
         sums = sums + change[table, move]
@@ -243,5 +271,7 @@ def _mend(rows_in_bin: torch.Tensor, unseen: torch.Tensor, tables: int) -> None:
 def _spec(rows_in_bin: torch.Tensor, unseen: torch.Tensor, batch: int) -> tuple[int, float, Reuse]:
     """Rows, pooling and access of a table with whole rows in each bin. Lookups follow from mean counts."""
     n = rows_in_bin.numpy()
+    # Whole lookups in a batch, so that a stream can have exactly this histogram.
     pooling = round(float(n @ access.BIN_MEAN)) / batch
+    # Rows that the batch did not touch are rows of the table, too.
     return round(n.sum() + float(unseen)), pooling, Reuse(tuple(n / n.sum()), batch)

@@ -67,10 +67,12 @@ class Heat:
 
     def hottest_lookups(self, rows: float | np.ndarray) -> np.ndarray:
         """[N] expected lookups a batch of the so many hottest rows. Raises ShardCoreError for too many."""
+        # Rows of a class are equally hot, so part of a class has its share of lookups.
         return _through(self._require(rows, "hottest rows"), self.rows, self.rows * self.lookups)
 
     def rows_of(self, share: float) -> float:
         """The fewest rows that have this share of all lookups."""
+        # The inverse of hottest_lookups: both are piecewise linear in rows.
         lookups = np.append(0.0, np.cumsum(self.rows * self.lookups))
         return float(np.interp(share * lookups[-1], lookups, np.append(0.0, np.cumsum(self.rows))))
 
@@ -99,18 +101,27 @@ class Heat:
     @cached_property
     def _misses(self) -> tuple[np.ndarray, np.ndarray]:
         """Sizes of a cache in rows, rising, and unique rows a batch that each misses."""
+        # Half of the points for caches below a batch's rows, half for larger ones.
         q, half = self.touched, _POINTS // 2
+        # p: probability that a row that misses enters. Small p means a small cache.
         p = np.geomspace(1e-6, 1, half)[:, None]
+        # T: batches that a cache remembers. T = 1 is left out, as it equals p = 1.
         batches = np.geomspace(1, _MOST_BATCHES, half)[1:, None]
         # A cached row stays while each batch touches it. A row that misses enters with probability p.
+        # Balance of entering and leaving: in by q p while out, out where a batch does not touch it.
         scarce = q * p / np.maximum(1 - q + q * p, 1e-300)
+        # Rows that every batch touches (q = 1) have log 0: they are always held.
         with np.errstate(divide="ignore"):
             ample = -np.expm1(batches * np.log1p(-q))
+        # [points, K] probability that a row of each class is in the cache.
         held = np.concatenate([scarce, ample])
+        # Average size of the cache, and rows of a batch that it holds: a point of the curve of misses.
         sizes, hits = held @ self.rows, held @ (self.rows * q)
         sizes, hits = (np.concatenate([[0.0], of]) for of in (sizes, hits))
+        # A cache of the whole table misses nothing, which the last point adds.
         unique = self.unique_rows
         return (
+            # np.interp needs rising sizes. Rounding may break that where sizes hardly differ.
             np.append(np.maximum.accumulate(sizes), max(sizes[-1], float(self.table_rows))),
             np.append(np.clip(unique - hits, 0, None), 0.0),
         )
@@ -137,6 +148,7 @@ def heat_of(tables: Sequence[Table], batch: int, unseen: bool = False) -> list[H
                 f"{batch} samples or more"
             )
     found: dict[int, Heat] = {}
+    # Histograms are read together: vectorised bins are much faster than table by table.
     reuse = [i for i, table in enumerate(tables) if not isinstance(table.access, Zipf)]
     if reuse:
         rows, sums = access.bins_of([tables[i] for i in reuse])
@@ -147,8 +159,11 @@ def heat_of(tables: Sequence[Table], batch: int, unseen: bool = False) -> list[H
 
 def heat_of_counts(table: Table, counts: np.ndarray, batch: int, batches: int = 1) -> Heat:
     """The heat of a table from the lookups [table.rows] of each row in so many batches."""
+    # Rows with equal counts are one class: the most exact classes that data allows.
     each, rows = np.unique(np.asarray(counts, dtype=float), return_counts=True)
+    # Falling, as classes go from hot to cold.
     mean = each[::-1] / batches
+    # Probability that a batch looks a row up, if its lookups are Poisson.
     return Heat(table.name, batch, rows[::-1].astype(float), mean, -np.expm1(-mean))
 
 
@@ -165,20 +180,28 @@ def row_counts(table: Table, ids: np.ndarray) -> np.ndarray:
 
 
 def _of_reuse(table: Table, batch: int, rows: np.ndarray, sums: np.ndarray, unseen: bool) -> Heat:
+    # Highest bin first: the hottest class.
     live = np.flatnonzero(rows > 0)[::-1]
     sizes, keep = rows[live], batch / table.reuse.batch
     counts = sums[live] / sizes
+    # A smaller batch sees fewer rows: each lookup is kept with probability `keep`.
     touched = access.seen_when_thinned(counts, keep)
+    # Rows that the histogram's batch never saw.
     cold = table.rows - sizes.sum()
     if unseen and cold > 0 and rows[0]:
         # Rows that were seen twice or more keep what the others leave.
         more = live > 0
+        # Good and Turing: unseen rows get as many lookups as rows seen once, those seen once twice as many
+        # as rows seen twice. rows[0], rows[1] are these counts.
         others, mean = _tail(sizes[more].sum(), table.rows, min(2 * rows[1], rows[0]) + rows[0])
         known = sums[live[more]].sum()
+        # The total of lookups stays, so others give up what the tail gets.
         scale = (sums.sum() - others @ mean) / known if known else 0.0
         each = np.concatenate([counts[more] * max(scale, 0.0), mean]) * keep
+        # The tail may be hotter than the coldest known rows. Classes have to fall.
         order, all_rows = np.argsort(-each, kind="stable"), np.concatenate([sizes[more], others])
         return Heat(table.name, batch, all_rows[order], each[order], -np.expm1(-each[order]))
+    # As streams are drawn: cold rows are a class without lookups.
     return Heat(
         table.name, batch, np.append(sizes, cold), np.append(counts * keep, 0.0), np.append(touched, 0.0)
     )
@@ -189,13 +212,17 @@ def _tail(first: float, last: float, lookups: float) -> tuple[np.ndarray, np.nda
 
     The hottest have _RARE lookups each. All together have `lookups`, which determines the power.
     """
+    # Geometric classes: a power law has similar ratios in each.
     edges = np.unique(np.rint(np.geomspace(first + 1, last + 1, _TAIL + 1))) - 1
+    # The geometric mean rank stands for a class.
     rows, rank = np.diff(edges), np.sqrt((edges[:-1] + 1) * (edges[1:] + 1)) / (first + 1)
     low, high = 0.0, 20.0
+    # Bisection: more power means fewer lookups of the tail.
     for _ in range(50):
         power = (low + high) / 2
         low, high = (power, high) if _RARE * rank**-power @ rows > lookups else (low, power)
     each = rank**-low
+    # Scaled once more, as bisection meets the total only nearly.
     return rows, each * lookups / (each @ rows)
 
 

@@ -31,15 +31,19 @@ def link_bytes(table: Table, cached: np.ndarray, batch: int, optimizer: str) -> 
 
     Raises ShardCoreError as `heat_of` does.
     """
+    # Columns: forward and backward.
     found = np.zeros((len(cached), 2))
     if (lookups := access.lookups(table, batch)) == 0:
         return found
     heat = _heat(table, batch)
     row = table.dim * PRECISION_BYTES[table.precision]
+    # Read and written, so twice. FBGEMM does not cache state of cells.
     state = 2 * heat.unique_rows * table.dim * OPTIMIZERS[optimizer].state_bytes("cell")
     has_cache = cached > 0
+    # A miss fetches a row and writes back the one that it replaces.
     found[has_cache, 0] = 2 * row * heat.misses(cached[has_cache])
     found[has_cache, 1] = state
+    # Without a cache, each distinct value's lookups read over the link, and the update reads and writes.
     found[~has_cache] = lookups / table.dedup * row, 2 * heat.unique_rows * row + state
     return found
 
@@ -51,10 +55,12 @@ def link_bytes_of(shard: Shard, batch: int, optimizer: str) -> np.ndarray:
     """
     if not shard.table.in_host_memory:
         return np.zeros(2)
+    # Columns scale bytes. A range of rows takes part of the lookups.
     share = shard.width / shard.table.dim * access.access_share(shard)
     return share * np.array(_of_table(shard.table, batch, optimizer))
 
 
+# Cached by table: searches encode many shards of one table.
 @lru_cache(maxsize=1 << 16)
 def _of_table(table: Table, batch: int, optimizer: str) -> tuple[float, float]:
     [(forward, backward)] = link_bytes(table, np.array([table.cached(table.rows)]), batch, optimizer)
@@ -63,4 +69,5 @@ def _of_table(table: Table, batch: int, optimizer: str) -> tuple[float, float]:
 
 @lru_cache(maxsize=1 << 10)
 def _heat(table: Table, batch: int) -> Heat:
+    # unseen: data looks up rows that one batch never saw, and these are what a cache misses.
     return heat_of([table], batch, unseen=True)[0]

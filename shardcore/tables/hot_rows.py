@@ -47,7 +47,9 @@ def hot_counts(problem: Problem, least_lookups: float) -> dict[str, int]:
         )
     found = {}
     for table, heat in heats(problem):
+        # One threshold for all tables: exchanges and replicas both cost in proportion to a row's bytes.
         rows = int(heat.rows[heat.lookups >= least_lookups].sum())
+        # Both parts need rows (see _require_divisible).
         if 0 < rows < table.rows:
             found[table.name] = rows
     return found
@@ -55,6 +57,7 @@ def hot_counts(problem: Problem, least_lookups: float) -> dict[str, int]:
 
 def heats(problem: Problem) -> list[tuple[Table, Heat]]:
     """The tables that may be divided, and how hot their rows are."""
+    # A table whose kinds a user has fixed stays as it is.
     fixed, batch = problem.kinds_of, problem.global_batch
     tables = [
         table
@@ -81,6 +84,7 @@ def with_hot_rows(problem: Problem, rows: Mapping[str, int]) -> Problem:
     parts = {name: divided(known[name], n, problem.global_batch) for name, n in rows.items()}
     within = {known[name].collection for name in rows} - {""}
     tables = [
+        # Hot parts stay in the collection. What is not hot moves to its `cold` module.
         part if part.name == name + HOT else _within(part, within)
         for name, table in known.items()
         for part in parts.get(name, (table,))
@@ -99,6 +103,7 @@ def divided(table: Table, rows: int, batch: int) -> tuple[Table, Table]:
     Raises ShardCoreError for a number of rows that leaves a part empty.
     """
     _require_divisible(table, rows)
+    # share: of lookups that are hot, then access of hot rows, then of cold ones.
     share = access_of_hottest(table, rows, batch)
     # A replica is whole in device memory.
     hot = replace(
@@ -111,6 +116,7 @@ def divided(table: Table, rows: int, batch: int) -> tuple[Table, Table]:
         ordered=table.ordered and not table.row_shares,
         row_shares=None,
     )
+    # Cold rows are looked up about equally often, so lookups follow unique rows.
     shares = table.row_shares and RowShares(table.row_shares.unique, table.row_shares.unique)
     cold = replace(
         table,
@@ -127,11 +133,13 @@ def access_of_hottest(table: Table, rows: int, batch: int) -> tuple[float, Reuse
     """The share of lookups of the so many hottest rows, their access statistics, and those of the others."""
     if isinstance(table.access, Zipf):
         heat = heat_of([table], batch)[0]
+        # Relative to the same classes, so that the shares of both parts sum to 1.
         share = float(heat.hottest_lookups(rows)) / float(heat.hottest_lookups(table.rows))
         # The first ranks of a power law are one too.
         return share, table.access, _reuse_of_others(heat, rows)
     # In the batch of the histogram itself, where its counts are exact.
     bins, sums = (of[0] for of in access.bins_of([table]))
+    # Fill hot rows from the bin with the highest mean count down. The last bin may be cut.
     hot, left = np.zeros(len(bins)), float(rows)
     for k in np.argsort(-np.where(bins > 0, sums / np.maximum(bins, 1), -1)):
         hot[k] = min(left, bins[k])
@@ -145,6 +153,7 @@ def access_of_hottest(table: Table, rows: int, batch: int) -> tuple[float, Reuse
 def _reuse_of_others(heat: Heat, rows: int) -> Reuse:
     """The reuse histogram that a batch is expected to give of all but the so many hottest rows."""
     before = np.concatenate([[0.0], np.cumsum(heat.rows)])
+    # Rows of each class beyond the hot ones: clipping the cumulative counts removes the hottest.
     left = np.diff(np.clip(before - rows, 0, None))
     return Reuse(access.expected_bins(left, heat.lookups), heat.batch)
 
@@ -160,6 +169,7 @@ def is_hot(table: Table, problem: Problem) -> bool:
     return (
         table.name.endswith(HOT)
         and problem.kinds_of.get(table.name) == (REPLICA.name,)
+        # The name alone could be a user's. Its kind and a cold part tell.
         and any(other.name == table.name.removesuffix(HOT) + COLD for other in problem.tables)
     )
 
@@ -182,6 +192,7 @@ def as_cold(plan: Plan, problem: Problem) -> Plan:
 
     def renamed(p: Placement) -> Placement:
         name = p.shard.table.name
+        # A plan of the divided problem needs no renaming.
         if name in known or name not in cold:
             return p
         return replace(p, shard=replace(p.shard, table=replace(p.shard.table, name=cold[name])))
@@ -213,6 +224,7 @@ def _renamed(asked: Constraints, rows: Mapping[str, int]) -> Constraints:
         min_widths=tuple((cold.get(name, name), width) for name, width in asked.min_widths),
         kinds=(
             *((cold.get(name, name), kinds) for name, kinds in asked.kinds),
+            # Hot rows are replicas by constraint, so no search moves them.
             *((name + HOT, (REPLICA.name,)) for name in rows),
         ),
     )

@@ -35,24 +35,34 @@ def lru_misses(
             f"{table_rows} would be right"
         )
     rng = np.random.default_rng(seed)
+    # Without ways the cache is one set of all rows.
     sets = max(1, rows // ways) if ways else 1
+    # FBGEMM hashes rows to sets. A random set stands for the hash.
     set_of, room = rng.integers(0, sets, table_rows), rows if ways is None else min(ways, rows)
+    # -1: never touched.
     last = np.full(table_rows, -1)  # the last batch that touched a row
     cached = np.zeros(table_rows, dtype=bool)
     seen = missed = 0
     for now, ids in enumerate(batches):
+        # FBGEMM takes each row of a batch once, however often it is looked up.
         unique = np.unique(ids)
         hit = cached[unique]
+        # Warm-up batches fill the cache, and do not count.
         if now >= warm:
             seen, missed = seen + len(unique), missed + int((~hit).sum())
+        # Hits are as recent as arrivals: FBGEMM drops rows by the last batch that touched them.
         last[unique[hit]] = now
         arriving = unique[~hit]
         last[arriving] = now
         # Those that are cached go before those that arrive, and old ones last.
+        # A random order among arrivals: which of them enter an overfull set is chance.
         those = np.concatenate([np.flatnonzero(cached), rng.permutation(arriving)])
+        # Sorted by set, then latest batch first, then rows that were cached before arrivals.
         order = np.lexsort((np.arange(len(those)) >= len(those) - len(arriving), -last[those], set_of[those]))
         those = those[order]
+        # First position of each set, so that a row's rank within its set is a difference.
         starts = np.searchsorted(set_of[those], np.arange(sets))
+        # A set keeps as many rows as it has room for.
         kept = np.arange(len(those)) - starts[set_of[those]] < room
         cached[:] = False
         cached[those[kept]] = True

@@ -26,6 +26,7 @@ def public_pool(name: str) -> tuple[Table, ...]:
     """
     entry = _list(name)
     access = Zipf(entry["zipf_alpha"]) if "zipf_alpha" in entry else DEFAULT_ACCESS
+    # At least two digits, and as many as sort names in the order of tables.
     digits = max(2, len(str(len(entry["tables"]) - 1)))
     return tuple(
         Table(f"c{i:0{digits}d}", t["rows"], t["dim"], t["pooling"], access)
@@ -39,6 +40,7 @@ def public_optimizer(name: str) -> str:
 
 
 def _list(name: str) -> dict:
+    # Unknown names fail with the known ones, not with a KeyError.
     if name not in public_pools():
         known = ", ".join(public_pools())
         raise ShardCoreError(f"there is no public list of tables {name!r}; known are {known}")

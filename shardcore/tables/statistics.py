@@ -17,6 +17,7 @@ from shardcore.step import access
 
 PUBLISHED = "2021-856"
 """The release of dlrm_datasets that the generator is calibrated to."""
+# The order is a contract: `published`, `pool_statistics` and generate._statistics all have it.
 _STATISTICS = ("rows mean", "rows sd", "pooling mean", "pooling sd", "lookups", "unique rows") + tuple(
     f"{name}, bin {k}"
     for name in ("reuse mean", "reuse sd", "access share", "unique row share")
@@ -32,6 +33,7 @@ def read_release() -> dict:
 
 def published() -> dict[str, float]:
     """The public figures of dlrm_datasets (2021, 856 tables, batch 65,536), named as in pool_statistics."""
+    # Same order as _STATISTICS.
     data = read_release()
     values = [
         data["rows"]["mean"],
@@ -57,15 +59,20 @@ def pool_statistics(
 
     Means and population standard deviations cover all tables. Empty tables count as 0.
     """
+    # Empty tables keep rows of 0, so they count in means.
     rows_in_bin, lookups_in_bin = np.zeros((len(tables), REUSE_BINS)), np.zeros((len(tables), REUSE_BINS))
     for i, table in enumerate(tables):
+        # Counts may be measured from a stream, so both sides go through the same bins.
         counts = counts_of(table)
         k = access.reuse_bin(counts)
+        # A bin's rows, then its lookups: the weights are the counts.
         rows_in_bin[i] = np.bincount(k, minlength=REUSE_BINS)
         lookups_in_bin[i] = np.bincount(k, counts, minlength=REUSE_BINS)
+    # Sums over bins are exact, whatever the mean counts of bins.
     unique, lookups = rows_in_bin.sum(1), lookups_in_bin.sum(1)
     rows = np.array([t.rows for t in tables], dtype=float)
     pooling = lookups / np.array([t.reuse.batch for t in tables])
+    # An empty table has no rows to divide by.
     bins = rows_in_bin / np.maximum(unique, 1)[:, None]
     values = [
         rows.mean(),
@@ -76,6 +83,7 @@ def pool_statistics(
         unique.sum(),
         *bins.mean(0),
         *bins.std(0),
+        # At least 1, for a pool of empty tables has no lookups.
         *(lookups_in_bin.sum(0) / max(lookups.sum(), 1)),
         *(rows_in_bin.sum(0) / max(unique.sum(), 1)),
     ]

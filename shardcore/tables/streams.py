@@ -27,14 +27,18 @@ def stream(table: Table, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndar
     give the same stream. A Zipf table with integer pooling for each feature has as many lookups in every
     sample. Otherwise lookups fall on samples and features at random.
     """
+    # The table's name is part of the seed, so tables of one batch are drawn independently.
     rng = np.random.default_rng([seed, batch, table.rows, *table.name.encode()])
     if isinstance(table.access, Reuse):
+        # Ranks first: 0 is the most popular row. Where rows lie follows below.
         ranks = _reuse_ranks(table, batch, rng)
     else:
         ranks = _zipf_ranks(table, access.lookups(table, batch), rng)
     if table.dedup > 1:
+        # Repeated values are not looked up again, so the batch has fewer lookups.
         ranks = _fewer(ranks, round(len(ranks) / table.dedup), rng)
     lengths = _lengths(table, len(ranks), access.distinct_values(table, batch), rng)
+    # Hashed ids lie anywhere. Ordered ones keep their ranks, or are spread by measured shares.
     ids = (
         _scatter(ranks, table.rows)
         if not table.ordered
@@ -46,13 +50,16 @@ def stream(table: Table, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndar
 
 
 def _reuse_ranks(table: Table, batch: int, rng: np.random.Generator) -> np.ndarray:
+    # At the reference batch the counts are exact, so the stream has this histogram.
     counts = access.reference_counts(table)
     keep = batch / table.reuse.batch
     if keep < 1:
+        # Each lookup is kept with the same probability, as a smaller batch of the same data has.
         counts = rng.binomial(counts, keep)
     elif keep > 1:
         # Rounded so that the sum is right on average.
         counts = np.floor(counts * keep + rng.random(len(counts))).astype(np.int64)
+    # Lookups are shuffled: samples see popular and rare rows in any order.
     ranks = np.repeat(np.arange(len(counts)), counts)
     rng.shuffle(ranks)
     return ranks
@@ -63,14 +70,17 @@ def _zipf_ranks(table: Table, n: int, rng: np.random.Generator) -> np.ndarray:
     top = table.rows + 1.0
     # Inverse of the bounded continuous power law's CDF, which step/access.py uses too.
     value = top**u if abs(a - 1) < 1e-9 else (1 + u * (top ** (1 - a) - 1)) ** (1 / (1 - a))
+    # The law is continuous on [1, rows + 1): rounding down gives ranks. Rounding errors may reach the end.
     return np.minimum(value.astype(np.int64) - 1, table.rows - 1)
 
 
 def _fewer(ranks: np.ndarray, n: int, rng: np.random.Generator) -> np.ndarray:
     """n of the lookups: each row once, and more often if it has many. Of too many rows, some."""
     rows, counts = np.unique(ranks, return_counts=True)
+    # Fewer lookups than rows: some rows are left out, each with equal probability.
     if n <= len(rows):
         return rng.permutation(rows)[:n]
+    # One lookup is certain for each row. The rest falls in proportion to the rest of its counts.
     more = rng.multinomial(n - len(rows), (counts - 1) / (counts - 1).sum())
     return rng.permutation(np.repeat(rows, 1 + more))
 
@@ -87,6 +97,7 @@ def _scatter(ranks: np.ndarray, rows: int) -> np.ndarray:
     step = max(1, int(rows * 0.6180339887498949))
     while math.gcd(step, rows) != 1:
         step += 1
+    # rows // 3: the hottest rank is not row 0.
     return (ranks * step + rows // 3) % rows
 
 
@@ -96,22 +107,29 @@ def _by_shares(ranks: np.ndarray, table: Table, row_shares: RowShares) -> np.nda
     Hot ranks go to the ranges with most lookups for each unique row, scattered over those with about as many.
     No two ranks share a row.
     """
+    # Two shares for each range: of lookups, and of unique rows.
     shares = [np.array(of) for of in (row_shares.lookups, row_shares.unique)]
     edges = np.rint(np.linspace(0, table.rows, len(shares[0]) + 1)).astype(np.int64)
+    # log2 of lookups for each unique row, rounded: ranges of similar heat count as equal.
     heat = np.rint(np.log2(np.maximum(shares[0], 1e-12) / np.maximum(shares[1], 1e-12)))
     order = np.argsort(-heat, kind="stable")
+    # Rows of ranges, hottest range first, and how many ranks there are to place.
     sizes, n = np.diff(edges)[order], _ranks(table)
+    # Last rank of each range: its share of unique rows, but no more than its rows.
     last = np.minimum(np.rint(n * np.cumsum(shares[1][order] / shares[1].sum())), np.cumsum(sizes))
     # A range that is full leaves its ranks to those before and after it.
     least = n - np.cumsum(sizes[::-1])[::-1][1:]
     first = np.concatenate([[0], np.maximum(last[:-1], least)]).astype(np.int64)
+    # Ranges of equal heat begin and end together: their ranks are scattered over all of them.
     starts = [*first[np.flatnonzero(np.diff(heat[order], prepend=np.inf))], n]
     scattered = ranks.copy()
     for start, end in itertools.pairwise(starts):
         alike = (ranks >= start) & (ranks < end)
         scattered[alike] = start + _scatter(ranks[alike] - start, int(end - start))
+    # The range of each rank, by its first rank.
     ranks, of = scattered, np.searchsorted(first, scattered, side="right") - 1
     held = np.diff(np.append(first, n))[of]
+    # Ranks of a range are spread evenly over its rows. Distinct ranks keep distinct rows.
     return edges[:-1][order][of] + (ranks - first[of]) * sizes[of] // np.maximum(held, 1)
 
 
@@ -125,6 +143,7 @@ def shard_stream(shard: Shard, batch: int, seed: int = 0) -> tuple[np.ndarray, n
     ids, offsets = stream(shard.table, batch, seed)
     if shard.full_rows:
         return ids, offsets
+    # Offsets count kept ids only, so look them up in the running count.
     inside = (ids >= shard.row_lo) & (ids < shard.row_hi)
     kept = np.concatenate([[0], np.cumsum(inside)])
     return ids[inside] - shard.row_lo, kept[offsets]

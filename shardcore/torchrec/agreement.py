@@ -35,6 +35,7 @@ class Undecided(ShardCoreError):
     """A change of which this rank cannot learn whether others make it. The job has to end."""
 
 
+# Counts changes in this process. Ranks call in the same order, so their numbers agree.
 _numbers = itertools.count()
 
 
@@ -59,6 +60,7 @@ class Agreement:
         return change
 
     def __init__(self, store: Store, ranks: tuple[int, int], number: int, timeout_s: float) -> None:
+        # A prefix for each change: votes of an earlier one are never read again.
         self._store = PrefixStore(f"shardcore/change/{number}", store)
         self.rank, self.ranks = ranks
         self.timeout_s = timeout_s
@@ -80,6 +82,7 @@ class Agreement:
             why = str(e) if isinstance(e, ShardCoreError) else f"{type(e).__name__}: {e}"
             error, vote = e, {"error": why, "waited": isinstance(e, Waited)}
         votes = self._exchange(name, vote)
+        # Ranks that only waited come last, so that the cause is reported, not its effect.
         if failed := sorted((v for v in votes if "error" in v), key=lambda v: v["waited"]):
             # Nobody commits without this rank's vote, so the decision is to abort.
             self._decide(_ABORT)
@@ -93,6 +96,7 @@ class Agreement:
 
     def _decide(self, decision: str) -> str:
         try:
+            # Compare and set: the first value written stays, and every rank reads that one.
             return self._store.compare_set("decision", "", decision).decode()
         except Exception as e:
             raise Undecided(
@@ -110,6 +114,7 @@ class Agreement:
             self._store.wait(keys, patience)
             return [json.loads(self._store.get(key)) for key in keys]
         except Exception as e:
+            # The store may have a decision already. Only an abort is safe to report as a refusal.
             if self._decide(_ABORT) == _ABORT:
                 raise Refused(
                     f"not all ranks have done {phase!r} of the change in {patience.total_seconds():g} s; one may have "

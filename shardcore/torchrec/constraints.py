@@ -65,6 +65,7 @@ def require_constraints(constraints: ByName | None) -> None:
             ("pooling_factors", Real, "a list of numbers, one for each feature"),
         ):
             value = getattr(c, field)
+            # A text is iterable, too, but is no list of texts.
             if isinstance(value, Iterable) and not isinstance(value, str):
                 right_type = all(isinstance(v, kind) for v in value)
             else:
@@ -104,6 +105,7 @@ def _checked(c: ParameterConstraints, what: str, features: list[str]) -> list[st
 
     values = fields.values_of(c)
     if set(c.num_poolings or ()) == {1}:  # as if left out
+        # One pooling for each feature is what a price assumes.
         del values["num_poolings"]
     lines = fields.check(type(c), values, what)
     kernels = {kernel.value for kernel in EmbeddingComputeKernel}
@@ -123,6 +125,7 @@ def _checked(c: ParameterConstraints, what: str, features: list[str]) -> list[st
             f"{what} has sharding_types {c.sharding_types} and compute_kernels {c.compute_kernels}; 'dense' runs "
             "data_parallel tables, and no others"
         )
+    # Order does not matter: features are matched by name.
     if c.feature_names is not None and sorted(c.feature_names) != sorted(features):
         raise ShardCoreError(f"{what} has feature_names {c.feature_names}; the table's are {features}")
     return lines
@@ -141,6 +144,7 @@ def pooling_of(constraints: ByName, theirs: Tables) -> dict[str | tuple[str, str
                 f"table {table.name!r} has no constraints; it needs ParameterConstraints(pooling_factors=[mean "
                 f"lookups per sample of {', '.join(features)}]), or give the planner `lookups`"
             )
+        # TorchRec's default says nothing of this table, so it must not override another's statement.
         if _has_default_pooling(c):
             pooling = dict.fromkeys(features, 1.0) | pooling
             continue
@@ -150,6 +154,7 @@ def pooling_of(constraints: ByName, theirs: Tables) -> dict[str | tuple[str, str
                 f"{', '.join(features)}; it needs one for each"
             )
         for feature, factor in zip(features, c.pooling_factors, strict=True):
+            # By pair as well: two tables may look up one feature with different means.
             pooling[feature] = pooling[key, feature] = factor
     return pooling
 
@@ -160,6 +165,7 @@ def _has_default_pooling(c: ParameterConstraints) -> bool:
 
 def pooling_notes(constraints: ByName, has_lookups: bool) -> list[str]:
     """A line on default pooling_factors, which nobody may have meant, or on those that lookups replace."""
+    # Unset factors are reported where they count, and set ones where lookups replace them.
     names = [name for name, c in constraints.items() if _has_default_pooling(c) != has_lookups]
     if not names:
         return []
@@ -191,7 +197,9 @@ def search_constraints(
             continue
         # A table that may not be cut by columns keeps all of them.
         types, dim = set(c.sharding_types or ()), table.config.embedding_dim
+        # Types without any that cuts columns leave a table whole.
         if least := dim if types and not types & CUTS else c.min_partition:
+            # A table narrower than min_partition keeps its own width.
             widths[key] = min(least, dim)
     return Constraints(kinds=tuple(kinds.items()), min_widths=tuple(widths.items()))
 
@@ -219,6 +227,7 @@ def _is_on(layout: Layout, topology: Topology) -> bool:
 def _allowed_kinds(c: ParameterConstraints) -> tuple[str, ...]:
     kinds = tuple(dict.fromkeys(BY_TYPE[name].name for name in c.sharding_types or BY_TYPE))
     kernels = set(c.compute_kernels or ())
+    # "dense" alone: replicas, and nothing else.
     if kernels == {"dense"}:
         return tuple(kind for kind in kinds if kind in REPLICAS)
     # TorchRec replicates with its dense kernel alone.
@@ -237,8 +246,10 @@ def with_constraints(tables: tuple[Table, ...], constraints: ByName, topology: T
     for table in tables:
         if c := constraints.get(table.name):
             table = replace(table, weighted=table.weighted or c.is_weighted)
+            # Kernels with rows below device memory name the tier and whether a cache is used.
             tier, has_cache = KERNELS.get(kernel_of(c), ("", False))
             if topology.memory_of(tier):
+                # None is "not given"; 0 would be a value.
                 given = getattr(c.cache_params, "load_factor", None)
                 share = (CACHED if given is None else given) if has_cache else 0.0
                 table = replace(table, load_factor=share, tier=tier)
@@ -253,6 +264,7 @@ def violations(plan: Plan, constraints: ByName, topology: Topology) -> dict[str,
     """The sharding type of each table whose sharding_types do not have it, whole or as cut into one part."""
     placements, violated = plan.by_table(), {}
     for name, c in constraints.items():
+        # A whole table may also be written as cut into one part, so either name counts.
         written = sharded(placements[name], topology).sharding_type
         layout = BY_TYPE[written]
         as_cut = layout.torchrec_cut if written == layout.torchrec_whole else written
@@ -304,6 +316,7 @@ def write_allowed_types(plan: ShardingPlan, constraints: ByName, theirs: Tables)
             or (types and shardings[name].sharding_type not in types)
         }
         for name, types in allowed.items():
+            # A table joins the cut type where its own constraints allow that.
             whole, cut = layouts[name].torchrec_whole, layouts[name].torchrec_cut
             written = cut if cut in as_cut and (not types or cut in types) else shardings[name].sharding_type
             if types and written not in types:
@@ -337,6 +350,7 @@ def settings_of(constraints: ByName, theirs: Tables) -> ShardingPlan:
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
     modules: dict[str, EmbeddingModuleShardingPlan] = defaultdict(EmbeddingModuleShardingPlan)
+    # Placement is left empty: only the kernel and its settings matter here.
     for key, c in constraints.items():
         modules[theirs[key].path][theirs[key].name] = ParameterSharding(
             "",

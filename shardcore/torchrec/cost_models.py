@@ -19,6 +19,7 @@ def model_of(model: CostModel | str | Path | None, compute_device: str = "cuda")
     """
     if model is None:
         return profile_of_device(_device_name(compute_device)).model()
+    # Names and files of profiles are texts, models are objects.
     if isinstance(model, str | Path):
         return load_profile(model).model()
     require_model(model)
@@ -28,6 +29,7 @@ def model_of(model: CostModel | str | Path | None, compute_device: str = "cuda")
 def _device_name(compute_device: str) -> str:
     import torch
 
+    # Without a GPU there is no profile to choose, so the caller has to give a model.
     if compute_device != "cuda" or not torch.cuda.is_available():
         raise ShardCoreError(
             "model is None, and there is no CUDA device here to take a profile of; give model=load_model(folder), or "

@@ -49,6 +49,7 @@ class Arguments:
 
     def __post_init__(self) -> None:
         require_within(self, "arguments", world_size=(1, MOST_DEVICES))
+        # Groups divide the job, and hosts divide groups.
         for part, whole in (
             ("sharding_group_size", "world_size"),
             ("node_group_size", "sharding_group_size"),
@@ -82,10 +83,13 @@ def to_dmp_collection(
         node_group_size=per_host(grouped.problem),
         use_inter_host_allreduce=grouped.grouping.layout == CONTIGUOUS,
     )
+    # The plan is one of a group, and its ranks count from 0 in each.
     plan = to_torchrec(grouped.plan, grouped.problem, module, compute_device)
     planned = {"plan": plan, **asdict(arguments)}
+    # A second value would silently replace the planned one.
     if twice := sorted({"module", *planned} & set(others)):
         raise ShardCoreError(f"DMPCollection's {twice[0]} follows from the plan; leave it out")
+    # TorchRec is imported only where its arguments are checked: that takes seconds.
     if others:
         from torchrec.distributed.model_parallel import DMPCollection
 
@@ -95,6 +99,7 @@ def to_dmp_collection(
 
 def write_dmp_collection(path: str | Path, arguments: Mapping[str, Any], sync_every: int) -> None:
     """Write keyword arguments of DMPCollection, and how often replicas synchronise."""
+    # The plan is written in the form of plan files, the rest as numbers.
     numbers = {name: value for name, value in arguments.items() if name != "plan"}
     body = {
         "arguments": asdict(schema.build(Arguments, numbers, "arguments")),
@@ -109,6 +114,7 @@ def read_dmp_collection(path: str | Path) -> tuple[dict[str, Any], int]:
 
     Raises ShardCoreError for a file that is foreign, damaged or edited.
     """
+    # Checks schema, version and digest before anything is parsed.
     content = schema.build(_File, unseal(open_document(path, _SCHEMA), path), str(path))
     return {"plan": from_json(content.modules, str(path)), **asdict(content.arguments)}, content.sync_every
 

@@ -124,6 +124,7 @@ def read_statistics(path: str | Path) -> list[PartLookups]:
     path = Path(path)
     reports = [path]
     if path.is_dir():
+        # Other files may lie in the folder, such as the names of tables.
         reports = [path / name for name in schema.names_in(path) if REPORT.fullmatch(name)]
     if not reports:
         raise ShardCoreError(
@@ -156,6 +157,7 @@ def reported_tables(path: str | Path) -> tuple[Table, ...]:
     reported = read_statistics(path)
     parts: dict[tuple[str, str], list[TablePart]] = defaultdict(list)
     last: dict[tuple[str, str], PartLookups] = {}
+    # Ranks report parts of the same table, so parts are collected over all reports.
     for r in reported:
         if r.part:
             parts[r.part.module, r.part.table].append(r.part)
@@ -185,6 +187,7 @@ def _tables_of(report: Any, what: str, parts: Sequence[TablePart] | None) -> dic
         weighted = schema.read(report.get("weighted", False), bool, "weighted")
         if not all(0 <= i < len(specs) for i in table_of):
             raise ValueError(f"feature_table_map is {shown(table_of)}, for {len(specs)} tables")
+        # A table of an op may have several features, whose lookups add up.
         pooling, seen, batches = defaultdict(float), defaultdict(lambda: np.zeros(REUSE_BINS)), {}
         for table, mean, batch, law in zip(
             table_of,
@@ -272,6 +275,7 @@ def rows_by_count(hitters: Iterable[float], q: float, s: float, lookups: float, 
         return left * (rank + q - 0.5) ** -s / mass(end)
 
     low, high = first + 1e-6, first + min(rows - first, left)
+    # The number of ids is bounded by rows and by lookups, as each id has one at least.
     # Bisection over the number of ids: both counts fall as it grows.
     for _ in range(60):
         middle = (low + high) / 2

@@ -171,9 +171,11 @@ def kind_of(record: type) -> str:
 
 def defaults_of(record: type) -> dict[str, Any]:
     """Defaults of all fields of a class. inspect.Parameter.empty: the field has none."""
+    # Dataclasses list their fields. Other classes have them in the arguments of __init__.
     if dataclasses.is_dataclass(record):
         return {f.name: _default_of(f) for f in dataclasses.fields(record)}
     defaults: dict[str, Any] = {}
+    # From the class up to its bases: values of subclasses take precedence.
     for c in (c for c in record.__mro__ if "__init__" in vars(c)):
         parameters = inspect.signature(c.__init__).parameters
         named = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
@@ -193,6 +195,7 @@ def _default_of(field: dataclasses.Field) -> Any:
 def values_of(record: object) -> dict[str, Any]:
     """Values of all fields. UNKNOWN: the object does not keep it."""
     return {
+        # Constructors often keep an argument under the same name with an underscore.
         name: getattr(record, name, getattr(record, f"_{name}", UNKNOWN))
         for name in defaults_of(type(record))
     }
@@ -212,12 +215,14 @@ def check(kind: type, values: Mapping[str, Any], what: str) -> list[str]:
     """Do the same as `require_treated` for values by field."""
     treatments, defaults, lines = FIELDS[kind_of(kind)], defaults_of(kind), []
     for name, value in values.items():
+        # A field at its default has no effect, so it needs no treatment.
         if _same(value, defaults.get(name, UNKNOWN)):
             continue
         treatment = treatments.get(name)
         # An argument of a newer TorchRec that its object does not keep.
         if treatment is None and value is UNKNOWN:
             lines.append(f"{what} may have {name}, which ShardCore does not know and cannot read")
+        # Known, but the object does not keep it, so it cannot be read.
         elif value is UNKNOWN:
             continue
         elif treatment is None:
@@ -236,6 +241,7 @@ def _same(value: Any, default: Any) -> bool:
     if value is default:
         return True
     try:
+        # Equal values of other types are not the same: 1 == True.
         return type(value) is type(default) and bool(value == default)
     except (TypeError, ValueError, RuntimeError):  # of arrays and tensors
         return False

@@ -103,10 +103,12 @@ class HotColdEmbeddingCollection(nn.Module):
         """
         from torchrec import JaggedTensor, KeyedJaggedTensor
 
+        # Once, as it is a collective: all ranks make their first call together.
         if not self._checked:
             self._require_same_everywhere()
             self._checked = True
         lookups = features.to_dict()
+        # Only features of tables with hot rows are split.
         split = {
             f: self._split(lookups[f], name) for f, name in self._features.items() if name in self._hot_ids
         }
@@ -115,8 +117,10 @@ class HotColdEmbeddingCollection(nn.Module):
         # Cold rows of all features are one lookup, which TorchRec shards.
         keys = list(self._features)
         cold = self.cold(KeyedJaggedTensor(keys=keys, values=torch.cat(ids), lengths=torch.cat(lengths)))
+        # Features without hot rows have their outputs as they are.
         outputs = {f: cold[f] for f in self._features}
         for f, parts in split.items():
+            # Local lookup: hot rows are on every rank.
             hot = nn.functional.embedding(parts.hot_rows, self.hot[self._features[f]])
             values = torch.cat([hot, outputs[f].values()])[parts.order]
             outputs[f] = JaggedTensor(
@@ -125,7 +129,9 @@ class HotColdEmbeddingCollection(nn.Module):
         return outputs
 
     def _split(self, feature: JaggedTensor, name: str) -> _Split:
+        # The buffer moves with the module to its device.
         ids, hot = feature.values(), getattr(self, f"hot_ids_{name}")
+        # A check on a GPU would wait for the device at each step.
         if (
             ids.device.type == "cpu"
             and len(ids)
@@ -155,6 +161,7 @@ class HotColdEmbeddingCollection(nn.Module):
         """Raise ShardCoreError on all ranks if they differ in hot ids."""
         if not (dist.is_available() and dist.is_initialized()):
             return
+        # Digests instead of ids: few bytes, and equal only for equal ids.
         digests: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(digests, {name: ids.digest for name, ids in self._hot_ids.items()})
         first = digests[0]
@@ -211,6 +218,7 @@ class _HotRows(nn.ParameterDict):
             with torch.no_grad():
                 if config.init_fn is not None:
                     config.init_fn(weight)
+                # Weights on the meta device have no memory to fill.
                 elif weight.device.type != "meta":
                     weight.uniform_(config.get_weight_init_min(), config.get_weight_init_max())
 

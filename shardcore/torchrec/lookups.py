@@ -63,12 +63,14 @@ def read_lookups(lookups: Lookups | Data, global_batch: int) -> Means | str | Pa
                 "of FBGEMM's reports"
             )
         is_variable = batch.variable_stride_per_key()
+        # In a batch with different strides (VBE), all of its features count as variable.
         variable |= dict.fromkeys(batch.keys() if is_variable else ())
         # Weighted, plain and sequence features may come in separate tensors.
         for feature, values in batch.to_dict().items():
             samples[feature] += global_batch if is_variable else batch.stride()
             ids[feature].append(values.values().cpu().numpy())
             lengths[feature].append(values.lengths().cpu().numpy())
+    # One array for each feature: statistics are over all batches together.
     return Data(
         # Empty parts may be of another type, which would spread to all ids.
         {f: np.concatenate([part for part in parts if len(part)] or parts[:1]) for f, parts in ids.items()},
@@ -144,6 +146,7 @@ def _measured(
                     f"table {name!r} needs as many of each"
                 )
             _require_rows(data.ids[feature], feature, name, table.config.num_embeddings)
+        # All features of a table look up the same rows, so their ids count together.
         ids, n = np.concatenate([data.ids[f] for f in features]), data.samples[first]
         statistics[name] = len(ids) / n, access.reuse_of(ids, n)
     return statistics

@@ -97,9 +97,11 @@ def _tables(module: nn.Module, path: str, seen: set[int], whole: bool) -> Iterat
     if id(module) in seen:
         return
     seen.add(id(module))
+    # A wrapper is sharded in place of its collection, so its path counts.
     if inner := _inner().get(type(module)):
         yield from _of_collection(getattr(module, inner), path, module)
         return
+    # Exact types: a subclass may do anything to ids or weights.
     if type(module) in (EmbeddingBagCollection, EmbeddingCollection):
         yield from _of_collection(module, path)
         return
@@ -116,6 +118,7 @@ def _tables(module: nn.Module, path: str, seen: set[int], whole: bool) -> Iterat
         yield from (
             ModelTable(path, name + HOT, c, False, replica=True) for name, c in module.hot_tables().items()
         )
+    # Children in order of the module tree, so that tables have a stable order.
     for name, child in module.named_children():
         yield from _tables(child, f"{path}.{name}" if path else name, seen, whole)
 
@@ -128,6 +131,7 @@ def _of_collection(collection: Any, path: str, wrapper: nn.Module | None = None)
     if wrapper is not None:
         from torchrec.distributed.sharding_plan import get_module_to_default_sharders
 
+        # TorchRec's own sharder states which types it has for a wrapper.
         sharder = get_module_to_default_sharders()[type(wrapper)]
         within, types = type(wrapper).__name__, tuple(sorted(sharder.sharding_types("cuda")))
     return [
@@ -153,6 +157,7 @@ def _managed_collision(wrapper: nn.Module | None, config: Any) -> ManagedCollisi
 
     module = collection._managed_collision_modules[config.name]
     rows = config.num_embeddings
+    # Tensors with an entry for each row: the maps from ids to rows.
     of_rows = sum(
         x.element_size() * x.numel()
         for x in (*module.buffers(), *module.parameters())
@@ -192,6 +197,7 @@ def _refused() -> tuple[type, ...]:
         itep_embedding_modules.ITEPEmbeddingBagCollection,
         itep_embedding_modules.ITEPEmbeddingCollection,
         *pec,
+        # Wrappers of exactly these types are planned above. Here are their subclasses.
         *_inner(),
     )
 
@@ -208,6 +214,7 @@ def path_in_model(path: str, job: nn.Module) -> str:
     """
     module, parts = job, []
     for part in filter(None, path.split(".")):
+        # Attributes of wrappers are no names in the model.
         if part not in (name for kind, name in _attributes().items() if isinstance(module, kind)):
             parts.append(part)
         module = getattr(module, part)
@@ -251,6 +258,7 @@ def sharders_of(
     module: nn.Module, tables: Mapping[str, ModelTable], sharders: Sequence[ModuleSharder[Any]]
 ) -> list[ModuleSharder[Any]]:
     """The sharders that take a module with tables."""
+    # Replicas of hot rows have no sharder.
     types = {type(module.get_submodule(t.path)) for t in tables.values() if not t.replica}
     return [sharder for sharder in sharders if sharder.module_type in types]
 

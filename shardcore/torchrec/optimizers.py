@@ -63,6 +63,7 @@ def _optimizers_of(
     module: nn.Module, tables: Mapping[str, ModelTable], sharders: Iterable[ModuleSharder[Any]]
 ) -> dict[str, str | None]:
     """FBGEMM's name of the optimizer of each table that TorchRec shards. None: the job sets none."""
+    # Sharders are found by the type of module that they take.
     by_type = {sharder.module_type: getattr(sharder, "fused_params", None) or {} for sharder in sharders}
     weights = dict(module.named_parameters())
     optimizers: dict[str, str | None] = {}
@@ -73,6 +74,7 @@ def _optimizers_of(
         # Its collection may be within what wraps it.
         ends = tuple(f"{bags}.{table.name}.weight" for bags in ("embedding_bags", "embeddings"))
         weight = next((w for n, w in weights.items() if n.startswith(prefix) and n.endswith(ends)), None)
+        # What is set in backward takes precedence, as in TorchRec.
         fused = by_type.get(type(module.get_submodule(table.path)), {}).get("optimizer")
         stated = None if fused is None else str(getattr(fused, "name", fused))
         optimizers[name] = _in_backward(name, weight) or stated
@@ -87,6 +89,7 @@ def _in_backward(name: str, weight: Any) -> str | None:
         raise ShardCoreError(
             f"table {name!r} has optimizers {', '.join(k.__name__ for k in kinds)} in backward; TorchRec takes one"
         )
+    # The first is the only one: several were refused above.
     for kind, given in zip(kinds, getattr(weight, "_optimizer_kwargs", ({},)), strict=False):
         try:
             theirs = given.get("optimizer") or optimizer_type_to_emb_opt_type(kind)

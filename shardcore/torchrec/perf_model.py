@@ -44,7 +44,9 @@ class ShardCorePerfModel:
     def __init__(self, problem: Problem, module: nn.Module, model: CostModel | str | Path) -> None:
         from torchrec.distributed.planner.types import PerfModel
 
+        # Registering avoids importing TorchRec with this module.
         PerfModel.register(type(self))
+        # A table that only one of the two has would have no price.
         if differing := sorted({t.name for t in problem.tables} ^ set(tables_of(module))):
             raise ShardCoreError(
                 f"problem {problem.name!r} and the module differ in tables {differing[:5]}; "
@@ -66,6 +68,7 @@ class ShardCorePerfModel:
             ours = from_torchrec(to_sharding_plan(list(plan), on), self.problem, self.module)
             step = lower(ours, self.problem)
         except ShardCoreError as error:
+            # Infinite, so that TorchRec takes another plan.
             self.refused.append(str(error))
             return float("inf")
         self.rated += 1

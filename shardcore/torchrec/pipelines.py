@@ -29,6 +29,7 @@ def drained(pipeline: Any) -> Iterator[None]:
             f"the pipeline is a {type(pipeline).__name__}; tables can be moved under TrainPipelineSparseDist and "
             "TrainPipelineBase"
         )
+    # Batches that were copied to the device but not trained on.
     batches = list(pipeline.batches)
     pipeline.detach()
     pipeline.batches.clear()
@@ -40,5 +41,6 @@ def drained(pipeline: Any) -> Iterator[None]:
     try:
         yield
     finally:
+        # Filling sends ids again, to the ranks of the new plan. An empty pipeline needs none.
         if batches:
             pipeline.fill_pipeline(iter(batches))

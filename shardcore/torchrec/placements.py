@@ -47,6 +47,7 @@ def _placed_as(sharding: Any, table: Table, name: str, topology: Topology) -> li
         raise ShardCoreError(
             f"the plan shards table {name!r} {sharding.sharding_type} without a sharding_spec; it needs one"
         )
+    # Ranges of rows by column range: all ranks with the same columns divide one shard.
     by_columns: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
     # Ranks that get no rows count: a table may have fewer rows than there are ranks.
     shards = Counter((s.shard_offsets[1], s.shard_sizes[1]) for s in sharding.sharding_spec.shards)

@@ -52,6 +52,7 @@ def write_torchrec(path: str | Path, plan: ShardingPlan, qcomms: QCommsConfig | 
 
     qcomms: precision of the job's collectives. TorchRec keeps it in sharders, not in the plan.
     """
+    # Optional keys are left out, so that files without them stay the same.
     body = {"modules": to_json(plan)} | ({"qcomms": encode(qcomms, "qcomms")} if qcomms else {})
     writing.write_json(path, document(_SCHEMA, seal(body)))
 
@@ -73,6 +74,7 @@ def read_torchrec(path: str | Path, module: nn.Module | None = None) -> Sharding
 def _require_of(plan: ShardingPlan, module: nn.Module, what: str) -> None:
     from shardcore.torchrec.modules import tables_of
 
+    # Modules by path, as the plan names them.
     tables: dict[str, set[str]] = {}
     for table in tables_of(module).values():
         tables.setdefault(table.path, set()).add(table.name)
@@ -134,6 +136,7 @@ def _sharding(value: Any, what: str) -> ParameterSharding:
             raise ShardCoreError(
                 f"{what}, {name} is {shown(getattr(sharding, name))}; TorchRec knows {', '.join(known)}"
             )
+    # TorchRec uses ranks and shards in different places, so they have to agree.
     ranks, spec = sharding.ranks, sharding.sharding_spec
     if wrong := [rank for rank in ranks or () if not 0 <= rank < MOST_DEVICES]:
         raise ShardCoreError(f"{what}, ranks has {wrong[0]}; ranks are 0 to {MOST_DEVICES - 1}")
@@ -170,6 +173,7 @@ def _require_shape(kind: str, shards: Sequence[ShardMetadata], what: str) -> Non
 
 def encode(value: Any, what: str) -> Any:
     """A setting of TorchRec as JSON. Raises ShardCoreError for one that JSON cannot hold."""
+    # Members of enums that are also texts are written by name, like others.
     if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
         return value
     if isinstance(value, enum.Enum):
@@ -182,6 +186,7 @@ def encode(value: Any, what: str) -> Any:
             {"offsets": list(s.shard_offsets), "sizes": list(s.shard_sizes), "placement": str(s.placement)}
             for s in value.shards
         ]
+    # Records of plain fields. None is the default of all optional ones, and left out.
     if dataclasses.is_dataclass(value) and not type(value).__name__.endswith("ShardingSpec"):
         return {
             f.name: encode(v, f"{what}, {f.name}")

@@ -91,6 +91,7 @@ def problem_for(
     without a cost model, another optimizer than the weights have, and settings of tables that are refused
     (see `fields.FIELDS`).
     """
+    # Whole tables, as hot rows are divided from them below.
     theirs = tables_of(module, whole=True)
     require_type(global_batch, int, "global_batch", "a whole number, the samples of a step")
     if not theirs:
@@ -98,6 +99,7 @@ def problem_for(
             "the model has no EmbeddingBagCollection or EmbeddingCollection; there is nothing to place"
         )
     for key, table in theirs.items():
+        # Settings of tables are checked before lookups are read, which takes long.
         fields.require_treated(table.config, f"config of table {key!r}")
     set_optimizer = optimizers.optimizer_of(module, theirs)
     if optimizer is not None and set_optimizer and optimizer != set_optimizer:
@@ -106,8 +108,10 @@ def problem_for(
         )
     data = read_lookups(lookups, global_batch)
     statistics = statistics_of(theirs, data, global_batch)
+    # Memory reserved by default, as by TorchRec's planner.
     ours = topology if isinstance(topology, Topology) else our_topology(topology, RESERVED)
     topologies.require_no_pods(len(ours.on_hosts[0]))
+    # Deduplication happens on a device, so within its share of the batch.
     factors, groups = deduplicated_of(theirs, data, deduplicated, global_batch // len(ours))
     tables = tuple(
         Table(
@@ -134,6 +138,7 @@ def problem_for(
     problem = with_hot_rows(problem, _hot_rows(module, theirs))
     constraints = constraints or Constraints()
     kinds = dict(constraints.kinds) | dict(problem.constraints.kinds)
+    # TorchRec's wrappers support some sharding types only.
     kinds |= _kinds_in_wrappers(theirs, kinds, ours)
     widths = dict(constraints.min_widths)
     if isinstance(data, Data) and data.variable:
@@ -192,10 +197,12 @@ def plan_for(
     The optimizer is the one that the model's weights have, or else that of the cost model. Raises as
     `problem_for` and all sharders do, and for an unknown algorithm.
     """
+    # The search is looked up first, so that an unknown name fails before anything is read.
     model, search = model_of(model), sharder(algorithm)
     batch = model.setting.batch if global_batch is None else global_batch
     optimizer = optimizers.optimizer_of(module, tables_of(module)) or model.setting.optimizer
     problem = problem_for(module, topology, batch, lookups, optimizer, constraints, job=job)
+    # The optimizer's state counts in memory even where the model prices another one.
     priced = optimizers.under(model, problem.optimizer).for_problem(problem)
     return search(problem, priced, seed=seed, budget=budget), problem
 
@@ -248,7 +255,9 @@ class ShardCorePlanner:
         require(self.batch_size > 0, f"batch_size is {self.batch_size}; it needs 1 or more samples of a rank")
         constrained.require_constraints(constraints)
         self.constraints = dict(constraints or {})
+        # An iterator is consumed once, but several plans may be made.
         self.lookups = list(lookups) if isinstance(lookups, Iterator) else lookups
+        # Kernels with rows in host memory need its size and link.
         in_host = any(constrained.kernel_of(c) in constrained.KERNELS for c in self.constraints.values())
         self.their_topology = None if isinstance(topology, Topology) else topology
         self.reserved = reserved
@@ -260,6 +269,7 @@ class ShardCorePlanner:
             f"reserved is {reserved}; it is a share of TorchRec's topology. With ShardCore's, give its devices less "
             "memory",
         )
+        # TorchRec's topology says CPU, but not which one.
         if self.compute_device == "cpu" and model.setting.hardware.startswith("cpu"):
             self.topology = replace(self.topology, hardware=model.setting.hardware)
         self.model, self.algorithm, self.seed, self.budget, self.job = model, algorithm, seed, budget, job
@@ -278,11 +288,13 @@ class ShardCorePlanner:
         theirs = tables_of(module)
         if sharders:
             require_sharders(module, sharders)
+        # Sharders without a module to take have settings that do not matter.
         used = sharders_of(module, theirs, sharders or ())
         constraints, notes = constrained.by_our_names(self.constraints, theirs, self.compute_device)
         for key, table in theirs.items():
             notes += fields.require_treated(table.config, f"config of table {key!r}")
         optimizer, payloads = optimizers.optimizer_of(module, theirs, used), payloads_of(used)
+        # Ranks have equal batches.
         global_batch = self.batch_size * len(self.topology)
         lookups = constrained.pooling_of(constraints, theirs) if self.lookups is None else self.lookups
         data = read_lookups(lookups, global_batch)
@@ -300,6 +312,7 @@ class ShardCorePlanner:
         tables = constrained.with_constraints(problem.tables, constraints, self.topology)
         plan, problem = self._search(replace(problem, tables=tables), constraints)
         settings = constrained.settings_of(constraints, theirs)
+        # Settings that our plan does not decide are passed on as given.
         sharding_plan = to_torchrec(plan, problem, module, self.compute_device, settings)
         notes += constrained.write_allowed_types(sharding_plan, constraints, theirs)
         if variable:
@@ -342,12 +355,14 @@ class ShardCorePlanner:
         the plan has the other, it runs again without that kind for that table.
         """
         model = self._model_for(problem)
+        # Each round removes a kind from a table, so this ends.
         while True:
             try:
                 plan = sharder(self.algorithm)(problem, model, seed=self.seed, budget=self.budget)
             except Infeasible as error:
                 if self.their_topology is None:
                     raise
+                # Name defaults that nobody may have meant.
                 reasons = (
                     str(error),
                     topologies.default_memory(self.their_topology),
@@ -374,6 +389,7 @@ class ShardCorePlanner:
             try:
                 return self.plan(module, sharders)
             except Exception as error:
+                # Any error, as all ranks need to hear of it.
                 return error
 
         group = pg or dist.GroupMember.WORLD
@@ -398,6 +414,7 @@ def _kinds_in_wrappers(
     for name, table in theirs.items():
         if not table.sharding_types:
             continue
+        # Types that only TorchRec knows have no kind of ours.
         able = {constrained.BY_TYPE[t].name for t in table.sharding_types if t in constrained.BY_TYPE}
         kinds = tuple(kind for kind in allowed.get(name, LAYOUTS) if kind in able)
         what = (
@@ -432,6 +449,7 @@ def _kinds_of_variable(
     """
     kinds = {}
     for table in tables:
+        # Replicas fail with batches of different sizes.
         able = tuple(kind for kind in allowed.get(table.name, LAYOUTS) if kind not in constrained.REPLICAS)
         kinds[table.name] = tuple(kind for kind in able if kind not in _GRID) or able
         if not able:

@@ -41,6 +41,7 @@ class Slowest:
 
     def rate(self, plan: Sequence[Any]) -> float:
         """ms of the busiest device under a plan; lower is better."""
+        # Work of tables placed before is what devices start with.
         busy = [device.perf for device in self.topology.devices]
         for option in plan:
             for shard in option.shards:
@@ -61,6 +62,7 @@ class OurBytes:
     def estimate(self, sharding_options: list[Any], sharder_data_map: Any = None) -> None:
         from torchrec.distributed.planner.types import Storage
 
+        # Names are t0, t1, ... in the order of the problem's tables.
         sharding_options.sort(
             key=lambda o: (int(o.name[1:]), (*ALL_TYPES, *HOST_TYPES).index(o.sharding_type))
         )
@@ -106,6 +108,7 @@ class Metered:
 
     def feedback(self, partitionable: bool, **rest: Any) -> None:
         self.placeable |= partitionable
+        # The proposer that made the proposal learns from it.
         self.waiting[0].feedback(partitionable=partitionable, **rest)
 
 

@@ -68,6 +68,7 @@ class ShardCoreProfiler:
         require(every > steps + 1, f"every is {every}; it needs more than steps + 1, {steps + 1}")
         self._collections, self._model, self._job = collections_of(model), model, job or Job()
         self._folder, self._every, self._steps, self._keep = Path(folder), every, steps, keep
+        # A job on one rank may have no process group.
         joined = dist.is_available() and dist.is_initialized()
         self._rank, self._world_size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
         # The position within a cycle: 0 warms the profiler up, then `steps` are traced.
@@ -77,6 +78,7 @@ class ShardCoreProfiler:
         self._lookups: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self._local_batch = 0
         activities = [torch.profiler.ProfilerActivity.CPU]
+        # GPU activities only where there is a GPU.
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._profile: Any = None
@@ -89,8 +91,10 @@ class ShardCoreProfiler:
 
     def step(self) -> None:
         """Call after each step of training."""
+        # Steps since the first traced one, in cycles of `every`.
         now_s, position = time.perf_counter(), (self._count - self._first) % self._every
         if self._profile is None and self._began_s is not None:
+            # Steps that are traced take longer, so only others are timed.
             # A ring: the newest times count.
             self._times_ms.append(1e3 * (now_s - self._began_s))
             del self._times_ms[:-_MOST_TIMES]
@@ -99,6 +103,7 @@ class ShardCoreProfiler:
             if position > self._steps:
                 self._profile.stop()
                 self._profile = None
+        # Begin one step ahead: the first profiled step warms up.
         elif position == 0 and self._count >= self._first:
             self._capture()
             self._profile = self._start()
@@ -152,9 +157,11 @@ class ShardCoreProfiler:
             if self._rank == 0:
                 self._write_facts(folder)
             path = job_folder.trace_path(folder, self._rank)
+            # A temporary name, so that a reader never finds half a trace.
             temporary = path.with_name(f".{os.getpid()}.{path.name}")
             profile.export_chrome_trace(str(temporary))
             os.replace(temporary, path)
+            # One rank removes old steps for all.
             if self._rank == 0:
                 self._remove_old()
         except Exception as error:  # of any library: a trace is worth no job

@@ -19,8 +19,10 @@ def replica_groups(model: nn.Module, optimizer: DenseOptimizer) -> list[tuple[An
         for name, sharding in module.module_sharding_plan.items()
         if sharding.sharding_type == "data_parallel"
     ]
+    # The optimizer of replicas that exist is the one for new replicas, too.
     if found := [of for weight in replicas if (of := optimizer.group_of(weight)) is not None]:
         return found[:1]
+    # Otherwise an empty group is meant for them, or the only group there is.
     groups = [(o, group) for o in optimizer.plain for group in o.param_groups]
     return [of for of in groups if not of[1]["params"]] or groups
 
@@ -32,6 +34,7 @@ def replica_group(
 
     Raises ShardCoreError if there is none, or if several could be meant.
     """
+    # A replica keeps the group that it has.
     if module.module_sharding_plan[table].sharding_type == "data_parallel":
         groups = [of for of in [optimizer.group_of(weight_of(module, table))] if of is not None]
     if len(groups) != 1:
@@ -48,9 +51,12 @@ def replace_parameter(
     """Exchange a parameter of an optimizer, or add or remove one (None)."""
     before, after = parameters
     optimizer, params = group[0], group[1]["params"]
+    # In place, so that the group and its order stay, and other references see the change.
     at = next((i for i, p in enumerate(params) if p is before), len(params))
     params[at : at + 1] = [] if after is None else [after]
+    # State belongs to the old parameter and would stay in memory.
     optimizer.state.pop(before, None)
+    # TorchRec's wrappers keep parameters by name, in separate mappings.
     for keyed in _keyed(given):
         if getattr(keyed, "_optimizer", None) is optimizer:
             of_keyed = {k: p for k, p in keyed.params.items() if p is not before}
@@ -63,6 +69,7 @@ def _keyed(optimizer: Any) -> Iterator[Any]:
         for _, inner in optimizer.optimizers:
             yield from _keyed(inner)
     elif hasattr(optimizer, "_optimizer"):
+        # Inner first: outer wrappers copy what the inner ones have.
         yield from _keyed(optimizer._optimizer)
         yield optimizer
 
@@ -79,5 +86,6 @@ def refresh(optimizer: Any) -> None:
 
 def renew_fused_optimizer(model: Any) -> None:
     """Let the job's fused optimizer, which it may have wrapped, be that of the new shards."""
+    # The list is changed in place, as the job's wrappers refer to it.
     renewed = model._init_optim(unwrapped(model))
     model._optim._optims[:] = renewed._optims

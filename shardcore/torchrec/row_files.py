@@ -83,7 +83,9 @@ def save_rows(model: nn.Module, folder: str | Path, optimizer: Any = None) -> No
     from safetensors.torch import save
 
     folder, rank, n = Path(folder), *_ranks()
+    # All checks before the first write, so that a refused save leaves no files.
     with _all_or_none():
+        # Replicas are equal on all ranks: rank 0 writes them.
         parts = list(_parts(model, optimizer, replicas=rank == 0))
         folder.mkdir(parents=True, exist_ok=True)
         if rank == 0 and (old := next(folder.glob("rows-*.safetensors"), None)):
@@ -92,9 +94,11 @@ def save_rows(model: nn.Module, folder: str | Path, optimizer: Any = None) -> No
     with _all_or_none():
         for i, part in enumerate(parts):
             about = document(_ROWS, {"table": part.table, "columns": part.columns, "step": part.step})
+            # One part at a time on the CPU, to bound memory.
             tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in part.tensors.items()}
             content = save({"ids": torch.from_numpy(part.ids), **tensors}, {_META: json.dumps(about)})
             name = f"rows-{rank:05d}-{i:05d}.safetensors"
+            # Named by rank and part, so that ranks never write the same file.
             write_atomic(folder / name, content)
             digests[name] = hashlib.sha256(content).hexdigest()
     of_ranks = _gathered(digests)
@@ -120,6 +124,7 @@ def load_rows(model: nn.Module, folder: str | Path, optimizer: Any = None, appro
         files = _complete(folder)
         parts = list(_parts(model, optimizer, replicas=True, filling=True))
         # Columns that each row of a tensor still lacks.
+        # Counted down as files are read. What is left above 0 is missing.
         missing = [
             {name: np.full(len(part.ids), part.columns[1] - part.columns[0]) for name in part.tensors}
             for part in parts
@@ -127,6 +132,7 @@ def load_rows(model: nn.Module, folder: str | Path, optimizer: Any = None, appro
         for tensor in (t for part in parts for t in part.tensors.values() if t.ndim == 1):
             tensor.zero_()  # parts of columns add up to it
         tables = {part.table for part in parts}
+        # All files of all ranks: each may have rows that this rank needs.
         for path, digest in files.items():
             if (rows := _read(path, digest, tables)) is not None:
                 for part, columns in zip(parts, missing, strict=True):
@@ -146,10 +152,12 @@ def _fill(
 ) -> None:
     """Copy the rows of a part that a file has. path: of the file, for errors."""
     ids, columns = source_rows.ids, source_rows.columns
+    # Both sides are sorted, so a binary search finds each row.
     # [N] position in the file of each row of the part, if the file has it.
     at = np.searchsorted(ids, part.ids).clip(max=max(len(ids) - 1, 0))
     have = np.flatnonzero(ids[at] == part.ids) if len(ids) else np.zeros(0, dtype=int)
     lo, hi = max(columns[0], part.columns[0]), min(columns[1], part.columns[1])
+    # Rows and columns that both have: nothing else is copied.
     if not len(have) or lo >= hi:
         return
     if source_rows.step is not None and part.set_step is not None:
@@ -165,6 +173,7 @@ def _fill(
         if name not in source_rows.tensors:
             continue
         source = source_rows.tensors[name]
+        # State with one number a row does not say which columns it is of.
         flat = source.ndim == 1 or tensor.ndim == 1
         if not approximate and (source.ndim != tensor.ndim or (flat and columns != part.columns)):
             forms = [
@@ -179,6 +188,7 @@ def _fill(
         if source.ndim == 2:
             source = source[:, lo - columns[0] : hi - columns[0]]
         values = source[rows]
+        # A number a row of several parts: their mean, weighted by columns.
         if tensor.ndim == 1:
             share = (hi - lo) / (part.columns[1] - part.columns[0])
             tensor[into_device] += (values.mean(1) if values.ndim == 2 else values).to(tensor) * share
@@ -208,6 +218,7 @@ def _parts(model: nn.Module, optimizer: Any, replicas: bool, filling: bool = Fal
             f"a {type(model).__name__} has no EmbeddingBagCollection and no EmbeddingCollection that nothing wraps; "
             "there are no rows to save or load"
         )
+    # Hot rows are in the module, not in a sharded collection.
     for path, module in divided.items() if replicas else ():
         for name, hot in module.hot_ids.items():
             part = _dense((path, name), module.hot[name], dense, filling)
@@ -224,6 +235,7 @@ def _parts(model: nn.Module, optimizer: Any, replicas: bool, filling: bool = Fal
             if owner is None:
                 yield _rows(part)
                 continue
+            # Cold rows are saved by ids of the whole table, so that other hot ids may load them.
             name = table.removesuffix(COLD)
             if name != table and name in owner.hot_ids:
                 rows = _rows(replace(part, key=(outer, name)))
@@ -252,6 +264,7 @@ def _dense(key: Key, weight: nn.Parameter, optimizer: DenseOptimizer, filling: b
     """A table, or hot rows, under the job's dense optimizer."""
     if (found := optimizer.group_of(weight)) is not None:
         states = dense_states(*found)
+        # Torch makes state at the first step. Loading needs it before.
         if filling and states and not optimizer.state_of(weight):
             found[0].state[weight] = fresh_state(*found, weight, 0)
     return dense_part(key, weight, optimizer)
@@ -302,6 +315,7 @@ def _read(path: Path, digest: str, tables: Collection[str]) -> _Rows | None:
 
     require_file(path)
     try:
+        # The header is read first: files of other tables are skipped unread.
         with safe_open(path, "pt") as file:
             about = parse_json((file.metadata() or {}).get(_META, "null").encode(), path)
             header = build(_Header, opened(about, _ROWS, path), str(path))
@@ -344,6 +358,7 @@ def _all_or_none() -> Iterator[None]:
         failure = error
     except OSError as error:
         failure = ShardCoreError(str(error))
+    # Gathered on all ranks, whether or not they failed, or one would wait.
     messages = _gathered(failure and str(failure))
     if failure or any(messages):
         raise failure or ShardCoreError(next(filter(None, messages)))

@@ -92,12 +92,14 @@ class DenseOptimizer:
     plain: list[torch.optim.Optimizer] = field(init=False)
 
     def __post_init__(self) -> None:
+        # The dataclass is frozen, and this field follows from another.
         object.__setattr__(self, "plain", list(_plain(self.given)))
 
     def group_of(self, weight: torch.Tensor) -> tuple[torch.optim.Optimizer, dict[str, Any]] | None:
         """The optimizer that steps over a parameter, and its group of parameters."""
         for optimizer in self.plain:
             for group in optimizer.param_groups:
+                # Identity: comparing tensors would compare their values.
                 if any(p is weight for p in group["params"]):
                     return optimizer, group
         return None
@@ -137,6 +139,7 @@ def dense_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
 
 def fused_states(optimizer: str) -> tuple[tuple[str, str], ...]:
     """State that a fused optimizer keeps. optimizer: FBGEMM's name. Raises ShardCoreError for an unknown one."""
+    # By FBGEMM's names, as ops report them.
     known = {o.theirs: o.states for o in OPTIMIZERS.values()}
     if optimizer not in known:
         raise ShardCoreError(f"tables train under {optimizer}; known are {', '.join(known)}")
@@ -159,6 +162,7 @@ def collections_of(job: nn.Module, unsharded: bool = False) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def walk(module: nn.Module, path: str) -> None:
+        # Not into sharded modules: what they hold is no part of the model's tree.
         if isinstance(module, ShardedModule):
             if type(module) in (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection):
                 found.setdefault(path, module)
@@ -183,6 +187,7 @@ def unwrapped(job: nn.Module) -> nn.Module:
 def kernels_of(collection: Any) -> Iterator[Any]:
     """The ops of a sharded collection on this rank. Raises ShardCoreError for rows that are no tensors."""
     for lookup in collection._lookups:
+        # Data-parallel lookups are wrapped in DDP, hence `module`.
         for kernel in getattr(lookup, "module", lookup)._emb_modules:
             name = kernel._config.compute_kernel.value
             if name not in _KERNELS:
@@ -225,12 +230,14 @@ def parts_of(
                 state = None if new_state is None else new_state.get(weight, {})
                 yield dense_part((path, table.name), weight, optimizer, state)
             continue
+        # Without state FBGEMM returns nothing: an empty state for each table then.
         of_tables = op.get_optimizer_state() or [{} for _ in tables]
         for table, tensor, of_table in zip(tables, weights, of_tables, strict=True):
             (row, column), (rows, columns) = (
                 table.local_metadata.shard_offsets,
                 table.local_metadata.shard_sizes,
             )
+            # Ranks without rows of a table have an empty shard.
             if not rows or not columns:
                 continue
             states = {k: by_rows(v, rows) for k, v in of_table.items() if v.numel()}
@@ -239,6 +246,7 @@ def parts_of(
                 (row, row + rows),
                 (column, column + columns),
                 {WEIGHTS: tensor.detach(), **states},
+                # FBGEMM counts steps only for optimizers that need the count.
                 int(op.iter) if hasattr(op, "iter") else None,
                 partial(set_step, op),
             )
@@ -249,6 +257,7 @@ def dense_part(
 ) -> Part:
     """A whole table under a dense optimizer. state: default that of the optimizer."""
     state = optimizer.state_of(weight) if state is None else state
+    # A count is no state of rows.
     states = {k: by_rows(v, len(weight)) for k, v in state.items() if torch.is_tensor(v) and k != _STEP}
     ends = (0, weight.shape[0]), (0, weight.shape[1])
     if _STEP not in state:
@@ -260,6 +269,7 @@ def dense_part(
 def set_step(op: Any, step: int) -> None:
     """Set the count of steps of FBGEMM's op, if it counts them."""
     if hasattr(op, "iter"):
+        # FBGEMM keeps the count on the device and on the CPU.
         op.iter.fill_(step)
         op.iter_cpu.fill_(step)
 
@@ -288,6 +298,7 @@ def by_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 def fused_params_of(collection: Any) -> dict[str, dict[str, Any]]:
     """Settings of each table's fused op, by table, whichever rank has it."""
+    # EmbeddingBagCollections and EmbeddingCollections keep shardings under different names.
     shardings = getattr(collection, "_embedding_shardings", None)
     if shardings is None:
         shardings = collection._sharding_type_to_sharding.values()

@@ -33,6 +33,7 @@ def settings_of(sharding: ParameterSharding, what: str) -> dict[str, Any]:
 
     Settings that JSON cannot hold become {"unkept": why}.
     """
+    # Placement is blanked, so that only other settings are left.
     plain = replace(sharding, sharding_type="", ranks=None, sharding_spec=None)
     try:
         settings = plan_files.encode(plain, what)
@@ -51,6 +52,7 @@ def with_settings(settings: Mapping[str, Any], what: str) -> ParameterSharding:
 
     if "unkept" in settings:
         raise ShardCoreError(f"{settings['unkept']}; give to_torchrec the TorchRec plan itself, as `like`")
+    # Placement follows from the plan, so a setting of it would contradict.
     if placed := sorted(set(settings) & set(PLACEMENT)):
         raise ShardCoreError(f"{what} has {placed[0]!r} among its settings, which follows from the plan")
     if "compute_kernel" not in settings:
@@ -89,6 +91,7 @@ def payloads_of(sharders: Iterable[ModuleSharder[Any]]) -> tuple[str, str]:
 
 def _of_collection(sharder: ModuleSharder[Any]) -> ModuleSharder[Any]:
     """The sharder of the collection: within that of a wrapper, if it is one."""
+    # TorchRec's wrappers name the inner sharder in two ways.
     return getattr(sharder, "_ebc_sharder", getattr(sharder, "_e_sharder", sharder))
 
 
@@ -96,6 +99,7 @@ def _sent(sharder: ModuleSharder[Any]) -> dict[str, tuple[str, str]]:
     """Payloads forward and backward by operation. Without codecs all is sent in FP32."""
 
     def payload(op: str, direction: str, codec: Any) -> str:
+        # Codecs name torch types. Payloads of 8 bits have others, which are not priced.
         dtype = str(codec.quantized_dtype).removeprefix("torch.")
         if dtype not in _TORCH:
             precision = getattr(getattr(codec, "_comm_precision", None), "name", dtype)
@@ -131,6 +135,7 @@ def unpriced(
     Raises ShardCoreError for payloads of sharders that are not priced.
     """
     job = problem.job if problem else Job()
+    # Names in the module, without the path that our names may have.
     in_host = {
         (t.collection, t.name.removeprefix(f"{t.collection}."))
         for t in (problem.tables if problem else ())
@@ -140,6 +145,7 @@ def unpriced(
     for path, module in modules_of(plan).items():
         for name, sharding in module.items():
             is_below = (path, name) in in_host
+            # A cache of a table below device memory is priced.
             known = (*PLACEMENT, "compute_kernel", *(["cache_params"] if is_below else []))
             given = [
                 f"{f.name}={value}"
@@ -158,6 +164,7 @@ def unpriced(
         for sharder in sharders
         if getattr(_of_collection(sharder), "_use_index_dedup", False)
     ]
+    # Compared with what the job is priced with, way by way.
     priced = job.forward_payload, job.backward_payload
     return lines + [
         f"{op} of {type(sharder).__name__} is priced with {priced[0]} forward, {priced[1]} backward; it sends "

@@ -41,6 +41,7 @@ def collections_of(model: nn.Module) -> list[ShardedCollection]:
     """The sharded collections of a job's model. Raises ShardCoreError where it has none."""
     found = [
         ShardedCollection(path_in_model(path, model), module)
+        # A sharded collection has a plan and an input distribution.
         for path, module in model.named_modules()
         if hasattr(module, "module_sharding_plan") and hasattr(module, "input_dist")
         if hasattr(module, "_embedding_bag_configs") or hasattr(module, "_embedding_configs")
@@ -65,6 +66,7 @@ def problem_of(
     """
     topology = _topology(world_size)
     collections = collections_of(model)
+    # Tables of several collections may share a name.
     uses = Counter(config.name for c in collections for config in c.configs)
     tables: list[Table] = []
     features: dict[str, tuple[str, ...]] = {}
@@ -92,6 +94,7 @@ def problem_of(
                 features=len(config.feature_names),
                 weighted=bool(getattr(module, "_is_weighted", False)),
                 sequence=not pooled,
+                # Collections have separate ops and exchanges, so a table keeps its own.
                 collection=path,
             )
             features[name] = tuple(config.feature_names)
@@ -100,6 +103,7 @@ def problem_of(
     problem = Problem(
         "job", tuple(tables), topology, local_batch * world_size, _optimizer(collections), job=job
     )
+    # Consolidated: all columns of a table on one device are one shard.
     return problem, Plan(consolidate(placements), {"algorithm": "torchrec plan"}), features
 
 
@@ -107,10 +111,12 @@ def _topology(world_size: int) -> Topology:
     """Devices of the job, those of a host together, with the memory that this rank sees."""
     import torch
 
+    # torchrun states ranks of a host. Without it all are on one.
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if torch.cuda.is_available():
         memory_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     else:
+        # Ranks of a CPU host share its memory.
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_host
     return Topology(
         tuple(Device(memory_bytes, host=f"host-{rank // per_host}") for rank in range(world_size))
@@ -119,6 +125,7 @@ def _topology(world_size: int) -> Topology:
 
 def _optimizer(collections: list[ShardedCollection]) -> str:
     """Our name of the optimizer of the fused ops. Raises ShardCoreError for one that is not in the catalog."""
+    # FBGEMM's op knows its optimizer, whichever way the job set it.
     names = dict.fromkeys(op.optimizer.name for c in collections for op in _fused_ops(c.module))
     known = {named(name, OPTIMIZERS) for name in names}
     if None in known or len(known) > 1:

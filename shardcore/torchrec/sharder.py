@@ -143,6 +143,7 @@ def torchrec(
         return priced(placements, problem, model, algorithm="torchrec", seed=seed, **settings)
 
     given = _constrained_first(problem, model)
+    # Tables that nothing fixed are TorchRec's to place.
     rest = [t for t in problem.tables if t not in given.tables] if given else []
     if given and not rest:
         plans.append(priced_plan(given.placements, packed=False))
@@ -287,8 +288,10 @@ class _Theirs:
             if level.torchrec is None:
                 continue
             link = self.problem.topology.link(level.name)
+            # TorchRec's links belong to each device, so a shared one is divided over a host's devices.
             gbps = link.gbps and link.gbps / (self.per_host if link.shared else 1)
             if gbps or one_ms > 0:
+                # Without a given link, what a column costs in the model stands for it.
                 known[level.torchrec[0]] = gbps * 1e6 if gbps else column_bytes(self.problem) / one_ms
         topology = self.topology(known)
         options = self.enumerator(topology, self.constraints(False, None)).enumerate(

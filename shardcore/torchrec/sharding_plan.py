@@ -86,11 +86,13 @@ def to_torchrec(
     """
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 
+    # A plan that does not cover each cell once would be built wrongly.
     require_cover(plan, problem)
     compute_device = compute_device or _device_of(like) or "cuda"
     theirs = _as_named(problem, module) if isinstance(module, str) else _matched(problem, module)
     placements = plan.by_table()
     shardings = {name: sharded(placements[name], problem.topology) for name in theirs}
+    # Settings of `like` take precedence over those in the plan's provenance.
     settings = {} if like else plan.provenance.get("torchrec", {})
     earlier = {
         name: with_settings(of_table, f"table {name!r} of the plan's provenance")
@@ -150,6 +152,7 @@ def _as_named(problem: Problem, path: str) -> dict[str, ModelTable]:
             f"collections, which are {', '.join(map(repr, named[:5]))}: give one of them"
         )
     hot = {t.name: t.collection or path for t in problem.tables if is_hot(t, problem)}
+    # Hot rows name their collection, in which the others then lie as `cold`.
     divided = set(hot.values())
     tables = {}
     for table in problem.tables:
@@ -186,6 +189,7 @@ def sharded(placements: Sequence[Placement], topology: Topology) -> Sharded:
         raise ShardCoreError(
             f"plan places table {table.name!r} by {' and '.join(kinds)}; TorchRec shards a table by one of them"
         )
+    # Ranks are numbered host by host, devices as the problem lists them.
     layout, rank_of = layout_of(kinds[0]), {d: rank for rank, d in enumerate(topology.ranks)}
     if layout.dense_gradient:
         return Sharded(layout, layout.torchrec_whole)
@@ -212,6 +216,7 @@ def _require_sequences(
             raise ShardCoreError(
                 f"plan replicates {what}; on a CPU TorchRec cannot, for its dense kernel pools there"
             )
+        # Only cut tables need equal widths.
         is_cut = len(sharding.shards) > 1 and sharding.layout.cuts_columns
         for _, shard in sharding.shards if is_cut else ():
             if width.setdefault(table.path, shard.width) != shard.width:
@@ -258,6 +263,7 @@ def _sharding(
     if sharding.layout.dense_gradient:
         ranks, spec, kernel = list(range(len(topology))), None, "dense"
     else:
+        # Shards in the order of ranks, as `ranks` lists them.
         ranks = [rank for rank, _ in sharding.shards]
         shards = []
         for rank, s in sharding.shards:
@@ -267,6 +273,7 @@ def _sharding(
         # A table that was replicated has a dense kernel. It needs a fused one now.
         was = None if old is None else layout_of_torchrec(old.sharding_type)
         kernel = "fused" if old is None or (was and was.dense_gradient) else old.compute_kernel
+    # Other settings of an earlier plan stay.
     base = old or ParameterSharding(sharding.sharding_type, kernel)
     table = next((shard.table for _, shard in sharding.shards), None)
     if table and table.in_host_memory:

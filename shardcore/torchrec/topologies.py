@@ -40,6 +40,7 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0, host_memory: bo
     _treated(topology)
     require_no_pods(topology.local_world_size)
     storage, devices = _storage(topology), []
+    # DDR of a CPU's devices, HBM otherwise.
     for d in topology.devices:
         capacity = getattr(d.storage, storage)
         require(
@@ -58,6 +59,7 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0, host_memory: bo
         # Our tiers have one size for all hosts, so the smallest counts.
         of_host = min(getattr(d.storage, capacity) for d in topology.devices) * topology.local_world_size
         memory.append(Memory(tier.name, of_host, getattr(topology, bandwidth) / BYTES_PER_MS_PER_GBPS))
+    # Only bandwidths that somebody gave. Others are the cost model's.
     gbps: dict[str, Any] = given_bandwidths(topology)
     return Topology(tuple(devices), links=links_of(**gbps), memory=tuple(memory))
 
@@ -84,6 +86,7 @@ def _treated(topology: TheirTopology) -> list[str]:
 
 def require_no_pods(per_host: int) -> None:
     """Raise ShardCoreError if the environment makes TorchRec divide rows over several hosts."""
+    # TorchRec reads this variable at run time, whatever a plan assumes.
     if (pod := os.environ.get(POD_SIZE)) not in (None, "1"):
         raise ShardCoreError(
             f"the environment has {POD_SIZE}={pod}: TorchRec would divide rows over {pod} hosts of {per_host} "
@@ -105,6 +108,7 @@ def given_bandwidths(topology: TheirTopology) -> dict[str, float | None]:
     gbps = {}
     for level in LEVELS.values():
         if level.torchrec is not None:
+            # A value equal to the default counts as not given.
             value, default = getattr(theirs, level.torchrec[0]), getattr(constants, level.torchrec[1])
             gbps[level.name] = None if value == default else value / BYTES_PER_MS_PER_GBPS
     return gbps
@@ -131,6 +135,7 @@ def notes(topology: TheirTopology, host_memory: bool) -> list[str]:
     unused = [
         theirs[0]
         for name, gbps in given_bandwidths(topology).items()
+        # Links between hosts do not matter on one host.
         if (theirs := LEVELS[name].torchrec) and gbps is None and (several or name == inner)
     ]
     lines = [default_memory(topology)]

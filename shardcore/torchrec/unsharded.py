@@ -17,6 +17,7 @@ from shardcore.torchrec.rows import collections_of
 
 def configs_of(module: Any) -> list[Any]:
     """TorchRec's configs of a sharded collection's tables."""
+    # TorchRec keeps the configs under a name for each type of collection.
     return (
         module._embedding_bag_configs
         if hasattr(module, "_embedding_bag_configs")
@@ -28,10 +29,13 @@ def unsharded_of(module: Any, init_fn: Any = None) -> Any:
     """A sharded collection as it was before it was sharded, on the meta device."""
     from torchrec import EmbeddingBagCollection, EmbeddingCollection
 
+    # init_fn replaces initialization, for weights that a move overwrites.
     tables = [replace(c, init_fn=init_fn) if init_fn else c for c in configs_of(module)]
+    # On meta: shapes without memory.
     meta = torch.device("meta")
     if hasattr(module, "_embedding_bag_configs"):
         return EmbeddingBagCollection(tables=tables, is_weighted=module._is_weighted, device=meta)
+    # Options of the constructor that the sharded module still has.
     others = {
         name: value
         for name in ("need_indices", "use_gather_select", "use_gather_select_per_sharding")
@@ -46,6 +50,7 @@ def unsharded_model(job: nn.Module) -> nn.Module:
     for path, module in collections_of(job).items():
         if not path:
             return unsharded_of(module)
+        # Modules on the way to a collection are empty: only paths matter.
         parent, (*names, last) = model, path.split(".")
         for name in names:
             if name not in parent._modules:
@@ -59,6 +64,7 @@ def unpriced_problem_of(job: Any) -> Problem:
     """A job's tables and ranks, without what a plan's price needs: lookups, batch and memory."""
     tables = tables_of(unsharded_model(job))
     n, per_host = dist.get_world_size(), ranks_per_host(job)
+    # Memory without limit, as nothing is planned here.
     devices = tuple(Device(1 << 50, host=f"host-{rank // per_host}") for rank in range(n))
     return Problem(
         "job",
@@ -67,6 +73,7 @@ def unpriced_problem_of(job: Any) -> Problem:
                 name,
                 t.config.num_embeddings,
                 t.config.embedding_dim,
+                # One lookup a sample stands for unknown ones.
                 1.0,
                 precision=t.config.data_type.value.lower(),
                 sequence=not t.pooled,
@@ -93,6 +100,7 @@ class WithoutInit(torch.overrides.TorchFunctionMode):
     """Leave new weights as they are: all of them are written by the move."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # TorchRec fills new weights by uniform_, also where init_fn is given.
         if func is torch.Tensor.uniform_:
             return args[0]
         return func(*args, **(kwargs or {}))

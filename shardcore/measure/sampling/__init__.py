@@ -37,6 +37,7 @@ def different(
         if len(seen) == n or index >= 10 * (n or len(seen) + 100):
             return
         request = draw(index)
+        # Two draws may give one request, which is measured once.
         key = identify(request)
         if key not in seen:
             seen.add(key)

@@ -43,6 +43,7 @@ def comm_request(
     owners = rng.permutation(ranks)[: rng.integers(1, ranks) if rng.random() < 1 / 8 else ranks]
     many = rng.integers(ranks, 30 * ranks + 1)
     for _ in range(many if rng.random() < 0.5 else round(ranks * 30 ** rng.random())):
+        # p near 1 gives random loads, near 0 even ones.
         rank = rng.choice(owners) if rng.random() < p else min(owners, key=lambda r: widths[r])
         widths[rank] += int(rng.choice(DIMS))
     starts = rng.uniform(0, max_start_ms, ranks) * (index % 2)
@@ -83,6 +84,7 @@ def emulated_request(
         comm_request(index, hosts * each, batch, seed, hosts=hosts), busy_ms=0.0, emulated=links
     )
     if np.random.default_rng([9, seed, index, hosts * each]).random() < _EVEN:
+        # Equal loads for all ranks, as plans of good searches have.
         request = replace(request, widths=(max(1, round(np.mean(request.widths))),) * (hosts * each))
     group, share = request.row.draw.scope, request.row.draw.scope_share
     if not group or each == 1 or np.random.default_rng([7, seed, index, hosts * each]).random() >= share:
@@ -90,6 +92,7 @@ def emulated_request(
     # Across hosts travel the rows that a reduce-scatter within hosts left.
     batch = request.batch // each if SCOPES[group].across else request.batch
     members = SCOPES[group].groups(even_hosts(hosts * each, hosts))
+    # A group without any bytes would not run its collective, so one of its ranks gets the least.
     idle = [ranks[0] for ranks in members if not any(request.widths[r] for r in ranks)]
     widths = tuple(min(DIMS) if r in idle else w for r, w in enumerate(request.widths))
     return replace(request, widths=widths, group=group, batch=batch)

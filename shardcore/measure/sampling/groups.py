@@ -85,6 +85,7 @@ def compute_request(
     config = config or GroupConfig()
     require(bool(pool), "the pool has no tables to draw from")
     rng = np.random.default_rng([1, seed, index])
+    # One number decides between the three kinds of groups, so that shares are exact.
     kind = rng.random()
     if kind > 1 - config.replicated:
         # Each device looks up a replica only for its share of the batch.
@@ -109,6 +110,7 @@ def _as_sequences(shards: Sequence[Shard], batch: int, config: GroupConfig) -> t
     """The shards of one width as sequences. Empty: none has outputs within max_shard_bytes."""
     unpooled = [dataclasses.replace(s, table=dataclasses.replace(s.table, sequence=True)) for s in shards]
     small = [s for s in unpooled if output_bytes(s, batch) <= config.max_shard_bytes]
+    # FBGEMM's op of sequences has one width.
     return tuple(s for s in small if s.width == small[0].width)
 
 
@@ -119,6 +121,7 @@ def reference_request(
 
     It has typical shards of the pool, the same for every seed. It is large enough to slow down with other ops.
     """
+    # A reserved seed, so that every dataset of a pool has the same reference.
     rng = np.random.default_rng([1, _REFERENCE_SEED])
     config = config or GroupConfig()
     chosen = rng.integers(len(pool), size=_REFERENCE_SHARDS).tolist()
@@ -134,9 +137,11 @@ def _planned_group(
     of_devices = placements.place(*planned) if planned else None
     if not of_devices:
         return ()
+    # Devices without shards run no op.
     ops = [shards for shards in of_devices if shards]
     chosen = ops[rng.integers(len(ops))]
     small = [s for s in chosen if s.bytes <= config.max_shard_bytes and s.width <= config.max_width]
+    # As many shards as an op may have.
     return tuple(small[: config.max_shards])
 
 
@@ -187,8 +192,10 @@ def _shard(
         hi = max(1, int(table.rows * share))
         lo = int(rng.integers(0, table.rows - hi + 1))
         hi += lo
+    # As wide as max_shard_bytes allows for these rows, in multiples of MIN_WIDTH.
     widest = config.max_shard_bytes // ((hi - lo) * element_bytes) // MIN_WIDTH * MIN_WIDTH
     widest = max(MIN_WIDTH, min(config.max_width, most, widest))
+    # A large table may be narrower than its side of the draw.
     narrowest = min(narrowest, max(d for d in DIMS if d <= widest))
     # In units of MIN_WIDTH columns, as kernels move vectors of four.
     if rng.random() < config.any_width:
@@ -196,5 +203,6 @@ def _shard(
         width = min(widest, round(units) * MIN_WIDTH)
     else:
         width = int(rng.choice([d for d in DIMS if narrowest <= d <= widest]))
+    # At the least width rows may still exceed max_shard_bytes, so they are cut.
     hi = min(hi, lo + max(1, config.max_shard_bytes // (width * element_bytes)))
     return Shard(dataclasses.replace(table, dim=width), lo, hi, 0, width)

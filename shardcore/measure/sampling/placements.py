@@ -42,6 +42,7 @@ def planned(pool: Sequence[Table], rng: np.random.Generator, setting: Setting) -
     if not live:
         return None
     shape = ProblemConfig(int(rng.choice(DEVICES)), min(10, live), 60, int(rng.choice([32, 64, 128])))
+    # Each device has an equal share of the batch, so the batch has to divide.
     if setting.batch % shape.devices:
         return None
     drawn = draw_problem(pool, int(rng.integers(1 << 31)), setting, _PLANNED_SEED, shape)
@@ -50,10 +51,12 @@ def planned(pool: Sequence[Table], rng: np.random.Generator, setting: Setting) -
 
 def place(drawn: Problem, planner: str) -> list[tuple[Shard, ...]] | None:
     """[D] the shards of each device, by table name. None: `_greedy` finds no device for some table."""
+    # A record takes precedence: it is a plan of NeuroShard's search, which is not run here.
     columns = recorded(drawn, planner) or computed(drawn, planner)
     if columns is None:
         return None
     shards: list[list[Shard]] = [[] for _ in columns]
+    # By name, so that an op's shards do not depend on the order of the problem's tables.
     for i, table in sorted(enumerate(drawn.tables), key=lambda x: x[1].name):
         for device, shard in deal_columns(table, {d: of[i] for d, of in enumerate(columns) if i in of}):
             shards[device].append(shard)
@@ -119,7 +122,9 @@ def _fitting(drawn: Problem, i: int) -> list[int]:
     waiting, widths, free = [drawn.tables[i].dim], [], drawn.topology.devices[0].memory_bytes
     while waiting:
         width = waiting.pop()
+        # Halves that still do not fit are halved again. MIN_WIDTH is the end.
         if width > MIN_WIDTH and _bytes(drawn, i, width) > free:
+            # Reversed, as the last one is taken next: widths stay in order.
             waiting += reversed(_halves(width))
         else:
             widths.append(width)
@@ -146,6 +151,7 @@ def _greedy(
     loads = [load(tables[i], width) for i, width in shards]
     left, sums = np.array([d.memory_bytes for d in devices]), np.zeros(len(devices))
     columns: Columns = [{} for _ in devices]
+    # Falling loads, ties by bytes and then by order: the same result on every machine.
     for n in sorted(range(len(shards)), key=lambda n: (-loads[n], -_bytes(drawn, *shards[n]), n)):
         i, width = shards[n]
         before = [of.get(i, 0) for of in columns]
@@ -177,6 +183,7 @@ def recorded(drawn: Problem, planner: str) -> Columns | None:
     if lines is None:
         return None
     columns = [_parsed(line, drawn) for line in lines]
+    # Recorded on another pool, tables may have other rows, so check memory again.
     held = [sum(_bytes(drawn, i, width) for i, width in of.items()) for of in columns]
     fits = all(h <= d.memory_bytes for h, d in zip(held, drawn.topology.devices, strict=True))
     return columns if fits else None

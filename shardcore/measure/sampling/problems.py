@@ -68,6 +68,7 @@ def draw_problem(
         dataclasses.replace(live[i], dim=int(rng.choice(dims)), precision=setting.precision)
         for i in rng.choice(len(live), n, replace=False)
     )
+    # Devices of one byte for now: their memory follows from the tables (`sized`).
     topology = Topology((Device(1),) * config.devices)
     drawn = Problem(f"pool-{seed}-{index:02d}", tables, topology, setting.batch, setting.optimizer)
     return sized(drawn, config.slack, table_bytes, local_batch_bytes(drawn))
@@ -77,9 +78,11 @@ def sized(
     drawn: Problem, slack: float, bytes_of: Callable[[Table, Problem, int], int], more: int = 0
 ) -> Problem:
     """The problem on devices with `slack` times the bytes of its tables in all, and `more` bytes each."""
+    # Bytes as `bytes_of` counts them: draws of samples and of problems count differently.
     need = sum(bytes_of(t, drawn, t.dim) for t in drawn.tables)
     # A problem must have a solution: every table fits a device at its narrowest.
     narrowest = max(bytes_of(t, drawn, MIN_WIDTH) for t in drawn.tables)
+    # An equal share of all bytes with slack, or one narrow table: the larger one.
     device = Device(max(int(need * slack / len(drawn.topology)), narrowest) + more)
     return dataclasses.replace(drawn, topology=Topology((device,) * len(drawn.topology)))
 

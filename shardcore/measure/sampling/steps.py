@@ -34,6 +34,7 @@ def first_step_plans(
 ) -> list[tuple[Problem, Plans]]:
     """The first n plans of step_plans, by problem."""
     problems: list[tuple[Problem, Plans]] = []
+    # Problems are added until there are enough plans. The last may have more than needed.
     while (missing := n - sum(len(plans) for _, plans in problems)) > 0:
         drawn, plans = step_plans(pool, len(problems), setting, devices, max_table_bytes, seed)
         problems.append((drawn, plans[:missing]))
@@ -51,6 +52,7 @@ def step_plans(
     Raises ShardCoreError if no table of the pool has lookups and fits max_table_bytes.
     """
     rng = np.random.default_rng([4, seed, index])
+    # Tables that fit at each dim: fewer at larger ones.
     fitting = {dim: step_tables(pool, setting, max_table_bytes, dim) for dim in (MIN_WIDTH, *_STEP_DIMS)}
     require(
         bool(fitting[MIN_WIDTH]),
@@ -70,6 +72,7 @@ def step_plans(
     dividing, replicating = _sharing(drawn.topology)
     plans = []
     for divides, replicates in _SHARED:
+        # Without small tables nothing can be replicated.
         if small or not replicates:
             kinds = [dividing] * divides + [replicating] * replicates
             words = ", ".join(kind.name for kind in (WHOLE_ROWS, *kinds))
@@ -80,6 +83,7 @@ def step_plans(
 def _sharing(topology: Topology) -> tuple[Layout, Layout]:
     """The first kind that divides rows over the topology, and the first that replicates."""
     dividing, replicating = (
+        # WHOLE_ROWS stands in on one device, where no kind divides.
         next((k for k in ways(topology) if k.divides_rows == divides), WHOLE_ROWS)
         for divides in (True, False)
     )
@@ -111,6 +115,7 @@ def _step_plan(
         else:
             cut = _cut_columns(table, everywhere, rng)
             placements += [Placement(WHOLE_ROWS.name, shard, (device,)) for device, shard in cut]
+    # Sorted, so that equal plans are equal whatever the order of draws.
     placements.sort(key=lambda p: (p.shard.table.name, p.shard.row_lo, p.shard.col_lo))
     return Plan(tuple(placements))
 
@@ -119,6 +124,7 @@ def _cut_columns(table: Table, devices: Sequence[int], rng: np.random.Generator)
     """The table in one to three shards of random widths, on random devices."""
     units = table.dim // MIN_WIDTH
     n_shards = min(units, len(devices), int(rng.choice([1, 2, 3], p=[0.6, 0.3, 0.1])))
+    # Distinct cuts in units of MIN_WIDTH, so that no shard is empty.
     cuts = [0, *sorted(rng.choice(np.arange(1, units), n_shards - 1, replace=False)), units]
     widths = [int(hi - lo) * MIN_WIDTH for lo, hi in itertools.pairwise(cuts)]
     chosen = map(int, rng.choice(devices, n_shards, replace=False))

@@ -56,6 +56,7 @@ class Columns:
         """
         counts = self.caches.counts(run, shard)
         more = {self.first_count + i: n for i, n in counts.items()}
+        # Columns of a run follow State.memory: SUMS + n, SUMS + N + n, SUMS + 2 N + n.
         n, sums = len(self.runs), sums_of(run, shard, self.problem)
         each = (sums.entered * entered, sums.lookups * entered, sums.features * self.limited)
         return more | {SUMS + i * n + self.runs.index(run): x for i, x in enumerate(each) if x}
@@ -73,16 +74,20 @@ def shards_memory(
     problem, shared_sums = columns.problem, np.zeros((*parts.shape, 6))
     shared = [(at, layouts[at[1]], shard) for at, shard in np.ndenumerate(parts) if shard is not None]
     for at, run, shard in ticking(shared):
+        # Rows that divide evenly give the last device the same shard, whose sums are known then.
         first = 0, *at[1:]
         known = at[0] > 0 and shard is parts[first]
         shared_sums[at] = shared_sums[first] if known else sums_of(run, shard, problem)
+    # In the order of compiled/memory.shared_row: shards of strips, then what groups share.
     sums = np.concatenate([cache.sums, shared_sums.reshape(-1, 6)])
+    # Strips with more than their sums: limits of ops, caches, or tables that run apart in their bundle.
     chosen = {
         s
         for s, runs in enumerate(cache.parts)
         if columns.limited or any(run is not runs[0][0] or shard.table.in_host_memory for run, shard in runs)
     }
     more: dict[int, Counter[int]] = {}  # by row of sums
+    # Number 0 is nothing, whatever strip it names.
     for i in (np.flatnonzero(np.isin(cache.strip_of[1:], list(chosen))) + 1).tolist():
         runs, more[i] = [run for run, _ in cache.parts[cache.strip_of[i]]], Counter()
         for run, shard in zip(runs, cache.made[i], strict=True):
@@ -93,10 +98,13 @@ def shards_memory(
                 sums[i, 2:4] -= sums_of(run, shard, problem)[2:4]
     for at, run, shard in shared if chosen else ():
         if at[2] in chosen:
+            # Their entered bytes and lookups are in `sums`, as each is of a single table.
             row = len(cache.made) + int(np.ravel_multi_index(at, parts.shape))
             more[row] = Counter(columns.more(run, shard, False))
+    # Compressed sparse rows: `more` was filled by rising row, so its values are in order already.
     n_more = np.zeros(len(sums), np.int64)
     n_more[list(more)] = list(map(len, more.values()))
+    # A cache's columns are a count of rows, then a count of shards for each width, ascending.
     row_bytes, begins = np.zeros(len(columns)), []
     for (_, precision), (begin, widths) in columns.caches.ops.items():
         begins.append(columns.first_count + begin)
@@ -104,6 +112,7 @@ def shards_memory(
         row_bytes[first : first + len(widths)] = (
             np.array(widths) * PRECISION_BYTES[precision] + CACHED_ROW_BYTES
         )
+    # Empty where no limit may bind: the compiled search then skips the check.
     most = [most_features(run.batch(problem)) for run in columns.runs if columns.limited]
     return {
         "sums": sums,
@@ -130,6 +139,7 @@ def batch_memory(
     topology, job, local, rank = problem.topology, problem.job, problem.local_batch, _ranks(problem)
     layouts = tuple(dict.fromkeys(layout for layout, _ in groups))
     n_devices = {layout: len(group) for layout, group in reversed(groups)}  # of the first group
+    # The last device of a group has the rows that are left, which are the fewest.
     is_last = np.zeros((len(layouts), len(topology)), np.int64)
     for layout, group in groups:
         is_last[layouts.index(layout), group[-1]] = 1
@@ -142,10 +152,13 @@ def batch_memory(
         for s in ticking(range(len(cache))):
             table = cache.table(s)
             scratch[y, s] = scratch_bytes(layout, Shard.whole(table), problem)
+            # Only divided rows need ids in buckets, one for each row range.
             if layout.divides_rows:
                 bucketized[y, s] = IDS_ALIVE * local * bucketized_bytes(table, job, n_devices[layout])
+    # Outputs of these runs are joined to one tensor, so the frame looks at them together.
     collections = sorted({(run.collection, run.sequence) for run in runs})
     return {
+        # By unit: outputs of a local batch do not depend on how a strip is cut.
         "local_outputs": np.array(outputs, float) / cache.size,
         "local_ids": cache.local_ids,
         "bucketized": bucketized,
@@ -178,17 +191,21 @@ def fixed_memory(
     memory = np.zeros((n_devices, len(columns)))
     carried = np.zeros((n_devices, n_kinds + n_runs), np.int64)
     codes, size, runs = np.zeros((len(groups), n_features)), np.zeros(len(groups)), np.zeros((n_runs, 4))
+    # Above every rank, until a table of the run is found.
     runs[:, 3] = len(problem.tables)
+    # cache.runs_of_plan begins with the kinds, so the first K columns are theirs.
     fixed, (outputs, ids) = fixed_placements(problem), cache.fixed_bytes
     batches = run_batches(fixed, problem)
     carried[:, :n_kinds] = outputs[:, :n_kinds]
     for run, batch in batches.items():
         placements = [p for p in fixed if run_of(p.kind, p.shard.table) is run]
         r, k = all_runs.index(run), cache.runs_of_plan.index(run)
+        # None of them is cut by columns: each is whole, or has its rows divided.
         runs[r] = len(placements), 0, batch.outputs, min(rank[p.shard.table.name] for p in placements)
         for device, shard in (pair for p in placements for pair in shards_on(p)):
             sums = sums_of(run, shard, problem)
             memory[device, :SUMS] += sums.resident, sums.arrived, sums.on_host
+            # No row of `sums` has these tables, so bytes that enter and lookups are added here.
             for column, n in columns.more(run, shard, True).items():
                 memory[device, column] += n
         carried[:, n_kinds + r] = ids[:, k]
@@ -212,6 +229,8 @@ def fixed_memory(
         "fixed_sums": np.ascontiguousarray(cache.fixed_codes[:, :n_kinds]),
         "fixed_codes": codes,
         "fixed_size": size,
+        # Ids of a local batch are there in all phases, in the order of the plan and in buckets.
         "fixed_every": IDS_ALIVE * sum(b.permuted + b.bucketized for b in batches.values()),
+        # One table is updated after another, so the largest buffer counts.
         "fixed_scratch": float(max((b.scratch for b in batches.values()), default=0)),
     }

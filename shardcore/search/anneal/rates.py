@@ -37,6 +37,7 @@ def exchange_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[s
     topology, n = problem.topology, len(problem.topology)
     if n == 1:
         return _NOTHING
+    # Loads around an even division: the rates are for the plans that a search ends with.
     outputs = _probes(_output_bytes(problem)[layout.collection, layout.sequence] / n, n)
     for group in layout.groups(topology) if len(layout.groups(topology)) > 1 else ():  # groups are equal
         outputs[:, group] = outputs[:, group[:1]]
@@ -56,10 +57,12 @@ def id_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[str, fl
     n = len(problem.topology)
     if n == 1 or not layout.ids:
         return _NOTHING
+    # At least a byte, as a fit to loads of 0 gives no rates.
     id_bytes = _probes(max(_id_bytes(problem), 1.0) / n, n)
     traffic = np.zeros((len(CHANNELS), *id_bytes.shape))
     traffic[CHANNELS.index(layout.ids)] = id_bytes
     cost = model.comm(traffic, np.zeros(id_bytes.shape), problem.topology)
+    # All devices wait for the last, so the largest ms is the cost on each.
     longest, work = (
         np.broadcast_to(ms.max(1, keepdims=True), id_bytes.shape)
         for ms in (cost.input_ms, cost.input_work_ms)
@@ -92,8 +95,10 @@ _NOTHING = dict.fromkeys((*_TERMS, *(f"work_{name}" for name in _WORK)), 0.0)
 
 def _probes(mean: float, n: int) -> np.ndarray:
     """[N, D] loads of devices, from nearly even to uneven, around a mean."""
+    # Always the same probes, so that equal problems get equal rates.
     rng = np.random.default_rng(0)
     spread = rng.uniform(0.01, 0.5, (_PROBES, 1))
+    # Log-normal, so never below 0. The first factor varies the total, which tells a fixed cost from a rate.
     return mean * np.exp(rng.normal(0, 0.3, (_PROBES, 1)) + rng.normal(0, 1, (_PROBES, n)) * spread)
 
 
@@ -103,12 +108,14 @@ def _fitted(loads: np.ndarray, ms: np.ndarray, topology: Topology, names: Sequen
 
     number = {h: i for i, h in enumerate(topology.hosts)}
     on_host = np.eye(len(number))[[number[d.host] for d in topology.devices]]
+    # With one host its load is the total: two equal columns would leave their rates open.
     busiest_host = (loads @ on_host).max(1, keepdims=True) if len(number) > 1 else np.zeros((len(loads), 1))
     largest, total = loads.max(1, keepdims=True), loads.sum(1, keepdims=True)
     arrays = np.broadcast_arrays(loads, largest, busiest_host, total, 1.0)  # as _TERMS
     terms = np.stack([arrays[_TERMS.index(name)] for name in names], -1).reshape(-1, len(names))
     # Scale columns to 1, so that the least squares are well conditioned.
     scale = np.maximum(terms.max(0), 1e-300)
+    # No rate below 0: it would reward a search for bytes.
     return dict(zip(names, map(float, nnls(terms / scale, ms.ravel())[0] / scale), strict=True))
 
 
@@ -124,7 +131,9 @@ def shared_rates(problem: Problem, model: CostModel, layout: Layout, size: int) 
         rate = max(0.0, high - low) / (2.0**24 - 2.0**22)
         return {"total": rate, "once": max(0.0, low - rate * 2.0**22)}
     of = exchange_rates(problem, model, layout)
+    # A host's link carries the bytes of all of the group's devices there.
     most = max(map(len, problem.topology.on_hosts))
+    # One group of all devices: its own size is the largest, and the total.
     if size == n:
         return {
             "total": of["own"] + of["busiest"] + of["host_busiest"] * most + of["total"] * n,
@@ -140,6 +149,7 @@ def shared_rates(problem: Problem, model: CostModel, layout: Layout, size: int) 
 
 def spread_ms(problem: Problem, model: CostModel, layout: Layout, n_bytes: np.ndarray) -> np.ndarray:
     """[N, D] ms of exchanging gradients of bytes [N], in a kind that is on all devices."""
+    # [C, N, D], the same bytes on each device.
     traffic = np.zeros((len(CHANNELS), len(n_bytes), len(problem.topology)))
     for channel, entering in layout.channels_in(problem.job).items():
         traffic[CHANNELS.index(channel)] += entering(n_bytes, 0, problem)[:, None]

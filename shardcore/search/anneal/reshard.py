@@ -30,6 +30,7 @@ def _rebound(placement: Placement, table: Table) -> Sequence[Placement]:
     # TorchRec needs the parts of a sequence equally wide.
     if not shard.full_rows or (table.sequence and table.dim != was.dim and shard.width < was.dim):
         return [placement]
+    # The last part takes new columns. If columns are gone, others end with the table.
     high = table.dim if shard.col_hi == was.dim else min(shard.col_hi, table.dim)
     if shard.col_lo >= high:
         return []
@@ -75,11 +76,13 @@ class Reshard:
         tables = {t.name: t for t in searched_tables(problem)}
         had: dict[str, list[Placement]] = {name: [] for name in tables}
         for p in rebind_tables(self.plan, problem).placements:
+            # A part that could not be bound to the problem's table is missing here. Its table counts as new.
             if tables.get(p.shard.table.name) == p.shard.table:
                 had[p.shard.table.name].append(p)
         found = Sorted([], {}, [])
         for name, placements in had.items():
             _require_whole(tables[name], placements, problem)
+            # Constraints go before the plan: a table that it has where it may not be is placed anew.
             free = name not in problem.whole and name not in problem.pinned
             if not placements or not (free or _allowed_there(placements, problem)):
                 found.new.append(tables[name])
@@ -87,15 +90,18 @@ class Reshard:
                 found.placed.extend((p.shard, p.devices[0]) for p in placements)
             elif len(placements) == 1 and free and _may_be_shared(placements[0], problem):
                 found.shared.setdefault((placements[0].kind, placements[0].devices), []).append(tables[name])
+            # Divided rows that no group may share here stay row ranges, each on its device.
             elif placements == [division(tables[name], problem)]:
                 found.placed.extend((shard, d) for d, shard in shards_on(placements[0]))
             else:
                 found.new.append(tables[name])
+        # -1: still to be placed.
         home = dict.fromkeys((t.name for t in found.new), -1) | {s.table.name: d for s, d in found.placed}
         # Bundles that the plan splits are placed anew.
         split = (group for group in problem.constraints.together if len({home[n] for n in group}) > 1)
         apart = {name for group in split for name in group}
         placed = [(s, d) for s, d in found.placed if s.table.name not in apart]
+        # Tables at -1 are among the new ones already.
         return replace(
             found, placed=placed, new=[*found.new, *(tables[n] for n in sorted(apart) if home[n] >= 0)]
         )
@@ -136,6 +142,7 @@ def _require_whole(table: Table, placements: Sequence[Placement], problem: Probl
 def _may_be_shared(placement: Placement, problem: Problem) -> bool:
     """Tell if a placement's group exists, and its rows may be divided in this way."""
     layout, table = layout_of(placement.kind), placement.shard.table
+    # Pinned tables do not come here: they are never shared.
     groups = possible_groups(layout, table.rows, problem.topology, None)
     return placement.devices in groups and not (layout.divides_rows and table.ordered)
 

@@ -81,6 +81,7 @@ class SearchSpace:
 
     def sharing(self, pairs: np.ndarray) -> np.ndarray:
         """[N, 2] strips that groups share, and the divided strips that are not among them."""
+        # A divided strip that `pairs` already give a group keeps that one.
         tables = [self.cache.table(s) for s in self.divided if s not in pairs[:, 0]]
         ways = [required_division(table, self.problem) for table in tables]
         always = [self.pair(way.kind, way.devices, way.shard.table) for way in ways]
@@ -99,6 +100,7 @@ class SearchSpace:
         fixed, may = self.fixed, np.zeros_like(self.fixed.may_share)
         shared = np.flatnonzero(group >= 0)
         y = fixed.group_layout[group[shared]]
+        # A layout with a single group has no other that could take a table.
         several = np.bincount(fixed.group_layout, minlength=len(may)) > 1
         may[y, shared] = fixed.may_share[y, shared] & several[y]
         return fixed._replace(may_share=may)
@@ -161,15 +163,19 @@ def search_space(
     """
     problem, model = cache.problem, cache.model
     all_strips = np.arange(len(cache))
+    # Of two units, as the search itself checks that a shard has more than one.
     may_split = np.array([cache.may_split((s, 2)) for s in range(len(cache))], dtype=bool)
     if is_large(cache):
         may_split &= _worth_cutting(cache, shards)
+    # Every number of units of every strip, [sum of sizes].
     strips = np.repeat(all_strips, cache.size)
     units = np.concatenate([np.arange(1, n + 1) for n in cache.size])
     # Encode only the shards that a search can reach: encoding takes most of the time.
     used = may_split[strips] | cache.is_range[strips] | (units == cache.size[strips])
     cache.need(strips[used], units[used])
+    # [S, U + 1]. -1 for shards that no move makes.
     number_of = cache.numbers(all_strips[:, None], np.arange(cache.size.max() + 1))
+    # A group of one device holds what single devices hold anyway.
     groups = tuple(
         (layout, group)
         for layout in runs_of(problem.tables)
@@ -177,16 +183,21 @@ def search_space(
         if len(group) > 1
     )
     layouts = tuple(dict.fromkeys(layout for layout, _ in groups))
+    # Kinds come first: runs 0 to K - 1 are theirs, as `ids_by` has it.
     of_strips = (run for parts in cache.parts for run, _ in parts)
     id_runs = tuple(dict.fromkeys((*cache.kinds, *of_strips, *layouts)))
+    # In the order of X: outputs of each kind, then ids of each run.
     exchanges = [exchange_rates(problem, model, layout) for layout in cache.kinds]
     exchanges += [id_rates(problem, model, layout) for layout in id_runs]
+    # One number for a table: row ranges of a table are several strips, but move as one table.
     strip_of = {cache.table(s).name: s for s in range(len(cache))}
     coefficients = StageCoefficients.of(id_runs, problem)
+    # Rates and coefficients may have taken long: report, or end if the time is over.
     tick()
     shared, parts = _shared(cache, groups, everywhere, {t.name for t in by_rows}, id_runs)
     columns = Columns(problem, id_runs, cache.caches, may_bind(problem))
     memory = shards_memory(cache, columns, layouts, parts)
+    # Of each device but the last, which has no more.
     shared_sums = memory["sums"][len(cache.made) :].reshape(2, len(layouts), len(cache), 6)[0]
     fixed = SearchProblem(
         shard=np.ascontiguousarray(number_of, dtype=np.int32),
@@ -201,6 +212,7 @@ def search_space(
         may_split=may_split,
         # No rows if nothing is restricted: the compiled search then skips the check.
         allowed=cache.allowed[:0] if cache.allowed.all() else cache.allowed,
+        # The local batch comes off in the search, as it changes with the plan.
         free=np.array(held_bytes(problem), float),
         speed=cache.speed,
         host=np.array([problem.topology.hosts.index(d.host) for d in problem.topology.devices], np.int64),
@@ -215,6 +227,7 @@ def search_space(
         stage_batch=coefficients.batch,
         stage_phases=coefficients.phases,
         sums_most=coefficients.most,
+        # No limits of re-sharding: `keeping` puts them in.
         kept=np.zeros((0, len(problem.topology)), np.int16),
         weight=np.zeros(0, np.int64),
         joint=np.zeros(0, np.int64),
@@ -222,6 +235,7 @@ def search_space(
         parameters=model.compiled().parameters,
         halves=halves,
     )
+    # As cache.bytes: resident and arrived, and the largest multiple of what entered and of lookups.
     multiples = coefficients.most[[id_runs.index(layout) for layout in layouts]].reshape(-1, 1, 2)
     shared_bytes = shared_sums[..., :2].sum(-1) + (shared_sums[..., 2:4] * multiples).sum(-1)
     divided = np.array([strip_of[t.name] for t in by_rows], dtype=np.int64)
@@ -244,8 +258,11 @@ def _worth_cutting(cache: ShardCostCache, shards: Sequence[Shard]) -> np.ndarray
     cache.need(strips, cache.size)
     whole = cache.numbers(strips, cache.size)
     added_ms, n_bytes = added(cache.codes[whole], cache.model), cache.bytes[whole].astype(float)
+    # Reserved bytes may leave devices less than nothing.
     least_bytes = _WORTH * max(0.0, np.mean(held_bytes(cache.problem)))
+    # The mean cost of a device is an n-th of the sum.
     worth = (added_ms * n > _WORTH * added_ms.sum()) | (n_bytes > least_bytes)
+    # What memory forces to be cut stays so, however cheap it is.
     cut = np.array([s for s, units in cache.keys(shards) if units < cache.size[s]], dtype=np.int64)
     worth[cut] = True
     return worth
@@ -270,6 +287,7 @@ def keeping(of: SearchSpace, held: np.ndarray, reshard: Reshard, new: Sequence[T
 
     fixed, limits = of.fixed, {}
     if reshard.limited:
+        # No limit is a limit that no plan reaches.
         most = [np.iinfo(np.int64).max if x is None else x for x in (reshard.tables, reshard.bytes)]
         limits = {
             "kept": held.copy(),
@@ -279,6 +297,7 @@ def keeping(of: SearchSpace, held: np.ndarray, reshard: Reshard, new: Sequence[T
             "may_share": np.zeros_like(fixed.may_share),
         }
     if cache.is_range.any():
+        # No device is allowed to gain a row range, so they stay.
         limits["allowed"] = cache.allowed & ~cache.is_range[:, None]
     return replace(of, fixed=fixed._replace(**limits))
 
@@ -307,6 +326,7 @@ def _shared(
     """
     problem, model = cache.problem, cache.model
     topology, layouts = problem.topology, tuple(dict.fromkeys(layout for layout, _ in groups))
+    # -1: a device that is alone on its host shares nothing there.
     group_of = np.full((len(layouts), len(topology)), -1)
     for g, (layout, group) in enumerate(groups):
         group_of[layouts.index(layout), list(group)] = g
@@ -321,19 +341,23 @@ def _shared(
         **{f"shared_{name}": np.zeros(len(layouts)) for name in ("own", "busiest", "total", "once")},
     }
     parts = np.full((2, *shape), None)
+    # Plans by columns only: encodings of shared tables would take long for nothing.
     if not wanted and not divided:
         return fields, parts
     whole = [Shard.whole(cache.table(s)) for s in range(len(cache))]
+    # Tables that constraints concern are not shared: kept together, whole, or on some devices.
     is_bundle = np.array([w.width for w in whole]) != cache.unit * cache.size
     bound = [w.table.name in problem.pinned or w.table.name in problem.whole for w in whole]
     free = wanted & ~cache.is_range & ~is_bundle & ~np.array(bound, dtype=bool)
     for y, layout in enumerate(layouts):
         # With groups of unequal size, the smallest has the most of a table on each device.
         size = min(len(group) for of_group, group in groups if of_group is layout)
+        # A kernel of the right collection, and constraints.kinds, both have to allow it.
         runs_it = np.array([runs(layout, shard.table) for shard in whole], dtype=bool)
         may = [problem.may_run(layout, shard.table) for shard in whole]
         shards = last = whole
         if layout.divides_rows:
+            # None: some device would have no row.
             rows = [even_share(shard.rows, size) for shard in whole]
             divides = [not w.table.ordered and n is not None for w, n in zip(whole, rows, strict=True)]
             may = np.array(may) & divides & (not cache.is_range.any())
@@ -343,9 +367,11 @@ def _shared(
                 replace(w, row_lo=n * (size - 1)) if n and n * size != w.rows else shard
                 for shard, w, n in zip(shards, whole, rows, strict=True)
             ]
+        # One op runs a collection's tables. Those of others have no shard here.
         parts[:, y] = shards, last
         parts[:, y, ~runs_it] = None
         fields["may_share"][y] = free & runs_it & may
+        # Replicas look up a local batch, other kinds the global one.
         fields["shared_codes"][y] = encoded(shards, model, layout.batch(problem))
         fields["shared_size"][y] = [
             shard.bytes if layout.dense_gradient else output_bytes(shard, problem.global_batch)
@@ -365,10 +391,13 @@ def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
     if not len(may):
         return may
     n, total_speed, slowest = len(fixed.speed), fixed.speed.sum(), fixed.speed.min()
+    # [S, F] of uncut tables: what they add is compared to what a copy on all devices adds.
     codes = fixed.codes[fixed.shard[np.arange(len(fixed.size)), fixed.size]]
     copies, all_codes, size = fixed.shared_codes[y, may], codes.sum(0), fixed.shared_size[y, may]
+    # Of evenly divided bytes, the busiest host sends what its devices send together.
     host_share = n / len(space.problem.topology.hosts)
     byte_ms = (fixed.own + fixed.busiest + fixed.host_busiest * host_share) / n + fixed.total
+    # A copy sends no outputs, so their exchange is saved.
     outputs_ms = byte_ms[fixed.kind[may]] * fixed.outputs[fixed.shard[may, fixed.size[may]]]
 
     def divided_ms(left: np.ndarray) -> np.ndarray:
@@ -376,12 +405,15 @@ def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
         return model.head(np.maximum(left, 0) / n) * n / total_speed
 
     [group] = np.flatnonzero(fixed.group_layout == y)
+    # Fixed tables of this group pay the exchange's fixed cost in any case.
     fixed_codes, once = fixed.fixed_codes[group], fixed.shared_once[y] * (fixed.fixed_size[group] == 0)
     # Price a copy among all others, as they share one op.
     all_copies = fixed_codes + copies.sum(0)
     without = model.head(np.maximum(all_copies - copies, 0))
     extra_ms = (model.head(all_copies[None]) - without) / slowest + fixed.shared_total[y] * size
+    # Each table's saving is that of leaving it out of the evenly divided work.
     saved_ms = divided_ms(all_codes[None]) - divided_ms(all_codes - codes[may]) + outputs_ms
+    # By falling gain, so that any best number of strips is the first ones.
     order = np.argsort(extra_ms - saved_ms, kind="stable")
     # [N] cost of a step with the first, the first two, ... of these strips copied.
     step_ms = (
@@ -391,5 +423,6 @@ def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
         + once
         + fixed.shared_total[y] * np.cumsum(size[order])
     )
+    # Only if the best number of copies beats none at all.
     none_ms = divided_ms(all_codes[None])[0] + model.head(fixed_codes[None])[0] / slowest
     return may[order[: int(step_ms.argmin()) + 1]] if step_ms.min() < none_ms else may[:0]

@@ -102,10 +102,13 @@ class Search:
             starts = sorted((*starts, *self._waiting), key=lambda s: s.ms)
             self._waiting = []
             if number > 0 and self.best is not None:
+                # Successive halving: the better half of the starts goes on, each with twice the trials.
                 trials *= 2
                 starts = starts[: int(np.ceil(len(starts) * _HALVED))]
+                # The best plan goes on in its whole space, not in the part in which its start began.
                 best = replace(self.best, fixed=self.best.space.fixed)
                 self._cool(best, int(trials * len(starts) * _OF_BEST), _WARM)
+            # Each from its first plan again: the best plan of all rounds is in `best`.
             for start in starts:
                 self._cool(start, trials, _HOT)
             yield number
@@ -113,6 +116,7 @@ class Search:
                 return
             columns = self._best_by_columns
             free = not (reshard and reshard.limited)  # other starts would move more than the limits
+            # Copies are chosen from an annealed plan by columns, so they come after the first round.
             if number == 0 and kind == "all" and free and columns and columns.ms <= _HOPEFUL * self.best_ms:
                 self._note(self.starts.from_columns(columns.placements))
 
@@ -144,6 +148,7 @@ class Search:
     def _note(self, starts: Iterable[Start]) -> None:
         """Let the next round improve starts."""
         self._report("making plans to start from")
+        # Only once there is a plan may the budget cut this short.
         with suppress(OutOfTime), self.meter.enforced() if self.best else nullcontext():
             for start in starts:
                 self._keep(start, start.state)
@@ -155,20 +160,25 @@ class Search:
 
         Candidates for the best plan are the one after each stage, and the best plan that was met.
         """
+        # Compiled code cannot watch the clock, so it runs a stage at a time.
         n_stages = int(np.clip(trials // _STAGE, 1, _STAGES))
         each, state = max(1, trials // n_stages), copy_of(start.state)
         # Packed once, for it takes as long as hundreds of trials.
         problem, words = packed(start.fixed), packed(state)
+        # Relative to a device's share: relative to the whole cost, many devices ran too hot.
         mean_ms = compiled.refresh(self.head, problem, words) / len(self.problem.topology)
         for stage in range(n_stages):
+            # Never a part of a stage: a larger budget then goes through the same stages, and more.
             self._ended = self._ended or self.meter.affordable(each, 1) < each
             if self._ended:
                 return
+            # One geometric cooling over all stages, and each stage a part of it.
             hot_ms, cold_ms = (mean_ms * hot * (_COLD / hot) ** (x / n_stages) for x in (stage, stage + 1))
             self._report("annealing")
             compiled.anneal(self.head, problem, words, each, hot_ms, cold_ms)
             self.meter.evals += each
             self._keep(start, state)
+        # After the last stage the state is any plan. `refresh` leads it back to the best one met.
         compiled.refresh(self.head, problem, words)
         self._keep(start, state)
 
@@ -180,6 +190,7 @@ class Search:
         present = replace(start, state=state)
         present.ms = self._exact_ms(present)
         start.ms = min(start.ms, present.ms)
+        # A space in which nothing may be shared has plans by columns only.
         columns = self._best_by_columns
         if not start.space.fixed.may_share.any() and (columns is None or present.ms < columns.ms):
             self._best_by_columns = replace(present, state=copy_of(state))
@@ -189,13 +200,17 @@ class Search:
     def _exact_ms(self, start: Start) -> float:
         """The plan's cost by the model itself, not by the linear exchanges."""
         state, fixed, space = start.state, start.fixed, start.space
+        # [D] bytes of outputs of each run, summed over the kind's strips and the groups.
         carried = {run: np.zeros(len(fixed.speed)) for run in space.runs}
         for run, n_bytes in zip(space.cache.kinds, state.carried.T, strict=False):
             carried[run] += n_bytes
+        # Each device of a group exchanges as many bytes.
         for (run, devices), size in zip(space.groups, state.group_size, strict=True):
             carried[run][list(devices)] += size
+        # Columns of `carried` are X: outputs of kinds, then ids of runs.
         ids = dict(zip(space.runs, state.carried.T[len(space.cache.kinds) :], strict=True))
         traffic = traffic_of_outputs(carried, self.problem, ids)
+        # As compiled.load_of, but without exchanges, which the model itself prices.
         compute_ms = (state.ms.sum(1) + state.shared_ms) / fixed.speed
         comm = self.model.comm(traffic, compute_ms, self.problem.topology)
         return float(step_ms(compute_ms, comm, self.problem.job))
@@ -205,5 +220,6 @@ def copy_of(state: State) -> State:
     """A copy of a plan. It shares the random generator and the log, which is empty for it."""
     arrays = {name: array for name, array in state._asdict().items() if name not in ("log", "random")}
     copy = state._replace(**{name: array.copy() for name, array in arrays.items()})
+    # The log leads back to the original's best plan. The copy's begins with the copy.
     copy.number[compiled.LOG] = 0
     return copy

@@ -114,6 +114,7 @@ class Starts:
         Raises Infeasible if no plan is found.
         """
         space, found = self._space(shards, kind), False
+        # Each greedy plan of a large problem takes long, so it gets two.
         shares = _SPLITS[2:5:2] if space.is_large else _SPLITS
         series = [[Cut(self._n_by_cost(space, share), _pairs()) for share in shares]]
         tight = space.whole_bytes.sum() > _TIGHT * sum(held_bytes(self.problem))
@@ -127,9 +128,11 @@ class Starts:
         if len(set(n_on_hosts)) > 1 and self._has_time():  # exchanges are then far from linear
             with suppress(Infeasible):
                 plans = [g(self.problem, self.model) for g in greedy.ORDERS.values()]
+                # The greedy orders do not read the linear rates, which mislead greedy plans here.
                 best = min(plans, key=lambda p: p.provenance["predicted_ms"])
                 found = True
                 yield self.of_plan(best.placements, kind)
+        # A packing counts memory only, but it fits.
         if not found:
             yield self.of_plan(fitting(self.problem).placements, kind)
 
@@ -158,15 +161,19 @@ class Starts:
         The smallest tables are copied, the others have their rows divided: more and more of the former.
         """
         may_share, layouts, cuts = space.fixed.may_share, space.layouts, []
+        # [S] the layout that copies a strip to all devices.
         copied = _first(may_share, [y for y, layout in enumerate(layouts) if layout.local_batch])
+        # Strips that may not be copied come last, beyond n_copies.
         size = np.where(copied >= 0, space.shared_bytes[copied, np.arange(len(copied))], np.inf)
         smallest, n_copies = np.argsort(size, kind="stable"), int((copied >= 0).sum())
+        # In large problems only the ends: none copied, and all that may be.
         shares = _COPIED[:: len(_COPIED) - 1] if space.is_large else _COPIED
         for name in dict.fromkeys(layout.name for layout in layouts if layout.divides_rows):
             divided = _first(may_share, [y for y, layout in enumerate(layouts) if layout.name == name])
             for share in shares:
                 chosen = np.where(divided >= 0, divided, copied)  # [S] layout of each strip
                 copies = smallest[: int(share * n_copies)]
+                # The smallest are copied even if their rows might be divided.
                 chosen[copies] = copied[copies]
                 if (chosen >= 0).any():
                     each = np.unique(chosen[chosen >= 0]).tolist()
@@ -189,13 +196,16 @@ class Starts:
         Tables that do better on all devices, or cannot be divided, may be there.
         """
         fixed, whole = space.fixed, np.flatnonzero(space.fixed.may_share[y])
+        # With the exchange: of a sequence it costs more than the op.
         step_ms = self._step_ms(fixed, np.arange(len(fixed.size)), fixed.size)
         mean_ms = step_ms.sum() / fixed.speed.sum()
+        # Shares that choose the same number of tables choose the same tables: one start for them.
         large = {len(s): s for s in (whole[step_ms[whole] > share * mean_ms] for share in _DIVIDED) if len(s)}
         yield self._cheapest(space, [self._shared(space, s, y) for s in large.values()])
         cuts = [self._shared(space, whole, y)]
         for z in (z for z, layout in enumerate(space.layouts) if not layout.divides_rows):
             # Some strips on all devices, all others in the groups.
+            # Strips that the groups cannot divide have to be copied in any case.
             only = np.flatnonzero(fixed.may_share[z] & ~fixed.may_share[y])
             for copied in (np.union1d(s, only) for s in self._copies(space, z) or [only]):
                 if len(copied):
@@ -206,8 +216,10 @@ class Starts:
     def _copied(self, space: SearchSpace, placed: Sequence[tuple[Shard, int]], y: int) -> Start | None:
         """A plan by columns, with as many tables on all devices as pays and fits. None if none do."""
         [group] = np.flatnonzero(space.fixed.group_layout == y).tolist()
+        # Most copies first, so the first plan that fits has as many as fit.
         for strips in self._copies(space, y):
             copied = {space.cache.table(s).name for s in [*strips, *space.divided]}
+            # All other shards stay where the annealed plan has them.
             left = [(shard, d) for shard, d in placed if shard.table.name not in copied]
             start = self._placed(space, left, space.sharing(_pairs((s, group) for s in strips)))
             if start.state.value[compiled.OVER] == 0:
@@ -220,6 +232,7 @@ class Starts:
         If nothing fits yet, a start replicates the tables that take less memory so.
         """
         copies, every = self._copies(space, y), np.flatnonzero(space.fixed.may_share[y])
+        # With all others cut by cost, then with all others uncut, which takes less memory.
         cuts = [self._shared(space, s, y) for s in (*copies, every)]
         start = self._cheapest(space, [*cuts, *(self._shared(space, s, y, np.inf) for s in copies)])
         yield start
@@ -231,6 +244,7 @@ class Starts:
         """Strips that are better on all devices in layout y, and shares of them, as all may not fit."""
         worth = worth_copying(space, self.model, y)
         shares = _COPIED[::4] if space.is_large else _COPIED
+        # The strips are by falling gain, so the first n of them are the best n to copy.
         numbers = dict.fromkeys(math.ceil(share * len(worth)) for share in reversed(shares))
         return [worth[:n] for n in numbers if n]
 
@@ -239,6 +253,7 @@ class Starts:
     def _cheapest(self, space: SearchSpace, cuts: Sequence[Cut]) -> Start | None:
         """The cheapest greedy plan of some cuts. If none fits, the same with tables cut further, or None."""
         plans = self._greedy_plans(space, cuts)
+        # Cuts by cost may leave gaps on devices that no shard fits. Smaller shards fill them.
         if not plans and not space.is_large:
             smaller = (
                 Cut(self._n_by_size(space, share, cut.n), cut.shared) for cut in cuts for share in _SMALL
@@ -246,6 +261,7 @@ class Starts:
             plans = self._greedy_plans(space, smaller)
         if not plans:
             return None
+        # Refining makes a greedy plan for each cut it tries, so only the cheapest few get it.
         plans.sort(key=lambda plan: _ms(plan[0]))
         if not space.is_large:
             plans = [(self._refined(space, *plan), plan[1]) for plan in plans[:_REFINED]]
@@ -270,12 +286,15 @@ class Starts:
         while state is not None and misses < _MISSES:
             worst = state.number[compiled.WORST]
             strips = state.strips[worst, : state.count[worst]]
+            # Only shared tables make this device the slowest, so cuts by columns do not help.
             if not len(strips):
                 break
             costliest = strips[np.argmax(self._op_ms(fixed, strips, state.held[strips, worst]))]
+            # More parts than devices would meet on some device, where they are one shard again.
             most = min(len(fixed.free), fixed.size[costliest])
             if not fixed.may_split[costliest] or n[costliest] >= most:
                 break
+            # A cut may pay only together with the next one, so some may miss.
             n[costliest] += 1
             state = self._greedy(space, Cut(n, cut.shared))
             misses += 1
@@ -295,6 +314,7 @@ class Starts:
         fixed, plans = space.fixed, []
         # Strip and units of equal shards [N, 2].
         strips = np.repeat(np.arange(len(cut.n)), cut.n)
+        # Shard i of n has units from size * i // n on, so shards differ by a unit at most.
         i, n = np.arange(len(strips)) - np.repeat(np.cumsum(cut.n) - cut.n, cut.n), cut.n[strips]
         units = fixed.size[strips] * (i + 1) // n - fixed.size[strips] * i // n
         shards = np.stack([strips, units], 1).astype(np.int64)
@@ -304,10 +324,12 @@ class Starts:
         # Packed once, for it takes longer than what is compiled here.
         problem = packed(fixed)
         for i, key in enumerate([*costs, space.bytes[fixed.shard[strips, units]]]):
+            # By size only if no order by cost fits, as that order ignores the load.
             if plans and (i == len(costs) or not self._has_time()):
                 break
             state, before_s = self._state(space), self.meter.seconds()
             words = packed(state)
+            # Shared strips first: greedy balances single devices around them.
             compiled.share(words, cut.shared)
             # Greedy starts from what all devices hold, and groups share.
             compiled.refresh(self.head, problem, words)
@@ -337,19 +359,24 @@ class Starts:
         if that fails. Other strips are cut if they cost more than a share of a device's mean load.
         """
         fixed, groups = space.fixed, np.flatnonzero(space.fixed.group_layout == y)
+        # Cost of a strip in a group: its op, and the exchange that its bytes set.
         size = fixed.shared_size[y, strips]
         cost = self.model.head(fixed.shared_codes[y, strips])
         cost = cost + (fixed.shared_own[y] + fixed.shared_busiest[y]) * size
         n_bytes = space.shared_bytes[y][strips]
+        # A strip takes as much on all devices of a group, so the tightest device decides.
         free = np.array([min(fixed.free[list(space.groups[g][1])]) for g in groups])
         chosen = np.zeros(len(strips), dtype=np.int64)
         for order in (np.argsort(-cost, kind="stable"), np.argsort(-n_bytes, kind="stable")):
             load, room, chosen = np.zeros(len(groups)), free.copy(), np.zeros_like(chosen)
+            # A single group has them all.
             for i in order if len(groups) > 1 else ():
                 fits = room >= n_bytes[i]
+                # Where it fits nowhere, the group with most room is nearest to it.
                 chosen[i] = np.where(fits, load, np.inf).argmin() if fits.any() else room.argmax()
                 load[chosen[i]] += cost[i]
                 room[chosen[i]] -= n_bytes[i]
+            # By size only if the order by cost does not fit.
             if (room >= 0).all():
                 break
         return Cut(
@@ -363,8 +390,10 @@ class Starts:
 
         0 for strips that are always shared.
         """
+        # At least a byte: free memory may be 0, and is divided by.
         fixed, most_bytes = space.fixed, max(1, int(share * space.fixed.free.mean()))
         wanted = -(-space.whole_bytes // most_bytes)
+        # No fewer shards than memory forces, and none narrower than a unit.
         n = np.where(fixed.may_split, np.clip(wanted, space.cache.least_parts, fixed.size), 1)
         n[space.divided] = 0
         return n if least is None else np.where(least > 0, np.maximum(n, least), 0)
@@ -380,7 +409,9 @@ class Starts:
         n[space.divided] = 0
         if shared is not None:
             n[shared] = 0
+        # Only strips by columns count: the shared ones are not in these devices' load.
         limit = share * max(op_ms[n > 0].sum() / fixed.speed.sum(), 1e-300)
+        # No more shards than devices: two on one device are one shard.
         most = np.where(fixed.may_split, np.minimum(len(fixed.free), fixed.size), 1)
         parts = np.ceil(np.minimum(op_ms / limit, most)).astype(np.int64)
         return n * np.maximum(parts, space.cache.least_parts)
@@ -403,6 +434,7 @@ class Starts:
         fixed = fixed_placements(self.problem)
         left = [p for p in placements if p not in fixed]
         # Ordered rows that are divided stay shards like others (search_space.without_ranges).
+        # A placement on one device has shards by columns. On several it is shared, or has row ranges.
         shared = [
             p
             for p in left
@@ -412,6 +444,7 @@ class Starts:
         placed = [(s, d) for p in left if p not in shared for d, s in shards_on(p)]
         shards = [*(s for s, _ in placed), *(p.shard for p in shared)]
         cache = self._cache_of(shards)
+        # The plan's own shared tables need groups in its space, even if none of them may change.
         space = search_space(cache, shards, kind == "all" or bool(shared), kind == "halves")
         start = self._placed(
             space, placed, _pairs(space.pair(p.kind, p.devices, p.shard.table) for p in shared)
@@ -424,11 +457,13 @@ class Starts:
     def resharded(self, reshard: Reshard, kind: str) -> Start:
         """A start from an existing plan. Tables that the plan lacks are placed greedily."""
         old = reshard.sorted(self.problem)
+        # Shared and new tables come as whole strips.
         whole = [*(t for tables in old.shared.values() for t in tables), *old.new]
         shards = [*(s for s, _ in old.placed), *map(Shard.whole, whole)]
         space = search_space(self._cache_of(shards), shards, True, kind == "halves")
         pairs = (space.pair(*group, t) for group, tables in old.shared.items() for t in tables)
         start = self._placed(space, old.placed, _pairs(pairs))
+        # Before new tables come: what moves is counted against the plan as it was.
         held = start.state.held.copy()
         todo = space.keys([Shard.whole(t) for t in old.new])
         if not compiled.greedy(self.head, space.fixed, start.state, todo):
@@ -441,6 +476,7 @@ class Starts:
         start.space = keeping(space, held, reshard, old.new)
         if kind != "all":
             start.space = replace(start.space, fixed=start.space.as_it_is)
+        # At first, tables stay in their groups.
         start.fixed = start.space.as_it_is
         return start
 
@@ -448,6 +484,7 @@ class Starts:
         """A start with shards on their devices, and strips shared by groups. Bundles are placed as one."""
         state = self._state(space)
         compiled.share(state, shared)
+        # Keys of a bundle need all its tables, and those are on one device.
         by_device: dict[int, list[Shard]] = {}
         for shard, device in shards:
             by_device.setdefault(device, []).append(shard)

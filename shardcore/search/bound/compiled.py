@@ -22,6 +22,7 @@ def knapsack(first, weight, worth, best, chosen):
     n = best.shape[1]
     for c in range(n):
         best[0, c] = 0.0
+    # A knapsack by table (multiple choice). A row stays for each table, to trace choices back.
     for t in range(len(first) - 1):
         # Without a shard of this table, what the tables before it brought stays.
         for c in range(n):
@@ -87,6 +88,7 @@ def share_with_devices(shared, own, left, count, most, at):
     most, at: [M] are filled as in `share`.
     """
     for m in range(len(shared)):
+        # -inf stays where no division leaves every device time enough.
         most[m], at[m] = -np.inf, 0
         for j in range(m + 1):
             total = shared[j]

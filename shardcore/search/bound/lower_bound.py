@@ -72,10 +72,12 @@ def bound(problem: Problem, model: CostModel, shared: Sequence[Layout] | None = 
     # Sequences run collectives that the bound does not know. Several collections run several ops on a device.
     pooled = {(t.collection, t.sequence) for t in problem.tables} <= {(problem.tables[0].collection, False)}
     if lower and not (pooled and lower.even_is_least(topology)):
+        # Exchanges are priced as evenly divided, which is no bound where that is not the cheapest.
         lower = None
     bounds: list[Bound] = []
     # A step is no shorter than without ids, nor than with them less what the dense part hides.
     for ids in (True, False) if job.hides_ids_ms else (True,):
+        # BoundShards prices ids in full, so what the dense part hides comes off.
         more_ms = job.dense_ms - (job.hides_ids_ms if ids else 0.0)
         shards, proved_ms = BoundShards(problem, model, kinds, ids), None
         if lower:
@@ -88,6 +90,7 @@ def bound(problem: Problem, model: CostModel, shared: Sequence[Layout] | None = 
             proved_ms = packed_ms * (1 - 1e-9) + more_ms
         estimate_ms, limit = min(_by_mix(shards, _estimated(shards), True).values())
         bounds.append(Bound(proved_ms, max(estimate_ms + more_ms, proved_ms or 0.0), limit, shards.space()))
+    # Both ways to count ids leave out costs that a plan has, so the higher one counts.
     best = max(bounds, key=lambda x: x.estimate_ms)
     return replace(
         best, proved_ms=max((x.proved_ms for x in bounds if x.proved_ms is not None), default=None)
@@ -108,6 +111,7 @@ def _proved(shards: BoundShards, ops: Sequence[Ops], equal_waits: bool) -> Price
         launches = (shared + (0 in mix)) / total_speed if shared else 1 / shards.speed.max()
         least, _ = shards.cheapest(np.where(usable, work, np.inf), mix)
         ms = launch_ms * launches + least + shards.latencies_ms(mix)
+        # With several kinds a device has several ops, and nothing tells how its load divides over them.
         one_op = len(mix) == 1 and equal_waits
         return max(ms, _at_mean_load(shards, ops[mix[0]], usable)) if one_op else ms
 
@@ -121,6 +125,7 @@ def _at_mean_load(shards: BoundShards, ops: Ops, usable: np.ndarray) -> float:
     """
     curve, kinds, total_speed = ops.every, [int(shards.kind[ops.number[0]])], shards.speed.sum()
     load = np.where(usable, shards.copies * curve.load, np.inf)
+    # The least load of all tables together, however each is cut.
     least, _ = shards.cheapest(load, kinds)
     if not np.isfinite(least):
         return np.inf
@@ -153,6 +158,7 @@ def _estimated(shards: BoundShards) -> Price:
                 (taken * (shards.kind == k)) @ codes / shards.n_groups[k] ** (k > 0)
                 for k in range(len(shards.kinds))
             )
+            # All ops of all devices: the columns' on each, and a shared one on each for every kind.
             ms = shards.model.head(np.concatenate([columns * shares, *([e] * n for e in shared)])).sum()
             estimates.append(float(ms / total_speed + taken @ shards.exchange_ms))
             sums = columns + n * sum(shared)
@@ -170,6 +176,7 @@ def _by_mix(shards: BoundShards, price: Price, equal_waits: bool) -> dict[tuple[
     together_ms, together = _together(shards)
     mixes: list[tuple[float, str, list[int], float]] = []
     for mix in shards.mixes:
+        # Any plan of the mix waits at least as long as the cuts with the cheapest exchanges do.
         waits_ms = shards.cheapest(shards.exchange_ms, mix)[0] + shards.latencies_ms(mix)
         exchange_ms = max(0.0, waits_ms) if equal_waits else 0.0
         evenly_ms = price(mix, shards.within(np.full(len(shards.kind), True)))
@@ -182,6 +189,7 @@ def _by_mix(shards: BoundShards, price: Price, equal_waits: bool) -> dict[tuple[
     for low, limit, mix, exchange_ms in sorted(mixes):
         if low >= best:
             break
+        # The device with a shard takes at least this long, whatever else it holds.
         shard_ms = shards.alone_ms / shards.fastest + exchange_ms
         above = price(mix, shards.within(shard_ms <= low))
         # Shards that take longer than `low` are impossible at that cost: without them, others cost more.
@@ -191,6 +199,7 @@ def _by_mix(shards: BoundShards, price: Price, equal_waits: bool) -> dict[tuple[
                 f"table {dearest.name!r}: whole it is too much for one device, and its parts together "
                 "cost more"
             )
+            # More shards only lower the price, and all of them give `evenly_ms`: it is no higher there.
             high = min(above, float(shard_ms.max()))
             low = _crossing(lambda ms, m=mix, p=shard_ms: price(m, shards.within(p <= ms)), low, high)
         by_mix[tuple(mix)] = float(low), limit
@@ -216,6 +225,7 @@ def _together(shards: BoundShards) -> tuple[float, str]:
     for group in shards.problem.constraints.together:
         chosen = shards.whole[[index[name] for name in group]]
         shown = ", ".join(map(repr, group[:3])) + ", ..." * (len(group) > 3)
+        # One op on one device, at best the fastest that any of them may use.
         ms = shards.model.head(shards.codes[chosen].sum(0, keepdims=True))[0] / shards.fastest[chosen].max()
         bundles.append((float(ms), f"tables {shown}, kept together on one device"))
     return max(bundles)
@@ -224,5 +234,6 @@ def _together(shards: BoundShards) -> tuple[float, str]:
 def _slope(model: CostModel, sums: np.ndarray) -> np.ndarray:
     """[F] growth of the head with each feature, in ms, at sums [F]. By finite differences."""
     step = 1e-4 * np.maximum(sums, 1e-9)
+    # First the point itself, then one row for each feature that grows.
     heads = model.head(np.concatenate([sums[None], sums + np.diag(step)]))
     return np.maximum(0.0, (heads[1:] - heads[0]) / step)

@@ -88,6 +88,7 @@ class BoundShards:
         codes = [np.asarray(model.encode(shards), dtype=float)]
         for kind, layout in enumerate(shared, 1):
             size = int(self.group_size[kind])
+            # The smallest share of any device: what others of the group have costs no less.
             least = {i: _least_share(layout, t, size, whole[i]) for i, t in enumerate(tables)}
             added = {i: shard for i, shard in least.items() if shard}
             self.at[kind][list(added), 1] = len(shards) + np.arange(len(added))
@@ -99,9 +100,11 @@ class BoundShards:
         self.kind, self.table, units = np.zeros((3, len(shards)), dtype=int)
         for kind, at in enumerate(self.at):
             i, u = np.nonzero(at >= 0)
+            # The inverse of `at`: from a shard to its kind, table and units.
             self.kind[at[i, u]], self.table[at[i, u]], units[at[i, u]] = kind, i, u
         self.part = units / self.size[self.table, self.kind]
         allowed = [list(problem.allowed_devices(t.name)) for t in tables]
+        # Of a table on n devices, some shard has an n-th of it or more: a `large` one.
         n_devices, fastest = np.array([(len(d), self.speed[d].max()) for d in allowed]).T
         self.large = (self.kind > 0) | (units * n_devices[self.table] >= self.size[self.table, self.kind])
         # The slowest device of a group ends last, so the best group is that whose slowest is fastest.
@@ -121,6 +124,7 @@ class BoundShards:
         if per_id_byte.any():
             id_bytes = np.array([received_bytes(s, problem) for s in shards], dtype=float)
             self.exchange_ms += self.copies * id_bytes * per_id_byte[self.kind]
+        # Plans differ in which kinds they use at all: each costs its launches and latencies.
         kinds = [k for k in range(len(self.kinds)) if (self.at[k] >= 0).any()]
         self.mixes = [list(mix) for n in range(1, len(kinds) + 1) for mix in combinations(kinds, n)]
 
@@ -242,6 +246,7 @@ def _compositions(
     Also returns a function: from chosen tables [T] bool to the count of each shard [N].
     """
     rows = np.arange(len(at))
+    # (-1 reads the last price, which is then replaced.)
     by_units = np.where(at >= 0, price[at], np.inf)  # [T, U + 1]
     best, last = np.full(at.shape, np.inf), np.zeros(at.shape, dtype=int)
     best[:, 0] = 0.0
@@ -257,6 +262,7 @@ def _compositions(
         while left.any():
             live = rows[left > 0]  # tables with units left
             np.add.at(counts, at[live, last[live, left[live]]], 1)
+            # One shard of each table a round, until no units are left.
             left[live] -= last[live, left[live]]
         return counts
 
@@ -321,6 +327,7 @@ class Ops:
         np.maximum.at(most, table, self.load)
         top = max(float(most.sum()), 1e-12) * (1 + 1e-9)
         self.ends = np.concatenate([[0.0], inner[inner < top], [top]])
+        # Rates of an interval hold for all ops in it, as they are those at its lower end.
         self.rates = self._least_rates(self.load, self.ends[:-1])
         all_ = np.ones(len(shards.kind), dtype=bool)
         self.every = self.curve(all_, ~all_)
@@ -344,6 +351,7 @@ class Ops:
         number, load, certain = self.number[usable], self.load[usable], certain[usable]
         codes = shards.codes[number]
         alone, all_load = np.zeros((2, len(shards.kind)))
+        # [F] features that every op of this curve has.
         base = codes[certain].sum(0)
         # Whatever else an op has, its features are at least these.
         alone[number] = (model.rates(np.maximum(codes, base)) * codes).sum(1)
@@ -358,6 +366,7 @@ class Ops:
             slowdown = np.array(
                 [((np.maximum(single, least) * codes[busy]).sum(-1) / load[busy]).min() for least in rates]
             )
+        # An op of a later interval has at least the load of all earlier ones, so their slowdowns hold, too.
         return Curve(alone, all_load, self.ends, np.maximum.accumulate(slowdown))
 
     def _least_others(self, number: np.ndarray, load: np.ndarray, certain: np.ndarray) -> np.ndarray:
@@ -367,6 +376,7 @@ class Ops:
         free = (load > 0) & ~np.isin(table, table[certain])
         if not free.any():
             return np.zeros((len(self.ends) - 1, codes.shape[1]))
+        # The certain shards bring a part of the load themselves.
         wanted = np.maximum(0.0, self.ends[:-1] - load[certain].sum())
         return least_sums(codes[free], load[free], table[free], wanted)
 
@@ -388,11 +398,13 @@ def least_rates(
     codes: [N, F]. load: [N], more than 0. table: [N], rising. An op has at most one shard of a table.
     """
     ranges = _Ranges(model, codes, load, table, wanted)
+    # The ms of all shards at a box's rates say which box to raise, as one number for F rates.
     total, n = codes.sum(0), np.arange(len(wanted))
     # All boxes: low, high [B, W, F], and the ms of all shards at their lower corners, [B, W].
     low, high = ranges.low[None], ranges.high[None]
     ms = ranges.ms(ranges.low, total)[None]
     for _ in range(_DIVISIONS if ranges.features else 0):
+        # [W] for each load its own box: the one that limits its bound.
         box = ms.argmin(0)
         below, above, value, feature = ranges.division(low[box, n], high[box, n])
         # The box below takes the place of the one that is divided.
@@ -425,11 +437,14 @@ class _Ranges:
     ) -> None:
         unit = codes.mean(0)
         self.model, self.unit = model, np.where(unit > 0, unit, 1.0)
+        # Features differ by orders of magnitude. In mean shards one set of weights serves all pairs.
         codes = codes / self.unit
         # An op of more load has no less of anything than a part of it that has just this load.
         self.low = least_sums(codes, load, table, wanted)
+        # The most of a feature is the least of its negative.
         self.high = -least_sums(-codes, load, table, wanted)
         pairs = []
+        # All pairs at once, as columns of one call: [N, F × F].
         for weight in _WEIGHTS:
             sums = codes[:, :, None] + weight * codes[:, None]
             pairs.append(least_sums(sums.reshape(len(codes), -1), load, table, wanted).T)
@@ -459,6 +474,7 @@ class _Ranges:
 
         Returns lower corners [W, F] of both parts, and the value [W] and the feature [W] that divide them.
         """
+        # The mean shard in place of all N: the ms are an N-th, and rank the ways in the same order.
         total = np.ones(low.shape[1]) * self.unit
         # All ways at once, [C, W]: each of the features, at each part of its side.
         feature, part = np.repeat(self.features, len(_CUTS)), np.tile(_CUTS, len(self.features))[:, None]
@@ -471,6 +487,7 @@ class _Ranges:
         below = np.maximum(low, others.max(0).transpose(1, 2, 0) - _TRACE)
         below[way, :, feature] = low.T[feature]
         above = np.repeat(low[None], len(feature), 0)
+        # Above the value only this feature's lower end rises.
         above[way, :, feature] = value
         ms = np.minimum(self.box_ms(below, high, total), self.box_ms(above, high, total))
         # The lower of both parts limits the rates: the best way raises it most.
@@ -487,8 +504,10 @@ def least_sums(values: np.ndarray, load: np.ndarray, table: np.ndarray, wanted: 
     # Relaxed: the most load of any shard of a table, at the least value a load of any.
     room = np.maximum.reduceat(load, first)
     each = np.minimum.reduceat(values / load[:, None], first)
+    # [T, J] tables by value per load, each column of values in its own order.
     order = np.argsort(each, axis=0)
     start = np.zeros((1, values.shape[1]))
+    # Piecewise linear curves: load taken so far, and the value that came with it.
     filled = np.concatenate([start, np.cumsum(room[order], axis=0)])
     brought = np.concatenate([start, np.cumsum(room[order] * np.take_along_axis(each, order, 0), axis=0)])
     # np.interp of all columns at once: each lies beyond the one before.

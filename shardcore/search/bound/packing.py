@@ -104,6 +104,7 @@ def least_ms(
     # Tables with most work decide first: their kinds tell most of the ops.
     order = np.argsort(-shards.alone_ms[shards.whole], kind="stable")
     cases = [_Case(ms, i, (), mix) for i, (mix, ms) in enumerate(mixes.items())]
+    # The lowest case is the bound, so it is always the one to prove further.
     heapq.heapify(cases)
     proofs: dict[int, Proof] = {}
     number = len(cases)
@@ -112,6 +113,7 @@ def least_ms(
         before = proofs.pop(case.number, None)
         # A mix is first proved as a whole. After that it is divided by the kind of one more table.
         more = [()] if before is None else [(k,) for k in case.mix]
+        # Nothing is left to divide it by, and no other case is lower.
         if before is not None and (len(case.kinds) == len(order) or len(case.mix) == 1):
             return case.ms
         for kind in more:
@@ -119,6 +121,7 @@ def least_ms(
             proof = _prove_case(packing, case.mix, kinds, order, before or Proof(case.ms, None))
             proofs[number] = proof
             heapq.heappush(cases, _Case(proof.ms, number, kinds, case.mix))
+            # Numbers follow the order of proofs, so that equal cases leave the heap in a fixed order.
             number, left = number + 1, left - 1
     return cases[0].ms
 
@@ -131,11 +134,13 @@ def _prove_case(
     kind_of = np.full(len(order), -1)
     kind_of[order[: len(kinds)]] = kinds
     kind = kind_of[shards.table]
+    # -1: the case leaves the table's kind open.
     known = (kind < 0) | (kind == shards.kind)
     for _ in range(_RAISED):
         # Steps of time are a fraction of `high`: a far one would make them coarse.
         high = start.ms * _AT_ONCE
         usable = shards.within(known & (shards.alone_ms / shards.fastest <= high))
+        # A table that the case gives a kind on all devices is in the op of each device.
         on_all = (shards.kind > 0) & (shards.copies == len(shards.speed))
         proof = packing.prove(list(mix), usable, usable & on_all & (kind == shards.kind), start, high)
         # Go on where all that was asked for is proved.
@@ -173,6 +178,7 @@ class Packing:
         if high <= start.ms or (on_hosts and len(set(self.shards.speed)) > 1):
             return start
         proof = Mix(self, mix, usable, certain, high).prove(start)
+        # No plan of the mix ends by `high`, so that much is proved.
         if not np.isfinite(proof.ms):
             return Proof(high, proof.worth)
         return Proof(min(high, max(start.ms, proof.ms)), proof.worth)
@@ -190,12 +196,14 @@ class Mix:
         shards = packing.shards
         self.shards, self.mix, self.high = shards, mix, high
         exchange = shards.exchange_ms * packing.equal_waits  # [N]
+        # All others take longer than `high` even on the fastest device.
         usable = usable & (shards.alone_ms <= high * shards.speed.max())
         least = shards.least_of_each(np.where(usable, exchange, np.inf), mix)  # [T]
         self.possible = bool(np.isfinite(least).all())
         least = np.where(np.isfinite(least), least, 0.0)
         # What a shard adds to exchanges beyond its part of its table's least.
         self.extra_ms = exchange - shards.part * least[shards.table]
+        # Every device waits at least so long, so steps of time begin after it.
         self.fixed_ms = float(least.sum() + shards.latencies_ms(mix)) * packing.equal_waits
         speeds, self.count = np.unique(shards.speed, return_counts=True)
         # Steps are of the fastest device's compute.
@@ -219,11 +227,13 @@ class Mix:
         if not self.possible or self.high <= self.fixed_ms:
             return Proof(np.inf, start.worth)
         at = best_at = self._first(start)
+        # A proof of a wider case has near worths already, so fewer steps are tried.
         n_tables, (steps, programs) = len(at) - 1, _FIRST if start.worth is None else _AGAIN
         if n_tables > (_FEW if start.worth is None else _FEWER):
             programs = 0
         # Steps are relative to worths, but tables of little worth may gain some, too.
         scale = np.append(np.maximum(at[:-1], 0.02 * at[:-1].mean()), 0.5 * at[-1])
+        # push: how far beyond the proof subgradient steps aim. It shrinks while they fail.
         best, push, stalled, reach, cuts = -1, 0.02, 0, _REACH, []
         for n in range(steps + programs):
             most, filled = self.collected(at)
@@ -240,14 +250,17 @@ class Mix:
             if best == STEPS - 1:  # all that was asked for
                 break
             ahead = min(STEPS - 1, int(best * (_AHEAD if n >= steps else 1 + push)))
+            # Just beyond what is proved, but no step too short for the launches of the mix.
             goal = max(best + 1, ahead, int(np.argmax(most > -np.inf)))
             # A filling that collects most at the goal: with which worths would it collect less?
             taken, waited_ms = filled(goal)
             worth_taken = np.bincount(self.shards.table, taken * self.shards.part, n_tables)
+            # What this filling collects is cut · worths, at any worths.
             cut = np.append(worth_taken, waited_ms - taken @ self.extra_ms)
             if n < steps:
                 # A subgradient: worth falls for tables that are taken too often.
                 rise = np.append(np.ones(n_tables), 0.0) - cut
+                # Polyak's step: as far along the subgradient as what is collected beyond 1 asks for.
                 change = scale**2 * rise
                 moved = np.maximum(0.0, at + change * max(most[goal] - 1, 1e-3) / max(rise @ change, 1e-12))
                 # A step may leave no table any worth, which proves nothing.
@@ -275,6 +288,7 @@ class Mix:
         tried.append(_normed(self.shards.least_of_each(self.price, self.mix)))
         steps = [_proved(self.collected(worths)[0]) for worths in tried]
         ms = max(start.ms, self._end_ms(max(steps)), self._possible_ms())
+        # Within a time, large shards drop out. Tables that lose their cheapest ones are worth more.
         for _ in range(_AT_FIRST):
             worth = self.shards.least_of_each(self._price_within(ms), self.mix)
             if not np.isfinite(worth).all():  # a table fits in no way
@@ -295,12 +309,14 @@ class Mix:
         """
         high, best = self.high, low
         for _ in range(_TIMES if low < high else 0):
+            # A bisection. What proves less than `ms` is a proof all the same, so `best` keeps it.
             ms = (low + high) / 2
             price = self._price_within(ms)
             least = self.shards.least_of_each(price, self.mix)
             if not np.isfinite(least).all():  # a table fits in no way, so no plan takes so little time
                 low = best = ms
                 continue
+            # More than its table a shard need not be worth: then devices collect less, the table as much.
             worth = np.where(np.isfinite(price), np.minimum(price, least[self.shards.table]), 0.0)
             most, _ = self._most((worth - _RATE * self.extra_ms) / least.sum(), _RATE / least.sum())
             proved = self._end_ms(_proved(most))
@@ -338,6 +354,7 @@ class Mix:
     ) -> tuple[np.ndarray, Callable[[int], tuple[np.ndarray, float]]]:
         """The same as `collected`, from what each shard collects [N], less the exchanges that it adds."""
         shards, n = self.shards, len(self.shards.speed)
+        # [M] of each kind: the most that one device, or one group, collects by each step.
         fills = {k: bag.fill(by_shard) for k, bag in self.bags.items()}
         single, single_taken = fills.get(0, (np.zeros(STEPS), lambda step: np.zeros(len(shards.kind))))
         units, host_taken, host_at = n, None, np.empty(0, dtype=int)
@@ -366,6 +383,7 @@ class Mix:
 
         def filled(step: int) -> tuple[np.ndarray, float]:
             """Follow the divisions back: time into waiting and compute, compute into kinds."""
+            # The step divides into waiting and compute.
             compute = step - int(waited[step])
             left = int(shared_at[compute])
             taken, on_devices = np.zeros(len(shards.kind)), self.left[:, compute] - left
@@ -373,6 +391,7 @@ class Mix:
                 part = left if at is None else int(at[left])
                 taken += way(part)
                 left -= part
+            # By speed: a slower device has less time left for its own columns.
             for devices, capacity in zip(count, on_devices, strict=True):
                 if host_taken:
                     part = int(host_at[capacity])
@@ -442,9 +461,11 @@ class Bag:
         self.most, self.none = np.maximum(0.0, curve.most(ms)), ms < 0
         # A trace earlier, for rounding errors.
         by_ms = np.searchsorted(ms * (1 + 1e-9), curve.alone[number])
+        # Both limits have to hold: the shard's own time, and the load of its op.
         fits = np.maximum(by_ms, np.searchsorted(self.most * (1 + 1e-9), curve.load[number]))
         order = np.lexsort((fits, shards.table[number]))
         self.number, self.n, self.fits = number[order], len(shards.kind), fits[order]
+        # Above 0, as worths are divided by it.
         self.load, table = np.maximum(curve.load[self.number], 1e-12), shards.table[self.number]
         self.first = np.flatnonzero(np.diff(table, prepend=-1))
         self.ends = np.append(self.first, len(number))
@@ -459,11 +480,14 @@ class Bag:
             return np.zeros(STEPS), lambda step: np.zeros(self.n)
         wholes = np.stack([k.fill(worth) for k in self.knapsacks])
         # Divided knapsacks: at any price of load, each table takes its best shard that fits.
+        # Choices change at the tables' worths per load, so prices are quantiles of these.
         best = np.maximum.reduceat(np.maximum(worth, 0.0) / self.load, self.first)
         prices = np.unique(np.quantile(best, np.linspace(0, 1, _SLOPES)))
         lines = np.empty((len(prices), STEPS))
         compiled.divided(self.ends, self.fits, self.load, worth, prices, lines)
+        # The Lagrangian bound: gains at this price, and all the load there is at the price.
         lines += prices[:, None] * self.most
+        # Each row bounds what a device collects, so the least of them holds.
         every = np.where(none, 0.0, np.vstack([wholes, lines.min(0)]))
         which = every.argmin(0)
 
@@ -485,6 +509,7 @@ class Bag:
                 more = bool(load > self.most[step])
                 sets[more], loads[more] = chosen, load
                 high, low = (high, middle) if more else (middle, low)
+            # A mix of both sets that has just the load that fits.
             share = np.clip((self.most[step] - loads[0]) / max(loads[1] - loads[0], 1e-12), 0.0, 1.0)
             counts[self.number[sets[0]]] += 1 - share
             counts[self.number[sets[1]]] += share
@@ -523,6 +548,7 @@ class _Knapsack:
     def taken(self, step: int) -> list[int]:
         """The shards of the last filling."""
         shards, left = [], int(self.capacity[step])
+        # From the last table back: its choice tells what capacity the tables before had.
         for chosen in reversed(self.chosen):
             if chosen[left] >= 0:
                 shards.append(int(chosen[left]))

@@ -231,6 +231,7 @@ def decide(
     require(callable(search), f"search is {shown(search)}; it needs to be {right}")
     # The order of the list does not count: levels say which decision needs which.
     nested = sorted(decisions, key=lambda decision: decision.level)
+    # Either of a pair may know why it excludes the other.
     for i, outer in enumerate(nested):
         for inner in nested[i + 1 :]:
             require(outer.name != inner.name, f"{outer.name} were asked for twice; once is enough")
@@ -239,6 +240,7 @@ def decide(
     found = _Driver(nested, search, model, seed, budget, heard).found(problem)
     if found.ledger is None:
         return found
+    # Plain data, as a plan's provenance goes to a file.
     provenance = {**found.plan.provenance, ENTRY: asdict(found.ledger)}
     return replace(found, plan=replace(found.plan, provenance=provenance))
 
@@ -261,17 +263,20 @@ class _Driver:
 
     def found(self, problem: Problem) -> Found:
         if self.decisions:
+            # A ledger lists all proposals, so all are searched before one is chosen.
             return _chosen(self.decisions[0], list(self._outcomes(self.decisions[0], problem)))
         # Here no decision is left, so the sharder searches.
         model = self.model.for_problem(problem)
         problem.require_setting(model.setting)
         plan = self.search(problem, model, seed=self.seed, budget=self.budget)
+        # Sharders without a search count no evaluations.
         ms, evals = plan.provenance["predicted_ms"], plan.provenance.get("evals", 0)
         return Found(problem=problem, plan=plan, ms=ms, evals=evals)
 
     def _outcomes(self, decision: Decision, problem: Problem) -> Iterable[Outcome]:
         """The outcome of each proposal."""
         budget, seconds, began = self.budget, self.budget and self.budget.seconds, progress.clock()
+        # A generator, so that a decision keeps its state in local variables between proposals.
         steps, any_plan = decision.proposals(problem, self.model, seconds), False
         proposal = next(steps, None)
         while proposal is not None:
@@ -287,16 +292,19 @@ class _Driver:
             else:
                 outcome = self._outcome(decision, proposal, budget)
             any_plan |= outcome.found is not None
+            # Before the next search, so that a listener sees each result when it is there.
             if self.heard:
                 self.heard(outcome)
             yield outcome
             try:
+                # The decision may choose its next proposal by this outcome.
                 proposal = steps.send(outcome)
             except StopIteration:
                 return
 
     def _outcome(self, decision: Decision, proposal: Proposal, budget: Budget | None) -> Outcome:
         search, model = proposal.search or self.search, proposal.model or self.model
+        # Only the outermost decision's outcomes are heard.
         inner = _Driver(self.decisions[1:], search, model, self.seed, budget)
         began, found, error = progress.clock(), None, proposal.refused
         with progress.part(proposal.words):
@@ -323,6 +331,7 @@ def _chosen(decision: Decision, outcomes: Sequence[Outcome]) -> Found:
             f"none of {len(outcomes)} proposals of {decision.name} has a plan; "
             f"{outcomes[0].proposal.words}: {errors[0]}"
         )
+    # By the decision: not all choose the least ms.
     best = decision.best(outcomes)
     assert best.found is not None
     entries = tuple(
@@ -338,5 +347,6 @@ def _chosen(decision: Decision, outcomes: Sequence[Outcome]) -> Found:
         for outcome in outcomes
     )
     ledger = Ledger(decision.name, best.proposal.words, decision.because(outcomes), entries)
+    # Evaluations of all proposals led to this plan, not only those of the winner.
     evals = sum(entry.evals for entry in entries)
     return replace(best.found, ledger=ledger, outcomes=tuple(outcomes), evals=evals)

@@ -139,6 +139,7 @@ class Groups(Decision):
         self, problem: Problem, model: CostModel, seconds: float | None
     ) -> Generator[InGroups, Outcome, None]:
         """Every size in both layouts, the largest first. All devices as one group are the plain problem."""
+        # Sizes are few, as they divide the number of devices, so all are searched.
         ways = groupings(problem, self.sync_every, require_size(str(self.size), problem))
         for i, grouping in enumerate(ways):
             refused, proposed = None, problem
@@ -166,6 +167,7 @@ class Groups(Decision):
         if grouping.size < len(whole.topology):
             with suppress(Infeasible):
                 plans.append(SHARDERS[EVEN_BYTES](group, model))
+        # The search minimised a step. What counts is a step with its share of a synchronisation.
         costs = [cost_of(GroupedPlan(grouping, plan, group), whole, model) for plan in plans]
         best = min(range(len(plans)), key=lambda i: costs[i].total_ms)
         chosen = {**vars(found), "plan": plans[best], "ms": costs[best].total_ms}
@@ -197,6 +199,7 @@ def cost_of(grouped: GroupedPlan, problem: Problem, model: CostModel) -> Grouped
     step, dense, sync = price(lower(grouped.plan, grouped.problem), model), 0.0, 0.0
     if grouping.size < len(topology):
         if n_bytes := replicated_gradient_bytes(grouped.plan):
+            # Tables on all devices of each group have one gradient in the whole job.
             of_all = _comm_ms(_all_reduce(n_bytes, topology, problem), model)
             of_group = _comm_ms(_all_reduce(n_bytes, grouped.problem.topology, problem), model)
             # The step already has the all-reduce within a group.
@@ -228,6 +231,7 @@ def synchronisation(grouped: GroupedPlan, problem: Problem) -> tuple[list[Worklo
     problem: the problem of all devices.
     """
     topology, group = problem.topology, grouped.problem
+    # All sets of replicas communicate at once, so of equal sets the one with most bytes ends last.
     largest: dict[tuple[int, ...], tuple[int, int, Topology]] = {}
     replicated, of_group = synced_bytes(grouped.plan, group), replicas(topology, grouped.grouping)
     for (weights, state), devices in zip(replicated, of_group, strict=True):
@@ -246,6 +250,7 @@ def _all_reduce(n_bytes: int, topology: Topology, problem: Problem) -> Workload:
     """An all-reduce of so many bytes of each device, and nothing else."""
     n_devices = len(topology)
     traffic = np.zeros((len(CHANNELS), n_devices))  # [C, M]
+    # The same bytes on each device, as replicas are equal.
     traffic[_ALL_REDUCE] = n_bytes
     return Workload(
         ops=((),) * n_devices,

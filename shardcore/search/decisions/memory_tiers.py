@@ -56,6 +56,7 @@ class MemoryTiers(Decision):
 
         Raises Infeasible and ShardCoreError as `tiered` does.
         """
+        # Problems are hashable, so shares that lead to the same load factors are found as equal keys.
         share_of: dict[Problem, float] = {}
         for_rows = tier_bytes(in_device_memory(problem))
         for share in SHARES:
@@ -129,6 +130,7 @@ def tiered(problem: Problem, more_bytes: float = 0) -> Problem:
     does not hold the tables that are there. Raises ShardCoreError for a problem without host memory, and as
     `heat_of` does.
     """
+    # From all rows on devices: load factors that the problem has would change what is counted.
     problem = in_device_memory(problem)
     budget = tier_bytes(problem) + more_bytes
     if sum(tier.device_bytes for tier in tiers_of(problem)) <= budget:
@@ -227,6 +229,7 @@ def _rows_bytes(table: Table, problem: Problem) -> int:
     resident = sum(resident_bytes(WHOLE_ROWS, Shard.whole(table), problem))
     if not 0 < table.load_factor < 1:
         return resident
+    # All rows of an op's cache are as wide as its widest table.
     columns = _cache_widths(problem).get(_op_of(table), table.dim) - table.dim
     return resident + table.cached(table.rows) * columns * PRECISION_BYTES[table.precision]
 
@@ -234,6 +237,7 @@ def _rows_bytes(table: Table, problem: Problem) -> int:
 @lru_cache(maxsize=4)
 def _cache_widths(problem: Problem) -> Mapping[tuple[str, bool, str], int]:
     """Dim of the widest table with a cache, by op."""
+    # By rising dim, so that the widest of each op is the one that stays.
     cached = sorted((t for t in problem.tables if 0 < t.load_factor < 1), key=lambda t: t.dim)
     return {_op_of(table): table.dim for table in cached}
 
@@ -279,6 +283,7 @@ def water_filled(choices: Sequence[Sequence[Tier]], budget: float) -> list[Tier]
     convex hull. Of the first that does not fit, a part is used.
     """
     hulls = [_hull(tiers) for tiers in choices]
+    # One list over all tables, to take the steps that save most a byte first.
     steps = [
         (-_saved(hull[i], hull[i + 1]), table, i)
         for table, hull in enumerate(hulls)
@@ -331,6 +336,7 @@ def filled(plan: Plan, problem: Problem, model: CostModel) -> tuple[Problem, Pla
     tables = {table.name: table for table in problem.tables}
     on_device: dict[int, list[Table]] = defaultdict(list)
     for name, devices in homes.items():
+        # A table on several devices would need the same load factor on all of them.
         if len(devices) == 1 and tables[name].in_host_memory:
             on_device[min(devices)].append(tables[name])
     free = [may - used for may, used in zip(held_bytes(problem), used_bytes(plan, problem), strict=True)]

@@ -87,6 +87,7 @@ class Offer:
             f"offer {self.name!r} has most_hosts "
             f"{self.most_hosts} of {self.devices} devices; a problem has {MOST_DEVICES} devices at most",
         )
+        # Speeds, memory and links are checked where they become devices.
         self.topology(1)  # for its refusals
 
     @property
@@ -94,6 +95,7 @@ class Offer:
         return self.model or self.hardware
 
     def topology(self, hosts: int) -> Topology:
+        # Equal devices, host after host.
         on_hosts = ([Device(self.memory_bytes, self.speed, f"host-{h}")] * self.devices for h in range(hosts))
         return Topology(tuple(chain.from_iterable(on_hosts)), links=self.links)
 
@@ -179,6 +181,7 @@ def clusters(problem: Problem, offers: Iterable[Offer]) -> Iterator[Cluster]:
         f"problem {problem.name!r} has constraints.pinned {pinned}; clusters differ in their "
         "devices, so it needs none",
     )
+    # A reserve that is not the default was chosen, so it stays as it is on any devices.
     by_default = problem.constraints.reserved_bytes == default_reserve(problem.topology.devices)
     for offer in offers:
         if by_default:
@@ -233,6 +236,7 @@ class Provision(Decision):
         )
         for i, cluster in enumerate(proposed):
             same_size, model = (
+                # By shape: plans name devices by number, so they fit as many hosts of as many devices.
                 plans[cluster.hosts, cluster.offer.devices],
                 self.models[cluster.offer.priced_by],
             )
@@ -251,6 +255,7 @@ class Provision(Decision):
         model, evals = model.for_problem(problem), found.evals if found else 0
         for plan in proposal.plans:
             if memory.fits(plan, problem):  # it may have less memory
+                # These two are of the other cluster's model, and priced anew.
                 kept = {k: v for k, v in plan.provenance.items() if k not in ("setting", "predicted_ms")}
                 plan = priced(plan.placements, problem, model, **kept)
                 ms = plan.provenance["predicted_ms"]
@@ -279,6 +284,7 @@ def best_of_each(outcomes: Sequence[Outcome], target: Target) -> list[Outcome]:
     """
     key, aim = target.given
 
+    # In the target's own unit.
     def value(outcome: Outcome) -> float:
         cluster: Cluster = outcome.proposal
         if key == "step_ms":
@@ -290,15 +296,18 @@ def best_of_each(outcomes: Sequence[Outcome], target: Target) -> list[Outcome]:
         watts = float("inf") if watts is None else watts  # not known counts as most
         return (outcome.ms, price, watts) if key == "price_per_hour" else (price, watts, outcome.ms)
 
+    # A cluster without a plan reaches no target.
     planned = [x for x in outcomes if x.found]
     meeting = [x for x in planned if (value(x) >= aim if key == "samples_per_s" else value(x) <= aim)]
     if not meeting:
+        # Nearest is the cheapest for a price, and the fastest for a time or a rate.
         near = min(planned, key=value if key == "price_per_hour" else lambda x: x.ms)
         raise ShardCoreError(
             f"no cluster of {len(outcomes)} reaches {key} {aim:g}; the nearest, "
             f"{near.proposal.words}, has {value(near):.4g}"
         )
     first: dict[str, Outcome] = {}
+    # In order of rank, so the first of each offer is its best.
     for outcome in sorted(meeting, key=rank):
         first.setdefault(outcome.proposal.offer.name, outcome)
     return list(first.values())

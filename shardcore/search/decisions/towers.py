@@ -94,6 +94,7 @@ def as_planned(plan: Plan, problem: Problem) -> Problem:
     host_of: dict[str, str] = {}
     for placement in plan.placements:
         name = placement.shard.table.name
+        # A sequence's hot rows are on all devices, whatever its tower.
         if _everywhere(placement.shard.table, problem):  # it is on no one host
             continue
         for host in (devices[d].host for d in placement.devices):
@@ -283,6 +284,7 @@ def tower_hosts(
         "divided over hosts, so more tables need to be in groups",
     )
     allowed_of = {t.name: set(problem.allowed_devices(t.name)) for t in problem.tables}
+    # A unit may live on a host if each of its tables may be on some device there.
     may_live = [
         [all({*host} & allowed_of[name] for name in unit) for host in topology.on_hosts] for unit in units
     ]
@@ -302,6 +304,7 @@ def tower_hosts(
     in_matrix = [number[name] for name in towers.tables]
     # Affinity of a table to itself says nothing.
     np.add.at(affinity, np.ix_(in_matrix, in_matrix), towers.matrix() * (1 - np.eye(len(in_matrix))))
+    # Each device has the local batch as well, so that much is not free for tables.
     local = local_batch_bytes(problem)
     free = [max(0, may_hold - local) for may_hold in held_bytes(problem)]
     speeds = [sum(topology.devices[d].speed for d in host) for host in topology.on_hosts]
@@ -402,6 +405,7 @@ class Division:
         self.memory, self.hosts = capacity[:, _MEMORY], np.arange(len(capacity))
         self.affinity, self._meter = affinity.copy(), Budget(seconds=seconds).start()
         self._inside_units = float(np.trace(affinity)) / 2
+        # A unit's own affinity is the same in every division, and would count as lost by each move.
         np.fill_diagonal(self.affinity, 0.0)
         self.all_affinity = float(self.affinity.sum()) / 2
         # [H, 2] what a host has if all have the same share.
@@ -409,6 +413,7 @@ class Division:
 
     def best(self) -> np.ndarray:
         """[U] the host of each unit in the best division of all starts."""
+        # Fixed, so that equal problems and towers get equal hosts.
         rng = np.random.default_rng(0)
         starts = min(_MOST_STARTS, max(2, 1 + _PAIRS // len(self.load) ** 2))
         found = [self._improved(self._greedy())]

@@ -45,6 +45,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 def features(shards: Sequence[Shard], batch: int) -> np.ndarray:
     """[N, F] float32 features of shards that a batch of so many samples looks up."""
+    # Of the shard, not the table: lookups are those that hit its rows.
     sizes = np.array(
         [(s.width, s.rows, s.table.looked_up * access.access_share(s) + _OFFSET, s.bytes) for s in shards],
         dtype=float,
@@ -79,6 +80,7 @@ class Net:
     asks_model = False
 
     def __init__(self, shapes: Shapes) -> None:
+        # Scaling is stored with the weights, so that a policy needs nothing but its file.
         scaling: Shapes = {name: (len(FEATURES),) for name in ("low", "high", "mean", "sd")}
         self.shapes: Shapes = scaling | {"scale_ms": (1,)} | _mlp_shapes("table", *_TABLE) | shapes
 
@@ -108,6 +110,7 @@ class DreamShard(Net):
 
     def __init__(self, asks_model: bool = False) -> None:
         self.asks_model = asks_model
+        # No bias: it would add the same to all devices' scores, which a softmax ignores.
         shapes = _mlp_shapes("costs", PARTS, _H, LATENTS) | {"choice.weight": (2 * LATENTS, 1)}
         if not asks_model:
             shapes |= _mlp_shapes("cost_table", *_TABLE)
@@ -127,6 +130,7 @@ class DreamShard(Net):
         return self.parts(w, latents).sum(-1)
 
     def scores(self, w: Weights, seen: Seen, xp: ModuleType = np) -> Any:
+        # Either source has one scale, so both kinds of policy have the same layers.
         costs = seen.costs / w["scale_ms"] if self.asks_model else self.parts(w, seen.latents)
         both = xp.concatenate([seen.latents[..., :LATENTS], _relu(_mlp(w, "costs", costs))], -1)
         return (both @ w["choice.weight"])[..., 0]
@@ -140,6 +144,7 @@ class DreamShard(Net):
 
     def overall(self, w: Weights, latents: Any, xp: ModuleType = np) -> Any:
         """[...] predicted cost of plans with devices [..., D, L]. An empty device counts nothing."""
+        # A maximum over devices takes any number of them, and a step waits for the largest, too.
         return _mlp(w, "overall", xp.amax(latents[..., LATENTS:], -2))[..., 0]
 
 
@@ -214,6 +219,7 @@ def _linear(w: Weights, name: str, x: Any) -> Any:
 
 
 def _relu(x: Any) -> Any:
+    # Works for numpy and torch.
     return x * (x > 0)
 
 

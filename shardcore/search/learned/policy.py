@@ -95,12 +95,14 @@ def place(
 
     Raises Infeasible (see `feasible_shards`), and SettingMismatch for a policy of other hardware.
     """
+    # Another batch is allowed, as features depend on it. Of other hardware the policy knows nothing.
     if policy.setting.hardware != model.setting.hardware:
         raise SettingMismatch(
             f"policy {policy.name!r} was trained for hardware {policy.setting.hardware!r}; "
             f"the cost model is for {model.setting.hardware!r}: train one for it "
             "(python -m shardcore train-policy)"
         )
+    # One generator for all random plans, so that the seed repeats the run.
     rng, meter = np.random.default_rng(seed), (budget or Budget()).start()
     # The first search places greedily; random plans follow while the budget lasts.
     beam = Beam(problem, model, Rollouts(policy.net, policy.weights), config, meter)
@@ -114,6 +116,7 @@ def place(
 
 
 def write_policy(folder: str | Path, policy: Policy) -> None:
+    # The order of features is part of the weights' meaning, so it is written with them.
     description = {"name": policy.name, "features": list(FEATURES)}
     description["setting"] = files.setting_to_json(policy.setting)
     model_files.write_model(folder, {**policy.meta, **description}, policy.weights, "policy")
@@ -133,6 +136,7 @@ def read_policy(folder: str | Path) -> Policy:
         f"policy in {folder} was trained on features {shown(trained_on)}; this "
         f"ShardCore computes {shown(list(FEATURES))}: train again",
     )
+    # Without a setting nobody knows which hardware the weights are for.
     setting = files.setting_from_json(meta.pop("setting", None), f"{folder}: setting")
     name = schema.build(_Meta, meta, str(folder)).name
     try:

@@ -159,6 +159,7 @@ def draw(
         drawn = [draw_problem(tables, first + i, setting, seed, config) for i in range(n)]
         return [_on(like, problem) for problem in drawn] if like else drawn
 
+    # By table, not by problem: test problems show how it does on tables that it never saw.
     half = [t for t in pool if not kept_for_testing(t, one_of=2)]
     other = [t for t in pool if kept_for_testing(t, one_of=2)]
     try:
@@ -204,8 +205,10 @@ def train(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # matrices are small, and results no longer depend on the number of threads
     try:
+        # Prepared once: each serves many rollouts.
         all_prepared = [Prepared(problem, model) for problem in problems]
         unseen = [Prepared(problem, model) for problem in validation]
+        # Costs relative to the best greedy order: problems differ in size, and weigh the same so.
         greedy = np.array([_greedy_ms(problem, model.for_problem(problem)) for problem in validation])
         # The learner changes its arrays in place, so validation sees each round's weights.
         learner = learner_of(NETS[name], all_prepared, config)
@@ -224,6 +227,7 @@ def train(
                 progress(i + 1, curves[-1])
             if cost < best:
                 best, best_round = cost, i
+                # A copy, as training goes on in these arrays. The critic's weights are not of the policy.
                 kept = {k: array.copy() for k, array in learner.arrays.items() if k in learner.net.shapes}
             elif i - best_round >= config.patience:
                 break
@@ -305,6 +309,7 @@ class PricedPlan:
         cache = prepared.cache
         held = rollout.held(len(cache.made))[0, -1]  # [D, R]
         held[:, 0] = 0  # number 0 is nothing
+        # One row for each table of a bundle, on the device that holds the bundle.
         rows, devices = np.nonzero(held.T[prepared.bundle])
         return cls(
             x=prepared.x[rows],
@@ -362,6 +367,7 @@ class Learner:
     ) -> None:
         self.all_prepared, self.config = all_prepared, config
         self.net = net
+        # Another stream than that of problems, which are drawn with the same seed.
         self.rng = np.random.default_rng([5, config.seed])
         self.w = _initial({**net.shapes, **critic_shapes}, all_prepared, config.seed)
         self.arrays = {name: weight.detach().numpy() for name, weight in self.w.items()}

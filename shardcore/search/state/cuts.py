@@ -47,6 +47,7 @@ class Cuts:
         self.problem, self.fixed = problem, fixed_placements(problem)
         self.may_hold = held_bytes(problem)
         self.bundles = bundles(map(Shard.whole, searched_tables(problem)), problem)
+        # Only tables that constraints let run with whole rows: others have no share in such an op.
         whole = [
             Placement(WHOLE_ROWS.name, s, (0,))
             for bundle in ticking(self.bundles)
@@ -56,9 +57,11 @@ class Cuts:
         self.batches = run_batches([*whole, *self.fixed], problem)
         if self.batches:
             self.account = Account.of(self.batches, problem)
+            # A table that does not fit whole is cut, and then its run joins outputs.
             cut = {run: replace(batch, cut=not run.local_batch) for run, batch in self.batches.items()}
             self.cut_account = Account.of(cut, problem)
             self._room = self._room_of(self.account)
+            # Messages compare with what is left in the phase in which fixed tables take most.
             of_fixed = self.account.loads(self.fixed).max(1)
             self.may_hold = [n - math.ceil(taken) for n, taken in zip(self.may_hold, of_fixed, strict=True)]
 
@@ -71,6 +74,7 @@ class Cuts:
                 return None
         parts: list[Sequence[Shard]] = []
         for bundle, vector in zip(self.bundles, self._vectors, strict=True):
+            # Each table is looked at alone. Whether all fit together is for searches to find.
             cut = bundle if self._fits_whole(bundle, vector) else self.cut_of(bundle)
             if cut is None:
                 return None
@@ -117,6 +121,7 @@ class Cuts:
             if first.table.sequence and first.width < first.table.dim:
                 cut[first.table.collection].append(i)
         for at in cut.values():
+            # Any wider, and the table that needs the narrowest parts would not fit.
             tables, narrowest = [parts[i][0].table for i in at], min(parts[i][0].width for i in at)
             widths = range(narrowest, 0, -1)
             width = next((w for w in widths if all(self._fits_equally(t, w) for t in tables)), None)
@@ -140,6 +145,7 @@ class Cuts:
         problem, table = self.problem, bundle[0].table
         if len(bundle) > 1 or table.name in problem.whole:
             return None
+        # Rows of a sequence are divided where that fits: column cuts bind all sequences to one width.
         divided, by_columns = division(table, problem), why_not(WHOLE_ROWS, table, problem) is None
         ranges = [s for _, s in shards_on(divided)] if divided and self._fits_divided(divided) else None
         if not by_columns or (table.sequence and ranges):
@@ -150,6 +156,7 @@ class Cuts:
             width = next((w for w in widths if self._fits_equally(table, w)), None)
             return None if width is None else equal_parts(table, table.dim // width)
         parts = [Shard.whole(table)]
+        # All parts are halved at once, as long as the widest one is too large.
         while parts[0].width > problem.most_width(table) or not self._fits(parts):
             halves = []
             for shard in parts:
@@ -161,6 +168,7 @@ class Cuts:
 
     def needs(self, parts: Sequence[Shard]) -> np.ndarray:
         """[P] bytes that a device takes of the widest of a table's parts, with the ids of all."""
+        # Each part but the first sends the ids of a local batch once more, on every device.
         table, widest = parts[0].table, max(parts, key=lambda s: s.width)
         ids = (len(parts) - 1) * sample_bytes(table, self.problem.job) * self.problem.local_batch * IDS_ALIVE
         return self.cut_account.vector(run_of(WHOLE_ROWS.name, table), widest) + ids
@@ -184,6 +192,7 @@ class Cuts:
         vector = self.vector(self._by_columns(shards))
         if vector is None or not vector.any():
             return 0
+        # Each device has the local batch.
         each = self.account.base if self.batches else 0.0
         return math.ceil(np.max((vector + n_devices * each)[: self.account.phases]))
 
@@ -191,6 +200,7 @@ class Cuts:
         """Bytes that all bundles lack on all devices together, in the phase in which they lack most."""
         if not self.batches:
             return 0
+        # [P] room that is less than nothing on one device does not count against others.
         lacks = self._together - np.maximum(self._room, 0).sum(0)
         return math.ceil(lacks[: self.account.phases].max())
 

@@ -47,6 +47,7 @@ def _feasible_shards(problem: Problem) -> tuple[Shard, ...]:
     if shards is not None:
         return tuple(shards)
     fixed = {p.shard.table.name for p in cuts.fixed}
+    # Some tables do not fit alone, or not together: a packing says how tables are cut.
     shards = []
     for placement in (p for p in fitting(problem).placements if p.shard.table.name not in fixed):
         # A table on several devices is whole, or divided by rows.
@@ -94,6 +95,7 @@ def fitting(problem: Problem) -> Plan:
             if pinned is None:
                 raise
             return fitting(pinned)
+    # Memory is enough, so the message has to name the limit of the op.
     if plan is not None and may_bind(problem) and fits(plan, problem):
         require_ops(plan, problem)
     raise DoesNotFit(refusal(problem))
@@ -109,6 +111,7 @@ def _dealt_to_hosts(problem: Problem) -> Problem | None:
     if not topology.memory or len(topology.hosts) == 1:
         return None
     on_host = {t.name: host_bytes(Shard.whole(t), problem) for t in problem.tables}
+    # What is pinned to devices of one host takes that host's memory already.
     room = np.full(len(topology.hosts), float(topology.memory[0].bytes))
     for name, devices in problem.pinned.items():
         room -= [on_host[name] * (set(devices) <= set(host)) for host in topology.on_hosts]
@@ -122,6 +125,7 @@ def _dealt_to_hosts(problem: Problem) -> Problem | None:
     for group in sorted((g for g, n in n_bytes.items() if n), key=lambda g: -n_bytes[g]):
         host = int(np.argmax(room))
         room[host] -= n_bytes[group]
+        # The first table is enough: those kept together follow it.
         pinned.append((group[0], topology.on_hosts[host]))
     if not pinned or room.min() < 0:
         return None

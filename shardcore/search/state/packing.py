@@ -126,6 +126,7 @@ class _Packings:
     def __init__(self, problem: Problem) -> None:
         self.problem, self.n = problem, len(problem.topology)
         self.bundles = bundles(map(Shard.whole, problem.tables), problem)
+        # Only the first way of each: with very many tables, listing all takes long.
         firsts = [next(_ways(bundle, problem), None) for bundle in ticking(self.bundles)]
         self.firsts = [way for way in firsts if way]
         self.large = len(self.bundles) * self.n > LARGE
@@ -144,6 +145,7 @@ class _Packings:
     def choices(self, quick: bool) -> Iterator[tuple[Way, ...]]:
         """A way for each bundle, and then others."""
         n = range(len(self.bundles))
+        # Few tables: all choices, with the simplest ways first.
         if len(n) <= 20 and prod(len(self.ways(i)) for i in n) <= _ALL:
             ranked = product(*(enumerate(self.ways(i)) for i in n))
             for choice in sorted(ranked, key=lambda choice: sum(rank for rank, _ in choice)):
@@ -160,6 +162,7 @@ class _Packings:
         # Where a local batch leaves no room, as much as if all tables were divided evenly.
         even = sum(self._bytes(i, ways[i]) for i in n if not ways[i].devices) / self.n
         room = max(self.room, 2 * even)
+        # Smaller shares cut more tables, which leaves smaller gaps, but sends ids more often.
         for share in _SHARES:
             before, ways = ways, tuple(self._within(i, room, share) for i in ticking(n))
             if ways != before:
@@ -204,6 +207,7 @@ class _Packings:
         """Estimated bytes that a device has of a bundle."""
         if (i, way) not in self._bytes_of:
             shards = self.bundles[i]
+            # The last part is the widest where units do not divide evenly.
             if way.parts > 1:
                 shards = _parts(shards[0].table, way.parts, self.problem)[-1:]
             if LAYOUTS[way.kind].divides_rows:
@@ -214,8 +218,10 @@ class _Packings:
     def improved(self, best: _Packing) -> _Packing:
         """The packing, with other ways of one table at a time while it lacks less so."""
         n_tries = _TRIES // len(self.bundles)
+        # Far from fitting, one table at a time does not get there.
         if best.lacks > _NEAR * max(held_bytes(self.problem)):
             return best
+        # Large tables first: another way of one changes most.
         largest, before = sorted(range(len(best.ways)), key=lambda i: -self._bytes(i, self.firsts[i])), None
         while best is not before:
             before = best
@@ -250,6 +256,7 @@ class _Packings:
                 parts.append(bundle)
             else:
                 parts += [(part,) for part in _parts(bundle[0].table, way.parts, self.problem)]
+        # TorchRec refuses such a plan.
         if not equally_wide(parts):
             return None
         # The account needs every shard, but not its device.
@@ -267,6 +274,7 @@ class _Packings:
             return np.append(n_bytes, caches.total([(run, shard)])) if len(caches) else n_bytes
 
         n_limits = len(account.base)
+        # [D, P + C] of tables that groups share. They are there before any shard is packed.
         load = np.zeros((self.n, n_limits + len(caches)))
         for placement in shared:
             for device, shard in shards_on(placement):
@@ -279,6 +287,7 @@ class _Packings:
         # However shards are packed, in each phase all devices together take at least their sum.
         needed = (load.sum(0) + vectors.sum(0))[:n_limits] + self.n * account.base
         self.short = float((needed - np.maximum(account.limits, 0).sum(0)).max()) / self.n
+        # No packing can lack less than the mean, so none need be tried.
         if shared and self.short >= most:
             return None
         names = [bundle[0].table.name for bundle in parts]
@@ -300,6 +309,7 @@ class _Packings:
         if not all(why_not(WHOLE_ROWS, s.table, problem) is None for bundle in searched for s in bundle):
             return None
         batches = run_batches([*_placements(searched, [0] * len(searched)), *fixed], problem)
+        # As if every run had a cut table, as it is not known yet which tables are cut.
         cut = {run: replace(batch, cut=not run.local_batch) for run, batch in batches.items()}
         account = Account.of(cut, problem)
         room = account.limits - account.base - account.loads(fixed)
@@ -312,6 +322,7 @@ class _Packings:
                 vector((s,)).max() for s in bundle
             )
 
+        # Tables with least freedom first, then the largest.
         placements = list(fixed)
         for bundle in sorted(searched, key=rank):
             table, needs = bundle[0].table, vector(bundle)
@@ -336,14 +347,17 @@ class _Packings:
                 device = int(most.argmax())
                 if most[device] < 1:
                     return None
+                # As wide as the gap, the rest of the table, and FBGEMM allow.
                 units = min(most[device], (table.dim - lo) // unit, problem.most_width(table) // unit)
                 part = (Shard(table, 0, table.rows, lo, lo + int(units) * unit),)
                 placements += _placements([part], [device])
+                # A second part there would be one shard with the first.
                 allowed.remove(device)
                 room[device] -= vector(part)
                 if lo:
                     room -= ids  # each further part sends the ids once more, to all
                 lo = part[0].col_hi
+        # The account counted cut tables in every run, so the exact one decides.
         plan = Plan(tuple(placements))
         return plan if memory.fits(plan, problem) and within_ops(plan, problem) else None
 
@@ -363,6 +377,7 @@ def _ways(bundle: Bundle, problem: Problem) -> Iterator[Way]:
     if all(why_not(WHOLE_ROWS, s.table, problem) is None for s in bundle):
         most = min(table.dim // problem.unit_width(table), len(problem.allowed_devices(table.name)))
         most = 1 if table.name in problem.whole else most
+        # Few of the possible numbers, as the ways of all tables multiply.
         numbers = dict.fromkeys([1, 2, 3, *(1 << k for k in range(2, most.bit_length())), most])
         yield from (Way(parts=n) for n in numbers if n <= most and _may_be_parts(table, n, problem))
     for layout in LAYOUTS.values() if len(bundle) == 1 else ():

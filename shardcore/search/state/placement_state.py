@@ -54,13 +54,16 @@ class PlacementState:
         self.used = np.zeros((*batch, n_devices), dtype=np.int64)
         self.outputs, self.id_bytes = (np.tile(fixed, (*batch, 1, 1)) for fixed in cache.fixed_bytes)
         self.priced = priced
+        # No features without a cost: all that follows from `sums` is then empty.
         codes = cache.fixed_codes if priced else np.zeros((*self.outputs.shape[-2:], 0))
         self.sums, op_ms = np.tile(codes, (*batch, 1, 1, 1)), np.zeros(codes.shape[:2])
         if codes.any():
             op_ms = cache.model.head(codes.reshape(-1, codes.shape[-1])).reshape(op_ms.shape)
         self.op_ms = np.tile(op_ms, (*batch, 1, 1))
+        # Index arrays of the batch: with a strip and a device for each plan they pick one cell for each.
         self._plans = tuple(np.ogrid[tuple(map(slice, batch))]) if batch else ()
 
+        # The local batch counts every shard from the start, so that a plan never outgrows it later.
         states = np.asarray(keys).reshape(-1, *np.shape(keys)[-2:])  # [states of a batch, N, 2]
         self._account, caches = cache.account, cache.caches
         # Caches have counts of their own, after the phases.
@@ -107,6 +110,7 @@ class PlacementState:
         joins = (before > 0) & (before + more == self.cache.size[strips])
         of_kind = self.cache.kind[strips][..., None] == np.arange(self._cut.shape[-1])
         cut = self._cut[..., None, :] - joins[..., None] * of_kind  # [..., D, K]
+        # Quick and safe: the sum of the shards' peaks is at least the device's peak.
         fits = self.used + self.cache.bytes[then] - self.cache.bytes[was] + ids <= self.free
         if not fits.all() or self._always_exact:
             # The sum of peaks was too much, or means nothing: count phase by phase.
@@ -120,6 +124,7 @@ class PlacementState:
             others = np.flatnonzero(loads.any(-1) & (np.arange(len(loads)) != device))
             fits[at] = self._within_limits(loads[others], cut[at], ids[at], others).all()
         if memory := self.cache.problem.topology.memory:
+            # Devices of a host share its memory. The other limits are each device's own.
             of_host = self._on_host @ self._same_host + self.cache.sums[then, 5] - self.cache.sums[was, 5]
             fits &= of_host <= memory[0].bytes
         return fits & self.cache.allowed[strip]
@@ -145,13 +150,16 @@ class PlacementState:
         ids: [...] bytes of ids of a local batch.
         """
         n_limits, n_phases, caches = len(self._account.base), self._account.phases, self.cache.caches
+        # A kind's buffers for cut tables exist once, however many of its tables are cut.
         n_bytes = load[..., :n_limits] + self._account.base + (cut > 0) @ self.cache.cut_bytes
+        # Counts of caches follow the limits in `load`. Their bytes are there in all phases.
         padding = caches.padding(load[..., n_limits:])[..., None] if len(caches) else 0.0
         n_bytes[..., :n_phases] = np.rint(n_bytes[..., :n_phases] + ids[..., None] + padding)
         return n_bytes
 
     def _vectors(self, number: np.ndarray) -> np.ndarray:
         """[..., P + C] bytes of shards in each phase, and counts of their caches."""
+        # Each shard's vector is computed once, when the cache has new shards.
         known = len(self._known)
         if known < len(self.cache.sums):
             kinds = self.cache.kind[self.cache.strip_of[known:]]
@@ -171,6 +179,7 @@ class PlacementState:
         cache, account = self.cache, self._account
         runs = [run for run, _ in cache.parts[cache.strip_of[number]]]
         parts = list(zip(runs, cache.made[number], strict=True))
+        # The cache adds up a bundle's sums, as if all its tables ran like the first.
         bytes_beyond, first = np.zeros(len(account.base)), account.coefficients[account.runs[runs[0]]]
         for run, shard in parts:
             if run is not runs[0]:
@@ -188,6 +197,7 @@ class PlacementState:
         after = before + units
         was, becomes = cache.numbers(strip, before), cache.numbers(strip, after)
         self.held[at] = after
+        # By what the strip's shard becomes: bytes of two parts are more than those of the shard they form.
         self.used[here] += cache.bytes[becomes] - cache.bytes[was]
         self.load[here] += self._vectors(becomes) - self._vectors(was)
         self._on_host[here] += cache.sums[becomes, 5] - cache.sums[was, 5]

@@ -30,6 +30,7 @@ def refusal(problem: Problem) -> str:
     if cuts.fixed and not reason:
         of_fixed = gib(held_bytes(problem)[0] - cuts.may_hold[0])
         kept += f" ({of_fixed} of each is for tables on all devices: constraints.kinds)"
+    # From the simplest reason on: the first that holds is the message.
     checks = (_sum_too_large, _one_too_large, _pins_too_large, _whole_too_large)
     reason = reason or next(filter(None, (check(cuts) for check in checks)), None)
     if not reason:
@@ -52,6 +53,7 @@ def _fixed_too_large(cuts: Cuts) -> str:
     """The tables on all devices, if some device does not hold them."""
     if not cuts.fixed:
         return ""
+    # Beyond the phases are limits of ops, which are no bytes.
     needs = math.ceil((cuts.account.base + cuts.account.loads(cuts.fixed))[:, : cuts.account.phases].max())
     least = min(held_bytes(cuts.problem))
     if needs <= least:
@@ -79,8 +81,10 @@ def _one_too_large(cuts: Cuts) -> str:
     problem = cuts.problem
     for bundle in cuts.bundles:
         table = bundle[0].table
+        # Some way to run it fits on a device.
         if cuts.fits_whole(bundle) or cuts.cut_of(bundle) is not None:
             continue
+        # The message is of the device that comes nearest.
         largest = max(cuts.may_hold[d] for d in problem.allowed_devices(table.name))
         where = " where it may live" if table.name in problem.pinned else ""
         if table.name in problem.whole or len(bundle) > 1:
@@ -117,6 +121,7 @@ def _undividable(cuts: Cuts, table: Table) -> str:
         )
     account, may_hold = cuts.with_division(whole), held_bytes(problem)
     needs = np.ceil((account.loads([whole]) + account.base)[:, : account.phases].max(1)).astype(int)
+    # Of all devices that would have rows, the one that lacks most.
     d = max(whole.devices, key=lambda d: needs[d] - may_hold[d])
     which = f"{'all' if len(whole.devices) == len(may_hold) else 'its'} {len(whole.devices)} devices"
     return (
@@ -134,6 +139,7 @@ def _pins_too_large(cuts: Cuts) -> str:
     pinned: dict[frozenset[int], list[Table]] = {}
     for table in (t for t in problem.tables if t.name in problem.pinned):
         pinned.setdefault(frozenset(problem.pinned[table.name]), []).append(table)
+    # Small sets first: they name fewer tables.
     for devices in sorted(pinned, key=len):
         # All tables whose devices lie within this set compete for its memory.
         tables = [t for within, several in pinned.items() if within <= devices for t in several]
@@ -155,6 +161,7 @@ def _whole_too_large(cuts: Cuts) -> str:
     if not tables:
         return ""
     names = [t.name for t in tables]
+    # If these tables pack without all others, being whole is not the reason.
     if len(tables) < len(problem.tables):
         alone = replace(problem, tables=tables, constraints=problem.constraints.among(set(names)))
         if roomiest(alone, quick=True)[1] <= 0:
@@ -197,6 +204,7 @@ def _remedy(problem: Problem) -> str:
     if n := _more_devices(problem):
         remedies.append(f"{n} more device{'s' * (n > 1)} like the largest")
     # Would it fit without pins and bundles?
+    # (Towers are pins, too, so their ratio goes with them.)
     loose = replace(
         problem,
         job=replace(problem.job, tower_ratio=None),
@@ -225,7 +233,9 @@ def _more_devices(problem: Problem) -> int | None:
     if len(problem.tables) * len(problem.topology) > LARGE:
         return None
     devices = problem.topology.devices
+    # On an existing host, so that no further link between hosts comes in.
     largest = replace(max(devices, key=lambda d: d.memory_bytes), host=devices[-1].host)
+    # The global batch has to divide evenly.
     numbers = [n for n in range(1, MOST_DEVICES + 1) if problem.global_batch % (len(devices) + n) == 0]
 
     def enough(n: int) -> bool:
@@ -236,6 +246,7 @@ def _more_devices(problem: Problem) -> int | None:
     lacks = sum(t.bytes for t in problem.tables if not t.in_host_memory) - room[0]
     least = low = sum(n * room[1] < lacks for n in numbers)
     high = low + 1
+    # Doubling steps up to a number that is enough, and then a bisection below it.
     while high <= len(numbers) and not enough(numbers[high - 1]):
         low, high = high, 2 * high - least
     high = min(high, len(numbers))

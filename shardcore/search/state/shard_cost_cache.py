@@ -90,22 +90,27 @@ class ShardCostCache:
         shards = list(shards)
         tick()
         self.strips, self._cut_sequences = _strips_of(shards, problem), _cut_sequences(shards)
+        # By row range, so that a shard's strip is one of few.
         self._strips_at: dict[RowRange, list[tuple[Shard, int]]] = defaultdict(list)
         for i, bundle in enumerate(self.strips):
             for shard in bundle:
                 self._strips_at[row_range(shard)].append((shard, i))
         runs = [layout_of_shard(bundle[0], problem) for bundle in ticking(self.strips)]
+        # In the order of runs_of, whatever the order of the shards.
         self.kinds = tuple(run for run in runs_of(problem.tables) if run in runs)
         self.kind = np.array([self.kinds.index(run) for run in runs])
+        # A row range is never in a bundle, so tables after the first run as whole rows.
         self.parts = [
             [(run, bundle[0]), *((run_of(WHOLE_ROWS.name, s.table), s) for s in bundle[1:])]
             for run, bundle in zip(runs, self.strips, strict=True)
         ]
+        # (run, device, shard), for each device of each placement.
         self._fixed = [
             (run_of(p.kind, p.shard.table), device, shard)
             for p in fixed_placements(problem)
             for device, shard in shards_on(p)
         ]
+        # Kinds come first, so that a kind's number is that of its run, too.
         self.runs_of_plan = tuple(dict.fromkeys((*self.kinds, *(run for run, _, _ in self._fixed))))
         self.is_range = np.array([not bundle[0].full_rows for bundle in self.strips])
         self.unit = np.array([problem.unit_width(bundle[0].table) for bundle in self.strips])
@@ -118,7 +123,9 @@ class ShardCostCache:
             self.unit[strip] = gcd(*of_parts) if len(of_parts) > 1 else self.unit[strip]
         self.size = np.array([self._units(i, bundle[0]) for i, bundle in enumerate(self.strips)])
         keys = self.keys(ticking(shards))
+        # Cut already because they do not fit whole: of sequences, only these may be cut.
         self._cut_before = {strip for strip, units in keys if units < self.size[strip]}
+        # With fewer shards than these, some would not fit.
         self._n_before = np.bincount([strip for strip, _ in keys], minlength=len(self))
         self.most = np.array([self._most(i) for i in range(len(self))])
         self.allowed = np.ones((len(self), len(problem.topology)), dtype=bool)
@@ -128,13 +135,16 @@ class ShardCostCache:
                 self.allowed[i, list(devices_of(first, problem))] = True
         self.freedom = self.allowed.sum(1)
         # -1: not computed yet.
+        # [S, U + 1] number of the shard with so many units.
         self._numbers = np.full((len(self), self.size.max() + 1), -1)
         self._numbers[:, 0] = 0
         self.made: list[Bundle] = [self.strips[0]]  # number 0: any will do, its values are zeroed
         self._codes, self._single_ms = np.zeros((0, 1)), np.zeros(0)
         self.strip_of, self.sums = np.zeros(1, dtype=np.int64), np.zeros((1, 6))
+        # One row each, of number 0.
         self.bytes, self.outputs, self.id_bytes = (np.zeros(1, dtype=np.int64) for _ in range(3))
         all_runs = {*self.kinds, *(run for parts in self.parts for run, _ in parts)}
+        # [2] the largest multiples of what entered and of lookups in any phase, for peaks of single shards.
         self._multiples = {run: StageCoefficients.of((run,), problem).most[0] for run in all_runs}
 
     def __len__(self) -> int:
@@ -152,6 +162,7 @@ class ShardCostCache:
             if shard.row_lo > 0:
                 continue
             n_bytes[i] += sample_bytes(shard.table, self.problem.job)
+            # Divided rows need their ids in buckets, too, one for each device.
             if not shard.full_rows:
                 n_devices = len(required_division(shard.table, self.problem).devices)
                 n_bytes[i] += bucketized_bytes(shard.table, self.problem.job, n_devices)
@@ -178,12 +189,14 @@ class ShardCostCache:
             sums = sums_of(run, shard, self.problem)
             at = device, self.runs_of_plan.index(run)
             ids[at] += sums.arrived
+            # Of a replica the whole gradient is exchanged, as large as its weights.
             outputs[at] += shard.bytes if run.dense_gradient else sums.entered
         return outputs, ids
 
     @cached_property
     def caches(self) -> Caches:
         """The caches in device memory that a plan's ops may have."""
+        # Widths of all shards that a plan may have: a cache is as wide as its widest.
         cached = [t for t in self.problem.tables if t.in_host_memory]
         whole = [(run, Shard.whole(t)) for t in cached for run in runs_of([t]) if run.caches]
         narrow = [
@@ -215,6 +228,7 @@ class ShardCostCache:
 
         They add up over kinds.
         """
+        # Of one kind at a time, less the account in which none is cut.
         of_kinds = [
             Account.of(self._batches | {run: replace(self._batches[run], cut=True)}, self.problem).base
             for run in self.kinds
@@ -225,6 +239,7 @@ class ShardCostCache:
         """[C, K] number of strips of each kind that states keys [C, N, 2] cut by columns."""
         strips, units = keys[..., 0], keys[..., 1]
         cut = np.zeros((len(keys), len(self)), dtype=bool)
+        # A strip counts once, however many shards it is cut into.
         cut[np.nonzero(units < self.size[strips])[0], strips[units < self.size[strips]]] = True
         return cut.astype(np.int64) @ (self.kind[:, None] == np.arange(len(self.kinds)))
 
@@ -255,6 +270,7 @@ class ShardCostCache:
 
     def bundles(self, keys: Sequence[ShardKey]) -> list[Bundle]:
         """The bundle of each key, with columns dealt out in the order given. A strip must not be exceeded."""
+        # Units of each strip that are dealt: the next shard begins behind them.
         taken, dealt = [0] * len(self), []
         for strip, units in keys:
             dealt.append(self._columns(strip, taken[strip], taken[strip] + units))
@@ -262,15 +278,18 @@ class ShardCostCache:
         return dealt
 
     def _units(self, strip: int, shard: Shard) -> int:
+        # A bundle is a single unit.
         return shard.width // int(self.unit[strip]) if len(self.strips[strip]) == 1 else 1
 
     def _most(self, strip: int) -> int:
         """Units that a device may have of a strip."""
         table = self.table(strip)
+        # Two parts on a device would be one wider than the others, and TorchRec needs all equally wide.
         if table.sequence and strip in self._cut_before:
             return 1
         if table.dim <= self.problem.topology.most_columns:
             return int(self.size[strip])
+        # FBGEMM's CUDA op runs no wider shard.
         return max(1, self.problem.most_width(table) // int(self.unit[strip]))
 
     @property
@@ -325,20 +344,27 @@ class ShardCostCache:
         """Compute memory and outputs now; encodings wait until someone asks (_encode)."""
         if not new:
             return
+        # Columns are exchangeable, so the first u units stand for any.
         made = [self._columns(s, 0, u) for s, u in ticking(new)]
         runs = [[run for run, _ in self.parts[s]] for s, _ in new]
+        # The tables of all bundles in one list, so that numpy takes them at once.
         of_shards = [pair for pairs in map(zip, runs, made) for pair in pairs]
+        # [shards, 6] before bundles are added up.
         each = self._sums_of(of_shards)
         multiples = np.array([self._multiples[run] for run, _ in of_shards])
         begins = np.cumsum([0, *map(len, made[:-1])])
+        # Resident and arrived, and the rest in the phase in which it takes most.
         n_bytes = np.add.reduceat(each[:, :2].sum(1) + (each[:, 2:4] * multiples).sum(1), begins)
         sums = np.add.reduceat(each, begins)
         strips, units = np.array(new).T
         possible = units <= self.most[strips]
+        # Checking each shard takes long, so it is skipped where nothing can refuse one.
         most_columns = self.problem.topology.most_columns
         if self.problem.kinds_of or any(t.dim > most_columns for t in self.problem.tables):
             possible &= [all(may_be_on_a_device(shard, self.problem) for shard in bundle) for bundle in made]
+        # As bytes that no device has, impossible shards need no check of their own in searches.
         sums[~possible, 0] = n_bytes[~possible] = IMPOSSIBLE
+        # Numbers go on from the last shard and never change, so states may keep them.
         self._numbers[strips, units] = len(self.made) + np.arange(len(new))
         self.made += made
         for name, values in (
@@ -355,12 +381,14 @@ class ShardCostCache:
 
         They are linear in columns. So those of a row range follow from its narrowest and its widest shard.
         """
+        # Two exact counts for each row range, in place of one for each of its shards.
         ends: dict[tuple[Layout, RowRange], list[Shard]] = {}
         for run, shard in shards:
             pair = ends.setdefault((run, row_range(shard)), [shard, shard])
             pair[0], pair[1] = min(pair[0], shard, key=_width), max(pair[1], shard, key=_width)
         lines = {}
         for (run, rows), (narrow, wide) in ticking(ends.items()):
+            # A line: sums of the narrowest shard, and their growth by column.
             sums, a_column = np.array(sums_of(run, narrow, self.problem)), np.zeros(6)
             if wide.width > narrow.width:
                 a_column = (sums_of(run, wide, self.problem) - sums) / (wide.width - narrow.width)
@@ -383,6 +411,7 @@ class ShardCostCache:
 
     def _encode(self) -> None:
         """Encode the shards computed since the last call. Lazy: some callers need only bytes."""
+        # Shards that are not encoded yet are the last ones.
         if new := self.made[len(self._codes) :]:
             codes = encoded([s for bundle in new for s in bundle], self.model)
             # A bundle's encoding is the sum of its shards'.
@@ -409,6 +438,7 @@ class ShardCostCache:
 
     def comm(self, compute_ms: np.ndarray, outputs: np.ndarray, id_bytes: np.ndarray) -> CommCost:
         """The collectives of a step. Arguments as in `total_ms`."""
+        # [..., D] bytes of each run, as the model's traffic has them by run.
         runs = list(enumerate(self.runs_of_plan))
         outputs_of, ids_of = ({run: of[..., k] for k, run in runs} for of in (outputs, id_bytes))
         traffic = traffic_of_outputs(outputs_of, self.problem, ids_of)
@@ -419,6 +449,7 @@ def encoded(shards: Sequence[Shard], model: CostModel, batch: int | None = None)
     """[N, F] the model's encodings, a chunk at a time."""
     chunks = []
     for i in range(0, len(shards), _AT_ONCE):
+        # A chunk may take seconds.
         tick()
         chunks.append(np.asarray(model.encode(shards[i : i + _AT_ONCE], batch), dtype=float))
     return np.concatenate(chunks)

@@ -53,6 +53,7 @@ def row_range(shard: Shard) -> RowRange:
 def bundles(shards: Iterable[Shard], problem: Problem) -> list[Bundle]:
     """Group shards into bundles: the tables of constraints.together, and every other shard alone."""
     bundle_of = problem.bundle_of
+    # A shard that is in no group has its own number as key, so it stays alone.
     grouped: dict[tuple[str, ...] | int, list[Shard]] = defaultdict(list)
     for i, shard in enumerate(shards):
         grouped[bundle_of.get(shard.table.name, i)].append(shard)
@@ -102,6 +103,7 @@ def divided_otherwise(problem: Problem) -> Iterator[Problem]:
         for table in searched_tables(problem):
             divided = division(table, problem) if why_not(layout, table, problem) is None else None
             if divided is not None and divided.kind != layout.name:
+                # Other kinds that divide rows are taken out, so that `division` comes to this one.
                 allowed = problem.kinds_of.get(table.name, LAYOUTS)
                 others = {k for k in allowed if LAYOUTS[k].divides_rows and k != layout.name}
                 kinds[table.name] = tuple(kind for kind in allowed if kind not in others)
@@ -125,6 +127,7 @@ def _dealt(problem: Problem) -> Mapping[str, Group]:
     n_bytes: dict[Group, int] = defaultdict(int)
     dealt = {}
     for table in sorted(problem.tables, key=lambda t: (problem.may_run(WHOLE_ROWS, t), -t.bytes)):
+        # A single group leaves no choice, so only kinds with several are dealt.
         kinds = (y for y in LAYOUTS.values() if y.divides_rows and why_not(y, table, problem) is None)
         several = (groups for y in kinds if len(groups := shared_groups(y, table, problem)) > 1)
         if groups := next(several, None):
@@ -136,6 +139,7 @@ def _dealt(problem: Problem) -> Mapping[str, Group]:
 def why_not(layout: Layout, table: Table, problem: Problem) -> str | None:
     """Why a kind cannot run a table in a search. None if it can."""
     try:
+        # Some kinds do not run sequences, or rows in host memory.
         run_of(layout.name, table)
     except ShardCoreError as error:
         return str(error)
@@ -150,6 +154,7 @@ def why_not(layout: Layout, table: Table, problem: Problem) -> str | None:
         if shared_groups(layout, table, problem):
             return None
         return f"no devices share a table of {table.rows} rows by {layout.name}, where it may live"
+    # By columns, the narrowest cut into shards that FBGEMM runs has to exist.
     width = table.dim if table.name in problem.whole else problem.most_width(table)
     if not 0 < width <= most:
         return f"no cut of its {table.dim} columns into shards of at most {most}, which FBGEMM's CUDA op runs"
@@ -166,6 +171,7 @@ def shared_groups(layout: Layout, table: Table, problem: Problem) -> tuple[Group
 
 def on_all_devices(table: Table, problem: Problem) -> bool:
     """Tell if constraints.kinds leave a table only kinds whose shards are always on all devices."""
+    # Kinds that cannot run the table anyway do not count.
     asked = (layout_of(kind) for kind in problem.kinds_of.get(table.name, ()))
     kinds = [layout for layout in asked if why_not(layout, table, problem) is None]
     return bool(kinds) and all(
@@ -206,6 +212,7 @@ def searched_tables(problem: Problem) -> tuple[Table, ...]:
 def _require_possible(table: Table, problem: Problem) -> None:
     """Raise ShardCoreError unless one of its kinds can run a table."""
     kinds, asked = problem.kinds_of[table.name], problem.constraints
+    # A table that is on all devices cannot be kept on some, or with others on one.
     for constraint, names in (
         ("pinned", dict(asked.pinned)),
         ("together", sum(asked.together, ())),
@@ -224,6 +231,7 @@ def _require_possible(table: Table, problem: Problem) -> None:
     reasons = [reason for kind in kinds if (reason := why_not(layout_of(kind), table, problem))]
     if len(reasons) < len(kinds):
         return
+    # The message names the kinds that would do without this constraint.
     free = replace(problem, constraints=replace(asked, kinds=()))
     others = [name for name, layout in LAYOUTS.items() if why_not(layout, table, free) is None]
     raise ShardCoreError(
@@ -257,6 +265,7 @@ def may_be_on_a_device(shard: Shard, problem: Problem) -> bool:
     table = shard.table
     if not shard.full_rows:
         return True
+    # Only tables wider than FBGEMM runs need a look at the shard's width.
     if table.dim > problem.topology.most_columns and shard.width > problem.most_width(table):
         return False
     return not problem.kinds_of or problem.may_run(WHOLE_ROWS, table)
@@ -280,6 +289,7 @@ def equal_parts(table: Table, n: int) -> list[Shard]:
 def join_columns(shards: Iterable[Shard]) -> list[Shard]:
     """Join neighbouring shards of a row range into wider ones."""
     joined: list[Shard] = []
+    # Sorted, neighbours of a row range follow each other.
     for shard in sorted(shards, key=_position):
         if joined and row_range(joined[-1]) == row_range(shard) and joined[-1].col_hi == shard.col_lo:
             joined[-1] = replace(joined[-1], col_hi=shard.col_hi)
@@ -296,6 +306,7 @@ def consolidate(placements: Iterable[Placement]) -> tuple[Placement, ...]:
     Cells that were placed twice or not at all stay so, for `lower` to refuse.
     If a table's columns have a gap, a group may keep a shard on each side.
     """
+    # A plan is the same whichever columns a device has, so equal plans get equal placements.
     groups: dict[RowRange, list[Placement]] = defaultdict(list)
     for placement in ticking(placements):
         groups[row_range(placement.shard)].append(placement)
@@ -323,6 +334,7 @@ def _deal(shards: list[Shard], widths: list[tuple[tuple[int, tuple[int, ...]], i
     shard = next(waiting)
     for (kind, devices), width in widths:
         while width:
+            # A gap in the columns ends a shard, so an owner may get several.
             taken = min(width, shard.width)
             yield Placement(_KINDS[kind], replace(shard, col_hi=shard.col_lo + taken), devices)
             width -= taken
@@ -341,6 +353,7 @@ def placed(bundles: Sequence[Bundle], devices: Sequence[int], problem: Problem) 
 
     The row ranges of a divided table become one placement. All of them have to be there.
     """
+    # Row ranges are collected by table, as a placement has all of them.
     placements, ranges = [], defaultdict(list)
     for bundle, device in ticking(zip(bundles, devices, strict=True)):
         for shard in bundle:
@@ -378,6 +391,7 @@ def priced(
     if fixed := fixed_placements(problem):
         there = {placement.shard.table.name for placement in placements}
         placements += [p for p in fixed if p.shard.table.name not in there]
+    # Canonical first: the price is of shards as TorchRec runs them.
     plan = Plan(consolidate(placements))
     cost = price(lower(plan, problem, fits), model)
     beyond = {"extrapolated": list(cost.extrapolated)} if cost.extrapolated else {}

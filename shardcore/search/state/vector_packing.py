@@ -44,13 +44,17 @@ class VectorPacking:
         self.may_hold = np.ascontiguousarray((account.limits - account.base).T)
         self.load = np.ascontiguousarray(load.T)
         self.vectors, self.names = vectors, names
+        # An empty device lacks nothing, even if its local batch would not fit there.
         used = load.any(1)
         self.before = float(self._lacks(self.load)[used].max(initial=-np.inf))
         n_devices = len(load)
+        # None: all devices, which needs no mask.
         self.allowed = [None if len(a) == n_devices else np.array(a) for a in allowed]
         self.restricted = any(a is not None for a in self.allowed)
+        # In the phase in which the shard takes most.
         self.size = vectors[:, :n_limits].max(1, initial=0.0)
         self.freedom = np.array([len(a) for a in allowed], dtype=int)
+        # Shards of a table have to part: on one device they would be one shard.
         shards: dict[str, list[int]] = {}
         for i, name in enumerate(names):
             shards.setdefault(name, []).append(i)
@@ -60,6 +64,7 @@ class VectorPacking:
     def _sort(self, first: np.ndarray) -> None:
         """Order shards: those with least freedom, then those that are `first`, then the largest."""
         self.order = np.lexsort((-self.size, -first, self.freedom)).tolist()
+        # [N] place of each shard in the order, to tell which of a table are placed already.
         self.rank = np.argsort(self.order)
 
     def best(self, most: float) -> tuple[float, list[int] | None]:
@@ -67,6 +72,7 @@ class VectorPacking:
 
         None if no packing is found that lacks less than `most`.
         """
+        # Quick ways first. Even loads, then full devices, which leave larger gaps on others.
         lacks, devices = self._greedy(False, most)
         if lacks > 0:
             lacks, devices = self._better(lacks, devices, self._greedy(True, min(most, lacks)))
@@ -87,12 +93,14 @@ class VectorPacking:
 
     def _lacks(self, load: np.ndarray) -> np.ndarray:
         """[D] bytes that devices lack with loads [P + C, D]."""
+        # [P, D], with limits of ops after the phases.
         lacks = load[: len(self.may_hold)] - self.may_hold
         if len(self.caches):
             lacks[: self.phases] += self.caches.padding(load[len(self.may_hold) :].T)
         return lacks.max(0)
 
     def _depth_first(self, most: float) -> tuple[float, list[int] | None]:
+        # A search in all ways takes exponential time, so its steps are limited.
         self._nodes = _NODES
         self._best: tuple[float, list[int] | None] = most, None
         self._deepen(0, self.load.copy(), self.before, [0] * len(self.order))
@@ -105,6 +113,7 @@ class VectorPacking:
             inside = np.full(len(lacks), np.inf)
             inside[self.allowed[i]] = lacks[self.allowed[i]]
             lacks = inside
+        # Only those before it have a device that is decided.
         for j in self.siblings[self.names[i]]:
             if self.rank[j] < placed:
                 lacks[devices[j]] = np.inf
@@ -119,8 +128,10 @@ class VectorPacking:
         for placed, i in enumerate(ticking(self.order)):
             lacks = self._after(i, load, devices, placed)
             fits = lacks <= 0
+            # `lacks` is negative where it fits: the largest of these is the fullest device that has room.
             device = int(np.where(fits, lacks, -np.inf).argmax() if full and fits.any() else lacks.argmin())
             devices[i], worst = device, max(worst, float(lacks[device]))
+            # No better than what is known, whatever the rest does.
             if lacks[device] == np.inf or worst >= most:
                 return worst, None
             load[:, device] += self.vectors[i]
@@ -128,6 +139,7 @@ class VectorPacking:
 
     def _deepen(self, placed: int, load: np.ndarray, worst: float, devices: list[int]) -> None:
         """Try all packings in turn, the emptiest device first, as far as steps allow."""
+        # More shards never lower `worst`. And a packing that lacks nothing needs no better one.
         if worst >= self._best[0] or self._nodes <= 0 or self._best[0] <= 0:
             return
         if placed == len(self.order):
@@ -145,4 +157,5 @@ class VectorPacking:
             devices[i] = device
             load[:, device] += self.vectors[i]
             self._deepen(placed + 1, load, max(worst, float(lacks[device])), devices)
+            # Off again, for the next device.
             load[:, device] -= self.vectors[i]

@@ -79,6 +79,7 @@ def shared_exchange(fx, size):
     ms = 0.0
     # The collectives of layouts run one after the other.
     for y in range(len(fx.shared_once)):
+        # Groups of a layout exchange at the same time: the largest of them counts, and their sum.
         total = most = 0.0
         for g in range(len(size)):
             if fx.group_layout[g] == y:
@@ -98,6 +99,7 @@ def load_of(fx, d, shared_ms, own_ms, ms, carried):
     """
     # Ops scale with the device's speed. Exchanges do not.
     load = (shared_ms + ms) / fx.speed[d] + own_ms
+    # Only this device's own part of each exchange. Parts of the busiest or of all are added once a plan.
     for x in range(len(carried)):
         load += fx.own[x] * carried[x]
     return load
@@ -106,6 +108,7 @@ def load_of(fx, d, shared_ms, own_ms, ms, carried):
 @inner
 def exposed_ids(fx, ids_ms, work_ms):
     """ms that ids add to a step. work_ms: the share of ids_ms that nothing hides."""
+    # The dense part hides the transfer of ids, but never the devices' own work with them.
     return max(work_ms, ids_ms - fx.hides_ids_ms)
 
 
@@ -121,7 +124,9 @@ def energy_of(fx, ref, norm, all_carried, group_size):
     cost = ref[0, 0] * root(norm[0, 0]) + shared_exchange(fx, group_size)
     ids_ms = work_ms = 0.0
     for x in range(len(all_carried)):
+        # An exchange without bytes is not launched, so its fixed cost does not count either.
         if all_carried[x] > 0:
+            # In bytes again. At least the largest load, and at most D ** (1 / p) times it.
             busiest = ref[1, x] * root(norm[1, x])
             ms = fx.once[x] + fx.total[x] * all_carried[x] + fx.busiest[x] * busiest
             if fx.host_busiest[x] > 0.0:
@@ -154,6 +159,7 @@ def cost_of(fx, st):
                 for d in range(1, len(st.load)):
                     if st.carried[d, x] > st.carried[busiest, x]:
                         busiest = d
+            # Moves prefer this device, too: only a change there makes the exchange shorter.
             st.number[WIDEST + x] = busiest
             ms = fx.once[x] + fx.total[x] * st.all_carried[x] + fx.busiest[x] * st.carried[busiest, x]
             if fx.host_busiest[x] > 0.0:

@@ -52,6 +52,7 @@ def greedy(head, problem, state, shards):
     for i in range(len(shards)):
         expect(fx, st, shards[i, 0], shards[i, 1])
     frame(fx, st)
+    # Shared and fixed tables are placed already. If these do not fit, no order of the others helps.
     for d in range(n_devices):
         if lack_of(fx, st, d, st.memory[d], room_of(fx, d, st.memory[d])) > 0.0:
             return False
@@ -75,6 +76,7 @@ def greedy(head, problem, state, shards):
             ):
                 continue
             if st.count[d] == 0:
+                # Devices of one host are in the same groups, so only speed and memory may differ.
                 e = seen_empty
                 if (
                     e >= 0
@@ -96,6 +98,7 @@ def greedy(head, problem, state, shards):
             for f in range(len(sums)):
                 sums[f] = st.sums[d, k, f] + fx.codes[then, f] - fx.codes[was, f]
             ms = head(sums, fx.parameters)
+            # The load with the shard, and exchanges as if this device were then the busiest.
             after = (
                 (shared + ms + held_ms - st.ms[d, k]) / fx.speed[d]
                 + st.own_ms[d]
@@ -103,6 +106,7 @@ def greedy(head, problem, state, shards):
             )
             if after < least:
                 least, best, best_ms = after, d, ms
+        # The caller tries another order of placing, or cuts tables further.
         if best < 0:
             return False
         was = fx.shard[s, st.held[s, best]]
@@ -116,6 +120,7 @@ def greedy(head, problem, state, shards):
         then = fx.shard[s, st.held[s, best]]
         replace(st.sums[best, k], fx.codes[was], fx.codes[then])
         st.ms[best, k] = best_ms
+        # Only what later choices read is updated here. The caller's `refresh` computes all else.
         more, ids = fx.outputs[then] - fx.outputs[was], fx.ids_by[k]
         more_ids = fx.ids[then] - fx.ids[was]
         st.carried[best, k] += more

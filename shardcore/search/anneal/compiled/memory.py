@@ -42,6 +42,7 @@ from shardcore.step.op_limits import MOST_IDS
 def shared_row(fx, e, y, s):
     """Row in fx.sums of strip s, shared in layout y: on each device of a group but the last
     (e = 0), or on the last."""
+    # fx.sums has the R shards of strips first, then those that groups share, as [2, Y, S].
     return len(fx.added_ms) + (e * len(fx.shared_once) + y) * len(fx.size) + s
 
 
@@ -90,6 +91,7 @@ def frame(fx, st):
             st.order[i] = r
             n += 1
     st.number[N_RUNS] = n
+    # Sums over runs: outputs, those that are joined, gradients sent back, and each run's largest phase.
     received = joined = sent_back = most = 0.0
     for i in range(n):
         r = st.order[i]
@@ -129,6 +131,7 @@ def frame(fx, st):
                     + (of[3] * outputs if cut or together else 0.0)
                     + of[4] * gradient
                 )
+                # Buffers before and after a run's phases meet phases of other runs, so they count, too.
                 if slot >= SLOT_PHASES or slot == SLOT_BEFORE:
                     of_run = max(of_run, st.frame[r, t, slot])
             of_run = max(of_run, st.frame[r, t, SLOT_AFTER] + st.frame[r, t, SLOT_FREED_LATE])
@@ -147,6 +150,7 @@ def peak(fx, st, row):
     n, n_all = st.number[N_RUNS], len(fx.run_collection)
     # Phases outside of stages: ids arrive, the dense optimizer steps, outputs are joined.
     most = max(row[ARRIVED], st.value[SCRATCH], st.value[JOINED])
+    # Two stages forward (look up, wait for outputs), two backward (send gradients, wait for them).
     for t in range(4):
         # At first, all runs have the buffers that precede their phases.
         held = 0.0
@@ -162,6 +166,7 @@ def peak(fx, st, row):
             r = st.order[i] if t < 2 else st.order[n - 1 - i]
             entered, lookups = row[SUMS + r], row[SUMS + n_all + r]
             of, frame_of = fx.stage_sums[r, t], st.frame[r, t]
+            # When the run begins, its phases take the place of the buffers that waited for it.
             held -= frame_of[SLOT_BEFORE] + of[SLOT_BEFORE, 0] * entered + of[SLOT_BEFORE, 1] * lookups
             for slot in range(SLOT_PHASES, SLOT_PHASES + fx.stage_phases[r, t]):
                 # Only the first phase meets the buffers of the run before.
@@ -169,6 +174,7 @@ def peak(fx, st, row):
                     most, held + freed_late + frame_of[slot] + of[slot, 0] * entered + of[slot, 1] * lookups
                 )
                 freed_late = 0.0
+            # These stay until the stage ends, while the runs that follow have their phases.
             held += frame_of[SLOT_AFTER] + of[SLOT_AFTER, 0] * entered + of[SLOT_AFTER, 1] * lookups
             freed_late = (
                 frame_of[SLOT_FREED_LATE]
@@ -207,6 +213,7 @@ def room_of(fx, d, row):
 @inner
 def lack_of(fx, st, d, row, room):
     """Bytes that device d lacks if it holds a row. room: of the row."""
+    # A lower bound of the room holds an upper bound of the batch. Most trials need no exact count.
     if room >= batch_most(st):
         return 0.0
     # Rounded as memory.used_bytes rounds, so that both agree to the byte.
@@ -215,6 +222,7 @@ def lack_of(fx, st, d, row, room):
     if len(fx.cache_at) > 0:
         left -= padding(fx, row)
     if len(fx.most_features) > 0:
+        # Scaled by OF_OP, so that an op that is too large lacks bytes, as a full device does.
         left = min(left, left_of_ops(fx, row))
     return max(0.0, -left)
 
@@ -222,6 +230,7 @@ def lack_of(fx, st, d, row, room):
 @seldom
 def padding(fx, row):
     """Bytes of a device's caches beyond those that are resident, as memory.Caches counts them."""
+    # RESIDENT counts each shard's cache as wide as that shard. This column sums these bytes: take them off.
     beyond = -row[fx.cache_at[0] - 1]
     for c in range(len(fx.cache_at) - 1):
         first, widest = fx.cache_at[c], fx.cache_at[c + 1] - 1
@@ -270,9 +279,11 @@ def host_fits(fx, st, d, more):
 @seldom
 def expect(fx, st, s, units):
     """Count a shard of strip s among those that runs have. `frame` computes what follows."""
+    # Exchange K + n brings the ids of run n.
     r = fx.ids_by[fx.kind[s]] - len(fx.ids_by)
     st.run_shards[r] += 1
     st.run_outputs[r] += units * fx.local_outputs[s]
+    # Runs follow each other in the order of their first tables.
     st.run_rank[r] = min(st.run_rank[r], fx.rank[s])
     st.value[EVERY] += fx.local_ids[s]
     if units < fx.size[s]:

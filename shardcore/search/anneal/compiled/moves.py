@@ -119,8 +119,10 @@ def propose(fx, st):
     edit(st, int64(0), s, a, units - given)
     edit(st, int64(1), s, b, st.held[s, b] + given)
     u = uniform(st)
+    # A trade moves many tables, and `moves_too_much` counts two at most: there are none under limits.
     if u < 0.15 and len(fx.kept) == 0:
         return a, b, trade(fx, st, s, a, b, given)
+    # A swap mostly changes what both devices hold by less than a plain move, so more of them fit.
     if u < 0.6 and st.count[b] > 0:
         r = int64(st.strips[b, below(st, st.count[b])])
         if r == s:
@@ -162,6 +164,7 @@ def trade(fx, st, s, a, b, given):
 @seldom
 def moves_too_much(fx, st, n):
     """Tell if n edits exceed the re-sharding limits. The edits concern at most two tables."""
+    # Sum by table: what it gains on one device may be what it loses on the other.
     a = b = -1
     more_a = more_b = joint_a = joint_b = 0
     for i in range(n):
@@ -201,6 +204,7 @@ def fits(fx, st, a, b, n):
         was, then = fx.shard[s, st.held[s, d]], fx.shard[s, now]
         replace_shard(fx, st.trial_memory[0 if d == a else 1], was, then, fx.ids_by[fx.kind[s]] - n_kinds)
         # Runs with cut tables have a larger local batch.
+        # (It comes before `or`, as each edit has to be counted.)
         changes = change_parts(fx, st, s, int64(st.held[s, d]), now) or changes
     if changes:
         frame(fx, st)
@@ -216,10 +220,12 @@ def fits(fx, st, a, b, n):
     most = batch_most(st)
     if fit and (changes or most > before):
         for d in range(len(st.lack)):
+            # `room` is a lower bound, so only devices that it does not clear are counted exactly.
             if st.room[d] < most and st.lack[d] == 0.0 and d != a and d != b:
                 if lack_of(fx, st, d, st.memory[d], st.room[d]) > 0.0:
                     fit = False
                     break
+    # The trial changed the local batch in place. Change it back.
     if not fit:
         for i in range(n):
             s, d = st.edit[i, 0], st.edit[i, 1]
@@ -228,6 +234,7 @@ def fits(fx, st, a, b, n):
         st.value[EVERY] = every
         if changes:
             frame(fx, st)
+    # With another local batch, devices that lack bytes lack more or fewer.
     elif changes or most != before:
         for d in range(len(st.lack)):
             if st.lack[d] > 0.0:
@@ -274,6 +281,7 @@ def try_edits(head, fx, st, a, b, n):
         for k in range(n_kinds):
             sums = st.trial_sums[slot, k]
             copy(sums, st.sums[d, k])
+            # No edit concerns this op, so its cost still holds.
             if st.trial_ms[slot, k] >= 0.0:
                 continue
             # An empty op costs exactly 0. Differences of encodings would leave rounding errors.
@@ -300,7 +308,8 @@ def try_edits(head, fx, st, a, b, n):
             more = st.trial_carried[slot, x] - st.carried[d, x]
             if more != 0:
                 st.trial_all_carried[x] += more
-                if fx.busiest[x] > 0.0:
+                # Two powers a device and exchange: saved where the busiest device adds no cost.
+                if fx.busiest[x] > 0.0 or fx.work_busiest[x] > 0.0:
                     norm[1, x] += power(st.trial_carried[slot, x] / ref[1, x]) - power(
                         st.carried[d, x] / ref[1, x]
                     )
@@ -315,6 +324,7 @@ def try_edits(head, fx, st, a, b, n):
                     more, also = more + also, 0
                 norm[2, x] += power((st.hosts[g, x] + more) / ref[2, x]) - power(st.hosts[g, x] / ref[2, x])
                 norm[2, x] += power((st.hosts[h, x] + also) / ref[2, x]) - power(st.hosts[h, x] / ref[2, x])
+    # Groups keep their tables in such a move, so their exchange stays as it is.
     return energy_of(fx, ref, norm, st.trial_all_carried, st.group_size)
 
 
@@ -323,11 +333,13 @@ def accept(fx, st, a, b, n):
     """Carry out the n edits that `try_edits` priced last, and that fit."""
     for i in range(n):
         s, d = st.edit[i, 0], st.edit[i, 1]
+        # Noted before it changes: `undo` needs the number of units before.
         note(st, s, d, int64(st.held[s, d]))
         hold(fx, st, s, d, st.edit[i, 2])
     # The trial has computed all results already.
     for slot in range(2):
         d = a if slot == 0 else b
+        # Sums over devices first: they need what the device carried until now.
         replace(st.hosts[fx.host[d]], st.carried[d], st.trial_carried[slot])
         replace(st.all_carried, st.carried[d], st.trial_carried[slot])
         copy(st.carried[d], st.trial_carried[slot])

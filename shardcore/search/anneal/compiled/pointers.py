@@ -61,6 +61,7 @@ class Record(types.Type):
         # Number of the first word of each field.
         sizes = [1 + getattr(field, "ndim", 0) for field in self.fields.values()]
         self.at = dict(zip(self.fields, np.cumsum([0, *sizes]).tolist(), strict=False))
+        # Numba takes types of one name for the same type.
         super().__init__(name=of.__name__)
 
 
@@ -78,6 +79,7 @@ def packed(record: Any) -> Any:
     for name, kind in fields_of(type(record)).items():
         value = getattr(record, name)
         if not isinstance(kind, types.Array):
+            # All words are int64, so a float is stored by its bits.
             words.append(
                 int(np.array(value, kind.name).astype(np.float64).view(np.int64))
                 if kind is types.float64
@@ -98,6 +100,7 @@ def pointer(record: Record) -> Any:
     def of_words(typing_context, words):  # noqa: ANN001, ANN202 (numba's own form)
         def code(context, builder, signature, args):  # noqa: ANN001, ANN202
             array = context.make_array(signature.args[0])(context, builder, args[0])
+            # The array's data is the record, so its address is the pointer.
             return builder.bitcast(array.data, context.get_value_type(record))
 
         return record(words), code
@@ -131,13 +134,16 @@ def _load_field(context, builder, record, pointer, name):  # noqa: ANN001, ANN20
     if kind is types.boolean:
         return builder.trunc(word(0), cgutils.bool_t)
     if not isinstance(kind, types.Array):
+        # The bits of a float64, read back as one.
         return builder.bitcast(word(0), context.get_value_type(kind))
     array = context.make_array(kind)(context, builder)
     shape = [word(1 + i) for i in range(kind.ndim)]
     size = context.get_abi_sizeof(context.get_data_type(kind.dtype))
+    # In C order entries of the last dimension are neighbours. Each one before strides over all after it.
     strides = [word_type(size)]
     for length in shape[:0:-1]:
         strides.insert(0, builder.mul(strides[0], length))
     data = builder.inttoptr(word(0), context.get_data_type(kind.dtype).as_pointer())
+    # Without meminfo numba counts no references: the record owns the memory.
     populate_array(array, data=data, shape=shape, strides=strides, itemsize=size, meminfo=None)
     return array._getvalue()

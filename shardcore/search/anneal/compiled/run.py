@@ -46,6 +46,7 @@ def anneal(head, problem, state, trials, hot_ms, cold_ms):
         cost = cost_of(fx, st)
         if cost < st.value[BEST]:
             st.value[BEST] = cost
+            # The log leads back to the best plan, which is now the present one.
             st.number[LOG] = 0
         elif st.number[LOG] + MOST_EDITS > len(st.log):  # the log is full: start again from the best plan
             undo(fx, st, int64(0))

@@ -32,9 +32,11 @@ def propose_shared(fx, st):
         # A strip that leaves a group goes to the less loaded of two devices.
         c = below(st, n)
         b = c if st.load[c] < st.load[b] else b
+        # Some spaces let no strip change its group, or only some (SearchSpace.as_it_is, among_groups).
         if not fx.may_share[y, leaves]:
             return nothing
         start, to = st.group[leaves], fx.group_of[y, b]
+        # Here b stands for its group: the strip goes there, perhaps in exchange for one of that group's.
         if to != start and uniform(st) < 0.5:
             back = st.shared[below(st, n_shared)]
             swaps = st.group[back] == to and fx.may_share[y, back] and uniform(st) < 0.7
@@ -93,6 +95,7 @@ def change_shared(head, fx, st, threshold):
     if to >= 0 and to != start:
         try_group(head, fx, st, int64(1), to, back, leaves if moves else comes)
     # Encodings of b's op for such strips after the move.
+    # (Tables of a layout are of one collection, so both strips are of one kind.)
     k = fx.kind[leaves if leaves >= 0 else comes]
     carried, sums = st.trial_carried[0], st.trial_sums[0, 0]
     # The exchanges that bring ids to b, and to the groups.
@@ -133,6 +136,7 @@ def change_shared(head, fx, st, threshold):
         else:
             load = load_of(fx, d, shared_ms, own_ms, total_of(st.ms[d]), st.carried[d])
         norm[0, 0] += power(load / ref[0, 0])
+    # The exchanges of ids, which follow those of outputs.
     for x in range(len(fx.ids_by), len(carried)):
         norm[1, x] = 0.0
         norm[2, x] = 0.0
@@ -157,6 +161,7 @@ def change_shared(head, fx, st, threshold):
     st.trial_all_carried[k] += wider
     if energy_of(fx, ref, norm, st.trial_all_carried, st.trial_group_size) >= threshold:
         return False
+    # From here on the plan itself changes. It is changed back if it turns out not to fit.
     over, mark = st.value[OVER], st.number[LOG]
     if leaves >= 0:
         # Note each step before it is taken, so that `undo` can go back in reverse order.

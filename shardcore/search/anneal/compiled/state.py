@@ -35,11 +35,13 @@ def hold(fx, st, s, d, units):
     # Without limits, moved tables and bytes are not counted.
     if len(fx.kept) > 0:
         t = fx.table[s]
+        # A table counts once, however many of its strips moved. A bundle counts as all of its tables (joint).
         more = moved_of(fx, s, d, units) - moved_of(fx, s, d, was)
         st.number[N_MOVED] += (int(st.moved[t] + more > 0) - int(st.moved[t] > 0)) * fx.joint[s]
         st.number[BYTES_MOVED] += more
         st.moved[t] += more
     st.held[s, d] = units
+    # A device's list has only the strips that it holds: loops over it skip the many zeros of `held`.
     if was == 0 and units > 0:
         st.strips[d, st.count[d]] = s
         st.count[d] += 1
@@ -55,6 +57,7 @@ def hold(fx, st, s, d, units):
 @inner
 def set_group(st, s, group):
     """Let a group share strip s, or none (-1)."""
+    # `shared` lists a strip once, so a change from group to group leaves the list as it is.
     if st.group[s] < 0:
         st.shared[st.number[N_SHARED]] = s
         st.number[N_SHARED] += 1
@@ -71,6 +74,7 @@ def set_group(st, s, group):
 @inner
 def note(st, s, d, was):
     """Log the state before a change. d: a device, or -1 where `was` is the strip's group."""
+    # Three numbers a change, not a copy of the plan: the way back costs only what changed since.
     at = st.number[LOG]
     st.log[at, 0], st.log[at, 1], st.log[at, 2] = s, d, was
     st.number[LOG] += 1
@@ -82,6 +86,7 @@ def undo(fx, st, until):
 
     Only `held` and `group`, with their lists, are restored.
     """
+    # In reverse order, so that a strip that changed twice ends as it was before the first change.
     while st.number[LOG] > until:
         st.number[LOG] -= 1
         # int64, as elsewhere: numba compiles a function again for each constant, and each type.
@@ -100,6 +105,7 @@ def undo(fx, st, until):
 def recompute_groups(head, fx, st):
     """Compute group_* from `group`, and from them shared_ms and own_ms of each device."""
     for g in range(len(st.group_size)):
+        # Tables of fixed kinds are in every plan. Their sums are where a group's sums begin.
         st.group_size[g] = fx.fixed_size[g]
         copy(st.group_sums[g], fx.fixed_codes[g])
     st.group_memory[:] = 0.0
@@ -110,17 +116,21 @@ def recompute_groups(head, fx, st):
         y = fx.group_layout[g]
         # A group's devices have the same share, but the last, whose row range may be short.
         st.group_size[g] += fx.shared_size[y, s]
+        # Exchanges of ids are counted on from the K kinds: that of run n is exchange K + n.
         r = fx.shared_ids_by[y] - len(fx.ids_by)
         for e in range(2):
             add_shard(fx, st.group_memory[e, g], shared_row(fx, e, y, s), r)
         st.run_shards[r] += 1
         st.run_outputs[r] += fx.local_outputs[s] * fx.size[s]
         st.run_rank[r] = min(st.run_rank[r], fx.rank[s])
+        # Ids of a local batch are in all phases. Divided rows need them in buckets, too.
         st.value[EVERY] += fx.local_ids[s] + fx.bucketized[y, s]
+        # A dense optimizer updates one table after another, so only the largest buffer counts.
         st.value[SCRATCH] = max(st.value[SCRATCH], fx.scratch[y, s])
         st.group_ids[g] += fx.shared_ids[y, s]
         add(st.group_sums[g], fx.shared_codes[y, s])
     for g in range(len(st.group_size)):
+        # A group without tables runs no op. All devices of a group run the same one.
         st.group_ms[g] = head(st.group_sums[g], fx.parameters) if st.group_size[g] > 0.0 else 0.0
     # In each layout a device is in one group at most. Over layouts its costs add up.
     st.shared_ms[:] = 0.0
@@ -141,6 +151,7 @@ def recompute(head, fx, st):
     """
     n_devices, n_exchanges = st.carried.shape
     n_kinds = len(fx.ids_by)
+    # What the local batch depends on is counted afresh, from the tables that every plan has.
     for r in range(len(st.run_shards)):
         st.run_shards[r], st.run_partial[r] = int64(fx.fixed_runs[r, 0]), int64(fx.fixed_runs[r, 1])
         st.run_outputs[r], st.run_rank[r] = fx.fixed_runs[r, 2], int64(fx.fixed_runs[r, 3])
@@ -150,6 +161,7 @@ def recompute(head, fx, st):
     for d in range(n_devices):
         copy(st.memory[d], fx.fixed_memory[d])
         copy(st.carried[d], fx.fixed_carried[d])
+    # On a group's last device the rows may be fewer, so its memory is counted apart.
     for y in range(len(fx.shared_once)):
         for d in range(n_devices):
             g = fx.group_of[y, d]
