@@ -125,12 +125,23 @@ class Agreement:
 
 @contextmanager
 def time_limit(group: dist.ProcessGroup, timeout_s: float) -> Iterator[None]:
-    """Limit the waits of a process group, in which TorchRec builds shards."""
-    set_timeout = dist.distributed_c10d._set_pg_timeout
+    """Limit the waits of a process group, in which TorchRec builds shards, and of groups that it makes."""
+    set_timeout, limit = dist.distributed_c10d._set_pg_timeout, timedelta(seconds=timeout_s)
     backend = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
-    before = backend.options._timeout
-    set_timeout(timedelta(seconds=timeout_s), group)
+    before, new_group, made = backend.options._timeout, dist.new_group, [group]
+
+    def limited(*args: Any, **named: Any) -> Any:
+        # Groups of a host's ranks, for the first table that has its rows there. Connecting them waits, too.
+        found = new_group(*args, **{"timeout": limit, **named})
+        if "timeout" not in named and isinstance(found, dist.ProcessGroup):
+            made.append(found)
+        return found
+
+    set_timeout(limit, group)
+    dist.new_group = limited
     try:
         yield
     finally:
-        set_timeout(before, group)
+        dist.new_group = new_group
+        for one in made:  # the job trains with them
+            set_timeout(before, one)

@@ -36,6 +36,7 @@ from shardcore.plans.followed import StoredPlans
 from shardcore.tables.hot_rows import with_hot_rows
 from shardcore.torchrec import follow as following
 from shardcore.torchrec import reshard as moving
+from shardcore.torchrec.agreement import time_limit
 from shardcore.torchrec.follow import FollowConfig, PlanFollower
 from shardcore.torchrec.plan_files import from_json
 from shardcore.torchrec.reshard import MoveConfig, reshard
@@ -382,6 +383,26 @@ def _publish(root: str, given: Any, plan: Any, ms: float | None) -> None:
             parent=last and last.id,
         ),
     )
+
+
+def wait_alone(rank: int, given: Any, folder: str) -> dict[str, Any]:
+    """Rank 0 makes a group of ranks, and the other does not. Seconds, and the limits of groups afterwards."""
+    own, start = dist.group.WORLD, time.monotonic()
+    before = own._get_backend(torch.device("cpu")).options._timeout
+    error = ""
+    with time_limit(own, 20):
+        both = dist.new_group([0, 1])
+    with time_limit(own, 1):
+        try:
+            if rank == 0:
+                dist.new_group([0, 1])
+        except RuntimeError as e:
+            error = type(e).__name__
+    seconds = time.monotonic() - start
+    if rank:
+        time.sleep(8)  # rank 0 must not learn that this one is gone
+    limits = [g._get_backend(torch.device("cpu")).options._timeout == before for g in (own, both)]
+    return {"seconds": seconds, "error": error, "limits": limits, "call": dist.new_group.__name__}
 
 
 def die(rank: int, given: Any, folder: str, after_s: float) -> dict[str, Any]:

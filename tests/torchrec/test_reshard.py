@@ -146,3 +146,10 @@ def test_a_machine_s_rates_of_moves_are_measured_by_a_command(tmp_path):
     assert codes == [0, 0], said
     rates = read_move_rates(out)
     assert list(rates.link_gbps) == ["within_host"] and rates.move_s > 0 and rates.digest_ns > 0
+
+
+@pytest.mark.long
+def test_groups_that_torchrec_makes_wait_no_longer_than_the_move():
+    for rank, found in enumerate(resharding.in_processes(1, 2, resharding.wait_alone)):
+        assert bool(found["error"]) == (rank == 0) and found["seconds"] < 20, found
+        assert found["limits"] == [True, True] and found["call"] == "new_group", found
