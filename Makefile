@@ -29,7 +29,7 @@ test: setup
 	python -m pytest
 
 test-long: setup
-	python -m pytest -m long
+	python -m pytest -n 3 -m long
 
 mutants: setup
 	python tests/mutants.py $(ROOM) --mutants $(MUTANTS)

@@ -116,15 +116,8 @@ def memory(args: argparse.Namespace) -> Verdict:
 
 
 def repeats(args: argparse.Namespace) -> Verdict:
-    _measure(
-        args,
-        "--samples",
-        str(args.again),
-        "--again",
-        str(args.again),
-        "--minutes",
-        f"{max(0.5, args.minutes / 4):g}",
-    )
+    minutes = max(0.5, args.minutes / 4)
+    _measure(args, *f"--samples {args.again} --again {args.again} --minutes {minutes:g}".split())
     apart = [abs(a.total_ms / b.total_ms - 1) for a, b, *_ in dataset.read_repeats(args.out / "data")]
     median = float(np.median(apart)) if apart else float("inf")
     return median <= 0.02, {"groups": len(apart), "median_apart": median}
@@ -220,16 +213,13 @@ class _Memory:
 
 def _measure(args: argparse.Namespace, *more: str) -> str:
     """The output of `python -m shardcore measure`. Raises ShardCoreError where it fails."""
+    options = f"--device cuda --batch {args.batch} --out".split()
     command = [
         sys.executable,
         "-m",
         "shardcore",
         "measure",
-        "--device",
-        "cuda",
-        "--batch",
-        str(args.batch),
-        "--out",
+        *options,
         str(args.out / "data"),
         *more,
         *args.options,

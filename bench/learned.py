@@ -2,8 +2,6 @@
 
     python -m bench.learned MODEL --out OUT --devices 4 --problems 50
     python -m bench.learned MODEL --out OUT --transfer
-    python -m bench.learned MODEL --out OUT --large
-    python -m bench.learned MODEL --out OUT --start --devices 8
 
 MODEL is a folder as `python -m shardcore train` writes it. Problems are those of bench/search.py. Half of the
 pool's tables are for training policies; problems to compare on have only tables of the other half. Policies
@@ -15,8 +13,6 @@ solved. "greedy" is the best of the four orders. A number is a budget in evaluat
 processor.
 
 --transfer: policies trained on 20 tables × 4 devices, asked for 100 × 4 and 40 × 8, and others trained there.
---large: seconds for 856 tables × 128 devices.
---start: anneal_columns that also starts from a policy's plan, and as long without; the policy's time counts.
 """
 
 from __future__ import annotations
@@ -35,20 +31,15 @@ from bench.common import say
 from bench.peers import PEERS
 from bench.search import problems
 from shardcore import report
-from shardcore.core.errors import Infeasible
-from shardcore.core.links import links_of
-from shardcore.core.topology import Device, Topology
+from shardcore.core.topology import Topology
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.cost import neural
 from shardcore.cost.neural import NeuralModel
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search import SHARDERS, Budget, compare, sharder
-from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.greedy import ORDERS
 from shardcore.search.learned.policy import NETS, Policy, read_policy, write_policy
 from shardcore.search.learned.training import PolicyConfig, train
-from shardcore.search.portfolio import annealing as anneal
-from shardcore.step.memory_account import table_bytes
 from shardcore.tables.generate import generate_pool
 from shardcore.tables.held_out import kept_for_testing
 
@@ -94,14 +85,10 @@ def policy(
     return found
 
 
-def ms_of(arm: Callable[[Problem], Plan], problem: Problem) -> tuple[float, float]:
+def ms_of(arm: common.Arm, problem: Problem) -> tuple[float, float]:
     """Cost of an arm's plan, nan if it finds none, and seconds of the processor."""
-    began = time.process_time()
-    try:
-        ms = arm(problem).provenance["predicted_ms"]
-    except Infeasible:
-        ms = np.nan
-    return ms, time.process_time() - began
+    plan, seconds = common.timed(arm, problem)
+    return plan.provenance["predicted_ms"] if plan else np.nan, seconds
 
 
 def compared(args: argparse.Namespace, model: NeuralModel) -> None:
@@ -196,82 +183,6 @@ def transferred(args: argparse.Namespace, model: NeuralModel) -> None:
     print(report.text_table(("policy", "asked for", "trained on 20 x 4", "trained on that", "drop"), rows))
 
 
-def large(args: argparse.Namespace, model: NeuralModel) -> None:
-    to_learn, _ = halves()
-    tables = tuple(replace(t, precision=model.setting.precision) for t in generate_pool())
-    topology = Topology(
-        tuple(Device(1, host=f"host-{d // 8}") for d in range(128)),
-        links=links_of(within_host=1.0, between_hosts=0.5, latency_ms=0.2),
-    )
-    problem = Problem("pool", tables, topology, model.setting.batch, model.setting.optimizer)
-    memory = int(3 * sum(table_bytes(t, problem) for t in tables) / 128)
-    devices = tuple(replace(d, memory_bytes=memory) for d in topology.devices)
-    problem = replace(problem, topology=replace(topology, devices=devices))
-    trained = [
-        policy(name, "4 devices", args.out, lambda n, seed: problems(model, n, 4, seed, pool=to_learn), model)
-        for name in NETS
-    ]
-    arms: dict[str, Callable[[Problem], Plan]] = {}
-    for one in trained:
-        search = sharder(one.name, one)
-        arms[one.name] = lambda p, search=search: search(p, model)
-        arms[f"{one.name}, best of 32"] = lambda p, search=search: search(p, model, budget=MANY)
-    arms |= {
-        n: lambda p, n=n: SHARDERS[n](p, model)
-        for n in ("size_lookup_greedy", "neuroshard", "anneal_columns")
-    }
-    for arm in arms.values():
-        arm(problems(model, 1, 2, 0)[0])
-    print(f"{model.setting}; {len(tables)} tables, 128 devices\n")
-    print(
-        report.text_table(
-            ("sharder", "predicted ms", "seconds"),
-            [(name, *(f"{x:.2f}" for x in ms_of(arm, problem))) for name, arm in arms.items()],
-        )
-    )
-
-
-def started(args: argparse.Namespace, model: NeuralModel) -> None:
-    to_learn, testing = halves()
-    one = policy(
-        "dreamshard_direct",
-        "4 devices",
-        args.out,
-        lambda n, seed: problems(model, n, 4, seed, pool=to_learn),
-        model,
-    )
-    drawn, rows = problems(model, args.problems, args.devices, SEED, pool=testing), []
-    anneal(drawn[0], model, budget=Budget(evals=100), space="columns")
-    for budget_s in (0.2, 1.0, 5.0):
-        with_it, without = [], []
-        for problem in drawn:
-            began = time.perf_counter()
-            first = sharder(one.name, one)(problem, model)
-            left_s = max(budget_s - (time.perf_counter() - began), 1e-3)
-            with_it.append(
-                anneal(
-                    problem, model, budget=Budget(seconds=left_s), space="columns", reshard=Reshard(first)
-                ).provenance["predicted_ms"]
-            )
-            without.append(
-                anneal(problem, model, budget=Budget(seconds=budget_s), space="columns").provenance[
-                    "predicted_ms"
-                ]
-            )
-        ratio = np.array(with_it) / without
-        rows.append(
-            (
-                f"{budget_s:g}",
-                f"{ratio.mean():.4f}",
-                f"{ratio.min():.3f}",
-                f"{ratio.max():.3f}",
-                f"{(ratio < 1 - 1e-6).mean():.0%}",
-            )
-        )
-    print(f"{model.setting}; {len(drawn)} unseen problems of {args.devices} devices\n")
-    print(report.text_table(("seconds", "cost with the start over without", "least", "most", "better"), rows))
-
-
 def main() -> None:
     parser = common.parser(
         __doc__,
@@ -280,16 +191,13 @@ def main() -> None:
         problems=50,
         devices=4,
         trained_on=4,
+        transfer=False,
     )
     parser.add_argument("--policies", nargs="+", default=list(NETS), choices=list(NETS), help="of --transfer")
-    which = parser.add_mutually_exclusive_group()
-    for name in ("transfer", "large", "start"):
-        which.add_argument(f"--{name}", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = neural.load(args.model)
-    run = transferred if args.transfer else large if args.large else started if args.start else compared
-    run(args, model)
+    (transferred if args.transfer else compared)(args, model)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,6 @@ import numpy as np
 
 from bench import common
 from shardcore import report
-from shardcore.core.errors import ShardCoreError
 from shardcore.cost import accuracy, collective_fit, collective_model, drift_correction
 from shardcore.cost.metrics import mape
 from shardcore.io import dataset
@@ -189,14 +188,10 @@ def main() -> None:
     if not (args.dataset or args.simulate):
         parser.error("give a folder of measurements, --simulate, or both")
     if args.dataset:
+        setting = common.only_setting(args.dataset)
         comm = drift_correction.as_in_a_step(dataset.read_comm(args.dataset))
-        settings = list({s.setting for s in comm})
-        if len(settings) != 1:
-            raise ShardCoreError(
-                f"{args.dataset} holds exchanges of [{'; '.join(map(str, settings))}]; this needs one setting"
-            )
         rows = measured_rows(comm, dataset.read_comm_repeats(args.dataset))
-        print(f"{settings[0]}: error in percent on the test split\n")
+        print(f"{setting}: error in percent on the test split\n")
         print(
             report.text_table(
                 (

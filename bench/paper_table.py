@@ -29,7 +29,6 @@ bench/replays.py; OUT gets its report too. MODEL must be of this machine. Nothin
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -256,17 +255,13 @@ def tables(rows: Sequence[Row], what: str) -> str:
 
 def read(path: Path, made_with: Mapping[str, Any]) -> dict[tuple[int, int, int], Row]:
     """The rows of a file by devices, dim and task. Raises ShardCoreError if others made them."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = common.lines_of(path)
     for row in rows:
         if (found := {name: row.get(name) for name in made_with}) != made_with:
             raise ShardCoreError(
                 f"{path} has tasks of {found}; this run is with {dict(made_with)}: give another --out"
             )
     return {(row["devices"], row["max_dim"], row["task"]): row for row in rows}
-
-
-def write(path: Path, rows: Mapping[tuple[int, int, int], Row]) -> None:
-    writing.write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows.values()).encode())
 
 
 def complete(
@@ -305,7 +300,7 @@ def predicted(args: argparse.Namespace, model: NeuralModel) -> str:
             "tables": len(problem.tables),
             "arms": found,
         }
-        write(path, rows)
+        common.write_lines(path, list(rows.values()))
         say(
             f"task {i + 1}: {cell[0]} devices, dims up to {cell[1]}, {len(problem.tables)} tables, "
             f"{sum(one['seconds'] for one in found.values()):.1f} s"

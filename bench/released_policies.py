@@ -304,11 +304,10 @@ def theirs(
 
 
 def kept(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    if not path.exists():
-        with contextlib.redirect_stdout(io.StringIO()):
-            writing.write_json(path, make())
-        say(f"{path.name}: {json.loads(path.read_text())['seconds']:.0f} s")
-    return json.loads(path.read_text())
+    with contextlib.redirect_stdout(io.StringIO()):
+        found = common.kept(path, make)
+    say(f"{path.name}: {found['seconds']:.0f} s")
+    return found
 
 
 def main() -> None:

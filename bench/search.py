@@ -21,7 +21,6 @@ search/bound/lower_bound.py.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -35,7 +34,6 @@ from bench.common import say
 from bench.kept import with_memory
 from bench.peers import PEERS
 from shardcore import report
-from shardcore.core.errors import Infeasible
 from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
@@ -82,8 +80,7 @@ def warm_up(problem: Problem, model: NeuralModel, arms: Mapping[str, Callable[[P
     """Run all arms on two tables, so that nothing compiles or imports while a clock runs."""
     few = replace(problem, name="warm-up", tables=problem.tables[:2])
     for arm in arms.values():
-        with contextlib.suppress(Infeasible):
-            arm(few)
+        common.timed(arm, few)
 
 
 def add_best_greedy(cost: dict[str, list[float]], seconds: dict[str, list[float]]) -> None:
@@ -144,13 +141,9 @@ def main() -> None:
     drawn = [with_memory(p, args.memory) for p in drawn] if args.memory else drawn
     for i, problem in enumerate(drawn):
         for name, arm in arms.items():
-            began = time.perf_counter()
-            try:
-                plan = arm(problem)
-                cost[name].append(price(lower(plan, problem), model).total_ms)
-            except Infeasible:
-                cost[name].append(np.nan)
-            seconds[name].append(time.perf_counter() - began)
+            plan, took = common.timed(arm, problem, time.perf_counter)
+            cost[name].append(price(lower(plan, problem), model).total_ms if plan else np.nan)
+            seconds[name].append(took)
         if not args.no_bound:
             least = bound(problem, model)
             cost["lower bound"].append(least.proved_ms)

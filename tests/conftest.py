@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -194,14 +195,31 @@ def problem(tables) -> Problem:
     return Problem("small", tables, Topology((Device(16 * MIB),) * 4), 256)
 
 
+@pytest.fixture(scope="session")
+def bound_once() -> Callable[..., Any]:
+    """The bound of a problem under a model, found once however many pages show it."""
+    from shardcore.search.bound.lower_bound import bound
+
+    found: dict[tuple[Problem, int], Any] = {}
+
+    def once(problem: Problem, model: Any) -> Any:
+        key = problem, id(model)
+        if key not in found:
+            found[key] = bound(problem, model), model  # kept, so that no other model gets its id
+        return found[key][0]
+
+    return once
+
+
 @pytest.fixture
-def short_explanations(monkeypatch) -> None:
+def short_explanations(monkeypatch, bound_once) -> None:
     """Pages of published plans compare with short searches, and not with more memory or devices."""
     from shardcore.search import Budget
 
     monkeypatch.setattr("shardcore.plans.publisher._EXPLAIN", Budget(evals=10))
     monkeypatch.setattr("shardcore.search.explain.MORE_MEMORY", ())
     monkeypatch.setattr("shardcore.search.explain.MOST_TIMES_DEVICES", 1)
+    monkeypatch.setattr("shardcore.search.explain.bound", bound_once)
 
 
 @dataclass

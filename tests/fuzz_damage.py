@@ -10,7 +10,7 @@ import gzip
 import hashlib
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import yaml
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load, save
+from sealing import sealed
 
 from shardcore.io import files
 from shardcore.io.tensor_files import tensor_sha256
@@ -111,10 +112,6 @@ def cut(content: bytes, draw: Draw) -> bytes:
         (b"", repeated, b"\x00" * 100, b"[" * 5000, b'{"a":' * 5000, b"\xff\xfe", b"1" * 5000)
     )
     return content[:first] + draw(odd | st.binary(max_size=100)) + content[last:]
-
-
-def sealed(value: dict[str, Any], without: Sequence[str] = ("schema", "version", "digest")) -> dict[str, Any]:
-    return {**value, "digest": files.digest({k: v for k, v in value.items() if k not in without})}
 
 
 def damage_json(path: Path, draw: Draw, seal: bool = False) -> None:

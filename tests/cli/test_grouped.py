@@ -136,14 +136,8 @@ def test_a_plan_of_groups_is_exported_for_dmp_collection(grouped, stored, capsys
     from shardcore.torchrec.plan_files import read_torchrec
 
     out = stored / "torchrec.json"
-    assert (
-        main(
-            [
-                *f"export {grouped} --problem {stored / 'problem.json'} --module ebc --out {out}".split(),
-            ]
-        )
-        == 0
-    )
+    given = f"export {grouped} --problem {stored / 'problem.json'} --module ebc --out {out}"
+    assert main(given.split()) == 0
     arguments, every = read_dmp_collection(out)
     layout = read_grouped(grouped, files.read_problem(stored / "problem.json")).grouping.layout
     assert every == 20 and {k: v for k, v in arguments.items() if k != "plan"} == {

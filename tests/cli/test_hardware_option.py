@@ -4,12 +4,13 @@ import json
 from dataclasses import replace
 
 import pytest
+from offers import LEAST, write_offers
 
 from shardcore.cli import main
 from shardcore.core.job import Job
 from shardcore.core.tiers import Memory
 from shardcore.cost.profile import load_profile, write_profile
-from shardcore.io import files, writing
+from shardcore.io import files
 
 CARD = "nvidia-h100-sxm"
 SAID = "profile: published measurements, not of your machine"
@@ -73,24 +74,21 @@ def test_the_other_commands_that_price_take_a_profile(here, problem, capsys):
 
 
 def test_an_offer_may_have_a_profile(here, capsys):
-    offer = {"name": "box", "devices": 2, "memory_bytes": 1 << 30, "price_per_hour": 3.0}
-    document = {"schema": "shardcore/offers", "version": 1}
-
-    def provision(*offers):
-        writing.write_json("offers.json", {**document, "offers": offers})
+    def provision(**more):
+        write_offers("offers.json", LEAST | more)
         return main(
             "provision problem.json --offers offers.json --step-ms 9 --algorithm size_greedy --out o".split()
         )
 
-    assert provision({**offer, "hardware": CARD}) == 0
+    assert provision(hardware=CARD) == 0
     out, err = capsys.readouterr()
     assert SAID in out and f"extrapolated: {SAID}" in err
     plan = files.read_plan("o/plan.json", files.read_problem("o/problem.json"))
     assert plan.provenance["profile"] == SAID
     write_profile("mine.json", replace(load_profile(CARD), name="mine"))
-    assert provision({**offer, "hardware": "mine.json"}) == 0 and "under mine, " in capsys.readouterr().out
+    assert provision(hardware="mine.json") == 0 and "under mine, " in capsys.readouterr().out
     for wrong in ({}, {"hardware": CARD, "model": "m"}):
-        assert provision({**offer, **wrong}) == 1
+        assert provision(**wrong) == 1
         assert "offer 'box' has model " in capsys.readouterr().err
 
 

@@ -83,10 +83,7 @@ def command(tables, tmp_path, folder, monkeypatch):
 @pytest.mark.parametrize(
     "asked, said",
     [
-        (
-            ["--optimizer", "lamb"],
-            "FBGEMM does not train fp32 weights with lamb on cpu (Optimizer lamb is not",
-        ),
+        (["--optimizer", "lamb"], "FBGEMM does not train fp32 weights with lamb on cpu (Optimizer lamb is"),
         (["--precision", "bf16"], "FBGEMM does not train bf16 weights with exact_sgd on cpu ("),
     ],
 )
@@ -184,19 +181,12 @@ def test_nothing_starts_where_nothing_is_missing_or_the_machine_lacks_what_is_as
     )
     exchanges = [comm_request(i, 2, 64) for i in range(2)]
     ms = (Spread(1.0, 1.0, 1.0, 7),) * 2
+    forward = [None if r.collective == "all_reduce" else ms for r in exchanges]
     dataset.write_comm(
         folder,
         [
-            CollectiveSample(
-                dataset.comm_id(SETTING, r),
-                SETTING,
-                r,
-                None if r.collective == "all_reduce" else ms,
-                ms,
-                (0.0, 0.0),
-                1.0,
-            )
-            for r in exchanges
+            CollectiveSample(dataset.comm_id(SETTING, r), SETTING, r, there, ms, (0.0, 0.0), 1.0)
+            for r, there in zip(exchanges, forward, strict=True)
         ],
     )
     assert main([*command, "--samples", "6", "--exchanges", "2"]) == 0

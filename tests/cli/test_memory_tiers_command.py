@@ -68,10 +68,7 @@ def test_what_fits_is_left_alone(asked, problem, tmp_path, capsys):
     [
         (["--host-gib", "0.001"], "of tables in host memory, which may hold 1.0 MiB"),
         ([], "does not say how much memory hosts have for tables; give --host-gib"),
-        (
-            ["--host-gib", "1", "--budget-s", "3"],
-            "--budget-s 3.0 is for plans; give --model or --hardware too",
-        ),
+        (["--host-gib", "1", "--budget-s", "3"], "--budget-s 3.0 is for plans; give --model or --hardware"),
     ],
 )
 def test_what_it_refuses(asked, given, words, capsys):

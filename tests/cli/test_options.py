@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+from offers import LEAST, write_offers
 
 from shardcore import __version__
 from shardcore.cli import main, parser_of_all
@@ -27,17 +28,8 @@ def here(stored, problem, model, monkeypatch):
         writing.write_atomic(stored / "m" / file.name, file.read_bytes())
     (stored / "link").symlink_to("m")
     (stored / "loop").symlink_to("loop")
-    writing.write_json(
-        stored / "offers.json",
-        {
-            "schema": "shardcore/offers",
-            "version": 1,
-            "offers": [
-                {"name": "box", "devices": 2, "memory_bytes": 1 << 30, "price_per_hour": 3.0, "model": "m"}
-            ],
-        },
-    )
     monkeypatch.chdir(stored)
+    write_offers("offers.json", LEAST | {"model": "m"})
     return stored
 
 
@@ -51,10 +43,7 @@ def content(folder):
         ("plan problem.json --model m --out m/model.json", "--out m/model.json is in the model that is read"),
         ("plan problem.json --model m --out m/new.json", "--out m/new.json is in the model that is read"),
         ("plan problem.json --model m --out link/model.json", "--out link/model.json is in the model that"),
-        (
-            "plan problem.json --model link --out m/sub/plan.json",
-            "--out m/sub/plan.json is in the model that",
-        ),
+        ("plan problem.json --model link --out m/sub/plan.json", "--out m/sub/plan.json is in the model"),
         ("plan problem.json --model m --out .", "--out . is a folder; it needs to be a file"),
         ("plan problem.json --model m --out m", "--out m is a folder; it needs to be a file"),
         ("plan problem.json --model m --out plan.json/x", "--out plan.json/x cannot be written: Not a"),
@@ -65,10 +54,7 @@ def content(folder):
             "is in the model that",
         ),
         ("replay plan.json --problem problem.json --append plan.json", "--append plan.json is a file"),
-        (
-            "replay plan.json --problem problem.json --out plan.json",
-            "--out plan.json is the plans that is read",
-        ),
+        ("replay plan.json --problem problem.json --out plan.json", "--out plan.json is the plans that is"),
         ("drift old problem --fresh problem.json --model m --out plan.json", "--out plan.json is a file"),
         ("drift old problem --fresh problem.json --model m --out .", "--out problem.json is the fresh"),
         ("drift old problem --fresh problem.json --model m --out old", "--out old/problem.json is in the"),
@@ -86,14 +72,8 @@ def content(folder):
         ("provision problem.json --offers offers.json --step-ms 1 --out m", "--out m/problem.json is in"),
         ("provision problem.json --offers offers.json --step-ms 1 --out .", "--out problem.json is"),
         ("problem old --out old/p.json", "--out old/p.json is in the tables that is read"),
-        (
-            "hot-rows problem.json --model m --out x.json --plan m/p.json",
-            "--plan m/p.json is in the model that",
-        ),
-        (
-            "tiers problem.json --host-gib 1 --model m --out x --plan x",
-            "--out and --plan are both x; they need",
-        ),
+        ("hot-rows problem.json --model m --out x.json --plan m/p.json", "--plan m/p.json is in the model"),
+        ("tiers problem.json --host-gib 1 --model m --out x --plan x", "--out and --plan are both x; they"),
         ("topology measure problem.json --out x --ranks problem.json", "--ranks problem.json is the"),
         ("export plan.json --problem problem.json --module x --out plan.json", "--out plan.json is the plan"),
         ("train absent --out x", "absent is no folder; it needs to be one of measurements"),

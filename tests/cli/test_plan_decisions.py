@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from offers import BOX, write_offers
 
 from shardcore.cli import main
 from shardcore.core.access_statistics import Zipf
@@ -20,11 +21,10 @@ MIB = 1 << 20
 
 
 def stored(problem, folder, model, *options) -> list[str]:
+    """Arguments that plan the problem. options: may be several in a text, and name files in the folder."""
     files.write_problem(folder / "p.json", problem)
-    return [
-        *f"plan {folder / 'p.json'} --model {model} --budget-evals 200 --out {folder / 'plan.json'}".split(),
-        *options,
-    ]
+    given = f"plan {folder / 'p.json'} --model {model} --budget-evals 200 --out {folder / 'plan.json'}"
+    return [*given.split(), *(word for text in options for word in text.format(folder).split())]
 
 
 @pytest.fixture
@@ -72,11 +72,7 @@ def test_hot_rows_and_towers_are_decided_together(problem, model, tmp_path, caps
         replace(problem, tables=tables, topology=links),
         tmp_path,
         model,
-        "--hot-rows",
-        "--towers",
-        str(tmp_path / "towers.json"),
-        "--out-problem",
-        str(hot),
+        "--hot-rows --towers {0}/towers.json --out-problem {0}/hot.json",
     )
     assert main(asked) == 0
     said = capsys.readouterr().out
@@ -91,29 +87,10 @@ def test_a_plan_is_gone_on_from_with_rows_in_host_memory(large, model, tmp_path,
     roomy = replace(large, topology=replace(large.topology, devices=(Device(1 << 30),) * 2))
     files.write_problem(tmp_path / "roomy.json", roomy)
     old = tmp_path / "old.json"
-    assert (
-        main(
-            [
-                *f"plan {tmp_path / 'roomy.json'} --model {model} --algorithm size_greedy --out {old}".split(),
-            ]
-        )
-        == 0
-    )
-    asked = stored(
-        large,
-        tmp_path,
-        model,
-        "--tiers",
-        "--out-problem",
-        str(tmp_path / "t.json"),
-        "--start",
-        str(old),
-        "--start-problem",
-        str(tmp_path / "roomy.json"),
-        "--max-moved-tables",
-        "0",
-    )
-    assert main(asked) == 0
+    given = f"plan {tmp_path / 'roomy.json'} --model {model} --algorithm size_greedy --out {old}"
+    assert main(given.split()) == 0
+    more = "--tiers --out-problem {0}/t.json --start {0}/old.json --start-problem {0}/roomy.json"
+    assert main(stored(large, tmp_path, model, more, "--max-moved-tables 0")) == 0
     said = capsys.readouterr().out
     assert f"starting from {old}; " in said and "plan to start from" in said
     now = files.read_plan(tmp_path / "plan.json", files.read_problem(tmp_path / "t.json"))
@@ -146,32 +123,11 @@ def test_a_plan_without_memory_of_hosts_is_gone_on_from_where_an_option_gives_it
 
 def test_a_cluster_is_chosen_with_groups(problem, model, tmp_path, capsys):
     (tmp_path / "model").symlink_to(model)
-    offer = {
-        "name": "box",
-        "devices": 2,
-        "memory_bytes": 1 << 30,
-        "price_per_hour": 3.0,
-        "model": "model",
-        "most_hosts": 2,
-        "links": [
-            {"level": "within_host", "gbps": 10.0, "latency_ms": 0.1},
-            {"level": "between_hosts", "gbps": 1.0, "latency_ms": 0.1},
-        ],
-    }
-    (tmp_path / "offers.json").write_text(
-        json.dumps({"schema": "shardcore/offers", "version": 1, "offers": [offer]})
-    )
+    write_offers(tmp_path / "offers.json", BOX)
     files.write_problem(tmp_path / "p.json", problem)
     own = tmp_path / "own.json"
-    assert (
-        main(
-            (
-                f"plan {tmp_path / 'p.json'} --offers {tmp_path / 'offers.json'} --step-ms 1e6 --groups "
-                f"2 --algorithm size_greedy --out {tmp_path / 'plan.json'} --out-problem {own}"
-            ).split()
-        )
-        == 0
-    )
+    given = "plan {0}/p.json --offers {0}/offers.json --step-ms 1e6 --groups 2 --algorithm size_greedy"
+    assert main(f"{given} --out {{0}}/plan.json --out-problem {own}".format(tmp_path).split()) == 0
     said = capsys.readouterr().out
     assert "1 x 'box': cheapest with step_ms 1e+06" in said and "all 2 devices as one group" in said
     assert files.read_plan(tmp_path / "plan.json", files.read_problem(own)).provenance["model_digest"]

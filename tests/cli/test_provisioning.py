@@ -2,37 +2,21 @@
 
 import json
 
+from offers import BOX, write_offers
+
 from shardcore.cli import main
 from shardcore.io import files
-
-OFFER = {
-    "name": "box",
-    "devices": 2,
-    "memory_bytes": 1 << 30,
-    "price_per_hour": 3.0,
-    "model": "model",
-    "most_hosts": 2,
-    "links": [
-        {"level": "within_host", "gbps": 10.0, "latency_ms": 0.1},
-        {"level": "between_hosts", "gbps": 1.0, "shared": True, "latency_ms": 0.1},
-    ],
-}
 
 
 def asked(folder, model, problem, *target):
     files.write_problem(folder / "problem.json", problem)
     (folder / "model").symlink_to(model)  # named in the offer, relative to its file
-    offers = [OFFER, OFFER | {"name": "poor", "memory_bytes": 1000, "price_per_hour": 1.0}]
-    (folder / "offers.json").write_text(
-        json.dumps({"schema": "shardcore/offers", "version": 1, "offers": offers})
+    poor = {"name": "poor", "memory_bytes": 1000, "price_per_hour": 1.0}
+    write_offers(folder / "offers.json", BOX, BOX | poor)
+    given = (
+        f"provision {folder}/problem.json --offers {folder}/offers.json --budget-evals 500 --out {folder}/out"
     )
-    return main(
-        [
-            *f"provision {folder / 'problem.json'} --offers {folder / 'offers.json'}".split(),
-            *target,
-            *f"--budget-evals 500 --out {folder / 'out'}".split(),
-        ]
-    )
+    return main([*given.split(), *target])
 
 
 def test_it_writes_the_cheapest_clusters_plan_and_all_that_it_searched(problem, model, tmp_path, capsys):
@@ -50,7 +34,7 @@ def test_it_writes_the_cheapest_clusters_plan_and_all_that_it_searched(problem, 
 
 
 def test_out_of_time_each_cluster_still_has_a_plan(problem, model, tmp_path, monkeypatch):
-    monkeypatch.setitem(OFFER, "most_hosts", 8)
+    monkeypatch.setitem(BOX, "most_hosts", 8)
     assert asked(tmp_path, model, problem, "--step-ms", "1e6", "--budget-s", "1e-6") == 0
     found = json.loads((tmp_path / "out/clusters.json").read_text())
     # Of 1 to 8 hosts four divide the batch. The poor offer has no room.
@@ -59,7 +43,7 @@ def test_out_of_time_each_cluster_still_has_a_plan(problem, model, tmp_path, mon
 
 def test_an_offer_whose_name_looks_like_a_formula_is_drawn_as_it_is(problem, model, tmp_path, monkeypatch):
     """matplotlib takes what is between two dollars for a formula."""
-    monkeypatch.setitem(OFFER, "name", r"A$_$ \frac{ $^$")
+    monkeypatch.setitem(BOX, "name", r"A$_$ \frac{ $^$")
     assert asked(tmp_path, model, problem, "--step-ms", "1e6") == 0
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
         "problem.json",

@@ -30,26 +30,15 @@ def test_history_diff_and_drift(problem, now, model, tmp_path, capsys):
         tmp_path / "replan/plan.json", files.read_problem(tmp_path / "replan/problem.json")
     )
     assert lower(read, now)
-    assert (
-        main(
-            [
-                "diff",
-                str(plans / "shifting/versions" / version / "plan.json"),
-                str(tmp_path / "replan/plan.json"),
-            ]
-        )
-        == 0
-    )
+    published, again = plans / "shifting/versions" / version / "plan.json", tmp_path / "replan/plan.json"
+    assert main(["diff", str(published), str(again)]) == 0
     assert "to move" in capsys.readouterr().out
     (tmp_path / "alone").mkdir()
     alone = shutil.copy(tmp_path / "replan/plan.json", tmp_path / "alone")
     assert main(["diff", str(alone), str(alone)]) == 1
     assert f"{alone} has no problem.json beside it, its problem; give --problem" in capsys.readouterr().err
     page = tmp_path / "page.html"
-    given = (
-        f"diff {plans / 'shifting/versions' / version / 'plan.json'} "
-        f"{tmp_path / 'replan/plan.json'} --page {page}"
-    ).split()
+    given = f"diff {published} {again} --page {page}".split()
     assert main(given) == 1
     assert "diff was given --page alone; it needs --page and --model" in capsys.readouterr().err
     assert main([*given, "--model", str(model)]) == 0

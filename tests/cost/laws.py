@@ -5,9 +5,11 @@ import math
 import numpy as np
 
 from shardcore.core.access_statistics import Reuse, Zipf
+from shardcore.core.step_cost import PARTS
 from shardcore.core.types import Setting, Shard, Table
 from shardcore.cost import features
 from shardcore.cost.collective_model import EXCHANGE_TERMS
+from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
 from shardcore.io import dataset
 from shardcore.io.measurements import (
@@ -16,6 +18,7 @@ from shardcore.io.measurements import (
     ComputeRequest,
     ComputeSample,
     Spread,
+    StepSample,
 )
 from shardcore.step import access
 from shardcore.step.collectives import COLLECTIVES
@@ -182,3 +185,14 @@ def by_hand(**weights) -> NeuralModel:
 def of_terms(**rates: float) -> np.ndarray:
     """[E] rates of exchange terms by name. 0 for the others."""
     return np.array([rates.get(name, 0.0) for name in EXCHANGE_TERMS])
+
+
+def replayed_as_priced(model):
+    """A function that replays workloads: each takes what the model says, exactly."""
+
+    def run(workloads) -> list[StepSample]:
+        costs = [price(w, model) for w in workloads]
+        once = {"step": Spread(1.0, 1.0, 1.0, 9), "oversubscribed": False}
+        return [StepSample(**{part: getattr(c, part) for part in PARTS}, **once) for c in costs]
+
+    return run

@@ -24,11 +24,12 @@ import psutil
 import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 from scratch import Project, Server, copy_project, kill_group, timings, until, with_logs
+from sealing import edit
 
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem
 from shardcore.cost import fit, neural
-from shardcore.io import dataset, files, model_files, schema, writing
+from shardcore.io import dataset, files, model_files
 from shardcore.plans import store
 from tasks import publish_claim, registry
 
@@ -326,11 +327,8 @@ def test_a_model_in_the_registry_that_would_run_code_is_refused_and_runs_none(
     assert ran.read_text() == "ran"
     ran.unlink()
     (evil / "artifacts/model/weights.safetensors").write_bytes(weights)
-    meta = schema.read_json(evil / "artifacts/model/model.json") | {
-        "weights_sha256": hashlib.sha256(weights).hexdigest()
-    }
-    meta["digest"] = files.digest({k: v for k, v in meta.items() if k not in ("schema", "version", "digest")})
-    writing.write_json(evil / "artifacts/model/model.json", meta)
+    right = hashlib.sha256(weights).hexdigest()
+    edit(evil / "artifacts/model/model.json", lambda meta: meta.update(weights_sha256=right))
     (evil / "code").mkdir()
     (evil / "code/evil.py").write_text(f"open({str(ran)!r}, 'w').write('ran')\n")
     (evil / "python_model.pkl").write_bytes(weights)

@@ -27,6 +27,10 @@ def project(new_project):
     for i in range(2):
         problem = draw_problem(pool, i, Setting("any", 64), 0, ProblemConfig(2, 8, 12, max_dim=32))
         files.write_problem(made.folder / f"problems/draw-{i}.json", problem)
+    made.set_params("measure", step_samples=2)
+    made.set_params("evaluate", replay_problems=1)
+    commit = "git -c user.name=t -c user.email=t@example.org commit -qam asked".split()
+    subprocess.run(commit, cwd=made.folder, env=made.env, check=True)
     (made.folder / "log").write_text(made.run("flows.refresh").stdout)
     return made
 
@@ -62,9 +66,10 @@ def test_a_person_sees_stages_results_and_the_table_and_the_log_has_the_rest(pro
         for pattern, result in zip(
             (
                 r"  40 tables \(\d+ empty\), .*",
-                r"  measured 120 groups, 24 exchanges and 0 steps of plans",
+                r"  measured 120 groups, 24 exchanges and 2 steps of plans",
                 r"  error on held-out groups \d+\.\d%",
-                r"  held-out groups: error \d+\.\d%, Kendall tau -?\d\.\d\d",
+                r"  held-out groups: error \d+\.\d%, Kendall tau -?\d\.\d\d; "
+                r"replayed plans: error \d+\.\d%, Kendall tau \S+",
                 r"  shardcore-cost-\S+: version 1 is champion, score \d+\.\d+% \(mean error on .*\), the first",
                 r"  2 plans under shardcore-cost-\S+ version 1: 2 first",
             ),
@@ -96,7 +101,7 @@ def test_prefect_has_what_a_stage_logged_with_its_run(project):
         ).json()
 
     for flow, said in (
-        ("measure", "measured 120 groups, 24 exchanges and 0 steps of plans"),
+        ("measure", "measured 120 groups, 24 exchanges and 2 steps of plans"),
         ("refresh", "Running stage 'train':"),
     ):
         ids = [r["id"] for r in asked("flow_runs", flows={"name": {"any_": [flow]}})]
@@ -122,7 +127,7 @@ def test_refresh_builds_everything_and_says_what_to_look_at(project):
     assert stages_run(log) == {"tables", "measure", "train", "evaluate"}
     assert re.search(r"pool-0-00 +\d+ +2 +\d+\.\d+", log) and "Where to look next" in log
     assert len(dataset.read_compute(project.folder / "data/measurements")) == 121  # and the reference op
-    assert "24 exchanges and 0 steps of plans" in log
+    assert "24 exchanges and 2 steps of plans" in log and "problem 1 of 1 replayed" in log
     metrics = json.loads((project.folder / "data/evaluation/figures.json").read_text())
     shown = json.loads((project.folder / "data/evaluation/metrics.json").read_text())
     assert sum(map(len, shown.values())) <= 12
@@ -179,12 +184,7 @@ def test_the_policys_stage_is_off_and_then_makes_an_empty_folder(project):
 
 
 def test_steps_are_measured_and_plans_of_held_out_problems_replayed_where_that_is_asked_for(project):
-    project.set_params("measure", step_samples=2)
-    project.set_params("evaluate", replay_problems=1)
-    log = with_logs(project.run("flows.refresh", "evaluate").stdout, project.folder)
-    assert stages_run(log) == {"measure", "train", "evaluate"} and "problem 1 of 1 replayed" in log
-    assert "2 steps of plans" in log and replays.digests(project.folder / "data/measurements")
-    assert re.search(r"held-out groups: .*; replayed plans: error \d+\.\d%, Kendall tau \S+", log)
+    assert replays.digests(project.folder / "data/measurements")
     [setting] = dataset.settings(project.folder / "data/measurements")
     # ran beside replays where there is one
     reference = dataset.reference_op(project.folder / "data/measurements", setting)

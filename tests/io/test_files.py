@@ -11,6 +11,7 @@ import zipfile
 
 import numpy as np
 import pytest
+from sealing import edit
 from shapes import column, host_row, on_hosts, replica, row
 
 from shardcore.core.constraints import Constraints
@@ -127,19 +128,15 @@ def test_a_problem_that_does_not_say_what_is_reserved_keeps_a_share_for_the_dens
         (lambda d: d.pop("global_batch"), ["lacks the key 'global_batch'"]),
         (lambda d: d.update(job={"pipline": "none"}), ["job", "unknown key 'pipline'", "pipeline"]),
         (lambda d: d.update(job={"pipeline": "semi_sync"}), ["'semi_sync'", "known are none, sparse_dist"]),
-        (lambda d: d.update(job={"replica_optimizer": 3}), ["replica_optimizer", "3"]),
         (
             lambda d: d.update(job={"dense_forward_ms": -2.0, "dense_backward_ms": 1.0}),
             ["dense_forward_ms -2.0"],
         ),
-        (lambda d: d.update(job={"dense_forward_ms": 2.0}), ["dense_backward_ms None", "both, or neither"]),
-        (lambda d: d["tables"][0].update(features=0), ["'cold'", "features 0", "1 to 10,000"]),
         (lambda d: d["tables"][0].update(rows="many"), ["'cold'", "rows", "'many'", "whole number"]),
         (lambda d: d["tables"][0].update(row=3), ["'cold'", "unknown key 'row'"]),
         (lambda d: d["tables"][0].pop("dim"), ["'cold'", "lacks the key 'dim'"]),
         (lambda d: d["tables"][0].update(zipf_alpha=1.0), ["'cold'", "both"]),
         (lambda d: d.update(schema="shardcore/plan"), ["schema 'shardcore/plan'", "shardcore/problem"]),
-        (lambda d: d.update(version=99), ["version 99", "reads 1"]),
         (lambda d: d.update(version=2), ["version 2", "reads 1"]),
         (lambda d: d.pop("version"), ["version None"]),
         (lambda d: d.update(global_batch=True), ["global_batch is True", "whole number"]),
@@ -165,11 +162,6 @@ def test_a_problem_that_does_not_say_what_is_reserved_keeps_a_share_for_the_dens
             lambda d: d["constraints"].update(pinned={"hot": 0}),
             ["constraints", "pinned of table 'hot' is 0", "a list"],
         ),
-        (lambda d: d["constraints"].update(pinned={"hot": [True]}), ["pinned of table 'hot'[0] is True"]),
-        (
-            lambda d: d["constraints"].update(kinds={"hot": "row"}),
-            ["kinds of table 'hot' is 'row'", "a list of texts"],
-        ),
         (
             lambda d: d["constraints"].update(kinds={"hot": ["row", "rows"]}),
             ["kinds of table 'hot' has 'rows'; known are column, row, host_row"],
@@ -177,14 +169,8 @@ def test_a_problem_that_does_not_say_what_is_reserved_keeps_a_share_for_the_dens
         (lambda d: d["constraints"].update(kinds=["hot"]), ["kinds is ['hot']", "object of tables"]),
         (lambda d: d["constraints"].update(min_widths={"hot": "8"}), ["min_widths of table 'hot' is '8'"]),
         (lambda d: d["constraints"].update(min_widths=8), ["min_widths is 8", "object of tables"]),
-        (
-            lambda d: d["constraints"].update(pinned={"hot": ["host-9"]}),
-            ["'hot' to 'host-9'", "hosts host-0"],
-        ),
-        (lambda d: d["constraints"].update(pinned={"hut": [0]}), ["pins ['hut']"]),
         (lambda d: d["constraints"].update(together={}), ["together is {}", "list of lists of texts"]),
         (lambda d: d["constraints"].update(together=["hot"]), ["together[0] is 'hot'", "a list"]),
-        (lambda d: d["constraints"].update(together=[["hot", "hot"]]), ["together has table 'hot' twice"]),
     ],
 )
 def test_bad_problems_are_refused_by_name(problem_path, edit, named):
@@ -276,32 +262,19 @@ def test_a_plan_is_of_its_problem_as_it_was_not_of_its_name(problem, tmp_path):
         (lambda p: p[0].update(devices=[4]), "on device 4; problem 'small' has devices 0 to 3"),
         (lambda p: p[0].update(devices=[0.9]), "placements[0]: devices[0] is 0.9; it needs to be a whole"),
         (lambda p: p[0].update(devices=[True]), "placements[0]: devices[0] is True; it needs to be a whole"),
-        (
-            lambda p: p[0].update(columns=[0]),
-            "placements[0]: columns is [0]; it needs to be [a whole number, a ",
-        ),
+        (lambda p: p[0].update(columns=[0]), "placements[0]: columns is [0]; it needs to be [a whole"),
         (lambda p: p[0].update(table="none"), "places table 'none', which problem 'small' does not have"),
         (lambda p: p[0].update(rows=[0, 1]), "placements[0] has an unknown key 'rows'"),
         (lambda p: p[0].pop("kind"), "placements[0] lacks the key 'kind'"),
-        (
-            lambda p: p[0].update(kind="twin"),
-            "a placement or constraint has kind 'twin'; known are column, row, host_row, data_parallel",
-        ),
-        (
-            lambda p: p[0].update(kind="row"),
-            "plan places cold[0:50000, 0:16] by row on device 0; such a shard lives on devices 0, 1",
-        ),
-        (
-            lambda p: p[0].update(kind="host_row", devices=[0, 1]),
-            "it needs several hosts with the same number of devices each",
-        ),
+        (lambda p: p[0].update(kind="twin"), "a placement or constraint has kind 'twin'; known are column"),
+        (lambda p: p[0].update(kind="row"), "plan places cold[0:50000, 0:16] by row on device 0; such a"),
+        (lambda p: p[0].update(kind="host_row", devices=[0, 1]), "it needs several hosts with the same"),
     ],
 )
 def test_a_plan_that_is_none_of_the_problem_is_refused_with_its_file(problem, tmp_path, change, said):
-    path, data = tmp_path / "plan.json", files.plan_to_json(whole(problem), problem)
-    change(data["placements"])
-    body = {k: v for k, v in data.items() if k not in ("schema", "version", "digest")}
-    writing.write_json(path, {**data, "digest": files.digest(body)})
+    path = tmp_path / "plan.json"
+    files.write_plan(path, whole(problem), problem)
+    edit(path, lambda data: change(data["placements"]))
     with pytest.raises(ShardCoreError) as error:
         plan = files.read_plan(path, problem)
         with files.validating(path):
@@ -373,11 +346,8 @@ def test_a_model_file_whose_digest_is_right_runs_no_code(tmp_path, written):
     content, ran = written(Payload(tmp_path / "ran")), tmp_path / "ran"
     model_files.write_model(tmp_path, {"a": 1}, {"w": np.zeros(1)})
     (tmp_path / model_files.MODEL_WEIGHTS).write_bytes(content)
-    meta = json.loads((tmp_path / model_files.MODEL_JSON).read_text()) | {
-        "weights_sha256": hashlib.sha256(content).hexdigest()
-    }
-    meta["digest"] = files.digest({k: v for k, v in meta.items() if k not in ("schema", "version", "digest")})
-    writing.write_json(tmp_path / model_files.MODEL_JSON, meta)
+    right = hashlib.sha256(content).hexdigest()
+    edit(tmp_path / model_files.MODEL_JSON, lambda meta: meta.update(weights_sha256=right))
     with pytest.raises(ShardCoreError, match="weights.safetensors is not safetensors"):
         model_files.read_model(tmp_path)
     assert not ran.exists()

@@ -6,6 +6,7 @@ import json
 from functools import cache
 
 import pytest
+from sealing import edit
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.step_cost import PARTS
@@ -14,7 +15,7 @@ from shardcore.core.types import Plan, Problem, Setting
 from shardcore.cost import replay_metrics, replay_records
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.io import files, replays
+from shardcore.io import replays
 from shardcore.io.measurements import Spread, StepSample
 from shardcore.measure.replay import ReplayConfig
 from shardcore.search import Budget, compare
@@ -90,11 +91,7 @@ def test_what_is_kept_is_not_replayed_again_and_reads_as_it_was(problem, made, c
 def test_replays_that_mean_something_else_or_lack_something_run_again(problem, made, clock, tmp_path, change):
     replays.keep(tmp_path / "kept", problem, made, SETTING, CONFIG, clock)
     path = tmp_path / "kept/replays.json"
-    body = {k: v for k, v in json.loads(path.read_text()).items() if k not in ("schema", "version", "digest")}
-    change(body)
-    path.write_text(
-        json.dumps({"schema": "shardcore/replays", "version": 3, **body, "digest": files.digest(body)})
-    )
+    edit(path, change)
     assert not replays.is_kept(tmp_path / "kept", problem, made, SETTING, CONFIG)
     replays.keep(tmp_path / "kept", problem, made, SETTING, CONFIG, clock)
     assert len(clock.ran) == 2 and replays.is_kept(tmp_path / "kept", problem, made, SETTING, CONFIG)
@@ -103,12 +100,7 @@ def test_replays_that_mean_something_else_or_lack_something_run_again(problem, m
 @pytest.mark.parametrize("slowdown", [0.0, -1.0, 1e4, 1e-4])
 def test_a_replay_at_a_slowdown_that_no_machine_has_is_refused(slowdown, problem, made, clock, tmp_path):
     replays.keep(tmp_path / "kept", problem, made, SETTING, CONFIG, clock)
-    path = tmp_path / "kept/replays.json"
-    body = {k: v for k, v in json.loads(path.read_text()).items() if k not in ("schema", "version", "digest")}
-    body["replays"][0]["slowdown"] = slowdown
-    path.write_text(
-        json.dumps({"schema": "shardcore/replays", "version": 3, **body, "digest": files.digest(body)})
-    )
+    edit(tmp_path / "kept/replays.json", lambda body: body["replays"][0].update(slowdown=slowdown))
     with pytest.raises(ShardCoreError, match=f"has slowdown {slowdown}; it needs 0.001 to 1,000"):
         replays.read(tmp_path / "kept")
 
@@ -357,11 +349,7 @@ def test_damaged_replays_of_one_problem_are_only_its_own(problem, made, clock, t
 )
 def test_replays_that_contradict_themselves_are_refused(problem, made, clock, tmp_path, spoil, said):
     replays.keep(tmp_path, problem, made[:1], SETTING, CONFIG, clock)
-    path = tmp_path / "replays.json"
-    body = json.loads(path.read_text())
-    spoil(body)
-    sealed = {k: v for k, v in body.items() if k not in ("schema", "version", "digest")}
-    path.write_text(json.dumps({**body, "digest": files.digest(sealed)}))
+    edit(tmp_path / "replays.json", spoil)
     with pytest.raises(ShardCoreError, match=said):
         replays.read(tmp_path)
 

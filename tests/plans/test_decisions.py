@@ -46,10 +46,7 @@ def test_a_decision_tells_what_the_version_that_it_chose_costs():
 @pytest.mark.parametrize(
     "changes, said",
     [
-        (
-            {"current": "../../other/versions/v"},
-            "has current '../../other/versions/v'; it needs 16 hex digits",
-        ),
+        ({"current": "../../other/versions/v"}, "has current '../../other/versions/v'; it needs 16 hex"),
         ({"candidate": "x"}, "has candidate 'x'"),
         ({"parent": "../x"}, "has parent '../x'"),
         ({"problem": "other"}, "on problem 'other'"),

@@ -26,7 +26,7 @@ MODEL = AnalyticModel(
 BUDGET = Budget(evals=20_000)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def shifted():
     """A problem and its plan; and the problem as it is now, a few tables being looked up much more."""
     rng = np.random.default_rng(0)

@@ -29,7 +29,7 @@ from shardcore.step.lower import lower
 from shardcore.torchrec import sharder
 
 pytestmark = pytest.mark.usefixtures("short_explanations")
-CONFIG = PublishConfig("anneal", budget_evals=300, torchrec_s=0)
+CONFIG = PublishConfig("anneal_columns", budget_evals=300, torchrec_s=0)
 
 
 @pytest.fixture(scope="module")

@@ -24,11 +24,11 @@ SHIPPED = (
 )
 """Of learned ones, each network and each way to cut."""
 DRAWN = {
-    **dict.fromkeys(("random", *greedy.ORDERS, "anneal_columns", "torchrec"), 2),
+    **dict.fromkeys(("random", *greedy.ORDERS, "anneal_columns", "milp", "embark"), 2),
+    "torchrec": 1,
     "size_greedy": 10,
     "neuroshard": 5,
-    **dict.fromkeys(("anneal", "milp", "embark"), 4),
-    "portfolio": 3,
+    **dict.fromkeys(("anneal", "portfolio"), 3),
     **dict.fromkeys(LEARNED, 2),
 }
 """Drawn problems of a test: few for those that share their implementation with another, or are slow."""
@@ -51,7 +51,7 @@ def suite(sharder: str) -> SharderConformance:
                 return {**SHARDERS, **PEERS}[sharder](problem, model, seed=seed, budget=budget)
             place = sharder_of(sharder, untrained(LEARNED[sharder][0]))
             # Random plans of a random policy.
-            budget = budget and Budget(evals=min(budget.evals, 100))
+            budget = budget and Budget(evals=min(budget.evals, 20))
             return place(problem, model, seed=seed, budget=budget)
 
     return Suite()

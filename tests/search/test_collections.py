@@ -38,7 +38,7 @@ def test_plans_of_all_sharders_run_collections_by_themselves(name):
     assert price(workload, model_for(given)).total_ms == plan.provenance["predicted_ms"]
 
 
-@pytest.mark.parametrize("name", ["anneal", "anneal_columns"])
+@pytest.mark.parametrize("name", ["anneal", pytest.param("anneal_columns", marks=pytest.mark.long)])
 def test_a_search_that_knows_of_collections_finds_better_plans(name):
     """Than one that takes them for one, by what both cost as they run. With slow launches it matters."""
     given, one = problem("aaaa"), problem("aaaa", several=False)

@@ -48,10 +48,7 @@ def test_values_differ_by_where_their_ids_end():
         ([], "features have [] samples; they need the same number, 1 or more"),
         ([(np.zeros(0, int), np.zeros(0, int))], "features have [0] samples"),
         ([(np.array([1]), np.array([1])), (np.array([1]), np.array([1, 0]))], "features have [1, 2] samples"),
-        (
-            [(np.array([1]), np.array([2]))],
-            "a feature has 1 ids, and lengths of 2 in all; they need to agree",
-        ),
+        ([(np.array([1]), np.array([2]))], "a feature has 1 ids, and lengths of 2 in all; they need to"),
     ],
 )
 def test_features_that_do_not_fit_are_refused(features, said):

@@ -86,10 +86,7 @@ LOCKED = (
 @pytest.mark.parametrize(
     "content, said",
     [
-        (
-            LOCKED.format("one", "xx/../../../precious"),
-            "has md5 'xx/../../../precious'; it needs 32 hex digits",
-        ),
+        (LOCKED.format("one", "xx/../../../precious"), "has md5 'xx/../../../precious'; it needs 32 hex"),
         (LOCKED.format("one", "a" * 31), "it needs 32 hex digits"),
         (LOCKED.format("one", "A" * 32), "it needs 32 hex digits"),
         (LOCKED.format("../precious", "a" * 32), "has path '../precious'; it needs to be one in the project"),

@@ -8,15 +8,12 @@ import logging
 import re
 
 import pytest
-from laws import SETTING, comm_samples, compute_samples, linear_law, pool
+from laws import SETTING, comm_samples, compute_samples, linear_law, pool, replayed_as_priced
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.step_cost import PARTS
 from shardcore.core.types import Table
 from shardcore.cost import fit, neural
-from shardcore.cost.model import price
 from shardcore.io import files, replays
-from shardcore.io.measurements import Spread, StepSample
 from shardcore.measure import hardware
 from shardcore.measure.replay import ReplayConfig
 from shardcore.search import compare
@@ -104,17 +101,7 @@ def test_what_was_replayed_is_not_run_again_and_what_else_is_there_goes(model, t
     problems = evaluate._to_replay(pool(), model.setting, 2, SMALL)[:1]
     steps = ReplayConfig(repeats=2, arena_bytes=evaluate.ARENA_BYTES)
 
-    def run(workloads):
-        costs = [price(w, model) for w in workloads]
-        return [
-            StepSample(
-                **{part: getattr(c, part) for part in PARTS},
-                step=Spread(1.0, 1.0, 1.0, 9),
-                oversubscribed=False,
-            )
-            for c in costs
-        ]
-
+    run = replayed_as_priced(model)
     for problem in problems:
         made = [
             (o.algorithm, o.plan)

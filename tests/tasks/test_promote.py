@@ -6,16 +6,13 @@ import re
 import shutil
 
 import pytest
-from laws import SETTING, comm_samples, compute_samples, linear_law, pool, spread
+from laws import SETTING, comm_samples, compute_samples, linear_law, pool, replayed_as_priced, spread
 from prefect.logging import disable_run_logger
 from tracking import tracked
 
-from shardcore.core.step_cost import PARTS
 from shardcore.cost import collective_fit, fit, neural
 from shardcore.cost.accuracy import split_of
-from shardcore.cost.model import price
 from shardcore.io import dataset, model_files, replays
-from shardcore.io.measurements import Spread, StepSample
 from shardcore.measure.replay import ReplayConfig
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search import SHARDERS
@@ -98,18 +95,7 @@ def replay_as_priced_by(model, store, problems):
     for i in range(problems):
         drawn = draw_problem(pool(), i, SETTING, 1, ProblemConfig(2, 4, 8, 32))
         made = [("random", SHARDERS["random"](drawn, model, seed=seed)) for seed in range(8)]
-
-        def run(workloads):
-            costs = [price(w, model) for w in workloads]
-            return [
-                StepSample(
-                    **{part: getattr(c, part) for part in PARTS},
-                    step=Spread(1.0, 1.0, 1.0, 9),
-                    oversubscribed=False,
-                )
-                for c in costs
-            ]
-
+        run = replayed_as_priced(model)
         replays.keep(store / "replays" / drawn.name, drawn, made, SETTING, ReplayConfig(), run)
 
 

@@ -233,22 +233,12 @@ def test_services_of_the_stack_are_reached_without_a_proxy(tmp_path, host, env, 
         ({"folder": "a\0b"}, "becomes part of URLs"),
         ({"folder": "100%"}, "becomes part of URLs"),
         ({"host": ""}, "stack.host is empty; it needs a value such as 127.0.0.1"),
-        (
-            {"prefect_database": "somewhere"},
-            "stack.prefect_database is 'somewhere'; it needs a URL that begins with postgresql",
-        ),
-        (
-            {"prefect_database": "postgresql://me:secret@db/p"},
-            r"is 'postgresql://…@db/p'; it needs a URL that begins with "
-            r"postgresql\+asyncpg:// or sqlite\+aiosqlite://",
-        ),
+        ({"prefect_database": "somewhere"}, "stack.prefect_database is 'somewhere'; it needs a URL that"),
+        ({"prefect_database": "postgresql://me:secret@db/p"}, r"is 'postgresql://…@db/p'; it needs a URL"),
         ({"mlflow_database": "mlflow.db"}, "mlflow_database is 'mlflow.db'"),
         ({"mlflow_database": "oracle://x"}, "stack.mlflow_database is 'oracle://x'"),
         ({"mlflow_database": "mysql://"}, "mysql://'"),
-        (
-            {"allowed_hosts": ("example.org", "a,b")},
-            "stack.allowed_hosts has 'a,b'; it needs names or addresses",
-        ),
+        ({"allowed_hosts": ("example.org", "a,b")}, "stack.allowed_hosts has 'a,b'; it needs names or"),
         ({"allowed_hosts": ("example.org:5000",)}, "'example.org:5000'; it needs names or addresses without"),
         ({"allowed_hosts": ("",)}, "stack.allowed_hosts has ''"),
     ],
@@ -262,10 +252,7 @@ def test_a_config_that_cannot_work_is_refused(wrong, said):
 @pytest.mark.parametrize(
     "wrong, said",
     [
-        (
-            {"host": "192.0.2.1"},
-            r"stack.host is '192.0.2.1', which is no IPv4 address of this machine \(.+\); 127.0.0.1 serves",
-        ),
+        ({"host": "192.0.2.1"}, r"stack.host is '192.0.2.1', which is no IPv4 address of this machine"),
         ({"host": "::1"}, "stack.host is '::1', which is no IPv4 address"),
         ({"host": "no such host"}, "'no such host', which is no"),
         ({"host": "a\0b"}, "which is no IPv4 address"),

@@ -9,13 +9,9 @@ is TorchRec's: groups, ranks of the plan, forward, backward, sync.
 from __future__ import annotations
 
 import importlib.util
-import logging
-import os
 import sys
 import tempfile
-import traceback
 import types
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,23 +142,12 @@ class Run:
     steps: int
 
 
-def work(rank: int, n: int, local: int, runs: Sequence[Run], folder: str) -> None:
+def work(rank: int, given: Problem, folder: str, runs: Sequence[Run], kept: str) -> str:
     """Run on one rank. Each step's shards of this rank, and the dense part, are kept in a file."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(local), LOCAL_RANK=str(rank % local)
-    )
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
-    try:
-        for i, run in enumerate(runs):
-            torch.save(_trained(rank, run), f"{folder}/trained-{i}-{rank}")
-        dist.barrier()
-    except BaseException as error:
-        Path(f"{folder}/failed-{rank}").write_text("".join(traceback.format_exception(error)))
-        os._exit(1)
-    os._exit(0)  # threads of gloo may hang
+    for i, run in enumerate(runs):
+        torch.save(_trained(rank, run), f"{kept}/trained-{i}-{rank}")
+    dist.barrier()
+    return ""
 
 
 def _trained(rank: int, run: Run) -> list[dict[str, Any]]:
@@ -316,7 +301,7 @@ def compare(
     limit_s: float = 240,
 ) -> list[Apart]:
     """Train each grouping under each optimizer, all in the same processes."""
-    n, local = len(given.topology), len(given.topology.on_hosts[0])
+    n = len(given.topology)
     with tempfile.TemporaryDirectory() as folder:
         runs, asked = [], []
         for grouping in groupings:
@@ -324,9 +309,8 @@ def compare(
             write_dmp_collection(path, to_dmp_collection(plan, given, "tables", "cpu"), grouping.sync_every)
             runs += [Run(path, optimizer, steps) for optimizer in optimizers]
             asked += [plan] * len(optimizers)
-        codes = training.in_processes(n, work, (n, local, runs, folder), limit_s)
-        failed = sorted(Path(folder).glob("failed-*"))
-        assert not any(codes), failed[0].read_text() if failed else codes
+        said = training.on_ranks(given, work, runs, folder, limit_s=limit_s)
+        assert said == [""] * n, said
         return [
             _apart(
                 given,

@@ -1,7 +1,6 @@
 """Hot rows on every rank: outputs, training, checkpoints by id, and what is refused."""
 
 import hashlib
-import json
 from dataclasses import replace
 
 import hot_cold_training as training
@@ -10,6 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load, save
+from sealing import edit
 from shapes import replica, row
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import DataType
@@ -18,7 +18,6 @@ from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.io import envelope, writing
 from shardcore.io.hot_ids import HotIds
 from shardcore.search import SHARDERS, Budget
 from shardcore.tables.hot_rows import with_hot_rows
@@ -271,11 +270,8 @@ def test_rows_whose_digests_are_right_but_cannot_be_are_refused(tmp_path, change
     change(tensors)
     with safe_open(path, "pt") as file:
         path.write_bytes(save({k: v.contiguous() for k, v in tensors.items()}, file.metadata()))
-    complete = tmp_path / "rows/complete.json"
-    body = json.loads(complete.read_text())
-    body["files"][path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
-    del body["digest"], body["schema"], body["version"]
-    writing.write_json(complete, envelope.document("rows-complete", envelope.seal(body)))
+    right = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()}
+    edit(tmp_path / "rows/complete.json", lambda body: body["files"].update(right))
     with pytest.raises(ShardCoreError, match=said):
         load_rows(HotColdEmbeddingCollection(CONFIGS, {"h": HOT}), tmp_path / "rows")
 

@@ -24,39 +24,12 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.step import memory
+from shardcore.tables.public import public_pool
 from shardcore.torchrec.planner import ShardCorePlanner, plan_for, problem_for
 
 GIB = 2**30
 TWO, LOOKUPS = Topology((Device(GIB),) * 2), {"f0": 1.0, "f1": 1.0}
-MLPERF_ROWS = (
-    40_000_000,
-    39060,
-    17295,
-    7424,
-    20265,
-    3,
-    7122,
-    1543,
-    63,
-    40_000_000,
-    3067956,
-    405282,
-    10,
-    2209,
-    11938,
-    155,
-    4,
-    976,
-    14,
-    40_000_000,
-    40_000_000,
-    40_000_000,
-    590152,
-    12973,
-    108,
-    36,
-)
-"""Rows of Criteo's 26 tables, capped at 40 million, as in MLPerf's DLRM-DCNv2."""
+MLPERF_ROWS = tuple(t.rows for t in public_pool("mlperf-dlrm-dcnv2"))
 
 
 def model(rows=(1000, 2000), dim=64) -> nn.Module:

@@ -19,85 +19,54 @@ def with_a(**fields):
     return {**CONSTRAINTS, "a": ParameterConstraints(**{"pooling_factors": [10.0], **fields})}
 
 
-@pytest.mark.parametrize(
-    "given, said",
-    [
+ASKED = {
+    "topology": FOUR,
+    "batch_size": 16,
+    "constraints": CONSTRAINTS,
+    "model": MODEL,
+    "algorithm": "size_greedy",
+}
+OF_A_TABLE = {
+    "pooling_factors": [None, 5.0, ["x"]],
+    "sharding_types": ["row_wise", [None]],
+    "compute_kernels": ["fused"],
+}
+WRONG = {
+    "batch_size": [(value, "batch_size is {0!r}; it needs") for value in (0, -2, 16.0, "16", True)],
+    "reserved": [(value, "reserved is {0!r}; it needs") for value in (-0.5, 1.0, "x", float("nan"), None)],
+    "topology": [
+        *[(value, "topology is {0!r}; it needs to be TorchRec's") for value in (None, 4, "x")],
+        *[(theirs(hbm_cap=n), f"topology has hbm_cap {n} on rank 0") for n in (0, -1)],
+    ],
+    "seed": [(value, "seed is {0!r}; it needs to be") for value in (1.5, -1, None, "x", True)],
+    "constraints": [
+        ([ParameterConstraints()], "constraints is .* it needs to be ParameterConstraints by"),
+        *[({"a": value}, "constraints of table 'a' is .* it needs to be Param") for value in (None, {})],
         *[
-            ({"batch_size": value}, said)
-            for value, said in [
-                (0, "batch_size is 0; it needs 1 or more"),
-                (-2, "batch_size is -2"),
-                (16.0, "batch_size is 16.0"),
-                ("16", "batch_size is '16'; it needs to be a whole number"),
-                (True, "batch_size is True"),
-            ]
+            (with_a(**{field: value}), f"table 'a' has {field} .* it needs to be a list")
+            for field, values in OF_A_TABLE.items()
+            for value in values
         ],
         *[
-            ({"topology": theirs(), "reserved": value}, said)
-            for value, said in [
-                (-0.5, "reserved is -0.5; it needs to be a share"),
-                (1.0, "reserved is 1.0"),
-                ("x", "reserved is 'x'"),
-                (float("nan"), "reserved is nan"),
-                (None, "reserved is None; it needs to be a number"),
-            ]
-        ],
-        ({"reserved": 0.5}, "reserved is 0.5; it is a share of TorchRec's topology"),
-        *[
-            ({"topology": value}, f"topology is {value!r}; it needs to be TorchRec's")
-            for value in (None, 4, "x")
-        ],
-        *[
-            ({"topology": theirs(hbm_cap=value)}, f"topology has hbm_cap {value} on rank 0")
-            for value in (0, -1)
-        ],
-        *[({"seed": value}, f"seed is {value!r}; it needs to be") for value in (1.5, -1, None, "x", True)],
-        (
-            {"constraints": [ParameterConstraints()]},
-            "constraints is .* it needs to be ParameterConstraints by",
-        ),
-        *[
-            (
-                {"constraints": {"a": value}},
-                "constraints of table 'a' is .* it needs to be ParameterConstraints",
-            )
-            for value in (None, {})
-        ],
-        *[
-            (
-                {"constraints": with_a(**fields)},
-                f"table 'a' has {next(iter(fields))} .* it needs to be a list",
-            )
-            for fields in (
-                {"pooling_factors": None},
-                {"pooling_factors": 5.0},
-                {"pooling_factors": ["x"]},
-                {"sharding_types": "row_wise"},
-                {"sharding_types": [None]},
-                {"compute_kernels": "fused"},
-            )
-        ],
-        *[
-            (
-                {"constraints": with_a(min_partition=value)},
-                "table 'a': min_partition is .* a number of columns",
-            )
-            for value in ("x", 4.0)
+            (with_a(min_partition=x), "table 'a': min_partition is .* a number of columns")
+            for x in ("x", 4.0)
         ],
     ],
+}
+
+
+@pytest.mark.parametrize(
+    "name, value, said", [(name, *row) for name, values in WRONG.items() for row in values]
 )
-def test_an_argument_of_another_kind_is_named_with_its_value(given, said):
-    with pytest.raises(ShardCoreError, match=said):
-        ShardCorePlanner(
-            **{
-                "topology": FOUR,
-                "batch_size": 16,
-                "constraints": CONSTRAINTS,
-                "model": MODEL,
-                "algorithm": "size_greedy",
-                **given,
-            }
-        ).plan(MODULE)
+def test_an_argument_of_another_kind_is_named_with_its_value(name, value, said):
+    of_theirs = {"topology": theirs()} if name == "reserved" else {}
+    with pytest.raises(ShardCoreError, match=said.format(value)):
+        ShardCorePlanner(**{**ASKED, **of_theirs, name: value}).plan(MODULE)
+
+
+def test_a_share_is_reserved_of_torchrecs_topology_alone():
+    with pytest.raises(ShardCoreError, match="reserved is 0.5; it is a share of TorchRec's topology"):
+        ShardCorePlanner(**ASKED, reserved=0.5).plan(MODULE)
 
 
 @pytest.mark.parametrize("module", [None, 3])

@@ -135,10 +135,7 @@ def test_a_sharding_type_that_is_no_kinds_is_refused():
     [
         (lambda: {"x": sharding("table_wise", (0, 0, 1000, 64, 0))}, "tables.*'x'.*'t'"),
         (lambda: {}, "'t'"),
-        (
-            lambda: {"t": sharding("table_wise", (0, 0, 1000, 64, 3))},
-            "table 't' on rank 3; there are ranks 0 to 2",
-        ),
+        (lambda: {"t": sharding("table_wise", (0, 0, 1000, 64, 3))}, "table 't' on rank 3; there are ranks"),
         (lambda: {"t": sharding("row_wise")}, "'t' row_wise without a sharding_spec"),
         (lambda: {"t": sharding("table_wise", (0, 0, 1001, 64, 0))}, r"rows \[\(0, 1001\)\] of table 't'"),
     ],

@@ -6,11 +6,7 @@ rows by itself, so what is compared there is the ranks: an id has one row, which
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
-import tempfile
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 import training
 
 from shardcore.core.topology import Device, Topology
-from shardcore.core.types import Setting
+from shardcore.core.types import Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import Budget
 from shardcore.torchrec.planner import ShardCorePlanner
@@ -137,29 +133,10 @@ def planner(n: int, asked=None) -> ShardCorePlanner:
     return made
 
 
-def train(n: int) -> list[str]:
-    """What each rank says that is wrong, "" if nothing is."""
-    with tempfile.TemporaryDirectory() as folder:
-        codes = training.in_processes(n, _work, (n, folder), 120)
-        said = [Path(f"{folder}/said-{rank}") for rank in range(n)]
-        return [
-            path.read_text() if path.exists() else f"ended with {code}"
-            for path, code in zip(said, codes, strict=True)
-        ]
-
-
-def _work(rank: int, n: int, folder: str) -> None:
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(n), LOCAL_RANK=str(rank))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
-    try:
-        said = _trained(rank, n)
-    except Exception as error:
-        said = f"{type(error).__name__}: {str(error)[:500]}"
-    Path(f"{folder}/said-{rank}").write_text(said)
-    os._exit(0)  # the other rank may be gone
+def train(n: int) -> list[str | None]:
+    """For each rank what is wrong, "" if nothing is. None: it died or hung."""
+    given = Problem("wrapped", (Table("a", ROWS, 8, 2.0),), Topology((Device(10**9),) * n), BATCH * n)
+    return training.on_ranks(given, _trained)
 
 
 def sharders():
@@ -181,9 +158,10 @@ def sharders():
     ]
 
 
-def _trained(rank: int, n: int) -> str:
+def _trained(rank: int, given: Problem, folder: str) -> str:
     from torchrec.distributed import DistributedModelParallel
 
+    n = len(given.topology)
     torch.manual_seed(1)
     whole = Model()
     torch.manual_seed(1)

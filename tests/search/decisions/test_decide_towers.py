@@ -261,11 +261,7 @@ APART = Constraints(pinned=(("t0", ("a",)), ("t1", ("b",))))
         (lambda: problem_of(hosts="aaaa"), pairs(), "has 1 host; towers need 2 or more"),
         (lambda: problem_of(hosts="aaab"), pairs(), "has hosts of 1 to 3 devices; towers need as many"),
         (lambda: problem_of(constraints=APART), pairs(), "'t0', 't1' on one host, but constraints.pinned"),
-        (
-            lambda: tower_hosts(problem_of(), pairs(), MODEL).problem,
-            pairs(),
-            "has job.tower_ratio 4.0, so its towers are placed already",
-        ),
+        (lambda: tower_hosts(problem_of(), pairs(), MODEL).problem, pairs(), "has job.tower_ratio 4.0, so"),
     ],
 )
 def test_what_cannot_have_towers_is_refused(make, towers, said):
@@ -324,19 +320,10 @@ def test_files_of_towers_are_read(tmp_path):
         ({**GOOD, "tower": 1}, "unknown key 'tower'; known are compression_ratio, towers, tables, affinity"),
         ({**MATRIX, "affinity": [[0, 1]]}, "an affinity of 1 rows for 2 tables"),
         ({**MATRIX, "affinity": [[0, 1], [1]]}, "1 columns in the row of 't1'; it needs 2"),
-        (
-            {**MATRIX, "affinity": [[0, 1], [2, 0]]},
-            "affinity 1 of 't0' and 't1', and 2 of 't1' and 't0'; it needs to be symmetric",
-        ),
+        ({**MATRIX, "affinity": [[0, 1], [2, 0]]}, "affinity 1 of 't0' and 't1', and 2 of 't1' and 't0'; it"),
         ({**MATRIX, "affinity": [[0, -1], [-1, 0]]}, "affinity -1 of 't0' and 't1'; it needs 0, or 1e-100"),
-        (
-            {**MATRIX, "affinity": [[0, 1e308], [1e308, 0]]},
-            "affinity 1e+308 of 't0' and 't1'; it needs 0, or",
-        ),
-        (
-            {**MATRIX, "affinity": [[0, 1e-320], [1e-320, 0]]},
-            "of 't0' and 't1'; it needs 0, or 1e-100 to 1e+100",
-        ),
+        ({**MATRIX, "affinity": [[0, 1e308], [1e308, 0]]}, "affinity 1e+308 of 't0' and 't1'; it needs 0"),
+        ({**MATRIX, "affinity": [[0, 1e-320], [1e-320, 0]]}, "of 't0' and 't1'; it needs 0, or 1e-100 to"),
         ({**MATRIX, "tables": ["t0", "t0"], "affinity": [[0, 1], [1, 0]]}, "table 't0' 2 times in 'tables'"),
         ({**MATRIX, "affinity": [[0, float("nan")], [1, 0]]}, "is not finite"),
     ],

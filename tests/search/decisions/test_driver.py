@@ -206,14 +206,8 @@ def test_towers_may_have_rows_in_host_memory():
 @pytest.mark.parametrize(
     "decisions, why",
     [
-        (
-            [Groups(), OnTowers(Towers(2.0, (("t0",),)))],
-            "sharding groups and towers .* towers are of all hosts",
-        ),
-        (
-            [provision.Provision([], {}, provision.Target(1.0)), MemoryTiers()],
-            "clusters and memory tiers .* offers do",
-        ),
+        ([Groups(), OnTowers(Towers(2.0, (("t0",),)))], "sharding groups and towers .* towers are of all"),
+        ([provision.Provision([], {}, provision.Target(1.0)), MemoryTiers()], "clusters and memory tiers "),
         ([MemoryTiers(), MemoryTiers()], "memory tiers were asked for twice"),
     ],
 )

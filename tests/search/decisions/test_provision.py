@@ -1,9 +1,9 @@
 """Which cluster is chosen, and what is refused."""
 
-import json
 from dataclasses import replace
 
 import pytest
+from offers import write_offers
 
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible, SettingMismatch, ShardCoreError
@@ -159,8 +159,7 @@ def test_what_makes_no_sense_is_named(make, said):
     ],
 )
 def test_a_file_of_offers_is_checked(offers, said, tmp_path):
-    document = {"schema": "shardcore/offers", "version": 1, "offers": offers}
-    (tmp_path / "o.json").write_text(json.dumps(document))
+    write_offers(tmp_path / "o.json", *offers)
     with pytest.raises(ShardCoreError) as error:
         read_offers(tmp_path / "o.json")
     assert said in str(error.value) and "o.json" in str(error.value)

@@ -53,14 +53,8 @@ def rewritten(folder, weights=None, **meta):
 @pytest.mark.parametrize(
     "meta, said",
     [
-        (
-            {"features": ["dim", "rows"]},
-            r"on features \['dim', 'rows'\]; this ShardCore computes .*train again",
-        ),
-        (
-            {"name": "alphashard"},
-            "has the name 'alphashard'; known are dreamshard, dreamshard_direct, autoshard",
-        ),
+        ({"features": ["dim", "rows"]}, r"on features \['dim', 'rows'\]; this ShardCore computes .*train"),
+        ({"name": "alphashard"}, "has the name 'alphashard'; known are dreamshard, dreamshard_direct"),
         ({"name": "dreamshard"}, "weight 'choice.weight' is missing"),
         ({"colour": 1}, "unknown key 'colour'"),
         ({"setting": {"hardware": "x"}}, "setting lacks the key 'batch'"),
@@ -89,17 +83,9 @@ def test_a_cost_model_is_no_policy_and_another_version_is_named(tmp_path):
     [
         ("score.3.weight", None, "weight 'score.3.weight' is missing"),
         ("score.9.weight", np.zeros(1, np.float32), "weight 'score.9.weight' is not known"),
-        (
-            "score.3.bias",
-            np.zeros(2, np.float32),
-            r"'score.3.bias' is float32 \[2\]; it needs to be float32 .1",
-        ),
+        ("score.3.bias", np.zeros(2, np.float32), r"'score.3.bias' is float32 \[2\]; it needs to be float32"),
         ("score.3.bias", np.zeros(1), r"'score.3.bias' is float64 \[1\]; it needs to be float32"),
-        (
-            "score.3.bias",
-            np.full(1, np.nan, np.float32),
-            "'score.3.bias' has values beyond 1e.06, or that are",
-        ),
+        ("score.3.bias", np.full(1, np.nan, np.float32), "'score.3.bias' has values beyond 1e.06, or that"),
         ("sd", np.zeros(21, np.float32), "weight 'sd' is not positive"),
     ],
 )
