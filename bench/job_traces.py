@@ -1,6 +1,12 @@
 """Steps of a job's other plans, predicted from one traced step. Real TorchRec jobs on gloo processes of this machine.
 
     python -m bench.job_traces MODEL --jobs 10 --out FOLDER
+    python -m bench.job_traces MODEL --jobs 10 --shapes 1x4 1x8 2x2 2x4 --out FOLDER      # as root: emulated hosts
+
+A shape is hosts x ranks of each. Several hosts are emulated (measure/hosts.py): processes, gloo and TCP are real,
+links between hosts have the rate of bench/box_replays.py, and its tables. There MODEL has rates of exchanges
+that were measured in such boxes (--exchanges). More ranks than cores share these: a step is what the scheduler makes of
+it.
 
 Each job is a drawn problem with random plans of all kinds (measure/sampling/steps.py, of a seed that nothing else
 uses) and the plan that a greedy search finds. They take turns, in another order each round. The first has a
@@ -12,34 +18,42 @@ ShardCoreProfiler, which traces three steps. The median steps of the *other* pla
   by three        by all three
   mean            each plan takes what the traced one took: the least that a model has to beat
 
-The same from a model of another machine, emulated: MODEL with lookups and exchanges multiplied by --other.
+The same from a model of another machine, emulated: MODEL with lookups multiplied and exchanges divided by --other. And
+from a profile (--profile), for which nothing was measured here. On emulated hosts it has the links of data sheets.
 
-FOLDER gets report.md, and for each job the traces and a file; a rerun goes on after the jobs that are done.
+FOLDER gets report.md, and for each job the traces and a file; a rerun goes on after the jobs that are done. With
+--minutes 0 it only reports.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench import common
+from bench import box_replays, common
 from bench.common import say
 from bench.job_traces_training import TURN, Job, work
 from shardcore import report
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.types import Plan, Problem, Setting
-from shardcore.cost import composite, traced_factors
+from shardcore.core.job import Job as StepJob
+from shardcore.core.types import Plan, Problem
+from shardcore.core.validation import MOST_BYTES
+from shardcore.cost import neural, traced_factors
 from shardcore.cost.model import price
-from shardcore.cost.traced_factors import QUANTITIES, with_around
+from shardcore.cost.profile import load_profile
+from shardcore.cost.traced_factors import QUANTITIES, with_around, with_traced_dense
 from shardcore.io import files, writing
-from shardcore.measure import local_ranks
-from shardcore.measure.sampling.steps import step_plans
+from shardcore.measure import hosts, local_ranks
+from shardcore.measure.sampling.steps import random_plans, step_plans
 from shardcore.plans import traced_job
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal.reshard import rebind_tables
@@ -48,15 +62,57 @@ from shardcore.torchrec.sharding_plan import to_torchrec
 
 SEED = 4_242
 TABLE_BYTES = 128 << 20
+"""Most of a table, for two ranks."""
+BOX_TABLE_BYTES = 16 << 20
 TIMEOUT_S = 240.0
+FOUND = "measured"
 ARMS = ("as it is", "anchored", "corrected", "by three", "mean")
 
 
-def job_of(
-    index: int, pool: Sequence[Any], setting: Setting, ranks: int, model: Any
-) -> tuple[Problem, dict[str, Plan]]:
+@dataclass(frozen=True)
+class Shape:
+    """Hosts of a job, and ranks of each."""
+
+    hosts: int
+    ranks_per_host: int
+
+    @classmethod
+    def of(cls, text: str) -> Shape:
+        hosts_text, x, ranks_text = text.partition("x")
+        if not (
+            x and hosts_text.isdigit() and ranks_text.isdigit() and int(hosts_text) * int(ranks_text) > 1
+        ):
+            raise ShardCoreError(f"shape {text!r} is not hosts x ranks of each, such as 1x4 or 2x2")
+        return cls(int(hosts_text), int(ranks_text))
+
+    @property
+    def ranks(self) -> int:
+        return self.hosts * self.ranks_per_host
+
+    @property
+    def words(self) -> str:
+        if self.hosts == 1:
+            return f"{self.ranks} ranks on this machine"
+        return (
+            f"{self.hosts} x {self.ranks_per_host} ranks, hosts and links of {box_replays.BETWEEN_GBIT_S:g} Gbit/s "
+            "emulated"
+        )
+
+
+def job_of(index: int, pool: Sequence[Any], model: Any, shape: Shape) -> tuple[Problem, dict[str, Plan]]:
     """A problem and its plans. The first is traced."""
-    problem, drawn = step_plans(pool, index, setting, ranks, TABLE_BYTES, SEED)
+    if shape.hosts == 1:
+        # Each rank has memory for all tables, so with more ranks tables are smaller.
+        most_bytes = 2 * TABLE_BYTES // shape.ranks
+        problem, drawn = step_plans(pool, index, model.setting, shape.ranks, most_bytes, SEED)
+    else:
+        boxes = [(shape.hosts, shape.ranks_per_host)]
+        problem, _ = box_replays.problem_of(box_tables(), model, index, SEED, True, boxes)
+        room = [replace(device, memory_bytes=MOST_BYTES) for device in problem.topology.devices]
+        problem = replace(problem, topology=replace(problem.topology, devices=tuple(room)), job=StepJob())
+        drawn = random_plans(problem, np.random.default_rng([SEED, shape.hosts, shape.ranks, index]))
+    if shape != TWO_RANKS:
+        problem = replace(problem, name=f"{problem.name}-{shape.hosts}x{shape.ranks_per_host}")
     greedy = SHARDERS["size_lookup_greedy"](
         problem, model.for_problem(problem), seed=0, budget=Budget(evals=200)
     )
@@ -64,6 +120,15 @@ def job_of(
     trained = {name: plan for name, plan in plans.items() if _trains(plan, problem)}
     order = np.random.default_rng([SEED, index]).permutation(len(trained))
     return problem, {list(trained)[i]: list(trained.values())[i] for i in order}
+
+
+@cache
+def box_tables() -> list[Any]:
+    """Tables of jobs on emulated hosts, of which each rank has all in memory."""
+    return [t for t in box_replays.pool() if t.bytes <= BOX_TABLE_BYTES]
+
+
+TWO_RANKS = Shape(1, 2)
 
 
 def _trains(plan: Plan, problem: Problem) -> bool:
@@ -74,12 +139,15 @@ def _trains(plan: Plan, problem: Problem) -> bool:
         return False
 
 
-def run(job: Job) -> dict[str, Any]:
+def run(job: Job, shape: Shape) -> dict[str, Any]:
     """Train a job's plans; ms of their steps, and of the callback."""
-    ranks = len(job.problem.topology)
-    said: list[Any] = [None] * ranks
-    for rank, value in local_ranks.run("job", work, ranks, (job,), TIMEOUT_S):
-        said[rank] = value
+    said: list[Any] = [None] * shape.ranks
+    box = (
+        hosts.Box(shape.hosts, shape.ranks_per_host, box_replays.BETWEEN_GBIT_S) if shape.hosts > 1 else None
+    )
+    with hosts.box_of(box) if box else nullcontext() as places:
+        for rank, value in local_ranks.run("job", work, shape.ranks, (job,), TIMEOUT_S, places):
+            said[rank] = value
     # A step takes as long as on the slowest rank.
     steps = {name: np.max([times[name] for times, _ in said], axis=0).tolist() for name in job.plans}
     return {"steps_ms": steps, "callback_ms": np.max([ms for _, ms in said], axis=0).tolist()}
@@ -95,13 +163,15 @@ def judged(
     # A job's callback times a thousand steps between two traced ones. Here its plan takes turns with others.
     step_ms = float(np.median(found["steps_ms"][next(iter(plans))]))
     all_steps = replace(traced_job.read(folder), step_ms=step_ms)
+    assert all_steps.problem is not None
+    # A job knows its hosts, and not their links.
+    all_steps = replace(all_steps, problem=replace(all_steps.problem, topology=problem.topology))
     job = replace(all_steps, traced=replace(all_steps.traced, steps=all_steps.traced.steps[:1]))
     assert job.problem is not None
     checked, by_three = traced_job.check(job, model), traced_job.check(all_steps, model)
     measured = {name: float(np.median(ms)) for name, ms in found["steps_ms"].items()}
     noise = {name: _noise_ms(ms) for name, ms in found["steps_ms"].items()}
-    around = [rank.cost_ms("dense_ms") for step in job.traced.steps for rank in step.ranks]
-    as_it_is = with_around(job.problem, float(np.median(around)))
+    as_it_is = with_traced_dense(job.problem, [s.without_tracing(step_ms) for s in job.traced.steps])
     anchor = max(0.0, job.total_ms - checked.before.cost.total_ms + checked.before.cost.dense_ms)
     arms = {
         "as it is": (as_it_is, model),
@@ -190,11 +260,12 @@ HEADERS = ("prediction", "mean error", "median", "9 of 10 below", "predicted / m
 
 
 def text(
+    shape: Shape,
     jobs: Sequence[Mapping[str, Any]],
-    other: Sequence[Mapping[str, Any]],
+    others: Mapping[str, Sequence[Mapping[str, Any]]],
     found: Sequence[Mapping[str, Any]],
-    factor: float,
 ) -> str:
+    """The report of the jobs of a shape. others: of other models, by words."""
     noise = np.median(
         [job["noise_ms"][n] / job["measured_ms"][n] for job in jobs for n in job["measured_ms"]]
     )
@@ -204,14 +275,17 @@ def text(
     step_ms = np.median([job["traced_ms"] for job in jobs])
     return "\n\n".join(
         [
-            "# Steps of other plans, after one traced step",
+            f"## {shape.words}",
             f"{len(jobs)} jobs, {plans} other plans; a plan's step is known to ±{noise:.1%} (median, 95%), from "
             f"{len(found[0]['steps_ms'][jobs[0]['traced']])} turns of {TURN - 1} timed steps. Named: "
             f"{np.mean([job['named'] for job in jobs]):.1%} of a traced step's ms (least "
             f"{min(job['named'] for job in jobs):.1%}).",
             report.markdown_table(HEADERS, summary(jobs)),
-            f"From a model of another machine, emulated (lookups x {factor:g}, exchanges / {factor:g}):",
-            report.markdown_table(HEADERS, summary(other)),
+            *(
+                line
+                for words, rows in others.items()
+                for line in (f"From {words}:", report.markdown_table(HEADERS, summary(rows)))
+            ),
             f"The callback takes {quiet:.3f} ms a step without tracing, and {np.median(busy):.0f} ms in all for a "
             f"traced one (median over jobs, with writing): {(quiet + np.median(busy) / 1000) / step_ms:.2%} of a step "
             f"of {step_ms:.0f} ms at every=1000.",
@@ -224,35 +298,56 @@ def main() -> None:
         __doc__,
         {"model": "folder of the cost model"},
         out=(..., "folder of the report and of what is done"),
-        jobs=10,
+        shapes=(["1x2"], "hosts x ranks of each"),
+        jobs=(10, "of each shape"),
         first=(0, "number of the first job"),
-        ranks=2,
         rounds=(8, "turns of each plan, 4 or more"),
         other=(1.7, "factor of the emulated model of another machine"),
+        profile=("cpu", "a profile to start from"),
         minutes=(60.0, "begin no job after so many"),
     )
-    parser.add_argument("--pool", type=Path, default=Path("datasets/cpu-amd-epyc/pool-5100d5310aebd953.json"))
+    data = Path("datasets/cpu-amd-epyc/pool-5100d5310aebd953.json")
+    parser.add_argument("--pool", type=Path, default=data, help="of the tables of jobs on one host")
+    parser.add_argument(
+        "--exchanges", type=Path, default=Path("bench/emulated-hosts"), help="dataset of emulated exchanges"
+    )
     args = parser.parse_args()
-    model, pool = composite.load(args.model), files.read_pool(args.pool)
-    done, until = [], time.monotonic() + 60 * args.minutes
-    for index in range(args.first, args.first + args.jobs):
-        problem, plans = job_of(index, pool, model.setting, args.ranks, model)
+    alone, pool = neural.load(args.model), files.read_pool(args.pool)
+    shapes, until = [Shape.of(text) for text in args.shapes], time.monotonic() + 60 * args.minutes
+    in_box = box_replays.of_box(alone, args.exchanges) if any(s.hosts > 1 for s in shapes) else alone
+    of_profile = load_profile(args.profile).model()
+    pages, kept = ["# Steps of other plans, after one traced step"], {}
+    for shape, index in itertools.product(shapes, range(args.first, args.first + args.jobs)):
+        model = alone if shape.hosts == 1 else in_box
+        problem, plans = job_of(index, pool, model, shape)
         folder, path = args.out / problem.name, args.out / f"{problem.name}.json"
         if not path.exists():
-            if time.monotonic() > until:
-                break
-            writing.write_json(path, run(Job(problem, plans, model.setting, folder, args.rounds)))
+            if time.monotonic() >= until:
+                continue
+            writing.write_json(path, run(Job(problem, plans, model.setting, folder, args.rounds), shape))
         found = json.loads(path.read_text())
         if set(found["steps_ms"]) != set(plans):
             raise ShardCoreError(f"{path} is of other plans; remove it to run them again")
-        done.append((found, problem, plans, folder))
         medians = {name: round(float(np.median(ms)), 1) for name, ms in found["steps_ms"].items()}
         say(f"{problem.name}, ms of plans: {medians}")
-    jobs = [judged(problem, plans, found, folder, model) for found, problem, plans, folder in done]
-    theirs = other_machine(model, args.other)
-    other = [judged(problem, plans, found, folder, theirs) for found, problem, plans, folder in done]
-    writing.write_json(args.out / "jobs.json", {"jobs": jobs, "other": other})
-    page = text(jobs, other, [found for found, *_ in done], args.other)
+        models = {
+            "its own model": model,
+            f"a model of another machine, emulated (lookups x {args.other:g}, exchanges / {args.other:g})": (
+                other_machine(model, args.other)
+            ),
+            f"the profile {args.profile!r}": of_profile,
+        }
+        of_shape = kept.setdefault(shape, {})
+        of_shape.setdefault(FOUND, []).append(found)
+        for words, one in models.items():
+            of_shape.setdefault(words, []).append(judged(problem, plans, found, folder, one))
+    for shape, of_shape in kept.items():
+        found, jobs, *_ = of_shape.values()
+        others = {words: rows for words, rows in of_shape.items() if rows is not found and rows is not jobs}
+        pages.append(text(shape, jobs, others, found))
+    document = {f"{shape.hosts}x{shape.ranks_per_host}": of_shape for shape, of_shape in kept.items()}
+    writing.write_json(args.out / "jobs.json", document)
+    page = "\n\n".join(pages)
     writing.write_atomic(args.out / "report.md", (page + "\n").encode())
     print(page)
 

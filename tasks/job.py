@@ -1,40 +1,65 @@
-"""A running job's traces: the champion corrected by each traced step, in one MLflow run for the job."""
+"""A running job's traces: the champion corrected by its traced steps, in one MLflow run and page for the job."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlflow
+from mlflow.entities import Metric
 from prefect import get_run_logger, task
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.cost import composite
+from shardcore.cost import composite, traced_factors, traced_training
+from shardcore.cost.model import total_ms
 from shardcore.cost.profile import write_profile
 from shardcore.cost.profile_model import ProfileModel
-from shardcore.io import files, job_folder
+from shardcore.cost.traced_training import Corrected
+from shardcore.io import files, job_folder, traced_samples, writing
+from shardcore.io.traced_samples import TracedSample
 from shardcore.plans import traced_job
-from shardcore.plans.publisher import PublishConfig, Publisher
 from shardcore.plans.traced_job import CheckedJob, ReadJob
-from shardcore.report import job_report, plan_page, published_report
+from shardcore.report import job_page, job_report
+from shardcore.report.job_page import JobRecord
+from shardcore.step.lower import lower
 from tasks import paths, registry
-from tasks.pricing import pricing
+from tasks.pricing import Pricing, pricing
 from tasks.setting import SettingConfig
 
 JOB_TAG = "shardcore.job"
 MEASURED = "measured_ms"
-"""Metric of each step that was read."""
+"""Metric of each step that was read. It is logged last."""
+LEAST_GAIN = 1.0
+"""Points of error on held-out traces that a correction has to save. Each new champion has all plans published."""
+MOST_STEPS = 8
+"""Newest traced steps that correct a model: a job changes over weeks."""
+_FACTOR = "factor_"
+"""Begin of the metrics of factors."""
+MODEL, PROFILE_JSON, PROBLEM_JSON, PAGE = "model", "profile.json", "problem.json", "job.html"
+
+
+@dataclass(frozen=True)
+class JobSteps:
+    """Steps of a job that were read.
+
+    measured_ms: by number of the step.
+    lines: one on each, and one on the correction.
+    challenger: folder of a corrected model for the gate. None: the champion stays.
+    """
+
+    measured_ms: Mapping[int, float]
+    lines: tuple[str, ...]
+    challenger: Path | None = None
 
 
 @task(task_run_name="read-traces")
 @registry.plain_errors()
-def read_traces(
-    folder: Path, out: Path | None, plans: str | None, wanted: SettingConfig, config: PublishConfig
-) -> str:
-    """Correct the champion, or else a profile, by the traced steps of a job that no run has read.
+def read_traces(folder: Path, out: Path, wanted: SettingConfig, traced: Path = paths.TRACED) -> JobSteps:
+    """Read the steps of a job that no run has read, and correct the champion by all that are known.
 
-    Returns a line for each. The model and problem of the newest step lie in `out`. With `plans`, a plan for the job
-    is searched under that model, and published if it is worth it.
+    The steps join a dataset of traced steps. The corrected model, or the profile where there is no champion, lies in
+    `out`. A profile that its correction does not help is written as it is.
 
     Raises ShardCoreError for a folder without traced steps, and where none can be read.
     """
@@ -44,11 +69,10 @@ def read_traces(
         raise ShardCoreError(f"{folder} has no traced step of all ranks; ShardCoreProfiler writes them there")
     name = folder.resolve().name
     by = pricing(client, wanted.of_dataset_or_local(paths.MEASUREMENTS).hardware)
-    provenance = {"model": by.name, "model_version": by.version}
     found: dict[int, tuple[ReadJob, CheckedJob]] = {}
     errors = []
     with registry.run(run_id=_run_of(client, folder), run_name=f"job-{name}") as run:
-        mlflow.set_tags({"stage": "job", JOB_TAG: str(folder.resolve()), **provenance})
+        mlflow.set_tags({"stage": "job", JOB_TAG: str(folder.resolve()), "model": by.name})
         known = {m.step for m in client.get_metric_history(run.info.run_id, MEASURED)}
         for step in steps:
             if (number := job_folder.step_number(step)) in known:
@@ -62,15 +86,43 @@ def read_traces(
         if not found:
             if errors:
                 raise ShardCoreError(errors[0])
-            return f"{folder}: no new traced step"
-        _, newest = found[max(found)]
-        _keep(out or paths.JOBS / name, newest, name)
-        plan = [_publish(newest, name, plans, config, provenance)] if plans else []
-        # A step counts as read once it is logged. Until then a rerun keeps and publishes it again.
-        lines = [_log(number, *both) for number, both in found.items()] + plan
+            return JobSteps({}, (f"{folder}: no new traced step",))
+        for job, _ in found.values():
+            traced_samples.append(traced, traced_job.sample(job, by.model.setting.hardware))
+        lines = [
+            _log(
+                client,
+                job_folder.step_folder(folder, number),
+                by,
+                _predicted_ms(out, by, checked),
+                job,
+                checked,
+            )
+            for number, (job, checked) in found.items()
+        ]
+    corrected = traced_training.correct(by.model, _samples(by.model, name, traced))
+    lines.append(corrected.words)
     for line in lines:
         logger.info("%s", line)
-    return "\n".join(lines)
+    measured_ms = {number: job.total_ms for number, (job, _) in found.items()}
+    return JobSteps(measured_ms, tuple(lines), _keep(out, by, corrected))
+
+
+def _samples(model: object, name: str, traced: Path) -> list[TracedSample]:
+    """The newest samples of a job, oldest first."""
+    samples = [s for s in traced_samples.read_all([traced]) if s.job == name]
+    return [s for s in samples if traced_training.is_for(model, s)][-MOST_STEPS:]
+
+
+def _keep(out: Path, by: Pricing, corrected: Corrected) -> Path | None:
+    """Write the corrected model. Returns its folder, if it is one for the gate."""
+    if isinstance(corrected.model, ProfileModel):
+        write_profile(out / PROFILE_JSON, corrected.model.profile)
+        return None
+    if corrected.gain < LEAST_GAIN:
+        return None
+    composite.save(corrected.model, out / MODEL)
+    return out / MODEL
 
 
 def _run_of(client: mlflow.MlflowClient, folder: Path) -> str | None:
@@ -83,40 +135,116 @@ def _run_of(client: mlflow.MlflowClient, folder: Path) -> str | None:
     return runs[0].info.run_id if runs else None
 
 
-def _log(number: int, job: ReadJob, checked: CheckedJob) -> str:
+def _log(
+    client: mlflow.MlflowClient,
+    step: Path,
+    by: Pricing,
+    predicted_ms: float,
+    job: ReadJob,
+    checked: CheckedJob,
+) -> str:
     """Log a step in the active run. Returns a line for people."""
     metrics = {
-        MEASURED: job.total_ms,
-        "predicted_ms": checked.before.cost.total_ms,
+        "predicted_ms": predicted_ms,
         "around_ms": checked.correction.around_ms,
         "named_share": min(rank.named_share for step in job.traced.steps for rank in step.ranks),
     }
     metrics |= {
-        f"factor_{q.words.replace(' ', '_').replace(',', '')}": f.value
+        f"{_FACTOR}{q.words.replace(' ', '_').replace(',', '')}": f.value
         for q, f in checked.correction.factors.items()
         if f.units
     }
-    mlflow.log_metrics(metrics, step=number)
+    if by.champion:
+        metrics["model_version"] = float(by.version)
+    _log_metrics(client, metrics, job_folder.step_number(step), _at_ms(step))
     mlflow.log_text(job_report.traced_text(job.traced), f"{job.name}/parts.txt")
     mlflow.log_dict(dict(checked.correction.document()), f"{job.name}/correction.json")
-    headline = job_report.headline(job.total_ms, checked.before.cost.total_ms, checked.interval_ms)
+    headline = job_report.headline(job.total_ms, predicted_ms, checked.interval_ms)
     return f"{job.name}: {headline}. {job_report.bottleneck(job.traced.steps[-1])}"
 
 
-def _keep(out: Path, checked: CheckedJob, name: str) -> None:
-    """Write the corrected model, and the job's problem."""
-    if isinstance(checked.model, ProfileModel):
-        write_profile(out / "profile.json", checked.model.profile)
-    else:
-        composite.save(checked.model, out / "model")
-    files.write_problem(out / "problem.json", replace(checked.problem, name=name))
+def _predicted_ms(out: Path, by: Pricing, checked: CheckedJob) -> float:
+    """The step as the model and earlier steps have it; of the first one, with the dense part that it shows."""
+    if not (out / PROBLEM_JSON).exists():
+        return checked.before.cost.total_ms
+    around_ms = files.read_problem(out / PROBLEM_JSON).job.dense_ms
+    problem = traced_factors.with_around(checked.problem, around_ms)
+    workload = lower(checked.after.plan, problem, fits=False)
+    return total_ms(workload, by.model.for_problem(problem))
 
 
-def _publish(
-    checked: CheckedJob, name: str, plans: str, config: PublishConfig, provenance: dict[str, str]
-) -> str:
-    """Publish a plan for the job, if it is worth it. Returns a line."""
-    problem = replace(checked.problem, name=name)
-    publisher = Publisher(checked.model, plans, config, {**provenance, "job": name}, plan_page.page)
-    published = publisher.publish(problem)
-    return f"plan: {' | '.join(map(str, published_report.row(published)))}"
+@task(task_run_name="keep-problem")
+@registry.plain_errors()
+def keep_problem(folder: Path, out: Path, wanted: SettingConfig, traced: Path = paths.TRACED) -> Path:
+    """Write the job's problem, with all that its newest step takes beyond the champion's prediction as dense part.
+
+    Called after the gate, for the champion that it left. Returns the file.
+    """
+    client, name = registry.connect(), folder.resolve().name
+    by = pricing(client, wanted.of_dataset_or_local(paths.MEASUREMENTS).hardware, profile_of(out))
+    newest = _samples(by.model, name, traced)[-1]
+    files.write_problem(out / PROBLEM_JSON, replace(traced_training.job_problem(by.model, newest), name=name))
+    return out / PROBLEM_JSON
+
+
+def profile_of(out: Path) -> Path | None:
+    """The file of a job's corrected profile. None: it has none."""
+    return out / PROFILE_JSON if (out / PROFILE_JSON).exists() else None
+
+
+@task(task_run_name="log-steps")
+@registry.plain_errors()
+def log_steps(folder: Path, out: Path, steps: JobSteps, notes: Sequence[str]) -> Path:
+    """Log steps as read, and write the job's page, which is in its run too. Returns the page.
+
+    Called last: until then a rerun reads the steps again.
+    """
+    client, name = registry.connect(), folder.resolve().name
+    with registry.run(run_id=_run_of(client, folder), run_name=f"job-{name}") as run:
+        for number, ms in steps.measured_ms.items():
+            at_ms = _at_ms(job_folder.step_folder(folder, number))
+            _log_metrics(client, {MEASURED: ms}, number, at_ms)
+        page = job_page.page(name, records(client, run.info.run_id), notes)
+        mlflow.log_text(page, PAGE)
+        mlflow.set_tag("mlflow.note.content", "\n\n".join(notes))
+    writing.write_atomic(out / PAGE, page.encode())
+    return out / PAGE
+
+
+def records(client: mlflow.MlflowClient, run_id: str) -> list[JobRecord]:
+    """The steps of a job's run. A step that was read twice counts once."""
+    names = client.get_run(run_id).data.metrics
+    # Of equal steps the last one that was logged counts.
+    history = {name: {m.step: m for m in client.get_metric_history(run_id, name)} for name in names}
+
+    def value(name: str, step: int) -> float:
+        return history[name][step].value if step in history.get(name, {}) else float("nan")
+
+    return [
+        JobRecord(
+            step,
+            measured.timestamp / 1000,
+            measured.value,
+            value("predicted_ms", step),
+            value("around_ms", step),
+            value("named_share", step),
+            f"{value('model_version', step):.0f}" if step in history.get("model_version", {}) else "",
+            {
+                name.removeprefix(_FACTOR).replace("_", " "): found[step].value
+                for name, found in history.items()
+                if name.startswith(_FACTOR) and step in found
+            },
+        )
+        for step, measured in sorted(history.get(MEASURED, {}).items())
+    ]
+
+
+def _at_ms(step: Path) -> int:
+    """When a step was traced, Unix ms."""
+    return int(1000 * (step / job_folder.JOB_JSON).stat().st_mtime)
+
+
+def _log_metrics(client: mlflow.MlflowClient, metrics: Mapping[str, float], step: int, at_ms: int) -> None:
+    run = mlflow.active_run()
+    assert run is not None
+    client.log_batch(run.info.run_id, [Metric(k, v, at_ms, step) for k, v in metrics.items()])

@@ -8,6 +8,8 @@ LOCK = Path("dvc.lock")
 POOL = Path("data/pool.json")
 MEASUREMENTS = Path("data/measurements")
 DATASETS = Path("datasets")
+TRACED = DATASETS / "jobs"
+"""Dataset of the traced steps of running jobs."""
 MODEL = Path("data/model")
 POLICY = Path("data/policy")
 EVALUATION = Path("data/evaluation")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import mlflow
 from mlflow.entities.model_registry import ModelVersion
@@ -37,15 +38,19 @@ class Pricing:
         return links.model_version(self.name, self.version) if self.champion else self.words
 
 
-def pricing(client: mlflow.MlflowClient, hardware: str) -> Pricing:
+def pricing(client: mlflow.MlflowClient, hardware: str, profile: Path | None = None) -> Pricing:
     """The champion of a hardware, or its profile.
+
+    profile: file of one in place of a shipped one.
 
     Raises ShardCoreError where there is neither.
     """
     if registry.find(client, registry.model_name(hardware), registry.CHAMPION) is None:
+        if profile and (own := load_profile(profile)).is_of(hardware):
+            return Pricing(own.model(), own.name, own.digest)
         # Its own profile before that of a card with other links.
         for name in sorted(profile_names(), key=lambda name: name != hardware):
-            if (profile := load_profile(name)).is_of(hardware):
-                return Pricing(profile.model(), name, profile.digest)
+            if (shipped := load_profile(name)).is_of(hardware):
+                return Pricing(shipped.model(), name, shipped.digest)
     model, champion = registry.champion(client, hardware)  # raises where there is none
     return Pricing(model, champion.name, str(champion.version), champion)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlflow
 from mlflow.entities import Metric
@@ -17,17 +18,22 @@ from shardcore.core.validation import MOST_COUNT, require_within
 from shardcore.cost import (
     accuracy,
     composite,
+    drift_correction,
     known_errors,
     neural,
     replay_metrics,
     replay_records,
+    traced_training,
     training,
 )
-from shardcore.io import files, model_files, replays
+from shardcore.io import dataset, files, model_files, replays, traced_samples
+from shardcore.io.traced_samples import TracedSample
 from shardcore.report import model_report
 from shardcore.search.learned.policy import POLICY_JSON
 from tasks import console, model_history, paths, policy_registry, publish_claim, registry
 
+TRACED_ERROR = "traced_error"
+"""Tag of a version: percent, on held-out steps of running jobs."""
 _REPLAYS_TAG, _PRECISIONS_TAG = "shardcore.replays_digest", "precisions"
 
 
@@ -80,6 +86,7 @@ def promote_model(
     approve: bool = False,
     will_publish: bool = False,
     replayed: Path = paths.REPLAYS,
+    traced: Path = paths.TRACED,
 ) -> Promotion:
     """Register the model's files as challenger, and make it champion unless the champion is better.
 
@@ -90,6 +97,8 @@ def promote_model(
     will_publish: the caller publishes afterwards, so nobody else has to.
     replayed: replays by `evaluate`. The champion is also better if it surely chooses better among their
       plans.
+    traced: dataset of traced steps of running jobs. Where some are held out, they decide in place of the
+      measurements: what a job takes is what a model is for.
     """
     logger = get_run_logger()
     model, digest = neural.load(folder), model_files.model_digest(folder)
@@ -98,7 +107,7 @@ def promote_model(
     runs = mlflow.search_runs(
         filter_string=f"tags.`{registry.DIGEST_TAG}` = '{digest}'", max_results=1, output_format="list"
     )
-    tags = {k: str(v) for k, v in model.meta["provenance"].items()} | {
+    tags = _lineage(model.meta["provenance"]) | {
         "setting": str(whole.setting),
         _PRECISIONS_TAG: whole.setting.precision,
     }
@@ -116,7 +125,11 @@ def promote_model(
 
     if champion == version:
         return end(champion, f"version {version} is champion already")
-    passed, reason = _judge(client, model, measurements, kept, challenger, before, config)
+    ours = [s for s in traced_samples.read_all([traced]) if traced_training.is_for(whole, s)]
+    held_out = traced_training.split(ours).held_out
+    judge = _judge_by_traces if held_out else _judge
+    evidence = Evidence(measurements, kept, held_out)
+    passed, reason = judge(client, (model, whole), evidence, challenger, before, config)
     dropped = {*(before.tags.get(_PRECISIONS_TAG, "").split("+") if before else ()), ""} - {
         "",
         *whole.setting.precision.split("+"),
@@ -136,6 +149,18 @@ def promote_model(
         publish_claim.claim(client, name, version)
     client.set_registered_model_alias(name, registry.CHAMPION, version)
     return end(version, f"version {version} is champion, {reason}")
+
+
+def _lineage(provenance: Mapping[str, Any]) -> dict[str, str]:
+    """Tags of a version on where its model comes from. Of a job's traces they name the steps, and have a digest."""
+    tags = {name: str(value) for name, value in provenance.items() if name != "job"}
+    if of_job := provenance.get("job"):
+        tags |= {
+            "job": of_job["job"],
+            "job.steps": ", ".join(map(str, of_job["steps"])),
+            "job.traces": files.digest(of_job["traces"]),
+        }
+    return tags
 
 
 @task(task_run_name="promote-policy")
@@ -177,16 +202,57 @@ def _log_replay_metrics(
     client.set_model_version_tag(version.name, version.version, _REPLAYS_TAG, known)
 
 
-def _judge(
+@dataclass(frozen=True)
+class Evidence:
+    """Samples that no model was trained on, which judge a challenger.
+
+    kept: replays.
+    traced: held-out steps of running jobs.
+    """
+
+    measurements: Path
+    kept: Sequence[replays.ReplaySet]
+    traced: Sequence[TracedSample]
+
+
+def _judge_by_traces(
     client: mlflow.MlflowClient,
-    model: neural.NeuralModel,
-    measurements: Path,
-    kept: Sequence[replays.ReplaySet],
+    models: tuple[neural.NeuralModel, Any],
+    evidence: Evidence,
     challenger: ModelVersion,
     before: ModelVersion | None,
     config: PromoteConfig,
 ) -> tuple[bool, str]:
-    """Tell if a challenger passes the gate, and why."""
+    """Tell if a challenger passes the gate by held-out steps of running jobs, and why."""
+    model, whole = models
+    if dataset.settings(evidence.measurements):  # on record, for people
+        _score(client, model, evidence.measurements, challenger)
+    jobs = " and ".join(dict.fromkeys(sample.job for sample in evidence.traced))
+    new = traced_training.error(whole, evidence.traced)
+    client.set_model_version_tag(challenger.name, challenger.version, TRACED_ERROR, f"{new:.4f}")
+    text = f"error {new:.1f}% on held-out traces of {jobs}"
+    if before is None:
+        return True, f"{text}, the first"
+    try:
+        champion = registry.download(before)
+    except ShardCoreError as error:  # from a ShardCore with other features
+        return True, f"{text}; champion {before.version} cannot be read any more: {error}"
+    if not all(traced_training.is_for(champion, sample) for sample in evidence.traced):
+        return True, f"{text}; champion {before.version} is for another setting ({champion.setting})"
+    old = traced_training.error(champion, evidence.traced)
+    if new > old + config.may_lose:
+        return False, f"lost by {new - old:.2f} points: {text} against {old:.1f}%"
+    if lost := evidence.kept and replay_metrics.lost(
+        *(replay_records.judge(evidence.kept, m) for m in (whole, champion))
+    ):
+        return False, f"lost by replayed plans: {lost}"
+    return True, f"{text} against {old:.1f}% of champion {before.version}"
+
+
+def _score(
+    client: mlflow.MlflowClient, model: neural.NeuralModel, measurements: Path, challenger: ModelVersion
+) -> tuple[drift_correction.Measurements, float]:
+    """Held-out measurements, and a challenger's score on them, which becomes a tag of its version."""
     known = training.read_held_out(model, measurements)
     new = score(training.judge(model, known))
     client.set_model_version_tag(challenger.name, challenger.version, "score", f"{new:.4f}")
@@ -196,6 +262,20 @@ def _judge(
         model_history.NOISE,
         f"{accuracy.noise(accuracy.held_out(known.compute)):.4f}",
     )
+    return known, new
+
+
+def _judge(
+    client: mlflow.MlflowClient,
+    models: tuple[neural.NeuralModel, Any],
+    evidence: Evidence,
+    challenger: ModelVersion,
+    before: ModelVersion | None,
+    config: PromoteConfig,
+) -> tuple[bool, str]:
+    """Tell if a challenger passes the gate by held-out measurements, and why."""
+    model, kept = models[0], evidence.kept
+    known, new = _score(client, model, evidence.measurements, challenger)
     score_text = f"score {new:.2f}% (mean error on held-out groups and exchanges)"
     if before is None:
         return True, f"{score_text}, the first"

@@ -41,6 +41,7 @@ def publish_plans(
     wanted: SettingConfig,
     config: PublishConfig,
     everything: bool = False,
+    profile: Path | None = None,
 ) -> str:
     """Search a plan for each problem file, and publish it if it is worth it.
 
@@ -51,6 +52,7 @@ def publish_plans(
 
     plans: a folder or URL (see plans.store).
     everything: these are all problems, so the champion then counts as published (see publish_claim).
+    profile: file of a profile that prices in place of a shipped one.
 
     Raises ShardCoreError at the end if a problem could not be planned. The others are published. Raises
     Unreachable if a disk or service did not answer: then the champion does not count as published.
@@ -58,7 +60,7 @@ def publish_plans(
     logger = get_run_logger()
     client = registry.connect()
     here = wanted.of_dataset_or_local(paths.MEASUREMENTS).hardware
-    publisher_of = cache(lambda hardware: _publisher(client, hardware, plans, config))
+    publisher_of = cache(lambda hardware: _publisher(client, hardware, profile, plans, config))
     by, _ = publisher_of(here)
     progress = create_progress_artifact(0.0, key="publish-progress", description=f"{len(problems)} problems")
     rows, failures, failed, names, unreached = [], [], [], list[str](), None
@@ -160,10 +162,10 @@ def publish_plans(
 
 
 def _publisher(
-    client: mlflow.MlflowClient, hardware: str, plans: str | Path, config: PublishConfig
+    client: mlflow.MlflowClient, hardware: str, profile: Path | None, plans: str | Path, config: PublishConfig
 ) -> tuple[Pricing, Publisher]:
     """Pricing and publisher of plans for a hardware. Raises as `pricing`, and for a policy that is missing."""
-    logger, by, policy = get_run_logger(), pricing(client, hardware), None
+    logger, by, policy = get_run_logger(), pricing(client, hardware, profile), None
     if not by.champion:
         logger.warning("no model of %s is champion: plans for it are under %s", hardware, by.words)
         if config.algorithm in LEARNED:  # policies are trained against models

@@ -21,7 +21,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
 from shardcore.cost import accuracy, drift_correction, fit, known_errors, neural, pace, study, training
 from shardcore.cost.metrics import coverage
-from shardcore.io import dataset, model_files, replays, schema, writing
+from shardcore.io import dataset, model_files, replays, schema, traced_samples, writing
 from shardcore.io.measurements import ComputeSample
 from shardcore.report import model_report
 from tasks import console, paths, registry
@@ -34,7 +34,7 @@ class TrainConfig(fit.FitConfig):
     """FitConfig, and fields of the stage.
 
     datasets: shipped folders whose samples of the same setting are added, for training and evaluation. None:
-      all that have any, unless their machine is faster or slower (see cost/pace.py).
+      all that have any, unless their machine is faster or slower (see cost/pace.py), and traced steps of jobs.
     learning_curve: whether to train on parts of the samples too. That takes as long as two trainings more.
     """
 
@@ -72,12 +72,15 @@ def data_version() -> str:
 def of_same_hardware(setting: Setting, measurements: Path) -> tuple[list[Path], dict[str, str]]:
     """Shipped folders with samples of a setting, and those of them that cannot join, with the reason.
 
-    Two machines may have one name: what takes much longer on one of them, or less, is not joined.
+    Two machines may have one name: what takes much longer on one of them, or less, is not joined. Traced steps
+    alone are: how fast jobs run is what they tell.
     """
     joined, refused = [], {}
     own = dataset.read_compute(measurements, setting)
     for folder in sorted(p for p in paths.DATASETS.glob("*") if p.is_dir()):
         if setting not in dataset.settings(folder):
+            if setting in traced_samples.settings(folder):
+                joined.append(folder)
             continue
         found = pace.pace(own, dataset.read_compute(folder, setting))
         if pace.is_equal(found):
@@ -110,9 +113,9 @@ def train_model(
     for path, why in refused.items():
         logger.warning("%s is of the same hardware, but does not join: %s", path, why)
     for path in shipped:
-        if not dataset.settings(path) and not replays.digests(path):
+        if not (dataset.settings(path) or replays.digests(path) or traced_samples.digests(path)):
             raise ShardCoreError(
-                f"{path} holds neither samples nor replays; train.datasets in params.yaml "
+                f"{path} holds neither samples nor replays nor traced steps; train.datasets in params.yaml "
                 "names dataset folders"
             )
     data = training.read([measurements, *shipped], setting)
@@ -160,6 +163,11 @@ def train_model(
         _say_best(trained.curves)
         if trained.of_steps:
             logger.info("%s", trained.of_steps)
+        if trained.of_traces:
+            logger.info("%s", trained.of_traces)
+        if trained.traced_errors:
+            before, after = trained.traced_errors
+            mlflow.log_metrics({"traced/error_before": before, "traced/error": after})
         for sentence in known_errors.worse_than_usual(model):
             logger.warning("%s", sentence)
         studied = _study(model, data.known, config)

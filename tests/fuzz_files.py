@@ -24,13 +24,13 @@ from shardcore.cost import fit, neural
 from shardcore.cost.model import CostModel, price
 from shardcore.cost.move_rates import MoveRates, write_move_rates
 from shardcore.cost.profile import load_profile, write_profile
-from shardcore.io import dataset, files, grouped_plans, job_folder, replays
+from shardcore.io import dataset, files, grouped_plans, job_folder, replays, traced_samples
 from shardcore.io.hot_ids import HotIds, write_hot_ids
 from shardcore.io.measurements import Spread, StepSample
 from shardcore.io.row_counts import RowCounts, write_row_counts
 from shardcore.measure.replay import ReplayConfig
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
-from shardcore.plans import job_reports, store
+from shardcore.plans import job_reports, store, traced_job
 from shardcore.plans.job_reports import JobEvent, JobReport
 from shardcore.search.learned.policy import NETS, Policy, write_policy
 from shardcore.step.lower import lower
@@ -221,6 +221,9 @@ def make(folder: Path) -> None:
         rows.writeheader()
         rows.writerows([op, {**op, "op": "fwd", "optimizer": "adam"}, exchange])
     _write_job(folder / "job", problem, plan)
+    traced = traced_job.sample(traced_job.read(folder / "job"), setting.hardware)
+    # Under a name that a test knows.
+    traced_samples.append(folder, traced).rename(folder / "traces" / "sample")
     # One device could not hold all tables.
     grouping = Grouping(2, CONTIGUOUS, 5)
     one = GroupedPlan(grouping, plan, problem_of_group(problem, grouping))

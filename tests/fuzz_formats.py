@@ -36,13 +36,13 @@ from flows.refresh import SECTIONS
 from shardcore.cli import published
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Placement, Plan, Problem, Shard
-from shardcore.cost import accuracy, neural, ranges, replay_records
+from shardcore.cost import accuracy, neural, ranges, replay_records, traced_training
 from shardcore.cost.model import CostModel, group_costs, price
 from shardcore.cost.move_rates import read_move_rates
 from shardcore.cost.profile import load_profile, read_profile
 from shardcore.cost.profile_fit import Predictor, read_timings
 from shardcore.cost.profile_model import ProfileModel
-from shardcore.io import dataset, files, grouped_plans, model_files, replays, schema
+from shardcore.io import dataset, files, grouped_plans, model_files, replays, schema, traced_samples
 from shardcore.io.dlrm_datasets import dlrm_datasets_pool
 from shardcore.io.hot_ids import read_hot_ids
 from shardcore.io.row_counts import read_row_counts
@@ -466,6 +466,18 @@ def use_job(folder: Path, sound: Sound) -> None:
     assert _is_cost(checked.before.cost.device_ms, checked.after.cost.device_ms), "its price is no cost"
     if remarks := (*job.remarks, *job.traced.remarks):
         raise ShardCoreError(f"job: {remarks[0]}")
+
+
+@reads(
+    "traced",
+    "shardcore/io/traced_samples.py:_bodies",
+    parts=("traces",),
+    damage=json_of("traces/sample/traced.json", seal=True),
+)
+def use_traced(folder: Path, sound: Sound) -> None:
+    for sample in traced_samples.read_all([folder]):
+        measured, predicted = traced_training.observations(sound.model, [sample])
+        assert _is_cost(measured, predicted), "a traced step's price is no cost"
 
 
 @reads("request")

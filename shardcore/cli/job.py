@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from shardcore.cli import models
 from shardcore.cli.models import ModelOptions
 from shardcore.cli.options import (
+    DatasetFolder,
     Device,
     Formatter,
     Natural,
@@ -90,6 +91,7 @@ class ReadOptions(_ModelOptions, SearchOptions):
     out_profile: write the profile there, likewise
     out_plan: write the proposed plan there
     out_problem: write its problem there, with the lookups and the dense part of the job
+    append: add the traced step to this dataset: training on it joins what jobs show with what was measured
     """
 
     folder: JobFolder
@@ -99,12 +101,15 @@ class ReadOptions(_ModelOptions, SearchOptions):
     out_profile: Annotated[Path, "PROFILE.json", Output()] | None = None
     out_plan: Annotated[Path, "PLAN.json", Output()] | None = None
     out_problem: Annotated[Path, "PROBLEM.json", Output()] | None = None
+    append: Annotated[DatasetFolder, Output(())] | None = None
 
 
 def read(args: ReadOptions) -> None:
+    from shardcore.io import traced_samples
+    from shardcore.plans import traced_job
     from shardcore.report import job_report
 
-    for name in ("propose", "out", "out_profile", "out_plan", "out_problem"):
+    for name in ("propose", "out", "out_profile", "out_plan", "out_problem", "append"):
         if getattr(args, name) and not args.source:
             raise ShardCoreError(
                 f"--{name.replace('_', '-')} needs --model or --hardware, the model to correct"
@@ -122,6 +127,9 @@ def read(args: ReadOptions) -> None:
     _say_remarks(job, checked)
     if checked:
         _write(args, checked)
+    if model and args.append:
+        folder = traced_samples.append(args.append, traced_job.sample(job, model.setting.hardware))
+        print(f"{folder}: a traced step, which `train {args.append}` joins", file=sys.stderr)
     if checked and model and args.propose:
         _propose(args, checked, model)
 

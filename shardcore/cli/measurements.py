@@ -87,6 +87,7 @@ def train(args: TrainOptions) -> None:
     neural.save(trained.model, args.out)
     for line in (
         trained.of_steps,
+        trained.of_traces,
         f"{args.out}: {known_errors.label(trained.model)}",
         *known_errors.worse_than_usual(trained.model),
     ):
@@ -97,13 +98,14 @@ def train(args: TrainOptions) -> None:
 
 def _settings_in(folder: Path) -> list[Setting]:
     """Settings of a dataset's samples. Raises ShardCoreError if there are none."""
-    from shardcore.io import dataset
+    from shardcore.io import dataset, traced_samples
 
     if not folder.is_dir():
         raise ShardCoreError(f"{folder} is no folder; it needs to be one of measurements, as measure makes")
-    if not (found := dataset.settings(folder)):
+    if not (found := dataset.settings(folder) or traced_samples.settings(folder)):
         raise ShardCoreError(
-            f"{folder} holds no compute samples; it needs to be a folder of measurements, as measure makes"
+            f"{folder} holds no compute samples and no traced steps; it needs to be a folder of measurements, as "
+            "measure makes"
         )
     return found
 
@@ -129,7 +131,7 @@ class ReportOptions:
 
 
 def report(args: ReportOptions) -> None:
-    from shardcore.io import dataset, replays, writing
+    from shardcore.io import dataset, replays, traced_samples, writing
     from shardcore.report import dataset_report, figures, text_table
 
     for setting in _settings_in(args.dataset):
@@ -137,13 +139,15 @@ def report(args: ReportOptions) -> None:
             progress.report(f"reading samples of {setting}")
             samples = dataset.read_compute(args.dataset, setting)
             repeats = dataset.read_repeats(args.dataset, setting)
-            rows = dataset_report.dataset_summary(samples, repeats)
+            rows = dataset_report.dataset_summary(samples, repeats) if samples else []
             if comm := dataset.read_comm(args.dataset, setting):
                 rows += dataset_report.exchange_summary(comm)
             if kept := replays.read_all(args.dataset / dataset.REPLAYS, setting):
                 rows += dataset_report.step_summary(kept)
+            if traced := traced_samples.read_all([args.dataset], setting):
+                rows += dataset_report.traced_summary(traced)
         print(f"{setting}\n\n{text_table(('quantity', 'value'), rows, words=(1,))}\n")
-        if args.out:
+        if args.out and samples:
             figure = figures.png(dataset_report.dataset_figure(samples, repeats, str(setting)))
             named = setting.hardware, setting.batch, setting.precision, setting.optimizer
             path = args.out / f"{'-'.join(map(str, named))}.png"

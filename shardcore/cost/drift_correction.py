@@ -24,7 +24,7 @@ from shardcore.core.types import Setting
 from shardcore.cost import collective_fit, features
 from shardcore.cost.accuracy import split_of
 from shardcore.cost.nnls import fit_law
-from shardcore.io import dataset
+from shardcore.io import dataset, traced_samples
 from shardcore.io.measurements import CollectiveSample, ComputeSample, Spread
 from shardcore.step.collectives import COLLECTIVES
 from shardcore.step.scopes import WORLD
@@ -67,7 +67,8 @@ def read(folders: Sequence[str | Path], setting: Setting) -> Measurements:
     """
     # Refuse a wrong folder before samples of the others are read.
     for folder in folders:
-        if not any(Path(folder).glob("*.parquet")) and not (Path(folder) / dataset.REPLAYS).is_dir():
+        parts = (Path(folder) / dataset.REPLAYS, Path(folder) / traced_samples.TRACES)
+        if not any(Path(folder).glob("*.parquet")) and not any(part.is_dir() for part in parts):
             raise ShardCoreError(f"{folder} holds no measurements; it needs to be a dataset folder")
         # A folder may hold exchanges or replays only, which name no setting of groups.
         others = dataset.settings(folder)

@@ -41,6 +41,10 @@ from shardcore.step.lower import Workload
 COMPUTE, EXCHANGE = "lookups", "exchanges"
 
 
+class TracesTellNothing(ShardCoreError):
+    """Traces without lookups, from which no model is corrected."""
+
+
 @dataclass(frozen=True)
 class Family:
     """Standard deviations of a family's logarithms.
@@ -134,17 +138,27 @@ class Correction:
 
     def document(self) -> dict[str, Any]:
         """The correction as JSON, for a model's provenance."""
-        return {
-            "around_ms": self.around_ms,
-            "factors": {q.words: dataclasses.asdict(f) for q, f in self.factors.items() if f.units},
-            "refused": list(self.refused),
-        }
+        return {"around_ms": self.around_ms, **document(self.factors, self.refused)}
+
+
+def document(factors: Mapping[Quantity, Factor], refused: Sequence[str]) -> dict[str, Any]:
+    """Factors that were measured, as JSON."""
+    return {
+        "factors": {q.words: dataclasses.asdict(f) for q, f in factors.items() if f.units},
+        "refused": list(refused),
+    }
 
 
 def with_around(problem: Problem, around_ms: float) -> Problem:
     """The problem with a dense part that takes so long, all that a job does around its embeddings."""
     job = replace(problem.job, dense_forward_ms=around_ms / 3, dense_backward_ms=around_ms * 2 / 3)
     return replace(problem, job=job)
+
+
+def with_traced_dense(problem: Problem, steps: Sequence[TracedStep]) -> Problem:
+    """The problem with the dense part that traced steps show."""
+    around = [rank.cost_ms("dense_ms") for step in steps for rank in step.ranks]
+    return with_around(problem, float(np.median(around)))
 
 
 def with_speeds(
@@ -187,17 +201,33 @@ def correction(
 ) -> Correction:
     """The correction of a model by traced steps.
 
-    steps: workloads of the plans that ran, whose jobs have the dense part that the trace shows (`with_around`).
+    steps: workloads of the plans that ran, whose jobs have the dense part that the trace shows
+      (`with_traced_dense`), and the steps, as without tracing.
 
     step_ms: of steps without tracing. None: as traced.
 
-    Raises ShardCoreError where the traces tell nothing of lookups.
+    Raises TracesTellNothing where they tell nothing of lookups.
     """
-    measured, predicted = observations(model, steps)
+    factors, covariance, refused = factors_of(*observations(model, steps))
+    fitted = corrected(model, factors)
+    total_ms = step_ms or float(np.median([step.total_ms for _, step in steps]))
+    inner_ms = float(
+        np.median([price(workload, fitted).total_ms - workload.job.dense_ms for workload, _ in steps])
+    )
+    return Correction(factors, covariance, max(0.0, total_ms - inner_ms), refused)
+
+
+def factors_of(
+    measured: np.ndarray, predicted: np.ndarray
+) -> tuple[dict[Quantity, Factor], np.ndarray, tuple[str, ...]]:
+    """Factors of each of QUANTITIES, their covariance, and what the traces do not tell. From ms [U, Q].
+
+    Raises TracesTellNothing where they tell nothing of lookups.
+    """
     told = (measured > 0) & (predicted > 0)
     lookups = np.array([q.family == COMPUTE for q in QUANTITIES])
     if not told[:, lookups].any():
-        raise ShardCoreError(
+        raise TracesTellNothing(
             "the traces tell nothing of lookups; trace a step of the job with its embeddings"
         )
     silent = [q.words for i, q in enumerate(QUANTITIES) if predicted[:, i].any() and not told[:, i].any()]
@@ -220,18 +250,18 @@ def correction(
         )
         for i, q in enumerate(QUANTITIES)
     }
-    fitted = corrected(model, factors)
-    total_ms = step_ms or float(np.median([step.total_ms for _, step in steps]))
-    inner_ms = float(
-        np.median([price(workload, fitted).total_ms - workload.job.dense_ms for workload, _ in steps])
-    )
-    return Correction(factors, fit.covariance, max(0.0, total_ms - inner_ms), tuple(refused))
+    return factors, fit.covariance, tuple(refused)
 
 
-def observations(
-    model: CostModel, steps: Sequence[tuple[Workload, TracedStep]]
-) -> tuple[np.ndarray, np.ndarray]:
+class Observations(NamedTuple):
     """[U, Q] measured ms, 0 where a trace does not tell, and predicted ms."""
+
+    measured: np.ndarray
+    predicted: np.ndarray
+
+
+def observations(model: CostModel, steps: Sequence[tuple[Workload, TracedStep]]) -> Observations:
+    """ms of the ranks of steps, under the plans that ran."""
     measured, predicted = [], []
     for workload, step in steps:
         of_devices = _predicted(model, workload)
@@ -239,7 +269,7 @@ def observations(
             device = workload.topology.ranks[rank.rank]
             predicted.append([of_devices[q][device] for q in QUANTITIES])
             measured.append(_measured(rank, workload, device, predicted[-1]))
-    return np.array(measured), np.array(predicted)
+    return Observations(np.array(measured), np.array(predicted))
 
 
 def _predicted(model: CostModel, workload: Workload) -> dict[Quantity, Sequence[float]]:

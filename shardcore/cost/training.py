@@ -10,11 +10,12 @@ from typing import Any
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
-from shardcore.cost import accuracy, drift_correction, step_factors
+from shardcore.cost import accuracy, drift_correction, step_factors, traced_training
 from shardcore.cost.fit_config import FitConfig, Progress, TrainedModel
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.profile import Profile
-from shardcore.io import replays
+from shardcore.io import replays, traced_samples
+from shardcore.io.traced_samples import TracedSample
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,17 +24,20 @@ class TrainingData:
 
     known: groups and exchanges.
     steps: replayed steps.
+    traced: steps of running jobs.
     """
 
     folders: tuple[Path, ...]
     setting: Setting
     known: drift_correction.Measurements
     steps: Sequence[step_factors.Step]
+    traced: Sequence[TracedSample] = ()
 
     def __str__(self) -> str:
         return (
             f"training for {self.setting} on {len(self.known.compute)} groups, {len(self.known.comm)} "
-            f"exchanges and {len(self.steps)} replayed steps of {' and '.join(map(str, self.folders))}"
+            f"exchanges, {len(self.steps)} replayed and {len(self.traced)} traced steps of "
+            f"{' and '.join(map(str, self.folders))}"
         )
 
     @property
@@ -49,10 +53,11 @@ class TrainingData:
 
 
 def read(folders: Sequence[str | Path], setting: Setting) -> TrainingData:
-    """Read the samples of a setting. Raises as drift_correction.read and replays.steps."""
+    """Read the samples of a setting. Raises as drift_correction.read, replays.steps and traced_samples.read_all."""
     paths = tuple(map(Path, folders))
-    # Replays are read with the same setting, so that factors fit the model.
-    return TrainingData(paths, setting, drift_correction.read(paths, setting), replays.steps(paths, setting))
+    # All are read with the same setting, so that factors fit the model.
+    known, steps = drift_correction.read(paths, setting), replays.steps(paths, setting)
+    return TrainingData(paths, setting, known, steps, traced_samples.read_all(paths, setting))
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,9 +65,13 @@ class Trained(TrainedModel):
     """A model and its learning curves.
 
     of_steps: a sentence on the replayed steps. "": there were none.
+    of_traces: the same of traced steps.
+    traced_errors: in percent on held-out traces, before and after they joined. None: none is held out.
     """
 
     of_steps: str = ""
+    of_traces: str = ""
+    traced_errors: tuple[float, float] | None = None
 
 
 def train(
@@ -74,6 +83,8 @@ def train(
 ) -> Trained:
     """Train on the train and validation splits, then fit factors of exchanges in steps.
 
+    Traced steps correct the result (cost/traced_training.py), unless it errs more on held-out ones then.
+
     provenance: added to the model's, with the digest of the data.
 
     Raises as fit.train.
@@ -83,11 +94,16 @@ def train(
     fitted = fit.train(data.known.compute, data.known.comm, data.setting, config, progress, start)
     # Factors need the trained model's prices of exchanges, so they come after it.
     model = step_factors.fit(fitted.model, data.steps)
+    # Traces tell what a step takes, factors included, so they come last.
+    corrected = traced_training.correct(model, data.traced) if data.traced else None
+    model = corrected.model if corrected else model
     # The digest ties a model to the data that it was trained on.
     about = {**model.meta["provenance"], "data": replays.data_digest(data.folders), **(provenance or {})}
     of_steps = step_factors.summary(fitted.model, model, len(data.steps)) if data.steps else ""
     model = dataclasses.replace(model, meta={**model.meta, "provenance": about})
-    return Trained(model, fitted.curves, of_steps)
+    if corrected is None:
+        return Trained(model, fitted.curves, of_steps)
+    return Trained(model, fitted.curves, of_steps, corrected.words, corrected.errors)
 
 
 def judge(model: NeuralModel, known: drift_correction.Measurements, split: str = "test") -> dict[str, float]:

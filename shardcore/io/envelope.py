@@ -28,6 +28,7 @@ VERSIONS = {
     "replays": 3,
     "decision": 1,
     "job": 1,
+    "traced": 1,
     "torchrec-plan": 2,
     "dmp-collection": 1,
     "profile": 1,

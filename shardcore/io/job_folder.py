@@ -79,6 +79,11 @@ def step_folder(folder: str | Path, step: int) -> Path:
     return Path(folder) / f"step-{step:08d}"
 
 
+def is_step(name: str) -> bool:
+    """True for the name of a folder of `step_folder`."""
+    return _STEP.fullmatch(name) is not None
+
+
 def step_number(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
@@ -118,7 +123,7 @@ def traced_steps(folder: str | Path) -> list[Path]:
     found = []
     for name in schema.names_in(Path(folder)):
         step = Path(folder) / name
-        if _STEP.fullmatch(name) and JOB_JSON in (names := schema.names_in(step)):
+        if is_step(name) and JOB_JSON in (names := schema.names_in(step)):
             ranks = {int(m[1]) for n in names if (m := _TRACE.fullmatch(n))}
             try:
                 is_whole = len(ranks) >= _read_facts(step).world_size

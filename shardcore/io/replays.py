@@ -23,7 +23,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.step_cost import PARTS
 from shardcore.core.types import Plan, Problem, Setting
 from shardcore.core.validation import MOST_MS, MOST_SPEED, require, require_within, shown
-from shardcore.io import dataset, files, schema, writing
+from shardcore.io import dataset, files, schema, traced_samples, writing
 from shardcore.io.envelope import document, is_document, opened, seal, unseal
 from shardcore.io.measurements import StepSample
 from shardcore.step.lower import Workload, lower
@@ -266,11 +266,11 @@ def append(
 def parts_digest(folder: Path) -> str:
     """The version of a dataset folder.
 
-    Its file names have digests of their content, which are checked when they are read. Replays have theirs
-    inside.
+    Its file names have digests of their content, which are checked when they are read. Replays and traced samples
+    have theirs inside.
     """
     parts = sorted(p.name for p in folder.iterdir() if p.suffix in (".parquet", ".json"))
-    return files.digest([*parts, *digests(folder)])
+    return files.digest([*parts, *digests(folder), *traced_samples.digests(folder)])
 
 
 def data_digest(folders: Sequence[Path]) -> str:

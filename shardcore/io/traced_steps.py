@@ -7,7 +7,7 @@ transfer counts as far as nothing hides it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 UNNAMED = "unnamed"
 
@@ -95,6 +95,23 @@ class RankStep:
         """ms of a field of StepCost."""
         return sum(ms for part, ms in self.ms.items() if TRACED_PARTS[part].cost == name)
 
+    def slower(self, by: float) -> RankStep:
+        """The step as if each ms of its parts and collectives took `by` times as long."""
+        return replace(
+            self,
+            total_ms=by * self.total_ms,
+            ms={part: by * ms for part, ms in self.ms.items()},
+            exchanges=tuple(
+                replace(
+                    x,
+                    waiting_ms=by * x.waiting_ms,
+                    transfer_ms=by * x.transfer_ms,
+                    exposed_ms=by * x.exposed_ms,
+                )
+                for x in self.exchanges
+            ),
+        )
+
 
 @dataclass(frozen=True)
 class TracedStep:
@@ -113,6 +130,16 @@ class TracedStep:
     def total_ms(self) -> float:
         """The slowest rank's."""
         return max(rank.total_ms for rank in self.ranks)
+
+    def without_tracing(self, step_ms: float | None) -> TracedStep:
+        """The step as if it took as long as those without tracing. None: such were not timed.
+
+        Tracing slows all parts. And one step is slow or fast by chance, which a median of many is not.
+        """
+        if step_ms is None:
+            return self
+        ranks = tuple(rank.slower(step_ms / self.total_ms) for rank in self.ranks)
+        return replace(self, ranks=ranks)
 
 
 @dataclass(frozen=True)

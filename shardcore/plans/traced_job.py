@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.types import Plan, Problem
+from shardcore.core.types import Plan, Problem, Setting
 from shardcore.cost import traced_factors
 from shardcore.cost.collective_model import ALL_TO_ALL
 from shardcore.cost.model import CostModel, PricedPlan, price_plan, total_ms
 from shardcore.cost.traced_factors import Correction, Factor, Quantity
 from shardcore.io import job_folder
+from shardcore.io.traced_samples import TracedSample
 from shardcore.io.traced_steps import TracedJob
 from shardcore.measure.traces.job import read_job
 from shardcore.plans.diff import Diff, diff
@@ -33,11 +34,13 @@ INTERVAL = (0.05, 0.95)
 class ReadJob:
     """A job's traced steps, with its plan if that is known.
 
+    job: name of the job's folder.
     name: of the traced step's folder.
     problem, plan: None for traces of a job without ShardCoreProfiler.
     step_ms: of steps without tracing. None: not timed.
     """
 
+    job: str
     name: str
     traced: TracedJob
     problem: Problem | None
@@ -109,7 +112,36 @@ def read(folder: str | Path, problem: Problem | None = None, plan: Plan | None =
             () if plan else ("the folder has no plan: give --problem and --plan, or use ShardCoreProfiler",)
         )
     traced = read_job(folder, len(problem.topology) if problem else None)
-    return ReadJob(folder.resolve().name, traced, problem, plan, step_ms, remarks)
+    where = folder.resolve()
+    job = where.parent.name if job_folder.is_step(where.name) else where.name
+    return ReadJob(job, where.name, traced, problem, plan, step_ms, remarks)
+
+
+def sample(job: ReadJob, hardware: str) -> TracedSample:
+    """The job's traced steps as a sample of a dataset.
+
+    Raises ShardCoreError for a job whose plan is not known.
+    """
+    problem, plan = _known(job)
+    number = (
+        job_folder.step_number(Path(job.name)) if job_folder.is_step(job.name) else job.traced.steps[0].number
+    )
+    return TracedSample(
+        Setting(hardware, problem.global_batch, problem.precision, problem.optimizer),
+        job.job,
+        number,
+        problem,
+        plan,
+        job.traced.steps,
+        job.total_ms,
+        {str(rank): digest for rank, digest in job.traced.digests.items()},
+    )
+
+
+def _known(job: ReadJob) -> tuple[Problem, Plan]:
+    if job.problem is None or job.plan is None:
+        raise ShardCoreError(f"traces in {job.name} come without a problem and a plan; give both")
+    return job.problem, job.plan
 
 
 def check(job: ReadJob, model: CostModel) -> CheckedJob:
@@ -117,20 +149,19 @@ def check(job: ReadJob, model: CostModel) -> CheckedJob:
 
     Raises ShardCoreError for a job whose plan is not known, a model of another setting, and traces that tell nothing.
     """
-    if job.problem is None or job.plan is None:
-        raise ShardCoreError(f"traces in {job.name} come without a problem and a plan; give both")
+    given, plan = _known(job)
+    given.require_setting(model.for_problem(given).setting)
+    traced = [step.without_tracing(job.step_ms) for step in job.traced.steps]
     # What a rank does around its embeddings, in every traced step.
-    around = [rank.cost_ms("dense_ms") for step in job.traced.steps for rank in step.ranks]
-    problem = traced_factors.with_around(job.problem, float(np.median(around)))
+    problem = traced_factors.with_traced_dense(given, traced)
     ours = model.for_problem(problem)
     # fits=False: the job runs, whatever our count of memory says.
-    before = price_plan(job.plan, problem, ours, fits=False)
-    steps = [(before.workload, step) for step in job.traced.steps]
-    of_job, slow = traced_factors.with_speeds(job.problem, ours, steps)
+    before = price_plan(plan, problem, ours, fits=False)
+    workload = before.workload
+    with_slow, slow = traced_factors.with_speeds(given, ours, [(workload, step) for step in traced])
     if slow:  # factors are those of all ranks, and a slow one is no part of them
-        workload = lower(job.plan, replace(problem, topology=of_job.topology), fits=False)
-        steps = [(workload, step) for step in job.traced.steps]
-    found = traced_factors.correction(ours, steps, job.step_ms)
+        workload = lower(plan, replace(problem, topology=with_slow.topology), fits=False)
+    found = traced_factors.correction(ours, [(workload, step) for step in traced], job.step_ms)
     # The lineage of the corrected model: which traces it was corrected by.
     lineage = {
         "job": job.name,
@@ -140,8 +171,8 @@ def check(job: ReadJob, model: CostModel) -> CheckedJob:
     }
     corrected = traced_factors.corrected(model, found.factors, lineage)
     # The correction may find another dense part than the trace shows.
-    problem = traced_factors.with_around(of_job, found.around_ms)
-    after = price_plan(job.plan, problem, corrected.for_problem(problem), fits=False)
+    problem = traced_factors.with_around(with_slow, found.around_ms)
+    after = price_plan(plan, problem, corrected.for_problem(problem), fits=False)
     remarks = [line for step in job.traced.steps for line in traced_factors.mismatches(before.workload, step)]
     return CheckedJob(
         before,
@@ -149,7 +180,7 @@ def check(job: ReadJob, model: CostModel) -> CheckedJob:
         problem,
         corrected,
         found,
-        interval_ms(job.plan, problem, model, found),
+        interval_ms(plan, problem, model, found),
         (*slow, *found.refused, *dict.fromkeys(remarks)),
     )
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from shardcore.io.replays import ReplaySet
+    from shardcore.io.traced_samples import TracedSample
 
 
 def dataset_summary(
@@ -128,6 +129,16 @@ def step_summary(kept: Sequence[ReplaySet]) -> list[tuple[str, str]]:
             _deciles([(c.step.q3_ms - c.step.q1_ms) / c.step.median_ms for c in costs]),
         ),
         ("more devices than cores", f"{sum(c.oversubscribed for c in costs)} plans"),
+    ]
+
+
+def traced_summary(samples: Sequence[TracedSample]) -> list[tuple[str, str]]:
+    """Coverage of traced steps: rows of name and value."""
+    jobs = Counter(sample.job for sample in samples)
+    return [
+        ("traced steps", ", ".join(f"{n} of {job}" for job, n in jobs.most_common())),
+        ("their ranks", _range([len(step.ranks) for sample in samples for step in sample.steps])),
+        ("their ms without tracing", _range([sample.step_ms for sample in samples])),
     ]
 
 

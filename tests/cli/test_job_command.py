@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from job_folders import UNEVEN, traced_step
 from kineto_traces import gloo_step, write
+from laws import comm_samples, compute_samples, linear_law, pool
 from shapes import column
 
 from shardcore.cli import main
@@ -15,7 +16,7 @@ from shardcore.core.topology import Topology
 from shardcore.core.types import Plan
 from shardcore.cost import composite
 from shardcore.cost.profile import load_profile
-from shardcore.io import files, job_folder
+from shardcore.io import dataset, files, job_folder
 from shardcore.search.anneal.reshard import rebind_tables
 
 
@@ -185,3 +186,21 @@ def test_a_damaged_file_of_a_step_is_named(folder, name, content):
     (where / name).write_bytes(content)
     with pytest.raises(ShardCoreError, match=name.replace(".", r"\.")):
         job_folder.read_step(where)
+
+
+def test_a_traced_step_joins_a_dataset_and_training_on_it(folder, model, tmp_path, capsys):
+    data = tmp_path / "data"
+    compute = compute_samples(linear_law, 60)
+    dataset.write_compute(data, compute, dataset.write_pool(data, pool()))
+    dataset.write_comm(data, comm_samples(20))
+    code, _, err = said(capsys, "job", "read", folder, "--model", model, "--append", data)
+    assert code == 0 and f"a traced step, which `train {data}` joins" in err
+    code, _, err = said(capsys, "train", data, "--out", tmp_path / "joined")
+    assert code == 0 and "1 traced steps of" in err and "error on held-out traces" in err
+    code, out, _ = said(capsys, "report", data)
+    assert code == 0 and "traced steps" in out and "1 of job" in out
+
+
+def test_appending_needs_a_model_which_names_the_hardware(folder, tmp_path, capsys):
+    code, _, err = said(capsys, "job", "read", folder, "--append", tmp_path)
+    assert code == 1 and "--append needs --model or --hardware" in err

@@ -29,7 +29,9 @@ def measured(tmp_path):
 def test_a_model_names_its_data_and_what_its_trainer_adds(measured):
     folders, said = [measured / "a", str(measured / "b")], []
     data = training.read(folders, SETTING)
-    assert str(data).startswith(f"training for {SETTING} on 79 groups, 40 exchanges and 0 replayed steps of ")
+    assert str(data).startswith(
+        f"training for {SETTING} on 79 groups, 40 exchanges, 0 replayed and 0 traced steps of "
+    )
     assert data.warnings == [
         "samples were measured with different software: torch 0; torch 1; if their "
         "timings differ, train on those of one"

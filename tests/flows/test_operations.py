@@ -18,6 +18,7 @@ from unittest import mock
 
 import pytest
 import yaml
+from job_folders import traced_step
 from laws import SETTING, cache_law, comm_samples, compute_samples, linear_law, pool
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
@@ -41,7 +42,7 @@ from shardcore.core.errors import ShardCoreError, Unreachable
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem
 from shardcore.cost import fit, neural
-from shardcore.io import dataset, files, writing
+from shardcore.io import dataset, files, traced_samples, writing
 from shardcore.plans import store
 from shardcore.search import Budget
 from shardcore.search.explain import explain
@@ -501,3 +502,34 @@ def test_whoever_sets_the_champion_plans_follow_once(project, api, worker, reque
         )
     until(lambda: all(r.state.is_final() for r in runs(api, "publish")), every_s=0.5)
     assert [(r.state.name, "watch" in r.tags) for r in runs(api, "publish")] == [("Completed", True)] * 3
+
+
+def test_a_running_job_corrects_the_champion_and_plans_of_all_problems_follow(project, api, worker, request):
+    client, name = project.mlflow(), registry.model_name(SETTING.hardware)
+    ours = registered(project, client, linear_law)
+    request.getfixturevalue("watching")
+    client.set_registered_model_alias(name, "champion", ours)
+    published(project, client, name, ours)
+    traced_step(project.folder / "dlrm")
+    asked = api.create_flow_run_from_deployment(
+        api.read_deployment_by_name("job/local").id, parameters={"folder": "dlrm", "plans": "plans"}
+    )
+    until(lambda: api.read_flow_run(asked.id).state.is_final(), every_s=0.5)
+    assert api.read_flow_run(asked.id).state.name == "Completed", worker.log()[-3000:]
+    # A version like others, with the job and its traces on record.
+    corrected = client.get_model_version_by_alias(name, "champion")
+    assert str(corrected.version) != ours and corrected.tags["job.steps"] == "dlrm-00001000"
+    assert corrected.tags["gate"].startswith("passed, error") and f"champion {ours}" in corrected.tags["gate"]
+    plan, _ = store.load_plan(project.folder / "plans", "dlrm")
+    assert plan.provenance["model_version"] == str(corrected.version)
+    published(project, client, name, str(corrected.version))
+    assert "<svg" in (project.folder / "data/jobs/dlrm/job.html").read_text()
+    [run] = client.search_runs(
+        [client.get_experiment_by_name("shardcore").experiment_id], "tags.stage = 'job'"
+    )
+    assert run.data.metrics["measured_ms"] == 18.0
+    # What the job showed joins the next training.
+    assert traced_samples.settings(project.folder / "datasets/jobs") == [SETTING]
+    [page] = [a for a in api.read_artifacts() if a.key == "job"]
+    assert "step 18.0 ms measured" in page.data
+    assert "no new traced step" in project.run("flows.job", "dlrm").stdout

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from laws import SETTING, cache_law, comm_samples, compute_samples, pool
 from prefect.logging import disable_run_logger
+from traced_jobs import factors_of, sample
 from tracking import tracked
 
 from shardcore.core.errors import ShardCoreError
@@ -19,7 +20,8 @@ from shardcore.core.types import Problem, Setting
 from shardcore.cost import accuracy, collective_model, fit, neural
 from shardcore.cost.model import price
 from shardcore.cost.step_factors import FEWEST_STEPS
-from shardcore.io import dataset, files, model_files, replays, schema
+from shardcore.cost.traced_factors import corrected
+from shardcore.io import dataset, files, model_files, replays, schema, traced_samples
 from shardcore.io.measurements import Spread, StepSample
 from shardcore.measure.replay import ReplayConfig
 from shardcore.search import SHARDERS
@@ -144,6 +146,20 @@ def test_shipped_samples_of_an_equally_fast_machine_join_unasked(joined):
 
 
 @pytest.mark.long
+def test_traced_steps_of_jobs_join_unasked_and_are_on_record(joined):
+    truth = corrected(neural.load("data/model"), factors_of(2.0, 2.0))
+    for number in (1000, 2000):
+        traced_samples.append("datasets/jobs", sample(truth, number))
+    train(learning_curve=False)
+    provenance = neural.load("data/model").meta["provenance"]
+    assert list(provenance["datasets"]) == ["datasets/jobs", "datasets/x"]
+    assert provenance["job"]["steps"] == ["dlrm-00001000"]
+    [run, *_] = mlflow.search_runs(output_format="list", max_results=1)
+    assert run.data.metrics["traced/error"] < run.data.metrics["traced/error_before"] / 2
+    shutil.rmtree("datasets/jobs")
+
+
+@pytest.mark.long
 def test_without_datasets_and_learning_curve_there_is_neither(joined):
     metrics = train(learning_curve=False, datasets=())
     assert metrics["n_compute"] == len(accuracy.held_out(SAMPLES[:180]))
@@ -206,7 +222,7 @@ def test_the_stage_s_own_options_do_not_change_the_model(place):
             ("datasets/other",),
             r"datasets/other holds samples for \(law, batch 64, .*\), none for \(law, batch 256, ",
         ),
-        (("datasets/none",), "datasets/none holds neither samples nor replays"),
+        (("datasets/none",), "datasets/none holds neither samples nor replays nor traced steps"),
         (("data/x",), "has the dataset 'data/x'; it needs to be a folder in datasets/"),
         (("datasets/../x",), "it needs to be a folder in datasets/"),
         (("/datasets/x",), "it needs to be a folder in datasets/"),

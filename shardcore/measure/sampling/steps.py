@@ -68,6 +68,11 @@ def step_plans(
     # Any random plan must fit: these steps measure time, not memory.
     room = Device(MOST_BYTES)
     drawn = dataclasses.replace(drawn, name=f"steps-{seed}-{index:02}", topology=Topology((room,) * devices))
+    return drawn, random_plans(drawn, rng)
+
+
+def random_plans(drawn: Problem, rng: np.random.Generator) -> Plans:
+    """Random plans of a problem, of several kinds each. Its devices have room for any."""
     small = [t for t in drawn.tables if t.bytes <= _COPIED_BYTES]
     dividing, replicating = _sharing(drawn.topology)
     plans = []
@@ -77,7 +82,7 @@ def step_plans(
             kinds = [dividing] * divides + [replicating] * replicates
             words = ", ".join(kind.name for kind in (WHOLE_ROWS, *kinds))
             plans.append((words, _step_plan(drawn, kinds, small, rng)))
-    return drawn, plans
+    return plans
 
 
 def _sharing(topology: Topology) -> tuple[Layout, Layout]:

@@ -1,7 +1,10 @@
 """Traces of all ranks, as steps of a job.
 
 Spans overlap: a kernel runs beside a collective, while the host launches the next. Each moment counts for the topmost
-of these: a kernel or op, a transfer, waiting for the last rank, the host.
+of these: a kernel or op, a transfer, waiting for the last rank, the host. Transfers that overlap share the link, so
+they share the moment.
+
+Shapes: C collectives, M moments between two edges of spans.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from shardcore.measure.traces import clocks
 from shardcore.measure.traces.rank import RankTrace, StepSpans, read_rank
 
 _MOST_NAMES = 20
+_TRANSFER = "transfer"
 _HOST = "host: "
 """Before a part: the host works on it, and the device idles."""
 _RANK = re.compile(r"(?:rank|worker)[-_]?(\d+)", re.I)
@@ -138,24 +142,25 @@ def rank_step(rank: int, spans: StepSpans, on_gpu: bool) -> RankStep:
         (s.begin_ms, s.end_ms, _HOST + s.part if on_gpu and s.part != UNNAMED else s.part) for s in spans.host
     ]
     work = [s for s in (spans.device if on_gpu else spans.host) if s.works]
-    ran = list(enumerate(spans.collectives))[::-1]  # where two overlap, the one that started first counts
-    painted = _painted(
+    transfers = [(c.transfer_from_ms, c.end_ms) for c in spans.collectives]
+    painted, exposed_ms = _painted(
         [
             (spans.begin_ms, spans.end_ms, UNNAMED),
             *idle,
-            *((c.begin_ms, c.transfer_from_ms, "waiting") for _, c in ran),
-            *((c.transfer_from_ms, c.end_ms, i) for i, c in ran),
+            *((c.begin_ms, c.transfer_from_ms, "waiting") for c in spans.collectives),
+            *((*transfer, _TRANSFER) for transfer in transfers),
             *((s.begin_ms, s.end_ms, s.part) for s in work),
         ],
-        spans.begin_ms,
-        spans.end_ms,
+        transfers,
+        (spans.begin_ms, spans.end_ms),
     )
     ms: dict[str, float] = defaultdict(float)
     host_ms: dict[str, float] = {}
+    for c, value in zip(spans.collectives, exposed_ms, strict=True):
+        if value:
+            ms[f"{c.role}_transfer"] += value
     for part, value in painted.items():
-        if isinstance(part, int):
-            ms[f"{spans.collectives[part].role}_transfer"] += value
-        elif part.startswith(_HOST):
+        if part.startswith(_HOST):
             ms["host"] += value
             host_ms[part.removeprefix(_HOST)] = value
         else:
@@ -177,9 +182,9 @@ def rank_step(rank: int, spans: StepSpans, on_gpu: bool) -> RankStep:
             c.n_bytes,
             c.transfer_from_ms - c.begin_ms,
             c.end_ms - c.transfer_from_ms,
-            painted.get(i, 0.0),
+            value,
         )
-        for i, c in enumerate(spans.collectives)
+        for c, value in zip(spans.collectives, exposed_ms, strict=True)
     )
     return RankStep(
         rank,
@@ -194,9 +199,15 @@ def rank_step(rank: int, spans: StepSpans, on_gpu: bool) -> RankStep:
 
 
 def _painted(
-    layers: Iterable[tuple[float, float, str | int]], begin_ms: float, end_ms: float
-) -> dict[str | int, float]:
-    """ms of each part, or number of a collective, between two moments. Later layers cover earlier ones."""
+    layers: Iterable[tuple[float, float, str]],
+    transfers: Sequence[tuple[float, float]],
+    within_ms: tuple[float, float],
+) -> tuple[dict[str, float], list[float]]:
+    """ms of each part between two moments, and [C] ms of each transfer. Later layers cover earlier ones.
+
+    transfers: those of the layers of _TRANSFER, which is among the parts no more.
+    """
+    begin_ms, end_ms = within_ms
     clipped = [(max(a, begin_ms), min(b, end_ms), part) for a, b, part in layers]
     clipped = [layer for layer in clipped if layer[1] > layer[0]]
     edges = np.unique([x for a, b, _ in clipped for x in (a, b)])
@@ -205,8 +216,14 @@ def _painted(
     top = np.zeros(len(edges) - 1, dtype=int)
     for a, b, part in clipped:
         top[np.searchsorted(edges, a) : np.searchsorted(edges, b)] = number[part]
-    totals = np.bincount(top, np.diff(edges), len(parts))
-    return {part: ms for part, ms in zip(parts, totals.tolist(), strict=True) if ms > 0}
+    widths = np.diff(edges)
+    totals = dict(zip(parts, np.bincount(top, widths, len(parts)).tolist(), strict=True))
+    totals.pop(_TRANSFER, None)
+    # [C, M] transfers under way where nothing hides them.
+    ends = np.array(transfers).reshape(-1, 2, 1)
+    shown = (ends[:, 0] <= edges[:-1]) & (edges[1:] <= ends[:, 1]) & (top == number.get(_TRANSFER, -1))
+    exposed = (shown / np.maximum(shown.sum(0), 1)) @ widths
+    return {part: ms for part, ms in totals.items() if ms > 0}, exposed.tolist()
 
 
 def _rank_in(path: Path, otherwise: int) -> int:

@@ -1,0 +1,171 @@
+"""Traced steps of running jobs in training: which of them are held out, and how far a model errs on them.
+
+Measured samples tell how ops and exchanges grow with what they do. Traced ones tell their level in the steps that
+matter. So a model is trained on the first, and then corrected by few factors from the second (cost/traced_factors.py).
+As samples they would not count: a traced step is two ops among thousands.
+
+Of a job the newest traced step is held out: no model can have seen it. Of a job with one, every second rank is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from shardcore.core.errors import SettingMismatch
+from shardcore.core.types import Problem
+from shardcore.cost import traced_factors
+from shardcore.cost.known_errors import trained
+from shardcore.cost.model import price
+from shardcore.cost.traced_factors import Observations, TracesTellNothing
+from shardcore.io.traced_samples import TracedSample
+from shardcore.io.traced_steps import TracedStep
+from shardcore.step.lower import Workload, lower
+
+
+@dataclass(frozen=True)
+class Split:
+    """Samples to learn from, and those held out. A sample may be in both, with some ranks in each."""
+
+    learned: tuple[TracedSample, ...]
+    held_out: tuple[TracedSample, ...]
+
+
+def split(samples: Sequence[TracedSample]) -> Split:
+    """The split of samples, by job. One rank in one step is learned from: nothing is held out then."""
+    learned: list[TracedSample] = []
+    held_out: list[TracedSample] = []
+    for job in dict.fromkeys(sample.job for sample in samples):
+        *earlier, newest = sorted((s for s in samples if s.job == job), key=lambda s: s.number)
+        learned += earlier
+        if earlier:
+            held_out.append(newest)
+        else:
+            learned += _of_ranks(newest, 0)
+            held_out += _of_ranks(newest, 1)
+    return Split(tuple(learned), tuple(held_out))
+
+
+def _of_ranks(sample: TracedSample, first: int) -> list[TracedSample]:
+    """The sample with every second of its ranks. []: it has none of them."""
+    steps = [replace(step, ranks=step.ranks[first::2]) for step in sample.steps if step.ranks[first::2]]
+    return [replace(sample, steps=tuple(steps))] if steps else []
+
+
+def workloads(sample: TracedSample) -> tuple[Problem, list[tuple[Workload, TracedStep]]]:
+    """The sample's problem, with the dense part as traced, and its steps as without tracing."""
+    steps = [step.without_tracing(sample.step_ms) for step in sample.steps]
+    problem = traced_factors.with_traced_dense(sample.problem, steps)
+    workload = lower(sample.plan, problem, fits=False)
+    return problem, [(workload, step) for step in steps]
+
+
+def observations(model: Any, samples: Sequence[TracedSample]) -> Observations:
+    """Measured and predicted ms of all samples.
+
+    Raises SettingMismatch for a model that is not for a sample's problem.
+    """
+    found = []
+    for sample in samples:
+        problem, steps = workloads(sample)
+        found.append(traced_factors.observations(model.for_problem(problem), steps))
+    return Observations(*(np.concatenate(each) for each in zip(*found, strict=True)))
+
+
+def is_for(model: Any, sample: TracedSample) -> bool:
+    """True if a model is of the sample's hardware, and of the setting of its problem."""
+    try:
+        sample.problem.require_setting(model.for_problem(sample.problem).setting)
+    except SettingMismatch:
+        return False
+    return bool(sample.setting.hardware == model.setting.hardware)
+
+
+def job_problem(model: Any, sample: TracedSample) -> Problem:
+    """The sample's problem, with what its step takes beyond the model's embeddings as the dense part."""
+    problem, steps = workloads(sample)
+    cost = price(steps[0][0], model.for_problem(problem))
+    around_ms = max(0.0, sample.step_ms - (cost.total_ms - cost.dense_ms))
+    return traced_factors.with_around(problem, around_ms)
+
+
+def error(model: Any, samples: Sequence[TracedSample]) -> float:
+    """Mean absolute error of lookups and exchanges, in percent of what was measured.
+
+    Raises TracesTellNothing for samples that tell of neither.
+    """
+    measured, predicted = observations(model, samples)
+    told = measured > 0
+    if not told.any():
+        names = ", ".join(dict.fromkeys(sample.job for sample in samples))
+        raise TracesTellNothing(f"traced steps of {names} tell nothing of lookups or exchanges")
+    return float(100 * np.abs(measured - predicted)[told].sum() / measured[told].sum())
+
+
+@dataclass(frozen=True, eq=False)
+class Corrected:
+    """A model after its correction by traced samples.
+
+    model: as it was, where the correction does not help.
+    errors: before and after, in percent, on what is held out. None: nothing is.
+    words: a sentence on it.
+    """
+
+    model: Any
+    errors: tuple[float, float] | None
+    words: str
+
+    @property
+    def gain(self) -> float:
+        """Points of error that the correction saves on what is held out. 0 where nothing is."""
+        return self.errors[0] - self.errors[1] if self.errors else 0.0
+
+
+def correct(model: Any, samples: Sequence[TracedSample]) -> Corrected:
+    """Correct a model by all samples but those held out, unless it errs more on these then.
+
+    Samples that it was corrected by before do not count again, or each correction would repeat the last.
+
+    Raises SettingMismatch for samples of other settings.
+    """
+    parts, earlier = split(samples), _lineage(model)
+    before = error(model, parts.held_out) if parts.held_out else None
+    learned = [sample for sample in parts.learned if sample.name not in earlier["steps"]]
+    if not learned:
+        of = "" if before is None else f"; error on held-out traces {before:.1f}%"
+        return _left(model, before, f"no traced step that the model has not learned from{of}")
+    try:
+        factors, _, refused = traced_factors.factors_of(*observations(model, learned))
+    except TracesTellNothing as nothing:
+        return _left(model, before, f"{nothing}; the model is left as it is")
+    jobs = " and ".join(dict.fromkeys(sample.job for sample in learned))
+    lineage: dict[str, Any] = {
+        "job": jobs,
+        "steps": [*earlier["steps"], *(sample.name for sample in learned)],
+        "traces": earlier["traces"] | {sample.name: dict(sample.traces) for sample in learned},
+        **traced_factors.document(factors, refused),
+    }
+    words = f"the correction by {len(learned)} traced steps of {jobs}"
+    if before is None:
+        after_it = traced_factors.corrected(model, factors, lineage)
+        return Corrected(after_it, None, f"{words} is judged by nothing: no step is held out")
+    after = error(traced_factors.corrected(model, factors), parts.held_out)
+    words = f"error on held-out traces {before:.1f}% before and {after:.1f}% after {words}"
+    if after > before:
+        return _left(model, before, f"{words}: the model is left as it is")
+    lineage |= {"held_out": [sample.name for sample in parts.held_out], "held_out_errors": [before, after]}
+    return Corrected(traced_factors.corrected(model, factors, lineage), (before, after), words)
+
+
+def _left(model: Any, error: float | None, words: str) -> Corrected:
+    return Corrected(model, None if error is None else (error, error), words)
+
+
+def _lineage(model: Any) -> dict[str, Any]:
+    """Names of the steps that a model was corrected by, and digests of their traces."""
+    meta = getattr(trained(model)[0], "meta", {})
+    known = meta.get("provenance", {}).get("job", {})
+    return {"steps": list(map(str, known.get("steps", []))), "traces": dict(known.get("traces", {}))}

@@ -1,0 +1,147 @@
+"""Traced steps in a dataset: a folder for each, which training joins with what was measured.
+
+  DATASET/traces/JOB-00001000-DIGEST/
+    problem.json    as files.write_problem, with the lookups that the job had
+    plan.json       the plan that ran, as files.write_plan
+    traced.json     schema shardcore/traced, sealed by a digest: TracedSample without the two
+
+traced.json is written last, so a folder without it holds no sample. No ids and no traces are kept: a sample is a few
+KB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from shardcore.core.types import Plan, Problem, Setting
+from shardcore.core.validation import MOST_MS, require, shown
+from shardcore.io import files, schema, writing
+from shardcore.io.envelope import document, open_document, seal, unseal
+from shardcore.io.traced_steps import TRACED_PARTS, TracedStep
+from shardcore.step.lower import require_plan
+
+TRACES = "traces"
+"""Folder of a dataset."""
+SCHEMA = "traced"
+_TRACED_JSON, _PROBLEM_JSON, _PLAN_JSON = "traced.json", "problem.json", "plan.json"
+
+
+@dataclass(frozen=True)
+class TracedSample:
+    """Traced steps of a job in a row, under one plan.
+
+    setting: of the hardware that it ran on.
+    job, number: name of the job, and number of its first traced step.
+    steps: as traced, with what tracing takes.
+    step_ms: of steps without tracing.
+    traces: digests of the trace files, by rank.
+    """
+
+    setting: Setting
+    job: str
+    number: int
+    problem: Problem
+    plan: Plan
+    steps: tuple[TracedStep, ...]
+    step_ms: float
+    traces: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        require(bool(self.steps), "it has no steps; it needs one or more")
+        require(0 < self.step_ms <= MOST_MS, f"it has step_ms {self.step_ms}; it needs ms of a step")
+        devices = len(self.problem.topology)
+        for rank in (rank for step in self.steps for rank in step.ranks):
+            require(0 <= rank.rank < devices, f"it has rank {rank.rank}; its problem has {devices} devices")
+            unknown = sorted(set(rank.ms) - set(TRACED_PARTS))
+            require(not unknown, f"rank {rank.rank} has the part {shown(unknown[:1])}; no step has it")
+            times = (*rank.ms.values(), *(x.exposed_ms for x in rank.exchanges))
+            require(
+                0 < rank.total_ms <= MOST_MS and all(0 <= ms <= MOST_MS for ms in times),
+                f"rank {rank.rank} has times of {shown(times)} ms; they need to be 0 or more",
+            )
+
+    @property
+    def name(self) -> str:
+        return f"{self.job}-{self.number:08d}"
+
+
+@dataclass(frozen=True)
+class _Body:
+    """The content of traced.json."""
+
+    setting: Setting
+    job: str
+    number: int
+    steps: tuple[TracedStep, ...]
+    step_ms: float
+    traces: Mapping[str, str]
+    digest: str
+
+
+def append(dataset: str | Path, sample: TracedSample) -> Path:
+    """Add a sample to a dataset. Returns its folder. One that is there is written again as it is."""
+    body = {
+        "setting": files.setting_to_json(sample.setting),
+        "job": sample.job,
+        "number": sample.number,
+        "steps": [asdict(step) for step in sample.steps],
+        "step_ms": sample.step_ms,
+        "traces": dict(sample.traces),
+    }
+    problem = files.problem_to_json(sample.problem)
+    of = files.digest([problem, files.plan_to_json(sample.plan, sample.problem), body])
+    folder = Path(dataset) / TRACES / f"{sample.name}-{of[:8]}"
+    files.write_problem(folder / _PROBLEM_JSON, sample.problem)
+    files.write_plan(folder / _PLAN_JSON, sample.plan, sample.problem)
+    writing.write_json(folder / _TRACED_JSON, document(SCHEMA, seal(body)))
+    return folder
+
+
+def read_all(datasets: Iterable[str | Path], setting: Setting | None = None) -> list[TracedSample]:
+    """The traced samples (of one setting) in datasets, each once, by job and number.
+
+    Raises ShardCoreError naming one that is damaged or edited.
+    """
+    found = {
+        name: sample
+        for dataset in datasets
+        for name, body in _bodies(dataset)
+        if setting is None or body.setting == setting
+        for sample in [_sample(Path(dataset) / TRACES / name, body)]
+    }
+    return sorted(found.values(), key=lambda sample: (sample.job, sample.number))
+
+
+def settings(dataset: str | Path) -> list[Setting]:
+    """Settings of a dataset's traced samples."""
+    return sorted({body.setting for _, body in _bodies(dataset)}, key=str)
+
+
+def digests(dataset: str | Path) -> list[str]:
+    """Digests of a dataset's traced samples."""
+    return [body.digest for _, body in _bodies(dataset)]
+
+
+def _bodies(dataset: str | Path) -> Sequence[tuple[str, _Body]]:
+    found = []
+    for name in schema.names_in(where := Path(dataset) / TRACES):
+        path = where / name / _TRACED_JSON
+        if path.exists():
+            content = open_document(path, SCHEMA)
+            body = unseal(dict(content), path)
+            found.append((name, schema.build(_Body, body, str(path), digest=content["digest"])))
+    return found
+
+
+def _sample(folder: Path, body: _Body) -> TracedSample:
+    problem = files.read_problem(folder / _PROBLEM_JSON)
+    plan = files.read_plan(folder / _PLAN_JSON, problem)
+    # A plan that ran has fitted, whatever ShardCore counts.
+    with files.validating(folder / _PLAN_JSON):
+        require_plan(plan, problem, fits=False)
+    with files.validating(folder / _TRACED_JSON):
+        return TracedSample(
+            body.setting, body.job, body.number, problem, plan, body.steps, body.step_ms, body.traces
+        )

@@ -1,0 +1,115 @@
+"""The page of a running job over weeks: its traced steps as measured and as predicted, and the model's factors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import TYPE_CHECKING
+
+from shardcore.plans.words import when
+from shardcore.report.figures import svg
+from shardcore.report.html import document, note, table
+from shardcore.report.text import percent_change
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+HEADERS = (
+    "step",
+    "traced",
+    "measured ms",
+    "predicted",
+    "difference",
+    "around the embeddings, ms",
+    "named",
+    "model",
+)
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """A traced step of a job.
+
+    number: in the job's count.
+    at: when it was traced, Unix s.
+    measured_ms: of steps without tracing.
+    predicted_ms: by the model of its time, with what earlier steps show around the embeddings.
+    around_ms: of the step, around the embeddings.
+    named_share: of the traced step's ms that is recognised.
+    model: version of the model that predicted. "": a profile.
+    factors: of the model's parts, by name, that this step asks for.
+    """
+
+    number: int
+    at: float
+    measured_ms: float
+    predicted_ms: float
+    around_ms: float
+    named_share: float
+    model: str = ""
+    factors: Mapping[str, float] = field(default_factory=dict)
+
+
+def rows(records: Sequence[JobRecord]) -> list[tuple[str, ...]]:
+    """Rows under HEADERS, the last step first."""
+    return [
+        (
+            f"{x.number:,}",
+            when(x.at),
+            f"{x.measured_ms:.1f}",
+            f"{x.predicted_ms:.1f}",
+            percent_change(x.predicted_ms, x.measured_ms),
+            f"{x.around_ms:.1f}",
+            f"{x.named_share:.1%}",
+            x.model or "profile",
+        )
+        for x in sorted(records, key=lambda x: -x.number)
+    ]
+
+
+def page(job: str, records: Sequence[JobRecord], first: Sequence[str] = ()) -> str:
+    """The page as one self-contained HTML file.
+
+    first: sentences that come first.
+    """
+    return document(
+        job,
+        [
+            f"<h1>{escape(job)}</h1>",
+            *(f"<p>{escape(x)}</p>" for x in first),
+            note(
+                "Each step was predicted before it was read: by the champion of its time, with what earlier steps took "
+                "around the embeddings. Below: by what each part differs from that model."
+            ),
+            f"<figure>{svg(figure(records))}</figure>",
+            table(HEADERS, rows(records), words=(1, 7)),
+        ],
+    )
+
+
+def figure(records: Sequence[JobRecord]) -> Figure:
+    """Measured and predicted ms over time, and the factors of parts below."""
+    from datetime import UTC, datetime
+
+    from matplotlib.dates import date2num
+    from matplotlib.figure import Figure
+
+    made = Figure(figsize=(11, 5.4), layout="constrained")
+    steps, factors = made.subplots(2, 1, sharex=True)
+    ordered = sorted(records, key=lambda x: x.at)
+    times = [date2num(datetime.fromtimestamp(x.at, UTC)) for x in ordered]
+    steps.plot(times, [x.measured_ms for x in ordered], "o-", color="#4477aa", label="measured")
+    steps.plot(times, [x.predicted_ms for x in ordered], ".--", color="#ee6677", label="predicted")
+    steps.set(ylabel="step, ms", ylim=(0, None))
+    steps.xaxis_date()
+    for name in dict.fromkeys(name for x in ordered for name in x.factors):
+        known = [(t, x.factors[name]) for t, x in zip(times, ordered, strict=True) if name in x.factors]
+        factors.plot([t for t, _ in known], [v for _, v in known], ".-", label=name)
+    factors.axhline(1, color="0.6", linewidth=1)
+    factors.set(ylabel="factor on the model", ylim=(0, None))
+    for axes in (steps, factors):
+        axes.spines[["top", "right"]].set_visible(False)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, fontsize=8, ncols=4)
+    return made
