@@ -22,8 +22,9 @@ from shardcore.torchrec.sharding_plan import to_torchrec
 from shardcore.torchrec.unsharded import unsharded_model
 
 BATCH, RATE, EPS = 4, 0.1, 1e-8
+REPLICAS_ADAM = "EXACT_ADAGRAD, replicas under Adam"
 OPTIMIZERS = ("EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD")
-"""FBGEMM's optimizers that run on a CPU. Adam does not."""
+"""FBGEMM's optimizers that run on a CPU. Its Adam does not: that of replicas is torch's."""
 BAGS = {
     "bags": {"a": (24, 16, ["f0"]), "b": (50, 8, ["f1", "f2"]), "c": (40, 32, ["f0"]), "d": (10, 8, ["f3"])},
     "inner.right": {"c": (17, 12, ["f4"]), "e": (33, 20, ["f2"])},
@@ -40,7 +41,7 @@ HALF = {"c", "t"}
 class Settings:
     """A job's settings.
 
-    optimizer: FBGEMM's name.
+    optimizer: FBGEMM's name, or REPLICAS_ADAM.
     times: rows of tables over those of BAGS and SEQUENCES.
     seed: of weights and batches.
     """
@@ -116,17 +117,19 @@ def problem(hosts: int, per_host: int, times: int = 1) -> Problem:
 def pair(given: Problem, optimizer: str, rng: np.random.Generator) -> tuple[Plan, Plan]:
     """Two plans of all kinds between which optimizer state is exact.
 
-    Row-wise state has a number a row of each part of columns, so such tables keep their parts.
+    Row-wise state has a number a row of each part of columns, so such tables keep their parts. Replicas under
+    another optimizer than fused tables stay replicas.
     """
     before = {t.name: _drawn(t, given.topology, rng) for t in given.tables}
     after = {}
     for table in given.tables:
         old = before[table.name]
-        cuts = [(p.shard.col_lo, p.shard.col_hi) for p in old]
-        if optimizer == "EXACT_ROWWISE_ADAGRAD":
-            after[table.name] = _drawn(table, given.topology, rng, cuts)
-        else:
-            after[table.name] = _drawn(table, given.topology, rng)
+        cuts = [(p.shard.col_lo, p.shard.col_hi) for p in old] if "ROWWISE" in optimizer else None
+        new = _drawn(table, given.topology, rng, cuts)
+        if optimizer == REPLICAS_ADAM:
+            while (new[0].kind == "data_parallel") != (old[0].kind == "data_parallel"):
+                new = _drawn(table, given.topology, rng)
+        after[table.name] = new
     return tuple(Plan(tuple(p for ps in of.values() for p in ps)) for of in (before, after))  # type: ignore[return-value]
 
 
@@ -201,7 +204,8 @@ class Job:
         from torchrec.distributed.embedding import EmbeddingCollectionSharder
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
-        fused = {"optimizer": EmbOptimType[settings.optimizer], "learning_rate": RATE, "eps": EPS}
+        name = settings.optimizer.split(",")[0]
+        fused = {"optimizer": EmbOptimType[name], "learning_rate": RATE, "eps": EPS}
         meta = Model(settings, "meta")
         torch.manual_seed(settings.seed)
         top = nn.Linear(72, 4).state_dict()
@@ -276,6 +280,8 @@ def _optimizer(model: Any, settings: Settings) -> Any:
         group: Any = [{"params": list(params)}]  # torch takes no empty list of parameters
         if settings.optimizer == "EXACT_SGD":
             return torch.optim.SGD(group, lr=RATE)
+        if settings.optimizer == REPLICAS_ADAM:
+            return torch.optim.Adam(group, lr=RATE, eps=EPS)
         kind = RowWiseAdagrad if "ROWWISE" in settings.optimizer else torch.optim.Adagrad
         return kind(group, lr=RATE, eps=EPS)
 

@@ -22,6 +22,7 @@ from shardcore.core.step_cost import PARTS
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard
 from shardcore.cost import fit, neural
 from shardcore.cost.model import CostModel, price
+from shardcore.cost.move_rates import MoveRates, write_move_rates
 from shardcore.cost.profile import load_profile, write_profile
 from shardcore.io import dataset, files, grouped_plans, job_folder, replays, traced_samples
 from shardcore.io.hot_ids import HotIds, write_hot_ids
@@ -29,7 +30,8 @@ from shardcore.io.measurements import Spread, StepSample
 from shardcore.io.row_counts import RowCounts, write_row_counts
 from shardcore.measure.replay import ReplayConfig
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
-from shardcore.plans import store, traced_job
+from shardcore.plans import job_reports, store, traced_job
+from shardcore.plans.job_reports import JobEvent, JobReport
 from shardcore.search.learned.policy import NETS, Policy, write_policy
 from shardcore.step.lower import lower
 from shardcore.step.sharding_groups import CONTIGUOUS, GroupedPlan, Grouping, problem_of_group
@@ -206,6 +208,12 @@ def make(folder: Path) -> None:
     )
     (folder / ".dvc/tmp/lock").write_text(" 123")
     write_profile(folder / "profile.json", load_profile("cpu"))
+    write_move_rates(
+        folder / "move-rates.json", MoveRates(1.0, 0.1, 0.1, 1.0, 2.0, 3.0, 4.0, 5.0, {"within_host": 5.0})
+    )
+    event = JobEvent("0" * 16, "stayed", "", 9, 1.0, 3.0, 2.0, 4.0, 1, {"local": 8}, 0.5)
+    # A store of its own: of reports alone.
+    job_reports.write(folder, "job-report", JobReport("trainer", "0" * 16, 10, 2.0, 3.0, (event,)))
     op = {"op": "bwd", "time_us": "612.5", "B": "1024", "T": "2", "E": "1000,50", "D": "2x64", "L": "10"}
     exchange = {"op": "alltoall", "time_us": "30", "ranks": "16", "hosts": "2", "msg_bytes_per_rank": "1024"}
     with open(folder / "timings.csv", "w") as file:

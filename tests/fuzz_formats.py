@@ -35,9 +35,10 @@ from mlflow.exceptions import MlflowException
 from flows.refresh import SECTIONS
 from shardcore.cli import published
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.types import Plan, Problem, Shard
+from shardcore.core.types import Placement, Plan, Problem, Shard
 from shardcore.cost import accuracy, neural, ranges, replay_records, traced_training
 from shardcore.cost.model import CostModel, group_costs, price
+from shardcore.cost.move_rates import read_move_rates
 from shardcore.cost.profile import load_profile, read_profile
 from shardcore.cost.profile_fit import Predictor, read_timings
 from shardcore.cost.profile_model import ProfileModel
@@ -46,7 +47,9 @@ from shardcore.io.dlrm_datasets import dlrm_datasets_pool
 from shardcore.io.hot_ids import read_hot_ids
 from shardcore.io.row_counts import read_row_counts
 from shardcore.io.towers import read_towers
-from shardcore.plans import store, traced_job
+from shardcore.plans import job_reports, store, traced_job
+from shardcore.plans.move_price import price_move
+from shardcore.report import follow_report
 from shardcore.search import SHARDERS
 from shardcore.search.decisions.provision import clusters, read_offers
 from shardcore.search.decisions.towers import tower_hosts
@@ -407,6 +410,29 @@ def use_rows(folder: Path, sound: Sound) -> None:
 def use_profile(folder: Path, sound: Sound) -> None:
     profile = read_profile(folder / "profile.json")
     _priced(sound.plan, sound.problem, ProfileModel(profile, sound.model.setting))
+
+
+@reads("move-rates", "shardcore/cost/move_rates.py:read_move_rates", seal=True)
+def use_move_rates(folder: Path, sound: Sound) -> None:
+    rates = read_move_rates(folder / "move-rates.json")
+    on_last = tuple(
+        Placement("column", Shard.whole(t), (len(sound.problem.topology) - 1,)) for t in sound.problem.tables
+    )
+    price = price_move(sound.plan, Plan(on_last), sound.problem, rates=rates)
+    assert _is_cost(list(price.overhead_s.values()), list(price.seconds.values())), "a move takes no time"
+
+
+@reads(
+    "job-report",
+    "shardcore/plans/job_reports.py:read",
+    parts=("job-report",),
+    damage=lambda folder, draw: damage_json(folder / "job-report/jobs/trainer.json", draw, True),
+)
+def use_job_report(folder: Path, sound: Sound) -> None:
+    [report] = job_reports.read(folder, "job-report")
+    if isinstance(report, ShardCoreError):
+        raise report
+    assert follow_report.job_text(report, 3.0) and all(map(follow_report.event_text, report.events))
 
 
 @reads(

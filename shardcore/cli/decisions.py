@@ -48,7 +48,7 @@ _NEEDS = {
             "max_moved_gib",
             "max_pause",
             "moves_pay_back_in",
-            "move_overhead",
+            "move_rates",
         ),
         "start, the plan to start from",
     ),
@@ -109,8 +109,8 @@ class PlanOptions(SearchOptions, ModelOptions, HostMemoryOptions, TargetOptions)
     max_pause: with --start: the longest that a job may stand still while its tables move, such as 30s
     moves_pay_back_in: with --start: the longest until the gain makes up for that pause, such as 10min; moves
       less, or nothing, where more would take longer
-    move_overhead: with --start: seconds of a move beside its bytes on links, as one of the job reported them;
-      default: 0s
+    move_rates: with --start: how fast tables move on the job's machines (`job rates`); default: bytes on links
+      alone count
     groups: divide the devices into groups of SIZE, or of the best size, that replicate one plan (TorchRec's
       DMPCollection)
     sync_every: with --groups: steps from one synchronisation of the replicas to the next; default: 1
@@ -148,7 +148,7 @@ class PlanOptions(SearchOptions, ModelOptions, HostMemoryOptions, TargetOptions)
     max_moved_gib: Annotated[Gib, "G"] | None = None
     max_pause: Duration | None = None
     moves_pay_back_in: Duration | None = None
-    move_overhead: Duration | None = None
+    move_rates: Annotated[Path, "RATES.json"] | None = None
     groups: Annotated[str, "auto|SIZE"] | None = field(default=None, metadata={"nargs": "?", "const": "auto"})
     sync_every: Annotated[Positive, "N"] | None = None
     hot_rows: bool = False
@@ -242,6 +242,7 @@ def offers_files(path: Path, offers: Iterable[Offer]) -> list[Path]:
 
 def _start(args: PlanOptions, path: Path, problem: Problem, stored: Problem) -> Start:
     """The plan of a file to start from. Raises ShardCoreError if it is no plan of its problem."""
+    from shardcore.cost.move_rates import read_move_rates
     from shardcore.io import files, grouped_plans
     from shardcore.plans.replan import ReplanConfig, Start
     from shardcore.search import DEFAULT_SHARDER
@@ -254,7 +255,7 @@ def _start(args: PlanOptions, path: Path, problem: Problem, stored: Problem) -> 
         most_bytes,
         max_pause_s=args.max_pause,
         pay_back_in_s=args.moves_pay_back_in,
-        move_overhead_s=args.move_overhead or 0.0,
+        move_rates=read_move_rates(args.move_rates) if args.move_rates else None,
     )
     # A plan's file is checked against the problem that it was made for. Whether it fits is not asked: memory
     # may have been counted otherwise, and what is searched has to fit anyway.

@@ -1,8 +1,9 @@
-"""Commands on a running job: read its traces, watch its folder."""
+"""Commands on a running job: read its traces, watch its folder, follow its moves, measure their rates."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from dataclasses import KW_ONLY, dataclass
@@ -13,33 +14,54 @@ from shardcore.cli import models
 from shardcore.cli.models import ModelOptions
 from shardcore.cli.options import (
     DatasetFolder,
+    Device,
     Formatter,
     Natural,
     Output,
     PlanFile,
+    Positive,
     PositiveFloat,
     ProblemFile,
     SearchOptions,
     add_command,
 )
 from shardcore.cli.progress_line import shown
-from shardcore.core.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError, Unreachable
 from shardcore.core.progress import report
 from shardcore.io.model_files import MODEL_JSON, MODEL_WEIGHTS
 
 if TYPE_CHECKING:
     from shardcore.cost.model import CostModel
+    from shardcore.cost.move_rates import MoveRates
     from shardcore.plans.traced_job import CheckedJob, ReadJob
 
 JobFolder = Annotated[Path, "FOLDER"]
+IN_THE_JOB = """\
+In the training job, on all ranks:
+
+    from shardcore.plans.followed import StoredPlans
+    from shardcore.torchrec.follow import PlanFollower
+
+    follower = PlanFollower(model, StoredPlans("PLANS", "NAME", job="trainer"), optimizer)
+    for batch in batches:
+        train(batch)
+        follower.step()
+
+Rank 0 looks at the store now and then, and reports there. All ranks move between the same two steps, measure as
+many steps as before, and move back where these are slower than before and than predicted."""
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    words = "Read a running TorchRec job's traces: what its step spends, why, and what a better plan brings."
+    words = (
+        "Read a running TorchRec job's traces: what its step spends, why, and what a better plan brings. Follow its "
+        "moves between plans."
+    )
     parser = commands.add_parser("job", help=words, description=words, formatter_class=Formatter)
     inner = parser.add_subparsers(required=True, metavar="COMMAND")
     add_command(inner, ReadOptions, read)
     add_command(inner, WatchOptions, watch)
+    add_command(inner, FollowOptions, follow)
+    add_command(inner, RatesOptions, rates)
 
 
 # --- read ---------------------------------------------------------------------------------------------------
@@ -233,3 +255,134 @@ def watch(args: WatchOptions) -> None:
                 _say_remarks(job, checked)
         if not args.steps or len(known) < args.steps:
             time.sleep(args.seconds)
+
+
+# --- follow -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FollowOptions(ModelOptions):
+    """Say which plans the jobs of a problem run, what they measured after each move, and what they do next.
+
+    plans: folder or URL of published plans
+    name: of the problem
+    move_rates: how fast tables move on the jobs' machines (`job rates`), for pauses; with a model alone, bytes on
+      links count
+    seconds: between looks
+    once: say what is known, then end
+    """
+
+    REQUIRED: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    EXCLUSIVE: ClassVar[tuple[tuple[str, ...], ...]] = ModelOptions.REQUIRED
+    EXAMPLE: ClassVar[str] = IN_THE_JOB
+    plans: Annotated[str, "PLANS"]
+    name: str
+    _: KW_ONLY
+    move_rates: Annotated[Path, "RATES.json"] | None = None
+    seconds: PositiveFloat = 10.0
+    once: bool = False
+
+
+def follow(args: FollowOptions) -> None:
+    from shardcore.cost.move_rates import read_move_rates
+
+    model = models.load(args.source) if args.source else None
+    rates = read_move_rates(args.move_rates) if args.move_rates else None
+    known: set[str] = set()
+    while True:
+        try:
+            lines = _followed(args, model, rates)
+        except Unreachable as error:  # it may be there at the next look
+            if args.once:
+                raise
+            lines = [(str(error), str(error))]
+        for key, line in lines:
+            if key not in known:
+                known.add(key)
+                print(line, flush=True)
+        if args.once:
+            return
+        time.sleep(args.seconds)
+
+
+def _followed(args: FollowOptions, model: CostModel | None, rates: MoveRates | None) -> list[tuple[str, str]]:
+    """Lines on the current plan and each job, each with a key that changes where the line is news."""
+    from shardcore.plans import job_reports
+    from shardcore.report import follow_report
+
+    decision = job_reports.last_decision(args.plans, args.name)
+    lines = [(decision.id, follow_report.decision_text(decision))]
+    found = job_reports.read(args.plans, args.name)
+    if not found:
+        lines.append(("", f"no job has reported yet. {IN_THE_JOB}"))
+    for job in found:
+        if isinstance(job, ShardCoreError):
+            lines.append((str(job), str(job)))
+            continue
+        try:
+            move = job_reports.next_move(args.plans, args.name, job, model, rates)
+        except ShardCoreError as error:
+            move = error
+        changes = [(f"{job.job} {e}", f"  {follow_report.event_text(e)}") for e in job.events]
+        # Steps alone are no news.
+        key = f"{job.job} {job.current} {job.events[-1:]}"
+        lines.append((key, follow_report.job_text(job, time.time())))
+        lines += changes
+        lines.append((f"{key} {decision.id}", f"  {follow_report.next_text(job, decision.current, move)}"))
+    return lines
+
+
+# --- rates --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RatesOptions:
+    """Measure how fast tables move between the ranks of a job, by moves of tables made for it. Start it with torchrun,
+    on the machines of the job, while they do nothing else.
+
+    mib: weights of a table on each rank, in MiB; four times as much memory is taken
+    repeats: of each move; the median counts
+    device: gloo between CPUs, or NCCL between GPUs (not exercised yet)
+    out: write the rates there; rank 0 does
+    """
+
+    EXAMPLE: ClassVar[str] = (
+        "For a host of 8 ranks:\n\n    torchrun --nproc-per-node 8 -m shardcore job rates --out RATES.json"
+    )
+    _: KW_ONLY
+    mib: Positive = 32
+    repeats: Positive = 3
+    device: Device = "cpu"
+    out: Annotated[Path, "RATES.json", Output()]
+
+
+def rates(args: RatesOptions) -> None:
+    from shardcore.core.extras import extras_named
+    from shardcore.cost.move_rates import write_move_rates
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        if not os.environ.get(name, "").isdecimal():
+            raise ShardCoreError(
+                f"{name} is {os.environ.get(name)!r}; start this with torchrun, which sets it to a number"
+            )
+    if int(os.environ["WORLD_SIZE"]) < 2:
+        raise ShardCoreError("WORLD_SIZE is 1; tables move between two ranks or more")
+    with extras_named():
+        import torch
+
+        from shardcore.torchrec.move_rates import MoveRatesConfig, measure_move_rates
+
+    local = int(os.environ["LOCAL_RANK"])
+    on = torch.device(args.device, local) if args.device == "cuda" else torch.device("cpu")
+    if args.device == "cuda":
+        torch.cuda.set_device(on)
+    torch.distributed.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    try:
+        found = measure_move_rates(
+            on, int(os.environ["LOCAL_WORLD_SIZE"]), MoveRatesConfig(args.mib, args.repeats)
+        )
+        if torch.distributed.get_rank() == 0:
+            write_move_rates(args.out, found)
+            print(found)
+    finally:
+        torch.distributed.destroy_process_group()

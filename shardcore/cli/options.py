@@ -136,6 +136,10 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
         unset = action.default is None or action.default is False
         return action.help if unset else super()._get_help_string(action)
 
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        # An example keeps its lines.
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
 
 def add_command(
     commands: argparse._SubParsersAction, options: type[Options], run: Callable[[Options], object]
@@ -143,14 +147,20 @@ def add_command(
     """Add a command. It has the name of the function that runs it, with dashes, without one at its end.
 
     EXCLUSIVE and REQUIRED of the options' class are groups of names of which at most, or exactly, one is
-    given.
+    given. Its EXAMPLE ends the help.
     """
     texts: dict[str, str] = {}
     for cls in reversed(options.__mro__):
         texts |= {name: " ".join(text.split()) for name, text in _FIELD.findall(inspect.getdoc(cls) or "")}
     summary = " ".join(_FIELD.sub("", inspect.getdoc(options) or "").split())
     name = _dashed(run.__name__)
-    parser = commands.add_parser(name, help=summary, description=summary, formatter_class=Formatter)
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary,
+        epilog=getattr(options, "EXAMPLE", None),
+        formatter_class=Formatter,
+    )
     parser.set_defaults(run=run, options=options)
     groups: dict[str, argparse._MutuallyExclusiveGroup] = {}
     for required in (False, True):

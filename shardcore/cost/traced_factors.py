@@ -62,6 +62,10 @@ class Family:
 MOST_FACTOR = 3.0
 MOST_APART = 0.1
 """Most difference of bytes sent between a trace and its plan."""
+SLOW = 1.4
+"""Ratio of a slow rank's time to the fastest one's. Models err less between ranks."""
+LEAST_LOOKUPS = 0.02
+"""Share of lookups in a rank's step from which its speed is judged."""
 FAMILIES: Mapping[str, Family] = {COMPUTE: Family(0.5, 0.15, 0.05), EXCHANGE: Family(0.7, 0.4, 0.1)}
 
 
@@ -85,8 +89,9 @@ class Quantity:
         return f"{self.channel.words if self.channel else 'lookups'} {self.way}"
 
 
+LOOKUPS = tuple(Quantity(None, way) for way in ("forward", "backward"))
 QUANTITIES = (
-    *(Quantity(None, way) for way in ("forward", "backward")),
+    *LOOKUPS,
     *(Quantity(channel, way) for channel in CHANNELS for way in channel.row.ways),
 )
 
@@ -154,6 +159,38 @@ def with_traced_dense(problem: Problem, steps: Sequence[TracedStep]) -> Problem:
     """The problem with the dense part that traced steps show."""
     around = [rank.cost_ms("dense_ms") for step in steps for rank in step.ranks]
     return with_around(problem, float(np.median(around)))
+
+
+def with_speeds(
+    problem: Problem, model: CostModel, steps: Sequence[tuple[Workload, TracedStep]]
+) -> tuple[Problem, list[str]]:
+    """The problem with slow ranks' devices as slow as the traces show, and a line on each.
+
+    A rank is slow if its lookups take SLOW times longer, for what the model predicts, than those of the fastest
+    rank, in each of two steps or more: in a single one it may have been interrupted. Others keep their speed.
+    """
+    measured, predicted = (
+        iter(of_units[:, : len(LOOKUPS)].sum(1)) for of_units in observations(model, steps)
+    )
+    speeds: dict[int, list[float]] = {}
+    for workload, step in steps:
+        ratios = {}
+        for rank in step.ranks:
+            took_ms, expected_ms = float(next(measured)), float(next(predicted))
+            # Short lookups are mostly noise.
+            if took_ms > LEAST_LOOKUPS * rank.total_ms and expected_ms > 0:
+                ratios[workload.topology.ranks[rank.rank]] = took_ms / expected_ms
+        for device, ratio in ratios.items():
+            speeds.setdefault(device, []).append(min(ratios.values()) / ratio)
+    devices, words = list(problem.topology.devices), []
+    for device, of_steps in sorted(speeds.items()):
+        if len(of_steps) > 1 and max(of_steps) * SLOW <= 1:
+            share = float(np.median(of_steps))
+            devices[device] = replace(devices[device], speed=devices[device].speed * share)
+            words.append(
+                f"device {device} looks up at {share:.0%} of the fastest one's speed: its speed is corrected"
+            )
+    return replace(problem, topology=replace(problem.topology, devices=tuple(devices))), words
 
 
 # --- fit ------------------------------------------------------------------------------------------------------

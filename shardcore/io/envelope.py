@@ -32,6 +32,8 @@ VERSIONS = {
     "torchrec-plan": 2,
     "dmp-collection": 1,
     "profile": 1,
+    "move-rates": 1,
+    "job-report": 1,
 }
 """Version of each schema. No other is read."""
 

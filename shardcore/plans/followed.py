@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardcore.core.types import Plan, Problem
-from shardcore.plans import store
+from shardcore.io import schema
+from shardcore.plans import job_reports, store
 from shardcore.plans.decisions import Decision
+from shardcore.plans.job_reports import JobReport
 
 
 @dataclass(frozen=True)
@@ -30,10 +34,12 @@ class StoredPlans:
     """Plans of a problem.
 
     root: the store's folder or URL. name: the problem's.
+    job: the job's name, under which it reports.
     """
 
     root: str | Path
     name: str
+    job: str = "job"
 
     def version(self) -> str:
         """The current version. Raises ShardCoreError if nothing was published, or the store is not reached."""
@@ -48,6 +54,15 @@ class StoredPlans:
     def roll_back(self, version: str, reason: str) -> str:
         """Make the version before current again. Returns it. Raises ShardCoreError as `store.roll_back`."""
         return store.roll_back(self.root, self.name, version, reason).current
+
+    def report(self, report: Mapping[str, Any]) -> None:
+        """Write a job's report beside the plans. Raises ShardCoreError if it cannot be written.
+
+        report: fields of a job_reports.JobReport, without the job's name.
+        """
+        job_reports.write(
+            self.root, self.name, schema.build(JobReport, report, "a job's report", job=self.job)
+        )
 
 
 def _most_ratio(decision: Decision | None) -> float | None:

@@ -5,8 +5,9 @@ stands still meanwhile. All levels of links carry their bytes at once, each as f
 
     pause = overhead + max over levels of (bytes of the busiest device / GB/s of a device)
 
-The rates are the cost model's, of its exchanges. The overhead (building shards, copies within a device,
-digests) is not in any cost model: it is what an earlier move of the job reported (`reshard`).
+The overhead is what a machine's rates say (cost.move_rates): new shards are built, rows copied within a
+device, digests taken. A collection of which one table moves is built anew as a whole. Without these rates the
+overhead is 0. Links without a rate there are as fast as the cost model prices exchanges.
 
 Shapes: D devices.
 """
@@ -14,18 +15,19 @@ Shapes: D devices.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from typing import Any
 
 import numpy as np
 
-from shardcore.core.catalog import OPTIMIZERS
+from shardcore.core.catalog import OPTIMIZERS, Optimizer
 from shardcore.core.links import LEVELS
 from shardcore.core.topology import Topology
-from shardcore.core.types import Plan, Problem, Shard
+from shardcore.core.types import Placement, Plan, Problem, Shard
 from shardcore.cost.model import CostModel
+from shardcore.cost.move_rates import MoveRates
 from shardcore.step.kinds import CHANNELS, Channel, layout_of, shards_on
 from shardcore.step.memory import gib
 
@@ -39,18 +41,20 @@ class MovePrice:
 
     bytes: weights and optimizer state that move, by level of links.
     busiest_bytes: those that the busiest device sends, or receives.
-    seconds: of these at the level's rate.
-    overhead_s: seconds beside them.
+    seconds: of these at the level's rate. {}: no rate is known.
+    overhead_s: seconds beside them, by phase. {}: no rates are known.
     """
 
     bytes: Mapping[str, int]
     busiest_bytes: Mapping[str, int]
     seconds: Mapping[str, float]
-    overhead_s: float = 0.0
+    overhead_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def pause_s(self) -> float:
-        return self.overhead_s + max(self.seconds.values(), default=0.0)
+        if not sum(self.bytes.values()):
+            return 0.0
+        return sum(self.overhead_s.values()) + max(self.seconds.values(), default=0.0)
 
     def pays_back_s(self, before_ms: float, now_ms: float) -> float:
         """Seconds after which the job has done as many steps as without the move. Infinite without a gain.
@@ -67,23 +71,27 @@ class MovePrice:
 
     def __str__(self) -> str:
         ways = [f"{gib(n)} {LEVELS[level].words}" for level, n in self.bytes.items() if n]
-        return f"the move takes {self.pause_s:.3g} s ({', '.join(ways) or 'nothing on links'}, with optimizer state)"
+        what = f"{', '.join(ways) or 'nothing on links'}, with optimizer state"
+        if not self.seconds and not self.overhead_s:
+            return f"the move takes {what}; its pause is not known without rates"
+        return f"the move takes {self.pause_s:.3g} s ({what})"
 
 
 def price_move(
-    old: Plan, new: Plan, problem: Problem, model: CostModel, overhead_s: float = 0.0
+    old: Plan, new: Plan, problem: Problem, model: CostModel | None = None, rates: MoveRates | None = None
 ) -> MovePrice:
-    """The price of a move between two plans of a problem. New tables, rows and columns cost nothing."""
+    """The price of a move between two plans of a problem. New tables, rows and columns are not sent."""
     topology = problem.topology
     sent = moved_bytes(old, new, problem)
-    gbps = link_gbps(model, topology)
-    total, busiest, seconds = {}, {}, {}
+    gbps = link_gbps(model, topology) if model else {}
+    gbps |= {level: value for level, value in (rates.link_gbps.items() if rates else ())}
+    total, busiest = {}, {}
     for level, mask in _levels(topology).items():
         of_level = np.where(mask, sent, 0)
         total[level] = int(of_level.sum())
         busiest[level] = int(max(of_level.sum(0).max(), of_level.sum(1).max()))
-        seconds[level] = busiest[level] / (gbps[level] * 1e9) if busiest[level] else 0.0
-    return MovePrice(total, busiest, seconds, overhead_s)
+    seconds = {level: busiest[level] / (gbps[level] * 1e9) for level in total if level in gbps}
+    return MovePrice(total, busiest, seconds, _overhead_s(old, new, problem, rates) if rates else {})
 
 
 def moved_bytes(old: Plan, new: Plan, problem: Problem) -> np.ndarray:
@@ -92,33 +100,74 @@ def moved_bytes(old: Plan, new: Plan, problem: Problem) -> np.ndarray:
     sent = np.zeros((n, n), dtype=np.int64)
     states = OPTIMIZERS[problem.optimizer]
     for name, now in new.by_table().items():
-        if before.get(name) == now:
+        # Each device has all rows of a replica.
+        if before.get(name) == now or _replicated(before.get(name, ())):
             continue
         sources = defaultdict[int, list[Shard]](list)
-        replicas = False
         for placement in before.get(name, ()):
-            replicas |= layout_of(placement.kind).dense_gradient
             for device, shard in shards_on(placement):
                 if device < n:  # others are gone
                     sources[device].append(shard)
-        if replicas:  # each device has all rows
-            continue
         for placement in now:
             for device, shard in shards_on(placement):
                 for source, shards in sources.items():
                     for had in shards:
-                        sent[source, device] += _bytes(shard, had, states) * (source != device)
+                        rows = min(shard.row_hi, had.row_hi) - max(shard.row_lo, had.row_lo)
+                        columns = min(shard.col_hi, had.col_hi) - max(shard.col_lo, had.col_lo)
+                        if source != device and rows > 0 and columns > 0:
+                            overlap = Shard(shard.table, 0, rows, 0, columns)
+                            sent[source, device] += _bytes(overlap, states)
     return sent
 
 
-def _bytes(a: Shard, b: Shard, states: Any) -> int:
-    """Bytes of the cells of both shards, with their state."""
-    rows = min(a.row_hi, b.row_hi) - max(a.row_lo, b.row_lo)
-    columns = min(a.col_hi, b.col_hi) - max(a.col_lo, b.col_lo)
-    if rows <= 0 or columns <= 0:
-        return 0
-    weights = Shard(a.table, 0, rows, 0, columns).bytes
-    return weights + rows * columns * states.state_bytes("cell") + rows * states.state_bytes("row")
+def _overhead_s(old: Plan, new: Plan, problem: Problem, rates: MoveRates) -> dict[str, float]:
+    """Seconds beside those on links, by phase: of the device that takes longest."""
+    n, states, before, now = (
+        len(problem.topology),
+        OPTIMIZERS[problem.optimizer],
+        old.by_table(),
+        new.by_table(),
+    )
+    changed = {t.collection for t in problem.tables if before.get(t.name) != now.get(t.name)}
+    names = [t.name for t in problem.tables if t.collection in changed]
+    # Of collections that change: [old or new, D] bytes of shards, and [D] ns of their digests.
+    held, digest_ns = np.zeros((2, n)), np.zeros(n)
+    for i, plan in enumerate((before, now)):
+        for placement in (p for name in names for p in plan.get(name, ())):
+            for device, shard in shards_on(placement):
+                if device < n:
+                    held[i, device] += _bytes(shard, states)
+                    # Of old replicas one device takes the digest.
+                    if i or device == 0 or not _replicated([placement]):
+                        digest_ns[device] += _digest_ns(shard, states, rates)
+    received = moved_bytes(old, new, problem).sum(0)
+    return {
+        "move": rates.move_s,
+        "collections": rates.collection_s * len(changed),
+        "tables": rates.table_s * len(names),
+        "build": held[1].max() / (rates.build_gbps * 1e9),
+        "copy": (held[1] - received).max() / (rates.copy_gbps * 1e9),
+        "digest": digest_ns.max() / 1e9,
+        "free": held[0].max() / (rates.free_gbps * 1e9),
+    }
+
+
+def _replicated(placements: Iterable[Placement]) -> bool:
+    return any(layout_of(p.kind).dense_gradient for p in placements)
+
+
+def _bytes(shard: Shard, states: Optimizer) -> int:
+    """Bytes of a shard's weights and optimizer state."""
+    cells = shard.rows * shard.width
+    return shard.bytes + cells * states.state_bytes("cell") + shard.rows * states.state_bytes("row")
+
+
+def _digest_ns(shard: Shard, states: Optimizer, rates: MoveRates) -> float:
+    """ns of the digests of a shard's weights and optimizer state."""
+    tensors = {per: states.states.count(per) for per in ("cell", "row")}
+    numbers = shard.rows * (shard.width * (1 + tensors["cell"]) + tensors["row"])
+    rows = shard.rows * (1 + len(states.states))
+    return numbers * rates.digest_ns + rows * rates.digest_row_ns
 
 
 def _levels(topology: Topology) -> dict[str, np.ndarray]:

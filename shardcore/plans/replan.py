@@ -20,6 +20,7 @@ from shardcore.core.validation import (
     require_within,
 )
 from shardcore.cost.model import CostModel
+from shardcore.cost.move_rates import MoveRates
 from shardcore.plans.diff import Diff, diff, relabel_devices, reorder_columns
 from shardcore.plans.move_price import MovePrice, price_move
 from shardcore.search.anneal.reshard import Reshard, rebind_tables
@@ -46,7 +47,7 @@ class ReplanConfig:
     max_moved_bytes: bytes of weights that may move. None: any number.
     max_pause_s: seconds that a job stands still while its tables move, at most. None: any number.
     pay_back_in_s: seconds in which the gain makes up for that pause, at most. None: any number.
-    move_overhead_s: seconds of the pause beside bytes on links (see `move_price`).
+    move_rates: of the machine, for the pause (see `move_price`). None: bytes on links alone count.
     space: search space of annealing (see search.anneal.sharder.SPACES). None: that of the old plan.
     seed: of the search.
     budget: of the search. None: the default.
@@ -56,7 +57,7 @@ class ReplanConfig:
     max_moved_bytes: int | None = None
     max_pause_s: float | None = None
     pay_back_in_s: float | None = None
-    move_overhead_s: float = 0.0
+    move_rates: MoveRates | None = None
     space: str | None = None
     seed: int = 0
     budget: Budget | None = None
@@ -70,7 +71,6 @@ class ReplanConfig:
             max_moved_bytes=(0, MOST_BYTES),
             max_pause_s=(0, MOST_COUNT),
             pay_back_in_s=(0, MOST_COUNT),
-            move_overhead_s=(0, MOST_COUNT),
             seed=(0, MOST_SEED),
         )
 
@@ -220,7 +220,7 @@ class Start(Decision):
     def price(self, plan: Plan, problem: Problem, model: CostModel) -> MovePrice:
         """The price of moving a running job from the old plan to a new one."""
         old, _ = self.numbered(problem)
-        return price_move(old, plan, problem, model.for_problem(problem), self.config.move_overhead_s)
+        return price_move(old, plan, problem, model.for_problem(problem), self.config.move_rates)
 
     def adopt(self, proposal: Proposal, found: Found | None, model: CostModel) -> Found | None:
         if found is None or proposal.search is None:
@@ -290,7 +290,7 @@ def _paying_back(old: Plan, kept: Plan, problem: Problem, model: CostModel, conf
             found = replan(old, problem, model, free)
         except Infeasible:  # so little may not move
             break
-        price = price_move(old, found, problem, model, config.move_overhead_s)
+        price = price_move(old, found, problem, model, config.move_rates)
         if config.accepts(price, before_ms, found.provenance["predicted_ms"]):
             return found
         # The pause follows from bytes, so that half of them pause about half as long.

@@ -6,6 +6,8 @@
       which version to use from then on, and why; each names its parent, as commits do
   PLANS/<problem>/current
       the id of the last decision
+  PLANS/<problem>/jobs/<job>.json
+      reports of jobs that follow the plan (see `job_reports`)
 
 PLANS is a folder or a URL such as s3://bucket/plans (see `places`).
 
@@ -384,6 +386,11 @@ def write(root: str | Path, name: str, content: bytes) -> None:
 
 
 # --- folders of a problem --------------------------------------------------------------------------------
+
+
+def jobs_folder(root: str | Path, name: str) -> Place:
+    """The folder of reports of jobs that follow a problem's plan (see `job_reports`)."""
+    return _no_link(_home(root, name) / "jobs")
 
 
 def _home(root: str | Path, name: str) -> Place:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,11 @@ def check(job: ReadJob, model: CostModel) -> CheckedJob:
     ours = model.for_problem(problem)
     # fits=False: the job runs, whatever our count of memory says.
     before = price_plan(plan, problem, ours, fits=False)
-    found = traced_factors.correction(ours, [(before.workload, step) for step in traced], job.step_ms)
+    workload = before.workload
+    with_slow, slow = traced_factors.with_speeds(given, ours, [(workload, step) for step in traced])
+    if slow:  # factors are those of all ranks, and a slow one is no part of them
+        workload = lower(plan, replace(problem, topology=with_slow.topology), fits=False)
+    found = traced_factors.correction(ours, [(workload, step) for step in traced], job.step_ms)
     # The lineage of the corrected model: which traces it was corrected by.
     lineage = {
         "job": job.name,
@@ -167,7 +171,7 @@ def check(job: ReadJob, model: CostModel) -> CheckedJob:
     }
     corrected = traced_factors.corrected(model, found.factors, lineage)
     # The correction may find another dense part than the trace shows.
-    problem = traced_factors.with_around(given, found.around_ms)
+    problem = traced_factors.with_around(with_slow, found.around_ms)
     after = price_plan(plan, problem, corrected.for_problem(problem), fits=False)
     remarks = [line for step in job.traced.steps for line in traced_factors.mismatches(before.workload, step)]
     return CheckedJob(
@@ -177,7 +181,7 @@ def check(job: ReadJob, model: CostModel) -> CheckedJob:
         corrected,
         found,
         interval_ms(plan, problem, model, found),
-        (*found.refused, *dict.fromkeys(remarks)),
+        (*slow, *found.refused, *dict.fromkeys(remarks)),
     )
 
 

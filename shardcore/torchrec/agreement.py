@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -120,3 +121,27 @@ class Agreement:
                     "died or hang, or not have called"
                 ) from e
             raise Undecided(f"the change is decided for, and a vote of it cannot be read: {e}") from e
+
+
+@contextmanager
+def time_limit(group: dist.ProcessGroup, timeout_s: float) -> Iterator[None]:
+    """Limit the waits of a process group, in which TorchRec builds shards, and of groups that it makes."""
+    set_timeout, limit = dist.distributed_c10d._set_pg_timeout, timedelta(seconds=timeout_s)
+    backend = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
+    before, new_group, made = backend.options._timeout, dist.new_group, [group]
+
+    def limited(*args: Any, **named: Any) -> Any:
+        # Groups of a host's ranks, for the first table that has its rows there. Connecting them waits, too.
+        found = new_group(*args, **{"timeout": limit, **named})
+        if "timeout" not in named and isinstance(found, dist.ProcessGroup):
+            made.append(found)
+        return found
+
+    set_timeout(limit, group)
+    dist.new_group = limited
+    try:
+        yield
+    finally:
+        dist.new_group = new_group
+        for one in made:  # the job trains with them
+            set_timeout(before, one)

@@ -12,13 +12,15 @@ interval of the gain, the job moves back and the store is told, which then publi
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
+import torch.distributed as dist
 from torch import nn
 
 from shardcore.core.errors import ShardCoreError
@@ -29,6 +31,9 @@ from shardcore.torchrec.reshard import MoveConfig, Moved, reshard
 from shardcore.torchrec.sharding_plan import to_torchrec
 from shardcore.torchrec.unsharded import unsharded_model
 
+_LOG = logging.getLogger(__name__)
+_REPORTED = 20
+"""Events in a report, at most."""
 MOVED, REFUSED, STAYED, ROLLED_BACK = "moved", "refused", "stayed", "rolled back"
 
 
@@ -38,16 +43,24 @@ class FollowConfig:
 
     every_steps: steps between two looks at the store.
     measured_steps: steps that are measured before a move, and after it.
+    report_s: seconds between two reports to the store, at least. Changes are reported at once.
     move: settings of each move.
     """
 
     every_steps: int = 100
     measured_steps: int = 50
+    report_s: float = 30.0
     move: MoveConfig = field(default_factory=MoveConfig)
 
     def __post_init__(self) -> None:
         require_types(self, "follow config")
-        require_within(self, "follow config", every_steps=(1, MOST_COUNT), measured_steps=(3, MOST_COUNT))
+        require_within(
+            self,
+            "follow config",
+            every_steps=(1, MOST_COUNT),
+            measured_steps=(3, MOST_COUNT),
+            report_s=(0, MOST_COUNT),
+        )
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,7 @@ class Event:
     before_ms, after_ms: measured steps, of the slowest rank. None: not measured.
     expected_ms: the longest step after the move that the prediction allows. None: nothing was predicted.
     moved: the move.
+    step: steps of the job by then. at_s: Unix time.
     """
 
     version: str
@@ -70,6 +84,16 @@ class Event:
     after_ms: float | None = None
     expected_ms: float | None = None
     moved: Moved | None = None
+    step: int = 0
+    at_s: float = 0.0
+
+    def document(self) -> dict[str, Any]:
+        """The event as JSON."""
+        numbers = {k: v for k, v in vars(self).items() if k != "moved" and v is not None}
+        if self.moved is None:
+            return numbers
+        moved, pause_s = self.moved, self.moved.pause_s
+        return {**numbers, "tables": len(moved.tables), "bytes": dict(moved.bytes), "pause_s": pause_s}
 
 
 class Plans(Protocol):
@@ -80,6 +104,8 @@ class Plans(Protocol):
     def read(self, version: str) -> Any: ...
 
     def roll_back(self, version: str, reason: str) -> str: ...
+
+    def report(self, report: Mapping[str, Any]) -> None: ...
 
 
 class PlanFollower:
@@ -105,6 +131,9 @@ class PlanFollower:
         self.config = config or FollowConfig()
         self.events: list[Event] = []
         self._seen: str | None = None
+        self._version: str | None = None
+        self._step_ms: float | None = None
+        self._reported_s = float("-inf")
         self._steps_ms: deque[float] = deque(maxlen=self.config.measured_steps)
         self._last_s: float | None = None
         self._count = 0
@@ -127,7 +156,13 @@ class PlanFollower:
         elif self._count % self.config.every_steps == 0:
             event = self._look()
         if event is not None:
+            event = replace(event, step=self._count, at_s=time.time())
             self.events.append(event)
+        if event is not None or (
+            self._step_ms is not None and now - self._reported_s >= self.config.report_s
+        ):
+            self._reported_s = now
+            self._report()
         # The pause of a move is no part of a step.
         self._last_s = time.perf_counter()
         return event
@@ -138,7 +173,7 @@ class PlanFollower:
         measured = list(self._steps_ms)
         with change.phase("look", lambda: {"found": found, "ms": measured}) as shared:
             found = self._current() if change.rank == 0 else None
-        found = shared[0]["found"]
+        found, self._step_ms = shared[0]["found"], _slowest([s["ms"] for s in shared]) or None
         if found is None:
             return None
         version = self._seen = found["version"]
@@ -151,9 +186,10 @@ class PlanFollower:
             raise
         except ShardCoreError as error:
             return Event(version, REFUSED, str(error))
+        before, self._version = self._version, version
         if not moved.tables:  # the job's own plan
             return None
-        self._trial = _Trial(version, old, moved, [s["ms"] for s in shared], found["ratio"])
+        self._trial = _Trial((before, version), old, moved, [s["ms"] for s in shared], found["ratio"])
         self._steps_ms.clear()
         return Event(version, MOVED, before_ms=self._trial.before_ms, moved=moved)
 
@@ -183,16 +219,17 @@ class PlanFollower:
     def _judge(self, trial: _Trial) -> Event:
         """Keep a plan, or go back to the one before it."""
         self._trial = None
-        change = Agreement.new(self.config.move.timeout_s)
+        version, change = trial.versions[1], Agreement.new(self.config.move.timeout_s)
         measured = list(self._steps_ms)
         with change.phase("judge", lambda: measured) as after:
             pass
         before_ms, after_ms = trial.before_ms, _slowest(after)
+        self._step_ms = after_ms
         noise_ms = 2 * float(np.hypot(_error_of(trial.before), _error_of(after)))
         expected_ms = None if trial.ratio is None else before_ms * trial.ratio
         numbers = {"before_ms": before_ms, "after_ms": after_ms, "expected_ms": expected_ms}
         if after_ms - noise_ms <= max(before_ms, expected_ms or 0.0):
-            return Event(trial.version, STAYED, **numbers)
+            return Event(version, STAYED, **numbers)
         reason = (
             f"measured {after_ms:.3g} ms a step in the job, {before_ms:.3g} ms before (median of the slowest rank, "
             f"noise {noise_ms:.2g} ms)" + (f"; predicted at most {expected_ms:.3g} ms" if expected_ms else "")
@@ -202,26 +239,44 @@ class PlanFollower:
         except Undecided:
             raise
         except ShardCoreError as error:  # the new plan still trains
-            return Event(trial.version, STAYED, f"{reason}; the job cannot move back: {error}", **numbers)
+            return Event(version, STAYED, f"{reason}; the job cannot move back: {error}", **numbers)
         self._steps_ms.clear()
+        self._version, self._step_ms = trial.versions[0], before_ms
         if change.rank == 0:
             try:
-                self._seen = self.plans.roll_back(trial.version, reason)
+                self._seen = self.plans.roll_back(version, reason)
             except ShardCoreError as error:  # the job is back, whatever the store
                 reason += f"; the store was not told: {error}"
-        return Event(trial.version, ROLLED_BACK, reason, moved=moved, **numbers)
+        return Event(version, ROLLED_BACK, reason, moved=moved, **numbers)
+
+    def _report(self) -> None:
+        """Tell the store which plan the job has, and its last changes. No trouble with that ends the job."""
+        if dist.get_rank():
+            return
+        report = {
+            "current": self._version,
+            "step": self._count,
+            "at_s": time.time(),
+            "step_ms": self._step_ms,
+            "events": [event.document() for event in self.events[-_REPORTED:]],
+        }
+        try:
+            self.plans.report(report)
+        except ShardCoreError as error:
+            _LOG.warning("the job's report was not written: %s", error)
 
 
 @dataclass(frozen=True)
 class _Trial:
     """A move that is not judged yet.
 
+    versions: before it, None if the store does not have it, and after it.
     old: the plan before it.
     before: ms of steps before it, by rank.
     ratio: the longest step that the prediction allows, over the step before.
     """
 
-    version: str
+    versions: tuple[str | None, str]
     old: Mapping[str, Any]
     moved: Moved
     before: Sequence[Sequence[float]]

@@ -16,9 +16,7 @@ import gc
 import hashlib
 import json
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -31,7 +29,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem
 from shardcore.core.validation import require, require_types, require_within
 from shardcore.torchrec import rows as of_rows
-from shardcore.torchrec.agreement import Agreement, Waited
+from shardcore.torchrec.agreement import Agreement, Waited, time_limit
 from shardcore.torchrec.modules import few
 from shardcore.torchrec.pipelines import drained
 from shardcore.torchrec.plan_files import modules_of, to_json
@@ -44,7 +42,16 @@ from shardcore.torchrec.replica_optimizers import (
 )
 from shardcore.torchrec.rows import WEIGHTS, DenseOptimizer, Format, Key, Part
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
-from shardcore.torchrec.transfer import Exchange, Layout, Piece, Region, digests, inexact, pieces
+from shardcore.torchrec.transfer import (
+    DIGEST_BYTES,
+    Exchange,
+    Layout,
+    Piece,
+    Region,
+    digests,
+    inexact,
+    pieces,
+)
 from shardcore.torchrec.unsharded import (
     WithoutInit,
     configs_of,
@@ -61,6 +68,8 @@ if TYPE_CHECKING:
 
 LOCAL, WITHIN, BETWEEN = "local", "within_host", "between_hosts"
 """Ways of bytes: within a rank, and the levels of links."""
+TRIED = "1.5", "1.9"
+"""Oldest and newest versions of TorchRec under which tables were moved. It has no public call for all of it."""
 _OF_PLACEMENT = frozenset(
     "cache_algorithm cache_load_factor cache_reserved_memory cache_precision prefetch_pipeline "
     "multipass_prefetch_config enforce_hbm stochastic_rounding bounds_check_mode output_dtype _batch_key".split()
@@ -95,7 +104,6 @@ class Moved:
 
     tables: that are sharded otherwise now, by path and name.
     bytes: of weights and state that were copied, by way, on all ranks.
-    busiest_bytes: of those the ones that a rank sent, or received: the most of any rank, by way.
     seconds: of this rank, by phase.
     extra_bytes: memory beside the old shards while they moved, by rank.
     digests: of each tensor of those collections, by table and tensor, as they were before and after.
@@ -104,7 +112,6 @@ class Moved:
 
     tables: tuple[str, ...]
     bytes: Mapping[str, int]
-    busiest_bytes: Mapping[str, int]
     seconds: Mapping[str, float]
     extra_bytes: tuple[int, ...]
     digests: Mapping[str, str]
@@ -161,11 +168,11 @@ def _moved(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config
             )
     clock.lap("plan")
     if not move.collections:
-        return Moved((), {}, {}, clock.seconds, (0,) * len(shared), {}, {})
+        return Moved((), {}, clock.seconds, (0,) * len(shared), {}, {})
     built: list[_Built] = []
     group: Any = None
     try:
-        with agreed.phase("build"), _time_limit(model._env.process_group, config.timeout_s):
+        with agreed.phase("build"), time_limit(model._env.process_group, config.timeout_s):
             group = dist.new_group(timeout=timedelta(seconds=config.timeout_s))
             built += [c.build(model, optimizer, shared) for c in move.collections]
         clock.lap("build")
@@ -194,7 +201,6 @@ def _moved(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config
     return Moved(
         tables=tuple(sorted(".".join(filter(None, key)) for c in move.collections for key in c.changed)),
         bytes=move.bytes_by_way(),
-        busiest_bytes=move.busiest_by_way(),
         seconds=clock.seconds,
         extra_bytes=tuple(of["extra_bytes"] for of in shared),
         digests={name: f"{total:016x}" for name, total in totals.items()},
@@ -210,19 +216,6 @@ class _Clock:
     def lap(self, phase: str) -> None:
         now = time.perf_counter()
         self.seconds[phase], self._last = now - self._last, now
-
-
-@contextmanager
-def _time_limit(group: dist.ProcessGroup, timeout_s: float) -> Iterator[None]:
-    """Limit the waits of a process group, in which TorchRec builds shards."""
-    set_timeout = dist.distributed_c10d._set_pg_timeout
-    backend = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
-    before = backend.options._timeout
-    set_timeout(timedelta(seconds=timeout_s), group)
-    try:
-        yield
-    finally:
-        set_timeout(before, group)
 
 
 def _named(of_tables: Mapping[Key, Mapping[str, int]]) -> dict[str, int]:
@@ -412,13 +405,14 @@ class _Move:
         buffer = int(config.piece_mib * 2**20)
         moved = tuple(p for key, (old, new) in layouts.items() for p in pieces(key, old, new, buffer))
         most_sent = max((p.aligned_bytes for p in moved if p.source.rank != p.target.rank), default=0)
-        # A replica has a gradient in its data-parallel wrapper.
-        extra = sum(
+        buffers = 2 * min(
+            max(buffer, most_sent), sum(p.aligned_bytes for p in moved if p.source.rank != p.target.rank)
+        )
+        # A replica has a gradient in its data-parallel wrapper. Digests are taken once buffers are gone.
+        extra = max(buffers, DIGEST_BYTES) + sum(
             new.bytes_of(rank)
             + new.replicas * sum(r.cells for r in new.of_rank(rank)) * new.format.weights.itemsize
             for _, new in layouts.values()
-        ) + 2 * min(
-            max(buffer, most_sent), sum(p.aligned_bytes for p in moved if p.source.rank != p.target.rank)
         )
         _require_memory(extra, model.device, config)
         content = [to_json(model.plan), to_json(new_plan), repr(config)]
@@ -493,27 +487,25 @@ class _Move:
     def bytes_by_way(self) -> dict[str, int]:
         by_way: dict[str, int] = dict.fromkeys((LOCAL, WITHIN, BETWEEN), 0)
         for piece in self.pieces:
-            by_way[self._way(piece)] += piece.bytes
+            a, b = piece.source.rank, piece.target.rank
+            way = LOCAL if a == b else WITHIN if a // self.per_host == b // self.per_host else BETWEEN
+            by_way[way] += piece.bytes
         return by_way
-
-    def busiest_by_way(self) -> dict[str, int]:
-        by_rank: dict[str, Counter[tuple[str, int]]] = {way: Counter() for way in (LOCAL, WITHIN, BETWEEN)}
-        for piece in self.pieces:
-            of_way = by_rank[self._way(piece)]
-            of_way["out", piece.source.rank] += piece.bytes
-            of_way["in", piece.target.rank] += piece.bytes
-        return {way: max(of_way.values(), default=0) for way, of_way in by_rank.items()}
-
-    def _way(self, piece: Piece) -> str:
-        a, b = piece.source.rank, piece.target.rank
-        return LOCAL if a == b else WITHIN if a // self.per_host == b // self.per_host else BETWEEN
 
 
 def _changed(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer) -> list[_Collection]:
     """Collections whose sharding changes. Raises ShardCoreError for a plan that the model cannot run."""
+    import torchrec
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.types import ShardingPlan
 
+    oldest, release, newest = (
+        [int(n) for n in v.split(".")[:2]] for v in (TRIED[0], torchrec.__version__, TRIED[1])
+    )
+    require(
+        oldest <= release <= newest,
+        f"TorchRec is {torchrec.__version__}; tables were moved under {' to '.join(TRIED)}",
+    )
     require(
         type(model) is DistributedModelParallel,
         f"the model is a {type(model).__name__}; tables of a DistributedModelParallel can be moved",

@@ -25,6 +25,8 @@ _WINDOW = 2048
 """Pieces looked at to fill a round."""
 _CELLS = 1 << 18
 """Cells digested at once."""
+DIGEST_BYTES = 3 * 8 * _CELLS
+"""Memory of a digest: numbers of 8 bytes of its cells, times their keys, and their sums."""
 
 Range = tuple[int, int]
 

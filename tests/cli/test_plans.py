@@ -12,6 +12,7 @@ from shardcore.cli import main
 from shardcore.core.job import Job
 from shardcore.core.topology import Device
 from shardcore.core.types import Plan
+from shardcore.cost.move_rates import MoveRates, write_move_rates
 from shardcore.io import files
 from shardcore.io.model_files import model_digest
 from shardcore.step import memory
@@ -28,7 +29,9 @@ def test_plan_improves_a_plan_that_there_is(stored, model, capsys):
     assert before == after and f"starting from {old}, which cost" in said
     assert f"under {SETTING}, data unknown, model {model_digest(model)[:8]}" in said
     # A move of two hours does not pay back in a second.
-    assert main([*again, "--moves-pay-back-in", "1s", "--move-overhead", "2h"]) == 0
+    rates = stored / "rates.json"
+    write_move_rates(rates, MoveRates(7200.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0))
+    assert main([*again, "--moves-pay-back-in", "1s", "--move-rates", str(rates)]) == 0
     assert files.read_plan(new, files.read_problem(problem)).placements == before.placements
     assert "nothing moves" in capsys.readouterr().out
     assert main([*again, "--moves-pay-back-in", "9999h"]) == 0

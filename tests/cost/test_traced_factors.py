@@ -174,3 +174,13 @@ def test_a_profile_is_corrected_in_its_rates(tmp_path):
     assert rate.uncertainty <= before.uncertainty and rate.source.endswith(
         "corrected by traces of step-00001000"
     )
+
+
+@pytest.mark.parametrize("slowness, speed", [(2.0, 0.5), (1.2, 1.0)])
+def test_a_slow_rank_has_a_slow_device(model, slowness, speed):
+    given = problem()
+    workload = lower(by_columns(given), given)
+    steps = [(workload, traced(workload, model, (1.0, slowness))) for _ in range(3)]
+    found, words = traced_factors.with_speeds(given, model, steps)
+    assert [d.speed for d in found.topology.devices] == pytest.approx([1.0, speed])
+    assert [w.split(" of ")[0] for w in words] == ["device 1 looks up at 50%"] * (speed < 1)

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,19 +20,29 @@ import torch.distributed as dist
 sys.path.append(str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[2]))
 
+import hot_cold_training as hot_cold
 import training
+import wrapped_training as wrapped
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.model_parallel import DMPCollection
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from bench import reshard_jobs as jobs
 from shardcore.core.errors import ShardCoreError
 from shardcore.io.files import problem_digest
-from shardcore.plans import store
+from shardcore.plans import job_reports, store
 from shardcore.plans.decisions import Decision
 from shardcore.plans.followed import StoredPlans
+from shardcore.tables.hot_rows import with_hot_rows
 from shardcore.torchrec import follow as following
 from shardcore.torchrec import reshard as moving
+from shardcore.torchrec.agreement import time_limit
 from shardcore.torchrec.follow import FollowConfig, PlanFollower
+from shardcore.torchrec.plan_files import from_json
 from shardcore.torchrec.reshard import MoveConfig, reshard
 from shardcore.torchrec.row_files import load_rows, save_rows
+from shardcore.torchrec.rows import DenseOptimizer, collections_of, parts_of
+from shardcore.torchrec.sharding_plan import to_torchrec
 from shardcore.torchrec.transfer import Exchange
 
 QUICK = MoveConfig(piece_mib=2**-10, timeout_s=30)
@@ -124,10 +134,15 @@ def refusals(rank: int, given: Any, folder: str) -> dict[str, str]:
     found = {}
 
     def refused(
-        name: str, plan: Any = new, optimizer: Any = job.optimizer, config: Any = QUICK, **others: Any
+        name: str,
+        plan: Any = new,
+        optimizer: Any = job.optimizer,
+        config: Any = QUICK,
+        model: Any = job.model,
+        **others: Any,
     ):
         try:
-            reshard(job.model, plan, optimizer, config=config, **others)
+            reshard(model, plan, optimizer, config=config, **others)
             found[name] = "it moved"
         except ShardCoreError as error:
             found[name] = str(error)
@@ -143,6 +158,11 @@ def refusals(rank: int, given: Any, folder: str) -> dict[str, str]:
     refused("no plan", plan="new.json")
     refused("another optimizer", optimizer=[job.optimizer])
     refused("another pipeline", pipeline=object())
+    groups_of_ranks = DMPCollection.__new__(DMPCollection)  # it asserts GPUs when it is made
+    torch.nn.Module.__init__(groups_of_ranks)
+    refused("groups of ranks", model=groups_of_ranks)
+    with mock.patch("torchrec.__version__", "2.0.0"):
+        refused("another TorchRec")
     job.model._moves_tables = True
     refused("a second move")
     job.model._moves_tables = False
@@ -172,6 +192,80 @@ def refusals(rank: int, given: Any, folder: str) -> dict[str, str]:
     refused("a rank that comes late", config=MoveConfig(timeout_s=0.1))
     moved = reshard(job.model, new, job.optimizer, config=QUICK)
     found["at last"] = f"moved {len(moved.tables)} tables, {jobs.apart(job.whole(), whole)} apart"
+    return found
+
+
+def move_hot_cold(rank: int, given: Any, folder: str) -> list[Any]:
+    """Cold rows of a HotColdEmbeddingCollection move. Tables, and differences from a job that never moved."""
+    hot, on = hot_cold.HOT, hot_cold.problem(1, 2)
+    of = with_hot_rows(on, {name: len(ids) for name, ids in hot.items()})
+    made = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        model = hot_cold.sharded(hot, on, False, "EXACT_ADAGRAD")
+        for part in (
+            p for path, c in collections_of(model).items() for p in parts_of(path, c, DenseOptimizer())
+        ):
+            part.tensors["weights"].copy_(jobs._weights(part, jobs.Settings()))
+        dense = [p for name, p in in_backward_optimizer_filter(model.named_parameters())]
+        for i, weight in enumerate(dense):
+            torch.nn.init.constant_(weight, 0.1 * (i + 1))
+        made.append((model, hot_cold.dense_optimizer(dense, "EXACT_ADAGRAD")))
+    new = to_torchrec(hot_cold.plan(of, True), of, hot_cold.Model(hot, "meta"), "cpu")
+    outputs = []
+    for step in range(6):
+        if step == 3:
+            moved = reshard(made[0][0], new, made[0][1], config=QUICK)
+        found = []
+        for model, optimizer in made:
+            optimizer.zero_grad()
+            output = model(hot_cold.batch(10 * step + rank))
+            ((output - 1) ** 2).sum().backward()
+            optimizer.step()
+            found.append(output.detach())
+        outputs.append(float((found[0] - found[1]).abs().max()))
+    return [list(moved.tables), outputs]
+
+
+def move_beside_wrapped(rank: int, given: Any, folder: str) -> list[str]:
+    """Plain collections move beside wrapped ones. The refusal of plans that move those."""
+
+    def plan_of(plain: str) -> tuple[Any, Any]:
+        torch.manual_seed(1)
+        model = wrapped.Model()
+        # Managed collision is sharded by row only.
+        asked = {name: [plain] for name in "ab"} | {name: ["table_wise"] for name in "cd"}
+        asked |= {name: ["row_wise"] for name in "eg"}
+        return model, wrapped.planner(2, asked).collective_plan(model, wrapped.sharders())
+
+    models = []
+    for _ in range(2):
+        model, plan = plan_of("table_wise")
+        sharded = DistributedModelParallel(
+            model, device=torch.device("cpu"), plan=plan, sharders=wrapped.sharders()
+        )
+        wrapped._copy_tables(sharded, plan_of("table_wise")[0])
+        models.append(sharded)
+    found = []
+
+    def move(new: Any) -> None:
+        try:
+            found.append(" ".join(reshard(models[0], new, config=QUICK).tables))
+        except ShardCoreError as error:
+            found.append(str(error))
+
+    new = plan_of("row_wise")[1]
+    for path in ("processed", "collided", "collided_rows"):
+        new.plan[path] = models[0].plan.plan[path]
+    move(new)
+    shardings = {name: s for sharding in new.plan.values() for name, s in sharding.items()}
+    # All tables have one shape, so that each may have the sharding of another.
+    for path, table, other in (("processed", "c", "e"), ("collided", "e", "c"), ("collided_rows", "g", "c")):
+        changed = from_json(moving.to_json(new))
+        changed.plan[path][table] = shardings[other]
+        move(changed)
+    one, other = (model(*wrapped.batch(rank)) for model in models)
+    found.append(str(max(float((x - y).abs().max()) for x, y in zip(one[:2], other[:2], strict=True))))
     return found
 
 
@@ -265,6 +359,8 @@ def follow(
         "apart": jobs.apart(job.whole(), still.whole()),
         "own plan": moving.to_json(job.model.plan) == own,
         "decision": store.last(root, given.name).outcome,
+        "report": [asdict(x) for x in job_reports.read(root, given.name)],
+        "versions": sorted(d.current for d in store.history(root, given.name) if d.outcome == "first"),
     }
 
 
@@ -287,6 +383,26 @@ def _publish(root: str, given: Any, plan: Any, ms: float | None) -> None:
             parent=last and last.id,
         ),
     )
+
+
+def wait_alone(rank: int, given: Any, folder: str) -> dict[str, Any]:
+    """Rank 0 makes a group of ranks, and the other does not. Seconds, and the limits of groups afterwards."""
+    own, start = dist.group.WORLD, time.monotonic()
+    before = own._get_backend(torch.device("cpu")).options._timeout
+    error = ""
+    with time_limit(own, 20):
+        both = dist.new_group([0, 1])
+    with time_limit(own, 1):
+        try:
+            if rank == 0:
+                dist.new_group([0, 1])
+        except RuntimeError as e:
+            error = type(e).__name__
+    seconds = time.monotonic() - start
+    if rank:
+        time.sleep(8)  # rank 0 must not learn that this one is gone
+    limits = [g._get_backend(torch.device("cpu")).options._timeout == before for g in (own, both)]
+    return {"seconds": seconds, "error": error, "limits": limits, "call": dist.new_group.__name__}
 
 
 def die(rank: int, given: Any, folder: str, after_s: float) -> dict[str, Any]:

@@ -10,6 +10,8 @@ sys.path.append(str(Path(__file__).parent))
 
 import resharding
 
+from shardcore.cost.move_rates import read_move_rates
+
 
 def test_a_job_that_moved_is_as_one_that_never_did():
     """Weights and optimizer state, pooled and sequences, FP32 and FP16, whole, cut and replicated."""
@@ -30,6 +32,8 @@ def test_what_cannot_move_stays_as_it_was():
         "no plan": "the new plan is a str",
         "another optimizer": "the optimizer is a list",
         "another pipeline": "the pipeline is a object",
+        "groups of ranks": "the model is a DMPCollection; tables of a DistributedModelParallel can be moved",
+        "another TorchRec": "TorchRec is 2.0.0; tables were moved under 1.5 to 1.9",
         "a second move": "being moved",
         "ranks that cannot build": "OSError: no new shards here",
         "a rank that fails": "OSError: the memory of this rank is broken",
@@ -43,6 +47,28 @@ def test_what_cannot_move_stays_as_it_was():
                 expected = "not all ranks have done 'plan'"
             assert expected in of_rank[name] and "not as it was" not in of_rank[name], (name, of_rank[name])
         assert of_rank["at last"].startswith("moved 5 tables, 0.0"), of_rank["at last"]
+
+
+@pytest.mark.long
+def test_cold_rows_move_beside_hot_ones():
+    for tables, apart in resharding.in_processes(1, 2, resharding.move_hot_cold):
+        assert tables and all(".cold." in name for name in tables), tables
+        assert apart == [pytest.approx(0, abs=1e-6)] * 6
+
+
+@pytest.mark.long
+def test_what_a_module_wraps_stays_and_a_plan_that_moves_it_is_refused():
+    for found in resharding.in_processes(1, 2, resharding.move_beside_wrapped):
+        assert isinstance(found, list), found
+        plain, *refused, apart = found
+        assert plain == "bags.a rows.b" and float(apart) < 1e-6, (plain, apart)
+        for words, path, kind in zip(
+            refused,
+            ("processed", "collided", "collided_rows"),
+            ("FeatureProcessedEmbeddingBag", "ManagedCollisionEmbeddingBag", "ManagedCollisionEmbedding"),
+            strict=True,
+        ):
+            assert f"the new plan changes module '{path}', a Sharded{kind}Collection" in words, words
 
 
 @pytest.mark.long
@@ -70,6 +96,10 @@ def test_a_job_follows_a_store_and_goes_back_where_steps_are_slower(new_s, ends,
         back = ends == "rolled back"
         assert found["own plan"] == back and found["decision"] == ("rolled back" if back else "better")
         assert ("; predicted at most" in found["reason"]) == back
+        [report] = found["report"]
+        assert [(e["outcome"], e["step"]) for e in report["events"]] == [("moved", 4), (ends, 7)]
+        assert (report["current"] in found["versions"]) == back
+        assert report["events"][0]["tables"] and report["events"][0]["pause_s"] is not None
 
 
 @pytest.mark.long
@@ -104,3 +134,22 @@ def test_a_rank_that_dies_leaves_the_old_plan(after_s):
     assert dead is None
     assert found["rows"] and found["plan"] == ("old" if found["error"] else "new"), found
     assert found["seconds"] < 20
+
+
+@pytest.mark.long
+def test_a_machine_s_rates_of_moves_are_measured_by_a_command(tmp_path):
+    out = tmp_path / "rates.json"
+    command = Path(resharding.__file__).parents[2] / "shardcore/__main__.py"
+    codes, said = resharding.training.run_script(
+        2, command, "job", "rates", "--mib", "1", "--repeats", "1", "--out", str(out)
+    )
+    assert codes == [0, 0], said
+    rates = read_move_rates(out)
+    assert list(rates.link_gbps) == ["within_host"] and rates.move_s > 0 and rates.digest_ns > 0
+
+
+@pytest.mark.long
+def test_groups_that_torchrec_makes_wait_no_longer_than_the_move():
+    for rank, found in enumerate(resharding.in_processes(1, 2, resharding.wait_alone)):
+        assert bool(found["error"]) == (rank == 0) and found["seconds"] < 20, found
+        assert found["limits"] == [True, True] and found["call"] == "new_group", found

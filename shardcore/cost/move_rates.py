@@ -1,0 +1,73 @@
+"""Rates of a machine at moving a running job's tables: measured once, by moves of tables made for it.
+
+`torchrec.move_rates` measures them. A pause is the sum of its phases, each with a rate of its own:
+
+    pause = move + collections * collection + tables * table + built / build + copied / copy + digest + freed / free
+            + max over levels of links of sent / link
+
+Each of these amounts is that of the device that has most of it, for ranks wait for each other after each phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from shardcore.core.links import LEVELS
+from shardcore.core.validation import MOST_GBPS, require, require_types, require_within, shown
+from shardcore.io import schema, writing
+from shardcore.io.envelope import document, open_document, seal, unseal
+
+SCHEMA = "move-rates"
+_MOST_S = 1e6
+
+
+@dataclass(frozen=True)
+class MoveRates:
+    """Rates of a machine's moves.
+
+    move_s: seconds of any move: votes, a process group, a collection of garbage.
+    collection_s: of each collection that changes: TorchRec shards it anew.
+    table_s: of each table in a collection that changes: checks of its plan, and its part in TorchRec's sharding.
+    build_gbps: bytes of new shards, at which they are made.
+    copy_gbps: bytes that stay on a rank.
+    digest_ns: of each number that is digested, on the old shards and on the new ones.
+    digest_row_ns: of each row of a tensor, beside its numbers.
+    free_gbps: bytes of old shards, at which they are freed.
+    link_gbps: bytes of a rank on each level of links, with packing. Those of other levels are the cost model's.
+    """
+
+    move_s: float
+    collection_s: float
+    table_s: float
+    build_gbps: float
+    copy_gbps: float
+    digest_ns: float
+    digest_row_ns: float
+    free_gbps: float
+    link_gbps: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require_types(self, "move rates")
+        seconds = dict.fromkeys(
+            ("move_s", "collection_s", "table_s", "digest_ns", "digest_row_ns"), (0, _MOST_S)
+        )
+        require_within(self, "move rates", **seconds)
+        gbps = {"build_gbps": self.build_gbps, "copy_gbps": self.copy_gbps, "free_gbps": self.free_gbps}
+        for name, value in (gbps | {f"link_gbps of {k}": v for k, v in self.link_gbps.items()}).items():
+            require(
+                0 < value <= MOST_GBPS,
+                f"move rates have {name} {value}; it needs more than 0, at most {MOST_GBPS}",
+            )
+        for level in self.link_gbps:
+            require(level in LEVELS, f"move rates have links {shown(level)}; known are {', '.join(LEVELS)}")
+
+
+def write_move_rates(path: str | Path, rates: MoveRates) -> None:
+    writing.write_json(path, document(SCHEMA, seal(asdict(rates))))
+
+
+def read_move_rates(path: str | Path) -> MoveRates:
+    """Raises ShardCoreError for a file that has no rates, or was edited."""
+    return schema.build(MoveRates, unseal(open_document(path, SCHEMA), path), str(path))

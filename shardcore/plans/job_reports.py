@@ -1,0 +1,146 @@
+"""Reports of running jobs that follow a problem's plan, beside its versions.
+
+  PLANS/<problem>/jobs/<job>.json
+      the job's last report, which the next one replaces
+
+The jobs write them (torchrec.follow). `shardcore job follow` reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Plan, Problem
+from shardcore.core.validation import is_path_name, require, shown
+from shardcore.cost.model import CostModel
+from shardcore.cost.move_rates import MoveRates
+from shardcore.io import schema, writing
+from shardcore.io.envelope import document, open_document, seal, unseal
+from shardcore.plans import places, store
+from shardcore.plans.decisions import Decision
+from shardcore.plans.diff import Diff, diff
+from shardcore.plans.move_price import MovePrice, price_move
+
+SCHEMA = "job-report"
+_SUFFIX = ".json"
+
+
+@dataclass(frozen=True)
+class JobEvent:
+    """A change of a job's plan, or a version that it did not take.
+
+    version: the plan's. outcome, reason: as of torchrec.follow.Event.
+    step: of the job. at_s: Unix time.
+    before_ms, after_ms: measured steps. expected_ms: the longest that was predicted. None: not known.
+    tables: that moved. bytes: of them, by way. pause_s: of the move.
+    """
+
+    version: str
+    outcome: str
+    reason: str
+    step: int
+    at_s: float
+    before_ms: float | None = None
+    after_ms: float | None = None
+    expected_ms: float | None = None
+    tables: int = 0
+    bytes: Mapping[str, int] | None = None
+    pause_s: float | None = None
+
+
+@dataclass(frozen=True)
+class JobReport:
+    """A job's plan and last changes, as it told.
+
+    job: the job's name.
+    current: the version in use. None: the job's own plan, which the store does not have.
+    step: steps since it follows. step_ms: measured at the last look, of the slowest rank.
+    at_s: Unix time of the report.
+    events: the last ones, oldest first.
+    """
+
+    job: str
+    current: str | None
+    step: int
+    at_s: float
+    step_ms: float | None = None
+    events: tuple[JobEvent, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(
+            is_path_name(self.job),
+            f"a job has name {shown(self.job)}; names have letters, digits and . _ -",
+        )
+
+
+def write(root: str | Path, name: str, report: JobReport) -> None:
+    content = writing.json_bytes(document(SCHEMA, seal(asdict(report))))
+    places.write(store.jobs_folder(root, name) / f"{report.job}{_SUFFIX}", content)
+
+
+def read(root: str | Path, name: str) -> list[JobReport | ShardCoreError]:
+    """Reports of all jobs that follow a problem's plan, by the jobs' names. One that is damaged is its error."""
+    folder = store.jobs_folder(root, name)
+    found: list[JobReport | ShardCoreError] = []
+    for file in places.listed(folder):
+        if file.endswith(_SUFFIX):
+            try:
+                at = folder / file
+                found.append(schema.build(JobReport, unseal(open_document(at, SCHEMA), at), str(at)))
+            except ShardCoreError as error:
+                found.append(error)
+    return found
+
+
+@dataclass(frozen=True)
+class NextMove:
+    """A job's way from its plan to the current one. pays_back_s: None where no gain is known."""
+
+    moved: Diff
+    price: MovePrice
+    pays_back_s: float | None
+
+
+def next_move(
+    root: str | Path,
+    name: str,
+    report: JobReport,
+    model: CostModel | None = None,
+    rates: MoveRates | None = None,
+) -> NextMove | None:
+    """The move that a job makes at its next look. None: it has the current plan.
+
+    Raises ShardCoreError for a plan that the store does not have (any more).
+    """
+    current = store.current(root, name)
+    if report.current == current:
+        return None
+    require(
+        report.current is not None,
+        f"job {report.job!r} started with a plan that {root} does not have, so its move has no price",
+    )
+    old, _ = store.read_plan(root, name, report.current)
+    new, problem = store.read_plan(root, name, current)
+    price = price_move(_bound(old, problem), new, problem, model and model.for_problem(problem), rates)
+    gained, pays_back_s = store.adoption(root, name, current), None
+    if (model or rates) and gained and gained.previous_ms and gained.candidate_ms is not None:
+        pays_back_s = price.pays_back_s(gained.previous_ms, gained.candidate_ms)
+    return NextMove(diff(old, new, problem), price, pays_back_s)
+
+
+def last_decision(root: str | Path, name: str) -> Decision:
+    """The decision that chose the current version. Raises ShardCoreError if nothing was published."""
+    store.current(root, name)
+    decision = store.last(root, name)
+    assert decision is not None
+    return decision
+
+
+def _bound(plan: Plan, problem: Problem) -> Plan:
+    """A plan of an older problem with the tables of a newer one, whose statistics are others."""
+    from shardcore.search.anneal.reshard import rebind_tables
+
+    return rebind_tables(plan, problem)

@@ -1,0 +1,67 @@
+"""Jobs that follow a store, in text: the current plan, each job's own, its changes, and what it does next."""
+
+from __future__ import annotations
+
+from math import isinf
+
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.links import LEVELS
+from shardcore.plans.decisions import Decision
+from shardcore.plans.job_reports import JobEvent, JobReport, NextMove
+from shardcore.plans.words import count, moved_words, when
+from shardcore.step.memory import gib
+
+
+def decision_text(x: Decision) -> str:
+    return f"{x.problem}: version {x.current} is current since {when(x.decided_at)} ({x.outcome}): {x.reason}"
+
+
+def job_text(report: JobReport, now_s: float) -> str:
+    plan = f"version {report.current}" if report.current else "a plan of its own"
+    step_ms = f", {report.step_ms:.3g} ms a step" if report.step_ms is not None else ""
+    return f"job {report.job}, step {report.step:,}, {_ago(now_s - report.at_s)} ago: on {plan}{step_ms}"
+
+
+def event_text(event: JobEvent) -> str:
+    """A change as a line: what it was, what it took, and what was measured."""
+    words = [f"step {event.step:,}: {event.outcome}, version {event.version}"]
+    if event.pause_s is not None:
+        ways = [f"{gib(n)} {_way(way)}" for way, n in (event.bytes or {}).items() if n]
+        words.append(f"{count(event.tables, 'table')} in {event.pause_s:.3g} s ({', '.join(ways)})")
+    if event.after_ms is not None and event.before_ms:
+        change = event.after_ms / event.before_ms - 1
+        most = f", predicted at most {event.expected_ms:.3g}" if event.expected_ms is not None else ""
+        words.append(f"{event.after_ms:.3g} ms a step, {event.before_ms:.3g} before ({change:+.1%}){most}")
+    if event.reason:
+        words.append(event.reason)
+    return "; ".join(words)
+
+
+def next_text(report: JobReport, current: str, found: NextMove | ShardCoreError | None) -> str:
+    """What a job does at its next look."""
+    last = report.events[-1] if report.events else None
+    if found is None:
+        return "next: nothing, until another version is current"
+    if last and last.version == current and last.outcome == "refused":
+        return f"next: nothing, as it cannot move to version {current}: {last.reason}"
+    if isinstance(found, ShardCoreError):
+        return f"next: version {current}; {found}"
+    words = [f"next: version {current}", f"{moved_words(found.moved)}", str(found.price)]
+    if found.pays_back_s is not None:
+        words.append(
+            "it does not pay back: no gain was predicted"
+            if isinf(found.pays_back_s)
+            else f"it pays back after {found.pays_back_s:.3g} s"
+        )
+    return "; ".join(words)
+
+
+def _way(way: str) -> str:
+    return LEVELS[way].words if way in LEVELS else "within ranks"
+
+
+def _ago(seconds: float) -> str:
+    for unit, each in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * each:
+            return f"{seconds / each:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"

@@ -1,0 +1,197 @@
+"""Rates of the machines of a job at moving tables: measured by moves of tables made for it.
+
+Jobs of tiny tables give what any move takes, and what each collection and table add. Large tables that stay on
+their ranks give the rates of building, copying, digests and freeing, phase by phase. The same tables sent to
+another rank of the host, and to another host, give those of links.
+
+Ranks: D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardcore.core.links import LEVELS
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
+from shardcore.core.validation import MOST_GBPS, require_types, require_within
+from shardcore.cost.move_rates import MoveRates
+from shardcore.torchrec.reshard import BETWEEN, WITHIN, MoveConfig, Moved, reshard
+from shardcore.torchrec.sharding_plan import to_torchrec
+
+_WIDE, _NARROW, _ROWS = 32, 8, 64
+"""Columns of large tables, and rows of tiny ones. Tables of few columns have more rows to digest."""
+_FEW, _MANY, _COLLECTIONS = 3, 12, 3
+"""Tables of jobs of tiny ones, and collections that a few are in."""
+_PHASES = ("build", "fill", "check", "free")
+"""Phases of a move that grow with bytes."""
+
+
+@dataclass(frozen=True)
+class MoveRatesConfig:
+    """Settings of a measurement.
+
+    mib: weights of a large table on each rank, in MiB. Each has as many bytes of state.
+    repeats: of each move there and back; the median counts.
+    move: settings of the moves, which should be those of the job's.
+    """
+
+    mib: int = 32
+    repeats: int = 3
+    move: MoveConfig = field(default_factory=MoveConfig)
+
+    def __post_init__(self) -> None:
+        require_types(self, "move rates config")
+        require_within(self, "move rates config", mib=(1, 1 << 20), repeats=(1, 1000))
+
+
+def measure_move_rates(
+    device: torch.device, ranks_per_host: int, config: MoveRatesConfig = MoveRatesConfig()
+) -> MoveRates:
+    """Move tables made for it between the ranks of this process group. All ranks call it.
+
+    Each rank takes 4 * config.mib MiB of memory meanwhile, and a few buffers.
+    """
+    n = dist.get_world_size()
+    host = [rank // ranks_per_host for rank in range(n)]
+    few, many, divided = (
+        _phases(_Made(host, device, tables, collections=n), [], config)
+        for tables, n in ((_FEW, 1), (_MANY, 1), (_FEW, _COLLECTIONS))
+    )
+    a_table = {phase: (many[phase] - few[phase]) / (_MANY - _FEW) for phase in few}
+    table_s = max(0.0, sum(a_table.values()))
+    collection_s = max(0.0, sum(divided.values()) - sum(few.values())) / (_COLLECTIONS - 1)
+
+    # Rows of a large table, and where each goes.
+    n_cells = config.mib * 2**20 // 4
+    made, narrow = (_Made(host, device, n + 1, n_cells // width, width) for width in (_WIDE, _NARROW))
+    small = {phase: few[phase] + a_table[phase] * (n + 1 - _FEW) for phase in few}
+    n_bytes = 2 * n_cells * 4
+    local, of_narrow = (_beyond(_phases(m, [], config), small) for m in (made, narrow))
+    # Weights and state have digests before and after.
+    checked = np.array([[4 * n_cells, 4 * m.rows] for m in (made, narrow)])
+    digest_ns, row_ns = np.linalg.solve(checked, 1e9 * np.array([local["check"], of_narrow["check"]]))
+    if min(digest_ns, row_ns) < 0:  # noise: all of it counts by number
+        digest_ns, row_ns = 1e9 * local["check"] / checked[0, 0], 0.0
+    links = {}
+    # Each rank sends its table to the next one of its host, or to the same one of the next host.
+    for level, to in (
+        (WITHIN, [h * ranks_per_host + (r + 1) % ranks_per_host for r, h in enumerate(host)]),
+        (BETWEEN, [(r + ranks_per_host) % n for r in range(n)]),
+    ):
+        if to != list(range(n)):
+            fill_s = _beyond(_phases(made, to, config), small)["fill"]
+            links[level] = _gbps(n_bytes, fill_s)
+    return MoveRates(
+        move_s=max(0.0, sum(few.values()) - _FEW * table_s - collection_s),
+        collection_s=collection_s,
+        table_s=table_s,
+        build_gbps=_gbps(n_bytes, local["build"]),
+        copy_gbps=_gbps(n_bytes, local["fill"]),
+        digest_ns=float(digest_ns),
+        digest_row_ns=float(row_ns),
+        free_gbps=_gbps(n_bytes, local["free"]),
+        link_gbps={level: links[level] for level in LEVELS if level in links},
+    )
+
+
+def _beyond(phases: Mapping[str, float], small: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of each phase that tiny tables do not take."""
+    return {phase: max(1e-9, phases[phase] - small[phase]) for phase in _PHASES}
+
+
+def _gbps(n_bytes: int, seconds: float) -> float:
+    return min(MOST_GBPS, n_bytes / seconds / 1e9)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A job made for the measurement.
+
+    host: of each rank.
+    tables: in turn of each collection. The first of each is tiny, and moves; others have `rows` and `dim`.
+    """
+
+    host: list[int]
+    device: torch.device
+    tables: int
+    rows: int = _ROWS
+    dim: int = _WIDE
+    collections: int = 1
+
+    def problem(self) -> Problem:
+        tables = [
+            Table(
+                f"t{i}",
+                self.rows if i >= self.collections else _ROWS,
+                self.dim,
+                1.0,
+                collection=f"bags{i % self.collections}",
+            )
+            for i in range(self.tables)
+        ]
+        devices = tuple(Device(1 << 50, host=f"host-{h}") for h in self.host)
+        return Problem("moved", tuple(tables), Topology(devices), len(devices))
+
+    def plan(self, tiny_at: int, to: list[int]) -> Plan:
+        """Tiny tables on a rank, the others one after the other, each on the rank that `to` has for its own."""
+        n, others = len(self.host), range(self.tables - self.collections)
+        at = [tiny_at] * self.collections + [to[i % n] if to else i % n for i in others]
+        tables = self.problem().tables
+        return Plan(
+            tuple(Placement("column", Shard.whole(t), (rank,)) for t, rank in zip(tables, at, strict=True))
+        )
+
+    def job(self) -> Any:
+        from fbgemm_gpu.split_embedding_configs import EmbOptimType
+        from torchrec.distributed import DistributedModelParallel
+        from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+
+        model = self.model()
+        sharder = EmbeddingBagCollectionSharder({"optimizer": EmbOptimType.EXACT_ADAGRAD})
+        exported = to_torchrec(self.plan(0, []), self.problem(), model, self.device.type)
+        return DistributedModelParallel(
+            model, device=self.device, plan=exported, sharders=cast(Any, [sharder])
+        )
+
+    def model(self) -> nn.Module:
+        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+        model, tables = nn.Module(), self.problem().tables
+        for path in dict.fromkeys(t.collection for t in tables):
+            configs = [
+                EmbeddingBagConfig(
+                    name=t.name, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[t.name]
+                )
+                for t in tables
+                if t.collection == path
+            ]
+            model.add_module(path, EmbeddingBagCollection(tables=configs, device=torch.device("meta")))
+        return model
+
+
+def _phases(made: _Made, to: list[int], config: MoveRatesConfig) -> dict[str, float]:
+    """Median seconds of each phase of moves there and back: of the tiny table, and of others to `to`."""
+    job = made.job()
+    there, back = (
+        to_torchrec(made.plan(*at), made.problem(), made.model(), made.device.type)
+        for at in ((len(made.host) - 1, to), (0, []))
+    )
+    moves: list[Moved] = []
+    for _ in range(1 + config.repeats):  # the first warms up
+        moves += [reshard(job, plan, config=config.move) for plan in (there, back)]
+    moves = moves[2:]
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, [dict(m.seconds) for m in moves])
+    # Ranks wait for each other after most phases: the slowest counts.
+    return {
+        phase: float(np.median([max(of[i][phase] for of in of_ranks) for i in range(len(moves))]))
+        for phase in moves[0].seconds
+    }
