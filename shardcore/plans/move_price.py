@@ -171,13 +171,14 @@ def _digest_ns(shard: Shard, states: Optimizer, rates: MoveRates) -> float:
 
 
 def _levels(topology: Topology) -> dict[str, np.ndarray]:
-    """[D, D] by level: True where it joins two devices."""
+    """[D, D] by level that joins some devices: True where it joins two."""
     hosts = [d.host for d in topology.devices]
     masks, joined = {}, np.eye(len(hosts), dtype=bool)
     for level in LEVELS.values():
         units = np.array([level.unit(h) for h in hosts])
         together = units[:, None] == units[None, :]
-        masks[level.name] = together & ~joined
+        if (mask := together & ~joined).any():
+            masks[level.name] = mask
         joined |= together
     return masks
 
@@ -188,18 +189,16 @@ def link_gbps(model: CostModel, topology: Topology) -> dict[str, float]:
     Of the innermost level it is the rate among devices of one host. Of each further one it is the rate of
     what crosses it in an exchange among all.
     """
-    masks = _levels(topology)
     gbps: dict[str, float] = {}
     for level in LEVELS.values():
         # Devices that this level and those within it join.
         unit = level.unit(topology.devices[0].host)
         members = [d for d in topology.devices if level.unit(d.host) == unit]
-        n = len(members)
-        if n < 2 or not masks[level.name].any():
+        n, part = len(members), replace(topology, devices=tuple(members))
+        if level.name not in (masks := _levels(part)):
             continue
-        part = replace(topology, devices=tuple(members))
         ms = np.diff([_exchange_ms(model, part, k * _PROBE_BYTES) for k in (1, 2)])[0]
-        crossing = _levels(part)[level.name][0].sum() / n
+        crossing = masks[level.name][0].sum() / n
         gbps[level.name] = _PROBE_BYTES * crossing / max(ms, 1e-9) / 1e6
     # A level that no exchange crosses is as fast as the next one out.
     known = list(gbps.values()) or [inf]

@@ -44,7 +44,7 @@ def folder(tmp_path):
         (["--hang-s", "1e12"], "measure has hang_s 1000000000000.0; it needs 0.001 to 1,000,000"),
         (["--max-repeats", "1000000000000"], "max_repeats 1000000000000; it needs 6 to 1,000,000"),
         (["--max-shards", "1000000000000"], "group config has max_shards 1000000000000"),
-        (["--between-gbit-s", "1"], "--within-gbit-s are of emulated hosts; they need --hosts"),
+        (["--between-gbit-s", "1"], "--pod-gbit-s are of emulated hosts; they need --hosts"),
         (["--exchanges", "1", "--hosts", "2"], "hosts need --between-gbit-s"),
         ([*BOXED, "--hosts", "2"], "it needs --exchanges, no --steps"),
         ([*BOXED, "--exchanges", "1", "--hosts", "3"], "--ranks is 4; each of 3 hosts needs as many"),

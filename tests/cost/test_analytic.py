@@ -103,7 +103,9 @@ def test_a_link_is_as_busy_as_the_busier_of_its_directions():
     )
     cost = MODEL.comm(sends(all_to_all=np.array([4e6, 4e6, 4e6, 0.0])), np.zeros(4), hosts)
     np.testing.assert_allclose(cost.forward_ms, [3.0] * 4)
-    slow_within = dataclasses.replace(hosts, links=links_of(within_host=0.1, between_hosts=1, latency_ms=0.0))
+    slow_within = dataclasses.replace(
+        hosts, links=links_of(within_host=0.1, between_hosts=0.1, latency_ms=0.0)
+    )
     cost = MODEL.comm(sends(all_to_all=np.array([4e6, 0.0, 0.0, 0.0])), np.zeros(4), slow_within)
     np.testing.assert_allclose(cost.forward_ms, [20.0] * 4)  # 2 of 4 MB stay on the host
 

@@ -46,7 +46,7 @@ def test_the_pause_is_that_of_the_busiest_device_on_the_slowest_level():
     assert price.bytes == {"within_host": 900, "between_hosts": 1800}
     assert price.busiest_bytes == {"within_host": 900, "between_hosts": 1800}
     gbps = link_gbps(MODEL, problem.topology)
-    assert price.seconds == pytest.approx({k: price.busiest_bytes[k] / gbps[k] / 1e9 for k in gbps})
+    assert price.seconds == pytest.approx({k: n / gbps[k] / 1e9 for k, n in price.busiest_bytes.items()})
     # Device 0 has all of the old shard; the new ones are 25 rows of 8 weights and a number of state each.
     assert price.overhead_s == pytest.approx(
         {
