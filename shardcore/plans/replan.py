@@ -238,8 +238,8 @@ def forced_moves(old: Plan, problem: Problem) -> frozenset[str]:
 
     Their device is gone or has too little memory, or constraints or their kind forbid it.
     """
-    if halves := halves_of(rebind_tables(old, problem), problem):
-        moves = forced_moves(halves.split(rebind_tables(old, problem)), halves.problem)
+    if halves := halves_of(was := rebind_tables(old, problem), problem):
+        moves = forced_moves(halves.split(was), halves.problem)
         return frozenset(halves.tables[name][0].name if name in halves.tables else name for name in moves)
     # Tables that are new have no place to keep.
     known = old.by_table().keys() & {t.name for t in problem.tables}
@@ -260,10 +260,10 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
     be a start.
     """
     space = config.space or old.provenance.get("space", "all")
-    if halves := halves_of(rebind_tables(old, problem), problem):
-        found = replan(halves.split(rebind_tables(old, problem)), halves.problem, model, config)
-        cost = priced(halves.joined(found.placements), problem, model)
-        return replace(cost, provenance={**found.provenance, **cost.provenance})
+    if halves := halves_of(was := rebind_tables(old, problem), problem):
+        found = replan(halves.split(was), halves.problem, model, config)
+        if halves.may_run(found.placements):
+            return halves.whole(found, problem, model)
     kept = _kept(old, problem, model, space)
     if config.weighs_pause and kept is not None:
         return _paying_back(old, kept, problem, model, config)

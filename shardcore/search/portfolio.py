@@ -13,10 +13,11 @@ budget in seconds also limits how many plans annealing starts from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,6 +34,9 @@ from shardcore.search.state.feasible import fitting
 from shardcore.search.state.halves import Halves, halved, halves_of, may_halve
 from shardcore.search.state.shards import priced, searched_tables
 from shardcore.step.kinds import LAYOUTS
+
+if TYPE_CHECKING:
+    from shardcore.search.anneal.sharder import Search
 
 DEFAULT_EVALS = 1_000_000
 DEFAULT = Budget(evals=DEFAULT_EVALS)
@@ -71,8 +75,8 @@ def annealing(
     if reshard and (halves := halves_of(plan := rebind_tables(reshard.plan, problem), problem)):
         start = replace(reshard, plan=halves.split(plan))
         found = annealing(halves.problem, model, seed=seed, budget=budget, space=space, reshard=start)
-        joined = priced(halves.joined(found.placements), problem, model)
-        return replace(joined, provenance={**found.provenance, **joined.provenance})
+        if halves.may_run(found.placements):
+            return halves.whole(found, problem, model)
     name = "anneal" if space == "all" else "anneal_columns"  # halves are for comparisons only
     return _Anytime(name, problem, model, seed, budget).plan(space, reshard=reshard)
 
@@ -138,23 +142,38 @@ class _Anytime:
                 for name, sharder in greedy.ORDERS.items() if others else ():
                     if self.meter.left():
                         self._add(name, partial(sharder, self.problem, self.model, seed=self.seed))
-                hottest = self._hottest() if space == "all" and reshard is None else []
-                for n in range(1, 1 + min(_HALVED, len(hottest))):
-                    # Of very many tables, the first round takes most of the time.
-                    if not (self.meter.left() and self.meter.has_time(_SPARE * took_s)):
-                        break
-                    before_ms, some = self.best_ms, halved(self.problem, hottest[:n])
-                    other = Search(some.problem, self.model, self.meter, self.seed)
-                    with suppress(Infeasible):
-                        next(others_rounds := other.rounds(space))
-                        self._keep(some.joined(other.placements), self.name, other.best_ms)
-                        if self.best_ms < before_ms:
-                            search, halves, rounds = other, some, others_rounds
+                if space == "all" and reshard is None:
+                    search, halves, rounds = self._in_halves(took_s) or (search, halves, rounds)
             if beam_evals is not None and self.meter.evals >= beam_evals:
                 beam_evals = None
                 if plan := self._add("neuroshard", self._beam):
                     # Annealing starts from it in its next round.
                     search.add(halves.split(plan).placements, space)
+
+    def _in_halves(self, took_s: float) -> tuple[Search, Halves, Iterator[int]] | None:
+        """Search with the hottest table in halves, and with the two hottest.
+
+        took_s: of the first round, with whole tables.
+
+        Returns the search that found the cheapest plan, its halves, and its further rounds. None: no plan is cheaper.
+        """
+        from shardcore.search.anneal.sharder import Search
+
+        found, hottest = None, self._hottest()
+        for n in range(1, 1 + min(_HALVED, len(hottest))):
+            # Of very many tables, the first round takes most of the time.
+            if not (self.meter.left() and self.meter.has_time(_SPARE * took_s)):
+                break
+            before_ms, halves = self.best_ms, halved(self.problem, hottest[:n])
+            search = Search(halves.problem, self.model, self.meter, self.seed, halves.may_run)
+            rounds = search.rounds("all")
+            with suppress(Infeasible):
+                next(rounds)
+                if search.best is not None:
+                    self._keep(halves.joined(search.placements), self.name, search.best_ms)
+                if self.best_ms < before_ms:
+                    found = search, halves, rounds
+        return found
 
     def _hottest(self) -> list[str]:
         """Tables that are hot for one host and may be in halves, the costliest first."""

@@ -19,6 +19,7 @@ from shardcore.plans.replan import ReplanConfig, forced_moves, replan
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.portfolio import annealing, portfolio
+from shardcore.search.state.halves import halved, may_halve
 from shardcore.step.lower import lower
 from shardcore.step.memory import used_bytes
 from shardcore.tables.generate import generate_pool
@@ -144,9 +145,19 @@ def test_two_hosts_share_the_halves_of_a_table_that_is_hot_for_one():
     halves = [p for p in plan.placements if p.shard.table.name == "hot"]
     assert {p.kind for p in halves} == {"host_row"} and [p.shard.width for p in halves] == [32, 32]
     assert cost(plan) == price(lower(plan, problem), gpu(problem)).total_ms
-    # A constraint on a table keeps it out of halves.
+    # A constraint on a table keeps it out of halves, and a name that is too long with its columns.
+    assert may_halve(problem.tables[0], problem) and not may_halve(Table("x" * 195, 8, 64, 1.0), problem)
     whole = skewed(min_widths=(("hot", 64),))
     assert cost(plan) < 0.95 * cost(portfolio(whole, gpu(whole), budget=budget))
+
+
+def test_halves_of_a_table_run_by_one_kind():
+    """TorchRec shards a table by one."""
+    halves = halved(skewed(), ["hot"])
+    left, right = (t for t in halves.problem.tables if t.name in halves.tables)
+    shared = host_row(left, tuple(range(8)))
+    assert halves.may_run([shared, host_row(right, tuple(range(8, 16)))])
+    assert not halves.may_run([shared, column(right, 8)])
 
 
 def test_halves_that_hosts_share_stay_where_they_are_if_nothing_may_move():

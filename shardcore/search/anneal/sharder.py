@@ -19,7 +19,7 @@ Shapes: S strips, D devices. Strips and units are defined in search/state/shard_
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import count
@@ -62,12 +62,20 @@ class Search:
     """One annealing run.
 
     best: the cheapest plan met, in its space. None before the first.
+    allows: which plans may be the best one. None: all.
     """
 
-    def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        model: CostModel,
+        meter: Meter,
+        seed: int,
+        allows: Callable[[Iterable[Placement]], bool] | None = None,
+    ) -> None:
         self.starts = Starts(problem, model, meter, seed)
         self.head = self.starts.head
-        self.problem, self.model, self.meter = problem, model, meter
+        self.problem, self.model, self.meter, self.allows = problem, model, meter, allows
         self.best: Start | None = None
         self._best_by_columns: Start | None = None
         self._waiting: list[Start] = []
@@ -195,7 +203,7 @@ class Search:
         columns = self._best_by_columns
         if not start.space.fixed.may_share.any() and (columns is None or present.ms < columns.ms):
             self._best_by_columns = replace(present, state=copy_of(state))
-        if present.ms < self.best_ms:
+        if present.ms < self.best_ms and (self.allows is None or self.allows(present.placements)):
             self.best = replace(present, state=copy_of(state))
 
     def _exact_ms(self, start: Start) -> float:

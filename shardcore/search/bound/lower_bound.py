@@ -1,4 +1,4 @@
-"""A lower bound on the cost of any plan, where the model allows a proof, and an estimate.
+"""A lower bound on the cost of the plans of a space, where the model allows a proof, and an estimate.
 
 A step takes max over devices of (compute + backward exchange), plus the longest exchanges forward and of ids.
 Each way to cut a table adds work to devices and bytes to exchanges. Each shard needs all ids of its rows.
@@ -15,6 +15,8 @@ Contention in mixes of kinds, and shards that fit only alone, raise it further (
 
 The estimate prices all tables as one op, divided evenly over the devices. It is higher where shards contend.
 It is no bound: a device may hold tables that contend less than the mean.
+
+Plans in which groups share halves of tables (search/state/halves.py) are outside of the space, and may cost less.
 
 Memory is ignored. So are constraints, except those that keep tables whole, together or on some devices.
 

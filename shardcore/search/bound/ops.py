@@ -208,7 +208,10 @@ class BoundShards:
         """The plans for which a bound holds, in words."""
         widths = f"multiples of {MIN_WIDTH}" if self.any_width else f"{MIN_WIDTH} times powers of two"
         shared = zip(self.at[1:], self.kinds[1:], strict=True)
-        others = [layout.words for at, layout in shared if (at >= 0).any()]
+        # Groups share whole tables here. Searches also let them share halves (state/halves.py).
+        others = [
+            layout.words + " (no halves)" * layout.cuts_columns for at, layout in shared if (at >= 0).any()
+        ]
         return ", or with ".join([f"each table whole or cut by columns ({widths})", *others])
 
 

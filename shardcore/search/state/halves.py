@@ -6,11 +6,14 @@ shared by the groups of two (TorchRec's grid_shard).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from shardcore.core.types import MIN_WIDTH, Placement, Plan, Problem, Table
-from shardcore.search.state.shards import consolidate
+from shardcore.core.validation import MOST_NAME
+from shardcore.cost.model import CostModel
+from shardcore.search.state.shards import consolidate, priced
 from shardcore.step.kinds import LAYOUTS, layout_of
 
 _CUT = tuple(name for name, layout in LAYOUTS.items() if layout.cuts_columns)
@@ -22,18 +25,31 @@ class Halves:
     """A problem with some tables in halves.
 
     problem: with the halves in place of these tables.
-    tables: of each table of the problem: the table that it is of, and its first column there.
+    tables: of each half, by its name: the whole table, and the half's first column there.
     """
 
     problem: Problem
     tables: Mapping[str, tuple[Table, int]]
 
+    def may_run(self, placements: Iterable[Placement]) -> bool:
+        """Tell if the halves of each table run by one kind. TorchRec shards a table by one."""
+        kinds: dict[str, set[str]] = defaultdict(set)
+        for p in placements:
+            if p.shard.table.name in self.tables:
+                kinds[self.tables[p.shard.table.name][0].name].add(p.kind)
+        return all(len(of_table) == 1 for of_table in kinds.values())
+
     def joined(self, placements: Iterable[Placement]) -> tuple[Placement, ...]:
-        """Placements of whole tables."""
+        """The placements with whole tables in place of halves."""
         return consolidate(
             _moved(p, *self.tables[p.shard.table.name]) if p.shard.table.name in self.tables else p
             for p in placements
         )
+
+    def whole(self, found: Plan, problem: Problem, model: CostModel) -> Plan:
+        """A plan of halves as one of the problem's whole tables, priced."""
+        plan = priced(self.joined(found.placements), problem, model)
+        return replace(plan, provenance={**found.provenance, **plan.provenance})
 
     def split(self, plan: Plan) -> Plan:
         """A plan of whole tables as one of halves."""
@@ -63,7 +79,7 @@ def halved(problem: Problem, names: Collection[str]) -> Halves:
             continue
         width = table.dim // 2
         for column in (0, width):
-            half = replace(table, name=f"{table.name}[{column}:{column + width}]", dim=width)
+            half = replace(table, name=_half_name(table, column), dim=width)
             tables.append(half)
             of[half.name] = table, column
             kinds.append((half.name, _CUT))
@@ -72,18 +88,19 @@ def halved(problem: Problem, names: Collection[str]) -> Halves:
 
 
 def may_halve(table: Table, problem: Problem) -> bool:
-    """Tell if a table may be in halves: no constraint names it, and they are as wide as FBGEMM needs."""
+    """Tell if a table may be in halves: no constraint names it, and FBGEMM and files take halves of it."""
     constraints = problem.constraints
     named = {*constraints.unsplit, *(name for group in constraints.together for name in group)}
     for pairs in (constraints.pinned, constraints.kinds, constraints.min_widths):
         named |= {name for name, _ in pairs}
     # TorchRec needs the parts of a sequence equally wide, and each of its maps of ids once.
     plain = not table.sequence and table.managed_collision is None
-    return plain and table.dim % (2 * MIN_WIDTH) == 0 and table.name not in named
+    fits = table.dim % (2 * MIN_WIDTH) == 0 and len(_half_name(table, table.dim // 2)) <= MOST_NAME
+    return plain and fits and table.name not in named
 
 
 def halves_of(plan: Plan, problem: Problem) -> Halves | None:
-    """The problem with tables in halves whose halves groups of devices share in a plan. None: there are none.
+    """The problem with tables in halves, where groups of devices share halves of them in a plan. None if none do.
 
     plan: of the problem's tables.
     """
@@ -94,6 +111,10 @@ def halves_of(plan: Plan, problem: Problem) -> Halves | None:
     }
     names = [t.name for t in problem.tables if t.name in shared and may_halve(t, problem)]
     return halved(problem, names) if names else None
+
+
+def _half_name(table: Table, column: int) -> str:
+    return f"{table.name}[{column}:{column + table.dim // 2}]"
 
 
 def _moved(placement: Placement, table: Table, columns: int) -> Placement:
