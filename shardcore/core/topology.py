@@ -71,7 +71,7 @@ class Topology:
     links: of some levels. Those of others are as the cost model measured them.
     memory: of tiers below the devices, where tables may have rows.
     rows_over: unit over which TorchRec's table_row_wise divides rows, one of ROWS_OVER. A pod, if there are
-      any and the job has TORCHREC_RESOLVED_POD_SIZE.
+      any, all of one size, and the job has TORCHREC_RESOLVED_POD_SIZE.
     """
 
     devices: tuple[Device, ...]
@@ -113,7 +113,7 @@ class Topology:
                 "device need to be no faster than inner ones",
             )
         require(
-            self.has_pods or self.link("within_pod").gbps is None,
+            self.link("within_pod").gbps is None or self.has_pods,
             "topology gives links within_pod, and no pod has several hosts; it needs hosts with names such as "
             "'pod-0/host-1'",
         )
@@ -153,9 +153,9 @@ class Topology:
     @cached_property
     def hosts(self) -> tuple[str, ...]:
         """Names of hosts, pod by pod: TorchRec's pods have consecutive ranks."""
-        names = list(dict.fromkeys(d.host for d in self.devices))
-        first = {pod: i for i, pod in reversed(list(enumerate(map(pod_of, names))))}
-        return tuple(sorted(names, key=lambda name: first[pod_of(name)]))
+        names = dict.fromkeys(d.host for d in self.devices)
+        number = {pod: i for i, pod in enumerate(dict.fromkeys(map(pod_of, names)))}
+        return tuple(sorted(names, key=lambda name: number[pod_of(name)]))
 
     @cached_property
     def on_hosts(self) -> tuple[tuple[int, ...], ...]:
@@ -170,7 +170,7 @@ class Topology:
         members = unit_members([self.devices[d].host for d in self.ranks], level)
         return tuple(tuple(self.ranks[i] for i in unit) for unit in members)
 
-    @property
+    @cached_property
     def has_pods(self) -> bool:
         """True if some pod has several hosts."""
         return joins(self.units)[list(LEVELS).index("within_pod")]

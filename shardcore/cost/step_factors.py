@@ -111,7 +111,8 @@ def _of_sums(isolated: NeuralModel, steps: Sequence[Step]) -> tuple[dict[str, fl
     steps = [(w, took) for w, took in steps if any(took.input_ms) and not w.job.hides_ids_ms]
 
     def is_measured(channel: Channel) -> bool:
-        return _decides(channel) in collective_model.measured_links(isolated.weights, channel)
+        # Over several hosts, the outermost links price a channel.
+        return channel.scope.link in collective_model.measured_links(isolated.weights, channel)
 
     known = [channels for channels in _SUMS if all(map(is_measured, channels))]
     often = [x for x in known if sum(any(_runs(w, c) for c in x) for w, _ in steps) >= FEWEST_STEPS]
@@ -132,11 +133,6 @@ def _of_sums(isolated: NeuralModel, steps: Sequence[Step]) -> tuple[dict[str, fl
     for channels, factor in zip(often, fit_law(np.array(terms), np.array(took_ms)).tolist(), strict=True):
         factors |= {collective_model.step_weight(c, way): factor for c in channels for way in c.row.ways}
     return factors, len(usable)
-
-
-def _decides(channel: Channel) -> str:
-    """The level of links that a channel over several hosts is priced by."""
-    return channel.scope.link
 
 
 def summary(before: NeuralModel, fitted: NeuralModel, n: int) -> str:

@@ -81,11 +81,11 @@ class Box:
     def __post_init__(self) -> None:
         rates = dict.fromkeys(("between_gbit_s", "within_gbit_s", "pod_gbit_s"), LINK_GBIT_S)
         require_within(self, "box", hosts=(2, 64), ranks_per_host=(1, 64), **rates)
+        _ = self.links  # checks pods and rates
         require(
             self.hosts % self.pods == 0,
             f"box has pods {self.pods}, which do not divide its {self.hosts} hosts evenly",
         )
-        _ = self.links  # checks the rest
 
     @property
     def ranks(self) -> int:

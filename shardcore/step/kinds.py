@@ -178,8 +178,11 @@ def _each_pod(topology: Topology) -> tuple[Group, ...]:
 
 
 def rows_over_pods(topology: Topology) -> bool:
-    """True if TorchRec divides the rows of a table over pods. A job does so by rows over hosts or over pods only."""
-    return topology.rows_over == "pod" and topology.has_pods
+    """True if TorchRec divides the rows of a table over pods, which need to be of one size.
+
+    A job divides rows over hosts or over pods, never both.
+    """
+    return topology.rows_over == "pod" and topology.has_pods and bool(groups_in(topology, POD))
 
 
 def _each_unit(topology: Topology, scope: str) -> tuple[Group, ...]:

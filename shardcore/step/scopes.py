@@ -31,7 +31,7 @@ class Scope:
     name: as channels and files give it.
     words: for people, after those of a collective.
     unit: level of links that joins a unit, a name of links.LEVELS. The outermost: all devices.
-    across: True if a group has one device of each unit, by their order there, and so groups share the units' links.
+    across: True if a group has one device of each unit, by their order there. Such groups share the units' links.
       Otherwise a group is a unit.
     """
 

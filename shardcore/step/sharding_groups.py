@@ -144,21 +144,14 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
         f"{p} has constraints.pinned {pins}; groups need none, for a device of a group stands "
         "for one of each group",
     )
-    # Host names differ between groups. Their pattern has to agree, or links would.
-    spread = [numbered([topology.devices[d].host for d in group]) for group in each]
-    for number, hosts in enumerate(spread):
-        if hosts != spread[0]:
-            raise Infeasible(
-                f"group {number} has {_counts(hosts)} devices on its hosts, group 0 "
-                f"{_counts(spread[0])}; one plan for all groups needs them alike"
-            )
-    if topology.has_pods:
-        in_pods = [numbered([pod_of(topology.devices[d].host) for d in group]) for group in each]
-        for number, pods in enumerate(in_pods):
-            if pods != in_pods[0]:
+    # Names differ between groups. The pattern of their hosts and pods has to agree, or links would differ.
+    for where, unit_of in (("on its hosts", str), ("in its pods", pod_of)):
+        spread = [numbered([unit_of(topology.devices[d].host) for d in group]) for group in each]
+        for number, units in enumerate(spread):
+            if units != spread[0]:
                 raise Infeasible(
-                    f"group {number} has {_counts(pods)} devices in its pods, group 0 {_counts(in_pods[0])}; one plan "
-                    "for all groups needs them alike: groups that are pods, or of whole pods, are"
+                    f"group {number} has {_counts(units)} devices {where}, group 0 {_counts(spread[0])}; one plan for "
+                    "all groups needs them alike"
                 )
     devices = tuple(
         Device(

@@ -36,6 +36,7 @@ SENT_BYTES = 1 << 20
         ({"ranks_per_host": 0}, "box has ranks_per_host 0; it needs 1 to 64"),
         ({"between_gbit_s": 0.0}, "box has between_gbit_s 0.0; it needs 0.001 to 100"),
         ({"within_gbit_s": float("nan")}, "box has within_gbit_s nan; it needs 0.001 to 100"),
+        ({"pods": 0}, "emulated links has pods 0; it needs 1 to 64"),
     ],
 )
 def test_a_box_that_cannot_be_is_one_line(config, said):

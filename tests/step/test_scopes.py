@@ -77,7 +77,9 @@ def test_rows_are_divided_over_pods_or_over_hosts_never_both():
     # One pod is all devices, and so is one host.
     assert not LAYOUTS["pod_row"].groups(on_hosts(["p/a", "p/b"]))
     assert not LAYOUTS["pod_row"].groups(on_hosts(["p/a", "p/a", "q/b", "q/b"]))
-    assert LAYOUTS["host_row"].groups(on_hosts(["p/a", "p/a", "q/b", "q/b"]))
+    # Hosts without a neighbour make no pods, and TorchRec needs pods of one size.
+    for hosts in (["p/a", "p/a", "q/b", "q/b"], ["p/a", "p/a", "p/b", "p/b", "q/c", "q/c"]):
+        assert LAYOUTS["host_row"].groups(on_hosts(hosts)) and not LAYOUTS["pod_row"].groups(on_hosts(hosts))
 
 
 def test_an_unknown_scope_is_named():
