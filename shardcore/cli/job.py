@@ -370,8 +370,10 @@ def rates(args: RatesOptions) -> None:
     with extras_named():
         import torch
 
+        from shardcore.measure.hardware import require_device
         from shardcore.torchrec.move_rates import MoveRatesConfig, measure_move_rates
 
+    require_device(args.device)
     local = int(os.environ["LOCAL_RANK"])
     on = torch.device(args.device, local) if args.device == "cuda" else torch.device("cpu")
     if args.device == "cuda":

@@ -1,6 +1,6 @@
 """Rates of a machine at moving a running job's tables: measured once, by moves of tables made for it.
 
-`torchrec.move_rates` measures them. A pause is the sum of its phases, each with a rate of its own:
+`torchrec.move_rates` measures them. A pause is the sum of its phases, each with its rate:
 
     pause = move + collections * collection + tables * table + built / build + copied / copy + digest + freed / free
             + max over levels of links of sent / link
@@ -20,7 +20,8 @@ from shardcore.io import schema, writing
 from shardcore.io.envelope import document, open_document, seal, unseal
 
 SCHEMA = "move-rates"
-_MOST_S = 1e6
+_MOST_TIME = 1e6
+"""Most s or ns of a rate."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,10 @@ class MoveRates:
     build_gbps: bytes of new shards, at which they are made.
     copy_gbps: bytes that stay on a rank.
     digest_ns: of each number that is digested, on the old shards and on the new ones.
-    digest_row_ns: of each row of a tensor, beside its numbers.
+    digest_row_ns: of each row of a tensor, in addition to its numbers.
     free_gbps: bytes of old shards, at which they are freed.
-    link_gbps: bytes of a rank on each level of links, with packing. Those of other levels are the cost model's.
+    link_gbps: bytes of a rank on each level of links, with packing. Other levels have the cost model's rate, or that
+      of the next level out.
     """
 
     move_s: float
@@ -50,10 +52,8 @@ class MoveRates:
 
     def __post_init__(self) -> None:
         require_types(self, "move rates")
-        seconds = dict.fromkeys(
-            ("move_s", "collection_s", "table_s", "digest_ns", "digest_row_ns"), (0, _MOST_S)
-        )
-        require_within(self, "move rates", **seconds)
+        times = ("move_s", "collection_s", "table_s", "digest_ns", "digest_row_ns")
+        require_within(self, "move rates", **dict.fromkeys(times, (0, _MOST_TIME)))
         gbps = {"build_gbps": self.build_gbps, "copy_gbps": self.copy_gbps, "free_gbps": self.free_gbps}
         for name, value in (gbps | {f"link_gbps of {k}": v for k, v in self.link_gbps.items()}).items():
             require(

@@ -56,7 +56,7 @@ class StoredPlans:
         return store.roll_back(self.root, self.name, version, reason).current
 
     def report(self, report: Mapping[str, Any]) -> None:
-        """Write a job's report beside the plans. Raises ShardCoreError if it cannot be written.
+        """Write a job's report next to the plans. Raises ShardCoreError if it cannot be written.
 
         report: fields of a job_reports.JobReport, without the job's name.
         """

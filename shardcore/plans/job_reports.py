@@ -1,4 +1,4 @@
-"""Reports of running jobs that follow a problem's plan, beside its versions.
+"""Reports of running jobs that follow a problem's plan, next to its versions.
 
   PLANS/<problem>/jobs/<job>.json
       the job's last report, which the next one replaces
@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import is_path_name, require, shown
 from shardcore.cost.model import CostModel
 from shardcore.cost.move_rates import MoveRates
@@ -53,7 +52,7 @@ class JobEvent:
 
 @dataclass(frozen=True)
 class JobReport:
-    """A job's plan and last changes, as it told.
+    """A job's plan and last changes, as it reports them.
 
     job: the job's name.
     current: the version in use. None: the job's own plan, which the store does not have.
@@ -113,8 +112,11 @@ def next_move(
 ) -> NextMove | None:
     """The move that a job makes at its next look. None: it has the current plan.
 
-    Raises ShardCoreError for a plan that the store does not have (any more).
+    Raises ShardCoreError for a plan that the store does not have (any more), and as `price_move` does.
     """
+    # Only here, as training jobs import this module to write reports.
+    from shardcore.search.anneal.reshard import rebind_tables
+
     current = store.current(root, name)
     if report.current == current:
         return None
@@ -124,7 +126,9 @@ def next_move(
     )
     old, _ = store.read_plan(root, name, report.current)
     new, problem = store.read_plan(root, name, current)
-    price = price_move(_bound(old, problem), new, problem, model and model.for_problem(problem), rates)
+    # The old plan may be of an older problem, with other statistics.
+    old_now = rebind_tables(old, problem)
+    price = price_move(old_now, new, problem, model and model.for_problem(problem), rates)
     gained, pays_back_s = store.adoption(root, name, current), None
     if (model or rates) and gained and gained.previous_ms and gained.candidate_ms is not None:
         pays_back_s = price.pays_back_s(gained.previous_ms, gained.candidate_ms)
@@ -137,10 +141,3 @@ def last_decision(root: str | Path, name: str) -> Decision:
     decision = store.last(root, name)
     assert decision is not None
     return decision
-
-
-def _bound(plan: Plan, problem: Problem) -> Plan:
-    """A plan of an older problem with the tables of a newer one, whose statistics are others."""
-    from shardcore.search.anneal.reshard import rebind_tables
-
-    return rebind_tables(plan, problem)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -26,6 +27,7 @@ from shardcore.core.catalog import OPTIMIZERS, Optimizer
 from shardcore.core.links import LEVELS
 from shardcore.core.topology import Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard
+from shardcore.core.validation import require
 from shardcore.cost.model import CostModel
 from shardcore.cost.move_rates import MoveRates
 from shardcore.step.kinds import CHANNELS, Channel, layout_of, shards_on
@@ -42,7 +44,7 @@ class MovePrice:
     bytes: weights and optimizer state that move, by level of links.
     busiest_bytes: those that the busiest device sends, or receives.
     seconds: of these at the level's rate. {}: no rate is known.
-    overhead_s: seconds beside them, by phase. {}: no rates are known.
+    overhead_s: seconds of all other phases, by phase. {}: no rates are known.
     """
 
     bytes: Mapping[str, int]
@@ -80,18 +82,35 @@ class MovePrice:
 def price_move(
     old: Plan, new: Plan, problem: Problem, model: CostModel | None = None, rates: MoveRates | None = None
 ) -> MovePrice:
-    """The price of a move between two plans of a problem. New tables, rows and columns are not sent."""
+    """The price of a move between two plans of a problem. New tables, rows and columns are not sent.
+
+    Raises ShardCoreError for links that carry bytes, and that neither the rates nor a model knows.
+    """
     topology = problem.topology
     sent = moved_bytes(old, new, problem)
     gbps = link_gbps(model, topology) if model else {}
-    gbps |= {level: value for level, value in (rates.link_gbps.items() if rates else ())}
+    gbps |= rates.link_gbps if rates else {}
+    # A level without a rate is as fast as the next one out.
+    for outer, inner in pairwise(reversed(LEVELS)):
+        if outer in gbps:
+            gbps.setdefault(inner, gbps[outer])
     total, busiest = {}, {}
     for level, mask in _levels(topology).items():
         of_level = np.where(mask, sent, 0)
         total[level] = int(of_level.sum())
         busiest[level] = int(max(of_level.sum(0).max(), of_level.sum(1).max()))
+    if rates is None:
+        overhead_s = {}
+    else:
+        unknown = [level for level, n_bytes in total.items() if n_bytes and level not in gbps]
+        require(
+            not unknown,
+            f"move rates have no link_gbps of {', '.join(unknown)}, where tables move; measure them over all hosts of "
+            "the job, or give a model, too",
+        )
+        overhead_s = _overhead_s(old, new, problem, rates, sent.sum(0))
     seconds = {level: busiest[level] / (gbps[level] * 1e9) for level in total if level in gbps}
-    return MovePrice(total, busiest, seconds, _overhead_s(old, new, problem, rates) if rates else {})
+    return MovePrice(total, busiest, seconds, overhead_s)
 
 
 def moved_bytes(old: Plan, new: Plan, problem: Problem) -> np.ndarray:
@@ -120,14 +139,15 @@ def moved_bytes(old: Plan, new: Plan, problem: Problem) -> np.ndarray:
     return sent
 
 
-def _overhead_s(old: Plan, new: Plan, problem: Problem, rates: MoveRates) -> dict[str, float]:
-    """Seconds beside those on links, by phase: of the device that takes longest."""
-    n, states, before, now = (
-        len(problem.topology),
-        OPTIMIZERS[problem.optimizer],
-        old.by_table(),
-        new.by_table(),
-    )
+def _overhead_s(
+    old: Plan, new: Plan, problem: Problem, rates: MoveRates, received: np.ndarray
+) -> dict[str, float]:
+    """Seconds of all phases but links, by phase: of the device that takes longest.
+
+    received: [D] bytes that come over links.
+    """
+    n, states = len(problem.topology), OPTIMIZERS[problem.optimizer]
+    before, now = old.by_table(), new.by_table()
     changed = {t.collection for t in problem.tables if before.get(t.name) != now.get(t.name)}
     names = [t.name for t in problem.tables if t.collection in changed]
     # Of collections that change: [old or new, D] bytes of shards, and [D] ns of their digests.
@@ -140,7 +160,6 @@ def _overhead_s(old: Plan, new: Plan, problem: Problem, rates: MoveRates) -> dic
                     # Of old replicas one device takes the digest.
                     if i or device == 0 or not _replicated([placement]):
                         digest_ns[device] += _digest_ns(shard, states, rates)
-    received = moved_bytes(old, new, problem).sum(0)
     return {
         "move": rates.move_s,
         "collections": rates.collection_s * len(changed),

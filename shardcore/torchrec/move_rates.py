@@ -3,8 +3,6 @@
 Jobs of tiny tables give what any move takes, and what each collection and table add. Large tables that stay on
 their ranks give the rates of building, copying, digests and freeing, phase by phase. The same tables sent to
 another rank of the host, and to another host, give those of links.
-
-Ranks: D.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from torch import nn
 from shardcore.core.links import LEVELS
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.core.validation import MOST_GBPS, require_types, require_within
+from shardcore.core.validation import MOST_GBPS, require, require_types, require_within
 from shardcore.cost.move_rates import MoveRates
 from shardcore.torchrec.reshard import BETWEEN, WITHIN, MoveConfig, Moved, reshard
 from shardcore.torchrec.sharding_plan import to_torchrec
@@ -40,7 +38,7 @@ class MoveRatesConfig:
 
     mib: weights of a large table on each rank, in MiB. Each has as many bytes of state.
     repeats: of each move there and back; the median counts.
-    move: settings of the moves, which should be those of the job's.
+    move: settings of the moves. Those of the job's moves tell most.
     """
 
     mib: int = 32
@@ -58,12 +56,18 @@ def measure_move_rates(
     """Move tables made for it between the ranks of this process group. All ranks call it.
 
     Each rank takes 4 * config.mib MiB of memory meanwhile, and a few buffers.
+
+    Raises ShardCoreError for hosts with different numbers of ranks.
     """
     n = dist.get_world_size()
+    require(
+        n % ranks_per_host == 0,
+        f"the job has {n} ranks, and a host {ranks_per_host}; each host needs the same number of them",
+    )
     host = [rank // ranks_per_host for rank in range(n)]
     few, many, divided = (
-        _phases(_Made(host, device, tables, collections=n), [], config)
-        for tables, n in ((_FEW, 1), (_MANY, 1), (_FEW, _COLLECTIONS))
+        _phases(_Made(host, device, tables, collections=collections), [], config)
+        for tables, collections in ((_FEW, 1), (_MANY, 1), (_FEW, _COLLECTIONS))
     )
     a_table = {phase: (many[phase] - few[phase]) / (_MANY - _FEW) for phase in few}
     table_s = max(0.0, sum(a_table.values()))

@@ -76,6 +76,13 @@ def test_all_tables_of_a_collection_that_changes_are_built_anew():
     assert "the move takes 21.2 s" in str(price)
     assert "not known without rates" in str(price_move(old, new, problem))
     assert price_move(old, old, problem, rates=rates).pause_s == 0
+    with pytest.raises(
+        ShardCoreError, match="no link_gbps of within_host, where tables move; .* or give a model"
+    ):
+        price_move(old, new, problem, rates=replace(rates, link_gbps={}))
+    # A level without a rate is as fast as the next one out.
+    far = price_move(old, new, problem, rates=replace(rates, link_gbps={"between_hosts": 0.25e-6}))
+    assert far.seconds == pytest.approx({"within_host": 12.8, "between_hosts": 0.0})
 
 
 def test_rates_are_files(tmp_path):
