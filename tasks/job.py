@@ -182,8 +182,11 @@ def keep_problem(folder: Path, out: Path, wanted: SettingConfig, traced: Path = 
     """
     client, name = registry.connect(), folder.resolve().name
     by = pricing(client, wanted.of_dataset_or_local(paths.MEASUREMENTS).hardware, profile_of(out))
-    newest = _samples(by.model, name, traced)[-1]
-    files.write_problem(out / PROBLEM_JSON, replace(traced_training.job_problem(by.model, newest), name=name))
+    samples = _samples(by.model, name, traced)
+    if not samples:  # another champion came meanwhile
+        raise ShardCoreError(f"{by.words} is not for the setting of {name}'s traced steps in {traced}")
+    problem = traced_training.job_problem(by.model, samples[-1])
+    files.write_problem(out / PROBLEM_JSON, replace(problem, name=name))
     return out / PROBLEM_JSON
 
 

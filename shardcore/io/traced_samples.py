@@ -49,17 +49,19 @@ class TracedSample:
     traces: Mapping[str, str]
 
     def __post_init__(self) -> None:
-        require(bool(self.steps), "it has no steps; it needs one or more")
-        require(0 < self.step_ms <= MOST_MS, f"it has step_ms {self.step_ms}; it needs ms of a step")
-        devices = len(self.problem.topology)
+        what, devices = f"traced step {self.name}", len(self.problem.topology)
+        require(bool(self.steps), f"{what} has no steps; it needs one or more")
+        require(0 < self.step_ms <= MOST_MS, f"{what} has step_ms {self.step_ms}; it needs ms of a step")
         for rank in (rank for step in self.steps for rank in step.ranks):
-            require(0 <= rank.rank < devices, f"it has rank {rank.rank}; its problem has {devices} devices")
-            unknown = sorted(set(rank.ms) - set(TRACED_PARTS))
-            require(not unknown, f"rank {rank.rank} has the part {shown(unknown[:1])}; no step has it")
+            require(
+                0 <= rank.rank < devices, f"{what} has rank {rank.rank}; its problem has {devices} devices"
+            )
+            what_rank, unknown = f"rank {rank.rank} of {what}", sorted(set(rank.ms) - set(TRACED_PARTS))
+            require(not unknown, f"{what_rank} has the part {shown(unknown[:1])}; no step has it")
             times = (*rank.ms.values(), *(x.exposed_ms for x in rank.exchanges))
             require(
                 0 < rank.total_ms <= MOST_MS and all(0 <= ms <= MOST_MS for ms in times),
-                f"rank {rank.rank} has times of {shown(times)} ms; they need to be 0 or more",
+                f"{what_rank} has times of {shown(times)} ms; they need to be 0 or more",
             )
 
     @property

@@ -162,11 +162,12 @@ def check(job: ReadJob, model: CostModel) -> CheckedJob:
     if slow:  # factors are those of all ranks, and a slow one is no part of them
         workload = lower(plan, replace(problem, topology=with_slow.topology), fits=False)
     found = traced_factors.correction(ours, [(workload, step) for step in traced], job.step_ms)
-    # The lineage of the corrected model: which traces it was corrected by.
+    # Which traces it was corrected by, as cost/traced_training.py has it: they correct it once.
+    of = sample(job, model.setting.hardware)
     lineage = {
         "job": job.name,
-        "steps": [step.number for step in job.traced.steps],
-        "traces": {str(rank): digest for rank, digest in job.traced.digests.items()},
+        "steps": [of.name],
+        "traces": {of.name: dict(of.traces)},
         **found.document(),
     }
     corrected = traced_factors.corrected(model, found.factors, lineage)
