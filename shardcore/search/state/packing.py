@@ -217,12 +217,12 @@ class _Packings:
 
     def improved(self, best: _Packing) -> _Packing:
         """The packing, with other ways of one table at a time while it lacks less so."""
-        n_tries = _TRIES // len(self.bundles)
         # Far from fitting, one table at a time does not get there.
         if best.lacks > _NEAR * max(held_bytes(self.problem)):
             return best
         # Large tables first: another way of one changes most.
-        largest, before = sorted(range(len(best.ways)), key=lambda i: -self._bytes(i, self.firsts[i])), None
+        largest = sorted(range(len(best.ways)), key=lambda i: -self._bytes(i, self.firsts[i]))
+        before, n_tries = None, _TRIES // len(self.bundles)
         while best is not before:
             before = best
             for i in largest:
@@ -244,7 +244,7 @@ class _Packings:
         exact = lacking(plan, self.problem)
         if not within_ops(plan, self.problem):
             exact = max(exact, math.ceil(lacks), 1)
-        return _Packing(ways, plan, exact)
+        return None if best and exact >= best.lacks else _Packing(ways, plan, exact)
 
     def _packed(self, ways: Sequence[Way], most: float) -> tuple[Plan, float] | None:
         """A plan of these ways, and the bytes that it lacks. None if it lacks `most` or more."""
