@@ -85,7 +85,7 @@ def exchange_terms(
     """Terms of a collective in groups of n devices.
 
     owned_bytes: [..., n] as in lower.Workload.traffic.
-    units: [K, n] as of step.links.units_of.
+    units: [K, n] as of core.links.units_of.
     skew_ms: [...] from the first start to the last.
 
     Groups across hosts share their links. For them, the axis before the last is that of the groups.
@@ -170,7 +170,7 @@ def collective_ms(
     if channel.row.ids:
         # Rates of measured links include the time to put ids in order. Given links do not.
         given = topology.slowest
-        # Given links lack own work: a latency the constant, a bandwidth the time by bytes.
+        # A given latency leaves out the constant of own work, a given bandwidth its time by bytes.
         own_ms = _order_ms(w, owned, once=given.latency_ms is not None, bytes_too=given.gbps is not None)
         own_ms = own_ms + work_before_ms(w, channel, owned)
         # Ids have no backward exchange.

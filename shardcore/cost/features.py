@@ -84,7 +84,7 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
                     # Bags: one for each distinct value of a feature, or each lookup of a sequence.
                     output_rows(s, batch),
                     s.table.dedup,
-                    # True counts as 1: drivers of sequences are products with it.
+                    # A flag, 1 for sequences: what only they take is a product with it.
                     s.table.sequence,
                 )
                 for s in shards

@@ -67,6 +67,7 @@ def comm_id(setting: Setting, request: CollectiveRequest) -> str:
         name: value for name, value in vars(request).items() if name not in _USUAL or value != _USUAL[name]
     }
     if request.emulated:
+        # Without pods these do not count, so exchanges that were measured before there were any keep their ids.
         links = dataclasses.asdict(request.emulated)
         described["emulated"] = {
             name: value for name, value in links.items() if request.pods > 1 or "pod" not in name

@@ -211,7 +211,7 @@ def require_replayable(
     counts = list(Counter(place.host for place in on).values()) or [len(topology)]
     speeds = sorted({d.speed for d in topology.devices})
     hosts = f"the box's {len(counts)} hosts of {counts[0]} devices" if on else "one host"
-    # A step compares clocks of one host, and no device here is faster than another.
+    # Ranks start by the clock of this machine, and its devices are equally fast.
     require(
         [len(devices) for devices in topology.on_hosts] == counts and speeds == [1],
         f"the topology has hosts {', '.join(topology.hosts)} and speeds {speeds}; a replay needs {hosts} and devices "

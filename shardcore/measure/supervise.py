@@ -356,7 +356,7 @@ class Supervisor(Generic[W]):
     def _replace(self, device: _Device[W], reason: Ended) -> list[Finished]:
         """Start a fresh worker for one that ended. Its outstanding requests become suspects, or failed samples."""
         failed, samples, setting = device.outstanding, [], self.spec.setting
-        # It ran alone: it ended its worker.
+        # A suspect runs alone, so it ended its worker.
         if device.has_suspect:
             why = f"ended its worker: {reason}"
             samples = [

@@ -140,7 +140,7 @@ class Beam:
             return self._priced((), packed=False, **provenance)
         cache = ShardCostCache(self.problem, self.model, shards)
         state = tuple(sorted(cache.keys(shards)))
-        # A packing gives a plan in time. Half of a first search gives none.
+        # There is no time for a first inner search. A packing gives a plan at once.
         if (search_s := self._search_s(cache, state)) and not self.meter.has_time(search_s):
             return self._priced(fitting(self.problem).placements, packed=True, **provenance)
         before_s = self.meter.seconds()

@@ -103,11 +103,11 @@ class Heat:
         """Sizes of a cache in rows, rising, and unique rows a batch that each misses."""
         # Half of the points for caches below a batch's rows, half for larger ones.
         q, half = self.touched, _POINTS // 2
-        # p: probability that a row that misses enters. Small p means a small cache.
+        # p: probability that a missed row enters the cache. A small p stands for a small cache.
         p = np.geomspace(1e-6, 1, half)[:, None]
         # T: batches that a cache remembers. T = 1 is left out, as it equals p = 1.
         batches = np.geomspace(1, _MOST_BATCHES, half)[1:, None]
-        # A cached row stays while each batch touches it. A row that misses enters with probability p.
+        # A cached row stays while each batch touches it. A missed row enters with probability p.
         # Balance of entering and leaving: in by q p while out, out where a batch does not touch it.
         scarce = q * p / np.maximum(1 - q + q * p, 1e-300)
         # Rows that every batch touches (q = 1) have log 0: they are always held.

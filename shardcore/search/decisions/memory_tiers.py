@@ -225,7 +225,7 @@ def _tier_of(table: Table, problem: Problem) -> Tier:
 
 
 def _rows_bytes(table: Table, problem: Problem) -> int:
-    """Bytes of a whole table in device memory, if it is beside the widest cache of its op."""
+    """Bytes of a whole table in device memory, if its device has the widest table of its op, too."""
     resident = sum(resident_bytes(WHOLE_ROWS, Shard.whole(table), problem))
     if not 0 < table.load_factor < 1:
         return resident
