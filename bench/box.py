@@ -3,7 +3,7 @@ links are emulated. Processes, gloo and TCP are real.
 
     python -m shardcore measure --device cpu --samples 0 --batch 512 --out DIR --exchanges 60 \\
         --hosts H --ranks R --between-gbit-s RATE [--pods P --pod-gbit-s RATE]   # each shape; the same into AGAIN
-    python -m bench.box judge DIR --again AGAIN        # the law, fitted to some shapes and asked for others
+    python -m bench.box judge DIR ... --again AGAIN    # the law, fitted to some shapes and asked for others
     python -m bench.box shuffles --times 20            # whether shuffled ranks are found
 
 `judge` compares predictions of exchanges that nothing was fitted to: of the last rank of each, for which a
@@ -41,10 +41,11 @@ Shape = tuple[int, int, int, EmulatedLinks]
 """Hosts, ranks, pods, and links."""
 
 
-def read(folder: Path, groups: Collection[str] = (WORLD,)) -> dict[Shape, list[CollectiveSample]]:
+def read(folders: Sequence[Path], groups: Collection[str] = (WORLD,)) -> dict[Shape, list[CollectiveSample]]:
     """Emulated exchanges in FP32 among groups of a kind, by shape."""
     found: dict[Shape, list[CollectiveSample]] = defaultdict(list)
-    for s in collective_fit.priced([s for s in dataset.read_comm(folder) if not s.error]):
+    samples = [s for folder in folders for s in dataset.read_comm(folder) if not s.error]
+    for s in collective_fit.priced(samples):
         r = s.request
         if r.emulated is not None and r.group in groups and r.payload == "fp32":
             found[r.hosts, len(r.widths), r.pods, r.emulated].append(s)
@@ -93,13 +94,13 @@ def measured_ms(samples: Sequence[CollectiveSample], way: str) -> np.ndarray:
     return np.array([max(x.median_ms for x in getattr(s, way)) for s in samples])
 
 
-def judge(folder: Path, again: Path | None, latency_ms: float) -> None:
-    by_shape = read(folder)
+def judge(folders: Sequence[Path], again: Sequence[Path], latency_ms: float) -> None:
+    by_shape = read(folders)
     known = [s for shape, samples in by_shape.items() if shape[:3] in KNOWN for s in samples]
     slowest = min(shape[3].between_gbit_s for shape in by_shape)
     known = [s for s in known if s.request.emulated.between_gbit_s == slowest]
     rates = collective_fit.fit(known, known, lambda *_: None)
-    twice = repeatability(by_shape, read(again) if again else {})
+    twice = repeatability(by_shape, read(again))
     rows, of_kind = [], defaultdict(list)
     for shape, samples in by_shape.items():
         gbit_s = shape[3].between_gbit_s
@@ -197,8 +198,8 @@ def main() -> None:
     parser = common.parser(__doc__)
     commands = parser.add_subparsers(required=True, dest="what")
     p = commands.add_parser("judge")
-    p.add_argument("folder", type=Path, help="dataset of emulated exchanges")
-    p.add_argument("--again", type=Path, help="dataset of the same, measured again")
+    p.add_argument("folders", type=Path, nargs="+", help="datasets of emulated exchanges")
+    p.add_argument("--again", type=Path, nargs="+", default=(), help="datasets of the same, measured again")
     p.add_argument("--latency-ms", type=float, default=2.0, help="given to the explicit link model (2)")
     p = commands.add_parser("shuffles")
     p.add_argument("--times", type=int, default=20)
@@ -207,7 +208,7 @@ def main() -> None:
     if args.what == "shuffles":
         shuffles(args.times, args.seed)
     else:
-        judge(args.folder, args.again, args.latency_ms)
+        judge(args.folders, args.again, args.latency_ms)
 
 
 if __name__ == "__main__":

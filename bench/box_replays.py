@@ -65,9 +65,9 @@ def of_box(
         if exchanges is None
         else [
             s
-            for (_, _, gbit_s), samples in box.read(exchanges, SCOPES).items()
+            for shape, samples in box.read([exchanges], SCOPES).items()
             for s in samples
-            if gbit_s == BETWEEN_GBIT_S and (s.request.hosts, len(s.request.widths)) in box.KNOWN
+            if shape[:3] in box.KNOWN and shape[3].between_gbit_s == BETWEEN_GBIT_S
         ]
     )
     alone = dataclasses.replace(model, weights=compute | collective_fit.fit(measured, [], lambda *_: None))

@@ -38,7 +38,7 @@ def event_text(event: JobEvent) -> str:
 
 
 def next_text(report: JobReport, current: str, found: NextMove | ShardCoreError | None) -> str:
-    """What a job does at its next look."""
+    """Action of a job at its next look."""
     last = report.events[-1] if report.events else None
     if found is None:
         return "next: nothing, until another version is current"

@@ -24,8 +24,10 @@ from shardcore.torchrec.sharding_plan import sharded
 
 
 def times_placed(table: Table, shards: Iterable[Shard]) -> set[int]:
-    """How often cells of a table are placed, counted apart from `lower`: one count for each rectangle between
-    the edges of all shards, so exact however large the table is."""
+    """Numbers of times that cells of a table are placed, counted without `lower`.
+
+    One count for each rectangle between the edges of all shards: exact, however large the table is.
+    """
     shards = list(shards)
     rows = sorted({0, table.rows, *(edge for s in shards for edge in (s.row_lo, s.row_hi))})
     columns = sorted({0, table.dim, *(edge for s in shards for edge in (s.col_lo, s.col_hi))})
