@@ -91,7 +91,7 @@ def price_move(
     gbps = link_gbps(model, topology) if model else {}
     gbps |= rates.link_gbps if rates else {}
     # A level without a rate is as fast as the next one out.
-    for outer, inner in pairwise(reversed(LEVELS)):
+    for outer, inner in pairwise([*LEVELS][::-1]):
         if outer in gbps:
             gbps.setdefault(inner, gbps[outer])
     total, busiest = {}, {}

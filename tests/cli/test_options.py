@@ -78,7 +78,10 @@ def content(folder):
         ("export plan.json --problem problem.json --module x --out plan.json", "--out plan.json is the plan"),
         ("train absent --out x", "absent is no folder; it needs to be one of measurements"),
         ("report absent", "absent is no folder; it needs to be one of measurements"),
-        ("report old", "old holds no compute samples and no traced steps; it needs to be a folder of measurements"),
+        (
+            "report old",
+            "old holds no compute samples and no traced steps; it needs to be a folder of measurements",
+        ),
         ("plan loop --model m --out x", "cannot read loop: Too many levels of symbolic links"),
         ("plan problem.json --model m --out loop/x", "--out loop/x cannot be written: Too many levels of"),
     ],
