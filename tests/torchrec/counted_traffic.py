@@ -33,7 +33,7 @@ from shardcore.core.catalog import PRECISIONS
 from shardcore.core.topology import Topology
 from shardcore.io import writing
 from shardcore.step.kinds import Channel
-from shardcore.step.scopes import SCOPES
+from shardcore.step.scopes import SCOPES, groups_in
 from shardcore.torchrec.sharding_plan import to_torchrec
 
 _PARTS = {"SplitsAllToAllAwaitable": SPLITS, "KJTAllToAllTensorsAwaitable": INPUT}
@@ -79,9 +79,7 @@ class Count(TorchDispatchMode):
     def _channel(self, name: str, group) -> Channel:
         ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
         scope = next(
-            name
-            for name, row in SCOPES.items()
-            if sorted(ranks) in map(sorted, row.groups(self.topology.on_hosts))
+            name for name in SCOPES if sorted(ranks) in map(sorted, groups_in(self.topology, name))
         )
         return Channel(_COLLECTIVES[name], scope)
 

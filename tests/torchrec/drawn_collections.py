@@ -20,7 +20,7 @@ from shardcore.step.id_bytes import Lookups, count_bytes, input_bytes
 from shardcore.step.kinds import ID_CHANNELS, Channel, Layout, run_of, shards_on
 from shardcore.step.lower import lower
 from shardcore.step.output_bytes import payload_bytes
-from shardcore.step.scopes import SCOPES
+from shardcore.step.scopes import SCOPES, groups_in
 
 SHAPES = ((1, 2), (2, 2), (1, 4))
 """Hosts, and devices on each."""
@@ -144,7 +144,7 @@ def expected(model: Drawn, seed: int) -> list[Calls]:
     n, job = len(model.problem.topology), model.problem.job
     sent, received = input_bytes(model.plan, model.problem, given_lookups(model, seed))
     counts = count_bytes(model.plan, model.problem)
-    groups = {name: row.groups(model.problem.topology.on_hosts) for name, row in SCOPES.items()}
+    groups = {name: groups_in(model.problem.topology, name) for name in SCOPES}
     exchanges = [*pooled_exchanges(model), *sequence_exchanges(model, given_lookups(model, seed))]
     found = []
     for rank in range(n):
@@ -178,7 +178,7 @@ def pooled_exchanges(model: Drawn) -> Iterator[Exchange]:
         Plan(tuple(p for p in model.plan.placements if not p.shard.table.sequence)),
         replace(model.problem, tables=pooled),
     )
-    groups = {name: row.groups(model.problem.topology.on_hosts) for name, row in SCOPES.items()}
+    groups = {name: groups_in(model.problem.topology, name) for name in SCOPES}
     for channel, there in zip(work.channels, work.traffic, strict=True):
         # The workload's ids are those that statistics make us expect.
         if channel in ID_CHANNELS or not there.any():
