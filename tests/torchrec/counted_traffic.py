@@ -78,9 +78,7 @@ class Count(TorchDispatchMode):
 
     def _channel(self, name: str, group) -> Channel:
         ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
-        scope = next(
-            name for name in SCOPES if sorted(ranks) in map(sorted, groups_in(self.topology, name))
-        )
+        scope = next(name for name in SCOPES if sorted(ranks) in map(sorted, groups_in(self.topology, name)))
         return Channel(_COLLECTIVES[name], scope)
 
 
