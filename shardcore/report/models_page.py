@@ -114,9 +114,8 @@ def figure(records: Sequence[ModelRecord]) -> Figure:
     last = max((*(x.registered_at for x in records), *times), default=0.0)
     for x in ordered:
         for begin, end in x.reigns:
-            axes.axvspan(
-                date2num(at(begin)), date2num(at(end or last)), color="#228833", alpha=0.15, linewidth=0
-            )
+            days = (float(date2num(at(unix_s))) for unix_s in (begin, end or last))
+            axes.axvspan(*days, color="#228833", alpha=0.15, linewidth=0)
     for label, color, errors, noises in (
         ("held-out groups and exchanges", "#4477aa", [x.error for x in ordered], [x.noise for x in ordered]),
         ("replayed plans", "#ee6677", [x.replay_error for x in ordered], [x.replay_noise for x in ordered]),
