@@ -35,7 +35,7 @@ from shardcore.torchrec.reshard import reshard
 from shardcore.torchrec.sharding_plan import to_torchrec
 
 TABLES, ROWS, BATCH = 10, 50_000, 256
-"""Of a job; samples of a rank."""
+"""Tables of a job, rows of each, and samples of a rank in a step."""
 EVALS = 2000
 """Plans priced in each search."""
 TRACED, ROUNDS, TURN = 3, 30, 6
@@ -182,7 +182,7 @@ def drift(rank: int, on: Problem, folder: str, seed: int) -> dict[str, Any]:
 
 
 def _of_rank_0(made: Callable[[], Any]) -> Any:
-    """What rank 0 makes, on all ranks."""
+    """Result of rank 0, sent to all ranks."""
     found: list[Any] = [made() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
     return found[0]

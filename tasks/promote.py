@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from shardcore.core.validation import MOST_COUNT, require_within
 from shardcore.cost import (
     accuracy,
     composite,
-    drift_correction,
     known_errors,
     neural,
     replay_metrics,
@@ -127,9 +126,9 @@ def promote_model(
         return end(champion, f"version {version} is champion already")
     ours = [s for s in traced_samples.read_all([traced]) if traced_training.is_for(whole, s)]
     held_out = traced_training.split(ours).held_out
-    judge = _judge_by_traces if held_out else _judge
-    evidence = Evidence(measurements, kept, held_out)
-    passed, reason = judge(client, (model, whole), evidence, challenger, before, config)
+    judge = _by_traces if held_out else _by_measurements
+    new = judge(client, (model, whole), Evidence(measurements, held_out), challenger)
+    passed, reason = _verdict(new, kept, before, config)
     dropped = {*(before.tags.get(_PRECISIONS_TAG, "").split("+") if before else ()), ""} - {
         "",
         *whole.setting.precision.split("+"),
@@ -206,91 +205,91 @@ def _log_replay_metrics(
 class Evidence:
     """Samples that no model was trained on, which judge a challenger.
 
-    kept: replays.
+    measurements: a dataset, whose held-out samples count.
     traced: held-out steps of running jobs.
     """
 
     measurements: Path
-    kept: Sequence[replays.ReplaySet]
     traced: Sequence[TracedSample]
 
 
-def _judge_by_traces(
+@dataclass(frozen=True)
+class Score:
+    """A challenger's error on held-out samples, and the way to judge a champion by the same samples.
+
+    error: in percent.
+    text: the error in words.
+    model: the model that is compared by replays.
+    of: a champion's error, and its model to compare by replays. None: it is for another setting.
+    """
+
+    error: float
+    text: str
+    model: Any
+    of: Callable[[Any], tuple[float, Any] | None]
+
+
+def _by_traces(
     client: mlflow.MlflowClient,
     models: tuple[neural.NeuralModel, Any],
     evidence: Evidence,
     challenger: ModelVersion,
-    before: ModelVersion | None,
-    config: PromoteConfig,
-) -> tuple[bool, str]:
-    """Tell if a challenger passes the gate by held-out steps of running jobs, and why."""
-    model, whole = models
+) -> Score:
+    """A challenger's score by held-out steps of running jobs."""
+    whole = models[1]
     if dataset.settings(evidence.measurements):  # on record, for people
-        _score(client, model, evidence.measurements, challenger)
+        _by_measurements(client, models, evidence, challenger)
     jobs = " and ".join(dict.fromkeys(sample.job for sample in evidence.traced))
-    new = traced_training.error(whole, evidence.traced)
-    client.set_model_version_tag(challenger.name, challenger.version, TRACED_ERROR, f"{new:.4f}")
-    text = f"error {new:.1f}% on held-out traces of {jobs}"
-    if before is None:
-        return True, f"{text}, the first"
-    try:
-        champion = registry.download(before)
-    except ShardCoreError as error:  # from a ShardCore with other features
-        return True, f"{text}; champion {before.version} cannot be read any more: {error}"
-    if not all(traced_training.is_for(champion, sample) for sample in evidence.traced):
-        return True, f"{text}; champion {before.version} is for another setting ({champion.setting})"
-    old = traced_training.error(champion, evidence.traced)
-    if new > old + config.may_lose:
-        return False, f"lost by {new - old:.2f} points: {text} against {old:.1f}%"
-    if lost := evidence.kept and replay_metrics.lost(
-        *(replay_records.judge(evidence.kept, m) for m in (whole, champion))
-    ):
-        return False, f"lost by replayed plans: {lost}"
-    return True, f"{text} against {old:.1f}% of champion {before.version}"
+    error = traced_training.error(whole, evidence.traced)
+    client.set_model_version_tag(challenger.name, challenger.version, TRACED_ERROR, f"{error:.4f}")
+
+    def of(champion: Any) -> tuple[float, Any] | None:
+        if not all(traced_training.is_for(champion, sample) for sample in evidence.traced):
+            return None
+        return traced_training.error(champion, evidence.traced), champion
+
+    return Score(error, f"error {error:.2f}% on held-out traces of {jobs}", whole, of)
 
 
-def _score(
-    client: mlflow.MlflowClient, model: neural.NeuralModel, measurements: Path, challenger: ModelVersion
-) -> tuple[drift_correction.Measurements, float]:
-    """Held-out measurements, and a challenger's score on them, which becomes a tag of its version."""
-    known = training.read_held_out(model, measurements)
-    new = score(training.judge(model, known))
-    client.set_model_version_tag(challenger.name, challenger.version, "score", f"{new:.4f}")
-    client.set_model_version_tag(
-        challenger.name,
-        challenger.version,
-        model_history.NOISE,
-        f"{accuracy.noise(accuracy.held_out(known.compute)):.4f}",
-    )
-    return known, new
-
-
-def _judge(
+def _by_measurements(
     client: mlflow.MlflowClient,
     models: tuple[neural.NeuralModel, Any],
     evidence: Evidence,
     challenger: ModelVersion,
-    before: ModelVersion | None,
-    config: PromoteConfig,
+) -> Score:
+    """A challenger's score by held-out measurements, which becomes a tag of its version."""
+    model = models[0]
+    known = training.read_held_out(model, evidence.measurements)
+    error = score(training.judge(model, known))
+    noise = accuracy.noise(accuracy.held_out(known.compute))
+    for tag, value in (("score", error), (model_history.NOISE, noise)):
+        client.set_model_version_tag(challenger.name, challenger.version, tag, f"{value:.4f}")
+
+    def of(champion: Any) -> tuple[float, Any] | None:
+        # Errors of different settings cannot be compared.
+        trained = [m for m in known_errors.trained(champion) if isinstance(m, neural.NeuralModel)]
+        like = next((m for m in trained if m.setting == model.setting), None)
+        return like and (score(training.judge(like, known)), like)
+
+    text = f"score {error:.2f}% (mean error on held-out groups and exchanges)"
+    return Score(error, text, model, of)
+
+
+def _verdict(
+    new: Score, kept: Sequence[replays.ReplaySet], before: ModelVersion | None, config: PromoteConfig
 ) -> tuple[bool, str]:
-    """Tell if a challenger passes the gate by held-out measurements, and why."""
-    model, kept = models[0], evidence.kept
-    known, new = _score(client, model, evidence.measurements, challenger)
-    score_text = f"score {new:.2f}% (mean error on held-out groups and exchanges)"
+    """Tell if a challenger passes the gate, and why."""
     if before is None:
-        return True, f"{score_text}, the first"
+        return True, f"{new.text}, the first"
     try:
         champion = registry.download(before)
     except ShardCoreError as error:  # from a ShardCore with other features
-        return True, f"{score_text}; champion {before.version} cannot be read any more: {error}"
-    # Errors of different settings cannot be compared.
-    trained = [m for m in known_errors.trained(champion) if isinstance(m, neural.NeuralModel)]
-    old_model = next((m for m in trained if m.setting == model.setting), None)
-    if old_model is None:
-        return True, f"{score_text}; champion {before.version} is for another setting ({champion.setting})"
-    old = score(training.judge(old_model, known))
-    if new > old + config.may_lose:
-        return False, f"lost by {new - old:.2f} points: {score_text} against {old:.2f}%"
-    if lost := kept and replay_metrics.lost(*(replay_records.judge(kept, m) for m in (model, old_model))):
+        return True, f"{new.text}; champion {before.version} cannot be read any more: {error}"
+    if (judged := new.of(champion)) is None:
+        return True, f"{new.text}; champion {before.version} is for another setting ({champion.setting})"
+    old_error, old_model = judged
+    if new.error > old_error + config.may_lose:
+        return False, f"lost by {new.error - old_error:.2f} points: {new.text} against {old_error:.2f}%"
+    if lost := kept and replay_metrics.lost(*(replay_records.judge(kept, m) for m in (new.model, old_model))):
         return False, f"lost by replayed plans: {lost}"
-    return True, f"{score_text} against {old:.2f}% of champion {before.version}"
+    return True, f"{new.text} against {old_error:.2f}% of champion {before.version}"

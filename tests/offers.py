@@ -6,7 +6,7 @@ from typing import Any
 from shardcore.io import writing
 
 LEAST = {"name": "box", "devices": 2, "memory_bytes": 1 << 30, "price_per_hour": 3.0}
-"""What an offer has to have, beside a model or hardware."""
+"""Fields that an offer needs, besides a model or hardware."""
 BOX = {
     **LEAST,
     "model": "model",

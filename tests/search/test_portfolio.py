@@ -147,6 +147,9 @@ def test_two_hosts_share_the_halves_of_a_table_that_is_hot_for_one():
     assert cost(plan) == price(lower(plan, problem), gpu(problem)).total_ms
     # A constraint on a table keeps it out of halves, and a name that is too long with its columns.
     assert may_halve(problem.tables[0], problem) and not may_halve(Table("x" * 195, 8, 64, 1.0), problem)
+    first = problem.tables[0]
+    twin = replace(first, name=f"{first.name}[0:{first.dim // 2}]")
+    assert not may_halve(first, replace(problem, tables=(*problem.tables, twin)))
     whole = skewed(min_widths=(("hot", 64),))
     assert cost(plan) < 0.95 * cost(portfolio(whole, gpu(whole), budget=budget))
 

@@ -68,7 +68,7 @@ def test_measured_ranks_and_kinds_form_the_same_groups():
 
 
 def test_rows_are_divided_over_pods_or_over_hosts_never_both():
-    """As TorchRec runs table_row_wise: by TORCHREC_RESOLVED_POD_SIZE."""
+    """TorchRec runs table_row_wise over one of them, by TORCHREC_RESOLVED_POD_SIZE."""
     over_hosts = replace(PODS, rows_over="host")
     groups = {
         k: (len(x.groups(PODS)), len(x.groups(over_hosts))) for k, x in LAYOUTS.items() if x.divides_rows

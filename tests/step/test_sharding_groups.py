@@ -78,7 +78,7 @@ def test_a_group_has_its_hosts_and_its_share_of_the_batch(layout, hosts, on_each
 
 
 def test_groups_of_whole_pods_divide_rows_over_them():
-    """Of four pods of two hosts of one device."""
+    """Four pods of two hosts of one device."""
     pods = problem(tuple(f"p{d // 2}/h{d}" for d in range(8)))
     near, far = (problem_of_group(pods, Grouping(4, layout)) for layout in ("contiguous", "strided"))
     assert near.topology.hosts == ("p0/h0", "p0/h1", "p1/h2", "p1/h3") and per_unit(near) == 2

@@ -88,15 +88,20 @@ def halved(problem: Problem, names: Collection[str]) -> Halves:
 
 
 def may_halve(table: Table, problem: Problem) -> bool:
-    """Tell if a table may be in halves: no constraint names it, and FBGEMM and files take halves of it."""
+    """Tell if a table may be in halves.
+
+    No constraint names it, FBGEMM and files take halves of it, and no other table has the name of one.
+    """
     constraints = problem.constraints
     named = {*constraints.unsplit, *(name for group in constraints.together for name in group)}
     for pairs in (constraints.pinned, constraints.kinds, constraints.min_widths):
         named |= {name for name, _ in pairs}
     # TorchRec needs the parts of a sequence equally wide, and each of its maps of ids once.
     plain = not table.sequence and table.managed_collision is None
-    fits = table.dim % (2 * MIN_WIDTH) == 0 and len(_half_name(table, table.dim // 2)) <= MOST_NAME
-    return plain and fits and table.name not in named
+    halves = {_half_name(table, column) for column in (0, table.dim // 2)}
+    fits = table.dim % (2 * MIN_WIDTH) == 0 and max(map(len, halves)) <= MOST_NAME
+    is_new = not any(other.name in halves for other in problem.tables)
+    return plain and fits and is_new and table.name not in named
 
 
 def halves_of(plan: Plan, problem: Problem) -> Halves | None:
