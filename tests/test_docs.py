@@ -3,7 +3,6 @@
 docs/tools/blocks.py finds it. Searches get few evaluations, as their plans are not judged here.
 """
 
-import argparse
 import json
 import re
 import shlex
@@ -18,10 +17,12 @@ from laws import comm_samples, compute_samples, linear_law
 
 import shardcore
 from docs.tools import blocks
+from docs.tools.reference import RECORDS, commands, field_list, library, modules, parsers, schemas
 from shardcore.cli import main, parser_of_all
 from shardcore.core.types import Setting
 from shardcore.cost import fit, neural
 from shardcore.cost.analytic import AnalyticModel
+from shardcore.io.envelope import VERSIONS
 from shardcore.search import Budget
 
 ROOT = blocks.ROOT
@@ -122,15 +123,12 @@ def given(page: str) -> dict:
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_of_a_page_and_their_options_exist(page):
     found = list(blocks.blocks(PAGES[page]))
-    commands = [c for b in found for c in b.commands] + blocks.inline_commands(PAGES[page])
-    for command in commands:
-        parser, words = parser_of_all(), command.split()
-        while groups := [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]:
-            assert words and words[0] in groups[0].choices, f"{page}: shardcore {command}"
-            parser = groups[0].choices[words.pop(0)]
-        known = {option for action in parser._actions for option in action.option_strings}
-        unknown = set(re.findall(r"(?<!\S)(--[a-z-]+)", command)) - known
-        assert not unknown, f"{page}: shardcore {command}"
+    used = [c for b in found for c in b.commands] + blocks.inline_commands(PAGES[page])
+    parser_of = dict(parsers(parser_of_all()))
+    for command in used:
+        [*_, name] = sorted((n for n in parser_of if f"{command} ".startswith(f"{n} ")), key=len)
+        known = {option for action in parser_of[name]._actions for option in action.option_strings}
+        assert not set(re.findall(r"(?<!\S)(--[a-z-]+)", command)) - known, f"{page}: shardcore {command}"
 
 
 def test_most_code_runs_and_the_rest_has_a_reason():
@@ -150,3 +148,23 @@ def test_a_block_has_its_line_its_reason_and_commands_without_comments():
         "plan -h",
         "heat p.json",
     ]
+
+
+def test_each_schema_has_its_records_and_each_field_its_meaning():
+    assert set(RECORDS) == set(VERSIONS)
+    page = schemas()
+    assert all(f"## shardcore/{name}" in page for name in VERSIONS)
+    assert "| `pooling` | `float` |  | mean lookups per sample" in page
+
+
+def test_the_reference_names_each_command_and_all_that_the_library_offers():
+    page = commands()
+    assert all(f"## shardcore {name}\n" in page for name, _ in parsers(parser_of_all()))
+    assert "| `--budget-s BUDGET_S` |  | seconds for all searches together |" in page
+    assert library().count("\n::: shardcore.") == len(shardcore.__all__)
+    assert "::: shardcore.torchrec.planner" in modules()
+
+
+def test_fields_of_a_docstring_become_a_list():
+    text = "A step.\n\nrows: ids that\n    it has.\na, b: two.\n\nMore."
+    assert field_list(text) == "A step.\n\n- `rows`: ids that it has.\n- `a`, `b`: two.\n\nMore."
