@@ -102,17 +102,13 @@ def pages() -> dict[str, str]:
 
 def library() -> str:
     """What `import shardcore` offers."""
-    parts = [
-        "# The library\n\nNames of `import shardcore`. Each loads at first use. `help(shardcore.NAME)` says the same."
-    ]
+    parts = ["# The library\n\nNames of `import shardcore`. `help(shardcore.NAME)` says the same."]
     for name in sorted(shardcore.__all__, key=str.lower):
         noun = getattr(shardcore, name)
-        home = (
-            getattr(noun, "__module__", "shardcore.search.sharders")
-            if name != "SHARDERS"
-            else "shardcore.search.sharders"
-        )
-        parts.append(f"::: {home}.{getattr(noun, '__name__', name)}")
+        named = inspect.isclass(noun) or inspect.isfunction(noun)  # SHARDERS is not
+        home = noun.__module__ if named else "shardcore.search.sharders"
+        options = f"    options:\n      heading: {name}\n      toc_label: {name}"
+        parts.append(f"::: {home}.{noun.__name__ if named else name}\n{options}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -141,8 +137,8 @@ def commands() -> str:
         "\n\n".join(
             [
                 "# Commands",
-                "`shardcore COMMAND -h` shows the same. `python -m shardcore` is the long form. The exit code is 0, 1 (one "
-                "line says why) or 2 (bad usage).",
+                "`shardcore COMMAND -h` shows the same. `python -m shardcore` is the long form. The exit code is 0, "
+                "1 (one line says why) or 2 (bad usage).",
                 index,
                 *(_command(name, p) for name, p in found),
             ]
