@@ -23,6 +23,7 @@ from typing import Any
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
+from shardcore.core.links import ROWS_OVER
 from shardcore.core.topology import Topology
 from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.step.collectives import Collective, collective_of, stages_of
@@ -74,7 +75,7 @@ class Layout:
 
     name: in placements and files.
     words: description for people.
-    groups: the sets of devices that may share a shard.
+    shared_by: the sets of devices that may share a shard.
     divides_rows: True if each device of a group has an even range of rows. Otherwise each has all rows.
     cuts_columns: True if a shard may have only some of the columns.
     local_batch: True if its op runs over a device's share of the batch. Otherwise over the global batch.
@@ -88,11 +89,13 @@ class Layout:
     tower_channels: bytes that its pooled shards enter into each channel where the job has towers (see
       `channels_in`). None: the same as without.
     collection: name of the collection whose tables it runs (see `run_of`).
+    rows_over: unit of links.ROWS_OVER that it divides rows over. A job divides them over one of these. "": it
+      divides them over all devices, or not.
     """
 
     name: str
     words: str
-    groups: Callable[[Topology], tuple[Group, ...]]
+    shared_by: Callable[[Topology], tuple[Group, ...]]
     divides_rows: bool
     cuts_columns: bool
     local_batch: bool
@@ -104,6 +107,15 @@ class Layout:
     sequence: bool = False
     tower_channels: Mapping[Channel, Bytes] | None = None
     collection: str = ""
+    rows_over: str = ""
+
+    def groups(self, topology: Topology) -> tuple[Group, ...]:
+        """The sets of devices that may share a shard where rows are divided as the topology, or the default, has it."""
+        return self.shared_by(topology) if self.rows_over in ("", rows_over(topology)) else ()
+
+    def possible_in(self, topology: Topology) -> tuple[Group, ...]:
+        """The same for all plans that the topology may have."""
+        return self.groups(topology) if topology.rows_over else self.shared_by(topology)
 
     @property
     def caches(self) -> bool:
@@ -167,31 +179,31 @@ def _all_devices(topology: Topology) -> tuple[Group, ...]:
     return groups_in(topology, WORLD)
 
 
-def _each_host(topology: Topology) -> tuple[Group, ...]:
-    """One group for each host. None where TorchRec divides rows over pods."""
-    return () if rows_over_pods(topology) else _each_unit(topology, HOST)
+def _each_unit(scope: str) -> Callable[[Topology], tuple[Group, ...]]:
+    """One group for each unit of a scope; none where that is no separate kind.
 
-
-def _each_pod(topology: Topology) -> tuple[Group, ...]:
-    """One group for each pod. None where TorchRec divides rows over hosts."""
-    return _each_unit(topology, POD) if rows_over_pods(topology) else ()
-
-
-def rows_over_pods(topology: Topology) -> bool:
-    """True if TorchRec divides the rows of a table over pods, which need to be of one size.
-
-    A job divides rows over hosts or over pods, never both.
+    TorchRec needs units of equal size, of hosts of equal size. A single unit equals all devices. Units of one device
+    divide nothing, and those that join none equal others.
     """
-    return topology.rows_over == "pod" and topology.has_pods and bool(groups_in(topology, POD))
+
+    def groups(topology: Topology) -> tuple[Group, ...]:
+        units = groups_in(topology, scope)
+        there = topology.equal_hosts and topology.joins(scope_of(scope).unit)
+        return units if there and 1 < len(units) < len(topology) else ()
+
+    return groups
 
 
-def _each_unit(topology: Topology, scope: str) -> tuple[Group, ...]:
-    """One group for each unit; none where that is no separate kind.
+def rows_over(topology: Topology, placements: Iterable[Placement] = ()) -> str:
+    """The unit over which a job divides rows, a key of ROWS_OVER: as the topology or a plan has it, or the default."""
+    used = (unit for p in placements if (unit := layout_of(p.kind).rows_over))
+    return topology.rows_over or next(used, next(iter(ROWS_OVER)))
 
-    TorchRec needs units of equal size. A single unit equals all devices. Units of one device divide nothing.
-    """
-    groups = groups_in(topology, scope)
-    return groups if 1 < len(groups) < len(topology) else ()
+
+def choices_of_rows(topology: Topology) -> tuple[str, ...]:
+    """The units over which a job may divide rows. One if there is no choice."""
+    able = [k.rows_over for k in LAYOUTS.values() if k.rows_over and k.possible_in(topology)]
+    return tuple(able) if topology.rows_over is None and len(able) > 1 else (rows_over(topology),)
 
 
 def _outputs(weights: Any, outputs: Any, problem: Problem) -> Any:
@@ -264,7 +276,7 @@ LAYOUTS: Mapping[str, Layout] = {
         Layout(
             "host_row",
             "rows divided over one host",
-            _each_host,
+            _each_unit(HOST),
             divides_rows=True,
             cuts_columns=True,
             local_batch=False,
@@ -280,11 +292,12 @@ LAYOUTS: Mapping[str, Layout] = {
                 Channel("reduce_scatter", HOST): _outputs,
                 Channel("all_to_all", CROSS): _compressed(_outputs_of_a_host),
             },
+            rows_over="host",
         ),
         Layout(
             "pod_row",
             "rows divided over one pod",
-            _each_pod,
+            _each_unit(POD),
             divides_rows=True,
             cuts_columns=True,
             local_batch=False,
@@ -296,6 +309,7 @@ LAYOUTS: Mapping[str, Layout] = {
             },
             sequence_channels=None,
             torchrec=("table_row_wise", "grid_shard"),
+            rows_over="pod",
         ),
         Layout(
             "data_parallel",
@@ -403,11 +417,19 @@ def layouts_of_torchrec(sharding_type: str) -> list[Layout]:
     return [layout for layout in LAYOUTS.values() if sharding_type in layout.torchrec]
 
 
-def layout_of_torchrec(sharding_type: str, topology: Topology | None = None) -> Layout | None:
-    """The kind that TorchRec runs under a name, the one that a topology has. None for an unknown name."""
+def layout_of_torchrec(
+    sharding_type: str, topology: Topology | None = None, devices: int | None = None
+) -> Layout | None:
+    """The kind that TorchRec runs under a name, one that a topology has. None for an unknown name.
+
+    devices: that share a shard. None: as the topology's rows_over, or the default, has it.
+    """
     named = layouts_of_torchrec(sharding_type)
-    there = (layout for layout in named if topology and layout.groups(topology))
-    return next(there, named[0] if named else None)
+    if topology is None or not named:
+        return named[0] if named else None
+    # A plan of the undecided topology has either kind; the size of its groups tells which.
+    sized = [x for x in named if any(len(group) == devices for group in x.possible_in(topology)[:1])]
+    return next(iter([*sized, *(x for x in named if x.groups(topology)), *named]))
 
 
 def even_share(rows: int, n: int) -> int | None:
@@ -461,7 +483,7 @@ def merged(placements: Sequence[Placement]) -> tuple[Placement, ...]:
 @lru_cache(maxsize=16)
 def group_of(layout: Layout, topology: Topology) -> Mapping[frozenset[int], Group]:
     """The group that a set of devices is. There may be thousands of groups."""
-    return {frozenset(group): group for group in layout.groups(topology)}
+    return {frozenset(group): group for group in layout.possible_in(topology)}
 
 
 def possible_groups(
@@ -491,7 +513,11 @@ def require_placement(placement: Placement, problem: Problem) -> None:
         )
     if layout.name == WHOLE_ROWS.name and len(devices) == 1 and shard.full_rows:
         return  # the most common case
-    groups = layout.groups(problem.topology)
+    groups = layout.possible_in(problem.topology)
+    if layout.rows_over and layout.rows_over != (unit := problem.topology.rows_over or layout.rows_over):
+        raise ShardCoreError(
+            f"{what}; topology.rows_over is {unit!r}: it needs to be {layout.rows_over!r}, or left out"
+        )
     if not groups:
         raise ShardCoreError(
             f"{what}; it needs several hosts with the same number of devices each, 2 or more"

@@ -244,6 +244,7 @@ def require_cover(plan: Plan, problem: Problem) -> None:
     Placements have to be possible for their kind, on devices that exist.
     """
     by_table: dict[str, list[Shard]] = defaultdict(list)
+    over: dict[str, str] = {}
     known = {t.name: t for t in problem.tables}
     for placement in ticking(plan.placements):
         shard = placement.shard
@@ -256,7 +257,12 @@ def require_cover(plan: Plan, problem: Problem) -> None:
                 "(or not with this shape and these statistics)"
             )
         require_placement(placement, problem)
+        if unit := layout_of(placement.kind).rows_over:
+            over.setdefault(unit, shard.table.name)
         by_table[shard.table.name].append(shard)
+    if len(over) > 1:
+        words = " and of ".join(f"{name!r} over {unit}s" for unit, name in over.items())
+        raise ShardCoreError(f"plan divides rows of {words}; a job of TorchRec divides rows over one of both")
     for table in problem.tables:
         # Shards of a table have all rows. So they overlap only if their columns do.
         shards = sorted(by_table[table.name], key=lambda s: s.col_lo)

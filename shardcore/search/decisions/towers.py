@@ -191,7 +191,7 @@ class OnTowers(Decision):
     moves: bool = True
 
     name: ClassVar[str] = "towers"
-    level: ClassVar[int] = 4
+    level: ClassVar[int] = 5
     against: ClassVar[Mapping[str, str]] = {"sharding groups": "towers are of all hosts of a problem"}
 
     def __post_init__(self) -> None:
