@@ -1,7 +1,7 @@
 """Plans on drawn topologies, as TorchRec trains them beside the model that is not sharded.
 
     python -m bench.exact run --out exact.jsonl --cases 200       goes on where it was ended; a line is a case
-    PYTHONPATH=$PWD:FOLDER python -m bench.exact run ...          another TorchRec (pip install --no-deps --target FOLDER)
+    PYTHONPATH=$PWD:FOLDER python -m bench.exact run ...          another TorchRec (pip install --no-deps --target)
     python -m bench.exact report exact.jsonl ...                  what the files have, as a table
 
 A case is a topology of 1 to 16 gloo ranks: hosts and pods of one size or of several, devices in or out of order, and
@@ -45,7 +45,7 @@ import grouped_training
 import training
 
 MOST_RANKS = 16
-UNEVEN, SHUFFLED, IN_GROUPS, SEARCHED = 0.15, 0.3, 0.2, 0.5
+UNEVEN, SHUFFLED, IN_GROUPS, SEARCHED, PODS = 0.15, 0.3, 0.2, 0.5, 0.9
 """Shares of cases."""
 ROUNDING = 1e-5
 LIMIT_S = 200
@@ -54,11 +54,12 @@ OPTIMIZERS = ("exact_sgd", "rowwise_adagrad")
 
 def drawn_topology(rng: np.random.Generator) -> Topology:
     """Hosts of as many devices, or not; in pods of as many hosts, or not. Links are given, for searches."""
-    hosts = int(rng.choice([1, 2, 3, 4, 4, 6, 8, 8]))
+    hosts = int(rng.choice([1, 2, 3, 4, 4, 4, 6, 8, 8]))
     each = [int(rng.choice([n for n in (1, 2, 3, 4, 5, 8) if n * hosts <= MOST_RANKS]))] * hosts
     if rng.random() < UNEVEN:
         each = [int(rng.integers(1, MOST_RANKS // hosts + 1)) for _ in each]
-    pods = int(rng.choice([n for n in range(1, hosts + 1) if hosts % n == 0]))
+    between = [n for n in range(2, hosts) if hosts % n == 0]
+    pods = int(rng.choice(between)) if between and rng.random() < PODS else int(rng.choice([1, hosts]))
     pod_of = [h * pods // hosts for h in range(hosts)]
     if rng.random() < UNEVEN:
         pod_of = sorted(rng.integers(0, pods, hosts).tolist())
