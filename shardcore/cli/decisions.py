@@ -218,7 +218,8 @@ def decisions(args: PlanOptions, problem: Problem, stored: Problem) -> Iterator[
     if args.groups is not None:
         yield Groups(args.groups, args.sync_every or 1)
     start = _start(args, args.start, problem, stored) if args.start else None
-    if len(choices_of_rows(problem.topology)) > 1:
+    # Towers are of the model: their number is not chosen here.
+    if len(choices_of_rows(problem.topology)) > 1 and not args.towers:
         yield RowUnits(start and start.old)
     if args.hot_rows:
         yield HotRows()

@@ -207,6 +207,16 @@ class Topology:
         members = unit_members([self.devices[d].host for d in self.ranks], level)
         return tuple(tuple(self.ranks[i] for i in unit) for unit in members)
 
+    @property
+    def row_unit(self) -> str:
+        """The unit over which rows are divided, a key of ROWS_OVER: as rows_over, or the default, has it."""
+        return self.rows_over or next(iter(ROWS_OVER))
+
+    @cached_property
+    def row_units(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of each such unit. Towers have a unit each, as TorchRec groups ranks in one way."""
+        return self.on_units(ROWS_OVER[self.row_unit])
+
     def joins(self, level: str) -> bool:
         """True if a level of links joins devices that no inner one does, such as hosts of a pod."""
         return self._joined[list(LEVELS).index(level)]

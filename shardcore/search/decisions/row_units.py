@@ -36,6 +36,9 @@ class RowUnits(Decision):
 
     name: ClassVar[str] = "units of rows"
     level: ClassVar[int] = 2
+    against: ClassVar[Mapping[str, str]] = {
+        "towers": "a model has towers of hosts, or of pods where topology.rows_over says so"
+    }
 
     def __post_init__(self) -> None:
         require_types(self, "units of rows")
