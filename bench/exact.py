@@ -5,7 +5,7 @@
     python -m bench.exact report exact.jsonl ...                  what the files have, as a table
 
 A case is a topology of 1 to 16 gloo ranks: hosts and pods of one size or of several, devices in or out of order, and
-rows over hosts, over pods, or as a search decides. A fifth of them train in groups (DMPCollection). Each has two plans,
+rows over hosts, over pods, or as a search decides. Some train in groups (DMPCollection). Each has two plans,
 drawn or searched, and one that divides rows over units that the topology does not have: it needs to be refused. In
 groups one plan trains under two optimizers. Every rank compares outputs of three steps and its rows after them, and all
 rows of all tables need to be on some rank.
@@ -14,9 +14,8 @@ rows of all tables need to be on some rank.
 from __future__ import annotations
 
 import sys
-import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -45,10 +44,12 @@ import grouped_training
 import training
 
 MOST_RANKS = 16
-UNEVEN, SHUFFLED, IN_GROUPS, SEARCHED, PODS = 0.15, 0.3, 0.2, 0.5, 0.9
+UNEVEN, SHUFFLED, IN_GROUPS, SEARCHED, PODS = 0.15, 0.3, 0.15, 0.5, 0.9
 """Shares of cases."""
 ROUNDING = 1e-5
-LIMIT_S = 200
+LIMIT_S = 400
+TOGETHER = 20
+"""Cases that are drawn together, of which those of as many ranks share processes."""
 OPTIMIZERS = ("exact_sgd", "rowwise_adagrad")
 
 
@@ -114,14 +115,14 @@ def of_groups(topology: Topology, rng: np.random.Generator) -> Grouping | None:
     return able[rng.integers(len(able))] if able else None
 
 
-def trained(i: int) -> dict[str, Any]:
-    """A case: what it is, and what came of each of its plans."""
+def drawn(i: int) -> tuple[dict[str, Any], list[tuple[Problem, Plan, bool]]]:
+    """What a case is, and its plans to train with their problems. Those of groups are trained already."""
     rng = np.random.default_rng([44, i])
     topology = drawn_topology(rng)
     row: dict[str, Any] = {"case": i, "ranks": len(topology), "shape": shape(topology)}
     grouping = of_groups(topology, rng) if rng.random() < IN_GROUPS else None
     if grouping is not None:
-        return row | {"grouping": f"{grouping.layout} {grouping.size}"} | _in_groups(topology, grouping)
+        return row | {"grouping": f"{grouping.layout} {grouping.size}"} | _in_groups(topology, grouping), []
     sequence = bool(rng.random() < 0.5)
     given = replace(
         training.problem(1, 1, sequence), topology=topology, global_batch=training.BATCH * len(topology)
@@ -129,7 +130,7 @@ def trained(i: int) -> dict[str, Any]:
     try:
         given, plans = plans_of(given, rng, sequence)
     except ShardCoreError as error:
-        return row | {"refused": [str(error)]}
+        return row | {"refused": [str(error)]}, []
     row |= {
         "rows_over": given.topology.rows_over,
         "kinds": sorted({p.kind for plan in plans for p in plan.placements}),
@@ -141,9 +142,24 @@ def trained(i: int) -> dict[str, Any]:
             plans.append(wrong)
         except ShardCoreError as error:
             refused.append(str(error))
-    found = training.train(given, dict(enumerate(plans, 10 * i)), sequence, LIMIT_S)
-    outcomes = [found.get(10 * i + k, "not run, as the one before failed") for k in range(len(plans))]
-    return row | {"refused": refused, "plans": [x[:300] or "exact" for x in outcomes]}
+    return row | {"refused": refused}, [(given, plan, sequence) for plan in plans]
+
+
+def trained(cases: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """What came of the plans of each case. Cases of as many ranks share processes, which take long to start."""
+    waiting: dict[int, tuple[dict[str, Any], list[tuple[Problem, Plan, bool]]]] = {i: drawn(i) for i in cases}
+    while waiting:
+        ranks = min(row["ranks"] for row, _ in waiting.values())
+        some = {i: case for i, case in waiting.items() if case[0]["ranks"] == ranks}
+        jobs = {10 * i + k: job for i, (_, plans) in some.items() for k, job in enumerate(plans)}
+        found = training.train_each(jobs, LIMIT_S) if jobs else {}
+        for i, (row, plans) in some.items():
+            outcomes = [found.get(10 * i + k) for k in range(len(plans))]
+            # What follows a plan that fails is not trained. It waits for other processes.
+            if None not in outcomes or any(outcomes):
+                del waiting[i]
+                words = ["not run" if x is None else x[:300] or "exact" for x in outcomes]
+                yield row | ({"plans": words} if plans else {})
 
 
 def _in_groups(topology: Topology, grouping: Grouping) -> dict[str, Any]:
@@ -222,12 +238,13 @@ def main() -> int:
         row for path in (args.files if args.what == "report" else [args.out]) for row in common.lines_of(path)
     ]
     if args.what == "run":
-        for i in range(len(rows), args.cases):
-            began = time.perf_counter()
-            row = {"torchrec": version("torchrec"), **trained(i)}
-            rows.append(row | {"seconds": round(time.perf_counter() - began, 1)})
-            common.write_lines(args.out, rows)
-            say(*(f"{key} {value}" for key, value in rows[-1].items()))
+        done = {row["case"] for row in rows}
+        left = [i for i in range(args.cases) if i not in done]
+        for first in range(0, len(left), TOGETHER):
+            for row in trained(left[first : first + TOGETHER]):
+                rows.append({"torchrec": version("torchrec"), **row})
+                common.write_lines(args.out, rows)
+                say(*(f"{key} {value}" for key, value in rows[-1].items()))
     print(table(rows))
     return int(any(x != "exact" for row in rows for x in row.get("plans", ())))
 

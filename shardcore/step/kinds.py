@@ -205,8 +205,9 @@ def rows_over(topology: Topology, placements: Iterable[Placement] = ()) -> str:
 
 def choices_of_rows(topology: Topology) -> tuple[str, ...]:
     """The units over which a job may divide rows. One if there is no choice."""
-    able = [k.rows_over for k in LAYOUTS.values() if k.rows_over and k.possible_in(topology)]
-    return tuple(able) if topology.rows_over is None and len(able) > 1 else (rows_over(topology),)
+    able = (k.rows_over for k in LAYOUTS.values() if k.rows_over and k.possible_in(topology))
+    # Without a kind for the default, such as on hosts of one device, a job has no rows over units.
+    return (topology.row_unit,) if topology.rows_over else tuple(dict.fromkeys([topology.row_unit, *able]))
 
 
 def _outputs(weights: Any, outputs: Any, problem: Problem) -> Any:

@@ -78,6 +78,7 @@ def test_rows_are_divided_over_pods_or_over_hosts_never_both():
     assert groups == {"row": [1, 1, 1], "host_row": [4, 4, 0], "pod_row": [0, 0, 2]}
     assert [len(LAYOUTS["pod_row"].possible_in(on)) for on in over] == [2, 0, 2]
     assert [choices_of_rows(on) for on in over] == [("host", "pod"), ("host",), ("pod",)]
+    assert choices_of_rows(on_hosts(["p/a", "p/b", "q/c", "q/d"])) == ("host", "pod")
     # One pod is all devices, and so is one host.
     assert not LAYOUTS["pod_row"].possible_in(on_hosts(["p/a", "p/b"]))
     assert not LAYOUTS["pod_row"].possible_in(on_hosts(["p/a", "p/a", "q/b", "q/b"]))

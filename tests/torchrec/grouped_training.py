@@ -326,7 +326,8 @@ def compare(
 
 
 def _apart(given: Problem, plan: GroupedPlan, run: Run, trained: Sequence[Sequence[dict[str, Any]]]) -> Apart:
-    each = members(given.topology, plan.grouping)
+    rank_of = {device: rank for rank, device in enumerate(given.topology.ranks)}
+    each = [[rank_of[device] for device in group] for group in members(given.topology, plan.grouping)]
     group_of = {rank: number for number, ranks in enumerate(each) for rank in ranks}
     cut = plan.grouping.size > 1
     strips = {

@@ -207,9 +207,14 @@ def train(
 ) -> dict[int, str]:
     """Of each plan that was trained what differed or failed, in words, "" if nothing did. A plan's number is
     its seed. It ends with the first that fails, or for which a process dies."""
-    n = len(given.topology)
+    return train_each({i: (given, plan, sequence) for i, plan in plans.items()}, limit_s)
+
+
+def train_each(plans: Mapping[int, tuple[Problem, Plan, bool]], limit_s: float = 120) -> dict[int, str]:
+    """The same of plans of several topologies, of as many ranks. With each its problem, and if it has sequences."""
+    n = len(next(iter(plans.values()))[0].topology)
     with tempfile.TemporaryDirectory() as folder:
-        codes = in_processes(n, _work, (given, plans, sequence, folder), limit_s)
+        codes = in_processes(n, _work, (plans, folder), limit_s)
         said: dict[int, list[str]] = {}
         for path in sorted(Path(folder).glob("said-*")):
             said.setdefault(int(path.name.split("-")[1]), []).append(path.read_text())
@@ -266,6 +271,17 @@ def start_rank(rank: int, topology: Topology, folder: str) -> None:
     """Make this process a rank of a gloo job. The environment tells it its host, as torchrun would."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
+    set_host(rank, topology)
+    torch.set_num_threads(1)
+    n = len(topology)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
+
+
+def set_host(rank: int, topology: Topology) -> None:
+    """Tell a rank its host and pod. TorchRec forgets its groups of another topology."""
+    from torchrec.distributed import comm
+
+    comm._INTRA_PG = comm._CROSS_PG = None
     n, device = len(topology), topology.ranks[rank]
     on_host = next(devices for devices in topology.on_hosts if device in devices)
     os.environ.update(
@@ -274,10 +290,9 @@ def start_rank(rank: int, topology: Topology, folder: str) -> None:
         LOCAL_WORLD_SIZE=str(len(on_host)),
         LOCAL_RANK=str(on_host.index(device)),
     )
+    os.environ.pop(POD_SIZE, None)
     if (hosts_of_pod := pod_size(topology)) > 1:
         os.environ[POD_SIZE] = str(hosts_of_pod)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
 
 
 def run_script(n: int, path: Path, *args: str, limit_s: float = 120) -> tuple[list[int], str]:
@@ -306,9 +321,10 @@ def _script(rank: int, n: int, port: int, path: Path, args: Sequence[str], folde
     runpy.run_path(str(path), run_name="__main__")
 
 
-def _work(rank: int, given: Problem, plans: Mapping[int, Plan], sequence: bool, folder: str) -> None:
-    start_rank(rank, given.topology, folder)
-    for i, plan in plans.items():
+def _work(rank: int, plans: Mapping[int, tuple[Problem, Plan, bool]], folder: str) -> None:
+    start_rank(rank, next(iter(plans.values()))[0].topology, folder)
+    for i, (given, plan, sequence) in plans.items():
+        set_host(rank, given.topology)
         try:
             worst = _differs(rank, given, plan, sequence, seed=i)
         except Exception as error:  # whatever TorchRec raises; the other ranks then lose this one
