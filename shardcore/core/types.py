@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from shardcore.core import catalog
 from shardcore.core.access_statistics import ManagedCollision, Reuse, RowShares, Zipf
-from shardcore.core.constraints import Constraints, devices_of_pins, require_tower_hosts
+from shardcore.core.constraints import Constraints, devices_of_pins, require_tower_units
 from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.job import PAYLOADS, Job
 from shardcore.core.tiers import BELOW, DEVICE, TIERS
@@ -395,9 +395,8 @@ class Problem:
             )
         if self.job.tower_ratio is not None:
             pooled = (t.name for t in self.tables if not t.sequence)
-            require_tower_hosts(
-                {name: self.allowed_devices(name) for name in pooled}, self.topology.on_hosts, p
-            )
+            where, topology = {name: self.allowed_devices(name) for name in pooled}, self.topology
+            require_tower_units(where, topology.row_units, topology.row_unit, p)
 
     def __repr__(self) -> str:
         topology = f"{self.topology!r}, batch {self.global_batch}"

@@ -268,7 +268,7 @@ def chains(workload: Workload, rank: int, full: Full, own_groups: Groups) -> dic
         return {}
     # Gradients of all replicas are one exchange, of the first run that has any.
     run_of_rows = {
-        tuple(row_in(lane, c) for c in run.channels_in(job)): run
+        tuple(row_in(lane, c) for c in run.channels_in(job, workload.topology)): run
         for run, lane in reversed(workload.lanes.items())
     }
     carrying = {run: rows for rows, run in run_of_rows.items() if workload.traffic[list(rows)].any()}
@@ -281,7 +281,10 @@ def chains(workload: Workload, rank: int, full: Full, own_groups: Groups) -> dic
         return EXCHANGES[channel.row.call](elements, rank, group, payloads, full)
 
     return {
-        run: [made(c, row) for c, row in zip(run.channels_in(job), carrying[run], strict=True)]
+        run: [
+            made(c, row)
+            for c, row in zip(run.channels_in(job, workload.topology), carrying[run], strict=True)
+        ]
         for run in workload.lanes
         if run in carrying
     }

@@ -239,7 +239,7 @@ def _more_devices(problem: Problem) -> int | None:
     numbers = [n for n in range(1, MOST_DEVICES + 1) if problem.global_batch % (len(devices) + n) == 0]
 
     def enough(n: int) -> bool:
-        return _fits(replace(problem, topology=replace(problem.topology, devices=(*devices, *[largest] * n))))
+        return _fits(replace(problem, topology=problem.topology.of_devices([*devices, *[largest] * n])))
 
     # Weights alone need so many devices. More and more are tried from there, as each try takes long.
     room = sum(held_bytes(problem)), largest.memory_bytes - problem.constraints.reserved_bytes
