@@ -158,8 +158,8 @@ class Decision:
     """A choice that is made before a search.
 
     name: plural noun for people.
-    level: order of nesting. Devices come first, then tables, then their rows in device memory, then
-      where they may live: each needs what those before it decided.
+    level: order of nesting. Devices come first, then units of rows, then tables, then their rows in device
+      memory, then where they may live: each needs what those before it decided.
     against: decisions that it cannot be combined with, by name, and why.
     changes: change of its proposals to the problem that a plan is of. "": nothing.
     searches_all: True if proposals are searched even when time is up.
