@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from websockets.sync.client import ClientConnection, connect
+from websockets.sync.client import connect
+from websockets.sync.connection import Connection
 
 from docs.tools.blocks import ROOT
 from shardcore.core.errors import ShardCoreError
@@ -55,7 +56,7 @@ class Page:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--plans", default="plans", help="folder of published plans")
     parser.add_argument("--problem", default="mlperf-dlrm-dcnv2-nvidia-h100-sxm-8", help="its plan is shown")
     parser.add_argument("--only", choices=sorted(PAGES), action="append", help="pages to take; default: all")
@@ -161,7 +162,7 @@ def browser() -> Iterator[Browser]:
 class Browser:
     """A tab, over Chromium's DevTools protocol."""
 
-    def __init__(self, channel: ClientConnection) -> None:
+    def __init__(self, channel: Connection) -> None:
         self._channel, self._numbers = channel, itertools.count()
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
