@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.links import LEVELS, ROWS_OVER, Link, joins, pod_of, unit_members, units_of
+from shardcore.core.links import LEVELS, ROWS_OVER, Link, host_names, joins, pod_of, unit_members, units_of
 from shardcore.core.tiers import BELOW, Memory
 from shardcore.core.validation import (
     MOST_BYTES,
@@ -153,14 +153,17 @@ class Topology:
         return ""
 
     @classmethod
-    def of_hosts(cls, hosts: int, devices: int, memory_gib: float, **given: Any) -> Topology:
+    def of_hosts(
+        cls, hosts: int, devices: int, memory_gib: float, *, pods: int = 1, **given: Any
+    ) -> Topology:
         """A topology of equal hosts.
 
         devices: of each host.
         memory_gib: GiB of each device that embeddings may use.
+        pods: that hosts are divided into evenly. 1: none.
         given: other fields of a Topology, such as hardware="nvidia-h100" and links=links_of(within_host=400).
         """
-        for what, value in (("hosts", hosts), ("devices", devices)):
+        for what, value in (("hosts", hosts), ("devices", devices), ("pods", pods)):
             require_type(value, int, what, "a whole number")
             require(1 <= value <= MOST_DEVICES, f"{what} is {value}; it needs 1 to {MOST_DEVICES}")
         require_type(memory_gib, (int, float), "memory_gib", "a number")
@@ -168,12 +171,8 @@ class Topology:
             0 < memory_gib * GIB <= MOST_BYTES,
             f"memory_gib is {memory_gib}; it needs more than 0, at most {MOST_BYTES // GIB:,}",
         )
-        return cls(
-            tuple(
-                Device(int(memory_gib * GIB), host=f"host-{h}") for h in range(hosts) for _ in range(devices)
-            ),
-            **given,
-        )
+        names = host_names(hosts * devices, hosts, pods)
+        return cls(tuple(Device(int(memory_gib * GIB), host=name) for name in names), **given)
 
     def __repr__(self) -> str:
         sizes = sorted({device.memory_bytes / GIB for device in self.devices})
