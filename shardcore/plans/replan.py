@@ -421,7 +421,7 @@ def _stays(old: Plan, problem: Problem) -> Plan:
     Where a device would hold more than it may, tables leave it: the smallest that is enough, or the largest.
     """
     left, fixed = _left(old, problem), {t.name for t in problem.tables if on_all_devices(t, problem)}
-    gone = {t.name for t in Reshard(_without(left, fixed)).sorted(problem).new}
+    gone = {t.name for t in Reshard(_without(left, fixed)).old_places(problem).new}
     while True:
         stays = _without(left, gone)
         # The device with the largest excess gives up tables first.

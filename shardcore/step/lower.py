@@ -12,9 +12,9 @@ Shapes: C channels (kinds.CHANNELS), L lanes (traffic.lanes), D devices.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,7 +25,7 @@ from shardcore.core.job import Job
 from shardcore.core.progress import tick, ticking
 from shardcore.core.topology import Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.core.validation import require_type
+from shardcore.core.validation import require, require_type
 from shardcore.step import memory
 from shardcore.step.id_bytes import expected_bytes
 from shardcore.step.kinds import (
@@ -296,6 +296,30 @@ def _widths(placements: Iterable[Placement]) -> Iterable[tuple[Placement, int]]:
     return found.values()
 
 
+def _require_codecs(plan: Plan, problem: Problem) -> None:
+    """Raise ShardCoreError if a codec of the job fails on an exchange of the plan."""
+    columns: Counter[tuple[Layout, int]] = Counter()
+    suspects: dict[tuple[Layout, int], tuple[Shard, str]] = {}
+    for placement in merged(plan.placements):
+        shard, run = placement.shard, run_of(placement.kind, placement.shard.table)
+        reason = problem.why_no_codec(run, replace(shard.table, dim=shard.width))
+        for device in placement.devices:
+            columns[run, device] += shard.width * shard.table.features
+            if reason:
+                suspects[run, device] = shard, reason
+    there, back = problem.codecs
+    for (run, device), (shard, reason) in suspects.items():
+        # Pooled columns of a device travel together, so only all of them have to be whole blocks.
+        elements = columns[run, device] * problem.local_batch
+        together = run.cuts_columns and not shard.table.sequence and shard.table.dedup == 1
+        carried = (there.pads or not elements % there.block) and not elements % back.block
+        sums_fail = run.divides_rows and () in (there.summed, back.summed)
+        require(
+            together and carried and not sums_fail,
+            f"plan places {shard.label} on {device_names((device,))}; {reason}",
+        )
+
+
 def require_constraints(plan: Plan, problem: Problem) -> None:
     """Raise ShardCoreError if the plan breaks a constraint.
 
@@ -311,6 +335,8 @@ def require_constraints(plan: Plan, problem: Problem) -> None:
                 f"plan places {placement.shard.label} by {placement.kind}; it needs "
                 f"{' or '.join(kinds[name])} (constraints.kinds)"
             )
+    if problem.codecs_fail:
+        _require_codecs(plan, problem)
     # A table that is narrower than its minimum width only has to be whole.
     least = dict(problem.constraints.min_widths)
     for placement, width in _widths(p for p in plan.placements if p.shard.table.name in least):

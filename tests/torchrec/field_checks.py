@@ -230,8 +230,8 @@ def qcomms_values() -> dict[str, dict[str, Any]]:
         "fp8_quantize_dim_bwd": fp8 | {"fp8_quantize_dim_bwd": 32},
         "fp8_bwd_uses_143": fp8 | {"fp8_bwd_uses_143": True},
         "fp8_output_dtype": fp8 | {"fp8_output_dtype": SparseType.FP16},
-        "mx4_quantize_dim": mx4 | {"mx4_quantize_dim": 32},
-        "mx4_quantize_dim_bwd": mx4 | {"mx4_quantize_dim_bwd": 32},
+        "mx4_quantize_dim": mx4 | {"mx4_quantize_dim": 64},
+        "mx4_quantize_dim_bwd": mx4 | {"mx4_quantize_dim_bwd": 64},
         "mx4_rounding_mode": mx4 | {"mx4_rounding_mode": RoundingMode.even},
         "output_dtype": {"forward_precision": CommType.FP16, "output_dtype": SparseType.FP16},
     }

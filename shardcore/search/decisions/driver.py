@@ -215,7 +215,10 @@ def decide(
     The plan's provenance has the ledger.
 
     model: cost model for any problem.
+    decisions: such as [Groups(), MemoryTiers()]. Their order does not count.
     search: sharder of the proposals.
+    seed: of each search.
+    budget: seconds for all searches together, or evaluations of each. None: each sharder's own end.
     heard: called with each outcome of the outermost decision.
 
     Raises ShardCoreError for decisions that cannot be combined, and as each of them does. If no proposal has
