@@ -117,17 +117,19 @@ class Topology:
 
     def _require_links(self) -> None:
         """Raise ShardCoreError for links that join no devices, and for links that grow faster outward."""
-        # What a device has of each, if the devices of the largest unit share it.
-        shares = [
-            (x.level, x.gbps / (max(map(len, self.sharing(x.level))) if x.shared else 1))
-            for x in self.links
-            if x.gbps
-        ]
-        for (inner, inner_gbps), (outer, outer_gbps) in pairwise(shares):
+
+        def of_device(link: Link, all_send: bool) -> float:
+            """GB/s of a device: alone, or if all of the largest unit that shares the link send."""
+            share = max(map(len, self.sharing(link.level))) if link.shared and all_send else 1
+            return (link.gbps or 0.0) / share
+
+        for inner, outer in pairwise(link for link in self.links if link.gbps):
+            # An outer link of one device may be faster than its share of an inner one that others leave to it.
+            ours, theirs = (of_device(link, all_send=outer.shared) for link in (outer, inner))
             require(
-                outer_gbps <= inner_gbps * (1 + 1e-9),  # shares are quotients
-                f"topology has links {outer} of {outer_gbps:g} GB/s a device and {inner} of {inner_gbps:g}; outer ones "
-                "need to be no faster than inner ones",
+                ours <= theirs * (1 + 1e-9),  # shares are quotients
+                f"topology has links {outer.level} of {ours:g} GB/s a device and {inner.level} of {theirs:g}; outer "
+                "ones need to be no faster than inner ones",
             )
         for level in _OF_UNITS:
             require(
