@@ -88,7 +88,7 @@ class Net:
         """[N, L] latents of shards with features [N, F]."""
         raise NotImplementedError
 
-    def single(self, w: Weights, latents: Any, xp: ModuleType = np) -> Any:
+    def single(self, w: Weights, latents: Any) -> Any:
         """[...] predicted cost of shards [..., L] alone. Those that cost most are placed first."""
         raise NotImplementedError
 
@@ -126,7 +126,7 @@ class DreamShard(Net):
         nets = ("table",) if self.asks_model else ("table", "cost_table")
         return xp.concatenate([_relu(_mlp(w, name, x)) for name in nets], -1)
 
-    def single(self, w: Weights, latents: Any, xp: ModuleType = np) -> Any:
+    def single(self, w: Weights, latents: Any) -> Any:
         return self.parts(w, latents).sum(-1)
 
     def scores(self, w: Weights, seen: Seen, xp: ModuleType = np) -> Any:
@@ -168,7 +168,7 @@ class AutoShard(Net):
     def latents(self, w: Weights, features: Any, xp: ModuleType = np) -> Any:
         return _relu(_mlp(w, "table", _scaled(w, features, xp)))
 
-    def single(self, w: Weights, latents: Any, xp: ModuleType = np) -> Any:
+    def single(self, w: Weights, latents: Any) -> Any:
         return self.cost(w, latents)
 
     def context(self, w: Weights, latents: Any, xp: ModuleType = np) -> Any:
