@@ -21,7 +21,7 @@ from shardcore.cli.options import (
 from shardcore.core.catalog import DENSE_OPTIMIZERS
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.job import HIDES_IDS, PAYLOADS, Job
+from shardcore.core.job import HIDES_IDS, Job
 from shardcore.core.topology import Topology, default_reserve
 from shardcore.core.types import Problem, Setting
 from shardcore.core.validation import MOST_DEVICES, require_within
@@ -50,7 +50,8 @@ class ProblemOptions:
       the tables
     dense_forward_ms: of the dense part on a device; give both or neither
     dense_backward_ms: of the dense part on a device; give both or neither
-    forward_payload: what outputs travel as
+    forward_payload: what outputs travel as: fp32, fp16, bf16, fp8, int8 or mx4; fp8-256: with a scale for
+      256 elements
     backward_payload: what gradients travel as
     """
 
@@ -70,8 +71,8 @@ class ProblemOptions:
     replica_optimizer: Annotated[str, tuple(DENSE_OPTIMIZERS)] | None = None
     dense_forward_ms: Annotated[float, "MS"] | None = None
     dense_backward_ms: Annotated[float, "MS"] | None = None
-    forward_payload: Annotated[str, tuple(PAYLOADS)] = "fp32"
-    backward_payload: Annotated[str, tuple(PAYLOADS)] = "fp32"
+    forward_payload: Annotated[str, "PAYLOAD"] = "fp32"
+    backward_payload: Annotated[str, "PAYLOAD"] = "fp32"
     out: Annotated[ProblemFile, Output()]
 
 

@@ -236,7 +236,9 @@ def profile_names() -> list[str]:
 
 
 def load_profile(name_or_path: str | Path) -> Profile:
-    """A profile by its name, or from a file.
+    """A profile by its name, or from a file. Its `model()` prices plans.
+
+    name_or_path: such as "nvidia-h100-sxm" (`shardcore profile list` has all), or a path.
 
     Raises ShardCoreError for an unknown name, with the known ones, and for a file that is no profile.
     """

@@ -243,4 +243,4 @@ def _with_devices(problem: Problem) -> Iterator[tuple[str, Problem]]:
         devices.append(replace(device, host=f"{device.host}-more-{i // n}") if several else device)
     why = "" if more == n + 1 else f" (the next number that divides the batch of {problem.global_batch})"
     what = f"{more - n} more device{'s' * (more > n + 1)}: {more}{why}"
-    yield what, replace(problem, topology=replace(topology, devices=tuple(devices)))
+    yield what, replace(problem, topology=topology.of_devices(devices))

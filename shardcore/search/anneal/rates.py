@@ -145,6 +145,6 @@ def spread_ms(problem: Problem, model: CostModel, layout: Layout, n_bytes: np.nd
     """[N, D] ms of exchanging gradients of bytes [N], in a kind that is on all devices."""
     # [C, N, D], the same bytes on each device.
     traffic = np.zeros((len(CHANNELS), len(n_bytes), len(problem.topology)))
-    for channel, entering in layout.channels_in(problem.job).items():
+    for channel, entering in layout.channels_in(problem.job, problem.topology).items():
         traffic[CHANNELS.index(channel)] += entering(n_bytes, 0, problem)[:, None]
     return np.asarray(model.comm(traffic, np.zeros(traffic.shape[1:]), problem.topology).backward_ms)

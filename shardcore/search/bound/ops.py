@@ -115,7 +115,9 @@ class BoundShards:
         self.alone_ms = np.asarray(model.head(self.codes), dtype=float)
         self.copies = self.group_size[self.kind]
         # Exchanges are priced by the bytes in a kind's first channel (see `_exchanges`).
-        first = [next(iter(layout.channels_in(problem.job).values())) for layout in self.kinds]
+        first = [
+            next(iter(layout.channels_in(problem.job, problem.topology).values())) for layout in self.kinds
+        ]
         n_bytes = [
             first[k](float(s.bytes), output_bytes(s, problem.global_batch), problem)
             for s, k in zip(shards, self.kind, strict=True)
@@ -148,7 +150,7 @@ class BoundShards:
         ms = np.zeros((2, len(self.kinds)))
         for k, layout in enumerate(self.kinds):
             # Bytes of all channels are proportional to those of the first.
-            channels = layout.channels_in(self.problem.job)
+            channels = layout.channels_in(self.problem.job, self.problem.topology)
             entering = np.array([bytes_of(1.0, 1.0, self.problem) for bytes_of in channels.values()])
             rows = [CHANNELS.index(c) for c in channels]
             # Two points close to each other give the tangent.

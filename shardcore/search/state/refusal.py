@@ -14,7 +14,7 @@ from shardcore.core.types import Problem, Shard, Table
 from shardcore.search.state.cuts import Cuts, cuts_of
 from shardcore.search.state.packing import LARGE, roomiest
 from shardcore.search.state.shards import Bundle, division, equal_parts, why_not
-from shardcore.step.kinds import WHOLE_ROWS, device_names, even_share
+from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, device_names, even_share
 from shardcore.step.memory import gib, held_bytes
 
 MOST_DEVICES = 256
@@ -91,8 +91,10 @@ def _one_too_large(cuts: Cuts) -> str:
             n_bytes = cuts.needed(bundle, 1)
             what, why = f"{_describe(bundle, problem)} takes", ""
         elif why_not(WHOLE_ROWS, table, problem) is not None:
-            why = _undividable(cuts, table)
-            return f"table {table.name!r} has to be divided by rows (constraints.kinds), and {why}"
+            cause = problem.why_no_codec(WHOLE_ROWS, table) or "constraints.kinds"
+            return (
+                f"table {table.name!r} has to be divided by rows ({cause}), and {_undividable(cuts, table)}"
+            )
         else:
             width = problem.unit_width(table)
             narrow = cuts.needs(equal_parts(table, table.dim // width)) + cuts.cut_account.base
@@ -108,6 +110,9 @@ def _undividable(cuts: Cuts, table: Table) -> str:
     problem, allowed = cuts.problem, cuts.problem.allowed_devices(table.name)
     whole = division(table, problem)
     if whole is None:
+        dividing = (kind for kind in LAYOUTS.values() if kind.divides_rows)
+        if reason := next(filter(None, (problem.why_no_codec(kind, table) for kind in dividing)), ""):
+            return reason
         if len(allowed) == 1:
             return "there is no other device to have some of its rows"
         if set(allowed) >= set(problem.topology.on_hosts[0]) and not even_share(table.rows, len(allowed)):
@@ -239,7 +244,7 @@ def _more_devices(problem: Problem) -> int | None:
     numbers = [n for n in range(1, MOST_DEVICES + 1) if problem.global_batch % (len(devices) + n) == 0]
 
     def enough(n: int) -> bool:
-        return _fits(replace(problem, topology=replace(problem.topology, devices=(*devices, *[largest] * n))))
+        return _fits(replace(problem, topology=problem.topology.of_devices([*devices, *[largest] * n])))
 
     # Weights alone need so many devices. More and more are tried from there, as each try takes long.
     room = sum(held_bytes(problem)), largest.memory_bytes - problem.constraints.reserved_bytes

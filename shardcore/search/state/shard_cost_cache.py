@@ -365,7 +365,11 @@ class ShardCostCache:
         possible = units <= self.most[strips]
         # Checking each shard takes long, so it is skipped where nothing can refuse one.
         most_columns = self.problem.topology.most_columns
-        if self.problem.kinds_of or any(t.dim > most_columns for t in self.problem.tables):
+        if (
+            self.problem.kinds_of
+            or self.problem.codecs_fail
+            or any(t.dim > most_columns for t in self.problem.tables)
+        ):
             possible &= [all(may_be_on_a_device(shard, self.problem) for shard in bundle) for bundle in made]
         # As resident bytes that no device has, impossible shards need no check of their own in searches.
         sums[~possible, 0] = n_bytes[~possible] = IMPOSSIBLE

@@ -154,6 +154,8 @@ def why_not(layout: Layout, table: Table, problem: Problem) -> str | None:
     if not problem.may_run(layout, table):
         if layout.name not in problem.kinds_of.get(table.name, (layout.name,)):
             return f"constraints.kinds do not have {layout.name}"
+        if reason := problem.why_no_codec(layout, table):
+            return reason
         return f"{layout.name} has all {table.dim} columns in a shard; FBGEMM's CUDA op runs at most {most}"
     if layout.divides_rows or layout.local_batch:
         if layout.divides_rows and table.name in problem.whole:
@@ -271,7 +273,7 @@ def may_be_on_a_device(shard: Shard, problem: Problem) -> bool:
     # Only tables wider than FBGEMM runs need a look at the shard's width.
     if table.dim > problem.topology.most_columns and shard.width > problem.most_width(table):
         return False
-    return not problem.kinds_of or problem.may_run(WHOLE_ROWS, table)
+    return not (problem.kinds_of or problem.codecs_fail) or problem.may_run(WHOLE_ROWS, table)
 
 
 def freedom(bundle: Bundle, problem: Problem) -> int:
