@@ -1,9 +1,10 @@
 """Screenshots of the pages of a real run: the plan page, Prefect's run, MLflow's model, Ray's dashboard.
 
     make up && . .stack/env.sh && prefect deployment run refresh/local --watch
-    make screenshots                    writes docs/pictures/screenshots/*.png, with Chromium
+    make screenshots    # writes docs/pictures/screenshots/*.png, with Chromium
 
 Options: --plans FOLDER of published plans, --problem NAME of the plan that is shown, --only PAGE.
+Actors live while a run measures. So Ray's page is taken then: a first run, or one with more samples.
 """
 
 from __future__ import annotations
@@ -118,10 +119,10 @@ def mlflow(_: argparse.Namespace) -> Page:
 
 
 def ray(_: argparse.Namespace) -> Page:
-    """The actors that measured, in Ray's dashboard, of the stack."""
+    """Actors that measure, in Ray's dashboard, of the stack."""
     home = _setting("RAY_API_SERVER_ADDRESS")
     token = Path(_setting("RAY_AUTH_TOKEN_PATH")).read_text().strip()
-    return Page(f"{home}/#/actors", "Actor List", {"Authorization": f"Bearer {token}"})
+    return Page(f"{home}/#/actors", "DeviceWorker", {"Authorization": f"Bearer {token}"})
 
 
 PAGES = {"plan": plan, "prefect": prefect, "mlflow": mlflow, "ray": ray}
@@ -143,7 +144,8 @@ def browser() -> Iterator[Browser]:
     program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if program is None:
         raise SystemExit("error: there is no chromium on this machine; it takes the pictures")
-    with tempfile.TemporaryDirectory() as folder:
+    # Chromium's helpers may write for a moment after it has ended.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         options = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-proxy-server")
         command = [program, *options, "--remote-debugging-port=0", f"--user-data-dir={folder}", "about:blank"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
