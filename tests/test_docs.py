@@ -168,3 +168,30 @@ def test_the_reference_names_each_command_and_all_that_the_library_offers():
 def test_fields_of_a_docstring_become_a_list():
     text = "A step.\n\nrows: ids that\n    it has.\na, b: two.\n\nMore."
     assert field_list(text) == "A step.\n\n- `rows`: ids that it has.\n- `a`, `b`: two.\n\nMore."
+
+
+def sentences(text: str) -> list[str]:
+    """Sentences of a page's prose: no code blocks, tables and headings. A link counts as its words."""
+    prose = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.S | re.M)
+    prose = "\n".join(line for line in prose.splitlines() if not line.startswith(("#", "|", "![")))
+    prose = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", prose)
+    # What a list has in each item is a sentence, or several.
+    blocks_of = re.split(r"\n\s*\n|^- ", prose, flags=re.M)
+    return [s for block in blocks_of for s in re.split(r"(?<=[.!?])\s+", " ".join(block.split())) if s]
+
+
+SHORT = (
+    "README.md",
+    *(f"docs/{n}.md" for n in ("how_it_works", "neuroshard", "tutorial_torchrec", "tutorial_pipeline")),
+)
+
+
+@pytest.mark.parametrize("page", SHORT)
+def test_sentences_are_short(page):
+    long = [s for s in sentences(PAGES[page]) if len(s.split()) > 20]
+    assert not long, long
+
+
+def test_sentences_are_told_apart():
+    text = "# A title\n\nOne two. [Three](x.md) four: five\n\n- six\n- seven\n\n```\ncode\n```\n| a |\n"
+    assert sentences(text) == ["One two.", "Three four: five", "six", "seven"]

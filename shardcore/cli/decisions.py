@@ -315,7 +315,8 @@ def start_text(
 
 def pod_note(problem: Problem, plan: Plan) -> str:
     """A line on what the job's environment needs for a plan that divides rows over pods. "": nothing."""
-    from shardcore.torchrec.topologies import POD_SIZE, pod_size
+    from shardcore.step.kinds import pod_size
+    from shardcore.torchrec.topologies import POD_SIZE
 
     size = pod_size(problem.topology, plan.placements)
     return f"rows are divided over pods of {size} hosts: the job needs {POD_SIZE}={size}" if size > 1 else ""
