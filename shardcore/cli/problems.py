@@ -21,7 +21,7 @@ from shardcore.cli.options import (
 from shardcore.core.catalog import DENSE_OPTIMIZERS
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.job import HIDES_IDS, PAYLOADS, Job
+from shardcore.core.job import HIDES_IDS, Job
 from shardcore.core.topology import Topology, default_reserve
 from shardcore.core.types import Problem, Setting
 from shardcore.core.validation import MOST_DEVICES, require_within
@@ -37,6 +37,7 @@ class ProblemOptions:
     tables: name of a public list (mlperf-dlrm-dcnv2, hugectr-180, ...), a folder of FBGEMM's reports
       (docs/torchrec.md) or a POOL.json
     hosts: of equally many of the devices
+    pods: of equally many of the hosts, as in NVLink domains; give links within and between them in the file
     hardware: profile of the devices, by name or file (`profile list`), which has their memory and links
     memory_gib: a device, of which 15% is kept for the dense part, unless drawn from a pool; default: the
       profile's, or 80
@@ -50,7 +51,8 @@ class ProblemOptions:
       the tables
     dense_forward_ms: of the dense part on a device; give both or neither
     dense_backward_ms: of the dense part on a device; give both or neither
-    forward_payload: what outputs travel as
+    forward_payload: what outputs travel as: fp32, fp16, bf16, fp8, int8 or mx4; fp8-256: with a scale for
+      256 elements
     backward_payload: what gradients travel as
     """
 
@@ -58,6 +60,7 @@ class ProblemOptions:
     _: KW_ONLY
     devices: Positive = 4
     hosts: Positive = 1
+    pods: Positive = 1
     hardware: Annotated[str, "PROFILE"] | None = None
     memory_gib: PositiveGib | None = None
     batch: Positive = 2048
@@ -70,8 +73,8 @@ class ProblemOptions:
     replica_optimizer: Annotated[str, tuple(DENSE_OPTIMIZERS)] | None = None
     dense_forward_ms: Annotated[float, "MS"] | None = None
     dense_backward_ms: Annotated[float, "MS"] | None = None
-    forward_payload: Annotated[str, tuple(PAYLOADS)] = "fp32"
-    backward_payload: Annotated[str, tuple(PAYLOADS)] = "fp32"
+    forward_payload: Annotated[str, "PAYLOAD"] = "fp32"
+    backward_payload: Annotated[str, "PAYLOAD"] = "fp32"
     out: Annotated[ProblemFile, Output()]
 
 
@@ -141,7 +144,7 @@ def problem(args: ProblemOptions) -> None:
     made = dataclasses.replace(made, job=job, topology=topology)
     files.write_problem(args.out, made)
     gib = sum(t.bytes for t in made.tables) / 2**30
-    on = f" on {args.hosts} hosts" * (args.hosts > 1)
+    on = f" on {args.hosts} hosts" * (args.hosts > 1) + f" in {args.pods} pods" * (args.pods > 1)
     of = f" of {topology.hardware}" if topology.hardware else ""
     print(
         f"{args.out}: {len(made.tables)} tables, {gib:.1f} GiB in {made.precision}, {made.optimizer}, "
@@ -159,8 +162,8 @@ def _topology(args: ProblemOptions) -> Topology:
             f"{args.devices} devices were asked for on {args.hosts} hosts; it needs as many on each"
         )
     if args.hardware is None:
-        return Topology.of_hosts(args.hosts, per_host, args.memory_gib or _MEMORY_GIB)
-    topology = load_profile(args.hardware).topology(args.hosts, per_host)
+        return Topology.of_hosts(args.hosts, per_host, args.memory_gib or _MEMORY_GIB, pods=args.pods)
+    topology = load_profile(args.hardware).topology(args.hosts, per_host, pods=args.pods)
     return _with_memory(topology, int(args.memory_gib * 2**30)) if args.memory_gib else topology
 
 

@@ -33,7 +33,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.types import PAYLOADS, Problem
+from shardcore.core.payloads import CASTS
+from shardcore.core.types import Problem
 from shardcore.cost import collective_model
 from shardcore.cost.composite import Composite
 from shardcore.cost.model import CostModel, price
@@ -461,7 +462,7 @@ def corrected(
         factor = collective_model.in_step(model.weights, q.channel, q.way) * factors[q].value
         factor = min(max(factor, least), most)
         scaled[collective_model.step_weight(q.channel, q.way)] = np.array([factor])
-        for payload in PAYLOADS:
+        for payload in ("fp32", *CASTS):
             name = collective_model.weight(q.channel, q.way, payload)
             if name in model.weights and factors[q].latency_ms:
                 rates = model.weights[name].copy()

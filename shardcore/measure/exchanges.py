@@ -1,9 +1,9 @@
 """The exchanges of a step: one for each channel of a rank, with buffers.
 
 The channels of a run form a chain. Forward, the result of one enters the next. Backward, gradients go the other
-way. Payloads of 16 bits are cast as in TorchRec's quantised communication: FP32 tensors are encoded before and
-decoded after the collective, inside the timed part, for a step pays for both. Gloo sums FP16 and BF16 (seen with
-torch 2.13). NCCL has the same interface and has not been run here.
+way. Payloads are encoded as in TorchRec's quantised communication: FP32 tensors are cast, or encoded by FBGEMM's
+codec, before the collective, and decoded after it, inside the timed part, for a step pays for both. Gloo sums FP16
+and BF16 (seen with torch 2.13). NCCL has the same interface and has not been run here.
 
 Over the hosts of a box, an all-to-all posts receives before sends. Gloo's own posts sends first: a late rank sends
 all its data before it announces that it can receive, so their connection carries one way after the other. Two hosts
@@ -15,6 +15,7 @@ Shapes: n ranks of a group, B global batch, W columns of an op.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -23,11 +24,14 @@ import torch
 import torch.distributed as dist
 
 from shardcore.core.catalog import PRECISIONS
+from shardcore.core.payloads import payload_of
 from shardcore.core.topology import Topology
 from shardcore.core.types import OUTPUT_BYTES
 from shardcore.io.measurements import CollectiveRequest
 from shardcore.measure import hosts, own_core
 from shardcore.measure.fused_op import even_parts
+from shardcore.step import collectives
+from shardcore.step.collectives import carried_as
 from shardcore.step.kinds import Channel, Layout
 from shardcore.step.lower import Workload
 from shardcore.step.scopes import SCOPES, WORLD, groups_in
@@ -42,7 +46,7 @@ Group = tuple[Sequence[int], "dist.ProcessGroup | None"]
 Groups = Mapping[str, Group]
 """This rank's group of each scope."""
 Payloads = tuple[str, str]
-"""Data types that travel, forward and backward."""
+"""Names of payloads, forward and backward (core/payloads.py)."""
 
 
 # --- collectives of torch -----------------------------------------------------------------------------------
@@ -108,6 +112,13 @@ def _all_gather(into: torch.Tensor, source: torch.Tensor, group: dist.ProcessGro
 
 def _carried(into: torch.Tensor, source: torch.Tensor, payload: str, collective: Collective) -> torch.Tensor:
     """`into`, FP32, filled by a collective from FP32 `source`, with casts to the payload and back."""
+    if payload not in PRECISIONS:
+        codec = codec_of(payload)
+        context = codec.create_context()
+        sent = codec.encode(source, context)
+        arrived = sent.new_empty(codec.calc_quantized_size(into.numel(), context))
+        collective(arrived, sent)
+        return into.copy_(codec.decode(arrived, context))
     dtype = getattr(torch, PRECISIONS[payload].torch)
     # FP32 travels as it is, without a copy.
     if source.dtype == dtype:
@@ -119,6 +130,15 @@ def _carried(into: torch.Tensor, source: torch.Tensor, payload: str, collective:
     arrived = sent if into is source else torch.empty_like(into, dtype=dtype)
     collective(arrived, sent)
     return into.copy_(arrived)
+
+
+def codec_of(payload: str) -> Any:
+    """FBGEMM's codec of a payload, as TorchRec makes it."""
+    from fbgemm_gpu.quantize_comm import QuantizedCommCodec
+    from fbgemm_gpu.split_embedding_configs import SparseType
+
+    row, name = payload_of(payload), payload.partition("-")[0]
+    return QuantizedCommCodec(SparseType[name.upper()], row_dim=row.block if row.scale_bytes else None)
 
 
 # --- exchanges with buffers ---------------------------------------------------------------------------------
@@ -177,11 +197,23 @@ def _all_to_all_of(
     Across hosts only what tower modules leave of outputs travels. These modules are not run.
     """
     ranks, name = group
-    # samples are divided over ranks as evenly as they can be.
-    shares = [even_parts(n, len(ranks)) for n in elements]
+    # Samples are divided over ranks as evenly as they can be, in blocks that codecs take.
+    block = math.lcm(*(payload_of(payload).block for payload in payloads))
+    shares = [[block * n for n in even_parts(-(-n // block), len(ranks))] for n in elements]
     to, of = shares[ranks.index(rank)], [share[ranks.index(rank)] for share in shares]
-    there = partial(all_to_all, arriving=of, leaving=to, group=name)
-    back = partial(all_to_all, arriving=to, leaving=of, group=name)
+
+    def exchanged(arriving: Sequence[int], leaving: Sequence[int]) -> Collective:
+        def call(into: torch.Tensor, source: torch.Tensor) -> None:
+            # An encoded tensor has bytes, as many for each block.
+            sizes = (
+                [n * tensor.numel() // max(1, sum(parts)) for n in parts]
+                for tensor, parts in ((into, arriving), (source, leaving))
+            )
+            all_to_all(into, source, *sizes, group=name)
+
+        return call
+
+    there, back = exchanged(of, to), exchanged(to, of)
     # Backward is the same exchange with what arrives and what leaves swapped.
     return Exchange(sum(to), sum(of), payloads, (there, back), full)
 
@@ -216,6 +248,11 @@ EXCHANGES = {"all_to_all": _all_to_all_of, "reduce_scatter": _reduce_scatter_of,
 """By step.collectives.Collective.call. elements: of outputs (gradients if dense) of each rank of the group."""
 
 
+def _payloads(row: collectives.Collective, asked: Payloads) -> Payloads:
+    """Payloads that a collective carries in a job with these."""
+    return carried_as(row, "forward", asked[0]), carried_as(row, "backward", asked[1])
+
+
 def exchange_of(
     request: CollectiveRequest, rank: int, name: dist.ProcessGroup | None, full: Full
 ) -> Exchange:
@@ -223,7 +260,7 @@ def exchange_of(
     ranks = next(ranks for ranks in request.groups if rank in ranks)
     elements = [request.batch * request.widths[r] for r in ranks]
     return EXCHANGES[request.row.call](
-        elements, rank, (ranks, name), (request.payload, request.payload), full
+        elements, rank, (ranks, name), _payloads(request.row, (request.payload, request.payload)), full
     )
 
 
@@ -268,7 +305,7 @@ def chains(workload: Workload, rank: int, full: Full, own_groups: Groups) -> dic
         return {}
     # Gradients of all replicas are one exchange, of the first run that has any.
     run_of_rows = {
-        tuple(row_in(lane, c) for c in run.channels_in(job)): run
+        tuple(row_in(lane, c) for c in run.channels_in(job, workload.topology)): run
         for run, lane in reversed(workload.lanes.items())
     }
     carrying = {run: rows for rows, run in run_of_rows.items() if workload.traffic[list(rows)].any()}
@@ -277,11 +314,14 @@ def chains(workload: Workload, rank: int, full: Full, own_groups: Groups) -> dic
         group = own_groups[channel.group]
         # Elements are those of FP32: bytes of traffic are before the cast.
         elements = [round(workload.traffic[row][r] / OUTPUT_BYTES) for r in group[0]]
-        payloads = (job.forward_payload, job.backward_payload) if channel.row.cast else ("fp32", "fp32")
+        payloads = _payloads(channel.row, (job.forward_payload, job.backward_payload))
         return EXCHANGES[channel.row.call](elements, rank, group, payloads, full)
 
     return {
-        run: [made(c, row) for c, row in zip(run.channels_in(job), carrying[run], strict=True)]
+        run: [
+            made(c, row)
+            for c, row in zip(run.channels_in(job, workload.topology), carrying[run], strict=True)
+        ]
         for run in workload.lanes
         if run in carrying
     }
