@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.payloads import CASTS
+from shardcore.core.payloads import CASTS, payload_of
 from shardcore.core.types import Problem
 from shardcore.cost import collective_model
 from shardcore.cost.composite import Composite
@@ -53,6 +53,7 @@ from shardcore.cost.traced_observations import (
     observations,
 )
 from shardcore.io.traced_steps import TracedStep
+from shardcore.step.collectives import COLLECTIVES, carried_as
 from shardcore.step.kinds import ID_CHANNELS, Channel
 from shardcore.step.lower import Workload
 
@@ -421,7 +422,7 @@ def mismatches(workload: Workload, step: TracedStep) -> list[str]:
             continue
         rows = [c.collective == name for c in workload.channels]
         # Traffic counts as FP32, and a trace has the bytes that travel.
-        share = PAYLOADS[workload.job.forward_payload] / PAYLOADS["fp32"]
+        share = payload_of(carried_as(COLLECTIVES[name], way, workload.job.forward_payload)).share
         for rank in step.ranks:
             traced = sum(x.n_bytes for x in rank.exchanges if (x.collective, x.role) == (collective, role))
             ours = share * float(workload.traffic[rows, workload.topology.ranks[rank.rank]].sum())
