@@ -92,7 +92,7 @@ def step() -> Figure:
 def kinds() -> Figure:
     """A table under each kind of sharding: where its rows and columns are, and what travels."""
     table = Table("t", 10_000_000, 128, 20.0)
-    problem = Problem("one", [table], Topology.of_hosts(2, 2, memory_gib=80), 32_768)
+    problem = Problem("one", (table,), Topology.of_hosts(2, 2, memory_gib=80), 32_768)
     whole = Shard.whole(table)
     columns = [Placement("column", Shard(table, 0, table.rows, 32 * d, 32 * d + 32), (d,)) for d in range(4)]
     plans = {
@@ -104,7 +104,7 @@ def kinds() -> Figure:
     }
     made = _figure(12, 6.2)
     for panel, (name, placements) in zip(_row(made, len(plans)), plans.items(), strict=True):
-        _kind(panel, name, problem, Plan(placements))
+        _kind(panel, name, problem, Plan(tuple(placements)))
     return made
 
 
@@ -265,8 +265,9 @@ def stages() -> Figure:
     axes.axis("off")
     for i, (name, words) in enumerate(boxes.items()):
         owned = "#e8eef5" if i < 4 else "#f3f3f3"
-        box = {"boxstyle": "round,pad=0.02", "facecolor": owned, "edgecolor": "#4477aa"}
-        axes.add_patch(FancyBboxPatch((i + 0.1, 0.25), 0.76, 0.55, **box))
+        style = "round,pad=0.02"
+        box = FancyBboxPatch((i + 0.1, 0.25), 0.76, 0.55, style, facecolor=owned, edgecolor="#4477aa")
+        axes.add_patch(box)
         axes.text(i + 0.48, 0.7, name, ha="center", weight="bold")
         axes.text(i + 0.48, 0.43, words, ha="center", va="center", fontsize=8.5)
         if i:
