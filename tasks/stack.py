@@ -1,8 +1,9 @@
-"""`python -m tasks.stack up|down|status`: the long-lived services that flows need, on one machine.
+"""`python -m tasks.stack up|run|down|status`: the long-lived services that flows need, on one machine.
 
 The stack has a Prefect server with a worker and the deployments of prefect.yaml, an MLflow server, a Ray head
 with its dashboard, and the watch that publishes when the champion changes. One folder has data, logs and the
-token. `. .stack/env.sh` makes a shell a client.
+token. `. .stack/env.sh` makes a shell a client. `up` leaves them running and ends. `run` stays, starts again what
+dies, and ends them all when it is ended: for containers and systemd (deploy/).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import math
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -43,6 +45,8 @@ from tasks.stack_services import (
 PATIENCE_S = 180.0
 _SUBMITTING_S = 30.0
 """Time for flow runs that a killed worker was starting."""
+_LOOK_EVERY_S = 10.0
+"""Time between two looks at what died."""
 _KEPT_SESSIONS = 3
 """Sessions of Ray whose logs are kept."""
 
@@ -76,6 +80,28 @@ def up(config: StackConfig, say: Callable[[str], None] = print) -> None:
         if _deploy(config, folder, stack["worker"].daemon.env):
             lost_runs.limit_runs(api)
         _wait(stack.values(), began, say)
+
+
+def run(config: StackConfig, say: Callable[[str], None] = print) -> None:
+    """Start all services, and start again those that die. End them all when this process is ended.
+
+    Returns where `make down` ended them.
+    """
+    folder = Path(config.folder).resolve()
+    try:
+        up(config, say)
+        stack = services(config, folder, read_token(folder))
+        while True:
+            time.sleep(_LOOK_EVERY_S)
+            gone = {name: s.daemon.died() for name, s in stack.items() if s.daemon.process() is None}
+            # What was stopped has no id any more.
+            if not all(gone.values()):
+                return
+            if gone:
+                say(f"died, and are started again: {', '.join(gone)}")
+                up(config, say)
+    finally:
+        down(config)
 
 
 def down(config: StackConfig) -> None:
@@ -252,6 +278,9 @@ def main() -> None:
         config = params.section("stack", StackConfig)
         if command == "up":
             up(config, lambda line: print(line, flush=True))
+        elif command == "run":
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+            run(config, lambda line: print(line, flush=True))
         elif command == "down":
             down(config)
         elif command == "status":
@@ -259,7 +288,7 @@ def main() -> None:
             print(text, flush=True)
             raise SystemExit(0 if healthy else 1)
         else:
-            raise SystemExit("usage: python -m tasks.stack up|down|status")
+            raise SystemExit("usage: python -m tasks.stack up|run|down|status")
     except BrokenPipeError:
         # Whoever read the output has what they wanted. Python would complain once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -600,3 +600,29 @@ def test_a_command_whose_reader_is_gone_ends_without_a_word(tmp_path, command):
     running.stdout.close()
     assert running.stderr.read() == ""
     assert running.wait() == (141 if command == "status" else 0)
+
+
+def test_run_starts_again_what_dies_and_ends_with_what_was_stopped(tmp_path, sleeper, monkeypatch):
+    """As for `make down` in another shell. test_stack_runs.py ends a whole stack by a signal."""
+    found, said, begun = {}, [], []
+
+    def up(config, say):
+        begun.append(True)
+        for name in ("ray", "watch"):
+            if name not in found or found[name].daemon.process() is None:
+                found[name] = Service(sleeper(name, tmp_path), {}, lambda: True)
+
+    def look(_s):
+        if len(begun) == 1:
+            os.kill(found["ray"].daemon.process().pid, 9)
+            until(lambda: found["ray"].daemon.died())
+        else:
+            daemons.stop([found["watch"].daemon])
+
+    monkeypatch.setattr(stack, "up", up)
+    monkeypatch.setattr(stack, "services", lambda *_: found)
+    # The module's own name: `until` sleeps too.
+    monkeypatch.setattr(stack, "time", mock.Mock(sleep=look))
+    stack.run(StackConfig(folder=str(tmp_path)), said.append)
+    assert said == ["died, and are started again: ray"] and len(begun) == 2
+    assert not [s for s in found.values() if s.daemon.process()]

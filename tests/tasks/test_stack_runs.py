@@ -424,3 +424,25 @@ def test_down_ends_everything(project):
     assert not [p for p in running if runs(p)]
     states, said = project.states()
     assert states == dict.fromkeys(SERVICES, "down") and said.returncode == 1
+
+
+def test_run_keeps_the_stack_until_it_is_ended(project):
+    """As in a container or under systemd."""
+    with open(project.folder / "run.log", "w") as log:
+        running = subprocess.Popen(
+            [sys.executable, "-m", "tasks.stack", "run"],
+            cwd=project.folder,
+            env=project.env,
+            stdout=log,
+            stderr=log,
+        )
+    log = project.folder / "run.log"
+    healthy = dict.fromkeys(SERVICES, "healthy")
+    until(lambda: running.poll() is None and project.states()[0] == healthy, 400)
+    watch = project.ids()["watch"]
+    os.kill(watch, 9)
+    until(lambda: "died, and are started again: watch" in log.read_text())
+    until(lambda: project.states()[0] == healthy)
+    running.terminate()
+    assert running.wait(120) == 0, log.read_text()
+    assert project.states()[0] == dict.fromkeys(SERVICES, "down")
