@@ -362,6 +362,6 @@ def _measure_steps(
         missing,
         setting,
         config,
-        run.by(lambda w: replay_all(w, setting, config, device, reference)),
+        run.attempt_with(lambda w: replay_all(w, setting, config, device, reference)),
         tell,
     )
