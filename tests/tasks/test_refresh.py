@@ -154,14 +154,14 @@ def test_who_holds_dvc_s_locks_is_said(tmp_path, monkeypatch):
     ).stdout
     lines = said.splitlines()
     errors = lines[next(i for i, line in enumerate(lines) if line.lower().startswith("error: ")) :]
-    reason = refresh.why(errors)
+    reason = refresh.reason(errors)
     assert "pool' is busy" in reason and f"process {os.getpid()} (dvc repro of another); wait until" in reason
     (tmp_path / ".dvc/tmp/lock").write_text(" 4321\n")
-    assert refresh.why([f"ERROR: {dvc.lock.FAILED_TO_LOCK_MESSAGE}"]) == (
+    assert refresh.reason([f"ERROR: {dvc.lock.FAILED_TO_LOCK_MESSAGE}"]) == (
         ".dvc/tmp/lock is held by process 4321, another DVC in this folder; wait until that has ended, "
         "or end it"
     )
     assert (
-        refresh.why(["error: 7 is too few", "ERROR: failed to reproduce"]) == "7 is too few"
-        and refresh.why([]) == ""
+        refresh.reason(["error: 7 is too few", "ERROR: failed to reproduce"]) == "7 is too few"
+        and refresh.reason([]) == ""
     )
