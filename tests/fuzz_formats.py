@@ -321,7 +321,7 @@ def use_cache(folder: Path, sound: Sound) -> None:
 @reads(
     "users",
     "tasks/refresh.py:forget_dead_users",
-    "tasks/refresh.py:why",
+    "tasks/refresh.py:reason",
     parts=(".dvc",),
     damage=json_of(".dvc/tmp/rwlock"),
 )

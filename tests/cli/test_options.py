@@ -170,7 +170,7 @@ def test_no_control_character_of_a_name_or_text_reaches_the_terminal(here, capsy
 
 
 def test_every_path_that_a_command_writes_is_an_output():
-    """By its help: a command that forgot one would write over what it reads."""
+    """Its help names such paths. A command without the mark could write over its inputs."""
     parsers = _commands(parser_of_all())
     assert len(parsers) > 15
     writes = {

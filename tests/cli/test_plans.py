@@ -94,7 +94,7 @@ def test_a_plan_goes_on_where_tables_grew_and_a_device_is_gone(stored, model, pr
 
 
 def test_a_plan_that_fits_no_more_is_named_and_can_be_a_start(stored, model, capsys):
-    """As one of an older version that counted less: with a little more than the memory there is now."""
+    """Like a plan of an earlier version that counted less memory: it was made with a little more than there is now."""
     old, new, path = stored / "old.json", stored / "new.json", stored / "problem.json"
     given = files.read_problem(path)
     plan = Plan(tuple(column(t, i % 2) for i, t in enumerate(given.tables)))

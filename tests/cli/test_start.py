@@ -1,4 +1,4 @@
-"""How the command line starts: at once, with what a command needs and nothing else."""
+"""Start of the command line: at once, with only the imports that a command needs."""
 
 import subprocess
 import sys

@@ -131,7 +131,7 @@ PYTHON = Path(sys.executable).name
     ],
 )
 def test_of_a_killed_flow_nothing_is_left_and_while_it_ran_it_was_closed_to_others(killed, victim):
-    """It has a Prefect server and a Ray of its own."""
+    """The flow starts a Prefect server and a Ray."""
     project = killed
     shutil.rmtree(project.folder / "data/measurements", ignore_errors=True)
     goes_on = victim == f"{PYTHON} -I -S"  # without its guardian

@@ -91,7 +91,7 @@ def served(node):
 
 
 def estimated(project, monkeypatch, capsys):
-    """What a dry run says. (This process is connected to the cluster already.)"""
+    """The output of a dry run. This process is already connected to the cluster."""
     monkeypatch.chdir(project.folder)
     monkeypatch.setattr(flows.measure, "ray_cluster", contextlib.nullcontext)
     monkeypatch.setattr(console, "show", lambda kind, text: print(text))

@@ -198,14 +198,14 @@ class Changes:
         self.client.set_registered_model_alias(self.name, registry.CHAMPION, str(number))
 
     def published(self, number):
-        """As the run does it; what the watch says meanwhile."""
+        """Publish as a run does. Returns the line of the watch meanwhile."""
         with publish_claim.publishing(self.client, self.versions[number - 1]):
             return watch.step()
 
 
 @pytest.fixture
 def changes(inside, tmp_path):
-    """In a folder of its own, without measurements."""
+    """Changes of a champion, in an empty folder without measurements."""
     hardware = f"machine-{uuid.uuid4()}"
     (tmp_path / "params.yaml").write_text(yaml.safe_dump({"setting": {"hardware": hardware}}))
     with contextlib.chdir(tmp_path):

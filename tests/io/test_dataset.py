@@ -443,7 +443,7 @@ def test_many_samples_are_merged_into_several_parts_that_can_be_read(tables, tmp
     "error, rows, said", [("x", 20_000, "values; a part of its size"), ("x" * 200_000, 200, "characters;")]
 )
 def test_a_small_part_that_unpacks_to_much_is_refused(tables, tmp_path, error, rows, said):
-    """To read, and also to write: such a part would spoil its dataset."""
+    """It is refused by readers, and by the writer, as it would make the whole dataset unreadable."""
     pool, sample = dataset.write_pool(tmp_path, tables), compute_sample(tables, 0, error=error)
     with pytest.raises(ShardCoreError, match=said):
         dataset.write_compute(tmp_path, [sample] * rows, pool)
@@ -475,7 +475,7 @@ def test_parts_that_would_be_none_together_stay_as_they_are(tables, tmp_path, mo
 
 @pytest.mark.parametrize("content", ["", "{", None])
 def test_a_damaged_pool_is_written_anew(tables, tmp_path, content):
-    """What is measured next could not be read without it."""
+    """Samples that are measured next could not be read without it."""
     pool = dataset.write_pool(tmp_path, tables)
     if content is None:
         (tmp_path / f"pool-{pool}.json").unlink()

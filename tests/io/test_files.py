@@ -110,7 +110,7 @@ def test_constraints_that_a_problem_does_not_have_leave_its_file_and_digest_alon
 def test_a_problem_that_does_not_say_what_is_reserved_keeps_a_share_for_the_dense_part(
     tmp_path, constraints, reserved
 ):
-    """Of the smallest device. What is written says it, so that it does not change."""
+    """The default follows from the smallest device. It is written to the file, so that it does not change later."""
     problem = Problem("p", (Table("t", 10, 4, 1.0),), Topology((Device(2000), Device(1000))), 4)
     data = files.problem_to_json(problem)
     del data["constraints"]
@@ -436,7 +436,7 @@ def test_what_a_killed_writer_left_goes_and_what_a_living_one_writes_stays(tmp_p
 
 
 def test_a_device_or_pipe_is_written_to_and_stays(tmp_path):
-    """As root, a file renamed over /dev/null takes it from the whole machine."""
+    """For root, renaming a file over /dev/null would take it from the whole machine."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)

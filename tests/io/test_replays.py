@@ -320,7 +320,8 @@ def test_what_is_in_the_way_is_named_before_anything_runs(problem, made, clock, 
 
 
 def test_damaged_replays_of_one_problem_are_only_its_own(problem, made, clock, tmp_path):
-    """Those of others count on. Its own run again. Training reads all of them, and says which is damaged."""
+    """Replays of other problems still count, and the problem's own run again. Training reads all, and names the
+    damaged one."""
     other = dataclasses.replace(problem, name="other")
     for one in (problem, other):
         replays.append(tmp_path, one, made, SETTING, CONFIG, clock)

@@ -50,8 +50,8 @@ LEAVING = ((3, 0, 2, 5), (1, 4, 0, 2), (6, 1, 2, 0), (0, 3, 3, 1))
 SIDES = ((0, 2), (1, 3))
 
 
-def exchange_all(rank, init_method, say):
-    """What arrives of elements that tell their rank and place, by an all-to-all in a box, and by gloo's."""
+def exchange_all(rank, init_method, send):
+    """Send what arrives of elements that differ by rank and place, by an all-to-all in a box, and by gloo's."""
     member = Rank(rank, 4, init_method, config=CollectiveConfig(timeout_s=30))
     sides = [dist.new_group(list(side)) for side in SIDES]
     arriving = [of[rank] for of in LEAVING]
@@ -71,7 +71,7 @@ def exchange_all(rank, init_method, say):
         )
         found.append([of.tolist() for of in both])
     member.close()
-    say(found)
+    send(found)
 
 
 @boxed
@@ -145,13 +145,13 @@ def _took_s(rank, source, to):
     return time.perf_counter() - began
 
 
-def _seen(rank, init_method, say):
+def _seen(rank, init_method, send):
     """Hosts, whether ranks share cores, the sum of all ranks, seconds to a rank of the own host and of the
     other, the clock's offset."""
     member = Rank(rank, 4, init_method)
     total = torch.tensor([float(rank)])
     dist.all_reduce(total)
-    say(
+    send(
         (
             member.hosts,
             member._oversubscribed,
@@ -206,17 +206,17 @@ GROUPED = [
 ]
 
 
-def _delivered(rank, init_method, say):
-    """What arrives of values that tell their rank, of two columns of each, among the ranks of a group."""
+def _delivered(rank, init_method, send):
+    """Send what arrives of values that differ by rank, with two columns of each, among the ranks of a group."""
     member = Rank(rank, 4, init_method)
     for collective, group in GROUPED:
         request = over_links(collective, group)
         exchange = exchange_of(request, rank, member._group(request), torch.zeros)
         if "forward" in request.row.ways:
             exchange.outputs.fill_(rank + 1)
-            say(exchange.forward(None).tolist())
+            send(exchange.forward(None).tolist())
         exchange.gradients.fill_(rank + 1)
-        say(exchange.backward(None, None).tolist())
+        send(exchange.backward(None, None).tolist())
     member.close()
 
 

@@ -136,7 +136,7 @@ def test_what_does_not_fit_costs_that_sample_only(tables):
     "table, batch", [(Table("odd", 10, 4, 1e6), 1 << 20), (Table("odd", 10, 4, 1.0), 1 << 40)]
 )
 def test_a_batch_that_no_memory_holds_costs_that_sample_only(tables, table, batch):
-    """It was drawn until the machine had no memory left."""
+    """Once, drawing it took all memory of the machine."""
     good = ComputeRequest((Shard.whole(tables[3]),), 64)
     bench = KernelBench(Setting("test", 256), "cpu", CONFIG)
     failed, fine = sorted(
@@ -186,7 +186,7 @@ def test_a_shard_in_another_precision_fails_alone(tables):
     ],
 )
 def test_an_optimizer_keeps_state_of_what_was_looked_up(tables, device, optimizer, monkeypatch):
-    """For each row, or each cell of it. FBGEMM's plain Adagrad is the only one with cells on CPU."""
+    """State is for each row, or for each cell. On CPU, only FBGEMM's plain Adagrad has cells."""
     monkeypatch.setitem(OPTIMIZERS, "adagrad", Optimizer("EXACT_ADAGRAD", ("cell",)))
     monkeypatch.setattr(types, "OPTIMIZERS", tuple(OPTIMIZERS))
     bench = KernelBench(Setting("test", 256, "fp32", optimizer), device, CONFIG)
@@ -242,7 +242,7 @@ def test_a_tables_stream_is_drawn_once(tables, monkeypatch):
 
 @pytest.fixture
 def events(monkeypatch):
-    """What benches did, in order: "evict" or "run"."""
+    """Actions of benches, in order: "evict" or "run"."""
     found, evict, once = [], timing.Caches.evict, KernelBench._once
     monkeypatch.setattr(timing.Caches, "evict", lambda caches: (found.append("evict"), evict(caches))[1])
     monkeypatch.setattr(KernelBench, "_once", lambda bench, run: (found.append("run"), once(bench, run))[1])

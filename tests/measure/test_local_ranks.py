@@ -16,19 +16,19 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.measure import local_ranks
 
 
-def count(rank, init_method, say, up_to):
+def count(rank, init_method, send, up_to):
     for i in range(up_to):
-        say((i, init_method))
+        send((i, init_method))
 
 
-def refuse(rank, init_method, say):
-    say("here")
+def refuse(rank, init_method, send):
+    send("here")
     if rank == 1:
         raise ShardCoreError("table 't' is too wide")
     time.sleep(600)
 
 
-def lose(rank, init_method, say):
+def lose(rank, init_method, send):
     """Rank 0 loses rank 1, which goes on for a while: the others' complaint is not taken for the cause."""
     if rank == 0:
         with local_ranks.exchanging():
@@ -36,14 +36,14 @@ def lose(rank, init_method, say):
     time.sleep(600)
 
 
-def crash(rank, init_method, say):
+def crash(rank, init_method, send):
     if rank == 1:
         os._exit(7)
     time.sleep(600)
 
 
-def signal_itself(rank, init_method, say, number):
-    say("here")
+def signal_itself(rank, init_method, send, number):
+    send("here")
     if rank == 1:
         os.kill(os.getpid(), number)
     time.sleep(600)
@@ -99,15 +99,15 @@ def test_who_stops_listening_leaves_no_process():
 
 
 def test_it_makes_no_files(tmp_path, monkeypatch):
-    """Which a kill would leave."""
+    """A kill would leave them."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with closing(local_ranks.run("toy", count, 1, (10**9,), 60)) as said:
         next(said)
         assert not list(tmp_path.iterdir())
 
 
-def wait_forever(rank, init_method, say):
-    say(os.getpid())
+def wait_forever(rank, init_method, send):
+    send(os.getpid())
     time.sleep(600)
 
 

@@ -42,11 +42,11 @@ def test_a_gang_times_all_of_its_pairs():
     assert (not found.links.outward) == (found.levels == [])
 
 
-def _links(rank, init_method, say):
+def _links(rank, init_method, send):
     from shardcore.measure.collectives import connect
 
     connect(rank, 4, init_method, "cpu", 60.0)
-    say(pairs.links([((0, 2), (1, 3))], QUICK))
+    send(pairs.links([((0, 2), (1, 3))], QUICK))
 
 
 def test_links_are_those_of_given_groups_on_all_ranks():

@@ -87,7 +87,7 @@ def test_what_fails_once_costs_no_sample(measuring, happens, said):
 
 
 def test_the_time_is_over_when_it_was_to_be(measuring):
-    """It wants ever more samples, so it would not end otherwise. A slow machine may have none at first."""
+    """Draws are endless, so only the time ends it. A slow machine may have no sample at first."""
     for minutes in ("0.5", "2"):
         process = measuring("--minutes", minutes)
         said, _ = process.communicate(timeout=300)

@@ -1,4 +1,4 @@
-"""What heat says of a table holds for streams drawn from it, and for a cache that is simulated on them."""
+"""Heat of a table against streams that are drawn from it, and against a cache that is simulated on these."""
 
 import numpy as np
 import pytest

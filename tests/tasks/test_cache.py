@@ -1,4 +1,4 @@
-"""What DVC has cached is checked before it is used."""
+"""The check of DVC's cache before it is used."""
 
 import contextlib
 import hashlib
@@ -175,7 +175,7 @@ def test_an_entry_behind_a_link_is_not_removed(copy):
 
 @pytest.mark.parametrize("path", [".", ".git/config", ".dvc", "./.git/config"])
 def test_no_result_is_the_project_itself_or_hidden(copy, path):
-    """By a damaged entry of the same content, such a file would go."""
+    """Such a file would be removed if a damaged entry had its content."""
     (copy / ".git").mkdir()
     (copy / ".git/config").write_text("precious")
     listed = json.dumps([{"md5": "b" * 32, "relpath": ".git/config"}]).encode()

@@ -1,5 +1,4 @@
-"""What a person sees of a flow: on a terminal, in a pipe, of a stage in another process; and where all else
-goes."""
+"""Lines of a flow for a person: on a terminal, in a pipe, of a stage in another process. The log has all others."""
 
 import io
 import json
@@ -43,7 +42,7 @@ def clock():
 
 @pytest.fixture
 def shown(monkeypatch):
-    """What is shown: (kind, message, share)."""
+    """Calls of show: (kind, message, share)."""
     calls = []
     monkeypatch.setattr(
         console, "_display", type("Recorder", (), {"show": lambda self, *a: calls.append(a)})()
@@ -413,7 +412,7 @@ except KeyboardInterrupt:
     ids=["it stops", "it goes on"],
 )
 def test_an_interrupted_command_may_say_its_last_line_but_not_stay(patience_s, last):
-    """As Ctrl-C in a terminal, which is for all processes."""
+    """Ctrl-C in a terminal interrupts all processes."""
     code = (
         f"import os, signal, time\ntry:\n    {last}\n"
         "except KeyboardInterrupt:\n    time.sleep(0.5); print('stopped', flush=True)"

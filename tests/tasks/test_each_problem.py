@@ -1,4 +1,4 @@
-"""Of several problems that are replayed, each fails for itself."""
+"""Replays of several problems, of which some fail without ending the others."""
 
 from contextlib import contextmanager
 
@@ -11,7 +11,7 @@ from tasks.replay import EachProblem
 
 @pytest.fixture
 def gangs():
-    """What became of the gangs that began."""
+    """Events of the gangs that were started."""
     return []
 
 

@@ -1,5 +1,4 @@
-"""What `evaluate` replays, and what it does where plans cannot be (tests/flows replays some): it says why,
-and claims nothing."""
+"""Replays of `evaluate`: their problems, and the reason where no plan can be replayed. tests/flows replays some."""
 
 import csv
 import dataclasses

@@ -1,5 +1,4 @@
-"""What a run starts ends with it: by itself, by a signal, and where its guardian is the one that is
-killed."""
+"""Processes of a run end with it: at its own end, by a signal, and if its guardian is killed."""
 
 import os
 import re

@@ -1,5 +1,4 @@
-"""What Ray does with the environment that the stack gives it (ray_fixtures.py starts a cluster with that),
-and connecting."""
+"""Ray in the environment of the stack, with which ray_fixtures.py starts a cluster, and connections to it."""
 
 import json
 import logging

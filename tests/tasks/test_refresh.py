@@ -141,7 +141,7 @@ def test_dvc_s_lists_of_who_uses_what_forget_who_has_ended(tmp_path, monkeypatch
 
 
 def test_who_holds_dvc_s_locks_is_said(tmp_path, monkeypatch):
-    """Of a stage that runs in another process, and of another DVC; each as DVC says it."""
+    """Both DVC's message on a stage of another process, and that on another DVC."""
     monkeypatch.chdir(tmp_path)
     run = [sys.executable, "-m", "dvc"]
     subprocess.run([*run, "init", "--no-scm", "--quiet"], check=True)

@@ -1,4 +1,4 @@
-"""What the registry gives to those who plan: a model that works, or a word of which version does not."""
+"""Models from the registry: one that works, or an error that names the version."""
 
 import dataclasses
 import os

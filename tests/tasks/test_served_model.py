@@ -80,7 +80,7 @@ def registered(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(registered):
-    """What `mlflow models serve` runs, asked without a network."""
+    """The app of `mlflow models serve`, called without a network."""
     with (
         mock.patch.dict(os.environ, MLFLOW_TRACKING_URI=registered[2]["MLFLOW_TRACKING_URI"]),
         mock.patch.object(sys, "path", list(sys.path)),

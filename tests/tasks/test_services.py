@@ -85,7 +85,7 @@ def test_what_speaks_no_http_is_an_oserror():
 
 
 def test_clients_reach_this_machine_without_the_proxy_that_is_for_the_world(page):
-    """Those of Prefect, MLflow and Python, each as it reads its environment."""
+    """Clients of Prefect, MLflow and Python each read their environment."""
     with mock.patch.dict(os.environ, PROXIES):
         for name in ("no_proxy", "NO_PROXY"):
             os.environ.pop(name, None)
@@ -197,7 +197,7 @@ def test_a_flow_that_works_ends_well(in_project):
 
 
 def test_a_flow_without_a_server_starts_again_with_one(in_project, monkeypatch):
-    """As it was started, and before it did anything."""
+    """It has the same command, and has done nothing before."""
 
     def became(program, command):
         raise SystemExit(command)

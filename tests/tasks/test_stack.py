@@ -1,5 +1,7 @@
-"""What the stack is: its settings, commands and environments, each put to the service that they are for; how
-it says what died. (test_stack_runs.py starts it.)"""
+"""The stack's settings, commands and environments, each given to its service, and reports on services that died.
+
+test_stack_runs.py starts a stack.
+"""
 
 import json
 import logging.config
@@ -82,8 +84,7 @@ def ray_options(command):
     ],
 )
 def test_every_service_listens_at_the_host_only(tmp_path, host, node, listens_at_all):
-    """As each service's own command line understands the stack's; test_ray_cluster.py looks at what Ray
-    listens at."""
+    """Each service's own parser reads the stack's command. test_ray_cluster.py checks the addresses of Ray."""
     found = stack_services.services(StackConfig(host=host), tmp_path, "secret")
     prefect = found["prefect"].daemon.command
     assert prefect[1:5] == ("-m", "prefect", "server", "start")

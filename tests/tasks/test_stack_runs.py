@@ -88,7 +88,7 @@ class Project:
             process.wait()
 
     def _env(self):
-        """Of one whose way to the world is a proxy, which none of this may ask."""
+        """The environment of a user behind a proxy, which the stack must not ask."""
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "RAY_"))}
         proxies = {
             name: "http://127.0.0.1:9"
@@ -113,7 +113,7 @@ class Project:
         ).decode()
 
     def lines(self):
-        """What flows logged."""
+        """Lines that flows have logged."""
         return [
             json.loads(line) for line in (self.folder / ".stack/logs/flows.jsonl").read_text().splitlines()
         ]
@@ -176,7 +176,7 @@ def queries():
 
 
 def answered(expression, samples):
-    """Whether an endpoint's samples have the names and labels that a query asks for."""
+    """Tell if an endpoint's samples have the names and labels of a query."""
     by = re.findall(r" by \(([^)]+)\)", expression)
     selectors = re.findall(r"(ray_\w+)(?:\{([^}]*)\})?", expression)
     assert by and selectors, expression
@@ -198,8 +198,7 @@ def answered(expression, samples):
 
 @contextlib.contextmanager
 def prometheus(metrics_port, folder):
-    """Whether a query has an answer, as a function; the server looks at the stack as
-    monitoring/prometheus.yml says."""
+    """A function that tells if a query has an answer, by a server with monitoring/prometheus.yml."""
     config = yaml.safe_load((ROOT / "monitoring/prometheus.yml").read_text())
     config["global"]["scrape_interval"] = "1s"
     config["scrape_configs"][0]["static_configs"] = [{"targets": [f"127.0.0.1:{metrics_port}"]}]

@@ -177,7 +177,7 @@ def test_replays_in_a_dataset_tell_what_exchanges_take_in_steps(place):
     made = [("random", SHARDERS["random"](problem, model, seed=seed)) for seed in range(FEWEST_STEPS)]
 
     def replay(workloads):
-        """Where exchanges take 1.4 times as long as alone."""
+        """Replay on a machine where exchanges take 1.4 times as long in steps as alone."""
         costs = [price(w, model) for w in workloads]
         longer = [
             [tuple(1.4 * ms for ms in part) for part in (c.forward_comm_ms, c.backward_comm_ms)]

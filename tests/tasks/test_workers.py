@@ -121,7 +121,7 @@ def test_a_call_brings_back_what_has_finished_in_time_whatever_its_chunk(request
 
 
 def test_without_a_worker_it_says_so_and_why(requests, monkeypatch):
-    """None starts: no device of this cluster is a GPU."""
+    """No worker starts, as this cluster has no GPU."""
     monkeypatch.setattr(supervise, "START_S", 0.1)
     with (
         pytest.raises(ShardCoreError, match="1 measuring workers found no free device in 0.1 s"),

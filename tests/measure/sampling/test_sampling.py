@@ -107,7 +107,7 @@ def test_a_tenth_of_groups_is_of_small_tables_at_a_local_batch(tables):
 
 
 def test_a_fifth_of_other_groups_runs_over_smaller_batches(tables):
-    """Of all kinds, large tables and parts of plans among them."""
+    """They are groups of all kinds, with large tables and of plans."""
     requests = [compute_request(tables, i, SETTING, config=GroupConfig(replicated=0.0)) for i in range(400)]
     smaller = [r for r in requests if r.batch != 256]
     assert {r.batch for r in smaller} == {128, 64, 32} and 60 <= len(smaller) <= 100
