@@ -49,8 +49,8 @@ def test_help_loads_no_large_library():
 def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as ended:
         main([command, "-h"])
-    said = capsys.readouterr().out
-    assert ended.value.code == 0 and f"usage: shardcore {command}" in said and "None" not in said
+    output = capsys.readouterr().out
+    assert ended.value.code == 0 and f"usage: shardcore {command}" in output and "None" not in output
 
 
 def test_help_names_the_default_sharder(capsys):
@@ -71,8 +71,8 @@ def test_output_that_nobody_reads_is_no_error(tmp_path):
     command = [sys.executable, "-m", "shardcore", "problem", "hugectr-180", "--out", tmp_path / "p.json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         running.stdout.close()
-        said = running.stderr.read()
-    assert (running.returncode, said) == (141, "") and (tmp_path / "p.json").exists()
+        output = running.stderr.read()
+    assert (running.returncode, output) == (141, "") and (tmp_path / "p.json").exists()
 
 
 @pytest.mark.parametrize("command", [["-h"], ["plan", "-h"]])

@@ -151,10 +151,10 @@ class Run:
         return one_error(self.process.returncode, self.log())
 
 
-def with_logs(said: str, folder: Path) -> str:
+def with_logs(message: str, folder: Path) -> str:
     """Output of commands in a project's folder, with the log files that it names (see tasks.console)."""
     return "\n".join(
-        [said, *((folder / log).read_text() for log in re.findall(r" goes to (logs/\S+)", said))]
+        [message, *((folder / log).read_text() for log in re.findall(r" goes to (logs/\S+)", message))]
     )
 
 

@@ -255,7 +255,7 @@ def test_a_plan_is_of_its_problem_as_it_was_not_of_its_name(problem, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, message",
     [
         (lambda p: p.pop(), "plan places 0 of the"),
         (lambda p: p.append(p[0]), "plan places cells twice"),
@@ -271,7 +271,7 @@ def test_a_plan_is_of_its_problem_as_it_was_not_of_its_name(problem, tmp_path):
         (lambda p: p[0].update(kind="host_row", devices=[0, 1]), "it needs several hosts with the same"),
     ],
 )
-def test_a_plan_that_is_none_of_the_problem_is_refused_with_its_file(problem, tmp_path, change, said):
+def test_a_plan_that_is_none_of_the_problem_is_refused_with_its_file(problem, tmp_path, change, message):
     path = tmp_path / "plan.json"
     files.write_plan(path, whole(problem), problem)
     edit(path, lambda data: change(data["placements"]))
@@ -279,7 +279,7 @@ def test_a_plan_that_is_none_of_the_problem_is_refused_with_its_file(problem, tm
         plan = files.read_plan(path, problem)
         with files.validating(path):
             lower(plan, problem)
-    assert str(error.value).startswith(str(path)) and said in str(error.value)
+    assert str(error.value).startswith(str(path)) and message in str(error.value)
 
 
 def test_equal_devices_in_a_row_are_counted(problem):

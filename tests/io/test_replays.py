@@ -337,7 +337,7 @@ def test_damaged_replays_of_one_problem_are_only_its_own(problem, made, clock, t
 
 
 @pytest.mark.parametrize(
-    "spoil, said",
+    "spoil, message",
     [
         (lambda body: body["replays"][0].update(total_ms=1e9), "has total_ms 1000000000.0; its parts sum to"),
         (
@@ -348,10 +348,10 @@ def test_damaged_replays_of_one_problem_are_only_its_own(problem, made, clock, t
         (lambda body: body.update(version=3.0), "this ShardCore reads 3"),
     ],
 )
-def test_replays_that_contradict_themselves_are_refused(problem, made, clock, tmp_path, spoil, said):
+def test_replays_that_contradict_themselves_are_refused(problem, made, clock, tmp_path, spoil, message):
     replays.keep(tmp_path, problem, made[:1], SETTING, CONFIG, clock)
     edit(tmp_path / "replays.json", spoil)
-    with pytest.raises(ShardCoreError, match=said):
+    with pytest.raises(ShardCoreError, match=message):
         replays.read(tmp_path)
 
 

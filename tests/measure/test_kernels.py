@@ -110,16 +110,16 @@ def test_each_lookup_of_a_sequence_is_an_output(tables, device):
 
 
 @pytest.mark.parametrize(
-    "shards, said",
+    "shards, message",
     [
         (lambda t: sequences(t, 16, 32), "sequences 16 and 32 columns wide; FBGEMM runs those of one width"),
         (lambda t: [*sequences(t, 16), Shard.whole(t[1])], "has sequences and pooled tables"),
     ],
 )
-def test_sequences_that_no_op_runs_together_cost_that_sample_only(tables, shards, said):
+def test_sequences_that_no_op_runs_together_cost_that_sample_only(tables, shards, message):
     request = ComputeRequest(tuple(shards(tables)), 256)
     [sample] = KernelBench(Setting("test", 256), "cpu", CONFIG).measure([request])
-    assert said in sample.error
+    assert message in sample.error
 
 
 def test_what_does_not_fit_costs_that_sample_only(tables):
@@ -214,9 +214,9 @@ def test_a_setting_is_measured_or_refused_with_what_runs_instead(tables, optimiz
     else:
         with pytest.raises(ShardCoreError) as error:
             KernelBench(setting, "cpu", CONFIG)
-        said = str(error.value)
-        assert said.startswith(f"FBGEMM does not train {precision} weights with {optimizer} on cpu (")
-        assert said.endswith("; here it trains " + "; ".join(f"{o} with fp32 or fp16" for o in runs))
+        output = str(error.value)
+        assert output.startswith(f"FBGEMM does not train {precision} weights with {optimizer} on cpu (")
+        assert output.endswith("; here it trains " + "; ".join(f"{o} with fp32 or fp16" for o in runs))
 
 
 def test_a_tables_stream_is_drawn_once(tables, monkeypatch):

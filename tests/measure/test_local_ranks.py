@@ -58,9 +58,9 @@ def heard(work, ranks, *arguments, timeout_s=60.0):
 
 
 def test_each_rank_is_heard_in_its_own_order():
-    said = heard(count, 3, 4)
-    assert len(said) == 12 and len({method for _, (_, method) in said}) == 1
-    assert all([i for r, (i, _) in said if r == rank] == [0, 1, 2, 3] for rank in range(3))
+    output = heard(count, 3, 4)
+    assert len(output) == 12 and len({method for _, (_, method) in output}) == 1
+    assert all([i for r, (i, _) in output if r == rank] == [0, 1, 2, 3] for rank in range(3))
     assert not processes()
 
 
@@ -92,8 +92,8 @@ def test_the_rank_that_fails_ends_the_gang_and_is_named(work, arguments, timeout
 
 
 def test_who_stops_listening_leaves_no_process():
-    with closing(local_ranks.run("toy", count, 2, (10**9,), 60)) as said:
-        next(said)
+    with closing(local_ranks.run("toy", count, 2, (10**9,), 60)) as output:
+        next(output)
         assert len(processes()) == 2
     assert not processes()
 
@@ -101,8 +101,8 @@ def test_who_stops_listening_leaves_no_process():
 def test_it_makes_no_files(tmp_path, monkeypatch):
     """A kill would leave them."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with closing(local_ranks.run("toy", count, 1, (10**9,), 60)) as said:
-        next(said)
+    with closing(local_ranks.run("toy", count, 1, (10**9,), 60)) as output:
+        next(output)
         assert not list(tmp_path.iterdir())
 
 

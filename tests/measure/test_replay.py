@@ -140,8 +140,8 @@ def three():
 
 
 def test_all_parts_of_all_plans_are_measured(three):
-    workloads, reference, said = three
-    costs = combine_all([rank for rank, _ in said], reference, JOB)
+    workloads, reference, output = three
+    costs = combine_all([rank for rank, _ in output], reference, JOB)
     for workload, cost in zip(workloads, costs, strict=True):
         for part in PARTS[:4]:
             for device, value in enumerate(getattr(cost, part)):
@@ -153,8 +153,8 @@ def test_all_parts_of_all_plans_are_measured(three):
             and cost.step.repeats == CONFIG.repeats
         )
         assert cost.oversubscribed == (3 > len(os.sched_getaffinity(0)))
-        assert cost.slowdown == pytest.approx(np.mean([np.median(ms) for (_, ms), _ in said]))
-    assert all(len(ms) == CONFIG.repeats and min(ms) > 0 for (_, ms), _ in said)
+        assert cost.slowdown == pytest.approx(np.mean([np.median(ms) for (_, ms), _ in output]))
+    assert all(len(ms) == CONFIG.repeats and min(ms) > 0 for (_, ms), _ in output)
     assert not processes()
 
 
@@ -163,9 +163,9 @@ def test_a_replay_agrees_with_a_price_on_who_computes_and_who_waits(three):
 
     The least time of each device counts, as other work may disturb some steps.
     """
-    workloads, _, said = three
+    workloads, _, output = three
     says = price(workloads[2], AnalyticModel(SETTING))
-    took = [combine([marks[2][[r]] for (marks, _), _ in said], JOB) for r in range(CONFIG.repeats)]
+    took = [combine([marks[2][[r]] for (marks, _), _ in output], JOB) for r in range(CONFIG.repeats)]
     least = [min(step.compute_ms[device] for step in took) for device in range(3)]
     assert says.compute_ms[1:] == (0, 0) and max(least[1:]) < 0.1 * least[0]
     assert says.waiting_ms[0] == 0 < min(says.waiting_ms[1:])
@@ -186,9 +186,9 @@ def same(found, expected):
 def test_every_collective_of_a_step_delivers_what_the_plan_says(three, which):
     """With 80 of 240 rows a rank: all-to-alls of what each has of whole rows, a reduce-scatter and an
     all-gather of what is divided, and an all-reduce of what is replicated."""
-    workloads, _, said = three
+    workloads, _, output = three
     n = ["whole", "mixed", "lopsided"].index(which)
-    sent, received, outputs, arrived = zip(*(saw[n] for _, saw in said), strict=True)
+    sent, received, outputs, arrived = zip(*(saw[n] for _, saw in output), strict=True)
     runs = {"column": "", "column users": "users"} if which != "lopsided" else {"column": ""}
     columns = {
         run: [
@@ -407,8 +407,8 @@ def test_one_device_computes_and_exchanges_nothing(tables, alone):
 
 def test_a_reference_op_tells_the_slowdown(three):
     """The median over rounds, the mean over ranks: 3 ms where 2 are usual."""
-    _, _, said = three
-    marks = [m for (m, _), _ in said]
+    _, _, output = three
+    marks = [m for (m, _), _ in output]
     ranks = list(zip(marks, ([1.0, 2.0, 9.0], [4.0, 4.0, 4.0], [3.0, 3.0, 3.0]), strict=True))
     slow, alone = (combine_all(ranks, reference, JOB)[0] for reference in ((None, 2.0), None))
     assert slow.slowdown == pytest.approx(1.5) and alone.slowdown == 1.0

@@ -111,7 +111,7 @@ def test_ranks_share_a_core_only_where_there_are_fewer():
 
 
 @pytest.mark.parametrize(
-    "error, said",
+    "error, message",
     [
         (ValueError("of two\n  lines"), "of two lines"),
         (RuntimeError("x" * 500), "x" * 300),
@@ -124,5 +124,5 @@ def test_ranks_share_a_core_only_where_there_are_fewer():
         ),
     ],
 )
-def test_a_reason_is_one_line_without_rays_frames(error, said):
-    assert actors.reason(error) == said
+def test_a_reason_is_one_line_without_rays_frames(error, message):
+    assert actors.reason(error) == message

@@ -84,7 +84,7 @@ LOCKED = (
 
 
 @pytest.mark.parametrize(
-    "content, said",
+    "content, message",
     [
         (LOCKED.format("one", "xx/../../../precious"), "has md5 'xx/../../../precious'; it needs 32 hex"),
         (LOCKED.format("one", "a" * 31), "it needs 32 hex digits"),
@@ -101,7 +101,7 @@ LOCKED = (
         (b"\xff\xfe", "no text in UTF-8"),
     ],
 )
-def test_a_lock_that_dvc_did_not_write_costs_no_file(tmp_path, monkeypatch, content, said):
+def test_a_lock_that_dvc_did_not_write_costs_no_file(tmp_path, monkeypatch, content, message):
     """The entry that such a hash names would be removed, as its content has another one."""
     project = tmp_path / "project"
     (project / ".dvc/cache/files/md5/xx").mkdir(parents=True)
@@ -113,7 +113,7 @@ def test_a_lock_that_dvc_did_not_write_costs_no_file(tmp_path, monkeypatch, cont
     cache.LOCK.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ShardCoreError) as error:
         cache.remove_damaged(logging.getLogger())
-    assert said in str(error.value) and "dvc.lock" in str(error.value)
+    assert message in str(error.value) and "dvc.lock" in str(error.value)
     assert sorted(p for p in tmp_path.rglob("*") if p.is_file() and p.name != "dvc.lock") == before
 
 

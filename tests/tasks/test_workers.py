@@ -89,8 +89,8 @@ def test_requests_that_end_or_hang_their_worker_are_found_and_cost_no_others(req
         _, samples = measure(fleet, requests)
     failed = {s.id: s for s in samples.values() if s.error}
     assert set(failed) == {dataset.compute_id(SETTING, requests[i]) for i in bad}
-    for i, said in bad.items():
-        assert re.match(f"ended its worker: {said}", failed[dataset.compute_id(SETTING, requests[i])].error)
+    for i, output in bad.items():
+        assert re.match(f"ended its worker: {output}", failed[dataset.compute_id(SETTING, requests[i])].error)
     assert "measured again one by one" in caplog.text
 
 

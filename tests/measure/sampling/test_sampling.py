@@ -254,8 +254,8 @@ def test_steps_are_of_random_plans_of_all_ways_that_run(tables):
     assert {kind for kind, _ in step_plans(large, 0, SETTING, 2, 1 << 29)[1]} == {"column", "column, row"}
     few = {step_plans(tables[:4], i, SETTING, 2, 1 << 29)[0].tables for i in range(5)}
     assert max(t.dim for some in few for t in some) >= 32
-    said = "none of the pool's 60 tables has lookups and fits 1 MiB at a dim of 4"
-    with pytest.raises(ShardCoreError, match=said):
+    output = "none of the pool's 60 tables has lookups and fits 1 MiB at a dim of 4"
+    with pytest.raises(ShardCoreError, match=output):
         first_step_plans(large, 1, SETTING, 2, 1 << 20)
     assert first_step_plans(large, 0, SETTING, 2, 1 << 20) == []
 
