@@ -1,6 +1,7 @@
 # make run: everything, from nothing to published plans.  make test: the tests (test-long: those of the long-lived stack,
 # of servers and clusters, of failures struck into them, and slow ones).  make figures: all figures of docs/benchmarks
 # again, some 12 hours.  make mutants ROOM=step: the mutation score of a room.  All set up .venv themselves.
+# make docs: the documentation site, in site/.  make screenshots: pictures of pages of a `make run`.
 # make up, status, down: the long-lived services (docs/operations.md).
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Defects that `make mutants` draws.
@@ -20,7 +21,7 @@ export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO := 0
 
 SIZE := 2.2 GB$(if $(filter measure-gpu,$(EXTRA)), and CUDA)
 
-.PHONY: run test test-long mutants figures up status down setup lock lint
+.PHONY: run test test-long mutants figures docs screenshots up status down setup lock lint
 
 run: setup
 	@python -m tasks.services python -m flows.refresh
@@ -36,6 +37,16 @@ mutants: setup
 
 figures: setup
 	python -m bench.figures
+
+# Code of the pages runs first. The site needs no network to be built or read: site/index.html.
+docs: .venv/.docs
+	python -m pytest -n 0 tests/test_docs.py tests/test_examples.py tests/search/test_neuroshard_page.py -m "long or not long"
+	@python -m docs.tools.blocks
+	NO_MKDOCS_2_WARNING=1 python -m mkdocs build --quiet
+	@echo "site/index.html"
+
+screenshots: setup
+	python -m docs.tools.screenshots
 
 up: setup
 	@python -m tasks.stack up
@@ -56,6 +67,10 @@ setup: .venv/.ready
 	@python install.py --installer $(INSTALLER) $(EXTRA) pipeline dev torchrec
 	@touch $@
 
-# After a change of versions in pyproject.toml: rm -r .venv, > constraints.txt, make setup, make test, then this.
+.venv/.docs: .venv/.ready
+	@python install.py --installer $(INSTALLER) docs
+	@touch $@
+
+# After a change of versions in pyproject.toml: rm -r .venv, > constraints.txt, make setup docs, make test, then this.
 lock:
 	@python install.py --lock

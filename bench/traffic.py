@@ -21,8 +21,9 @@ from pathlib import Path
 from bench import common
 from bench.common import say
 from shardcore import report
-from shardcore.core.job import PAYLOADS, Job
-from shardcore.core.types import OUTPUT_BYTES, Table
+from shardcore.core.job import Job
+from shardcore.core.payloads import payload_of
+from shardcore.core.types import Table
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "torchrec"))
 
@@ -38,7 +39,7 @@ _SPECIAL: dict[str, Callable[[Table], bool]] = {
 
 
 def _is_short(job: Job) -> bool:
-    return min(PAYLOADS[job.forward_payload], PAYLOADS[job.backward_payload]) < OUTPUT_BYTES
+    return min(payload_of(p).share for p in (job.forward_payload, job.backward_payload)) < 1
 
 
 def main() -> None:

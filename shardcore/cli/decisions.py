@@ -27,7 +27,7 @@ from shardcore.cli.options import (
 )
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.tiers import BELOW, Memory
-from shardcore.core.types import Problem
+from shardcore.core.types import Plan, Problem
 
 if TYPE_CHECKING:
     from shardcore.cost.model import CostModel
@@ -202,7 +202,9 @@ def decisions(args: PlanOptions, problem: Problem, stored: Problem) -> Iterator[
     from shardcore.search.decisions.hot_rows import HotRows
     from shardcore.search.decisions.memory_tiers import MemoryTiers
     from shardcore.search.decisions.provision import Provision, Target, read_offers
+    from shardcore.search.decisions.row_units import RowUnits
     from shardcore.search.decisions.towers import OnTowers
+    from shardcore.step.kinds import choices_of_rows
 
     if args.offers:
         offers = read_offers(args.offers)
@@ -215,9 +217,12 @@ def decisions(args: PlanOptions, problem: Problem, stored: Problem) -> Iterator[
         yield Provision(offers, models, target)
     if args.groups is not None:
         yield Groups(args.groups, args.sync_every or 1)
+    start = _start(args, args.start, problem, stored) if args.start else None
+    # Towers are of the model: their number is not chosen here.
+    if len(choices_of_rows(problem.topology)) > 1 and not args.towers:
+        yield RowUnits(start and start.old)
     if args.hot_rows:
         yield HotRows()
-    start = _start(args, args.start, problem, stored) if args.start else None
     if args.towers:
         yield OnTowers(read_towers(args.towers), start and start.old, not (start and start.config.limited))
     if args.tiers:
@@ -308,12 +313,22 @@ def start_text(
     return f", starting from {args.start}{cost}; {words}"
 
 
+def pod_note(problem: Problem, plan: Plan) -> str:
+    """A line on what the job's environment needs for a plan that divides rows over pods. "": nothing."""
+    from shardcore.step.kinds import pod_size
+    from shardcore.torchrec.topologies import POD_SIZE
+
+    size = pod_size(problem.topology, plan.placements)
+    return f"rows are divided over pods of {size} hosts: the job needs {POD_SIZE}={size}" if size > 1 else ""
+
+
 def texts(decisions: Sequence[Decision], found: Found, original: Problem) -> Iterator[str]:
     """Texts about the decisions, for people. Some may be empty."""
     from shardcore.report import decisions_report, plan_report
     from shardcore.search.decisions.hot_rows import HotRows
     from shardcore.search.decisions.memory_tiers import MemoryTiers
     from shardcore.search.decisions.provision import Provision
+    from shardcore.search.decisions.row_units import RowUnits
     from shardcore.search.decisions.towers import OnTowers, as_planned, tower_traffic
 
     for decision in decisions:
@@ -326,6 +341,8 @@ def texts(decisions: Sequence[Decision], found: Found, original: Problem) -> Ite
             yield plan_report.towers_text(traffic) if traffic else ""
         if isinstance(decision, MemoryTiers):
             yield decisions_report.tiers_report(found.problem)
+        if isinstance(decision, RowUnits):
+            yield pod_note(found.problem, found.plan)
 
 
 def extrapolated(found: Found, model: CostModel) -> list[str]:

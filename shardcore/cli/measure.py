@@ -28,6 +28,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import PRECISION_BYTES, Problem, Setting
 
 if TYPE_CHECKING:
+    from shardcore.cost.profile import Profile
     from shardcore.io.measurements import CollectiveRequest, CollectiveSample, ComputeRequest
     from shardcore.measure.hosts import Box
     from shardcore.measure.replay import ReplayConfig
@@ -139,6 +140,7 @@ def measure(args: MeasureOptions) -> None:
         args.precision,
         args.optimizer,
     )
+    profile = _profile_of(device)
     arena_bytes = int(args.arena_gib * 2**30) if args.arena_gib else _arena_bytes(setting, device)
     pool = files.read_pool(args.pool) if args.pool else generate_pool(PoolConfig())
     live = run.tables_with_lookups(pool)
@@ -197,7 +199,8 @@ def measure(args: MeasureOptions) -> None:
                         compute_request(live, i, setting, args.seed, groups) for i in range(config.interleave)
                     ]
                     found_ms = bench.calibrate(others, _CALIBRATE_S)
-                    print(f"the reference op takes {found_ms:.3g} ms", flush=True)
+                    expected = _expected(profile, setting, reference) if profile else ""
+                    print(f"the reference op takes {found_ms:.3g} ms{expected}", flush=True)
                 until = began + 60 * args.minutes
                 print_progress = _progress_of(bench, until)
                 run.measure_groups(bench, missing, args.out, pool, print_progress, args.chunk, until)
@@ -217,6 +220,45 @@ def measure(args: MeasureOptions) -> None:
     if steps:
         _measure_steps(args, steps, setting, device, of_steps)
     dataset.merge_parts(args.out)
+    if profile:
+        _check(profile, args.out, setting)
+
+
+def _profile_of(device: str) -> Profile | None:
+    """The published profile of the GPU. None on a CPU, and for a card without one, which a line says."""
+    from shardcore.cost.profile import profile_of_device
+    from shardcore.measure.devices import device_of
+
+    if device == "cpu":
+        return None
+    try:
+        return profile_of_device(device_of(device).product())
+    except ShardCoreError as error:
+        print(error, file=sys.stderr)
+        return None
+
+
+def _expected(profile: Profile, setting: Setting, reference: ComputeRequest) -> str:
+    from shardcore.cost.model import group_costs
+    from shardcore.cost.profile_model import ProfileModel
+
+    model = ProfileModel(profile, replace(setting, hardware=profile.name))
+    expected_ms = group_costs([reference.shards], model, reference.batch)[0]
+    return f"; profile {profile.name} expects {expected_ms:.3g} ms"
+
+
+def _check(profile: Profile, folder: Path, setting: Setting) -> None:
+    """Print how far the card's profile errs on what a folder holds, and how to correct it."""
+    from shardcore.cost.profile_samples import checks, timings_of
+    from shardcore.io import dataset
+
+    timings = timings_of(dataset.read_compute(folder, setting), dataset.read_comm(folder, setting))
+    if found := checks(profile, timings):
+        print(f"profile {profile.name} against what {folder} holds:", *found, sep="\n  ")
+        print(
+            f"start from it: shardcore train {folder} --start {profile.name} --out MODEL; "
+            f"correct it: shardcore profile fit {folder} --from {profile.name} --out PROFILE.json"
+        )
 
 
 def _arena_bytes(setting: Setting, device: str) -> int:
@@ -273,18 +315,19 @@ def _estimate(args: MeasureOptions, bench: Supervisor, missing: Iterable[Compute
 
 
 def _require_ranks(args: MeasureOptions, setting: Setting, device: str) -> None:
-    import torch
+    from shardcore.measure.devices import device_of
 
     if setting.batch % args.ranks or args.ranks < 2:
         raise ShardCoreError(
             f"--ranks is {args.ranks}; an exchange needs at least 2, "
             f"and a number that divides the batch of {setting.batch}"
         )
-    if device == "cuda" and torch.cuda.device_count() < args.ranks:
-        raise ShardCoreError(f"--ranks is {args.ranks}; here are {torch.cuda.device_count()} GPUs")
-    if args.steps and device == "cpu" and args.ranks > (cores := len(os.sched_getaffinity(0))):
+    there = device_of(device).count()
+    if device == "cuda" and there < args.ranks:
+        raise ShardCoreError(f"--ranks is {args.ranks}; here are {there} GPUs")
+    if args.steps and device == "cpu" and args.ranks > there:
         raise ShardCoreError(
-            f"--ranks is {args.ranks}; steps of so many need as many cores, here are {cores}"
+            f"--ranks is {args.ranks}; steps of so many need as many cores, here are {there}"
         )
 
 

@@ -162,10 +162,14 @@ def add_command(
         formatter_class=Formatter,
     )
     parser.set_defaults(run=run, options=options)
-    groups: dict[str, argparse._MutuallyExclusiveGroup] = {}
-    for required in (False, True):
-        for names in getattr(options, "REQUIRED" if required else "EXCLUSIVE", ()):
-            groups |= dict.fromkeys(names, parser.add_mutually_exclusive_group(required=required))
+    group_of = {
+        name: (names, required)
+        for required in (False, True)
+        for names in getattr(options, "REQUIRED" if required else "EXCLUSIVE", ())
+        for name in names
+    }
+    # Made with their first option: argparse cannot print groups that are empty or in another order than options.
+    groups: dict[tuple[str, ...], argparse._MutuallyExclusiveGroup] = {}
     hints = get_type_hints(options, include_extras=True)
     # Options of this command alone come before those that it shares with others.
     for field in sorted(dataclasses.fields(options), key=lambda f: f.name not in options.__annotations__):
@@ -175,8 +179,11 @@ def add_command(
         option = f"--{_dashed(field.name)}"
         if not field.kw_only:
             parser.add_argument(field.name, **given)
-        elif field.name in groups:
-            groups[field.name].add_argument(option, dest=field.name, **given)
+        elif field.name in group_of:
+            names, required = group_of[field.name]
+            if names not in groups:
+                groups[names] = parser.add_mutually_exclusive_group(required=required)
+            groups[names].add_argument(option, dest=field.name, **given)
         else:
             required = field.default is dataclasses.MISSING
             parser.add_argument(option, dest=field.name, required=required, **given)

@@ -293,6 +293,8 @@ def export(args: ExportOptions) -> None:
         with shown():
             report("writing TorchRec's plan")
             write_torchrec(args.out, to_torchrec(plan, problem, args.module, args.compute_device))
+        if note := deciding.pod_note(problem, plan):
+            print(f"note: {note}", file=sys.stderr)
     if not all(t.collection for t in problem.tables):
         print(
             f"note: nothing here knows whether the model has a module {args.module!r} with these tables; "

@@ -21,7 +21,7 @@ from shardcore.cli.options import (
 from shardcore.core.catalog import DENSE_OPTIMIZERS
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.job import HIDES_IDS, PAYLOADS, Job
+from shardcore.core.job import HIDES_IDS, Job
 from shardcore.core.topology import Topology, default_reserve
 from shardcore.core.types import Problem, Setting
 from shardcore.core.validation import MOST_DEVICES, require_within
@@ -38,6 +38,8 @@ class ProblemOptions:
       (docs/torchrec.md) or a POOL.json
     devices: number of devices
     hosts: number of hosts, each with equally many devices
+    pods: number of pods, each with equally many hosts, as in NVLink domains; give links within and between them in the
+      file
     hardware: profile of the devices, by name or file (`profile list`), which has their memory and links
     memory_gib: memory of a device, of which 15% is kept for the dense part, unless drawn from a pool; default: the
       profile's, or 80
@@ -50,7 +52,8 @@ class ProblemOptions:
     replica_optimizer: dense optimizer of the job, which updates replicas; default: the one most like that of the tables
     dense_forward_ms: time of the dense part's forward pass on a device; give both times or neither
     dense_backward_ms: time of the dense part's backward pass on a device; give both times or neither
-    forward_payload: type in which outputs travel
+    forward_payload: type in which outputs travel: fp32, fp16, bf16, fp8, int8 or mx4; fp8-256: with a scale for 256
+      elements
     backward_payload: type in which gradients travel
     """
 
@@ -58,6 +61,7 @@ class ProblemOptions:
     _: KW_ONLY
     devices: Positive = 4
     hosts: Positive = 1
+    pods: Positive = 1
     hardware: Annotated[str, "PROFILE"] | None = None
     memory_gib: PositiveGib | None = None
     batch: Positive = 2048
@@ -70,8 +74,8 @@ class ProblemOptions:
     replica_optimizer: Annotated[str, tuple(DENSE_OPTIMIZERS)] | None = None
     dense_forward_ms: Annotated[float, "MS"] | None = None
     dense_backward_ms: Annotated[float, "MS"] | None = None
-    forward_payload: Annotated[str, tuple(PAYLOADS)] = "fp32"
-    backward_payload: Annotated[str, tuple(PAYLOADS)] = "fp32"
+    forward_payload: Annotated[str, "PAYLOAD"] = "fp32"
+    backward_payload: Annotated[str, "PAYLOAD"] = "fp32"
     out: Annotated[ProblemFile, Output()]
 
 
@@ -141,7 +145,7 @@ def problem(args: ProblemOptions) -> None:
     made = dataclasses.replace(made, job=job, topology=topology)
     files.write_problem(args.out, made)
     gib = sum(t.bytes for t in made.tables) / 2**30
-    on = f" on {args.hosts} hosts" * (args.hosts > 1)
+    on = f" on {args.hosts} hosts" * (args.hosts > 1) + f" in {args.pods} pods" * (args.pods > 1)
     of = f" of {topology.hardware}" if topology.hardware else ""
     print(
         f"{args.out}: {len(made.tables)} tables, {gib:.1f} GiB in {made.precision}, {made.optimizer}, "
@@ -159,8 +163,8 @@ def _topology(args: ProblemOptions) -> Topology:
             f"{args.devices} devices were asked for on {args.hosts} hosts; it needs as many on each"
         )
     if args.hardware is None:
-        return Topology.of_hosts(args.hosts, per_host, args.memory_gib or _MEMORY_GIB)
-    topology = load_profile(args.hardware).topology(args.hosts, per_host)
+        return Topology.of_hosts(args.hosts, per_host, args.memory_gib or _MEMORY_GIB, pods=args.pods)
+    topology = load_profile(args.hardware).topology(args.hosts, per_host, pods=args.pods)
     return _with_memory(topology, int(args.memory_gib * 2**30)) if args.memory_gib else topology
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardcore.core.catalog import DENSE_OPTIMIZERS
+from shardcore.core.payloads import require_payloads
 from shardcore.core.validation import (
     MOST_MS,
     MOST_RATIO,
@@ -24,10 +25,6 @@ sparse_dist: TrainPipelineSparseDist. It sends the next batch's ids once the for
 """
 
 
-PAYLOADS = {"fp32": 4, "fp16": 2, "bf16": 2}
-"""Bytes of an element that travels. Outputs and gradients are FP32 at both ends."""
-
-
 @dataclass(frozen=True)
 class Job:
     """Properties of the training job around the embeddings.
@@ -36,7 +33,7 @@ class Job:
     dense_forward_ms, dense_backward_ms: ms of the dense part on each device. Both are given, or neither.
     id_bytes: bytes of an id: 8 for int64, 4 for int32.
     length_bytes: bytes of a length: how many ids a sample has for a feature.
-    forward_payload, backward_payload: number types in which outputs and gradients travel.
+    forward_payload, backward_payload: forms in which outputs and gradients travel (core/payloads.py).
     tower_ratio: factor by which a tower module compresses outputs before they cross hosts (io/towers.py).
         None: there are no towers.
     replica_optimizer: optimizer of replicas, a name of DENSE_OPTIMIZERS. TorchRec gives them to DDP, and to a
@@ -55,7 +52,8 @@ class Job:
 
     def __post_init__(self) -> None:
         require_types(self, "job")
-        require_known(self, "job", pipeline=HIDES_IDS, forward_payload=PAYLOADS, backward_payload=PAYLOADS)
+        require_known(self, "job", pipeline=HIDES_IDS)
+        require_payloads(self, "job", "forward_payload", "backward_payload")
         ms = (0, MOST_MS)
         require_within(self, "job", dense_forward_ms=ms, dense_backward_ms=ms, tower_ratio=(1, MOST_RATIO))
         if self.replica_optimizer is not None:

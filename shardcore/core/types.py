@@ -6,6 +6,7 @@ Each is a value: equal by content, hashable, and without behaviour beyond its fi
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -14,9 +15,11 @@ from typing import Any, Protocol
 
 from shardcore.core import catalog
 from shardcore.core.access_statistics import ManagedCollision, Reuse, RowShares, Zipf
-from shardcore.core.constraints import Constraints, devices_of_pins, require_tower_hosts
+from shardcore.core.constraints import Constraints, devices_of_pins, require_tower_units
 from shardcore.core.errors import SettingMismatch, ShardCoreError
-from shardcore.core.job import PAYLOADS, Job
+from shardcore.core.html import shown as shown_html
+from shardcore.core.job import Job
+from shardcore.core.payloads import Payload, payload_of, require_payloads, whole_blocks
 from shardcore.core.tiers import BELOW, DEVICE, TIERS
 from shardcore.core.topology import Topology
 from shardcore.core.validation import (
@@ -283,6 +286,22 @@ class Plan:
         by = f", by {self.provenance['algorithm']}" if "algorithm" in self.provenance else ""
         return f"Plan({len(tables)} tables in {len(self.placements)} shards on {len(devices)} devices{by})"
 
+    def _repr_html_(self) -> str:
+        """The largest shards, for notebooks."""
+        rows = [
+            (
+                p.shard.table.name,
+                p.kind,
+                f"{p.shard.col_lo}:{p.shard.col_hi} of {p.shard.table.dim}",
+                ", ".join(map(str, p.devices)),
+                f"{p.shard.bytes / 2**30:.3f}",
+            )
+            for p in sorted(self.placements, key=lambda p: -p.shard.bytes)
+        ]
+        return shown_html(
+            repr(self), ("shard of", "kind", "columns", "devices", "GiB"), rows, words=(1, 2, 3)
+        )
+
 
 def precision_of(tables: Iterable[Table]) -> str:
     """The precision of tables' weights. All names, sorted and joined by +, where tables differ."""
@@ -297,7 +316,7 @@ class Setting:
     batch: the global batch: samples that a model-parallel op processes in one step.
     precision: of the weights. "fp16+fp32" where tables differ.
     optimizer: fused into the backward op.
-    forward_payload, backward_payload: number types in which outputs and gradients travel.
+    forward_payload, backward_payload: forms in which outputs and gradients travel.
     """
 
     hardware: str
@@ -319,9 +338,8 @@ class Setting:
                 precision in PRECISION_BYTES,
                 f"setting has precision {precision!r}; known are {', '.join(PRECISION_BYTES)}",
             )
-        require_known(
-            self, "setting", optimizer=OPTIMIZERS, forward_payload=PAYLOADS, backward_payload=PAYLOADS
-        )
+        require_known(self, "setting", optimizer=OPTIMIZERS)
+        require_payloads(self, "setting", "forward_payload", "backward_payload")
 
     def __str__(self) -> str:
         payloads = f", payloads {self.forward_payload} and {self.backward_payload}"
@@ -345,9 +363,14 @@ class Problem:
     """Tables to place on a topology.
 
     name: also that of the folder of its plans.
+    tables: their names differ.
+    topology: devices and links. Topology.of_hosts makes equal hosts.
     global_batch: samples of one training step over all devices, which divide it evenly.
     optimizer: of the embeddings.
+    constraints: pins, groups of tables, kinds of sharding and memory that stays free.
     job: how a step runs around the embeddings.
+
+        Problem("p", [Table("t0", 1_000_000, 64, 20.0)], Topology.of_hosts(2, 8, memory_gib=80), 65_536)
     """
 
     name: str
@@ -393,15 +416,29 @@ class Problem:
                 f"{p} has rows of table {t.name!r} in {TIERS[t.tier].words}; its topology needs "
                 f"memory of tier {t.tier!r}",
             )
+        for name, codec in zip(
+            (self.job.forward_payload, self.job.backward_payload), self.codecs, strict=True
+        ):
+            require(
+                not (codec.cuda_only and self.topology.on_cpu),
+                f"{p} has payload {name!r} on CPUs; FBGEMM has that codec on CUDA only, so it needs another",
+            )
         if self.job.tower_ratio is not None:
             pooled = (t.name for t in self.tables if not t.sequence)
-            require_tower_hosts(
-                {name: self.allowed_devices(name) for name in pooled}, self.topology.on_hosts, p
-            )
+            where, topology = {name: self.allowed_devices(name) for name in pooled}, self.topology
+            require_tower_units(where, topology.row_units, topology.row_unit, p)
 
     def __repr__(self) -> str:
         topology = f"{self.topology!r}, batch {self.global_batch}"
         return f"Problem({self.name!r}, {len(self.tables)} tables, {topology})"
+
+    def _repr_html_(self) -> str:
+        """The largest tables, for notebooks."""
+        rows = [
+            (t.name, f"{t.rows:,}", t.dim, f"{t.pooling:g}", f"{t.bytes / 2**30:.3f}")
+            for t in sorted(self.tables, key=lambda t: -t.bytes)
+        ]
+        return shown_html(repr(self), ("table", "rows", "dim", "lookups a sample", "GiB"), rows)
 
     @cached_property
     def _hash(self) -> int:
@@ -438,8 +475,53 @@ class Problem:
         Searches cut columns only where a device has all rows, so others have all columns.
         """
         wide = table.dim > self.topology.most_columns
-        return kind.name in self.kinds_of.get(table.name, (kind.name,)) and not (
-            wide and (kind.divides_rows or not kind.cuts_columns)
+        return (
+            kind.name in self.kinds_of.get(table.name, (kind.name,))
+            and not (wide and (kind.divides_rows or not kind.cuts_columns))
+            and not self.why_no_codec(kind, table)
+        )
+
+    @cached_property
+    def codecs(self) -> tuple[Payload, Payload]:
+        """Payloads of outputs and gradients."""
+        return payload_of(self.job.forward_payload), payload_of(self.job.backward_payload)
+
+    @cached_property
+    def codecs_fail(self) -> bool:
+        """True if a codec may fail on some exchange of some table."""
+        return len(self.topology) > 1 and any(
+            codec.summed == () or self.blocks_of(table) > 1 for codec in self.codecs for table in self.tables
+        )
+
+    def blocks_of(self, table: Table) -> int:
+        """Number of which a shard's columns have to be a multiple, for exchanges to be whole blocks.
+
+        Several tables on a device may make whole blocks together. Searches do not rely on it.
+        """
+        if len(self.topology) == 1:
+            return 1
+        # Devices send each other a local batch of pooled outputs, and any number of lookups or distinct values.
+        even = not table.sequence and table.dedup == 1
+        rows = table.features * self.local_batch if even else 1
+        there, back = self.codecs
+        return math.lcm(1 if there.pads and even else whole_blocks(there, rows), whole_blocks(back, rows))
+
+    def why_no_codec(self, kind: Kind, table: Table) -> str:
+        """Why a codec of the job fails on exchanges of a table by a kind. Empty: it does not."""
+        if len(self.topology) == 1:
+            return ""
+        job, sums = self.job, kind.divides_rows and not table.sequence
+        for name, codec in zip((job.forward_payload, job.backward_payload), self.codecs, strict=True):
+            if sums and codec.summed == ():
+                return f"{kind.name} sums outputs, and TorchRec's {name} codec fails in a reduce-scatter"
+        # Exchanges of outputs that are not sums: of all rows or sequences, and of sums across hosts.
+        exchanged = kind.cuts_columns or (kind.divides_rows and table.sequence)
+        blocks = self.blocks_of(table) if exchanged else 1
+        if not table.dim % blocks:
+            return ""
+        return (
+            f"{kind.name} exchanges {table.dim} columns, and codecs of {job.forward_payload} forward, "
+            f"{job.backward_payload} backward take multiples of {blocks} at local batch {self.local_batch}"
         )
 
     @cached_property
@@ -450,14 +532,13 @@ class Problem:
     def unit_width(self, table: Table) -> int:
         """Unit of the columns of a table's shards.
 
-        It is the smallest that divides the table evenly and respects constraints.min_widths.
+        It is the smallest that divides the table evenly, respects constraints.min_widths, and is what codecs
+        take. Of a table that they do not take, all columns.
         """
         least = min(self.min_widths.get(table.name, MIN_WIDTH), table.dim)
-        return next(
-            width
-            for width in range(-(-least // MIN_WIDTH) * MIN_WIDTH, table.dim + 1, MIN_WIDTH)
-            if table.dim % width == 0
-        )
+        blocks = math.lcm(MIN_WIDTH, self.blocks_of(table))
+        widths = range(-(-least // blocks) * blocks, table.dim + 1, blocks)
+        return next((width for width in widths if table.dim % width == 0), table.dim)
 
     def most_width(self, table: Table) -> int:
         """The most columns of a shard: multiples of its unit, within what FBGEMM runs. 0: there are none."""

@@ -19,6 +19,7 @@ from shardcore.cost.link_counts import link_counts
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.cost.step_comm import step_comm
 from shardcore.step.access import access_share, unique_rows_of
+from shardcore.step.collectives import carried_as
 from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
 from shardcore.step.output_bytes import payload_bytes
@@ -162,7 +163,7 @@ class AnalyticModel:
             row, ms = channel.row, {way: np.zeros(np.shape(sent)) for way in payloads}
             for way in row.ways:
                 # Only outputs and their gradients are cast. Ids travel as they are.
-                travels = payload_bytes(sent, payloads[way]) if row.cast else sent
+                travels = payload_bytes(sent, carried_as(row, way, payloads[way]))
                 # An all-reduce passes its bytes twice.
                 ms[way] += row.passes * self._transfer_ms(channel, travels, topology)
             return ms["forward"] + self._id_work_ms(channel, sent), ms["backward"]

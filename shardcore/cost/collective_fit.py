@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from shardcore.core.links import units_of
-from shardcore.core.types import OUTPUT_BYTES, PAYLOADS
+from shardcore.core.payloads import CASTS
+from shardcore.core.types import OUTPUT_BYTES
 from shardcore.cost.collective_model import (
     ALL_TO_ALL,
     EXCHANGE_TERMS,
@@ -45,7 +46,10 @@ all-gathers 2.7 and all-reduces 2.1 times. With this share it is 2.7 times (docs
 FEWEST_SAMPLES = 4
 """A collective with fewer samples gets no rates."""
 _MEASURED = [
-    (row, payload) for row in COLLECTIVES.values() for payload in PAYLOADS if row.cast or payload == "fp32"
+    (row, payload)
+    for row in COLLECTIVES.values()
+    for payload in ("fp32", *CASTS)
+    if row.cast or payload == "fp32"
 ]
 """Collectives with their payloads."""
 

@@ -32,10 +32,10 @@ from functools import reduce
 import numpy as np
 
 from shardcore.core.links import LEVELS, Level, joins
+from shardcore.core.payloads import payload_of
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
-from shardcore.core.types import PAYLOADS
 from shardcore.cost.link_counts import link_counts
-from shardcore.step.collectives import COLLECTIVES
+from shardcore.step.collectives import COLLECTIVES, carried_as
 from shardcore.step.kinds import CHANNELS, Channel
 from shardcore.step.scopes import WORLD, groups_of
 
@@ -150,7 +150,7 @@ def collective_ms(
         way: explicit_links(
             in_step(w, channel, way) * rates_of(w, channel, way, payloads[way]),
             topology,
-            _share(channel, payloads[way]),
+            payload_of(carried_as(channel.row, way, payloads[way])).share,
             units,
         )
         for way in channel.row.ways
@@ -250,29 +250,23 @@ def rates_of(w: Mapping[str, np.ndarray], channel: Channel, way: str, payload: s
     For another payload than FP32: those of the channel or its collective, or FP32's with fewer bytes.
     """
     # A measured payload has its casts in its rates. Otherwise only bytes become fewer.
-    if channel.row.cast and payload != "fp32":
+    if (payload := carried_as(channel.row, way, payload)) != "fp32":
         own = [weight(c, way, payload) for c in (channel, Channel(channel.collective))]
         if known := [w[name] for name in own if name in w]:
             return known[0]
         # A copy: these arrays are the model's own weights.
         fewer = rates_of(w, channel, way).copy()
-        fewer[OF_BYTES] *= _share(channel, payload)
+        fewer[OF_BYTES] *= payload_of(payload).share
         return fewer
     values = _own_or_like(w, weight, channel, way)
     return np.zeros(len(EXCHANGE_TERMS)) if values is None else values
 
 
-def _share(channel: Channel, payload: str) -> float:
-    """Bytes that travel for a byte of FP32."""
-    return PAYLOADS[payload] / PAYLOADS["fp32"] if channel.row.cast else 1.0
-
-
 def knows_payload(w: Mapping[str, np.ndarray], channel: Channel, way: str, payload: str) -> bool:
     """True if the rates of a channel are those of its payload."""
-    return (
-        payload == "fp32"
-        or not channel.row.cast
-        or any(weight(c, way, payload) in w for c in (channel, Channel(channel.collective)))
+    payload = carried_as(channel.row, way, payload)
+    return payload == "fp32" or any(
+        weight(c, way, payload) in w for c in (channel, Channel(channel.collective))
     )
 
 

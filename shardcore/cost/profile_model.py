@@ -28,6 +28,7 @@ from shardcore.cost.model import CommCost, Compiled, step_ms
 from shardcore.cost.profile import MEASURABLE, RATES, Profile
 from shardcore.cost.profile_law import Rates
 from shardcore.cost.step_comm import Transfers, channels_ms, step_comm
+from shardcore.step.collectives import carried_as
 from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
 from shardcore.step.output_bytes import payload_bytes
@@ -186,7 +187,7 @@ class ProfileModel:
         ) -> tuple[np.ndarray, np.ndarray]:
             both = [
                 self._transfer_ms(
-                    channel, way, payload_bytes(sent, payload) if channel.row.cast else sent, topology
+                    channel, way, payload_bytes(sent, carried_as(channel.row, way, payload)), topology
                 )
                 if way in channel.row.ways
                 else np.zeros(np.shape(sent))

@@ -98,7 +98,7 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
             "topology": {
                 "devices": devices,
                 "hardware": topology.hardware,
-                **({} if topology.rows_over == "pod" else {"rows_over": topology.rows_over}),
+                **({"rows_over": topology.rows_over} if topology.rows_over else {}),
                 **{name: rows for name, rows in below.items() if rows},
             },
             "constraints": {**_given(constraints, always=("reserved_bytes", "unsplit")), **pairs},

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import host_names
+from shardcore.core.payloads import payload_of, require_payloads
 from shardcore.core.step_cost import PARTS, StepCost
-from shardcore.core.types import PAYLOADS, Setting, Shard
+from shardcore.core.types import Setting, Shard
 from shardcore.core.validation import (
     LINK_GBIT_S,
     MOST_MS,
@@ -133,7 +134,7 @@ class CollectiveRequest:
     batch: B, the rows that travel.
     start_ms: [D] ms by which each rank enters the first exchange (forward, or the all-reduce) after the first rank.
     collective: name in step.collectives.COLLECTIVES, see below.
-    payload: type to which FP32 tensors are cast to travel, one of types.PAYLOADS.
+    payload: type in which FP32 tensors travel, a name of core/payloads.py.
     hosts: number of hosts that the ranks are spread over evenly.
     busy_ms: time for which each rank computes before an exchange, as in a step. Without it, CPUs exchange up to three
         times as fast.
@@ -166,13 +167,18 @@ class CollectiveRequest:
         object.__setattr__(self, "widths", tuple(int(w) for w in self.widths))
         object.__setattr__(self, "start_ms", tuple(float(s) for s in self.start_ms))
         ranks = len(self.widths)
-        require_known(self, "exchange", collective=COLLECTIVES, payload=PAYLOADS, group=SCOPES)
+        require_known(self, "exchange", collective=COLLECTIVES, group=SCOPES)
+        require_payloads(self, "exchange", "payload")
         require(
             ranks >= 2 and min(self.widths) >= 0 and max(self.widths) > 0,
             f"exchange has widths {self.widths}; it needs one of 0 or more for each of at least 2 "
             "ranks, and one above 0",
         )
         row = self.row
+        require(
+            not row.ring or payload_of(self.payload).summed != (),
+            f"exchange {self.collective} has payload {self.payload!r}, whose codec fails where outputs are summed",
+        )
         require(
             not row.ids or self.payload == "fp32",
             f"exchange {self.collective} has payload {self.payload!r}; ids are never cast, it needs 'fp32'",

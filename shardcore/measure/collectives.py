@@ -115,10 +115,8 @@ def measure_all(
         _require_fits(request, ranks, box.hosts if box else 1)
         require(request.emulated == links, f"exchange has links {request.emulated}; those here are {links}")
     require(not box or box.ranks == ranks, f"box has {box and box.ranks} ranks; the gang has {ranks}")
-    if device == "cuda" and torch.cuda.device_count() < ranks:
-        raise ShardCoreError(
-            f"exchanges among {ranks} ranks need as many GPUs; here are {torch.cuda.device_count()}"
-        )
+    if device == "cuda" and (there := device_of(device).count()) < ranks:
+        raise ShardCoreError(f"exchanges among {ranks} ranks need as many GPUs; here are {there}")
 
     # A generator of its own, so that the checks above run at the call and not at the first sample.
     def samples() -> Iterator[CollectiveSample]:
@@ -149,7 +147,7 @@ def _work(
     device: str,
 ) -> None:
     """One process of measure_all's gang. It sends its times after each request."""
-    if device == "cuda":
+    if device_of(device).place == "cuda":
         torch.cuda.set_device(rank)
     else:
         # One thread a rank, as a device of a CPU is one core.

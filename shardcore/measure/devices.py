@@ -52,6 +52,10 @@ class Cpu:
     def is_there(self) -> bool:
         return True
 
+    def count(self) -> int:
+        """Number of such devices on this machine: cores that this process may use."""
+        return len(os.sched_getaffinity(0))
+
     def mark(self) -> Any:
         """A point in time on this thread."""
         return time.perf_counter()
@@ -134,6 +138,9 @@ class Cuda(Cpu):
 
     def is_there(self) -> bool:
         return torch.cuda.is_available()
+
+    def count(self) -> int:
+        return torch.cuda.device_count()
 
     def product(self) -> str:
         return _nvidia_smi("name")

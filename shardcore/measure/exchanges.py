@@ -1,10 +1,10 @@
 """The exchanges of a step: one for each channel of a rank, with buffers.
 
 A run (kinds.runs_of) is the tables of one kind and one collection. Its channels form a chain. Forward, the result of
-one exchange enters the next. Backward, gradients go the other way. Payloads of 16 bits are cast as in TorchRec's
-quantised communication: FP32 tensors are encoded before and decoded after the collective, inside the timed part, as a
-step pays for both. Gloo sums FP16 and BF16 (seen with torch 2.13). NCCL has the same interface and has not been run
-here.
+one exchange enters the next. Backward, gradients go the other way. Payloads are encoded as in TorchRec's quantised
+communication: FP32 tensors are cast, or encoded by FBGEMM's codec, before the collective, and decoded after it, inside
+the timed part, as a step pays for both. Gloo sums FP16 and BF16 (seen with torch 2.13). NCCL has the same interface and
+has not been run here.
 
 Over the hosts of a box, an all-to-all posts receives before sends. Gloo's own posts sends first: a late rank sends
 all its data before it announces that it can receive, so their connection carries one way after the other. Two hosts
@@ -16,6 +16,7 @@ Shapes: n ranks of a group, B global batch, W columns of an op.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -24,11 +25,14 @@ import torch
 import torch.distributed as dist
 
 from shardcore.core.catalog import PRECISIONS
+from shardcore.core.payloads import payload_of
 from shardcore.core.topology import Topology
 from shardcore.core.types import OUTPUT_BYTES
 from shardcore.io.measurements import CollectiveRequest
 from shardcore.measure import hosts, own_core
 from shardcore.measure.fused_op import even_parts
+from shardcore.step import collectives
+from shardcore.step.collectives import carried_as
 from shardcore.step.kinds import Channel, Layout
 from shardcore.step.lower import Workload
 from shardcore.step.scopes import SCOPES, WORLD, groups_in
@@ -43,7 +47,7 @@ Group = tuple[Sequence[int], "dist.ProcessGroup | None"]
 Groups = Mapping[str, Group]
 """This rank's group of each scope."""
 Payloads = tuple[str, str]
-"""Data types that travel, forward and backward."""
+"""Names of payloads, forward and backward (core/payloads.py)."""
 
 
 # --- collectives of torch -----------------------------------------------------------------------------------
@@ -109,6 +113,13 @@ def _all_gather(into: torch.Tensor, source: torch.Tensor, group: dist.ProcessGro
 
 def _carried(into: torch.Tensor, source: torch.Tensor, payload: str, collective: Collective) -> torch.Tensor:
     """`into`, FP32, filled by a collective from FP32 `source`, with casts to the payload and back."""
+    if payload not in PRECISIONS:
+        codec = codec_of(payload)
+        context = codec.create_context()
+        sent = codec.encode(source, context)
+        arrived = sent.new_empty(codec.calc_quantized_size(into.numel(), context))
+        collective(arrived, sent)
+        return into.copy_(codec.decode(arrived, context))
     dtype = getattr(torch, PRECISIONS[payload].torch)
     # FP32 travels as it is, without a copy.
     if source.dtype == dtype:
@@ -120,6 +131,15 @@ def _carried(into: torch.Tensor, source: torch.Tensor, payload: str, collective:
     arrived = sent if into is source else torch.empty_like(into, dtype=dtype)
     collective(arrived, sent)
     return into.copy_(arrived)
+
+
+def codec_of(payload: str) -> Any:
+    """FBGEMM's codec of a payload, as TorchRec makes it."""
+    from fbgemm_gpu.quantize_comm import QuantizedCommCodec
+    from fbgemm_gpu.split_embedding_configs import SparseType
+
+    row, name = payload_of(payload), payload.partition("-")[0]
+    return QuantizedCommCodec(SparseType[name.upper()], row_dim=row.block if row.scale_bytes else None)
 
 
 # --- exchanges with buffers ---------------------------------------------------------------------------------
@@ -178,13 +198,26 @@ def _all_to_all_of(
     Across hosts only the outputs of tower modules travel. The modules themselves are not run.
     """
     ranks, process_group = group
-    # Samples are divided over ranks as evenly as they can be.
-    shares, own = [even_parts(n, len(ranks)) for n in elements], ranks.index(rank)
+    # Samples are divided over ranks as evenly as they can be, in blocks that codecs take.
+    block = math.lcm(*(payload_of(payload).block for payload in payloads))
+    shares = [[block * n for n in even_parts(-(-n // block), len(ranks))] for n in elements]
+    own = ranks.index(rank)
     leaving, arriving = shares[own], [share[own] for share in shares]
-    there = partial(all_to_all, arriving=arriving, leaving=leaving, group=process_group)
+
+    def exchanged(arriving: Sequence[int], leaving: Sequence[int]) -> Collective:
+        def call(into: torch.Tensor, source: torch.Tensor) -> None:
+            # An encoded tensor has bytes, equally many for each block.
+            sizes = (
+                [n * tensor.numel() // max(1, sum(parts)) for n in parts]
+                for tensor, parts in ((into, arriving), (source, leaving))
+            )
+            all_to_all(into, source, *sizes, group=process_group)
+
+        return call
+
     # Backward is the same exchange with what arrives and what leaves swapped.
-    back = partial(all_to_all, arriving=leaving, leaving=arriving, group=process_group)
-    return Exchange(sum(leaving), sum(arriving), payloads, (there, back), full)
+    ways = exchanged(arriving, leaving), exchanged(leaving, arriving)
+    return Exchange(sum(leaving), sum(arriving), payloads, ways, full)
 
 
 def _reduce_scatter_of(
@@ -220,13 +253,18 @@ elements: number of elements of the outputs (of dense gradients) of each rank of
 """
 
 
+def _payloads(row: collectives.Collective, asked: Payloads) -> Payloads:
+    """Payloads that a collective carries in a job with these."""
+    return carried_as(row, "forward", asked[0]), carried_as(row, "backward", asked[1])
+
+
 def exchange_of(
     request: CollectiveRequest, rank: int, process_group: dist.ProcessGroup | None, full: Full
 ) -> Exchange:
     """The exchange of a request for outputs or gradients. process_group: that of `rank`; None: all ranks."""
     ranks = next(ranks for ranks in request.groups if rank in ranks)
     elements = [request.batch * request.widths[r] for r in ranks]
-    payloads = (request.payload, request.payload)
+    payloads = _payloads(request.row, (request.payload, request.payload))
     return EXCHANGES[request.row.call](elements, rank, (ranks, process_group), payloads, full)
 
 
@@ -272,7 +310,7 @@ def chains(workload: Workload, rank: int, full: Full, own_groups: Groups) -> dic
     # The gradients of all replicas are one exchange, even of several runs. It goes to the first of these runs: in
     # reverse order, the first is written last.
     run_of_rows = {
-        tuple(row_in(lane, c) for c in run.channels_in(job)): run
+        tuple(row_in(lane, c) for c in run.channels_in(job, workload.topology)): run
         for run, lane in reversed(workload.lanes.items())
     }
     carrying = {run: rows for rows, run in run_of_rows.items() if workload.traffic[list(rows)].any()}
@@ -281,11 +319,14 @@ def chains(workload: Workload, rank: int, full: Full, own_groups: Groups) -> dic
         group = own_groups[channel.group]
         # Traffic counts bytes before the cast to the payload, so elements are FP32.
         elements = [round(workload.traffic[row][r] / OUTPUT_BYTES) for r in group[0]]
-        payloads = (job.forward_payload, job.backward_payload) if channel.row.cast else ("fp32", "fp32")
+        payloads = _payloads(channel.row, (job.forward_payload, job.backward_payload))
         return EXCHANGES[channel.row.call](elements, rank, group, payloads, full)
 
     return {
-        run: [made(c, row) for c, row in zip(run.channels_in(job), carrying[run], strict=True)]
+        run: [
+            made(c, row)
+            for c, row in zip(run.channels_in(job, workload.topology), carrying[run], strict=True)
+        ]
         for run in workload.lanes
         if run in carrying
     }

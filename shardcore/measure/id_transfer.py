@@ -86,7 +86,7 @@ def of_workload(workload: Workload, rank: int, device: torch.device | str = "cpu
             max(0, round((b / n - job.length_bytes * local * f) / job.id_bytes))
             for b, f in zip(n_bytes, features, strict=True)
         ]
-        groups = layout.groups(workload.topology) if layout.divides_rows else ()
+        groups = layout.shared_by(workload.topology) if layout.divides_rows else ()
         transfers.append(IdTransfer(features, ids, local, rank, device, job, groups, layout.ids.row.work))
     return transfers
 

@@ -10,14 +10,15 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
-_SPAWNS = Path("/dev/nvidiactl").exists()
+import torch
+
 _IMPORTED = [
     "shardcore.measure.replay",
     "shardcore.measure.supervise",
@@ -30,7 +31,7 @@ _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 def context() -> SpawnContext | ForkServerContext:
     """Multiprocessing's way to start processes here, which also makes their pipes."""
-    return multiprocessing.get_context("spawn") if _SPAWNS else multiprocessing.get_context("forkserver")
+    return multiprocessing.get_context("spawn") if _spawns() else multiprocessing.get_context("forkserver")
 
 
 def made(name: str, work: Callable[..., None], arguments: Sequence[Any]) -> BaseProcess:
@@ -39,10 +40,16 @@ def made(name: str, work: Callable[..., None], arguments: Sequence[Any]) -> Base
     work, arguments: picklable.
     """
     environment = _QUIET | os.environ
-    if not _SPAWNS:
+    if not _spawns():
         _start_server()
     # A daemon, so that it ends with this process if nothing else ends it.
     return context().Process(target=_run, name=name, daemon=True, args=(environment, work, arguments))
+
+
+@cache
+def _spawns() -> bool:
+    # As torch sees it, like imports in a fork: files of a driver may exist without a GPU, and a GPU without them.
+    return torch.cuda.is_available()
 
 
 def _start_server() -> None:

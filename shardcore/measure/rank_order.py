@@ -149,11 +149,15 @@ def topology_of(levels: Sequence[Groups], links: Links, before: Topology) -> Top
     devices = tuple(replace(before.devices[rank], host=host[rank]) for rank in arranged)
     inner, in_pod, outer = LEVELS
     measured = [Link(inner, links.within_gbps, latency_ms=links.latency_ms)]
-    outward = [(in_pod, links.outward[0])] if len(levels) > 1 else []
-    outward += [(outer, links.outward[-1])] if links.outward else []
-    fastest = links.within_gbps or np.inf
-    for name, link in outward:
-        # Timings scatter, but an outer link of a rank is no faster than an inner one.
+    # Devices of the largest unit of each level, which share the links out of it.
+    sharing = [max(map(len, level)) for level in levels]
+    outward = [(in_pod, links.outward[0], sharing[0])] if len(levels) > 1 else []
+    outward += [(outer, links.outward[-1], sharing[min(1, len(levels) - 1)])] if links.outward else []
+    fastest = share = links.within_gbps or np.inf
+    for name, link, n in outward:
+        # Timings scatter, but an outer link of a rank, or its share of one, is no faster than an inner one.
         fastest = min(fastest, link.gbps)
-        measured.append(Link(name, link.shared_gbps or fastest, bool(link.shared_gbps), links.latency_ms))
-    return replace(before, devices=devices, links=tuple(measured))
+        gbps = min(link.shared_gbps, share * n) if link.shared_gbps else fastest
+        share = gbps / n if link.shared_gbps else min(share, gbps)
+        measured.append(Link(name, gbps, bool(link.shared_gbps), links.latency_ms))
+    return replace(before.of_devices(devices), links=tuple(measured))

@@ -85,6 +85,8 @@ def replay(
 ) -> StepSample:
     """The cost of one step of `workload` on this machine's devices.
 
+    setting: hardware, batch, precision and optimizer of the result.
+    config: numbers of steps. None: the defaults.
     device: "cpu" (one process a device) or "cuda" (one GPU a device).
 
     Raises as replay_all.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.job import PAYLOADS
+from shardcore.core.payloads import FP32_BYTES, payload_of
 from shardcore.core.types import PRECISION_BYTES, Problem, Table
 from shardcore.io.hot_ids import HotIds
 from shardcore.io.row_counts import RowCounts
@@ -107,7 +107,8 @@ def _drift(
     share, best_share = (float(of_rows[hot.ids].sum()) / total for hot in (now, new))
     planned = hot_part.pooling + cold_part.pooling
     row_bytes = hot_part.dim * PRECISION_BYTES[hot_part.precision]
-    payload_bytes = hot_part.dim * (PAYLOADS[job.forward_payload] + PAYLOADS[job.backward_payload])
+    shares = (payload_of(payload).share for payload in (job.forward_payload, job.backward_payload))
+    payload_bytes = hot_part.dim * FP32_BYTES * sum(shares)
     # Lookups in a step that `new` makes hot. Of a cold one, (D - 1) / D come from another device.
     saved_lookups = (best_share - share) * total / counts.samples * problem.global_batch
     sent_share = (n_devices - 1) / n_devices

@@ -14,7 +14,8 @@ from shardcore.core.types import Plan, Problem, Setting
 from shardcore.cost import traced_factors
 from shardcore.cost.collective_model import ALL_TO_ALL
 from shardcore.cost.model import CostModel, PricedPlan, price_plan, total_ms
-from shardcore.cost.traced_factors import Correction, Factor, Quantity
+from shardcore.cost.traced_factors import Correction, Factor
+from shardcore.cost.traced_observations import Quantity, exchanges_of
 from shardcore.io import job_folder
 from shardcore.io.traced_samples import TracedSample
 from shardcore.io.traced_steps import TracedJob
@@ -229,5 +230,5 @@ def _seconds(moved: Diff, problem: Problem, model: Any) -> float:
     traffic = np.zeros((len(CHANNELS), devices))
     # Even shares: as if each device sends as much as the others.
     traffic[CHANNELS.index(ALL_TO_ALL)] = moved.bytes / devices
-    both = traced_factors.exchanges_of(model).collectives(traffic, np.zeros(devices), problem.topology)
+    both = exchanges_of(model).collectives(traffic, np.zeros(devices), problem.topology)
     return float(both[ALL_TO_ALL][0].max()) / 1e3

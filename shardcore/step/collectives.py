@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.payloads import payload_of
 from shardcore.step.memory_timeline import Alive, StageBuffers, Stages, stage_buffers
 
 Widths = Sequence[int]
@@ -352,6 +353,17 @@ COLLECTIVES: Mapping[str, Collective] = {
     )
 }
 """By name. The first is the stand-in for all that were not measured."""
+
+
+def carried_as(row: Collective, way: str, payload: str) -> str:
+    """Payload that a collective carries in a direction, in a job with a payload.
+
+    TorchRec substitutes those that do not sum (get_qcomm_codecs_registry in its fbgemm_qcomm_codec.py).
+    """
+    if not row.cast:
+        return "fp32"
+    summed = payload_of(payload).summed if row.ring else None
+    return summed[way == "backward"] if summed else payload
 
 
 def collective_of(name: str) -> Collective:

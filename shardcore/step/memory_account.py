@@ -170,7 +170,7 @@ def own_peaks(problem: Problem) -> Callable[[Layout, Shard], int]:
             ids += sample_bytes(shard.table, problem.job)
         # Bucketized ids are an extra copy, with lengths for each range.
         if run.divides_rows:
-            ids += bucketized_bytes(shard.table, problem.job, len(run.groups(problem.topology)[0]))
+            ids += bucketized_bytes(shard.table, problem.job, len(run.shared_by(problem.topology)[0]))
         # Columns beyond `phases` are op limits, not bytes.
         largest = account.vector(run, shard)[: account.phases].max()
         return math.ceil(largest + IDS_ALIVE * problem.local_batch * ids)
@@ -227,8 +227,8 @@ class StageCoefficients:
         # Runs with fewer phases keep zeros in the slots that they lack.
         n_slots = 3 + int(n_phases.max())
         sums, batch = (np.zeros((len(runs), 4, n_slots, n)) for n in (2, 6))
-        local = _local_units(problem)
         for r, run in enumerate(runs):
+            local = _local_units(run, problem)
             _, entered, sorting = _units(run, problem)
             for t, held in enumerate(stages[r]):
                 # The order of slots is a contract with anneal/compiled/memory.py.
@@ -244,12 +244,12 @@ class StageCoefficients:
         return cls(sums, batch, n_phases, (sums + after).max((1, 2)))
 
 
-def _local_units(problem: Problem) -> dict[str, np.ndarray]:
+def _local_units(run: Layout, problem: Problem) -> dict[str, np.ndarray]:
     """[6] multiples of the bytes in `StageCoefficients.batch`, for each buffer of a run's outputs."""
     # Unit vectors: each buffer becomes a row of multiples of the six quantities.
     outputs, cut, together, either, gradient, uncut = np.eye(6)
     # Both cases are linear in outputs. Their difference counts only if runs are joined.
-    plain, joined = (output_buffers(1.0, problem, False, together) for together in (False, True))
+    plain, joined = (output_buffers(run, 1.0, problem.job, False, together) for together in (False, True))
     units = {name: n * outputs for name, n in plain.items()}
     return units | {
         "cut": cut,
@@ -269,5 +269,5 @@ def _units(run: Layout, problem: Problem) -> tuple[dict[str, float], ...]:
     entered: dict[str, float] = {}
     # Channels without towers, as Layout.stages has them.
     for channel, entering in run.channels.items():
-        entered |= exchange_buffers(channel.name, entering(0, 1.0, problem), problem.job)
+        entered |= exchange_buffers(channel, entering(0, 1.0, problem), problem.job)
     return {"arrived": 1.0}, entered, {"sorting": float(sorting_bytes(problem))}

@@ -6,12 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardcore.core.catalog import DENSE_OPTIMIZERS
-from shardcore.core.job import PAYLOADS, Job
+from shardcore.core.job import Job
+from shardcore.core.payloads import payload_of
 from shardcore.core.progress import ticking
 from shardcore.core.types import OUTPUT_BYTES, Placement, Problem, Shard, Table
 from shardcore.step.access import access_share
+from shardcore.step.collectives import carried_as
 from shardcore.step.id_bytes import received_bytes, sample_bytes
-from shardcore.step.kinds import Layout, run_of
+from shardcore.step.kinds import Channel, Layout, run_of
 from shardcore.step.output_bytes import output_bytes, table_output_rows
 
 SORTING_BYTES = 52
@@ -35,30 +37,32 @@ def shard_buffers(layout: Layout, shards: Sequence[Shard], problem: Problem) -> 
     found: dict[str, float] = {}
     # Each channel has its own buffers: host_row sends outputs twice.
     for channel, entering in layout.channels.items():
-        found |= exchange_buffers(channel.name, entering(n_bytes, outputs, problem), problem.job)
+        found |= exchange_buffers(channel, entering(n_bytes, outputs, problem), problem.job)
     arrived = sum(received_bytes(s, problem) for s in shards)
     return found | {"arrived": arrived, "sorting": lookups * sorting_bytes(problem)}
 
 
-def exchange_buffers(name: str, n_bytes: float, job: Job, received: bool = False) -> dict[str, float]:
+def exchange_buffers(channel: Channel, n_bytes: float, job: Job, received: str = "") -> dict[str, float]:
     """Bytes of a buffer that enters an exchange, of it as it travels, and of its casts.
 
-    received: True if it arrives, and its gradients leave.
+    received: name of what arrives, whose gradients leave. "": it enters, by the channel's name.
     """
-    # Bytes of the payload for a byte of FP32: 1 means that no cast is made.
-    there, back = (PAYLOADS[p] / OUTPUT_BYTES for p in (job.forward_payload, job.backward_payload))
+    name, row = received or channel.name, channel.row
+    there = payload_of(carried_as(row, "forward", job.forward_payload))
+    back = payload_of(carried_as(row, "backward", job.backward_payload))
     # The receiver's forward is the sender's backward, so the two types swap.
     leaves, arrives = (back, there) if received else (there, back)
     return {
         name: n_bytes,
-        f"{name} there": n_bytes * there,
-        f"{name} back": n_bytes * back,
-        # FP32 needs no codec, so no copies. (leaves < 1) is 0 then.
-        f"{name} cast": n_bytes * leaves * (leaves < 1),
-        f"{name} clamped": n_bytes * (leaves < 1),
+        # Bytes of the payload for a byte of FP32: 1 means that no cast is made.
+        f"{name} there": n_bytes * there.share,
+        f"{name} back": n_bytes * back.share,
+        # FP32 needs no codec, so no copies. (leaves.share < 1) is 0 then.
+        f"{name} cast": n_bytes * leaves.share * (leaves.share < 1),
+        f"{name} clamped": n_bytes * leaves.copies,
         # Decoding makes an FP32 copy, whatever arrived.
-        f"{name} decoded": n_bytes * (arrives < 1),
-        f"{name} recast": n_bytes * back * (back < 1),
+        f"{name} decoded": n_bytes * (arrives.share < 1),
+        f"{name} recast": n_bytes * back.share * (back.share < 1),
     }
 
 
@@ -128,9 +132,8 @@ def local_buffers(batches: Mapping[Layout, RunBatch], problem: Problem) -> dict[
     for run, batch in batches.items():
         # Sequences of several runs are not joined to one tensor. Cut columns have to be.
         joined = collections[run.collection, run.sequence]
-        found[run] = output_buffers(
-            batch.outputs, problem, batch.cut, batch.cut if run.sequence else len(joined) > 1
-        )
+        together = batch.cut if run.sequence else len(joined) > 1
+        found[run] = output_buffers(run, batch.outputs, problem.job, batch.cut, together)
         # A joined gradient lives until the last run that reads it, so that run counts it.
         if run.sequence or run in last:
             found[run]["gradient"] = batch.outputs if run.sequence else sum(joined)
@@ -163,9 +166,10 @@ def _last_to_need_gradients(runs: Iterable[Layout]) -> set[Layout]:
     return set(last.values())
 
 
-def output_buffers(outputs: float, problem: Problem, cut: bool, together: bool) -> dict[str, float]:
+def output_buffers(run: Layout, outputs: float, job: Job, cut: bool, together: bool) -> dict[str, float]:
     """Bytes of the buffers of a run's outputs for a local batch."""
-    found = exchange_buffers("local", outputs, problem.job, received=True)
+    # Outputs arrive by the run's last exchange.
+    found = exchange_buffers(tuple(run.channels)[-1], outputs, job, received="local")
     # Outputs that are the whole tensor, and travel as FP32, are sent without a copy.
     copied = found["local back"] * (together or found["local back"] < outputs)
     return found | {

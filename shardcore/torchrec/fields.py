@@ -124,19 +124,21 @@ FIELDS: Mapping[str, Mapping[str, Treatment]] = {
         "created_by_factory": _honoured("neither plan nor price depends on it"),
     },
     "QCommsConfig": {
-        "forward_precision": _priced("payload of outputs: FP32, FP16 or BF16; others are refused"),
-        "backward_precision": _priced("payload of gradients: FP32, FP16 or BF16; others are refused"),
+        "forward_precision": _priced("payload of outputs"),
+        "backward_precision": _priced("payload of gradients"),
         "forward_loss_scale": _honoured("a factor; as many bytes travel"),
         "backward_loss_scale": _honoured("a factor; as many bytes travel"),
         **dict.fromkeys(
-            ("fp8_quantize_dim", "fp8_quantize_dim_bwd", "fp8_bwd_uses_143", "fp8_output_dtype"),
-            _refused("payloads of 8 bits are not priced: use FP16 or BF16"),
+            ("fp8_quantize_dim", "fp8_quantize_dim_bwd", "mx4_quantize_dim", "mx4_quantize_dim_bwd"),
+            _priced("elements with one scale"),
         ),
         **dict.fromkeys(
-            ("mx4_quantize_dim", "mx4_quantize_dim_bwd", "mx4_rounding_mode"),
-            _refused("payloads of 4 bits are not priced: use FP16 or BF16"),
+            ("fp8_bwd_uses_143", "mx4_rounding_mode"), _honoured("values change; as many bytes travel")
         ),
-        "output_dtype": _refused("outputs are priced in FP32 at both ends: leave it out"),
+        **dict.fromkeys(
+            ("fp8_output_dtype", "output_dtype"),
+            _refused("outputs are priced in FP32 at both ends: leave it out"),
+        ),
     },
     "EmbeddingConfig": _CONFIG,
     "EmbeddingBagConfig": {**_CONFIG, "pooling": _honoured("sums and means take as long; " + _OF_MODULE)},

@@ -110,7 +110,7 @@ def problem_for(
     statistics = statistics_of(theirs, data, global_batch)
     # Memory reserved by default, as by TorchRec's planner.
     ours = topology if isinstance(topology, Topology) else our_topology(topology, RESERVED)
-    topologies.require_pod_size(ours)
+    ours = topologies.as_job(ours)
     # Deduplication happens on a device, so within its share of the batch.
     factors, groups = deduplicated_of(theirs, data, deduplicated, global_batch // len(ours))
     tables = tuple(
@@ -327,6 +327,8 @@ class ShardCorePlanner:
                 f"features {few(variable)} have batches of their own sizes (VBE): their lookups are those of the "
                 f"data, their outputs count as those of batch_size {self.batch_size}"
             )
+        if note := topologies.rows_note(problem.topology):
+            notes.append(note)
         if self.their_topology is not None:
             notes += topologies.notes(self.their_topology, bool(self.topology.memory))
         notes += unpriced_hardware(self.model.setting, self.compute_device)
@@ -387,7 +389,10 @@ class ShardCorePlanner:
 
         def attempt() -> ShardingPlan | Exception:
             try:
-                return self.plan(module, sharders)
+                found = self.plan(module, sharders)
+                assert self.our_plan is not None and self.problem is not None
+                topologies.require_job(self.problem.topology, self.our_plan.placements)
+                return found
             except Exception as error:
                 # Any error, as all ranks need to hear of it.
                 return error

@@ -11,8 +11,10 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.job import PAYLOADS, Job
+from shardcore.core.job import Job
+from shardcore.core.payloads import PAYLOADS, payload_of
 from shardcore.core.types import Problem, Setting
+from shardcore.step.collectives import COLLECTIVES, carried_as
 from shardcore.step.kinds import layout_of_torchrec
 from shardcore.torchrec import plan_files
 from shardcore.torchrec.fields import require_treated
@@ -72,21 +74,70 @@ def job_of(qcomms: QCommsConfig) -> Job:
     Raises ShardCoreError naming a field that is refused, or a precision that is not priced.
     """
     require_treated(qcomms, "QCommsConfig")
-    payloads = {name: getattr(qcomms, name).value for name in ("forward_precision", "backward_precision")}
-    for name, payload in payloads.items():
-        if payload not in PAYLOADS:
-            raise ShardCoreError(f"QCommsConfig has {name} {payload}; priced are {', '.join(PAYLOADS)}")
-    return Job(forward_payload=payloads["forward_precision"], backward_payload=payloads["backward_precision"])
+    named = {}
+    for way, of in (("forward", ""), ("backward", "_bwd")):
+        precision = getattr(qcomms, f"{way}_precision").value
+        block = getattr(qcomms, f"{precision}_quantize_dim{of}", None)
+        named[f"{way}_payload"] = _named(precision, block, f"QCommsConfig has {way}_precision")
+    return Job(**named)
+
+
+def qcomms_of(job: Job) -> QCommsConfig:
+    """TorchRec's config for the payloads of a job."""
+    from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig
+
+    there, back = (p.partition("-") for p in (job.forward_payload, job.backward_payload))
+    blocks: dict[str, Any] = {
+        f"{name}_quantize_dim{of}": int(block)
+        for of, (name, _, block) in (("", there), ("_bwd", back))
+        if block
+    }
+    return QCommsConfig(CommType(there[0]), CommType(back[0]), **blocks)
+
+
+def _named(precision: str, block: int | None, what: str) -> str:
+    """Our name of a payload. Raises ShardCoreError, beginning with `what`, if it has none."""
+    name = f"{precision}-{block}" if block else precision
+    try:
+        row = payload_of(name)
+    except ShardCoreError:
+        row = None
+    if row is None or precision not in PAYLOADS:
+        raise ShardCoreError(
+            f"{what} {name}; priced are {', '.join(PAYLOADS)}, with blocks of a multiple of 4 elements"
+        )
+    # The default block needs no number.
+    return precision if row == PAYLOADS[precision] else name
 
 
 def payloads_of(sharders: Iterable[ModuleSharder[Any]]) -> tuple[str, str]:
     """Payloads of the sharders' collectives, forward and backward, if all send the same. Else FP32.
 
+    A reduce-scatter may send what TorchRec substitutes there.
+
     Raises ShardCoreError for payloads that are not priced.
     """
     # Payloads that differ between sharders have no single job. They are named as unpriced.
-    sent = {payloads for sharder in sharders for payloads in _sent(sharder).values()}
-    return sent.pop() if len(sent) == 1 else ("fp32", "fp32")
+    sent = [pair for sharder in sharders for pair in _sent(sharder).items()]
+    pairs = {payloads for op, payloads in sent if _SUMS not in op} or {payloads for _, payloads in sent}
+    if len(pairs) != 1 or any(not _is_priced(op, payloads, *pairs) for op, payloads in sent):
+        return "fp32", "fp32"
+    return pairs.pop()
+
+
+_SUMS = "reduce_scatter"
+"""Part of the name of a TorchRec operation that sums."""
+
+
+def _is_priced(op: str, sent: tuple[str, str], priced: tuple[str, str]) -> bool:
+    """Tell if an operation sends what a job with some payloads is priced with."""
+    row = COLLECTIVES[_SUMS if _SUMS in op else "all_to_all"]
+    carried = [carried_as(row, way, payload) for way, payload in zip(row.ways, priced, strict=True)]
+    # Where it substitutes, TorchRec sends FP16 for BF16 on CPUs: as many bytes.
+    return all(
+        of == form or (form != payload and payload_of(of).share == payload_of(form).share)
+        for of, form, payload in zip(sent, carried, priced, strict=True)
+    )
 
 
 def _of_collection(sharder: ModuleSharder[Any]) -> ModuleSharder[Any]:
@@ -99,15 +150,13 @@ def _sent(sharder: ModuleSharder[Any]) -> dict[str, tuple[str, str]]:
     """Payloads forward and backward by operation. Without codecs all is sent in FP32."""
 
     def payload(op: str, direction: str, codec: Any) -> str:
-        # Codecs name torch types. Payloads of 8 bits have others, which are not priced.
+        # Codecs name torch types. Payloads of 8 bits and fewer share one, so FBGEMM's own name decides.
         dtype = str(codec.quantized_dtype).removeprefix("torch.")
-        if dtype not in _TORCH:
-            precision = getattr(getattr(codec, "_comm_precision", None), "name", dtype)
-            raise ShardCoreError(
-                f"{op} of {type(sharder).__name__} has {direction}_precision {precision}; priced are "
-                f"{', '.join(PAYLOADS)}"
-            )
-        return _TORCH[dtype]
+        if dtype in _TORCH:
+            return _TORCH[dtype]
+        precision = getattr(getattr(codec, "_comm_precision", None), "name", dtype).lower()
+        block = max(getattr(codec, "_row_dim", 0), 0) if precision in ("fp8", "mx4") else None
+        return _named(precision, block, f"{op} of {type(sharder).__name__} has {direction}_precision")
 
     registry = getattr(_of_collection(sharder), "qcomm_codecs_registry", None) or {}
     codecs = {op.lower(): pair for op, pair in registry.items()}
@@ -171,7 +220,7 @@ def unpriced(
         f"{sent[0]} forward, {sent[1]} backward"
         for sharder in sharders
         for op, sent in _sent(sharder).items()
-        if sent != priced
+        if not _is_priced(op, sent, priced)
     ]
 
 

@@ -71,7 +71,9 @@ def test_propose_says_what_a_better_plan_brings(folder, model, tmp_path, capsys)
 
 def test_a_profile_is_corrected_as_a_model_is(folder, tmp_path, capsys):
     out = tmp_path / "profile.json"
-    code, text, _ = output_of(capsys, "job", "read", folder, "--hardware", "nvidia-h100-sxm", "--out-profile", out)
+    code, text, _ = output_of(
+        capsys, "job", "read", folder, "--hardware", "nvidia-h100-sxm", "--out-profile", out
+    )
     assert code == 0 and "step 18.0 ms measured" in text
     assert "corrected by traces of step-00001000" in load_profile(out).rates["read_gbps"].source
 

@@ -8,6 +8,7 @@ from offers import BOX, write_offers
 
 from shardcore.cli import main
 from shardcore.core.access_statistics import Zipf
+from shardcore.core.constraints import Constraints
 from shardcore.core.links import links_of
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
@@ -157,3 +158,28 @@ def test_a_model_or_offers_are_needed(large, model, tmp_path, capsys):
     with pytest.raises(SystemExit) as error:
         main(asked)
     assert error.value.code == 2 and "--offers --model --hardware is required" in capsys.readouterr().err
+
+
+def test_rows_over_pods_are_chosen_by_default_and_the_job_is_told_what_it_needs(
+    problem, model, tmp_path, capsys
+):
+    """The plan is one of the problem as it is. A topology that says its units is not asked."""
+    devices = tuple(Device(1 << 30, host=f"p{d // 4}/h{d // 2}") for d in range(8))
+    links = links_of(0.01, within_host=40.0, within_pod=40.0, between_hosts=2.0)
+    tables = tuple(
+        replace(problem.tables[0], name=f"t{i}", rows=40_000, dim=64, pooling=20.0) for i in range(2)
+    )
+    kinds = Constraints(kinds=tuple((t.name, ("host_row", "pod_row")) for t in tables))
+    of = replace(problem, tables=tables, topology=Topology(devices, links=links), constraints=kinds)
+    asked = [*stored(of, tmp_path, model), "--algorithm", "anneal", "--budget-evals", "200"]
+    assert main(asked) == 0
+    said, plan = capsys.readouterr().out, files.read_plan(tmp_path / "plan.json", of)
+    unit, other = ("pod", "host") if plan.placements[0].kind == "pod_row" else ("host", "pod")
+    assert f"rows over {unit}s of" in said and "(best)" in said and "units of rows" in said
+    assert ("over pods of 2 hosts: the job needs TORCHREC_RESOLVED_POD_SIZE=2" in said) == (unit == "pod")
+    assert plan.provenance["decisions"]["chosen"].startswith(f"rows over {unit}s of")
+    lower(plan, of)
+    decided = replace(of, topology=replace(of.topology, rows_over=other))
+    assert main([*stored(decided, tmp_path, model), "--algorithm", "anneal", "--budget-evals", "200"]) == 0
+    said, plan = capsys.readouterr().out, files.read_plan(tmp_path / "plan.json", decided)
+    assert "units of rows" not in said and {p.kind for p in plan.placements} == {f"{other}_row"}

@@ -215,6 +215,13 @@ def test_a_problem_may_be_of_several_hosts(tmp_path, capsys):
     made[5] = "3"
     assert main(made) == 1
     assert capsys.readouterr().err == "error: 8 devices were asked for on 3 hosts; it needs as many on each\n"
+    for hardware in ([], ["--hardware", "nvidia-h100-sxm"]):
+        assert main([*made[:4], "--hosts", "4", "--pods", "2", *hardware, *made[-2:]]) == 0
+        assert files.read_problem(path).topology.hosts[1:3] == ("pod-0/host-1", "pod-1/host-2")
+        capsys.readouterr()
+        assert main([*made[:4], "--hosts", "4", "--pods", "3", *hardware, *made[-2:]]) == 1
+        said = "error: 4 hosts were asked for in 3 pods; it needs as many in each: 1 or 2 or 4 pods\n"
+        assert capsys.readouterr().err == said
 
 
 def test_a_problem_says_how_a_step_runs_and_keeps_memory_for_the_dense_part(tmp_path, capsys):

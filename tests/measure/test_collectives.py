@@ -86,6 +86,9 @@ THREE = [
     for p in ("fp32", "bf16")
     for i, c in enumerate(["all_to_all", "reduce_scatter", "all_reduce"])
 ]
+SCALED = {"int8": 1e-3, "mx4": 0.5}
+"""Payloads with scales, and by how much a value changes on its way, at most."""
+THREE += [CollectiveRequest(WIDTHS, 96, (0.0,) * 3, payload=p) for p in SCALED]
 PINGS = [(10.0 * k, 1.0 if k == 7 else 5.0) for k in range(collectives._PINGS)]
 """Time at which a rank other than the first sends, and time until the answer."""
 
@@ -187,7 +190,14 @@ def test_each_collective_delivers_what_it_says(three, rank):
             torch.cat(given),
             sum(dense),
         ]
-    for i, (got, wanted) in enumerate(zip(found, expected, strict=True)):
+    for payload, most in SCALED.items():
+        *_, there, back = found[: 10 + 2 * (1 + list(SCALED).index(payload))]
+        outputs = [values(r, 96 * w, payload).chunk(3)[rank] for r, w in enumerate(WIDTHS)]
+        gradients = [values(r, 32 * sum(WIDTHS), payload) for r in range(3)]
+        back_here = [gradients[d].split([32 * w for w in WIDTHS])[rank] for d in range(3)]
+        assert torch.tensor(there) == pytest.approx(torch.cat(outputs), abs=most)
+        assert torch.tensor(back) == pytest.approx(torch.cat(back_here), abs=most)
+    for i, (got, wanted) in enumerate(zip(found[:10], expected, strict=True)):
         cast_once_more = 1e-2 if i in (7, 9) else 1e-6  # sums of BF16 are BF16
         assert torch.tensor(got) == pytest.approx(wanted, rel=cast_once_more)
 

@@ -34,6 +34,7 @@ from shardcore.core.topology import Topology
 from shardcore.io import writing
 from shardcore.step.kinds import Channel
 from shardcore.step.scopes import SCOPES, groups_in
+from shardcore.torchrec.settings import qcomms_of
 from shardcore.torchrec.sharding_plan import to_torchrec
 
 _PARTS = {"SplitsAllToAllAwaitable": SPLITS, "KJTAllToAllTensorsAwaitable": INPUT}
@@ -154,18 +155,12 @@ def _step(rank: int, model: Drawn, seed: int, folder: str) -> None:
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+    from torchrec.distributed.fbgemm_qcomm_codec import get_qcomm_codecs_registry
 
     topology = model.problem.topology
     training.start_rank(rank, topology, folder)
     fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
-    codecs = get_qcomm_codecs_registry(
-        QCommsConfig(
-            forward_precision=CommType(model.problem.job.forward_payload),
-            backward_precision=CommType(model.problem.job.backward_payload),
-        ),
-        device=torch.device("cpu"),
-    )
+    codecs = get_qcomm_codecs_registry(qcomms_of(model.problem.job), device=torch.device("cpu"))
     sharded = DistributedModelParallel(
         Model(model, "cpu"),
         device=torch.device("cpu"),
@@ -208,9 +203,9 @@ def _batch(model: Drawn, seed: int, rank: int):
 # --- both --------------------------------------------------------------------------------------------------
 
 
-def differences(seed: int, shape: tuple[int, int] | None = None) -> list[str]:
-    """Differences between counted and expected bytes, rank by rank."""
-    model, found = drawn(seed, shape), []
+def differences(seed: int, model: Drawn | None = None) -> list[str]:
+    """Differences between counted and expected bytes, rank by rank. model: None: the one of the seed."""
+    model, found = model or drawn(seed), []
     for rank, (ours, theirs) in enumerate(zip(expected(model, seed), counted(model, seed), strict=True)):
         found += [
             f"rank {rank}: {name}: [in, out] bytes {ours.get(name, [])} expected, "

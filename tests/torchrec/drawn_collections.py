@@ -13,13 +13,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import training
 
-from shardcore.core.job import PAYLOADS, Job
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.job import Job
+from shardcore.core.payloads import CASTS
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import OUTPUT_BYTES, Plan, Problem, Shard, Table
+from shardcore.step.collectives import carried_as
 from shardcore.step.id_bytes import Lookups, count_bytes, input_bytes
 from shardcore.step.kinds import ID_CHANNELS, Channel, Layout, run_of, shards_on
-from shardcore.step.lower import lower
-from shardcore.step.output_bytes import payload_bytes
+from shardcore.step.lower import lower, require_plan
+from shardcore.step.output_bytes import padded_bytes, payload_bytes
 from shardcore.step.scopes import SCOPES, groups_in
 
 SHAPES = ((1, 2), (2, 2), (1, 4))
@@ -81,7 +84,7 @@ def drawn(seed: int, shape: tuple[int, int] | None = None) -> Drawn:
     given = Problem("drawn", tuple(tables), Topology(devices), len(devices) * int(rng.integers(1, 9)))
     plan, (id_bytes, length_bytes) = training.draw(given, rng), map(int, rng.choice([4, 8], 2))
     # Drawn apart, so that the models are those of earlier versions.
-    payloads = map(str, np.random.default_rng([seed, 1]).choice(list(PAYLOADS), 2, p=[0.5, 0.3, 0.2]))
+    payloads = map(str, np.random.default_rng([seed, 1]).choice(["fp32", *CASTS], 2, p=[0.5, 0.3, 0.2]))
     job = Job(
         id_bytes=id_bytes,
         length_bytes=length_bytes,
@@ -100,6 +103,44 @@ def drawn(seed: int, shape: tuple[int, int] | None = None) -> Drawn:
             )
         ),
     )
+
+
+CODECS = ("int8", "mx4", "mx4-16", "fp32", "bf16")
+"""Payloads whose codecs run on CPUs, of which one has scales at least in one direction."""
+
+
+def coded(seed: int) -> Drawn:
+    """A drawn model whose outputs or gradients travel with scales, as far as codecs carry its columns."""
+    return next(model for model, refusal in _coded(seed) if not refusal)
+
+
+def refused(seed: int) -> tuple[Drawn, str]:
+    """A drawn model with a plan that is refused as no codec carries it, and the refusal."""
+    return next((model, refusal) for model, refusal in _coded(seed) if "codec" in refusal)
+
+
+def _coded(seed: int) -> Iterator[tuple[Drawn, str]]:
+    model, rng = drawn(seed), np.random.default_rng([seed, 3])
+    given = model.problem
+    while True:
+        there, back = map(str, rng.choice(CODECS, 2))
+        local_batch, dim = int(rng.choice([3, 4, 8, 16])), int(rng.choice([16, 32]))
+        # Sequences need whole blocks in each row.
+        tables = tuple(replace(t, dim=dim) if t.sequence else t for t in given.tables)
+        made = replace(
+            given,
+            tables=tables,
+            global_batch=local_batch * len(given.topology),
+            job=replace(given.job, forward_payload=there, backward_payload=back),
+        )
+        plan = training.draw(made, rng)
+        if {there, back} <= {"fp32", "bf16"}:
+            continue
+        try:
+            require_plan(plan, made)
+            yield Drawn(made, model.features, plan), ""
+        except ShardCoreError as error:
+            yield Drawn(made, model.features, plan), str(error)
 
 
 def lengths_of(model: Drawn, seed: int, rank: int) -> dict[str, np.ndarray]:
@@ -149,24 +190,28 @@ def expected(model: Drawn, seed: int) -> list[Calls]:
     found = []
     for rank in range(n):
         mine = {SPLITS: [[counts, counts]], INPUT: [[sent[rank], received[rank]]]}
-        for channel, there, back in exchanges:
+        for channel, there, back, samples in exchanges:
             [group] = (g for g in groups[channel.group] if rank in g)
             # All ranks of a group take part if any has something.
             if not there[list(group)].any():
                 continue
-            # What enters on the way there leaves on the way back.
-            ways = {"forward": [there[rank], back[rank]], "backward": [back[rank], there[rank]]}
             for way in channel.row.ways:
-                cast = getattr(job, f"{way}_payload") if channel.row.cast else "fp32"
+                cast = carried_as(channel.row, way, getattr(job, f"{way}_payload"))
+                enters, leaves = there, back
+                if samples and way == "forward":
+                    enters = padded_bytes(there, cast, samples)
+                    leaves = _dealt(channel, enters, groups)
+                # What enters on the way there leaves on the way back.
+                pair = (enters, leaves) if way == "forward" else (leaves, enters)
                 mine.setdefault(f"{way} {channel.words}", []).append(
-                    [payload_bytes(n_bytes, cast) for n_bytes in ways[way]]
+                    [payload_bytes(n_bytes[rank], cast) for n_bytes in pair]
                 )
         found.append(in_order(mine))
     return found
 
 
-Exchange = tuple[Channel, np.ndarray, np.ndarray]
-"""A collective, and [D] bytes that enter and leave it forward."""
+Exchange = tuple[Channel, np.ndarray, np.ndarray, int]
+"""A collective, [D] FP32 bytes that enter and leave it forward, and its samples. 0: it carries no samples."""
 
 
 def pooled_exchanges(model: Drawn) -> Iterator[Exchange]:
@@ -183,12 +228,20 @@ def pooled_exchanges(model: Drawn) -> Iterator[Exchange]:
         # The workload's ids are those that statistics make us expect.
         if channel in ID_CHANNELS or not there.any():
             continue
-        back = there.copy()
-        for group in map(list, groups[channel.group] if channel.collective != "all_reduce" else ()):
-            # An all-to-all deals out what each has, evenly. A reduce-scatter leaves its share of a sum.
-            of_all = there[group].sum() if channel.collective == "all_to_all" else there[group]
-            back[group] = of_all / len(group)
-        yield channel, there, back
+        # Across hosts travel the samples that a sum within them leaves a device.
+        summed = len(model.problem.topology) // len(groups[channel.group][0])
+        samples = model.problem.global_batch // summed * (channel.collective == "all_to_all")
+        yield channel, there, _dealt(channel, there, groups), samples
+
+
+def _dealt(channel: Channel, there: np.ndarray, groups: Mapping[str, Sequence[Sequence[int]]]) -> np.ndarray:
+    """[D] bytes that leave a collective."""
+    back = there.copy()
+    for group in map(list, groups[channel.group] if channel.collective != "all_reduce" else ()):
+        # An all-to-all deals out what each has, evenly. A reduce-scatter leaves its share of a sum.
+        of_all = there[group].sum() if channel.collective == "all_to_all" else there[group]
+        back[group] = of_all / len(group)
+    return back
 
 
 def sequence_exchanges(model: Drawn, lookups: Lookups) -> Iterator[Exchange]:
@@ -209,7 +262,7 @@ def sequence_exchanges(model: Drawn, lookups: Lookups) -> Iterator[Exchange]:
                 mine[1] += asked
     for (run, _), (there, back) in found.items():
         [channel] = run.channels
-        yield channel, there, back
+        yield channel, there, back, 0
 
 
 def in_order(calls: Mapping[str, Iterable[Sequence[float]]]) -> Calls:

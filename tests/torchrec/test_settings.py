@@ -27,7 +27,7 @@ from shardcore.io import files
 from shardcore.search import Budget
 from shardcore.torchrec.plan_files import read_qcomms, read_torchrec, write_torchrec
 from shardcore.torchrec.planner import ShardCorePlanner
-from shardcore.torchrec.settings import job_of, payloads_of, settings_of, unpriced
+from shardcore.torchrec.settings import job_of, payloads_of, qcomms_of, settings_of, unpriced
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
 
 MODULE = training.Model()
@@ -241,18 +241,33 @@ def test_the_sharder_of_a_wrapper_sends_as_the_one_within():
     assert payloads_of([FeatureProcessedEmbeddingBagCollectionSharder()]) == ("fp32", "fp32")
 
 
+@pytest.mark.parametrize(
+    "qcomms, payloads",
+    [
+        (QCommsConfig(CommType.INT8, CommType.FP16), ("int8", "fp16")),
+        (QCommsConfig(CommType.FP8, CommType.FP8, fp8_quantize_dim=256), ("fp8-256", "fp8-256")),
+        (QCommsConfig(CommType.FP8, CommType.BF16), ("fp8", "bf16")),
+        (QCommsConfig(CommType.MX4, CommType.MX4, mx4_quantize_dim=64), ("mx4-64", "mx4-64")),
+        (QCommsConfig(CommType.FP32, CommType.MX4), ("fp32", "mx4")),
+    ],
+)
+def test_codecs_with_scales_are_payloads(qcomms, payloads):
+    """Also where TorchRec sends others in a reduce-scatter, and back to a config."""
+    registry = get_qcomm_codecs_registry(qcomms, device=torch.device("cuda"))
+    sharders = [EmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)]
+    job = job_of(qcomms)
+    assert (job.forward_payload, job.backward_payload) == payloads == payloads_of(sharders)
+    assert payloads_of([EmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)]) == payloads
+    assert job_of(qcomms_of(job)) == job
+    given = replace(GIVEN, job=job)
+    plain = to_torchrec(whole(), GIVEN, MODULE)
+    assert not [line for line in unpriced(plain, sharders, given) if "is priced with" in line]
+
+
 def test_payloads_that_no_price_has_are_refused_by_name():
-    narrow = QCommsConfig(CommType.INT8, CommType.FP16)
-    sharder = EmbeddingBagCollectionSharder(
-        qcomm_codecs_registry=get_qcomm_codecs_registry(narrow, device=torch.device("cuda"))
-    )
-    with pytest.raises(
-        ShardCoreError,
-        match="EmbeddingBagCollectionSharder has forward_precision INT8; priced are fp32, fp16, bf16",
-    ):
-        payloads_of([sharder])
-    with pytest.raises(ShardCoreError, match="QCommsConfig has forward_precision int8; priced are fp32"):
-        job_of(narrow)
+    odd = QCommsConfig(CommType.FP8, CommType.FP16, fp8_quantize_dim=6)
+    with pytest.raises(ShardCoreError, match="QCommsConfig has forward_precision fp8-6; priced are fp32"):
+        job_of(odd)
 
 
 def test_index_deduplication_of_sharders_is_told():

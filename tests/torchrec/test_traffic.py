@@ -9,6 +9,7 @@ pytest.importorskip("torchrec")
 sys.path.append(str(Path(__file__).parent))
 
 import counted_traffic as traffic
+import drawn_collections
 
 
 @pytest.mark.long
@@ -24,3 +25,10 @@ def test_every_collective_carries_the_bytes_expected(seed, kinds, processes):
     for special in ("weighted", "sequence"):
         assert any(getattr(t, special) for t in drawn.problem.tables) == (processes == 4)
     assert traffic.differences(seed) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 9])
+def test_payloads_with_scales_carry_the_bytes_expected(seed):
+    model = drawn_collections.coded(seed)
+    assert traffic.differences(seed, model) == []

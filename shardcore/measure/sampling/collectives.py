@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardcore.core.types import PAYLOADS
+from shardcore.core.payloads import CASTS
 from shardcore.io.measurements import CollectiveRequest, EmulatedLinks
 from shardcore.measure.sampling.problems import DIMS
 from shardcore.step.collectives import COLLECTIVES
@@ -63,7 +63,7 @@ def comm_request(
     # Later options have streams of their own, so that the other draws stay as they were.
     payloads = np.random.default_rng([6, seed, index, ranks])
     if COLLECTIVES[collective].cast and payloads.random() >= _FP32:
-        payload = str(payloads.choice([p for p in PAYLOADS if p != "fp32"]))
+        payload = str(payloads.choice(CASTS))
     for row in (r for r in COLLECTIVES.values() if r.draw.stream):
         stream = np.random.default_rng([row.draw.stream, seed, index, ranks])
         if stream.random() < row.draw.share:

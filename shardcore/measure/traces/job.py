@@ -143,7 +143,7 @@ def rank_step(rank: int, spans: StepSpans, on_gpu: bool) -> RankStep:
     ]
     work = [s for s in (spans.device if on_gpu else spans.host) if s.works]
     transfers = [(c.transfer_from_ms, c.end_ms) for c in spans.collectives]
-    painted, exposed_ms = _painted(
+    painted, exposed_ms, shared_ms = _painted(
         [
             (spans.begin_ms, spans.end_ms, UNNAMED),
             *idle,
@@ -183,8 +183,9 @@ def rank_step(rank: int, spans: StepSpans, on_gpu: bool) -> RankStep:
             c.transfer_from_ms - c.begin_ms,
             c.end_ms - c.transfer_from_ms,
             value,
+            shared,
         )
-        for c, value in zip(spans.collectives, exposed_ms, strict=True)
+        for c, value, shared in zip(spans.collectives, exposed_ms, shared_ms, strict=True)
     )
     return RankStep(
         rank,
@@ -202,8 +203,10 @@ def _painted(
     layers: Iterable[tuple[float, float, str]],
     transfers: Sequence[tuple[float, float]],
     within_ms: tuple[float, float],
-) -> tuple[dict[str, float], list[float]]:
-    """ms of each part between two moments, and [C] ms of each transfer. Later layers cover earlier ones.
+) -> tuple[dict[str, float], list[float], list[float]]:
+    """ms of each part between two moments, [C] ms of each transfer, and [C] ms of these that others share.
+
+    Later layers cover earlier ones.
 
     transfers: those of the layers of _TRANSFER, which is among the parts no more.
     """
@@ -222,8 +225,14 @@ def _painted(
     # [C, M] transfers under way where nothing hides them.
     ends = np.array(transfers).reshape(-1, 2, 1)
     shown = (ends[:, 0] <= edges[:-1]) & (edges[1:] <= ends[:, 1]) & (top == number.get(_TRANSFER, -1))
-    exposed = (shown / np.maximum(shown.sum(0), 1)) @ widths
-    return {part: ms for part, ms in totals.items() if ms > 0}, exposed.tolist()
+    at_once = shown.sum(0)
+    share = shown / np.maximum(at_once, 1)
+    alone = at_once < 2
+    return (
+        {part: ms for part, ms in totals.items() if ms > 0},
+        (share @ widths).tolist(),
+        (share @ np.where(alone, 0.0, widths)).tolist(),
+    )
 
 
 def _rank_in(path: Path, otherwise: int) -> int:
