@@ -3,6 +3,7 @@
 # again, some 12 hours.  make mutants ROOM=step: the mutation score of a room.  All set up .venv themselves.
 # make docs: the documentation site, in site/.  make screenshots: pictures of a run's pages.
 # make up, status, down: the long-lived services (docs/operations.md).
+# make release: sdist and wheel in dist/, checked in a bare environment; make minimum: at the lowest versions allowed.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Defects that `make mutants` draws.
 MUTANTS ?= 40
@@ -21,7 +22,7 @@ export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO := 0
 
 SIZE := 2.2 GB$(if $(filter measure-gpu,$(EXTRA)), and CUDA)
 
-.PHONY: run test test-long mutants figures docs screenshots up status down setup lock lint
+.PHONY: run test test-long mutants figures docs screenshots up status down release minimum setup lock lint
 
 run: setup
 	@python -m tasks.services python -m flows.refresh
@@ -55,6 +56,12 @@ up: setup
 
 status down:
 	@python -m tasks.stack $@
+
+release: setup
+	@python .ci/release.py
+
+minimum: setup
+	@python .ci/release.py --resolution lowest-direct
 
 lint: setup
 	ruff check .

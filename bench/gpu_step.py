@@ -58,7 +58,7 @@ def job(batch: int, folder: Path) -> None:
     ]
     tables = EmbeddingBagCollection(device=torch.device("meta"), tables=configs)
     apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": 0.01})
-    model = DistributedModelParallel(Dlrm(tables), device=torch.device("cuda"))
+    model: Any = DistributedModelParallel(Dlrm(tables), device=torch.device("cuda"))
     optimizer = torch.optim.SGD(model.module.layers.parameters(), lr=0.01)
     pipeline: Any = TrainPipelineSparseDist(model, optimizer, torch.device("cuda"))
     rng = torch.Generator().manual_seed(0)
@@ -90,7 +90,7 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.cuda.set_device(0)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
     try:
         job(args.batch, args.folder)
     finally:
