@@ -476,8 +476,8 @@ def use_job(folder: Path, sound: Sound) -> None:
 )
 def use_traced(folder: Path, sound: Sound) -> None:
     for sample in traced_samples.read_all([folder]):
-        measured, predicted = traced_training.observations(sound.model, [sample])
-        assert _is_cost(measured, predicted), "a traced step's price is no cost"
+        seen = traced_training.observations(sound.model, [sample])
+        assert _is_cost(seen.measured, seen.predicted), "a traced step's price is no cost"
 
 
 @reads("request")

@@ -122,9 +122,12 @@ def read(args: ReadOptions) -> None:
     model = models.load(args.source) if args.source else None
     job = _read_job(args.folder, args)
     print(job_report.traced_text(job.traced))
-    checked = _checked(job, model) if model else None
-    print(f"\n{job_report.bottleneck(job.traced.steps[-1])}")
-    _say_remarks(job, checked)
+    checked = None
+    try:
+        checked = _checked(job, model) if model else None
+    finally:  # what traces tell without the model is said, too
+        print(f"\n{job_report.bottleneck(job.traced.steps[-1])}")
+        _say_remarks(job, checked)
     if checked:
         _write(args, checked)
     if model and args.append:

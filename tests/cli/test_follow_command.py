@@ -62,6 +62,15 @@ def test_it_says_how_a_job_follows_where_none_does(plans, capsys):
     assert "\n        follower.step()\n" in capsys.readouterr().out
 
 
+def test_jobs_without_a_name_keep_their_reports_apart(plans, monkeypatch):
+    told = {"current": versions(plans)[0], "step": 1, "at_s": 1e9, "step_ms": 20.5, "events": ()}
+    for process in (7, 8, 8):
+        monkeypatch.setattr("os.getpid", lambda process=process: process)
+        StoredPlans(plans, "shifting").report(told)
+    names = [job.job for job in job_reports.read(plans, "shifting")]
+    assert len(names) == 2 and [name.rpartition("-")[2] for name in names] == ["7", "8"]
+
+
 def test_it_says_what_a_job_does_next_and_whether_that_pays(plans, model, problem, tmp_path, capsys):
     old, new = versions(plans)
     report(plans, old)
