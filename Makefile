@@ -2,7 +2,7 @@
 # clone of its own (.demo/).  make test: the tests (test-long: those of the long-lived stack,
 # of servers and clusters, of failures struck into them, and slow ones).  make figures: all figures of docs/benchmarks
 # again, some 12 hours.  make mutants ROOM=step: the mutation score of a room.  All set up .venv themselves.
-# make docs: the documentation site, in site/.  make screenshots: pictures of pages of a `make run`.
+# make docs: the documentation site, in site/.  make screenshots: pictures of a run's pages.
 # make up, status, down: the long-lived services (docs/operations.md).
 # make release: sdist and wheel in dist/, checked in a bare environment; make minimum: at the lowest versions allowed.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -46,13 +46,15 @@ figures: setup
 
 # Code of the pages runs first. The site needs no network to be built or read: site/index.html.
 docs: .venv/.docs
-	python -m pytest -n 0 tests/test_docs.py tests/test_examples.py tests/search/test_neuroshard_page.py -m "long or not long"
+	python -m pytest -n 0 -m "long or not long" \
+		tests/test_docs.py tests/test_examples.py tests/test_site.py tests/search/test_neuroshard_page.py
 	@python -m docs.tools.blocks
 	NO_MKDOCS_2_WARNING=1 python -m mkdocs build --quiet
 	@echo "site/index.html"
 
+# Of the stack's pages, after a run: make up, then prefect deployment run refresh/local --watch.
 screenshots: setup
-	python -m docs.tools.screenshots
+	@[ -f .stack/env.sh ] && . .stack/env.sh; python -m docs.tools.screenshots
 
 up: setup
 	@python -m tasks.stack up

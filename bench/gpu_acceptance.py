@@ -16,6 +16,7 @@ figures of all runs. Exits 1 if a verdict is bad.
 - memory: at most 90% of the card at any time.
 - widths: narrow groups, wide ones and mixed ones, at least 5% each.
 - profile: each op and collective against the profile's prediction. Good if three quarters of its kinds are within 25%.
+- step: a traced step of a TorchRec job on one GPU (bench/gpu_step.py), where TorchRec is installed. DIR/job has it.
 - tests: those of the kernels, where pytest is installed.
 
 Not exercised on a GPU. Two rehearsals prove its paths, not its figures: `SHARDCORE_REHEARSAL` runs it with a stand-in
@@ -221,6 +222,18 @@ def profile(args: argparse.Namespace) -> Verdict:
     }
 
 
+def step(args: argparse.Namespace) -> Verdict:
+    if importlib.util.find_spec("torchrec") is None:
+        return True, {"skipped": "TorchRec is not installed"}
+    folder, card_profile = str(args.out / "job"), _profile()
+    _run("bench.gpu_step", folder, "--batch", str(args.batch))
+    said = _run(
+        "shardcore", "job", "read", folder, *(["--hardware", card_profile.name] if card_profile else [])
+    )
+    named = [float(share) for share in re.findall(r"^named +([\d.]+)%", said, re.M)]
+    return bool(named) and named[0] >= 95, {"named_percent": named[:1]}
+
+
 def tests(_: argparse.Namespace) -> Verdict:
     if importlib.util.find_spec("pytest") is None:
         return True, {"skipped": "pytest is not installed"}
@@ -244,6 +257,7 @@ QUESTIONS: tuple[Callable[[argparse.Namespace], Verdict], ...] = (
     memory,
     widths,
     profile,
+    step,
     tests,
 )
 
@@ -272,23 +286,20 @@ class _Memory:
 def _measure(args: argparse.Namespace, *more: str) -> str:
     """The output of `python -m shardcore measure`. Raises ShardCoreError where it fails."""
     options = f"--device cuda --batch {args.batch} --out".split()
-    command = [
-        sys.executable,
-        "-m",
-        "shardcore",
-        "measure",
-        *options,
-        str(args.out / "data"),
-        *more,
-        *args.options,
-    ]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return _run("shardcore", "measure", *options, str(args.out / "data"), *more, *args.options)
+
+
+def _run(*module: str) -> str:
+    """The output of a module of this Python, which is shown as it comes. Raises ShardCoreError where it fails."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", *module], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     lines = []
-    for line in process.stdout:
+    for line in process.stdout or ():
         print(f"  {line}", end="", flush=True)
         lines.append(line)
     if process.wait():
-        raise ShardCoreError(f"measuring ended with {process.returncode}: {''.join(lines[-1:]).strip()}")
+        raise ShardCoreError(f"{module[0]} ended with {process.returncode}: {''.join(lines[-1:]).strip()}")
     return "".join(lines)
 
 

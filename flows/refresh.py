@@ -1,4 +1,4 @@
-"""refresh: bring everything up to date: dvc repro, then promote and publish."""
+"""refresh: bring everything up to date by dvc repro, then promote and publish."""
 
 import argparse
 import os
@@ -62,7 +62,7 @@ def refresh(
             {"measure": {"compute_samples": 1000}}.
         push: Push the data to DVC's remote. Commit dvc.lock and params.yaml on the current branch.
     """
-    # Fail before hours of work, not after.
+    # Checked before hours of work, not after.
     if push:
         require_pushable()
     override_params(overrides or {}, SECTIONS)
@@ -71,7 +71,7 @@ def refresh(
     if target == STAGES[-1] and params.section(OPTIONAL, TrainPolicyConfig).algorithm:
         stages += repro(OPTIONAL)[-1:]
         targets.append(OPTIONAL)
-    # The first commit has the state of all.
+    # The first commit has the state of all stages, so others are None.
     commit, *_ = [push_data(t) for t in targets] if push else [None]
     done = f"stage {target} is up to date"
     if target == STAGES[-1]:
@@ -91,7 +91,7 @@ def refresh(
 def page(
     stages: Sequence[StageRun], overrides: dict[str, dict[str, Any]], commit: str | None, done: str
 ) -> str:
-    """Markdown: what each stage did, the parameters set, the commit, and the result."""
+    """A page as Markdown: stages that ran, parameters that were set, the commit, and the result."""
     parts = [
         report.markdown_table(
             ("stage", "ran", "seconds"),
@@ -126,7 +126,7 @@ Where to look next (each from this folder, after `. .venv/bin/activate`):
 
 
 def setting_of(text: str) -> tuple[str, str, Any]:
-    """Section, key and value (YAML) of "measure.compute_samples=1000"."""
+    """Section, key and YAML value of a text such as "measure.compute_samples=1000"."""
     import yaml
 
     name, equals, value = text.partition("=")

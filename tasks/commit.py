@@ -1,4 +1,4 @@
-"""The commit that made something, for its provenance."""
+"""The commit of this checkout, for provenance."""
 
 from __future__ import annotations
 

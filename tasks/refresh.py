@@ -1,4 +1,4 @@
-"""DVC from Prefect: change parameters, rebuild what changed, share the result."""
+"""DVC from Prefect: change parameters, rebuild stages that changed, share the result."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ Stage = Literal["tables", "measure", "train", "evaluate", "train_policy"]
 STAGES: tuple[Stage, ...] = ("tables", "measure", "train", "evaluate")
 OPTIONAL: Stage = "train_policy"
 AFTER = ("promote", "publish")
-"""Stages after DVC's last one. OPTIONAL stands beside it: what follows does not need it."""
+"""Stages after DVC's last one. They do not need OPTIONAL."""
 _KNOWN_S = 20.0
 """Seconds that stages before have to take usually, to tell a machine's pace."""
 _LAST_WORDS_S = 3.0
+"""Time in which an interrupted stage may end."""
 _HOLDER = re.compile(r"\(PID (\d+)\): (.*)")
 _DVC_LOCK, _DVC_USERS = Path(".dvc/tmp/lock"), Path(".dvc/tmp/rwlock")
 
@@ -43,9 +44,9 @@ _DVC_LOCK, _DVC_USERS = Path(".dvc/tmp/lock"), Path(".dvc/tmp/rwlock")
 class StageRun:
     """Result of `dvc repro` for a stage.
 
-    stage: its name.
-    ran: whether it ran.
-    seconds: how long.
+    stage: name of the stage.
+    ran: True if it ran, False if nothing had changed.
+    seconds: time that it ran.
     """
 
     stage: str
@@ -57,12 +58,10 @@ class StageRun:
 
 
 def override_params(overrides: Mapping[str, Mapping[str, Any]], sections: Mapping[str, type]) -> bool:
-    """Write overrides into params.yaml if all sections stay valid. Returns whether that changed it.
-
-    Comments in the file are kept.
+    """Write overrides into params.yaml, and keep its comments. Returns True if they change the file.
 
     overrides: {section: {key: value}}.
-    sections: each section's config dataclass.
+    sections: config dataclass of each section.
 
     Raises ShardCoreError naming an unknown or wrong entry.
     """
@@ -70,10 +69,10 @@ def override_params(overrides: Mapping[str, Mapping[str, Any]], sections: Mappin
 
     yaml = YAML()
     yaml.preserve_quotes, yaml.width = True, 130
-    yaml.representer.add_representer(  # or it leaves out the null of lines that nobody changes
+    yaml.representer.add_representer(  # without this, `key: null` becomes `key:` on lines that nobody changed
         type(None), lambda representer, _: representer.represent_scalar("tag:yaml.org,2002:null", "null")
     )
-    # A section that is wrong already must not be blamed on the overrides.
+    # Checked before the overrides, which are not to blame for a section that is wrong already.
     for name, cls in sections.items():
         params.section(name, cls)
     document = yaml.load(paths.PARAMS) or {}
@@ -108,18 +107,16 @@ def override_params(overrides: Mapping[str, Mapping[str, Any]], sections: Mappin
 def repro(target: Stage) -> list[StageRun]:
     """`dvc repro` of a stage and its dependencies.
 
-    Its lines go to the run's log, its progress to the run's page. Raises ShardCoreError if a stage fails.
+    Its lines go to the run's log, and its progress to the run's page. Raises ShardCoreError if a stage fails.
     """
     if target not in get_args(Stage):
         raise ShardCoreError(f"stage {target!r} is not known; there are {', '.join(get_args(Stage))}")
     logger = get_run_logger()
     stages = [s for s in stages_of(target) if s not in AFTER]
     progress = create_progress_artifact(0.0, key="dvc-repro", description=f"stages {', '.join(stages)}")
-    # DVC trusts its cache, so a damaged entry would come back.
     cache.remove_damaged(logger)
-    begun: dict[str, tuple[bool, float]] = {}  # stage -> whether it runs, since when
+    begun: dict[str, tuple[bool, float]] = {}  # by stage: True if it runs, and the time of its start
     errors: list[str] = []
-    # A killed run may have left DVC's locks behind.
     forget_dead_users()
     with owned.owned():
         process = _dvc("repro", target, **console.RELAYED)
@@ -135,7 +132,7 @@ def repro(target: Stage) -> list[StageRun]:
                 update_progress_artifact(progress, done, description=f"stage {found[2]}")
         if process.wait():
             raise ShardCoreError(
-                why(errors) or f"dvc repro {target} ended with exit code {process.returncode}"
+                reason(errors) or f"dvc repro {target} ended with exit code {process.returncode}"
             )
     update_progress_artifact(progress, 100.0, description=f"stage {target} is up to date")
     return _timed(begun)
@@ -156,22 +153,22 @@ def _lines(process: subprocess.Popen) -> Iterator[str]:
         for line in process.stdout or ():
             if not console.relayed(line):
                 yield _PREFECT_PREFIX.sub("", line.rstrip())
-    except KeyboardInterrupt:  # the stage was interrupted too, and tells Prefect so
+    except KeyboardInterrupt:  # the stage was interrupted, too, and reports this to Prefect
         with suppress(subprocess.TimeoutExpired):
             process.wait(_LAST_WORDS_S)
         raise
 
 
 def forget_dead_users() -> None:
-    """Remove ended processes from DVC's list of who uses which results.
+    """Remove ended processes, such as of a killed run, from DVC's list of the users of results.
 
-    DVC checks only whether a process of that id exists. A zombie does, until it is reaped. DVC also refuses a
-    list that a kill cut short, for good.
+    DVC checks only whether a process of that id exists, as a zombie does until it is reaped. If a kill has cut the list
+    short, DVC refuses it for good.
     """
     if not _DVC_USERS.is_file():
         return
     with open(_DVC_USERS.with_name("rwlock.lock"), "a") as guard:
-        # A DVC that runs now holds the lock, and keeps the list itself.
+        # A DVC that runs now holds the lock and keeps the list itself.
         with suppress(BlockingIOError):
             fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
             try:
@@ -196,10 +193,10 @@ def _works(pid: int) -> bool:
         return False
 
 
-def why(errors: Sequence[str]) -> str:
+def reason(errors: Sequence[str]) -> str:
     """The first error of `dvc repro` in one line. For a lock, it also names the holder.
 
-    DVC names the holder on other lines or not at all. The lock's file has it.
+    DVC names the holder on further lines or not at all. The lock's file does.
     """
     first = errors[0].split(": ", 1)[1] if errors else ""
     if first.endswith("is being blocked by:"):
@@ -222,7 +219,7 @@ def stages_of(target: Stage) -> tuple[str, ...]:
 
 
 def heading(stage: str, target: Stage, runs: bool = True) -> str:
-    """Which stage begins, out of how many, or that nothing changed."""
+    """A line on a stage that begins, with its number and that of all stages."""
     stages = stages_of(target)
     return f"stage {stages.index(stage) + 1}/{len(stages)}: {stage}{'' if runs else ', nothing changed'}"
 
@@ -268,9 +265,9 @@ def require_pushable() -> None:
 
 @task(task_run_name="push-{target}")
 def push_data(target: Stage) -> str | None:
-    """Push a stage's data and its dependencies to DVC's remote. Then commit dvc.lock and params.yaml only.
+    """Push a stage's data and dependencies to DVC's remote. Then commit dvc.lock and params.yaml, and nothing else.
 
-    Returns the commit. None: both were committed already. Pushing git is left to the branch's owner.
+    Returns the commit. None if both were committed already. Pushing the branch is left to its owner.
     """
     process = _dvc("push", "--with-deps", target)
     output = process.communicate()[0].strip().splitlines() or ["it said nothing"]
@@ -288,7 +285,7 @@ def push_data(target: Stage) -> str | None:
 
 
 def _dvc(*arguments: str, **env: str) -> subprocess.Popen:
-    # The stages' `python` is this one.
+    # Stages run `python`, which has to be this one.
     here = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return subprocess.Popen(
         [sys.executable, "-m", "dvc", *arguments],

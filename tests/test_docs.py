@@ -16,7 +16,7 @@ import yaml
 from laws import comm_samples, compute_samples, linear_law
 
 import shardcore
-from docs.tools import blocks
+from docs.tools import blocks, pictures
 from docs.tools.reference import RECORDS, commands, field_list, library, modules, parsers, schemas
 from shardcore.cli import main, parser_of_all
 from shardcore.core.types import Setting
@@ -168,3 +168,44 @@ def test_the_reference_names_each_command_and_all_that_the_library_offers():
 def test_fields_of_a_docstring_become_a_list():
     text = "A step.\n\nrows: ids that\n    it has.\na, b: two.\n\nMore."
     assert field_list(text) == "A step.\n\n- `rows`: ids that it has.\n- `a`, `b`: two.\n\nMore."
+
+
+def sentences(text: str) -> list[str]:
+    """Sentences of a page's prose: no code blocks, tables and headings. A link counts as its words."""
+    prose = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.S | re.M)
+    prose = "\n".join(line for line in prose.splitlines() if not line.startswith(("#", "|", "![")))
+    prose = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", prose)
+    # What a list has in each item is a sentence, or several.
+    blocks_of = re.split(r"\n\s*\n|^- ", prose, flags=re.M)
+    return [s for block in blocks_of for s in re.split(r"(?<=[.!?])\s+", " ".join(block.split())) if s]
+
+
+SHORT = (
+    "README.md",
+    *(f"docs/{n}.md" for n in ("how_it_works", "neuroshard", "tutorial_torchrec", "tutorial_pipeline")),
+)
+
+
+@pytest.mark.parametrize("page", SHORT)
+def test_sentences_are_short(page):
+    long = [s for s in sentences(PAGES[page]) if len(s.split()) > 20]
+    assert not long, long
+
+
+def test_sentences_are_told_apart():
+    text = "# A title\n\nOne two. [Three](x.md) four: five\n\n- six\n- seven\n\n```\ncode\n```\n| a |\n"
+    assert sentences(text) == ["One two.", "Three four: five", "six", "seven"]
+
+
+def test_a_picture_says_what_travels_under_each_kind():
+    words = [text.get_text() for axes in pictures.kinds().axes for text in axes.texts]
+    # 32,768 samples of 128 FP32 columns are 16.8 MB: of a whole table from one device, cut in four from each.
+    assert words.count("all-to-all: 17 MB") == 1
+    assert words.count("all-to-all: 4 MB") == 1
+    assert "reduce-scatter in a host: 17 MB" in words and "all-reduce: 5,120 MB" in words
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pictures_of_a_page_exist(page):
+    for path in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", PAGES[page]):
+        assert ((ROOT / page).parent / path).is_file(), f"{page} shows {path}, which is not there"

@@ -6,7 +6,7 @@
 // EMPTY_CUDA_NAMES: file that gets the names of all kernels, as libraries register them.
 //
 // Covered: what torch 2.11 and FBGEMM 1.6 import from libcudart.so.13 (nm -D), and what they ask of the driver and NVML.
-// Not covered: cuBLAS, NCCL and CUPTI, which have a runtime of their own inside. Matrix products fail.
+// Not covered: CUPTI, and most of cuBLAS and NCCL (libraries.c), which have a runtime of their own inside.
 #include <cuda_runtime_api.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -174,6 +174,9 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **f, unsigne
 }
 // --- the driver (libcuda.so.1), NVML (libnvidia-ml.so.1), and what is refused
 int cuInit(unsigned f) { return 0; }
+int cuCtxGetCurrent(void **c) { *c = (void *)1; return 0; }
+int cuCtxSetCurrent(void *c) { return 0; }
+int cuDevicePrimaryCtxRetain(void **c, int d) { *c = (void *)1; return 0; }
 int cuDevicePrimaryCtxGetState(int d, unsigned *f, int *a) { return active(d, f, a); }
 int nvmlDeviceGetCount_v2(void) { return 1; }
 int nvmlDeviceGetHandleByIndex_v2(void) { return 1; }

@@ -8,7 +8,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 built=$(mktemp -d)
 trap 'rm -rf "$built"' EXIT
 headers=$(python -c 'import importlib.util as u; print(u.find_spec("nvidia").submodule_search_locations[0])')/cu13/include
-gcc -w -O1 -shared -fPIC -I"$headers" -o "$built/libempty_cuda.so" "$here/empty_cuda.c" "$here/refused.c"
+gcc -w -O1 -shared -fPIC -I"$headers" -o "$built/libempty_cuda.so" "$here/empty_cuda.c" "$here/refused.c" "$here/libraries.c"
 for name in libcuda.so.1 libnvidia-ml.so.1; do ln -s libempty_cuda.so "$built/$name"; done
 PATH=$here:$PATH PYTHONPATH=$(dirname "$(dirname "$here")") \
     LD_LIBRARY_PATH=$built LD_PRELOAD=$built/libempty_cuda.so "$@"

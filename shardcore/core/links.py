@@ -163,7 +163,15 @@ def unit_members(hosts: Sequence[str], level: str) -> tuple[tuple[int, ...], ...
 
 
 def host_names(n_devices: int, hosts: int, pods: int = 1) -> list[str]:
-    """Names of the hosts of devices that are numbered host by host, and pod by pod, as many on each."""
+    """Names of the hosts of devices that are numbered host by host, and pod by pod, as many on each.
+
+    Raises ShardCoreError for hosts that do not divide into so many pods evenly.
+    """
+    require(
+        hosts % pods == 0,
+        f"{hosts} hosts were asked for in {pods} pods; it needs as many in each: "
+        f"{' or '.join(str(n) for n in range(1, hosts + 1) if hosts % n == 0)} pods",
+    )
     of_host, of_pod = n_devices // hosts, n_devices // pods
     in_pod = (lambda d: f"pod-{d // of_pod}/") if pods > 1 else lambda d: ""
     return [f"{in_pod(d)}host-{d // of_host}" for d in range(n_devices)]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.links import LEVELS, ROWS_OVER, Link, joins, pod_of, unit_members, units_of
+from shardcore.core.links import LEVELS, ROWS_OVER, Link, host_names, joins, pod_of, unit_members, units_of
 from shardcore.core.tiers import BELOW, Memory
 from shardcore.core.validation import (
     MOST_BYTES,
@@ -117,17 +117,19 @@ class Topology:
 
     def _require_links(self) -> None:
         """Raise ShardCoreError for links that join no devices, and for links that grow faster outward."""
-        # What a device has of each, if the devices of the largest unit share it.
-        shares = [
-            (x.level, x.gbps / (max(map(len, self.sharing(x.level))) if x.shared else 1))
-            for x in self.links
-            if x.gbps
-        ]
-        for (inner, inner_gbps), (outer, outer_gbps) in pairwise(shares):
+
+        def of_device(link: Link, all_send: bool) -> float:
+            """GB/s of a device: alone, or if all of the largest unit that shares the link send."""
+            share = max(map(len, self.sharing(link.level))) if link.shared and all_send else 1
+            return (link.gbps or 0.0) / share
+
+        for inner, outer in pairwise(link for link in self.links if link.gbps):
+            # An outer link of one device may be faster than its share of an inner one that others leave to it.
+            ours, theirs = (of_device(link, all_send=outer.shared) for link in (outer, inner))
             require(
-                outer_gbps <= inner_gbps * (1 + 1e-9),  # shares are quotients
-                f"topology has links {outer} of {outer_gbps:g} GB/s a device and {inner} of {inner_gbps:g}; outer ones "
-                "need to be no faster than inner ones",
+                ours <= theirs * (1 + 1e-9),  # shares are quotients
+                f"topology has links {outer.level} of {ours:g} GB/s a device and {inner.level} of {theirs:g}; outer "
+                "ones need to be no faster than inner ones",
             )
         for level in _OF_UNITS:
             require(
@@ -153,14 +155,17 @@ class Topology:
         return ""
 
     @classmethod
-    def of_hosts(cls, hosts: int, devices: int, memory_gib: float, **given: Any) -> Topology:
+    def of_hosts(
+        cls, hosts: int, devices: int, memory_gib: float, *, pods: int = 1, **given: Any
+    ) -> Topology:
         """A topology of equal hosts.
 
         devices: of each host.
         memory_gib: GiB of each device that embeddings may use.
+        pods: that hosts are divided into evenly. 1: none.
         given: other fields of a Topology, such as hardware="nvidia-h100" and links=links_of(within_host=400).
         """
-        for what, value in (("hosts", hosts), ("devices", devices)):
+        for what, value in (("hosts", hosts), ("devices", devices), ("pods", pods)):
             require_type(value, int, what, "a whole number")
             require(1 <= value <= MOST_DEVICES, f"{what} is {value}; it needs 1 to {MOST_DEVICES}")
         require_type(memory_gib, (int, float), "memory_gib", "a number")
@@ -168,12 +173,8 @@ class Topology:
             0 < memory_gib * GIB <= MOST_BYTES,
             f"memory_gib is {memory_gib}; it needs more than 0, at most {MOST_BYTES // GIB:,}",
         )
-        return cls(
-            tuple(
-                Device(int(memory_gib * GIB), host=f"host-{h}") for h in range(hosts) for _ in range(devices)
-            ),
-            **given,
-        )
+        names = host_names(hosts * devices, hosts, pods)
+        return cls(tuple(Device(int(memory_gib * GIB), host=name) for name in names), **given)
 
     def __repr__(self) -> str:
         sizes = sorted({device.memory_bytes / GIB for device in self.devices})

@@ -34,8 +34,8 @@ MORE_MEMORY = (0.1, 0.5)
 MOST_TIMES_DEVICES = 4
 """The largest factor by which devices are added."""
 DEFAULT_EVALS = 20_000
-AGAIN = "searched again, same memory"
-OTHERWISE = "anneal"
+"""Evaluations of each alternative, where the plan does not tell how many its own search took."""
+FALLBACK = "anneal"
 """Algorithm of alternatives where SHARDERS lacks the plan's own."""
 
 
@@ -118,7 +118,7 @@ def explain(
 ) -> Explanation:
     """Explain the limits of a plan, its distance to a bound, and the cost of alternatives.
 
-    Alternatives are searched with the plan's own algorithm and seed. If SHARDERS lacks it, OTHERWISE searches,
+    Alternatives are searched with the plan's own algorithm and seed. If SHARDERS lacks it, FALLBACK searches,
     and its plan of the unchanged problem is an alternative, too. TorchRec's planner is not run: it takes minutes
     on large problems.
 
@@ -127,7 +127,7 @@ def explain(
     """
     plan, workload, cost = priced.plan, priced.workload, priced.cost
     algorithm, seed = str(plan.provenance.get("algorithm", "")), int(plan.provenance.get("seed", 0))
-    searcher = algorithm if algorithm in SHARDERS else OTHERWISE
+    searcher = algorithm if algorithm in SHARDERS else FALLBACK
     evals = plan.provenance.get("evals") if searcher == algorithm else None
     # As much effort as the plan had, so that a difference is the alternative's.
     budget = budget or Budget(evals=evals or DEFAULT_EVALS)
@@ -155,7 +155,7 @@ def explain(
             if name != algorithm
         ]
     # Also of the unchanged problem: else the gain of another search would look like that of more memory.
-    again = AGAIN if searcher == algorithm else searcher
+    again = "searched again, same memory" if searcher == algorithm else searcher
     if again not in (known or ()):
         baselines.append(searched(again, problem))
     # The plan still fits with more memory, so a search that ends dearer does not count.

@@ -203,6 +203,15 @@ def rows_over(topology: Topology, placements: Iterable[Placement] = ()) -> str:
     return topology.rows_over or next(used, topology.row_unit)
 
 
+def pod_size(topology: Topology, placements: Iterable[Placement] = ()) -> int:
+    """Hosts over which a job divides rows: as the topology or a plan has it, or the default. 1: it does so over a host.
+
+    A job needs TORCHREC_RESOLVED_POD_SIZE of this value. Without the variable it divides rows over hosts.
+    """
+    units = topology.on_units(ROWS_OVER[rows_over(topology, placements)])
+    return max(1, len(units[0]) // len(topology.on_hosts[0]))
+
+
 def choices_of_rows(topology: Topology) -> tuple[str, ...]:
     """The units over which a job may divide rows. One if there is no choice."""
     able = (k.rows_over for k in LAYOUTS.values() if k.rows_over and k.possible_in(topology))

@@ -61,7 +61,7 @@ from shardcore.search.state.shards import (
     priced,
     searched_tables,
 )
-from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, even_rows, layout_of_torchrec, rows_over
+from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, even_rows, layout_of_torchrec, pod_size, rows_over
 from shardcore.step.lower import require_plan
 from shardcore.step.memory import fits, held_bytes
 from shardcore.step.memory_account import local_batch_bytes
@@ -77,7 +77,6 @@ from shardcore.torchrec.planner_pieces import (
     quiet,
 )
 from shardcore.torchrec.rates import column_bytes, exchange_ms, lookup_ms
-from shardcore.torchrec.topologies import pod_size
 
 INSTALL = (
     "pip install --no-deps torchrec==1.8.0 && "

@@ -13,7 +13,7 @@ from shardcore.core.tiers import BELOW, TIERS, Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement
 from shardcore.core.validation import require, require_type
-from shardcore.step.kinds import choices_of_rows, rows_over
+from shardcore.step.kinds import choices_of_rows, pod_size
 from shardcore.torchrec import fields
 
 if TYPE_CHECKING:
@@ -91,15 +91,6 @@ def _pod_size(topology: TheirTopology) -> int:
         f"one size: {' or '.join(str(n) for n in range(1, hosts + 1) if hosts % n == 0)}",
     )
     return pod
-
-
-def pod_size(topology: Topology, placements: Iterable[Placement] = ()) -> int:
-    """Hosts over which a job divides rows: as the topology or a plan has it, or the default. 1: it does so over a host.
-
-    A job needs POD_SIZE of this value. Without the variable it divides rows over hosts.
-    """
-    units = topology.on_units(ROWS_OVER[rows_over(topology, placements)])
-    return max(1, len(units[0]) // len(topology.on_hosts[0]))
 
 
 def as_job(topology: Topology) -> Topology:

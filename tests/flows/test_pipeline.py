@@ -102,13 +102,13 @@ def test_prefect_has_what_a_stage_logged_with_its_run(project):
             f"{project.env['PREFECT_API_URL']}/{what}/filter", json=query, timeout=30, auth=(user, password)
         ).json()
 
-    for flow, said in (
+    for flow, output in (
         ("measure", "measured 120 groups, 24 exchanges and 2 steps of plans"),
         ("refresh", "Running stage 'train':"),
     ):
         ids = [r["id"] for r in asked("flow_runs", flows={"name": {"any_": [flow]}})]
         logged = asked("logs", logs={"flow_run_id": {"any_": ids}}, limit=200, sort="TIMESTAMP_ASC")
-        assert said in [line["message"] for line in logged]
+        assert output in [line["message"] for line in logged]
 
 
 def test_the_stages_change_no_file_that_git_tracks(project):

@@ -9,10 +9,9 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import host_names
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.io.measurements import CollectiveRequest
-from shardcore.step.kinds import LAYOUTS, Channel, choices_of_rows, rows_over
+from shardcore.step.kinds import LAYOUTS, Channel, choices_of_rows, pod_size, rows_over
 from shardcore.step.lower import lower
 from shardcore.step.scopes import SCOPES, WORLD, groups_among, groups_of
-from shardcore.torchrec.topologies import pod_size
 
 UNEVEN = on_hosts("aab")
 

@@ -155,8 +155,10 @@ def test_what_a_stage_wants_shown_is_shown_and_the_rest_is_for_the_log(monkeypat
     shown = []
     monkeypatch.setattr(console, "show", lambda *a: shown.append(a))
     line = "10:51:54.850 | WARNING | Task run 'train-model' - few samples"
-    said = f'Running stage \'train\':\n{console._MARK}["warning", "few samples", 0.0]\n{line}\n'
-    process = subprocess.Popen([sys.executable, "-c", f"print({said!r})"], stdout=subprocess.PIPE, text=True)
+    output = f'Running stage \'train\':\n{console._MARK}["warning", "few samples", 0.0]\n{line}\n'
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"print({output!r})"], stdout=subprocess.PIPE, text=True
+    )
     assert list(refresh._lines(process)) == ["Running stage 'train':", "few samples", ""]
     assert shown == [("warning", "few samples", 0.0)] and process.wait() == 0
 
@@ -196,7 +198,7 @@ def test_dvc_s_lists_of_who_uses_what_forget_who_has_ended(tmp_path, monkeypatch
 
 
 def test_who_holds_dvc_s_locks_is_said(tmp_path, monkeypatch):
-    """Of a stage that runs in another process, and of another DVC; each as DVC says it."""
+    """Both DVC's message on a stage of another process, and that on another DVC."""
     monkeypatch.chdir(tmp_path)
     run = [sys.executable, "-m", "dvc"]
     subprocess.run([*run, "init", "--no-scm", "--quiet"], check=True)
@@ -204,19 +206,19 @@ def test_who_holds_dvc_s_locks_is_said(tmp_path, monkeypatch):
     other = {"write": {str(tmp_path / "pool"): {"pid": os.getpid(), "cmd": "dvc repro of another"}}}
     (tmp_path / ".dvc/tmp").mkdir(exist_ok=True)
     (tmp_path / ".dvc/tmp/rwlock").write_text(json.dumps(other))
-    said = subprocess.run(
+    output = subprocess.run(
         [*run, "repro", "tables"], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ).stdout
-    lines = said.splitlines()
+    lines = output.splitlines()
     errors = lines[next(i for i, line in enumerate(lines) if line.lower().startswith("error: ")) :]
-    reason = refresh.why(errors)
+    reason = refresh.reason(errors)
     assert "pool' is busy" in reason and f"process {os.getpid()} (dvc repro of another); wait until" in reason
     (tmp_path / ".dvc/tmp/lock").write_text(" 4321\n")
-    assert refresh.why([f"ERROR: {dvc.lock.FAILED_TO_LOCK_MESSAGE}"]) == (
+    assert refresh.reason([f"ERROR: {dvc.lock.FAILED_TO_LOCK_MESSAGE}"]) == (
         ".dvc/tmp/lock is held by process 4321, another DVC in this folder; wait until that has ended, "
         "or end it"
     )
     assert (
-        refresh.why(["error: 7 is too few", "ERROR: failed to reproduce"]) == "7 is too few"
-        and refresh.why([]) == ""
+        refresh.reason(["error: 7 is too few", "ERROR: failed to reproduce"]) == "7 is too few"
+        and refresh.reason([]) == ""
     )

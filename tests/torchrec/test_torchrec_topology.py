@@ -15,9 +15,9 @@ from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Setting
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.step.kinds import LAYOUTS
+from shardcore.step.kinds import LAYOUTS, pod_size
 from shardcore.torchrec.planner import ShardCorePlanner
-from shardcore.torchrec.topologies import POD_SIZE, our_topology, pod_size, require_job
+from shardcore.torchrec.topologies import POD_SIZE, our_topology, require_job
 
 GIB = 2**30
 

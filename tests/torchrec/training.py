@@ -38,12 +38,12 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.io.writing import write_atomic
 from shardcore.search.state.shards import consolidate
-from shardcore.step.kinds import LAYOUTS, even_rows, layout_of_torchrec, possible_groups, shards_on
+from shardcore.step.kinds import LAYOUTS, even_rows, layout_of_torchrec, pod_size, possible_groups, shards_on
 from shardcore.step.lower import lower
 from shardcore.torchrec.modules import tables_of
 from shardcore.torchrec.plan_files import from_json, to_json
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
-from shardcore.torchrec.topologies import POD_SIZE, pod_size
+from shardcore.torchrec.topologies import POD_SIZE
 
 PRELOADED = ["training", "torchrec.distributed", "torchrec.models.dlrm", "fbgemm_gpu"]
 LEARNING_RATE, BATCH, STEPS = 0.5, 4, 3

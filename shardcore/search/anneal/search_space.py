@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 
@@ -71,14 +70,9 @@ class SearchSpace:
         """Large problems make the search selective."""
         return is_large(self.cache)
 
-    @cached_property
-    def _strip_of(self) -> dict[str, int]:
-        """The strip of each table that is the first or only one of a strip, by name."""
-        return {self.cache.table(s).name: s for s in range(len(self.cache))}
-
     def pair(self, kind: str, devices: Group, table: Table) -> tuple[int, int]:
         """A table's strip, and the number of the group that shares it by a kind."""
-        return self._strip_of[table.name], self.groups.index((run_of(kind, table), devices))
+        return self.cache.strip_by_name[table.name], self.groups.index((run_of(kind, table), devices))
 
     def sharing(self, pairs: np.ndarray) -> np.ndarray:
         """[N, 2] strips that groups share, and the divided strips that are not among them."""
@@ -190,8 +184,6 @@ def search_space(
     # In the order of X: outputs of each kind, then ids of each run.
     exchanges = [exchange_rates(problem, model, layout) for layout in cache.kinds]
     exchanges += [id_rates(problem, model, layout) for layout in id_runs]
-    # One number for a table: row ranges of a table are several strips, but move as one table.
-    strip_of = {cache.table(s).name: s for s in range(len(cache))}
     coefficients = StageCoefficients.of(id_runs, problem)
     # Rates and coefficients may have taken long: report, or end if the time is over.
     tick()
@@ -209,7 +201,8 @@ def search_space(
         ids_by=np.arange(len(cache.kinds)) + len(cache.kinds),
         kind=cache.kind.astype(np.int64),
         size=cache.size.astype(np.int64),
-        table=np.array([strip_of[cache.table(s).name] for s in range(len(cache))]),
+        # One number for a table: its row ranges are several strips, but move as one table.
+        table=np.array([cache.strip_by_name[cache.table(s).name] for s in range(len(cache))]),
         may_split=may_split,
         # No rows if nothing is restricted: the compiled search then skips the check.
         allowed=cache.allowed[:0] if cache.allowed.all() else cache.allowed,
@@ -239,7 +232,7 @@ def search_space(
     # As cache.bytes: resident and arrived, and the largest multiple of what entered and of lookups.
     multiples = coefficients.most[[id_runs.index(layout) for layout in layouts]].reshape(-1, 1, 2)
     shared_bytes = shared_sums[..., :2].sum(-1) + (shared_sums[..., 2:4] * multiples).sum(-1)
-    divided = np.array([strip_of[t.name] for t in by_rows], dtype=np.int64)
+    divided = np.array([cache.strip_by_name[t.name] for t in by_rows], dtype=np.int64)
     return SearchSpace(
         problem, cache, fixed, cache.bytes, shared_bytes.astype(np.int64), groups, divided, id_runs
     )

@@ -195,7 +195,14 @@ class Packing:
 class Mix:
     """Plans of one mix of kinds, by steps of time up to `high` ms.
 
-    worths: [T + 1] of tables, and of a ms of exchanges.
+    Worths, in its methods, are [T + 1]: of tables, and of a ms of exchanges.
+
+    fixed_ms: exchanges that every device waits for at least. Steps of time begin after them.
+    extra_ms: [N] what a shard adds to exchanges beyond its part of these.
+    step: length of a step, as ms at speed 1.
+    count: number of devices of each speed, from the slowest on. left: [speeds, M] their steps at each step.
+    bags: knapsacks of each kind.
+    price: [N] first worths of shards. inf for those that may not be used.
     """
 
     def __init__(
@@ -209,15 +216,12 @@ class Mix:
         least = shards.least_of_each(np.where(usable, exchange, np.inf), mix)  # [T]
         self.possible = bool(np.isfinite(least).all())
         least = np.where(np.isfinite(least), least, 0.0)
-        # What a shard adds to exchanges beyond its part of its table's least.
         self.extra_ms = exchange - shards.part * least[shards.table]
-        # Every device waits at least so long, so steps of time begin after it.
         self.fixed_ms = float(least.sum() + shards.latencies_ms(mix)) * packing.equal_waits
         speeds, self.count = np.unique(shards.speed, return_counts=True)
-        # Steps are of the fastest device's compute.
+        # Each step is one of the fastest device's compute. Slower devices have fewer, rounded up.
         self.fastest = float(speeds[-1])
         self.step = max(1e-9, (high - self.fixed_ms) * self.fastest) / STEPS
-        # The step of a slower device, rounded up.
         ends = (np.arange(STEPS) + 1) * (speeds[:, None] / self.fastest)
         self.left = np.ceil(ends - 1e-9).astype(np.int32) - 1
         curves = {k: packing.ops[k].curve(usable, certain) for k in mix}
@@ -225,7 +229,7 @@ class Mix:
         for k, curve in curves.items():
             numbers = np.flatnonzero(usable & (shards.kind == k))
             self.bags[k] = Bag(numbers, curve, shards, self.step, packing.ops[k].model.launch_ms)
-        # [N] first worths: an even share of work, and exchanges.
+        # First worths: an even share of work, and exchanges.
         load = np.sum([curve.load for curve in curves.values()], axis=0)
         price = load * shards.copies / shards.speed.sum() + _RATE * np.maximum(0.0, self.extra_ms)
         self.price = np.where(usable, price, np.inf)
@@ -461,7 +465,12 @@ def _shared(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 class Bag:
     """Knapsacks of shards of one kind, for all steps of time. At most one shard of a table.
 
-    number: numbers of the shards, by table, and within a table by the first step in which they fit.
+    number: [n] numbers of the shards, by table, and within a table by the first step in which they fit.
+    load: [n] their loads.
+    fits: [n] that step.
+    most: [M] the largest load of an op by step.
+    none: [M] True where a step is too short even for a launch.
+    first: [tables] where each table's shards begin. ends: the same, and the end of the last.
     """
 
     def __init__(self, number: np.ndarray, curve: Curve, shards: BoundShards, step: float, launch_ms: float):

@@ -29,7 +29,7 @@ from shardcore.core.validation import MOST_COUNT, MOST_SEED, require, require_wi
 from shardcore.cost.model import CostModel
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search.greedy import ORDERS
-from shardcore.search.learned.nets import AutoShard, DreamShard, Net, Seen, features
+from shardcore.search.learned.nets import AutoShard, DreamShard, Net, PolicyInputs, features
 from shardcore.search.learned.policy import NETS, Policy, place
 from shardcore.search.learned.rollout import Rollout, Rollouts
 from shardcore.search.state.feasible import feasible_shards
@@ -285,7 +285,7 @@ class Prepared:
 
 
 @dataclass(frozen=True, eq=False)
-class PricedPlan:
+class CostSample:
     """A plan that the CostModel priced, for a cost network to learn from.
 
     x: [N, F] features of its shards.
@@ -302,7 +302,7 @@ class PricedPlan:
     total: float
 
     @classmethod
-    def of(cls, prepared: Prepared, rollout: Rollout, scale_ms: np.ndarray) -> PricedPlan:
+    def of(cls, prepared: Prepared, rollout: Rollout, scale_ms: np.ndarray) -> CostSample:
         """The first plan of a rollout."""
         cache = prepared.cache
         held = rollout.held(len(cache.made))[0, -1]  # [D, R]
@@ -325,7 +325,7 @@ class Batch:
     total: [plans]. sizes: devices of each plan.
     """
 
-    def __init__(self, plans: Sequence[PricedPlan]) -> None:
+    def __init__(self, plans: Sequence[CostSample]) -> None:
         self.sizes = [len(plan.speed) for plan in plans]
         # Devices of all plans are numbered through.
         firsts = np.cumsum([0, *self.sizes[:-1]])
@@ -370,7 +370,7 @@ class Learner:
         self.w = _initial({**net.shapes, **critic_shapes}, all_prepared, config.seed)
         self.arrays = {name: weight.detach().numpy() for name, weight in self.w.items()}
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.plans: deque[PricedPlan] = deque(maxlen=_KEPT_PLANS)
+        self.plans: deque[CostSample] = deque(maxlen=_KEPT_PLANS)
 
     def round(self) -> dict[str, float]:
         """Train for a round. Returns means of losses and others by name."""
@@ -387,9 +387,9 @@ class Learner:
         rollouts = Rollouts(self.net, self.arrays, plans, self.rng, greedy_first=False, priced=priced)
         return rollouts.run(prepared.cache, prepared.keys)
 
-    def priced(self, prepared: Prepared, rollout: Rollout) -> PricedPlan:
+    def priced(self, prepared: Prepared, rollout: Rollout) -> CostSample:
         """The first plan of a rollout, in units of this policy's costs."""
-        return PricedPlan.of(prepared, rollout, self.arrays["scale_ms"])
+        return CostSample.of(prepared, rollout, self.arrays["scale_ms"])
 
     def drawn(self, n: int) -> list[Prepared]:
         """Problems to learn from, drawn with replacement."""
@@ -412,8 +412,10 @@ class Learner:
         keys = prepared.keys[0][rollout.order[0]]
         context = self.net.context(self.w, latents[cache.numbers(keys[:, 0], keys[:, 1])], torch)
         costs = None if rollout.costs is None else torch.from_numpy(rollout.costs[0])
-        seen = Seen(held @ latents / speed[:, None], torch.from_numpy(rollout.used[0]), costs, context)
-        scores = self.net.scores(self.w, seen, torch)
+        inputs = PolicyInputs(
+            held @ latents / speed[:, None], torch.from_numpy(rollout.used[0]), costs, context
+        )
+        scores = self.net.scores(self.w, inputs, torch)
         # A finite number, as 0 × inf would make the entropy NaN.
         return scores.masked_fill(~torch.from_numpy(rollout.legal[0]), -1e9), context
 

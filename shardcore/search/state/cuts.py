@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 
@@ -74,13 +74,19 @@ class Cuts:
             if too_much or (self.fixed and (self._room < -0.5).any()):
                 return None
         all_parts: list[Sequence[Shard]] = []
-        for bundle, vector in zip(self.bundles, self._vectors, strict=True):
-            # Each table is looked at alone. Whether all fit together is for searches to find.
-            parts = bundle if self._fits_whole(bundle, vector) else self.cut_of(bundle)
+        for parts in self.parts():
             if parts is None:
                 return None
             all_parts.append(parts)
         return [s for parts in all_parts for s in parts] if self._make_equally_wide(all_parts) else None
+
+    def parts(self) -> Iterator[Sequence[Shard] | None]:
+        """For each bundle: its tables whole where they fit on some device, else cut. None where no cut fits.
+
+        Each table is looked at alone. Whether all fit together is for searches to find.
+        """
+        for bundle, vector in zip(self.bundles, self._vectors, strict=True):
+            yield bundle if self._fits_whole(bundle, vector) else self._cut(bundle)
 
     @cached_property
     def _vectors(self) -> list[np.ndarray | None]:
@@ -99,11 +105,8 @@ class Cuts:
             return None
         return np.sum([self.account.vector(run_of(WHOLE_ROWS.name, s.table), s) for s in shards], axis=0)
 
-    def fits_whole(self, bundle: Bundle) -> bool:
-        """Tell if the tables of a bundle, whole, fit on some device."""
-        return self._fits_whole(bundle, self.vector(bundle))
-
     def _fits_whole(self, bundle: Bundle, vector: np.ndarray | None) -> bool:
+        """Tell if the tables of a bundle, whole, fit on some device. vector: `vector` of the bundle."""
         problem, table = self.problem, bundle[0].table
         if vector is None or table.dim > problem.topology.most_columns:
             return False
@@ -140,7 +143,7 @@ class Cuts:
             and self._fits(equal_parts(table, table.dim // width))
         )
 
-    def cut_of(self, bundle: Bundle) -> Sequence[Shard] | None:
+    def _cut(self, bundle: Bundle) -> Sequence[Shard] | None:
         """A table cut into shards that each fit on some device. None if no cut does that."""
         problem, table = self.problem, bundle[0].table
         if len(bundle) > 1 or table.name in problem.whole:

@@ -80,11 +80,10 @@ def _sum_too_large(cuts: Cuts) -> str:
 def _one_too_large(cuts: Cuts) -> str:
     """A table, or several kept on one device, that fit no device in any way."""
     problem = cuts.problem
-    for bundle in cuts.bundles:
-        table = bundle[0].table
-        # Some way to run it fits on a device.
-        if cuts.fits_whole(bundle) or cuts.cut_of(bundle) is not None:
+    for bundle, parts in zip(cuts.bundles, cuts.parts(), strict=True):
+        if parts is not None:
             continue
+        table = bundle[0].table
         # The message is of the device that comes nearest.
         largest = max(cuts.may_hold[d] for d in problem.allowed_devices(table.name))
         where = " where it may live" if table.name in problem.pinned else ""

@@ -151,6 +151,11 @@ class ShardCostCache:
         return len(self.strips)
 
     @cached_property
+    def strip_by_name(self) -> dict[str, int]:
+        """A strip of each table, by name: the same one for all row ranges. Of a bundle only the first table."""
+        return {self.table(s).name: s for s in range(len(self))}
+
+    @cached_property
     def local_ids(self) -> np.ndarray:
         """[S] bytes of a strip's ids in a local batch, over all moments when they exist.
 
