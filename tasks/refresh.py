@@ -32,6 +32,8 @@ STAGES: tuple[Stage, ...] = ("tables", "measure", "train", "evaluate")
 OPTIONAL: Stage = "train_policy"
 AFTER = ("promote", "publish")
 """Stages after DVC's last one. They do not need OPTIONAL."""
+SHIPPED = "shipped"
+"""DVC's remote in the repository, .dvc/shipped: results of one run, which `dvc pull` brings."""
 _KNOWN_S = 20.0
 """Seconds that stages before have to take usually, to tell a machine's pace."""
 _LAST_WORDS_S = 3.0
@@ -257,7 +259,8 @@ def require_pushable() -> None:
         )
     process = _dvc("config", "core.remote")
     found, _ = process.communicate()
-    if process.returncode or not found.strip():
+    # The shipped one is a folder of the repository, for what a clone pulls.
+    if process.returncode or found.strip() in ("", SHIPPED):
         raise ShardCoreError(
             "DVC has no remote to push to; `dvc remote add --default NAME URL`, or refresh without push"
         )

@@ -85,6 +85,13 @@ def test_a_push_needs_a_branch_and_a_remote(folder):
     subprocess.run(["git", "init", "-q"], check=True)
     with pytest.raises(ShardCoreError, match="DVC has no remote to push to; `dvc remote add --default"):
         require_pushable()
+    # DVC's folder of a clone.
+    (folder / ".dvc").mkdir()
+    (folder / ".dvc/config").write_text(
+        "[core]\n    remote = shipped\n['remote \"shipped\"']\n    url = shipped\n"
+    )
+    with pytest.raises(ShardCoreError, match="DVC has no remote to push to"):
+        require_pushable()
 
 
 def test_a_refresh_says_which_stage_of_how_many_and_which_had_nothing_to_do():
