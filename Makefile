@@ -1,4 +1,5 @@
-# make run: everything, from nothing to published plans.  make test: the tests (test-long: those of the long-lived stack,
+# make run: everything, from nothing to published plans.  make demo: the same in five minutes, with shipped data, in a
+# clone of its own (.demo/).  make test: the tests (test-long: those of the long-lived stack,
 # of servers and clusters, of failures struck into them, and slow ones).  make figures: all figures of docs/benchmarks
 # again, some 12 hours.  make mutants ROOM=step: the mutation score of a room.  All set up .venv themselves.
 # make docs: the documentation site, in site/.  make screenshots: pictures of a run's pages.
@@ -22,10 +23,14 @@ export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO := 0
 
 SIZE := 2.2 GB$(if $(filter measure-gpu,$(EXTRA)), and CUDA)
 
-.PHONY: run test test-long mutants figures docs screenshots up status down release minimum setup lock lint
+.PHONY: run demo test test-long mutants figures docs screenshots up status down release minimum setup lock lint
 
 run: setup
 	@python -m tasks.services python -m flows.refresh
+
+demo: setup
+	@python -m tasks.demo
+	@cd .demo && PYTHONPATH=$(CURDIR)/.demo python -m tasks.services python -m flows.refresh --params demo.yaml --open
 
 test: setup
 	python -m pytest

@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -107,7 +108,10 @@ def environment(folder: Path, wheel: Path, resolution: str) -> Path:
     # The lock would forbid the lowest versions.
     versions += ["--constraint", str(install.CONSTRAINTS)] if resolution == LOCKED else []
     options = [*versions, *install.uv_options(install.pip_settings())]
-    _run([*UV, "pip", "install", "--quiet", "--python", str(python), *options, str(wheel)])
+    # Named beside the wheel, as uv lowers only what it was asked for.
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [str(wheel), *project["dependencies"]]
+    _run([*UV, "pip", "install", "--quiet", "--python", str(python), *options, *wanted])
     listed = json.loads(_run([*UV, "pip", "list", "--quiet", "--format", "json", "--python", str(python)]))
     print(", ".join(f"{found['name']} {found['version']}" for found in listed), flush=True)
     return python

@@ -1,7 +1,10 @@
 """refresh: bring everything up to date by dvc repro, then promote and publish."""
 
 import argparse
+import os
+import webbrowser
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from prefect import flow
@@ -10,7 +13,8 @@ from flows.promote import promote
 from flows.publish import publish
 from shardcore import report
 from shardcore.core.errors import ShardCoreError
-from tasks import console, links, params, services
+from shardcore.io import schema
+from tasks import console, links, params, paths, services
 from tasks.artifacts import create_markdown_artifact
 from tasks.evaluate import EvaluateConfig
 from tasks.measure import MeasureConfig
@@ -72,11 +76,11 @@ def refresh(
     done = f"stage {target} is up to date"
     if target == STAGES[-1]:
         # Promote and publish change the registry and the plans, so DVC does not run them.
-        announce("promote", target)
+        announce("promote", target, stages)
         champion = promote(will_publish=True)
         done = "no model is champion yet: the challenger awaits approval"
         if champion:
-            announce("publish", target)
+            announce("publish", target, stages)
             done = publish()
     create_markdown_artifact(
         page(stages, overrides or {}, commit, done), key="refresh", description=f"refresh of {target}"
@@ -137,6 +141,22 @@ def setting_of(text: str) -> tuple[str, str, Any]:
         ) from None
 
 
+def overrides_of(path: Path) -> dict[str, dict[str, Any]]:
+    """Sections of a parameter file. Raises ShardCoreError where it has none."""
+    found = schema.read_yaml(path)
+    if not isinstance(found, dict) or not all(isinstance(values, dict) for values in found.values()):
+        raise ShardCoreError(f"{path} holds no sections with keys, such as those of {paths.PARAMS}")
+    return {str(name): dict(values) for name, values in found.items()}
+
+
+def open_page(page: Path) -> None:
+    """Show where a page is, and open it where there is a screen."""
+    if page.exists():
+        console.show("text", f"  page         {page.resolve().as_uri()}\n")
+        if any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY")):
+            webbrowser.open(page.resolve().as_uri())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m flows.refresh",
@@ -155,15 +175,24 @@ def main() -> None:
         action="store_true",
         help="push the data to DVC's remote, and commit dvc.lock and params.yaml",
     )
+    parser.add_argument(
+        "--params",
+        type=Path,
+        metavar="FILE",
+        help="write the sections of this file into params.yaml first, such as demo.yaml; --set wins over it",
+    )
+    parser.add_argument("--open", action="store_true", help="show the page of the published plans at the end")
     args = parser.parse_args()
 
     def run() -> None:
-        overrides: dict[str, dict[str, Any]] = {}
+        overrides: dict[str, dict[str, Any]] = overrides_of(args.params) if args.params else {}
         for section, key, value in map(setting_of, args.set):
             overrides.setdefault(section, {})[key] = value
         done = refresh(args.target, overrides, args.push)
         table = f"Predicted cost of one training step, embeddings only\n\n{done}\n{LEGEND}{WHERE_NEXT}"
         console.show("text", f"\n{table if args.target == STAGES[-1] else done}")
+        if args.open:
+            open_page(Path(params.section("publish", PublishConfig).plans, "index.html"))
 
     services.run_flow(run)
 

@@ -196,7 +196,7 @@ class Screen:
             message = f"  warning: {message}"
         self._line(message)
         if kind == "stage":
-            self.begin(message)
+            self.begin(message.partition(", ")[0])
 
     def begin(self, stage: str) -> None:
         """Count the time of a stage from now, and show that it runs."""

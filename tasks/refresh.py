@@ -23,6 +23,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.io import schema, writing
 from tasks import cache, console, owned, params, paths, processes
 from tasks.artifacts import create_progress_artifact, update_progress_artifact
+from tasks.usual_time import usual_s
 
 _PREFECT_PREFIX = re.compile(r"^\d\d:\d\d:\d\d\.\d+ \| \w+ +\| ((Task|Flow) run '[^']*' - )?")
 _DVC_STAGE = re.compile(r"(Running stage|Stage) '(\w+)'")
@@ -31,6 +32,10 @@ STAGES: tuple[Stage, ...] = ("tables", "measure", "train", "evaluate")
 OPTIONAL: Stage = "train_policy"
 AFTER = ("promote", "publish")
 """Stages after DVC's last one. They do not need OPTIONAL."""
+SHIPPED = "shipped"
+"""DVC's remote in the repository, .dvc/shipped: results of one run, which `dvc pull` brings."""
+_KNOWN_S = 20.0
+"""Seconds that stages before have to take usually, to tell a machine's pace."""
 _LAST_WORDS_S = 3.0
 """Time in which an interrupted stage may end."""
 _HOLDER = re.compile(r"\(PID (\d+)\): (.*)")
@@ -124,7 +129,7 @@ def repro(target: Stage) -> list[StageRun]:
                 errors.append(message)
             if (found := _DVC_STAGE.match(message)) and found[2] in stages:
                 begun[found[2]] = (runs := found[1] == "Running stage", time.monotonic())
-                announce(found[2], target, runs)
+                announce(found[2], target, _timed(begun)[:-1], runs)
                 done = 100.0 * stages.index(found[2]) / len(stages)
                 update_progress_artifact(progress, done, description=f"stage {found[2]}")
         if process.wait():
@@ -132,6 +137,11 @@ def repro(target: Stage) -> list[StageRun]:
                 reason(errors) or f"dvc repro {target} ended with exit code {process.returncode}"
             )
     update_progress_artifact(progress, 100.0, description=f"stage {target} is up to date")
+    return _timed(begun)
+
+
+def _timed(begun: Mapping[str, tuple[bool, float]]) -> list[StageRun]:
+    """Stages that began, each until the next one did, or until now."""
     ends = [since for _, since in begun.values()][1:] + [time.monotonic()]
     return [
         StageRun(stage, ran, end - since if ran else 0.0)
@@ -216,8 +226,28 @@ def heading(stage: str, target: Stage, runs: bool = True) -> str:
     return f"stage {stages.index(stage) + 1}/{len(stages)}: {stage}{'' if runs else ', nothing changed'}"
 
 
-def announce(stage: str, target: Stage, runs: bool = True) -> None:
-    get_run_logger().info(heading(stage, target, runs), extra=console.STAGE)
+def left_s(stage: str, target: Stage, done: Sequence[StageRun], usual: Mapping[str, float]) -> float:
+    """Seconds from the start of a stage to the end of a refresh.
+
+    done: stages before. They say how fast this machine is.
+    usual: seconds by stage (tasks.usual_time).
+    """
+    ran = [run for run in done if run.ran]
+    known_s = sum(usual[run.stage] for run in ran)
+    pace = sum(run.seconds for run in ran) / known_s if known_s >= _KNOWN_S else 1.0
+    stages = stages_of(target)
+    return pace * sum(usual[name] for name in stages[stages.index(stage) :])
+
+
+def announce(stage: str, target: Stage, done: Sequence[StageRun], runs: bool = True) -> None:
+    """Show which stage begins, and about how long all that are left take.
+
+    done: stages before. Where nothing changed so far, no time is known: the rest may be done as well.
+    """
+    text = heading(stage, target, runs)
+    if runs and (stage not in AFTER or any(run.ran for run in done)):
+        text += f", about {console.duration(left_s(stage, target, done, usual_s()))} left in all"
+    get_run_logger().info(text, extra=console.STAGE)
 
 
 def require_pushable() -> None:
@@ -229,7 +259,8 @@ def require_pushable() -> None:
         )
     process = _dvc("config", "core.remote")
     found, _ = process.communicate()
-    if process.returncode or not found.strip():
+    # The shipped one is a folder of the repository, for what a clone pulls.
+    if process.returncode or found.strip() in ("", SHIPPED):
         raise ShardCoreError(
             "DVC has no remote to push to; `dvc remote add --default NAME URL`, or refresh without push"
         )
