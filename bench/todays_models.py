@@ -7,6 +7,7 @@ Each part takes drawn models, one a line of --out. Run again, it goes on from th
 payloads: outputs and gradients with scales (INT8, MX4, of several blocks), as TorchRec's codecs make them.
     Every collective of a step of TorchRec's real gloo processes is counted, as in bench/traffic.py. Of plans
     that ShardCore refuses for a codec, a few are run, too: TorchRec has to fail on them.
+batches: features with batches of their own (VBE), in steps of the same kind.
 """
 
 from __future__ import annotations
@@ -99,13 +100,32 @@ def _codec_ms(name: str, repeats: int = 20) -> tuple[float, float]:
 def _to_the_byte(groups: Mapping[str, Sequence[Row]]) -> None:
     shown = [(name, len(some), sum(not r["differences"] for r in some)) for name, some in groups.items()]
     print(report.text_table(("models with", "models", "to the byte"), shown))
-    for row in (r for some in groups.values() for r in some):
+    for row in groups["any"]:
         for words in row["differences"]:
             print(f"model {row['seed']}: {words}")
 
 
+# --- batches ------------------------------------------------------------------------------------------------
+
+
+def _batches(seed: int) -> Row:
+    model = drawn_collections.variable(seed)
+    more = {"weighted": any(t.weighted for t in model.problem.tables)}
+    return {**_of(model), **more, "differences": counted_traffic.differences(seed, model)}
+
+
+def _batch_report(rows: Sequence[Row]) -> None:
+    groups: dict[str, Sequence[Row]] = {"any": rows}
+    for kind in sorted({kind for row in rows for kind in row["kinds"]}):
+        groups[kind] = [r for r in rows if kind in r["kinds"]]
+    for what in ("sequences", "weighted"):
+        groups[what] = [r for r in rows if r[what]]
+    _to_the_byte(groups)
+
+
 PARTS: Mapping[str, tuple[Callable[[int], Row], Callable[[Sequence[Row]], None]]] = {
     "payloads": (_payloads, _payload_report),
+    "batches": (_batches, _batch_report),
 }
 """By name: what one drawn model gives, and the report of all."""
 

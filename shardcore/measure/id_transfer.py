@@ -79,8 +79,8 @@ def of_workload(workload: Workload, rank: int, device: torch.device | str = "cpu
         # A run without shards has no exchange.
         if not any(shards):
             continue
-        # Of deduplicated features fewer lengths travel. They are as those of fewer features here.
-        features = [math.ceil(sum(s.table.features / s.table.dedup for s in of.values())) for of in shards]
+        # Of features with batches of their own, other numbers of lengths travel: here as of fewer features.
+        features = [math.ceil(sum(s.table.bags for s in of.values())) for of in shards]
         n_bytes = [sum(received_bytes(s, workload) for s in of.values()) for of in shards]
         # A rank receives as much from each rank: an n-th of its bytes, without lengths.
         ids = [
