@@ -136,6 +136,12 @@ class Table:
             f"{t} has strides {shown(self.strides)} for its {self.features} features; it needs one for each, "
             "above 0, or none",
         )
+        buckets = self.managed_collision.buckets if self.managed_collision else 1
+        require(
+            self.rows % buckets == 0,
+            f"{t} has {self.rows} rows in {buckets} buckets of equal size; it needs a multiple, such as "
+            f"{-(-self.rows // buckets) * buckets}",
+        )
         if isinstance(self.access, Reuse):
             require(
                 self.pooling == 0 or sum(self.access.bins) > 0,
@@ -413,6 +419,13 @@ class Problem:
                 not t.in_host_memory or self.topology.memory_of(t.tier) is not None,
                 f"{p} has rows of table {t.name!r} in {TIERS[t.tier].words}; its topology needs "
                 f"memory of tier {t.tier!r}",
+            )
+        for t in self.tables:
+            buckets = t.managed_collision.buckets if t.managed_collision else 1
+            require(
+                buckets == 1 or buckets % n_devices == 0,
+                f"{p} has table {t.name!r} of {buckets} buckets, which {n_devices} devices do not divide; it needs a "
+                f"multiple, such as {-(-buckets // n_devices) * n_devices}",
             )
         for name, codec in zip(
             (self.job.forward_payload, self.job.backward_payload), self.codecs, strict=True

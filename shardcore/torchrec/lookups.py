@@ -20,6 +20,7 @@ from shardcore.core.types import Table
 from shardcore.core.validation import shown
 from shardcore.step import access
 from shardcore.tables.deduplication import dedup_of
+from shardcore.tables.hash_tables import routed_shares
 from shardcore.tables.public import DEFAULT_ACCESS
 from shardcore.torchrec import fbgemm_statistics
 from shardcore.torchrec.modules import ModelTable
@@ -183,7 +184,9 @@ def _measured(
                     f"lookups has {n} samples of feature {feature!r} and {data.samples[first]} of {first!r}; "
                     f"table {name!r} needs as many of each"
                 )
-            _require_rows(data.ids[feature], feature, name, table.config.num_embeddings)
+            # Managed collision maps raw ids, which may be any.
+            if table.managed_collision is None:
+                _require_rows(data.ids[feature], feature, name, table.config.num_embeddings)
         # All features of a table look up the same rows, so their ids count together.
         ids, n = np.concatenate([data.ids[f] for f in features]), data.samples[first]
         statistics[name] = len(ids) / n, access.reuse_of(ids, n)
@@ -250,12 +253,17 @@ def with_row_shares(
 ) -> tuple[Table, ...]:
     """The tables, ordered by measured row shares (Table.row_shares) where ids lie unevenly.
 
+    Of hash tables, where their routing sends raw ids.
+
     n_devices: devices that may divide rows.
     """
     shared = []
     for table in tables:
         ids = np.concatenate([data.ids[f] for f in theirs[table.name].config.feature_names])
-        # Few ids, or ids that lie as if hashed, give no shares.
-        shares = access.row_shares_of(ids, table.rows, n_devices)
+        if table.managed_collision:
+            shares = routed_shares(ids, table.managed_collision, n_devices)
+        else:
+            # Few ids, or ids that lie as if hashed, give no shares.
+            shares = access.row_shares_of(ids, table.rows, n_devices)
         shared.append(replace(table, ordered=True, row_shares=shares) if shares else table)
     return tuple(shared)

@@ -217,10 +217,12 @@ def _batch(model: Drawn, seed: int, rank: int):
 # --- both --------------------------------------------------------------------------------------------------
 
 
-def differences(seed: int, model: Drawn | None = None) -> list[str]:
+def differences(seed: int, model: Drawn | None = None, limit_s: float = 120) -> list[str]:
     """Differences between counted and expected bytes, rank by rank. model: None: the one of the seed."""
     model, found = model or drawn(seed), []
-    for rank, (ours, theirs) in enumerate(zip(expected(model, seed), counted(model, seed), strict=True)):
+    for rank, (ours, theirs) in enumerate(
+        zip(expected(model, seed), counted(model, seed, limit_s), strict=True)
+    ):
         found += [
             f"rank {rank}: {name}: [in, out] bytes {ours.get(name, [])} expected, "
             f"{theirs.get(name, [])} counted"
