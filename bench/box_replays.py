@@ -2,16 +2,18 @@
 Compute of each device was measured before, and ranks sleep for it (shardcore/measure/replay.py).
 
     python -m bench.box_replays MODEL --exchanges BOX --steps STEPS --measurements DIR --problems 20 \\
-        --out FOLDER
+        --out FOLDER [--pods]
 
 Problems have 10 to 30 tables of the calibrated pool at dims up to 32. Links are slow, so that the network
 decides. Exchanges are priced by rates fitted to those in BOX, which `measure --hosts` made at the same rate
 of links (see bench.box); without BOX by given links, shared by the ranks of a host. STEPS, a FOLDER of other
 problems, tells what exchanges take in a step. Without it they are priced as alone. All sharders get the same
-model and topology. `torchrec` is TorchRec's planner, swept; it knows hosts. The rivals are it, NeuroShard's
-search, and the greedy order that the model prefers.
+model and topology. `torchrec` is TorchRec's planner, swept; it knows hosts and pods. The rivals are it,
+NeuroShard's search, and the greedy order that the model prefers. With --pods hosts are in pods, and links have
+three levels: every sharder plans with rows over hosts and with rows over pods, and has the cheaper by the model.
+Exchanges in pods are those in BOX/pods.
 
-FOLDER gets what bench.replays writes. A rerun goes on after the problems done.
+FOLDER gets what bench.replays writes, and FOLDER-plans the plans. A rerun goes on after the problems done.
 """
 
 from __future__ import annotations
@@ -27,49 +29,51 @@ from bench import box, common
 from bench import replays as one_host
 from bench.common import say
 from shardcore.core.job import Job
-from shardcore.core.links import links_of
+from shardcore.core.links import host_names, links_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.cost import collective_fit, neural, replay_metrics, replay_records, step_factors
 from shardcore.cost.collective_model import OWN_WORK
-from shardcore.cost.model import price
-from shardcore.io import dataset, replays
+from shardcore.cost.model import CostModel, price
+from shardcore.io import dataset, files, replays
 from shardcore.measure import hosts
 from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
-from shardcore.search import SHARDERS, greedy
-from shardcore.search.portfolio import annealing as anneal
+from shardcore.search import SHARDERS, Budget, greedy
+from shardcore.search.decisions.driver import decide
+from shardcore.search.decisions.row_units import RowUnits
 from shardcore.step.lower import lower
 from shardcore.step.scopes import SCOPES
 from shardcore.tables.generate import generate_pool
 
-BETWEEN_GBIT_S = 0.05
-BOXES = ((2, 2), (4, 2), (2, 4), (4, 4), (8, 2))
-"""Hosts, and ranks of each. `measure` need not have seen the last two."""
+BETWEEN_GBIT_S, POD_GBIT_S = 0.05, 0.2
+BOXES = ((2, 2, 1), (4, 2, 1), (2, 4, 1), (4, 4, 1), (8, 2, 1))
+"""Hosts, ranks of each, and pods. `measure` need not have seen the last two."""
+BOXES_IN_PODS = ((4, 2, 2), (4, 1, 2), (8, 1, 2), (8, 1, 4), (8, 2, 2), (8, 2, 4), (4, 4, 2))
+"""The same in pods. It need not have seen the last five."""
 WITHIN_GBPS, LATENCY_MS = 0.5, 2.0
 """Given of links within a host: loopback among ranks that share cores. And what gloo takes at least."""
+OURS = ("portfolio", "anneal")
 RIVALS = ("torchrec", "neuroshard", "best greedy")
 MAX_DIM, MOST_BYTES = 32, 512 << 20
 
 
 def of_box(
-    model: neural.NeuralModel, exchanges: Path | None, steps: Path | None = None
+    model: neural.NeuralModel, exchanges: Path | None, steps: Path | None = None, pods: bool = False
 ) -> neural.NeuralModel:
     """The model with rates of exchanges fitted to those of boxes.
 
+    pods: True for those of boxes in pods, too.
     steps: a FOLDER of this bench, whose replays tell what exchanges take in a step. None: as alone.
     """
     compute = {name: w for name, w in model.weights.items() if not name.startswith(("exchange_", *OWN_WORK))}
-    measured = (
-        []
-        if exchanges is None
-        else [
-            s
-            for shape, samples in box.read([exchanges], SCOPES).items()
-            for s in samples
-            if shape[:3] in box.KNOWN and shape[3].between_gbit_s == BETWEEN_GBIT_S
-        ]
-    )
+    folders = [exchanges, exchanges / "pods"][: 1 + pods] if exchanges else []
+    measured = [
+        s
+        for shape, samples in box.read(folders, SCOPES).items()
+        for s in samples
+        if shape[:3] in box.KNOWN and shape[3].between_gbit_s == BETWEEN_GBIT_S
+    ]
     alone = dataclasses.replace(model, weights=compute | collective_fit.fit(measured, [], lambda *_: None))
     if steps is None:
         return alone
@@ -95,44 +99,68 @@ def problem_of(
     index: int,
     seed: int,
     fitted: bool,
-    boxes: Sequence[tuple[int, int]] = BOXES,
+    boxes: Sequence[tuple[int, int, int]] = BOXES,
 ) -> tuple[Problem, hosts.Box]:
-    where = hosts.Box(*boxes[index % len(boxes)], BETWEEN_GBIT_S)
+    n_hosts, each, pods = boxes[index % len(boxes)]
+    in_pods = {"pods": pods, "pod_gbit_s": POD_GBIT_S} if pods > 1 else {}
+    where = hosts.Box(n_hosts, each, BETWEEN_GBIT_S, **in_pods)
     shape = ProblemConfig(where.ranks, 10, 30, MAX_DIM)
     drawn = draw_problem(tables, index, model.setting, seed, shape)
     memory = drawn.topology.devices[0].memory_bytes
-    devices = (Device(memory, host=f"host-{rank // where.ranks_per_host}") for rank in range(where.ranks))
+    devices = (Device(memory, host=name) for name in host_names(where.ranks, n_hosts, pods))
     topology = Topology(tuple(devices), links=links_of(within_host=WITHIN_GBPS))
     if not fitted:
         topology = dataclasses.replace(
             topology,
             links=links_of(
-                LATENCY_MS, shared=True, within_host=WITHIN_GBPS, between_hosts=where.between_gbit_s / 8
+                LATENCY_MS,
+                shared=True,
+                within_host=WITHIN_GBPS,
+                within_pod=POD_GBIT_S / 8 if pods > 1 else None,
+                between_hosts=BETWEEN_GBIT_S / 8,
             ),
         )
     return dataclasses.replace(drawn, topology=topology, job=Job("none")), where
 
 
-def plans(problem: Problem, model: neural.NeuralModel) -> list[tuple[str, Plan]]:
-    found = {"anneal": anneal(problem, model), "anneal_columns": anneal(problem, model, space="columns")}
-    found |= {
-        n: SHARDERS[n](problem, model) for n in ("neuroshard", "torchrec", *greedy.ORDERS) if n in SHARDERS
+def plans(problem: Problem, model: CostModel, budget: Budget) -> list[tuple[str, Plan]]:
+    """Plans by name. Of `anneal`, where there are pods, also those with rows over hosts and over pods."""
+    names = (*OURS, "anneal_columns", *RIVALS[:2], *greedy.ORDERS, "random")
+    chosen = {
+        n: decide(problem, model, [RowUnits()], SHARDERS[n], budget=budget) for n in names if n in SHARDERS
     }
+    found = {name: of.plan for name, of in chosen.items()}
     best = min((found.pop(n) for n in greedy.ORDERS), key=lambda p: price(lower(p, problem), model).total_ms)
-    return [*found.items(), ("best greedy", best), ("random", SHARDERS["random"](problem, model, seed=0))]
+    units = {
+        f"anneal, {x.proposal.words}": x.found.plan
+        for x in chosen["anneal"].outcomes
+        if x.found and len(chosen["anneal"].outcomes) > 1
+    }
+    return [*found.items(), (RIVALS[2], best), *units.items()]
 
 
 def summary(rows: Sequence[replay_metrics.ReplayRecord]) -> str:
-    """Replayed cost of `anneal`, which uses all kinds, over its rivals', and over the best of them."""
+    """Replayed cost of searches of ours over their rivals', and over the best of them; and by unit of rows."""
     of: dict[str, dict[str, float]] = {}
     for row in rows:
         of.setdefault(row.problem, {})[row.algorithm] = row.replayed_ms
     lines = []
-    for name in (*RIVALS, "anneal_columns"):
-        ratios = [took["anneal"] / took[name] for took in of.values() if name in took]
-        lines.append(f"anneal over {name}: {_said(ratios)}")
-    best = [took["anneal"] / min(took[n] for n in RIVALS if n in took) for took in of.values()]
-    return "\n".join([*lines, f"anneal over the best of its rivals by problem: {_said(best)}"])
+    for ours in OURS:
+        for name in (*RIVALS, "anneal_columns"):
+            ratios = [took[ours] / took[name] for took in of.values() if {ours, name} <= took.keys()]
+            lines.append(f"{ours} over {name}: {_said(ratios)}" if ratios else "")
+        best = [
+            took[ours] / min(took[n] for n in RIVALS if n in took) for took in of.values() if ours in took
+        ]
+        lines.append(f"{ours} over the best of its rivals by problem: {_said(best)}" if best else "")
+    over = [
+        {name.split()[3]: ms for name, ms in took.items() if name.startswith("anneal, ")}
+        | {"": took["anneal"]}
+        for took in of.values()
+    ]
+    if chosen := [took[""] / min(took["hosts"], took["pods"]) for took in over if len(took) == 3]:
+        lines.append(f"anneal over the better unit of rows: {_said(chosen)}")
+    return "\n".join(filter(None, lines))
 
 
 def _said(ratios: Sequence[float]) -> str:
@@ -148,15 +176,18 @@ def main() -> None:
         exchanges=(Path, "dataset of emulated exchanges"),
         measurements=(Path, "the dataset of MODEL, whose reference op tells the machine's slowdown"),
         known=(False, "only shapes of boxes that exchanges are fitted to"),
+        pods=(False, "boxes in pods"),
+        plans_only=(False, "make the plans, which takes processors; a run without it then replays them"),
         steps=(Path, "replays of other problems, which tell what exchanges take in a step"),
         problems=20,
         repeats=(9, "steps of each plan"),
+        evals=(int, "evaluations of each search; default: its own"),
         seed=(77, "of the problems"),
     )
     args = parser.parse_args()
     torch.set_num_threads(1)
     model, config, kept = neural.load(args.model), ReplayConfig(args.repeats, 2, arena_bytes=4 << 30), []
-    model = of_box(model, args.exchanges, args.steps)
+    model = of_box(model, args.exchanges, args.steps, args.pods)
     reference = dataset.reference_op(args.measurements, model.setting) if args.measurements else None
     tables = pool()
     for i in range(args.problems):
@@ -166,10 +197,23 @@ def main() -> None:
             i,
             args.seed,
             args.exchanges is not None,
-            [b for b in BOXES if not args.known or (b[0], b[0] * b[1]) in box.KNOWN],
+            [
+                b
+                for b in (BOXES_IN_PODS if args.pods else BOXES)
+                if not args.known or (b[0], b[0] * b[1], b[2]) in box.KNOWN
+            ],
         )
         own = model.for_problem(problem)
-        made = plans(problem, own)
+        path, budget = Path(f"{args.out}-plans") / f"{problem.name}.json", Budget(evals=args.evals)
+        texts = common.kept(
+            path,
+            lambda own=own, of=problem, budget=budget: {
+                name: files.plan_to_json(plan, of) for name, plan in plans(of, own, budget)
+            },
+        )
+        if args.plans_only:
+            continue
+        made = [(name, files.plan_from_json(text, problem, str(path))) for name, text in texts.items()]
         with hosts.box_of(where) as places:
             kept.append(
                 replays.keep(
@@ -186,9 +230,12 @@ def main() -> None:
         rows = replay_records.judge(kept[-1:], own)
         said = ", ".join(f"{r.algorithm} {r.replayed_ms:.1f} ({r.predicted_ms:.1f})" for r in rows)
         say(
-            f"problem {i + 1} of {args.problems}, {where.hosts} x {where.ranks_per_host}: "
+            f"problem {i + 1} of {args.problems}, {where.hosts} x {where.ranks_per_host}"
+            f"{f' in {where.pods} pods' if where.pods > 1 else ''}: "
             f"{len(problem.tables)} tables: {said}"
         )
+    if args.plans_only:
+        return
     rows = replay_records.judge(kept, model)
     noise = np.median([r.noise_ms / r.replayed_ms for r in rows])
     print(

@@ -106,7 +106,7 @@ def job_of(index: int, pool: Sequence[Any], model: Any, shape: Shape) -> tuple[P
         most_bytes = 2 * TABLE_BYTES // shape.ranks
         problem, drawn = step_plans(pool, index, model.setting, shape.ranks, most_bytes, SEED)
     else:
-        boxes = [(shape.hosts, shape.ranks_per_host)]
+        boxes = [(shape.hosts, shape.ranks_per_host, 1)]
         problem, _ = box_replays.problem_of(box_tables(), model, index, SEED, True, boxes)
         room = [replace(device, memory_bytes=MOST_BYTES) for device in problem.topology.devices]
         problem = replace(problem, topology=replace(problem.topology, devices=tuple(room)), job=StepJob())

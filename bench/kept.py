@@ -36,7 +36,7 @@ from shardcore.core.access_statistics import ManagedCollision
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
-from shardcore.core.links import links_of
+from shardcore.core.links import host_names, links_of
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
@@ -162,15 +162,21 @@ def model_of(problem: Problem) -> CostModel:
     ).for_problem(problem)
 
 
-def of_size(n_tables: int, n_devices: int, batch: int) -> Problem:
-    """Tables of the pool at dims 16 to 128, on hosts of 8 with given links, with 1.5 times their memory."""
+def of_size(n_tables: int, n_devices: int, batch: int, pods: int = 1) -> Problem:
+    """Tables of the pool at dims 16 to 128, on hosts of 8 with given links, with 1.5 times their memory.
+
+    pods: that hosts are divided into evenly. Links have three levels then.
+    """
     live, rng = [t for t in generate_pool() if t.pooling > 0], np.random.default_rng(n_tables)
     tables = tuple(
         replace(live[i % len(live)], name=f"t{i}", dim=int(rng.choice([16, 32, 64, 128])))
         for i in range(n_tables)
     )
-    devices = tuple(Device(1 << 50, host=f"host-{d // 8}") for d in range(n_devices))
-    links = links_of(within_host=1.0, between_hosts=0.5, latency_ms=0.2)
+    devices = tuple(
+        Device(1 << 50, host=name) for name in host_names(n_devices, max(1, n_devices // 8), pods)
+    )
+    rates = {"within_pod": 0.5, "between_hosts": 0.125} if pods > 1 else {"between_hosts": 0.5}
+    links = links_of(0.2, within_host=1.0, **rates)
     return with_memory(
         Problem(f"size-{n_tables}-{n_devices}", tables, Topology(devices, links=links), batch), 1.5
     )

@@ -136,8 +136,8 @@ def text(rows: Sequence[replay_metrics.ReplayRecord], parts: Mapping[str, float]
             + ".",
             "Among the plans of a problem (mean over problems, 95% interval): "
             + "; ".join(
-                f"{words} {common.spoken(replay_metrics.bootstrap(found[name]), form)}"
-                for name, words, form in (
+                f"{words} {common.spoken(replay_metrics.bootstrap(found[name]), *form)}"
+                for name, words, *form in (
                     ("kendall_tau", "Kendall's tau"),
                     ("spearman", "Spearman's rho"),
                     ("tau_beyond_noise", "tau of pairs that differ beyond noise"),

@@ -1,12 +1,13 @@
 """Cost against size: annealing beside NeuroShard's and the best greedy one, from tens of tables to ten
 thousand.
 
-    python -m bench.sizes MODEL --out docs/benchmarks/search-sizes.png
+    python -m bench.sizes MODEL --out docs/benchmarks/search-sizes.png [--pods]
 
 MODEL is a folder as `python -m shardcore train` writes it. Tables are those of the calibrated pool, repeated
 beyond its size, at dims 16 to 128, the devices in hosts of 8 with explicit links (1 and 0.5 GB/s), with 1.5
 times the memory that the tables need. `best known` is annealing with ten times as long. Peak memory is that
-of a process of its own for each size.
+of a process of its own for each size. With --pods, 64 devices or more in pods of 4 hosts, with links of three
+levels (1, 0.5 and 0.125 GB/s): every search has rows over hosts and over pods, in the same seconds.
 """
 
 from __future__ import annotations
@@ -30,35 +31,38 @@ from shardcore import report
 from shardcore.cost import neural
 from shardcore.search import BASELINES, SHARDERS, Budget
 from shardcore.search.bound.lower_bound import bound
+from shardcore.search.decisions.driver import decide
+from shardcore.search.decisions.row_units import RowUnits
 from shardcore.search.portfolio import annealing as anneal
 
 SIZES = {(40, 4): (0.5, 5.0), (160, 16): (1.0, 10.0), (856, 128): (4.0, 40.0), (10_000, 1024): (100.0, None)}
 """Tables and devices: seconds of annealing, and of the best known plan (None: not looked for)."""
+IN_PODS = {(428, 64): (8.0, 40.0), (856, 128): (8.0, 80.0), (10_000, 1024): (200.0, None)}
+"""The same in pods."""
+DEVICES_OF_POD = 32
 COMPARED = 128
 """On more devices neuroshard's first pass alone takes longer than annealing."""
 
 
-def one(model: neural.NeuralModel, n_tables: int, n_devices: int) -> dict[str, float | None]:
-    seconds, long_s = SIZES[n_tables, n_devices]
-    asked = of_size(n_tables, n_devices, model.setting.batch)
+def one(model: neural.NeuralModel, n_tables: int, n_devices: int, pods: bool) -> dict[str, float | None]:
+    seconds, long_s = (IN_PODS if pods else SIZES)[n_tables, n_devices]
+    asked = of_size(n_tables, n_devices, model.setting.batch, n_devices // DEVICES_OF_POD if pods else 1)
+
+    def ms(name: str, seed: int = 0, **budget: float) -> float:
+        return decide(asked, model, [RowUnits()], SHARDERS[name], seed=seed, budget=Budget(**budget)).ms
+
     # Compiled before the clock starts.
     anneal(of_size(8, 2, model.setting.batch), model, budget=Budget(evals=100))
     began = time.perf_counter()
-    found = {"anneal_ms": anneal(asked, model, budget=Budget(seconds=seconds)).provenance["predicted_ms"]}
+    found = {"anneal_ms": ms("anneal", seconds=seconds)}
     found["anneal_s"] = time.perf_counter() - began
     found["anneal_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if n_devices <= COMPARED:
         began = time.perf_counter()
-        found["neuroshard_ms"] = SHARDERS["neuroshard"](
-            asked, model, budget=Budget(seconds=seconds)
-        ).provenance["predicted_ms"]
+        found["neuroshard_ms"] = ms("neuroshard", seconds=seconds)
         found["neuroshard_s"] = time.perf_counter() - began
-    found["greedy_ms"] = min(SHARDERS[n](asked, model).provenance["predicted_ms"] for n in BASELINES)
-    best = (
-        anneal(asked, model, seed=1, budget=Budget(seconds=long_s)).provenance["predicted_ms"]
-        if long_s
-        else np.inf
-    )
+    found["greedy_ms"] = min(map(ms, BASELINES))
+    best = ms("anneal", seed=1, seconds=long_s) if long_s else np.inf
     found["best_ms"] = min(best, found["anneal_ms"])
     found["estimate_ms"] = bound(asked, model).estimate_ms
     return found
@@ -66,18 +70,30 @@ def one(model: neural.NeuralModel, n_tables: int, n_devices: int) -> dict[str, f
 
 def main() -> None:
     parser = common.parser(
-        __doc__, {"model": "folder of a trained model"}, out=(Path("search-sizes.png"), "the plot")
+        __doc__,
+        {"model": "folder of a trained model"},
+        out=(Path("search-sizes.png"), "the plot"),
+        pods=(False, "devices in pods"),
     )
     parser.add_argument("--one", type=int, nargs=2, metavar=("TABLES", "DEVICES"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.one:
-        print(json.dumps(one(neural.load(args.model), *args.one)))
+        print(json.dumps(one(neural.load(args.model), *args.one, args.pods)))
         return
     rows, found = [], []
-    for size in SIZES:
+    sizes = IN_PODS if args.pods else SIZES
+    for size in sizes:
         done = subprocess.run(
-            [sys.executable, "-m", "bench.sizes", args.model, "--one", *map(str, size)],
+            [
+                sys.executable,
+                "-m",
+                "bench.sizes",
+                args.model,
+                *["--pods"] * args.pods,
+                "--one",
+                *map(str, size),
+            ],
             check=True,
             text=True,
             stdout=subprocess.PIPE,
@@ -117,12 +133,12 @@ def main() -> None:
             rows,
         )
     )
-    _plot(found, args.out)
+    _plot(found, list(sizes), args.out)
 
 
-def _plot(found: list[dict[str, float]], out: Path) -> None:
+def _plot(found: list[dict[str, float]], sizes: list[tuple[int, int]], out: Path) -> None:
     figure = Figure(figsize=(6, 3.6), layout="constrained")
-    axes, devices = figure.subplots(), [d for _, d in SIZES]
+    axes, devices = figure.subplots(), [d for _, d in sizes]
     for key, label in (
         ("greedy_ms", "best greedy"),
         ("neuroshard_ms", "neuroshard, as long"),
@@ -132,7 +148,7 @@ def _plot(found: list[dict[str, float]], out: Path) -> None:
         axes.plot(devices, [f.get(key, np.nan) / f["estimate_ms"] for f in found], marker="o", label=label)
     axes.set(
         xscale="log",
-        xlabel="devices (40, 160, 856, 10,000 tables)",
+        xlabel=f"devices ({', '.join(f'{n:,}' for n, _ in sizes)} tables)",
         ylabel="cost over the estimate",
         xticks=devices,
         xticklabels=devices,

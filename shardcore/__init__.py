@@ -7,6 +7,7 @@ The nouns are here; the verbs and the protocols live in their modules and load a
   replay(workload, setting)  its cost, measured on real processes            shardcore.measure.replay
   load_model(folders)        a trained cost model, or one of each precision  shardcore.cost.composite
   load_profile(name)         a card's published rates; .model() prices with them    shardcore.cost.profile
+  plot(plan, problem, model) bars of each device, for notebooks and files    shardcore.report.device_figures
   load_plan(root, name)      a published plan and its problem                shardcore.plans.store
   SHARDERS                   by name: function(problem, model, seed=, budget=) -> Plan    shardcore.search
   Budget(evals=, seconds=)   limit of a search                               shardcore.search
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from shardcore.cost.profile import load_profile
     from shardcore.measure.replay import replay
     from shardcore.plans.store import load_plan
+    from shardcore.report.device_figures import plot
     from shardcore.search import SHARDERS, Budget, Sharder
     from shardcore.search.decisions.driver import Decision, decide
     from shardcore.step.lower import lower
@@ -50,6 +52,7 @@ _LATE = {
     "load_plan": ("shardcore.plans.store", "load_plan"),
     "load_profile": ("shardcore.cost.profile", "load_profile"),
     "lower": ("shardcore.step.lower", "lower"),
+    "plot": ("shardcore.report.device_figures", "plot"),
     "price": ("shardcore.cost.model", "price"),
     "replay": ("shardcore.measure.replay", "replay"),
 }
@@ -81,6 +84,7 @@ __all__ = [
     "load_plan",
     "load_profile",
     "lower",
+    "plot",
     "price",
     "replay",
 ]

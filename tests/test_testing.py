@@ -9,6 +9,7 @@ from shardcore import SHARDERS, Constraints, ShardCoreError
 from shardcore.core.links import links_of
 from shardcore.search.decisions.groups import Groups
 from shardcore.search.decisions.memory_tiers import MemoryTiers
+from shardcore.search.decisions.row_units import RowUnits
 from shardcore.testing import CostModelConformance, DecisionConformance, SharderConformance
 from shardcore.testing.problems import model_for, with_slack
 
@@ -39,6 +40,19 @@ class TestNeuralModel(CostModelConformance):
 class TestGroups(DecisionConformance):
     def decision(self):
         return Groups(2)
+
+
+class TestRowUnits(DecisionConformance):
+    proposes_as_is = True
+
+    def decision(self):
+        return RowUnits()
+
+    def problem(self):
+        roomy = with_slack(0, 4, 40.0)
+        hosts = ("p/a", "p/b", "q/c", "q/d")
+        devices = tuple(replace(d, host=h) for d, h in zip(roomy.topology.devices, hosts, strict=True))
+        return replace(roomy, topology=replace(roomy.topology, devices=devices))
 
 
 class TestTiers(DecisionConformance):

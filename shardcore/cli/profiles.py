@@ -7,24 +7,27 @@ import dataclasses
 from collections import Counter
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from shardcore.cli.options import Formatter, Output, PositiveFloat, PositiveGib, add_command
 from shardcore.core.errors import ShardCoreError
+
+if TYPE_CHECKING:
+    from shardcore.cost.profile import Profile
 
 ProfileFile = Annotated[Path, "PROFILE.json"]
 
 
 @dataclass(frozen=True)
 class ListOptions:
-    """List the profiles that ShardCore comes with: cards, and links between such cards."""
+    """List the profiles that come with ShardCore: of cards, and of links between them."""
 
 
 @dataclass(frozen=True)
 class ShowOptions:
     """Show the rates of a profile, with the uncertainty and the source of each.
 
-    profile: a name, or a file
+    profile: name or file of the profile
     """
 
     profile: Annotated[str, "PROFILE"]
@@ -34,16 +37,16 @@ class ShowOptions:
 class NewOptions:
     """Make a profile of another card from its data sheet. Rates scale with what is given, and are less certain.
 
-    name: of the hardware, such as nvidia-h100-nvl
-    from_: profile of the card that it is most like
-    memory_gib: of a device
+    name: name of the hardware, such as nvidia-h100-nvl
+    from_: profile of the most similar card
+    memory_gib: memory of a device
     hbm_gbps: bandwidth of that memory
-    sm_ghz: multiprocessors times their clock in GHz
+    sm_ghz: number of multiprocessors times their clock in GHz
     l2_mib: L2 cache
     nvlink_gbps: links of a device within a host, each way
     network_gbps: links of a device between hosts, each way
     pcie_gbps: link of a device to host memory, each way
-    device_name: part of torch.cuda.get_device_name() that means this card
+    device_name: part of torch.cuda.get_device_name() by which this card is recognised
     """
 
     name: str
@@ -64,11 +67,12 @@ class NewOptions:
 class FitOptions:
     """Fit the rates of a profile to timings. Rates that no timing depends on stay as they are.
 
-    timings: CSV with a line for each timing; its columns are in docs/models.md. Those of other cards are left out
+    timings: folder of a dataset, whose test split is kept to judge the fit; or CSV with a line for each timing, with
+      the columns of docs/models.md; those of other cards are left out
     from_: profile to start from
     """
 
-    timings: Annotated[Path, "TIMINGS.csv"]
+    timings: Annotated[Path, "DATASET|TIMINGS.csv"]
     _: KW_ONLY
     from_: Annotated[str, "PROFILE"]
     out: Annotated[ProfileFile, Output()]
@@ -120,6 +124,8 @@ def fit(args: FitOptions) -> None:
     from shardcore.report.profile_report import left_out_text, profile_text
 
     start = load_profile(args.from_)
+    if args.timings.is_dir():
+        return _fit_to_dataset(args, start)
     timings, reasons = profile_fit.read_timings(args.timings)
     chosen = profile_fit.of_card(timings, start)
     left_out = reasons + Counter({"another card, or a low quality": len(timings) - len(chosen)})
@@ -133,3 +139,31 @@ def fit(args: FitOptions) -> None:
     write_profile(args.out, fitted)
     print(f"{args.timings}: {len(chosen)} timings fitted, {left_out.total()} left out")
     print(f"{left_out_text(left_out)}\n\n{args.out}: {profile_text(fitted, start)}")
+
+
+def _fit_to_dataset(args: FitOptions, start: Profile) -> None:
+    from shardcore.cost import accuracy, profile_fit
+    from shardcore.cost.profile import write_profile
+    from shardcore.cost.profile_samples import checks, timings_of
+    from shardcore.io import dataset
+    from shardcore.report.profile_report import profile_text
+
+    for setting in dataset.settings(args.timings):
+        if not start.is_of(setting.hardware):
+            raise ShardCoreError(
+                f"{args.timings} has samples of {setting.hardware}; profile {start.name!r} is of another card"
+            )
+    compute, comm = dataset.read_compute(args.timings), dataset.read_comm(args.timings)
+    test = timings_of(accuracy.held_out(compute), accuracy.held_out(comm))
+    known = timings_of(
+        [s for s in compute if accuracy.split_of(s.id) != "test"],
+        [s for s in comm if accuracy.split_of(s.id) != "test"],
+    )
+    if not known:
+        raise ShardCoreError(f"{args.timings} has no timing that profile {start.name!r} can be fitted to")
+    fitted = profile_fit.fit(known, start)
+    write_profile(args.out, fitted)
+    print(f"{args.timings}: {len(known)} timings fitted, {len(test)} kept to judge the fit")
+    for before, after in zip(checks(start, test), checks(fitted, test), strict=True):
+        print(f"  {before.kind}: mean error {before.error:.0%} before, {after.error:.0%} after")
+    print(f"\n{args.out}: {profile_text(fitted, start)}")

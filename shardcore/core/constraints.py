@@ -163,28 +163,30 @@ def devices_of_pins(
     return {name: rising[devices] for name, devices in own.items()}
 
 
-def require_tower_hosts(
-    devices_of: Mapping[str, tuple[int, ...]], on_hosts: Sequence[Sequence[int]], what: str
+def require_tower_units(
+    devices_of: Mapping[str, tuple[int, ...]], units: Sequence[Sequence[int]], unit: str, what: str
 ) -> None:
-    """Raise ShardCoreError unless outputs of a job with towers can be exchanged within hosts first.
+    """Raise ShardCoreError unless outputs of a job with towers can be exchanged within hosts, or pods, first.
 
     devices_of: where each table with pooled outputs may live.
-    on_hosts: the devices of each host.
+    units: the devices of each.
+    unit: "host" or "pod".
     """
     require(
-        len(on_hosts) > 1,
-        f"{what} has 1 host; towers need 2 or more, for they make smaller what crosses hosts",
+        len(units) > 1,
+        f"{what} has 1 {unit}; towers need 2 or more, for they make smaller what crosses {unit}s",
     )
-    sizes = sorted({len(devices) for devices in on_hosts})
+    sizes = sorted({len(devices) for devices in units})
     require(
-        len(sizes) == 1, f"{what} has hosts of {sizes[0]} to {sizes[-1]} devices; towers need as many on each"
+        len(sizes) == 1,
+        f"{what} has {unit}s of {sizes[0]} to {sizes[-1]} devices; towers need as many on each",
     )
-    host_of = {d: h for h, devices in enumerate(on_hosts) for d in devices}
+    unit_of = {d: i for i, devices in enumerate(units) for d in devices}
     # Many tables share one set of devices.
-    several = {where for where in set(devices_of.values()) if len({host_of[d] for d in where}) > 1}
+    several = {where for where in set(devices_of.values()) if len({unit_of[d] for d in where}) > 1}
     for name, where in devices_of.items() if several else ():
         require(
             where not in several,
             f"{what} has job.tower_ratio, but table {name!r} may live on several "
-            "hosts; it needs constraints.pinned to one of them (plan --towers finds which)",
+            f"{unit}s; it needs constraints.pinned to one of them (plan --towers finds which)",
         )

@@ -32,6 +32,7 @@ class Level:
     each: the term that a given bandwidth of each device applies to.
     shared: the same where the devices of an inner unit share one link. "": they never do.
     torchrec: argument of TorchRec's Topology for it, and the constant that is its default.
+    rows_over: word for its unit, if TorchRec may divide rows of a table over one. "": it does not.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Level:
     each: str
     shared: str = ""
     torchrec: tuple[str, str] | None = None
+    rows_over: str = ""
 
 
 def pod_of(host: str) -> str:
@@ -58,6 +60,7 @@ LEVELS: Mapping[str, Level] = {
             {"near_bytes": "bytes", "near_busiest_bytes": "busiest"},
             "near_busiest_bytes",
             torchrec=("intra_host_bw", "INTRA_NODE_BANDWIDTH"),
+            rows_over="host",
         ),
         Level(
             "within_pod",
@@ -66,6 +69,7 @@ LEVELS: Mapping[str, Level] = {
             {"pod_bytes": "bytes", "pod_busiest_bytes": "busiest", "pod_uplink_bytes": "uplink"},
             "pod_busiest_bytes",
             "pod_uplink_bytes",
+            rows_over="pod",
         ),
         Level(
             "between_hosts",
@@ -86,6 +90,8 @@ LEVELS: Mapping[str, Level] = {
     )
 }
 """By name. The outermost joins all devices."""
+ROWS_OVER: Mapping[str, str] = {row.rows_over: name for name, row in LEVELS.items() if row.rows_over}
+"""Levels by the words for units over which TorchRec may divide rows. The first needs nothing of a job."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +163,15 @@ def unit_members(hosts: Sequence[str], level: str) -> tuple[tuple[int, ...], ...
 
 
 def host_names(n_devices: int, hosts: int, pods: int = 1) -> list[str]:
-    """Names of the hosts of devices that are numbered host by host, and pod by pod, as many on each."""
+    """Names of the hosts of devices that are numbered host by host, and pod by pod, as many on each.
+
+    Raises ShardCoreError for hosts that do not divide into so many pods evenly.
+    """
+    require(
+        hosts % pods == 0,
+        f"{hosts} hosts were asked for in {pods} pods; it needs as many in each: "
+        f"{' or '.join(str(n) for n in range(1, hosts + 1) if hosts % n == 0)} pods",
+    )
     of_host, of_pod = n_devices // hosts, n_devices // pods
     in_pod = (lambda d: f"pod-{d // of_pod}/") if pods > 1 else lambda d: ""
     return [f"{in_pod(d)}host-{d // of_host}" for d in range(n_devices)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from shardcore.core.html import shown
+
 PARTS = (
     "forward_compute_ms",
     "backward_compute_ms",
@@ -52,6 +54,14 @@ class StepCost:
     @property
     def total_ms(self) -> float:
         return max(self.device_ms) + self.dense_ms
+
+    def _repr_html_(self) -> str:
+        """ms of each part on each device, for notebooks."""
+        columns = (*(getattr(self, name) for name in PARTS), self.device_ms)
+        rows = [(d, *(f"{ms:.3f}" for ms in row)) for d, row in enumerate(zip(*columns, strict=True))]
+        headers = ("device", *(name.removesuffix("_ms").replace("_", " ") for name in PARTS), "total ms")
+        dense = f", {self.dense_ms:.3f} of them in the dense part" if self.dense_ms else ""
+        return shown(f"{self.total_ms:.3f} ms a step{dense}", headers, rows)
 
 
 @dataclass(frozen=True)

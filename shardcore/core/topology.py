@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from shardcore.core.links import LEVELS, Link, joins, pod_of, unit_members, units_of
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.links import LEVELS, ROWS_OVER, Link, host_names, joins, pod_of, unit_members, units_of
 from shardcore.core.tiers import BELOW, Memory
 from shardcore.core.validation import (
     MOST_BYTES,
@@ -30,7 +31,8 @@ from shardcore.core.validation import (
 
 BYTES_PER_MS_PER_GBPS = 1e6
 GIB = 1 << 30
-ROWS_OVER = ("pod", "host")
+_OF_UNITS = tuple(LEVELS)[1:-1]
+"""Levels whose links need devices that they join. Others may be given of any hardware."""
 DEFAULT_RESERVE = 0.15
 """The share of the smallest device that is kept free where a problem's file gives no reserve.
 
@@ -70,22 +72,30 @@ class Topology:
     hardware: the setting's name of a device ("nvidia-h200"); None: whatever the cost model was measured on.
     links: of some levels. Those of others are as the cost model measured them.
     memory: of tiers below the devices, where tables may have rows.
-    rows_over: unit over which TorchRec's table_row_wise divides rows, one of ROWS_OVER. A pod, if there are
-      any, all of one size, and the job has TORCHREC_RESOLVED_POD_SIZE.
+    rows_over: unit over which TorchRec's table_row_wise divides rows, a key of ROWS_OVER. Pods need to be of
+      one size, and the job needs TORCHREC_RESOLVED_POD_SIZE. None: a plan may have either. Searches then
+      take hosts, as jobs do that lack the variable, until a decision takes pods (RowUnits).
     """
 
     devices: tuple[Device, ...]
     hardware: str | None = None
     links: tuple[Link, ...] = ()
     memory: tuple[Memory, ...] = ()
-    rows_over: str = "pod"
+    rows_over: str | None = None
 
     def __post_init__(self) -> None:
         require_types(self, "topology")
-        require_known(self, "topology", rows_over=ROWS_OVER)
+        if self.rows_over is not None:
+            require_known(self, "topology", rows_over=ROWS_OVER)
         require(
             1 <= len(self.devices) <= MOST_DEVICES,
             f"a topology has {len(self.devices) or 'no'} devices; it needs 1 to {MOST_DEVICES}",
+        )
+        levels = [link.level for link in self.links]
+        ordered = sorted(levels, key=list(LEVELS).index)
+        require(
+            levels == ordered,
+            f"topology gives links {', '.join(levels)}; it needs them from the innermost out: {', '.join(ordered)}",
         )
         require(
             self.hardware is None or is_path_name(self.hardware),
@@ -101,32 +111,61 @@ class Topology:
             )
             # In one order: equal topologies have equal files.
             object.__setattr__(self, name, tuple(by_name[x] for x in known if x in by_name))
-        self._require_levels()
+        self._require_links()
+        if why_not := self._why_not_rows_over(self.rows_over):
+            raise ShardCoreError(f"topology has rows_over {self.rows_over!r}, and {why_not}")
 
-    def _require_levels(self) -> None:
-        """Raise ShardCoreError for links of pods where there are none, and for links that grow faster outward."""
-        own = [(link.level, link.gbps) for link in self.links if link.gbps and not link.shared]
-        for (inner, inner_gbps), (outer, outer_gbps) in pairwise(own):
+    def _require_links(self) -> None:
+        """Raise ShardCoreError for links that join no devices, and for links that grow faster outward."""
+
+        def of_device(link: Link, all_send: bool) -> float:
+            """GB/s of a device: alone, or if all of the largest unit that shares the link send."""
+            share = max(map(len, self.sharing(link.level))) if link.shared and all_send else 1
+            return (link.gbps or 0.0) / share
+
+        for inner, outer in pairwise(link for link in self.links if link.gbps):
+            # An outer link of one device may be faster than its share of an inner one that others leave to it.
+            ours, theirs = (of_device(link, all_send=outer.shared) for link in (outer, inner))
             require(
-                outer_gbps <= inner_gbps,
-                f"topology has links {outer} of {outer_gbps:g} GB/s and {inner} of {inner_gbps:g}; outer links of a "
-                "device need to be no faster than inner ones",
+                ours <= theirs * (1 + 1e-9),  # shares are quotients
+                f"topology has links {outer.level} of {ours:g} GB/s a device and {inner.level} of {theirs:g}; outer "
+                "ones need to be no faster than inner ones",
             )
-        require(
-            self.link("within_pod").gbps is None or self.has_pods,
-            "topology gives links within_pod, and no pod has several hosts; it needs hosts with names such as "
-            "'pod-0/host-1'",
-        )
+        for level in _OF_UNITS:
+            require(
+                self.link(level).gbps is None or self.joins(level),
+                f"topology gives links {level}, and no {LEVELS[level].rows_over} has several hosts; it needs hosts "
+                "with names such as 'pod-0/host-1'",
+            )
+
+    def _why_not_rows_over(self, unit: str | None) -> str:
+        """Reason that TorchRec cannot divide rows over units. "": it can, or they are the default."""
+        default = next(iter(ROWS_OVER))
+        if unit in (None, default):
+            return ""
+        level = ROWS_OVER[unit]
+        if not self.joins(level):
+            return f"no {unit} has several hosts; it needs {default!r}, or hosts with names such as 'pod-0/host-1'"
+        for of, members in ((unit, self.on_units(level)), (default, self.on_hosts)):
+            if len(sizes := sorted(set(map(len, members)))) > 1:
+                return (
+                    f"a {of} has {' or '.join(map(str, sizes))} devices; TorchRec needs as many in each, or rows_over "
+                    f"{default!r}"
+                )
+        return ""
 
     @classmethod
-    def of_hosts(cls, hosts: int, devices: int, memory_gib: float, **given: Any) -> Topology:
+    def of_hosts(
+        cls, hosts: int, devices: int, memory_gib: float, *, pods: int = 1, **given: Any
+    ) -> Topology:
         """A topology of equal hosts.
 
         devices: of each host.
         memory_gib: GiB of each device that embeddings may use.
+        pods: that hosts are divided into evenly. 1: none.
         given: other fields of a Topology, such as hardware="nvidia-h100" and links=links_of(within_host=400).
         """
-        for what, value in (("hosts", hosts), ("devices", devices)):
+        for what, value in (("hosts", hosts), ("devices", devices), ("pods", pods)):
             require_type(value, int, what, "a whole number")
             require(1 <= value <= MOST_DEVICES, f"{what} is {value}; it needs 1 to {MOST_DEVICES}")
         require_type(memory_gib, (int, float), "memory_gib", "a number")
@@ -134,12 +173,8 @@ class Topology:
             0 < memory_gib * GIB <= MOST_BYTES,
             f"memory_gib is {memory_gib}; it needs more than 0, at most {MOST_BYTES // GIB:,}",
         )
-        return cls(
-            tuple(
-                Device(int(memory_gib * GIB), host=f"host-{h}") for h in range(hosts) for _ in range(devices)
-            ),
-            **given,
-        )
+        names = host_names(hosts * devices, hosts, pods)
+        return cls(tuple(Device(int(memory_gib * GIB), host=name) for name in names), **given)
 
     def __repr__(self) -> str:
         sizes = sorted({device.memory_bytes / GIB for device in self.devices})
@@ -147,7 +182,10 @@ class Topology:
         given = f", hardware {self.hardware}" if self.hardware else ""
         given += "".join(f", {link.words}" for link in self.links)
         given += "".join(f", {x.bytes / GIB:.4g} GiB {x.tier} memory a host" for x in self.memory)
-        pods = f" in {len(self.on_units('within_pod'))} pods" if self.has_pods else ""
+        units = [
+            (len(self.on_units(level)), LEVELS[level].rows_over) for level in _OF_UNITS if self.joins(level)
+        ]
+        pods = "".join(f" in {n} {unit}s" for n, unit in units)
         return f"Topology({len(self.devices)} devices on {len(self.hosts)} hosts{pods}, {memory} GiB each{given})"
 
     @cached_property
@@ -170,10 +208,31 @@ class Topology:
         members = unit_members([self.devices[d].host for d in self.ranks], level)
         return tuple(tuple(self.ranks[i] for i in unit) for unit in members)
 
+    @property
+    def row_unit(self) -> str:
+        """The unit over which rows are divided, a key of ROWS_OVER: as rows_over, or the default, has it."""
+        return self.rows_over or next(iter(ROWS_OVER))
+
     @cached_property
-    def has_pods(self) -> bool:
-        """True if some pod has several hosts."""
-        return joins(self.units)[list(LEVELS).index("within_pod")]
+    def row_units(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of each such unit. Towers have a unit each, as TorchRec groups ranks in one way."""
+        return self.on_units(ROWS_OVER[self.row_unit])
+
+    def joins(self, level: str) -> bool:
+        """True if a level of links joins devices that no inner one does, such as hosts of a pod."""
+        return self._joined[list(LEVELS).index(level)]
+
+    def sharing(self, level: str) -> tuple[tuple[int, ...], ...]:
+        """The devices that share a link of a level, if its links are shared: units of the next level in with links."""
+        names = list(LEVELS)
+        inner = (
+            x.level for x in reversed(self.links) if x.gbps and names.index(x.level) < names.index(level)
+        )
+        return self.on_units(next(inner, names[0]))
+
+    @cached_property
+    def _joined(self) -> list[bool]:
+        return joins(self.units)
 
     @cached_property
     def indices(self) -> tuple[int, ...]:
@@ -225,10 +284,24 @@ class Topology:
     def among(self, devices: Sequence[int]) -> Topology:
         """Some of the devices, while the others do the same: they share what hosts have with them."""
         picked = set(devices)
-        share = min(n / len(of) for of in self.on_hosts if (n := len(picked.intersection(of))))
-        links = tuple(replace(x, gbps=x.gbps * share) if x.shared and x.gbps else x for x in self.links)
-        memory = tuple(replace(x, bytes=max(1, int(x.bytes * share))) for x in self.memory)
-        return replace(self, devices=tuple(self.devices[d] for d in devices), links=links, memory=memory)
+
+        def share(units: Sequence[Sequence[int]]) -> float:
+            return min(n / len(unit) for unit in units if (n := len(picked.intersection(unit))))
+
+        some = self.of_devices(self.devices[d] for d in devices)
+        links = tuple(
+            replace(x, gbps=x.gbps * share(self.sharing(x.level))) if x.shared and x.gbps else x
+            for x in some.links
+        )
+        memory = tuple(replace(x, bytes=max(1, int(x.bytes * share(self.on_hosts)))) for x in self.memory)
+        return replace(some, links=links, memory=memory)
+
+    def of_devices(self, devices: Iterable[Device]) -> Topology:
+        """The topology of other devices, without links and units of rows that these do not have."""
+        bare = Topology(tuple(devices), self.hardware, memory=self.memory)
+        links = tuple(x for x in self.links if x.level not in _OF_UNITS or bare.joins(x.level))
+        rows_over = None if bare._why_not_rows_over(self.rows_over) else self.rows_over
+        return replace(bare, links=links, rows_over=rows_over)
 
     def __len__(self) -> int:
         return len(self.devices)

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 
 from shardcore.core import catalog
 from shardcore.core.access_statistics import ManagedCollision, Reuse, RowShares, Zipf
-from shardcore.core.constraints import Constraints, devices_of_pins, require_tower_hosts
+from shardcore.core.constraints import Constraints, devices_of_pins, require_tower_units
 from shardcore.core.errors import SettingMismatch, ShardCoreError
+from shardcore.core.html import shown as shown_html
 from shardcore.core.job import Job
 from shardcore.core.payloads import Payload, payload_of, require_payloads, whole_blocks
 from shardcore.core.tiers import BELOW, DEVICE, TIERS
@@ -311,6 +312,22 @@ class Plan:
         by = f", by {self.provenance['algorithm']}" if "algorithm" in self.provenance else ""
         return f"Plan({len(tables)} tables in {len(self.placements)} shards on {len(devices)} devices{by})"
 
+    def _repr_html_(self) -> str:
+        """The largest shards, for notebooks."""
+        rows = [
+            (
+                p.shard.table.name,
+                p.kind,
+                f"{p.shard.col_lo}:{p.shard.col_hi} of {p.shard.table.dim}",
+                ", ".join(map(str, p.devices)),
+                f"{p.shard.bytes / 2**30:.3f}",
+            )
+            for p in sorted(self.placements, key=lambda p: -p.shard.bytes)
+        ]
+        return shown_html(
+            repr(self), ("shard of", "kind", "columns", "devices", "GiB"), rows, words=(1, 2, 3)
+        )
+
 
 def precision_of(tables: Iterable[Table]) -> str:
     """The precision of tables' weights. All names, sorted and joined by +, where tables differ."""
@@ -372,9 +389,14 @@ class Problem:
     """Tables to place on a topology.
 
     name: also that of the folder of its plans.
+    tables: their names differ.
+    topology: devices and links. Topology.of_hosts makes equal hosts.
     global_batch: samples of one training step over all devices, which divide it evenly.
     optimizer: of the embeddings.
+    constraints: pins, groups of tables, kinds of sharding and memory that stays free.
     job: how a step runs around the embeddings.
+
+        Problem("p", [Table("t0", 1_000_000, 64, 20.0)], Topology.of_hosts(2, 8, memory_gib=80), 65_536)
     """
 
     name: str
@@ -436,13 +458,20 @@ class Problem:
             )
         if self.job.tower_ratio is not None:
             pooled = (t.name for t in self.tables if not t.sequence)
-            require_tower_hosts(
-                {name: self.allowed_devices(name) for name in pooled}, self.topology.on_hosts, p
-            )
+            where, topology = {name: self.allowed_devices(name) for name in pooled}, self.topology
+            require_tower_units(where, topology.row_units, topology.row_unit, p)
 
     def __repr__(self) -> str:
         topology = f"{self.topology!r}, batch {self.global_batch}"
         return f"Problem({self.name!r}, {len(self.tables)} tables, {topology})"
+
+    def _repr_html_(self) -> str:
+        """The largest tables, for notebooks."""
+        rows = [
+            (t.name, f"{t.rows:,}", t.dim, f"{t.pooling:g}", f"{t.bytes / 2**30:.3f}")
+            for t in sorted(self.tables, key=lambda t: -t.bytes)
+        ]
+        return shown_html(repr(self), ("table", "rows", "dim", "lookups a sample", "GiB"), rows)
 
     @cached_property
     def _hash(self) -> int:

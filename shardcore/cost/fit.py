@@ -51,6 +51,10 @@ _DISTILLED = 600
 """Groups, priced by a profile, that a model learns from before it is fine-tuned."""
 _CONTENTIONS = 8
 """Hidden units of the contention network."""
+_FEWEST_UNSEEN = 30
+"""Validation groups that early stopping needs. Fewer stop it by chance, and training groups are scarce then."""
+_FINE_TUNING = 0.2
+"""Share of the learning rate that fine-tuning takes, as most weights are known."""
 
 
 # --- training -----------------------------------------------------------------------------------------------
@@ -67,6 +71,9 @@ def train(
     """Train a model for `setting` on the train and validation splits. The test split is not used.
 
     Samples with an error are skipped. The same samples and config give the same model.
+
+    With fewer than 30 validation groups, the compute model's weights are trained again on both splits, to the end.
+    Its error bands and metrics stay those of the first training, which did not see the validation split.
 
     progress: called as progress(model, epoch, values), once an epoch.
     start: a model to fine-tune, of another batch, optimizer or machine; or a hardware profile. Some dozens of samples
@@ -92,19 +99,20 @@ def train(
         progress(model, epoch, values)
 
     # Training sees `known`. `unseen` decides when to stop, and gives error quantiles.
-    known, unseen = (
-        _Groups.of([s.request for s in side], features.measured_ms(side)) for side in _sides(compute)
-    )
+    seen, validation = _sides(compute)
+    known, unseen = _groups_of(seen), _groups_of(validation)
+    rate = config.learning_rate * (1 if start is None else _FINE_TUNING)
+    schedule = dataclasses.replace(config, learning_rate=rate)
     with _one_thread():
         if isinstance(start, Profile):
             # Its shards are those of the measured groups, at the same batches.
             start = _distilled(start, [s.request for s in compute], setting, config)
         weights = {
-            **_fit_compute(known, unseen, config, note, start),
+            **_fit_compute(known, unseen, schedule, note, start),
             **collective_fit.fit(*_sides(comm), note),
         }
     # Ranges are those of training samples: the model knows no others.
-    measured, carried, provenance = measured_ranges(_sides(compute)[0], _sides(comm)[0]), {}, {}
+    measured, carried, provenance = measured_ranges(seen, _sides(comm)[0]), {}, {}
     if start is not None:
         # Keep the origin of the model that was fine-tuned.
         provenance = {"start": {"setting": str(start.setting), **start.meta["provenance"]}}
@@ -140,8 +148,21 @@ def train(
     }
     # Metrics need a model, and a model's meta has metrics: so make it twice.
     model = NeuralModel(setting, weights, meta)
-    metrics = evaluate(model, _sides(compute)[1], _sides(comm)[1])
-    return TrainedModel(dataclasses.replace(model, meta={**meta, "metrics": metrics}), curves)
+    meta["metrics"] = evaluate(model, validation, _sides(comm)[1])
+    if len(validation) < _FEWEST_UNSEEN:
+        # The two sides are the same groups where one of them was empty.
+        learned = {s.id: s for s in (*seen, *validation)}.values()
+        everything = _groups_of(list(learned))
+        with _one_thread():
+            again = _fit_compute(everything, everything, schedule, lambda *_: None, start)
+        # Errors on groups that were trained on would be too small.
+        weights |= {k: v for k, v in again.items() if not k.startswith("band.")}
+        meta["ranges"] = measured | measured_ranges(list(learned), [])
+    return TrainedModel(dataclasses.replace(model, weights=weights, meta=meta), curves)
+
+
+def _groups_of(samples: Sequence[ComputeSample]) -> _Groups:
+    return _Groups.of([s.request for s in samples], features.measured_ms(samples))
 
 
 @contextmanager

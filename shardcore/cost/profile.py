@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.links import host_names
 from shardcore.core.tiers import BELOW, Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Setting
@@ -214,14 +215,16 @@ class Profile:
         logs = np.log(prices([values, *moved]))
         return np.sqrt(((logs[1:] - logs[0]) ** 2).sum(0))
 
-    def topology(self, hosts: int, devices_per_host: int, host_memory_bytes: int = 0) -> Topology:
+    def topology(
+        self, hosts: int, devices_per_host: int, host_memory_bytes: int = 0, pods: int = 1
+    ) -> Topology:
         """A topology of such cards. Its links are as the profile has them.
 
         host_memory_bytes: of each host, for tables. 0: none may have rows there.
+        pods: that hosts are divided into evenly. 1: none.
         """
-        device = [
-            Device(self.memory_bytes, host=f"host-{h}") for h in range(hosts) for _ in range(devices_per_host)
-        ]
+        names = host_names(hosts * devices_per_host, hosts, pods)
+        device = [Device(self.memory_bytes, host=name) for name in names]
         gbps = self.rates["host_read_gbps"].value
         memory = (Memory(BELOW[0], host_memory_bytes, gbps),) if host_memory_bytes else ()
         return Topology(tuple(device), hardware=self.name, memory=memory)
@@ -236,7 +239,9 @@ def profile_names() -> list[str]:
 
 
 def load_profile(name_or_path: str | Path) -> Profile:
-    """A profile by its name, or from a file.
+    """A profile by its name, or from a file. Its `model()` prices plans.
+
+    name_or_path: such as "nvidia-h100-sxm" (`shardcore profile list` has all), or a path.
 
     Raises ShardCoreError for an unknown name, with the known ones, and for a file that is no profile.
     """

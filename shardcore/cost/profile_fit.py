@@ -88,6 +88,8 @@ class Timing:
     cached: share of rows in a cache; only where mode is uvm_caching.
     ranks, hosts, bytes: of a collective.
     network: words for its links.
+    shards: of an op that was measured here, in place of rows, width, pooling, alpha and precision.
+    sent: bytes of each rank of a collective that was measured here, in place of bytes.
     """
 
     source: str
@@ -111,11 +113,13 @@ class Timing:
     hosts: int = 0
     bytes: float = 0.0
     network: str = ""
+    shards: tuple[Shard, ...] = ()
+    sent: tuple[float, ...] = ()
 
     @property
     def group(self) -> tuple[object, ...]:
         """Timings of one group repeat each other: they count as one."""
-        return dataclasses.astuple(dataclasses.replace(self, time_us=0.0))
+        return tuple(value for name, value in vars(self).items() if name != "time_us")
 
 
 class Predictor:
@@ -139,7 +143,7 @@ class Predictor:
                 alike.setdefault((EXCHANGES[t.op], t.hosts, t.ranks), []).append(i)
         for (collective, hosts, ranks), found in alike.items():
             units = units_of([str(h) for h in range(hosts) for _ in range(ranks // hosts)])
-            sent = np.array([[timings[i].bytes] for i in found]) * np.ones(ranks)
+            sent = np.array([timings[i].sent or (timings[i].bytes,) * ranks for i in found])
             self._exchanges.append((collective, units, sent, found))
 
     def times_us(self, rates: Rates) -> np.ndarray:
@@ -179,7 +183,7 @@ def _tables(timing: Timing) -> list[Table]:
 
 
 def _work(timing: Timing) -> Work:
-    shards = [Shard.whole(t) for t in _tables(timing)]
+    shards = timing.shards or [Shard.whole(t) for t in _tables(timing)]
     work = profile_law.work_of(shards, timing.batch, timing.optimizer)
     changed: dict[str, np.ndarray] = {}
     if timing.unique:

@@ -2,15 +2,21 @@
 
 A quantity of a step, q, is measured in a trace and predicted by the model:
 
-    y_q = log(measured / predicted) = common + own_q + noise
+    y_q = log(measured / predicted) = x_q + noise,    x_q = common + own_q
 
 q is the lookups forward, or backward, or a collective in one direction. `common` is shared by all of a family, as a
 slower CPU slows all lookups. So one traced step corrects a collective that only other plans run, by what its family
-shows, with more doubt. All three terms are normal with mean 0, so the posterior is a ridge fit in closed form, shrunk
-towards a factor of 1.
+shows, with more doubt. One more observation is of all exchanges together, with waiting and dense gradients:
 
-A collective takes at most MOST_FACTOR times as long for its bytes. What is measured beyond is a latency: it waits for
-a thread to wake, whatever its bytes. A collective that did not run has the usual latency of those that did.
+    log(together) = log(sum_q exp(x_q) predicted_q) + noise
+
+Where exchanges overlap or wait, the sum is known, and what is one exchange's is not (traced_observations.py): the
+noise of y_q grows with that share. All terms are normal with mean 0. So the posterior is a ridge fit, linearised for
+the sum, and shrunk towards a factor of 1.
+
+A collective takes at most MOST_FACTOR times as long for its bytes. What is measured beyond, up to MOST_LATENCY_MS, is
+a latency: it waits for a thread to wake, whatever its bytes. What is beyond that is a slower link, and a factor again.
+A collective that did not run has the usual latency of those that did.
 
 A family whose correction predicts ranks and steps that were left out no better than the model did is left alone.
 
@@ -27,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.payloads import CASTS
+from shardcore.core.payloads import CASTS, payload_of
 from shardcore.core.types import Problem
 from shardcore.cost import collective_model
 from shardcore.cost.composite import Composite
@@ -35,11 +41,21 @@ from shardcore.cost.model import CostModel, price
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.profile import Profile
 from shardcore.cost.profile_model import ProfileModel
-from shardcore.io.traced_steps import RankStep, TracedStep
-from shardcore.step.kinds import CHANNELS, ID_CHANNELS, Channel
+from shardcore.cost.traced_observations import (
+    COMPUTE,
+    EXCHANGE,
+    LOOKUPS,
+    QUANTITIES,
+    REDUCED,
+    RUN_AS,
+    Observations,
+    Quantity,
+    observations,
+)
+from shardcore.io.traced_steps import TracedStep
+from shardcore.step.collectives import COLLECTIVES, carried_as
+from shardcore.step.kinds import ID_CHANNELS, Channel
 from shardcore.step.lower import Workload
-
-COMPUTE, EXCHANGE = "lookups", "exchanges"
 
 
 class TracesTellNothing(ShardCoreError):
@@ -60,7 +76,13 @@ class Family:
     noise: float
 
 
-MOST_FACTOR = 3.0
+MOST_FACTOR = 5.0
+MOST_LATENCY_MS = 4.0
+"""Most that an exchange waits for a thread to wake: the tick of Linux's scheduler."""
+UNCLEAR = 2.0
+"""Standard deviation of an exchange's logarithm, where all of its ms may be another's: such a part tells little."""
+TOGETHER = 0.2
+"""Standard deviation of the logarithm of all exchanges' ms, of one step for others."""
 MOST_APART = 0.1
 """Most difference of bytes sent between a trace and its plan."""
 SLOW = 1.4
@@ -68,33 +90,6 @@ SLOW = 1.4
 LEAST_LOOKUPS = 0.02
 """Share of lookups in a rank's step from which its speed is judged."""
 FAMILIES: Mapping[str, Family] = {COMPUTE: Family(0.5, 0.15, 0.05), EXCHANGE: Family(0.7, 0.4, 0.1)}
-
-
-@dataclass(frozen=True)
-class Quantity:
-    """One measured quantity of a step.
-
-    channel: of an exchange. None: of lookups.
-    way: "forward" or "backward".
-    """
-
-    channel: Channel | None
-    way: str
-
-    @property
-    def family(self) -> str:
-        return COMPUTE if self.channel is None else EXCHANGE
-
-    @property
-    def words(self) -> str:
-        return f"{self.channel.words if self.channel else 'lookups'} {self.way}"
-
-
-LOOKUPS = tuple(Quantity(None, way) for way in ("forward", "backward"))
-QUANTITIES = (
-    *LOOKUPS,
-    *(Quantity(channel, way) for channel in CHANNELS for way in channel.row.ways),
-)
 
 
 @dataclass(frozen=True)
@@ -170,9 +165,8 @@ def with_speeds(
     A rank is slow if its lookups take SLOW times longer, for what the model predicts, than those of the fastest
     rank, in each of two steps or more: in a single one it may have been interrupted. Others keep their speed.
     """
-    measured, predicted = (
-        iter(of_units[:, : len(LOOKUPS)].sum(1)) for of_units in observations(model, steps)
-    )
+    seen = observations(model, steps)
+    measured, predicted = (iter(ms[:, : len(LOOKUPS)].sum(1)) for ms in (seen.measured, seen.predicted))
     speeds: dict[int, list[float]] = {}
     for workload, step in steps:
         ratios = {}
@@ -209,7 +203,7 @@ def correction(
 
     Raises TracesTellNothing where they tell nothing of lookups.
     """
-    factors, covariance, refused = factors_of(*observations(model, steps))
+    factors, covariance, refused = factors_of(observations(model, steps))
     fitted = corrected(model, factors)
     total_ms = step_ms or float(np.median([step.total_ms for _, step in steps]))
     inner_ms = float(
@@ -219,130 +213,43 @@ def correction(
 
 
 def factors_of(
-    measured: np.ndarray, predicted: np.ndarray
+    seen: Observations,
 ) -> tuple[dict[Quantity, Factor], np.ndarray, tuple[str, ...]]:
-    """Factors of each of QUANTITIES, their covariance, and what the traces do not tell. From ms [U, Q].
+    """Factors of each of QUANTITIES, their covariance, and what the traces do not tell.
 
     Raises TracesTellNothing where they tell nothing of lookups.
     """
-    told = (measured > 0) & (predicted > 0)
-    lookups = np.array([q.family == COMPUTE for q in QUANTITIES])
-    if not told[:, lookups].any():
+    told = (seen.measured > 0) & (seen.predicted > 0)
+    if not told[:, ~_EXCHANGES].any():
         raise TracesTellNothing(
             "the traces tell nothing of lookups; trace a step of the job with its embeddings"
         )
-    silent = [q.words for i, q in enumerate(QUANTITIES) if predicted[:, i].any() and not told[:, i].any()]
-    refused = [f"the traces do not tell {', '.join(silent)}: corrected as their family is"] if silent else []
-    kept = {name: _generalises(measured, predicted, name) for name in FAMILIES}
-    refused += [
-        f"{name}: a correction by some ranks and steps fits others no better than the model does; left as they are"
-        for name, fits in kept.items()
-        if not fits
+    silent = [
+        q.words for i, q in enumerate(QUANTITIES) if seen.predicted[:, i].any() and not told[:, i].any()
     ]
-    used = measured * [kept[q.family] for q in QUANTITIES]
-    fit = _fitted(used, predicted)
-    units = ((used > 0) & (predicted > 0)).sum(0)
+    refused = [f"the traces do not tell {', '.join(silent)}: corrected as their family is"] if silent else []
+    evidence = _parts(seen)[0].and_(_sum_of(seen, np.zeros(len(QUANTITIES))))
+    why_not = {
+        name: "a correction by some ranks and steps fits others no better than the model does"
+        if not _generalises(seen, name)
+        else "the traces are as likely without a correction"
+        for name in FAMILIES
+        if len(evidence.of(name).values)
+        and not (evidence.of(name).speak_for_correction() and _generalises(seen, name))
+    }
+    refused += [f"{name}: {reason}; left as they are" for name, reason in why_not.items()]
+    fit = _fitted(seen)
+    kept = np.array([q.family not in why_not for q in QUANTITIES])
+    log, latency_ms = np.where(kept, fit.log, 0.0), np.where(kept, fit.latency_ms, 0.0)
+    units = np.where(kept, told.sum(0), 0)
+    # What is left as it is is known as well as what is corrected.
     factors = {
         q: Factor(
-            float(np.exp(fit.log[i])),
-            float(np.sqrt(fit.covariance[i, i])),
-            int(units[i]),
-            float(fit.latency_ms[i]),
+            float(np.exp(log[i])), float(np.sqrt(fit.covariance[i, i])), int(units[i]), float(latency_ms[i])
         )
         for i, q in enumerate(QUANTITIES)
     }
     return factors, fit.covariance, tuple(refused)
-
-
-class Observations(NamedTuple):
-    """[U, Q] measured ms, 0 where a trace does not tell, and predicted ms."""
-
-    measured: np.ndarray
-    predicted: np.ndarray
-
-
-def observations(model: CostModel, steps: Sequence[tuple[Workload, TracedStep]]) -> Observations:
-    """ms of the ranks of steps, under the plans that ran."""
-    measured, predicted = [], []
-    for workload, step in steps:
-        of_devices = _predicted(model, workload)
-        for rank in step.ranks:
-            device = workload.topology.ranks[rank.rank]
-            predicted.append([of_devices[q][device] for q in QUANTITIES])
-            measured.append(_measured(rank, workload, device, predicted[-1]))
-    return Observations(np.array(measured), np.array(predicted))
-
-
-def _predicted(model: CostModel, workload: Workload) -> dict[Quantity, Sequence[float]]:
-    """ms of each device by quantity."""
-    cost = price(workload, model)
-    collectives = exchanges_of(model).collectives(
-        workload.traffic, np.array(cost.compute_ms), workload.topology
-    )
-    idle = (np.zeros(len(workload.ops)),) * 2
-    found: dict[Quantity, Sequence[float]] = {
-        Quantity(None, "forward"): cost.forward_compute_ms,
-        Quantity(None, "backward"): cost.backward_compute_ms,
-    }
-    for q in QUANTITIES:
-        if q.channel:
-            found[q] = collectives.get(q.channel, idle)[("forward", "backward").index(q.way)].tolist()
-    # Of ids, what the dense part does not hide.
-    ids = [q for q in QUANTITIES if q.channel in ID_CHANNELS]
-    total_ms = np.sum([found[q] for q in ids], axis=0)
-    for q in ids:
-        share = np.divide(found[q], total_ms, out=np.zeros_like(total_ms), where=total_ms > 0)
-        found[q] = (share * cost.input_ms).tolist()
-    return found
-
-
-_HIDDEN_MS = 1e-3
-_RUN_AS = {
-    ("all_to_all", "outputs"): ("all_to_all", "forward"),
-    ("all_to_all", "gradients"): ("all_to_all", "backward"),
-    ("reduce_scatter", "outputs"): ("reduce_scatter", "forward"),
-    ("all_gather", "gradients"): ("reduce_scatter", "backward"),
-    ("all_reduce", "reduce"): ("all_reduce", "backward"),
-}
-"""Collective and direction of a channel, by the collective of a trace and its role."""
-
-
-def _measured(rank: RankStep, workload: Workload, device: int, predicted: Sequence[float]) -> list[float]:
-    """ms of a rank by quantity. 0 where a trace does not tell.
-
-    Work that splits and joins what travels counts in the exchange, in proportion to the ms. Of two kinds of ids, a
-    trace tells the sum; each has the share that is predicted.
-    """
-    exposed: dict[tuple[str, str], float] = {}
-    for x in rank.exchanges:
-        if key := _RUN_AS.get((x.collective, x.role)):
-            # What is hidden as a whole was measured, too.
-            exposed[key] = exposed.get(key, _HIDDEN_MS) + x.exposed_ms
-    for way, part in (("forward", "outputs"), ("backward", "gradients")):
-        keys = [key for key in exposed if key[1] == way and key[0] != "all_reduce"]
-        total = sum(exposed[key] for key in keys)
-        for key in keys:
-            share = exposed[key] / total if total > 0 else 1 / len(keys)
-            exposed[key] += share * rank.ms.get(part, 0.0)
-    reduced = sum(x.n_bytes for x in rank.exchanges if x.role == "reduce")
-    replicas = float(
-        workload.traffic[[c.collective == "all_reduce" for c in workload.channels], device].sum()
-    )
-    if ("all_reduce", "backward") in exposed:
-        # The gradients of the dense part travel in the same all-reduces.
-        exposed["all_reduce", "backward"] *= min(1.0, replicas / reduced) if reduced else 0.0
-    of_ids = sum(ms for q, ms in zip(QUANTITIES, predicted, strict=True) if q.channel in ID_CHANNELS)
-    ids_ms = rank.ms.get("ids", 0.0) + rank.ms.get("ids_transfer", 0.0)
-    found = []
-    for q, ms in zip(QUANTITIES, predicted, strict=True):
-        if q.channel is None:
-            found.append(rank.ms.get(f"lookup_{q.way}", 0.0))
-        elif q.channel in ID_CHANNELS:
-            found.append(ids_ms * ms / of_ids if of_ids else 0.0)
-        else:
-            ran = workload.traffic[[q.channel == c for c in workload.channels]].any()
-            found.append(exposed.get((q.channel.collective, q.way), 0.0) if ran else 0.0)
-    return found
 
 
 class _Fit(NamedTuple):
@@ -352,45 +259,137 @@ class _Fit(NamedTuple):
     covariance: np.ndarray
     latency_ms: np.ndarray
 
+    def of(self, seen: Observations) -> Observations:
+        """The observations as the corrected model predicts them."""
+        factors = np.exp(self.log)
+        runs = seen.predicted > 0
+        return seen._replace(
+            predicted=factors * seen.predicted + self.latency_ms * runs, dense=factors[REDUCED] * seen.dense
+        )
 
-def _fitted(measured: np.ndarray, predicted: np.ndarray) -> _Fit:
-    """The posterior, given ms [U, Q]."""
-    families = [q.family for q in QUANTITIES]
-    prior = np.array(
+
+_EXCHANGES = np.array([q.family == EXCHANGE for q in QUANTITIES])
+_NOISE = np.array([FAMILIES[q.family].noise for q in QUANTITIES])
+_PRIOR = np.array(
+    [
         [
-            [
-                FAMILIES[a].common ** 2 * (a == b) + FAMILIES[a].own ** 2 * (i == j)
-                for j, b in enumerate(families)
-            ]
-            for i, a in enumerate(families)
+            FAMILIES[a.family].common ** 2 * (a.family == b.family) + FAMILIES[a.family].own ** 2 * (a == b)
+            for b in QUANTITIES
         ]
-    )
-    told = (measured > 0) & (predicted > 0)
+        for a in QUANTITIES
+    ]
+)
+"""[Q, Q] covariance of the logarithms of factors, before any trace."""
+_ROUNDS, _PRECISION = 60, 1e-6
+"""Of the linearised fit: most rounds, and the change of logarithms at which it ends."""
+
+
+class _Linear(NamedTuple):
+    """Observations [n] of logarithms x: values = terms x + noise, with variances `noise`. terms: [n, Q]."""
+
+    terms: np.ndarray
+    values: np.ndarray
+    noise: np.ndarray
+
+    def and_(self, other: _Linear | None) -> _Linear:
+        return self if other is None else _Linear(*map(np.concatenate, zip(self, other, strict=True)))
+
+    def of(self, family: str) -> _Linear:
+        """Those of the quantities of a family."""
+        own = self.terms @ np.array([q.family == family for q in QUANTITIES]) > 0
+        return _Linear(self.terms[own], self.values[own], self.noise[own])
+
+    def posterior(self) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and covariance of x."""
+        gain = np.linalg.solve(self._covariance(), self.terms @ _PRIOR).T
+        return gain @ self.values, _PRIOR - gain @ self.terms @ _PRIOR
+
+    def speak_for_correction(self) -> bool:
+        """True if they are likelier under the prior of factors than with all factors 1.
+
+        A correction costs: a wide prior makes any value unlikely. So what noise explains corrects nothing.
+        """
+        with_factors, without = self._covariance(), np.diag(self.noise)
+        return self._log_density(with_factors) > self._log_density(without)
+
+    def _covariance(self) -> np.ndarray:
+        return self.terms @ _PRIOR @ self.terms.T + np.diag(self.noise)
+
+    def _log_density(self, covariance: np.ndarray) -> float:
+        """Logarithm of the normal density of the values, up to a constant."""
+        squares = self.values @ np.linalg.solve(covariance, self.values)
+        return -0.5 * float(squares + np.linalg.slogdet(covariance)[1])
+
+
+def _fitted(seen: Observations) -> _Fit:
+    """The posterior."""
+    parts, latency_ms = _parts(seen)
+    log, covariance = parts.posterior() if len(parts.values) else (np.zeros(len(QUANTITIES)), _PRIOR)
+    if _sum_of(seen, log) is None:
+        return _Fit(log, covariance, latency_ms)
+    at = log
+    for _ in range(_ROUNDS):
+        log, covariance = parts.and_(_sum_of(seen, at)).posterior()
+        # Half steps: a whole one can overshoot where one term is most of the sum.
+        at, before = (at + log) / 2, at
+        if np.abs(at - before).max() < _PRECISION:
+            break
+    return _Fit(log, covariance, latency_ms)
+
+
+def _parts(seen: Observations) -> tuple[_Linear, np.ndarray]:
+    """What units tell of each quantity, and latencies [Q]."""
+    told = (seen.measured > 0) & (seen.predicted > 0)
     some = np.flatnonzero(told.any(0))
-    latency_ms = np.zeros(len(families))
-    if not len(some):
-        return _Fit(np.zeros(len(families)), prior, latency_ms)
-    ratio = np.where(told, measured, 1.0) / np.where(told, predicted, 1.0)
-    exchanges = np.array([family == EXCHANGE for family in families])
-    y = np.log(np.where(exchanges, np.clip(ratio, 1 / MOST_FACTOR, MOST_FACTOR), ratio))[:, some]
-    # A unit counts by its share of the predicted ms: short ops are mostly noise.
-    share = np.where(told, predicted, 0.0)[:, some]
-    share = share / share.sum(0)
-    mean = (share * y).sum(0)
-    spread = np.sqrt((share * (y - mean) ** 2).sum(0))
+    measured, predicted = np.where(told, seen.measured, 1.0), np.where(told, seen.predicted, 1.0)
+    most_ms = _most_ms(measured, predicted)
+    bounded = np.clip(measured, predicted / MOST_FACTOR, most_ms)
+    mean, variance = _mean(np.log(np.where(_EXCHANGES, bounded, measured) / predicted), seen.predicted, told)
+    unclear, _ = _mean(np.where(_EXCHANGES, seen.unclear, 0.0), seen.predicted, told)
     # Units share the disturbances of their step, so their number reduces no floor.
-    least = np.array([FAMILIES[families[i]].noise for i in some])
-    noise = np.diag(least**2 + spread**2 / told[:, some].sum(0))
-    gain = np.linalg.solve(prior[np.ix_(some, some)] + noise, prior[some]).T  # [Q, told]
-    log = gain @ mean
-    for i in (i for i in some if exchanges[i]):
-        beyond = measured[told[:, i], i] - np.exp(log[i]) * predicted[told[:, i], i]
-        latency_ms[i] = max(0.0, float(np.median(beyond)))
+    noise = _NOISE**2 + (UNCLEAR * unclear) ** 2 + variance
+    latency_ms = np.zeros(len(QUANTITIES))
+    for i in (i for i in some if _EXCHANGES[i]):
+        latency_ms[i] = max(0.0, float(np.median((measured - most_ms)[told[:, i], i])))
     for i, q in enumerate(QUANTITIES):
         if i not in some and q.channel and q.channel not in ID_CHANNELS:
             alike = [latency_ms[j] for j in some if _is_like(QUANTITIES[j], q)]
             latency_ms[i] = float(np.median(alike)) if alike else 0.0
-    return _Fit(log, prior - gain @ prior[some], latency_ms)
+    return _Linear(np.eye(len(QUANTITIES))[some], mean[some], noise[some]), latency_ms
+
+
+def _sum_of(seen: Observations, at: np.ndarray) -> _Linear | None:
+    """What units tell of all exchanges together, linear around logarithms `at` [Q]. None: they do not tell."""
+    units = seen.together > 0
+    exchanged = np.where(_EXCHANGES, seen.predicted, 0.0)
+    if not exchanged[units].any():
+        return None
+    total = np.where(units, seen.predicted_together, 1.0)
+    measured = np.where(units, seen.together, 1.0)
+    runs = (exchanged > 0).sum(1) + (seen.dense > 0)
+    bounded = np.clip(measured, total / MOST_FACTOR, _most_ms(measured, total, runs))
+    mean, variance = _mean(np.log(bounded / total), total, units)
+    # The factor of all-reduces is that of the dense gradients, too.
+    by_factor = exchanged[units].mean(0)
+    by_factor[REDUCED] += seen.dense[units].mean()
+    by_factor = np.exp(at) * by_factor
+    sum_ms = by_factor.sum() + seen.waiting[units].mean()
+    slopes = by_factor / sum_ms
+    value = mean + np.log(total[units].mean() / sum_ms) + slopes @ at
+    return _Linear(slopes[None], np.array([value]), np.array([TOGETHER**2 + variance]))
+
+
+def _most_ms(measured: np.ndarray, predicted: np.ndarray, runs: float | np.ndarray = 1.0) -> np.ndarray:
+    """Most ms that a factor explains. What is measured beyond is the latency of so many runs."""
+    return np.maximum(MOST_FACTOR * predicted, measured - MOST_LATENCY_MS * runs)
+
+
+def _mean(values: np.ndarray, weights: np.ndarray, told: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean over units, and its variance. A unit counts by its predicted ms: short ops are mostly noise."""
+    share = np.where(told, weights, 0.0)
+    share = share / np.maximum(share.sum(0), 1e-30)
+    mean = (share * values).sum(0)
+    return mean, (share * (values - mean) ** 2).sum(0) / np.maximum(told.sum(0), 1)
 
 
 def _is_like(ran: Quantity, other: Quantity) -> bool:
@@ -398,19 +397,18 @@ def _is_like(ran: Quantity, other: Quantity) -> bool:
     return ran.channel is not None and ran.channel not in ID_CHANNELS and ran.way == other.way
 
 
-def _generalises(measured: np.ndarray, predicted: np.ndarray, family: str) -> bool:
+def _generalises(seen: Observations, family: str) -> bool:
     """True if a correction by other units predicts a unit that was left out no worse than the model itself."""
-    own = np.array([q.family == family for q in QUANTITIES])
     before = after = 0.0
-    for unit in range(len(measured)):
-        others = np.arange(len(measured)) != unit
-        if not ((measured > 0) & (predicted > 0))[others][:, own].any():
-            return bool(own.any())  # there is nothing else to judge by
-        fit = _fitted(measured[others], predicted[others])
-        told = own & (measured[unit] > 0) & (predicted[unit] > 0)
-        corrected_ms = np.exp(fit.log) * predicted[unit] + fit.latency_ms
-        before += np.abs(measured[unit] - predicted[unit])[told].sum()
-        after += np.abs(measured[unit] - corrected_ms)[told].sum()
+    for unit in range(len(seen.measured)):
+        others = np.arange(len(seen.measured)) != unit
+        learned, left_out = (Observations(*(values[rows] for values in seen)) for rows in (others, ~others))
+        if not (learned.comparable(family)[0] > 0).any():
+            return True  # there is nothing else to judge by
+        measured, as_it_is = left_out.comparable(family)
+        corrected_ms = _fitted(learned).of(left_out).comparable(family)[1]
+        before += np.abs(measured - as_it_is)[measured > 0].sum()
+        after += np.abs(measured - corrected_ms)[measured > 0].sum()
     return after <= before
 
 
@@ -419,17 +417,19 @@ def mismatches(workload: Workload, step: TracedStep) -> list[str]:
     lines: list[str] = []
     if any(shard.table.sequence for ops in workload.ops for op in ops for shard in op.shards):
         return lines  # outputs of sequences are as long as a batch's ids
-    for (collective, role), (name, way) in _RUN_AS.items():
+    for (collective, role), (name, way) in RUN_AS.items():
         if way != "forward":
             continue
         rows = [c.collective == name for c in workload.channels]
+        # Traffic counts as FP32, and a trace has the bytes that travel.
+        share = payload_of(carried_as(COLLECTIVES[name], way, workload.job.forward_payload)).share
         for rank in step.ranks:
             traced = sum(x.n_bytes for x in rank.exchanges if (x.collective, x.role) == (collective, role))
-            ours = float(workload.traffic[rows, workload.topology.ranks[rank.rank]].sum())
+            ours = share * float(workload.traffic[rows, workload.topology.ranks[rank.rank]].sum())
             if traced and abs(traced - ours) > MOST_APART * max(traced, ours):
                 lines.append(
                     f"rank {rank.rank} enters {traced:,} bytes of outputs into its {collective.replace('_', '-')}; "
-                    f"the plan has {ours:,.0f}: the trace may be of another plan"
+                    f"the plan has {ours:,.0f}: the trace is of another plan or job"
                 )
                 break
     return lines
@@ -518,11 +518,3 @@ _OF_PROFILE = {
     "all_reduce_": Quantity(Channel("all_reduce"), "backward"),
 }
 """The exchange whose factor corrects rates of a profile, by the start of their names."""
-
-
-def exchanges_of(model: Any) -> NeuralModel | ProfileModel:
-    """The model that prices exchanges."""
-    one = model.of_exchanges if isinstance(model, Composite) else model
-    if not isinstance(one, NeuralModel | ProfileModel):
-        raise ShardCoreError(f"model is a {type(model).__name__}; traces correct trained models and profiles")
-    return one

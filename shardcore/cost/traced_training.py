@@ -20,7 +20,8 @@ from shardcore.core.types import Problem
 from shardcore.cost import traced_factors
 from shardcore.cost.known_errors import trained
 from shardcore.cost.model import price
-from shardcore.cost.traced_factors import Observations, TracesTellNothing
+from shardcore.cost.traced_factors import TracesTellNothing
+from shardcore.cost.traced_observations import Observations, joined
 from shardcore.io.traced_samples import TracedSample
 from shardcore.io.traced_steps import TracedStep
 from shardcore.step.lower import Workload, lower
@@ -72,7 +73,7 @@ def observations(model: Any, samples: Sequence[TracedSample]) -> Observations:
     for sample in samples:
         problem, steps = workloads(sample)
         found.append(traced_factors.observations(model.for_problem(problem), steps))
-    return Observations(*(np.concatenate(each) for each in zip(*found, strict=True)))
+    return joined(found)
 
 
 def is_for(model: Any, sample: TracedSample) -> bool:
@@ -93,11 +94,11 @@ def job_problem(model: Any, sample: TracedSample) -> Problem:
 
 
 def error(model: Any, samples: Sequence[TracedSample]) -> float:
-    """Mean absolute error of lookups and exchanges, in percent of what was measured.
+    """Mean absolute error of lookups, and of exchanges together, in percent of what was measured.
 
     Raises TracesTellNothing for samples that tell of neither.
     """
-    measured, predicted = observations(model, samples)
+    measured, predicted = observations(model, samples).comparable()
     told = measured > 0
     if not told.any():
         names = ", ".join(dict.fromkeys(sample.job for sample in samples))
@@ -138,7 +139,7 @@ def correct(model: Any, samples: Sequence[TracedSample]) -> Corrected:
         of = "" if before is None else f"; error on held-out traces {before:.1f}%"
         return _left(model, before, f"no traced step that the model has not learned from{of}")
     try:
-        factors, _, refused = traced_factors.factors_of(*observations(model, learned))
+        factors, _, refused = traced_factors.factors_of(observations(model, learned))
     except TracesTellNothing as nothing:
         return _left(model, before, f"{nothing}; the model is left as it is")
     jobs = " and ".join(dict.fromkeys(sample.job for sample in learned))

@@ -58,7 +58,7 @@ class TracedSample:
             )
             what_rank, unknown = f"rank {rank.rank} of {what}", sorted(set(rank.ms) - set(TRACED_PARTS))
             require(not unknown, f"{what_rank} has the part {shown(unknown[:1])}; no step has it")
-            times = (*rank.ms.values(), *(x.exposed_ms for x in rank.exchanges))
+            times = (*rank.ms.values(), *(ms for x in rank.exchanges for ms in (x.exposed_ms, x.shared_ms)))
             require(
                 0 < rank.total_ms <= MOST_MS and all(0 <= ms <= MOST_MS for ms in times),
                 f"{what_rank} has times of {shown(times)} ms; they need to be 0 or more",

@@ -55,6 +55,7 @@ class TracedExchange:
     waiting_ms: until its last rank began.
     transfer_ms: since then, hidden or not.
     exposed_ms: of the transfer that nothing hides.
+    shared_ms: of exposed_ms, in moments that other transfers share. Which of them takes that long, no trace tells.
     """
 
     collective: str
@@ -63,6 +64,7 @@ class TracedExchange:
     waiting_ms: float
     transfer_ms: float
     exposed_ms: float
+    shared_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class RankStep:
                     waiting_ms=by * x.waiting_ms,
                     transfer_ms=by * x.transfer_ms,
                     exposed_ms=by * x.exposed_ms,
+                    shared_ms=by * x.shared_ms,
                 )
                 for x in self.exchanges
             ),

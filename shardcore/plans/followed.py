@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +32,24 @@ class Followed:
     most_ratio: float | None
 
 
+def process_name() -> str:
+    """A name for this process that no other one on any host has."""
+    host = re.sub("[^A-Za-z0-9.-]", "-", socket.gethostname())
+    return f"job-{host[:60]}-{os.getpid()}"
+
+
 @dataclass(frozen=True)
 class StoredPlans:
     """Plans of a problem.
 
     root: the store's folder or URL. name: the problem's.
-    job: the job's name, under which it reports.
+    job: the job's name, under which it reports. A job that restarts under its name replaces its report.
+      Default: the name of its process, as jobs of one name would replace each other's.
     """
 
     root: str | Path
     name: str
-    job: str = "job"
+    job: str = field(default_factory=process_name)
 
     def version(self) -> str:
         """The current version. Raises ShardCoreError if nothing was published, or the store is not reached."""

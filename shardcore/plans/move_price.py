@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from math import inf
 from typing import Any
@@ -213,7 +213,7 @@ def link_gbps(model: CostModel, topology: Topology) -> dict[str, float]:
         # Devices that this level and those within it join.
         unit = level.unit(topology.devices[0].host)
         members = [d for d in topology.devices if level.unit(d.host) == unit]
-        n, part = len(members), replace(topology, devices=tuple(members))
+        n, part = len(members), topology.of_devices(members)
         if level.name not in (masks := _levels(part)):
             continue
         ms = np.diff([_exchange_ms(model, part, k * _PROBE_BYTES) for k in (1, 2)])[0]

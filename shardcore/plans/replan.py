@@ -168,7 +168,7 @@ class Start(Decision):
     group: Problem | None = None
 
     name: ClassVar[str] = "plan to start from"
-    level: ClassVar[int] = 5
+    level: ClassVar[int] = 6
 
     def __post_init__(self) -> None:
         require_types(self, "a plan to start from")
@@ -185,7 +185,7 @@ class Start(Decision):
         Raises ShardCoreError for a plan with towers where the problem has none, as `without_devices`, and
         where moves are limited and groups are others.
         """
-        if self.group and (problem.name, problem.topology) != (self.group.name, self.group.topology):
+        if self.group and not (problem.name == self.group.name and _same_devices(problem, self.group)):
             require(
                 not self.config.limited,
                 f"at most {self.config.limits} may move; in groups of another size or layout every table does",
@@ -227,10 +227,16 @@ class Start(Decision):
             # A search afresh starts from no plan, so it has no moves to record.
             return found
         moved = self.moved(found.plan, found.problem).document()
-        if not self.gone and found.problem.topology == self.before.topology:  # a job that runs can be moved
+        if not self.gone and _same_devices(found.problem, self.before):  # a job that runs can be moved
             moved["price"] = self.price(found.plan, found.problem, model).document()
         provenance = {**found.plan.provenance, "moved": moved}
         return replace(found, plan=replace(found.plan, provenance=provenance))
+
+
+def _same_devices(a: Problem, b: Problem) -> bool:
+    """Tell if two problems have the same topology. One may leave open over which units rows are divided."""
+    one, other = (replace(x.topology, rows_over=None) for x in (a, b))
+    return one == other
 
 
 def forced_moves(old: Plan, problem: Problem) -> frozenset[str]:
@@ -415,7 +421,7 @@ def _stays(old: Plan, problem: Problem) -> Plan:
     Where a device would hold more than it may, tables leave it: the smallest that is enough, or the largest.
     """
     left, fixed = _left(old, problem), {t.name for t in problem.tables if on_all_devices(t, problem)}
-    gone = {t.name for t in Reshard(_without(left, fixed)).sorted(problem).new}
+    gone = {t.name for t in Reshard(_without(left, fixed)).old_places(problem).new}
     while True:
         stays = _without(left, gone)
         # The device with the largest excess gives up tables first.

@@ -64,6 +64,10 @@ def load_plan(
 ) -> tuple[Plan, Problem]:
     """A problem's current plan, or the given version, with its problem.
 
+    root: folder or URL of published plans.
+    name: of the problem.
+    version: one of those that `shardcore history` lists. None: the current one.
+
     Raises ShardCoreError if there is none, its files are damaged, or the plan is not valid. With `fits`, also
     if it exceeds a device's memory.
     """

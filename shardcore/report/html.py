@@ -1,10 +1,9 @@
-"""Self-contained pages: a document, and tables. Every text in them is escaped."""
+"""Self-contained pages. Every text in them is escaped. Their tables: core.html."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from html import escape
-from typing import Any, NamedTuple
 
 STATIC = "default-src 'none'; style-src 'unsafe-inline'"
 """Content security policy of a page without scripts: the browser loads nothing, and runs nothing."""
@@ -16,13 +15,6 @@ th, td { text-align: right; vertical-align: top; padding: .15rem .8rem .15rem 0;
 th:first-child, td:first-child, .words { text-align: left; } th { font-weight: 600; color: #555; }
 figure { margin: 1rem 0; } svg { width: 100%; height: auto; } .note { color: #666; } .warn { color: #a33; }
 """
-
-
-class Link(NamedTuple):
-    """A cell of a table that leads to another page."""
-
-    text: str
-    address: str
 
 
 def document(title: str, body: Iterable[str], policy: str = STATIC, style: str = "") -> str:
@@ -38,22 +30,5 @@ def document(title: str, body: Iterable[str], policy: str = STATIC, style: str =
     )
 
 
-def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], words: Sequence[int] = ()) -> str:
-    """A table of cells. words: columns, other than the first, that are left-aligned."""
-
-    def line(tag: str, cells: Sequence[Any]) -> str:
-        aligned = [(" class=words" if i in words else "", _cell(c)) for i, c in enumerate(cells)]
-        return f"<tr>{''.join(f'<{tag}{mark}>{cell}</{tag}>' for mark, cell in aligned)}</tr>\n"
-
-    body = "".join(line("td", row) for row in rows)
-    return f"<table><thead>{line('th', headers)}</thead>\n<tbody>{body}</tbody></table>"
-
-
 def note(text: str) -> str:
     return f'<p class="note">{escape(text)}</p>'
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, Link):
-        return f'<a href="{escape(value.address)}">{escape(value.text)}</a>'
-    return escape(str(value))

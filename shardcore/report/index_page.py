@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
+from shardcore.core.html import Link, table
 from shardcore.plans import store
 from shardcore.plans.decisions import Decision
 from shardcore.plans.words import when
-from shardcore.report.html import Link, document, note, table
+from shardcore.report.html import document, note
 
 _HEADERS = ("problem", "ms of a step", "model", "decided", "outcome")
 

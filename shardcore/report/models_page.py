@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
+from shardcore.core.html import table
 from shardcore.plans.words import when
 from shardcore.report.figures import svg
-from shardcore.report.html import document, note, table
+from shardcore.report.html import document, note
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

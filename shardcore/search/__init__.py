@@ -6,14 +6,14 @@ Every sharder has this form.
 It raises Infeasible, naming what does not fit and by how much.
 It raises SettingMismatch if the model is for another setting.
 The same seed, with a budget in evals or none, gives the same plan.
-Learned sharders (DreamShard, AutoShard) take a policy, too (see `learned`):
+Learned sharders (DreamShard, AutoShard) take a policy, too (learned/):
 
     plan = sharder("dreamshard", read_policy(folder))(problem, model)
 
-Plans are consolidated (see `shards`). Provenance records their algorithm, seed and predicted cost.
+Plans are consolidated (state/shards.py). Provenance records their algorithm, seed and predicted cost.
 
 Every sharder begins with `feasible_shards`. So table-wise sharders, too, cut a table that no device can hold.
-TorchRec's planner is listed where it is installed (see `torchrec.sharder`).
+TorchRec's planner is listed where it is installed (torchrec/sharder.py).
 """
 
 from shardcore.search.budget import Budget

@@ -40,11 +40,11 @@ State = tuple[ShardKey, ...]
 """Sorted shards: how tables are cut, but not yet where they go."""
 
 _ROWS_AT_ONCE = 16_384
-"""Devices × plans × states in lockstep: as many as a processor handles in about the time of one."""
+"""Devices × plans × states that run in lockstep: more would take longer than one after another."""
 _CELLS_AT_ONCE = 1 << 26
-"""The same × strips. It limits the memory."""
+"""Devices × plans × states × strips in lockstep. It limits the memory."""
 _PROBED = 256
-"""Shards that tell how long a search of very many takes."""
+"""Shards of a probe, from whose seconds those of a search of very many shards are estimated."""
 
 
 @dataclass(frozen=True)
@@ -146,26 +146,22 @@ class Beam:
         before_s = self.meter.seconds()
         # The state with the fewest cuts. All others come from it.
         [first] = search(cache, [state], self.inner)
-        # Tells how many states the rest of a budget in seconds affords.
+        # From this follows how many states the rest of a budget in seconds affords.
         state_s = self.meter.seconds() - before_s
         self.meter.evals += self.inner.plans
         # Some rows have to be divided, and another kind may do that at less cost.
         if cache.is_range.any():
             cache, first = self._divided_otherwise(cache, first, state_s)
         best, packing = self._improved(cache, first, state_s), None
-        # The first state has no plan. A packing has one, and where the beam found none it starts from there.
+        # Where the first state has no plan, a packing may be cheaper than what the beam found after it.
         if not first.devices:
             plan = priced(fitting(self.problem).placements, self.problem, self.model)
-            if (start := self._start_from(plan)) is None:
-                if not best.devices:
-                    return self._priced(plan.placements, packed=True, **provenance)
-            elif not best.devices:
+            start, beam_failed = self._start_from(plan), not best.devices
+            if start is None and beam_failed:
+                return self._priced(plan.placements, packed=True, **provenance)
+            if start and start[1].ms < best.ms:
                 cache, packing = start
-                best = self._improved(cache, packing, state_s)
-            # The beam found a plan after all. The packing's may be cheaper even so.
-            elif start[1].ms < best.ms:
-                cache, packing = start
-                best = packing
+                best = self._improved(cache, packing, state_s) if beam_failed else packing
         # Random plans have no end of their own.
         if sampled and self.meter.budget != Budget():
             best = self._sampled(cache, best, sampled)
@@ -188,12 +184,12 @@ class Beam:
             # With this kind alone there may be no plan at all.
             with suppress(Infeasible):
                 shards = feasible_shards(other)
-                of_other = ShardCostCache(other, self.model, shards)
-                [found] = search(of_other, [tuple(sorted(of_other.keys(shards)))], self.inner)
+                other_cache = ShardCostCache(other, self.model, shards)
+                [plan] = search(other_cache, [tuple(sorted(other_cache.keys(shards)))], self.inner)
                 self.meter.evals += self.inner.plans
                 # Where neither fits, the one that lacks less.
-                if (found.ms, found.over_bytes) < (first.ms, first.over_bytes):
-                    cache, first = of_other, found
+                if (plan.ms, plan.over_bytes) < (first.ms, first.over_bytes):
+                    cache, first = other_cache, plan
         return cache, first
 
     def _sampled(
@@ -207,14 +203,14 @@ class Beam:
         plan_s = 0.0
         while n := self.meter.affordable(chunk, 1, plan_s):
             before_s = self.meter.seconds()
-            [found] = search(cache, [best.state], sampled(n))
+            [plan] = search(cache, [best.state], sampled(n))
             self.meter.evals += n
             plan_s = (self.meter.seconds() - before_s) / n
-            best = min(best, found, key=lambda f: f.ms)
+            best = min(best, plan, key=lambda p: p.ms)
         return best
 
     def _search_s(self, cache: ShardCostCache, state: State) -> float:
-        """Estimated seconds of an inner search, from one of a few of its shards. 0: no budget asks for it."""
+        """Estimated seconds of an inner search, from one of a few of its shards. 0 if no estimate is needed."""
         # A probe is only worth its time where it is a small part of the search.
         if self.meter.budget.seconds is None or len(state) < 10 * _PROBED:
             return 0.0
@@ -258,20 +254,20 @@ class Beam:
             halved = (_halvings(cache, state, self.config.candidates) for state in beam)
             # Different states may give the same one, which is searched once.
             states = list(dict.fromkeys(state for several in halved for state in several))
-            found: list[StatePlan] = []
-            while len(found) < len(states):
-                n = self.meter.affordable(min(chunk, len(states) - len(found)), self.inner.plans, state_s)
+            plans: list[StatePlan] = []
+            while len(plans) < len(states):
+                n = self.meter.affordable(min(chunk, len(states) - len(plans)), self.inner.plans, state_s)
                 if n == 0:
                     break
                 before_s = self.meter.seconds()
-                found += search(cache, states[len(found) : len(found) + n], self.inner)
+                plans += search(cache, states[len(plans) : len(plans) + n], self.inner)
                 self.meter.evals += n * self.inner.plans
                 state_s = (self.meter.seconds() - before_s) / n
             # If none fits, those that lack least go on: more cuts may make them fit.
-            beam = [f.state for f in sorted(found, key=lambda f: (f.ms, f.over_bytes))[: self.config.beam]]
-            best = min([best, *found], key=lambda f: f.ms)
+            beam = [p.state for p in sorted(plans, key=lambda p: (p.ms, p.over_bytes))[: self.config.beam]]
+            best = min([best, *plans], key=lambda p: p.ms)
             # The budget has ended, or there is nothing left to cut.
-            if len(found) < len(states) or not found:
+            if len(plans) < len(states) or not plans:
                 break
         return best
 
@@ -301,11 +297,11 @@ def search(cache: ShardCostCache, states: Sequence[State], inner: InnerSearch) -
     for state in states:
         cache.add(state)
     # One array [C, N, 2], as states have the same number of shards.
-    made = inner(cache, np.array(states))
-    found = []
+    of_states = inner(cache, np.array(states))
+    plans = []
     for c, state in enumerate(states):
-        k = int(np.argmin(made.total_ms[c]))
-        fits = np.isfinite(made.total_ms[c, k])
-        at = tuple(map(int, made.devices[c, k])) if fits else ()
-        found.append(StatePlan(float(made.total_ms[c, k]), state, at, int(made.over_bytes[c].min())))
-    return found
+        k = int(np.argmin(of_states.total_ms[c]))
+        ms = float(of_states.total_ms[c, k])
+        devices = tuple(map(int, of_states.devices[c, k])) if np.isfinite(ms) else ()
+        plans.append(StatePlan(ms, state, devices, int(of_states.over_bytes[c].min())))
+    return plans

@@ -75,19 +75,15 @@ class Meter:
         """Seconds since the start."""
         return progress.clock() - self.started_s
 
-    def progress(self) -> float:
-        """Used share of the budget, from 0 to 1. The limit closer to its end counts."""
-        # Without any limit, progress stays 0.
-        parts = [0.0]
-        if self.budget.evals is not None:
-            parts.append(self.evals / self.budget.evals)
-        if self.budget.seconds is not None:
-            parts.append(self.seconds() / self.budget.seconds)
-        return min(1.0, max(parts))
+    def share_used(self) -> float:
+        """Used share of the budget, from 0 to 1. The limit closer to its end counts. 0 without a limit."""
+        of_evals = self.evals / self.budget.evals if self.budget.evals is not None else 0.0
+        of_seconds = self.seconds() / self.budget.seconds if self.budget.seconds is not None else 0.0
+        return min(1.0, max(of_evals, of_seconds))
 
     def left_s(self) -> float | None:
         """Seconds until the budget is used. None without limits, or if the rate is not known yet."""
-        done, used_s = self.progress(), self.seconds()
+        done, used_s = self.share_used(), self.seconds()
         # Seconds are the nearer limit: what is left is known, not estimated.
         if self.budget.seconds is not None and done * self.budget.seconds <= used_s:
             return max(0.0, self.budget.seconds - used_s)

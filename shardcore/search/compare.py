@@ -103,6 +103,7 @@ WORTH_REPLAYING = (
     *(n for n in BASELINES if n != "random"),
     *(n for n in SHARDERS if n == "torchrec"),
 )
+"""Sharders whose plans are worth a replay on devices."""
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ MORE_MEMORY = (0.1, 0.5)
 MOST_TIMES_DEVICES = 4
 """The largest factor by which devices are added."""
 DEFAULT_EVALS = 20_000
-AGAIN = "searched again, same memory"
-OTHERWISE = "anneal"
+"""Evaluations of each alternative, where the plan does not tell how many its own search took."""
+FALLBACK = "anneal"
 """Algorithm of alternatives where SHARDERS lacks the plan's own."""
 
 
@@ -118,16 +118,16 @@ def explain(
 ) -> Explanation:
     """Explain the limits of a plan, its distance to a bound, and the cost of alternatives.
 
-    Alternatives are searched with the plan's own algorithm and seed. If SHARDERS lacks it, OTHERWISE
-    searches. Its plan of the problem itself is then an alternative, too. TorchRec's planner is none, for
-    it takes minutes on large problems.
+    Alternatives are searched with the plan's own algorithm and seed. If SHARDERS lacks it, FALLBACK searches,
+    and its plan of the unchanged problem is an alternative, too. TorchRec's planner is not run: it takes minutes
+    on large problems.
 
     budget: budget of each search. None: as many evaluations as the plan's algorithm took, or 20,000.
     known: outcomes of other algorithms. If given, no baseline is run.
     """
     plan, workload, cost = priced.plan, priced.workload, priced.cost
     algorithm, seed = str(plan.provenance.get("algorithm", "")), int(plan.provenance.get("seed", 0))
-    searcher = algorithm if algorithm in SHARDERS else OTHERWISE
+    searcher = algorithm if algorithm in SHARDERS else FALLBACK
     evals = plan.provenance.get("evals") if searcher == algorithm else None
     # As much effort as the plan had, so that a difference is the alternative's.
     budget = budget or Budget(evals=evals or DEFAULT_EVALS)
@@ -138,8 +138,8 @@ def explain(
         """kept_ms: cost of the present plan there, if possible."""
         try:
             with progress.part(what):
-                found = SHARDERS[algorithm](problem, model, seed=seed, budget=budget)
-            ms, error = found.provenance["predicted_ms"], None
+                plan = SHARDERS[algorithm](problem, model, seed=seed, budget=budget)
+            ms, error = plan.provenance["predicted_ms"], None
         # An alternative without a plan is an answer, also where a constraint means nothing on so many devices.
         except ShardCoreError as refused:
             ms, error = None, str(refused)
@@ -154,8 +154,8 @@ def explain(
             for name, x in known.items()
             if name != algorithm
         ]
-    # Else the gain of another search would look like that of more memory.
-    again = AGAIN if searcher == algorithm else searcher
+    # Also of the unchanged problem: else the gain of another search would look like that of more memory.
+    again = "searched again, same memory" if searcher == algorithm else searcher
     if again not in (known or ()):
         baselines.append(searched(again, problem))
     # The plan still fits with more memory, so a search that ends dearer does not count.
@@ -243,4 +243,4 @@ def _with_devices(problem: Problem) -> Iterator[tuple[str, Problem]]:
         devices.append(replace(device, host=f"{device.host}-more-{i // n}") if several else device)
     why = "" if more == n + 1 else f" (the next number that divides the batch of {problem.global_batch})"
     what = f"{more - n} more device{'s' * (more > n + 1)}: {more}{why}"
-    yield what, replace(problem, topology=replace(topology, devices=tuple(devices)))
+    yield what, replace(problem, topology=topology.of_devices(devices))

@@ -44,8 +44,9 @@ DEFAULT = Budget(evals=DEFAULT_EVALS)
 _HALVED, _HOT = 2, 0.5
 """The most tables in halves. Each costs more than this share of a host's mean load."""
 _GRIDS = tuple(layout for layout in LAYOUTS.values() if layout.divides_rows and layout.cuts_columns)
+"""Kinds by which a group may share the half of a table."""
 _SPARE = 3.0
-"""A round with tables in halves needs this many times the seconds of the first."""
+"""A round with tables in halves begins if there is this multiple of the first round's seconds left."""
 
 
 def portfolio(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
@@ -74,9 +75,9 @@ def annealing(
     """
     if reshard and (halves := halves_of(plan := rebind_tables(reshard.plan, problem), problem)):
         start = replace(reshard, plan=halves.split(plan))
-        found = annealing(halves.problem, model, seed=seed, budget=budget, space=space, reshard=start)
-        if halves.may_run(found.placements):
-            return halves.whole(found, problem, model)
+        in_halves = annealing(halves.problem, model, seed=seed, budget=budget, space=space, reshard=start)
+        if halves.may_run(in_halves.placements):
+            return halves.whole(in_halves, problem, model)
     name = "anneal" if space == "all" else "anneal_columns"  # halves are for comparisons only
     return _Anytime(name, problem, model, seed, budget).plan(space, reshard=reshard)
 
@@ -129,9 +130,11 @@ class _Anytime:
         """Search until the budget ends."""
         with stopped_clock():  # numba takes a second to import
             from shardcore.search.anneal.sharder import Search
+        # At first no table is in halves.
         search, halves = Search(self.problem, self.model, self.meter, self.seed), Halves(self.problem, {})
         beam_evals, kept = _beam_evals(self.problem) if others else None, None
         rounds, began_s = search.rounds(space, reshard), self.meter.seconds()
+        # Not a `for`: after the first round, another search may bring other rounds.
         while (number := next(rounds, None)) is not None:
             # Pricing a plan takes long with very many tables, so only a new one is priced.
             if search.best is not None and search.best is not kept:
@@ -159,7 +162,7 @@ class _Anytime:
         """
         from shardcore.search.anneal.sharder import Search
 
-        found, hottest = None, self._hottest()
+        cheapest, hottest = None, self._hottest()
         for n in range(1, 1 + min(_HALVED, len(hottest))):
             # Of very many tables, the first round takes most of the time.
             if not (self.meter.left() and self.meter.has_time(_SPARE * took_s)):
@@ -172,8 +175,8 @@ class _Anytime:
                 if search.best is not None:
                     self._keep(halves.joined(search.placements), self.name, search.best_ms)
                 if self.best_ms < before_ms:
-                    found = search, halves, rounds
-        return found
+                    cheapest = search, halves, rounds
+        return cheapest
 
     def _hottest(self) -> list[str]:
         """Tables that are hot for one host and may be in halves, the costliest first."""

@@ -1,9 +1,9 @@
 """Plans that stay good where a model's rates are wrong.
 
-A hardware profile knows how uncertain each of its rates is. Rates are drawn within that. The plan that a search found
-under the profile's own rates is improved under some of the draws, from where it is: to make plans to start from again
-would take most of the time. The plan whose worst regret over all draws is least is returned. Regret under a draw is the
-cost of a plan relative to the cheapest of all plans that were found, less 1.
+A hardware profile knows how uncertain each of its rates is. Rates are drawn within that. A search finds a plan
+under the profile's own rates. Annealing improves this plan under each of some draws: fresh starts would take most
+of the time. Of all these plans the one with the least worst regret over all draws is returned. Regret under a draw
+is a plan's cost relative to the cheapest of these plans, less 1.
 
 Shapes: P plans, K draws.
 """
@@ -27,10 +27,10 @@ from shardcore.search.sharders import DEFAULT_SHARDER, SHARDERS, Sharder
 from shardcore.search.state.shards import priced
 from shardcore.step.lower import Workload, lower
 
-_OWN = 0.75
+_FIRST_SHARE = 0.75
 """Share of the budget that the search under the model's own rates has."""
 _PRICINGS = 4
-"""Times that all plans are priced under all draws, about: as drawn, and as each measurement would tell."""
+"""Times, about, that all plans are priced under all draws: as drawn, and as known after each measurement."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,13 @@ def robust(
     rng = np.random.default_rng(seed)
     # Drawn before any search, so that draws depend on the seed only.
     models = [model.drawn(rng) for _ in range(config.draws)]
-    plans = [search(problem, model, seed=seed, budget=_part(budget, _OWN))]
-    part = _part(
-        budget, (1 - _OWN) / config.searches, _judging_s(plans[0], problem, model, config) / config.searches
-    )
-    own, algorithm = Reshard(plans[0], alone=True), plans[0].provenance["algorithm"]
+    plans = [search(problem, model, seed=seed, budget=_part(budget, _FIRST_SHARE))]
+    judging_s = _judging_s(plans[0], problem, model, config)
+    part = _part(budget, (1 - _FIRST_SHARE) / config.searches, judging_s / config.searches)
+    start, algorithm = Reshard(plans[0], alone=True), plans[0].provenance["algorithm"]
     for number, truth in enumerate(models[: config.searches], start=1):
         progress.report(f"search under draw {number} of {config.searches} of the model's rates")
-        plans.append(annealing(problem, truth, seed=seed + number, budget=part, reshard=own))
+        plans.append(annealing(problem, truth, seed=seed + number, budget=part, reshard=start))
     # Several draws often lead to the same plan.
     plans = list({plan.placements: plan for plan in plans}.values())
     workloads = [lower(plan, problem) for plan in plans]
@@ -106,7 +105,7 @@ def robust(
     affordable = own_ms <= own_ms.min() * (1 + config.most_dearer)
     best = int(np.where(affordable, regrets.max(1), np.inf).argmin())
     cheapest = int(own_ms.argmin())
-    found = {
+    robustness = {
         "draws": config.draws,
         **_regret(regrets[best]),
         "of_cheapest": _regret(regrets[cheapest]),
@@ -118,7 +117,7 @@ def robust(
             for measured in model.measurable
         },
     }
-    provenance = {**plans[best].provenance, "algorithm": algorithm, "robust": found}
+    provenance = {**plans[best].provenance, "algorithm": algorithm, "robust": robustness}
     return priced(plans[best].placements, problem, model, **provenance)
 
 
@@ -155,7 +154,7 @@ def _removed(
     informed: Sequence[UncertainCostModel],
     own_ms: np.ndarray,
 ) -> float:
-    """Share of the mean regret that goes if each draw's plan is chosen by what a measurement would tell.
+    """Share of the mean regret that goes if each draw's plan is chosen with the measured rates known.
 
     regrets: [P, K].
     informed: [K] models with the measured rates as drawn.

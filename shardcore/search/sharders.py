@@ -49,11 +49,11 @@ BASELINES = ("random", *greedy.ORDERS)
 
 
 def _checked(search: Callable[..., Plan]) -> Sharder:
-    """A sharder that refuses arguments of another type, and collects garbage rarely."""
+    """A search that refuses arguments of another type, and collects garbage rarely."""
 
     @wraps(search)
     def checked(
-        problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None, **given: Any
+        problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None, **options: Any
     ) -> Plan:
         require_type(problem, Problem, "problem", "a Problem")
         require_model(model)
@@ -62,7 +62,7 @@ def _checked(search: Callable[..., Plan]) -> Sharder:
         require(0 <= seed <= MOST_SEED, f"seed is {seed}; it needs to be 0 to {MOST_SEED}")
         # Searches make millions of objects, and collections of garbage would look at all of them.
         with rare_collections():
-            return search(problem, model, seed=seed, budget=budget, **given)
+            return search(problem, model, seed=seed, budget=budget, **options)
 
     return checked
 
@@ -72,7 +72,7 @@ class _Sharders(dict[str, Sharder]):
 
     def __missing__(self, name: str) -> Sharder:
         require_type(name, str, "algorithm", "a name of a sharder")
-        return sharder(name)
+        return sharder(name)  # raises: the name is unknown, or needs a policy
 
 
 def _is_installed(package: str) -> bool:
@@ -80,8 +80,8 @@ def _is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None  # a folder of the same name has no origin
 
 
-def _torchrec(problem: Problem, model: CostModel, **given: Any) -> Plan:
-    return import_module(_TORCHREC).torchrec(problem, model, **given)
+def _torchrec(problem: Problem, model: CostModel, **options: Any) -> Plan:
+    return import_module(_TORCHREC).torchrec(problem, model, **options)
 
 
 _searches: dict[str, Callable[..., Plan]] = {

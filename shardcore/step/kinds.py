@@ -23,11 +23,12 @@ from typing import Any
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
+from shardcore.core.links import ROWS_OVER
 from shardcore.core.topology import Topology
 from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.step.collectives import Collective, collective_of, stages_of
 from shardcore.step.memory_timeline import Stages
-from shardcore.step.scopes import CROSS, CROSS_POD, HOST, POD, WORLD, Group, Scope, groups_in, scope_of
+from shardcore.step.scopes import WORLD, Group, Scope, groups_in, scope_of, scopes_of_unit
 
 Bytes = Callable[[Any, Any, Problem], Any]
 """(weights, outputs, problem) -> bytes that a device's rows of a shard enter into a channel in one step.
@@ -74,7 +75,7 @@ class Layout:
 
     name: in placements and files.
     words: description for people.
-    groups: the sets of devices that may share a shard.
+    shared_by: the sets of devices that may share a shard.
     divides_rows: True if each device of a group has an even range of rows. Otherwise each has all rows.
     cuts_columns: True if a shard may have only some of the columns.
     local_batch: True if its op runs over a device's share of the batch. Otherwise over the global batch.
@@ -86,13 +87,15 @@ class Layout:
       others.
     sequence: True if it runs tables whose lookups are not pooled (see `as_sequence`).
     tower_channels: bytes that its pooled shards enter into each channel where the job has towers (see
-      `channels_in`). None: the same as without.
+      `channels_in`), by the unit that has a tower. Of others, and None: the same as without.
     collection: name of the collection whose tables it runs (see `run_of`).
+    rows_over: unit of links.ROWS_OVER that it divides rows over. A job divides them over one of these. "": it
+      divides them over all devices, or not.
     """
 
     name: str
     words: str
-    groups: Callable[[Topology], tuple[Group, ...]]
+    shared_by: Callable[[Topology], tuple[Group, ...]]
     divides_rows: bool
     cuts_columns: bool
     local_batch: bool
@@ -102,8 +105,17 @@ class Layout:
     sequence_channels: Mapping[Channel, Bytes] | None
     torchrec: tuple[str, ...]
     sequence: bool = False
-    tower_channels: Mapping[Channel, Bytes] | None = None
+    tower_channels: Mapping[str, Mapping[Channel, Bytes]] | None = None
     collection: str = ""
+    rows_over: str = ""
+
+    def groups(self, topology: Topology) -> tuple[Group, ...]:
+        """The sets of devices that may share a shard where rows are divided as the topology, or the default, has it."""
+        return self.shared_by(topology) if self.rows_over in ("", topology.row_unit) else ()
+
+    def possible_in(self, topology: Topology) -> tuple[Group, ...]:
+        """The same for all plans that the topology may have."""
+        return self.groups(topology) if topology.rows_over else self.shared_by(topology)
 
     @property
     def caches(self) -> bool:
@@ -133,11 +145,12 @@ class Layout:
         channels = tuple(self.channels)
         return stages_of(channels[0].collective, tuple(c.name for c in channels), self.sequence)
 
-    def channels_in(self, job: Job) -> Mapping[Channel, Bytes]:
+    def channels_in(self, job: Job, topology: Topology) -> Mapping[Channel, Bytes]:
         """Bytes that its shards enter into each channel, in a job.
 
-        Towers (DMT, arXiv 2403.00877) split the exchange of outputs in two. Let a host have L devices, and
-        outputs of T bytes for the global batch of B samples, o of them on some device. Let r be the ratio.
+        Towers (DMT, arXiv 2403.00877) split the exchange of outputs in two. Each host has one, or each pod where
+        TorchRec divides rows over pods. Let a host have L devices, and outputs of T bytes for the global batch of
+        B samples, o of them on some device. Let r be the ratio.
 
         1. Within the host, a device sends each of the L those outputs that samples of its number on any host
            need: o / L bytes to each, o in all. Then each device has all outputs of its tower for B / L
@@ -146,11 +159,13 @@ class Layout:
         3. Across hosts, devices of the same number exchange what is left: each enters T / (L r).
 
         A formula sees one shard, so it enters o / r in step 3. The sum over the host is T / r, as it should
-        be. `shared_on_hosts` then divides it evenly, T / (L r) a device. Where devices of a host sum their
+        be. `shared_on_units` then divides it evenly, T / (L r) a device. Where devices of a host sum their
         parts (rows divided), step 1 is that sum: T = o, and the formula enters o / (L r) itself.
         Backward, gradients go the same way back.
         """
-        return self.channels if job.tower_ratio is None else self.tower_channels or self.channels
+        if job.tower_ratio is None or self.tower_channels is None:
+            return self.channels
+        return self.tower_channels.get(topology.row_unit, self.channels)
 
     def batch(self, problem: Problem) -> int:
         """Samples that its op runs over."""
@@ -167,49 +182,46 @@ def _all_devices(topology: Topology) -> tuple[Group, ...]:
     return groups_in(topology, WORLD)
 
 
-def _each_host(topology: Topology) -> tuple[Group, ...]:
-    """One group for each host. None where TorchRec divides rows over pods."""
-    return () if rows_over_pods(topology) else _each_unit(topology, HOST)
+def _each_unit(scope: str) -> Callable[[Topology], tuple[Group, ...]]:
+    """One group for each unit of a scope; none where that is no separate kind.
 
-
-def _each_pod(topology: Topology) -> tuple[Group, ...]:
-    """One group for each pod. None where TorchRec divides rows over hosts."""
-    return _each_unit(topology, POD) if rows_over_pods(topology) else ()
-
-
-def rows_over_pods(topology: Topology) -> bool:
-    """True if TorchRec divides the rows of a table over pods, which need to be of one size.
-
-    A job divides rows over hosts or over pods, never both.
+    TorchRec needs units of equal size, of hosts of equal size. A single unit equals all devices. Units of one device
+    divide nothing, and those that join none equal others.
     """
-    return topology.rows_over == "pod" and topology.has_pods and bool(groups_in(topology, POD))
+
+    def groups(topology: Topology) -> tuple[Group, ...]:
+        units = groups_in(topology, scope)
+        there = topology.equal_hosts and topology.joins(scope_of(scope).unit)
+        return units if there and 1 < len(units) < len(topology) else ()
+
+    return groups
 
 
-def _each_unit(topology: Topology, scope: str) -> tuple[Group, ...]:
-    """One group for each unit; none where that is no separate kind.
+def rows_over(topology: Topology, placements: Iterable[Placement] = ()) -> str:
+    """The unit over which a job divides rows, a key of ROWS_OVER: as the topology or a plan has it, or the default."""
+    used = (unit for p in placements if (unit := layout_of(p.kind).rows_over))
+    return topology.rows_over or next(used, topology.row_unit)
 
-    TorchRec needs units of equal size. A single unit equals all devices. Units of one device divide nothing.
+
+def pod_size(topology: Topology, placements: Iterable[Placement] = ()) -> int:
+    """Hosts over which a job divides rows: as the topology or a plan has it, or the default. 1: it does so over a host.
+
+    A job needs TORCHREC_RESOLVED_POD_SIZE of this value. Without the variable it divides rows over hosts.
     """
-    groups = groups_in(topology, scope)
-    return groups if 1 < len(groups) < len(topology) else ()
+    units = topology.on_units(ROWS_OVER[rows_over(topology, placements)])
+    return max(1, len(units[0]) // len(topology.on_hosts[0]))
+
+
+def choices_of_rows(topology: Topology) -> tuple[str, ...]:
+    """The units over which a job may divide rows. One if there is no choice."""
+    able = (k.rows_over for k in LAYOUTS.values() if k.rows_over and k.possible_in(topology))
+    # Without a kind for the default, such as on hosts of one device, a job has no rows over units.
+    return (topology.row_unit,) if topology.rows_over else tuple(dict.fromkeys([topology.row_unit, *able]))
 
 
 def _outputs(weights: Any, outputs: Any, problem: Problem) -> Any:
     """Bytes of the outputs of the global batch."""
     return outputs
-
-
-def _outputs_of_a_host(weights: Any, outputs: Any, problem: Problem) -> Any:
-    """Bytes of outputs after the devices of a host have summed theirs.
-
-    The reduce-scatter leaves each device with its share of the batch.
-    """
-    return outputs / len(problem.topology.on_hosts[0])
-
-
-def _outputs_of_a_pod(weights: Any, outputs: Any, problem: Problem) -> Any:
-    """The same of a pod."""
-    return outputs / len(groups_in(problem.topology, POD)[0])
 
 
 def _compressed(entering: Bytes) -> Bytes:
@@ -227,6 +239,41 @@ IDS = Channel("all_to_all_ids")
 BUCKETIZED_IDS = Channel("all_to_all_ids_bucketized")
 """Carries ids to devices that hold row ranges, once each device has put its own in buckets."""
 
+_SCOPES_OF = {unit: scopes_of_unit(level) for unit, level in ROWS_OVER.items()}
+"""Scopes within units over which rows may be divided, and across them."""
+
+
+def _over_one(name: str, unit: str) -> Layout:
+    """The kind that divides rows over one unit, such as a host."""
+    within, across = _SCOPES_OF[unit]
+
+    def of_unit(weights: Any, outputs: Any, problem: Problem) -> Any:
+        """Bytes of outputs after the devices of a unit have summed theirs: each has its share of the batch."""
+        return outputs / len(groups_in(problem.topology, within)[0])
+
+    return Layout(
+        name,
+        f"rows divided over one {unit}",
+        _each_unit(within),
+        divides_rows=True,
+        cuts_columns=True,
+        local_batch=False,
+        dense_gradient=False,
+        ids=BUCKETIZED_IDS,
+        channels={Channel("reduce_scatter", within): _outputs, Channel("all_to_all", across): of_unit},
+        sequence_channels=None,
+        torchrec=("table_row_wise", "grid_shard"),
+        # Only towers of such units: rows of one tower are not divided over several.
+        tower_channels={
+            unit: {
+                Channel("reduce_scatter", within): _outputs,
+                Channel("all_to_all", across): _compressed(of_unit),
+            }
+        },
+        rows_over=unit,
+    )
+
+
 LAYOUTS: Mapping[str, Layout] = {
     layout.name: layout
     for layout in (
@@ -243,8 +290,11 @@ LAYOUTS: Mapping[str, Layout] = {
             sequence_channels={Channel("all_to_all"): _outputs},
             torchrec=("table_wise", "column_wise", "table_column_wise"),
             tower_channels={
-                Channel("all_to_all", HOST): _outputs,
-                Channel("all_to_all", CROSS): _compressed(_outputs),
+                unit: {
+                    Channel("all_to_all", within): _outputs,
+                    Channel("all_to_all", across): _compressed(_outputs),
+                }
+                for unit, (within, across) in _SCOPES_OF.items()
             },
         ),
         Layout(
@@ -261,42 +311,7 @@ LAYOUTS: Mapping[str, Layout] = {
             sequence_channels={Channel("all_to_all"): _outputs},
             torchrec=("row_wise",),
         ),
-        Layout(
-            "host_row",
-            "rows divided over one host",
-            _each_host,
-            divides_rows=True,
-            cuts_columns=True,
-            local_batch=False,
-            dense_gradient=False,
-            ids=BUCKETIZED_IDS,
-            channels={
-                Channel("reduce_scatter", HOST): _outputs,
-                Channel("all_to_all", CROSS): _outputs_of_a_host,
-            },
-            sequence_channels=None,
-            torchrec=("table_row_wise", "grid_shard"),
-            tower_channels={
-                Channel("reduce_scatter", HOST): _outputs,
-                Channel("all_to_all", CROSS): _compressed(_outputs_of_a_host),
-            },
-        ),
-        Layout(
-            "pod_row",
-            "rows divided over one pod",
-            _each_pod,
-            divides_rows=True,
-            cuts_columns=True,
-            local_batch=False,
-            dense_gradient=False,
-            ids=BUCKETIZED_IDS,
-            channels={
-                Channel("reduce_scatter", POD): _outputs,
-                Channel("all_to_all", CROSS_POD): _outputs_of_a_pod,
-            },
-            sequence_channels=None,
-            torchrec=("table_row_wise", "grid_shard"),
-        ),
+        *(_over_one("host_row", "host"), _over_one("pod_row", "pod")),
         Layout(
             "data_parallel",
             "a replica on every device",
@@ -322,7 +337,8 @@ Each collection has separate runs (`run_of`). These are those of the collection 
 
 ID_CHANNELS: tuple[Channel, ...] = tuple(dict.fromkeys(x.ids for x in LAYOUTS.values() if x.ids))
 """The channels of input distribution."""
-_WITHIN_TOWERS = (c for layout in LAYOUTS.values() for c in layout.tower_channels or () if c.group == HOST)
+_IN_TOWERS = (of for layout in LAYOUTS.values() for of in (layout.tower_channels or {}).values())
+_WITHIN_TOWERS = (c for of in _IN_TOWERS for c in of if not c.scope.across)
 CHANNELS: tuple[Channel, ...] = (
     *dict.fromkeys(c for layout in LAYOUTS.values() for c in layout.channels),
     *ID_CHANNELS,
@@ -341,7 +357,10 @@ WHOLE_ROWS = next(kind for kind in LAYOUTS.values() if kind.cuts_columns and not
 
 def kinds_of(channel: Channel, towers: bool = False) -> str:
     """The kinds that have a channel, in words: in a job with towers, or where no others have it."""
-    in_towers = {k: (*(x.tower_channels or x.channels), x.ids) for k, x in LAYOUTS.items()}
+    in_towers = {
+        k: (*(c for of in (x.tower_channels or {"": x.channels}).values() for c in of), x.ids)
+        for k, x in LAYOUTS.items()
+    }
     plain = {k: (*x.channels, x.ids) for k, x in LAYOUTS.items()}
     found = (
         [k for k, channels in of.items() if channel in channels]
@@ -403,11 +422,19 @@ def layouts_of_torchrec(sharding_type: str) -> list[Layout]:
     return [layout for layout in LAYOUTS.values() if sharding_type in layout.torchrec]
 
 
-def layout_of_torchrec(sharding_type: str, topology: Topology | None = None) -> Layout | None:
-    """The kind that TorchRec runs under a name, the one that a topology has. None for an unknown name."""
+def layout_of_torchrec(
+    sharding_type: str, topology: Topology | None = None, devices: int | None = None
+) -> Layout | None:
+    """The kind that TorchRec runs under a name, one that a topology has. None for an unknown name.
+
+    devices: that share a shard. None: as the topology's rows_over, or the default, has it.
+    """
     named = layouts_of_torchrec(sharding_type)
-    there = (layout for layout in named if topology and layout.groups(topology))
-    return next(there, named[0] if named else None)
+    if topology is None or not named:
+        return named[0] if named else None
+    # A plan of the undecided topology has either kind; the size of its groups tells which.
+    sized = [x for x in named if any(len(group) == devices for group in x.possible_in(topology)[:1])]
+    return next(iter([*sized, *(x for x in named if x.groups(topology)), *named]))
 
 
 def even_share(rows: int, n: int) -> int | None:
@@ -461,7 +488,7 @@ def merged(placements: Sequence[Placement]) -> tuple[Placement, ...]:
 @lru_cache(maxsize=16)
 def group_of(layout: Layout, topology: Topology) -> Mapping[frozenset[int], Group]:
     """The group that a set of devices is. There may be thousands of groups."""
-    return {frozenset(group): group for group in layout.groups(topology)}
+    return {frozenset(group): group for group in layout.possible_in(topology)}
 
 
 def possible_groups(
@@ -491,7 +518,11 @@ def require_placement(placement: Placement, problem: Problem) -> None:
         )
     if layout.name == WHOLE_ROWS.name and len(devices) == 1 and shard.full_rows:
         return  # the most common case
-    groups = layout.groups(problem.topology)
+    groups = layout.possible_in(problem.topology)
+    if layout.rows_over and layout.rows_over != (unit := problem.topology.rows_over or layout.rows_over):
+        raise ShardCoreError(
+            f"{what}; topology.rows_over is {unit!r}: it needs to be {layout.rows_over!r}, or left out"
+        )
     if not groups:
         raise ShardCoreError(
             f"{what}; it needs several hosts with the same number of devices each, 2 or more"

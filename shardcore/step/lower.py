@@ -42,7 +42,7 @@ from shardcore.step.kinds import (
 )
 from shardcore.step.op_limits import require_ops
 from shardcore.step.output_bytes import output_bytes
-from shardcore.step.traffic import channels_of, lanes, row_in, shared_on_hosts
+from shardcore.step.traffic import channels_of, lanes, row_in, shared_on_units
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
     return Workload(
         tuple(map(tuple, ops)),
         # Towers leave each device of a host the same share of what crosses hosts.
-        shared_on_hosts(traffic, problem),
+        shared_on_units(traffic, problem),
         tuple(used),
         problem.topology,
         problem.global_batch,
@@ -194,12 +194,12 @@ def _lanes(among: Container[Layout], tables: Iterable[Table]) -> dict[Layout, in
 def entering_bytes(layout: Layout, shards: tuple[Shard, ...], problem: Problem) -> np.ndarray:
     """[C] bytes that a device's shards of a kind enter into each channel.
 
-    With towers, what crosses hosts is not yet divided over the host (traffic.shared_on_hosts)."""
+    With towers, what crosses hosts is not yet divided over one (traffic.shared_on_units)."""
     # Outputs are those of the global batch. A kind's formula takes from it what its devices enter.
     outputs = [output_bytes(s, problem.global_batch) for s in shards]
     of_channel = {
         c: sum(b(s.bytes, o, problem) for s, o in zip(shards, outputs, strict=True))
-        for c, b in layout.channels_in(problem.job).items()
+        for c, b in layout.channels_in(problem.job, problem.topology).items()
     }
     # Dense [C], with 0 for other channels, so that arrays of several runs add up.
     return np.array([float(of_channel.get(c, 0)) for c in CHANNELS])
@@ -223,10 +223,10 @@ def traffic_of_outputs(
         if run.ids:
             traffic[row_in(of_run[run], run.ids)] = n_bytes
     for run, n_bytes in outputs.items():
-        for channel, entering in run.channels_in(problem.job).items():
+        for channel, entering in run.channels_in(problem.job, problem.topology).items():
             # A channel carries gradients of weights, or outputs.
             traffic[row_in(of_run[run], channel)] += entering(n_bytes, n_bytes, problem)
-    return shared_on_hosts(traffic, problem)
+    return shared_on_units(traffic, problem)
 
 
 def require_plan(plan: Plan, problem: Problem, fits: bool = True) -> None:
@@ -244,6 +244,7 @@ def require_cover(plan: Plan, problem: Problem) -> None:
     Placements have to be possible for their kind, on devices that exist.
     """
     by_table: dict[str, list[Shard]] = defaultdict(list)
+    over: dict[str, str] = {}
     known = {t.name: t for t in problem.tables}
     for placement in ticking(plan.placements):
         shard = placement.shard
@@ -256,7 +257,12 @@ def require_cover(plan: Plan, problem: Problem) -> None:
                 "(or not with this shape and these statistics)"
             )
         require_placement(placement, problem)
+        if unit := layout_of(placement.kind).rows_over:
+            over.setdefault(unit, shard.table.name)
         by_table[shard.table.name].append(shard)
+    if len(over) > 1:
+        words = " and of ".join(f"{name!r} over {unit}s" for unit, name in over.items())
+        raise ShardCoreError(f"plan divides rows of {words}; a job of TorchRec divides rows over one of both")
     for table in problem.tables:
         # Shards of a table have all rows. So they overlap only if their columns do.
         shards = sorted(by_table[table.name], key=lambda s: s.col_lo)

@@ -170,7 +170,7 @@ def own_peaks(problem: Problem) -> Callable[[Layout, Shard], int]:
             ids += sample_bytes(shard.table, problem.job)
         # Bucketized ids are an extra copy, with lengths for each range.
         if run.divides_rows:
-            ids += bucketized_bytes(shard.table, problem.job, len(run.groups(problem.topology)[0]))
+            ids += bucketized_bytes(shard.table, problem.job, len(run.shared_by(problem.topology)[0]))
         # Columns beyond `phases` are op limits, not bytes.
         largest = account.vector(run, shard)[: account.phases].max()
         return math.ceil(largest + IDS_ALIVE * problem.local_batch * ids)

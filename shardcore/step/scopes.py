@@ -68,6 +68,15 @@ SCOPES: Mapping[str, Scope] = {
 """By name. The first has all devices."""
 
 
+def scopes_of_unit(level: str) -> tuple[str, str]:
+    """Names of the scopes of a unit's groups, and of the groups across such units. level: that joins a unit."""
+    within, across = (
+        next(row.name for row in SCOPES.values() if row.unit == level and row.across == far)
+        for far in (False, True)
+    )
+    return within, across
+
+
 def scope_of(name: str) -> Scope:
     """The row of a scope. Raises ShardCoreError for an unknown name."""
     if name not in SCOPES:

@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 
 from shardcore.core.catalog import OPTIMIZERS
 from shardcore.core.errors import Infeasible, ShardCoreError
-from shardcore.core.links import pod_of
+from shardcore.core.links import ROWS_OVER, pod_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Shard
 from shardcore.core.validation import require, require_known, require_types, require_within
 from shardcore.step import memory
-from shardcore.step.kinds import merged, rows_over_pods, run_of, shards_on
+from shardcore.step.kinds import merged, rows_over, run_of, shards_on
 
 CONTIGUOUS, STRIDED = "contiguous", "strided"
 GROUP_LAYOUTS = (CONTIGUOUS, STRIDED)
@@ -215,13 +215,13 @@ def replicated_gradient_bytes(plan: Plan) -> int:
     return sum(p.shard.bytes for p in plan.placements if run_of(p.kind, p.shard.table).dense_gradient)
 
 
-def per_unit(problem: Problem) -> int:
-    """Devices of a group on each of its hosts, or in each of its pods where TorchRec divides rows over these.
+def per_unit(problem: Problem, plan: Plan | None = None) -> int:
+    """Devices of a group on each of its hosts, or in each of its pods where its plan divides rows over these.
 
     The size of the group where they differ.
     """
     topology = problem.topology
-    units = topology.on_units("within_pod") if rows_over_pods(topology) else topology.on_hosts
+    units = topology.on_units(ROWS_OVER[rows_over(topology, plan.placements if plan else ())])
     return len(units[0]) if len(set(map(len, units))) == 1 else len(topology)
 
 

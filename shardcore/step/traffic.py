@@ -43,16 +43,16 @@ def channels_of(traffic: np.ndarray) -> tuple[Channel, ...]:
     return CHANNELS * (len(traffic) // len(CHANNELS))
 
 
-def shared_on_hosts(traffic: np.ndarray, problem: Problem) -> np.ndarray:
-    """Traffic [L C, ..., D]; with towers, what crosses hosts is divided evenly over each host's devices.
+def shared_on_units(traffic: np.ndarray, problem: Problem) -> np.ndarray:
+    """Traffic [L C, ..., D]; with towers, what crosses hosts (or pods) is divided evenly over each one's devices.
 
     After the exchange within a tower, all its devices have equally many samples (Layout.channels_in).
     """
     if problem.job.tower_ratio is not None:
-        on_hosts = np.array(problem.topology.on_hosts)
-        # Only exchanges across hosts are compressed by towers. Others keep each device's own bytes.
+        on_units = np.array(problem.topology.row_units)
+        # Only exchanges across them are compressed by towers. Others keep each device's own bytes.
         for row in (i for i, c in enumerate(channels_of(traffic)) if c.scope.across):
-            of_host = traffic[row][..., on_hosts]
-            # The mean over a host keeps its total, which is what its uplink carries.
-            traffic[row][..., on_hosts] = np.broadcast_to(of_host.mean(-1, keepdims=True), of_host.shape)
+            of_unit = traffic[row][..., on_units]
+            # The mean over a unit keeps its total, which is what its uplink carries.
+            traffic[row][..., on_units] = np.broadcast_to(of_unit.mean(-1, keepdims=True), of_unit.shape)
     return traffic

@@ -80,7 +80,7 @@ def to_dmp_collection(
         world_size=len(problem.topology),
         sharding_group_size=grouped.grouping.size,
         # Hosts of a group, which are smaller than hosts of the job where groups interleave.
-        node_group_size=per_unit(grouped.problem),
+        node_group_size=per_unit(grouped.problem, grouped.plan),
         use_inter_host_allreduce=grouped.grouping.layout == CONTIGUOUS,
     )
     # The plan is one of a group, and its ranks count from 0 in each.

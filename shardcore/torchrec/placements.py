@@ -34,7 +34,10 @@ def placements_of(
 
 
 def _placed_as(sharding: Any, table: Table, name: str, topology: Topology) -> list[Placement]:
-    layout = layout_of_torchrec(sharding.sharding_type, topology)
+    of_columns = (
+        Counter(s.shard_offsets[1] for s in sharding.sharding_spec.shards) if sharding.sharding_spec else {}
+    )
+    layout = layout_of_torchrec(sharding.sharding_type, topology, max(of_columns.values(), default=None))
     if layout is None:
         raise ShardCoreError(
             f"the plan shards table {name!r} {sharding.sharding_type}; known are "
@@ -51,7 +54,7 @@ def _placed_as(sharding: Any, table: Table, name: str, topology: Topology) -> li
     by_columns: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
     # Ranks that get no rows count: a table may have fewer rows than there are ranks.
     shards = Counter((s.shard_offsets[1], s.shard_sizes[1]) for s in sharding.sharding_spec.shards)
-    has_groups_of_one = any(len(group) == 1 for group in layout.groups(topology))
+    has_groups_of_one = any(len(group) == 1 for group in layout.possible_in(topology))
     for (low, width), n in shards.items():
         if layout.divides_rows and n == 1 and not has_groups_of_one:
             raise ShardCoreError(

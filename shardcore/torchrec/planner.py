@@ -118,7 +118,7 @@ def problem_for(
     statistics = statistics_of(theirs, data, global_batch)
     # Memory reserved by default, as by TorchRec's planner.
     ours = topology if isinstance(topology, Topology) else our_topology(topology, RESERVED)
-    topologies.require_pod_size(ours)
+    ours = topologies.as_job(ours)
     # Deduplication happens on a device, so within its share of the batch.
     factors, groups = deduplicated_of(theirs, data, deduplicated, global_batch // len(ours))
     bags = data.bags if isinstance(data, Data) and data.variable else bags or {}
@@ -334,6 +334,8 @@ class ShardCorePlanner:
         notes += optimizers.notes(self.model.for_problem(problem), optimizer, problem.optimizer, used)
         notes += unpriced_wrappers(theirs)
         notes += constrained.pooling_notes(constraints, has_lookups=self.lookups is not None)
+        if note := topologies.rows_note(problem.topology):
+            notes.append(note)
         if self.their_topology is not None:
             notes += topologies.notes(self.their_topology, bool(self.topology.memory))
         notes += unpriced_hardware(self.model.setting, self.compute_device)
@@ -394,7 +396,10 @@ class ShardCorePlanner:
 
         def attempt() -> ShardingPlan | Exception:
             try:
-                return self.plan(module, sharders)
+                found = self.plan(module, sharders)
+                assert self.our_plan is not None and self.problem is not None
+                topologies.require_job(self.problem.topology, self.our_plan.placements)
+                return found
             except Exception as error:
                 # Any error, as all ranks need to hear of it.
                 return error

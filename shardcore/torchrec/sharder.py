@@ -41,7 +41,7 @@ import numpy as np
 
 from shardcore.core.catalog import PRECISIONS
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.links import LEVELS
+from shardcore.core.links import LEVELS, ROWS_OVER
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost.model import CostModel
 from shardcore.search.budget import Budget, Meter
@@ -61,7 +61,7 @@ from shardcore.search.state.shards import (
     priced,
     searched_tables,
 )
-from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, even_rows, layout_of_torchrec
+from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, even_rows, layout_of_torchrec, pod_size, rows_over
 from shardcore.step.lower import require_plan
 from shardcore.step.memory import fits, held_bytes
 from shardcore.step.memory_account import local_batch_bytes
@@ -278,6 +278,7 @@ class _Theirs:
         per_host = Counter(d.host for d in devices)
         # TorchRec knows hosts of equal size only. Others count as one host.
         self.per_host = len(devices) // len(hosts) if len(set(per_host.values())) == 1 else len(devices)
+        self.hosts_of_pod = pod_size(problem.topology)
         self.bandwidths = self._bandwidths(model)
 
     def _bandwidths(self, model: CostModel) -> dict[str, Any]:
@@ -287,9 +288,12 @@ class _Theirs:
         for level in LEVELS.values():
             if level.torchrec is None:
                 continue
-            link = self.problem.topology.link(level.name)
-            # TorchRec's links belong to each device, so a shared one is divided over a host's devices.
-            gbps = link.gbps and link.gbps / (self.per_host if link.shared else 1)
+            # Its inner links are those of the unit that rows are divided over.
+            inner = level.name in ROWS_OVER.values()
+            topology = self.problem.topology
+            link = topology.link(ROWS_OVER[rows_over(topology)] if inner else level.name)
+            # TorchRec's links belong to each device, so a shared one is divided over the devices of a unit.
+            gbps = link.gbps and link.gbps / (len(topology.sharing(link.level)[0]) if link.shared else 1)
             if gbps or one_ms > 0:
                 # Without a given link, what a column costs in the model stands for it.
                 known[level.torchrec[0]] = gbps * 1e6 if gbps else column_bytes(self.problem) / one_ms
@@ -323,6 +327,8 @@ class _Theirs:
             ddr_cap=0,
             ssd_cap=0,
             local_world_size=self.per_host,
+            # TorchRec knows pods since 1.8.
+            **({"pod_size": self.hosts_of_pod} if self.hosts_of_pod > 1 else {}),
             **bandwidths,
         )
         for device, d in zip(topology.devices, self.ranks, strict=True):
@@ -335,8 +341,8 @@ class _Theirs:
         """TorchRec's ParameterConstraints of each table."""
         from torchrec.distributed.planner import ParameterConstraints
 
-        # Table-row-wise over hosts of one device each would divide nothing.
-        several = 1 < self.per_host < len(self.ranks)
+        # Table-row-wise over units of one device each would divide nothing.
+        several = 1 < self.per_host * self.hosts_of_pod < len(self.ranks)
         every_type = (*ALL_TYPES, *(HOST_TYPES if several else ()))
         types = every_type if all_types else COLUMN_TYPES
         # Devices over which a type divides rows.

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.links import LEVELS, links_of
+from shardcore.core.links import LEVELS, ROWS_OVER, links_of
 from shardcore.core.tiers import BELOW, TIERS, Memory
 from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Placement
 from shardcore.core.validation import require, require_type
-from shardcore.step.kinds import rows_over_pods
+from shardcore.step.kinds import choices_of_rows, pod_size
 from shardcore.torchrec import fields
 
 if TYPE_CHECKING:
@@ -64,9 +67,7 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0, host_memory: bo
         memory.append(Memory(tier.name, of_host, getattr(topology, bandwidth) / BYTES_PER_MS_PER_GBPS))
     # Only bandwidths that somebody gave. Others are the cost model's.
     gbps: dict[str, Any] = given_bandwidths(topology)
-    ours = Topology(tuple(devices), links=links_of(**gbps), memory=tuple(memory))
-    require_pod_size(ours)
-    return ours
+    return as_job(Topology(tuple(devices), links=links_of(**gbps), memory=tuple(memory)))
 
 
 def _storage(topology: TheirTopology) -> str:
@@ -92,26 +93,44 @@ def _pod_size(topology: TheirTopology) -> int:
     return pod
 
 
-def pod_size(topology: Topology) -> int:
-    """Hosts over which TorchRec divides rows: those of a pod, if it does so. 1: it does so over a host."""
-    if not rows_over_pods(topology):
-        return 1
-    return len(topology.on_units("within_pod")[0]) // len(topology.on_hosts[0])
+def as_job(topology: Topology) -> Topology:
+    """The topology with rows divided as the environment makes TorchRec divide them, if it says so.
 
-
-def require_pod_size(topology: Topology) -> None:
-    """Raise ShardCoreError if the job's environment makes TorchRec divide rows over other hosts than a topology says.
-
-    Without the variable in the environment a topology with pods is taken as it is: the job may set it later.
+    Raises ShardCoreError if the topology has no such units, or its rows_over is another one.
     """
     # TorchRec reads this variable at run time, whatever a plan assumes.
-    ours = pod_size(topology)
-    if (theirs := os.environ.get(POD_SIZE)) not in (None, str(ours)):
+    if (theirs := os.environ.get(POD_SIZE)) is None:
+        return topology
+    able = {pod_size(replace(topology, rows_over=unit)): unit for unit in choices_of_rows(topology)}
+    if (unit := {str(size): unit for size, unit in able.items()}.get(theirs)) is None:
+        ours = " or ".join(map(str, able))
         raise ShardCoreError(
             f"the environment has {POD_SIZE}={theirs}: TorchRec would divide rows over {theirs} hosts of "
             f"{len(topology.on_hosts[0])} devices, and the topology over {ours}: set it to {ours}, or give "
             f"Topology(pod_size={theirs})"
         )
+    return replace(topology, rows_over=unit) if len(able) > 1 else topology
+
+
+def require_job(topology: Topology, placements: Iterable[Placement]) -> None:
+    """Raise ShardCoreError if a plan divides rows over pods, and TorchRec in this process would do so over hosts."""
+    if (size := pod_size(topology, placements)) > 1 and POD_SIZE not in os.environ:
+        raise ShardCoreError(
+            f"the plan divides rows over pods of {size} hosts, and {POD_SIZE} is not set, so TorchRec would divide "
+            f"them over hosts: set it to {size}, or give a topology with rows_over {next(iter(ROWS_OVER))!r}"
+        )
+
+
+def rows_note(topology: Topology) -> str:
+    """A line on the unit over which rows are divided, where the environment does not say it. "": it does."""
+    if POD_SIZE in os.environ or not any(topology.joins(level) for level in list(ROWS_OVER.values())[1:]):
+        return ""
+    if (size := pod_size(topology)) > 1:
+        return f"rows are divided over pods: the job needs {POD_SIZE}={size}, which is not set here"
+    return (
+        f"rows are divided over hosts, as TorchRec does without {POD_SIZE}; set it to the hosts of a pod to have them "
+        "divided over pods"
+    )
 
 
 def given_bandwidths(topology: TheirTopology) -> dict[str, float | None]:

@@ -1,30 +1,20 @@
-"""How the command line starts: at once, with what a command needs and nothing else."""
+"""Start of the command line: at once, with only the imports that a command needs."""
 
+import re
 import subprocess
 import sys
 
 import pytest
 
-from shardcore.cli import main
+from docs.tools.reference import parsers
+from shardcore.cli import main, parser_of_all
 from shardcore.search import DEFAULT_SHARDER
 
-COMMANDS = (
-    "plan",
-    "price",
-    "replay",
-    "export",
-    "problem",
-    "measure",
-    "train",
-    "train-policy",
-    "report",
-    "history",
-    "diff",
-    "drift",
-)
+COMMANDS = [name for name, _ in parsers(parser_of_all())]
 RUN = """
 import sys
-from shardcore.cli import main
+from docs.tools.reference import parsers
+from shardcore.cli import main, parser_of_all
 
 try:
     code = main(sys.argv[2:])
@@ -45,12 +35,16 @@ def test_help_loads_no_large_library():
     run("-h", without="torch,numba,scipy,pyarrow,matplotlib,safetensors")
 
 
+@pytest.mark.parametrize("columns", ["60", "300"])  # argparse wraps, or does not
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(command, capsys):
+def test_every_command_has_help(command, columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
     with pytest.raises(SystemExit) as ended:
-        main([command, "-h"])
-    said = capsys.readouterr().out
-    assert ended.value.code == 0 and f"usage: shardcore {command}" in said and "None" not in said
+        main([*command.split(), "-h"])
+    usage, _, rest = capsys.readouterr().out.partition("\n\n")
+    assert ended.value.code == 0 and f"usage: shardcore {command}" in usage and "None" not in rest
+    # What excludes each other is in brackets, with nothing between two groups.
+    assert not re.search(r"\| --[\w-]+ \w+  --", " ".join(usage.split("\n")))
 
 
 def test_help_names_the_default_sharder(capsys):
@@ -71,8 +65,8 @@ def test_output_that_nobody_reads_is_no_error(tmp_path):
     command = [sys.executable, "-m", "shardcore", "problem", "hugectr-180", "--out", tmp_path / "p.json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         running.stdout.close()
-        said = running.stderr.read()
-    assert (running.returncode, said) == (141, "") and (tmp_path / "p.json").exists()
+        output = running.stderr.read()
+    assert (running.returncode, output) == (141, "") and (tmp_path / "p.json").exists()
 
 
 @pytest.mark.parametrize("command", [["-h"], ["plan", "-h"]])

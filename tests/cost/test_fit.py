@@ -60,6 +60,21 @@ def test_the_band_is_of_samples_left_out_of_training():
     assert expected and all(model.weights[name] == pytest.approx(value) for name, value in expected.items())
 
 
+def test_few_groups_are_all_trained_on_in_the_end(monkeypatch):
+    """Of 60 groups, three or so would decide when to stop."""
+    compute, fresh = compute_samples(cache_law, 60, noise=0.05), compute_samples(cache_law, 300)[60:]
+    config = fit.FitConfig(epochs=20)
+    both = fit.train(compute, [], SETTING, config).model
+    seen = [s for s in compute if accuracy.split_of(s.id) != "test"]
+    assert both.meta["ranges"]["op_bytes"] == fit.measured_ranges(seen, [])["op_bytes"]
+    monkeypatch.setattr(fit, "_FEWEST_UNSEEN", 0)
+    first = fit.train(compute, [], SETTING, config).model
+    errors = [accuracy.evaluate(model, fresh, [])["compute_mape"] for model in (both, first)]
+    assert errors[0] < errors[1]
+    assert both.meta["metrics"] == first.meta["metrics"]
+    assert all(np.array_equal(both.weights[k], v) for k, v in first.weights.items() if k.startswith("band."))
+
+
 def test_training_stops_when_it_no_longer_helps():
     """The law is the baseline's own: nothing helps, so the baseline is kept."""
     compute = compute_samples(linear_law, 100)

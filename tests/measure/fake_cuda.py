@@ -22,13 +22,16 @@ from shardcore.measure.devices import Cuda
 
 
 class FakeCuda(Cuda):
-    place, memory_of = "cpu", "host"
+    place, memory_of, backend = "cpu", "host", "gloo"
 
     def __init__(self) -> None:
         self.folder = Path(os.environ["FAKE_CUDA"])
 
     def is_there(self) -> bool:
         return True
+
+    def count(self) -> int:
+        return 2
 
     def product(self) -> str:
         return "NVIDIA H100 80GB HBM3 rehearsal"

@@ -76,12 +76,23 @@ def test_plans_are_replayed_over_hosts_with_their_compute_measured_before():
 
 
 @pytest.mark.long
-def test_a_plan_with_towers_sends_less_to_other_hosts():
+@pytest.mark.parametrize(
+    "box, on",
+    [
+        (SLOW, on_hosts("aabb", 1 << 30)),
+        (
+            Box(4, 1, SLOW.between_gbit_s, pods=2, pod_gbit_s=1.0),
+            on_hosts(["p/a", "p/b", "q/c", "q/d"], 1 << 30, rows_over="pod"),
+        ),
+    ],
+    ids=["hosts", "pods"],
+)
+def test_a_plan_with_towers_sends_less_to_other_hosts_or_pods(box, on):
     tables = tuple(Table(f"t{i}", 2000, 32, 2.0) for i in range(4))
     plain = Problem(
         "p",
         tables,
-        on_hosts("aabb", 1 << 30),
+        on,
         4096,  # exchanges of tens of ms, so that what else the machine does cannot hide the difference
         constraints=Constraints(
             pinned=tuple((t.name, (d // 2 * 2, d // 2 * 2 + 1)) for d, t in enumerate(tables))
@@ -90,12 +101,13 @@ def test_a_plan_with_towers_sends_less_to_other_hosts():
     towered = replace(plain, job=replace(plain.job, tower_ratio=8.0))
     plan = Plan(tuple(column(t, d) for d, t in enumerate(tables)))
     took, config = [], ReplayConfig(repeats=3, warmups=1, batches=2, evict_bytes=1 << 20)
-    with box_of(SLOW) as places:
+    with box_of(box) as places:
         for problem in (plain, towered):
             [found] = replay_all([lower(plan, problem)], Setting("cpu", 4096), config, on=places)
             took.append((max(found.forward_comm_ms), max(found.backward_comm_ms)))
     for without, with_towers in zip(*took, strict=True):
         assert 0.05 * without < with_towers < 0.7 * without
-    mixed = Plan((host_row(tables[0], (0, 1)), *plan.placements[1:]))
+    rows = replace(host_row(tables[0], (0, 1)), kind=f"{on.row_unit}_row")
+    mixed = Plan((rows, *plan.placements[1:]))
     with pytest.raises(ShardCoreError, match="towers, and shards of .*; a replay with towers needs one"):
         replay_all([lower(mixed, towered)], Setting("cpu", 4096), config)

@@ -10,7 +10,7 @@ from kineto_traces import BASE_NS, event, gloo_step, write
 from shardcore.core.errors import ShardCoreError
 from shardcore.io.kineto import KinetoFile
 from shardcore.measure.traces.job import read_job
-from shardcore.measure.traces.names import name_of
+from shardcore.measure.traces.names import NCCL_KERNEL, collective_of, name_of
 
 
 def two_ranks(folder, **of_second):
@@ -122,11 +122,44 @@ def test_kernels_belong_to_what_launched_them(tmp_path):
         ("## SplitsAllToAllAwaitable wait() ##", "ids"),
         ("Optimizer.step#SGD.step", "optimizer"),
         ("torch::distributed::reducer::mul_out", "dense_backward"),
+        # Kernels of FBGEMM 1.6 for CUDA 13.
+        ("void split_embedding_codegen_forward_unweighted_v2_kernel<float, float, float, long>", "lookup_forward"),
+        ("void bounds_check_indices_kernel_v2<long, false>", "lookup_forward"),
+        ("void (anonymous namespace)::linearize_cache_indices_kernel<long, long, int>", "lookup_forward"),
+        ("(anonymous namespace)::get_cache_indices_kernel", "lookup_forward"),
+        ("void (anonymous namespace)::lxu_cache_lookup_kernel<long>", "lookup_forward"),
+        ("void split_embedding_codegen_grad_indice_weights_kernel<float, float, float, long>", "lookup_backward"),
+        ("void embedding_ops::grad_mean_vbe_kernel<float>", "lookup_backward"),
+        ("split_rowwise_adagrad_update_kernel", "lookup_backward"),
+        ("embedding_ops::split_embedding_backward_codegen_find_long_segments", "lookup_backward"),
+        ("void fbgemm_gpu::permute_1D_data_kernel_vec<int, long, long>", "ids"),
+        ("void fbgemm_gpu::delinearize_unique_index_kernel<long>", "ids"),
+        ("void fbgemm_gpu::permute_multi_embs_kernel<float, false>", "outputs"),
+        ("recat_copy_async_kernel", "gradients"),
         ("somebody_elses_kernel", None),
     ],
 )  # fmt: skip
 def test_names_of_ops_and_kernels_are_rows(name, part):
     assert getattr(name_of(name), "part", None) == part
+
+
+@pytest.mark.parametrize(
+    "name, collective",
+    [
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "all_to_all"),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "reduce_scatter"),
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "all_gather"),
+        ("ncclDevKernel_AllReduce_Sum_f32_TREE_LL(ncclDevKernelArgsStorage<4096ul>)", "all_reduce"),
+        # Symmetric memory: NCCL 2.27 and newer.
+        ("ncclSymkDevKernel_AllReduce_RSxLDMC_AGxSTMC_sum_f32(ncclSymkDevWorkArgs4K)", "all_reduce"),
+        ("ncclSymkDevKernel_ReduceScatter_LL_sum_f16(ncclSymkDevWorkArgs4K)", "reduce_scatter"),
+        ("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)", "all_to_all"),
+        # Of some collective: its launch tells which.
+        ("ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)", None),
+    ],
+)
+def test_kernels_of_nccl_name_their_collective(name, collective):
+    assert NCCL_KERNEL.match(name) and collective_of(name) == collective
 
 
 @pytest.mark.parametrize("zipped", [False, True])
@@ -141,6 +174,16 @@ def test_a_trace_cut_short_tells_what_it_has(tmp_path, zipped, share):
         assert "rank-0" in str(error) and share < 0.9
     else:
         assert any("trace of rank 0 is cut short" in remark for remark in job.remarks)
+
+
+def test_a_trace_cut_short_counts_as_far_as_whole_ones_show_that_it_is_whole(tmp_path):
+    path = write(tmp_path, 0, gloo_step())
+    write(tmp_path, 1, gloo_step())
+    path.write_bytes(path.read_bytes()[: int(0.4 * path.stat().st_size)])
+    job = read_job(tmp_path)
+    assert job.ranks == [1] and job.digests.keys() == {1}
+    assert "trace of rank 0 does not count: no step of it is whole" in job.remarks
+    assert not any("differ in collectives" in remark for remark in job.remarks)
 
 
 def test_a_trace_of_one_rank_tells_all_but_waiting(tmp_path):

@@ -24,6 +24,7 @@ from shardcore.plans import store
 from shardcore.plans.decisions import Decision, Version, version_name
 from shardcore.plans.diff import diff
 from shardcore.report import plan_explorer, plan_page
+from shardcore.report.device_figures import DeviceLoad, figure
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.explain import explain
 
@@ -120,7 +121,8 @@ def own_script() -> str:
 def test_the_figure_stacks_the_parts_of_a_step_and_shows_memory_used_of_memory_free(problem):
     plan = SHARDERS["size_greedy"](problem, MODEL, budget=BUDGET)
     explained = explain(price_plan(plan, problem, MODEL), problem, MODEL, BUDGET, {})
-    costs, memory = plan_page.figure(explained).axes
+    load = DeviceLoad(explained.cost, explained.memory_bytes, explained.free_bytes)
+    costs, memory = figure([load]).axes
     tops = [patch.get_data().values[::2] for patch in costs.patches]
     cost = explained.cost
     parts = (

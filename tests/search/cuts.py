@@ -1,5 +1,4 @@
-"""Problems drawn at random, their tables cut, and what a plan of these costs: for tests of what searches
-keep."""
+"""Problems drawn at random, ways to cut their tables, and costs of plans: for tests of searches' bookkeeping."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -33,7 +32,7 @@ BATCH = 48
 
 
 class SlowScatter(AnalyticModel):
-    """Reduce-scatters take twice their bytes: tells the collectives of a pooled output apart."""
+    """Reduce-scatters take as long as for twice their bytes, so that costs tell collectives apart."""
 
     def comm(self, traffic, compute_ms, topology):
         times = np.array([1 + (c.collective == "reduce_scatter") for c in channels_of(traffic)])
@@ -69,7 +68,7 @@ def draw_problem(
 
 
 def on_two_hosts(problem: Problem) -> Problem:
-    """Of four devices two each; a table is pinned to the second."""
+    """The problem with its four devices on two hosts in turns, and a table pinned to the second host."""
     devices = tuple(replace(d, host=h) for d, h in zip(problem.topology.devices, "xyxy", strict=True))
     return replace(problem, topology=Topology(devices), constraints=Constraints(pinned=(("t1", ("y",)),)))
 
@@ -79,19 +78,16 @@ def plan_of(shards, devices, problem) -> Plan:
 
 
 def total_ms(shards, devices, problem) -> float:
-    return price(
-        lower(plan_of(shards, devices, problem), problem),
-        replace(MODEL, setting=replace(MODEL.setting, optimizer=problem.optimizer)),
-    ).total_ms
+    model = replace(MODEL, setting=replace(MODEL.setting, optimizer=problem.optimizer))
+    return price(lower(plan_of(shards, devices, problem), problem), model).total_ms
 
 
 def draw_cuts(rng: np.random.Generator, problem: Problem, rows: bool) -> list[Shard]:
-    """Tables cut at random: some by rows, over all devices or those of the host that they are pinned to;
-    others by columns."""
+    """Tables cut at random by columns, and with `rows` some by rows."""
     shards = []
     for i, table in enumerate(problem.tables):
-        found = division(table, problem) if rows and (i == 1 or rng.random() < 0.3) else None
-        shards += [s for _, s in shards_on(found)] if found else [Shard.whole(table)]
+        divided = division(table, problem) if rows and (i == 1 or rng.random() < 0.3) else None
+        shards += [s for _, s in shards_on(divided)] if divided else [Shard.whole(table)]
     for _ in range(8):
         i = rng.integers(len(shards))
         if shards[i].full_rows:
@@ -102,13 +98,14 @@ def draw_cuts(rng: np.random.Generator, problem: Problem, rows: bool) -> list[Sh
 # --- problems of all kinds ----------------------------------------------------------------------------------
 
 
-def draw_all_kinds(seed: int, caches: bool = False) -> Problem:
+def draw_all_kinds(seed: int, caches: bool) -> Problem:
     """Two collections of pooled tables and one of sequences, payloads, a bundle, fixed kinds and pins, on two
     hosts of two devices. Every third problem is for CPUs, and every third names no hardware.
 
-    caches: whether tables of two precisions have a cache in device memory, or none of their rows there."""
+    caches: whether rows are in host memory, of two precisions, some with a cache in device memory.
+    """
     rng = np.random.default_rng([seed, 1])
-    pooled = tuple(
+    tables = [
         Table(
             f"t{i}",
             int(rng.integers(8, 2000)),
@@ -118,39 +115,29 @@ def draw_all_kinds(seed: int, caches: bool = False) -> Problem:
             collection=str(rng.choice(["left", "right"])),
         )
         for i in range(14)
-    )
-    tables = tuple(
-        replace(t, sequence=True, dim=16, collection="sequences") if t.name in ("t3", "t7") else t
-        for t in pooled
-    )
-    if caches:
-        tables = tuple(
-            t
-            if t.name == "t5"
-            else replace(
-                t,
-                load_factor=float(rng.choice([0, 0.1, 0.5, 1])),
-                precision=str(rng.choice(["fp16", "fp32"])),
-            )
-            for t in tables
-        )
+    ]
+    for i in (3, 7):
+        tables[i] = replace(tables[i], sequence=True, dim=16, collection="sequences")
+    # Replicas (t5) have all rows in device memory.
+    for i in (i for i in range(14) if caches and i != 5):
+        load_factor, precision = float(rng.choice([0, 0.1, 0.5, 1])), str(rng.choice(["fp16", "fp32"]))
+        tables[i] = replace(tables[i], load_factor=load_factor, precision=precision)
     there, back = (str(rng.choice(["fp32", *CASTS])) for _ in range(2))
-    asked = Constraints(
+    constraints = Constraints(
         together=(tuple(f"t{i}" for i in rng.choice([0, 1, 2, 3], 2, replace=False)),),
         kinds=(("t5", ("data_parallel",)), ("t6", ("row",))),
         pinned=(("t8", ("x",)),),
     )
     hardware = (None, "cpu-some", "nvidia-h200")[seed % 3]
-    topology = on_hosts(
-        "xyxy", 1 << 40, hardware=hardware, memory=(Memory("host", 1 << 40, 25.0),) if caches else ()
-    )
+    memory = (Memory("host", 1 << 40, 25.0),) if caches else ()
+    topology = on_hosts("xyxy", 1 << 40, hardware=hardware, memory=memory)
     return Problem(
         "all-kinds",
-        tables,
+        tuple(tables),
         topology,
         BATCH,
         str(rng.choice(["exact_sgd", "rowwise_adagrad", "adam"])),
-        asked,
+        constraints,
         job=Job(forward_payload=there, backward_payload=back),
     )
 
@@ -164,32 +151,26 @@ def with_memory(problem: Problem, n_bytes: Iterable[int]) -> Problem:
 
 
 def draw_two_cuts(rng: np.random.Generator, problem: Problem) -> list[list[Shard]]:
-    """Two ways to cut the searched tables: some by rows, or into halves. They differ in one table of which
-    each has halves."""
+    """Two ways to cut the searched tables: some by rows, some into halves. In each way one more table is halved,
+    another one than in the other."""
     shards: list[Shard] = []
     for table in searched_tables(problem):
         divided = division(table, problem) if rng.random() < 0.2 and table.name not in problem.whole else None
         parts = 2 if rng.random() < 0.25 and table.name not in problem.whole else 1
         shards += [s for _, s in shards_on(divided)] if divided else equal_parts(table, parts)
-    may_be_cut = [
-        s
-        for s in shards
-        if s == Shard.whole(s.table)
-        and s.width > 4
-        and not s.table.sequence
-        and s.table.name not in problem.whole
-    ]
+    whole = [s for s in shards if s == Shard.whole(s.table) and s.table.name not in problem.whole]
+    may_be_cut = [s for s in whole if s.width > 4 and not s.table.sequence]
     cut = [may_be_cut[i] for i in rng.permutation(len(may_be_cut))[:2]]
     return [[part for s in shards for part in (halve_columns(s) if s == one else [s])] for one in cut]
 
 
 def draw_devices(rng: np.random.Generator, shards: list[Shard], problem: Problem) -> list[int]:
     """A device for each shard, and one for a bundle. No two shards of a table meet."""
-    taken: dict[str, set[int]] = {}
+    homes: dict[str, set[int]] = {}
     devices = []
     for shard in shards:
         name = problem.bundle_of.get(shard.table.name, (shard.table.name,))[0]
-        home = taken.setdefault(name, set())
+        home = homes.setdefault(name, set())
         if shard.table.name in problem.bundle_of and home:
             devices += home
             continue

@@ -1,4 +1,4 @@
-"""The conformance suite of each sharder: what shardcore.testing takes, and how much of it."""
+"""The conformance suite of each sharder: that of shardcore.testing, with numbers of problems and limits of cost."""
 
 import pytest
 from policies import untrained
@@ -22,7 +22,7 @@ SHIPPED = (
     "dreamshard_direct_columns",
     "autoshard",
 )
-"""Of learned ones, each network and each way to cut."""
+"""All sharders; of the learned ones each network and each way to cut."""
 DRAWN = {
     **dict.fromkeys(("random", *greedy.ORDERS, "anneal_columns", "milp", "embark"), 2),
     "torchrec": 1,
@@ -31,9 +31,9 @@ DRAWN = {
     **dict.fromkeys(("anneal", "portfolio"), 3),
     **dict.fromkeys(LEARNED, 2),
 }
-"""Drawn problems of a test: few for those that share their implementation with another, or are slow."""
+"""Drawn problems of a test, 10 for others. Few for sharders that share code with another, or are slow."""
 AT_MOST = {"portfolio": 1 + 1e-9, "anneal": 1 + 1e-9, "anneal_columns": 1 + 1e-9, "neuroshard": 1.10}
-"""Mean cost over that of the cheapest of all plans, of those for which that is known."""
+"""Limits of the mean cost relative to the cheapest of all plans. Other sharders have none."""
 
 
 def suite(sharder: str) -> SharderConformance:

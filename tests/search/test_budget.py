@@ -1,4 +1,4 @@
-"""What a run may still use of its budget."""
+"""The rest of a budget: evaluations, seconds, and reports of them."""
 
 import math
 import time
@@ -19,27 +19,25 @@ def used(budget: Budget, evals: int = 0, seconds: float = 0.0) -> Meter:
 def test_evaluations_are_counted_down_in_units_of_work():
     meter = used(Budget(evals=100), evals=40)
     assert [meter.affordable(9, 20), meter.affordable(2, 20), meter.affordable(9, 61)] == [3, 2, 0]
-    assert meter.progress() == 0.4 and meter.left()
+    assert meter.share_used() == 0.4 and meter.left()
     assert used(Budget(evals=100), 99).left() and not used(Budget(evals=100), 100).left()
     over = used(Budget(evals=100), 150)
-    assert over.progress() == 1.0 and over.affordable(5, 10) == 0
+    assert over.share_used() == 1.0 and over.affordable(5, 10) == 0
 
 
 def test_seconds_end_it_whatever_is_left_of_evaluations():
     assert used(Budget(evals=100, seconds=50.0), seconds=51).affordable(5, 1) == 0
     assert not used(Budget(seconds=50.0), seconds=51).left()
     half = used(Budget(evals=100, seconds=1000.0), evals=10, seconds=500)
-    assert 0.5 <= half.progress() < 0.6 and half.affordable(5, 1) == 5 and 500 <= half.seconds() < 600
-    assert used(Budget(evals=100, seconds=1000.0), evals=90, seconds=500).progress() == 0.9  # the nearer one
+    assert 0.5 <= half.share_used() < 0.6 and half.affordable(5, 1) == 5 and 500 <= half.seconds() < 600
+    nearer_evals = used(Budget(evals=100, seconds=1000.0), evals=90, seconds=500)
+    assert nearer_evals.share_used() == 0.9
 
 
 def test_what_takes_longer_than_there_is_time_left_is_not_begun():
     half = used(Budget(seconds=1000.0), seconds=500)
-    assert (
-        half.affordable(9, 1, 100.0) == 4
-        and half.affordable(9, 1, 501.0) == 0
-        and half.affordable(3, 1, 1.0) == 3
-    )
+    repeats = [half.affordable(wanted, 1, each_s) for wanted, each_s in ((9, 100.0), (9, 501.0), (3, 1.0))]
+    assert repeats == [4, 0, 3]
     assert half.has_time(400) and not half.has_time(501)
     assert used(Budget(evals=100), evals=100).has_time(10**9)  # evaluations take no time
 
@@ -84,14 +82,14 @@ def test_work_ends_with_the_seconds_of_a_budget_but_for_some_to_spare():
 
 def test_without_limits_there_is_always_more():
     meter = used(Budget(), evals=10**12, seconds=10**6)
-    assert meter.progress() == 0.0 and meter.left() and meter.affordable(7, 10**9) == 7
+    assert meter.share_used() == 0.0 and meter.left() and meter.affordable(7, 10**9) == 7
     before = clock()
     started = Budget(evals=3).start()
     assert before <= started.started_s <= clock() and started.evals == 0
 
 
 @pytest.mark.parametrize(
-    "given, said",
+    "given, field",
     [
         ({"evals": 0}, "evals 0"),
         ({"seconds": -1.0}, "seconds -1.0"),
@@ -99,6 +97,6 @@ def test_without_limits_there_is_always_more():
         ({"seconds": math.nan}, "seconds nan"),
     ],
 )
-def test_a_budget_that_makes_no_sense_is_refused(given, said):
-    with pytest.raises(ShardCoreError, match=f"budget has {said}; it needs to be positive and finite"):
+def test_a_budget_that_makes_no_sense_is_refused(given, field):
+    with pytest.raises(ShardCoreError, match=f"budget has {field}; it needs to be positive and finite"):
         Budget(**given)

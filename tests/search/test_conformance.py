@@ -1,5 +1,4 @@
-"""The conformance suite itself: it covers all sharders, notices broken ones, and compares where they find a
-plan at all."""
+"""The conformance suite itself: it covers all sharders and notices broken ones. And: which sharders find a plan."""
 
 import re
 from dataclasses import replace
@@ -109,7 +108,7 @@ def test_the_suites_own_parts_are_those_of_the_layouts():
 
 
 @pytest.mark.parametrize(
-    "problem, said",
+    "problem, message",
     [
         (
             Problem(
@@ -133,23 +132,23 @@ def test_the_suites_own_parts_are_those_of_the_layouts():
         ),
     ],
 )
-def test_what_would_help_is_found_however_much_that_takes(problem, said):
-    """One sharder stands for all: it takes seconds."""
-    with pytest.raises(Infeasible, match=said):
+def test_what_would_help_is_found_however_much_that_takes(problem, message):
+    """One sharder stands for all, as this takes seconds."""
+    with pytest.raises(Infeasible, match=message):
         suite("size_greedy").solve(with_room(problem))
 
 
 TRIES_MORE_CUTS = {"portfolio", "anneal", "anneal_columns"}
-"""Annealing begins with greedy plans of many cuts, of which one may fit where `packing`, with which
-all others end, finds nothing."""
+"""Annealing begins with greedy plans of many cuts. One of them may fit where `packing`, the last resort of all
+others, finds nothing."""
 TRIES_REPLICAS = {"portfolio", "anneal", "torchrec"}
 """A small table may fit on all devices where none of its shards does. With many tables, packing tries that
 for few."""
 
 
 def tight(seed: int) -> Problem:
-    """Tables that take 95% to 125% of unequal devices, by their own largest phases. Some stay whole, some are
-    pinned to one or two devices."""
+    """Tables that take 95% to 125% of unequal devices, as sums of their own peaks. Some stay whole, some are pinned
+    to one or two devices."""
     rng = np.random.default_rng(seed)
     n_devices, optimizer = int(rng.choice([2, 3, 4])), str(rng.choice(["exact_sgd", "rowwise_adagrad"]))
     tables = draw_tables(rng, int(rng.integers(3, 13)))
@@ -166,17 +165,17 @@ def tight(seed: int) -> Problem:
 
 
 def test_none_is_infeasible_where_another_finds_a_plan():
-    """But for the exceptions stated, which none may be behind."""
+    """Some may find plans where others do not: those that TRIES_MORE_CUTS and TRIES_REPLICAS name, and no others."""
     with_a_plan, only_exceptions = 0, 0
     for seed in range(4):
         problem = tight(seed)
-        found = {
+        outcomes = {
             name: compare.run(name, problem, model_for(problem), seed, Budget(evals=1)) for name in SHARDERS
         }
-        solved = {name for name, outcome in found.items() if outcome.plan}
+        solved = {name for name, outcome in outcomes.items() if outcome.plan}
         assert solved in (set(), TRIES_MORE_CUTS, TRIES_REPLICAS, set(SHARDERS)), (problem.name, solved)
-        errors = [outcome.error for outcome in found.values() if not outcome.plan]
-        # None lacks less than nothing.
+        errors = [outcome.error for outcome in outcomes.values() if not outcome.plan]
+        # No message names a lack of less than nothing.
         assert all("does not fit" in error and not re.search(r" -\d", error) for error in errors)
         with_a_plan += bool(solved)
         only_exceptions += solved in (TRIES_MORE_CUTS, TRIES_REPLICAS)

@@ -1,4 +1,4 @@
-"""What an explanation says is what the model says; the command line shows it."""
+"""Explanations against the model's own costs, and in words."""
 
 import dataclasses
 import json
@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 from policies import untrained
+from shapes import column
 
 from shardcore.core import progress
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible
 from shardcore.core.topology import Device, Topology
-from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
+from shardcore.core.types import Plan, Problem, Setting, Table
 from shardcore.core.validation import MOST_BYTES
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CommCost, CostModel, price, price_plan
@@ -46,34 +47,34 @@ def test_an_alternative_that_means_nothing_is_told_and_the_rest_stands():
         topology=Topology(devices),
         constraints=Constraints(kinds=(("small", ("row",)),)),
     )
-    found = explained(solved(problem, "size_greedy"), problem, model_for(problem), SMALL)
-    refused = [a for a in found.changes if a.total_ms is None]
+    result = explained(solved(problem, "size_greedy"), problem, model_for(problem), SMALL)
+    refused = [a for a in result.changes if a.total_ms is None]
     assert len(refused) == 1 and "more devices" in refused[0].what and "rows" in refused[0].error
 
 
 def test_progress_names_the_alternative_that_is_searched():
     phases: list[str] = []
     with progress.listening(lambda phase, best_ms, left_s: phases.append(phase)):
-        found = explained(solved(PROBLEM), PROBLEM, model_for(PROBLEM), SMALL)
-    assert [a.what for a in (*found.baselines, *found.changes)] == [
+        result = explained(solved(PROBLEM), PROBLEM, model_for(PROBLEM), SMALL)
+    assert [a.what for a in (*result.baselines, *result.changes)] == [
         phase.removesuffix(": begins") for phase in phases if phase.endswith(": begins")
     ]
 
 
 def test_the_bounding_device_is_the_last_and_its_shards_cost_what_it_saves_without_them():
     plan, model = solved(PROBLEM, "size_greedy"), model_for(PROBLEM)
-    found = explained(plan, PROBLEM, model, SMALL)
+    result = explained(plan, PROBLEM, model, SMALL)
     cost = price(lower(plan, PROBLEM), model)
-    assert found.total_ms == cost.total_ms and found.cost == cost
-    assert cost.waiting_ms[found.device] == min(cost.waiting_ms) and found.limit in ("compute", "exchange")
-    first = found.shards[0]
-    assert first.saves_ms == max(s.saves_ms for s in found.shards)
-    shards = [p.shard for p in plan.placements if found.device in p.devices]
+    assert result.total_ms == cost.total_ms and result.cost == cost
+    assert cost.waiting_ms[result.device] == min(cost.waiting_ms) and result.limit in ("compute", "exchange")
+    first = result.shards[0]
+    assert first.saves_ms == max(s.saves_ms for s in result.shards)
+    shards = [p.shard for p in plan.placements if result.device in p.devices]
     rest = [s for s in shards if s.label != first.shard]
     assert len(rest) == len(shards) - 1
     without = model.head(model.encode(rest).sum(0, keepdims=True))[0]
-    assert first.saves_ms == pytest.approx(cost.compute_ms[found.device] - without)
-    assert {s.shard for s in found.shards} == {s.label for s in shards}
+    assert first.saves_ms == pytest.approx(cost.compute_ms[result.device] - without)
+    assert {s.shard for s in result.shards} == {s.label for s in shards}
 
 
 class OwnLink(AnalyticModel):
@@ -90,57 +91,52 @@ def test_the_device_that_bounds_a_plan_need_not_be_the_one_that_computes_most():
     tables = Table("narrow", 100, 4, 50.0), Table("wide", 100, 64, 1.0), Table("small", 100, 4, 1.0)
     topology = Topology((Device(MIB), Device(MIB, 2.0)))
     problem = Problem("p", tables, topology, BATCH, constraints=Constraints(reserved_bytes=100))
-    placements = tuple(
-        Placement("column", Shard.whole(t), (d,)) for t, d in zip(tables, (0, 1, 1), strict=True)
-    )
+    placements = tuple(column(t, d) for t, d in zip(tables, (0, 1, 1), strict=True))
     plan = Plan(placements, {"algorithm": "size_greedy"})
     model = OwnLink(
         Setting("made-up", BATCH), launch_us=0, table_us=1, lookup_ns=1, gather_gbps=1e9, update_gbps=1e9
     )
-    found = explained(plan, problem, model, SMALL, known={})
+    result = explained(plan, problem, model, SMALL, known={})
     compute_ms = 1e-3 + 2400e-6, (2e-3 + 96e-6) / 2
-    assert found.cost.compute_ms == pytest.approx(compute_ms, rel=1e-3)
+    assert result.cost.compute_ms == pytest.approx(compute_ms, rel=1e-3)
     sent = tuple(BATCH * 4 * width for width in (4, 68))
-    assert (found.device, found.limit, found.widest, found.exchange_bytes) == (1, "exchange", 1, sent)
+    assert (result.device, result.limit, result.widest, result.exchange_bytes) == (1, "exchange", 1, sent)
     # 8 bytes an id, and 4 for the length of each sample.
-    assert found.input_bytes == (BATCH * (50 * 8 + 4), BATCH * (2 * 8 + 2 * 4))
-    assert found.total_ms == pytest.approx(compute_ms[1] + sent[1] / 1e6, rel=1e-3)
-    assert [s.shard for s in found.shards] == ["wide[0:100, 0:64]", "small[0:100, 0:4]"] and [
-        x.what for x in found.baselines
-    ] == ["searched again, same memory"]
-    assert [s.saves_ms for s in found.shards] == pytest.approx([compute_ms[1] / 2] * 2, rel=1e-2)
-    assert [(s.kind, s.bytes) for s in found.shards] == [("column", 25_600), ("column", 1600)]
-    assert found.memory_bytes == tuple(used_bytes(plan, problem)) and found.free_bytes == (MIB - 100,) * 2
-    assert sum(found.memory.parts.values()) == found.memory_bytes[found.fullest]
-    assert found.memory.parts["weights"] == (1600, 27_200)[found.fullest] and found.reserved_bytes == 100
-    assert found.balance == pytest.approx(sum(compute_ms) / 2 / compute_ms[0], rel=1e-3)
-    idle = replace(model, lookup_ns=1000)  # now compute is what takes longest, and on the first device
-    assert explained(plan, problem, idle, SMALL, known={}).device == 0
-    assert explained(plan, problem, idle, SMALL, known={}).limit == "compute"
+    assert result.input_bytes == (BATCH * (50 * 8 + 4), BATCH * (2 * 8 + 2 * 4))
+    assert result.total_ms == pytest.approx(compute_ms[1] + sent[1] / 1e6, rel=1e-3)
+    assert [s.shard for s in result.shards] == ["wide[0:100, 0:64]", "small[0:100, 0:4]"]
+    assert [x.what for x in result.baselines] == ["searched again, same memory"]
+    assert [s.saves_ms for s in result.shards] == pytest.approx([compute_ms[1] / 2] * 2, rel=1e-2)
+    assert [(s.kind, s.bytes) for s in result.shards] == [("column", 25_600), ("column", 1600)]
+    assert result.memory_bytes == tuple(used_bytes(plan, problem)) and result.free_bytes == (MIB - 100,) * 2
+    assert sum(result.memory.parts.values()) == result.memory_bytes[result.fullest]
+    assert result.memory.parts["weights"] == (1600, 27_200)[result.fullest] and result.reserved_bytes == 100
+    assert result.balance == pytest.approx(sum(compute_ms) / 2 / compute_ms[0], rel=1e-3)
+    slow = replace(model, lookup_ns=1000)  # now compute is what takes longest, and on the first device
+    result = explained(plan, problem, slow, SMALL, known={})
+    assert (result.device, result.limit) == (0, "compute")
 
 
 def test_alternatives_are_baselines_memory_and_the_next_number_of_devices():
     plan = solved(PROBLEM)
-    found = explained(plan, PROBLEM, model_for(PROBLEM), SMALL)
-    assert [a.what for a in found.baselines] == [
+    result = explained(plan, PROBLEM, model_for(PROBLEM), SMALL)
+    assert [a.what for a in result.baselines] == [
         *BASELINES,
         "portfolio",
         "anneal",
         "anneal_columns",
         "searched again, same memory",
     ]
-    assert found.baselines[-1].total_ms == found.total_ms
-    for baseline in found.baselines[: len(BASELINES)]:
-        assert (
-            baseline.total_ms
-            == SHARDERS[baseline.what](PROBLEM, model_for(PROBLEM)).provenance["predicted_ms"]
-        )
-    *memory, devices = found.changes
+    assert result.baselines[-1].total_ms == result.total_ms
+    for baseline in result.baselines[: len(BASELINES)]:
+        plan = SHARDERS[baseline.what](PROBLEM, model_for(PROBLEM))
+        assert baseline.total_ms == plan.provenance["predicted_ms"]
+    *memory, devices = result.changes
     assert [a.what for a in memory] == ["10% more memory on each device", "50% more memory on each device"]
-    assert all(a.total_ms <= found.total_ms for a in memory) and devices.what == "1 more device: 3"
-    assert found.searched == "neuroshard, seed 0, 300 evaluations each"
-    five = replace(PROBLEM, topology=Topology((Device(MIB),) * 4))
-    what = explained(solved(five), five, model_for(five), SMALL).changes[-1].what
+    assert all(a.total_ms <= result.total_ms for a in memory) and devices.what == "1 more device: 3"
+    assert result.searched == "neuroshard, seed 0, 300 evaluations each"
+    four = replace(PROBLEM, topology=Topology((Device(MIB),) * 4))
+    what = explained(solved(four), four, model_for(four), SMALL).changes[-1].what
     assert what == f"2 more devices: 6 (the next number that divides the batch of {BATCH})"
     odd = replace(PROBLEM, global_batch=2)
     # no number of devices up to 8 divides 2
@@ -148,51 +144,52 @@ def test_alternatives_are_baselines_memory_and_the_next_number_of_devices():
 
 
 def test_a_plan_of_a_policy_stands_beside_what_searches_its_alternatives():
-    """Else the search's own gain would look like that of more memory."""
+    """Without it the search's own gain would look like that of more memory."""
     problem = replace(PROBLEM, tables=PROBLEM.tables[:5])
     model = model_for(problem)
     plan = sharder("dreamshard", untrained("dreamshard"))(problem, model)
     for known in (None, {}):
-        found = explained(plan, problem, model, known=known)
-        assert found.searched == "anneal, seed 0, 20,000 evaluations each"
-        assert found.baselines[-1].what == "anneal" and found.baselines[-1].total_ms <= found.total_ms
-        assert found.changes[1].total_ms == pytest.approx(found.baselines[-1].total_ms, rel=0.01)
+        result = explained(plan, problem, model, known=known)
+        assert result.searched == "anneal, seed 0, 20,000 evaluations each"
+        assert result.baselines[-1].what == "anneal" and result.baselines[-1].total_ms <= result.total_ms
+        assert result.changes[1].total_ms == pytest.approx(result.baselines[-1].total_ms, rel=0.01)
 
 
 def test_more_memory_helps_where_memory_is_what_binds():
     free = draw_problem(3, 10, [1] * 2)
     need, every = sum(table_bytes(t, free) for t in free.tables), local_batch_bytes(free)
     tight = replace(free, topology=Topology(tuple(Device(int(need * s) + every) for s in (0.8, 0.25))))
-    found = explained(solved(tight), tight, model_for(tight), SMALL)
-    assert found.changes[1].total_ms < found.total_ms
-    text = plan_report.text(found)
-    assert (
-        "50% more memory on each device" in text
-        and "No plan takes less than" in text
-        and "is fullest" in text
-        and "memory of the fullest device" in text
-        and "sorting" in text
-    )
+    result = explained(solved(tight), tight, model_for(tight), SMALL)
+    assert result.changes[1].total_ms < result.total_ms
+    text = plan_report.text(result)
+    for words in (
+        "50% more memory on each device",
+        "No plan takes less than",
+        "is fullest",
+        "memory of the fullest device",
+        "sorting",
+    ):
+        assert words in text
 
 
 def test_the_fullest_device_is_that_of_which_most_is_taken():
-    """Not that which holds most."""
+    """The device that holds most may have more room left."""
     large, small = Table("large", 20_000, 16, 1.0), Table("small", 10_000, 16, 1.0)
     problem = Problem("p", (large, small), Topology((Device(16 * MIB), Device(MIB))), BATCH)
-    plan = Plan(tuple(Placement("column", Shard.whole(t), (d,)) for d, t in enumerate((large, small))))
-    found = explained(plan, problem, model_for(problem), SMALL, known={})
-    assert found.memory_bytes[0] > found.memory_bytes[1] and found.fullest == 1
-    assert found.memory.parts["weights"] == small.bytes
+    plan = Plan((column(large, 0), column(small, 1)))
+    result = explained(plan, problem, model_for(problem), SMALL, known={})
+    assert result.memory_bytes[0] > result.memory_bytes[1] and result.fullest == 1
+    assert result.memory.parts["weights"] == small.bytes
 
 
 def test_it_is_plain_data_and_reads_well_for_one_device_and_for_a_plan_from_elsewhere():
-    alone = draw_problem(2, 4, [MIB])
-    elsewhere = Plan(
-        tuple(Placement("column", Shard.whole(t), (0,)) for t in alone.tables), {"algorithm": "by hand"}
-    )
-    found = explained(elsewhere, alone, model_for(alone), SMALL)
-    json.dumps(dataclasses.asdict(found), allow_nan=False)
-    assert "Nothing is exchanged." in plan_report.text(found) and found.searched.startswith("anneal, seed 0")
+    problem = draw_problem(2, 4, [MIB])
+    placements = tuple(column(t, 0) for t in problem.tables)
+    elsewhere = Plan(placements, {"algorithm": "by hand"})
+    result = explained(elsewhere, problem, model_for(problem), SMALL)
+    json.dumps(dataclasses.asdict(result), allow_nan=False)
+    assert "Nothing is exchanged." in plan_report.text(result)
+    assert result.searched.startswith("anneal, seed 0")
 
 
 def test_a_plan_that_does_not_fit_is_refused():

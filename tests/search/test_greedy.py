@@ -94,21 +94,18 @@ def test_random_uses_its_seed_and_every_device():
 
 
 def test_tables_that_fit_no_device_are_halved_or_divided_by_rows():
-    wide, deep, small = (
-        Table("wide", 1000, 24, 1.0),
-        Table("deep", 50_000, 4, 1.0),
-        Table("small", 10, 8, 1.0),
-    )
+    shapes = (("wide", 1000, 24), ("deep", 50_000, 4), ("small", 10, 8))
+    wide, deep, small = (Table(name, rows, dim, 1.0) for name, rows, dim in shapes)
     problem = problem_of([wide, deep, small], memory=(10**5, 10**6, 10**6))
     assert feasible_shards(problem) == [Shard.whole(t) for t in problem.tables]
     where = on_hosts("a" * 24)
     given = Problem("p", problem.tables, where, BATCH)
     halves = (column(wide, 0, 0, 12), column(wide, 1, 12, 24))
     both = used_bytes(Plan((*halves, row(deep, where), column(small, 2))), given)
-    found = feasible_shards(replace(given, topology=on_hosts("a" * 24, max(both))))
-    assert [(s.width, s.rows) for s in found if s.table == wide] == [(12, 1000), (12, 1000)]
-    assert [s for s in found if s.table == deep] == [s for _, s in shards_on(row(deep, where))]
-    assert Shard.whole(small) in found
+    shards = feasible_shards(replace(given, topology=on_hosts("a" * 24, max(both))))
+    assert [(s.width, s.rows) for s in shards if s.table == wide] == [(12, 1000), (12, 1000)]
+    assert [s for s in shards if s.table == deep] == [s for _, s in shards_on(row(deep, where))]
+    assert Shard.whole(small) in shards
 
 
 @pytest.mark.parametrize("name", ["size_greedy", "dim_greedy", "neuroshard"])

@@ -62,18 +62,17 @@ def test_the_rows_of_a_long_sequence_are_divided_however_much_memory_there_is(me
     assert price(lower(plan, problem), gpu(problem)).total_ms < 10.5
 
 
-@pytest.mark.parametrize("seed", [1])
-def test_a_larger_budget_never_ends_dearer(seed):
-    problem = mixed(seed)
+def test_a_larger_budget_never_ends_dearer():
+    problem = mixed(1)
     budgets = (1, 700, 2_000, 5_000, 13_000)
-    costs = [cost(portfolio(problem, gpu(problem), seed=seed, budget=Budget(evals=n))) for n in budgets]
+    costs = [cost(portfolio(problem, gpu(problem), seed=1, budget=Budget(evals=n))) for n in budgets]
     assert costs == sorted(costs, reverse=True), costs
     assert costs[-1] < costs[0]
 
 
 @pytest.mark.long
 def test_no_other_search_is_cheaper():
-    """With the default budget, which the beam takes its share of."""
+    """The default budget suffices for the beam, too."""
     problem = draw_problem(0, 12, [8 * MIB] * 3)
     model = model_for(problem)
     plan = portfolio(problem, model)
@@ -85,24 +84,18 @@ def test_no_other_search_is_cheaper():
 
 @pytest.mark.parametrize("name", ["anneal", "portfolio"])
 def test_a_bundle_of_two_collections_fits_to_the_byte(name):
-    """Annealing takes them for one. It ends with a plan that fits all the same."""
+    """Annealing counts the collections as one. It ends with a plan that fits all the same."""
     tables = tuple(Table(f"t{i}", 500, 64, 20.0, collection="ab"[i % 2]) for i in range(4))
-    given = Problem(
-        "two",
-        tables,
-        on_hosts("aa", GIB),
-        48,
-        constraints=Constraints(
-            together=(("t0", "t1"), ("t2", "t3")), kinds=tuple((t.name, ("column",)) for t in tables)
-        ),
-    )
+    kinds = tuple((t.name, ("column",)) for t in tables)
+    constraints = Constraints(together=(("t0", "t1"), ("t2", "t3")), kinds=kinds)
+    given = Problem("two", tables, on_hosts("aa", GIB), 48, constraints=constraints)
     only = Plan(tuple(column(t, i // 2) for i, t in enumerate(tables)))
     needed = used_bytes(only, given)[0]
-    for n_bytes, found in ((needed, {(0,), (1,)}), (needed - 1, None)):
+    for n_bytes, homes in ((needed, {(0,), (1,)}), (needed - 1, None)):
         tight = replace(given, topology=on_hosts("aa", n_bytes))
-        if found:
+        if homes:
             plan = SHARDERS[name](tight, gpu(tight), budget=Budget(evals=200))
-            assert lower(plan, tight) and {p.devices for p in plan.placements} == found
+            assert lower(plan, tight) and {p.devices for p in plan.placements} == homes
         else:
             with pytest.raises(Infeasible, match="with 1 byte more per device"):
                 SHARDERS[name](tight, gpu(tight), budget=Budget(evals=200))
@@ -114,12 +107,12 @@ LARGE = Table("large", 4_000, 8, 1.0)
 OTHERS = tuple(Table(f"t{i}", 1000, 16, 1.0) for i in range(2))
 
 
-def kept(hosts: str, *placements: Placement, **space) -> bool:
-    """A plan of a large table beside two others, improved if nothing may move: does it stay the same?"""
+def kept(hosts: str, *placements: Placement) -> bool:
+    """Tell if a plan of a large table beside two others stays the same where nothing may move."""
     given = Problem("kept", (LARGE, *OTHERS), on_hosts(hosts, MIB), 48)
     old = Plan((*placements, *(column(t, 1) for t in OTHERS)))
-    found = annealing(given, model_for(given), budget=Budget(evals=2_000), reshard=Reshard(old, 0), **space)
-    return set(found.placements) == set(old.placements)
+    improved = annealing(given, model_for(given), budget=Budget(evals=2_000), reshard=Reshard(old, 0))
+    return set(improved.placements) == set(old.placements)
 
 
 def test_rows_of_a_plan_that_is_to_be_kept_stay_where_they_are():

@@ -36,9 +36,9 @@ def plan():
 
 
 def test_its_worst_regret_is_at_most_that_of_the_cheapest_plan(plan):
-    found = plan.provenance["robust"]
-    assert 0 <= found["mean_regret"] <= found["worst_regret"] <= found["of_cheapest"]["worst_regret"]
-    assert 0 <= found["dearer"] <= CONFIG.most_dearer
+    result = plan.provenance["robust"]
+    assert 0 <= result["mean_regret"] <= result["worst_regret"] <= result["of_cheapest"]["worst_regret"]
+    assert 0 <= result["dearer"] <= CONFIG.most_dearer
 
 
 def test_the_plan_fits_and_is_priced_by_the_profiles_own_rates(plan):

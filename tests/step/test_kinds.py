@@ -141,6 +141,7 @@ def test_sequences_run_by_themselves_and_never_by_sums():
 def test_channels_are_all_that_kinds_have_in_one_order():
     assert kinds.CHANNELS == (
         TO_TOWER,
+        kinds.Channel("all_to_all", "pod"),
         ALL_TO_ALL,
         REDUCE_SCATTER,
         WITHIN,
@@ -153,6 +154,7 @@ def test_channels_are_all_that_kinds_have_in_one_order():
     )
     assert [c.words for c in kinds.CHANNELS] == [
         "all-to-all within a host",
+        "all-to-all within a pod",
         "all-to-all",
         "reduce-scatter",
         "reduce-scatter within a host",
@@ -167,6 +169,7 @@ def test_channels_are_all_that_kinds_have_in_one_order():
 
 def test_the_kinds_of_a_channel_in_words():
     assert [kinds.kinds_of(c) for c in kinds.CHANNELS] == [
+        "column",
         "column",
         "column",
         "row",

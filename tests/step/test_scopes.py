@@ -7,8 +7,10 @@ from shapes import on_hosts
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import host_names
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.io.measurements import CollectiveRequest
-from shardcore.step.kinds import LAYOUTS, Channel
+from shardcore.step.kinds import LAYOUTS, Channel, choices_of_rows, pod_size, rows_over
+from shardcore.step.lower import lower
 from shardcore.step.scopes import SCOPES, WORLD, groups_among, groups_of
 
 UNEVEN = on_hosts("aab")
@@ -69,17 +71,44 @@ def test_measured_ranks_and_kinds_form_the_same_groups():
 
 def test_rows_are_divided_over_pods_or_over_hosts_never_both():
     """TorchRec runs table_row_wise over one of them, by TORCHREC_RESOLVED_POD_SIZE."""
-    over_hosts = replace(PODS, rows_over="host")
-    groups = {
-        k: (len(x.groups(PODS)), len(x.groups(over_hosts))) for k, x in LAYOUTS.items() if x.divides_rows
-    }
-    assert groups == {"row": (1, 1), "host_row": (0, 4), "pod_row": (2, 0)}
+    over = [PODS, *(replace(PODS, rows_over=unit) for unit in ("host", "pod"))]
+    groups = {k: [len(x.groups(on)) for on in over] for k, x in LAYOUTS.items() if x.divides_rows}
+    # Hosts, if it is left open. A plan may have either then.
+    assert groups == {"row": [1, 1, 1], "host_row": [4, 4, 0], "pod_row": [0, 0, 2]}
+    assert [len(LAYOUTS["pod_row"].possible_in(on)) for on in over] == [2, 0, 2]
+    assert [choices_of_rows(on) for on in over] == [("host", "pod"), ("host",), ("pod",)]
+    assert choices_of_rows(on_hosts(["p/a", "p/b", "q/c", "q/d"])) == ("host", "pod")
     # One pod is all devices, and so is one host.
-    assert not LAYOUTS["pod_row"].groups(on_hosts(["p/a", "p/b"]))
-    assert not LAYOUTS["pod_row"].groups(on_hosts(["p/a", "p/a", "q/b", "q/b"]))
+    assert not LAYOUTS["pod_row"].possible_in(on_hosts(["p/a", "p/b"]))
+    assert not LAYOUTS["pod_row"].possible_in(on_hosts(["p/a", "p/a", "q/b", "q/b"]))
     # Hosts without a neighbour make no pods, and TorchRec needs pods of one size.
     for hosts in (["p/a", "p/a", "q/b", "q/b"], ["p/a", "p/a", "p/b", "p/b", "q/c", "q/c"]):
-        assert LAYOUTS["host_row"].groups(on_hosts(hosts)) and not LAYOUTS["pod_row"].groups(on_hosts(hosts))
+        on = on_hosts(hosts)
+        assert LAYOUTS["host_row"].groups(on) and not LAYOUTS["pod_row"].possible_in(on)
+        assert choices_of_rows(on) == ("host",)
+
+
+def test_a_plan_tells_over_which_units_its_job_divides_rows():
+    tables = tuple(Table(name, 64, 8, 1.0) for name in "ab")
+    given = Problem("pods", tables, PODS, 8)
+    (host, *_), (pod, *_) = (LAYOUTS[kind].possible_in(PODS) for kind in ("host_row", "pod_row"))
+    over_hosts, over_pods = (
+        tuple(Placement(kind, Shard.whole(t), group) for t in tables)
+        for kind, group in (("host_row", host), ("pod_row", pod))
+    )
+    for placements, unit, size in ((over_hosts, "host", 1), (over_pods, "pod", 2), ((), "host", 1)):
+        assert rows_over(PODS, placements) == unit and pod_size(PODS, placements) == size
+    for placements in (over_hosts, over_pods):
+        lower(Plan(placements), given)
+    with pytest.raises(
+        ShardCoreError, match="rows of 'a' over hosts and of 'b' over pods; .* over one of both"
+    ):
+        lower(Plan((over_hosts[0], over_pods[1])), given)
+    decided = replace(given, topology=replace(PODS, rows_over="host"))
+    with pytest.raises(
+        ShardCoreError, match="by pod_row on .*; topology.rows_over is 'host': it needs to be 'pod'"
+    ):
+        lower(Plan(over_pods), decided)
 
 
 def test_an_unknown_scope_is_named():

@@ -10,7 +10,7 @@ from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.links import links_of
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
-from shardcore.core.types import Plan, Problem, Table
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.io import files
 from shardcore.io.grouped_plans import read_grouped, write_grouped
 from shardcore.search.anneal.reshard import rebind_tables
@@ -81,7 +81,9 @@ def test_groups_of_whole_pods_divide_rows_over_them():
     """Four pods of two hosts of one device."""
     pods = problem(tuple(f"p{d // 2}/h{d}" for d in range(8)))
     near, far = (problem_of_group(pods, Grouping(4, layout)) for layout in ("contiguous", "strided"))
-    assert near.topology.hosts == ("p0/h0", "p0/h1", "p1/h2", "p1/h3") and per_unit(near) == 2
+    assert near.topology.hosts == ("p0/h0", "p0/h1", "p1/h2", "p1/h3") and per_unit(near) == 1
+    over_pods = Placement("pod_row", Shard.whole(near.tables[0]), (0, 1))
+    assert per_unit(near, Plan((over_pods,))) == 2
     # Interleaved groups have one device of each pod, so there is no pod to divide rows over.
     assert far.topology.hosts == ("p0/h0", "p1/h2", "p2/h4", "p3/h6") and per_unit(far) == 1
     with pytest.raises(Infeasible, match="group 1 has 2 and 2 devices in its pods, group 0 3 and 1"):

@@ -175,7 +175,7 @@ def topology_values() -> dict[str, tuple[Any, Obeys | None]]:
         ),
         "ssd_cap": (GIB, None),
         "local_world_size": (DEVICES, lambda o: len(o.planner.topology.hosts) == 1),
-        "pod_size": (2, lambda o: o.planner.topology.has_pods),
+        "pod_size": (2, lambda o: o.planner.topology.joins("within_pod")),
         "hbm_mem_bw": (1e9, None),
         "ddr_mem_bw": (1e9, None),
         "ssd_mem_bw": (1e9, None),

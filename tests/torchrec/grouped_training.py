@@ -25,11 +25,12 @@ from torch import nn
 sys.path.append(str(Path(__file__).parents[1]))
 
 import training
-from shapes import column, host_row, replica, row
+from shapes import column, replica, row
 
 from shardcore.core.catalog import OPTIMIZERS
 from shardcore.core.topology import Device, Topology
-from shardcore.core.types import Plan, Problem, Table
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
+from shardcore.step.kinds import LAYOUTS
 from shardcore.step.sharding_groups import GroupedPlan, Grouping, members, problem_of_group
 from shardcore.torchrec.dmp_collection import read_dmp_collection, to_dmp_collection, write_dmp_collection
 
@@ -70,21 +71,23 @@ def problem(n_hosts: int, per_host: int, optimizer: str = "exact_sgd") -> Proble
 
 
 def grouped(given: Problem, grouping: Grouping) -> GroupedPlan:
-    """A plan of a group: whole tables, columns, rows, a replica, and rows of a host where that is a kind."""
+    """A plan of a group: whole tables, columns, rows, a replica, and rows of a pod or host where that is a kind."""
     own = problem_of_group(given, grouping)
     a, b, c, d, e = own.tables
-    n, hosts = len(own.topology), own.topology.on_hosts
+    n = len(own.topology)
     if n == 1:
         whole = (column(t, 0) for t in (a, b, c, e))
         return GroupedPlan(grouping, Plan((*whole, replica(d, own.topology))), own)
-    nested = len(hosts) > 1 and len(hosts[0]) > 1
+    # The last kind is that of the largest units.
+    of_units = [(k.name, k.possible_in(own.topology)[-1:]) for k in LAYOUTS.values() if k.rows_over]
+    over_unit = [Placement(kind, Shard.whole(e), group) for kind, groups in of_units for group in groups]
     placements = [
         column(a, 1),
         row(b, own.topology),
         column(c, 0, 0, 12),
         column(c, n - 1, 12, 32),
         replica(d, own.topology),
-        host_row(e, hosts[-1]) if nested else column(e, n - 1),
+        over_unit[-1] if over_unit else column(e, n - 1),
     ]
     return GroupedPlan(grouping, Plan(tuple(placements)), own)
 
@@ -323,7 +326,8 @@ def compare(
 
 
 def _apart(given: Problem, plan: GroupedPlan, run: Run, trained: Sequence[Sequence[dict[str, Any]]]) -> Apart:
-    each = members(given.topology, plan.grouping)
+    rank_of = {device: rank for rank, device in enumerate(given.topology.ranks)}
+    each = [[rank_of[device] for device in group] for group in members(given.topology, plan.grouping)]
     group_of = {rank: number for number, ranks in enumerate(each) for rank in ranks}
     cut = plan.grouping.size > 1
     strips = {

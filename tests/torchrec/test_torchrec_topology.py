@@ -15,8 +15,9 @@ from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Setting
 from shardcore.cost.analytic import AnalyticModel
+from shardcore.step.kinds import LAYOUTS, pod_size
 from shardcore.torchrec.planner import ShardCorePlanner
-from shardcore.torchrec.topologies import POD_SIZE, our_topology, pod_size
+from shardcore.torchrec.topologies import POD_SIZE, our_topology, require_job
 
 GIB = 2**30
 
@@ -122,6 +123,35 @@ def test_pods_of_the_environment_need_to_be_those_of_the_topology(monkeypatch):
         ):
             planner(on)
     in_pods = Topology(tuple(Device(GIB, host=f"p{d // 4}/h{d // 2}") for d in range(8)))
-    planner(in_pods)
+    assert planner(in_pods).problem.topology.rows_over == "pod"
     with pytest.raises(ShardCoreError, match="and the topology over 1"):
         planner(replace(in_pods, rows_over="host"))
+    monkeypatch.setenv(POD_SIZE, "3")
+    with pytest.raises(ShardCoreError, match="and the topology over 1 or 2: set it to 1 or 2"):
+        planner(in_pods)
+
+
+def test_without_the_variable_rows_are_divided_over_hosts_and_that_is_told(monkeypatch):
+    monkeypatch.delenv(POD_SIZE, raising=False)
+    for on in (
+        theirs(world_size=8, pod_size=2),
+        Topology(tuple(Device(GIB, host=f"p{d // 4}/h{d // 2}") for d in range(8))),
+    ):
+        found = planner(on)
+        assert found.problem.topology.rows_over is None and not LAYOUTS["pod_row"].groups(
+            found.problem.topology
+        )
+        assert any(
+            "rows are divided over hosts, as TorchRec does without TORCHREC_RES" in x for x in found.unpriced
+        )
+    assert not any("divided over" in x for x in planner(theirs(world_size=8)).unpriced)
+    in_pods = replace(found.problem.topology, rows_over="pod")
+    assert any(
+        "the job needs TORCHREC_RESOLVED_POD_SIZE=2, which is not set" in x for x in planner(in_pods).unpriced
+    )
+    for placements in ((), found.our_plan.placements):
+        with pytest.raises(
+            ShardCoreError, match="over pods of 2 hosts, and .* is not set, so TorchRec would divide"
+        ):
+            require_job(in_pods, placements)
+    require_job(replace(in_pods, rows_over=None), found.our_plan.placements)

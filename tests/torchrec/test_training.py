@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,7 @@ def test_plans_train_as_the_whole_model_does():
 def test_plans_train_in_pods(hosts, per_host, pods, seeds):
     """Rows are divided over pods of two hosts, as TorchRec's runtime groups ranks."""
     given = training.problem(hosts, per_host, sequence=True, pods=pods)
+    given = replace(given, topology=replace(given.topology, rows_over="pod"))
     plans = {i: training.draw(given, np.random.default_rng([1, i])) for i in seeds}
     assert any(p.kind == "pod_row" for plan in plans.values() for p in plan.placements)
     assert training.train(given, plans, True) == dict.fromkeys(plans, "")

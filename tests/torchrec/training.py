@@ -38,12 +38,12 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.io.writing import write_atomic
 from shardcore.search.state.shards import consolidate
-from shardcore.step.kinds import LAYOUTS, even_rows, layout_of_torchrec, possible_groups, shards_on
+from shardcore.step.kinds import LAYOUTS, even_rows, layout_of_torchrec, pod_size, possible_groups, shards_on
 from shardcore.step.lower import lower
 from shardcore.torchrec.modules import tables_of
 from shardcore.torchrec.plan_files import from_json, to_json
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
-from shardcore.torchrec.topologies import POD_SIZE, pod_size
+from shardcore.torchrec.topologies import POD_SIZE
 
 PRELOADED = ["training", "torchrec.distributed", "torchrec.models.dlrm", "fbgemm_gpu"]
 LEARNING_RATE, BATCH, STEPS = 0.5, 4, 3
@@ -136,10 +136,10 @@ def _draw(t: Table, on: Topology, rng: np.random.Generator) -> list[Placement]:
         return [replica(t, on)]
     if kind == "rows" and n > 1 and even_rows(t.rows, n):
         return [row(t, on)]
-    for by_unit in ("host_row", "pod_row") if kind in ("host", "grid") else ():
-        if groups := possible_groups(LAYOUTS[by_unit], t.rows, on, None):
+    for by_unit in (x for x in LAYOUTS.values() if x.rows_over and kind in ("host", "grid")):
+        if groups := possible_groups(by_unit, t.rows, on, None):
             return [
-                Placement(by_unit, Shard(t, 0, t.rows, *c), groups[rng.integers(len(groups))])
+                Placement(by_unit.name, Shard(t, 0, t.rows, *c), groups[rng.integers(len(groups))])
                 for c in (_columns(t, rng) if kind == "grid" else [(0, t.dim)])
             ]
     return [column(t, int(rng.integers(n)))]
@@ -207,9 +207,14 @@ def train(
 ) -> dict[int, str]:
     """Of each plan that was trained what differed or failed, in words, "" if nothing did. A plan's number is
     its seed. It ends with the first that fails, or for which a process dies."""
-    n = len(given.topology)
+    return train_each({i: (given, plan, sequence) for i, plan in plans.items()}, limit_s)
+
+
+def train_each(plans: Mapping[int, tuple[Problem, Plan, bool]], limit_s: float = 120) -> dict[int, str]:
+    """The same of plans of several topologies, of as many ranks. With each its problem, and if it has sequences."""
+    n = len(next(iter(plans.values()))[0].topology)
     with tempfile.TemporaryDirectory() as folder:
-        codes = in_processes(n, _work, (given, plans, sequence, folder), limit_s)
+        codes = in_processes(n, _work, (plans, folder), limit_s)
         said: dict[int, list[str]] = {}
         for path in sorted(Path(folder).glob("said-*")):
             said.setdefault(int(path.name.split("-")[1]), []).append(path.read_text())
@@ -266,14 +271,28 @@ def start_rank(rank: int, topology: Topology, folder: str) -> None:
     """Make this process a rank of a gloo job. The environment tells it its host, as torchrun would."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    n, local = len(topology), len(topology) // len(topology.hosts)
+    set_host(rank, topology)
+    torch.set_num_threads(1)
+    n = len(topology)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
+
+
+def set_host(rank: int, topology: Topology) -> None:
+    """Tell a rank its host and pod. TorchRec forgets its groups of another topology."""
+    from torchrec.distributed import comm
+
+    comm._INTRA_PG = comm._CROSS_PG = None
+    n, device = len(topology), topology.ranks[rank]
+    on_host = next(devices for devices in topology.on_hosts if device in devices)
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(local), LOCAL_RANK=str(rank % local)
+        RANK=str(rank),
+        WORLD_SIZE=str(n),
+        LOCAL_WORLD_SIZE=str(len(on_host)),
+        LOCAL_RANK=str(on_host.index(device)),
     )
+    os.environ.pop(POD_SIZE, None)
     if (hosts_of_pod := pod_size(topology)) > 1:
         os.environ[POD_SIZE] = str(hosts_of_pod)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
 
 
 def run_script(n: int, path: Path, *args: str, limit_s: float = 120) -> tuple[list[int], str]:
@@ -302,9 +321,10 @@ def _script(rank: int, n: int, port: int, path: Path, args: Sequence[str], folde
     runpy.run_path(str(path), run_name="__main__")
 
 
-def _work(rank: int, given: Problem, plans: Mapping[int, Plan], sequence: bool, folder: str) -> None:
-    start_rank(rank, given.topology, folder)
-    for i, plan in plans.items():
+def _work(rank: int, plans: Mapping[int, tuple[Problem, Plan, bool]], folder: str) -> None:
+    start_rank(rank, next(iter(plans.values()))[0].topology, folder)
+    for i, (given, plan, sequence) in plans.items():
+        set_host(rank, given.topology)
         try:
             worst = _differs(rank, given, plan, sequence, seed=i)
         except Exception as error:  # whatever TorchRec raises; the other ranks then lose this one
@@ -376,8 +396,26 @@ def _differs(rank: int, given: Problem, plan: Plan, sequence: bool, seed: int) -
         torch.stack([_loss(*r) for r in reference]).mean().backward()
         for optimizer in optimizers:
             optimizer.step()
-    apart = max((mine - theirs).abs().max().item() for mine, theirs in _pairs(model, whole) if mine.numel())
-    return f"parameters differ by {apart:.1e}" if apart > 1e-5 else ""
+    apart = max(
+        ((mine - theirs).abs().max().item() for mine, theirs in _pairs(model, whole) if mine.numel()),
+        default=0.0,  # a rank without shards
+    )
+    return f"parameters differ by {apart:.1e}" if apart > 1e-5 else _missing(model, whole)
+
+
+def _missing(model, whole) -> str:
+    """Rows of tables that no rank has."""
+    mine = [(name, at) for name, _, at in _shards(model)]
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    for name, value in whole.state_dict().items():
+        seen = torch.zeros(value.shape, dtype=torch.bool)
+        for of_name, at in itertools.chain(*of_ranks):
+            if of_name == name:
+                seen[at] = True
+        if not seen.all():
+            return f"no rank has {int((~seen).any(1).sum())} rows of {name}"
+    return ""
 
 
 def _other_ops(model, exported, given: Problem, rank: int) -> str:
@@ -417,14 +455,19 @@ def _loss(pooled, rows):
 def _pairs(model, whole):
     """This rank's shards of the sharded model, each beside its part of the whole one."""
     reference = whole.state_dict()
+    for name, tensor, at in _shards(model):
+        yield tensor, reference[name][at]
+
+
+def _shards(model):
+    """This rank's shards: name, weights, and the rows and columns that they are."""
     for name, value in model.state_dict().items():
         for tensor, offsets, sizes in (
             [(s.tensor, s.metadata.shard_offsets, s.metadata.shard_sizes) for s in value.local_shards()]
             if hasattr(value, "local_shards")
             else [(value, (0, 0), value.shape)]
         ):
-            (row, column), (rows, columns) = offsets, sizes
-            yield tensor.detach(), reference[name][row : row + rows, column : column + columns]
+            yield name, tensor.detach(), tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
 
 
 def _batch(seed: int):

@@ -13,6 +13,7 @@ import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,7 @@ def read_job(folder: str | Path, world_size: int | None = None) -> TracedJob:
     if not traces:
         raise ShardCoreError("; ".join(errors))
     remarks += errors
+    traces = _whole(traces, remarks)
     sizes = {s for s in (world_size, *(trace.world_size for trace in traces.values())) if s}
     if len(sizes) > 1:
         raise ShardCoreError(
@@ -99,8 +101,24 @@ def read_job(folder: str | Path, world_size: int | None = None) -> TracedJob:
         next(iter(traces.values())).backend,
         tuple(sorted({trace.device for trace in traces.values()})),
         tuple(dict.fromkeys(remarks)),
-        digests,
+        {rank: digest for rank, digest in digests.items() if rank in traces},
     )
+
+
+def _whole(traces: dict[int, RankTrace], remarks: list[str]) -> dict[int, RankTrace]:
+    """Traces without the steps that one cut short lacks parts of: those with other collectives than whole traces."""
+    whole = [clocks.kinds(t.steps) for t in traces.values() if not t.cut_short]
+    kept = {}
+    for rank, trace in traces.items():
+        own = clocks.kinds(trace.steps)
+        if trace.cut_short and whole:
+            steps = [s for s in trace.steps if all(own[s.number] == of.get(s.number) for of in whole)]
+            if not steps:
+                remarks.append(f"trace of rank {rank} does not count: no step of it is whole")
+                continue
+            trace = replace(trace, steps=steps)
+        kept[rank] = trace
+    return kept
 
 
 def _steps(
@@ -112,9 +130,8 @@ def _steps(
         spans = {rank: next(s for s in t.steps if s.number == number) for rank, t in traces.items()}
         own = {rank: s.collectives for rank, s in spans.items()}
         groups = clocks.matched(own)
-        remarks += [
-            f"ranks differ in collectives: {words}; these are not aligned" for words in clocks.unmatched(own)
-        ]
+        if differ := clocks.unmatched(own):
+            remarks.append(f"ranks differ in collectives: {', '.join(differ)}; these are not aligned")
         clock = clocks.offsets(groups, list(traces)) if len(traces) > 1 else {}
         length_ms = max(s.end_ms - s.begin_ms for s in spans.values())
         for rank, offset in list(clock.items()):
@@ -143,7 +160,7 @@ def rank_step(rank: int, spans: StepSpans, on_gpu: bool) -> RankStep:
     ]
     work = [s for s in (spans.device if on_gpu else spans.host) if s.works]
     transfers = [(c.transfer_from_ms, c.end_ms) for c in spans.collectives]
-    painted, exposed_ms = _painted(
+    painted, exposed_ms, shared_ms = _painted(
         [
             (spans.begin_ms, spans.end_ms, UNNAMED),
             *idle,
@@ -183,8 +200,9 @@ def rank_step(rank: int, spans: StepSpans, on_gpu: bool) -> RankStep:
             c.transfer_from_ms - c.begin_ms,
             c.end_ms - c.transfer_from_ms,
             value,
+            shared,
         )
-        for c, value in zip(spans.collectives, exposed_ms, strict=True)
+        for c, value, shared in zip(spans.collectives, exposed_ms, shared_ms, strict=True)
     )
     return RankStep(
         rank,
@@ -202,8 +220,10 @@ def _painted(
     layers: Iterable[tuple[float, float, str]],
     transfers: Sequence[tuple[float, float]],
     within_ms: tuple[float, float],
-) -> tuple[dict[str, float], list[float]]:
-    """ms of each part between two moments, and [C] ms of each transfer. Later layers cover earlier ones.
+) -> tuple[dict[str, float], list[float], list[float]]:
+    """ms of each part between two moments, [C] ms of each transfer, and [C] ms of these that others share.
+
+    Later layers cover earlier ones.
 
     transfers: those of the layers of _TRANSFER, which is among the parts no more.
     """
@@ -222,8 +242,14 @@ def _painted(
     # [C, M] transfers under way where nothing hides them.
     ends = np.array(transfers).reshape(-1, 2, 1)
     shown = (ends[:, 0] <= edges[:-1]) & (edges[1:] <= ends[:, 1]) & (top == number.get(_TRANSFER, -1))
-    exposed = (shown / np.maximum(shown.sum(0), 1)) @ widths
-    return {part: ms for part, ms in totals.items() if ms > 0}, exposed.tolist()
+    at_once = shown.sum(0)
+    share = shown / np.maximum(at_once, 1)
+    alone = at_once < 2
+    return (
+        {part: ms for part, ms in totals.items() if ms > 0},
+        (share @ widths).tolist(),
+        (share @ np.where(alone, 0.0, widths)).tolist(),
+    )
 
 
 def _rank_in(path: Path, otherwise: int) -> int:

@@ -1,7 +1,8 @@
 """Names in traces, and the parts of a step that they stand for: rows of two tables.
 
 Rows are meant for torch 2.0 to 2.13, TorchRec 0.4 to 1.8, FBGEMM 0.5 to 1.8, gloo, NCCL and RCCL. They were tried on
-traces of torch 2.13 with gloo, and of torch of 2023 with NCCL on V100s.
+traces of torch 2.13 with gloo, and of torch of 2023 with NCCL on V100s; and on the names of all kernels in FBGEMM 1.6
+for CUDA 13 and in NCCL 2.28.
 
 On the CPU an op is its own work. On a GPU a kernel belongs to the innermost name around its launch that a row knows.
 """
@@ -59,33 +60,37 @@ NAMES = (
     _row(
         "ids",
         r"permute_(1D|2D)_|block_bucketize|bucketize_sparse|keyed_jagged",
-        r"fbgemm::permute_(sparse|sequence)|asynchronous_(complete|inclusive|exclusive)_cumsum",
+        r"fbgemm::permute_(sparse|sequence)|asynchronous_(batched_complete|complete|inclusive|exclusive)_cumsum",
         r"expand_into_jagged|populate_bucketized|jagged_unique_indices|invert_permute|segment_sum_csr",
+        r"_batched_complete_cumsum_kernel|(delinearize_unique_index|unique_indices_length|compute_hash_size)_kernel",
     ),
     # Gradients of lookups, with the sort of ids and the fused optimizer.
     _row(
         "lookup_backward",
         r"SplitLookupFunction|LookupFunction_\w+_Op|(split|dense|ssd)_embedding\w*_backward",
-        r"embedding_backward_\w*|linearize_index|transpose_embedding_input|grad_mean_kernel",
-        r"split_embedding\w*update|embedding_inplace_update|find_long_segments|EmbeddingBagBackward",
+        r"embedding_backward_\w*|linearize_index|transpose_embedding_input|grad_mean_(vbe_)?kernel",
+        r"embedding\w*_grad_indice_weights|split_(embedding\w*|rowwise_adagrad_)update|embedding_inplace_update",
+        r"find_long_segments|EmbeddingBagBackward",
     ),
     _row(
         "lookup_forward",
         r"\[lookup\]",
         r"(split|dense|ssd)_embedding\w*_(forward|lookup)|embedding\w*_codegen_lookup|embedding_bag\b",
         r"bounds_check_indices|lru_cache|lfu_cache|linear_cache|lxu_cache|direct_mapped|emulate_cache|tbe_\w*",
+        r"linearize_cache_indices|get_(cache|unique)_indices|generate_vbe_metadata|get_infos_metadata",
         r"int_nbit_split_embedding",
     ),
     # Exchange of outputs and of their gradients.
     _row(
         "gradients",
         r"(All2All|ReduceScatter|AllGather|Variable)\w*_WaitBackward|alltoall_bwd|reduce_scatter_bwd",
+        r"recat_(embedding_grad_output|copy_async_kernel)",
         r"PermutePooledEmbs\w*Backward|CppNode<fbgemm_gpu::PermutePooledEmbs|CppNode<\w*permute_pooled",
         r"PermuteMultiEmbedding\w*Backward|CppNode<.*(permute_multi_embedding|PermuteMultiEmbedding|KTRegroup)",
     ),
     _row(
         "outputs",
-        r"permute_pooled_embs|permute_multi_embedding|\[output_dist\]|alltoall_fwd|reduce_scatter_fwd",
+        r"permute_(duplicate_)?pooled_embs|permute_multi_emb|\[output_dist\]|alltoall_fwd|reduce_scatter_fwd",
         r"(All2All|ReduceScatter|AllGather|Variable)\w*_Req$|regroup_keyed_tensor|kt_regroup|recat_pooled",
         r"merge_pooled_embeddings|reorder_batched",
     ),

@@ -134,7 +134,7 @@ def shards_memory(
 
 def _ranks(problem: Problem) -> dict[str, int]:
     """The place of each table in the order in which TorchRec runs them."""
-    order = table_order(problem)
+    order = table_order(problem)  # sort keys
     return {name: i for i, name in enumerate(sorted(order, key=order.__getitem__))}
 
 
@@ -188,16 +188,14 @@ def fixed_memory(
     cache: ShardCostCache, groups: Sequence[tuple[Layout, Group]], columns: Columns
 ) -> dict[str, Any]:
     """The fields about tables that are on all devices in every plan: their memory and cost."""
-    problem, all_runs, rank, n_kinds = (
-        columns.problem,
-        columns.runs,
-        _ranks(columns.problem),
-        len(cache.kinds),
-    )
-    n_devices, n_runs, n_features = len(problem.topology), len(all_runs), cache.codes.shape[1]
+    problem, all_runs, n_kinds = columns.problem, columns.runs, len(cache.kinds)
+    rank, n_devices, n_runs = _ranks(problem), len(problem.topology), len(all_runs)
     memory = np.zeros((n_devices, len(columns)))
     carried = np.zeros((n_devices, n_kinds + n_runs), np.int64)
-    codes, size, runs = np.zeros((len(groups), n_features)), np.zeros(len(groups)), np.zeros((n_runs, 4))
+    # By group: encodings and bytes of fixed tables that run in its op.
+    codes, size = np.zeros((len(groups), cache.codes.shape[1])), np.zeros(len(groups))
+    # [N, 4] as State.run_shards, run_partial, run_outputs and run_rank.
+    runs = np.zeros((n_runs, 4))
     # Above every rank, until a table of the run is found.
     runs[:, 3] = len(problem.tables)
     # cache.runs_of_plan begins with the kinds, so the first K columns are theirs.

@@ -21,7 +21,7 @@ from shardcore.step.lower import traffic_of_outputs
 from shardcore.step.output_bytes import output_bytes
 
 _TERMS = ("own", "busiest", "host_busiest", "total", "once")
-"""Terms of arrays.SearchProblem."""
+"""Terms of an exchange in arrays.SearchProblem."""
 _WORK = ("busiest", "total", "once")
 """Terms of the work that devices have with ids: "work_busiest" and so on."""
 _PROBES = 64
@@ -39,7 +39,8 @@ def exchange_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[s
         return _NOTHING
     # Loads around an even division: the rates are for the plans that a search ends with.
     outputs = _probes(_output_bytes(problem)[layout.collection, layout.sequence] / n, n)
-    for group in layout.groups(topology) if len(layout.groups(topology)) > 1 else ():  # groups are equal
+    # Devices of a group share the same tables, so they send equally much. A single group keeps its uneven probes.
+    for group in layout.groups(topology) if len(layout.groups(topology)) > 1 else ():
         outputs[:, group] = outputs[:, group[:1]]
     cost = model.comm(traffic_of_outputs({layout: outputs}, problem), np.zeros(outputs.shape), topology)
     # A step waits for backward on each device, and for the longest forward.
@@ -77,11 +78,11 @@ def id_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[str, fl
 
 @lru_cache(maxsize=2)
 def _output_bytes(problem: Problem) -> Counter[tuple[str, bool]]:
-    """Bytes of the outputs of each collection, and of its sequences."""
-    found: Counter[tuple[str, bool]] = Counter()
+    """Bytes of outputs by collection, those of its sequences apart: (name, sequence)."""
+    n_bytes: Counter[tuple[str, bool]] = Counter()
     for table in ticking(problem.tables):
-        found[table.collection, table.sequence] += output_bytes(Shard.whole(table), problem.global_batch)
-    return found
+        n_bytes[table.collection, table.sequence] += output_bytes(Shard.whole(table), problem.global_batch)
+    return n_bytes
 
 
 @lru_cache(maxsize=2)
@@ -120,9 +121,9 @@ def _fitted(loads: np.ndarray, ms: np.ndarray, topology: Topology, names: Sequen
 
 
 def shared_rates(problem: Problem, model: CostModel, layout: Layout, size: int) -> dict[str, float]:
-    """ms of a layout's exchanges per byte that its groups of `size` devices share.
+    """ms of a layout's exchanges per byte that each device of its groups of `size` devices sends.
 
-    Keys are those of arrays.SearchProblem, without "shared_".
+    Keys are those of arrays.SearchProblem without "shared_". Those that are 0 may be missing.
     """
     n = len(problem.topology)
     if layout.dense_gradient:
@@ -130,27 +131,20 @@ def shared_rates(problem: Problem, model: CostModel, layout: Layout, size: int) 
         low, high = spread_ms(problem, model, layout, np.array([2.0**22, 2.0**24])).max(1)
         rate = max(0.0, high - low) / (2.0**24 - 2.0**22)
         return {"total": rate, "once": max(0.0, low - rate * 2.0**22)}
-    of = exchange_rates(problem, model, layout)
+    rates = exchange_rates(problem, model, layout)
+    own, busiest, host_busiest, total, once = (rates[name] for name in _TERMS)
     # A host's link carries the bytes of all of the group's devices there.
+    if size < n:
+        return {"own": own, "busiest": busiest + host_busiest * size, "total": total * size, "once": once}
+    # One group of all devices: each has the same bytes, which are the most, and an n-th of the total.
     most = max(map(len, problem.topology.on_hosts))
-    # One group of all devices: its own size is the largest, and the total.
-    if size == n:
-        return {
-            "total": of["own"] + of["busiest"] + of["host_busiest"] * most + of["total"] * n,
-            "once": of["once"],
-        }
-    return {
-        "own": of["own"],
-        "busiest": of["busiest"] + of["host_busiest"] * size,
-        "total": of["total"] * size,
-        "once": of["once"],
-    }
+    return {"total": own + busiest + host_busiest * most + total * n, "once": once}
 
 
 def spread_ms(problem: Problem, model: CostModel, layout: Layout, n_bytes: np.ndarray) -> np.ndarray:
     """[N, D] ms of exchanging gradients of bytes [N], in a kind that is on all devices."""
     # [C, N, D], the same bytes on each device.
     traffic = np.zeros((len(CHANNELS), len(n_bytes), len(problem.topology)))
-    for channel, entering in layout.channels_in(problem.job).items():
+    for channel, entering in layout.channels_in(problem.job, problem.topology).items():
         traffic[CHANNELS.index(channel)] += entering(n_bytes, 0, problem)[:, None]
     return np.asarray(model.comm(traffic, np.zeros(traffic.shape[1:]), problem.topology).backward_ms)

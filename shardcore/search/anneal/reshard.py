@@ -24,6 +24,7 @@ def rebind_tables(plan: Plan, problem: Problem) -> Plan:
 
 
 def _rebound(placement: Placement, table: Table) -> Sequence[Placement]:
+    """A placement with another shape of its table: one, or none if all of its columns are gone."""
     shard, was = placement.shard, placement.shard.table
     if (table.rows, table.dim) == (was.rows, was.dim):
         return [replace(placement, shard=replace(shard, table=table))]
@@ -44,7 +45,7 @@ class Reshard:
     plan: the plan to start from.
     tables: the most tables that come to devices that did not have them. None: any number.
     bytes: the most bytes of weights that do so. None: any number.
-    alone: True if the search starts from this plan only, and makes no others.
+    alone: True if the search starts from this plan only, and makes no other starts.
 
     A table whose statistics or shape have changed is the same table.
     New or disallowed tables are placed freely, outside the limits.
@@ -69,8 +70,8 @@ class Reshard:
         """Tell if there is a limit."""
         return self.tables is not None or self.bytes is not None
 
-    def sorted(self, problem: Problem) -> Sorted:
-        """The problem's tables as the plan has them, but those of `fixed_placements`.
+    def old_places(self, problem: Problem) -> OldPlaces:
+        """Where the plan has the problem's tables, without those of `fixed_placements`.
 
         Raises ShardCoreError if the plan places only some cells of a table.
         Raises it too if a shard of whole rows is on several devices.
@@ -81,36 +82,35 @@ class Reshard:
             # A part that could not be bound to the problem's table is missing here. Its table counts as new.
             if tables.get(p.shard.table.name) == p.shard.table:
                 had[p.shard.table.name].append(p)
-        found = Sorted([], {}, [])
+        old = OldPlaces([], {}, [])
         for name, placements in had.items():
             _require_whole(tables[name], placements, problem)
             # Constraints go before the plan: a table that it has where it may not be is placed anew.
             free = name not in problem.whole and name not in problem.pinned
             if not placements or not (free or _allowed_there(placements, problem)):
-                found.new.append(tables[name])
+                old.new.append(tables[name])
             elif all(layout_of(p.kind) is WHOLE_ROWS for p in placements):
-                found.placed.extend((p.shard, p.devices[0]) for p in placements)
+                old.placed.extend((p.shard, p.devices[0]) for p in placements)
             elif len(placements) == 1 and free and _may_be_shared(placements[0], problem):
-                found.shared.setdefault((placements[0].kind, placements[0].devices), []).append(tables[name])
+                old.shared.setdefault((placements[0].kind, placements[0].devices), []).append(tables[name])
             # Divided rows that no group may share here stay row ranges, each on its device.
             elif placements == [division(tables[name], problem)]:
-                found.placed.extend((shard, d) for d, shard in shards_on(placements[0]))
+                old.placed.extend((shard, d) for d, shard in shards_on(placements[0]))
             else:
-                found.new.append(tables[name])
+                old.new.append(tables[name])
         # -1: still to be placed.
-        home = dict.fromkeys((t.name for t in found.new), -1) | {s.table.name: d for s, d in found.placed}
+        home = dict.fromkeys((t.name for t in old.new), -1) | {s.table.name: d for s, d in old.placed}
         # Bundles that the plan splits are placed anew.
         split = (group for group in problem.constraints.together if len({home[n] for n in group}) > 1)
         apart = {name for group in split for name in group}
-        placed = [(s, d) for s, d in found.placed if s.table.name not in apart]
+        placed = [(s, d) for s, d in old.placed if s.table.name not in apart]
         # Tables at -1 are among the new ones already.
-        return replace(
-            found, placed=placed, new=[*found.new, *(tables[n] for n in sorted(apart) if home[n] >= 0)]
-        )
+        more_new = [tables[name] for name in sorted(apart) if home[name] >= 0]
+        return replace(old, placed=placed, new=[*old.new, *more_new])
 
 
 @dataclass(frozen=True)
-class Sorted:
+class OldPlaces:
     """Tables as a plan has them.
 
     placed: shards on one device each.

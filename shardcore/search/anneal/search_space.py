@@ -5,15 +5,15 @@ The latter needs a kind whose groups have several devices: all of them, or those
 
 Strips and units are defined in search/state/shard_cost_cache.py.
 
-Shapes: S strips, D devices, F features.
+Shapes: S strips, U units of the largest strip, R shards of the cache, D devices, F features.
 K kinds of what single devices hold (cache.kinds). Y layouts of what groups share, G groups.
+X exchanges: of outputs of each kind, then of ids of each run (arrays.SearchProblem).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 
@@ -43,7 +43,7 @@ class SearchSpace:
     """The moves that annealing may make in a problem.
 
     problem, cache: the tables and their strips.
-    fixed: the same as arrays, for the compiled search.
+    fixed: what stays the same during a search, as arrays for the compiled code.
     bytes: [R] estimated memory of a shard.
     shared_bytes: [Y, S] estimated memory of a strip on each device of a group.
     groups: [G] a kind and its devices, which may share whole tables.
@@ -70,14 +70,9 @@ class SearchSpace:
         """Large problems make the search selective."""
         return is_large(self.cache)
 
-    @cached_property
-    def _strip_of(self) -> dict[str, int]:
-        """The strip of each table that is the first or only one of a strip, by name."""
-        return {self.cache.table(s).name: s for s in range(len(self.cache))}
-
     def pair(self, kind: str, devices: Group, table: Table) -> tuple[int, int]:
         """A table's strip, and the number of the group that shares it by a kind."""
-        return self._strip_of[table.name], self.groups.index((run_of(kind, table), devices))
+        return self.cache.strip_by_name[table.name], self.groups.index((run_of(kind, table), devices))
 
     def sharing(self, pairs: np.ndarray) -> np.ndarray:
         """[N, 2] strips that groups share, and the divided strips that are not among them."""
@@ -89,11 +84,11 @@ class SearchSpace:
 
     @property
     def as_it_is(self) -> SearchProblem:
-        """The same space, but the tables that groups share stay the same."""
+        """The space in which the same tables stay shared by the same groups."""
         return self.fixed._replace(may_share=np.zeros_like(self.fixed.may_share))
 
     def among_groups(self, group: np.ndarray) -> SearchProblem:
-        """The same space, but of the tables that groups share only those move that other groups may share.
+        """The space in which the same tables stay shared, but may move to another group of their layout.
 
         group: [S] the group that shares a strip, -1 for none.
         """
@@ -112,7 +107,7 @@ class SearchSpace:
 
     @property
     def choice(self) -> np.ndarray:
-        """[S] number of devices to choose from. 0 for all if nothing is pinned."""
+        """[S] number of devices to choose from. 0 everywhere if nothing is pinned."""
         return self.fixed.allowed.sum(1) if len(self.fixed.allowed) else np.zeros(len(self.fixed.size))
 
     def keys(self, shards: Sequence[Shard]) -> np.ndarray:
@@ -130,7 +125,7 @@ class SearchSpace:
         return placements
 
 
-def runs(layout: Layout, table: Table) -> bool:
+def _runs(layout: Layout, table: Table) -> bool:
     """Tell if a layout is of the table's collection, and runs its kernel."""
     same_op = (layout.sequence, layout.collection) == (table.sequence, table.collection)
     return same_op and (layout.caches or not table.in_host_memory)
@@ -163,7 +158,7 @@ def search_space(
     """
     problem, model = cache.problem, cache.model
     all_strips = np.arange(len(cache))
-    # Of two units, as the search itself checks that a shard has more than one.
+    # Asked for two units: the search itself checks that a shard has more than one.
     may_split = np.array([cache.may_split((s, 2)) for s in range(len(cache))], dtype=bool)
     if is_large(cache):
         may_split &= _worth_cutting(cache, shards)
@@ -189,12 +184,10 @@ def search_space(
     # In the order of X: outputs of each kind, then ids of each run.
     exchanges = [exchange_rates(problem, model, layout) for layout in cache.kinds]
     exchanges += [id_rates(problem, model, layout) for layout in id_runs]
-    # One number for a table: row ranges of a table are several strips, but move as one table.
-    strip_of = {cache.table(s).name: s for s in range(len(cache))}
     coefficients = StageCoefficients.of(id_runs, problem)
     # Rates and coefficients may have taken long: report, or end if the time is over.
     tick()
-    shared, parts = _shared(cache, groups, everywhere, {t.name for t in by_rows}, id_runs)
+    shared, parts = _group_fields(cache, groups, everywhere, {t.name for t in by_rows}, id_runs)
     columns = Columns(problem, id_runs, cache.caches, may_bind(problem))
     memory = shards_memory(cache, columns, layouts, parts)
     # Of each device but the last, which has no more.
@@ -208,7 +201,8 @@ def search_space(
         ids_by=np.arange(len(cache.kinds)) + len(cache.kinds),
         kind=cache.kind.astype(np.int64),
         size=cache.size.astype(np.int64),
-        table=np.array([strip_of[cache.table(s).name] for s in range(len(cache))]),
+        # One number for a table: its row ranges are several strips, but move as one table.
+        table=np.array([cache.strip_by_name[cache.table(s).name] for s in range(len(cache))]),
         may_split=may_split,
         # No rows if nothing is restricted: the compiled search then skips the check.
         allowed=cache.allowed[:0] if cache.allowed.all() else cache.allowed,
@@ -238,7 +232,7 @@ def search_space(
     # As cache.bytes: resident and arrived, and the largest multiple of what entered and of lookups.
     multiples = coefficients.most[[id_runs.index(layout) for layout in layouts]].reshape(-1, 1, 2)
     shared_bytes = shared_sums[..., :2].sum(-1) + (shared_sums[..., 2:4] * multiples).sum(-1)
-    divided = np.array([strip_of[t.name] for t in by_rows], dtype=np.int64)
+    divided = np.array([cache.strip_by_name[t.name] for t in by_rows], dtype=np.int64)
     return SearchSpace(
         problem, cache, fixed, cache.bytes, shared_bytes.astype(np.int64), groups, divided, id_runs
     )
@@ -274,38 +268,35 @@ def added(codes: np.ndarray, model: CostModel) -> np.ndarray:
     return np.maximum(0.0, np.asarray(model.head(2 * codes)) - model.head(codes))
 
 
-def keeping(of: SearchSpace, held: np.ndarray, reshard: Reshard, new: Sequence[Table]) -> SearchSpace:
+def keeping(space: SearchSpace, held: np.ndarray, reshard: Reshard, new: Sequence[Table]) -> SearchSpace:
     """The space in which only as much may move from held [S, D] as `reshard` allows.
 
     The `new` tables may go anywhere. Row ranges stay: TorchRec runs them only on all devices.
     """
-    free, cache = {t.name for t in new}, of.cache
-
-    def unit_bytes(strip: int) -> int:
-        """Bytes of weights of one unit. 0 for new tables, which move freely."""
-        return 0 if cache.table(strip).name in free else sum(s.bytes for s in cache.bundles([(strip, 1)])[0])
-
-    fixed, limits = of.fixed, {}
+    free, cache, limits = {t.name for t in new}, space.cache, {}
     if reshard.limited:
         # No limit is a limit that no plan reaches.
         most = [np.iinfo(np.int64).max if x is None else x for x in (reshard.tables, reshard.bytes)]
+        units = [cache.bundles([(s, 1)])[0] for s in range(len(cache))]
+        # [S] bytes of weights of a unit. 0 for new tables, which move freely.
+        weight = [sum(s.bytes for s in unit) * (unit[0].table.name not in free) for unit in units]
         limits = {
             "kept": held.copy(),
-            "weight": np.array([unit_bytes(s) for s in range(len(cache))], np.int64),
-            "joint": np.array([len(cache.bundles([(s, 1)])[0]) for s in range(len(cache))], np.int64),
+            "weight": np.array(weight, np.int64),
+            "joint": np.array(list(map(len, units)), np.int64),
             "most_moved": np.array(most, np.int64),
-            "may_share": np.zeros_like(fixed.may_share),
+            "may_share": np.zeros_like(space.fixed.may_share),
         }
     if cache.is_range.any():
         # No device is allowed to gain a row range, so they stay.
         limits["allowed"] = cache.allowed & ~cache.is_range[:, None]
-    return replace(of, fixed=fixed._replace(**limits))
+    return replace(space, fixed=space.fixed._replace(**limits))
 
 
 # --- tables that groups of devices share --------------------------------------------------------------------
 
 
-def _shared(
+def _group_fields(
     cache: ShardCostCache,
     groups: Sequence[tuple[Layout, Group]],
     wanted: bool,
@@ -351,13 +342,13 @@ def _shared(
     free = wanted & ~cache.is_range & ~is_bundle & ~np.array(bound, dtype=bool)
     for y, layout in enumerate(layouts):
         # With groups of unequal size, the smallest has the most of a table on each device.
-        size = min(len(group) for of_group, group in groups if of_group is layout)
+        size = min(len(group) for other, group in groups if other is layout)
         # A kernel of the right collection, and constraints.kinds, both have to allow it.
-        runs_it = np.array([runs(layout, shard.table) for shard in whole], dtype=bool)
+        runs_it = np.array([_runs(layout, shard.table) for shard in whole], dtype=bool)
         may = [problem.may_run(layout, shard.table) for shard in whole]
         shards = last = whole
         if layout.divides_rows:
-            # None: some device would have no row.
+            # [S] rows on each device but the last. None: some device would have no row.
             rows = [even_share(shard.rows, size) for shard in whole]
             divides = [not w.table.ordered and n is not None for w, n in zip(whole, rows, strict=True)]
             may = np.array(may) & divides & (not cache.is_range.any())
@@ -383,9 +374,9 @@ def _shared(
 
 
 def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
-    """[N] strips that are better on all devices in layout y, if all other work were divided evenly.
+    """[N] strips that are better copied to all devices in layout y, by falling gain.
 
-    By falling gain: as many as make the step cheapest.
+    The gain counts all other work as divided evenly. As many strips as make the step cheapest.
     """
     fixed, may = space.fixed, np.flatnonzero(space.fixed.may_share[y])
     if not len(may):

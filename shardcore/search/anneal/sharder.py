@@ -62,7 +62,7 @@ class Search:
     """One annealing run.
 
     best: the cheapest plan met, in its space. None before the first.
-    allows: which plans may be the best one. None: all.
+    allows: tells if a plan may be the best one. None: any may.
     """
 
     def __init__(
@@ -91,26 +91,25 @@ class Search:
         """Cost of the best plan, infinite before the first."""
         return np.inf if self.best is None else self.best.ms
 
-    def rounds(self, kind: str, reshard: Reshard | None = None) -> Iterator[int]:
+    def rounds(self, space: str, reshard: Reshard | None = None) -> Iterator[int]:
         """Search a space. Yield the number of the round that ends, until the budget does.
 
         reshard: a plan to improve, and how much may move.
 
         Raises Infeasible if no plan is found, and ShardCoreError for an unknown space.
         """
-        if kind not in SPACES:
-            raise ShardCoreError(f"annealing has no space {kind!r}; there are {', '.join(SPACES)}")
+        if space not in SPACES:
+            raise ShardCoreError(f"annealing has no space {space!r}; there are {', '.join(SPACES)}")
         if reshard:
-            self._note([self.starts.resharded(reshard, kind)])
-        # Other starts would move more than the limits.
-        free = not (reshard and (reshard.limited or reshard.alone))
-        if free:
-            self._make(kind)
+            self._note([self.starts.resharded(reshard, space)])
+        # Fresh starts would move more than the limits.
+        fresh = not (reshard and (reshard.limited or reshard.alone))
+        if fresh:
+            self._make(space)
         starts: list[Start] = []
         trials = int(np.clip(_TRIALS_A_STRIP * len(self.problem.tables), _FEWEST, _MOST))
         for number in count():
-            starts = sorted((*starts, *self._waiting), key=lambda s: s.ms)
-            self._waiting = []
+            starts, self._waiting = sorted((*starts, *self._waiting), key=lambda s: s.ms), []
             if number > 0 and self.best is not None:
                 # Successive halving: the better half of the starts goes on, each with twice the trials.
                 trials *= 2
@@ -126,28 +125,28 @@ class Search:
                 return
             columns = self._best_by_columns
             # Copies are chosen from an annealed plan by columns, so they come after the first round.
-            if number == 0 and kind == "all" and free and columns and columns.ms <= _HOPEFUL * self.best_ms:
+            if number == 0 and space == "all" and fresh and columns and columns.ms <= _HOPEFUL * self.best_ms:
                 self._note(self.starts.from_columns(columns.placements))
 
-    def add(self, placements: Iterable[Placement], kind: str) -> None:
+    def add(self, placements: Iterable[Placement], space: str) -> None:
         """Let the next round improve a plan by columns that another search found."""
-        self._note([self.starts.of_plan(list(placements), kind)])
+        self._note([self.starts.of_plan(list(placements), space)])
 
-    def _make(self, kind: str) -> None:
+    def _make(self, space: str) -> None:
         """Make the starts of a space. In the whole space, those by columns come first.
 
         Raises Infeasible if there are none.
         """
         # A problem without a plan is refused before all else.
         self.meter.report("finding shards that fit")
-        shards, several = feasible_shards(self.problem), kind == "all"
+        shards, whole_space = feasible_shards(self.problem), space == "all"
         # Data-parallel tables may still fit where columns do not: outputs can take more than rows.
         before_s = self.meter.seconds()
-        with suppress(Infeasible) if several else nullcontext():
-            self._note(self.starts.by_columns("columns" if several else kind, shards))
+        with suppress(Infeasible) if whole_space else nullcontext():
+            self._note(self.starts.by_columns("columns" if whole_space else space, shards))
         took_s = self.meter.seconds() - before_s
         # Very many tables take long to encode. Then a plan in time is worth more than one of the whole space.
-        if several and (self.best is None or self.meter.has_time(took_s)):
+        if whole_space and (self.best is None or self.meter.has_time(took_s)):
             self._note(self.starts.shared(shards, fits=self.best is not None))
         if self.best is None:
             fitting(self.problem)
@@ -226,7 +225,7 @@ class Search:
 
 
 def copy_of(state: State) -> State:
-    """A copy of a plan. It shares the random generator and the log, which is empty for it."""
+    """A copy of a plan. It shares the random generator and the log, in which it has no entries."""
     arrays = {name: array for name, array in state._asdict().items() if name not in ("log", "random")}
     copy = state._replace(**{name: array.copy() for name, array in arrays.items()})
     # The log leads back to the original's best plan. The copy's begins with the copy.

@@ -38,13 +38,13 @@ from shardcore.step.kinds import shards_on
 from shardcore.step.memory import held_bytes
 
 _SPLITS = (np.inf, 1.2, 1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
-"""Greedy starts cut tables that cost more than this share of a device's mean load."""
+"""Greedy starts cut tables that cost more than one of these shares of a device's mean load."""
 _REFINED = 3
 """Greedy plans of a kind that are refined."""
 _MISSES = 5
-"""After so many cuts without a cheaper greedy plan, cutting ends."""
+"""Cuts in a row without a cheaper greedy plan, after which refining ends."""
 _DIVIDED = (1.0, 0.5, 0.25, 0.1, 0.03)
-"""Other starts divide the rows of tables that cost more than these shares."""
+"""Other starts divide the rows of tables that cost more than one of these shares of a device's mean load."""
 _COPIED = tuple(eighths / 8 for eighths in range(9))
 """Shares of the tables that starts copy, where the others have their rows divided."""
 _TIGHT, _SMALL = 0.8, (0.3, 0.2, 0.1, 0.05)
@@ -106,14 +106,16 @@ class Starts:
 
     # --- starts by columns ---
 
-    def by_columns(self, kind: str, shards: Sequence[Shard]) -> Iterator[Start]:
-        """Greedy plans with tables whole or cut by columns, in one of SPACES. One at least.
+    def by_columns(self, name: str, shards: Sequence[Shard]) -> Iterator[Start]:
+        """Greedy plans with tables whole or cut by columns. One at least.
+
+        name: of the space (sharder.SPACES).
 
         With tight memory, cuts chosen for cost may leave gaps that no shard fits. So some starts cut by size.
 
         Raises Infeasible if no plan is found.
         """
-        space, found = self._space(shards, kind), False
+        space, any_fits = self._space(shards, name), False
         # Each greedy plan of a large problem takes long, so it gets two.
         shares = _SPLITS[2:5:2] if space.is_large else _SPLITS
         series = [[Cut(self._n_by_cost(space, share), _pairs()) for share in shares]]
@@ -122,19 +124,19 @@ class Starts:
             series.append([Cut(self._n_by_size(space, share), _pairs()) for share in _SMALL])
         for cuts in series:
             if start := self._cheapest(space, cuts):
-                found = True
+                any_fits = True
                 yield start
         n_on_hosts = Counter(d.host for d in self.problem.topology.devices).values()
         if len(set(n_on_hosts)) > 1 and self._has_time():  # exchanges are then far from linear
             with suppress(Infeasible):
-                plans = [g(self.problem, self.model) for g in greedy.ORDERS.values()]
-                # The greedy orders do not read the linear rates, which mislead greedy plans here.
+                # The greedy orders do not read the linear rates, which mislead the plans above here.
+                plans = [order(self.problem, self.model) for order in greedy.ORDERS.values()]
                 best = min(plans, key=lambda p: p.provenance["predicted_ms"])
-                found = True
-                yield self.of_plan(best.placements, kind)
+                any_fits = True
+                yield self.of_plan(best.placements, name)
         # A packing counts memory only, but it fits.
-        if not found:
-            yield self.of_plan(fitting(self.problem).placements, kind)
+        if not any_fits:
+            yield self.of_plan(fitting(self.problem).placements, name)
 
     # --- starts with shared tables ---
 
@@ -429,8 +431,11 @@ class Starts:
 
     # --- starts from a plan ---
 
-    def of_plan(self, placements: Sequence[Placement], kind: str) -> Start:
-        """A plan as a start in its own space."""
+    def of_plan(self, placements: Sequence[Placement], name: str) -> Start:
+        """A plan as a start in a space of its shards.
+
+        name: of the space (sharder.SPACES).
+        """
         fixed = fixed_placements(self.problem)
         left = [p for p in placements if p not in fixed]
         # Ordered rows that are divided stay shards like others (search_space.without_ranges).
@@ -445,22 +450,22 @@ class Starts:
         shards = [*(s for s, _ in placed), *(p.shard for p in shared)]
         cache = self._cache_of(shards)
         # The plan's own shared tables need groups in its space, even if none of them may change.
-        space = search_space(cache, shards, kind == "all" or bool(shared), kind == "halves")
+        space = search_space(cache, shards, name == "all" or bool(shared), name == "halves")
         start = self._placed(
             space, placed, _pairs(space.pair(p.kind, p.devices, p.shard.table) for p in shared)
         )
-        if kind != "all":
+        if name != "all":
             start.space = replace(space, fixed=space.as_it_is)
             start.fixed = start.space.fixed
         return start
 
-    def resharded(self, reshard: Reshard, kind: str) -> Start:
-        """A start from an existing plan. Tables that the plan lacks are placed greedily."""
-        old = reshard.sorted(self.problem)
+    def resharded(self, reshard: Reshard, name: str) -> Start:
+        """A start from an existing plan, in a space by name. Tables that the plan lacks are placed greedily."""
+        old = reshard.old_places(self.problem)
         # Shared and new tables come as whole strips.
         whole = [*(t for tables in old.shared.values() for t in tables), *old.new]
         shards = [*(s for s, _ in old.placed), *map(Shard.whole, whole)]
-        space = search_space(self._cache_of(shards), shards, True, kind == "halves")
+        space = search_space(self._cache_of(shards), shards, True, name == "halves")
         pairs = (space.pair(*group, t) for group, tables in old.shared.items() for t in tables)
         start = self._placed(space, old.placed, _pairs(pairs))
         # Before new tables come: what moves is counted against the plan as it was.
@@ -474,7 +479,7 @@ class Starts:
             )
         compiled.refresh(self.head, space.fixed, start.state)
         start.space = keeping(space, held, reshard, old.new)
-        if kind != "all":
+        if name != "all":
             start.space = replace(start.space, fixed=start.space.as_it_is)
         # At first, tables stay in their groups.
         start.fixed = start.space.as_it_is
@@ -493,10 +498,10 @@ class Starts:
         compiled.refresh(self.head, space.fixed, state)
         return Start(space, state, space.fixed)
 
-    def _space(self, shards: Sequence[Shard], kind: str) -> SearchSpace:
-        """The space of shards. Row ranges become whole tables, shared by all devices, where possible."""
+    def _space(self, shards: Sequence[Shard], name: str) -> SearchSpace:
+        """The space of shards, by name. Row ranges become whole tables, shared by all devices, where possible."""
         whole, by_rows = without_ranges(shards, self.problem)
-        return search_space(self._cache_of(whole), whole, kind == "all", kind == "halves", by_rows)
+        return search_space(self._cache_of(whole), whole, name == "all", name == "halves", by_rows)
 
     def _cache_of(self, shards: Sequence[Shard]) -> ShardCostCache:
         """A cache for the strips of these shards: the last one if it covers them.

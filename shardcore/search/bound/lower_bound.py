@@ -37,9 +37,8 @@ from shardcore.search.bound.packing import least_ms
 from shardcore.step.kinds import Layout
 
 _EVENLY = "the work of all tables, divided evenly"
-_NOTHING_MS = 1e-9
-_PRECISION = 1e-3
-"""Relative precision of a bisection."""
+_PRECISION, _NOTHING_MS = 1e-3, 1e-9
+"""Relative and absolute precision of a bisection."""
 
 Price = Callable[[list[int], np.ndarray], float]
 """ms of plans of a mix of kinds, using only some shards [N] bool. inf if there are none."""
@@ -152,17 +151,17 @@ def _estimated(shards: BoundShards) -> Price:
         # The slope depends on the cuts, so refine once.
         for _ in range(2):
             work = shards.copies * (codes @ _slope(shards.model, sums / n)) / total_speed + shards.exchange_ms
-            _, taken = shards.cheapest(np.where(usable, work, np.inf), mix)
-            if taken is None:
+            _, counts = shards.cheapest(np.where(usable, work, np.inf), mix)
+            if counts is None:
                 return np.inf
-            # Encodings of all columns, and of each kind that groups share: [F] each.
+            # [F] summed encodings of all columns, and of what one group has of each kind that groups share.
             columns, *shared = (
-                (taken * (shards.kind == k)) @ codes / shards.n_groups[k] ** (k > 0)
+                (counts * (shards.kind == k)) @ codes / shards.n_groups[k] ** (k > 0)
                 for k in range(len(shards.kinds))
             )
             # All ops of all devices: the columns' on each, and a shared one on each for every kind.
             ms = shards.model.head(np.concatenate([columns * shares, *([e] * n for e in shared)])).sum()
-            estimates.append(float(ms / total_speed + taken @ shards.exchange_ms))
+            estimates.append(float(ms / total_speed + counts @ shards.exchange_ms))
             sums = columns + n * sum(shared)
         return min(estimates) + shards.latencies_ms(mix)
 
@@ -210,7 +209,7 @@ def _by_mix(shards: BoundShards, price: Price, equal_waits: bool) -> dict[tuple[
 
 
 def _crossing(falling: Callable[[float], float], low: float, high: float) -> float:
-    """The argument that a falling function equals, from below.
+    """The argument at which a falling function has the argument as its value, from below.
 
     Requires falling(low) > low and falling(high) <= high.
     """

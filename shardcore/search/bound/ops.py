@@ -30,11 +30,13 @@ MOST_SHARDS = 150_000
 """With more possible shards, only widths of powers of two are considered."""
 _EVEN_BYTES, _STEP, _ROUNDING = 2.0**24, 2.0**-20, 1e-9
 _MORE_BYTES = _EVEN_BYTES * (1 + _STEP)
-"""Bytes of each device at which exchanges are priced."""
+"""Bytes of each device at which exchanges are priced: two near points, whose line is a tangent (`_tangent`)."""
 _INTERVALS = 80
+"""Intervals of load, at most."""
 _FROM, _TO = 0.02, 3.0
 """Between these loads, relative to a usual op's, intervals are short."""
 _DIVISIONS = 40
+"""Divisions of boxes of features. More give higher rates, and so a nearer bound."""
 _WEIGHTS = np.array([0.1, 0.3, 1.0, 3.0, 10.0])
 """Weights of the second feature of a pair, each counted in the mean shard's."""
 _CUTS = (0.25, 0.5, 0.75)
@@ -113,7 +115,9 @@ class BoundShards:
         self.alone_ms = np.asarray(model.head(self.codes), dtype=float)
         self.copies = self.group_size[self.kind]
         # Exchanges are priced by the bytes in a kind's first channel (see `_exchanges`).
-        first = [next(iter(layout.channels_in(problem.job).values())) for layout in self.kinds]
+        first = [
+            next(iter(layout.channels_in(problem.job, problem.topology).values())) for layout in self.kinds
+        ]
         n_bytes = [
             first[k](float(s.bytes), output_bytes(s, problem.global_batch), problem)
             for s, k in zip(shards, self.kind, strict=True)
@@ -146,7 +150,7 @@ class BoundShards:
         ms = np.zeros((2, len(self.kinds)))
         for k, layout in enumerate(self.kinds):
             # Bytes of all channels are proportional to those of the first.
-            channels = layout.channels_in(self.problem.job)
+            channels = layout.channels_in(self.problem.job, self.problem.topology)
             entering = np.array([bytes_of(1.0, 1.0, self.problem) for bytes_of in channels.values()])
             rows = [CHANNELS.index(c) for c in channels]
             # Two points close to each other give the tangent.
@@ -259,7 +263,7 @@ def _compositions(
         last[:, u] = 1 + np.argmin(candidates, axis=1)
         best[:, u] = candidates[rows, last[:, u] - 1]
 
-    def taken(chosen: np.ndarray) -> np.ndarray:
+    def counts_of(chosen: np.ndarray) -> np.ndarray:
         """Count shards: follow `last` back to 0."""
         counts, left = np.zeros(len(price), dtype=int), np.where(chosen, size, 0)
         while left.any():
@@ -269,7 +273,7 @@ def _compositions(
             left[live] -= last[live, left[live]]
         return counts
 
-    return best[rows, size], taken
+    return best[rows, size], counts_of
 
 
 # --- ops ----------------------------------------------------------------------------------------------------

@@ -37,9 +37,9 @@ _SLOPES = 48
 """Prices of load at which a divided knapsack is priced."""
 _BISECTIONS = 30
 """Bisections of the price at which a divided knapsack is full."""
-_FIRST, _AGAIN = (40, 40), (15, 10)
-"""Subgradient steps, and linear programs, that look for worths: from nothing, and from those of a proof."""
-_AT_FIRST = 8
+_FIRST_EFFORT, _NEXT_EFFORT = (40, 40), (15, 10)
+"""Subgradient steps, and linear programs, that look for worths: without a proof, and from the worths of one."""
+_INITIAL_WORTHS = 8
 """Worths tried at most, one after another, before those."""
 _RATE = 0.8
 """Worth of a ms of exchanges at first, in ms of work. With less work, an op contends less. So a device
@@ -47,7 +47,7 @@ that waits for a ms loses less than a ms of work."""
 _TIMES = 8
 """Times tried with worths of shards."""
 _FEW, _FEWER = 60, 24
-"""Tables up to which there are linear programs: from nothing, and from a proof. Many tables fill devices as
+"""Tables up to which there are linear programs: without a proof, and from one. Many tables fill devices as
 if they could be divided."""
 _REACH = 0.3
 """Distance that worths move at first, relative to themselves."""
@@ -59,18 +59,20 @@ _MOST_CASE_SHARDS = 20_000
 """With more possible shards there are no cases, for their time and memory."""
 _MOST_WORK = 4_000
 """Cases times tables."""
-_AT_ONCE = 1.25
-"""A case is proved up to this times what is proved of it before,"""
-_RAISED = 3
-"""and so often."""
+_RAISED_TO, _RAISES = 1.25, 3
+"""The time to prove of a case is this multiple of what is proved already. It is raised so often at most."""
 
-Taken = Callable[[int], np.ndarray]
+CountsAt = Callable[[int], np.ndarray]
 """step -> [N] counts of shards, fractions included."""
 
 
 @dataclass(frozen=True, eq=False)
 class Proof:
-    """ms: no plan takes less. worth: [T + 1] worth of tables, and of a ms of exchanges, that proves it."""
+    """A time that is proved.
+
+    ms: no plan takes less.
+    worth: [T + 1] worth of tables, and of a ms of exchanges, that proves it. None: it is proved otherwise.
+    """
 
     ms: float
     worth: np.ndarray | None
@@ -81,7 +83,13 @@ class Proof:
 
 @dataclass(frozen=True, order=True)
 class _Case:
-    """ms: at least. number: tells cases apart. kinds: of the tables with most work. mix: kinds in use."""
+    """Plans of one mix of kinds, in which the kinds of some tables are known. Ordered by ms.
+
+    ms: proved time of these plans.
+    number: number of the proof. It orders cases of equal ms.
+    kinds: kinds of the tables with most work, in the order of falling work.
+    mix: kinds that the plans use.
+    """
 
     ms: float
     number: int
@@ -136,9 +144,9 @@ def _prove_case(
     kind = kind_of[shards.table]
     # -1: the case leaves the table's kind open.
     known = (kind < 0) | (kind == shards.kind)
-    for _ in range(_RAISED):
+    for _ in range(_RAISES):
         # Steps of time are a fraction of `high`: a far one would make them coarse.
-        high = start.ms * _AT_ONCE
+        high = start.ms * _RAISED_TO
         usable = shards.within(known & (shards.alone_ms / shards.fastest <= high))
         # A table that the case gives a kind on all devices is in the op of each device.
         on_all = (shards.kind > 0) & (shards.copies == len(shards.speed))
@@ -187,7 +195,14 @@ class Packing:
 class Mix:
     """Plans of one mix of kinds, by steps of time up to `high` ms.
 
-    worths: [T + 1] of tables, and of a ms of exchanges.
+    Worths, in its methods, are [T + 1]: of tables, and of a ms of exchanges.
+
+    fixed_ms: exchanges that every device waits for at least. Steps of time begin after them.
+    extra_ms: [N] what a shard adds to exchanges beyond its part of these.
+    step: length of a step, as ms at speed 1.
+    count: number of devices of each speed, from the slowest on. left: [speeds, M] their steps at each step.
+    bags: knapsacks of each kind.
+    price: [N] first worths of shards. inf for those that may not be used.
     """
 
     def __init__(
@@ -201,15 +216,12 @@ class Mix:
         least = shards.least_of_each(np.where(usable, exchange, np.inf), mix)  # [T]
         self.possible = bool(np.isfinite(least).all())
         least = np.where(np.isfinite(least), least, 0.0)
-        # What a shard adds to exchanges beyond its part of its table's least.
         self.extra_ms = exchange - shards.part * least[shards.table]
-        # Every device waits at least so long, so steps of time begin after it.
         self.fixed_ms = float(least.sum() + shards.latencies_ms(mix)) * packing.equal_waits
         speeds, self.count = np.unique(shards.speed, return_counts=True)
-        # Steps are of the fastest device's compute.
+        # Each step is one of the fastest device's compute. Slower devices have fewer, rounded up.
         self.fastest = float(speeds[-1])
         self.step = max(1e-9, (high - self.fixed_ms) * self.fastest) / STEPS
-        # The step of a slower device, rounded up.
         ends = (np.arange(STEPS) + 1) * (speeds[:, None] / self.fastest)
         self.left = np.ceil(ends - 1e-9).astype(np.int32) - 1
         curves = {k: packing.ops[k].curve(usable, certain) for k in mix}
@@ -217,7 +229,7 @@ class Mix:
         for k, curve in curves.items():
             numbers = np.flatnonzero(usable & (shards.kind == k))
             self.bags[k] = Bag(numbers, curve, shards, self.step, packing.ops[k].model.launch_ms)
-        # [N] first worths: an even share of work, and exchanges.
+        # First worths: an even share of work, and exchanges.
         load = np.sum([curve.load for curve in curves.values()], axis=0)
         price = load * shards.copies / shards.speed.sum() + _RATE * np.maximum(0.0, self.extra_ms)
         self.price = np.where(usable, price, np.inf)
@@ -228,7 +240,7 @@ class Mix:
             return Proof(np.inf, start.worth)
         at = best_at = self._first(start)
         # A proof of a wider case has near worths already, so fewer steps are tried.
-        n_tables, (steps, programs) = len(at) - 1, _FIRST if start.worth is None else _AGAIN
+        n_tables, (steps, programs) = len(at) - 1, _FIRST_EFFORT if start.worth is None else _NEXT_EFFORT
         if n_tables > (_FEW if start.worth is None else _FEWER):
             programs = 0
         # Steps are relative to worths, but tables of little worth may gain some, too.
@@ -253,10 +265,10 @@ class Mix:
             # Just beyond what is proved, but no step too short for the launches of the mix.
             goal = max(best + 1, ahead, int(np.argmax(most > -np.inf)))
             # A filling that collects most at the goal: with which worths would it collect less?
-            taken, waited_ms = filled(goal)
-            worth_taken = np.bincount(self.shards.table, taken * self.shards.part, n_tables)
+            counts, waited_ms = filled(goal)
+            worth_taken = np.bincount(self.shards.table, counts * self.shards.part, n_tables)
             # What this filling collects is cut · worths, at any worths.
-            cut = np.append(worth_taken, waited_ms - taken @ self.extra_ms)
+            cut = np.append(worth_taken, waited_ms - counts @ self.extra_ms)
             if n < steps:
                 # A subgradient: worth falls for tables that are taken too often.
                 rise = np.append(np.ones(n_tables), 0.0) - cut
@@ -289,7 +301,7 @@ class Mix:
         steps = [_proved(self.collected(worths)[0]) for worths in tried]
         ms = max(start.ms, self._end_ms(max(steps)), self._possible_ms())
         # Within a time, large shards drop out. Tables that lose their cheapest ones are worth more.
-        for _ in range(_AT_FIRST):
+        for _ in range(_INITIAL_WORTHS):
             worth = self.shards.least_of_each(self._price_within(ms), self.mix)
             if not np.isfinite(worth).all():  # a table fits in no way
                 break
@@ -356,15 +368,15 @@ class Mix:
         shards, n = self.shards, len(self.shards.speed)
         # [M] of each kind: the most that one device, or one group, collects by each step.
         fills = {k: bag.fill(by_shard) for k, bag in self.bags.items()}
-        single, single_taken = fills.get(0, (np.zeros(STEPS), lambda step: np.zeros(len(shards.kind))))
-        units, host_taken, host_at = n, None, np.empty(0, dtype=int)
+        single, single_counts = fills.get(0, (np.zeros(STEPS), lambda step: np.zeros(len(shards.kind))))
+        units, host_counts, host_at = n, None, np.empty(0, dtype=int)
         for k in self.mix:
             if 1 < shards.n_groups[k] < n:
                 # A host counts as one: what its devices share, and the columns of each. No topology has
                 # two kinds that hosts share.
                 size, units = int(shards.group_size[k]), int(shards.n_groups[k])
                 single, host_at = _shared(fills[k][0], size * single)
-                host_taken = fills[k][1]
+                host_counts = fills[k][1]
         shared, ways = None, []
         for k in self.mix:
             if shards.n_groups[k] == 1 < n:
@@ -386,19 +398,19 @@ class Mix:
             # The step divides into waiting and compute.
             compute = step - int(waited[step])
             left = int(shared_at[compute])
-            taken, on_devices = np.zeros(len(shards.kind)), self.left[:, compute] - left
+            counts, on_devices = np.zeros(len(shards.kind)), self.left[:, compute] - left
             for way, at in reversed(ways):
                 part = left if at is None else int(at[left])
-                taken += way(part)
+                counts += way(part)
                 left -= part
             # By speed: a slower device has less time left for its own columns.
             for devices, capacity in zip(count, on_devices, strict=True):
-                if host_taken:
+                if host_counts:
                     part = int(host_at[capacity])
-                    taken += devices * host_taken(part)
+                    counts += devices * host_counts(part)
                     capacity, devices = capacity - part, n
-                taken += devices * single_taken(int(capacity))
-            return taken, (int(waited[step]) + 1) * self.step / self.fastest
+                counts += devices * single_counts(int(capacity))
+            return counts, (int(waited[step]) + 1) * self.step / self.fastest
 
         return most, filled
 
@@ -453,7 +465,12 @@ def _shared(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 class Bag:
     """Knapsacks of shards of one kind, for all steps of time. At most one shard of a table.
 
-    number: numbers of the shards, by table, and within a table by the first step in which they fit.
+    number: [n] numbers of the shards, by table, and within a table by the first step in which they fit.
+    load: [n] their loads.
+    fits: [n] that step.
+    most: [M] the largest load of an op by step.
+    none: [M] True where a step is too short even for a launch.
+    first: [tables] where each table's shards begin. ends: the same, and the end of the last.
     """
 
     def __init__(self, number: np.ndarray, curve: Curve, shards: BoundShards, step: float, launch_ms: float):
@@ -473,7 +490,7 @@ class Bag:
         by_time = _Knapsack(curve.alone[self.number], ms, self.ends)
         self.knapsacks = [by_time, _Knapsack(curve.load[self.number], self.most, self.ends)]
 
-    def fill(self, worth: np.ndarray) -> tuple[np.ndarray, Taken]:
+    def fill(self, worth: np.ndarray) -> tuple[np.ndarray, CountsAt]:
         """[M] the most worth by steps. Also the counts of shards, by step."""
         worth, none = worth[self.number], self.none
         if not len(self.number):
@@ -491,7 +508,7 @@ class Bag:
         every = np.where(none, 0.0, np.vstack([wholes, lines.min(0)]))
         which = every.argmin(0)
 
-        def taken(step: int) -> np.ndarray:
+        def counts_at(step: int) -> np.ndarray:
             counts = np.zeros(self.n)
             if none[step]:
                 return counts
@@ -515,7 +532,7 @@ class Bag:
             counts[self.number[sets[1]]] += share
             return counts
 
-        return every.min(0), taken
+        return every.min(0), counts_at
 
     def _best(self, worth: np.ndarray, price: float, step: int) -> np.ndarray:
         """The shards that tables take at a price of load, of those that fit within a step."""

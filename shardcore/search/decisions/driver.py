@@ -158,8 +158,8 @@ class Decision:
     """A choice that is made before a search.
 
     name: plural noun for people.
-    level: order of nesting. Devices come first, then tables, then their rows in device memory, then
-      where they may live: each needs what those before it decided.
+    level: order of nesting. Devices come first, then units of rows, then tables, then their rows in device
+      memory, then where they may live: each needs what those before it decided.
     against: decisions that it cannot be combined with, by name, and why.
     changes: change of its proposals to the problem that a plan is of. "": nothing.
     searches_all: True if proposals are searched even when time is up.
@@ -215,7 +215,10 @@ def decide(
     The plan's provenance has the ledger.
 
     model: cost model for any problem.
+    decisions: such as [Groups(), MemoryTiers()]. Their order does not count.
     search: sharder of the proposals.
+    seed: of each search.
+    budget: seconds for all searches together, or evaluations of each. None: each sharder's own end.
     heard: called with each outcome of the outermost decision.
 
     Raises ShardCoreError for decisions that cannot be combined, and as each of them does. If no proposal has

@@ -36,7 +36,7 @@ class HotRows(Decision):
     """Choose the number of hot rows of sequence tables, which are on every device."""
 
     name: ClassVar[str] = "hot rows"
-    level: ClassVar[int] = 2
+    level: ClassVar[int] = 3
     changes: ClassVar[str] = "hot rows as tables"
 
     def proposals(

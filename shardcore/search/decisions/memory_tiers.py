@@ -46,7 +46,7 @@ class MemoryTiers(Decision):
     """Choose the rows of tables that lie in device memory, and those in that of hosts."""
 
     name: ClassVar[str] = "memory tiers"
-    level: ClassVar[int] = 3
+    level: ClassVar[int] = 4
     changes: ClassVar[str] = "load factors"
 
     def proposals(

@@ -1,7 +1,8 @@
 """Towers: hosts of tables, so that those that belong together meet on one (shardcore/io/towers.py).
 
 Towers become constraints.pinned and job.tower_ratio: an ordinary problem, which every search, price and check
-reads as it reads any other.
+reads as it reads any other. TorchRec groups ranks in one way. So where a topology has rows over pods, each pod
+has a tower, and is what "host" means here.
 
 A local search finds the partition: the moves of Fiduccia and Mattheyses (1982) and the exchanges of
 Kernighan and Lin (1970), from a greedy start and from random ones. It looks for, in this order:
@@ -25,8 +26,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from shardcore.core.constraints import require_tower_hosts
+from shardcore.core.constraints import require_tower_units
 from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.links import LEVELS, ROWS_OVER
+from shardcore.core.topology import Topology
 from shardcore.core.types import Plan, Problem, Shard, Table
 from shardcore.core.validation import require, require_types
 from shardcore.cost.model import CostModel
@@ -60,12 +63,18 @@ _MOST_STARTS, _PAIRS = 16, 1_000_000
 # --- problems and plans with towers -------------------------------------------------------------------------
 
 
+def units_of_towers(topology: Topology) -> dict[str, tuple[int, ...]]:
+    """The devices of each host, or pod, by its name."""
+    unit_of = LEVELS[ROWS_OVER[topology.row_unit]].unit
+    return {unit_of(topology.devices[unit[0]].host): unit for unit in topology.row_units}
+
+
 def as_towers(problem: Problem, host_of: Mapping[str, str], ratio: float) -> Problem:
     """The problem with its tables pinned to hosts, and with outputs that cross hosts `ratio` times smaller.
 
     Raises ShardCoreError for hosts that cannot have towers.
     """
-    on_host = dict(zip(problem.topology.hosts, problem.topology.on_hosts, strict=True))
+    on_host = units_of_towers(problem.topology)
     pinned = tuple(
         (t.name, tuple(sorted({*on_host[host_of[t.name]]} & {*problem.allowed_devices(t.name)})))
         for t in problem.tables
@@ -86,7 +95,8 @@ def as_planned(plan: Plan, problem: Problem) -> Problem:
     """
     if "tower_ratio" not in plan.provenance:
         return problem
-    ratio, devices = plan.provenance["tower_ratio"], problem.topology.devices
+    ratio = plan.provenance["tower_ratio"]
+    name_of = {d: name for name, unit in units_of_towers(problem.topology).items() for d in unit}
     require(
         isinstance(ratio, int | float) and not isinstance(ratio, bool),
         f"plan has tower_ratio {ratio!r} in its provenance; it needs a number, 1 or more",
@@ -97,10 +107,11 @@ def as_planned(plan: Plan, problem: Problem) -> Problem:
         # A sequence's hot rows are on all devices, whatever its tower.
         if _everywhere(placement.shard.table, problem):  # it is on no one host
             continue
-        for host in (devices[d].host for d in placement.devices):
+        for host in (name_of[d] for d in placement.devices):
             require(
                 host_of.setdefault(name, host) == host,
-                f"plan has towers, but table {name!r} on hosts {host_of[name]!r} and {host!r}; it needs one",
+                f"plan has towers, but table {name!r} on {problem.topology.row_unit}s {host_of[name]!r} and {host!r}; "
+                "it needs one",
             )
     return as_towers(problem, host_of, ratio)
 
@@ -137,13 +148,14 @@ def tower_traffic(plan: Plan, problem: Problem) -> TowerTraffic | None:
 
 
 def _sent(workload: Workload) -> tuple[float, float]:
-    """Bytes of outputs that devices send to others of their host, and to other hosts. Hosts are equal."""
+    """Bytes of outputs that devices send to others of their host (or pod), and to others. Hosts are equal."""
     within = across = 0.0
     topology = workload.topology
+    host_of = {d: h for h, unit in enumerate(topology.row_units) for d in unit}
     for channel, entering in zip(workload.channels, workload.traffic, strict=True):
         if channel in ID_CHANNELS or "forward" not in channel.row.ways:
             continue
-        hosts = [topology.devices[d].host for d in groups_of(channel.group, topology)[0]]
+        hosts = [host_of[d] for d in groups_of(channel.group, topology)[0]]
         n, mates = len(hosts), hosts.count(hosts[0])
         # Of the n parts that a device enters, it keeps one.
         within += (mates - 1) / n * float(entering.sum())
@@ -191,7 +203,7 @@ class OnTowers(Decision):
     moves: bool = True
 
     name: ClassVar[str] = "towers"
-    level: ClassVar[int] = 4
+    level: ClassVar[int] = 5
     against: ClassVar[Mapping[str, str]] = {"sharding groups": "towers are of all hosts of a problem"}
 
     def __post_init__(self) -> None:
@@ -242,16 +254,16 @@ class OnTowers(Decision):
 
 def _on_its_hosts(problem: Problem, plan: Plan) -> Problem:
     """The problem with each table pinned to its host in a plan, if that is one and allowed."""
-    topology, hosts_of = problem.topology, defaultdict[str, set[str]](set)
+    on_host, hosts_of = units_of_towers(problem.topology), defaultdict[str, set[str]](set)
+    name_of = {d: name for name, unit in on_host.items() for d in unit}
     for p in plan.placements:
-        hosts_of[p.shard.table.name] |= {topology.devices[d].host for d in p.devices if d < len(topology)}
+        hosts_of[p.shard.table.name] |= {name_of[d] for d in p.devices if d in name_of}
     # Tables on several hosts, and new ones, stay free.
     pins = dict(problem.constraints.pinned)
     for table in problem.tables:
         if len(hosts_of[table.name]) == 1:
             [host] = hosts_of[table.name]
-            on_host = topology.on_hosts[topology.hosts.index(host)]
-            if allowed := set(on_host) & set(problem.allowed_devices(table.name)):
+            if allowed := set(on_host[host]) & set(problem.allowed_devices(table.name)):
                 pins[table.name] = tuple(sorted(allowed))
     return replace(problem, constraints=replace(problem.constraints, pinned=tuple(pins.items())))
 
@@ -269,7 +281,8 @@ def tower_hosts(
     Raises Infeasible, which names a group and by how much it does not fit, if memory is too small.
     """
     known, topology = {t.name for t in problem.tables}, problem.topology
-    require_tower_hosts({}, topology.on_hosts, f"problem {problem.name!r}")
+    on_host = units_of_towers(topology)
+    require_tower_units({}, topology.row_units, topology.row_unit, f"problem {problem.name!r}")
     for name in (*(n for group in towers.towers for n in group), *towers.tables):
         require(name in known, f"towers have table {name!r}, which problem {problem.name!r} does not have")
     require(
@@ -286,7 +299,7 @@ def tower_hosts(
     allowed_of = {t.name: set(problem.allowed_devices(t.name)) for t in problem.tables}
     # A unit may live on a host if each of its tables may be on some device there.
     may_live = [
-        [all({*host} & allowed_of[name] for name in unit) for host in topology.on_hosts] for unit in units
+        [all({*host} & allowed_of[name] for name in unit) for host in on_host.values()] for unit in units
     ]
     allowed = np.array(may_live)
     for unit, hosts in zip(units, may_live, strict=True):
@@ -307,9 +320,9 @@ def tower_hosts(
     # Each device has the local batch as well, so that much is not free for tables.
     local = local_batch_bytes(problem)
     free = [max(0, may_hold - local) for may_hold in held_bytes(problem)]
-    speeds = [sum(topology.devices[d].speed for d in host) for host in topology.on_hosts]
+    speeds = [sum(topology.devices[d].speed for d in host) for host in on_host.values()]
     # At least a byte: shares of nothing are not defined.
-    room = [max(1, sum(free[d] for d in host)) for host in topology.on_hosts]
+    room = [max(1, sum(free[d] for d in host)) for host in on_host.values()]
     capacity = np.array(list(zip(speeds, room, strict=True)), dtype=float)
     for unit, needed, where in zip(units, load[:, _MEMORY], allowed, strict=True):
         largest = np.where(where, capacity[:, _MEMORY], 0).max()
@@ -323,7 +336,7 @@ def tower_hosts(
     division = Division(affinity, load, capacity, allowed, seconds)
     host = division.best()
     _require_all_fit(units, host, load[:, _MEMORY], capacity[:, _MEMORY], problem)
-    host_of = {t.name: topology.hosts[host[number[t.name]]] for t in problem.tables}
+    host_of = {t.name: list(on_host)[host[number[t.name]]] for t in problem.tables}
     return TowerHosts(
         problem=as_towers(problem, host_of, towers.compression_ratio),
         host_of=host_of,
@@ -370,7 +383,7 @@ def _require_all_fit(
         raise Infeasible(
             f"problem {problem.name!r} does not fit: no division of its towers over "
             f"{len(room)} hosts was found. In the best one {_group(unit)} is on host "
-            f"{problem.topology.hosts[h]!r}, whose tables take {gib(held[h])} with outputs; it "
+            f"{list(units_of_towers(problem.topology))[h]!r}, whose tables take {gib(held[h])} with outputs; it "
             f"may hold {gib(room[h])}, {gib(over)} too little. It may fit in smaller groups, "
             "or with that much more memory on each host"
         )

@@ -55,7 +55,7 @@ def features(shards: Sequence[Shard], batch: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Seen:
+class PolicyInputs:
     """Inputs of a policy before it places a shard.
 
     latents: [..., D, L] sums of the shards', over the device's speed.
@@ -88,7 +88,7 @@ class Net:
         """[N, L] latents of shards with features [N, F]."""
         raise NotImplementedError
 
-    def single(self, w: Weights, latents: Any, xp: ModuleType = np) -> Any:
+    def single(self, w: Weights, latents: Any) -> Any:
         """[...] predicted cost of shards [..., L] alone. Those that cost most are placed first."""
         raise NotImplementedError
 
@@ -96,7 +96,7 @@ class Net:
         """[..., N, H] context of each of the shards [..., N, L], in the order of placing. None: no context."""
         return None
 
-    def scores(self, w: Weights, seen: Seen, xp: ModuleType = np) -> Any:
+    def scores(self, w: Weights, inputs: PolicyInputs, xp: ModuleType = np) -> Any:
         """[..., D] scores of devices: logits of a softmax."""
         raise NotImplementedError
 
@@ -126,13 +126,13 @@ class DreamShard(Net):
         nets = ("table",) if self.asks_model else ("table", "cost_table")
         return xp.concatenate([_relu(_mlp(w, name, x)) for name in nets], -1)
 
-    def single(self, w: Weights, latents: Any, xp: ModuleType = np) -> Any:
+    def single(self, w: Weights, latents: Any) -> Any:
         return self.parts(w, latents).sum(-1)
 
-    def scores(self, w: Weights, seen: Seen, xp: ModuleType = np) -> Any:
+    def scores(self, w: Weights, inputs: PolicyInputs, xp: ModuleType = np) -> Any:
         # Either source has one scale, so both kinds of policy have the same layers.
-        costs = seen.costs / w["scale_ms"] if self.asks_model else self.parts(w, seen.latents)
-        both = xp.concatenate([seen.latents[..., :LATENTS], _relu(_mlp(w, "costs", costs))], -1)
+        costs = inputs.costs / w["scale_ms"] if self.asks_model else self.parts(w, inputs.latents)
+        both = xp.concatenate([inputs.latents[..., :LATENTS], _relu(_mlp(w, "costs", costs))], -1)
         return (both @ w["choice.weight"])[..., 0]
 
     def parts(self, w: Weights, latents: Any) -> Any:
@@ -168,7 +168,7 @@ class AutoShard(Net):
     def latents(self, w: Weights, features: Any, xp: ModuleType = np) -> Any:
         return _relu(_mlp(w, "table", _scaled(w, features, xp)))
 
-    def single(self, w: Weights, latents: Any, xp: ModuleType = np) -> Any:
+    def single(self, w: Weights, latents: Any) -> Any:
         return self.cost(w, latents)
 
     def context(self, w: Weights, latents: Any, xp: ModuleType = np) -> Any:
@@ -178,11 +178,11 @@ class AutoShard(Net):
         progress = xp.broadcast_to(_relu(_linear(w, "progress", done)), latents.shape)
         return _lstm(w, "lstm.1", _lstm(w, "lstm.0", xp.concatenate([latents, progress], -1), xp), xp)
 
-    def scores(self, w: Weights, seen: Seen, xp: ModuleType = np) -> Any:
-        facts = xp.stack([self.cost(w, seen.latents), seen.used], -1)
-        devices = xp.concatenate([seen.latents, _relu(_linear(w, "device", facts))], -1)
+    def scores(self, w: Weights, inputs: PolicyInputs, xp: ModuleType = np) -> Any:
+        facts = xp.stack([self.cost(w, inputs.latents), inputs.used], -1)
+        devices = xp.concatenate([inputs.latents, _relu(_linear(w, "device", facts))], -1)
         # Each device is scored against the shard that comes next, [..., D, 3 H].
-        state = xp.broadcast_to(seen.context[..., None, :], devices.shape)
+        state = xp.broadcast_to(inputs.context[..., None, :], devices.shape)
         return _mlp(w, "score", xp.concatenate([state, devices, state * devices], -1), layers=4)[..., 0]
 
     def cost(self, w: Weights, latents: Any) -> Any:

@@ -116,6 +116,7 @@ def place(
 
 
 def write_policy(folder: str | Path, policy: Policy) -> None:
+    """Write a policy's folder: its description and its weights."""
     # The order of features is part of the weights' meaning, so it is written with them.
     description = {"name": policy.name, "features": list(FEATURES)}
     description["setting"] = files.setting_to_json(policy.setting)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardcore.search.beam import Placed
-from shardcore.search.learned.nets import PARTS, Net, Seen, Weights, features
+from shardcore.search.learned.nets import PARTS, Net, PolicyInputs, Weights, features
 from shardcore.search.state.placement_state import PlacementState
 from shardcore.search.state.shard_cost_cache import ShardCostCache
 
@@ -102,13 +102,13 @@ class Rollouts:
             legal[:, :, i], used[:, :, i] = state.fits(strip, units), state.used / room
             if costs is not None:
                 costs[:, :, i] = state.parts_ms()
-            seen = Seen(
+            inputs = PolicyInputs(
                 sums / speed,
                 used[:, :, i],
                 None if costs is None else costs[:, :, i],
                 None if context is None else context[:, None, i],
             )
-            scores = np.nan_to_num(self.net.scores(self.weights, seen)) + noise[:, :, i]
+            scores = np.nan_to_num(self.net.scores(self.weights, inputs)) + noise[:, :, i]
             # Where no device is legal, the least used one shows by how much the plan is too large.
             best = np.where(legal[:, :, i], scores, -np.inf).argmax(-1)
             d = np.where(legal[:, :, i].any(-1), best, state.used.argmin(-1))  # [C, K]

@@ -29,7 +29,7 @@ from shardcore.core.validation import MOST_COUNT, MOST_SEED, require, require_wi
 from shardcore.cost.model import CostModel
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search.greedy import ORDERS
-from shardcore.search.learned.nets import AutoShard, DreamShard, Net, Seen, features
+from shardcore.search.learned.nets import AutoShard, DreamShard, Net, PolicyInputs, features
 from shardcore.search.learned.policy import NETS, Policy, place
 from shardcore.search.learned.rollout import Rollout, Rollouts
 from shardcore.search.state.feasible import feasible_shards
@@ -37,7 +37,7 @@ from shardcore.search.state.shard_cost_cache import ShardCostCache
 from shardcore.tables.held_out import kept_for_testing
 
 _KEPT_PLANS, _BATCH = 5_000, 64
-"""Plans that a cost network learns from, at most; and those of an update."""
+"""Latest plans that a cost network learns from, and plans of one update."""
 
 Progress = Callable[[int, dict[str, float]], None]
 """Called as progress(round, values), once a round."""
@@ -156,17 +156,15 @@ def draw(
     )
 
     def drawn(tables: list[Table], first: int, n: int) -> list[Problem]:
-        drawn = [draw_problem(tables, first + i, setting, seed, config) for i in range(n)]
-        return [_on(like, problem) for problem in drawn] if like else drawn
+        problems = [draw_problem(tables, first + i, setting, seed, config) for i in range(n)]
+        return [_on(like, problem) for problem in problems] if like else problems
 
     # By table, not by problem: test problems show how it does on tables that it never saw.
     half = [t for t in pool if not kept_for_testing(t, one_of=2)]
     other = [t for t in pool if kept_for_testing(t, one_of=2)]
     try:
-        to_learn, validation = (
-            drawn(half, 0, config.problems),
-            drawn(half, config.problems, config.validation),
-        )
+        to_learn = drawn(half, 0, config.problems)
+        validation = drawn(half, config.problems, config.validation)
         return to_learn, validation, drawn(other, 0, config.test)
     except ShardCoreError as error:
         raise ShardCoreError(
@@ -287,7 +285,7 @@ class Prepared:
 
 
 @dataclass(frozen=True, eq=False)
-class PricedPlan:
+class CostSample:
     """A plan that the CostModel priced, for a cost network to learn from.
 
     x: [N, F] features of its shards.
@@ -304,7 +302,7 @@ class PricedPlan:
     total: float
 
     @classmethod
-    def of(cls, prepared: Prepared, rollout: Rollout, scale_ms: np.ndarray) -> PricedPlan:
+    def of(cls, prepared: Prepared, rollout: Rollout, scale_ms: np.ndarray) -> CostSample:
         """The first plan of a rollout."""
         cache = prepared.cache
         held = rollout.held(len(cache.made))[0, -1]  # [D, R]
@@ -327,7 +325,7 @@ class Batch:
     total: [plans]. sizes: devices of each plan.
     """
 
-    def __init__(self, plans: Sequence[PricedPlan]) -> None:
+    def __init__(self, plans: Sequence[CostSample]) -> None:
         self.sizes = [len(plan.speed) for plan in plans]
         # Devices of all plans are numbered through.
         firsts = np.cumsum([0, *self.sizes[:-1]])
@@ -372,7 +370,7 @@ class Learner:
         self.w = _initial({**net.shapes, **critic_shapes}, all_prepared, config.seed)
         self.arrays = {name: weight.detach().numpy() for name, weight in self.w.items()}
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.plans: deque[PricedPlan] = deque(maxlen=_KEPT_PLANS)
+        self.plans: deque[CostSample] = deque(maxlen=_KEPT_PLANS)
 
     def round(self) -> dict[str, float]:
         """Train for a round. Returns means of losses and others by name."""
@@ -385,13 +383,16 @@ class Learner:
         return self.optimizers[-1]
 
     def roll(self, prepared: Prepared, plans: int, priced: bool) -> Rollout:
+        """Random plans of a problem, with the present weights."""
         rollouts = Rollouts(self.net, self.arrays, plans, self.rng, greedy_first=False, priced=priced)
         return rollouts.run(prepared.cache, prepared.keys)
 
-    def priced(self, prepared: Prepared, rollout: Rollout) -> PricedPlan:
-        return PricedPlan.of(prepared, rollout, self.arrays["scale_ms"])
+    def priced(self, prepared: Prepared, rollout: Rollout) -> CostSample:
+        """The first plan of a rollout, in units of this policy's costs."""
+        return CostSample.of(prepared, rollout, self.arrays["scale_ms"])
 
     def drawn(self, n: int) -> list[Prepared]:
+        """Problems to learn from, drawn with replacement."""
         return [self.all_prepared[i] for i in self.rng.integers(len(self.all_prepared), size=n)]
 
     def batch(self) -> tuple[Batch, torch.Tensor]:
@@ -411,19 +412,22 @@ class Learner:
         keys = prepared.keys[0][rollout.order[0]]
         context = self.net.context(self.w, latents[cache.numbers(keys[:, 0], keys[:, 1])], torch)
         costs = None if rollout.costs is None else torch.from_numpy(rollout.costs[0])
-        seen = Seen(held @ latents / speed[:, None], torch.from_numpy(rollout.used[0]), costs, context)
-        scores = self.net.scores(self.w, seen, torch)
+        inputs = PolicyInputs(
+            held @ latents / speed[:, None], torch.from_numpy(rollout.used[0]), costs, context
+        )
+        scores = self.net.scores(self.w, inputs, torch)
         # A finite number, as 0 × inf would make the entropy NaN.
         return scores.masked_fill(~torch.from_numpy(rollout.legal[0]), -1e9), context
 
     def policy_loss(self, logits: torch.Tensor, rollout: Rollout, advantage: torch.Tensor) -> torch.Tensor:
         """REINFORCE's loss. advantage: [K, N] or [K, 1]."""
         logs = logits.log_softmax(-1)  # [K, N, D]
-        taken = logs.gather(-1, torch.from_numpy(rollout.devices[0])[..., None])[..., 0]
+        # [K, N] log-probability of the device that each shard went to.
+        chosen = logs.gather(-1, torch.from_numpy(rollout.devices[0])[..., None])[..., 0]
         entropy = -(logs.exp() * logs).sum(-1)
         # Where there is no choice, there is nothing to learn.
         choice = torch.from_numpy(rollout.legal[0].sum(-1) > 1)
-        gain = (taken * advantage + self.config.entropy * entropy) * choice
+        gain = (chosen * advantage + self.config.entropy * entropy) * choice
         return -gain.sum() / choice.sum().clamp(min=1)
 
 
@@ -434,29 +438,31 @@ class DreamShardLearner(Learner):
 
     def __init__(self, net: DreamShard, all_prepared: Sequence[Prepared], config: PolicyConfig) -> None:
         super().__init__(net, all_prepared, config, {})
-        self.costs = None if net.asks_model else self.optimizer("cost_table", "heads", "overall")
-        self.policy = self.optimizer("table", "costs", "choice")
+        self.cost_optimizer = None if net.asks_model else self.optimizer("cost_table", "heads", "overall")
+        self.policy_optimizer = self.optimizer("table", "costs", "choice")
 
     def round(self) -> dict[str, float]:
         config, values = self.config, {}
-        if self.costs:
+        if self.cost_optimizer:
             drawn = self.drawn(config.priced)
             priced = [self.priced(prepared, self.roll(prepared, 1, True)) for prepared in drawn]
             # A plan that does not fit has no cost to learn.
             self.plans += [plan for plan in priced if np.isfinite(plan.total)]
             updates = config.cost_updates if self.plans else 0
-            losses = [self.cost_update(self.costs) for _ in range(updates)]
+            losses = [self.cost_update(self.cost_optimizer) for _ in range(updates)]
             values["cost_loss"] = float(np.mean(losses)) if losses else 0.0
         values["entropy"] = float(np.mean([self.policy_update() for _ in range(config.policy_updates)]))
         return values
 
     def cost_update(self, optimizer: torch.optim.Optimizer) -> float:
+        """Train the cost network on some priced plans. Returns the loss."""
         batch, sums = self.batch()
         parts = self.net.parts(self.w, sums) - batch.parts
         overall = self.net.overall(self.w, batch.by_plan(sums), torch) - batch.total
         return _step(optimizer, (parts**2).mean(0).sum() + (overall**2).mean())
 
     def policy_update(self) -> float:
+        """Train the policy on plans of some problems. Returns the mean entropy."""
         losses, entropies = [], []
         for prepared in self.drawn(self.config.problems_at_once):
             rollout = self.roll(prepared, self.config.plans_each, self.net.asks_model)
@@ -466,7 +472,7 @@ class DreamShardLearner(Learner):
             logits, _ = self.logits(prepared, rollout)
             losses.append(self.policy_loss(logits, rollout, _standardised(-ms)[:, None]))
             entropies.append(_mean_entropy(logits))
-        _step(self.policy, torch.stack(losses).mean())
+        _step(self.policy_optimizer, torch.stack(losses).mean())
         return float(np.mean(entropies))
 
 
@@ -477,8 +483,8 @@ class AutoShardLearner(Learner):
 
     def __init__(self, net: AutoShard, all_prepared: Sequence[Prepared], config: PolicyConfig) -> None:
         super().__init__(net, all_prepared, config, net.critic_shapes)
-        # All weights but the scaling of features and costs.
-        self.all = self.optimizer("table", "cost", "progress", "device", "score.", "lstm", "value")
+        # Of all weights but the scaling of features and costs.
+        self.adam = self.optimizer("table", "cost", "progress", "device", "score.", "lstm", "value")
 
     def round(self) -> dict[str, float]:
         # The cost network learns from the plans of the policy updates.
@@ -488,13 +494,14 @@ class AutoShardLearner(Learner):
         return {"cost_loss": loss, "balance": float(balance), "entropy": float(entropy)}
 
     def cost_update(self) -> float:
+        """Train the cost network on some priced plans. Returns the loss."""
         batch, sums = self.batch()
         # Forward and backward compute of each device, [B].
         errors = self.net.cost(self.w, sums) - (batch.parts[:, 0] + batch.parts[:, 2])
-        return _step(self.all, (errors**2).mean())
+        return _step(self.adam, (errors**2).mean())
 
     def policy_update(self) -> np.ndarray:
-        """Returns the mean balance and entropy, [2]."""
+        """Train policy and critic on plans of some problems. Returns the mean balance and entropy, [2]."""
         losses, values = [], []
         for prepared in self.drawn(self.config.problems_at_once):
             rollout = self.roll(prepared, self.config.plans_each, True)
@@ -509,7 +516,7 @@ class AutoShardLearner(Learner):
             loss = self.policy_loss(logits, rollout, errors.detach())
             losses.append(loss + 0.5 * (errors**2).mean())
             values.append((float(balance.mean()), _mean_entropy(logits)))
-        _step(self.all, torch.stack(losses).mean())
+        _step(self.adam, torch.stack(losses).mean())
         return np.mean(values, 0)
 
 

@@ -1,4 +1,4 @@
-"""Cuts: how far tables have to be cut so that each fits on some device, alone with the local batch.
+"""Cuts: how far each table has to be cut to fit on some device, beside the local batch only.
 
 Shapes: D devices, P phases of a step.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 
@@ -39,7 +39,8 @@ class Cuts:
     fixed: placements that every plan has.
     bundles: all other tables, whole.
     batches: each run's share of a local batch, with these tables whole. Empty if none may be.
-    account: memory of plans with these tables whole. cut_account: with all of them cut by columns.
+    account: memory of plans with these tables whole. Only with batches.
+    cut_account: the same with all of them cut by columns.
     may_hold: [D] bytes that devices may hold, without those of `fixed`.
     """
 
@@ -60,7 +61,7 @@ class Cuts:
             # A table that does not fit whole is cut, and then its run joins outputs.
             cut = {run: replace(batch, cut=not run.local_batch) for run, batch in self.batches.items()}
             self.cut_account = Account.of(cut, problem)
-            self._room = self._room_of(self.account)
+            self._room = self.room(self.account)
             # Messages compare with what is left in the phase in which fixed tables take most.
             of_fixed = self.account.loads(self.fixed).max(1)
             self.may_hold = [n - math.ceil(taken) for n, taken in zip(self.may_hold, of_fixed, strict=True)]
@@ -72,14 +73,20 @@ class Cuts:
             too_much = (self._together > np.maximum(self._room, 0).sum(0) * (1 + 1e-9)).any()
             if too_much or (self.fixed and (self._room < -0.5).any()):
                 return None
-        parts: list[Sequence[Shard]] = []
-        for bundle, vector in zip(self.bundles, self._vectors, strict=True):
-            # Each table is looked at alone. Whether all fit together is for searches to find.
-            cut = bundle if self._fits_whole(bundle, vector) else self.cut_of(bundle)
-            if cut is None:
+        all_parts: list[Sequence[Shard]] = []
+        for parts in self.parts():
+            if parts is None:
                 return None
-            parts.append(cut)
-        return [s for cut in parts for s in cut] if self._make_equally_wide(parts) else None
+            all_parts.append(parts)
+        return [s for parts in all_parts for s in parts] if self._make_equally_wide(all_parts) else None
+
+    def parts(self) -> Iterator[Sequence[Shard] | None]:
+        """For each bundle: its tables whole where they fit on some device, else cut. None where no cut fits.
+
+        Each table is looked at alone. Whether all fit together is for searches to find.
+        """
+        for bundle, vector in zip(self.bundles, self._vectors, strict=True):
+            yield bundle if self._fits_whole(bundle, vector) else self._cut(bundle)
 
     @cached_property
     def _vectors(self) -> list[np.ndarray | None]:
@@ -96,39 +103,35 @@ class Cuts:
         shards = list(shards)
         if not all(why_not(WHOLE_ROWS, s.table, self.problem) is None for s in shards):
             return None
-        vectors = [self.account.vector(run_of(WHOLE_ROWS.name, s.table), s) for s in shards]
-        return np.sum(vectors, axis=0)
-
-    def fits_whole(self, bundle: Bundle) -> bool:
-        """Tell if the tables of a bundle, whole, fit on some device."""
-        return self._fits_whole(bundle, self.vector(bundle))
+        return np.sum([self.account.vector(run_of(WHOLE_ROWS.name, s.table), s) for s in shards], axis=0)
 
     def _fits_whole(self, bundle: Bundle, vector: np.ndarray | None) -> bool:
+        """Tell if the tables of a bundle, whole, fit on some device. vector: `vector` of the bundle."""
         problem, table = self.problem, bundle[0].table
         if vector is None or table.dim > problem.topology.most_columns:
             return False
         room = self._room[list(problem.allowed_devices(table.name))]
         return bool((vector <= room).all(1).any())
 
-    def _room_of(self, account: Account) -> np.ndarray:
-        """[D, P] bytes that devices have for shards."""
+    def room(self, account: Account) -> np.ndarray:
+        """[D, P] bytes that devices have for shards, beside the local batch and fixed tables."""
         return account.limits - account.base - account.loads(self.fixed)
 
-    def _make_equally_wide(self, parts: list[Sequence[Shard]]) -> bool:
-        """Cut the sequences of a collection equally wide, as TorchRec needs. Tell if they fit so."""
-        cut: dict[str, list[int]] = defaultdict(list)
-        for i, (first, *_) in enumerate(parts):
+    def _make_equally_wide(self, all_parts: list[Sequence[Shard]]) -> bool:
+        """Replace cut sequences by parts of one width in a collection, as TorchRec needs. Tell if they fit so."""
+        cut: dict[str, list[int]] = defaultdict(list)  # positions in all_parts, by collection
+        for i, (first, *_) in enumerate(all_parts):
             if first.table.sequence and first.width < first.table.dim:
                 cut[first.table.collection].append(i)
-        for at in cut.values():
+        for positions in cut.values():
+            tables = [all_parts[i][0].table for i in positions]
             # Any wider, and the table that needs the narrowest parts would not fit.
-            tables, narrowest = [parts[i][0].table for i in at], min(parts[i][0].width for i in at)
-            widths = range(narrowest, 0, -1)
+            widths = range(min(all_parts[i][0].width for i in positions), 0, -1)
             width = next((w for w in widths if all(self._fits_equally(t, w) for t in tables)), None)
             if width is None:
                 return False
-            for i, table in zip(at, tables, strict=True):
-                parts[i] = equal_parts(table, table.dim // width)
+            for i, table in zip(positions, tables, strict=True):
+                all_parts[i] = equal_parts(table, table.dim // width)
         return True
 
     def _fits_equally(self, table: Table, width: int) -> bool:
@@ -140,8 +143,8 @@ class Cuts:
             and self._fits(equal_parts(table, table.dim // width))
         )
 
-    def cut_of(self, bundle: Bundle) -> Sequence[Shard] | None:
-        """A table in shards of which each fits on some device. None if there are none."""
+    def _cut(self, bundle: Bundle) -> Sequence[Shard] | None:
+        """A table cut into shards that each fit on some device. None if no cut does that."""
         problem, table = self.problem, bundle[0].table
         if len(bundle) > 1 or table.name in problem.whole:
             return None
@@ -167,29 +170,30 @@ class Cuts:
         return parts
 
     def needs(self, parts: Sequence[Shard]) -> np.ndarray:
-        """[P] bytes that a device takes of the widest of a table's parts, with the ids of all."""
+        """[P] bytes on a device of the widest of a table's parts, and of the ids that all parts send."""
         # Each part but the first sends the ids of a local batch once more, on every device.
         table, widest = parts[0].table, max(parts, key=lambda s: s.width)
         ids = (len(parts) - 1) * sample_bytes(table, self.problem.job) * self.problem.local_batch * IDS_ALIVE
         return self.cut_account.vector(run_of(WHOLE_ROWS.name, table), widest) + ids
 
     def _fits(self, parts: Sequence[Shard]) -> bool:
-        """Tell if each of some parts of a table fits on a device."""
+        """Tell if the parts of a table fit on some device, one at a time."""
         allowed = list(self.problem.allowed_devices(parts[0].table.name))
-        return bool((self.needs(parts) <= self._room_of(self.cut_account)[allowed]).all(1).any())
+        return bool((self.needs(parts) <= self.room(self.cut_account)[allowed]).all(1).any())
 
     def with_division(self, divided: Placement) -> Account:
-        """The account with a table's rows divided. It counts the table's outputs twice."""
+        """The account with a table's rows divided. It counts the table's outputs twice: whole, and divided."""
         return Account.of(self.batches | run_batches([divided], self.problem), self.problem)
 
     def _fits_divided(self, divided: Placement) -> bool:
         """Tell if each row range fits on its device."""
         account, devices = self.with_division(divided), list(divided.devices)
-        return bool((account.loads([divided]) <= self._room_of(account))[devices].all())
+        return bool((account.loads([divided]) <= self.room(account))[devices].all())
 
     def needed(self, shards: Sequence[Shard], n_devices: int) -> int:
         """Bytes that tables by columns take on so many devices together, in the largest phase."""
-        vector = self.vector(self._by_columns(shards))
+        may_be_whole = [s for s in shards if why_not(WHOLE_ROWS, s.table, self.problem) is None]
+        vector = self.vector(may_be_whole)
         if vector is None or not vector.any():
             return 0
         # Each device has the local batch.
@@ -203,9 +207,6 @@ class Cuts:
         # [P] room that is less than nothing on one device does not count against others.
         lacks = self._together - np.maximum(self._room, 0).sum(0)
         return math.ceil(lacks[: self.account.phases].max())
-
-    def _by_columns(self, shards: Sequence[Shard]) -> list[Shard]:
-        return [s for s in shards if why_not(WHOLE_ROWS, s.table, self.problem) is None]
 
 
 @lru_cache(maxsize=2)  # a refusal explains those that the search began with

@@ -21,10 +21,6 @@ from shardcore.step.memory import fits, host_bytes, require_fits
 from shardcore.step.op_limits import may_bind, require_ops
 
 
-class DoesNotFit(Infeasible):
-    """No plan was found that fits."""
-
-
 def feasible_shards(problem: Problem) -> list[Shard]:
     """The shards to start from. Every table is whole, unless no device where it may live can hold it.
 
@@ -41,7 +37,7 @@ def feasible_shards(problem: Problem) -> list[Shard]:
 
 @lru_cache(maxsize=4)  # several searches of a problem begin with them
 def _feasible_shards(problem: Problem) -> tuple[Shard, ...]:
-    cuts = cuts_of(problem)  # refuses kinds that cannot run a table, with those that can
+    cuts = cuts_of(problem)  # raises ShardCoreError for a table that none of its kinds can run
     _require_widths(problem)
     shards = cuts.shards()
     if shards is not None:
@@ -66,10 +62,8 @@ def _require_widths(problem: Problem) -> None:
         cannot = f"problem {problem.name!r} cannot place table {table.name!r}"
         if why := why_not(WHOLE_ROWS, table, problem):
             raise ShardCoreError(f"{cannot}: {why}")
-        needed, n_allowed = (
-            -(-table.dim // problem.most_width(table)),
-            len(problem.allowed_devices(table.name)),
-        )
+        needed = -(-table.dim // problem.most_width(table))
+        n_allowed = len(problem.allowed_devices(table.name))
         if needed > n_allowed:
             raise ShardCoreError(
                 f"{cannot}: it has {table.dim} columns, and FBGEMM's CUDA op runs at most {most} in a shard; "
@@ -81,7 +75,7 @@ def _require_widths(problem: Problem) -> None:
 def fitting(problem: Problem) -> Plan:
     """A plan that fits, for a sharder whose own placing failed.
 
-    Raises DoesNotFit if none is found, and TooManyInOneOp if only FBGEMM's limits refuse the plan.
+    Raises Infeasible if none is found, and TooManyInOneOp if only FBGEMM's limits refuse the plan.
     """
     plan, lacks = roomiest(problem)
     if plan is not None and lacks <= 0:
@@ -91,14 +85,13 @@ def fitting(problem: Problem) -> Plan:
             return plan
         except Infeasible:
             # Only devices were counted, not hosts. So tables in host memory are dealt to hosts first.
-            pinned = _dealt_to_hosts(problem)
-            if pinned is None:
+            if (pinned := _dealt_to_hosts(problem)) is None:
                 raise
             return fitting(pinned)
     # Memory is enough, so the message has to name the limit of the op.
     if plan is not None and may_bind(problem) and fits(plan, problem):
         require_ops(plan, problem)
-    raise DoesNotFit(refusal(problem))
+    raise Infeasible(refusal(problem))
 
 
 def _dealt_to_hosts(problem: Problem) -> Problem | None:
@@ -107,7 +100,7 @@ def _dealt_to_hosts(problem: Problem) -> Problem | None:
     Tables that constraints keep together are dealt as one. Pinned ones and those of a fixed kind stay.
     None: there is nothing to deal, or no host has room.
     """
-    topology, asked = problem.topology, problem.constraints
+    topology, constraints = problem.topology, problem.constraints
     if not topology.memory or len(topology.hosts) == 1:
         return None
     on_host = {t.name: host_bytes(Shard.whole(t), problem) for t in problem.tables}
@@ -116,11 +109,9 @@ def _dealt_to_hosts(problem: Problem) -> Problem | None:
     for name, devices in problem.pinned.items():
         room -= [on_host[name] * (set(devices) <= set(host)) for host in topology.on_hosts]
     bound = {*problem.pinned, *(t.name for t in problem.tables if on_all_devices(t, problem))}
-    kept = {name for group in asked.together for name in group}
-    groups = [*asked.together, *((t.name,) for t in problem.tables if t.name not in kept)]
-    n_bytes = {
-        group: sum(on_host[name] for name in group) for group in groups if not bound.intersection(group)
-    }
+    apart = [(t.name,) for t in problem.tables if t.name not in problem.bundle_of]
+    groups = [group for group in (*constraints.together, *apart) if not bound.intersection(group)]
+    n_bytes = {group: sum(on_host[name] for name in group) for group in groups}
     pinned = []
     for group in sorted((g for g, n in n_bytes.items() if n), key=lambda g: -n_bytes[g]):
         host = int(np.argmax(room))
@@ -129,4 +120,4 @@ def _dealt_to_hosts(problem: Problem) -> Problem | None:
         pinned.append((group[0], topology.on_hosts[host]))
     if not pinned or room.min() < 0:
         return None
-    return replace(problem, constraints=replace(asked, pinned=(*asked.pinned, *pinned)))
+    return replace(problem, constraints=replace(constraints, pinned=(*constraints.pinned, *pinned)))

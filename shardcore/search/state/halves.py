@@ -46,25 +46,24 @@ class Halves:
             for p in placements
         )
 
-    def whole(self, found: Plan, problem: Problem, model: CostModel) -> Plan:
+    def whole(self, plan: Plan, problem: Problem, model: CostModel) -> Plan:
         """A plan of halves as one of the problem's whole tables, priced."""
-        plan = priced(self.joined(found.placements), problem, model)
-        return replace(plan, provenance={**found.provenance, **plan.provenance})
+        joined = priced(self.joined(plan.placements), problem, model)
+        return replace(joined, provenance={**plan.provenance, **joined.provenance})
 
     def split(self, plan: Plan) -> Plan:
         """A plan of whole tables as one of halves."""
-        halves: dict[str, list[tuple[Table, int]]] = {}
-        for half in self.problem.tables:
-            if half.name in self.tables:
-                whole, column = self.tables[half.name]
-                halves.setdefault(whole.name, []).append((half, column))
+        halves: dict[str, list[tuple[Table, int]]] = defaultdict(list)
+        for half in (t for t in self.problem.tables if t.name in self.tables):
+            whole, column = self.tables[half.name]
+            halves[whole.name].append((half, column))
         placements = []
         for p in plan.placements:
             for half, column in halves.get(p.shard.table.name, ()):
                 low, high = max(p.shard.col_lo, column), min(p.shard.col_hi, column + half.dim)
                 if low < high:
-                    some = replace(p, shard=replace(p.shard, col_lo=low, col_hi=high))
-                    placements.append(_moved(some, half, -column))
+                    part = replace(p, shard=replace(p.shard, col_lo=low, col_hi=high))
+                    placements.append(_moved(part, half, -column))
             if p.shard.table.name not in halves:
                 placements.append(p)
         return replace(plan, placements=tuple(placements))
@@ -72,7 +71,7 @@ class Halves:
 
 def halved(problem: Problem, names: Collection[str]) -> Halves:
     """A problem with tables of some names in halves. Each has to be one of `may_halve`."""
-    tables, of, kinds = [], {}, list(problem.constraints.kinds)
+    tables, wholes, kinds = [], {}, list(problem.constraints.kinds)
     for table in problem.tables:
         if table.name not in names:
             tables.append(table)
@@ -81,10 +80,11 @@ def halved(problem: Problem, names: Collection[str]) -> Halves:
         for column in (0, width):
             half = replace(table, name=_half_name(table, column), dim=width)
             tables.append(half)
-            of[half.name] = table, column
+            wholes[half.name] = table, column
+            # A half is a table here, but kinds that need all columns of the real one cannot run it.
             kinds.append((half.name, _CUT))
     constraints = replace(problem.constraints, kinds=tuple(kinds))
-    return Halves(replace(problem, tables=tuple(tables), constraints=constraints), of)
+    return Halves(replace(problem, tables=tuple(tables), constraints=constraints), wholes)
 
 
 def may_halve(table: Table, problem: Problem) -> bool:
@@ -93,9 +93,8 @@ def may_halve(table: Table, problem: Problem) -> bool:
     No constraint names it, FBGEMM and files take halves of it, and no other table has the name of one.
     """
     constraints = problem.constraints
-    named = {*constraints.unsplit, *(name for group in constraints.together for name in group)}
-    for pairs in (constraints.pinned, constraints.kinds, constraints.min_widths):
-        named |= {name for name, _ in pairs}
+    pairs = (*constraints.pinned, *constraints.kinds, *constraints.min_widths)
+    named = {*constraints.unsplit, *problem.bundle_of, *(name for name, _ in pairs)}
     # TorchRec needs the parts of a sequence equally wide, and each of its maps of ids once.
     plain = not table.sequence and table.managed_collision is None
     halves = {_half_name(table, column) for column in (0, table.dim // 2)}
@@ -105,7 +104,7 @@ def may_halve(table: Table, problem: Problem) -> bool:
 
 
 def halves_of(plan: Plan, problem: Problem) -> Halves | None:
-    """The problem with tables in halves, where groups of devices share halves of them in a plan. None if none do.
+    """The problem with those tables in halves of which groups of devices share a half in a plan. None without any.
 
     plan: of the problem's tables.
     """

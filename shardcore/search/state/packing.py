@@ -1,9 +1,11 @@
 """Packing: plans that fit, at any cost. For problems where a search's order of placing finds none.
 
-Once each table has a way to run, a device's memory in a phase of a step is a sum of bytes: of its shards, and
-of a local batch, which is the same on all devices (step/memory_account.py). So shards are vectors of bytes, to
-be packed into devices. Few tables are tried in all ways. Of many, whole tables come first, then more and more
-of the largest are divided.
+A way to run a table says how it is cut or shared. With a way chosen for each table, a device's memory in a phase
+of a step is a sum of bytes: of its shards, and of a local batch, which is the same on all devices
+(step/memory_account.py). So shards are vectors of bytes, to be packed into devices (vector_packing.py).
+
+Few tables are tried in all combinations of ways. Of many, whole tables come first, then more and more of the
+largest are divided.
 
 Shapes: D devices, P phases.
 """
@@ -12,9 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise, product
+from itertools import product
 from math import prod
 from typing import NamedTuple
 
@@ -22,31 +24,31 @@ import numpy as np
 
 from shardcore.core.progress import ticking
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.search.state.shards import Bundle, bundles, fixed_placements, shared_groups, why_not
+from shardcore.search.state.cuts import cuts_of
+from shardcore.search.state.shards import Bundle, bundles, equal_parts, shared_groups, why_not
 from shardcore.search.state.vector_packing import VectorPacking
 from shardcore.step import memory
 from shardcore.step.id_bytes import sample_bytes
 from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, Group, Layout, run_of, shards_on
 from shardcore.step.memory import Caches, held_bytes
-from shardcore.step.memory_account import Account, Sums, account_of, own_peaks, sums_of
+from shardcore.step.memory_account import Sums, account_of, own_peaks, sums_of
 from shardcore.step.memory_timeline import IDS_ALIVE
 from shardcore.step.op_limits import TooManyInOneOp, require_ops
-from shardcore.step.shard_memory import run_batches
 
-_ALL = 1500
-"""With fewer ways to run all tables, each is tried."""
+_MOST_CHOICES = 1500
+"""Combinations of ways for all tables: if there are no more than these, each is tried."""
 _SHARES = (1.0, 0.7, 0.5, 0.3, 0.1)
-"""Largest shares of a device's room for one shard, in further tries."""
-_NEARLY = 1.1
-"""Factor by which parts may exceed the least bytes, if they are fewer."""
+"""Shares of a device's room that one shard may take, in further tries."""
+_LEAST_SLACK = 1.1
+"""Fewer parts are chosen if they take at most this multiple of the least bytes."""
 LARGE = 1 << 16
 """Devices × tables of a large problem: it gets few tries."""
-_NEAR = 0.1
-"""A packing that lacks at most this share of a device is improved one table at a time."""
-_TRIES = 20_000
-"""Tries of that, times tables."""
-_CLOSE = 1.01
-"""Tries for a large problem end once a device lacks no more than this multiple of what all devices lack."""
+_IMPROVED_WITHIN = 0.1
+"""A packing is improved, one table at a time, if it lacks at most this share of a device."""
+_IMPROVING_TRIES = 20_000
+"""Packings tried for that, times tables: one of many tables takes longer."""
+_NEAR_MEAN = 1.01
+"""Tries for a large problem end once a device lacks at most this multiple of what devices lack in the mean."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,8 @@ class Way:
     """A way to run a table.
 
     kind: of sharding.
-    parts: shards of all rows by columns, each for another device.
-    devices: the group that shares the table. Empty for such shards.
+    parts: number of shards by columns, with all rows, each on another device.
+    devices: the group that shares the table. Empty if devices have shards by columns.
     """
 
     kind: str = WHOLE_ROWS.name
@@ -77,7 +79,7 @@ def roomiest(problem: Problem, quick: bool = False) -> tuple[Plan | None, int]:
     for ways in packings.choices(quick):
         best = packings.better(ways, best) or best
         # No other way has much less to pack.
-        if best and (best.lacks <= 0 or (packings.large and best.lacks <= _CLOSE * packings.short)):
+        if best and (best.lacks <= 0 or (packings.large and best.lacks <= _NEAR_MEAN * packings.short)):
             break
     if best is None:
         return None, 0
@@ -118,9 +120,9 @@ class _Packings:
     n: number of devices.
     bundles: tables that go together.
     firsts: the first way of each bundle. One is missing where constraints leave it none.
-    large: whether it gets few tries.
+    large: whether the problem gets few tries.
     room: most bytes that a device has left for shards by columns, in the last packing.
-    short: bytes that a device lacks in the mean in the last packing, in the phase in which it lacks most.
+    short: bytes that devices lack in the mean in the last packing, in the phase in which they lack most.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -146,7 +148,7 @@ class _Packings:
         """A way for each bundle, and then others."""
         n = range(len(self.bundles))
         # Few tables: all choices, with the simplest ways first.
-        if len(n) <= 20 and prod(len(self.ways(i)) for i in n) <= _ALL:
+        if len(n) <= 20 and prod(len(self.ways(i)) for i in n) <= _MOST_CHOICES:
             ranked = product(*(enumerate(self.ways(i)) for i in n))
             for choice in sorted(ranked, key=lambda choice: sum(rank for rank, _ in choice)):
                 yield tuple(way for _, way in choice)
@@ -190,7 +192,7 @@ class _Packings:
             return first
         cut, shared = ([w for w in self.ways(i) if bool(w.devices) == several] for several in (False, True))
         # More parts send ids again, and do not sort fewer.
-        least = _NEARLY * min((self._bytes(i, way) for way in cut), default=np.inf)
+        least = _LEAST_SLACK * min((self._bytes(i, way) for way in cut), default=np.inf)
         enough = max(share * room, least) if least <= room else share * room
         for ways, most in ((cut, enough), (shared, room)):
             if way := next((way for way in ways if self._bytes(i, way) <= most), None):
@@ -209,7 +211,8 @@ class _Packings:
             shards = self.bundles[i]
             # The last part is the widest where units do not divide evenly.
             if way.parts > 1:
-                shards = _parts(shards[0].table, way.parts, self.problem)[-1:]
+                table = shards[0].table
+                shards = equal_parts(table, way.parts, self.problem.unit_width(table))[-1:]
             if LAYOUTS[way.kind].divides_rows:
                 shards = [next(s for _, s in shards_on(Placement(way.kind, shards[0], way.devices)))]
             self._bytes_of[i, way] = sum(self._peak_of(run_of(way.kind, s.table), s) for s in shards)
@@ -218,11 +221,11 @@ class _Packings:
     def improved(self, best: _Packing) -> _Packing:
         """The packing, with other ways of one table at a time while it lacks less so."""
         # Far from fitting, one table at a time does not get there.
-        if best.lacks > _NEAR * max(held_bytes(self.problem)):
+        if best.lacks > _IMPROVED_WITHIN * max(held_bytes(self.problem)):
             return best
         # Large tables first: another way of one changes most.
         largest = sorted(range(len(best.ways)), key=lambda i: -self._bytes(i, self.firsts[i]))
-        before, n_tries = None, _TRIES // len(self.bundles)
+        before, n_tries = None, _IMPROVING_TRIES // len(self.bundles)
         while best is not before:
             before = best
             for i in largest:
@@ -255,7 +258,9 @@ class _Packings:
             elif way.parts == 1:
                 parts.append(bundle)
             else:
-                parts += [(part,) for part in _parts(bundle[0].table, way.parts, self.problem)]
+                table = bundle[0].table
+                cut = equal_parts(table, way.parts, self.problem.unit_width(table))
+                parts += [(part,) for part in cut]
         # TorchRec refuses such a plan.
         if not equally_wide(parts):
             return None
@@ -303,28 +308,22 @@ class _Packings:
         The largest first, each whole where it leaves least room. If that is nowhere, each device in turn
         takes as many columns as it has room for.
         """
-        problem, fixed = self.problem, fixed_placements(self.problem)
-        kept = {p.shard.table.name for p in fixed}
-        searched = [bundle for bundle in self.bundles if bundle[0].table.name not in kept]
-        if not all(why_not(WHOLE_ROWS, s.table, problem) is None for bundle in searched for s in bundle):
+        problem, cuts = self.problem, cuts_of(self.problem)
+        if not all(why_not(WHOLE_ROWS, s.table, problem) is None for bundle in cuts.bundles for s in bundle):
             return None
-        batches = run_batches([*_placements(searched, [0] * len(searched)), *fixed], problem)
         # As if every run had a cut table, as it is not known yet which tables are cut.
-        cut = {run: replace(batch, cut=not run.local_batch) for run, batch in batches.items()}
-        account = Account.of(cut, problem)
-        room = account.limits - account.base - account.loads(fixed)
+        account, room = cuts.cut_account, cuts.room(cuts.cut_account)
 
         def vector(shards: Bundle) -> np.ndarray:
             return np.sum([account.vector(run_of(WHOLE_ROWS.name, s.table), s) for s in shards], axis=0)
 
         def rank(bundle: Bundle) -> tuple[int, float]:
-            return len(problem.allowed_devices(bundle[0].table.name)), -sum(
-                vector((s,)).max() for s in bundle
-            )
+            largest = sum(vector((s,)).max() for s in bundle)
+            return len(problem.allowed_devices(bundle[0].table.name)), -largest
 
         # Tables with least freedom first, then the largest.
-        placements = list(fixed)
-        for bundle in sorted(searched, key=rank):
+        placements = list(cuts.fixed)
+        for bundle in sorted(cuts.bundles, key=rank):
             table, needs = bundle[0].table, vector(bundle)
             allowed = list(problem.allowed_devices(table.name))
             left = np.where(np.isin(np.arange(self.n), allowed), (room - needs).min(1), -1.0)
@@ -340,8 +339,10 @@ class _Packings:
             one, two = (vector((Shard(table, 0, table.rows, 0, n * unit),)) for n in (1, 2))
             a_unit = two - one  # bytes are linear in columns; ids, and state of rows, do not depend on them
             while lo < table.dim:
+                # [D, P] units beyond the first that fit in each phase. Any number if they add nothing there.
                 with np.errstate(divide="ignore", invalid="ignore"):
                     more = np.where(a_unit > 0, (room - one) / a_unit, np.where(room >= one, np.inf, -1.0))
+                # [D] units that fit in all phases. -1 where the table may not be.
                 most = np.full(self.n, -1.0)
                 most[allowed] = np.floor(more.min(1) + 1)[allowed]
                 device = int(most.argmax())
@@ -386,17 +387,10 @@ def _ways(bundle: Bundle, problem: Problem) -> Iterator[Way]:
 
 
 def _may_be_parts(table: Table, n: int, problem: Problem) -> bool:
-    unit = problem.unit_width(table)
-    return -(-table.dim // unit // n) * unit <= problem.topology.most_columns and not (
-        table.sequence and table.dim // unit % n
-    )
-
-
-def _parts(table: Table, n: int, problem: Problem) -> list[Shard]:
-    """The table in n shards by columns, as equal as its unit allows."""
-    unit = problem.unit_width(table)
-    ends = [table.dim // unit * i // n * unit for i in range(n + 1)]
-    return [Shard(table, 0, table.rows, lo, hi) for lo, hi in pairwise(ends)]
+    """Tell if FBGEMM runs n parts of a table. Those of a sequence have to be equally wide."""
+    unit, units = problem.unit_width(table), table.dim // problem.unit_width(table)
+    widest = -(-units // n) * unit
+    return widest <= problem.topology.most_columns and not (table.sequence and units % n)
 
 
 def equally_wide(parts: Sequence[Bundle]) -> bool:

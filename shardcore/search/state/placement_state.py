@@ -21,7 +21,10 @@ from shardcore.search.state.shard_cost_cache import Integers, ShardCostCache
 from shardcore.search.state.shards import fixed_placements, placed, priced
 from shardcore.step.kinds import run_of, shards_on
 from shardcore.step.memory import held_bytes
-from shardcore.step.memory_account import sums_of
+from shardcore.step.memory_account import Sums, sums_of
+
+_ON_HOST = Sums._fields.index("on_host")
+"""The column of ShardCostCache.sums with bytes in host memory."""
 
 
 class PlacementState:
@@ -43,6 +46,14 @@ class PlacementState:
     priced: whether to keep sums and op_ms. Without them there is no cost.
 
     keys: [..., N, 2] all shards that will be placed. The memory of the local batch depends on them.
+
+    Private:
+
+    _cut: [..., K] strips of each kind that are cut by columns. Kinds with any have more buffers.
+    _ids: [...] bytes that the ids of a local batch take beyond one copy for each strip.
+    _on_host: [..., D] bytes of each device's shards in the memory of its host.
+    _coefficients: [K, F of memory_account, P] bytes in a phase for each of a shard's sums.
+    _known: [R, P + C] bytes and counts of each shard of the cache, as far as they were needed.
     """
 
     def __init__(
@@ -80,11 +91,11 @@ class PlacementState:
             shape = (len(states), *(1 for _ in batch[1:]), *beyond) if batch else beyond
             return np.broadcast_to(of_states.reshape(shape), (*batch, *beyond)).copy()
 
-        self._cut = of_plans(cache.cut_strips(states))  # [..., K]
+        self._cut = of_plans(cache.cut_strips(states))
         # The ids of a local batch exist once more for each shard but the first of a strip.
         self._ids = of_plans(cache.local_ids[states[..., 0]].sum(1) - cache.local_ids.sum())
         self._coefficients = self._account.coefficients[[self._account.runs[run] for run in cache.kinds]]
-        self._known = np.zeros((0, before.shape[1]))  # [R, P + C] vectors of shards
+        self._known = np.zeros((0, before.shape[1]))
         # Limits of ops, and caches, have no bytes of shards that add up.
         self._always_exact = self._account.phases < before.shape[1]
         # Shards that meet may leave a kind without cut tables, which takes more in some phases.
@@ -101,33 +112,34 @@ class PlacementState:
 
     def fits(self, strip: Integers, units: Integers) -> np.ndarray:
         """[..., D] bool: devices that may hold the shard and have the memory, in each phase of a step."""
-        before = self.held[(*self._plans, strip)]
+        cache = self.cache
+        held = self.held[(*self._plans, strip)]  # [..., D]
         strips, more = np.asarray(strip)[..., None], np.asarray(units)[..., None]
-        was, then = self.cache.numbers(strips, before), self.cache.numbers(strips, before + more)
-        # A wider shard shares its rows' optimizer state, so bytes do not simply add up.
+        # Numbers of what each device has of the strip, and would have.
+        before, after = cache.numbers(strips, held), cache.numbers(strips, held + more)
         # Shards that meet become one, whose ids of a local batch exist once.
-        ids = np.asarray(self._ids)[..., None] - self.cache.local_ids[strips] * (before > 0)
-        joins = (before > 0) & (before + more == self.cache.size[strips])
-        of_kind = self.cache.kind[strips][..., None] == np.arange(self._cut.shape[-1])
-        cut = self._cut[..., None, :] - joins[..., None] * of_kind  # [..., D, K]
+        ids = np.asarray(self._ids)[..., None] - cache.local_ids[strips] * (held > 0)
+        becomes_whole = (held > 0) & (held + more == cache.size[strips])
+        of_kind = cache.kind[strips][..., None] == np.arange(self._cut.shape[-1])
+        cut = self._cut[..., None, :] - becomes_whole[..., None] * of_kind  # [..., D, K]
         # Quick and safe: the sum of the shards' peaks is at least the device's peak.
-        fits = self.used + self.cache.bytes[then] - self.cache.bytes[was] + ids <= self.free
+        # A wider shard shares its rows' optimizer state, so it adds what it has beyond the one before.
+        fits = self.used + cache.bytes[after] - cache.bytes[before] + ids <= self.free
         if not fits.all() or self._always_exact:
             # The sum of peaks was too much, or means nothing: count phase by phase.
             at = np.nonzero(np.ones_like(fits) if self._always_exact else ~fits)
-            before, after = (np.broadcast_to(x, fits.shape)[at] for x in (was, then))
-            shard = self._vectors(after) - self._vectors(before)
-            fits[at] = self._within_limits(self.load[at] + shard, cut[at], ids[at], at[-1])
-        for *plan, device in np.argwhere(fits & joins & ((cut == 0) & of_kind).any(-1)):
+            old, new = (self._vectors(np.broadcast_to(number, fits.shape)[at]) for number in (before, after))
+            fits[at] = self._within_limits(self.load[at] + (new - old), cut[at], ids[at], at[-1])
+        for *plan, device in np.argwhere(fits & becomes_whole & ((cut == 0) & of_kind).any(-1)):
             # The kind has no cut tables any more, which changes the local batch of all devices.
             loads, at = self.load[(*plan,)], (*plan, device)
             others = np.flatnonzero(loads.any(-1) & (np.arange(len(loads)) != device))
             fits[at] = self._within_limits(loads[others], cut[at], ids[at], others).all()
-        if memory := self.cache.problem.topology.memory:
+        if memory := cache.problem.topology.memory:
             # Devices of a host share its memory. The other limits are each device's own.
-            of_host = self._on_host @ self._same_host + self.cache.sums[then, 5] - self.cache.sums[was, 5]
-            fits &= of_host <= memory[0].bytes
-        return fits & self.cache.allowed[strip]
+            more_on_host = cache.sums[after, _ON_HOST] - cache.sums[before, _ON_HOST]
+            fits &= self._on_host @ self._same_host + more_on_host <= memory[0].bytes
+        return fits & cache.allowed[strip]
 
     def peak_bytes(self) -> np.ndarray:
         """[..., D] peak memory of devices in bytes. Equal to memory.used_bytes(plan).
@@ -158,7 +170,7 @@ class PlacementState:
         return n_bytes
 
     def _vectors(self, number: np.ndarray) -> np.ndarray:
-        """[..., P + C] bytes of shards in each phase, and counts of their caches."""
+        """[..., P + C] bytes of the shards of these numbers in each phase, and counts of their caches."""
         # Each shard's vector is computed once, when the cache has new shards.
         known = len(self._known)
         if known < len(self.cache.sums):
@@ -174,18 +186,18 @@ class PlacementState:
     def _correction(self, number: int) -> np.ndarray:
         """[P + C] what a shard's vector has beyond that of its summed bytes in the first table's run.
 
-        Tables of a bundle may run differently. The counts of caches are no bytes.
+        Tables of a bundle may run differently. Counts of caches do not follow from sums at all.
         """
         cache, account = self.cache, self._account
         runs = [run for run, _ in cache.parts[cache.strip_of[number]]]
         parts = list(zip(runs, cache.made[number], strict=True))
         # The cache adds up a bundle's sums, as if all its tables ran like the first.
-        bytes_beyond, first = np.zeros(len(account.base)), account.coefficients[account.runs[runs[0]]]
+        n_bytes, first = np.zeros(len(account.base)), account.coefficients[account.runs[runs[0]]]
         for run, shard in parts:
             if run is not runs[0]:
                 sums = np.array(sums_of(run, shard, cache.problem))
-                bytes_beyond += sums @ (account.coefficients[account.runs[run]] - first)
-        return np.append(bytes_beyond, cache.caches.total(parts))
+                n_bytes += sums @ (account.coefficients[account.runs[run]] - first)
+        return np.append(n_bytes, cache.caches.total(parts))
 
     def place(self, strip: Integers, units: Integers, device: Integers) -> None:
         """Add a shard. It has to fit: the caller checks."""
@@ -193,25 +205,26 @@ class PlacementState:
         # Index tuples into [..., S, D], [..., D] and [..., D, K].
         at, here = (*self._plans, strip, device), (*self._plans, device)
         of_kind = (*here, cache.kind[strip])
-        before = self.held[at]
-        after = before + units
-        was, becomes = cache.numbers(strip, before), cache.numbers(strip, after)
-        self.held[at] = after
+        # Units of the strip on the device, and numbers of the shards that they are.
+        held = self.held[at]
+        then = held + units
+        before, after = cache.numbers(strip, held), cache.numbers(strip, then)
+        self.held[at] = then
         # By what the strip's shard becomes: bytes of two parts are more than those of the shard they form.
-        self.used[here] += cache.bytes[becomes] - cache.bytes[was]
-        self.load[here] += self._vectors(becomes) - self._vectors(was)
-        self._on_host[here] += cache.sums[becomes, 5] - cache.sums[was, 5]
-        # Shards that meet become one, and their strip may be whole.
+        self.used[here] += cache.bytes[after] - cache.bytes[before]
+        self.load[here] += self._vectors(after) - self._vectors(before)
+        self._on_host[here] += cache.sums[after, _ON_HOST] - cache.sums[before, _ON_HOST]
+        # Shards that meet become one, and their strip may be whole. Removing a part undoes both.
         kind = *self._plans, cache.kind[strip]
-        self._cut[kind] += (before == cache.size[strip]) & (after > 0) & (after < before)
-        self._cut[kind] -= (after == cache.size[strip]) & (before > 0) & (before < after)
-        self._ids -= cache.local_ids[strip] * ((before > 0) & (after > before))
-        self._ids += cache.local_ids[strip] * ((after > 0) & (after < before))
-        self.outputs[of_kind] += cache.outputs[becomes] - cache.outputs[was]
-        self.id_bytes[of_kind] += cache.id_bytes[becomes] - cache.id_bytes[was]
+        self._cut[kind] += (held == cache.size[strip]) & (then > 0) & (then < held)
+        self._cut[kind] -= (then == cache.size[strip]) & (held > 0) & (held < then)
+        self._ids -= cache.local_ids[strip] * ((held > 0) & (then > held))
+        self._ids += cache.local_ids[strip] * ((then > 0) & (then < held))
+        self.outputs[of_kind] += cache.outputs[after] - cache.outputs[before]
+        self.id_bytes[of_kind] += cache.id_bytes[after] - cache.id_bytes[before]
         if not self.priced:
             return
-        sums = self.sums[of_kind] + (cache.codes[becomes] - cache.codes[was])
+        sums = self.sums[of_kind] + (cache.codes[after] - cache.codes[before])
         # An empty op is exactly 0: adding and subtracting encodings leaves rounding errors.
         sums *= (self.outputs[of_kind] > 0)[..., None]
         self.sums[of_kind] = sums

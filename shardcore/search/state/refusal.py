@@ -46,6 +46,7 @@ def refusal(problem: Problem) -> str:
 
 
 def _hold(available: int, needed: int) -> str:
+    """The end of a reason: how much devices may hold, and how much that is too little."""
     return f"may hold {gib(available)}, {gib(needed - available)} too little"
 
 
@@ -79,11 +80,10 @@ def _sum_too_large(cuts: Cuts) -> str:
 def _one_too_large(cuts: Cuts) -> str:
     """A table, or several kept on one device, that fit no device in any way."""
     problem = cuts.problem
-    for bundle in cuts.bundles:
-        table = bundle[0].table
-        # Some way to run it fits on a device.
-        if cuts.fits_whole(bundle) or cuts.cut_of(bundle) is not None:
+    for bundle, parts in zip(cuts.bundles, cuts.parts(), strict=True):
+        if parts is not None:
             continue
+        table = bundle[0].table
         # The message is of the device that comes nearest.
         largest = max(cuts.may_hold[d] for d in problem.allowed_devices(table.name))
         where = " where it may live" if table.name in problem.pinned else ""
@@ -168,8 +168,8 @@ def _whole_too_large(cuts: Cuts) -> str:
     names = [t.name for t in tables]
     # If these tables pack without all others, being whole is not the reason.
     if len(tables) < len(problem.tables):
-        alone = replace(problem, tables=tables, constraints=problem.constraints.among(set(names)))
-        if roomiest(alone, quick=True)[1] <= 0:
+        these = replace(problem, tables=tables, constraints=problem.constraints.among(set(names)))
+        if roomiest(these, quick=True)[1] <= 0:
             return ""
     why = ", ".join(sorted({str(problem.kept_whole_by(name)) for name in names}))
     return (
@@ -203,7 +203,7 @@ def _remedy(problem: Problem) -> str:
     """The least memory per device, or number of devices, that has to be added."""
     lacks = roomiest(problem)[1]
     reserved_by_default = problem.constraints.reserved_bytes == default_reserve(problem.topology.devices)
-    # Of more memory, more is kept free.
+    # A default reserve is a share of the memory, so it grows with more memory.
     more = round(lacks / (1 - DEFAULT_RESERVE)) if reserved_by_default else lacks
     remedies = [f"{_enough(more)} more per device"]
     if n := _more_devices(problem):
@@ -244,7 +244,7 @@ def _more_devices(problem: Problem) -> int | None:
     numbers = [n for n in range(1, MOST_DEVICES + 1) if problem.global_batch % (len(devices) + n) == 0]
 
     def enough(n: int) -> bool:
-        return _fits(replace(problem, topology=replace(problem.topology, devices=(*devices, *[largest] * n))))
+        return _fits(replace(problem, topology=problem.topology.of_devices([*devices, *[largest] * n])))
 
     # Weights alone need so many devices. More and more are tried from there, as each try takes long.
     room = sum(held_bytes(problem)), largest.memory_bytes - problem.constraints.reserved_bytes
@@ -264,7 +264,7 @@ def _more_devices(problem: Problem) -> int | None:
 
 
 def _enough(n_bytes: int) -> str:
-    """A size in words, rounded up."""
+    """A size in words, rounded up, so that what a remedy names is enough."""
     if n_bytes < 0.1 * 2**20:
         return gib(n_bytes)
     unit = 2**30 if n_bytes >= 0.1 * 2**30 else 2**20

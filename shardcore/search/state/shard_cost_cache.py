@@ -2,7 +2,7 @@
 
 A search works on integers. Two words, used in all of search/:
 
-strip: what devices divide among them. Mostly a whole table; else the columns of a row range, or a bundle.
+strip: columns that devices divide among them. Mostly those of a whole table; else of a row range, or a bundle.
   In the cost of a search, a bundle runs in the op of its first table.
 unit: the columns of which a strip's shards have multiples: Problem.unit_width, or MIN_WIDTH by default.
   Tables kept together are a single unit. A sequence that is cut has equal parts, each a unit.
@@ -12,7 +12,7 @@ Two shards of a strip that meet on a device make one wider shard.
 Each shard has a number, at which arrays keep its encoding, bytes, width and cost. Number 0 is nothing.
 So moving columns between devices is adding and subtracting rows of arrays.
 
-Shapes: S strips, R shards, F features, D devices, K kinds; ... leading dimensions.
+Shapes: S strips, U units of the largest strip, R shards, F features, D devices, K kinds; ... leading dimensions.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from shardcore.step.memory_account import Account, StageCoefficients, sums_of
 from shardcore.step.memory_timeline import IDS_ALIVE
 from shardcore.step.shard_memory import RunBatch, bucketized_bytes, run_batches
 
-_AT_ONCE = 1 << 14
-"""Shards that are encoded between two reports."""
+_ENCODED_AT_ONCE = 1 << 14
+"""Shards that are encoded between two reports of progress."""
 ShardKey = tuple[int, int]
 """A shard as strip and number of units."""
 Integers = int | np.ndarray
@@ -62,15 +62,15 @@ class ShardCostCache:
 
     `add` and `need` compute shards.
 
-    strips: [S] all columns of each strip, of every table in it.
-    parts: [S] how each table of a strip runs, and all its columns. Tables of a bundle may run differently.
-    made: [R] shards of each number. Number 0 stands for nothing, though it has some.
-    kinds: how strips run (kinds.runs_of).
-    runs_of_plan: [K] these, then how tables of `fixed_placements` run otherwise.
+    strips: [S] the bundle that is the whole strip: mostly a single shard.
+    parts: [S] the run and the shard of each table of a strip. Tables of a bundle may run differently.
+    made: [R] the bundle of each number. Number 0 stands for nothing, though it has one.
+    kinds: runs of the strips (kinds.runs_of).
+    runs_of_plan: [K] these, then further runs of `fixed_placements`.
     speed: [D] speed factors.
     allowed: [S, D] devices where a strip may be.
     freedom: [S] number of these devices.
-    kind: [S] number of how the strip runs. Of a bundle, its first table counts.
+    kind: [S] number of the strip's run in `kinds`. Of a bundle, its first table counts.
     is_range: [S] whether the strip is a row range.
     unit: [S] columns of a unit of the strip, or of the first table of a bundle.
     size: [S] units of the whole strip.
@@ -91,7 +91,7 @@ class ShardCostCache:
         tick()
         self.strips, self._cut_sequences = _strips_of(shards, problem), _cut_sequences(shards)
         # By row range, so that a shard's strip is one of few.
-        self._strips_at: dict[RowRange, list[tuple[Shard, int]]] = defaultdict(list)
+        self._strips_at: dict[RowRange, list[tuple[Shard, int]]] = defaultdict(list)  # (whole strip, number)
         for i, bundle in enumerate(self.strips):
             for shard in bundle:
                 self._strips_at[row_range(shard)].append((shard, i))
@@ -125,7 +125,7 @@ class ShardCostCache:
         keys = self.keys(ticking(shards))
         # Cut already because they do not fit whole: of sequences, only these may be cut.
         self._cut_before = {strip for strip, units in keys if units < self.size[strip]}
-        # With fewer shards than these, some would not fit.
+        # [S] shards of each strip. With fewer, some would not fit.
         self._n_before = np.bincount([strip for strip, _ in keys], minlength=len(self))
         self.most = np.array([self._most(i) for i in range(len(self))])
         self.allowed = np.ones((len(self), len(problem.topology)), dtype=bool)
@@ -134,8 +134,7 @@ class ShardCostCache:
                 self.allowed[i] = False
                 self.allowed[i, list(devices_of(first, problem))] = True
         self.freedom = self.allowed.sum(1)
-        # -1: not computed yet.
-        # [S, U + 1] number of the shard with so many units.
+        # [S, U + 1] number of the shard with so many units. -1: not computed yet.
         self._numbers = np.full((len(self), self.size.max() + 1), -1)
         self._numbers[:, 0] = 0
         self.made: list[Bundle] = [self.strips[0]]  # number 0: any will do, its values are zeroed
@@ -150,6 +149,11 @@ class ShardCostCache:
     def __len__(self) -> int:
         """S."""
         return len(self.strips)
+
+    @cached_property
+    def strip_by_name(self) -> dict[str, int]:
+        """A strip of each table, by name: the same one for all row ranges. Of a bundle only the first table."""
+        return {self.table(s).name: s for s in range(len(self))}
 
     @cached_property
     def local_ids(self) -> np.ndarray:
@@ -173,7 +177,7 @@ class ShardCostCache:
         """[D, K, F] summed encodings of `fixed_placements`."""
         codes = np.zeros((len(self.speed), len(self.runs_of_plan), self.codes.shape[1]))
         for k, run in enumerate(self.runs_of_plan):
-            held = [(device, shard) for of, device, shard in self._fixed if of is run]
+            held = [(device, shard) for of_shard, device, shard in self._fixed if of_shard is run]
             # Replicas are the same on all devices.
             if number := {shard: i for i, shard in enumerate(dict.fromkeys(shard for _, shard in held))}:
                 encodings = np.asarray(self.model.encode(list(number), run.batch(self.problem)), dtype=float)
@@ -270,11 +274,11 @@ class ShardCostCache:
 
     def bundles(self, keys: Sequence[ShardKey]) -> list[Bundle]:
         """The bundle of each key, with columns dealt out in the order given. A strip must not be exceeded."""
-        # Units of each strip that are dealt: the next shard begins behind them.
-        taken, dealt = [0] * len(self), []
+        # [S] the unit with which a strip's next shard begins.
+        begins, dealt = [0] * len(self), []
         for strip, units in keys:
-            dealt.append(self._columns(strip, taken[strip], taken[strip] + units))
-            taken[strip] += units
+            dealt.append(self._columns(strip, begins[strip], begins[strip] + units))
+            begins[strip] += units
         return dealt
 
     def _units(self, strip: int, shard: Shard) -> int:
@@ -325,12 +329,11 @@ class ShardCostCache:
     def add(self, keys: Iterable[ShardKey]) -> None:
         """Compute all shards that those of one plan can form on a device.
 
-        These are the sums of any subset of a strip's shards.
+        Their units are the sums of any subset of a strip's shards.
         """
-        sums: dict[int, set[int]] = {}
+        sums: dict[int, set[int]] = defaultdict(lambda: {0})
         for strip, units in keys:
-            held = sums.setdefault(strip, {0})
-            sums[strip] = held | {h + units for h in held}
+            sums[strip] |= {held + units for held in sums[strip]}
         self._make([(s, u) for s in sums for u in sorted(sums[s]) if self._numbers[s, u] < 0])
 
     def need(self, strips: np.ndarray, units: np.ndarray) -> None:
@@ -351,11 +354,13 @@ class ShardCostCache:
         of_shards = [pair for pairs in map(zip, runs, made) for pair in pairs]
         # [shards, 6] before bundles are added up.
         each = self._sums_of(of_shards)
-        multiples = np.array([self._multiples[run] for run, _ in of_shards])
         begins = np.cumsum([0, *map(len, made[:-1])])
-        # Resident and arrived, and the rest in the phase in which it takes most.
-        n_bytes = np.add.reduceat(each[:, :2].sum(1) + (each[:, 2:4] * multiples).sum(1), begins)
         sums = np.add.reduceat(each, begins)
+        # Resident and arrived, and the rest in the phase in which it takes most.
+        resident, arrived, entered, lookups, _, _ = each.T
+        of_entered, of_lookup = np.array([self._multiples[run] for run, _ in of_shards]).T
+        peaks = resident + arrived + (entered * of_entered + lookups * of_lookup)
+        n_bytes = np.add.reduceat(peaks, begins)
         strips, units = np.array(new).T
         possible = units <= self.most[strips]
         # Checking each shard takes long, so it is skipped where nothing can refuse one.
@@ -366,8 +371,9 @@ class ShardCostCache:
             or any(t.dim > most_columns for t in self.problem.tables)
         ):
             possible &= [all(may_be_on_a_device(shard, self.problem) for shard in bundle) for bundle in made]
-        # As bytes that no device has, impossible shards need no check of their own in searches.
+        # As resident bytes that no device has, impossible shards need no check of their own in searches.
         sums[~possible, 0] = n_bytes[~possible] = IMPOSSIBLE
+        _, arrived, entered, *_ = sums.T
         # Numbers go on from the last shard and never change, so states may keep them.
         self._numbers[strips, units] = len(self.made) + np.arange(len(new))
         self.made += made
@@ -375,8 +381,8 @@ class ShardCostCache:
             ("strip_of", strips),
             ("sums", sums),
             ("bytes", n_bytes.astype(np.int64)),
-            ("id_bytes", sums[:, 1].astype(np.int64)),
-            ("outputs", sums[:, 2].astype(np.int64)),
+            ("id_bytes", arrived.astype(np.int64)),
+            ("outputs", entered.astype(np.int64)),
         ):
             setattr(self, name, np.concatenate([getattr(self, name), values]))
 
@@ -389,7 +395,7 @@ class ShardCostCache:
         ends: dict[tuple[Layout, RowRange], list[Shard]] = {}
         for run, shard in shards:
             pair = ends.setdefault((run, row_range(shard)), [shard, shard])
-            pair[0], pair[1] = min(pair[0], shard, key=_width), max(pair[1], shard, key=_width)
+            pair[:] = min(pair[0], shard, key=_width), max(pair[1], shard, key=_width)
         lines = {}
         for (run, rows), (narrow, wide) in ticking(ends.items()):
             # A line: sums of the narrowest shard, and their growth by column.
@@ -444,18 +450,18 @@ class ShardCostCache:
         """The collectives of a step. Arguments as in `total_ms`."""
         # [..., D] bytes of each run, as the model's traffic has them by run.
         runs = list(enumerate(self.runs_of_plan))
-        outputs_of, ids_of = ({run: of[..., k] for k, run in runs} for of in (outputs, id_bytes))
+        outputs_of, ids_of = ({run: n_bytes[..., k] for k, run in runs} for n_bytes in (outputs, id_bytes))
         traffic = traffic_of_outputs(outputs_of, self.problem, ids_of)
         return self.model.comm(traffic, compute_ms, self.problem.topology)
 
 
 def encoded(shards: Sequence[Shard], model: CostModel, batch: int | None = None) -> np.ndarray:
-    """[N, F] the model's encodings, a chunk at a time."""
+    """[N, F] the model's encodings, a chunk at a time. batch: as in CostModel.encode."""
     chunks = []
-    for i in range(0, len(shards), _AT_ONCE):
+    for i in range(0, len(shards), _ENCODED_AT_ONCE):
         # A chunk may take seconds.
         tick()
-        chunks.append(np.asarray(model.encode(shards[i : i + _AT_ONCE], batch), dtype=float))
+        chunks.append(np.asarray(model.encode(shards[i : i + _ENCODED_AT_ONCE], batch), dtype=float))
     return np.concatenate(chunks)
 
 

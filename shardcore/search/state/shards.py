@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from shardcore.core.errors import ShardCoreError
@@ -43,6 +44,10 @@ from shardcore.step.memory_account import account_of
 RowRange = tuple[Table, int, int]
 Bundle = tuple[Shard, ...]
 """Shards that one device holds together."""
+IMPOSSIBLE = 1 << 51
+"""Bytes of shards that may not be on a device at all: more than any has."""
+_KINDS = tuple(LAYOUTS)
+"""The order of kinds in canonical plans."""
 
 
 def row_range(shard: Shard) -> RowRange:
@@ -74,13 +79,13 @@ def halve_columns(shard: Shard, unit: int = MIN_WIDTH) -> tuple[Shard, Shard] | 
 def division(table: Table, problem: Problem) -> Placement | None:
     """The table with its rows divided over a group of devices. None where that is impossible.
 
-    The first kind that constraints and the number of rows allow. `_dealt` chooses among several groups,
-    such as hosts.
+    The first kind that constraints and the number of rows allow. `_dealt_groups` chooses among several
+    groups, such as hosts.
     """
     for layout in LAYOUTS.values():
         if layout.divides_rows and why_not(layout, table, problem) is None:
             groups = shared_groups(layout, table, problem)
-            group = groups[0] if len(groups) == 1 else _dealt(problem)[table.name]
+            group = groups[0] if len(groups) == 1 else _dealt_groups(problem)[table.name]
             return Placement(layout.name, Shard.whole(table), group)
     return None
 
@@ -94,19 +99,21 @@ def required_division(table: Table, problem: Problem) -> Placement:
 
 
 def divided_otherwise(problem: Problem) -> Iterator[Problem]:
-    """The problem with each further kind that divides rows in place of the first, wherever it may.
+    """Problems whose `division` uses another kind than the problem's: one problem for each such kind.
 
-    Plans of these problems are plans of the problem. Only one of its kinds is left to divide a table's rows.
+    Tables that the kind cannot run keep theirs. Every plan of these problems is a plan of the problem.
     """
     for layout in (layout for layout in LAYOUTS.values() if layout.divides_rows):
         kinds = {}
         for table in searched_tables(problem):
             divided = division(table, problem) if why_not(layout, table, problem) is None else None
             if divided is not None and divided.kind != layout.name:
-                # Other kinds that divide rows are taken out, so that `division` comes to this one.
-                allowed = problem.kinds_of.get(table.name, LAYOUTS)
-                others = {k for k in allowed if LAYOUTS[k].divides_rows and k != layout.name}
-                kinds[table.name] = tuple(kind for kind in allowed if kind not in others)
+                # Without the other kinds that divide rows, `division` comes to this one.
+                kinds[table.name] = tuple(
+                    kind
+                    for kind in problem.kinds_of.get(table.name, LAYOUTS)
+                    if kind == layout.name or not LAYOUTS[kind].divides_rows
+                )
         if kinds:
             narrowed = tuple({**problem.kinds_of, **kinds}.items())
             yield replace(problem, constraints=replace(problem.constraints, kinds=narrowed))
@@ -119,17 +126,17 @@ def divides_rows(plan: Plan, problem: Problem) -> bool:
 
 
 @lru_cache(1 << 4)
-def _dealt(problem: Problem) -> Mapping[str, Group]:
-    """Groups for tables whose rows several may divide: the largest first, each on the group with fewest bytes.
+def _dealt_groups(problem: Problem) -> Mapping[str, Group]:
+    """Groups for tables whose rows one of several may divide: the largest first, to the group with fewest bytes.
 
     Tables that have to be divided go before others.
     """
     n_bytes: dict[Group, int] = defaultdict(int)
     dealt = {}
     for table in sorted(problem.tables, key=lambda t: (problem.may_run(WHOLE_ROWS, t), -t.bytes)):
+        kinds = (k for k in LAYOUTS.values() if k.divides_rows and why_not(k, table, problem) is None)
         # A single group leaves no choice, so only kinds with several are dealt.
-        kinds = (y for y in LAYOUTS.values() if y.divides_rows and why_not(y, table, problem) is None)
-        several = (groups for y in kinds if len(groups := shared_groups(y, table, problem)) > 1)
+        several = (groups for k in kinds if len(groups := shared_groups(k, table, problem)) > 1)
         if groups := next(several, None):
             dealt[table.name] = min(groups, key=n_bytes.__getitem__)
             n_bytes[dealt[table.name]] += table.bytes
@@ -173,12 +180,11 @@ def shared_groups(layout: Layout, table: Table, problem: Problem) -> tuple[Group
 
 def on_all_devices(table: Table, problem: Problem) -> bool:
     """Tell if constraints.kinds leave a table only kinds whose shards are always on all devices."""
+    allowed = map(layout_of, problem.kinds_of.get(table.name, ()))
     # Kinds that cannot run the table anyway do not count.
-    asked = (layout_of(kind) for kind in problem.kinds_of.get(table.name, ()))
-    kinds = [layout for layout in asked if why_not(layout, table, problem) is None]
-    return bool(kinds) and all(
-        shared_groups(layout, table, problem) == (problem.topology.ranks,) for layout in kinds
-    )
+    kinds = [layout for layout in allowed if why_not(layout, table, problem) is None]
+    everywhere = (problem.topology.ranks,)
+    return bool(kinds) and all(shared_groups(layout, table, problem) == everywhere for layout in kinds)
 
 
 def fixed_placements(problem: Problem) -> tuple[Placement, ...]:
@@ -189,6 +195,7 @@ def fixed_placements(problem: Problem) -> tuple[Placement, ...]:
     Raises ShardCoreError for a table that none of its kinds can run, and for one on all devices that other
     constraints keep on some devices or whole.
     """
+    # Most problems have no such tables, and a look into the cache hashes the whole problem.
     return _fixed(problem) if problem.kinds_of else ()
 
 
@@ -213,12 +220,12 @@ def searched_tables(problem: Problem) -> tuple[Table, ...]:
 
 def _require_possible(table: Table, problem: Problem) -> None:
     """Raise ShardCoreError unless one of its kinds can run a table."""
-    kinds, asked = problem.kinds_of[table.name], problem.constraints
+    kinds, constraints = problem.kinds_of[table.name], problem.constraints
     # A table that is on all devices cannot be kept on some, or with others on one.
     for constraint, names in (
-        ("pinned", dict(asked.pinned)),
-        ("together", sum(asked.together, ())),
-        ("unsplit", asked.unsplit),
+        ("pinned", dict(constraints.pinned)),
+        ("together", sum(constraints.together, ())),
+        ("unsplit", constraints.unsplit),
     ):
         if (
             table.name in names
@@ -234,7 +241,7 @@ def _require_possible(table: Table, problem: Problem) -> None:
     if len(reasons) < len(kinds):
         return
     # The message names the kinds that would do without this constraint.
-    free = replace(problem, constraints=replace(asked, kinds=()))
+    free = replace(problem, constraints=replace(constraints, kinds=()))
     others = [name for name, layout in LAYOUTS.items() if why_not(layout, table, free) is None]
     raise ShardCoreError(
         f"problem {problem.name!r} runs table {table.name!r} by {' or '.join(kinds)} "
@@ -258,10 +265,6 @@ def devices_of(shard: Shard, problem: Problem) -> tuple[int, ...]:
     return (devices[shard.row_lo // -(-shard.table.rows // len(devices))],)
 
 
-IMPOSSIBLE = 1 << 51
-"""Bytes of shards that may not be on a device at all: more than any has."""
-
-
 def may_be_on_a_device(shard: Shard, problem: Problem) -> bool:
     """Tell if a device may have so many columns of a table, with all rows. It may have any row range."""
     table = shard.table
@@ -282,10 +285,10 @@ def freedom(bundle: Bundle, problem: Problem) -> int:
     return len(devices_of(bundle[0], problem))
 
 
-def equal_parts(table: Table, n: int) -> list[Shard]:
-    """The table cut by columns into n shards of one width."""
-    width = table.dim // n
-    return [Shard(table, 0, table.rows, i * width, (i + 1) * width) for i in range(n)]
+def equal_parts(table: Table, n: int, unit: int = 1) -> list[Shard]:
+    """The table cut by columns into n shards, whose widths are multiples of a unit and differ by one unit at most."""
+    ends = [table.dim // unit * i // n * unit for i in range(n + 1)]
+    return [Shard(table, 0, table.rows, lo, hi) for lo, hi in pairwise(ends)]
 
 
 def join_columns(shards: Iterable[Shard]) -> list[Shard]:
@@ -318,31 +321,24 @@ def consolidate(placements: Iterable[Placement]) -> tuple[Placement, ...]:
             result += group
             continue
         # Columns of each owner: merging them loses nothing, as columns are exchangeable.
-        widths: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
+        widths: dict[tuple[int, Group], int] = defaultdict(int)
         for placement in group:
-            widths[_ORDER[placement.kind], placement.devices] += placement.shard.width
+            widths[_KINDS.index(placement.kind), placement.devices] += placement.shard.width
         result += _deal(join_columns(p.shard for p in group), sorted(widths.items()))
     return tuple(sorted(result, key=lambda p: (*_position(p.shard), p.devices)))
 
 
-_KINDS = tuple(LAYOUTS)
-_ORDER = {kind: i for i, kind in enumerate(_KINDS)}
-"""Sort keys: the order of kinds is that of LAYOUTS."""
-
-
-def _deal(shards: list[Shard], widths: list[tuple[tuple[int, tuple[int, ...]], int]]) -> Iterator[Placement]:
-    """Give each owner its number of columns, from left to right."""
+def _deal(shards: Iterable[Shard], widths: Iterable[tuple[tuple[int, Group], int]]) -> Iterator[Placement]:
+    """Give each owner, a kind (number in _KINDS) and a group, its number of columns, from left to right."""
     waiting = iter(shards)
     shard = next(waiting)
     for (kind, devices), width in widths:
         while width:
             # A gap in the columns ends a shard, so an owner may get several.
-            taken = min(width, shard.width)
-            yield Placement(_KINDS[kind], replace(shard, col_hi=shard.col_lo + taken), devices)
-            width -= taken
-            shard = (
-                replace(shard, col_lo=shard.col_lo + taken) if taken < shard.width else next(waiting, shard)
-            )
+            middle = shard.col_lo + min(width, shard.width)
+            yield Placement(_KINDS[kind], replace(shard, col_hi=middle), devices)
+            width -= middle - shard.col_lo
+            shard = replace(shard, col_lo=middle) if middle < shard.col_hi else next(waiting, shard)
 
 
 def _position(shard: Shard) -> tuple[str, int, int, int, int]:
@@ -387,7 +383,7 @@ def priced(
 
     Tables of `fixed_placements` need not be among them.
 
-    Raises what `lower.lower` raises, and only with `fits` if the plan does not fit.
+    Raises what `lower.lower` raises. A plan that does not fit is refused only with `fits`.
     """
     placements = list(placements)
     if fixed := fixed_placements(problem):

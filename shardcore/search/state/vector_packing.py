@@ -14,20 +14,31 @@ from shardcore.step.memory import Caches
 from shardcore.step.memory_account import Account
 
 _NODES = 400
-"""Steps of the depth-first search that packs few shards."""
+"""Steps at most of the depth-first search."""
 _FEW = 12
-"""Shards that are packed so."""
+"""Shards at most for which there is such a search."""
+
+Packed = tuple[float, list[int] | None]
+"""The bytes that some device lacks, and the device of each shard. None: no packing was found."""
 
 
 class VectorPacking:
-    """Shards to pack.
+    """Shards to pack into devices. `best` does it.
 
     account: limits of devices, and the bytes of their local batch.
     caches: those that the shards may have. Each is as wide as its widest shard, so its bytes do not add up.
     load: [D, P + C] bytes, and counts of caches, that devices have already without the local batch.
-    vectors: [N, P + C] those of shards.
-    allowed: (N) devices of each shard.
-    names: (N) of its table. Shards of a table go to different devices.
+      Kept transposed, as [P + C, D].
+    vectors: [N, P + C] bytes and counts of each shard.
+    allowed: [N] devices where each shard may be.
+    names: [N] name of each shard's table. Shards of a table go to different devices.
+
+    Kept in the packing:
+
+    may_hold: [P, D] bytes that devices may hold beside the local batch.
+    before: bytes that some device lacks before any shard is packed. -inf if all are empty.
+    siblings: shards of each table, by its name. Empty for a single one.
+    order: numbers of the shards in the order of packing. rank: [N] the place of each in it.
     """
 
     def __init__(
@@ -40,7 +51,7 @@ class VectorPacking:
         names: Sequence[str],
     ) -> None:
         self.caches, self.phases, n_limits = caches, account.phases, len(account.base)
-        # [P, D], for numpy finds the largest of a few rows much faster than of as many columns.
+        # Phases first: numpy finds the largest of a few rows much faster than of as many columns.
         self.may_hold = np.ascontiguousarray((account.limits - account.base).T)
         self.load = np.ascontiguousarray(load.T)
         self.vectors, self.names = vectors, names
@@ -48,10 +59,10 @@ class VectorPacking:
         used = load.any(1)
         self.before = float(self._lacks(self.load)[used].max(initial=-np.inf))
         n_devices = len(load)
-        # None: all devices, which needs no mask.
+        # None stands for all devices, which need no mask.
         self.allowed = [None if len(a) == n_devices else np.array(a) for a in allowed]
         self.restricted = any(a is not None for a in self.allowed)
-        # In the phase in which the shard takes most.
+        # [N] bytes of each shard in the phase in which it takes most.
         self.size = vectors[:, :n_limits].max(1, initial=0.0)
         self.freedom = np.array([len(a) for a in allowed], dtype=int)
         # Shards of a table have to part: on one device they would be one shard.
@@ -64,32 +75,26 @@ class VectorPacking:
     def _sort(self, first: np.ndarray) -> None:
         """Order shards: those with least freedom, then those that are `first`, then the largest."""
         self.order = np.lexsort((-self.size, -first, self.freedom)).tolist()
-        # [N] place of each shard in the order, to tell which of a table are placed already.
+        # It tells which shards of a table are placed already.
         self.rank = np.argsort(self.order)
 
-    def best(self, most: float) -> tuple[float, list[int] | None]:
+    def best(self, most: float) -> Packed:
         """The bytes that some device lacks, and the device of each shard.
 
         None if no packing is found that lacks less than `most`.
         """
-        # Quick ways first. Even loads, then full devices, which leave larger gaps on others.
-        lacks, devices = self._greedy(False, most)
-        if lacks > 0:
-            lacks, devices = self._better(lacks, devices, self._greedy(True, min(most, lacks)))
-        if lacks > 0 and len(self.order) <= _FEW:
-            lacks, devices = self._better(lacks, devices, self._depth_first(min(lacks, most)))
-        if lacks > 0 and len(self.caches):
+        # Quick ways first: even loads, then full devices, which leave larger gaps on others.
+        best = self._greedy(False, most)
+        if best[0] > 0:
+            best = _better(best, self._greedy(True, min(most, best[0])))
+        if best[0] > 0 and len(self.order) <= _FEW:
+            best = _better(best, self._depth_first(min(most, best[0])))
+        if best[0] > 0 and len(self.caches):
             # Wide caches together leave other devices narrow ones.
             widest = self.caches.widest(self.vectors[:, len(self.may_hold) :])
             self._sort(np.max(widest, axis=0))
-            lacks, devices = self._better(lacks, devices, self._greedy(True, min(most, lacks)))
-        return lacks, devices if lacks < most else None
-
-    @staticmethod
-    def _better(
-        lacks: float, devices: list[int] | None, other: tuple[float, list[int] | None]
-    ) -> tuple[float, list[int] | None]:
-        return other if other[1] is not None and other[0] < lacks else (lacks, devices)
+            best = _better(best, self._greedy(True, min(most, best[0])))
+        return best if best[0] < most else (best[0], None)
 
     def _lacks(self, load: np.ndarray) -> np.ndarray:
         """[D] bytes that devices lack with loads [P + C, D]."""
@@ -99,10 +104,11 @@ class VectorPacking:
             lacks[: self.phases] += self.caches.padding(load[len(self.may_hold) :].T)
         return lacks.max(0)
 
-    def _depth_first(self, most: float) -> tuple[float, list[int] | None]:
-        # A search in all ways takes exponential time, so its steps are limited.
+    def _depth_first(self, most: float) -> Packed:
+        """Search all packings that lack less than `most`, as far as steps allow."""
+        # It would take exponential time, so its steps are limited.
         self._nodes = _NODES
-        self._best: tuple[float, list[int] | None] = most, None
+        self._best: Packed = most, None
         self._deepen(0, self.load.copy(), self.before, [0] * len(self.order))
         return self._best
 
@@ -119,10 +125,10 @@ class VectorPacking:
                 lacks[devices[j]] = np.inf
         return lacks
 
-    def _greedy(self, full: bool, most: float) -> tuple[float, list[int] | None]:
-        """Place shards by falling size. full: on the fullest device that has room; else on the emptiest.
+    def _greedy(self, full: bool, most: float) -> Packed:
+        """Place shards in their order. No devices if some device lacks `most`, or more.
 
-        No devices if some device lacks `most`, or more.
+        full: whether each goes to the fullest device that has room, or else to the emptiest.
         """
         load, devices, worst = self.load.copy(), [0] * len(self.order), self.before
         for placed, i in enumerate(ticking(self.order)):
@@ -138,7 +144,12 @@ class VectorPacking:
         return worst, devices
 
     def _deepen(self, placed: int, load: np.ndarray, worst: float, devices: list[int]) -> None:
-        """Try all packings in turn, the emptiest device first, as far as steps allow."""
+        """Pack the shards from place `placed` in the order on: each device in turn, the emptiest first.
+
+        load: [P + C, D] of the shards before. It is changed, and changed back.
+        worst: bytes that some device lacks so far.
+        devices: of the shards before.
+        """
         # More shards never lower `worst`. And a packing that lacks nothing needs no better one.
         if worst >= self._best[0] or self._nodes <= 0 or self._best[0] <= 0:
             return
@@ -159,3 +170,8 @@ class VectorPacking:
             self._deepen(placed + 1, load, max(worst, float(lacks[device])), devices)
             # Off again, for the next device.
             load[:, device] -= self.vectors[i]
+
+
+def _better(best: Packed, other: Packed) -> Packed:
+    """The one of two packings that lacks less."""
+    return other if other[1] is not None and other[0] < best[0] else best

@@ -1,4 +1,4 @@
-"""Annealing's own count of memory: to the byte what its plans take, of all kinds."""
+"""Annealing's count of memory against its plans', to the byte, with tables of all kinds."""
 
 from collections import Counter
 from dataclasses import replace
@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cuts import draw_all_kinds, with_memory
-from shapes import on_hosts
+from shapes import column, on_hosts, row
 
 from shardcore.core.constraints import Constraints
 from shardcore.core.topology import Memory
-from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
+from shardcore.core.types import Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search.anneal import compiled
 from shardcore.search.anneal.compiled import SUMS
@@ -25,11 +25,8 @@ from shardcore.step.op_limits import may_bind, most_features, op_ids, require_op
 
 
 def model_of(problem: Problem) -> AnalyticModel:
-    return AnalyticModel(
-        Setting(
-            problem.topology.hardware or "made-up", problem.global_batch, problem.precision, problem.optimizer
-        )
-    )
+    hardware = problem.topology.hardware or "made-up"
+    return AnalyticModel(Setting(hardware, problem.global_batch, problem.precision, problem.optimizer))
 
 
 def annealed(problem: Problem, seed: int = 0, kind: str = "all") -> Search:
@@ -40,7 +37,7 @@ def annealed(problem: Problem, seed: int = 0, kind: str = "all") -> Search:
 
 
 def require_exact(search: Search) -> Plan:
-    """The plan that a search found takes what annealing counts."""
+    """Assert that the plan of a search takes what annealing counts. Returns the plan."""
     problem = search.problem
     plan = priced(search.placements, problem, search.model)
     assert fits(plan, problem)
@@ -69,7 +66,7 @@ def test_a_plan_takes_what_annealing_counts_to_the_byte(seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_plan_costs_what_annealing_counts_with_tables_of_fixed_kinds(seed):
-    """Some of these share an op, and collectives, with tables that annealing places."""
+    """Some tables of fixed kinds share an op, and collectives, with tables that annealing places."""
     drawn = draw_all_kinds(seed, caches=seed % 2)
     # Ranges of rows are equal. A bundle runs as its first table in annealing's cost.
     tables = tuple(replace(t, rows=-(-t.rows // 4) * 4) for t in drawn.tables)
@@ -80,29 +77,17 @@ def test_a_plan_costs_what_annealing_counts_with_tables_of_fixed_kinds(seed):
 
 
 def test_ordered_row_ranges_run_in_the_op_of_tables_of_a_fixed_kind():
-    """Each range is a strip then, and no group of devices has that op."""
+    """Each row range of an ordered table is a strip, so no group of devices has their op."""
     tables = (
         Table("large", 4000, 64, 4.0, ordered=True),
         *(Table(f"t{i}", 400, 16, 4.0) for i in range(4)),
         Table("fixed", 800, 32, 3.0),
     )
     topology = on_hosts("xyxy", 1 << 40, hardware="cpu-some")
-    problem = Problem(
-        "p",
-        tables,
-        topology,
-        64,
-        constraints=Constraints(kinds=(("fixed", ("row",)),), min_widths=(("large", 64),)),
-    )
-    whole = used_bytes(
-        priced(
-            [Placement("column", Shard.whole(t), (0,)) for t in tables[:1]]
-            + [Placement("column", Shard.whole(t), (1,)) for t in tables[1:5]],
-            problem,
-            model_of(problem),
-        ),
-        problem,
-    )
+    constraints = Constraints(kinds=(("fixed", ("row",)),), min_widths=(("large", 64),))
+    problem = Problem("p", tables, topology, 64, constraints=constraints)
+    by_columns = [column(t, int(t.name != "large")) for t in tables if t.name != "fixed"]
+    whole = used_bytes(priced(by_columns, problem, model_of(problem)), problem)
     problem = with_memory(problem, (int(0.6 * max(whole)),) * 4)
     search = annealed(problem)
     plan = require_exact(search)
@@ -114,11 +99,10 @@ def test_ordered_row_ranges_run_in_the_op_of_tables_of_a_fixed_kind():
 def test_rows_in_host_memory_count_also_where_groups_share_their_tables():
     tables = tuple(Table(f"t{i}", 64 * (i + 1), 16, 4.0, load_factor=0.25) for i in range(6))
     topology = on_hosts("xyxy", 1 << 30, hardware="cpu-some", memory=(Memory("host", 1 << 30, 25.0),))
-    plan = Plan(tuple(Placement("row", Shard.whole(t), topology.ranks) for t in tables))
+    plan = Plan(tuple(row(t, topology) for t in tables))
     problem = Problem("p", tables, topology, 64)
     search = Search(problem, model_of(problem), Budget(evals=10).start(), 0)
-    [start] = (search.starts.resharded(Reshard(plan, tables=0), "all"),)
-    search.best = start
+    search.best = search.starts.resharded(Reshard(plan, tables=0), "all")
     assert require_exact(search).placements == plan.placements
 
 

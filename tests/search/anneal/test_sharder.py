@@ -1,5 +1,4 @@
-"""Annealing beats what it is measured against, and uses all of its space: rows, replicas, plans to start
-from."""
+"""Annealing: its plans against other searches, and all of its space: rows, replicas, plans to start from."""
 
 from dataclasses import replace
 
@@ -37,13 +36,17 @@ def cost(plan) -> float:
     return plan.provenance["predicted_ms"]
 
 
+def in_both_spaces(problem: Problem) -> list[Plan]:
+    """Plans of the whole space, and by columns only."""
+    model, budget = model_for(problem), Budget(evals=20_000)
+    return [anneal(problem, model, budget=budget, space=space) for space in ("all", "columns")]
+
+
 def test_a_hot_table_is_cut_by_rows_where_that_may_be():
     hot = Table("hot", 100_003, 32, 60.0, Zipf(0.2))  # rows that no number of shares divides evenly
     small = tuple(Table(f"t{i}", 500, 8, 1.0) for i in range(4))
     problem = Problem("hot", (hot, *small), Topology((Device(64 * MIB),) * 3), BATCH)
-    by_rows, by_columns = (
-        anneal(problem, model_for(problem), budget=Budget(evals=20_000), space=s) for s in ("all", "columns")
-    )
+    by_rows, by_columns = in_both_spaces(problem)
     check_plan(by_rows, problem)
     assert row(hot, problem.topology) in by_rows.placements and cost(by_rows) < cost(by_columns)
     assert {p.kind for p in by_columns.placements} == {"column"}
@@ -53,9 +56,7 @@ def test_a_table_that_has_to_be_divided_does_not_keep_others_from_it():
     hot, deep = Table("hot", 100_003, 32, 60.0, Zipf(0.2)), Table("deep", 1_200_000, 4, 1.0, Zipf(0.2))
     small = tuple(Table(f"t{i}", 500, 8, 1.0) for i in range(4))
     problem = Problem("deep", (deep, hot, *small), Topology((Device(16 * MIB),) * 3), BATCH)
-    plans = [
-        anneal(problem, model_for(problem), budget=Budget(evals=20_000), space=s) for s in ("all", "columns")
-    ]
+    plans = in_both_spaces(problem)
     for plan, names in zip(plans, ({"hot", "deep"}, {"deep"}), strict=True):
         check_plan(plan, problem)
         assert {p.shard.table.name for p in plan.placements if p.kind == "row"} == names
@@ -80,7 +81,7 @@ def test_it_finds_the_cheapest_of_all_plans_on_two_hosts():
 
 
 def test_tables_that_hosts_share_are_swapped_between_them():
-    """Lookups of 3, 3, 2, 2 and 2 parts. Greedily one host has 7; no move of one table mends that."""
+    """Lookups are 3, 3, 2, 2 and 2 parts. Greedily one host gets 7, and no move of one table mends that."""
     parts = (3, 3, 2, 2, 2)
     tables = tuple(Table(f"t{i}", 1000, 8, 10.0 * n, Zipf(0.2)) for i, n in enumerate(parts))
     where = on_hosts("xyxy", MIB, links=links_of(within_host=20.0, between_hosts=0.2, latency_ms=0.0))
@@ -106,13 +107,11 @@ def test_small_tables_live_everywhere_where_that_saves_an_exchange():
     assert everywhere and everywhere <= {t.name for t in small}
     assert cost(plan) < 0.8 * cost(anneal(problem, model, budget=Budget(evals=20_000), space="columns"))
     kept = replace(problem, constraints=Constraints(unsplit=tuple(t.name for t in small)))
-    assert all(
-        len(p.devices) == 1 for p in anneal(kept, model, budget=Budget(evals=5000), space="all").placements
-    )
+    assert all(len(p.devices) == 1 for p in anneal(kept, model, budget=Budget(evals=5000)).placements)
 
 
 def test_copies_take_no_byte_more_than_there_is():
-    """All small tables would be copied, for which one device lacks some bytes. Ordered tables are not
+    """All small tables would be copied, for which one device lacks some bytes. As tables are ordered, none is
     divided by rows instead."""
     small = tuple(Table(f"s{i}", 40, 64, 1.0, Zipf(0.0), ordered=True) for i in range(9))
     large = tuple(Table(f"t{i}", 20_000, 8, 5.0, Zipf(1.0), ordered=True) for i in range(4))
@@ -138,11 +137,8 @@ def test_copies_fit_where_outputs_are_too_large_to_be_side_by_side():
     small = tuple(Table(f"t{i}", n, 4, 1.0) for i, n in enumerate((3, 2020)))
     problem = Problem("outputs", small, Topology((Device(1),) * 6), 49_152)
     each = memory_account.table_bytes(small[0], problem)  # rows in six ranges take 39% of it each
-    problem = with_room(
-        replace(
-            problem, topology=Topology((*(Device(int(0.35 * each)),) * 5, Device(int(1.4 * each), host="b")))
-        )
-    )
+    devices = (*(Device(int(0.35 * each)),) * 5, Device(int(1.4 * each), host="b"))
+    problem = with_room(replace(problem, topology=Topology(devices)))
     for name in ("anneal", "anneal_columns"):
         plan = SHARDERS[name](problem, model_for(problem), budget=Budget(evals=300))
         check_plan(plan, problem)
@@ -174,18 +170,19 @@ def test_what_exchanges_cost_is_fitted_exactly_where_it_is_linear():
     rates, outputs = exchange_rates(problem, model_for(problem), WHOLE_ROWS), np.zeros(4)
     for p in plan.placements:
         outputs[p.devices[0]] += output_bytes(p.shard, BATCH)
-    found = price(lower(plan, problem), model_for(problem))
-    own, busiest, _, total, once = (
-        rates[name] for name in ("own", "busiest", "host_busiest", "total", "once")
+    priced = price(lower(plan, problem), model_for(problem))
+    predicted_ms = (
+        rates["own"] * outputs
+        + rates["busiest"] * outputs.max()
+        + rates["total"] * outputs.sum()
+        + rates["once"]
     )
-    predicted = own * outputs + busiest * outputs.max() + total * outputs.sum() + once
-    assert predicted.max() == pytest.approx(
-        max(np.add(found.forward_comm_ms, found.backward_comm_ms)), rel=1e-6
-    )
+    exchange_ms = max(np.add(priced.forward_comm_ms, priced.backward_comm_ms))
+    assert predicted_ms.max() == pytest.approx(exchange_ms, rel=1e-6)
 
 
 def test_the_budget_is_kept_whichever_limit_is_nearer():
-    """Without the seconds 40 million changes would be tried, for some 20 s."""
+    """Without the limit in seconds, 40 million trials would take some 20 s."""
     problem = draw_problem(2, 20, [8 * MIB] * 4)
     model = model_for(problem)
     assert anneal(problem, model, budget=Budget(40_000_000, 0.1)).provenance["evals"] < 4_000_000
@@ -202,10 +199,8 @@ def old() -> tuple[Problem, Plan]:
 
 def test_its_seed_is_used():
     problem = draw_problem(4, 20, [8 * MIB] * 4)
-    plans = {
-        anneal(problem, model_for(problem), seed=seed, budget=Budget(evals=2000)).placements
-        for seed in range(4)
-    }
+    model, budget = model_for(problem), Budget(evals=2000)
+    plans = {anneal(problem, model, seed=seed, budget=budget).placements for seed in range(4)}
     assert len(plans) > 1
 
 
@@ -231,10 +226,9 @@ def test_without_limits_a_plan_is_as_good_as_a_fresh_one_and_tables_everywhere_s
     small = tuple(Table(f"t{i}", 500, 8, 1.0) for i in range(4))
     problem = Problem("hot", (hot, *small), Topology((Device(64 * MIB),) * 3), BATCH)
     model, budget = model_for(problem), Budget(evals=20_000)
-    fresh = anneal(problem, model, budget=budget, space="all")
-    again = anneal(
-        problem, model, budget=budget, space="all", reshard=Reshard(SHARDERS["size_greedy"](problem, model))
-    )
+    fresh = anneal(problem, model, budget=budget)
+    greedy = SHARDERS["size_greedy"](problem, model)
+    again = anneal(problem, model, budget=budget, reshard=Reshard(greedy))
     assert cost(again) <= cost(fresh) * 1.001
     rows = [p for p in fresh.placements if p.shard.table == hot]
     assert rows == [row(hot, problem.topology)]
@@ -264,7 +258,7 @@ def test_an_unknown_space_is_named():
 
 
 class Clock:
-    """Stands still but for what a test lets pass."""
+    """A clock that stands still unless a test moves it."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -276,7 +270,7 @@ class Clock:
 @pytest.mark.parametrize("algorithm", ["anneal", "anneal_columns"])
 @pytest.mark.parametrize("each_s, greedy_plans, annealed", [(100.0, 1, 0), (2.0, 2, 1), (0.01, 8, 2)])
 def test_a_budget_in_seconds_bounds_the_starts_too(algorithm, each_s, greedy_plans, annealed, monkeypatch):
-    """A first plan there is, however long it takes; the others end in the first half of the budget."""
+    """The first greedy plan may take any time. All others end in the first half of the budget."""
     clock, begun = Clock(), []
     monkeypatch.setattr(progress, "time", clock)
     greedy, anneal = compiled.greedy, compiled.anneal
@@ -304,23 +298,23 @@ def test_a_budget_in_seconds_bounds_the_starts_too(algorithm, each_s, greedy_pla
 
 
 def test_the_parts_of_tables_are_priced_once(monkeypatch):
-    """The plans by columns and those with tables everywhere are of the same shards."""
-    asked = []
+    """Starts by columns and those with shared tables have the same shards."""
+    encoded = []
 
     class Counted(AnalyticModel):
         def encode(self, shards, batch=None):
-            asked.extend(s for s in shards if batch is None)
+            encoded.extend(s for s in shards if batch is None)
             return super().encode(shards, batch)
 
     problem = draw_problem(2, 12, [8 * MIB] * 4)
     anneal(problem, Counted(model_for(problem).setting), budget=Budget(evals=500))
-    cut = [s for s in asked if s.full_rows and s.width < s.table.dim]
+    cut = [s for s in encoded if s.full_rows and s.width < s.table.dim]
     assert cut and len(cut) == len(set(cut))
 
 
 @pytest.mark.long
 def test_in_a_large_problem_what_weighs_little_is_not_cut(monkeypatch):
-    """But what has to be cut is, and the plans are no worse for it."""
+    """Tables that have to be cut still are. Plans cost about as much as in a search of all cuts."""
     heavy = Table("heavy", 40_000, 64, 40.0, Zipf(0.4))
     light = tuple(Table(f"t{i}", 200 + i % 50, 16, 0.01) for i in range(600))
     ample = Problem("large", (heavy, *light), Topology((Device(int(0.7 * heavy.bytes)),) * 4), BATCH)
@@ -342,7 +336,7 @@ def test_in_a_large_problem_what_weighs_little_is_not_cut(monkeypatch):
 
 
 def test_tables_without_lookups_cost_no_more_than_those_with_some():
-    """They may be replicated too, so that no output travels."""
+    """They may be replicated, too, so that no output travels."""
 
     def best(pooling: float) -> float:
         tables = tuple(Table(f"t{i}", 100, 128, pooling) for i in range(12))

@@ -10,8 +10,9 @@ from shardcore.search.bound import ops
 from shardcore.testing.problems import BATCH, MIB, draw_tables
 
 
-def shards_of(model, n_tables: int = 8) -> ops.BoundShards:
-    tables = draw_tables(np.random.default_rng(1), n_tables, dims=(4, 8, 12))
+def shards_of(model) -> ops.BoundShards:
+    """Shards of 8 tables on two devices."""
+    tables = draw_tables(np.random.default_rng(1), 8, dims=(4, 8, 12))
     problem = Problem("ops", tables, Topology((Device(MIB),) * 2), BATCH)
     return ops.BoundShards(problem, model, (), False)
 
@@ -28,8 +29,8 @@ def test_no_op_of_a_load_has_lower_rates(model):
     for i in range(600):
         liking = shards.codes @ (rng.lognormal(0, 3, len(unit)) / unit)
         best = [max(np.flatnonzero(shards.table == t), key=lambda s: liking[s] / load[s]) for t in range(8)]
-        some = sorted(best, key=lambda s: liking[s] / load[s])[: 1 + i % 8]
-        drawn.append((load[some].sum(), shards.codes[some].sum(0)))
+        op = sorted(best, key=lambda s: liking[s] / load[s])[: 1 + i % 8]
+        drawn.append((load[op].sum(), shards.codes[op].sum(0)))
     loads = np.array([of for of, _ in drawn])
     least = ops.least_rates(model, shards.codes, load, shards.table, loads)
     for (_, sums), rates in zip(drawn, least, strict=True):
@@ -49,8 +50,8 @@ def test_what_has_little_of_one_feature_has_much_of_another():
     codes = np.concatenate([np.tile([1.0, 0.0, 1.0], (10, 1)), np.tile([0.0, 1.0, 1.0], (10, 1))])
     load, table, wanted = np.ones(20), np.arange(20), np.array([3.0, 10.0])
     assert not ops.least_sums(codes, load, table, wanted)[:, :2].any()
-    found = ops.least_rates(Alternatives(), codes, load, table, wanted)
-    assert ([4.0 * 0.9, 11.0 * 0.9] < found[:, 2]).all() and (found[:, 2] <= [4.0, 11.0]).all()
+    rates = ops.least_rates(Alternatives(), codes, load, table, wanted)
+    assert ([4.0 * 0.9, 11.0 * 0.9] < rates[:, 2]).all() and (rates[:, 2] <= [4.0, 11.0]).all()
 
 
 def test_features_that_raise_no_rate_are_not_divided():
@@ -58,7 +59,7 @@ def test_features_that_raise_no_rate_are_not_divided():
     shards = shards_of(model)
     load = shards.codes @ model.rates(shards.codes.sum(0))
     wanted = np.array([load.max()])
-    [found] = ops.least_rates(model, shards.codes, load, shards.table, wanted)
+    [rates] = ops.least_rates(model, shards.codes, load, shards.table, wanted)
     each = ops.least_sums(shards.codes, load, shards.table, wanted)
     # Only the number of shards counts, and it is one feature.
-    assert found == pytest.approx(model.rates(each)[0], rel=1e-6)
+    assert rates == pytest.approx(model.rates(each)[0], rel=1e-6)

@@ -9,10 +9,11 @@ from shardcore.search.bound import ops, packing
 
 
 def bag_of(model, high: float):
+    """Shards, their bag, and its steps of time up to `high` times an op of all tables."""
     shards = shards_of(model)
     step = high * float(model.head(shards.codes[shards.whole].sum(0)[None])[0]) / packing.STEPS
-    some = np.arange(len(shards.kind))
-    return shards, packing.Bag(some, ops.Ops(shards, model, 0).every, shards, step, model.launch_ms), step
+    number, curve = np.arange(len(shards.kind)), ops.Ops(shards, model, 0).every
+    return shards, packing.Bag(number, curve, shards, step, model.launch_ms), step
 
 
 @pytest.mark.parametrize("high", [0.4, 1.0])
@@ -23,22 +24,22 @@ def test_no_set_of_shards_within_a_time_is_worth_more(model, high):
         worth = shards.alone_ms * rng.lognormal(0, near, len(shards.kind))
         most, _ = bag.fill(worth)
         for i in range(300):
-            some = [
+            op = [
                 max(np.flatnonzero(shards.table == t), key=lambda s: worth[s] * rng.random())
                 for t in rng.permutation(8)[: 1 + i % 8]
             ]
-            ms = float(model.head(shards.codes[some].sum(0)[None])[0])
+            ms = float(model.head(shards.codes[op].sum(0)[None])[0])
             # It takes no longer than the end of this step, and longer than that of the one before.
             at = max(0, int(np.ceil(ms / step - 1e-9)) - 1)
             if at < packing.STEPS:
-                assert worth[some].sum() <= most[at] * (1 + 1e-9)
+                assert worth[op].sum() <= most[at] * (1 + 1e-9)
 
 
 def test_a_filling_is_worth_what_is_collected():
-    """So its cut is right: it tells by which worths less would be collected."""
+    """Cutting planes rely on that: a filling says with which worths less would be collected."""
     shards, bag, _ = bag_of(contended(2), 1.0)
     for seed in range(3):
         worth = shards.alone_ms * np.random.default_rng(seed).lognormal(0, 0.5, len(shards.kind))
-        most, taken = bag.fill(worth)
+        most, counts_at = bag.fill(worth)
         for at in range(20, packing.STEPS, 37):
-            assert worth @ taken(at) == pytest.approx(most[at], rel=0.02)
+            assert worth @ counts_at(at) == pytest.approx(most[at], rel=0.02)

@@ -1,4 +1,4 @@
-"""Bounds against all plans of tiny problems, and what is said of a model that proves nothing."""
+"""Bounds against all plans of tiny problems, and estimates where nothing can be proved."""
 
 from dataclasses import replace
 from functools import cache
@@ -37,7 +37,7 @@ def tiny(seed: int, n_devices: int = 2, **topology) -> Problem:
 
 @cache
 def every_workload(problem: Problem, columns_alone: bool) -> list[Workload]:
-    """Of every plan: they are alike for all models."""
+    """The workload of every plan, which is the same for all models."""
     return [lower(plan, problem) for plan in every_plan(problem, columns_alone)]
 
 
@@ -81,11 +81,11 @@ def test_no_plan_is_cheaper_than_the_proved_bound_and_it_is_near(made):
         hosts = {"links": links_of(within_host=2.0, latency_ms=0.001)} if seed % 3 == 2 else {}
         problem = tiny(seed, 4 if seed % 4 == 3 else 2, **hosts)
         model = made(problem, seed)
-        found = lower_bound.bound(problem, model)
-        ratios.append(found.proved_ms / optimum_ms(problem, model))
+        result = lower_bound.bound(problem, model)
+        ratios.append(result.proved_ms / optimum_ms(problem, model))
         columns = lower_bound.bound(problem, model, shared=())
         ratios.append(columns.proved_ms / optimum_ms(problem, model, columns_alone=True))
-        assert found.proved_ms <= min(found.estimate_ms, columns.proved_ms)
+        assert result.proved_ms <= min(result.estimate_ms, columns.proved_ms)
     assert max(ratios) <= 1 and np.mean(ratios) > 0.75, ratios
 
 
@@ -94,9 +94,9 @@ def test_the_bound_is_near_good_plans_of_many_tables():
         "many", draw_tables(np.random.default_rng(1), 60), Topology((Device(64 * MIB),) * 4), BATCH
     )
     ms = SHARDERS["neuroshard"](problem, model_for(problem)).provenance["predicted_ms"]
-    found = lower_bound.bound(problem, model_for(problem), shared=())
-    assert 0.95 < found.proved_ms / ms <= 1 and found.limit == "the work of all tables, divided evenly"
-    assert found.space == "each table whole or cut by columns (multiples of 4)"
+    result = lower_bound.bound(problem, model_for(problem), shared=())
+    assert 0.95 < result.proved_ms / ms <= 1 and result.limit == "the work of all tables, divided evenly"
+    assert result.space == "each table whole or cut by columns (multiples of 4)"
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_the_bound_is_near_good_plans_of_many_tables():
     ],
 )
 def test_no_plan_of_drawn_problems_of_other_shapes_is_cheaper(shape):
-    """With links and without, where own bytes may count; devices of several speeds; rows over one host."""
+    """With links and without, where a device's own bytes may count; several speeds; rows over one host."""
     ratios = []
     for seed in range(2):
         rng = np.random.default_rng([seed, 5])
@@ -127,10 +127,10 @@ def test_no_plan_of_drawn_problems_of_other_shapes_is_cheaper(shape):
             )
         problem = Problem("p", draw_tables(rng, 2 if "hosts" in shape else 3, dims=(4, 8)), where, BATCH)
         for model in (model_for(problem), contended(seed)):
-            found = lower_bound.bound(problem, model)
-            assert ("rows divided over one host" in found.space) == ("hosts" in shape)
-            if found.proved_ms is not None:
-                ratios.append(found.proved_ms / optimum_ms(problem, model))
+            result = lower_bound.bound(problem, model)
+            assert ("rows divided over one host" in result.space) == ("hosts" in shape)
+            if result.proved_ms is not None:
+                ratios.append(result.proved_ms / optimum_ms(problem, model))
     assert len(ratios) >= 3 and max(ratios) <= 1 and np.mean(ratios) > 0.8, ratios
 
 
@@ -186,21 +186,20 @@ def test_a_table_that_must_stay_whole_or_tables_kept_together_are_in_the_way():
         constraints=Constraints(unsplit=names),
     )
     limit = lower_bound.bound(whole, model, shared=[LAYOUTS["row"]]).limit
-    assert limit == (
-        f"table {largest.name!r}: whole it is too much for one device, and its parts together cost more"
-    )
+    words = "whole it is too much for one device, and its parts together cost more"
+    assert limit == f"table {largest.name!r}: {words}"
     together = replace(free, constraints=Constraints(together=(names,)))
-    found = lower_bound.bound(together, model, shared=[LAYOUTS["row"]])
-    assert "kept together on one device" in found.limit
+    result = lower_bound.bound(together, model, shared=[LAYOUTS["row"]])
+    assert "kept together on one device" in result.limit
     shards = [Shard.whole(t) for t in free.tables]
-    assert found.proved_ms >= model.head(model.encode(shards).sum(0, keepdims=True))[0] * (1 - 1e-9)
+    assert result.proved_ms >= model.head(model.encode(shards).sum(0, keepdims=True))[0] * (1 - 1e-9)
 
 
 def test_where_nothing_can_be_proved_there_is_an_estimate():
     problem = tiny(1)
     unequal = replace(problem, topology=Topology((Device(MIB), Device(MIB), Device(MIB, host="b"))))
-    found = lower_bound.bound(unequal, model_for(unequal))
-    assert found.proved_ms is None and found.estimate_ms > 0
+    result = lower_bound.bound(unequal, model_for(unequal))
+    assert result.proved_ms is None and result.estimate_ms > 0
     model = contended(0)
     band = {
         "band.log_ms": np.zeros(1),
@@ -216,11 +215,11 @@ def test_where_nothing_can_be_proved_there_is_an_estimate():
         and lower_bound.bound(problem, below).estimate_ms > 0
     )
     # what its model proves of itself holds for what is never cheaper
-    found = lower_bound.bound(problem, above)
+    result = lower_bound.bound(problem, above)
     assert (
-        found.proved_ms
+        result.proved_ms
         == lower_bound.bound(problem, model).proved_ms
-        < min(found.estimate_ms, optimum_ms(problem, above))
+        < min(result.estimate_ms, optimum_ms(problem, above))
     )
 
 
@@ -256,7 +255,7 @@ def test_a_model_for_another_setting_is_refused():
 
 
 @pytest.mark.parametrize("made", [lambda seed: model_for(tiny(0)), contended], ids=["linear", "contended"])
-def test_what_models_say_of_themselves_holds(made):
+def test_the_properties_that_models_declare_hold(made):
     rng, model_is_linear = np.random.default_rng(0), made is not contended
     shards = [Shard.whole(t) for t in draw_tables(rng, 30)]
     hosts = [Device(MIB, host=f"host-{i // 2}") for i in range(4)]
@@ -294,14 +293,11 @@ def test_ids_that_the_dense_part_hides_raise_no_bound(dense_ms):
     drawn = Problem("p", draw_tables(np.random.default_rng(5), 6), on_hosts("aaa"), BATCH)
     given = replace(drawn, job=Job(dense_forward_ms=dense_ms, dense_backward_ms=0.0))
     model = model_for(given)
-    found, plan = (
-        lower_bound.bound(given, model),
-        SHARDERS["anneal"](given, model, budget=Budget(evals=5_000)),
-    )
-    step_ms = plan.provenance["predicted_ms"]
-    assert dense_ms < found.proved_ms <= step_ms
+    result = lower_bound.bound(given, model)
+    step_ms = SHARDERS["anneal"](given, model, budget=Budget(evals=5_000)).provenance["predicted_ms"]
+    assert dense_ms < result.proved_ms <= step_ms
     without = lower_bound.bound(drawn, model).proved_ms
-    assert found.proved_ms <= without + dense_ms
+    assert result.proved_ms <= without + dense_ms
 
 
 # --- contention ---------------------------------------------------------------------------------------------
@@ -341,7 +337,7 @@ def test_what_one_host_shares_does_not_contend_on_others():
         [*(column(t, d) for d in range(4)), *(host_row(t, h) for h in ((0, 1), (2, 3)) if t.name != "light")]
         for t in given.tables
     ]
-    plans = [Plan(some) for some in product(*ways)]
+    plans = [Plan(placements) for placements in product(*ways)]
     best = min(plans, key=lambda plan: price(lower(plan, given), model).total_ms)
     assert sorted(p.devices for p in best.placements if p.kind == shared.name) == [(0, 1), (2, 3)]
     proved = lower_bound.bound(given, model, shared=(shared,)).proved_ms
@@ -352,18 +348,18 @@ def test_what_one_host_shares_does_not_contend_on_others():
     "made", [lambda seed: contended(seed), lambda seed: crowded(0.3)], ids=["contended", "crowded"]
 )
 def test_no_op_has_more_load_than_its_ms_allow(made):
-    """Of drawn ops with one shard of some tables each: the least contending of a load among them."""
+    """Drawn ops have one shard of some tables each. Among them are the least contending of a load."""
     for seed in range(3):
         rng, model = np.random.default_rng(seed), made(seed)
         given = Problem("ops", draw_tables(rng, 8, dims=(4, 8, 12)), Topology((Device(MIB),) * 2), BATCH)
         shards = ops.BoundShards(given, model, (), False)
-        found = ops.Ops(shards, model, 0).every
+        curve = ops.Ops(shards, model, 0).every
         for _ in range(300):
             tables = rng.permutation(8)[: rng.integers(1, 9)]
             op = [int(rng.choice(np.flatnonzero(shards.table == t))) for t in tables]
             ms = float(model.head(shards.codes[op].sum(0)[None])[0]) - model.launch_ms
-            assert found.load[op].sum() <= found.most(np.array([ms]))[0] * (1 + 1e-9)
-            assert found.alone[op].sum() <= ms * (1 + 1e-9)
+            assert curve.load[op].sum() <= curve.most(np.array([ms]))[0] * (1 + 1e-9)
+            assert curve.alone[op].sum() <= ms * (1 + 1e-9)
 
 
 def test_links_with_a_head_start_are_bounded():
@@ -386,9 +382,9 @@ def test_links_with_a_head_start_are_bounded():
             )
         }
     )
-    found = lower_bound.bound(problem, model)
-    assert 0 < found.estimate_ms
-    assert found.proved_ms is None or found.proved_ms <= optimum_ms(problem, model)
+    result = lower_bound.bound(problem, model)
+    assert 0 < result.estimate_ms
+    assert result.proved_ms is None or result.proved_ms <= optimum_ms(problem, model)
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -406,11 +402,11 @@ def test_worths_that_fall_to_nothing_prove_nothing(rows, dim, pooling, speeds, l
         240,
         job=Job(dense_forward_ms=1.0, dense_backward_ms=0.0),
     )
-    found = [
+    bounded = [
         lower_bound.bound(
             given, model := AnalyticModel(Setting("made-up", 240), lookup_ns=ns).for_problem(given)
         ).proved_ms
         <= price(lower(SHARDERS["anneal"](given, model, budget=Budget(evals=500)), given), model).total_ms
         for ns in (1.0, 20.0)
     ]
-    assert all(found)
+    assert all(bounded)

@@ -6,19 +6,39 @@ from itertools import product
 
 import numpy as np
 import pytest
-from shapes import ACROSS, ALL_TO_ALL, TO_TOWER, WITHIN, column, entering, host_row, on_hosts, with_room
+from shapes import (
+    ACROSS,
+    ALL_TO_ALL,
+    CHANNEL,
+    TO_TOWER,
+    WITHIN,
+    column,
+    entering,
+    host_row,
+    on_hosts,
+    with_room,
+)
 
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.links import links_of
-from shardcore.core.types import Plan, Problem, Setting, Shard, Table
+from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.io import files
 from shardcore.io.towers import Towers, read_towers
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.bound.lower_bound import bound
-from shardcore.search.decisions.towers import Division, as_planned, as_towers, tower_hosts, tower_traffic
+from shardcore.search.decisions.driver import decide
+from shardcore.search.decisions.row_units import RowUnits
+from shardcore.search.decisions.towers import (
+    Division,
+    OnTowers,
+    as_planned,
+    as_towers,
+    tower_hosts,
+    tower_traffic,
+)
 from shardcore.search.state.placement_state import PlacementState
 from shardcore.search.state.shard_cost_cache import ShardCostCache
 from shardcore.step.kinds import CHANNELS
@@ -164,6 +184,55 @@ def test_rows_divided_over_a_host_are_summed_and_compressed():
     assert (moved.within_bytes, moved.across_bytes) == (B * (16 * 4 + 8 * 4 / 2), B * (16 + 8) / 2)
 
 
+IN_PODS = ("p/a", "p/b", "q/c", "q/d")
+"""Two pods of two hosts of a device."""
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_towers_of_pods_send_as_towers_of_hosts_do(rows):
+    """Where a topology has rows over pods, each pod is a tower: the same bytes, in exchanges within and across pods."""
+    t, u = Table("t", 100, 16, 1.0), Table("u", 100, 8, 1.0)
+    found = []
+    for on, names, unit in (
+        (on_hosts("aabb"), ("a", "b"), "host"),
+        (on_hosts(IN_PODS, rows_over="pod"), ("p", "q"), "pod"),
+    ):
+        whole = Problem("towers", (t, u), on, B)
+        problem = as_towers(whole, dict(zip("tu", names, strict=True)), 4.0)
+        first = Placement(f"{unit}_row", Shard.whole(t), (0, 1)) if rows else column(t, 0)
+        plan = Plan((first, column(u, 2)), {"tower_ratio": 4.0})
+        sent = entering(lower(plan, problem).traffic)
+        found.append((sorted(sent.values()), tower_traffic(plan, problem)))
+        assert {CHANNEL[name].scope.unit for name in sent} == {f"within_{unit}"}
+        assert as_planned(plan, whole) == problem
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("algorithm", ["anneal", "size_greedy", "neuroshard"])
+def test_towers_are_divided_over_pods_and_a_plan_to_start_from_keeps_them(algorithm):
+    on_pods = replace(problem_of(), topology=on_hosts(IN_PODS, 1 << 30, rows_over="pod"))
+    best = decide(on_pods, MODEL, [OnTowers(pairs())], SHARDERS[algorithm], budget=Budget(evals=200))
+    pod_of = {0: "p", 1: "p", 2: "q", 3: "q"}
+    of_table = {p.shard.table.name: {pod_of[d] for d in p.devices} for p in best.plan.placements}
+    assert all(len(of_table[a] | of_table[b]) == 1 for a, b in pairs().towers)
+    again = decide(
+        on_pods, MODEL, [OnTowers(pairs(), best.plan, False)], SHARDERS[algorithm], budget=Budget(evals=50)
+    )
+    kept = {p.shard.table.name: {pod_of[d] for d in p.devices} for p in again.plan.placements}
+    assert kept == of_table and again.ledger.chosen == "hosts of the plan before"
+    with pytest.raises(ShardCoreError, match="table 't0' on pods 'p' and 'q'; it needs one"):
+        apart = Plan((Placement("row", Shard.whole(on_pods.tables[0]), (0, 1, 2, 3)),), {"tower_ratio": 4.0})
+        as_planned(apart, on_pods)
+
+
+def test_units_of_rows_are_not_chosen_for_towers():
+    """Their number is the model's."""
+    with pytest.raises(
+        ShardCoreError, match="units of rows and towers were both asked for; a model has towers of"
+    ):
+        decide(problem_of(), MODEL, [OnTowers(pairs()), RowUnits()], SHARDERS["size_greedy"])
+
+
 @pytest.mark.parametrize("ratio", [1, 8])
 def test_a_ratio_divides_what_crosses_hosts_and_nothing_else(ratio):
     towers = replace(pairs(), compression_ratio=ratio)
@@ -260,6 +329,11 @@ APART = Constraints(pinned=(("t0", ("a",)), ("t1", ("b",))))
         (problem_of, Towers(2, (), ("who",), ((0.0,),)), "towers have table 'who', which problem"),
         (lambda: problem_of(hosts="aaaa"), pairs(), "has 1 host; towers need 2 or more"),
         (lambda: problem_of(hosts="aaab"), pairs(), "has hosts of 1 to 3 devices; towers need as many"),
+        (
+            lambda: replace(problem_of(), topology=on_hosts(["p/a", "p/b"] * 2, rows_over="pod")),
+            pairs(),
+            "has 1 pod; towers need 2 or more, for they make smaller what crosses pods",
+        ),
         (lambda: problem_of(constraints=APART), pairs(), "'t0', 't1' on one host, but constraints.pinned"),
         (lambda: tower_hosts(problem_of(), pairs(), MODEL).problem, pairs(), "has job.tower_ratio 4.0, so"),
     ],

@@ -43,15 +43,15 @@ def test_files_hold_no_code_and_what_is_damaged_is_refused(tmp_path):
 
 
 def rewritten(folder, weights=None, **meta):
-    policy = untrained("autoshard")
-    write_policy(folder, policy)
-    found, tensors = model_files.read_model(folder, "policy")
-    model_files.write_model(folder, {**found, **meta}, tensors if weights is None else weights, "policy")
+    """The folder of a policy whose weights, or parts of the description, are replaced."""
+    write_policy(folder, untrained("autoshard"))
+    description, tensors = model_files.read_model(folder, "policy")
+    model_files.write_model(folder, {**description, **meta}, weights or tensors, "policy")
     return folder
 
 
 @pytest.mark.parametrize(
-    "meta, said",
+    "meta, message",
     [
         ({"features": ["dim", "rows"]}, r"on features \['dim', 'rows'\]; this ShardCore computes .*train"),
         ({"name": "alphashard"}, "has the name 'alphashard'; known are dreamshard, dreamshard_direct"),
@@ -60,8 +60,8 @@ def rewritten(folder, weights=None, **meta):
         ({"setting": {"hardware": "x"}}, "setting lacks the key 'batch'"),
     ],
 )
-def test_another_description_is_refused_in_one_line(meta, said, tmp_path):
-    with pytest.raises(ShardCoreError, match=said) as error:
+def test_another_description_is_refused_in_one_line(meta, message, tmp_path):
+    with pytest.raises(ShardCoreError, match=message) as error:
         read_policy(rewritten(tmp_path, **meta))
     assert "\n" not in str(error.value)
 
@@ -79,7 +79,7 @@ def test_a_cost_model_is_no_policy_and_another_version_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, value, said",
+    "name, value, message",
     [
         ("score.3.weight", None, "weight 'score.3.weight' is missing"),
         ("score.9.weight", np.zeros(1, np.float32), "weight 'score.9.weight' is not known"),
@@ -89,9 +89,9 @@ def test_a_cost_model_is_no_policy_and_another_version_is_named(tmp_path):
         ("sd", np.zeros(21, np.float32), "weight 'sd' is not positive"),
     ],
 )
-def test_weights_that_the_formulas_cannot_use_are_refused(name, value, said, tmp_path):
+def test_weights_that_the_formulas_cannot_use_are_refused(name, value, message, tmp_path):
     weights = {**untrained("autoshard").weights, name: value}
-    with pytest.raises(ShardCoreError, match=said):
+    with pytest.raises(ShardCoreError, match=message):
         read_policy(rewritten(tmp_path, {k: v for k, v in weights.items() if v is not None}))
 
 

@@ -13,10 +13,10 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Shard, Table
 from shardcore.cost.model import price
 from shardcore.search import Budget, beam, sharder
-from shardcore.search.learned.nets import FEATURES, Seen, features
+from shardcore.search.learned.nets import FEATURES, features
 from shardcore.search.learned.policy import NETS
 from shardcore.search.learned.rollout import Rollouts
-from shardcore.search.learned.training import PolicyConfig, Prepared, PricedPlan, learner_of
+from shardcore.search.learned.training import CostSample, PolicyConfig, Prepared, learner_of
 from shardcore.search.state.shards import placed
 from shardcore.step import access
 from shardcore.step.lower import lower
@@ -27,58 +27,45 @@ from shardcore.testing.problems import CASES, model_for
 each_net = pytest.mark.parametrize("name", NETS)
 
 
-def rolled(name, problem, plans=6, seed=0, greedy_first=True):
-    policy, prepared = (
-        untrained(name),
-        Prepared(problem, replace(MODEL, setting=replace(MODEL.setting, batch=problem.global_batch))),
-    )
-    rollouts = Rollouts(policy.net, policy.weights, plans, np.random.default_rng(seed), greedy_first)
+def rolled(name, problem, plans=6):
+    """A problem, and plans of it by an untrained policy."""
+    setting = replace(MODEL.setting, batch=problem.global_batch)
+    policy, prepared = untrained(name), Prepared(problem, replace(MODEL, setting=setting))
+    rollouts = Rollouts(policy.net, policy.weights, plans, np.random.default_rng(0))
     return prepared, rollouts.run(prepared.cache, prepared.keys)
 
 
 @each_net
 def test_costs_are_the_prices_of_the_plans_and_parts_are_theirs(name):
     problem = draw_problem(3, n_tables=7)
-    prepared, found = rolled(name, problem)
-    keys = prepared.keys[0][found.order[0]]
+    prepared, rollout = rolled(name, problem)
+    keys = prepared.keys[0][rollout.order[0]]
     for k in range(6):
         bundles = prepared.cache.bundles([tuple(key) for key in keys.tolist()])
-        plan = Plan(tuple(placed(bundles, found.devices[0, k], problem)))
+        plan = Plan(tuple(placed(bundles, rollout.devices[0, k], problem)))
         cost = price(lower(plan, problem), prepared.cache.model)
-        assert cost.total_ms == pytest.approx(found.total_ms[0, k])
+        assert cost.total_ms == pytest.approx(rollout.total_ms[0, k])
         parts = np.stack([cost.forward_compute_ms, cost.backward_comm_ms, cost.backward_compute_ms], 1)
-        assert found.parts_ms[0, k] == pytest.approx(parts)
+        assert rollout.parts_ms[0, k] == pytest.approx(parts)
 
 
 @each_net
 def test_only_legal_devices_are_taken_whatever_the_scores(name):
     problem = CASES["together and pinned, tight"]
-    _, found = rolled(name, problem, plans=40)
-    fits = found.legal.any(-1).all(-1)
-    taken = np.take_along_axis(found.legal, found.devices[..., None], -1)[..., 0]
-    assert taken[fits].all() and fits.any() and (np.isfinite(found.total_ms) == fits).all()
+    _, rollout = rolled(name, problem, plans=40)
+    fits = rollout.legal.any(-1).all(-1)
+    legally = np.take_along_axis(rollout.legal, rollout.devices[..., None], -1)[..., 0]
+    assert legally[fits].all() and fits.any() and (np.isfinite(rollout.total_ms) == fits).all()
 
 
 @each_net
 def test_torch_scores_what_numpy_placed_by(name):
     """The update must score what the rollout saw: the argmax of its scores is the first plan."""
-    problem = draw_problem(5, n_tables=9)
-    prepared, found = rolled(name, problem, plans=2)
-    w = {k: torch.from_numpy(v) for k, v in untrained(name).weights.items()}
-    net = NETS[name]
-    rows = net.latents(w, torch.from_numpy(prepared.x), torch)
-    latents = torch.zeros(len(prepared.cache.made), rows.shape[1])
-    latents = latents.index_add(0, torch.from_numpy(prepared.bundle), rows)
-    latents[0] = 0
-    held = torch.from_numpy(found.held(len(latents))[:, :-1])
-    keys = prepared.keys[0][found.order[0]]
-    context = net.context(w, latents[prepared.cache.numbers(keys[:, 0], keys[:, 1])], torch)
-    speed = torch.from_numpy(prepared.cache.speed.astype(np.float32))[:, None]
-    costs = None if found.costs is None else torch.from_numpy(found.costs[0])
-    seen = Seen(held @ latents / speed, torch.from_numpy(found.used[0]), costs, context)
-    scores = net.scores(w, seen, torch)
-    scores = scores.masked_fill(~torch.from_numpy(found.legal[0]), -torch.inf)
-    assert (scores[0].argmax(-1).numpy() == found.devices[0, 0]).all()
+    prepared, rollout = rolled(name, draw_problem(5, n_tables=9), plans=2)
+    learner = learner_of(NETS[name], [prepared], PolicyConfig())
+    learner.w = {k: torch.from_numpy(v) for k, v in untrained(name).weights.items()}
+    logits, _ = learner.logits(prepared, rollout)
+    assert (logits[0].argmax(-1).numpy() == rollout.devices[0, 0]).all()
 
 
 @each_net
@@ -89,9 +76,9 @@ def test_more_plans_are_never_worse_and_a_budget_counts_plans(name):
     best = search(problem, model, seed=3).provenance
     ms = [best["predicted_ms"]]
     for n in (1, 8, 64):
-        found = search(problem, model, seed=3, budget=Budget(evals=n)).provenance
-        ms.append(found["predicted_ms"])
-        assert found["evals"] == n and found["algorithm"] == name and found["policy"] == name
+        provenance = search(problem, model, seed=3, budget=Budget(evals=n)).provenance
+        ms.append(provenance["predicted_ms"])
+        assert provenance["evals"] == n and provenance["algorithm"] == name and provenance["policy"] == name
     assert best["evals"] == 1 and ms == sorted(ms, reverse=True) and ms[3] < ms[0] == ms[1]
 
 
@@ -123,15 +110,12 @@ def test_cuts_by_columns_spread_a_hot_table(name):
 
 
 def test_weights_at_their_limits_still_make_a_plan_that_fits():
+    problem = CASES["tight memory"]
     for name in NETS:
         policy = untrained(name)
         huge = {k: np.sign(v) * np.float32(1e6) if v.ndim == 2 else v for k, v in policy.weights.items()}
-        check_plan(
-            sharder(name, replace(policy, weights=huge))(
-                CASES["tight memory"], model_for(CASES["tight memory"]), budget=Budget(evals=4)
-            ),
-            CASES["tight memory"],
-        )
+        search = sharder(name, replace(policy, weights=huge))
+        check_plan(search(problem, model_for(problem), budget=Budget(evals=4)), problem)
 
 
 def test_features_are_those_of_the_papers_and_of_a_shards_own_columns():
@@ -158,15 +142,15 @@ def test_halves_that_meet_on_a_device_look_like_the_shard_that_they_become(name)
     prepared.cache.add(keys)
     policy = untrained(name)
     rollouts = Rollouts(policy.net, policy.weights, 20, np.random.default_rng(0))
-    found = rollouts.run(prepared.cache, np.array([keys]))
-    latents, in_order = rollouts.latents_of(prepared.cache), np.array(keys)[found.order[0]]
+    rollout = rollouts.run(prepared.cache, np.array([keys]))
+    latents, in_order = rollouts.latents_of(prepared.cache), np.array(keys)[rollout.order[0]]
     met = 0
     for k in range(20):
         held = np.zeros((5, len(prepared.cache.speed)), int)
-        np.add.at(held, (in_order[:, 0], found.devices[0, k]), in_order[:, 1])
+        np.add.at(held, (in_order[:, 0], rollout.devices[0, k]), in_order[:, 1])
         met += (held[strip] > units).any()
         expected = latents[prepared.cache.numbers(np.arange(5)[:, None], held)].sum(0)
-        assert found.latents[0, k] == pytest.approx(expected / prepared.cache.speed[:, None], abs=1e-3)
+        assert rollout.latents[0, k] == pytest.approx(expected / prepared.cache.speed[:, None], abs=1e-3)
     assert met
 
 
@@ -175,12 +159,12 @@ def test_a_cost_network_learns_from_all_shards_of_a_plan(name):
     """Also from halves of a table that no device can hold, which are alike."""
     tables = (Table("big", 100_000, 64, 5.0), *(Table(f"small{i}", 1000, 16, 2.0) for i in range(3)))
     problem = Problem("cut", tables, Topology((Device(20 << 20),) * 4), 48)
-    prepared, found = rolled(name, problem, plans=1)
-    assert len(found.devices[0, 0]) == 5
-    plan = PricedPlan.of(prepared, found, np.ones(1, np.float32))
+    prepared, rollout = rolled(name, problem, plans=1)
+    assert len(rollout.devices[0, 0]) == 5
+    plan = CostSample.of(prepared, rollout, np.ones(1, np.float32))
     latents = untrained(name).net.latents(untrained(name).weights, plan.x)
     sums = np.stack([latents[plan.devices == d].sum(0) for d in range(4)])
-    assert sums == pytest.approx(found.latents[0, 0], abs=1e-4)
+    assert sums == pytest.approx(rollout.latents[0, 0], abs=1e-4)
 
 
 @each_net
@@ -188,8 +172,8 @@ def test_an_update_gives_illegal_devices_no_share(name):
     problem = CASES["pinned"]
     prepared = Prepared(problem, model_for(problem))
     learner = learner_of(NETS[name], [prepared], PolicyConfig(plans_each=4))
-    found = learner.roll(prepared, 4, True)
-    shares = learner.logits(prepared, found)[0].softmax(-1).detach().numpy()
-    somewhere = found.legal[0].any(-1)  # a step without a legal device teaches nothing
-    legal, shares = found.legal[0][somewhere], shares[somewhere]
+    rollout = learner.roll(prepared, 4, True)
+    shares = learner.logits(prepared, rollout)[0].softmax(-1).detach().numpy()
+    somewhere = rollout.legal[0].any(-1)  # a step without a legal device teaches nothing
+    legal, shares = rollout.legal[0][somewhere], shares[somewhere]
     assert not legal.all() and (shares[~legal] == 0).all() and (shares[legal] > 0).all()

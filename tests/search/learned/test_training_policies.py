@@ -32,16 +32,15 @@ QUICK = PolicyConfig(rounds=3, priced=4, cost_updates=3, policy_updates=2, probl
 
 @pytest.mark.parametrize("name", NETS)
 def test_the_same_seed_gives_the_same_policy_with_metrics_and_curves(name):
-    said = []
+    rounds = []
+    configs = (replace(QUICK, seed=seed) for seed in (0, 0, 1))
     first, again, other = (
-        make_policy(
-            name, POOL, MODEL, FEW, replace(QUICK, seed=seed), progress=lambda i, values: said.append(i)
-        )
-        for seed in (0, 0, 1)
+        make_policy(name, POOL, MODEL, FEW, config, progress=lambda i, values: rounds.append(i))
+        for config in configs
     )
     assert all((again.policy.weights[k] == v).all() for k, v in first.policy.weights.items())
     assert any((other.policy.weights[k] != v).any() for k, v in first.policy.weights.items())
-    assert first.curves == again.curves and said == [1, 2, 3] * 3
+    assert first.curves == again.curves and rounds == [1, 2, 3] * 3
     metrics = first.policy.meta["metrics"]
     assert metrics["validation_cost"] == min(row["validation_cost"] for row in first.curves)
     assert metrics["test_solved"] == 1 and 0 < metrics["test_cost"] <= metrics["test_worst"]
@@ -79,15 +78,15 @@ def test_problems_may_be_drawn_for_the_devices_of_another():
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, message",
     [
         ({"plans_each": 1}, "policy config has plans_each 1; it needs 2 to"),
         ({"learning_rate": 0.0}, "learning_rate 0.0; it needs to be within 0 and 1"),
         ({"rounds": 0}, "policy config has rounds 0; it needs 1 to"),
     ],
 )
-def test_a_config_that_cannot_be_is_refused(change, said):
-    with pytest.raises(ShardCoreError, match=said):
+def test_a_config_that_cannot_be_is_refused(change, message):
+    with pytest.raises(ShardCoreError, match=message):
         PolicyConfig(**change)
 
 
@@ -104,14 +103,8 @@ def test_too_few_tables_and_unknown_names_are_refused():
 def test_plans_that_do_not_fit_teach_no_cost(name):
     """Tables that must stay whole and hardly fit: most random plans find no device for some."""
     tables = tuple(replace(t, rows=1000, dim=16) for t in POOL[:7])
-    problem = with_room(
-        Problem(
-            "tight",
-            tables,
-            Topology((Device(3 * 120_000),) * 3),
-            48,
-            constraints=Constraints(unsplit=tuple(t.name for t in tables)),
-        )
-    )
+    whole = Constraints(unsplit=tuple(t.name for t in tables))
+    topology = Topology((Device(3 * 120_000),) * 3)
+    problem = with_room(Problem("tight", tables, topology, 48, constraints=whole))
     trained = train(name, [problem], [problem], MODEL, QUICK)
     assert all(np.isfinite(v) for row in trained.curves for v in row.values())

@@ -23,12 +23,12 @@ EACH = table_bytes(TABLES[0], Problem("p", TABLES, Topology((Device(1),)), BATCH
 MODEL = AnalyticModel(Setting("made-up", BATCH))
 
 
-def problem_of(tables, memory, hosts=None, **constraints) -> Problem:
-    devices = tuple(Device(m, host=h) for m, h in zip(memory, hosts or ["a"] * len(memory), strict=True))
-    return Problem("p", tuple(tables), Topology(devices), BATCH, constraints=Constraints(**constraints))
+def problem_of(tables, memory, **constraints) -> Problem:
+    topology = Topology(tuple(map(Device, memory)))
+    return Problem("p", tuple(tables), topology, BATCH, constraints=Constraints(**constraints))
 
 
-def taken(*tables: int, of=TABLES) -> int:
+def needed(*tables: int, of=TABLES) -> int:
     """Bytes that a device takes with some of the tables, by number, and the rest on another."""
     given = problem_of(of, [1, 1])
     return used_bytes(Plan(tuple(column(t, int(i not in tables)) for i, t in enumerate(of))), given)[0]
@@ -36,7 +36,7 @@ def taken(*tables: int, of=TABLES) -> int:
 
 def test_tables_pinned_to_a_part_of_some_devices_count_against_these_too():
     pinned = (("t0", (0,)), ("t1", (0,)), ("t2", (0, 1)), ("t3", (1, 0)), ("t4", (0, 1)))
-    two, three = taken(0, 1), taken(2, 3, 4)
+    two, three = needed(0, 1), needed(2, 3, 4)
     enough = problem_of(TABLES, [two, three, 2 * three], pinned=pinned)
     assert feasible_shards(enough) == list(map(Shard.whole, TABLES))
     assert fits(SHARDERS["size_greedy"](enough, MODEL), enough)
@@ -57,7 +57,7 @@ def test_tables_pinned_to_a_part_of_some_devices_count_against_these_too():
 
 
 def test_a_group_that_fits_no_device_is_named_with_what_it_takes():
-    two, group = taken(0, 1, of=TABLES[:2]), (("t0", "t1"),)
+    two, group = needed(0, 1, of=TABLES[:2]), (("t0", "t1"),)
     enough = problem_of(TABLES[:2], [two] * 2, together=group)
     assert feasible_shards(enough) == list(map(Shard.whole, TABLES[:2]))
     with pytest.raises(
@@ -98,21 +98,17 @@ def test_a_problem_without_a_plan_is_refused_before_anything_is_priced(name):
 def test_what_is_said_to_be_enough_is_enough(n, n_tables):
     """More memory keeps more free by default, and devices have to divide the batch."""
 
+    tables = tuple(Table(f"t{i}", 50_000 + i, 64, 5.0) for i in range(n_tables))
+
     def of(devices: tuple[Device, ...]) -> Problem:
-        tables = tuple(Table(f"t{i}", 50_000 + i, 64, 5.0) for i in range(n_tables))
-        return Problem(
-            "tight",
-            tables,
-            Topology(devices),
-            BATCH,
-            constraints=Constraints(reserved_bytes=default_reserve(devices)),
-        )
+        reserved = Constraints(reserved_bytes=default_reserve(devices))
+        return Problem("tight", tables, Topology(devices), BATCH, constraints=reserved)
 
     devices = (Device(20_000_000),) * n
     with pytest.raises(Infeasible) as raised:
         SHARDERS["size_greedy"](of(devices), MODEL)
-    said = re.search(r"with ([\d.]+) MiB more per device or (\d+) more devices", str(raised.value))
-    more, others = float(said[1]), int(said[2])
+    remedy = re.search(r"with ([\d.]+) MiB more per device or (\d+) more devices", str(raised.value))
+    more, others = float(remedy[1]), int(remedy[2])
     for enough in (
         (Device(devices[0].memory_bytes + round(more * 2**20)),) * n,
         devices * ((n + others) // n) + devices[: (n + others) % n],

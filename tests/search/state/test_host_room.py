@@ -24,7 +24,7 @@ PROBLEM = Problem(
 
 @pytest.mark.parametrize("name", SHARDERS)
 def test_tables_in_host_memory_are_spread_over_hosts_where_one_does_not_hold_them(name):
-    """Two tables a host. The devices of the first are four times as fast, so that searches prefer it."""
+    """A host holds two tables. The first one's devices are four times as fast, so that searches prefer it."""
     plan = SHARDERS[name](PROBLEM, MODEL, budget=Budget(evals=500))
     assert lower(plan, PROBLEM) and plan.provenance["algorithm"] == name
     assert sum(p.devices[0] < 2 for p in plan.placements) == 2
@@ -36,13 +36,9 @@ def test_hosts_hold_tables_to_the_byte(name):
     exactly = replace(PROBLEM, topology=replace(PROBLEM.topology, memory=(memory,)))
     assert lower(SHARDERS[name](exactly, MODEL, budget=Budget(evals=500)), exactly)
     smaller = replace(memory, bytes=memory.bytes - 1)
-    less = replace(
-        PROBLEM,
-        topology=replace(PROBLEM.topology, memory=(smaller,)),
-        constraints=Constraints(
-            kinds=tuple((t.name, ("column",)) for t in TABLES), unsplit=tuple(t.name for t in TABLES)
-        ),
-    )
+    kinds, names = tuple((t.name, ("column",)) for t in TABLES), tuple(t.name for t in TABLES)
+    whole = Constraints(kinds=kinds, unsplit=names)
+    less = replace(PROBLEM, topology=replace(PROBLEM.topology, memory=(smaller,)), constraints=whole)
     with pytest.raises(
         Infeasible,
         match=r"host '[ab]' of problem 'hosts' would hold .* of rows in host "
@@ -58,14 +54,14 @@ def test_what_no_host_holds_is_refused():
 
 
 def test_what_is_pinned_takes_room_and_what_is_kept_together_stays_so():
-    """The first host has one of its own already, so that the two that are kept together go to the other."""
-    asked = Constraints(pinned=(("h0", (0,)),), together=(("h1", "h2"),))
-    plan = SHARDERS["size_greedy"](replace(PROBLEM, constraints=asked), MODEL)
+    """A table is pinned to the first host, so the two that are kept together go to the other."""
+    constraints = Constraints(pinned=(("h0", (0,)),), together=(("h1", "h2"),))
+    plan = SHARDERS["size_greedy"](replace(PROBLEM, constraints=constraints), MODEL)
     home = {p.shard.table.name: PROBLEM.topology.devices[p.devices[0]].host for p in plan.placements}
     assert home == {"h0": "a", "h1": "b", "h2": "b", "h3": "a"}
 
 
 def test_re_plans_fit_in_host_memory_too():
-    alone = Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in TABLES))
-    found = replan(alone, PROBLEM, MODEL, ReplanConfig(budget=Budget(evals=500)))
-    assert lower(found, PROBLEM)
+    old = Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in TABLES))
+    plan = replan(old, PROBLEM, MODEL, ReplanConfig(budget=Budget(evals=500)))
+    assert lower(plan, PROBLEM)

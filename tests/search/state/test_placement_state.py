@@ -1,5 +1,4 @@
-"""A plan under construction: what it keeps is what the finished plan takes and costs, whatever was placed and
-removed before."""
+"""A plan under construction: memory and cost as of the finished plan, whatever was placed and removed before."""
 
 from dataclasses import replace
 
@@ -66,7 +65,7 @@ def test_it_costs_what_its_plan_does_also_after_shards_were_elsewhere(seed, rows
 
 @pytest.mark.parametrize("seed", range(6))
 def test_it_costs_what_its_plan_does_with_tables_of_fixed_kinds(seed):
-    """A bundle runs as its first table in a search's cost, so there is none."""
+    """Without bundles: in a search's cost they run as their first table."""
     rng, drawn = np.random.default_rng(seed), draw_all_kinds(seed, caches=seed % 2)
     problem = replace(
         drawn,
@@ -100,30 +99,25 @@ def test_plans_of_a_batch_are_kept_apart_and_as_single_ones():
         one, _ = state_of(problem, shards)
         for i, key in enumerate(keys):
             one.place(*key, devices[c, k, i])
-        assert (
-            both.cost_ms()[c, k] == pytest.approx(one.cost_ms())
-            and both.used[c, k].tolist() == one.used.tolist()
-        )
+        assert both.cost_ms()[c, k] == pytest.approx(one.cost_ms())
+        assert both.used[c, k].tolist() == one.used.tolist()
         assert both.device_ms[c, k].tolist() == pytest.approx(one.device_ms.tolist())
 
 
 def devices_that_fit(problem, cuts, devices, c, batch) -> set[int]:
-    """The devices that the last of their shards fits, in the c-th way to cut tables.
+    """The devices whose last shard fits when all others are placed, in the c-th way to cut tables.
 
-    batch: whether both ways are kept together.
+    batch: whether one state keeps plans of both ways.
     """
     cache = ShardCostCache(problem, MODEL, cuts[c])
-    keys = [cache.keys(shards) for shards in cuts]
-    for of in keys:
-        cache.add(of)
-    homes = [
-        [device_of[bundle[0]] for bundle in bundles(shards, problem)]
-        for shards, device_of in (
-            (shards, dict(zip(shards, at, strict=True))) for shards, at in zip(cuts, devices, strict=True)
-        )
-    ]
+    keys, homes = [], []
+    for shards, at in zip(cuts, devices, strict=True):
+        keys.append(cache.keys(shards))
+        cache.add(keys[-1])
+        device_of = dict(zip(shards, at, strict=True))
+        homes.append([device_of[bundle[0]] for bundle in bundles(shards, problem)])
     keys, homes = np.array(keys), np.array(homes)
-    found = set()
+    that_fit = set()
     for device in set(homes[c].tolist()):
         last = int(np.flatnonzero(homes[c] == device)[-1])
         state = PlacementState(cache, *((keys, (2, 3)) if batch else (keys[c],)), priced=False)
@@ -135,8 +129,8 @@ def devices_that_fit(problem, cuts, devices, c, batch) -> set[int]:
             state.place(*at(i), np.repeat(homes[:, i, None], 3, 1) if batch else homes[c, i])
         fits = state.fits(*at(last))
         if (fits[c, :, device] if batch else fits[device]).all():
-            found.add(device)
-    return found
+            that_fit.add(device)
+    return that_fit
 
 
 @pytest.mark.parametrize("caches", [False, True])

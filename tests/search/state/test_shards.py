@@ -1,4 +1,4 @@
-"""Shards and the kinds that run them: those that constraints give, and how shards become placements."""
+"""Kinds of sharding that constraints allow, widths of shards, and placements of them."""
 
 import itertools
 from collections import Counter
@@ -12,7 +12,7 @@ from shapes import column, host_row, on_hosts, replica, row, with_room
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.topology import Device, Topology
-from shardcore.core.types import Placement, Plan, Problem, Shard, Table
+from shardcore.core.types import Plan, Problem, Shard, Table
 from shardcore.plans.replan import ReplanConfig, replan
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.state.shards import (
@@ -44,8 +44,8 @@ def plan(of: Problem, algorithm: str = "size_greedy") -> Plan:
     return SHARDERS[algorithm](of, model_for(of), budget=Budget(evals=200))
 
 
-def kinds(found: Plan) -> dict[str, str]:
-    return {p.shard.table.name: p.kind for p in found.placements}
+def kinds(plan: Plan) -> dict[str, str]:
+    return {p.shard.table.name: p.kind for p in plan.placements}
 
 
 def test_an_unknown_kind_is_refused():
@@ -76,14 +76,9 @@ def test_replicas_that_do_not_fit_are_refused():
 def test_what_is_on_all_devices_is_named_where_it_leaves_others_too_little():
     given = problem({f"t{i}": "data_parallel" for i in range(7)})
     beside = Plan((*fixed_placements(given), column(given.tables[7], 0)))
-    short = replace(
-        given,
-        topology=Topology((Device(max(used_bytes(beside, given)) - 1),) * 2),
-        constraints=replace(given.constraints, unsplit=("t7",)),
-    )
-    short = replace(
-        short, constraints=replace(short.constraints, kinds=(*short.constraints.kinds, ("t7", ("column",))))
-    )
+    topology = Topology((Device(max(used_bytes(beside, given)) - 1),) * 2)
+    constraints = Constraints(kinds=(*given.constraints.kinds, ("t7", ("column",))), unsplit=("t7",))
+    short = replace(given, topology=topology, constraints=constraints)
     with pytest.raises(
         Infeasible,
         match=r"table 't7', which must stay whole .* bytes too little \(.* of "
@@ -95,10 +90,8 @@ def test_what_is_on_all_devices_is_named_where_it_leaves_others_too_little():
 def test_replicas_alone_fit_to_the_byte():
     given = problem({f"t{i}": "data_parallel" for i in range(8)})
     only = Plan(fixed_placements(given))
-    exact, short = (
-        replace(given, topology=Topology(tuple(Device(n - k) for n in used_bytes(only, given))))
-        for k in (0, 1)
-    )
+    used = used_bytes(only, given)
+    exact, short = (replace(given, topology=Topology(tuple(Device(n - k) for n in used))) for k in (0, 1))
     for algorithm in SEARCHES:
         assert kinds(plan(exact, algorithm)) == kinds(only)
         with pytest.raises(Infeasible, match="1 byte too little.* with 1 byte more per device"):
@@ -113,10 +106,10 @@ def test_unknown_tables_are_refused():
 def test_a_plan_is_improved_with_its_kinds_kept():
     of = problem()
     old = plan(of, "random")
-    found = replan(old, of, model_for(of), ReplanConfig(max_moved_tables=2, budget=Budget(evals=300)))
-    assert {name: kinds(found)[name] for name in ASKED} == ASKED
-    was = {p.shard.table.name: p.devices for p in old.placements if isinstance(p, Placement)}
-    moved = {p.shard.table.name for p in found.placements if was[p.shard.table.name] != p.devices}
+    result = replan(old, of, model_for(of), ReplanConfig(max_moved_tables=2, budget=Budget(evals=300)))
+    assert {name: kinds(result)[name] for name in ASKED} == ASKED
+    was = {p.shard.table.name: p.devices for p in old.placements}
+    moved = {p.shard.table.name for p in result.placements if was[p.shard.table.name] != p.devices}
     assert len(moved) <= 2
 
 
@@ -124,15 +117,15 @@ def test_a_plan_is_improved_with_its_kinds_kept():
     "others", [{"pinned": (("t2", (0,)),)}, {"together": (("t1", "t2"),)}, {"unsplit": ("t2",)}]
 )
 def test_constraints_that_contradict_each_other_are_both_named(others):
-    asked = problem({"t2": "row"})
-    asked = replace(asked, constraints=replace(asked.constraints, **others))
+    contradictory = problem({"t2": "row"})
+    contradictory = replace(contradictory, constraints=replace(contradictory.constraints, **others))
     [name] = others
     with pytest.raises(
         ShardCoreError,
         match=rf"table 't2' in constraints.kinds \(row, on all devices\) and "
         rf"in constraints.{name}; it needs to be in one",
     ):
-        plan(asked)
+        plan(contradictory)
 
 
 # --- sets of kinds, and widths ------------------------------------------------------------------------------
@@ -147,14 +140,14 @@ def searched(algorithm, tables, devices, batch=65536, **constraints) -> Plan:
     """Plan on devices of 16 GiB, 8 on a host. It passes all checks of `lower`."""
     topology = Topology(tuple(Device(16 * GIB, host=f"h{d // 8}") for d in range(devices)))
     of = Problem("p", tuple(tables), topology, batch, constraints=Constraints(**constraints))
-    found = SHARDERS[algorithm](of, model_for(of), budget=Budget(evals=300))
-    lower(found, of)
-    return found
+    result = SHARDERS[algorithm](of, model_for(of), budget=Budget(evals=300))
+    lower(result, of)
+    return result
 
 
-def of_table(found: Plan, name: str) -> list[tuple[str, int, int]]:
+def of_table(result: Plan, name: str) -> list[tuple[str, int, int]]:
     """Kind, columns and number of devices of each placement of a table."""
-    return [(p.kind, p.shard.width, len(p.devices)) for p in found.placements if p.shard.table.name == name]
+    return [(p.kind, p.shard.width, len(p.devices)) for p in result.placements if p.shard.table.name == name]
 
 
 @pytest.mark.parametrize("algorithm", SEARCHES)
@@ -168,34 +161,34 @@ def of_table(found: Plan, name: str) -> list[tuple[str, int, int]]:
     ],
 )
 def test_a_table_is_run_by_one_of_its_kinds(algorithm, kinds, devices, placed):
-    found = searched(algorithm, [LARGE, SMALL], devices, kinds=(("large", kinds),))
-    assert of_table(found, "large") == [placed]
+    plan = searched(algorithm, [LARGE, SMALL], devices, kinds=(("large", kinds),))
+    assert of_table(plan, "large") == [placed]
 
 
 @pytest.mark.parametrize("algorithm", SEARCHES)
 def test_a_table_may_be_whole_or_divided_by_rows_but_not_cut(algorithm):
-    """TorchRec's ["table_wise", "row_wise"], for a table larger than a device and for a small one."""
-    asked = {
+    """As TorchRec's ["table_wise", "row_wise"]: a table larger than a device, and a small one."""
+    constraints = {
         "kinds": (("large", ("column", "row")), ("small", ("column", "row"))),
         "min_widths": (("large", 128), ("small", 64)),
     }
-    found = searched(algorithm, [LARGE, SMALL], 8, **asked)
-    assert of_table(found, "large") == [("row", 128, 8)]
-    assert of_table(found, "small") in ([("column", 64, 1)], [("row", 64, 8)])
+    plan = searched(algorithm, [LARGE, SMALL], 8, **constraints)
+    assert of_table(plan, "large") == [("row", 128, 8)]
+    assert of_table(plan, "small") in ([("column", 64, 1)], [("row", 64, 8)])
 
 
 @pytest.mark.parametrize("algorithm", SEARCHES)
 def test_tables_divided_within_hosts_are_spread_over_them(algorithm):
     tables = [replace(LARGE, name=f"large{i}", rows=100_000_000) for i in range(4)]
-    found = searched(algorithm, tables, 16, kinds=tuple((t.name, ("host_row",)) for t in tables))
-    assert sorted(p.devices[0] for p in found.placements) == [0, 0, 8, 8]
+    plan = searched(algorithm, tables, 16, kinds=tuple((t.name, ("host_row",)) for t in tables))
+    assert sorted(p.devices[0] for p in plan.placements) == [0, 0, 8, 8]
 
 
 @pytest.mark.parametrize("algorithm", SEARCHES)
 def test_shards_are_as_wide_as_asked(algorithm):
     hot = Table("hot", 10_000, 96, 500.0)
-    found = searched(algorithm, [hot, SMALL], 4, kinds=(("hot", ("column",)),), min_widths=(("hot", 30),))
-    assert {width % 32 for _, width, _ in of_table(found, "hot")} == {0}
+    plan = searched(algorithm, [hot, SMALL], 4, kinds=(("hot", ("column",)),), min_widths=(("hot", 30),))
+    assert {width % 32 for _, width, _ in of_table(plan, "hot")} == {0}
 
 
 @pytest.mark.parametrize("algorithm", SEARCHES)
@@ -207,7 +200,7 @@ def test_tables_wider_than_fbgemm_runs_are_cut(algorithm, dim, devices):
 
 
 @pytest.mark.parametrize(
-    "constraints, devices, said",
+    "constraints, devices, message",
     [
         ({}, 1, "'wide': it has 4100 columns, .* CUDA op runs at most 2048 .* needs 3 devices, .* on 1"),
         ({"pinned": (("wide", (0, 1)),)}, 4, "it needs 3 devices, and it may live on 2"),
@@ -224,8 +217,8 @@ def test_tables_wider_than_fbgemm_runs_are_cut(algorithm, dim, devices):
         ),
     ],
 )
-def test_wide_tables_that_cannot_be_cut_are_refused(constraints, devices, said):
-    with pytest.raises(ShardCoreError, match=said):
+def test_wide_tables_that_cannot_be_cut_are_refused(constraints, devices, message):
+    with pytest.raises(ShardCoreError, match=message):
         searched("size_greedy", [Table("wide", 1000, 4100, 1.0)], devices, 600, **constraints)
 
 
@@ -240,14 +233,13 @@ def test_wide_tables_that_cannot_be_cut_are_refused(constraints, devices, said):
     ],
 )
 def test_sequences_are_divided_by_rows_or_cut_into_equal_parts(algorithm, dim, rows, constraints, placed):
-    """Neither fits a device whole."""
+    """No device holds such a table whole."""
     hist = Table("hist", rows, dim, 1.0, sequence=True)
-    of = Problem(
-        "p", (hist, SMALL), Topology((Device(35 * MIB),) * 2), 48, constraints=Constraints(**constraints)
-    )
-    found = SHARDERS[algorithm](of, model_for(of), budget=Budget(evals=300))
-    lower(found, of)
-    assert of_table(found, "hist") == placed
+    topology = Topology((Device(35 * MIB),) * 2)
+    of = Problem("p", (hist, SMALL), topology, 48, constraints=Constraints(**constraints))
+    plan = SHARDERS[algorithm](of, model_for(of), budget=Budget(evals=300))
+    lower(plan, of)
+    assert of_table(plan, "hist") == placed
 
 
 def test_sequences_of_a_collection_are_cut_equally_wide():
@@ -257,9 +249,9 @@ def test_sequences_of_a_collection_are_cut_equally_wide():
     )
     of = Problem("p", tables, Topology((Device(35 * MIB),) * 7), 49, constraints=Constraints(kinds=kinds))
     for algorithm in SEARCHES:
-        found = SHARDERS[algorithm](of, model_for(of), budget=Budget(evals=300))
-        lower(found, of)
-        assert {p.shard.width for p in found.placements} == {8} and len(found.placements) == 6
+        plan = SHARDERS[algorithm](of, model_for(of), budget=Budget(evals=300))
+        lower(plan, of)
+        assert {p.shard.width for p in plan.placements} == {8} and len(plan.placements) == 6
 
 
 # --- shards and placements ----------------------------------------------------------------------------------
@@ -270,13 +262,11 @@ def of_tables(tables, hosts: str, **constraints) -> Problem:
 
 
 def test_rows_of_ordered_tables_rise_with_torchrecs_ranks():
-    """It numbers devices host by host; rows that are not ordered are dealt out anew, whichever device has
-    which."""
+    """TorchRec numbers devices host by host. Rows that are not ordered may be on any device of the group."""
     ordered, other = Table("ordered", 10, 4, 1.0, ordered=True), Table("other", 10, 4, 1.0)
     apart = of_tables([ordered, other], "xyxy")
-    assert [division(t, apart) for t in (ordered, other)] == [
-        row(t, apart.topology) for t in (ordered, other)
-    ]
+    for table in (ordered, other):
+        assert division(table, apart) == row(table, apart.topology)
     assert division(ordered, apart).devices == (0, 2, 1, 3)
     assert division(ordered, of_tables([ordered], "aaaa")).devices == (0, 1, 2, 3)
     pinned = of_tables([ordered, other], "xyxy", pinned=(("ordered", ("y",)), ("other", (0, 1))))
@@ -310,8 +300,8 @@ def test_shards_become_placements_and_row_ranges_one():
     problem = of_tables([table, other], "xyxy")
     ranges = [s for _, s in shards_on(row(table, problem.topology))]
     whole = (Shard.whole(other),)
-    found = placed([(ranges[3],), whole, *((s,) for s in ranges[:3])], [3, 1, 0, 2, 1], problem)
-    assert set(found) == {row(table, problem.topology), column(other, 1)}
+    placements = placed([(ranges[3],), whole, *((s,) for s in ranges[:3])], [3, 1, 0, 2, 1], problem)
+    assert set(placements) == {row(table, problem.topology), column(other, 1)}
     for devices in ([3, 1, 0, 1, 2], [3, 1, 0, 2, 2]):
         with pytest.raises(RuntimeError, match="a search placed rows of table 't'"):
             placed([(ranges[3],), whole, *((s,) for s in ranges[:3])], devices, problem)
@@ -325,18 +315,16 @@ def test_consolidate_keeps_columns_per_group_and_covers_the_table(data, of_hosts
     edges = [0, *sorted(4 * e for e in data.draw(st.sets(st.integers(1, 15)))), 64]
     placements = []
     for a, b in itertools.pairwise(edges):
-        by_host = of_hosts and data.draw(st.booleans())
-        placements.append(
-            host_row(table, data.draw(st.sampled_from([(0, 2), (1, 3)])), a, b)
-            if by_host
-            else column(table, data.draw(st.integers(0, 3)), a, b)
-        )
-    shuffled = data.draw(st.permutations(placements))
-    result = consolidate(shuffled)
+        if of_hosts and data.draw(st.booleans()):
+            placements.append(host_row(table, data.draw(st.sampled_from([(0, 2), (1, 3)])), a, b))
+        else:
+            placements.append(column(table, data.draw(st.integers(0, 3)), a, b))
+    result = consolidate(data.draw(st.permutations(placements)))
 
-    def columns(ps):
+    def columns(placements) -> Counter:
+        """Columns of each owner."""
         widths = Counter()
-        for p in ps:
+        for p in placements:
             widths[p.kind, p.devices] += p.shard.width
         return widths
 

@@ -1,4 +1,4 @@
-"""Packings of vectors, compared with all that there are."""
+"""Packings of vectors, compared with all possible ones."""
 
 from itertools import product
 

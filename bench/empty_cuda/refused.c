@@ -1,0 +1,18 @@
+// Calls that torch makes only for graphs, other processes' memory and profilers. Each ends as not supported.
+#define NO(name) int name() { return 801; }
+NO(cudaGraphDebugDotPrint)
+NO(cudaGraphDestroy)
+NO(cudaGraphExecDestroy)
+NO(cudaGraphGetNodes)
+NO(cudaGraphInstantiateWithFlags)
+NO(cudaGraphLaunch)
+NO(cudaGraphNodeGetDependencies)
+NO(cudaIpcCloseMemHandle)
+NO(cudaIpcGetEventHandle)
+NO(cudaIpcGetMemHandle)
+NO(cudaIpcOpenEventHandle)
+NO(cudaIpcOpenMemHandle)
+NO(cudaProfilerStart)
+NO(cudaProfilerStop)
+NO(cudaStreamBeginCapture)
+NO(cudaStreamEndCapture)

@@ -1,0 +1,74 @@
+"""Units of rows: hosts or pods, over which TorchRec divides rows of tables (table_row_wise, grid_shard).
+
+A job divides rows over one of both: over pods if it has TORCHREC_RESOLVED_POD_SIZE. Over a pod, more devices
+share a table's lookups and memory, and its outputs cross fewer and slower links. So neither is always better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from shardcore.core.links import ROWS_OVER
+from shardcore.core.types import Plan, Problem
+from shardcore.core.validation import require_types
+from shardcore.cost.model import CostModel
+from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
+from shardcore.step.kinds import choices_of_rows, layout_of, rows_over
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverUnits(Proposal):
+    """A problem with rows over units of one level. whole: the problem that does not say which."""
+
+    whole: Problem
+
+
+@dataclass(frozen=True)
+class RowUnits(Decision):
+    """Choose the units that rows are divided over, where the topology leaves it open.
+
+    start: a plan that the search improves. Its job keeps its units.
+    """
+
+    start: Plan | None = None
+
+    name: ClassVar[str] = "units of rows"
+    level: ClassVar[int] = 2
+    against: ClassVar[Mapping[str, str]] = {
+        "towers": "a model has towers of hosts, or of pods where topology.rows_over says so"
+    }
+
+    def __post_init__(self) -> None:
+        require_types(self, "units of rows")
+
+    def proposals(
+        self, problem: Problem, model: CostModel, seconds: float | None
+    ) -> Generator[OverUnits, Outcome, None]:
+        """The problem with rows over hosts, and over pods where they are of one size."""
+        topology = problem.topology
+        units = choices_of_rows(topology)
+        if self.start:
+            units = (rows_over(topology, self.start.placements),)
+        for i, unit in enumerate(units):
+            # Devices of a unit, as TorchRec's groups of ranks have them.
+            size = len(topology.on_units(ROWS_OVER[unit])[0])
+            yield OverUnits(
+                words=f"rows over {unit}s of {size} device{'s' * (size > 1)}",
+                problem=replace(problem, topology=replace(topology, rows_over=unit)),
+                more=len(units) - 1 - i,
+                whole=problem,
+            )
+
+    def adopt(self, proposal: OverUnits, found: Found | None, model: CostModel) -> Found | None:
+        """The plan as one of the whole: its kinds say which units it has."""
+        if found is None:
+            return None
+        return replace(found, problem=replace(found.problem, topology=proposal.whole.topology))
+
+    def facts(self, outcome: Outcome) -> Mapping[str, Any]:
+        if outcome.found is None:
+            return {}
+        divided = {p.shard.table.name for p in outcome.found.plan.placements if layout_of(p.kind).rows_over}
+        return {"tables divided so": len(divided)}
