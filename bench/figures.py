@@ -65,7 +65,7 @@ class Headline:
         found = re.search(self.pattern, output, re.MULTILINE)
         if found is None:
             return "-", "MISSING"
-        return found[1], "within" if self.low <= float(found[1]) <= self.high else "OUTSIDE"
+        return f"{float(found[1]):.4g}", "within" if self.low <= float(found[1]) <= self.high else "OUTSIDE"
 
 
 @dataclass(frozen=True)
