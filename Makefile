@@ -52,7 +52,7 @@ docs: .venv/.docs
 	python -m pytest -n 0 -m "long or not long" \
 		tests/test_docs.py tests/test_examples.py tests/test_site.py tests/search/test_neuroshard_page.py
 	@python -m docs.tools.blocks
-	NO_MKDOCS_2_WARNING=1 python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 python -m mkdocs build  # with --quiet it would not count warnings, which fail it
 	@echo "site/index.html"
 
 # Of the stack's pages, after a run: make up, then prefect deployment run refresh/local --watch.

@@ -209,3 +209,33 @@ def test_a_picture_says_what_travels_under_each_kind():
 def test_pictures_of_a_page_exist(page):
     for path in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", PAGES[page]):
         assert ((ROOT / page).parent / path).is_file(), f"{page} shows {path}, which is not there"
+
+
+# --- links ----------------------------------------------------------------------------------------------------
+
+ALL = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+ALL += [*ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/README.md"), *ROOT.glob("datasets/*/README.md")]
+LINK = re.compile(r"\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)")
+
+
+def anchors(text: str) -> set[str]:
+    """Anchors of a page's headings, as GitHub and the site make them."""
+    prose = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.S | re.M)
+    titles = re.findall(r"^#+ (.+)$", prose, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", ALL, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    broken = []
+    for target in LINK.findall(
+        re.sub(r"^ *```.*?^ *```$|`[^`\n]+`", "", page.read_text(), flags=re.S | re.M)
+    ):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        has_anchor = not anchor or (found.suffix == ".md" and anchor in anchors(found.read_text()))
+        if not found.exists() or not has_anchor:
+            broken.append(target)
+    assert not broken

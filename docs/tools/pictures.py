@@ -169,7 +169,7 @@ def _place(plan: Plan, device: int) -> tuple[float, float, float, float]:
 
 
 def _travel(traffic: np.ndarray, ids: bool) -> list[str]:
-    """What travels, as lines: the collective, and MB of the device that has most."""
+    """Lines on what travels: the collective, and MB of the device that has most."""
     words = []
     for channel, row in zip(CHANNELS, traffic, strict=True):
         if row.any() and (channel in ID_CHANNELS) == ids:
@@ -183,7 +183,7 @@ def _travel(traffic: np.ndarray, ids: bool) -> list[str]:
 
 
 def search() -> Figure:
-    """The cheapest plan found by number of evaluations, and what other algorithms find."""
+    """The cheapest plan by number of evaluations, and what other algorithms find."""
     problem = read_problem(ROOT / "problems/hugectr-180-16.json")
     problem = replace(problem, topology=replace(problem.topology, hardware=CARD))
     model = shardcore.load_profile(CARD).model().for_problem(problem)
@@ -192,18 +192,18 @@ def search() -> Figure:
         return price(lower(SHARDERS[name](problem, model, budget=budget), problem), model).total_ms
 
     evals = [1, 10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000, 300_000]
-    found = [ms("portfolio", Budget(evals=n)) for n in evals]
+    best_ms = [ms("portfolio", Budget(evals=n)) for n in evals]
     others = {name: ms(name) for name in ("size_lookup_greedy", "lookup_greedy", "neuroshard")}
     made = _figure(9, 3.6)
     axes = made.subplots()
     made.subplots_adjust(0.08, 0.15, 0.9, 0.96)
-    axes.step(evals, found, where="post", color=COLORS[0], linewidth=2)
+    axes.step(evals, best_ms, where="post", color=COLORS[0], linewidth=2)
     for name, other in others.items():
         axes.axhline(other, color="#999999", linewidth=0.8)
         axes.text(
             0.99, other, f"{name} {other:.3f}", ha="right", va="bottom", transform=axes.get_yaxis_transform()
         )
-    axes.text(evals[-1], found[-1], f"  portfolio\n  {found[-1]:.3f}", va="center", color=COLORS[0])
+    axes.text(evals[-1], best_ms[-1], f"  portfolio\n  {best_ms[-1]:.3f}", va="center", color=COLORS[0])
     axes.set(xscale="log", xlabel="plans priced (evaluations)", ylabel="predicted ms of the best plan")
     axes.spines[["top", "right"]].set_visible(False)
     return made

@@ -91,15 +91,15 @@ def prefect(_: argparse.Namespace) -> Page:
     headers = {"Authorization": f"Basic {base64.b64encode(login.encode()).decode()}"}
     asked = {"flows": {"name": {"any_": ["refresh"]}}, "sort": "START_TIME_DESC", "limit": 1}
     typed = {**headers, "Content-Type": "application/json"}
-    found = json.loads(get(f"{api}/flow_runs/filter", typed, json.dumps(asked).encode()))
-    if not found:
+    runs = json.loads(get(f"{api}/flow_runs/filter", typed, json.dumps(asked).encode()))
+    if not runs:
         raise ShardCoreError(
             "no run of the flow refresh; first: prefect deployment run refresh/local --watch"
         )
     home = api.removesuffix("/api")
     password = json.dumps(base64.b64encode(login.encode()).decode())
     return Page(
-        f"{home}/runs/flow-run/{found[0]['id']}", found[0]["name"], headers, {"prefect-password": password}
+        f"{home}/runs/flow-run/{runs[0]['id']}", runs[0]["name"], headers, {"prefect-password": password}
     )
 
 
@@ -110,12 +110,12 @@ def mlflow(_: argparse.Namespace) -> Page:
         f"{os.environ.get('MLFLOW_TRACKING_USERNAME', '')}:{os.environ.get('MLFLOW_TRACKING_PASSWORD', '')}"
     )
     headers = {"Authorization": f"Basic {base64.b64encode(login.encode()).decode()}"}
-    found = json.loads(get(f"{home}/api/2.0/mlflow/registered-models/search", headers)).get(
+    models = json.loads(get(f"{home}/api/2.0/mlflow/registered-models/search", headers)).get(
         "registered_models", []
     )
-    if not found:
+    if not models:
         raise ShardCoreError("no registered model; first: prefect deployment run refresh/local --watch")
-    return Page(f"{home}/#/models/{found[0]['name']}", "champion", headers)
+    return Page(f"{home}/#/models/{models[0]['name']}", "champion", headers)
 
 
 def ray(_: argparse.Namespace) -> Page:
@@ -195,16 +195,16 @@ class Browser:
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
     def _text(self) -> str:
-        found = self.call("Runtime.evaluate", expression="document.body ? document.body.innerText : ''")
-        return str(found["result"].get("value", ""))
+        result = self.call("Runtime.evaluate", expression="document.body ? document.body.innerText : ''")
+        return str(result["result"].get("value", ""))
 
 
 def _until(ready: Any) -> Any:
     """The first true result within PATIENCE_S, or the last one."""
     end = time.monotonic() + PATIENCE_S
-    while not (found := ready()) and time.monotonic() < end:
+    while not (result := ready()) and time.monotonic() < end:
         time.sleep(0.2)
-    return found
+    return result
 
 
 if __name__ == "__main__":

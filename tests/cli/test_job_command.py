@@ -60,7 +60,7 @@ def test_read_compares_with_a_model_and_writes_the_corrected_one(folder, model, 
 def test_a_trace_of_another_plan_is_read_and_corrects_nothing(model, tmp_path, capsys):
     traced_step(tmp_path / "job", entered=2.0)
     options = ("--model", model, "--out", tmp_path / "corrected")
-    code, out, err = said(capsys, "job", "read", tmp_path / "job", *options)
+    code, out, err = output_of(capsys, "job", "read", tmp_path / "job", *options)
     assert code == 1 and "Ranks wait up to 3.0 ms" in out and not (tmp_path / "corrected").exists()
     assert "the trace is of another plan or job: nothing is corrected by it" in err.splitlines()[-1]
 
