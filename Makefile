@@ -1,7 +1,7 @@
 # make run: everything, from nothing to published plans.  make demo: the same in five minutes, with shipped data, in a
 # clone of its own (.demo/).  make test: the tests (test-long: those of the long-lived stack,
 # of servers and clusters, of failures struck into them, and slow ones).  make figures: all figures of docs/benchmarks
-# again, some 12 hours.  make mutants ROOM=step: the mutation score of a room.  All set up .venv themselves.
+# again, some 12 hours.  make reproduce: the headlines in 15 minutes, each with a verdict.  make mutants ROOM=step: the mutation score of a room.  All set up .venv themselves.
 # make docs: the documentation site, in site/.  make screenshots: pictures of a run's pages.
 # make up, status, down: the long-lived services (docs/operations.md).
 # make release: sdist and wheel in dist/, checked in a bare environment; make minimum: at the lowest versions allowed.
@@ -23,7 +23,7 @@ export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO := 0
 
 SIZE := 2.2 GB$(if $(filter measure-gpu,$(EXTRA)), and CUDA)
 
-.PHONY: run demo test test-long mutants figures docs screenshots up status down release minimum setup lock lint
+.PHONY: run demo test test-long mutants figures reproduce docs screenshots up status down release minimum setup lock lint
 
 run: setup
 	@python -m tasks.services python -m flows.refresh
@@ -43,6 +43,9 @@ mutants: setup
 
 figures: setup
 	python -m bench.figures
+
+reproduce: setup
+	python -m bench.figures --headlines
 
 # Code of the pages runs first. The site needs no network to be built or read: site/index.html.
 docs: .venv/.docs

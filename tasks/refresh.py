@@ -34,8 +34,8 @@ AFTER = ("promote", "publish")
 """Stages after DVC's last one. They do not need OPTIONAL."""
 SHIPPED = "shipped"
 """DVC's remote in the repository, .dvc/shipped: results of one run, which `dvc pull` brings."""
-_KNOWN_S = 20.0
-"""Seconds that stages before have to take usually, to tell a machine's pace."""
+_AS_USUAL_S = 20.0
+"""Seconds at the usual pace that a machine is trusted with, so that a short first stage does not tell all."""
 _LAST_WORDS_S = 3.0
 """Time in which an interrupted stage may end."""
 _HOLDER = re.compile(r"\(PID (\d+)\): (.*)")
@@ -234,7 +234,7 @@ def left_s(stage: str, target: Stage, done: Sequence[StageRun], usual: Mapping[s
     """
     ran = [run for run in done if run.ran]
     known_s = sum(usual[run.stage] for run in ran)
-    pace = sum(run.seconds for run in ran) / known_s if known_s >= _KNOWN_S else 1.0
+    pace = (sum(run.seconds for run in ran) + _AS_USUAL_S) / (known_s + _AS_USUAL_S)
     stages = stages_of(target)
     return pace * sum(usual[name] for name in stages[stages.index(stage) :])
 
