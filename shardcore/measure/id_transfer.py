@@ -78,8 +78,8 @@ def of_workload(workload: Workload, rank: int, device: torch.device | str = "cpu
         # A run without shards has no exchange.
         if not any(shards):
             continue
-        # Deduplicated features have fewer lengths. Here they count as fewer features.
-        features = [math.ceil(sum(s.table.features / s.table.dedup for s in of.values())) for of in shards]
+        # Of features with batches of their own, other numbers of lengths travel: here as of fewer features.
+        features = [math.ceil(sum(s.table.bags for s in of.values())) for of in shards]
         n_bytes = [sum(received_bytes(s, workload) for s in of.values()) for of in shards]
         # A rank receives equally much from each: an n-th of its bytes, less the lengths.
         ids = [

@@ -478,12 +478,12 @@ def _shape_of(request: ComputeRequest, most_bytes: int) -> _Shape:
     """
     sequence, values, widths = is_sequence(request.shards), [], []
     for s in request.shards:
-        # Values are per feature, as a table's features may differ by one.
-        values += fused_op.even_parts(access.distinct_values(s.table, request.batch), s.table.features)
+        # Values are per feature, as those of a table may differ.
+        values += access.values_of_features(s.table, request.batch)
         widths += [s.width] * s.table.features
     looked_up = sum(round(request.batch * s.table.looked_up) for s in request.shards)
     # Sequences have an output for each lookup, whatever the number of distinct values.
-    uneven = not sequence and any(s.table.dedup > 1 for s in request.shards)
+    uneven = not sequence and any(s.table.is_variable for s in request.shards)
     if sequence:
         rows, width = looked_up, widths[0]
     elif uneven:

@@ -145,8 +145,8 @@ def _shape(op: Op, elements: int) -> tuple[int, ...]:
 
 
 def _is_flat(op: Op) -> bool:
-    """True if outputs are not a row for each sample: those of sequences and of deduplicated tables."""
-    return op.run.sequence or any(s.table.dedup > 1 for s in op.shards)
+    """True if outputs have no common rows: those of sequences, and of other numbers of values than samples."""
+    return op.run.sequence or any(s.table.is_variable for s in op.shards)
 
 
 def _fused(op: Op) -> list[ComputeRequest]:
