@@ -169,16 +169,24 @@ def steps_table(rows: Sequence[Row]) -> str:
     without = [x["ms"]["ours, no hot rows"] for x in rows]
     # Where no hot rows pay, ours is the plan without them.
     ours = [x["ms"].get("ours, hot rows", x["ms"]["ours, no hot rows"]) for x in rows]
+    warm = [x["ms"].get("ours, hot and warm rows", ms) for x, ms in zip(rows, ours, strict=True)]
+    arms = {
+        "best of TorchRec's": best,
+        "ours, no hot rows": without,
+        "ours, hot rows": ours,
+        "ours, hot and warm rows": warm,
+    }
     shown = markdown_table(
-        ["exponent of ids", "seed", "best of TorchRec's, ms", "ours, no hot rows", "ours, hot rows"],
+        ["exponent of ids", "seed", *(f"{name}, ms" for name in arms)],
         [
             [f"{x['alpha']:g}", str(x["seed"]), *(f"{ms:.0f}" for ms in of)]
-            for x, *of in zip(rows, best, without, ours, strict=True)
+            for x, *of in zip(rows, *arms.values(), strict=True)
         ],
     )
-    for name, theirs in (("The best of TorchRec's", best), ("Ours without hot rows", without)):
-        ratio = bootstrap(np.array(theirs) / np.array(ours))
-        shown += f"\n\n{name} over ours with hot rows: {ratio.mean:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+    for name in ("ours, hot rows", "ours, hot and warm rows"):
+        for other in (other for other in arms if other != name):
+            ratio = bootstrap(np.array(arms[other]) / np.array(arms[name]))
+            shown += f"\n\n{other} over {name}: {ratio.mean:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
     return shown
 
 
