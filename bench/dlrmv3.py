@@ -198,7 +198,7 @@ def main() -> None:
         model=(Path, "steps: folder of a model of this machine"),
         seeds=(6, "steps: of each exponent"),
         repeats=(9, "steps: of each arm"),
-        gbit=(0.1, "steps: Gbit/s of a host's link"),
+        gbit=(0.05, "steps: Gbit/s of a host's link, as in bench.box_replays"),
         alphas=([0.8, 1.05, 1.2], "steps: exponents of ids"),
         evals=(300, "predicted: evaluations of each search"),
     )

@@ -265,13 +265,15 @@ def _theirs(problem: Problem, types: Sequence[str]) -> Plan | None:
     from torchrec.distributed.planner.types import PlannerError
 
     topology, per_host = problem.topology, len(problem.topology.on_hosts[0])
+    # On one host nothing is between hosts.
+    within, between = (topology.link(level).gbps or 1.0 for level in ("within_host", "between_hosts"))
     theirs = TheirTopology(
         len(topology),
         "cpu",
         ddr_cap=1 << 40,
         local_world_size=per_host,
-        intra_host_bw=topology.link("within_host").gbps * 1e6,
-        inter_host_bw=topology.link("between_hosts").gbps / per_host * 1e6,
+        intra_host_bw=within * 1e6,
+        inter_host_bw=between / per_host * 1e6,
     )
     constraints = {
         t.name: ParameterConstraints(
