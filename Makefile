@@ -1,8 +1,10 @@
-# make run: everything, from nothing to published plans.  make test: the tests (test-long: those of the long-lived stack,
+# make run: everything, from nothing to published plans.  make demo: the same in five minutes, with shipped data, in a
+# clone of its own (.demo/).  make test: the tests (test-long: those of the long-lived stack,
 # of servers and clusters, of failures struck into them, and slow ones).  make figures: all figures of docs/benchmarks
-# again, some 12 hours.  make mutants ROOM=step: the mutation score of a room.  All set up .venv themselves.
-# make docs: the documentation site, in site/.  make screenshots: pictures of pages of a `make run`.
+# again, some 12 hours.  make reproduce: the headlines in 15 minutes, each with a verdict.  make mutants ROOM=step: the mutation score of a room.  All set up .venv themselves.
+# make docs: the documentation site, in site/.  make screenshots: pictures of a run's pages.
 # make up, status, down: the long-lived services (docs/operations.md).
+# make release: sdist and wheel in dist/, checked in a bare environment; make minimum: at the lowest versions allowed.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Defects that `make mutants` draws.
 MUTANTS ?= 40
@@ -21,10 +23,14 @@ export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO := 0
 
 SIZE := 2.2 GB$(if $(filter measure-gpu,$(EXTRA)), and CUDA)
 
-.PHONY: run test test-long mutants figures docs screenshots up status down setup lock lint
+.PHONY: run demo test test-long mutants figures reproduce docs screenshots up status down release minimum setup lock lint
 
 run: setup
 	@python -m tasks.services python -m flows.refresh
+
+demo: setup
+	@python -m tasks.demo
+	@cd .demo && PYTHONPATH=$(CURDIR)/.demo python -m tasks.services python -m flows.refresh --params demo.yaml --open
 
 test: setup
 	python -m pytest
@@ -38,21 +44,32 @@ mutants: setup
 figures: setup
 	python -m bench.figures
 
+reproduce: setup
+	python -m bench.figures --headlines
+
 # Code of the pages runs first. The site needs no network to be built or read: site/index.html.
 docs: .venv/.docs
-	python -m pytest -n 0 tests/test_docs.py tests/test_examples.py tests/search/test_neuroshard_page.py -m "long or not long"
+	python -m pytest -n 0 -m "long or not long" \
+		tests/test_docs.py tests/test_examples.py tests/test_site.py tests/search/test_neuroshard_page.py
 	@python -m docs.tools.blocks
-	NO_MKDOCS_2_WARNING=1 python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 python -m mkdocs build  # with --quiet it would not count warnings, which fail it
 	@echo "site/index.html"
 
+# Of the stack's pages, after a run: make up, then prefect deployment run refresh/local --watch.
 screenshots: setup
-	python -m docs.tools.screenshots
+	@[ -f .stack/env.sh ] && . .stack/env.sh; python -m docs.tools.screenshots
 
 up: setup
 	@python -m tasks.stack up
 
 status down:
 	@python -m tasks.stack $@
+
+release: setup
+	@python .ci/release.py
+
+minimum: setup
+	@python .ci/release.py --resolution lowest-direct
 
 lint: setup
 	ruff check .

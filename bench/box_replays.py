@@ -13,7 +13,7 @@ NeuroShard's search, and the greedy order that the model prefers. With --pods ho
 three levels: every sharder plans with rows over hosts and with rows over pods, and has the cheaper by the model.
 Exchanges in pods are those in BOX/pods.
 
-FOLDER gets what bench.replays writes. A rerun goes on after the problems done.
+FOLDER gets what bench.replays writes, and FOLDER-plans the plans. A rerun goes on after the problems done.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shardcore.core.types import Plan, Problem, Table
 from shardcore.cost import collective_fit, neural, replay_metrics, replay_records, step_factors
 from shardcore.cost.collective_model import OWN_WORK
 from shardcore.cost.model import CostModel, price
-from shardcore.io import dataset, replays
+from shardcore.io import dataset, files, replays
 from shardcore.measure import hosts
 from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
@@ -177,6 +177,7 @@ def main() -> None:
         measurements=(Path, "the dataset of MODEL, whose reference op tells the machine's slowdown"),
         known=(False, "only shapes of boxes that exchanges are fitted to"),
         pods=(False, "boxes in pods"),
+        plans_only=(False, "make the plans, which takes processors; a run without it then replays them"),
         steps=(Path, "replays of other problems, which tell what exchanges take in a step"),
         problems=20,
         repeats=(9, "steps of each plan"),
@@ -203,7 +204,16 @@ def main() -> None:
             ],
         )
         own = model.for_problem(problem)
-        made = plans(problem, own, Budget(evals=args.evals))
+        path, budget = Path(f"{args.out}-plans") / f"{problem.name}.json", Budget(evals=args.evals)
+        texts = common.kept(
+            path,
+            lambda own=own, of=problem, budget=budget: {
+                name: files.plan_to_json(plan, of) for name, plan in plans(of, own, budget)
+            },
+        )
+        if args.plans_only:
+            continue
+        made = [(name, files.plan_from_json(text, problem, str(path))) for name, text in texts.items()]
         with hosts.box_of(where) as places:
             kept.append(
                 replays.keep(
@@ -224,6 +234,8 @@ def main() -> None:
             f"{f' in {where.pods} pods' if where.pods > 1 else ''}: "
             f"{len(problem.tables)} tables: {said}"
         )
+    if args.plans_only:
+        return
     rows = replay_records.judge(kept, model)
     noise = np.median([r.noise_ms / r.replayed_ms for r in rows])
     print(

@@ -4,6 +4,7 @@
     python -m bench.figures --list                      what there is, and about how long it takes
     python -m bench.figures --only search bounds        some of them, with what they need
     python -m bench.figures --with neuroshard=FOLDER    with code that is not part of ShardCore
+    make reproduce                                      the headlines, with verdicts: those of --headlines
 
 Each entry has a folder below --out: output.md has what its commands printed, errors.log what they said on the
 way, done.json the commit, the machine, when and how long. An entry that is done at this commit is not done
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import string
 import subprocess
@@ -38,6 +40,35 @@ DONE, GOING = "done.json", "going.json"
 
 
 @dataclass(frozen=True)
+class Headline:
+    """A figure that anybody can take again, and the interval in which it has to lie.
+
+    name: the figure, for readers.
+    pattern: regular expression that finds it in output.md, as its only group.
+    low, high: of the interval, both within.
+    """
+
+    name: str
+    pattern: str
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if re.compile(self.pattern).groups != 1 or self.low > self.high:
+            raise ShardCoreError(
+                f"headline {self.name!r} has pattern {self.pattern!r} and {self.low:g} to {self.high:g}; it needs one "
+                "group, and an interval"
+            )
+
+    def verdict(self, output: str) -> tuple[str, str]:
+        """The figure in an output, and "within", "OUTSIDE" or "MISSING"."""
+        found = re.search(self.pattern, output, re.MULTILINE)
+        if found is None:
+            return "-", "MISSING"
+        return f"{float(found[1]):.4g}", "within" if self.low <= float(found[1]) <= self.high else "OUTSIDE"
+
+
+@dataclass(frozen=True)
 class Figure:
     """An entry of bench/figures.toml, which says what these are."""
 
@@ -46,6 +77,7 @@ class Figure:
     commands: tuple[str, ...]
     minutes: float
     root: bool = False
+    headlines: tuple[Headline, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "commands", tuple(self.commands))
@@ -105,6 +137,19 @@ def take(figures: Sequence[Figure], out: Path, given: Mapping[str, str]) -> dict
         left -= figure.minutes
         print(f"{said}: {became[figure.name]}", flush=True)
     return became
+
+
+def verdicts(figures: Sequence[Figure], out: Path) -> list[tuple[str, str, str, str]]:
+    """Headline, figure, interval and verdict, for each headline of the figures. One not taken is missing."""
+    rows = []
+    for figure in figures:
+        output = out / figure.name / "output.md"
+        text = output.read_text() if (out / figure.name / DONE).exists() else ""
+        for one in figure.headlines:
+            rows.append(
+                (one.name, one.verdict(text)[0], f"{one.low:g} to {one.high:g}", one.verdict(text)[1])
+            )
+    return rows
 
 
 def is_done(figure: Figure, folder: Path, commit: str) -> bool:
@@ -174,11 +219,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path(".figures"), help="default: %(default)s")
     parser.add_argument("--only", nargs="+", metavar="NAME")
     parser.add_argument("--with", dest="given", action="append", default=[], metavar="NAME=FOLDER")
+    parser.add_argument(
+        "--headlines", action="store_true", help="those with an interval, and a verdict on each"
+    )
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--table", type=Path, default=TABLE, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     try:
         figures = read(args.table)
+        if args.headlines:
+            figures = with_needed(figures, [f.name for f in figures if f.headlines])
         figures = with_needed(figures, args.only) if args.only else figures
         given = dict(_pair(text) for text in args.given)
         if args.list:
@@ -193,7 +243,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print("\n" + text_table(("figure", "became"), list(became.items())))
-    return int(any(said.startswith("failed") or said.endswith("not done") for said in became.values()))
+    failed = any(said.startswith("failed") or said.endswith("not done") for said in became.values())
+    if args.headlines:
+        rows = verdicts(figures, args.out)
+        kept = sum(verdict == "within" for *_, verdict in rows)
+        print("\n" + text_table(("headline", "figure", "interval", "verdict"), rows))
+        print(f"\n{kept} of {len(rows)} within their intervals, all at commit {git_commit()}")
+        failed = failed or kept < len(rows)
+    return int(failed)
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -11,10 +11,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardcore.core.links import LEVELS
 from shardcore.cost.profile import COLLECTIVES, RATES, SPEC, Profile, Rate
 from shardcore.cost.profile_fit import QUALITIES, Timing, fit, scaled
-from shardcore.cost.profile_law import FAR
+from shardcore.cost.profile_law import FAR, NEAR
 
 MIB, GB = 1 << 20, 10**9
 _RECSYS = "NVIDIA/recsys-examples, FBGEMM TBE on H100"
@@ -142,8 +141,8 @@ _CPU: Mapping[str, tuple[float, float, str]] = {
     "sort_lookup_ns": (30, 0.7, "radix sort of 4 passes, a count and a move each, at about 4 ns"),
     **{f"{c}_within_host_gbps": (2, 0.7, _GLOO) for c in COLLECTIVES},
     **{f"{c}_between_hosts_gbps": (1, 0.7, "data sheet: 10 Gb/s Ethernet") for c in COLLECTIVES},
-    **{f"{c}_{level}_latency_us": (300, 0.7, _GLOO) for c in COLLECTIVES for level in LEVELS},
-    **{f"{c}_{level}_ramp_us": (10, 0.7, _GLOO) for c in COLLECTIVES for level in LEVELS},
+    **{f"{c}_{level}_latency_us": (300, 0.7, _GLOO) for c in COLLECTIVES for level in (NEAR, FAR)},
+    **{f"{c}_{level}_ramp_us": (10, 0.7, _GLOO) for c in COLLECTIVES for level in (NEAR, FAR)},
 }
 CARDS: Mapping[str, Card] = {
     # Columns of PR 2365 say how bandwidth depends on width; its card is Meta's H100 of 2.4 TB/s.

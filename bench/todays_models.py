@@ -7,6 +7,9 @@ Each part takes drawn models, one a line of --out. Run again, it goes on from th
 payloads: outputs and gradients with scales (INT8, MX4, of several blocks), as TorchRec's codecs make them.
     Every collective of a step of TorchRec's real gloo processes is counted, as in bench/traffic.py. Of plans
     that ShardCore refuses for a codec, a few are run, too: TorchRec has to fail on them.
+batches: features with batches of their own (VBE), in steps of the same kind.
+collisions: share of a stream's lookups that collide in a hash table, predicted and counted: in a simulation of
+    MPZCH's probing (FBGEMM inserts on CUDA only), and in TorchRec's own module of the exact map.
 """
 
 from __future__ import annotations
@@ -23,14 +26,20 @@ import numpy as np
 from bench import common
 from bench.common import say
 from shardcore import report
+from shardcore.core.access_statistics import ManagedCollision, Zipf
+from shardcore.core.types import Table
+from shardcore.tables.hash_tables import collided_share
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "torchrec"))
+sys.path += [str(Path(__file__).parents[1] / "tests" / folder) for folder in ("torchrec", "tables")]
 
 import counted_traffic
 import drawn_collections
+import probing
 from drawn_collections import Drawn
 
 Row = dict[str, Any]
+_LIMIT_S = 900
+"""s for a model, on a machine that does other work too."""
 
 
 # --- payloads -----------------------------------------------------------------------------------------------
@@ -46,7 +55,7 @@ def _payloads(seed: int) -> Row:
             return {**_of(model), "refused": refusal, "ended": str(error), "differences": []}
         return {**_of(model), "refused": refusal, "differences": ["TorchRec ran a plan that is refused"]}
     model = drawn_collections.coded(seed)
-    return {**_of(model), "differences": counted_traffic.differences(seed, model)}
+    return {**_of(model), "differences": counted_traffic.differences(seed, model, _LIMIT_S)}
 
 
 def _of(model: Drawn) -> Row:
@@ -99,13 +108,96 @@ def _codec_ms(name: str, repeats: int = 20) -> tuple[float, float]:
 def _to_the_byte(groups: Mapping[str, Sequence[Row]]) -> None:
     shown = [(name, len(some), sum(not r["differences"] for r in some)) for name, some in groups.items()]
     print(report.text_table(("models with", "models", "to the byte"), shown))
-    for row in (r for some in groups.values() for r in some):
+    for row in groups["any"]:
         for words in row["differences"]:
             print(f"model {row['seed']}: {words}")
 
 
+# --- batches ------------------------------------------------------------------------------------------------
+
+
+def _batches(seed: int) -> Row:
+    model = drawn_collections.variable(seed)
+    more = {"weighted": any(t.weighted for t in model.problem.tables)}
+    return {**_of(model), **more, "differences": counted_traffic.differences(seed, model, _LIMIT_S)}
+
+
+def _batch_report(rows: Sequence[Row]) -> None:
+    groups: dict[str, Sequence[Row]] = {"any": rows}
+    for kind in sorted({kind for row in rows for kind in row["kinds"]}):
+        groups[kind] = [r for r in rows if kind in r["kinds"]]
+    for what in ("sequences", "weighted"):
+        groups[what] = [r for r in rows if r[what]]
+    _to_the_byte(groups)
+
+
+# --- collisions ---------------------------------------------------------------------------------------------
+
+
+def _collisions(seed: int) -> Row:
+    """A drawn table by a power law: collisions predicted, and counted. Each fourth is TorchRec's exact map."""
+    rng = np.random.default_rng([seed, 7])
+    alpha, lookups = float(rng.uniform(0, 1.4)), int(rng.integers(50_000, 200_000))
+    exact = seed % 4 == 3
+    collision = ManagedCollision(
+        8, buckets=int(rng.choice([1, 2, 8])), probes=0 if exact else int(rng.choice([16, 64, 128]))
+    )
+    # Rows in multiples of all buckets: those of the universe of ids.
+    ids = 8 * int(rng.integers(2_500, 5_000))
+    table = Table("t", ids, 8, 1.0, Zipf(alpha), managed_collision=collision)
+    stream, load = probing.stream(table, lookups, seed), float(rng.uniform(0.5, 2.0))
+    rows = max(8, int(len(np.unique(stream)) / load) // 8 * 8)
+    if exact:
+        found = _of_module(stream, rows)
+    else:
+        found = probing.counted(stream, rows, collision.buckets, collision.probes, seed)
+    return {
+        "alpha": alpha,
+        "probes": collision.probes,
+        "load": load,
+        "predicted": collided_share(table, rows, lookups),
+        "counted": found,
+        "differences": [],
+    }
+
+
+def _of_module(stream: np.ndarray, rows: int, batches: int = 100) -> float:
+    """Share of lookups that TorchRec's MCHManagedCollisionModule (LFU) maps to its shared row, in the later half."""
+    import torch
+    from torchrec.modules.mc_modules import LFU_EvictionPolicy, MCHManagedCollisionModule
+    from torchrec.sparse.jagged_tensor import JaggedTensor
+
+    module = MCHManagedCollisionModule(rows, torch.device("cpu"), LFU_EvictionPolicy(), eviction_interval=1)
+    module.train()
+    shared = []
+    for ids in np.array_split(stream, batches):
+        values = torch.from_numpy(ids)
+        features = {"f": JaggedTensor(values, lengths=torch.ones(len(ids), dtype=torch.int64))}
+        module.profile(features)
+        mapped = module.remap(features)["f"].values()
+        shared.append(float((mapped == rows - 1).double().mean()))
+    return float(np.mean(shared[batches // 2 :]))
+
+
+def _collision_report(rows: Sequence[Row]) -> None:
+    shown = []
+    for name, of in (
+        ("16 probes", [r for r in rows if r["probes"] == 16]),
+        ("64 probes", [r for r in rows if r["probes"] == 64]),
+        ("128 probes", [r for r in rows if r["probes"] == 128]),
+        ("exact map, TorchRec's module with LFU", [r for r in rows if not r["probes"]]),
+    ):
+        off = [abs(r["predicted"] - r["counted"]) for r in of]
+        if off:
+            within = sum(x <= 0.01 for x in off)
+            shown.append((name, len(of), f"{100 * np.median(off):.2f}", f"{100 * max(off):.2f}", within))
+    print(report.text_table(("tables", "number", "median off, points", "most", "within 1 point"), shown))
+
+
 PARTS: Mapping[str, tuple[Callable[[int], Row], Callable[[Sequence[Row]], None]]] = {
     "payloads": (_payloads, _payload_report),
+    "batches": (_batches, _batch_report),
+    "collisions": (_collisions, _collision_report),
 }
 """By name: what one drawn model gives, and the report of all."""
 

@@ -1,3 +1,3 @@
-"""One Prefect flow per stage, and refresh, which runs them all. `python -m flows.STAGE` runs one."""
+"""A Prefect flow for each stage, and refresh, which runs them all. `python -m flows.STAGE` runs one."""
 
-import tasks as tasks  # says what is missing, before a flow imports it
+import tasks as tasks  # it names missing packages, before a flow imports them

@@ -1,4 +1,4 @@
-"""evaluate: accuracy on held-out samples, sharders on held-out problems, and replays of their plans."""
+"""evaluate: judge models on held-out samples, sharders on held-out problems, and both by replays of plans."""
 
 import argparse
 from contextlib import nullcontext

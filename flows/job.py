@@ -19,14 +19,14 @@ from tasks.setting import SettingConfig
 def job(folder: str, out: str | None = None, plans: str | None = None, approve: bool = False) -> str:
     """Read the steps that a job has traced since the last run, and correct the champion by them.
 
-    A corrected model is a challenger like others: the gate judges it, by traced steps that it has not seen. Returns a
-    line for each step, and what the gate and publishing said. MLflow has a run and a page for the folder.
+    A corrected model is a challenger like others, which the gate judges by traced steps that it has not seen. Returns a
+    line for each step, and the results of the gate and of publishing. MLflow has a run and a page for the folder.
 
     Args:
         folder: Folder of ShardCoreProfiler. Its name is that of the job's problem.
         out: Folder for the corrected model, the problem and the page. Default: data/jobs/NAME.
-        plans: Folder or object-store URL to publish a plan for the job in, under the champion. Default: none.
-        approve: Approve a model that passes, where promote.approval in params.yaml asks for a person.
+        plans: Folder or object-store URL in which to publish a plan for the job, under the champion. Default: none.
+        approve: Approve a model that passes, if promote.approval in params.yaml asks for a person.
     """
     setting = params.section("setting", SettingConfig)
     of_job = Path(folder)
@@ -52,15 +52,17 @@ def job(folder: str, out: str | None = None, plans: str | None = None, approve: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m flows.job", description=__doc__)
-    parser.add_argument("folder", metavar="FOLDER", help="of ShardCoreProfiler")
+    parser.add_argument("folder", metavar="FOLDER", help="folder of ShardCoreProfiler")
     parser.add_argument(
         "--out",
         metavar="FOLDER",
-        help="for the corrected model, the problem and the page; default: data/jobs/NAME",
+        help="folder for the corrected model, the problem and the page; default: data/jobs/NAME",
     )
     parser.add_argument("--plans", metavar="PLANS", help="publish a plan for the job there")
     parser.add_argument(
-        "--approve", action="store_true", help="also where promote.approval makes it wait for a person"
+        "--approve",
+        action="store_true",
+        help="approve a model that passes, if promote.approval asks for a person",
     )
     args = parser.parse_args()
     services.run_flow(

@@ -1,4 +1,4 @@
-"""measure: run the samples that the dataset lacks on the devices of the Ray cluster."""
+"""measure: measure the samples that the dataset lacks, on the devices of the Ray cluster."""
 
 import argparse
 
@@ -22,7 +22,7 @@ def measure() -> None:
         groups = measure_compute(paths.POOL, setting, config, paths.MEASUREMENTS)
         exchanges = measure_comm(setting, config, paths.MEASUREMENTS)
         steps = measure_steps(paths.POOL, setting, config, paths.MEASUREMENTS) if config.step_samples else 0
-    # One file of each kind: DVC and readers handle few files better than many.
+    # One file of each kind, as DVC and readers handle few files better than many.
     merge_parts(paths.MEASUREMENTS)
     get_run_logger().info(
         "measured %d groups, %d exchanges and %d steps of plans",
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="only say what is missing and how long it would take; no device is taken",
+        help="only show what is missing and how long it would take, without using a device",
     )
     if parser.parse_args().dry_run:
         services.run_flow(dry_run, needs_prefect=False)

@@ -17,7 +17,7 @@ def promote(approve: bool = False, will_publish: bool = False) -> str | None:
     Returns the champion's version afterwards.
 
     Args:
-        approve: Approve a model that passes, where promote.approval in params.yaml asks for a person.
+        approve: Approve a model that passes, if promote.approval in params.yaml asks for a person.
         will_publish: The caller publishes the plans afterwards. Otherwise the registry watch does.
     """
     promotion = promote_model(
@@ -29,7 +29,7 @@ def promote(approve: bool = False, will_publish: bool = False) -> str | None:
 
 
 def page(promotion: Promotion) -> str:
-    """Markdown: the champion, the challenger and the decision."""
+    """A page as Markdown: the champion, the challenger and the decision."""
     rows = [
         (role, links.model_version(promotion.model, version) if version else "none yet")
         for role, version in (("champion", promotion.champion), ("challenger", promotion.challenger))
@@ -45,7 +45,9 @@ def main() -> None:
         "held-out data.",
     )
     parser.add_argument(
-        "--approve", action="store_true", help="also where promote.approval makes it wait for a person"
+        "--approve",
+        action="store_true",
+        help="approve a model that passes, if promote.approval asks for a person",
     )
     approve = parser.parse_args().approve
     services.run_flow(lambda: promote(approve))

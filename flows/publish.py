@@ -15,13 +15,13 @@ def publish(problems: list[str] | None = None, plans: str | None = None) -> str:
     """Search plans under the champion and publish them. Returns a table of the results.
 
     Args:
-        problems: Problem files to publish plans for. Default: all of problems/.
-        plans: Folder or object-store URL to publish in. Default: publish.plans of params.yaml.
+        problems: Problem files to publish plans for. Default: all in problems/.
+        plans: Folder or object-store URL in which to publish. Default: publish.plans of params.yaml.
     """
     setting = params.section("setting", SettingConfig)
     config = params.section("publish", PublishConfig)
     chosen = [Path(p) for p in problems] if problems else sorted(paths.PROBLEMS.glob("*.json"))
-    # Only a run over all problems, at the usual place, counts as published.
+    # The champion counts as published only after a run over all problems, at the usual place.
     everything = not problems and plans in (None, config.plans)
     return publish_plans(chosen, plans or config.plans, setting, config, everything)
 

@@ -1,7 +1,10 @@
-"""refresh: bring everything up to date: dvc repro, then promote and publish."""
+"""refresh: bring everything up to date by dvc repro, then promote and publish."""
 
 import argparse
+import os
+import webbrowser
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from prefect import flow
@@ -10,7 +13,8 @@ from flows.promote import promote
 from flows.publish import publish
 from shardcore import report
 from shardcore.core.errors import ShardCoreError
-from tasks import console, links, params, services
+from shardcore.io import schema
+from tasks import console, links, params, paths, services
 from tasks.artifacts import create_markdown_artifact
 from tasks.evaluate import EvaluateConfig
 from tasks.measure import MeasureConfig
@@ -58,7 +62,7 @@ def refresh(
             {"measure": {"compute_samples": 1000}}.
         push: Push the data to DVC's remote. Commit dvc.lock and params.yaml on the current branch.
     """
-    # Fail before hours of work, not after.
+    # Checked before hours of work, not after.
     if push:
         require_pushable()
     override_params(overrides or {}, SECTIONS)
@@ -67,16 +71,16 @@ def refresh(
     if target == STAGES[-1] and params.section(OPTIONAL, TrainPolicyConfig).algorithm:
         stages += repro(OPTIONAL)[-1:]
         targets.append(OPTIONAL)
-    # The first commit has the state of all.
+    # The first commit has the state of all stages, so others are None.
     commit, *_ = [push_data(t) for t in targets] if push else [None]
     done = f"stage {target} is up to date"
     if target == STAGES[-1]:
         # Promote and publish change the registry and the plans, so DVC does not run them.
-        announce("promote", target)
+        announce("promote", target, stages)
         champion = promote(will_publish=True)
         done = "no model is champion yet: the challenger awaits approval"
         if champion:
-            announce("publish", target)
+            announce("publish", target, stages)
             done = publish()
     create_markdown_artifact(
         page(stages, overrides or {}, commit, done), key="refresh", description=f"refresh of {target}"
@@ -87,7 +91,7 @@ def refresh(
 def page(
     stages: Sequence[StageRun], overrides: dict[str, dict[str, Any]], commit: str | None, done: str
 ) -> str:
-    """Markdown: what each stage did, the parameters set, the commit, and the result."""
+    """A page as Markdown: stages that ran, parameters that were set, the commit, and the result."""
     parts = [
         report.markdown_table(
             ("stage", "ran", "seconds"),
@@ -122,7 +126,7 @@ Where to look next (each from this folder, after `. .venv/bin/activate`):
 
 
 def setting_of(text: str) -> tuple[str, str, Any]:
-    """Section, key and value (YAML) of "measure.compute_samples=1000"."""
+    """Section, key and YAML value of a text such as "measure.compute_samples=1000"."""
     import yaml
 
     name, equals, value = text.partition("=")
@@ -135,6 +139,22 @@ def setting_of(text: str) -> tuple[str, str, Any]:
         raise ShardCoreError(
             f"--set {text!r} has a value that is not YAML; it needs one such as 1000, true or [a, b]"
         ) from None
+
+
+def overrides_of(path: Path) -> dict[str, dict[str, Any]]:
+    """Sections of a parameter file. Raises ShardCoreError where it has none."""
+    found = schema.read_yaml(path)
+    if not isinstance(found, dict) or not all(isinstance(values, dict) for values in found.values()):
+        raise ShardCoreError(f"{path} holds no sections with keys, such as those of {paths.PARAMS}")
+    return {str(name): dict(values) for name, values in found.items()}
+
+
+def open_page(page: Path) -> None:
+    """Show where a page is, and open it where there is a screen."""
+    if page.exists():
+        console.show("text", f"  page         {page.resolve().as_uri()}\n")
+        if any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY")):
+            webbrowser.open(page.resolve().as_uri())
 
 
 def main() -> None:
@@ -155,15 +175,24 @@ def main() -> None:
         action="store_true",
         help="push the data to DVC's remote, and commit dvc.lock and params.yaml",
     )
+    parser.add_argument(
+        "--params",
+        type=Path,
+        metavar="FILE",
+        help="write the sections of this file into params.yaml first, such as demo.yaml; --set wins over it",
+    )
+    parser.add_argument("--open", action="store_true", help="show the page of the published plans at the end")
     args = parser.parse_args()
 
     def run() -> None:
-        overrides: dict[str, dict[str, Any]] = {}
+        overrides: dict[str, dict[str, Any]] = overrides_of(args.params) if args.params else {}
         for section, key, value in map(setting_of, args.set):
             overrides.setdefault(section, {})[key] = value
         done = refresh(args.target, overrides, args.push)
         table = f"Predicted cost of one training step, embeddings only\n\n{done}\n{LEGEND}{WHERE_NEXT}"
         console.show("text", f"\n{table if args.target == STAGES[-1] else done}")
+        if args.open:
+            open_page(Path(params.section("publish", PublishConfig).plans, "index.html"))
 
     services.run_flow(run)
 

@@ -1,4 +1,4 @@
-"""train: cost models of the measured setting."""
+"""train: train cost models of the measured setting."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Ray actors: started, or a reason why not; and gangs, whose ranks are placed together and end together."""
+"""Ray actors: their start and errors, and gangs, whose ranks are placed together and end together."""
 
 from __future__ import annotations
 
@@ -19,45 +19,47 @@ from shardcore.measure.supervise import START_S
 from tasks import services
 
 remote: Any = ray.remote
-"""ray.remote, whose types know no groups of concurrent calls."""
+"""ray.remote. Its own types lack concurrency groups."""
 _PLACE_S = 60.0
-"""Seconds that a gang may wait for room."""
+"""Longest wait of a gang for room."""
 _LOOK_EVERY_S = 5.0
 _GRACE_S = 3.0
-"""How long a rank that lost another waits to be told why: Ray's word of a death comes a moment later."""
+"""Wait for the report of the rank that failed, after another has lost it. Ray reports a death a moment later."""
 _PROBE_S = 5.0
-"""How long a rank may take to say that it is alive."""
+"""Longest time in which a rank answers whether it is alive."""
 
 
 class Meeting:
-    """A rank of a gang, where the others may meet it."""
+    """A rank of a gang. The first rank gives the address at which all meet."""
 
     def address(self) -> str:
-        """Address where the ranks meet, if this is the first."""
-        # for as long as this rank lives, or another process may get it first
+        """Address of a port that is reserved here."""
+        # The socket is held as long as this rank lives. Else another process might get the port.
         self._held = services.reserve_port("")
         return f"tcp://{ray.util.get_node_ip_address()}:{self._held.getsockname()[1]}"
 
 
 class Member(Meeting):
-    """A rank that tells for how long it is silent. As an actor it needs a concurrency group "watch"."""
+    """A rank that knows how long it has been silent. As an actor it needs a concurrency group "watch"."""
 
     def __init__(self) -> None:
         self.heard()
 
     def heard(self) -> None:
-        """For its work to call as it goes on."""
+        """Note a sign of life. The rank's work calls this as it goes on."""
         self._heard = time.monotonic()
 
     @ray.method(concurrency_group="watch")  # so that it answers while the rank works
     def silent_s(self) -> float:
-        """For how long its work has not called `heard`."""
+        """Seconds since the last call of `heard`."""
         return time.monotonic() - self._heard
 
 
 def when_started(calls: Sequence[Any]) -> list[Any]:
-    """Results of the first calls to new actors; raises ShardCoreError where one cannot start (FBGEMM missing,
-    no such device free)."""
+    """Results of the first calls to new actors.
+
+    Raises ShardCoreError if one cannot start, such as without FBGEMM or a free device.
+    """
     try:
         return ray.get(list(calls), timeout=START_S)
     except GetTimeoutError:
@@ -69,11 +71,12 @@ def when_started(calls: Sequence[Any]) -> list[Any]:
 
 
 def room() -> str:
+    """The cluster's resources, for the end of an error."""
     return f"the cluster has {ray.cluster_resources()}; ask for fewer (measure.actors, measure.ranks)"
 
 
 def reason(error: Exception) -> str:
-    """Why an actor failed, in one line, without Ray's frames."""
+    """The reason why an actor failed, in one line, without Ray's frames."""
     text = " ".join(str(getattr(error, "cause", None) or error).split())
     if "ShardCoreError: " in text:  # raised where the actor started
         return text.split("ShardCoreError: ")[-1][:300]
@@ -85,19 +88,19 @@ def reason(error: Exception) -> str:
 
 
 def rank_cpus(ranks: int, hosts: int = 1) -> float:
-    """CPUs for each of so many ranks: one, or less where the largest hosts have fewer cores than ranks."""
+    """CPUs of each rank: one, or less if the largest host has fewer cores than a host gets ranks."""
     most = max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
     return min(1.0, most / math.ceil(ranks / hosts))
 
 
 @contextmanager
 def gang(actor: Any, name: str, ranks: int, device: str, hosts: int | None = 1) -> Iterator[list[Any]]:
-    """`ranks` actors of a class, in their order; all end with the context.
+    """`ranks` actors of a class, in order of ranks. All end with the context.
 
-    hosts: that many hosts have equally many of them each. None: on as few as have room.
+    hosts: number of hosts, each with equally many ranks. None: as few hosts as have room.
 
-    One placement group with a bundle a host: what is in one bundle is on one host, and different bundles are
-    on different ones. Raises ShardCoreError where they do not fit.
+    They are in one placement group with a bundle a host: a bundle is on one host, and different bundles are on
+    different ones. Raises ShardCoreError if they find no room.
     """
     bundles, nodes = hosts or ranks, [node for node in ray.nodes() if node["Alive"]]
     each, cpus = ranks // bundles, rank_cpus(ranks, hosts or len(nodes))
@@ -122,7 +125,7 @@ def gang(actor: Any, name: str, ranks: int, device: str, hosts: int | None = 1) 
         try:
             yield members
         finally:
-            for member in members:  # at once, and their names are free for the next gang
+            for member in members:  # killed at once, so that the next gang can have their names
                 ray.kill(member)
     finally:
         remove_placement_group(group)
@@ -131,11 +134,12 @@ def gang(actor: Any, name: str, ranks: int, device: str, hosts: int | None = 1) 
 def answers(
     name: str, calls: Sequence[Any], timeout_s: float, silent_s: Callable[[int], float] | None = None
 ) -> list[Any]:
-    """Results of one call to every rank of a gang, in the order of the ranks.
+    """Results of one call to every rank of a gang, in order of ranks.
 
-    Raises ShardCoreError naming the rank and the reason where one fails or dies, or was silent for timeout_s
-    (by what silent_s says of it; without that, since now). Of several complaints, the rank that failed is
-    named, not those that lost it.
+    silent_s: function from a rank to the seconds for which it has been silent. None: seconds since now.
+
+    Raises ShardCoreError if a rank fails, dies, or is silent for timeout_s, with rank and reason. It names the rank
+    that failed, not those that waited for it in vain.
     """
     waiting, lost = {call: rank for rank, call in enumerate(calls)}, {}
     began, until = time.monotonic(), math.inf
@@ -167,11 +171,11 @@ def answers(
 
 
 def silence(members: Sequence[Any]) -> Callable[[int], float]:
-    """Says for how many s a rank of these Members has not been heard of; for `answers`."""
+    """A function from a rank of these Members to the seconds for which it has been silent, for `answers`."""
     heard = [time.monotonic()] * len(members)
 
     def silent_for(rank: int) -> float:
-        with suppress(RayError):  # it died, which its call tells, or is stuck
+        with suppress(RayError):  # it is stuck, or has died, which its call reports
             [silent_s] = ray.get([members[rank].silent_s.remote()], timeout=_PROBE_S)
             heard[rank] = time.monotonic() - silent_s
         return time.monotonic() - heard[rank]

@@ -1,6 +1,6 @@
-"""Prefect artifacts, which show a run on its page.
+"""Prefect artifacts, which show progress and results on a run's page.
 
-A run can do without them. If Prefect does not answer, a warning says so and the run goes on.
+A run does not need them. If Prefect does not answer, it logs a warning and goes on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def create_progress_artifact(progress: float, key: str, description: str) -> UUI
 
 
 def update_progress_artifact(artifact_id: UUID | None, progress: float, description: str) -> None:
-    """Update an artifact. None: it could not be created, so there is nothing to do."""
+    """Update an artifact. artifact_id None: it could not be created, so nothing happens."""
     if artifact_id is not None:
         _try(
             "progress",

@@ -1,6 +1,6 @@
-"""Checks DVC's cache against the hashes in its file names. DVC trusts its cache.
+"""Check of DVC's cache against the hashes in its file names, as DVC trusts its cache.
 
-A damaged entry would come back at every checkout. It would even replace a stage's new result.
+A damaged entry would come back at every checkout, and even replace a stage's new result.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from shardcore.core.validation import shown
 from shardcore.io import schema
 from tasks.paths import LOCK
 
-_BLOCK_BYTES = 1 << 24
 _MD5 = re.compile(r"[0-9a-f]{32}(\.dir)?")
 
 
 def remove_damaged(logger: logging.Logger | logging.LoggerAdapter) -> None:
     """Remove damaged cache entries of the results in dvc.lock, and their copies in the working tree.
 
-    The next `dvc repro` makes just these anew. A warning names each. Raises ShardCoreError for an invalid
-    dvc.lock.
+    The next `dvc repro` makes only these again. A warning names each.
+
+    Raises ShardCoreError for an invalid dvc.lock.
     """
     if not LOCK.exists():
         return
@@ -46,7 +46,7 @@ def remove_damaged(logger: logging.Logger | logging.LoggerAdapter) -> None:
                 continue
             entry.chmod(0o644)
             entry.unlink()
-            # A copy with other content was changed by the user: leave it.
+            # A copy with other content was changed by the user, and stays.
             if copy.is_file() and _leads_into(copy, Path.cwd()) and _md5(copy) == found:
                 copy.unlink()
             logger.warning(
@@ -57,8 +57,10 @@ def remove_damaged(logger: logging.Logger | logging.LoggerAdapter) -> None:
 
 
 def results() -> list[tuple[Path, str]]:
-    """The results in dvc.lock, with their hashes. Raises as remove_damaged does. DVC itself checks the rest
-    of the file."""
+    """The results in dvc.lock, with their hashes. DVC itself checks the rest of the file.
+
+    Raises ShardCoreError for an invalid dvc.lock.
+    """
     stages = _of(_of(schema.read_yaml(LOCK), dict, "it").get("stages", {}), dict, "stages")
     outs = [
         _of(out, dict, "an out")
@@ -78,8 +80,8 @@ def _of(value: Any, kind: type, what: str) -> Any:
 
 
 def _leads_into(path: Path, root: Path) -> bool:
-    """Tell if no link on the path leads out of `root`. Data behind such a link is not removed."""
-    with suppress(OSError, RuntimeError):  # links may form a circle
+    """Tell if no link on the path leads out of `root`. Data behind such a link is never removed."""
+    with suppress(OSError, RuntimeError):  # for links that form a circle
         return path.parent.resolve().is_relative_to(root.resolve())
     return False
 
@@ -88,7 +90,7 @@ def _inside(name: Any, where: Path) -> Path:
     """A path inside the project. Raises ShardCoreError for any other."""
     if isinstance(name, str) and name and name.isprintable():
         path = Path(name)
-        # No result lies at the top under a name such as .git or .dvc.
+        # No result is in a folder such as .git or .dvc.
         hidden = not path.parts or path.parts[0].startswith(".")
         if not hidden and not path.is_absolute() and ".." not in path.parts:
             return path
@@ -102,8 +104,7 @@ def _hash(md5: Any, where: Path) -> str:
 
 
 def _entries(cache: Path, path: Path, md5: str) -> Iterator[tuple[Path, Path, str]]:
-    """A result's files: path in the working tree, cache entry, and expected MD5. A directory's list comes
-    first."""
+    """Files of a result: path in the working tree, cache entry, and expected MD5. A folder's list comes first."""
     entry = cache / md5[:2] / md5[2:]
     yield path, entry, md5.removesuffix(".dir")
     if md5.endswith(".dir") and entry.is_file():
@@ -113,8 +114,5 @@ def _entries(cache: Path, path: Path, md5: str) -> Iterator[tuple[Path, Path, st
 
 
 def _md5(path: Path) -> str:
-    found = hashlib.md5(usedforsecurity=False)
     with open(path, "rb") as f:
-        while block := f.read(_BLOCK_BYTES):
-            found.update(block)
-    return found.hexdigest()
+        return hashlib.file_digest(f, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()

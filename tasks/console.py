@@ -1,11 +1,11 @@
 """The screen of a flow run as a program: stages, progress, results, warnings and errors.
 
-Everything else (all lines of Prefect, DVC, Ray and MLflow) goes to a log file in logs/. Flows and tasks log
-as usual, and Prefect's pages have all of it. A record is shown if it is our warning, or logged with
-`extra=STAGE` or `extra=RESULT`. Progress is only shown, so it may change often.
+Everything else (all lines of Prefect, DVC, Ray and MLflow) goes to a log file in logs/. Flows and tasks log as usual,
+and Prefect's pages have all of it. A log record is shown if it is a warning of ours, or has `extra=STAGE` or
+`extra=RESULT`. Progress is shown and not logged, so it may change often.
 
-Without `start` nothing is shown: runs of deployments have their pages. For a refresh, `dvc repro` runs each
-stage as a process of its own. Such a process marks the lines to show, and the refresh shows them (`relayed`).
+Without `start` nothing is shown, as runs of deployments have their pages. In a refresh, `dvc repro` runs each stage in
+a process of its own. This process marks the lines to show, and the refresh shows them (`relayed`).
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ LOGS = Path("logs")
 KEPT_LOGS = 20
 STAGE, RESULT = {"shown": "stage"}, {"shown": "result"}
 RELAYED = {"SHARDCORE_RELAYED": "1"}
-"""Environment of a process whose marked lines are shown by another process."""
+"""Environment variable of a process whose marked lines another process shows."""
 _MARK = "shown: "
 _RUN_LOGGERS = ("prefect.flow_runs", "prefect.task_runs")
 _LINE_EVERY_S = 30.0
 """Time between two lines of progress without a terminal."""
 _BAR = 12
+"""Width of the progress bar, in characters."""
 _DRAWN_PER_S = 2.0
-"""More would take time from what is being measured."""
+"""Drawings of the live line a second. More would disturb measurements."""
 
 
 class _Display(Protocol):
@@ -50,7 +51,7 @@ class _Display(Protocol):
 _display: _Display | None = None
 
 
-# --- what flows and tasks say -------------------------------------------------------------------------------
+# --- what flows and tasks show ------------------------------------------------------------------------------
 
 
 def show(kind: str, message: str, share: float = 0.0) -> None:
@@ -58,7 +59,7 @@ def show(kind: str, message: str, share: float = 0.0) -> None:
 
     kind: "stage", "progress", "result", "warning" or "text".
     message: the line.
-    share: of progress, 0 to 1.
+    share: progress, 0 to 1.
     """
     if _display:
         _display.show(kind, message, share)
@@ -67,17 +68,17 @@ def show(kind: str, message: str, share: float = 0.0) -> None:
 def progress(share: float, message: str) -> None:
     """Show the progress of long work.
 
-    share: the part that is done, 0 to 1.
-    message: what is done.
+    share: share that is done, 0 to 1.
+    message: description of the work.
     """
     show("progress", message, share)
 
 
 @dataclass
 class Work:
-    """Long work, shown as it goes on.
+    """Long work, whose progress is shown.
 
-    what: its parts, such as "problems compared".
+    what: name of its parts, such as "problems compared".
     total: number of parts.
     """
 
@@ -100,13 +101,13 @@ class Work:
         progress(*self._shown)
 
     def heard(self, phase: str, best_ms: float | None, left_s: float | None) -> None:
-        """Show what the present part does (see shardcore.core.progress.Listener)."""
+        """Show the phase of the present part (see shardcore.core.progress.Listener)."""
         share, message = self._shown
         progress(share, f"{message}; {phase}{'' if best_ms is None else f', best {best_ms:.3f} ms'}")
 
 
 def pace(done: int, total: int, seconds: float) -> str:
-    """Done parts, their rate and the time left: "160 of 400, 10.2 a second, 24 s left"."""
+    """Parts that are done, their rate and the time left: "160 of 400, 10.2 a second, 24 s left"."""
     if not done or seconds <= 0:
         return f"{done} of {total}"
     a_second = done / seconds
@@ -125,7 +126,7 @@ def duration(seconds: float) -> str:
 
 
 class _Lasting:
-    """A stream. That nobody reads it any more is no reason to end the run."""
+    """A stream that ignores errors, so that a run goes on when nobody reads its output any more."""
 
     def __init__(self, out: TextIO):
         self._out = out
@@ -145,25 +146,25 @@ class _Lasting:
 class _Terminal(Console):
     @property
     def size(self) -> ConsoleDimensions:  # pyright: ignore[reportIncompatibleMethodOverride]  # nobody sets it
-        # Our own output is the terminal: by now stdout and stderr are the log.
+        # The size of `file`, which is the terminal, as stdout and stderr are the log by now.
         with suppress(OSError):
             columns, lines = os.get_terminal_size(self.file.fileno())
             return ConsoleDimensions(columns or 80, lines or 25)
         return ConsoleDimensions(80, 25)
 
     def show_cursor(self, show: bool = True) -> bool:
-        return False  # Hidden, it would stay so after a kill.
+        return False  # a cursor that is hidden would stay so after a kill
 
 
 class _Turning(SpinnerColumn):
-    """A spinner that goes on when the work is done, as the stage does."""
+    """A spinner that goes on after the last part is done, as the stage does."""
 
     def render(self, task: Task) -> RenderableType:
         return self.spinner.render(task.get_time())
 
 
 class _Doing(ProgressColumn):
-    """The present work of a stage. Before it tells, the time that it runs."""
+    """The present work of a stage. Until this is known, the time that the stage has run."""
 
     def get_table_column(self) -> Column:
         return Column(no_wrap=True, overflow="ellipsis", ratio=1)
@@ -175,8 +176,7 @@ class _Doing(ProgressColumn):
 class Screen:
     """Lines for a person.
 
-    On a terminal a live line below them says which stage runs, how far it is and how fast. Elsewhere an
-    occasional line does.
+    On a terminal, a live line below them shows the stage, its progress and its rate. Elsewhere an occasional line does.
     """
 
     def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic):
@@ -196,7 +196,7 @@ class Screen:
             message = f"  warning: {message}"
         self._line(message)
         if kind == "stage":
-            self.begin(message)
+            self.begin(message.partition(", ")[0])
 
     def begin(self, stage: str) -> None:
         """Count the time of a stage from now, and show that it runs."""
@@ -233,7 +233,7 @@ class Screen:
     def _progress(self, message: str, share: float) -> None:
         if self._terminal:
             live = self._live or self._draw(self._terminal)
-            # Before anything is done the bar pulses, as while nothing is known.
+            # Without a total the bar pulses: nothing is done yet.
             live.update(live.task_ids[0], total=1.0 if share else None, completed=share, doing=message)
         elif self._clock() - self._shown_s >= _LINE_EVERY_S:
             self._shown_s = self._clock()
@@ -255,7 +255,7 @@ class _Relay:
 
 
 def relayed(line: str) -> bool:
-    """Show a line if another process marked it. Returns whether it was marked."""
+    """Show a line if another process has marked it. Returns True if so."""
     if not line.startswith(_MARK):
         return False
     show(*json.loads(line.removeprefix(_MARK)))
@@ -263,14 +263,14 @@ def relayed(line: str) -> bool:
 
 
 class _ForPeople(logging.Handler):
-    """Shows the records of a run's log that are for a person."""
+    """A handler that shows the log records for a person."""
 
     _prefect = f"{paths.package('prefect')}{os.sep}"
 
     def emit(self, record: logging.LogRecord) -> None:
         kind = getattr(record, "shown", None)
         if record.levelno >= logging.WARNING and not record.pathname.startswith(self._prefect):
-            # Prefect's own warnings say how a run ended. `Program.failed` says that once, at the end.
+            # Prefect's own warnings report how a run ended. `Program.failed` does so once, at the end.
             kind = "warning"
         if kind:
             show(kind, record.getMessage())
@@ -283,10 +283,10 @@ class _ForPeople(logging.Handler):
 class Program:
     """This process as a person sees it.
 
-    screen: shows its lines. None: another process does.
-    log: file with everything else. None: another process has it.
-    err: where to say why it failed.
-    began: when it started, on the monotonic clock.
+    screen: screen of its lines. None: another process shows them.
+    log: file of all other output. None: another process has it.
+    err: stream for the reason why it failed.
+    began: time of its start, on the monotonic clock.
     """
 
     screen: Screen | None
@@ -300,7 +300,7 @@ class Program:
             self.screen.show("text", f"done in {duration(time.monotonic() - self.began)}; log: {self.log}")
 
     def failed(self, line: str) -> None:
-        """Say in one line why the run ended."""
+        """Print in one line why the run ended."""
         if self.screen:
             self.screen.clear()
         with suppress(OSError):
@@ -315,8 +315,8 @@ def is_relayed() -> bool:
 def start(name: str) -> Program:
     """Show a person the flow `name` from now on.
 
-    All other output of this process, and of those that it starts, goes to a log file. Raises OSError if that
-    cannot be written.
+    All other output of this process, and of those that it starts, goes to a log file. Raises OSError if that cannot be
+    written.
     """
     global _display
     for logger in map(logging.getLogger, _RUN_LOGGERS):
@@ -334,7 +334,7 @@ def start(name: str) -> Program:
 
 
 def _new_log(name: str) -> Path:
-    """Path of a new log. Only the newest older logs are kept."""
+    """Path of a new log. Of older logs only the newest are kept."""
     LOGS.mkdir(exist_ok=True)
     for old in sorted(LOGS.glob("[0-9]*.log"))[: 1 - KEPT_LOGS]:  # names sort by time
         old.unlink(missing_ok=True)
@@ -342,18 +342,17 @@ def _new_log(name: str) -> Path:
 
 
 def _redirect(log: Path) -> None:
-    """Send all output to the log, also of compiled code and other processes."""
+    """Send all output to the log, also that of compiled code and of other processes."""
     with open(log, "a") as file:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-            # Replacing the file descriptor also catches what does not go through Python.
+            # A file descriptor also serves what does not go through Python.
             os.dup2(file.fileno(), stream.fileno())
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     root = logging.getLogger()
-    # Imported by flows only.
+    # By name, as only flows import Prefect's handler. It writes a terminal's colours.
     for handler in [h for h in root.handlers if type(h).__name__ == "PrefectConsoleHandler"]:
-        # Prefect's handler writes a terminal's colours.
         plain = logging.StreamHandler(sys.stderr)
         plain.setFormatter(handler.formatter)
         root.removeHandler(handler)

@@ -1,8 +1,8 @@
 """Background processes that outlive the command which started them.
 
-A file has a daemon's process id. A mark in the process's environment says whose it is. So an id that another
-process got meanwhile, such as after a reboot, is recognised. Processes that a killed daemon left are found by
-the mark too.
+A file holds a daemon's process id. A mark in the process's environment shows which daemon it is. So an id that now
+belongs to another process, such as after a reboot, is recognised. The mark also finds processes that a killed daemon
+has left.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ STORES = (
     "MLFLOW_ARTIFACTS_DESTINATION",
     ALLOWED_HOSTS,
 )
-"""Names in the environment that say where a service keeps what it has, and to whom it answers."""
+"""Environment variables that state where a service keeps its data, and to whom it answers."""
 _TAIL_BYTES = 64 << 10
+"""End of a log in which its last lines are looked for."""
 _CLOCK_S = 1.0
-"""How far the clocks of processes and of files may differ."""
+"""Largest difference between the clocks of processes and of files."""
 
 
 @dataclass(frozen=True)
 class Daemon:
     """A background process.
 
-    name: of its files.
-    command: run in this folder.
-    env: its whole environment.
-    folder: of its id and its log.
+    name: name of its files.
+    command: command, which runs in the current folder.
+    env: whole environment of the process.
+    folder: folder of its id and its log.
     """
 
     name: str
@@ -78,17 +79,17 @@ class Daemon:
             return None
 
     def started(self) -> float | None:
-        """The time that it was started, in Unix s, if it runs.
+        """Time of its start, Unix s, if it runs.
 
-        By the clock of files, which services' records use too. That of psutil counts from the boot, whose
-        time is known to a second, and to less where the clock was set since.
+        This is the clock of files, which the records of services use, too. psutil's counts from the boot, whose time is
+        known to a second only, and less well if the clock was set since.
         """
         try:
             return self._id.stat().st_mtime if self.process() is not None else None
-        except FileNotFoundError:  # It was stopped meanwhile.
+        except FileNotFoundError:  # it was stopped meanwhile
             return None
 
-    def runs_as_told(self) -> bool:
+    def runs_as_configured(self) -> bool:
         """Tell if it runs. Raises ShardCoreError if it was started with another command or other stores."""
         process = self.process()
         if process is not None and (
@@ -106,7 +107,7 @@ class Daemon:
         return {name: value for name, value in env.items() if name in STORES}
 
     def died(self) -> bool:
-        """Tell if it was started, not stopped, and does not run."""
+        """Tell if it does not run, though it was started and not stopped."""
         return self._id.exists() and self.process() is None
 
     def leftovers(self) -> list[psutil.Process]:
@@ -123,7 +124,7 @@ class Daemon:
         self._id.unlink(missing_ok=True)
 
     def last_lines(self, count: int) -> list[str]:
-        """The last lines of its log. Control characters are escaped: a terminal would obey them."""
+        """The last lines of its log. Control characters are escaped, as a terminal would obey them."""
         try:
             with open(self.log, "rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -141,14 +142,14 @@ class Daemon:
     def _mark(self) -> str:
         return str(self.folder.resolve() / self.name)
 
-    # The process itself writes its id. So no process runs without one in the file.
+    # The process itself writes its id before its command runs. So none runs without an id in the file.
     def _write_id(self) -> None:
         self._id.write_text(str(os.getpid()))
 
     def _session(self) -> int:
-        """The session that the daemon leads or led. 0: unsure.
+        """The session that the daemon leads or led. 0 if it is not known.
 
-        Some of Ray's processes overwrite their environment. They are known only by their session.
+        Some of Ray's processes overwrite their environment, and with it the mark. Only their session identifies them.
         """
         try:
             pid, started = int(self._id.read_text()), self._id.stat().st_mtime
@@ -182,7 +183,7 @@ def _session_of(process: psutil.Process) -> int:
 
 
 def stop(daemons: Sequence[Daemon], patience_s: float = 15.0) -> None:
-    """End daemons in order, with all their descendants. They are killed after patience_s."""
+    """End daemons in order, with all their descendants. Those that still run after patience_s are killed."""
     for daemon in daemons:
         if process := daemon.process():
             end([process], patience_s)
@@ -191,7 +192,7 @@ def stop(daemons: Sequence[Daemon], patience_s: float = 15.0) -> None:
 
 
 def end_leftovers(daemon: Daemon, patience_s: float) -> None:
-    """End a daemon's descendants. Repeats if they start others meanwhile."""
+    """End a daemon's descendants, and again those that they start meanwhile."""
     for _ in range(3):
         if not (left := daemon.leftovers()):
             return

@@ -1,7 +1,7 @@
-"""Estimate of the time of `measure`, before it takes a device: enough to tell minutes from days.
+"""Estimate of the time that `measure` will take, made without a device. It tells minutes from days.
 
-If the dataset has samples of the setting, the estimate follows from the rate at which it grew. Otherwise it
-follows from bytes and rough hardware rates, and says so.
+If the dataset has samples of the setting, the estimate follows from the rate at which it grew. Otherwise it follows
+from bytes and rough hardware rates, and says so.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from tasks.replay import step_devices, wanted_steps, why_no_steps
 from tasks.setting import SettingConfig
 
 _PAUSE_S = 60.0
-"""A longer gap between two samples separates two runs."""
+"""Gap between two samples beyond which they are of two runs."""
 _ENOUGH = 20
-"""Samples needed for a rate."""
+"""Fewest gaps between samples that give a rate."""
 _COMPUTE_GBPS = {"cpu": 0.7, "cuda": 300.0}
-"""Embedding bytes gathered per time of forward and backward. cpu: measured on one core of an AMD EPYC (Zen
-5). cuda: the order of a data-centre GPU, not measured."""
+"""Bytes of looked-up rows over the time of forward and backward. cpu: measured on one core of an AMD EPYC (Zen 5).
+cuda: the order of magnitude of a data-centre GPU, not measured.
+"""
 _COMM_GBPS = {"cpu": 1.0, "cuda": 50.0}
-"""What a rank sends per second: orders of gloo and of NCCL within a host, not measured."""
+"""Rate at which a rank sends: orders of magnitude of gloo and of NCCL within a host, not measured."""
 _OVERHEAD_MS = 0.3
-"""ms of a launch or a barrier."""
+"""Time of a launch or a barrier."""
 _PHYSICAL = "a physical estimate from bytes and rough bandwidths"
 
 
@@ -44,8 +45,8 @@ class Estimate:
     wanted: number of wanted samples.
     missing: number of those not yet measured.
     devices: number of devices that measure.
-    seconds: to measure the missing samples.
-    basis: what the estimate follows from.
+    seconds: time to measure the missing samples.
+    basis: basis of the estimate, in words.
     """
 
     kind: str
@@ -65,9 +66,9 @@ class Estimate:
 
 
 def estimate(pool_path: Path, wanted: SettingConfig, config: MeasureConfig, folder: Path) -> list[Estimate]:
-    """Estimates for compute, comm and steps. The connected cluster is asked only which devices it has.
+    """Estimates for compute, comm and steps. Of the connected cluster, only the list of devices is used.
 
-    If `wanted` leaves the hardware open, it is the dataset's, or else this machine's.
+    If `wanted` does not name the hardware, it is the dataset's, or else this machine's.
     """
     setting, device = wanted.of_dataset_or_local(folder), cluster_device()
     ranks, pool = rank_count(config, device, setting.batch), files.read_pool(pool_path)
@@ -80,7 +81,9 @@ def estimate(pool_path: Path, wanted: SettingConfig, config: MeasureConfig, fold
         [] if why_no_steps(pool, setting, devices, config) else wanted_steps(pool, setting, devices, config)
     )
     lacking = [
-        lower(plan, problem) for problem, made in replays.missing(folder, steps, setting) for _, plan in made
+        lower(plan, problem)
+        for problem, plans in replays.missing(folder, steps, setting)
+        for _, plan in plans
     ]
     compute_ms = _compute_ms(compute, device) * (1 + config.max_repeats) / actors
     comm_ms = _comm_ms(comm, device) * (config.comm().warmups + config.comm_repeats)
@@ -88,7 +91,7 @@ def estimate(pool_path: Path, wanted: SettingConfig, config: MeasureConfig, fold
     compute_at = [s.measured_at for s in dataset.read_compute(folder, setting)]
     comm_at = [s.measured_at for s in dataset.read_comm(folder, setting)]
     building = f"{_PHYSICAL}, without what it takes to build the ops"
-    n_steps = sum(len(made) for _, made in steps)
+    n_steps = sum(len(plans) for _, plans in steps)
     return [
         Estimate("compute", len(groups), len(compute), actors, *_time(len(compute), compute_at, compute_ms)),
         Estimate("comm", len(exchanges), len(comm), ranks, *_time(len(comm), comm_at, comm_ms)),
@@ -97,13 +100,13 @@ def estimate(pool_path: Path, wanted: SettingConfig, config: MeasureConfig, fold
 
 
 def _time(missing: int, measured_at: Sequence[float], physical_ms: float) -> tuple[float, str]:
-    """Seconds to measure the missing samples, and what that follows from.
+    """Seconds to measure the missing samples, and the basis of that.
 
-    measured_at: times of the samples that are there, Unix s.
+    measured_at: times of the known samples, Unix s.
     physical_ms: ms of one sample, by rough hardware rates.
     """
     gaps = np.diff(np.sort(measured_at))
-    # Pauses between runs would lower the rate.
+    # Without pauses between runs, which would lower the rate.
     gaps = gaps[gaps < _PAUSE_S]
     if len(gaps) < _ENOUGH:
         few = f"{_PHYSICAL}, for the dataset has too few samples of this setting"
@@ -130,7 +133,7 @@ def _comm_ms(requests: Sequence[CollectiveRequest], device: str) -> float:
 
 
 def _step_ms(workloads: Sequence[Workload], device: str) -> float:
-    """Mean ms of one step. Exchanges are a rough guess: a tenth of compute."""
+    """Mean ms of one step. Exchanges are guessed at a tenth of compute."""
     slowest = [
         max(sum(_compute_ms([ComputeRequest(op.shards, op.batch)], device) for op in ops) for ops in w.ops)
         for w in workloads

@@ -33,27 +33,25 @@ HEADLINES = {
     "sharders": (f"{DEFAULT_SHARDER}_solved", f"{DEFAULT_SHARDER}_relative_cost", "neuroshard_relative_cost"),
     "replays": ("mape", "kendall_tau", "regret", "noise"),
 }
-"""Figures that tell how good a model is, of some hundred."""
+"""The figures, of some hundred, that show how good a model is."""
 COMPARED = tuple(name for name in SHARDERS if name != "torchrec")
-"""TorchRec's planner takes up to minutes per problem, so bench/search.py compares it."""
+"""Sharders that are compared. TorchRec's planner takes up to minutes a problem, so bench/search.py compares it."""
 ARENA_BYTES = 512 << 20
 """Memory for weights of a rank that replays. Larger tables of a problem are left out."""
 MOST_TABLES = 24
-"""Tables of a replayed problem. Each of its plans runs replay_repeats times."""
+"""Most tables of a replayed problem, each of whose plans runs replay_repeats times."""
 
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Held-out problems to compare the sharders on, drawn as in ProblemConfig.
+    """Held-out problems on which sharders are compared, drawn as in ProblemConfig.
 
     problems: number of problems.
-    seed: of the draws.
-    devices, min_tables, max_tables, max_dim: as in ProblemConfig.
+    seed: seed of the draws.
+    devices, min_tables, max_tables, max_dim: as in ProblemConfig. Replays use at most so many devices of a host.
     budget_evals: plans that each search may price.
     replay_problems: number of problems whose plans also run. 0: none.
     replay_repeats: steps of each replayed plan.
-
-    Replays use at most `devices` devices of a host.
     """
 
     problems: int = 6
@@ -113,8 +111,8 @@ def evaluate_model(folder: Path, measurements: Path, out: Path) -> dict[str, flo
 def compare_sharders(folder: Path, pool_path: Path, config: EvaluateConfig, out: Path) -> dict[str, float]:
     """Metrics of the COMPARED sharders on the same held-out problems. Writes sharders.csv to `out`.
 
-    Per sharder: the share of problems solved, the cost relative to the best other sharder, and seconds. Cost
-    and seconds cover only problems that all sharders solved.
+    They are, for each sharder, the share of problems solved, the cost relative to the best other sharder, and seconds.
+    Cost and seconds are over problems that all sharders solved.
     """
     model, pool = neural.load(folder), files.read_pool(pool_path)
     shape = config.shape()
@@ -153,14 +151,14 @@ def compare_sharders(folder: Path, pool_path: Path, config: EvaluateConfig, out:
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Flat metrics of sharders.csv. Costs are compared on problems that all sharders solved."""
-    mine = {name: [r for r in rows if r["algorithm"] == name] for name in COMPARED}
-    found = compare.standings(
-        {n: [None if r["total_ms"] == "" else r["total_ms"] for r in own] for n, own in mine.items()},
-        {n: [r["seconds"] for r in own] for n, own in mine.items()},
+    rows_of = {name: [r for r in rows if r["algorithm"] == name] for name in COMPARED}
+    standings = compare.standings(
+        {n: [None if r["total_ms"] == "" else r["total_ms"] for r in own] for n, own in rows_of.items()},
+        {n: [r["seconds"] for r in own] for n, own in rows_of.items()},
     )
     metrics = {
         f"{name}_{key}": value
-        for name, s in found.items()
+        for name, s in standings.items()
         for key, value in (("solved", s.solved), ("seconds", s.seconds), ("relative_cost", s.cost))
     }
     return {name: value for name, value in metrics.items() if np.isfinite(value)}
@@ -170,12 +168,11 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 def replay_plans(
     folder: Path, pool_path: Path, measurements: Path, config: EvaluateConfig, out: Path
 ) -> dict[str, float]:
-    """Figures of replayed plans (see replay_metrics.figures). {}: no replays, and a log line says why.
+    """Figures of replayed plans (see replay_metrics.figures). {} if there are no replays, and the log says why.
 
-    Several plans of each of replay_problems held-out problems are priced, then run on the connected cluster.
-    The measurements' reference op runs beside them.
-    `out` gets each problem's replays (see replays.keep), replays.csv and replays.png. Stored replays are not
-    run again while the plans are the same.
+    Several plans of each of replay_problems held-out problems are priced, then run on the connected cluster, with the
+    measurements' reference op between their steps. `out` gets each problem's replays (see replays.keep), replays.csv
+    and replays.png. Stored replays are not run again as long as the plans are the same.
     """
     logger = get_run_logger()
     if out.is_symlink():
@@ -204,7 +201,7 @@ def replay_plans(
 
 
 def _why_not(setting: Setting, devices: int, problems: Sequence[Problem]) -> str | None:
-    """Why the cluster cannot replay problems for a model of `setting`. None: it can."""
+    """The reason why the cluster cannot replay problems for a model of `setting`. None if it can."""
     here = cluster_setting(
         SettingConfig(batch=setting.batch, precision=setting.precision, optimizer=setting.optimizer)
     )
@@ -218,7 +215,7 @@ def _why_not(setting: Setting, devices: int, problems: Sequence[Problem]) -> str
 def _to_replay(
     pool: Sequence[Table], setting: Setting, devices: int, config: EvaluateConfig
 ) -> list[Problem]:
-    """Held-out problems without tables too large for a rank. Problems without any table left are dropped."""
+    """Held-out problems without the tables that are too large for a rank. Problems without other tables are dropped."""
     most = max(config.min_tables, min(config.max_tables, MOST_TABLES))
     shape = ProblemConfig(devices, config.min_tables, most, config.max_dim)
     drawn = [draw_problem(pool, i, setting, config.seed, shape) for i in range(config.replay_problems)]
@@ -235,7 +232,7 @@ def _replayed(
 ) -> list[replays.ReplaySet]:
     """Replays of all problems, stored or run now. Replays of other problems in `out` are removed."""
     budget = Budget(evals=config.budget_evals)
-    made = [
+    plans_of = [
         [(o.algorithm, o.plan) for o in compare.plans(p, model, config.seed, budget) if o.plan]
         for p in problems
     ]
@@ -243,9 +240,9 @@ def _replayed(
     steps, kept = ReplayConfig(repeats=config.replay_repeats, arena_bytes=ARENA_BYTES), []
     work = console.Work("problems replayed", len(problems))
     with EachProblem(lambda: replaying(len(problems[0].topology), model.setting, steps, reference)) as gang:
-        for i, (problem, plans) in enumerate(zip(problems, made, strict=True)):
+        for i, (problem, plans) in enumerate(zip(problems, plans_of, strict=True)):
             where = out / problem.name
-            again = "as kept" if replays.is_kept(where, problem, plans, model.setting, steps) else "replayed"
+            is_kept = replays.is_kept(where, problem, plans, model.setting, steps)
             keep = partial(replays.keep, where, problem, plans, model.setting, steps)
             if not gang.run(problem.name, lambda run, keep=keep: kept.append(keep(run))):
                 continue
@@ -254,7 +251,7 @@ def _replayed(
                 "problem %d of %d %s: %d plans of %d tables on %d devices, error %.1f%%, regret %.1f%%",
                 i + 1,
                 len(problems),
-                again,
+                "as kept" if is_kept else "replayed",
                 found["plans"],
                 len(problem.tables),
                 len(problem.topology),
@@ -268,7 +265,7 @@ def _replayed(
 def _remove(out: Path, but: Sequence[str]) -> None:
     """Remove results of another model, and replays of problems not in `but`.
 
-    Other files stay, because `out` may lead to somebody's folder.
+    Other files stay, as `out` may be a link to somebody's folder.
     """
     for name in ("replays.csv", "replays.png"):
         (out / name).unlink(missing_ok=True)
@@ -281,9 +278,9 @@ def _remove(out: Path, but: Sequence[str]) -> None:
 def write_metrics(
     out: Path, accuracy: dict[str, float], sharders: dict[str, float], replayed: dict[str, float]
 ) -> None:
-    """Write figures.json, and the HEADLINES of it as metrics.json, which `dvc metrics show` prints in a row.
+    """Write figures.json, and its HEADLINES as metrics.json, which `dvc metrics show` prints in a row.
 
-    Without replays they have no section "replays".
+    Without replays, both have no section "replays".
     """
     sections = {"accuracy": accuracy, "sharders": sharders} | ({"replays": replayed} if replayed else {})
     writing.write_json(out / "figures.json", sections)

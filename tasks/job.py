@@ -1,4 +1,4 @@
-"""A running job's traces: the champion corrected by its traced steps, in one MLflow run and page for the job."""
+"""A running job's traces: its traced steps correct the champion. Each job has one MLflow run and one page."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ JOB_TAG = "shardcore.job"
 MEASURED = "measured_ms"
 """Metric of each step that was read. It is logged last."""
 LEAST_GAIN = 1.0
-"""Points of error on held-out traces that a correction has to save. Each new champion has all plans published."""
+"""Least gain of a correction, in points of error on held-out traces. Publishing all plans anew has to be worth it."""
 MOST_STEPS = 8
-"""Newest traced steps that correct a model: a job changes over weeks."""
+"""Newest traced steps that correct a model. Older ones do not, as a job changes over weeks."""
 _FACTOR = "factor_"
-"""Begin of the metrics of factors."""
+"""Prefix of the metrics of factors."""
 MODEL, PROFILE_JSON, PROBLEM_JSON, PAGE = "model", "profile.json", "problem.json", "job.html"
 
 
@@ -43,8 +43,8 @@ MODEL, PROFILE_JSON, PROBLEM_JSON, PAGE = "model", "profile.json", "problem.json
 class JobSteps:
     """Steps of a job that were read.
 
-    measured_ms: by number of the step.
-    lines: one on each, and one on the correction.
+    measured_ms: measured time by number of the step.
+    lines: a line for each step, and one about the correction.
     challenger: folder of a corrected model for the gate. None: the champion stays.
     """
 
@@ -56,12 +56,12 @@ class JobSteps:
 @task(task_run_name="read-traces")
 @registry.plain_errors()
 def read_traces(folder: Path, out: Path, wanted: SettingConfig, traced: Path = paths.TRACED) -> JobSteps:
-    """Read the steps of a job that no run has read, and correct the champion by all that are known.
+    """Read the steps of a job that no run has read, and correct the champion by all known steps.
 
-    The steps join a dataset of traced steps. The corrected model, or the profile where there is no champion, lies in
-    `out`. A profile that its correction does not help is written as it is.
+    The steps are added to a dataset of traced steps. The corrected model is written to `out`, or without a champion the
+    corrected profile. A profile that the correction does not improve is written as it is.
 
-    Raises ShardCoreError for a folder without traced steps, and where none can be read.
+    Raises ShardCoreError for a folder without traced steps, and if none of them can be read.
     """
     logger, client = get_run_logger(), registry.connect()
     steps = job_folder.traced_steps(folder)
@@ -69,7 +69,7 @@ def read_traces(folder: Path, out: Path, wanted: SettingConfig, traced: Path = p
         raise ShardCoreError(f"{folder} has no traced step of all ranks; ShardCoreProfiler writes them there")
     name = folder.resolve().name
     by = pricing(client, wanted.of_dataset_or_local(paths.MEASUREMENTS).hardware)
-    found: dict[int, tuple[ReadJob, CheckedJob]] = {}
+    new: dict[int, tuple[ReadJob, CheckedJob]] = {}
     errors = []
     with registry.run(run_id=_run_of(client, folder), run_name=f"job-{name}") as run:
         mlflow.set_tags({"stage": "job", JOB_TAG: str(folder.resolve()), "model": by.name})
@@ -79,15 +79,15 @@ def read_traces(folder: Path, out: Path, wanted: SettingConfig, traced: Path = p
                 continue
             try:
                 job = traced_job.read(step)
-                found[number] = job, traced_job.check(job, by.model)
+                new[number] = job, traced_job.check(job, by.model)
             except ShardCoreError as error:  # a damaged step must not hide the others
                 errors.append(f"{step.name}: {error}")
                 logger.warning("%s", errors[-1])
-        if not found:
+        if not new:
             if errors:
                 raise ShardCoreError(errors[0])
             return JobSteps({}, (f"{folder}: no new traced step",))
-        for job, _ in found.values():
+        for job, _ in new.values():
             traced_samples.append(traced, traced_job.sample(job, by.model.setting.hardware))
         lines = [
             _log(
@@ -98,13 +98,13 @@ def read_traces(folder: Path, out: Path, wanted: SettingConfig, traced: Path = p
                 job,
                 checked,
             )
-            for number, (job, checked) in found.items()
+            for number, (job, checked) in new.items()
         ]
     corrected = traced_training.correct(by.model, _samples(by.model, name, traced))
     lines.append(corrected.words)
     for line in lines:
         logger.info("%s", line)
-    measured_ms = {number: job.total_ms for number, (job, _) in found.items()}
+    measured_ms = {number: job.total_ms for number, (job, _) in new.items()}
     return JobSteps(measured_ms, tuple(lines), _keep(out, by, corrected))
 
 
@@ -115,7 +115,7 @@ def _samples(model: object, name: str, traced: Path) -> list[TracedSample]:
 
 
 def _keep(out: Path, by: Pricing, corrected: Corrected) -> Path | None:
-    """Write the corrected model. Returns its folder, if it is one for the gate."""
+    """Write the corrected model. Returns its folder if the gate should judge it."""
     if isinstance(corrected.model, ProfileModel):
         write_profile(out / PROFILE_JSON, corrected.model.profile)
         return None
@@ -126,7 +126,7 @@ def _keep(out: Path, by: Pricing, corrected: Corrected) -> Path | None:
 
 
 def _run_of(client: mlflow.MlflowClient, folder: Path) -> str | None:
-    """The run of a job's folder. None: it has none yet."""
+    """The run of a job's folder. None if there is none yet."""
     experiment = client.get_experiment_by_name(registry.EXPERIMENT)
     if experiment is None:
         return None
@@ -164,7 +164,7 @@ def _log(
 
 
 def _predicted_ms(out: Path, by: Pricing, checked: CheckedJob) -> float:
-    """The step as the model and earlier steps have it; of the first one, with the dense part that it shows."""
+    """ms of a step, predicted by the model and the dense part of earlier steps. The first step shows its own."""
     if not (out / PROBLEM_JSON).exists():
         return checked.before.cost.total_ms
     around_ms = files.read_problem(out / PROBLEM_JSON).job.dense_ms
@@ -176,14 +176,14 @@ def _predicted_ms(out: Path, by: Pricing, checked: CheckedJob) -> float:
 @task(task_run_name="keep-problem")
 @registry.plain_errors()
 def keep_problem(folder: Path, out: Path, wanted: SettingConfig, traced: Path = paths.TRACED) -> Path:
-    """Write the job's problem, with all that its newest step takes beyond the champion's prediction as dense part.
+    """Write the job's problem. Its dense part is the time of its newest step that the champion does not predict.
 
-    Called after the gate, for the champion that it left. Returns the file.
+    Call it after the gate, which may have changed the champion. Returns the file.
     """
     client, name = registry.connect(), folder.resolve().name
     by = pricing(client, wanted.of_dataset_or_local(paths.MEASUREMENTS).hardware, profile_of(out))
     samples = _samples(by.model, name, traced)
-    if not samples:  # another champion came meanwhile
+    if not samples:  # the champion has changed meanwhile
         raise ShardCoreError(f"{by.words} is not for the setting of {name}'s traced steps in {traced}")
     problem = traced_training.job_problem(by.model, samples[-1])
     files.write_problem(out / PROBLEM_JSON, replace(problem, name=name))
@@ -191,16 +191,16 @@ def keep_problem(folder: Path, out: Path, wanted: SettingConfig, traced: Path = 
 
 
 def profile_of(out: Path) -> Path | None:
-    """The file of a job's corrected profile. None: it has none."""
+    """The file of a job's corrected profile. None if there is none."""
     return out / PROFILE_JSON if (out / PROFILE_JSON).exists() else None
 
 
 @task(task_run_name="log-steps")
 @registry.plain_errors()
 def log_steps(folder: Path, out: Path, steps: JobSteps, notes: Sequence[str]) -> Path:
-    """Log steps as read, and write the job's page, which is in its run too. Returns the page.
+    """Log steps as read, and write the job's page, which is also logged. Returns the page's file.
 
-    Called last: until then a rerun reads the steps again.
+    Call it last: until then a rerun reads the steps again.
     """
     client, name = registry.connect(), folder.resolve().name
     with registry.run(run_id=_run_of(client, folder), run_name=f"job-{name}") as run:
@@ -217,7 +217,7 @@ def log_steps(folder: Path, out: Path, steps: JobSteps, notes: Sequence[str]) ->
 def records(client: mlflow.MlflowClient, run_id: str) -> list[JobRecord]:
     """The steps of a job's run. A step that was read twice counts once."""
     names = client.get_run(run_id).data.metrics
-    # Of equal steps the last one that was logged counts.
+    # If a step was logged several times, the last time counts.
     history = {name: {m.step: m for m in client.get_metric_history(run_id, name)} for name in names}
 
     def value(name: str, step: int) -> float:
@@ -243,7 +243,7 @@ def records(client: mlflow.MlflowClient, run_id: str) -> list[JobRecord]:
 
 
 def _at_ms(step: Path) -> int:
-    """When a step was traced, Unix ms."""
+    """Time at which a step was traced, Unix ms."""
     return int(1000 * (step / job_folder.JOB_JSON).stat().st_mtime)
 
 

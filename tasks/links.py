@@ -1,4 +1,4 @@
-"""Links to pages of the services, for pages of flow runs. Without an address, only the words."""
+"""Links to pages of the services, for pages of flow runs. Without an address, they are plain text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def mlflow_run(experiment_id: str, run_id: str) -> str:
 
 
 def ray_dashboard() -> str | None:
-    """Markdown for the Ray dashboard at RAY_API_SERVER_ADDRESS, which Ray's own tools read."""
+    """Markdown for the Ray dashboard. Its address is RAY_API_SERVER_ADDRESS, which Ray's own tools read, too."""
     address = os.environ.get("RAY_API_SERVER_ADDRESS", "")
     return _link("Ray dashboard", address, "") if address.startswith("http") else None
 

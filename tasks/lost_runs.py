@@ -1,6 +1,6 @@
-"""Flow runs that a dead worker left. Prefect counts them as running for ever, and the next ones wait.
+"""Flow runs that a dead worker has left. Prefect counts them as running for ever, and the next ones wait.
 
-Prefect 20979: nothing ends a run whose worker and process were killed, nor one that was being submitted.
+Prefect's issue 20979: nothing ends a run whose worker and process were killed, nor one that was being submitted.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ import psutil
 from tasks.services import get
 
 POOL = "local"
-"""The work pool of prefect.yaml's deployments."""
+"""Work pool of prefect.yaml's deployments."""
 WORKER = f"stack@{socket.gethostname()}"
-"""The name of the stack's worker."""
+"""Name of the stack's worker."""
 AT_ONCE = 1
-"""Runs of the pool at the same time, whatever their deployments: a publish would disturb a measurement."""
-
+"""Most runs of the pool at one time, of all deployments, as a publish would disturb a measurement."""
 _HELD = ("PENDING", "RUNNING", "CANCELLING")
 """States of runs that a worker has taken and not ended."""
 _TRIES = 10
-"""Requests that a busy server may refuse, at most, a second apart."""
+"""Most tries of a request that a busy server refuses, a second apart."""
 _PAGE = 200
-"""Prefect's most runs in an answer."""
+"""Most runs in one answer of Prefect."""
 _RUN_ID = "PREFECT__FLOW_RUN_ID"
 
 
@@ -42,8 +41,8 @@ _RUN_ID = "PREFECT__FLOW_RUN_ID"
 class Api:
     """The Prefect server's API.
 
-    url: of the API.
-    user: "name:password". "": it asks for none.
+    url: URL of the API.
+    user: "name:password". "": the server asks for none.
     """
 
     url: str
@@ -67,7 +66,7 @@ class Api:
                 return json.loads(answer) if answer else None
             except urllib.error.HTTPError as error:
                 left -= 1
-                # Prefect answers so while its database is busy. Its own client waits, too.
+                # Prefect answers 503 while its database is busy. Its own client waits, too.
                 if error.code != HTTPStatus.SERVICE_UNAVAILABLE or not left:
                     raise
                 time.sleep(1.0)
@@ -78,11 +77,11 @@ class Api:
 
 @dataclass(frozen=True)
 class LostRun:
-    """A run that Prefect counts as under way, and no process works on.
+    """A run that Prefect counts as running, though no process works on it.
 
-    state_id: of its state when this was found out.
-    name, state: for people.
-    since: Unix s, the time of its state.
+    state_id: id of its state when it was found.
+    name, state: texts for people.
+    since: time of its state, Unix s.
     """
 
     id: str
@@ -104,28 +103,27 @@ def limit_runs(api: Api) -> None:
 def find(api: Api, worker_began: float, patience_s: float = 0.0) -> list[LostRun]:
     """Runs of the stack's pool that no process works on, and their subflows.
 
-    worker_began: Unix s, when the worker of now started; infinite if there is none. What it took since, it
-      answers for.
-    patience_s: to wait for processes that are starting. Some go on without their worker, some end.
+    worker_began: time at which the present worker started, Unix s; infinite if there is none. Runs since then are its.
+    patience_s: longest wait for processes that are starting. Without their worker, some of them go on and some end.
     """
     until = time.monotonic() + patience_s
     while True:
         runs = [run for run in _left(api) if _since(run) < worker_began]
-        # The processes are read after the runs: one that ended meanwhile has told how, which `end` sees.
+        # Processes are listed after runs. If one ended in between, its run has another state, which `end` sees.
         alive = _with_process()
         if time.monotonic() >= until or not any(
             run["id"] in alive and run["state_type"] == "PENDING" for run in runs
         ):
             break
         time.sleep(0.5)
-    found = [run for run in runs if run["id"] not in alive]
-    for run in found:  # It grows: subflows may have subflows.
-        found += _taken(api, {"flow_runs": {"parent_flow_run_id": {"any_": [run["id"]]}}})
-    return [LostRun(run["id"], run["state_id"], run["name"], run["state_name"], _since(run)) for run in found]
+    lost = [run for run in runs if run["id"] not in alive]
+    for run in lost:  # the list grows, as subflows may have subflows
+        lost += _taken(api, {"flow_runs": {"parent_flow_run_id": {"any_": [run["id"]]}}})
+    return [LostRun(run["id"], run["state_id"], run["name"], run["state_name"], _since(run)) for run in lost]
 
 
 def end(api: Api, run: LostRun) -> bool:
-    """Set a lost run to Crashed, which frees its place. Returns false if it ended by itself meanwhile."""
+    """Set a lost run to Crashed, which frees its place. Returns False if it has ended meanwhile."""
     [now] = api.post("/flow_runs/filter", {"flow_runs": {"id": {"any_": [run.id]}}})
     if now["state_id"] != run.state_id:
         return False
@@ -134,7 +132,7 @@ def end(api: Api, run: LostRun) -> bool:
 
 
 def crash(api: Api, run_id: str, message: str) -> None:
-    """Set a run to Crashed, whatever it is. Raises OSError if Prefect does not take that."""
+    """Set a run to Crashed, whatever its state. Raises OSError if Prefect refuses."""
     api.post(
         f"/flow_runs/{run_id}/set_state",
         {"force": True, "state": {"type": "CRASHED", "name": "Crashed", "message": message}},
@@ -146,7 +144,7 @@ def _left(api: Api) -> list[dict[str, Any]]:
     others = {w["name"] for w in api.workers() if w["status"] == "ONLINE"} - {WORKER}
 
     def is_ours(run: dict[str, Any]) -> bool:
-        # One that is being submitted may have no label yet.
+        # A run that is being submitted may have no label yet.
         by = (run.get("labels") or {}).get("prefect.worker.name")
         return by == WORKER or (by is None and not others)
 
@@ -154,7 +152,7 @@ def _left(api: Api) -> list[dict[str, Any]]:
 
 
 def _taken(api: Api, which: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Runs that some worker has taken, as Prefect describes them."""
+    """Runs that a worker has taken and that have not ended, as Prefect describes them. which: Prefect's filter."""
     flow_runs = {**which.get("flow_runs", {}), "state": {"type": {"any_": list(_HELD)}}}
     for offset in range(0, 1 << 20, _PAGE):
         page = api.post(
@@ -171,11 +169,11 @@ def _since(run: dict[str, Any]) -> float:
 
 
 def _with_process() -> set[str]:
-    """Ids of the flow runs that a process of Prefect's engine on this machine works on."""
-    found = set()
+    """Ids of the flow runs on which a process of Prefect's engine on this machine works."""
+    ids = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            # What an engine starts has the same environment, and may outlive it.
+            # Only engines count: processes that they start have the same environment, and may outlive them.
             if any("prefect" in part for part in process.cmdline()[1:3]):
-                found.add(process.environ().get(_RUN_ID, ""))
-    return found
+                ids.add(process.environ().get(_RUN_ID, ""))
+    return ids

@@ -1,7 +1,7 @@
 """Measuring on Ray: a worker a device for compute, a gang of ranks for exchanges.
 
-One Prefect task owns its actors (a Prefect task a sample would cost more than the sample). What comes back
-becomes a part of the dataset at once, so a run that is killed loses only what was outstanding.
+One Prefect task owns all its actors, as a Prefect task a sample would cost more than the sample. Samples are written to
+the dataset as they come, so a run that is killed loses only requests that were running.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tasks.setting import SettingConfig
 from tasks.workers import Exchange, RayTransport
 
 _WORKER_BYTES = 1 << 30
-"""Memory of a measuring process beside its arena: torch, FBGEMM, the pool's index streams."""
+"""Memory of a measuring process in addition to its arena: torch, FBGEMM, streams of ids."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,15 @@ class MeasureConfig:
     """Samples to measure, and the devices to use.
 
     compute_samples, comm_samples: number of groups and of exchanges.
-    step_samples: plans of which a step is replayed.
-    actors: Ray actors, each measuring one device. 0: one for each GPU of the cluster, or for each CPU core
-      where there is none, as far as memory goes. All cores at once disturb no medians.
-    ranks: processes of an exchange. 0: the most devices of `hosts` hosts that divide the batch.
-    hosts: number of hosts that the ranks are on, evenly.
-    chunk: samples an actor call.
-    hang_s: a device on which no op ends for so long has hung.
+    step_samples: number of plans of which a step is replayed.
+    actors: number of Ray actors, each of which measures one device. 0: one for each GPU of the cluster; without GPUs,
+      one for each CPU core, as far as memory allows. Using all cores at once does not disturb medians.
+    ranks: number of processes of an exchange. 0: the most devices of `hosts` hosts that divide the batch.
+    hosts: number of hosts that the ranks are spread over evenly.
+    chunk: most samples of an actor call.
+    hang_s: time after which a device on which no op has ended counts as hung.
 
-    The rest is as in KernelConfig, GroupConfig, CollectiveConfig and, for steps, ReplayConfig.
+    Other fields are as in KernelConfig, GroupConfig, CollectiveConfig and, for steps, ReplayConfig.
     """
 
     compute_samples: int = 400
@@ -93,7 +93,7 @@ class MeasureConfig:
                 f"measure.ranks is {self.ranks}, which does not spread evenly over {self.hosts} measure.hosts"
             )
         for config in (self.kernels, self.groups, self.comm, self.steps):
-            config()  # refuses what is wrong
+            config()  # raises for a wrong value
 
     def kernels(self) -> kernels.KernelConfig:
         return kernels.KernelConfig(
@@ -124,25 +124,24 @@ def wanted_comm(setting: Setting, ranks: int, config: MeasureConfig) -> dict[str
 
 
 def cluster_device() -> str:
-    """Kind of device of the connected cluster: "cuda" where it has GPUs, else "cpu"."""
+    """Kind of device of the connected cluster: "cuda" if it has GPUs, else "cpu"."""
     return "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
 
 
 def cluster_setting(config: SettingConfig) -> Setting:
-    """The setting of the connected cluster's devices: its hardware is theirs, not that of the machine which
-    asks."""
+    """The setting of the connected cluster. Its hardware is the cluster's, which may differ from this machine's."""
     if config.hardware != hardware.AUTO or not os.environ.get("RAY_ADDRESS"):
         return config.setting()
     device = cluster_device()
     name = ray.remote(hardware.hardware_name).options(
         num_cpus=1, num_gpus=int(device == "cuda"), name="measure[hardware]"
     )
-    [found] = actors.when_started([name.remote(device)])
-    return dataclasses.replace(config, hardware=found).setting()
+    [hardware_name] = actors.when_started([name.remote(device)])
+    return dataclasses.replace(config, hardware=hardware_name).setting()
 
 
 def actor_count(config: MeasureConfig, device: str) -> int:
-    """Actors to measure compute with: as many as asked for, or as devices and memory allow."""
+    """Number of actors that measure compute: as configured, or as devices and memory allow."""
     resources = ray.cluster_resources()
     if config.actors or device == "cuda":
         return config.actors or int(resources["GPU"])
@@ -150,14 +149,18 @@ def actor_count(config: MeasureConfig, device: str) -> int:
 
 
 def with_room(resources: Mapping[str, float], arena_bytes: int) -> float:
-    """Measuring processes that the memory among Ray's resources holds."""
+    """Number of measuring processes for which the memory among Ray's resources is enough."""
     return resources["memory"] // (arena_bytes + _WORKER_BYTES) if "memory" in resources else float("inf")
 
 
 def rank_count(config: MeasureConfig, device: str, batch: int) -> int:
-    """Processes of an exchange: as many as asked for, or the most devices of `hosts` hosts, equally many on
-    each, that divide the batch; on CPUs two at least, though they may have to share a core. Below 2 there is
-    no exchange."""
+    """Number of processes of an exchange. Below 2 there are no exchanges.
+
+    It is as configured, or the most devices of `hosts` hosts, equally many on each, that divide the batch. On CPUs it
+    is at least two, which may have to share a core.
+
+    Raises ShardCoreError if no such number divides the batch, or the cluster has fewer hosts.
+    """
     if config.ranks:
         if batch % config.ranks:
             raise ShardCoreError(
@@ -183,8 +186,10 @@ def rank_count(config: MeasureConfig, device: str, batch: int) -> int:
 
 @task(task_run_name="measure-compute")
 def measure_compute(pool_path: Path, setting: Setting, config: MeasureConfig, folder: Path) -> int:
-    """Measure the groups that the dataset lacks, on all devices of the connected cluster, and those that were
-    disturbed once more; the number of the former."""
+    """Measure the groups that the dataset lacks, on all devices of the connected cluster.
+
+    Samples that were disturbed are measured once more. Returns the number of groups that were lacking.
+    """
     logger = get_run_logger()
     pool = files.read_pool(pool_path)
     wanted = wanted_compute(pool, setting, config)
@@ -219,25 +224,27 @@ def _measure(
     pool: Sequence[Table],
     again: bool = False,
 ) -> None:
-    """Measure requests and keep what comes back at once."""
+    """Measure requests, and write samples as they come."""
     logger, progress, failed = get_run_logger(), Progress("compute", len(requests), again), 0
 
-    def tell(finished: Sequence[Finished]) -> None:
+    def count(finished: Sequence[Finished]) -> None:
         nonlocal failed
         for f in finished:
             failed += sum(s.error is not None for s in f.samples)
             progress.add(f.device, f.settled, f.kernel_s)
-        progress.say()
+        progress.show()
 
-    run.measure_groups(workers, requests, folder, pool, tell)
+    run.measure_groups(workers, requests, folder, pool, count)
     if failed:
         logger.warning("%d of %d samples failed; their reasons are in the dataset", failed, len(requests))
 
 
 @task(task_run_name="measure-comm")
 def measure_comm(setting: Setting, config: MeasureConfig, folder: Path) -> int:
-    """Measure the exchanges that the dataset lacks, by a gang of ranks in one placement group of the
-    connected cluster; the number measured. (A gang on several hosts has not been run here.)"""
+    """Measure the exchanges that the dataset lacks, by a gang of ranks of the connected cluster.
+
+    Returns the number of exchanges that were measured. A gang on several hosts has not been run here.
+    """
     device = cluster_device()
     ranks = rank_count(config, device, setting.batch)
     if ranks < 2:
@@ -251,19 +258,19 @@ def measure_comm(setting: Setting, config: MeasureConfig, folder: Path) -> int:
         return 0
     progress = Progress("comm", len(requests))
 
-    def tell(_: CollectiveSample) -> None:
+    def count(_: CollectiveSample) -> None:
         progress.add(f"{ranks} ranks", 1)
-        progress.say()
+        progress.show()
 
     with closing(_exchanges(requests, ranks, setting, device, config)) as samples:
-        run.measure_exchanges(samples, folder, tell, config.chunk)
+        run.measure_exchanges(samples, folder, count, config.chunk)
     return len(requests)
 
 
 def _exchanges(
     requests: Sequence[CollectiveRequest], ranks: int, setting: Setting, device: str, config: MeasureConfig
 ) -> Generator[CollectiveSample]:
-    """Samples by a gang of the cluster, a chunk of requests after the other."""
+    """Samples by a gang of the cluster, chunk by chunk."""
     with actors.gang(Exchange, "measure[comm]", ranks, device, config.hosts) as members:
         [address] = actors.when_started([members[0].address.remote()])
         actors.answers(
@@ -287,9 +294,9 @@ def _exchanges(
 
 
 def next_part(done: int, took_s: float, most: int) -> int:
-    """Number of exchanges to measure before they are kept, after `done` that took took_s.
+    """Number of exchanges of the next chunk, after one of `done` exchanges that took took_s.
 
-    As many as take PART_S, but at most twice as many as those, and `most`.
+    As many as take PART_S, but at most twice as many as before, and `most`.
     """
     return max(1, min(most, 2 * done, int(done * PART_S / took_s)))
 

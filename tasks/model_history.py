@@ -1,7 +1,4 @@
-"""Who was champion when: noted where plans are published, for aliases say only who is.
-
-The registered model has a tag for it, with the last changes.
-"""
+"""History of champions. Publishing notes them in a tag of the model, as an alias knows only the present one."""
 
 from __future__ import annotations
 
@@ -19,9 +16,9 @@ from shardcore.report.models_page import ModelRecord
 
 CHAMPIONS = "shardcore.champions"
 NOISE = "noise"
-"""Tag of a version: percent, mean spread of the measurements that it was judged on."""
+"""Tag of a version: mean spread of the measurements that it was judged on, percent."""
 _MOST = 100
-"""Changes that are kept: MLflow bounds what a tag may hold."""
+"""Most changes that are kept, as MLflow limits the size of a tag."""
 
 
 def note_champion(client: mlflow.MlflowClient, version: ModelVersion) -> None:
@@ -45,28 +42,28 @@ def history(client: mlflow.MlflowClient, name: str) -> list[ModelRecord]:
             registered_at=v.creation_timestamp / 1000,
             error=_number(v.tags.get("score")),
             noise=_number(v.tags.get(NOISE)),
-            replay_error=_number(found.get("replays/mape")),
-            replay_noise=_number(found.get("replays/noise")),
+            replay_error=_number(metrics.get("replays/mape")),
+            replay_noise=_number(metrics.get("replays/noise")),
             gate=v.tags.get("gate", ""),
             setting=v.tags.get("setting", ""),
             reigns=tuple(reigns.get(str(v.version), ())),
             data=v.tags.get("data", ""),
         )
         for v in client.search_model_versions(f"name = '{name}'")
-        for found in [_metrics(client, v)]
+        for metrics in [_metrics(client, v)]
     ]
 
 
 def _changes(client: mlflow.MlflowClient, name: str) -> list[tuple[str, float]]:
     try:
-        found = json.loads(client.get_registered_model(name).tags.get(CHAMPIONS, "[]"))
-        return [(str(version), float(at)) for version, at in found if 0 <= float(at) <= MOST_UNIX_S]
-    except (ValueError, TypeError, RecursionError, OverflowError):  # edited by hand into something else
+        changes = json.loads(client.get_registered_model(name).tags.get(CHAMPIONS, "[]"))
+        return [(str(version), float(at)) for version, at in changes if 0 <= float(at) <= MOST_UNIX_S]
+    except (ValueError, TypeError, RecursionError, OverflowError):  # the tag was edited by hand
         return []
 
 
 def _metrics(client: mlflow.MlflowClient, version: ModelVersion) -> Mapping[str, float]:
-    """Metrics of a version's run. {}: it has none, or it was deleted."""
+    """Metrics of a version's run. {} if there is none, or it was deleted."""
     try:
         return client.get_run(version.run_id).data.metrics if version.run_id else {}
     except MlflowException:

@@ -1,15 +1,15 @@
-"""A run's processes and temporary files end with it, however it ends.
+"""Owned runs: a run's processes and temporary files end with it, however it ends.
 
-A run is `python -m tasks.services …`, or a flow that is started by itself. It has a temporary folder, which
-is TMPDIR for everything it starts. All its processes carry the folder's path in their environment.
+A run is `python -m tasks.services …`, or a flow that is started alone. It has a temporary folder, which is TMPDIR for
+everything that it starts. All its processes have the folder's path in their environment.
 
-A guardian is a small process in a session of its own. It waits until the run has ended or was killed. Then it
-ends every process with that path in its environment, and removes the folder. Were both killed, the next run
-does this: no process holds the folder's lock then. Servers end last: flows still
-tell a Prefect server how they ended, and return their actors to Ray.
+A guardian is a small process in a session of its own. It waits until the run has ended or was killed. Then it ends
+every process with that path in its environment, and removes the folder. If both were killed, the next run does this: no
+process holds the folder's lock then. Servers end last, as flows still report to a Prefect server how they ended, and
+return their actors to Ray.
 
-This file is also the guardian's program, so it imports only the standard library. It reads /proc, which Linux
-has. Elsewhere a run that ends normally ends the processes it knows. A killed run leaves its processes.
+This file is also the guardian's program, so it imports only the standard library. It reads /proc, which Linux has. On
+other systems, a run that ends normally ends the processes that it knows, and a killed run leaves its processes.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 RUN = "SHARDCORE_OWNED"
-"""The run's folder, in the environment of everything it starts."""
+"""Environment variable of everything that a run starts: the run's folder."""
 SERVES = "SHARDCORE_SERVES"
-"""Set for servers that other processes of the run need until the end."""
+"""Environment variable of servers, which other processes of the run need until the end."""
 GOES_ON = "what was finished is kept, and a rerun goes on from there"
 _LAST_WORDS_S, _SERVERS_S, _KILLED_S = 5.0, 3.0, 2.0
-"""Time to end after SIGTERM, the same for servers, and the time to end after SIGKILL."""
+"""Time in which processes may end after SIGTERM, the same for servers, and the time after SIGKILL."""
 _EVERY_S = 0.05
 _PREFIX, _LOCK = "shardcore-", "lock"
 """Prefix of the names of runs' folders, and the file in them that a run and its guardian lock."""
 _LONGEST_BASE = 18
-"""Bytes of the folder's parent. Paths of Ray's sockets add 70 bytes to its folder, and may have 107."""
+"""Most bytes of the parent of runs' folders. Ray's sockets add 70 bytes to its folder, and may have 107 in all."""
 
 
 @contextmanager
 def owned() -> Iterator[None]:
-    """Everything started within ends with it. Within another run, it ends with that run."""
+    """End everything that is started within with the context. Within another run, it ends with that run."""
     if os.environ.get(RUN):
         yield
         return
     end_left()
-    # Only this process holds the write end. So the pipe closes however this process ends.
+    # Only this process has the write end, so the pipe closes however this process ends.
     read, write = os.pipe()
     guardian = subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, short_temporary()],
@@ -63,7 +63,7 @@ def owned() -> Iterator[None]:
     if not folder:
         raise OSError(f"no temporary folder can be made in {short_temporary()}")
     held = _hold(folder)
-    # SPT_NOENV: processes that change their title (Ray's workers) must not overwrite their environment.
+    # SPT_NOENV keeps processes that change their title (Ray's workers) from overwriting their environment.
     ours = {RUN: folder, "TMPDIR": folder, "SPT_NOENV": "1"}
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
@@ -77,7 +77,7 @@ def owned() -> Iterator[None]:
         with suppress(BrokenPipeError):
             os.write(write, b"ended")
         os.close(write)
-        # Somebody killed the guardian: do its work here.
+        # If somebody killed the guardian, its work is done here.
         if guardian.wait():
             _sweep(folder)
         os.close(held)
@@ -86,7 +86,7 @@ def owned() -> Iterator[None]:
 
 @contextmanager
 def serving() -> Iterator[None]:
-    """Processes started within are servers for the others of the run."""
+    """Mark processes that are started within as servers for others of the run."""
     os.environ[SERVES] = "1"
     try:
         yield
@@ -104,11 +104,11 @@ def end_with_parent() -> None:
 
 
 def end_left() -> None:
-    """End what runs left that were killed together with their guardians, and remove their folders."""
+    """End the processes of runs that were killed together with their guardians, and remove their folders."""
     base = short_temporary()
     for name in os.listdir(base):
         folder = os.path.join(base, name)
-        with suppress(OSError):  # it is no run's, or another user's, or somebody holds it
+        with suppress(OSError):  # the folder is no run's, is another user's, or is held by somebody
             if name.startswith(_PREFIX) and os.lstat(folder).st_uid == os.geteuid():
                 held = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_NOFOLLOW)
                 try:
@@ -119,8 +119,10 @@ def end_left() -> None:
 
 
 def _hold(folder: str) -> int:
-    """Lock a run's folder for as long as this process lives, as the run and its guardian do. Returns the
-    lock's file."""
+    """Lock a run's folder as long as this process lives, as the run and its guardian do.
+
+    Returns the descriptor of the lock's file.
+    """
     held = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(held, fcntl.LOCK_SH)
     return held
@@ -142,7 +144,7 @@ def main() -> None:
     _hold(folder)
     with suppress(OSError):  # the run may have ended already
         print(folder, flush=True)
-        # It was killed, or its native code ended it: Ray's may, with no word of ours.
+        # Nothing was read: the run was killed, or native code such as Ray's ended its process.
         if not sys.stdin.buffer.read():
             print(f"error: this run was ended before its end; {GOES_ON}", file=sys.stderr, flush=True)
     _sweep(folder)
@@ -164,11 +166,11 @@ def _sweep(folder: str) -> None:
         time.sleep(_EVERY_S)
 
 
-def _end(found: Callable[[], list[int]], patience_s: float) -> None:
-    """Ask each process to end, and kill those that do not end in time. New processes are included."""
+def _end(running: Callable[[], list[int]], patience_s: float) -> None:
+    """Ask each running process to end, also new ones, and kill those that do not end in time."""
     for number, seconds in ((signal.SIGTERM, patience_s), (signal.SIGKILL, _KILLED_S)):
         until, signalled = time.monotonic() + seconds, set()
-        while left := found():
+        while left := running():
             for pid in set(left) - signalled:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)

@@ -1,4 +1,4 @@
-"""The rank of a gang that times its pairs, as a Ray actor (tasks.workers says why it is apart)."""
+"""The rank of a gang that times its pairs, as a Ray actor. It is in its own module for the reason in tasks.workers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class PairRank(actors.Member):
         self, rank: int, ranks: int, address: str, config: PairConfig, device: str
     ) -> tuple[PairMeasurement, str]:
         """Times of pairs, and the address of its node."""
-        found = pairs.measure_rank(rank, ranks, address, config, device, self._note)
-        return found, ray.util.get_node_ip_address()
+        measured = pairs.measure_rank(rank, ranks, address, config, device, self._note)
+        return measured, ray.util.get_node_ip_address()
 
     @ray.method(concurrency_group="watch")
     def turns(self) -> tuple[int, int]:
-        """Number of turns of pairs that are done, and of all."""
+        """Number of turns of pairs that are done, and number of all."""
         return self._turns
 
     def _note(self, done: int, of: int) -> None:

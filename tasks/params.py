@@ -26,9 +26,9 @@ SECTIONS = (
 
 
 def require_section(name: str, path: str | Path = paths.PARAMS) -> None:
-    """Raise ShardCoreError unless a file has a section, if only an empty one.
+    """Raise ShardCoreError unless a file has a section, which may be empty.
 
-    DVC needs it: without it a stage runs, and DVC then fails to keep its result.
+    Without it a stage would run, and DVC would then fail to record its result.
     """
     if name not in (read_yaml(path) or {}):
         raise ShardCoreError(
@@ -47,5 +47,5 @@ def section(name: str, cls: type[T], path: str | Path = paths.PARAMS) -> T:
         raise ShardCoreError(
             f"{path} has an unknown section {shown(unknown[0])}; known are {', '.join(SECTIONS)}"
         )
-    found = params.get(name)
-    return build(cls, {} if found is None else found, f"{path}, section {name!r}")
+    values = params.get(name)
+    return build(cls, {} if values is None else values, f"{path}, section {name!r}")

@@ -1,4 +1,4 @@
-"""Paths of the stages' results, relative to the project's folder. DVC runs every stage there."""
+"""Paths of the stages' results, relative to the project's folder, in which DVC runs every stage."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +19,7 @@ JOBS = Path("data/jobs")
 
 
 def package(name: str) -> Path:
-    """Folder of an installed package, which is not imported. Raises ImportError if there is none."""
+    """Folder of an installed package, without importing it. Raises ImportError if it is not installed."""
     spec = find_spec(name)
     if spec is None or spec.origin is None:
         raise ImportError(f"{name} is not installed")

@@ -14,9 +14,9 @@ from tasks import paths, registry
 from tasks.registry import CHAMPION, DIGEST_TAG
 
 POLICY = "policy"
-"""The artifact with a policy's files."""
+"""Artifact with a policy's files."""
 COST_MODEL_TAG = "shardcore.cost_model_digest"
-"""Of a policy: the digest of the cost model that it was trained against."""
+"""Tag of a policy: digest of the cost model that it was trained against."""
 
 
 def policy_name(name: str, hardware: str) -> str:
@@ -27,6 +27,7 @@ def register_policy(client: mlflow.MlflowClient, folder: Path) -> ModelVersion:
     """The version with a policy's files, created on the first call. It becomes champion.
 
     Its tags name the version of the cost model that it was trained against.
+
     Raises ShardCoreError if that is not registered.
     """
     policy, digest = read_policy(folder), model_files.model_digest(folder, "policy")
@@ -39,24 +40,15 @@ def register_policy(client: mlflow.MlflowClient, folder: Path) -> ModelVersion:
             f"which {cost_name!r} has no version; train it again (dvc repro train_policy)"
         )
     name = policy_name(policy.name, policy.setting.hardware)
-    existing = [
-        v for v in client.search_model_versions(f"name = '{name}'") if v.tags.get(DIGEST_TAG) == digest
-    ]
-    version = (
-        existing[0]
-        if existing
-        else _upload_policy(
-            client,
-            folder,
-            name,
-            {
-                DIGEST_TAG: digest,
-                COST_MODEL_TAG: str(trained_on),
-                "cost_model": cost_name,
-                "cost_model_version": str(of_digest[trained_on].version),
-            },
-        )
-    )
+    version = registry.version_of(client, name, digest)
+    if version is None:
+        tags = {
+            DIGEST_TAG: digest,
+            COST_MODEL_TAG: str(trained_on),
+            "cost_model": cost_name,
+            "cost_model_version": str(of_digest[trained_on].version),
+        }
+        version = _upload_policy(client, folder, name, tags)
     client.set_registered_model_alias(name, CHAMPION, version.version)
     return version
 
@@ -64,18 +56,13 @@ def register_policy(client: mlflow.MlflowClient, folder: Path) -> ModelVersion:
 def _upload_policy(
     client: mlflow.MlflowClient, folder: Path, name: str, tags: dict[str, str]
 ) -> ModelVersion:
-    """A new version, from the training's run, or from a run of its own if MLflow does not have that."""
-    runs = mlflow.search_runs(
-        filter_string=f"tags.`{DIGEST_TAG}` = '{tags[DIGEST_TAG]}'", max_results=1, output_format="list"
-    )
-    if runs:
-        run_id = runs[0].info.run_id
-    else:
+    """A new version, from the training's run, or from a new run if MLflow does not have that."""
+    run_id = registry.training_run(tags[DIGEST_TAG])
+    if run_id is None:
         with registry.run(run_name="register-policy") as begun:
             mlflow.log_artifacts(str(folder), POLICY)
             run_id = begun.info.run_id
-    if not client.search_registered_models(f"name = '{name}'"):
-        client.create_registered_model(name)
+    registry.require_model(client, name)
     source = f"{client.get_run(run_id).info.artifact_uri}/{POLICY}"
     return client.create_model_version(name, source, run_id, tags=tags)
 

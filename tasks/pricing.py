@@ -1,4 +1,4 @@
-"""Choose the cost model of plans: the champion of their hardware or, where there is none, a published profile."""
+"""Choice of the cost model of plans: the champion of their hardware or, if there is none, a published profile."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tasks import links, registry
 
 @dataclass(frozen=True)
 class Pricing:
-    """A cost model, and where it comes from.
+    """A cost model and its origin.
 
-    name: of the registered model, or of the profile.
-    version: of the champion, or the profile's digest.
-    champion: the version. None: it is a profile.
+    name: name of the registered model, or of the profile.
+    version: version of the champion, or digest of the profile.
+    champion: the registered version. None: the model is a profile.
     """
 
     model: CostModel
@@ -34,23 +34,23 @@ class Pricing:
 
     @property
     def link(self) -> str:
-        """Markdown."""
+        """The origin as Markdown."""
         return links.model_version(self.name, self.version) if self.champion else self.words
 
 
 def pricing(client: mlflow.MlflowClient, hardware: str, profile: Path | None = None) -> Pricing:
     """The champion of a hardware, or its profile.
 
-    profile: file of one in place of a shipped one.
+    profile: file of a profile that is preferred to shipped ones.
 
-    Raises ShardCoreError where there is neither.
+    Raises ShardCoreError if there is neither a champion nor a profile.
     """
     if registry.find(client, registry.model_name(hardware), registry.CHAMPION) is None:
         if profile and (own := load_profile(profile)).is_of(hardware):
             return Pricing(own.model(), own.name, own.digest)
-        # Its own profile before that of a card with other links.
+        # The profile of this name comes before those of the same card with other links.
         for name in sorted(profile_names(), key=lambda name: name != hardware):
             if (shipped := load_profile(name)).is_of(hardware):
                 return Pricing(shipped.model(), name, shipped.digest)
-    model, champion = registry.champion(client, hardware)  # raises where there is none
+    model, champion = registry.champion(client, hardware)  # raises if there is none
     return Pricing(model, champion.name, str(champion.version), champion)

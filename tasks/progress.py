@@ -1,7 +1,7 @@
 """Progress of measuring: at the terminal, in the log, as a Prefect artifact, and as Ray metrics.
 
-Ray serves the metrics for Prometheus at the metrics port of the flow's node. Their names get the prefix
-"ray_". Label `run` is the flow run's name. monitoring/grafana.json shows them.
+Ray serves the metrics for Prometheus at the metrics port of the flow's node, and adds the prefix "ray_" to their names.
+Label `run` is the flow run's name. monitoring/grafana.json shows them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Progress:
     """Samples done, rate, time left, and the share of time in kernels.
 
     kind: "compute", "comm" or "steps".
-    total: samples to measure.
-    again: they are disturbed samples, measured once more.
+    total: number of samples to measure.
+    again: True for samples that were disturbed and are measured once more.
     """
 
     def __init__(self, kind: str, total: int, again: bool = False):
@@ -60,8 +60,8 @@ class Progress:
             self._kernel_s[device] = self._kernel_s.get(device, 0.0) + kernel_s
             self._kernel_share.set(self._kernel_s[device] / self._elapsed_s, tags)
 
-    def say(self) -> None:
-        """Show the progress. Log and publish it every few seconds, and at the end."""
+    def show(self) -> None:
+        """Show the progress. Every few seconds, and at the end, also log and publish it."""
         elapsed = self._elapsed_s
         rate = self._done / elapsed
         line = f"{self._name}: {console.pace(self._done, self._total, elapsed)}"
@@ -76,7 +76,7 @@ class Progress:
         self._shown_s = elapsed
         self._logger.info("%s", line)
         update_progress_artifact(self._artifact, 100.0 * self._done / self._total, description=line)
-        # Ray forgets a gauge that was not set for 20 s.
+        # All are set each time, as Ray forgets a gauge that was not set for 20 s.
         self._wanted.set(self._total, self._tags)
         self._rate.set(rate, self._tags)
         if rate:

@@ -32,18 +32,18 @@ from shardcore.search.learned.policy import POLICY_JSON
 from tasks import console, model_history, paths, policy_registry, publish_claim, registry
 
 TRACED_ERROR = "traced_error"
-"""Tag of a version: percent, on held-out steps of running jobs."""
+"""Tag of a version: its error on held-out steps of running jobs, percent."""
 _REPLAYS_TAG, _PRECISIONS_TAG = "shardcore.replays_digest", "precisions"
 
 
 @dataclass(frozen=True)
 class PromoteConfig:
-    """When a challenger becomes champion.
+    """Conditions under which a challenger becomes champion.
 
     may_lose: points of score that a challenger may lose and still pass.
-    approval: whether a challenger that passed waits for a person's approval.
-    also: folders of models for other precisions of weights, of the same hardware and optimizer. They become
-      part of the version as they are, so that tables of several precisions can be planned.
+    approval: True if a challenger that passed waits for a person's approval.
+    also: folders of models for other precisions of weights, of the same hardware and optimizer. They become part of the
+      version without being judged, so that tables of several precisions can be planned.
     """
 
     may_lose: float = 0.0
@@ -58,10 +58,10 @@ class PromoteConfig:
 class Promotion:
     """Result of judging a challenger.
 
-    model: the model's name.
-    challenger: its version.
-    champion: the champion's version afterwards. None: there is none yet.
-    reason: why, in words.
+    model: name of the registered model.
+    challenger: version of the challenger.
+    champion: version of the champion afterwards. None: there is none yet.
+    reason: the reason, in words.
     """
 
     model: str
@@ -89,28 +89,24 @@ def promote_model(
 ) -> Promotion:
     """Register the model's files as challenger, and make it champion unless the champion is better.
 
-    folder: the model's files.
-    measurements: the champion is better if it wins on their held-out samples.
+    folder: folder of the model's files.
+    measurements: dataset whose held-out samples decide which one is better.
     config: with config.approval, a challenger that passed becomes champion only with `approve`.
-    approve: a person approves.
-    will_publish: the caller publishes afterwards, so nobody else has to.
-    replayed: replays by `evaluate`. The champion is also better if it surely chooses better among their
-      plans.
-    traced: dataset of traced steps of running jobs. Where some are held out, they decide in place of the
-      measurements: what a job takes is what a model is for.
+    approve: True if a person approves.
+    will_publish: True if the caller publishes afterwards, so that nobody else has to.
+    replayed: replays by `evaluate`. The champion is also better if it surely chooses better among their plans.
+    traced: dataset of traced steps of running jobs. If some are held out, they decide in place of the measurements, as
+      the purpose of a model is to predict jobs.
     """
     logger = get_run_logger()
     model, digest = neural.load(folder), model_files.model_digest(folder)
     whole = composite.load([folder, *config.also])
     client = registry.connect()
-    runs = mlflow.search_runs(
-        filter_string=f"tags.`{registry.DIGEST_TAG}` = '{digest}'", max_results=1, output_format="list"
-    )
     tags = _lineage(model.meta["provenance"]) | {
         "setting": str(whole.setting),
         _PRECISIONS_TAG: whole.setting.precision,
     }
-    challenger = registry.register(client, folder, runs[0].info.run_id if runs else None, tags, config.also)
+    challenger = registry.register(client, folder, registry.training_run(digest), tags, config.also)
     name, version = challenger.name, str(challenger.version)
     before = registry.find(client, name, registry.CHAMPION)
     champion = None if before is None else str(before.version)
@@ -143,7 +139,7 @@ def promote_model(
         return end(champion, f"version {champion} stays champion; challenger {version} {reason}")
     if config.approval and not approve:
         return end(champion, f"challenger {version} awaits approval; {reason}")
-    # Claim before the alias is set: the watch would publish as soon as it sees the new champion.
+    # Publishing is claimed before the alias is set. Else the watch could see the new champion and publish, too.
     if will_publish:
         publish_claim.claim(client, name, version)
     client.set_registered_model_alias(name, registry.CHAMPION, version)
@@ -151,7 +147,7 @@ def promote_model(
 
 
 def _lineage(provenance: Mapping[str, Any]) -> dict[str, str]:
-    """Tags of a version on where its model comes from. Of a job's traces they name the steps, and have a digest."""
+    """Tags of a version about the origin of its model. For a job's traces, these are the steps and a digest."""
     tags = {name: str(value) for name, value in provenance.items() if name != "job"}
     if of_job := provenance.get("job"):
         tags |= {
@@ -167,13 +163,13 @@ def _lineage(provenance: Mapping[str, Any]) -> dict[str, str]:
 def promote_policy(folder: Path) -> str | None:
     """Register the policy's files, if there are any, as champion. Returns the version.
 
-    There is no gate: whatever a policy proposes, a plan is published only if the cost model finds it cheaper.
+    There is no gate, as a plan that a policy proposes is published only if the cost model finds it cheaper.
     """
     if not (folder / POLICY_JSON).exists():
         return None
     try:
         version = policy_registry.register_policy(registry.connect(), folder)
-    except ShardCoreError as error:  # the cost model is promoted all the same
+    except ShardCoreError as error:  # no reason not to promote the cost model
         get_run_logger().warning("%s", error)
         return None
     get_run_logger().info(
@@ -188,7 +184,7 @@ def promote_policy(folder: Path) -> str | None:
 def _log_replay_metrics(
     client: mlflow.MlflowClient, version: ModelVersion, rows: Sequence[replay_metrics.ReplayRecord]
 ) -> None:
-    """Log a model's replay metrics (replays/*) and a plot to its run. Once per set of replays."""
+    """Log a model's replay metrics (replays/*) and a plot to its run, once for each set of replays."""
     known, run_id = files.digest(replay_records.csv_rows(rows)), version.run_id
     if version.tags.get(_REPLAYS_TAG) == known or run_id is None:
         return
@@ -203,9 +199,9 @@ def _log_replay_metrics(
 
 @dataclass(frozen=True)
 class Evidence:
-    """Samples that no model was trained on, which judge a challenger.
+    """Samples on which no model was trained, by which a challenger is judged.
 
-    measurements: a dataset, whose held-out samples count.
+    measurements: dataset whose held-out samples count.
     traced: held-out steps of running jobs.
     """
 
@@ -217,10 +213,10 @@ class Evidence:
 class Score:
     """A challenger's error on held-out samples, and the way to judge a champion by the same samples.
 
-    error: in percent.
+    error: error of the challenger, percent.
     text: the error in words.
-    model: the model that is compared by replays.
-    of: a champion's error, and its model to compare by replays. None: it is for another setting.
+    model: model that is compared by replays.
+    of: function from a champion to its error and its model to compare by replays. It returns None for another setting.
     """
 
     error: float
@@ -237,7 +233,7 @@ def _by_traces(
 ) -> Score:
     """A challenger's score by held-out steps of running jobs."""
     whole = models[1]
-    if dataset.settings(evidence.measurements):  # on record, for people
+    if dataset.settings(evidence.measurements):  # this score decides nothing, and is recorded for people
         _by_measurements(client, models, evidence, challenger)
     jobs = " and ".join(dict.fromkeys(sample.job for sample in evidence.traced))
     error = traced_training.error(whole, evidence.traced)
@@ -278,12 +274,12 @@ def _by_measurements(
 def _verdict(
     new: Score, kept: Sequence[replays.ReplaySet], before: ModelVersion | None, config: PromoteConfig
 ) -> tuple[bool, str]:
-    """Tell if a challenger passes the gate, and why."""
+    """True if a challenger passes the gate, and the reason."""
     if before is None:
         return True, f"{new.text}, the first"
     try:
         champion = registry.download(before)
-    except ShardCoreError as error:  # from a ShardCore with other features
+    except ShardCoreError as error:  # it was made by another version of ShardCore
         return True, f"{new.text}; champion {before.version} cannot be read any more: {error}"
     if (judged := new.of(champion)) is None:
         return True, f"{new.text}; champion {before.version} is for another setting ({champion.setting})"

@@ -43,19 +43,17 @@ def publish_plans(
     everything: bool = False,
     profile: Path | None = None,
 ) -> str:
-    """Search a plan for each problem file, and publish it if it is worth it.
+    """Search a plan for each problem file, and publish it if it is worth it. Returns a table of the results.
 
-    The champion prices them. Problems that name other hardware have that hardware's champion. Where the registry has
-    none, a profile prices them, and the table, the pages and the log say so.
+    The champion of a problem's hardware prices its plans. If there is none, a profile does, and the table, the pages
+    and the log say so.
 
-    Returns a table of the published plans.
+    plans: folder or URL (see plans.store).
+    everything: True if these are all problems. The champion then counts as published (see publish_claim).
+    profile: file of a profile that is preferred to shipped ones.
 
-    plans: a folder or URL (see plans.store).
-    everything: these are all problems, so the champion then counts as published (see publish_claim).
-    profile: file of a profile that prices in place of a shipped one.
-
-    Raises ShardCoreError at the end if a problem could not be planned. The others are published. Raises
-    Unreachable if a disk or service did not answer: then the champion does not count as published.
+    Raises ShardCoreError at the end if some problem could not be planned; the others are published. Raises Unreachable
+    if a disk or service did not answer; the champion then does not count as published.
     """
     logger = get_run_logger()
     client = registry.connect()
@@ -64,11 +62,11 @@ def publish_plans(
     by, _ = publisher_of(here)
     progress = create_progress_artifact(0.0, key="publish-progress", description=f"{len(problems)} problems")
     rows, failures, failed, names, unreached = [], [], [], list[str](), None
-    under: dict[str, list[str]] = {}  # problems by the profile that prices them
+    under: dict[str, list[str]] = {}  # names of problems, by the profile that prices them
     work = console.Work("problems", len(problems))
     if by.champion:
         model_history.note_champion(client, by.champion)
-    # Under a profile nothing is claimed: the first champion has its plans published.
+    # Under a profile nothing is claimed: plans are published again under the first champion.
     with publish_claim.publishing(client, by.champion, everything) if by.champion else nullcontext():
         for i, path in enumerate(problems):
             work.done(i)
@@ -104,7 +102,9 @@ def publish_plans(
             )
             done = f"{i + 1} of {len(problems)} problems"
             update_progress_artifact(progress, 100.0 * (i + 1) / len(problems), description=done)
-        if unreached:  # so the version does not count as published, and the watch asks again
+        if (
+            unreached
+        ):  # raised here, so that the version does not count as published and the watch tries again
             raise Unreachable(unreached)
     models = model_history.history(client, by.name) if by.champion else []
     first = known_errors.worse_than_usual(by.model)
@@ -164,11 +164,11 @@ def publish_plans(
 def _publisher(
     client: mlflow.MlflowClient, hardware: str, profile: Path | None, plans: str | Path, config: PublishConfig
 ) -> tuple[Pricing, Publisher]:
-    """Pricing and publisher of plans for a hardware. Raises as `pricing`, and for a policy that is missing."""
+    """Pricing and publisher of plans for a hardware. Raises ShardCoreError as `pricing`, and without its policy."""
     logger, by, policy = get_run_logger(), pricing(client, hardware, profile), None
     if not by.champion:
         logger.warning("no model of %s is champion: plans for it are under %s", hardware, by.words)
-        if config.algorithm in LEARNED:  # policies are trained against models
+        if config.algorithm in LEARNED:  # there is no policy, as policies are trained against models
             config = dataclasses.replace(config, algorithm=DEFAULT_SHARDER)
     provenance = _provenance(by, config)
     if config.algorithm in LEARNED:
@@ -185,20 +185,17 @@ def _publisher(
 
 
 def _last_decisions(plans: str | Path) -> dict[str, Decision | None]:
-    """The last decision on each problem of a store. None: it cannot be read."""
-    found: dict[str, Decision | None] = {}
+    """The last decision on each problem of a store. None if it cannot be read."""
+    decisions: dict[str, Decision | None] = {}
     for name in store.names(plans):
-        found[name] = None
+        decisions[name] = None
         with suppress(ShardCoreError):
-            found[name] = store.last(plans, name)
-    return found
+            decisions[name] = store.last(plans, name)
+    return decisions
 
 
 def _read(path: Path, names: list[str]) -> Problem:
-    """The problem of a file.
-
-    names: problems of this run so far. The problem's name is added.
-    """
+    """The problem of a file. names: names of this run's problems so far, to which its name is added."""
     problem = files.read_problem(path)
     if problem.name in names:
         raise ShardCoreError(
@@ -212,7 +209,7 @@ def _publish(publisher: Publisher, problem: Problem) -> Published:
     model = publisher.model.for_problem(problem)
     problem.require_setting(model.setting)
     provenance = publisher.provenance
-    if "profile" in provenance:  # it has no setting of its own
+    if "profile" in provenance:  # a profile gets its setting from the problem
         provenance = {**provenance, "setting": str(model.setting)}
     return dataclasses.replace(publisher, model=model, provenance=provenance).publish(problem)
 
@@ -237,9 +234,10 @@ def _training(model: CostModel) -> dict[str, Any]:
     trained: Any = known_errors.trained(model)  # NeuralModels, in tests stand-ins
     of_each = [one.meta["provenance"] for one in trained]
 
-    def of_all(name: str, otherwise: Any) -> Any:
-        found = list(dict.fromkeys(each.get(name, otherwise) for each in of_each))
-        return found[0] if len(found) == 1 else "+".join(map(str, found))
+    def of_all(name: str, default: Any) -> Any:
+        """The value of all parts of a mixed model, or their values joined by "+"."""
+        values = list(dict.fromkeys(each.get(name, default) for each in of_each))
+        return values[0] if len(values) == 1 else "+".join(map(str, values))
 
     datasets = {name: digest for each in of_each for name, digest in each.get("datasets", {}).items()}
     return {
@@ -252,7 +250,7 @@ def _training(model: CostModel) -> dict[str, Any]:
 
 
 def _log(plans: str | Path, names: Sequence[str], by: Pricing, table: str, models: str) -> mlflow.ActiveRun:
-    """An MLflow run with the pages of the published plans, and of the models."""
+    """Log an MLflow run with the pages of the published plans and of the models."""
     with registry.run(run_name=f"publish-{by.name}-{by.version}") as run:
         mlflow.set_tags(
             {
@@ -268,7 +266,7 @@ def _log(plans: str | Path, names: Sequence[str], by: Pricing, table: str, model
             try:
                 decision = store.last(plans, name)
                 page = decision and store.load_page(plans, name, decision.current)
-            except ShardCoreError:  # reported when it was published
+            except ShardCoreError:  # it was reported when the plan was published
                 continue
             if decision and decision.total_ms is not None:
                 mlflow.log_metric(f"{name}_ms", decision.total_ms)

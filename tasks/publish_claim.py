@@ -1,7 +1,7 @@
-"""Which version of a cost model plans were last published under, and who publishes now.
+"""State of publishing: the version of a cost model under which plans were last published, and a claim by who publishes.
 
-Both are tags of the registered model, beside the alias. They outlive every process, so anyone can see what is
-left to do. Times are Unix s.
+Both are tags of the registered model, beside the alias. They outlive every process, so anyone can see what is left to
+do. Times are Unix s.
 
   shardcore.published     {"version", "at"}       all problems were published under this version
   shardcore.publishing    {"version", "until"}    somebody publishes, and renews the claim before `until`
@@ -26,21 +26,21 @@ from tasks import registry
 
 PUBLISHED, PUBLISHING = "shardcore.published", "shardcore.publishing"
 CLAIM_S = 60.0
-"""How long a claim holds without renewal: short enough to wait for after a crash."""
+"""Time for which a claim holds without renewal: short enough to wait for after a crash."""
 _RENEWALS = 3
-"""In each CLAIM_S, however long a problem takes."""
+"""Renewals in each CLAIM_S, by a thread, however long a problem takes."""
 
 
 @dataclass(frozen=True)
 class PublishState:
     """The record of a registered model. None: nothing is recorded.
 
-    model: its name.
-    champion: the champion's version.
+    model: name of the model.
+    champion: version of the champion.
     published: version under which all plans were last published.
-    at: when that was, Unix s.
+    at: time of that, Unix s.
     publishing: version under which somebody publishes now.
-    until: when that claim ends unless renewed, Unix s.
+    until: end of this claim unless it is renewed, Unix s.
     """
 
     model: str
@@ -51,9 +51,9 @@ class PublishState:
     until: float | None = None
 
     def due(self, now: float) -> bool:
-        """Tell if plans must be published: the champion was not published yet, and nobody is publishing.
+        """Tell if plans have to be published: the champion is not published, and nobody publishes.
 
-        A run requested during another one would answer two changes (see watch.publish_once).
+        A run that is requested during another one would answer two changes (see watch.publish_once).
         """
         if self.champion is None or self.champion == self.published:
             return False
@@ -63,13 +63,13 @@ class PublishState:
 def read(client: mlflow.MlflowClient, model: str) -> PublishState:
     """The state of a registered model. A missing model has no champion."""
     try:
-        found = client.get_registered_model(model)
+        registered = client.get_registered_model(model)
     except MlflowException as error:
         if error.error_code == "RESOURCE_DOES_NOT_EXIST":
             return PublishState(model, None)
         raise
-    champion = found.aliases.get(registry.CHAMPION)
-    published, publishing = _tag(found.tags, PUBLISHED), _tag(found.tags, PUBLISHING)
+    champion = registered.aliases.get(registry.CHAMPION)
+    published, publishing = _tag(registered.tags, PUBLISHED), _tag(registered.tags, PUBLISHING)
     return PublishState(
         model,
         None if champion is None else str(champion),
@@ -87,9 +87,11 @@ def claim(client: mlflow.MlflowClient, model: str, version: str) -> None:
 
 @contextmanager
 def publishing(client: mlflow.MlflowClient, version: ModelVersion, everything: bool = True) -> Iterator[None]:
-    """Publish under a version: claimed while it lasts, recorded at its end. Not recorded after an exception.
+    """Claim publishing under a version as long as the context lasts, and record it at the end.
 
-    everything: all problems are published. Otherwise nothing is claimed or recorded.
+    It is not recorded after an exception.
+
+    everything: True if all problems are published. False: nothing is claimed or recorded.
     """
     if not everything:
         yield
@@ -118,7 +120,7 @@ def _set(client: mlflow.MlflowClient, model: str, tag: str, value: dict) -> None
 
 
 def _tag(tags: dict[str, str], name: str) -> dict:
-    """A tag's value. {}: it was edited by hand into something else."""
+    """A tag's value. {} if it was edited by hand into something else."""
     try:
         value = json.loads(tags.get(name, "{}"))
     except (ValueError, RecursionError):
@@ -127,6 +129,6 @@ def _tag(tags: dict[str, str], name: str) -> dict:
 
 
 def _time(value: Any) -> float | None:
-    """A time of a tag, Unix s. None: it was edited by hand into no time."""
+    """A time of a tag, Unix s. None if it was edited by hand into something else."""
     known = isinstance(value, int | float) and 0 <= value <= MOST_UNIX_S
     return float(value) if known else None

@@ -1,9 +1,7 @@
-"""A connection to Ray: RAY_ADDRESS, or a local Ray while the context lasts.
+"""A connection to Ray: to RAY_ADDRESS, or to a local Ray that lasts as long as the context.
 
-Actors are in a namespace named after the flow run. The dashboard and `ray list actors` show it.
-
-A local Ray listens only at loopback and asks for a token, as the stack's does. Its folder is the run's
-(tasks.owned).
+Actors are in a namespace that is named after the flow run. The dashboard and `ray list actors` show it. A local Ray
+listens only at loopback and asks for a token, as the stack's does. Its folder is the run's (tasks.owned).
 """
 
 from __future__ import annotations
@@ -28,18 +26,20 @@ from tasks import console, lost_runs, owned, processes, services
 
 _LOCAL_OBJECT_STORE_BYTES = 256 << 20  # requests and timings are small
 _LOCAL_RAY = {
-    # Or a worker that asked for no GPU sees all.
+    # Without it, a worker that asked for no GPU sees all of them.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # A cluster of more than one machine would listen at all addresses.
+    # Ray on one machine. A cluster of several listens at all addresses.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # Nobody will start another head: everything ends with it.
+    # No other head will be started, so all processes end soon after it.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
 }
 
 _NEEDED = ("gcs_server", "raylet")
+"""Processes of a local Ray without which it does not work."""
 _LOOK_EVERY_S, _LAST_WORDS_S = 0.5, 5.0
+"""Time between two checks of these, and time in which a run may end after the loss of Ray."""
 _ASK_EVERY_S, _ASKED = 2.0, 3
-"""Time between two questions to a cluster's head, and how many in a row it may leave open."""
+"""Time between two checks of a cluster's head, and failed checks in a row after which it is lost."""
 
 
 @contextmanager
@@ -54,15 +54,18 @@ def ray_cluster() -> Iterator[None]:
         "logging_level": logging.WARNING,
         "namespace": flow_run.name or None,
     }
-    of_our_own, connected = address == "local", threading.Event()
-    lost, every_s, looks = (
+    is_local, connected = address == "local", threading.Event()
+    lost, every_s, checks = (
         (_lost_process(), _LOOK_EVERY_S, 1)
-        if of_our_own
+        if is_local
         else (_lost_head(address, connected), _ASK_EVERY_S, _ASKED)
     )
-    with owned.owned() if of_our_own else nullcontext(), _ending_with_it(lost, every_s, looks) as still_there:
+    with (
+        owned.owned() if is_local else nullcontext(),
+        _ending_with_it(lost, every_s, checks) as is_still_there,
+    ):
         try:
-            if of_our_own:
+            if is_local:
                 _close()
                 with owned.serving():
                     ray.init(
@@ -78,7 +81,7 @@ def ray_cluster() -> Iterator[None]:
                 ray.init(address=address, **options)
         except ShardCoreError:
             raise
-        except Exception as error:  # Ray raises many kinds, Exception itself among them
+        except Exception as error:  # Ray raises many types, including Exception itself
             raise ShardCoreError(
                 f"cannot connect to Ray at {address}: {' '.join(str(error).split())[:200]}"
             ) from None
@@ -86,29 +89,29 @@ def ray_cluster() -> Iterator[None]:
         try:
             yield
         finally:
-            if still_there():
+            if is_still_there():
                 ray.shutdown()
             else:
-                # It would wait a minute for what is lost, also when the process ends.
+                # shutdown would wait a minute for what is lost, also at the end of the process.
                 atexit.unregister(ray.shutdown)
 
 
 def _lost_process() -> Callable[[], str]:
-    """Tells which process of our own Ray has ended. "": none."""
-    found: dict[str, psutil.Process] = {}
+    """A function that names the process of a local Ray that has ended. "" if none has."""
+    needed: dict[str, psutil.Process] = {}
 
     def lost() -> str:
-        if len(found) < len(_NEEDED):  # looking disturbs measurements, so stop once all are found
+        if len(needed) < len(_NEEDED):  # only until all are found, as listing processes disturbs measurements
             with suppress(psutil.NoSuchProcess):
-                found.update({name: p for p in psutil.Process().children() if (name := p.name()) in _NEEDED})
-        ended = [name for name, process in found.items() if not processes.is_running(process)]
+                needed.update({name: p for p in psutil.Process().children() if (name := p.name()) in _NEEDED})
+        ended = [name for name, process in needed.items() if not processes.is_running(process)]
         return f"this run's Ray has lost its {' and its '.join(ended)}; {owned.GOES_ON}" if ended else ""
 
     return lost
 
 
 def _lost_head(address: str, connected: threading.Event) -> Callable[[], str]:
-    """Tells that the head of a cluster does not answer. "": it does, or we have not connected yet."""
+    """A function that reports that a cluster's head does not answer. "" if it does, or before we have connected."""
     import ray
 
     def lost() -> str:
@@ -125,15 +128,15 @@ def _lost_head(address: str, connected: threading.Event) -> Callable[[], str]:
 
 
 @contextmanager
-def _ending_with_it(lost: Callable[[], str], every_s: float, looks: int) -> Iterator[Callable[[], bool]]:
-    """Raise ShardCoreError soon after Ray is lost.
+def _ending_with_it(lost: Callable[[], str], every_s: float, checks: int) -> Iterator[Callable[[], bool]]:
+    """Raise ShardCoreError soon after Ray is lost. Ray itself may wait for a minute.
 
-    Ray itself may wait for a minute. If Ray's own code does not react to the interrupt in time, say so and
-    end this process. Yields the function to call before Ray is shut down: whether it is still there.
+    If Ray's code does not react to an interrupt in time, the reason is printed and this process ends. Yields a function
+    to call before Ray is shut down. It tells if Ray is still there.
 
-    lost: says how it was lost. "": it was not.
-    every_s: time between two calls of that.
-    looks: calls one after the other that say so.
+    lost: function that returns how Ray was lost. "": it is not lost.
+    every_s: time between two calls of it.
+    checks: calls in a row that have to report a loss.
     """
     from prefect.runtime import flow_run
 
@@ -141,7 +144,7 @@ def _ending_with_it(lost: Callable[[], str], every_s: float, looks: int) -> Iter
 
     def watch() -> None:
         missed, reason = 0, ""
-        while missed < looks:
+        while missed < checks:
             if over.wait(every_s):
                 return
             reason = lost()
@@ -159,7 +162,7 @@ def _ending_with_it(lost: Callable[[], str], every_s: float, looks: int) -> Iter
     try:
         yield lambda: not lost() and not over.set()
     except BaseException:
-        # What was there when the run let Ray go did not end the run.
+        # The error is the run's own if Ray was still there when the run gave it up.
         if over.is_set() or not (reason := lost()):
             raise
         raise ShardCoreError(reason) from None
@@ -169,14 +172,14 @@ def _ending_with_it(lost: Callable[[], str], every_s: float, looks: int) -> Iter
 
 def _close() -> None:
     """Make the Ray that starts next listen only at loopback, with a token that this process knows."""
-    from ray import _raylet  # compiled: no type checker sees its names
+    from ray import _raylet  # compiled, so type checkers do not know its names
     from ray._private import ray_constants
 
     raylet: Any = _raylet
 
     os.environ.pop("RAY_AUTH_TOKEN", None)
     os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(_write_token()), **_LOCAL_RAY})
-    # Ray read this, and the two settings, when it was imported.
+    # Ray has read these settings when it was imported, so they are set again.
     ray_constants.ENABLE_RAY_CLUSTER = False
     raylet.Config.initialize("")
     raylet.AuthenticationTokenLoader.instance().reset_cache()

@@ -1,4 +1,4 @@
-"""DVC from Prefect: change parameters, rebuild what changed, share the result."""
+"""DVC from Prefect: change parameters, rebuild stages that changed, share the result."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.io import schema, writing
 from tasks import cache, console, owned, params, paths, processes
 from tasks.artifacts import create_progress_artifact, update_progress_artifact
+from tasks.usual_time import usual_s
 
 _PREFECT_PREFIX = re.compile(r"^\d\d:\d\d:\d\d\.\d+ \| \w+ +\| ((Task|Flow) run '[^']*' - )?")
 _DVC_STAGE = re.compile(r"(Running stage|Stage) '(\w+)'")
@@ -30,8 +31,13 @@ Stage = Literal["tables", "measure", "train", "evaluate", "train_policy"]
 STAGES: tuple[Stage, ...] = ("tables", "measure", "train", "evaluate")
 OPTIONAL: Stage = "train_policy"
 AFTER = ("promote", "publish")
-"""Stages after DVC's last one. OPTIONAL stands beside it: what follows does not need it."""
+"""Stages after DVC's last one. They do not need OPTIONAL."""
+SHIPPED = "shipped"
+"""DVC's remote in the repository, .dvc/shipped: results of one run, which `dvc pull` brings."""
+_AS_USUAL_S = 20.0
+"""Seconds at the usual pace that a machine is trusted with, so that a short first stage does not tell all."""
 _LAST_WORDS_S = 3.0
+"""Time in which an interrupted stage may end."""
 _HOLDER = re.compile(r"\(PID (\d+)\): (.*)")
 _DVC_LOCK, _DVC_USERS = Path(".dvc/tmp/lock"), Path(".dvc/tmp/rwlock")
 
@@ -40,9 +46,9 @@ _DVC_LOCK, _DVC_USERS = Path(".dvc/tmp/lock"), Path(".dvc/tmp/rwlock")
 class StageRun:
     """Result of `dvc repro` for a stage.
 
-    stage: its name.
-    ran: whether it ran.
-    seconds: how long.
+    stage: name of the stage.
+    ran: True if it ran, False if nothing had changed.
+    seconds: time that it ran.
     """
 
     stage: str
@@ -54,12 +60,10 @@ class StageRun:
 
 
 def override_params(overrides: Mapping[str, Mapping[str, Any]], sections: Mapping[str, type]) -> bool:
-    """Write overrides into params.yaml if all sections stay valid. Returns whether that changed it.
-
-    Comments in the file are kept.
+    """Write overrides into params.yaml, and keep its comments. Returns True if they change the file.
 
     overrides: {section: {key: value}}.
-    sections: each section's config dataclass.
+    sections: config dataclass of each section.
 
     Raises ShardCoreError naming an unknown or wrong entry.
     """
@@ -67,10 +71,10 @@ def override_params(overrides: Mapping[str, Mapping[str, Any]], sections: Mappin
 
     yaml = YAML()
     yaml.preserve_quotes, yaml.width = True, 130
-    yaml.representer.add_representer(  # or it leaves out the null of lines that nobody changes
+    yaml.representer.add_representer(  # without this, `key: null` becomes `key:` on lines that nobody changed
         type(None), lambda representer, _: representer.represent_scalar("tag:yaml.org,2002:null", "null")
     )
-    # A section that is wrong already must not be blamed on the overrides.
+    # Checked before the overrides, which are not to blame for a section that is wrong already.
     for name, cls in sections.items():
         params.section(name, cls)
     document = yaml.load(paths.PARAMS) or {}
@@ -105,18 +109,16 @@ def override_params(overrides: Mapping[str, Mapping[str, Any]], sections: Mappin
 def repro(target: Stage) -> list[StageRun]:
     """`dvc repro` of a stage and its dependencies.
 
-    Its lines go to the run's log, its progress to the run's page. Raises ShardCoreError if a stage fails.
+    Its lines go to the run's log, and its progress to the run's page. Raises ShardCoreError if a stage fails.
     """
     if target not in get_args(Stage):
         raise ShardCoreError(f"stage {target!r} is not known; there are {', '.join(get_args(Stage))}")
     logger = get_run_logger()
     stages = [s for s in stages_of(target) if s not in AFTER]
     progress = create_progress_artifact(0.0, key="dvc-repro", description=f"stages {', '.join(stages)}")
-    # DVC trusts its cache, so a damaged entry would come back.
     cache.remove_damaged(logger)
-    begun: dict[str, tuple[bool, float]] = {}  # stage -> whether it runs, since when
+    begun: dict[str, tuple[bool, float]] = {}  # by stage: True if it runs, and the time of its start
     errors: list[str] = []
-    # A killed run may have left DVC's locks behind.
     forget_dead_users()
     with owned.owned():
         process = _dvc("repro", target, **console.RELAYED)
@@ -127,14 +129,19 @@ def repro(target: Stage) -> list[StageRun]:
                 errors.append(message)
             if (found := _DVC_STAGE.match(message)) and found[2] in stages:
                 begun[found[2]] = (runs := found[1] == "Running stage", time.monotonic())
-                announce(found[2], target, runs)
+                announce(found[2], target, _timed(begun)[:-1], runs)
                 done = 100.0 * stages.index(found[2]) / len(stages)
                 update_progress_artifact(progress, done, description=f"stage {found[2]}")
         if process.wait():
             raise ShardCoreError(
-                why(errors) or f"dvc repro {target} ended with exit code {process.returncode}"
+                reason(errors) or f"dvc repro {target} ended with exit code {process.returncode}"
             )
     update_progress_artifact(progress, 100.0, description=f"stage {target} is up to date")
+    return _timed(begun)
+
+
+def _timed(begun: Mapping[str, tuple[bool, float]]) -> list[StageRun]:
+    """Stages that began, each until the next one did, or until now."""
     ends = [since for _, since in begun.values()][1:] + [time.monotonic()]
     return [
         StageRun(stage, ran, end - since if ran else 0.0)
@@ -148,22 +155,22 @@ def _lines(process: subprocess.Popen) -> Iterator[str]:
         for line in process.stdout or ():
             if not console.relayed(line):
                 yield _PREFECT_PREFIX.sub("", line.rstrip())
-    except KeyboardInterrupt:  # the stage was interrupted too, and tells Prefect so
+    except KeyboardInterrupt:  # the stage was interrupted, too, and reports this to Prefect
         with suppress(subprocess.TimeoutExpired):
             process.wait(_LAST_WORDS_S)
         raise
 
 
 def forget_dead_users() -> None:
-    """Remove ended processes from DVC's list of who uses which results.
+    """Remove ended processes, such as of a killed run, from DVC's list of the users of results.
 
-    DVC checks only whether a process of that id exists. A zombie does, until it is reaped. DVC also refuses a
-    list that a kill cut short, for good.
+    DVC checks only whether a process of that id exists, as a zombie does until it is reaped. If a kill has cut the list
+    short, DVC refuses it for good.
     """
     if not _DVC_USERS.is_file():
         return
     with open(_DVC_USERS.with_name("rwlock.lock"), "a") as guard:
-        # A DVC that runs now holds the lock, and keeps the list itself.
+        # A DVC that runs now holds the lock and keeps the list itself.
         with suppress(BlockingIOError):
             fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
             try:
@@ -188,10 +195,10 @@ def _works(pid: int) -> bool:
         return False
 
 
-def why(errors: Sequence[str]) -> str:
+def reason(errors: Sequence[str]) -> str:
     """The first error of `dvc repro` in one line. For a lock, it also names the holder.
 
-    DVC names the holder on other lines or not at all. The lock's file has it.
+    DVC names the holder on further lines or not at all. The lock's file does.
     """
     first = errors[0].split(": ", 1)[1] if errors else ""
     if first.endswith("is being blocked by:"):
@@ -214,13 +221,33 @@ def stages_of(target: Stage) -> tuple[str, ...]:
 
 
 def heading(stage: str, target: Stage, runs: bool = True) -> str:
-    """Which stage begins, out of how many, or that nothing changed."""
+    """A line on a stage that begins, with its number and that of all stages."""
     stages = stages_of(target)
     return f"stage {stages.index(stage) + 1}/{len(stages)}: {stage}{'' if runs else ', nothing changed'}"
 
 
-def announce(stage: str, target: Stage, runs: bool = True) -> None:
-    get_run_logger().info(heading(stage, target, runs), extra=console.STAGE)
+def left_s(stage: str, target: Stage, done: Sequence[StageRun], usual: Mapping[str, float]) -> float:
+    """Seconds from the start of a stage to the end of a refresh.
+
+    done: stages before. They say how fast this machine is.
+    usual: seconds by stage (tasks.usual_time).
+    """
+    ran = [run for run in done if run.ran]
+    known_s = sum(usual[run.stage] for run in ran)
+    pace = (sum(run.seconds for run in ran) + _AS_USUAL_S) / (known_s + _AS_USUAL_S)
+    stages = stages_of(target)
+    return pace * sum(usual[name] for name in stages[stages.index(stage) :])
+
+
+def announce(stage: str, target: Stage, done: Sequence[StageRun], runs: bool = True) -> None:
+    """Show which stage begins, and about how long all that are left take.
+
+    done: stages before. Where nothing changed so far, no time is known: the rest may be done as well.
+    """
+    text = heading(stage, target, runs)
+    if runs and (stage not in AFTER or any(run.ran for run in done)):
+        text += f", about {console.duration(left_s(stage, target, done, usual_s()))} left in all"
+    get_run_logger().info(text, extra=console.STAGE)
 
 
 def require_pushable() -> None:
@@ -232,7 +259,8 @@ def require_pushable() -> None:
         )
     process = _dvc("config", "core.remote")
     found, _ = process.communicate()
-    if process.returncode or not found.strip():
+    # The shipped one is a folder of the repository, for what a clone pulls.
+    if process.returncode or found.strip() in ("", SHIPPED):
         raise ShardCoreError(
             "DVC has no remote to push to; `dvc remote add --default NAME URL`, or refresh without push"
         )
@@ -240,9 +268,9 @@ def require_pushable() -> None:
 
 @task(task_run_name="push-{target}")
 def push_data(target: Stage) -> str | None:
-    """Push a stage's data and its dependencies to DVC's remote. Then commit dvc.lock and params.yaml only.
+    """Push a stage's data and dependencies to DVC's remote. Then commit dvc.lock and params.yaml, and nothing else.
 
-    Returns the commit. None: both were committed already. Pushing git is left to the branch's owner.
+    Returns the commit. None if both were committed already. Pushing the branch is left to its owner.
     """
     process = _dvc("push", "--with-deps", target)
     output = process.communicate()[0].strip().splitlines() or ["it said nothing"]
@@ -260,7 +288,7 @@ def push_data(target: Stage) -> str | None:
 
 
 def _dvc(*arguments: str, **env: str) -> subprocess.Popen:
-    # The stages' `python` is this one.
+    # Stages run `python`, which has to be this one.
     here = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return subprocess.Popen(
         [sys.executable, "-m", "dvc", *arguments],

@@ -1,6 +1,6 @@
 """The MLflow model registry: versions of a cost model.
 
-A model is named after its hardware. Its versions are told apart by the digest of their files.
+A model is named after its hardware. The digest of its files identifies a version.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from shardcore.core.errors import ShardCoreError, shortened
 from shardcore.cost import composite, neural
 from shardcore.cost.model import CostModel
 from shardcore.io import files, model_files, schema
-from tasks import services
+from tasks import owned, services
 
 T = TypeVar("T")
 CHALLENGER, CHAMPION = "challenger", "champion"
 EXPERIMENT = "shardcore"
 CARD = "card.md"
-"""File name of the card, beside a model's folder."""
+"""Name of the card's file, beside a model's folder."""
 _ARTIFACT = "cost-model"
+"""Artifact with a model's files."""
 DIGEST_TAG = "shardcore.model_digest"
 _PROCESS_TAG = "shardcore.process"
 
@@ -44,11 +45,13 @@ _PROCESS_TAG = "shardcore.process"
 def connect() -> mlflow.MlflowClient:
     """A client of MLFLOW_TRACKING_URI (default: mlflow.db in this folder).
 
-    It also ends runs of killed processes. Raises ShardCoreError if MLflow does not answer.
+    It also ends runs of killed processes.
+
+    Raises ShardCoreError if MLflow does not answer, or its store is a folder.
     """
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    # A server that restarts within a minute costs only time.
+    # With so many retries, a server that restarts within a minute costs only time.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "5")
     for name in ("mlflow.store.db.utils", "mlflow.tracking.fluent", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -73,15 +76,15 @@ def connect() -> mlflow.MlflowClient:
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Raise errors of MLflow's client as a ShardCoreError in one line. Its server may go away, or its disk
-    fill up."""
+    """Raise errors of MLflow's client as a ShardCoreError in one line.
+
+    They occur when its server goes away or its disk is full.
+    """
     try:
         yield
     except (MlflowException, RequestException) as error:
         raise ShardCoreError(
-            f"MLflow failed at {mlflow.get_tracking_uri()}: "
-            f"{_line(error)}; what was finished is kept, and a rerun "
-            "goes on from there"
+            f"MLflow failed at {mlflow.get_tracking_uri()}: {_line(error)}; {owned.GOES_ON}"
         ) from None
 
 
@@ -93,7 +96,7 @@ def run(**options: Any) -> Iterator[mlflow.ActiveRun]:
 
 
 def _end_left_runs(client: mlflow.MlflowClient) -> None:
-    """Mark runs of this host as killed if their process is gone. They would count as running for ever."""
+    """Mark runs of this host as killed if their process is gone. Else they would count as running for ever."""
     left = f"attributes.status = 'RUNNING' AND tags.`{_PROCESS_TAG}` LIKE '{socket.gethostname()} %'"
     for found in mlflow.search_runs(filter_string=left, output_format="list"):
         if not psutil.pid_exists(int(found.data.tags[_PROCESS_TAG].split()[1])):
@@ -105,7 +108,7 @@ def model_name(hardware: str) -> str:
 
 
 def find(client: mlflow.MlflowClient, name: str, alias: str) -> ModelVersion | None:
-    """The version that an alias points to, or None. Raises ShardCoreError if the registry cannot tell."""
+    """The version of an alias. None if there is none. Raises ShardCoreError if the registry fails."""
     try:
         return client.get_model_version_by_alias(name, alias)
     except MlflowException as error:
@@ -116,6 +119,25 @@ def find(client: mlflow.MlflowClient, name: str, alias: str) -> ModelVersion | N
         raise ShardCoreError(
             f"the registry cannot say which version of {name!r} is {alias}: {_line(error)}"
         ) from None
+
+
+def version_of(client: mlflow.MlflowClient, name: str, digest: str) -> ModelVersion | None:
+    """The version of a model whose files have this digest. None if there is none."""
+    versions = client.search_model_versions(f"name = '{name}'")
+    return next((v for v in versions if v.tags.get(DIGEST_TAG) == digest), None)
+
+
+def training_run(digest: str) -> str | None:
+    """Id of the run that trained the model or policy with this digest. None if MLflow does not have it."""
+    filter_string = f"tags.`{DIGEST_TAG}` = '{digest}'"
+    runs = mlflow.search_runs(filter_string=filter_string, max_results=1, output_format="list")
+    return runs[0].info.run_id if runs else None
+
+
+def require_model(client: mlflow.MlflowClient, name: str) -> None:
+    """Create a registered model unless there is one, without MLflow's complaint about an existing one."""
+    if not client.search_registered_models(f"name = '{name}'"):
+        client.create_registered_model(name)
 
 
 def _line(error: Exception) -> str:
@@ -132,20 +154,17 @@ def register(
 ) -> ModelVersion:
     """The version with a model's files, created on the first call. It becomes challenger.
 
-    The card beside the folder becomes its description. also: folders of models for other precisions, which
-    become part of the version.
+    The card beside the folder becomes its description.
+
+    run_id: run that trained the model. None: a new run is made.
+    also: folders of models for other precisions, which become part of the version.
     """
     digest = "+".join(map(model_files.model_digest, [folder, *also]))
     name = model_name(composite.load([folder, *also]).setting.hardware)
     # A rerun with the same files must not make a second version.
-    existing = [
-        v for v in client.search_model_versions(f"name = '{name}'") if v.tags.get(DIGEST_TAG) == digest
-    ]
-    version = (
-        existing[0]
-        if existing
-        else _upload(client, [folder, *also], name, run_id, {**tags, DIGEST_TAG: digest})
-    )
+    version = version_of(client, name, digest)
+    if version is None:
+        version = _upload(client, [folder, *also], name, run_id, {**tags, DIGEST_TAG: digest})
     client.set_registered_model_alias(name, CHALLENGER, version.version)
     if (card := folder.with_name(CARD)).exists():
         version = client.update_model_version(name, version.version, schema.read_text(card))
@@ -175,12 +194,10 @@ def _upload(
             code_paths=[str(Path(files.__file__).parents[1])],
             pip_requirements=["torch", "numpy", "pyarrow", "safetensors", "PyYAML"],
         )
-        if not run_id:  # it was trained where another registry is
+        if not run_id:  # the model was trained elsewhere, with another registry
             metrics = neural.load(each[0]).meta["metrics"]
             mlflow.log_metrics({f"validation/{k}": v for k, v in metrics.items()})
-    # as mlflow.register_model, which complains where the model has a version already
-    if not client.search_registered_models(f"name = '{name}'"):
-        client.create_registered_model(name)
+    require_model(client, name)
     version = client.create_model_version(name, info.model_uri, tags=tags, model_id=info.model_id)
     client.set_logged_model_tags(
         info.model_id, {MLFLOW_MODEL_VERSIONS: json.dumps([{"name": name, "version": version.version}])}
@@ -189,12 +206,12 @@ def _upload(
 
 
 def download(version: ModelVersion) -> CostModel:
-    """A version's model, loaded from its safetensors and JSON. No code from the registry is run."""
+    """A version's model, loaded from its safetensors and JSON. No code of the registry runs."""
     return downloaded(version, model_files.MODEL_JSON, composite.load)
 
 
 def downloaded(version: ModelVersion, name: str, load: Callable[[Sequence[Path]], T]) -> T:
-    """The content of a version, loaded from the folders with a file of this name."""
+    """The content of a version, loaded from its folders that have a file of this name."""
     with tempfile.TemporaryDirectory() as temporary:
         path = download_artifacts(f"models:/{version.name}/{version.version}", dst_path=temporary)
         folders = [p.parent for p in Path(path).rglob(name)]

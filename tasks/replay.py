@@ -1,5 +1,7 @@
-"""Replay on Ray: one step of plans on real devices of the cluster, one actor a device, all on one host; for
-`evaluate`, and as samples of what exchanges take in steps."""
+"""Replay on Ray: one step of plans on real devices of the cluster, one actor a device, all on one host.
+
+`evaluate` uses it to judge models. `measure` uses it for samples, which show the times of exchanges in steps.
+"""
 
 from __future__ import annotations
 
@@ -34,41 +36,46 @@ Run = Callable[[Sequence[Workload]], list[StepSample]]
 def replaying(
     ranks: int, setting: Setting, config: ReplayConfig, reference: dataset.ReferenceOp | None = None
 ) -> Iterator[Run]:
-    """A gang that replays plans of one problem after those of another, each call as `replay`, beside a
-    dataset's reference op; it ends with the context."""
+    """A gang that lasts as long as the context: a function that replays plans of one problem, like `replay`.
+
+    reference: a dataset's reference op, which runs between steps.
+    """
     device = cluster_device()
     shared = actors.rank_cpus(ranks) < 1 and device == "cpu"
     with actors.gang(ReplayRank, "replay", ranks, device) as members:
 
         def run(workloads: Sequence[Workload]) -> list[StepSample]:
             for workload in workloads:
-                # GPUs are the cluster's, not this machine's
+                # "cpu", as this machine's GPUs do not count: steps run on those of the cluster.
                 require_replayable(workload, workloads[0], setting, "cpu")
-            found = combine_all(
-                _marks(members, workloads, setting, config, device, reference), reference, workloads[0].job
-            )
-            return [dataclasses.replace(cost, oversubscribed=shared) for cost in found]
+            marks = _marks(members, workloads, setting, config, device, reference)
+            costs = combine_all(marks, reference, workloads[0].job)
+            return [dataclasses.replace(cost, oversubscribed=shared) for cost in costs]
 
         yield run
 
 
 class EachProblem:
-    """Replays of several problems, by a gang that begins with the first one that needs it. What fails fails
-    for its problem only: the others go on, with another gang, as that one may have lost a rank. A context
-    manager; its end raises ShardCoreError naming what failed."""
+    """A context manager for replays of several problems, which starts a gang when the first one needs it.
+
+    An error ends the replays of its problem only. The others go on with another gang, as the gang may have lost a rank.
+    Leaving the context raises ShardCoreError naming the problems that failed.
+    """
 
     def __init__(self, begin: Callable[[], AbstractContextManager[Run]]):
-        self._begin, self._stack, self._run, self._begins = begin, ExitStack(), None, False
+        self._begin, self._stack, self._run = begin, ExitStack(), None
+        # True while a gang starts, in which an error would meet all problems.
+        self._is_starting = False
         self._tried: set[str] = set()
         self.failed: dict[str, str] = {}
 
     def run(self, name: str, work: Callable[[Run], object]) -> bool:
-        """Tell if `work` on a problem succeeded. It is given the function that replays plans."""
+        """Tell if `work` on a problem succeeded. It gets the function that replays plans."""
         self._tried.add(name)
         try:
-            work(lambda workloads: self._begun()(workloads))
+            work(self._replay)
         except Exception as error:
-            if self._begins:  # no gang can: nor could one for the others
+            if self._is_starting:
                 raise ShardCoreError(f"{error}{self._failures()}") from None
             plain = isinstance(error, ShardCoreError)
             self.failed[name] = str(ShardCoreError(f"{name}: {error if plain else repr(error)}"))
@@ -78,17 +85,17 @@ class EachProblem:
             self._run = None
             try:
                 self._stack.close()
-            except Exception as lost:  # of a gang that is broken already
+            except Exception as lost:  # its ranks may be gone
                 get_run_logger().warning("the gang that failed did not end well: %r", lost)
             return False
         return True
 
-    def _begun(self) -> Run:
+    def _replay(self, workloads: Sequence[Workload]) -> list[StepSample]:
         if self._run is None:
-            self._begins = True
+            self._is_starting = True
             self._run = self._stack.enter_context(self._begin())
-            self._begins = False
-        return self._run
+            self._is_starting = False
+        return self._run(workloads)
 
     def __enter__(self) -> EachProblem:
         return self
@@ -101,7 +108,7 @@ class EachProblem:
             raise ShardCoreError(self._failures().removeprefix("; "))
 
     def _failures(self) -> str:
-        """Failures so far, to follow another sentence."""
+        """Failures so far, for the end of a message."""
         if not self.failed:
             return ""
         first, *others = self.failed.values()
@@ -113,15 +120,16 @@ class EachProblem:
 def replay(
     workloads: Sequence[Workload], setting: Setting, config: ReplayConfig | None = None
 ) -> list[StepSample]:
-    """Replay plans of one problem, as shardcore.measure.replay.replay_all, on one host of the connected
-    cluster: its GPUs where it has some, else its CPU cores. (Gloo; NCCL is written for the same interface and
-    has not been run here.)
+    """Replay plans of one problem on one host of the connected cluster, as shardcore.measure.replay.replay_all does.
 
-    Raises as replay_all, and ShardCoreError where the devices find no room.
+    It runs on GPUs if the cluster has some, else on CPU cores. NCCL is written for the same interface as gloo, and has
+    not been run here.
+
+    Raises as replay_all, and ShardCoreError if no host has enough free devices.
     """
     if not workloads:
         return []
-    for workload in workloads:  # before devices are taken
+    for workload in workloads:  # checked before devices are taken
         require_replayable(workload, workloads[0], setting, "cpu")
     with replaying(len(workloads[0].ops), setting, config or ReplayConfig()) as run:
         return run(workloads)
@@ -129,27 +137,29 @@ def replay(
 
 @task(task_run_name="measure-steps")
 def measure_steps(pool_path: Path, setting: Setting, config: MeasureConfig, folder: Path) -> int:
-    """Replay the plans whose steps the dataset lacks, by a gang on one host of the connected cluster; the
-    number replayed. None where it cannot: a line says why."""
+    """Replay the plans whose steps the dataset lacks, by a gang on one host of the connected cluster.
+
+    Returns the number of plans. If the cluster cannot replay, it is 0, and the log says why.
+    """
     pool, devices = files.read_pool(pool_path), step_devices(config, setting.batch)
     if reason := why_no_steps(pool, setting, devices, config):
         get_run_logger().warning("what exchanges take in steps stays unknown: %s", reason)
         return 0
     lacking = replays.missing(folder, wanted_steps(pool, setting, devices, config), setting)
-    total = sum(len(made) for _, made in lacking)
+    total = sum(len(plans) for _, plans in lacking)
     if not total:
         return 0
     progress, reference = Progress("steps", total), dataset.reference_op(folder, setting)
 
-    def tell(problem: Problem, n: int, again: bool) -> None:
+    def count(problem: Problem, n: int, again: bool) -> None:
         if again:
             get_run_logger().info("%d steps of %s were disturbed and replayed once more", n, problem.name)
         else:
             progress.add(f"{devices} ranks", n)
-            progress.say()
+            progress.show()
 
     with EachProblem(lambda: replaying(devices, setting, config.steps(), reference)) as gang:
-        measure_lacking(folder, lacking, setting, config.steps(), gang.run, tell)
+        measure_lacking(folder, lacking, setting, config.steps(), gang.run, count)
     return total
 
 
@@ -163,7 +173,7 @@ def wanted_steps(
 
 
 def why_no_steps(pool: Sequence[Table], setting: Setting, devices: int, config: MeasureConfig) -> str | None:
-    """Why steps of a pool's tables cannot run on so many devices, or None."""
+    """The reason why steps of a pool's tables cannot run on so many devices. None if they can."""
     if devices < 2:
         return "no host has two devices (cores or GPUs) that they could run on, as many as divide the batch"
     most = config.steps().arena_bytes
@@ -173,22 +183,22 @@ def why_no_steps(pool: Sequence[Table], setting: Setting, devices: int, config: 
 
 
 def step_devices(config: MeasureConfig, batch: int) -> int:
-    """Number of devices of one host for steps: those of an exchange, as far as cores and memory go."""
+    """Number of devices of one host for steps: those of an exchange, as far as cores and memory allow."""
     device = cluster_device()
     most = rank_count(config, device, batch) // config.hosts
     if device == "cpu":
         largest = max(
             (node["Resources"] for node in ray.nodes() if node["Alive"]), key=lambda r: r.get("CPU", 0)
         )
-        # the reference op's shards are as large
+        # As large an arena as for compute, as the reference op has its shards.
         most = int(min(most, with_room(largest, config.arena_bytes)))
     return devices_of_a_host(most, batch)
 
 
 def devices_of_a_host(most: int, batch: int) -> int:
-    """Number of devices of one host of the connected cluster that can replay plans, sharing no core.
+    """Number of devices of one host of the connected cluster that replay plans without sharing a core.
 
-    It divides the batch, and is `most` at most.
+    It divides the batch and is at most `most`.
     """
     kind = "GPU" if cluster_device() == "cuda" else "CPU"
     there = max(int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"])
@@ -203,7 +213,7 @@ def _marks(
     device: str,
     reference: dataset.ReferenceOp | None,
 ) -> list[tuple[list[np.ndarray], np.ndarray]]:
-    """Results of replay_rank, of each rank."""
+    """The result of replay_rank of each rank."""
     [address] = actors.when_started([members[0].address.remote()])
     given = ray.put(list(workloads))
     calls = [

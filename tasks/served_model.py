@@ -1,13 +1,11 @@
-"""The cost model as an MLflow pyfunc (models from code), for other programs.
+"""The cost model as an MLflow pyfunc (models from code), for other programs. ShardCore itself reads the model's files.
 
-ShardCore itself reads the model's files.
+Input: groups of shards, each run as one fused op. A group is {"shards": [...], "batch": samples of the op}. The default
+batch is the setting's. A shard is {"table": as in problem files, "rows": [low, high], "columns": [low, high]}. The
+default is all rows and columns.
 
-Input: groups of shards, each run as one fused op. A group is {"shards": [...], "batch": samples of the op}.
-The default batch is the setting's. A shard is {"table": as in problem files, "rows": [low, high],
-"columns": [low, high]}. The default is all rows and columns.
-
-Output, per group: "ms" of forward + backward, "forward_ms" of it, "low_ms" to "high_ms", which hold 90% of
-measurements, and "extrapolated", sentences on what exceeds the measured range.
+Output, for each group: "ms" of forward + backward; "forward_ms", the part of forward; "low_ms" and "high_ms", between
+which 90% of measurements are; and "extrapolated", sentences on what is beyond the measured range.
 """
 
 from __future__ import annotations
@@ -34,11 +32,11 @@ from shardcore.step.lower import Op, Workload, is_sequence
 CONFIDENCE = 0.9
 
 
-# --- what MLflow shows as the model's signature. It checks nothing of it: errors below name what is wrong. --
+# --- the signature that MLflow shows. MLflow checks nothing of it: errors below name what is wrong ----------
 
 
 class TableInput(BaseModel):
-    """The required keys of a table. Others are as in problem files."""
+    """Required keys of a table. Others are as in problem files."""
 
     name: str
     rows: int
@@ -70,7 +68,7 @@ class ServedCostModel(PythonModel):
     def predict(  # pyright: ignore[reportIncompatibleMethodOverride]  # MLflow's declares no result
         self, context: Any, model_input: list[GroupInput], params: Any = None
     ):
-        """A dictionary per group, as above. Raises MlflowException (HTTP 400) naming the group."""
+        """A dictionary for each group, as above. Raises MlflowException (HTTP 400) naming the group."""
         try:
             groups = [_group(g.sent(), f"group {i}", self._model.setting) for i, g in enumerate(model_input)]
             return [_answer(self._model, *g) for g in groups]
@@ -85,7 +83,7 @@ def _answer(
     ms, share = float(model.head(sums)), float(model.forward_share(sums))
     low, high = (float(model.quantile(sums, level)) for level in ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))
     ops = (Op(WHOLE_ROWS.name, shards, batch),) if shards else ()
-    # A group has no device of its own. out_of_range needs a workload, so one is made up.
+    # out_of_range takes a workload, so the group gets a made-up device.
     device = Topology((Device(1),), model.setting.hardware)
     alone = Workload((ops,), np.zeros((len(CHANNELS), 1)), (0,), device, batch)
     return {
@@ -132,10 +130,10 @@ def _shard(data: Any, what: str, setting: Setting) -> Shard:
         )
     ends = []
     for name, size in (("rows", table.rows), ("columns", table.dim)):
-        found = data.get(name, [0, size])
-        if not (isinstance(found, list) and len(found) == 2 and all(map(schema.is_whole, found))):
-            raise ShardCoreError(f"{what} has {name} {shown(found)}; it needs [low, high], two whole numbers")
-        ends += found
+        both = data.get(name, [0, size])
+        if not (isinstance(both, list) and len(both) == 2 and all(map(schema.is_whole, both))):
+            raise ShardCoreError(f"{what} has {name} {shown(both)}; it needs [low, high], two whole numbers")
+        ends += both
     try:
         return Shard(table, *ends)
     except ShardCoreError as error:

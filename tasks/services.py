@@ -1,8 +1,8 @@
-"""Services that flows need: check that they answer, and start a temporary Prefect server if there is none.
+"""Services that flows need: checks that they answer, and a temporary Prefect server if there is none.
 
-`python -m tasks.services COMMAND …` runs a command with a Prefect server. That is PREFECT_API_URL, or a
-server that lives as long as the command. The command is a process of its own: Prefect reads the address when
-it is imported, and sends its last logs when it exits. Everything it starts ends with it (tasks.owned).
+`python -m tasks.services COMMAND …` runs a command with a Prefect server: PREFECT_API_URL, or one that lives as long as
+the command. The command is a separate process, as Prefect reads the address when it is imported, and sends its last
+logs when it exits. Everything that it starts ends with it (tasks.owned).
 """
 
 from __future__ import annotations
@@ -32,15 +32,18 @@ from tasks import console, owned, paths
 
 LOOPBACK = ("127.0.0.1", "localhost")
 _PATIENCE_S = 5.0
+"""Longest wait for a connection to a service."""
+_HEALTHY_S = 120.0
+"""Longest time in which a Prefect server starts."""
 _LOOK_EVERY_S = 0.5
 _LAST_WORDS_S = 4.0
-"""Time that an interrupted command has to end."""
+"""Time in which an interrupted command may end."""
 
 
 def reach_directly(env: MutableMapping[str, str], *hosts: str) -> None:
     """Let clients with this environment reach this machine and `hosts` without a proxy.
 
-    A proxy for the outside world cannot reach our loopback.
+    A proxy to other networks cannot reach our loopback.
     """
     given = env.get("no_proxy") or env.get("NO_PROXY") or ""
     known = [h.strip() for h in given.split(",") if h.strip()]
@@ -57,7 +60,7 @@ def get(
 ) -> bytes:
     """The answer of a service on this machine, without a proxy. Raises OSError if it refuses or is silent.
 
-    method: of HTTP. None: GET, or POST if there are data.
+    method: method of HTTP. None: GET, or POST if there are data.
     """
     request = urllib.request.Request(url, data, dict(headers or {}), method=method)
     try:
@@ -70,10 +73,10 @@ def get(
 
 
 def reserve_port(host: str = "127.0.0.1") -> socket.socket:
-    """A socket that reserves a free port of a host's address ("": all addresses) for a server to be started.
+    """A socket that reserves a free port of a host's address ("": all addresses) for a server.
 
-    It does not listen. While it is open, the kernel gives the port to nobody who asks for any port. A server
-    that names the port gets it, because both use SO_REUSEADDR (on Linux).
+    It does not listen. While it is open, the kernel gives the port to nobody who asks for any free port. A server that
+    asks for this port gets it, as both use SO_REUSEADDR (on Linux).
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -103,14 +106,12 @@ def require_answer(address: str, what: str) -> None:
 def prefect_server() -> Iterator[tuple[str, subprocess.Popen]]:
     """A Prefect server that lasts as long as the context: the URL of its API, and its process.
 
-    In an owned run it ends after the flows.
-
-    It asks for a password, which this process and what it starts know, and its database goes with it.
+    In an owned run it ends after the flows. Its database is removed with it. It asks for a password, which this process
+    and those that it starts know.
     """
     held = reserve_port()
     port = held.getsockname()[1]
     url, user = f"http://127.0.0.1:{port}/api", f"shardcore:{secrets.token_urlsafe(32)}"
-    # For the processes that we start.
     client, before = {"PREFECT_API_URL": url, "PREFECT_API_AUTH_STRING": user}, dict(os.environ)
     folder = tempfile.mkdtemp(prefix="prefect-")
     with owned.serving():
@@ -126,7 +127,7 @@ def prefect_server() -> Iterator[tuple[str, subprocess.Popen]]:
                 "PREFECT_SERVER_API_AUTH_STRING": user,
                 "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{folder}/prefect.db",
             },
-            # A terminal's interrupt is not for it: runs have to tell it how they ended.
+            # A terminal's interrupt must not end it, as runs still report to it how they ended.
             start_new_session=True,
         )
     try:
@@ -150,8 +151,8 @@ def prefect_server() -> Iterator[tuple[str, subprocess.Popen]]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _wait_healthy(url: str, server: subprocess.Popen, timeout_s: float = 120) -> None:
-    deadline = time.monotonic() + timeout_s
+def _wait_healthy(url: str, server: subprocess.Popen) -> None:
+    deadline = time.monotonic() + _HEALTHY_S
     while time.monotonic() < deadline and server.poll() is None:
         try:
             get(url, timeout_s=2.0)
@@ -161,7 +162,7 @@ def _wait_healthy(url: str, server: subprocess.Popen, timeout_s: float = 120) ->
     ended = (
         f"ended with exit code {server.returncode}"
         if server.poll() is not None
-        else f"was not up within {timeout_s:.0f} s"
+        else f"was not up within {_HEALTHY_S:.0f} s"
     )
     raise ShardCoreError(f"a Prefect server of our own at {url} {ended}; `prefect server start` shows why")
 
@@ -182,7 +183,7 @@ class _NoTracebackForUserErrors(logging.Filter):
 
 
 def show_user_errors_plainly() -> None:
-    """Log errors that a user can mend as a message, without a traceback."""
+    """Log errors that a user can mend in one line, without a traceback."""
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logger = logging.getLogger(name)
         if not any(isinstance(f, _NoTracebackForUserErrors) for f in logger.filters):
@@ -192,8 +193,8 @@ def show_user_errors_plainly() -> None:
 def run_flow(flow: Callable[[], object], needs_prefect: bool = True) -> None:
     """Run a flow as a program: exit code 0, or 1 with one line that says why.
 
-    tasks.console says what is printed. Everything the flow starts ends with it. If it needs Prefect and has
-    no server, it restarts itself under `python -m tasks.services`.
+    tasks.console describes what is printed. Everything that the flow starts ends with it. If it needs Prefect and there
+    is no server, this process restarts itself under `python -m tasks.services`.
     """
     program = console.Program(None, None, sys.stderr)
     try:
@@ -222,7 +223,7 @@ def run_flow(flow: Callable[[], object], needs_prefect: bool = True) -> None:
 
 
 def _in_one_line(error: Exception) -> str:
-    """An error in one line. The log gets a traceback of errors that no user can mend."""
+    """An error in one line. If no user can mend it, its traceback goes to the log."""
     if isinstance(error, (ShardCoreError, OSError)):
         return str(error)
     if isinstance(error, httpx.HTTPError):
@@ -233,7 +234,7 @@ def _in_one_line(error: Exception) -> str:
 
 def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
-        # Under nohup the signal stays ignored.
+        # A signal that nohup ignores stays ignored.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     if "MAKELEVEL" in os.environ:
@@ -258,8 +259,9 @@ def main() -> None:
 def _run(command: list[str], server: subprocess.Popen | None = None) -> int:
     """The exit code of a command.
 
-    A terminal interrupts the command too. It then gets time for its last words. Raises ShardCoreError if it
-    is killed, or if its server ends first.
+    A terminal interrupts the command, too. It then has some time to end.
+
+    Raises ShardCoreError if it is killed, or if its server ends first.
     """
     process = subprocess.Popen(command)
     try:

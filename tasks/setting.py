@@ -1,4 +1,4 @@
-"""The Setting in which the stages work."""
+"""The Setting of all stages."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from shardcore.core.types import Setting
 from shardcore.io import dataset
 
 AUTO = "auto"
-"""The hardware of the device at hand."""
+"""Hardware of a config: that of the device at hand."""
 
 
 @dataclass(frozen=True)
 class SettingConfig:
     """The Setting to measure in.
 
-    hardware: name of the device. "auto": that of the device at hand.
+    hardware: name of the device. "auto": the device at hand.
     batch: global batch, samples.
-    precision: of the weights.
-    optimizer: of the embedding tables.
+    precision: precision of the weights.
+    optimizer: optimizer of the embedding tables.
     """
 
     hardware: str = AUTO
@@ -42,13 +42,13 @@ class SettingConfig:
     def of_dataset(self, folder: Path) -> Setting:
         """The dataset's setting that matches this config. Raises ShardCoreError if there is none.
 
-        With hardware "auto", another device's setting will do if it is the only match.
+        With hardware "auto", a single match may also be of another device.
         """
         settings = dataset.settings(folder)
         matching = [s for s in settings if self.hardware in (AUTO, s.hardware) and self._agrees(s)]
         if len(matching) == 1:
             return matching[0]
-        # Several devices were measured: only the one at hand will do.
+        # If several devices were measured, the one at hand is meant.
         if (local := self.setting()) in matching:
             return local
         raise ShardCoreError(

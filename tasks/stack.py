@@ -1,8 +1,9 @@
-"""`python -m tasks.stack up|down|status`: the long-lived services that flows need, on one machine.
+"""`python -m tasks.stack up|run|down|status`: the long-lived services that flows need, on one machine.
 
 The stack has a Prefect server with a worker and the deployments of prefect.yaml, an MLflow server, a Ray head
-with its dashboard, and the watch that publishes when the champion changes. One folder has data, logs and the
-token. `. .stack/env.sh` makes a shell a client.
+with its dashboard, and the watch, which publishes when the champion changes. One folder has data, logs and the
+token. `. .stack/env.sh` makes a shell a client. `up` leaves them running and ends. `run` stays, starts again what
+dies, and ends them all when it is ended: for containers and systemd (deploy/).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import math
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -41,14 +43,20 @@ from tasks.stack_services import (
 )
 
 PATIENCE_S = 180.0
+"""Longest time in which services start."""
 _SUBMITTING_S = 30.0
-"""Time for flow runs that a killed worker was starting."""
+"""Longest wait for flow runs that a killed worker was starting."""
+_LOOK_EVERY_S = 10.0
+"""Time between two looks at what died."""
 _KEPT_SESSIONS = 3
-"""Sessions of Ray whose logs are kept."""
+"""Number of Ray's sessions whose logs are kept."""
 
 
-def up(config: StackConfig, say: Callable[[str], None] = print) -> None:
-    """Start all services and wait for them. Raises ShardCoreError if a port is taken or a service ends."""
+def up(config: StackConfig, note: Callable[[str], None] = print) -> None:
+    """Start all services and wait for them. note: called with each line for people.
+
+    Raises ShardCoreError if a port is taken or a service ends.
+    """
     folder = Path(config.folder).resolve()
     require_usable(config, folder)
     owned.end_left()
@@ -56,8 +64,8 @@ def up(config: StackConfig, say: Callable[[str], None] = print) -> None:
         began = time.monotonic()
         token = write_settings(config, folder)
         stack = services(config, folder, token)
-        missing = [n for n, s in stack.items() if not s.daemon.runs_as_told()]
-        # Nothing runs, so nobody uses the temporary files.
+        missing = [n for n, s in stack.items() if not s.daemon.runs_as_configured()]
+        # If no service runs, nobody uses the temporary files.
         if len(missing) == len(stack):
             _empty(temporary_folder(folder))
         for name in missing:
@@ -65,17 +73,39 @@ def up(config: StackConfig, say: Callable[[str], None] = print) -> None:
         _forget_sessions(ray_folder(folder))
         for name in missing:
             if name in ("worker", "watch"):
-                # Worker and watch fail without a Prefect server.
+                # Both fail without a Prefect server.
                 _wait([stack["prefect"]], began)
             stack[name].daemon.start()
         _wait([stack["worker"]], began)
         api = prefect_api(config, token)
         for run in _lost_runs(stack, api, _SUBMITTING_S):
             if lost_runs.end(api, run):
-                say(f"ended {run}")
+                note(f"ended {run}")
         if _deploy(config, folder, stack["worker"].daemon.env):
             lost_runs.limit_runs(api)
-        _wait(stack.values(), began, say)
+        _wait(stack.values(), began, note)
+
+
+def run(config: StackConfig, say: Callable[[str], None] = print) -> None:
+    """Start all services, and start again those that die. End them all when this process is ended.
+
+    Returns where `make down` ended them.
+    """
+    folder = Path(config.folder).resolve()
+    try:
+        up(config, say)
+        stack = services(config, folder, read_token(folder))
+        while True:
+            time.sleep(_LOOK_EVERY_S)
+            gone = {name: s.daemon.died() for name, s in stack.items() if s.daemon.process() is None}
+            # What was stopped has no id any more.
+            if not all(gone.values()):
+                return
+            if gone:
+                say(f"died, and are started again: {', '.join(gone)}")
+                up(config, say)
+    finally:
+        down(config)
 
 
 def down(config: StackConfig) -> None:
@@ -89,7 +119,7 @@ def down(config: StackConfig) -> None:
 
 
 def status(config: StackConfig) -> tuple[str, bool]:
-    """A text for the user, and whether all services are healthy."""
+    """A text for the user, and True if all services are healthy."""
     folder = Path(config.folder).resolve()
     token = read_token(folder)
     rows, ends, healthy = [], [], True
@@ -145,15 +175,15 @@ def _make_way(service: Service, config: StackConfig) -> None:
         _require_free(config.host, port, name, 10.0 if service.daemon.died() else 0.0)
 
 
-def _wait(waited: Iterable[Service], began: float, say: Callable[[str], None] = lambda line: None) -> None:
-    """Wait until all are healthy. Raises ShardCoreError if one ends, or takes longer than PATIENCE_S."""
-    waiting = list(waited)
+def _wait(stack: Iterable[Service], began: float, note: Callable[[str], None] = lambda line: None) -> None:
+    """Wait until services are healthy. Raises ShardCoreError if one ends, or takes longer than PATIENCE_S."""
+    waiting = list(stack)
     while waiting:
         for service in list(waiting):
             state, name = service.state(), service.daemon.name
             if state == "healthy":
                 waiting.remove(service)
-                say(f"{name}: healthy {service.page}".rstrip() + f" after {time.monotonic() - began:.0f} s")
+                note(f"{name}: healthy {service.page}".rstrip() + f" after {time.monotonic() - began:.0f} s")
             elif state != "silent" or time.monotonic() - began > PATIENCE_S:
                 how = "ended" if state != "silent" else f"runs but does not answer after {PATIENCE_S:.0f} s"
                 last = " ".join(service.daemon.last_lines(1))[:200]
@@ -164,7 +194,7 @@ def _wait(waited: Iterable[Service], began: float, say: Callable[[str], None] = 
 def _lost_runs(
     stack: dict[str, Service], api: lost_runs.Api, patience_s: float = 0.0
 ) -> list[lost_runs.LostRun]:
-    """Runs that a worker which has ended left. None if Prefect does not answer."""
+    """Runs that an earlier worker has left. [] if Prefect does not answer."""
     began = stack["worker"].daemon.started()
     try:
         return lost_runs.find(api, math.inf if began is None else began, patience_s)
@@ -173,9 +203,9 @@ def _lost_runs(
 
 
 def _deploy(config: StackConfig, folder: Path, env: dict[str, str]) -> bool:
-    """Deploy prefect.yaml if it, the flows or the database changed since the last time. Returns whether so.
+    """Deploy prefect.yaml if it, the flows or the database have changed since the last time. Returns True if so.
 
-    Otherwise a schedule that was switched on in Prefect's page would be switched off.
+    Deploying each time would switch off a schedule that was switched on in Prefect's page.
     """
     file = Path("prefect.yaml")
     if not file.exists():
@@ -205,7 +235,7 @@ def _deploy(config: StackConfig, folder: Path, env: dict[str, str]) -> bool:
 
 
 def _require_free(host: str, port: int, name: str, patience_s: float) -> None:
-    # Remains of a killed Ray end by themselves.
+    # What a killed Ray has left ends by itself after some time.
     until = time.monotonic() + patience_s
     while True:
         with socket.socket() as s:
@@ -223,7 +253,7 @@ def _require_free(host: str, port: int, name: str, patience_s: float) -> None:
 
 
 def _holder(port: int) -> str:
-    """Who listens at a port, as far as this user may see."""
+    """The process that listens at a port, for the end of a message. "" if this user may not see it."""
     try:
         for c in psutil.net_connections("tcp"):
             if c.laddr and c.laddr.port == port and c.status == psutil.CONN_LISTEN and c.pid:
@@ -235,7 +265,7 @@ def _holder(port: int) -> str:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Hold the stack's lock: one command at a time changes a stack."""
+    """Hold the stack's lock, so that one command at a time changes a stack."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -252,6 +282,9 @@ def main() -> None:
         config = params.section("stack", StackConfig)
         if command == "up":
             up(config, lambda line: print(line, flush=True))
+        elif command == "run":
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+            run(config, lambda line: print(line, flush=True))
         elif command == "down":
             down(config)
         elif command == "status":
@@ -259,9 +292,9 @@ def main() -> None:
             print(text, flush=True)
             raise SystemExit(0 if healthy else 1)
         else:
-            raise SystemExit("usage: python -m tasks.stack up|down|status")
+            raise SystemExit("usage: python -m tasks.stack up|run|down|status")
     except BrokenPipeError:
-        # Whoever read the output has what they wanted. Python would complain once more when it ends.
+        # The reader has what it wanted. Python would complain again when it flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None  # a shell's exit code for SIGPIPE
     except (ShardCoreError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Settings of the stack: section `stack` of params.yaml. Invalid ones are refused before anything starts."""
+"""Settings of the stack: section `stack` of params.yaml, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -16,29 +16,28 @@ _DATABASES = {
     "prefect_database": ("postgresql+asyncpg", "sqlite+aiosqlite"),
     "mlflow_database": ("postgresql", "mysql", "sqlite", "mssql"),
 }
-"""Valid URL schemes. MLflow's may also name a driver, such as postgresql+psycopg2."""
+"""Valid schemes of URLs. MLflow's may also name a driver, such as postgresql+psycopg2."""
 _LONGEST_PATH, _LONGEST_NAME = 1000, 255
-"""Bytes of a folder's path, to which file names are added, and of each name in it."""
-
+"""Most bytes of a folder's path, to which names of files are added, and of each name in it."""
 _ALLOWED_HOST = r"[A-Za-z0-9*]([A-Za-z0-9.*-]{0,251}[A-Za-z0-9*])?"
 _RAY_PORTS = ("ray_port", "ray_client_port", "dashboard_port", "metrics_port")
 _WORKER_PORTS = range(10002, 20000)
-"""Of Ray's workers, unless it is told others. `ray start` ends if another of its ports is one of them."""
+"""Default ports of Ray's workers. `ray start` fails if another of its ports is one of them."""
 
 
 @dataclass(frozen=True)
 class StackConfig:
     """The stack's settings.
 
-    folder: of data, logs and the token.
-    host: address that the services listen at. 0.0.0.0: all addresses of this machine.
-    prefect_port, mlflow_port, ray_port, ray_client_port, dashboard_port, metrics_port: one per service, all
+    folder: folder of data, logs and the token.
+    host: address at which the services listen. 0.0.0.0: all addresses of this machine.
+    prefect_port, mlflow_port, ray_port, ray_client_port, dashboard_port, metrics_port: ports of the services, all
       different.
     object_store_mib: memory of Ray's object store.
     prefect_database, mlflow_database: SQLAlchemy URLs. Empty: SQLite in the folder.
-    artifacts: where MLflow keeps files. Empty: in the folder.
-    allowed_hosts: more names and addresses at which browsers and clients reach MLflow, such as a proxy's.
-      It answers 403 to others. "*": any.
+    artifacts: place of MLflow's files. Empty: in the folder.
+    allowed_hosts: further names and addresses, such as a proxy's, at which browsers and clients reach MLflow. It
+      answers 403 to others. "*": any.
     """
 
     folder: str = ".stack"
@@ -107,7 +106,7 @@ class StackConfig:
 
 
 def require_usable(config: StackConfig, folder: Path) -> None:
-    """Raise ShardCoreError if this machine cannot run such a stack, before anything is written."""
+    """Raise ShardCoreError if this machine cannot run such a stack. Nothing is written."""
     if (
         folder.exists()
         and any(folder.iterdir())
@@ -119,16 +118,16 @@ def require_usable(config: StackConfig, folder: Path) -> None:
         )
     try:
         with socket.socket() as s:
-            # Binding tells whether the address is this machine's.
+            # Only an address of this machine can be bound.
             s.bind((config.host, 0))
-            every = s.getsockname()[0] == "0.0.0.0"
-    except (OSError, ValueError, TypeError) as error:  # of a name with NUL, of one that is too long
+            is_all_addresses = s.getsockname()[0] == "0.0.0.0"
+    except (OSError, ValueError, TypeError) as error:  # also for a name with NUL, or a name that is too long
         raise ShardCoreError(
             f"stack.host is {_shortened(config.host)}, which is no IPv4 address of this "
             f"machine ({error}); 127.0.0.1 serves this machine, 0.0.0.0 others "
             "too"
         ) from None
-    if every and config.host != "0.0.0.0":
+    if is_all_addresses and config.host != "0.0.0.0":
         raise ShardCoreError(
             f"stack.host is {_shortened(config.host)}, which means all addresses; write 0.0.0.0 for that"
         )
@@ -137,7 +136,7 @@ def require_usable(config: StackConfig, folder: Path) -> None:
 
 
 def _wrong_folder(given: str) -> str:
-    """Why the stack cannot use a folder. "": it can."""
+    """The reason why the stack cannot use a folder. "" if it can."""
     folder = Path(os.path.abspath(given))
     if not str(folder).isprintable() or set(str(folder)) & set("?#%"):
         return (

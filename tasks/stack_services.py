@@ -1,4 +1,4 @@
-"""Services of the stack: their commands and environments, and the files that they read."""
+"""Services of the stack: their commands, their environments, and the files that they read."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from tasks.stack_config import StackConfig
 
 USER = "shardcore"
 _SOCKET_PATH_BYTES = 107
+"""Most bytes of a socket's path."""
 _RAY_LINK = "ray-sessions"
 """Name of a link to the temporary folder of Ray's sessions."""
 _MOST_TOKEN = 1000
-"""Bytes of the token's file."""
+"""Most bytes of the token's file."""
 _RAY_SOCKET_BYTES = 70
 """Bytes that Ray adds to its folder in the paths of its sockets."""
 _QUIET = {
@@ -46,23 +47,23 @@ _PRIVATE = ("10.*", "192.168.*", *(f"172.{n}.*" for n in range(16, 32)))
 """Patterns of private addresses, which MLflow allows by default."""
 _PROGRAMS = """case ":$PATH:" in *:FOLDER:*) ;; *) PATH=FOLDER:$PATH; export PATH ;; esac
 """
-"""Shell lines that find `prefect` and `mlflow` of this environment, whether it is active or not."""
+"""Lines of shell that put this environment's `prefect` and `mlflow` on the path, even if it is not active."""
 _NO_PROXY = """case "${no_proxy:=${NO_PROXY:-}}" in
 *'*'* | *HOSTS*) ;;
 *) no_proxy="${no_proxy:+$no_proxy,}HOSTS" ;;
 esac
 export no_proxy NO_PROXY="$no_proxy"
 """
-"""reach_directly, for a shell."""
+"""Lines of shell that do what services.reach_directly does."""
 
 
 @dataclass(frozen=True)
 class Service:
     """A service of the stack.
 
-    daemon: its process.
-    ports: where it listens, by the names in StackConfig.
-    answers: raises OSError or returns false unless it works.
+    daemon: process of the service.
+    ports: ports at which it listens, by the names in StackConfig.
+    answers: function that returns False or raises OSError unless the service works.
     page: URL for people.
     """
 
@@ -97,8 +98,7 @@ def client_env(config: StackConfig, folder: Path, token: str) -> dict[str, str]:
         "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
         "RAY_API_SERVER_ADDRESS": config.url(config.dashboard_port),
     }
-    # Ray's switch for clusters of several machines. It is on by default on Linux, and makes Ray listen at all
-    # addresses.
+    # Ray's switch for clusters of several machines makes it listen at all addresses. On Linux it is on by default.
     return {**env, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0" if config.on_loopback else "1"}
 
 
@@ -121,7 +121,7 @@ def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service
         "MLFLOW_AUTH_ADMIN_USERNAME": USER,
         "MLFLOW_AUTH_ADMIN_PASSWORD": token,
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-        # Derived from the token, so that sessions survive a restart.
+        # It is derived from the token, so that sessions survive a restart.
         "MLFLOW_FLASK_SERVER_SECRET_KEY": hashlib.sha256(token.encode()).hexdigest(),
         "MLFLOW_BACKEND_STORE_URI": config.mlflow_database or f"sqlite:///{folder / 'mlflow.db'}",
         "MLFLOW_ARTIFACTS_DESTINATION": config.artifacts or str(folder / "mlflow-artifacts"),
@@ -145,7 +145,7 @@ def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service
     worker = daemon("worker", *python, *worker_command.split(), PREFECT_WORKER_QUERY_SECONDS="2")
     watch = daemon("watch", *python, "tasks.watch")
     at = ("--host", config.host, "--port")
-    found = [
+    stack = [
         Service(
             daemon(
                 "prefect", *python, *"prefect server start".split(), *at, str(config.prefect_port), **prefect
@@ -176,7 +176,7 @@ def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service
                 *"ray.scripts.scripts start --head --block --disable-usage-stats".split(),
                 *(f"--{k}={v}" for k, v in ray.items()),
                 RAY_ADDRESS="",
-                # Calls have names of their own, too many for a label.
+                # Each call has a name of its own, which would make too many values of a label.
                 RAY_metric_cardinality_level="low",
             ),
             {
@@ -189,13 +189,13 @@ def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service
         Service(worker, {}, lambda: _polls(worker, prefect_api(config, token))),
         Service(watch, {}, lambda: watch.process() is not None),
     ]
-    return {s.daemon.name: s for s in found}
+    return {s.daemon.name: s for s in stack}
 
 
 def mlflow_hosts(config: StackConfig) -> dict[str, str]:
-    """The environment that tells MLflow at which names and addresses it is reached. It answers 403 to others.
+    """Environment variables with the names and addresses at which MLflow is reached. It answers 403 to others.
 
-    By default it knows loopback and private addresses. A page of another origin may not change anything.
+    By default it allows loopback and private addresses. A page of another origin may not change anything.
     """
     if config.on_loopback and not config.allowed_hosts:
         return {}
@@ -205,8 +205,8 @@ def mlflow_hosts(config: StackConfig) -> dict[str, str]:
             socket.gethostname(),
             *(
                 address.address
-                for found in psutil.net_if_addrs().values()
-                for address in found
+                for addresses in psutil.net_if_addrs().values()
+                for address in addresses
                 if address.family == socket.AF_INET
             ),
         ]
@@ -229,7 +229,7 @@ def mlflow_hosts(config: StackConfig) -> dict[str, str]:
 def ray_folder(folder: Path) -> Path:
     """Folder of Ray's sessions: in the stack's folder, unless the paths of its sockets become too long.
 
-    Then it is in a temporary folder with a name that nobody can guess. A link in the stack's folder names it.
+    Then it is in a temporary folder with a name that nobody can guess. A link in the stack's folder leads there.
     """
     inside, link = folder / "ray", folder / _RAY_LINK
     if len(os.fsencode(inside)) + _RAY_SOCKET_BYTES <= _SOCKET_PATH_BYTES or not link.is_symlink():
@@ -240,15 +240,16 @@ def ray_folder(folder: Path) -> Path:
 def is_private(folder: Path) -> bool:
     """Tell if a path is a folder of this user that is closed to others."""
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
 def _link_ray_folder(folder: Path) -> None:
-    """Make the temporary folder of Ray's sessions if there has to be one. After a reboot its name may be
-    another user's.
+    """Make the temporary folder of Ray's sessions if there has to be one.
+
+    After a reboot it is gone, and its name may be another user's.
     """
     link = folder / _RAY_LINK
     too_long = len(os.fsencode(folder / "ray")) + _RAY_SOCKET_BYTES > _SOCKET_PATH_BYTES
@@ -258,12 +259,12 @@ def _link_ray_folder(folder: Path) -> None:
 
 
 def temporary_folder(folder: Path) -> Path:
-    """TMPDIR of the services. It is short, because sockets are there too."""
+    """TMPDIR of the services. Its path is short, as sockets are there, too."""
     return ray_folder(folder) / "tmp"
 
 
 def read_token(folder: Path) -> str:
-    """The token of a stack. "": it has none yet. Raises ShardCoreError if its file holds something else."""
+    """The token of a stack. "" if there is none yet. Raises ShardCoreError if its file holds something else."""
     file = folder / "token"
     if not file.exists():
         return ""
@@ -279,13 +280,13 @@ def read_token(folder: Path) -> str:
 def write_settings(config: StackConfig, folder: Path) -> str:
     """Write the files that services and clients read. Returns the token, which the first call creates."""
     (folder / "logs").mkdir(parents=True, exist_ok=True, mode=0o700)
-    # Ray opens its folder to everybody, so the one around it is closed.
+    # Ray opens its folder to everybody, so its parent is closed.
     folder.chmod(0o700)
     _link_ray_folder(folder)
     for made in (ray_folder(folder), temporary_folder(folder)):
         made.mkdir(exist_ok=True, mode=0o700)
     if not (folder / "token").exists():
-        # This database keeps the password that it was created with.
+        # This database keeps its first password, so a new token needs a new one.
         (folder / "mlflow-auth.db").unlink(missing_ok=True)
         write_private(folder / "token", secrets.token_urlsafe(32))
     token = read_token(folder)
@@ -300,7 +301,7 @@ def write_settings(config: StackConfig, folder: Path) -> str:
         folder / "mlflow-auth.ini",
         f"[mlflow]\ndefault_permission = NO_PERMISSIONS\n"
         f"database_uri = sqlite:///{folder / 'mlflow-auth.db'}\n"
-        # Or each request hashes the password: 0.1 s.
+        # Without it, each request hashes the password, which takes 0.1 s.
         "auth_cache_ttl_seconds = 60\n"
         "authorization_function = "
         "mlflow.server.auth:authenticate_request_basic_auth\n",
@@ -310,7 +311,7 @@ def write_settings(config: StackConfig, folder: Path) -> str:
 
 
 def logging_config(lines: Path) -> str:
-    """Prefect's logging configuration, extended to write logs of flows and tasks as JSON lines too."""
+    """Prefect's logging configuration, which also writes logs of flows and tasks to `lines`, as JSON."""
     import yaml
 
     config = yaml.safe_load((paths.package("prefect") / "logging" / "logging.yml").read_text())
@@ -335,7 +336,7 @@ def prefect_api(config: StackConfig, token: str) -> Api:
 
 
 def _polls(worker: Daemon, api: Api) -> bool:
-    """Tell if the worker asked the server for work since it started."""
+    """Tell if the worker has asked the server for work since its start."""
     began = worker.started()
     seen = [
         datetime.fromisoformat(w["last_heartbeat_time"]).timestamp()

@@ -16,12 +16,12 @@ from shardcore.tables.public import public_pool
 
 @dataclass(frozen=True)
 class TablesConfig:
-    """Which pool to use.
+    """The pool of tables.
 
     source: "generated" (calibrated to dlrm_datasets), the name of a public list, or a file of dlrm_datasets.
     tables: number of generated tables.
-    seed: of the generated pool.
-    dim: of tables until a draw gives them another. A public list has its own.
+    seed: seed of the generated pool.
+    dim: dim of tables until a draw gives them another. A public list has dims of its own.
     """
 
     source: str = "generated"

@@ -33,9 +33,9 @@ from tasks.setting import SettingConfig
 class TrainConfig(fit.FitConfig):
     """FitConfig, and fields of the stage.
 
-    datasets: shipped folders whose samples of the same setting are added, for training and evaluation. None:
-      all that have any, unless their machine is faster or slower (see cost/pace.py), and traced steps of jobs.
-    learning_curve: whether to train on parts of the samples too. That takes as long as two trainings more.
+    datasets: shipped folders whose samples of the same setting are added, for training and evaluation. None: all that
+      have any, unless their machine is faster or slower (see cost/pace.py), and traced steps of jobs.
+    learning_curve: True to also train on parts of the samples. That takes as long as two further trainings.
     """
 
     datasets: tuple[str, ...] | None = None
@@ -56,8 +56,7 @@ class TrainConfig(fit.FitConfig):
 
 
 def data_version() -> str:
-    """DVC's hash of the measurements, from dvc.lock. Outside a DVC stage "unversioned": they may have
-    changed."""
+    """DVC's hash of the measurements, from dvc.lock. "unversioned" outside a DVC stage, as they may have changed."""
     if "DVC_STAGE" not in os.environ:
         return "unversioned"
     try:
@@ -70,10 +69,10 @@ def data_version() -> str:
 
 
 def of_same_hardware(setting: Setting, measurements: Path) -> tuple[list[Path], dict[str, str]]:
-    """Shipped folders with samples of a setting, and those of them that cannot join, with the reason.
+    """Shipped folders with samples of a setting that are added, and others of the setting, with the reason.
 
-    Two machines may have one name: what takes much longer on one of them, or less, is not joined. Traced steps
-    alone are: how fast jobs run is what they tell.
+    Two machines may have one name. So a folder whose ops take much longer or shorter than here is not added. A folder
+    of only traced steps is added: the speed of jobs is what it shows.
     """
     joined, refused = [], {}
     own = dataset.read_compute(measurements, setting)
@@ -82,12 +81,12 @@ def of_same_hardware(setting: Setting, measurements: Path) -> tuple[list[Path], 
             if setting in traced_samples.settings(folder):
                 joined.append(folder)
             continue
-        found = pace.pace(own, dataset.read_compute(folder, setting))
-        if pace.is_equal(found):
+        ratio = pace.pace(own, dataset.read_compute(folder, setting))
+        if pace.is_equal(ratio):
             joined.append(folder)
         else:
             refused[str(folder)] = (
-                f"ops take {found:.2f} times as long here; measure on a quiet machine, "
+                f"ops take {ratio:.2f} times as long here; measure on a quiet machine, "
                 "or name it in train.datasets"
             )
     return joined, refused
@@ -126,7 +125,7 @@ def train_model(
     work = console.Work("epochs", config.epochs)
 
     def progress(model: str, epoch: int, values: dict[str, float]) -> None:
-        # Exchanges are fitted in one step, without epochs.
+        # Models of exchanges are fitted in one step, without epochs.
         if model == "compute":
             work.done(epoch)
         if epoch % 10 == 0:
@@ -135,7 +134,6 @@ def train_model(
             )
 
     with registry.run(run_name=f"train-{setting.hardware}") as run:
-        # A model's provenance says which data and code it came from.
         version, commit = data_version(), git_commit()
         versions = {measurements: version, **{path: replays.parts_digest(path) for path in shipped}}
         mlflow.log_params(
@@ -160,7 +158,7 @@ def train_model(
             },
         )
         model = trained.model
-        _say_best(trained.curves)
+        _log_best(trained.curves)
         if trained.of_steps:
             logger.info("%s", trained.of_steps)
         if trained.of_traces:
@@ -177,7 +175,7 @@ def train_model(
         _log_figures(model, accuracy.held_out(data.known.compute), trained.curves, studied)
         mlflow.log_text(card, registry.CARD)
         mlflow.set_tag("mlflow.note.content", card)  # the run's description
-        # Files come last: a failed run leaves no model that looks trained.
+        # Files come last, so that a failed run leaves no model that looks trained.
         neural.save(model, folder)
         writing.write_csv(folder.with_name("curves.csv"), trained.curves)
         writing.write_atomic(folder.with_name(registry.CARD), card.encode())
@@ -185,15 +183,15 @@ def train_model(
     return dict(studied.metrics["test"])
 
 
-def _say_best(curves: Sequence[Mapping[str, Any]]) -> None:
+def _log_best(curves: Sequence[Mapping[str, Any]]) -> None:
     logger = get_run_logger()
-    found = [r for r in curves if r["model"] == "compute"]
-    best = min(found, key=lambda r: r["validation_mape"])
+    epochs = [r for r in curves if r["model"] == "compute"]
+    best = min(epochs, key=lambda r: r["validation_mape"])
     mlflow.log_metric("compute/best_epoch", best["epoch"])
     logger.info(
         "compute: best after epoch %d of %d, validation error %.1f%%",
         best["epoch"],
-        found[-1]["epoch"],
+        epochs[-1]["epoch"],
         best["validation_mape"],
     )
     if best["epoch"] == 0:
@@ -238,15 +236,15 @@ def _log_datasets(compute: Sequence[ComputeSample], versions: Mapping[Path, str]
     """Log each folder as an input of the run, with its version."""
     for folder, version in versions.items():
         ids = dataset.read_ids(folder, "compute")
-        found = [s for s in compute if s.id in ids]
+        own = [s for s in compute if s.id in ids]
         frame = pd.DataFrame(
             {
-                "id": [s.id for s in found],
-                "shards": [len(s.request.shards) for s in found],
-                "total_ms": [s.total_ms for s in found],
+                "id": [s.id for s in own],
+                "shards": [len(s.request.shards) for s in own],
+                "total_ms": [s.total_ms for s in own],
             }
         )
-        # MLflow warns that a path could be other sources too, and that integers cannot be missing.
+        # MLflow warns that a path could also be another kind of source, and that integers cannot be missing.
         with warnings.catch_warnings(action="ignore"):
             data = from_pandas(frame, source=str(folder), name=folder.name, digest=version[:36])
             mlflow.log_input(data, context="training")
@@ -269,7 +267,7 @@ def _log_curves(
         Metric("learning_curve/test_mape", error, 0, samples)
         for samples, error in (curve.rows if curve else ())
     ]
-    # MLflow takes at most 1,000 metrics per request.
+    # MLflow takes at most 1,000 metrics in a request.
     for i in range(0, len(metrics), 1000):
         client.log_batch(run_id, metrics=metrics[i : i + 1000])
 

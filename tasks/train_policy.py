@@ -25,9 +25,9 @@ Part = TypeVar("Part", PolicyConfig, PolicyProblems)
 
 @dataclass(frozen=True)
 class TrainPolicyConfig(PolicyConfig, PolicyProblems):
-    """PolicyConfig and PolicyProblems, and which policy.
+    """PolicyConfig and PolicyProblems, and the policy.
 
-    algorithm: its name. null: none is trained.
+    algorithm: name of the policy. null: none is trained.
     """
 
     algorithm: str | None = None
@@ -42,7 +42,7 @@ class TrainPolicyConfig(PolicyConfig, PolicyProblems):
             )
 
     def part(self, cls: type[Part]) -> Part:
-        """The fields of one of the two."""
+        """The fields of one of the two configs."""
         return cls(**{f.name: getattr(self, f.name) for f in dataclasses.fields(cls)})
 
 
@@ -55,7 +55,7 @@ def train_policy(model_folder: Path, pool: Path, config: TrainPolicyConfig, fold
     """
     logger = get_run_logger()
     folder.mkdir(parents=True, exist_ok=True)
-    # An older policy must not look like this one.
+    # An older policy must not look like the one that is trained now.
     for name in (POLICY_JSON, model_files.MODEL_WEIGHTS, CURVES):
         (folder / name).unlink(missing_ok=True)
     if config.algorithm is None:
@@ -92,7 +92,7 @@ def train_policy(model_folder: Path, pool: Path, config: TrainPolicyConfig, fold
             ],
         )
         mlflow.log_metrics({f"final_{k}": v for k, v in metrics.items()})
-        # Files come last: a failed run leaves no policy that looks trained.
+        # Files come last, so that a failed run leaves no policy that looks trained.
         writing.write_csv(folder / CURVES, trained.curves)
         write_policy(
             folder,

@@ -1,9 +1,8 @@
 """`python -m tasks.watch`: run the publishing deployment whenever the champion changes.
 
-It does not matter who set the alias: the gate, or a person in MLflow. The watch remembers nothing itself. The
-registered model records what was published last (tasks/publish_claim.py). Prefect recognises a run that was
-requested already by its key. So the watch can be killed at any moment. A new one does what is left to do,
-once.
+It does not matter whether the gate or a person in MLflow sets the alias. The watch remembers nothing: the registered
+model records what was published last (tasks/publish_claim.py), and Prefect recognises by its key a run that was
+requested before. So the watch can be killed at any moment, and a new one does what is left to do, once.
 """
 
 from __future__ import annotations
@@ -27,28 +26,27 @@ DEPLOYMENT = "publish/local"
 EVERY_S = 3.0
 ATTEMPTS = 3
 RETRY_S = 20.0
-"""Wait after the first failed run. After the second it is twice as long."""
-
+"""Wait after the first failed run. It is twice as long after the second."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-
+"""Address of an object in an error, which differs each time."""
 logger = logging.getLogger("shardcore.watch")
 
 
 def watched() -> publish_claim.PublishState:
-    """The state of the model that this project publishes under."""
+    """The state of the model under which this project publishes."""
     state = publish_claim.read(
         mlflow.MlflowClient(), _model(*map(_changed, (paths.PARAMS, paths.MEASUREMENTS)))
     )
     if not state.due(time.time()):
         return state
-    # A claim is made before the alias is set. Read once more, so that a claim between two reads is seen.
+    # A claim is made before the alias is set. It is read again after the alias, so that no claim is missed.
     return publish_claim.read(mlflow.MlflowClient(), state.model)
 
 
 def publish_once(state: publish_claim.PublishState, now: float) -> str:
     """Request the publishing run of a champion, unless it was requested already. Retry failed runs.
 
-    Returns a line on the state.
+    Returns a line about the state.
     """
     key = f"{state.model} {state.champion} after {state.at}"
     run: Any = None
@@ -67,9 +65,9 @@ def publish_once(state: publish_claim.PublishState, now: float) -> str:
 
 
 def step() -> str:
-    """Check once, act if publishing is due. Returns a line on the state.
+    """Check once, and request publishing if it is due. Returns a line about the state.
 
-    Never raises for what time or a person can mend.
+    It never raises for what time or a person can mend.
     """
     try:
         state = watched()
@@ -95,7 +93,7 @@ def step() -> str:
 
 
 def watch() -> None:
-    """Check every EVERY_S for as long as the process lives. Log each new state once."""
+    """Check every EVERY_S as long as the process lives, and log each new state once."""
     last = ""
     while True:
         line = step()
@@ -110,7 +108,7 @@ def main() -> None:
     logger.setLevel(logging.INFO)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     services.reach_directly(os.environ)
-    # The next check is the retry.
+    # One retry of MLflow's client is enough, as the next check comes soon.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     if not os.environ.get("PREFECT_API_URL"):
@@ -129,7 +127,7 @@ def _run_deployment(key: str) -> Any:
 
 @lru_cache(maxsize=1)
 def _model(*_changes: float) -> str:
-    """The model's name. Arguments change with params.yaml or the measurements, which renews the cache."""
+    """The model's name. It is cached until the arguments change, the times of params.yaml and the measurements."""
     wanted = params.section("setting", SettingConfig)
     return registry.model_name(wanted.of_dataset_or_local(paths.MEASUREMENTS).hardware)
 
@@ -139,7 +137,7 @@ def _changed(path: Any) -> float:
 
 
 def _short(error: Exception) -> str:
-    """One line, the same each time for the same error."""
+    """An error in one line, which is the same each time."""
     return _ADDRESS.sub("", " ".join(f"{type(error).__name__}: {error}".split()))[:200]
 
 

@@ -1,6 +1,6 @@
 """Ray actors that measure: a worker a device for shardcore.measure.supervise, and the ranks of gangs.
 
-Each is a process of its own that imports this module, so nothing here imports Prefect, which takes a second.
+Each actor is a process that imports this module. So nothing here imports Prefect, which takes a second.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from shardcore.step.lower import Workload
 from tasks import actors
 
 _PROBE_S = 5.0
+"""Longest wait for a worker's counts."""
 
 
-# one that Ray restarts would fail the next, innocent call
+# Ray must not restart a worker: the next call would fail, which did nothing wrong.
 @actors.remote(max_restarts=0, concurrency_groups={"watch": 1})
 class DeviceWorker(DeviceBench):
     @ray.method(concurrency_group="watch")  # so that it answers while the device works
@@ -43,7 +44,7 @@ class RayTransport:
         self.spec, self._starts = spec, Counter()
 
     def start(self, name: str, reference_ms: float | None) -> RayWorker:
-        self._starts[name] += 1  # Ray may take a while to free the name of one that died
+        self._starts[name] += 1  # part of the name, as Ray may free that of a dead worker late
         again = f", start {self._starts[name]}" if self._starts[name] > 1 else ""
         return RayWorker(f"measure[compute] {name}{again}", self.spec, reference_ms)
 
@@ -78,7 +79,7 @@ class RayWorker:
             raise (Refused if "ShardCoreError: " in str(error) else Ended)(actors.reason(error)) from None
 
     def look(self) -> None:
-        with suppress(RayError):  # it died, which its call tells, or is stuck
+        with suppress(RayError):  # it is stuck, or has died, which its call reports
             self.counts = ray.get(self._actor.look.remote(), timeout=_PROBE_S)
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""Whether this machine can emulate hosts (measure/hosts.py), and the mark of tests that need it."""
+"""Check that this machine can emulate hosts (measure/hosts.py), and the mark of tests that need it."""
 
 from functools import cache
 

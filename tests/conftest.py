@@ -73,7 +73,7 @@ MIB = 1 << 20
 
 
 def can_mount() -> bool:
-    """Whether a small file system can be mounted, in a mount namespace of its own."""
+    """Tell if a small file system can be mounted, in a separate mount namespace."""
     command = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/tmp"]
     return bool(shutil.which("unshare")) and subprocess.run(command, capture_output=True).returncode == 0
 
@@ -86,8 +86,7 @@ HAS = {
     "torchrec": lambda: bool((spec := importlib.util.find_spec("torchrec")) and spec.origin),
     # no tests/torchrec
 }
-"""What some tests need, and are skipped without. CI names all of it in SHARDCORE_REQUIRE, so that none is
-skipped there."""
+"""Needs of some tests, which are skipped without them. CI names all in SHARDCORE_REQUIRE, so that it skips none."""
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -224,8 +223,13 @@ def short_explanations(monkeypatch, bound_once) -> None:
 
 @dataclass
 class Outcome:
-    """What a failure came to: whether the work still ran when it struck, the line that tells of it, what was
-    lost, and whether the next run completed."""
+    """Outcome of a failure.
+
+    hit: True if the work still ran when it struck.
+    said: line that reports it.
+    lost: number of samples that were lost.
+    completed: True if the next run completed.
+    """
 
     hit: bool = False
     said: str = ""

@@ -321,7 +321,7 @@ def use_cache(folder: Path, sound: Sound) -> None:
 @reads(
     "users",
     "tasks/refresh.py:forget_dead_users",
-    "tasks/refresh.py:why",
+    "tasks/refresh.py:reason",
     parts=(".dvc",),
     damage=json_of(".dvc/tmp/rwlock"),
 )
@@ -329,7 +329,7 @@ def use_users(folder: Path, sound: Sound) -> None:
     with contextlib.chdir(folder):
         refresh.forget_dead_users()
         left = json.loads(Path(".dvc/tmp/rwlock").read_bytes())
-        refresh.why(["error: Unable to acquire lock"])
+        refresh.reason(["error: Unable to acquire lock"])
         if not left:
             raise ShardCoreError("the list of users is not DVC's; it is written anew")
         users = [*left["write"].values(), *(user for each in left["read"].values() for user in each)]

@@ -23,7 +23,8 @@ def lookups(rank, rng):
     return {f"f-{t.name}": (rng.integers(0, 100, 3 * n), np.full(n, 3)) for t in TABLES}
 
 
-def traced_step(folder, step=1000, ranks=(0, 1)):
+def traced_step(folder, step=1000, ranks=(0, 1), entered=1.0):
+    """entered: outputs that ranks enter into their exchange, over those of the plan."""
     where = job_folder.step_folder(folder, step)
     where.mkdir(parents=True)
     job_folder.write_facts(where, job_folder.JobFacts(2, FEATURES, {"torch": "2.13.0"}), PROBLEM, UNEVEN)
@@ -31,5 +32,7 @@ def traced_step(folder, step=1000, ranks=(0, 1)):
         job_folder.write_rank(
             where, rank, Spread(18.0, 17.0, 19.0, 900), lookups(rank, np.random.default_rng(rank))
         )
-        write(where, rank, gloo_step(late_ms=3.0 * rank))
+        columns = sum(p.shard.table.dim for p in UNEVEN.placements if p.devices == (rank,))
+        outputs = round(entered * PROBLEM.global_batch * columns)
+        write(where, rank, gloo_step(late_ms=3.0 * rank, entered=outputs))
     return where

@@ -13,9 +13,12 @@ def event(name, begin_ms, ms, category="cpu_op", thread=1, **args):
     }  # fmt: skip
 
 
-def gloo_step(late_ms=0.0, at_ms=0.0, number=3):
-    """A step of 20 ms on the CPU; lookups take longer by `late_ms`, so the other rank waits in the exchange."""
-    lookup_ms, sizes = 4 + late_ms, {"Input Dims": [[100], [256]], "Input type": ["float", "float"]}
+def gloo_step(late_ms=0.0, at_ms=0.0, number=3, entered=256):
+    """A step of 20 ms on the CPU; lookups take longer by `late_ms`, so the other rank waits in the exchange.
+
+    entered: numbers that the rank enters into the exchange.
+    """
+    lookup_ms, sizes = 4 + late_ms, {"Input Dims": [[100], [entered]], "Input type": ["float", "float"]}
     begins_ms = at_ms + 2 + lookup_ms
     ends_ms = at_ms + 11  # of the exchange, on both ranks
     return [

@@ -14,10 +14,10 @@ from shardcore.step.memory_account import account_of
 from shardcore.step.scopes import WORLD
 
 CHANNEL = {c.collective if c.group == WORLD else f"{c.collective}_{c.group}": c for c in CHANNELS}
-"""By collective, and group where that is not all devices: "all_to_all", "reduce_scatter_host"."""
+"""Channels by collective, and group if that is not all devices: "all_to_all", "reduce_scatter_host"."""
 ALL_TO_ALL, REDUCE_SCATTER, ALL_REDUCE = (Channel(c) for c in ("all_to_all", "reduce_scatter", "all_reduce"))
 WITHIN, ACROSS = CHANNEL["reduce_scatter_host"], CHANNEL["all_to_all_cross"]
-"""Those of host_row."""
+"""Channels of host_row."""
 TO_TOWER = CHANNEL["all_to_all_host"]
 
 
@@ -29,7 +29,7 @@ def sends(**entering) -> np.ndarray:
 
 
 def entering(found: np.ndarray) -> dict[str, list[float]]:
-    """Of traffic [L C, D] the channels of outputs and gradients that run, by name. All lanes together."""
+    """Bytes of the channels of outputs and gradients that run, by name, over all lanes of traffic [L C, D]."""
     found = found.reshape(-1, len(CHANNELS), found.shape[-1]).sum(0)
     return {
         name: found[CHANNELS.index(c)].tolist()

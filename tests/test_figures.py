@@ -106,6 +106,44 @@ def test_a_killed_entry_goes_on_in_its_folder(table, tmp_path):
     assert times.read_text() == "x\nx\n"
 
 
+def headline(**more) -> str:
+    return json.dumps({"name": "error", "pattern": r"error ([\d.]+)%", "low": 2, "high": 4, **more}).replace(
+        '":', '" ='
+    )
+
+
+@pytest.mark.parametrize(
+    "command, code, verdict",
+    [
+        ("echo error 2.5%", 0, r"error +2\.5 +2 to 4 +within"),
+        ("echo error 4.5%", 1, r"error +4\.5 +2 to 4 +OUTSIDE"),
+        ("echo nothing", 1, r"error +- +2 to 4 +MISSING"),
+        ("echo error 2.5%; exit 3", 1, r"error +- +2 to 4 +MISSING"),
+    ],
+)
+def test_headlines_get_a_verdict_and_bring_what_they_need(table, capsys, command, code, verdict):
+    short = entry("short", "ls {model}", command) + f"headlines = [{headline()}]\n"
+    given = table(entry("model", "true"), entry("other", "true"), short)
+    assert figures.main([*given, "--headlines"]) == code
+    said = capsys.readouterr().out
+    assert re.search(verdict, said) and "other" not in said and "model" in said
+    assert f"{1 - code} of 1 within their intervals, all at commit " in said
+
+
+@pytest.mark.parametrize("more", [{"pattern": "no group"}, {"low": 5}])
+def test_a_headline_without_a_figure_or_an_interval_is_refused(table, capsys, more):
+    given = table(entry("short", "true") + f"headlines = [{headline(**more)}]\n")
+    assert figures.main(given) == 1
+    assert "it needs one group, and an interval" in capsys.readouterr().err
+
+
+def test_headlines_take_a_quarter_of_an_hour():
+    every = figures.read(figures.TABLE)
+    taken = figures.with_needed(every, [figure.name for figure in every if figure.headlines])
+    assert 5 <= sum(len(figure.headlines) for figure in taken) and sum(f.minutes for f in taken) <= 15
+    assert not [figure.name for figure in taken if figure.given or figure.root]
+
+
 @pytest.mark.parametrize(
     "entries, more, words",
     [

@@ -21,7 +21,7 @@ from shardcore.core.errors import MOST_CHARACTERS, ShardCoreError
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Pydantic serializer"), pytest.mark.timeout(120)]
 NOT_READ = {"report.html", "cost.json", ".turn"}
-"""By who loads a plan."""
+"""Files of a store that loading a plan does not read."""
 NAME_NO_FILE = {"batch", "hot_ids", "request", "users"}
 """Formats of which some refusals name the table, or the part of a request."""
 EXAMPLES = int(os.environ.get("SHARDCORE_EXAMPLES", 12))
@@ -80,7 +80,7 @@ def test_what_is_damaged_is_refused_in_a_line_or_can_be_used(sound, tmp_path, na
 
 @pytest.mark.parametrize("name", sorted(set(FORMATS) - {"users", "cache"}))  # DVC's own: left alone
 def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(sound, tmp_path, name):
-    """To open one, or to read it, waits for a writer that never comes."""
+    """Opening or reading a pipe waits for a writer that never comes."""
     one = FORMATS[name]
     for part in one.parts:
         whole = sound.folder / part

@@ -1,5 +1,4 @@
-"""How a checkout is installed: the locked versions, pip's settings told to uv, and what installs where uv
-cannot."""
+"""Installation of a checkout: locked versions, pip's settings given to uv, and installation without uv."""
 
 import os
 import re
@@ -24,7 +23,7 @@ LOCKED = dict(
     if not line.startswith("#")
 )
 ELSEWHERE = {"fbgemm-gpu", "psycopg2-binary", "s3fs", "shardcore"}
-"""What is not locked: a GPU's FBGEMM, PostgreSQL's driver, object stores, and this package's own extras."""
+"""Packages that are not locked: a GPU's FBGEMM, PostgreSQL's driver, object stores, and this package's own extras."""
 
 
 def requirements() -> list[Requirement]:
@@ -60,7 +59,7 @@ def test_a_lock_drops_local_versions_and_what_is_not_ours_to_lock():
 
 
 def test_uv_is_told_the_settings_that_pip_takes(tmp_path):
-    """Of a real pip: the environment wins over its file, and a section for `install` over the global one."""
+    """Checked against a real pip: its environment wins over its file, and section `install` over the global one."""
     (tmp_path / "pip.conf").write_text(
         "[global]\nindex-url = https://a.example/simple\nno-index = true\n"
         "find-links = /wheels\n[install]\nfind-links = /x /y\n"

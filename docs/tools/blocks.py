@@ -44,8 +44,8 @@ class Block:
         if self.language not in ("", "bash"):
             return []
         whole = re.sub(r" *\\\n *", " ", self.code)
-        found = (_COMMAND.match(line.strip()) for line in whole.splitlines())
-        return [re.sub(r"(^| +)#.*", "", match[1]).strip() for match in found if match]
+        matches = (_COMMAND.match(line.strip()) for line in whole.splitlines())
+        return [re.sub(r"(^| +)#.*", "", match[1]).strip() for match in matches if match]
 
     @property
     def runs(self) -> bool:
@@ -67,7 +67,7 @@ def blocks(text: str) -> Iterator[Block]:
 
 def inline_commands(text: str) -> list[str]:
     """Arguments of commands within sentences."""
-    return [" ".join(found.split()) for found in _INLINE.findall(_BLOCK.sub("", text))]
+    return [" ".join(matches.split()) for matches in _INLINE.findall(_BLOCK.sub("", text))]
 
 
 def main() -> None:

@@ -66,7 +66,7 @@ def _outputs(source: str, names: dict[str, Any], count: int) -> list[dict[str, A
 
 
 def _data(value: Any) -> dict[str, Any]:
-    """What a value offers, by MIME type."""
+    """Forms of a value, by MIME type."""
     data: dict[str, Any] = {"text/plain": _lines(repr(value))}
     if hasattr(value, "_repr_html_"):
         data["text/html"] = _lines(value._repr_html_())

@@ -92,7 +92,7 @@ def step() -> Figure:
 def kinds() -> Figure:
     """A table under each kind of sharding: where its rows and columns are, and what travels."""
     table = Table("t", 10_000_000, 128, 20.0)
-    problem = Problem("one", [table], Topology.of_hosts(2, 2, memory_gib=80), 32_768)
+    problem = Problem("one", (table,), Topology.of_hosts(2, 2, memory_gib=80), 32_768)
     whole = Shard.whole(table)
     columns = [Placement("column", Shard(table, 0, table.rows, 32 * d, 32 * d + 32), (d,)) for d in range(4)]
     plans = {
@@ -104,7 +104,7 @@ def kinds() -> Figure:
     }
     made = _figure(12, 6.2)
     for panel, (name, placements) in zip(_row(made, len(plans)), plans.items(), strict=True):
-        _kind(panel, name, problem, Plan(placements))
+        _kind(panel, name, problem, Plan(tuple(placements)))
     return made
 
 
@@ -169,7 +169,7 @@ def _place(plan: Plan, device: int) -> tuple[float, float, float, float]:
 
 
 def _travel(traffic: np.ndarray, ids: bool) -> list[str]:
-    """What travels, as lines: the collective, and MB of the device that has most."""
+    """Lines on what travels: the collective, and MB of the device that has most."""
     words = []
     for channel, row in zip(CHANNELS, traffic, strict=True):
         if row.any() and (channel in ID_CHANNELS) == ids:
@@ -183,7 +183,7 @@ def _travel(traffic: np.ndarray, ids: bool) -> list[str]:
 
 
 def search() -> Figure:
-    """The cheapest plan found by number of evaluations, and what other algorithms find."""
+    """The cheapest plan by number of evaluations, and what other algorithms find."""
     problem = read_problem(ROOT / "problems/hugectr-180-16.json")
     problem = replace(problem, topology=replace(problem.topology, hardware=CARD))
     model = shardcore.load_profile(CARD).model().for_problem(problem)
@@ -192,18 +192,18 @@ def search() -> Figure:
         return price(lower(SHARDERS[name](problem, model, budget=budget), problem), model).total_ms
 
     evals = [1, 10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000, 300_000]
-    found = [ms("portfolio", Budget(evals=n)) for n in evals]
+    best_ms = [ms("portfolio", Budget(evals=n)) for n in evals]
     others = {name: ms(name) for name in ("size_lookup_greedy", "lookup_greedy", "neuroshard")}
     made = _figure(9, 3.6)
     axes = made.subplots()
     made.subplots_adjust(0.08, 0.15, 0.9, 0.96)
-    axes.step(evals, found, where="post", color=COLORS[0], linewidth=2)
+    axes.step(evals, best_ms, where="post", color=COLORS[0], linewidth=2)
     for name, other in others.items():
         axes.axhline(other, color="#999999", linewidth=0.8)
         axes.text(
             0.99, other, f"{name} {other:.3f}", ha="right", va="bottom", transform=axes.get_yaxis_transform()
         )
-    axes.text(evals[-1], found[-1], f"  portfolio\n  {found[-1]:.3f}", va="center", color=COLORS[0])
+    axes.text(evals[-1], best_ms[-1], f"  portfolio\n  {best_ms[-1]:.3f}", va="center", color=COLORS[0])
     axes.set(xscale="log", xlabel="plans priced (evaluations)", ylabel="predicted ms of the best plan")
     axes.spines[["top", "right"]].set_visible(False)
     return made
@@ -265,8 +265,9 @@ def stages() -> Figure:
     axes.axis("off")
     for i, (name, words) in enumerate(boxes.items()):
         owned = "#e8eef5" if i < 4 else "#f3f3f3"
-        box = {"boxstyle": "round,pad=0.02", "facecolor": owned, "edgecolor": "#4477aa"}
-        axes.add_patch(FancyBboxPatch((i + 0.1, 0.25), 0.76, 0.55, **box))
+        style = "round,pad=0.02"
+        box = FancyBboxPatch((i + 0.1, 0.25), 0.76, 0.55, style, facecolor=owned, edgecolor="#4477aa")
+        axes.add_patch(box)
         axes.text(i + 0.48, 0.7, name, ha="center", weight="bold")
         axes.text(i + 0.48, 0.43, words, ha="center", va="center", fontsize=8.5)
         if i:

@@ -101,7 +101,7 @@ def pages() -> dict[str, str]:
 
 
 def library() -> str:
-    """What `import shardcore` offers."""
+    """Page of all names of `import shardcore`."""
     parts = ["# The library\n\nNames of `import shardcore`. `help(shardcore.NAME)` says the same."]
     for name in sorted(shardcore.__all__, key=str.lower):
         noun = getattr(shardcore, name)
@@ -128,10 +128,10 @@ def modules() -> str:
 
 def commands() -> str:
     """All commands with their options, as their parsers have them."""
-    found = list(parsers(parser_of_all()))
+    entries = list(parsers(parser_of_all()))
     index = markdown_table(
         ("command", "does"),
-        [(f"[`{name}`](#{anchor(name)})", _summary(p)) for name, p in found],
+        [(f"[`{name}`](#{anchor(name)})", _summary(p)) for name, p in entries],
     )
     return (
         "\n\n".join(
@@ -140,7 +140,7 @@ def commands() -> str:
                 "`shardcore COMMAND -h` shows the same. `python -m shardcore` is the long form. The exit code is 0, "
                 "1 (one line says why) or 2 (bad usage).",
                 index,
-                *(_command(name, p) for name, p in found),
+                *(_command(name, p) for name, p in entries),
             ]
         )
         + "\n"

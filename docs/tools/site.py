@@ -41,8 +41,7 @@ _ITEM = re.compile(r"(?:[-*]|\d+\.) ")
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages that are made, and those of other folders."""
-    for name in ("README.md",):
-        files.remove(files.get_file_from_path(name))
+    files.remove(files.get_file_from_path("README.md"))  # code.md has it: a README would be the home page
     made = {page: _text(ROOT / source) for page, source in SOURCES.items()} | reference.pages()
     for page, text in made.items():
         files.append(File.generated(config, page, content=text))
@@ -63,9 +62,9 @@ def on_post_build(config: Any) -> None:
     """Refuse a site that would load anything from elsewhere."""
     loads = re.compile(r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=[\"']?(?:https?:)?//[^\s\"'>]+")
     for path in sorted(Path(config.site_dir).rglob("*.html")):
-        found = [m for m in loads.findall(path.read_text()) if 'rel="canonical"' not in m]
-        if found:
-            raise PluginError(f"{path.relative_to(config.site_dir)} loads from elsewhere: {found[0]}")
+        loaded = [m for m in loads.findall(path.read_text()) if 'rel="canonical"' not in m]
+        if loaded:
+            raise PluginError(f"{path.relative_to(config.site_dir)} loads from elsewhere: {loaded[0]}")
 
 
 def _text(path: Path) -> str:
@@ -99,18 +98,18 @@ def _linked(text: str, source: str, address: str) -> str:
         if re.match(r"[a-z]+:|#", target) or source.startswith("docs/reference/"):
             return match[0]
         path, mark, anchor = target.partition("#")
-        found = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
-        for name in (found, f"{found}/README.md"):
+        file = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+        for name in (file, f"{file}/README.md"):
             if name in _ADDRESS:
-                found = _ADDRESS[name]
+                file = _ADDRESS[name]
                 break
         else:
-            if not (ROOT / found).exists() or not found.startswith("docs/"):
+            if not (ROOT / file).exists() or not file.startswith("docs/"):
                 raise PluginError(f"{source} links to {target}, which is no page of the site")
-            found = found.removeprefix("docs/")
-            if (ROOT / "docs" / found).is_dir():
-                found += "/README.md"
-        return f"{label}({posixpath.relpath(found, posixpath.dirname(address) or '.')}{mark}{anchor})"
+            file = file.removeprefix("docs/")
+            if (ROOT / "docs" / file).is_dir():
+                file += "/README.md"
+        return f"{label}({posixpath.relpath(file, posixpath.dirname(address) or '.')}{mark}{anchor})"
 
     return _LINK.sub(replaced, text)
 

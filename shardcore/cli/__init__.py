@@ -30,7 +30,7 @@ from shardcore.core.gc_pause import rare_collections
 
 
 class _Printable:
-    """A text stream in which control characters are escaped. Files of others may have any in their texts."""
+    """A text stream that escapes control characters, which names in other people's files may have."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -72,14 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             parsed = parser_of_all().parse_args(argv)
         finally:
-            sys.stdout.flush()  # of help, whose reader may have gone, too
+            sys.stdout.flush()  # here, as the reader of help may be gone, too
         options = build(parsed)
         require_outputs(options)
         with rare_collections(), extras_named(), redirect_stdout(_Printable(sys.stdout)):
             parsed.run(options)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read the output has what they wanted. Python would complain once more when it ends.
+        # The reader has what it wanted. Python would complain again when it flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # the exit code of a shell for SIGPIPE
     except (ShardCoreError, OSError) as error:

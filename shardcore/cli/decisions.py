@@ -1,4 +1,4 @@
-"""Options of `plan` for decisions before the search, and texts on them.
+"""Options of `plan` for decisions before the search, and texts about these.
 
 The commands hot-rows, tiers and provision are short forms of `plan` with these options.
 """
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 _TARGET = ("step_ms", "samples_per_s", "price_per_hour")
 _NEEDS = {
-    "sync_every": "groups, whose replicas it is for",
-    "host_gib": "tiers, of which it is the memory",
-    "link_gbps": "tiers, whose link it is",
+    "sync_every": ("groups", "whose replicas it is for"),
+    "host_gib": ("tiers", "of which it is the memory"),
+    "link_gbps": ("tiers", "whose link it is"),
     **dict.fromkeys(
         (
             "start_problem",
@@ -50,20 +50,20 @@ _NEEDS = {
             "moves_pay_back_in",
             "move_rates",
         ),
-        "start, the plan to start from",
+        ("start", "the plan to start from"),
     ),
-    **dict.fromkeys(_TARGET, "offers, of which a cluster is chosen"),
+    **dict.fromkeys(_TARGET, ("offers", "of which a cluster is chosen")),
 }
-"""Options that mean nothing without another."""
+"""Options that mean nothing without another: the other one, and its description for messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemoryOptions:
-    """A command that may keep rows in host memory.
+    """Options of a command that may keep rows in host memory.
 
-    host_gib: memory of each host that tables may take; left out, the problem says it
-    link_gbps: GB/s between a device and its host's memory, given, not measured; left out, the problem says
-      it, or 25
+    host_gib: memory of each host that tables may take; default: that of the problem
+    link_gbps: GB/s between a device and its host's memory, which is not measured; default: that of the problem,
+      or 25
     """
 
     host_gib: PositiveGib | None = None
@@ -72,11 +72,11 @@ class HostMemoryOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetOptions:
-    """A command that chooses a cluster.
+    """Options of a command that chooses a cluster.
 
-    step_ms: the longest step that will do
-    samples_per_s: the fewest samples a second
-    price_per_hour: what the cluster may cost; the fastest that it buys is wanted
+    step_ms: longest step that is fast enough
+    samples_per_s: fewest samples a second that are fast enough
+    price_per_hour: highest price of the cluster, of which the fastest is chosen
     """
 
     REQUIRED: ClassVar[tuple[tuple[str, ...], ...]] = (_TARGET,)
@@ -87,7 +87,7 @@ class TargetOptions:
 
 @dataclass(frozen=True)
 class PlanOptions(SearchOptions, ModelOptions, HostMemoryOptions, TargetOptions):
-    """Search a plan for a problem under a cost model. Options for what is decided before the search combine;
+    """Search a plan for a problem under a cost model. Options for decisions before the search can be combined;
     each decision has several problems searched.
 
     offers: types of machines, with their models or profiles: choose the cluster, too (docs/plan.md); with a target and
@@ -96,43 +96,43 @@ class PlanOptions(SearchOptions, ModelOptions, HostMemoryOptions, TargetOptions)
       whole or cut by columns only), random, size_greedy, dim_greedy, lookup_greedy, size_lookup_greedy,
       neuroshard or torchrec (where installed); with --policy: dreamshard, dreamshard_direct or autoshard
       (tables whole), or these with _columns (also cut by columns)
-    policy: folder of a trained policy (train-policy), for a learned algorithm; default algorithm: the
-      policy's own
-    start: improve this plan of the problem instead of planning afresh (annealing); with --groups, also one of
+    policy: folder of a trained policy (train-policy), for a learned algorithm; the default algorithm is then the
+      policy's
+    start: improve this plan of the problem instead of making a new one (by annealing); with --groups, also a plan of
       groups
-    start_problem: the problem that --start was made for, where it has changed since: tables new, gone, of
-      another shape or with other statistics, or other devices
-    without: with --start: devices of its problem that are gone; default: those with the highest numbers,
-      where there are fewer now
+    start_problem: problem that --start was made for, if it has changed since: other tables, shapes, statistics or
+      devices
+    without: with --start: devices of its problem that are gone; default: those with the highest numbers, if there are
+      fewer now
     max_moved_tables: with --start: most tables that may move; default: any number
-    max_moved_gib: with --start: most GiB of weights that may move, beyond what has to; default: any number
-    max_pause: with --start: the longest that a job may stand still while its tables move, such as 30s
-    moves_pay_back_in: with --start: the longest until the gain makes up for that pause, such as 10min; moves
-      less, or nothing, where more would take longer
-    move_rates: with --start: how fast tables move on the job's machines (`job rates`); default: bytes on links
-      alone count
+    max_moved_gib: with --start: most GiB of weights that may move, in addition to those that have to; default: any
+      number
+    max_pause: with --start: longest pause of a job while its tables move, such as 30s
+    moves_pay_back_in: with --start: longest time until the gain makes up for that pause, such as 10min; fewer tables
+      move, or none, if more would take longer
+    move_rates: with --start: measured rates of moving tables on the job's machines (`job rates`); default: only bytes
+      on links count
     groups: divide the devices into groups of SIZE, or of the best size, that replicate one plan (TorchRec's
       DMPCollection)
     sync_every: with --groups: steps from one synchronisation of the replicas to the next; default: 1
-    hot_rows: have the hottest rows of sequence tables on every device, as tables of their own; with
-      --out-problem
-    towers: tables that belong together on a host, and how many times smaller a tower module makes what
+    hot_rows: have the hottest rows of sequence tables on every device, as separate tables; with --out-problem
+    towers: file of tables that belong together on a host, and of the ratio by which a tower module compresses what
       crosses hosts (docs/plan.md)
-    tiers: decide which rows lie in host memory, where not all fit in that of devices; with --out-problem
-    host_gib: with --tiers: memory of each host that tables may take; left out, the problem says it
-    link_gbps: with --tiers: GB/s between a device and its host's memory, given, not measured; left out, the
-      problem says it, or 25
-    out_problem: write the problem that the plan is of, where decisions change it
-    confidence: an op's cost is what its measurement stays below with this probability (0.9, say), rather than
-      what the model expects
-    robust: with --hardware: the plan that loses least where the profile's rates are wrong, and what a
-      measurement would be worth; nine searches share the budget
-    explain: say what bounds the plan, what other algorithms find, and what more memory or more devices would
-      bring; each is searched with the same budget again
+    tiers: decide which rows are in host memory, if not all fit in that of devices; with --out-problem
+    host_gib: with --tiers: memory of each host that tables may take; default: that of the problem
+    link_gbps: with --tiers: GB/s between a device and its host's memory, which is not measured; default: that of the
+      problem, or 25
+    out_problem: write the problem of the plan, if decisions change it
+    confidence: take as an op's cost the time that its measurement stays below with this probability, such as 0.9,
+      instead of the expected time
+    robust: with --hardware: find the plan that loses least if the profile's rates are wrong, and the value of a
+      measurement; nine searches share the budget
+    explain: show what bounds the plan, what other algorithms find, and what more memory or more devices would bring;
+      each is searched with the same budget again
     """
 
     REQUIRED = (("model", "hardware", "offers"),)
-    # A start has a search of its own, which knows no draws.
+    # --robust draws rates, and a start is improved by a search without draws.
     EXCLUSIVE = (*SearchOptions.EXCLUSIVE, _TARGET, ("start", "robust"))
     problem: ProblemFile
     _: KW_ONLY
@@ -162,17 +162,17 @@ class PlanOptions(SearchOptions, ModelOptions, HostMemoryOptions, TargetOptions)
 
 
 def plan_options(args: object, **changes: Any) -> PlanOptions:
-    """Options of `plan`, from those of a short form of it. Others have their defaults."""
+    """Options of `plan`, with the values that a short form of it has. Others have their defaults."""
     names = {f.name for f in dataclasses.fields(PlanOptions)}
     return PlanOptions(**{k: v for k, v in vars(args).items() if k in names} | changes)
 
 
 def require_agreeing(args: PlanOptions) -> None:
     """Raise ShardCoreError for an option that needs another one."""
-    for name, needs in _NEEDS.items():
-        if (given := getattr(args, name)) is not None and not getattr(args, needs.split(",")[0]):
+    for name, (other, description) in _NEEDS.items():
+        if (given := getattr(args, name)) is not None and not getattr(args, other):
             shown = " ".join(map(str, given)) if isinstance(given, list) else given
-            raise ShardCoreError(f"--{name.replace('_', '-')} {shown} needs --{needs}")
+            raise ShardCoreError(f"--{name.replace('_', '-')} {shown} needs --{other}, {description}")
 
 
 def with_host_memory(
@@ -195,7 +195,7 @@ def with_host_memory(
 
 
 def decisions(args: PlanOptions, problem: Problem, stored: Problem) -> Iterator[Decision]:
-    """The decisions that options ask for. stored: the problem as its file has it."""
+    """The decisions of the options. stored: the problem as in its file."""
     from shardcore.cost.model import at_confidence
     from shardcore.io.towers import read_towers
     from shardcore.search.decisions.groups import Groups
@@ -232,7 +232,7 @@ def decisions(args: PlanOptions, problem: Problem, stored: Problem) -> Iterator[
 
 
 def offer_source(path: Path, offer: Offer) -> str | list[Path]:
-    """The profile, or the folder of a model, that prices an offer of a file. Files are beside it."""
+    """The profile, or the folder of a model, that prices an offer. Paths are relative to the file of offers."""
     file = path.parent / offer.priced_by
     if offer.model:
         return [file]
@@ -240,13 +240,13 @@ def offer_source(path: Path, offer: Offer) -> str | list[Path]:
 
 
 def offers_files(path: Path, offers: Iterable[Offer]) -> list[Path]:
-    """Folders and files that the offers of a file name."""
+    """Folders and files that are named in a file of offers."""
     sources = [offer_source(path, offer) for offer in offers]
     return [Path(source) if isinstance(source, str) else source[0] for source in sources]
 
 
 def _start(args: PlanOptions, path: Path, problem: Problem, stored: Problem) -> Start:
-    """The plan of a file to start from. Raises ShardCoreError if it is no plan of its problem."""
+    """The start of a search: the plan of a file. Raises ShardCoreError if it is no plan of its problem."""
     from shardcore.cost.move_rates import read_move_rates
     from shardcore.io import files, grouped_plans
     from shardcore.plans.replan import ReplanConfig, Start
@@ -262,8 +262,8 @@ def _start(args: PlanOptions, path: Path, problem: Problem, stored: Problem) -> 
         pay_back_in_s=args.moves_pay_back_in,
         move_rates=read_move_rates(args.move_rates) if args.move_rates else None,
     )
-    # A plan's file is checked against the problem that it was made for. Whether it fits is not asked: memory
-    # may have been counted otherwise, and what is searched has to fit anyway.
+    # The plan is checked against the problem that it was made for. It need not fit: memory may have been counted
+    # otherwise then, and the plan that is found has to fit anyway.
     before, group = files.read_problem(args.start_problem) if args.start_problem else stored, None
     if args.groups is not None and grouped_plans.is_grouped(path):
         grouped = grouped_plans.read_grouped(path, before)
@@ -284,7 +284,7 @@ def _start(args: PlanOptions, path: Path, problem: Problem, stored: Problem) -> 
 def start_text(
     args: PlanOptions, found: Found, decisions: Sequence[Decision], original: Problem, model: CostModel
 ) -> str:
-    """Changes of the new plan to the old one, for people. "": there was none."""
+    """Changes from the plan to start from, for people. "" if there was none."""
     from shardcore.cost.model import total_ms
     from shardcore.plans.replan import Start
     from shardcore.report import plan_report
@@ -297,7 +297,7 @@ def start_text(
     if "moved" not in found.plan.provenance:
         return ", afresh: groups are others"
     moved = start.moved(found.plan, as_planned(found.plan, found.problem))
-    # A plan of another problem has no cost in this one.
+    # The old plan of another problem has no cost in this one.
     before_ms = (
         total_ms(lower(start.old, original, fits=False), model)
         if start.before == original == found.problem
@@ -323,7 +323,7 @@ def pod_note(problem: Problem, plan: Plan) -> str:
 
 
 def texts(decisions: Sequence[Decision], found: Found, original: Problem) -> Iterator[str]:
-    """Texts on what was decided, for people. Some may be empty."""
+    """Texts about the decisions, for people. Some may be empty."""
     from shardcore.report import decisions_report, plan_report
     from shardcore.search.decisions.hot_rows import HotRows
     from shardcore.search.decisions.memory_tiers import MemoryTiers
@@ -346,7 +346,7 @@ def texts(decisions: Sequence[Decision], found: Found, original: Problem) -> Ite
 
 
 def extrapolated(found: Found, model: CostModel) -> list[str]:
-    """Sentences on what is extrapolated in the price of a plan. model: for its problem."""
+    """Sentences on what is extrapolated in the price of a plan. model: model for its problem."""
     from shardcore.cli import grouped
     from shardcore.search.decisions.groups import FoundGroups
     from shardcore.search.decisions.towers import as_planned
@@ -358,7 +358,7 @@ def extrapolated(found: Found, model: CostModel) -> list[str]:
 
 
 def band_text(found: Found, model: CostModel) -> str:
-    """The error that a profile expects of the cost of a plan. "": a model prices it."""
+    """The error of a plan's cost that a profile expects. "" if a model prices it."""
     from shardcore.cost.known_errors import band_of
     from shardcore.search.decisions.towers import as_planned
     from shardcore.step.lower import lower
@@ -368,7 +368,7 @@ def band_text(found: Found, model: CostModel) -> str:
 
 
 def write(args: PlanOptions, found: Found) -> None:
-    """Write the plan, and the problem that it is of, where paths are given."""
+    """Write the plan and its problem, if paths are given."""
     from shardcore.io import files
     from shardcore.io.grouped_plans import write_grouped
     from shardcore.search.decisions.groups import FoundGroups

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def price(grouped: GroupedPlan, problem: Problem, model: CostModel) -> dict[str, Any]:
     """The cost of a step, as JSON. The parts and the memory are those of one group.
 
-    model: for the problem of a group.
+    model: model for the problem of a group.
     """
     from shardcore.search.decisions.groups import cost_of
     from shardcore.step.lower import lower
@@ -33,19 +33,19 @@ def price(grouped: GroupedPlan, problem: Problem, model: CostModel) -> dict[str,
 
 
 def extrapolated(grouped: GroupedPlan, problem: Problem, model: CostModel) -> list[str]:
-    """Sentences of mixed.out_of_range on a step of one group and of synchronising the replicas.
+    """Sentences on what is extrapolated in a step of one group, and in synchronising the replicas.
 
-    model: for the problem of a group.
+    model: model for the problem of a group.
     """
     from shardcore.search.decisions.groups import synchronisation
     from shardcore.step.lower import lower
 
-    found = []
-    # First, for only the first few are shown: all weights travel at once, much more than steps exchange.
+    sentences = []
+    # These come first, as only a few are shown: all weights travel at once, which is much more than steps exchange.
     if grouped.grouping.size < len(problem.topology):
         for works in synchronisation(grouped, problem):
-            found += [f"synchronising: {sentence}" for work in works for sentence in model.out_of_range(work)]
-    return list(dict.fromkeys((*found, *model.out_of_range(lower(grouped.plan, grouped.problem)))))
+            sentences += [f"synchronising: {text}" for work in works for text in model.out_of_range(work)]
+    return list(dict.fromkeys((*sentences, *model.out_of_range(lower(grouped.plan, grouped.problem)))))
 
 
 def export(args: ExportOptions, problem: Problem) -> None:

@@ -47,16 +47,16 @@ In the training job, on all ranks:
         train(batch)
         follower.step()
 
-Rank 0 looks at the store now and then, and reports there. All ranks move between the same two steps, measure as
-many steps as before, and move back where these are slower than before and than predicted."""
+Rank 0 reads the store now and then, and reports there. All ranks move between the same two steps. Then they measure
+as many steps as before, and move back if these are slower than before and than predicted."""
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    words = (
-        "Read a running TorchRec job's traces: what its step spends, why, and what a better plan brings. Follow its "
-        "moves between plans."
+    summary = (
+        "Read a running TorchRec job's traces: where its steps spend their time, why, and what a better plan would "
+        "bring. Follow its moves between plans."
     )
-    parser = commands.add_parser("job", help=words, description=words, formatter_class=Formatter)
+    parser = commands.add_parser("job", help=summary, description=summary, formatter_class=Formatter)
     inner = parser.add_subparsers(required=True, metavar="COMMAND")
     add_command(inner, ReadOptions, read)
     add_command(inner, WatchOptions, watch)
@@ -69,10 +69,10 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _ModelOptions(ModelOptions):
-    """A command that compares a job with a model, if one is given.
+    """Options of a command that compares a job with a model, if one is given.
 
-    problem: for traces that are not of ShardCoreProfiler
-    plan: the plan in use, likewise
+    problem: problem of the job, if its traces are not by ShardCoreProfiler
+    plan: plan in use, if its traces are not by ShardCoreProfiler
     """
 
     REQUIRED: ClassVar[tuple[tuple[str, ...], ...]] = ()
@@ -83,15 +83,15 @@ class _ModelOptions(ModelOptions):
 
 @dataclass(frozen=True)
 class ReadOptions(_ModelOptions, SearchOptions):
-    """Say what each ms of a job's newest traced step goes to, and compare it with a model.
+    """Show where a job's newest traced step spends its time, and compare it with a model.
 
-    folder: of ShardCoreProfiler, or any folder of torch.profiler's traces, one a rank
-    propose: search a better plan under the corrected model, and say what it brings
+    folder: folder of ShardCoreProfiler, or any folder of torch.profiler's traces, one a rank
+    propose: search a better plan under the corrected model, and show its gain
     out: write the model there, corrected by the traces
-    out_profile: write the profile there, likewise
+    out_profile: write the profile there, corrected by the traces
     out_plan: write the proposed plan there
     out_problem: write its problem there, with the lookups and the dense part of the job
-    append: add the traced step to this dataset: training on it joins what jobs show with what was measured
+    append: add the traced step to this dataset, so that training combines jobs and measurements
     """
 
     folder: JobFolder
@@ -122,9 +122,12 @@ def read(args: ReadOptions) -> None:
     model = models.load(args.source) if args.source else None
     job = _read_job(args.folder, args)
     print(job_report.traced_text(job.traced))
-    checked = _checked(job, model) if model else None
-    print(f"\n{job_report.bottleneck(job.traced.steps[-1])}")
-    _say_remarks(job, checked)
+    checked = None
+    try:
+        checked = _checked(job, model) if model else None
+    finally:  # what traces tell without the model is said, too
+        print(f"\n{job_report.bottleneck(job.traced.steps[-1])}")
+        _print_remarks(job, checked)
     if checked:
         _write(args, checked)
     if model and args.append:
@@ -162,7 +165,7 @@ def _checked(job: ReadJob, model: CostModel) -> CheckedJob:
     return checked
 
 
-def _say_remarks(job: ReadJob, checked: CheckedJob | None) -> None:
+def _print_remarks(job: ReadJob, checked: CheckedJob | None) -> None:
     from shardcore.report import job_report
 
     for line in (*job.remarks, *job.traced.remarks, *(checked.remarks if checked else ())):
@@ -220,11 +223,11 @@ def _propose(args: ReadOptions, checked: CheckedJob, model: CostModel) -> None:
 
 @dataclass(frozen=True)
 class WatchOptions(_ModelOptions):
-    """Say what each traced step spends as a job writes it.
+    """Show where each traced step spends its time, as a job writes it.
 
-    folder: of ShardCoreProfiler
-    seconds: between looks
-    steps: traced steps to say, then end; 0: go on
+    folder: folder of ShardCoreProfiler
+    seconds: seconds between two looks at the folder
+    steps: end after so many traced steps; 0: never
     """
 
     folder: JobFolder
@@ -252,7 +255,7 @@ def watch(args: WatchOptions) -> None:
                     print(f"{step.name}: {error}", file=sys.stderr)
                     continue
                 print(f"{step.name}: {job_report.bottleneck(job.traced.steps[-1])}", flush=True)
-                _say_remarks(job, checked)
+                _print_remarks(job, checked)
         if not args.steps or len(known) < args.steps:
             time.sleep(args.seconds)
 
@@ -262,14 +265,14 @@ def watch(args: WatchOptions) -> None:
 
 @dataclass(frozen=True)
 class FollowOptions(ModelOptions):
-    """Say which plans the jobs of a problem run, what they measured after each move, and what they do next.
+    """Show which plans the jobs of a problem run, what they measured after each move, and what they do next.
 
     plans: folder or URL of published plans
-    name: of the problem
-    move_rates: how fast tables move on the jobs' machines (`job rates`), for pauses; with a model alone, bytes on
-      links count
-    seconds: between looks
-    once: say what is known, then end
+    name: name of the problem
+    move_rates: measured rates of moving tables on the jobs' machines (`job rates`), for pauses; with a model alone,
+      only bytes on links count
+    seconds: seconds between two looks at the plans
+    once: show what is known, then end
     """
 
     REQUIRED: ClassVar[tuple[tuple[str, ...], ...]] = ()
@@ -292,7 +295,7 @@ def follow(args: FollowOptions) -> None:
     while True:
         try:
             lines = _followed(args, model, rates)
-        except Unreachable as error:  # it may be there at the next look
+        except Unreachable as error:  # it may be back at the next look
             if args.once:
                 raise
             lines = [(str(error), str(error))]
@@ -306,16 +309,16 @@ def follow(args: FollowOptions) -> None:
 
 
 def _followed(args: FollowOptions, model: CostModel | None, rates: MoveRates | None) -> list[tuple[str, str]]:
-    """Lines on the current plan and each job, each with a key that changes where the line is news."""
+    """Lines about the current plan and each job, each with a key that changes when the line is news."""
     from shardcore.plans import job_reports
     from shardcore.report import follow_report
 
     decision = job_reports.last_decision(args.plans, args.name)
     lines = [(decision.id, follow_report.decision_text(decision))]
-    found = job_reports.read(args.plans, args.name)
-    if not found:
+    jobs = job_reports.read(args.plans, args.name)
+    if not jobs:
         lines.append(("", f"no job has reported yet. {IN_THE_JOB}"))
-    for job in found:
+    for job in jobs:
         if isinstance(job, ShardCoreError):
             lines.append((str(job), str(job)))
             continue
@@ -324,7 +327,7 @@ def _followed(args: FollowOptions, model: CostModel | None, rates: MoveRates | N
         except ShardCoreError as error:
             move = error
         changes = [(f"{job.job} {e}", f"  {follow_report.event_text(e)}") for e in job.events]
-        # Steps alone are no news.
+        # More steps since the last event are no news.
         key = f"{job.job} {job.current} {job.events[-1:]}"
         lines.append((key, follow_report.job_text(job, time.time())))
         lines += changes
@@ -337,13 +340,13 @@ def _followed(args: FollowOptions, model: CostModel | None, rates: MoveRates | N
 
 @dataclass(frozen=True)
 class RatesOptions:
-    """Measure how fast tables move between the ranks of a job, by moves of tables made for it. Start it with torchrun,
+    """Measure how fast tables move between the ranks of a job, by moving tables made for it. Start it with torchrun,
     on the machines of the job, while they do nothing else.
 
-    mib: weights of a table on each rank, in MiB; four times as much memory is taken
-    repeats: of each move; the median counts
+    mib: weights of a table on each rank, in MiB; it takes four times as much memory
+    repeats: repeats of each move, of which the median counts
     device: gloo between CPUs, or NCCL between GPUs (not exercised yet)
-    out: write the rates there; rank 0 does
+    out: write the rates there, by rank 0
     """
 
     EXAMPLE: ClassVar[str] = (

@@ -1,4 +1,4 @@
-"""The command measure: what a folder lacks, measured on this machine's device in a supervised process."""
+"""The command measure: measures the samples that a folder lacks, on this machine, in a supervised process."""
 
 from __future__ import annotations
 
@@ -35,47 +35,48 @@ if TYPE_CHECKING:
     from shardcore.measure.supervise import Finished, Supervisor
 
 _ESTIMATE_S = 5.0
-"""Seconds of measuring from which a dry run estimates."""
+"""Seconds of measuring on which a dry run bases its estimate."""
 _CALIBRATE_S = 5.0
-"""Seconds in which the reference op's ms are found, where a folder has none."""
+"""Seconds of measuring the reference op's ms, if the folder has no timing of it."""
 _PROGRESS_S = 5.0
+"""Seconds between two lines of progress."""
 _STATES = 4
-"""Room for the optimizer's state of a row, in rows of the largest table. Tables beyond it share it."""
+"""Rows of optimizer state, over the rows of the largest table. The tables of an op that have more share them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureOptions:
     """Measure fused embedding ops on this machine's device; a rerun goes on where the last one ended.
 
-    device: auto: cuda where there is one
-    minutes: time to spend on ops, start and end included
-    samples: stop after the first N different draws, 0: measure no ops; default: when the time is up
-    again: measure the first N draws again though they are known: a repeatability set
+    device: auto: cuda if there is a GPU, else cpu
+    minutes: time to spend on ops, including start and end
+    samples: stop after the first N different draws; 0: measure no ops; default: when the time is up
+    again: measure the first N draws again, even if they are known, to show how far timings agree
     out: dataset folder; it only grows
     pool: tables to draw from; default: the calibrated pool
     batch: global batch; default: 2048 on cpu, 65536 on cuda
-    precision: of the weights
-    hardware: the setting's name of the device; default: its own
-    arena_gib: weights in memory, the largest shard measured; default: 1 on cpu, on cuda half of the free
-      memory with the optimizer's state
-    max_shards: of a group
-    max_width: columns of a shard
-    sequences: of groups whose lookups are not pooled, as those of EmbeddingCollections (0.05)
+    precision: precision of the weights
+    hardware: name of the device in the setting; default: its product name
+    arena_gib: memory for weights, and so the largest shard that is measured; default: 1 on cpu; on cuda, weights and
+      optimizer state take half of the free memory
+    max_shards: most shards of a group
+    max_width: most columns of a shard
+    sequences: share of groups whose lookups are not pooled, as in an EmbeddingCollection
     tolerance: relative confidence interval to reach for a median; default: 0.02 on cpu, 0.01 on cuda
+    max_repeats: most repeats of an op
     interleave: groups that run in turn
-    chunk: samples written at once; a kill loses at most these and those that run
-    hang_s: after so many seconds without a finished op the measuring process is replaced, and its group
-      recorded as failed
+    chunk: samples that are written at once; a kill loses at most these and those that run
+    hang_s: time without a finished op after which the measuring process is replaced, and its group recorded as failed
     ranks: processes (GPUs) of an exchange or a step
     exchanges: afterwards measure the first M exchanges among --ranks of this machine, into the same dataset
     hosts: spread --ranks evenly over H hosts that this machine emulates, for exchanges only (Linux, as root)
-    between_gbit_s: of each emulated host's link, Gbit/s each way
-    within_gbit_s: of each emulated host's loopback, Gbit/s; default: as fast as it is
-    pods: divide emulated hosts into P pods. --between-gbit-s is then of each pod's link
-    pod_gbit_s: of each emulated host's link in its pod, Gbit/s each way
-    steps: afterwards replay a step of each of the first P plans among --ranks: what exchanges take in steps
+    between_gbit_s: rate of each emulated host's link, Gbit/s each way
+    within_gbit_s: rate of each emulated host's loopback, Gbit/s; default: not limited
+    pods: divide emulated hosts into P pods; --between-gbit-s is then the rate of each pod's link
+    pod_gbit_s: rate of each emulated host's link in its pod, Gbit/s each way
+    steps: afterwards replay a step of each of the first P plans among --ranks, for the times of exchanges in steps
     held_out: draw groups only from the tables that are kept for testing, a twentieth of all
-    dry_run: say what is missing and how long it will take, from some seconds of measuring; write nothing
+    dry_run: show what is missing and how long it will take, from some seconds of measuring; write nothing
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -173,11 +174,11 @@ def measure(args: MeasureOptions) -> None:
         if args.steps
         else []
     )
-    there = dataset.read_ids(args.out, "compute")
-    disturbed = there & dataset.disturbed_ids(args.out, config.tolerance_on(device))
+    known = dataset.read_ids(args.out, "compute")
+    disturbed = known & dataset.disturbed_ids(args.out, config.tolerance_on(device))
     drawn = [t for t in live if kept_for_testing(t)] if args.held_out else live
     missing = run.lacking(
-        run.wanted_groups(drawn, setting, args.samples, args.seed, groups), there - disturbed, args.again
+        run.wanted_groups(drawn, setting, args.samples, args.seed, groups), known - disturbed, args.again
     )
     if (first := next(missing, None)) is not None:
         reference = reference_request(live, setting, groups)
@@ -190,7 +191,7 @@ def measure(args: MeasureOptions) -> None:
             else:
                 again = f", {len(disturbed)} of them disturbed and to be measured again" if disturbed else ""
                 print(
-                    f"measuring for {setting} into {args.out}, {len(there)} samples there already{again}",
+                    f"measuring for {setting} into {args.out}, {len(known)} samples there already{again}",
                     flush=True,
                 )
                 if reference_ms is None:
@@ -201,15 +202,15 @@ def measure(args: MeasureOptions) -> None:
                     expected = _expected(profile, setting, reference) if profile else ""
                     print(f"the reference op takes {found_ms:.3g} ms{expected}", flush=True)
                 until = began + 60 * args.minutes
-                tell = _lines(bench, until)
-                run.measure_groups(bench, missing, args.out, pool, tell, args.chunk, until)
-                tell([])
+                print_progress = _progress_of(bench, until)
+                run.measure_groups(bench, missing, args.out, pool, print_progress, args.chunk, until)
+                print_progress([])
     elif args.samples:
         print(f"{args.out} holds the first {args.samples} samples already", flush=True)
     if args.dry_run:
         for kind, n, total in (
             ("exchanges", len(exchanges), args.exchanges),
-            ("steps", sum(len(made) for _, made in steps), args.steps),
+            ("steps", sum(len(plans) for _, plans in steps), args.steps),
         ):
             if n:
                 print(f"{n} of the first {total} {kind} are missing")
@@ -261,7 +262,7 @@ def _check(profile: Profile, folder: Path, setting: Setting) -> None:
 
 
 def _arena_bytes(setting: Setting, device: str) -> int:
-    """The default arena: what its weights may take beside their state."""
+    """Default size of the arena, which leaves room for the optimizer's state."""
     from shardcore.core.catalog import OPTIMIZERS
     from shardcore.measure.devices import device_of
 
@@ -270,12 +271,15 @@ def _arena_bytes(setting: Setting, device: str) -> int:
     return device_of(device).arena_bytes(weights / (weights + state))
 
 
-def _lines(bench: Supervisor, until: float) -> Callable[[Sequence[Finished]], None]:
-    """Progress of measuring groups until then: a line every _PROGRESS_S, and where nothing finished."""
+def _progress_of(bench: Supervisor, until: float) -> Callable[[Sequence[Finished]], None]:
+    """A callback that prints progress of measuring groups: every _PROGRESS_S, and when called without results.
+
+    until: time.monotonic() at which measuring ends.
+    """
     began = printed_at = time.monotonic()
     done = failed = 0
 
-    def tell(finished: Sequence[Finished]) -> None:
+    def print_progress(finished: Sequence[Finished]) -> None:
         nonlocal done, failed, printed_at
         now = time.monotonic()
         for sample in (s for f in finished for s in f.samples if s.request != bench.spec.reference):
@@ -292,11 +296,11 @@ def _lines(bench: Supervisor, until: float) -> Callable[[Sequence[Finished]], No
                 flush=True,
             )
 
-    return tell
+    return print_progress
 
 
 def _estimate(args: MeasureOptions, bench: Supervisor, missing: Iterable[ComputeRequest]) -> None:
-    """Say how long measuring will take, from some seconds of it."""
+    """Print how long measuring will take, from some seconds of it."""
     listed = list(missing) if args.samples else []
     began = time.monotonic()
     some = itertools.takewhile(lambda _: time.monotonic() - began < _ESTIMATE_S, listed or missing)
@@ -328,7 +332,7 @@ def _require_ranks(args: MeasureOptions, setting: Setting, device: str) -> None:
 
 
 def _box(args: MeasureOptions, device: str) -> Box | None:
-    """The hosts to emulate. None: none are asked for."""
+    """The hosts to emulate. None: the option is not given."""
     from shardcore.measure.hosts import Box
 
     if args.hosts is None:
@@ -364,7 +368,7 @@ def _measure_exchanges(
     began, done = time.monotonic(), 0
     among = f" among {args.ranks} ranks of {box.hosts} {box.links.words}" if box else ""
 
-    def tell(_: CollectiveSample) -> None:
+    def print_progress(_: CollectiveSample) -> None:
         nonlocal done
         done += 1
         if done % args.chunk == 0 or done == len(missing):
@@ -372,10 +376,10 @@ def _measure_exchanges(
             print(f"{done} of {len(missing)} exchanges{among}, {rate:.1f} a second", flush=True)
 
     config = collectives.CollectiveConfig()
-    if box:  # its ranks share cores, while they start too
+    if box:  # its ranks share cores, also while they start
         config = replace(config, timeout_s=config.timeout_s * math.ceil(args.ranks / (os.cpu_count() or 1)))
     samples = collectives.measure_all(missing, args.ranks, setting, config, device, box)
-    run.measure_exchanges(samples, args.out, tell, args.chunk)
+    run.measure_exchanges(samples, args.out, print_progress, args.chunk)
 
 
 def _measure_steps(
@@ -390,9 +394,9 @@ def _measure_steps(
     from shardcore.measure.replay import replay_all
 
     reference, began = dataset.reference_op(args.out, setting), time.monotonic()
-    done, total = 0, sum(len(made) for _, made in missing)
+    done, total = 0, sum(len(plans) for _, plans in missing)
 
-    def tell(problem: Problem, n: int, again: bool) -> None:
+    def print_progress(problem: Problem, n: int, again: bool) -> None:
         nonlocal done
         if again:
             print(f"{n} steps of {problem.name} were disturbed and replayed once more", flush=True)
@@ -405,6 +409,6 @@ def _measure_steps(
         missing,
         setting,
         config,
-        run.by(lambda w: replay_all(w, setting, config, device, reference)),
-        tell,
+        run.attempt_with(lambda w: replay_all(w, setting, config, device, reference)),
+        print_progress,
     )

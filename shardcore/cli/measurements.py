@@ -37,9 +37,12 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 class TrainOptions:
     """Train cost models on the samples of one setting in dataset folders.
 
-    hardware: choose one of the datasets' settings, together with the next three
-    start: where samples are few, fine-tune this model, of another batch, optimizer or machine, or a hardware
-      profile, by name or file
+    hardware: hardware of the setting, if datasets have several settings
+    batch: global batch of the setting, if datasets have several
+    precision: precision of the setting, if datasets have several
+    optimizer: optimizer of the setting, if datasets have several
+    start: if samples are few, fine-tune this model of another batch, optimizer or machine, or a hardware profile, by
+      name or file
     out: folder to write
     """
 
@@ -60,10 +63,10 @@ def train(args: TrainOptions) -> None:
     from shardcore.io import schema
 
     # Samples of different settings must not train one model.
-    found = sorted({s for folder in args.datasets for s in _settings_in(folder)}, key=str)
+    settings = sorted({s for folder in args.datasets for s in _settings_in(folder)}, key=str)
     chosen = [
         s
-        for s in found
+        for s in settings
         if all(
             getattr(args, k) in (None, getattr(s, k)) for k in ("hardware", "batch", "precision", "optimizer")
         )
@@ -71,7 +74,7 @@ def train(args: TrainOptions) -> None:
     if len(chosen) != 1:
         raise ShardCoreError(
             f"{', '.join(map(str, args.datasets))}: samples for "
-            f"[{'; '.join(map(str, found))}]; "
+            f"[{'; '.join(map(str, settings))}]; "
             "choose one with --hardware, --batch, --precision and --optimizer"
         )
     data, start = training.read(args.datasets, chosen[0]), None
@@ -120,7 +123,7 @@ def _report_epoch(model: str, epoch: int, values: dict[str, float]) -> None:
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Say what a dataset covers, how noisy it is, how it drifts and repeats.
+    """Show what a dataset covers, how noisy its timings are, and how far they drift and agree.
 
     out: write the plots there
     """

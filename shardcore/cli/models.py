@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """A command that prices.
+    """Options of a command that prices.
 
-    model: folder of a trained model; where weights of tables differ in precision, give the option for each
-      precision
+    model: folder of a trained model; if weights of tables differ in precision, give the option for each precision
     hardware: in place of a model, a profile of published measurements, not of your machine: a name
       (`profile list`), or a file of `profile new` or `profile fit`
     """
@@ -27,7 +26,7 @@ class ModelOptions:
 
     @property
     def source(self) -> str | list[Path]:
-        """The profile or the folders that were given. []: none."""
+        """The profile or the folders that were given. [] if none were."""
         return (self.model or []) if self.hardware is None else self.hardware
 
 

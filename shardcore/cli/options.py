@@ -1,8 +1,8 @@
-"""The command line is made from dataclasses: one of options for each command.
+"""The command line, made from dataclasses: each command has one, with its options as fields.
 
-Fields before `KW_ONLY` are positional, others are options. A field's type gives its parser, its choices and
-its placeholder in the help. The class's docstring is the command's description, and has the help of each
-field, `name: text`. A type with Output marks a path that the command writes.
+Fields before `KW_ONLY` are positional, others are options. A field's type gives its parser, its choices and its
+placeholder in the help. The class's docstring is the command's description, and has the help of each field, `name:
+text`. The mark Output in a type shows that the command writes to this path.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 MOST_GIB = MOST_BYTES >> 30
 _FIELD = re.compile(r"^(\w+): (.+(?:\n  .+)*)\n?", re.M)
-"""A field's lines in a docstring. The second and further ones are indented."""
+"""Lines of a field in a docstring. All but the first are indented."""
 
 
 # --- types of options ---------------------------------------------------------------------------------------
@@ -47,9 +47,9 @@ _FIELD = re.compile(r"^(\w+): (.+(?:\n  .+)*)\n?", re.M)
 
 @dataclass(frozen=True)
 class Output:
-    """Mark of a path that is written. Every other path is one that is read.
+    """Mark of a path that is written. Paths without it are read.
 
-    replaced: names of files that it replaces, if it is a folder. None: it is a file.
+    replaced: names of files in it that are replaced, if the path is a folder. None: it is a file.
     """
 
     replaced: tuple[str, ...] | None = None
@@ -68,8 +68,8 @@ def _number(
 
 
 def _natural(kind: type, most: int) -> Callable[[str], int | float]:
-    a_number = "a whole number" if kind is int else "a number"
-    return _number(kind, lambda value: value >= 0, f"{a_number} of 0 to {most}", most)
+    whole = "whole " * (kind is int)
+    return _number(kind, lambda value: value >= 0, f"a {whole}number of 0 to {most}", most)
 
 
 def _positive(kind: type, most: int) -> Callable[[str], int | float]:
@@ -78,7 +78,7 @@ def _positive(kind: type, most: int) -> Callable[[str], int | float]:
 
 
 def _duration(text: str) -> float:
-    """Seconds."""
+    """Seconds of a text such as 10min."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 30s, 10min or 2h")
@@ -86,7 +86,7 @@ def _duration(text: str) -> float:
 
 
 def path(text: str) -> Path:
-    # Python takes an empty path, of a variable that is not set, for the folder where it runs.
+    # Python takes an empty path (a shell's unset variable) for the current folder.
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} is no name of a file or folder")
     return Path(text)
@@ -112,7 +112,7 @@ Optimizer = Annotated[str, tuple(OPTIMIZERS)]
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """A command that searches.
+    """Options of a command that searches.
 
     budget_s: seconds for all searches together
     budget_evals: plans to price in each search; the same seed then gives the same plan
@@ -144,10 +144,10 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
 def add_command(
     commands: argparse._SubParsersAction, options: type[Options], run: Callable[[Options], object]
 ) -> None:
-    """Add a command. It has the name of the function that runs it, with dashes, without one at its end.
+    """Add a command. Its name is that of the function that runs it, with dashes.
 
-    EXCLUSIVE and REQUIRED of the options' class are groups of names of which at most, or exactly, one is
-    given. Its EXAMPLE ends the help.
+    EXCLUSIVE and REQUIRED of the options' class are groups of names: at most one, or exactly one, of each may be given.
+    EXAMPLE ends the help.
     """
     texts: dict[str, str] = {}
     for cls in reversed(options.__mro__):
@@ -171,7 +171,7 @@ def add_command(
     # Made with their first option: argparse cannot print groups that are empty or in another order than options.
     groups: dict[tuple[str, ...], argparse._MutuallyExclusiveGroup] = {}
     hints = get_type_hints(options, include_extras=True)
-    # A command's own options come before those that it shares.
+    # Options of this command alone come before those that it shares with others.
     for field in sorted(dataclasses.fields(options), key=lambda f: f.name not in options.__annotations__):
         given: dict[str, Any] = _argument(field, hints[field.name]) | {
             "help": texts.get(field.name, "").replace("%", "%%")
@@ -242,9 +242,9 @@ def _marks(hint: Any) -> Iterator[Any]:
 
 
 def require_outputs(options: Any, also_read: Iterable[Path] = ()) -> None:
-    """Raise ShardCoreError for an output that cannot be written, or would replace what the command reads.
+    """Raise ShardCoreError for an output that cannot be written, or would replace an input.
 
-    Called before the work, which would be lost. also_read: paths that its options only imply.
+    It is called before the work, which would be lost otherwise. also_read: inputs that options only imply.
     """
     from shardcore.io.writing import require_writable
 
@@ -278,11 +278,11 @@ def require_outputs(options: Any, also_read: Iterable[Path] = ()) -> None:
 
 
 def _dashed(name: str) -> str:
-    return name.rstrip("_").replace("_", "-")  # from_ is --from
+    return name.rstrip("_").replace("_", "-")  # from_, as `from` is a word of Python, becomes --from
 
 
 def _local(value: object) -> Path | None:
-    """The path that an argument means: a Path, or text that names what is there."""
+    """The path that an argument means: a Path, or text that names an existing file or folder."""
     if isinstance(value, str):
         text = value.removeprefix("file://")
         return Path(text) if text and os.path.exists(text) else None
@@ -301,5 +301,5 @@ def _in(place: Path, source: Path) -> str:
 
 
 def _real(path: Path) -> Path:
-    """The path without links. Path.resolve fails for a link that leads to itself."""
+    """The path without links. Unlike Path.resolve, it takes a link that leads to itself."""
     return Path(os.path.realpath(path))

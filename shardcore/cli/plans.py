@@ -1,4 +1,4 @@
-"""Commands that make, price, run and export plans: plan, price, export.
+"""Commands that make, price and export plans: plan, price, export.
 
 Commands import what they need when they run, so that help is quick.
 """
@@ -41,7 +41,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 
 def plan(args: PlanOptions, heard: Callable[[Outcome], None] = lambda outcome: None) -> Found:
-    """Search a plan. heard: is called with each outcome of the outermost decision."""
+    """Search a plan. heard: called with each outcome of the outermost decision."""
     from shardcore.cost.model import at_confidence
     from shardcore.io import files
     from shardcore.search import DEFAULT_SHARDER, known, sharder
@@ -75,13 +75,14 @@ def plan(args: PlanOptions, heard: Callable[[Outcome], None] = lambda outcome: N
     source = args.source
     if args.offers and isinstance(decisions[0], Provision):
         source = deciding.offer_source(args.offers, decisions[0].offers[0])
-    # Searches use the cautious model. The check of ranges needs the plain one.
-    loaded, began, several = load(source), clock(), []
+    # Searches use the model at the given confidence. Only the plain one shows what is extrapolated.
+    loaded, began, outcomes = load(source), clock(), []
     with shown() as line:
 
         def hear(outcome: Outcome) -> None:
-            several.append(outcome)
-            if outcome.proposal.more or len(several) > 1:
+            outcomes.append(outcome)
+            # A decision with a single proposal has no choice to show.
+            if outcome.proposal.more or len(outcomes) > 1:
                 line.say(outcome.text)
             heard(outcome)
 
@@ -103,11 +104,11 @@ def plan(args: PlanOptions, heard: Callable[[Outcome], None] = lambda outcome: N
         found = dataclasses.replace(found, plan=Plan(found.plan.placements, provenance))
         report(f"writing {args.out}", found.ms)
         deciding.write(args, found)
-    _say_planned(args, found, decisions, problem, loaded.for_problem(found.problem), seconds)
+    _print_planned(args, found, decisions, problem, loaded.for_problem(found.problem), seconds)
     return found
 
 
-def _say_planned(
+def _print_planned(
     args: PlanOptions,
     found: Found,
     decisions: Sequence[Decision],
@@ -115,7 +116,7 @@ def _say_planned(
     model: CostModel,
     seconds: float,
 ) -> None:
-    """Print the plan's cost, and all that was decided. original: the problem before that."""
+    """Print the plan's cost, and all decisions. original: the problem before these."""
     from shardcore.cost import known_errors
     from shardcore.cost.model import at_confidence
     from shardcore.report import decisions_report, plan_report
@@ -142,9 +143,8 @@ def _say_planned(
     if args.explain:
         if groups:
             print("\nThe plan of one group:")
-        _say_explained(found.plan, found.problem, cautious, _budget(args))
-    # Warnings go to standard error, so that standard output stays readable by programs.
-    _say_extrapolated(deciding.extrapolated(found, model))
+        _print_explained(found.plan, found.problem, cautious, _budget(args))
+    _print_extrapolated(deciding.extrapolated(found, model))
 
 
 def _provenance(args: PlanOptions, source: str | Sequence[Path]) -> dict[str, Any]:
@@ -165,8 +165,8 @@ def _budget(args: PlanOptions) -> Budget | None:
     return Budget(args.budget_evals, args.budget_s) if args.budget_evals or args.budget_s else None
 
 
-def _say_explained(plan: Plan, problem: Problem, model: CostModel, budget: Budget | None) -> None:
-    """Explain a plan. problem: without towers, if the plan has them."""
+def _print_explained(plan: Plan, problem: Problem, model: CostModel, budget: Budget | None) -> None:
+    """Print the explanation of a plan. problem: without towers, even if the plan has them."""
     from shardcore.cost.model import price_plan
     from shardcore.report import plan_report
     from shardcore.search.decisions.towers import as_planned
@@ -178,7 +178,8 @@ def _say_explained(plan: Plan, problem: Problem, model: CostModel, budget: Budge
     print(f"\n{plan_report.text(explained)}")
 
 
-def _say_extrapolated(sentences: Sequence[str]) -> None:
+def _print_extrapolated(sentences: Sequence[str]) -> None:
+    # Warnings go to standard error, so that programs can read standard output.
     for sentence in sentences:
         print(f"extrapolated: {sentence}", file=sys.stderr)
 
@@ -188,13 +189,13 @@ def _say_extrapolated(sentences: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class PriceOptions(ModelOptions):
-    """Predict what one training step of a plan costs, per device.
+    """Predict the cost of one training step of a plan, per device.
 
-    confidence: an op's cost is what its measurement stays below with this probability (0.9, say), rather than
-      what the model expects
-    explain: say what bounds the plan, what other algorithms find, and what more memory or more devices would
-      bring, instead of standard output's JSON
-    out: default: standard output
+    confidence: take as an op's cost the time that its measurement stays below with this probability, such as 0.9,
+      instead of the expected time
+    explain: show what bounds the plan, what other algorithms find, and what more memory or more devices would bring;
+      standard output then has no JSON
+    out: write the JSON there; default: standard output
     """
 
     plan: PlanFile
@@ -249,8 +250,8 @@ def price(args: PriceOptions) -> None:
             print(f"\n{decided}")
         if of_groups:
             print("\nThe plan of one group:")
-        _say_explained(found, own, cautious, None)
-    _say_extrapolated(beyond)
+        _print_explained(found, own, cautious, None)
+    _print_extrapolated(beyond)
 
 
 # --- export ------------------------------------------------------------------------------------------------
@@ -258,11 +259,10 @@ def price(args: PriceOptions) -> None:
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Write a plan as TorchRec's: what shardcore.torchrec.plan_files.read_torchrec reads,
-    DistributedModelParallel takes. One of groups: what export.dmp_collection.read_dmp_collection reads,
-    DMPCollection takes.
+    """Write a plan for TorchRec. shardcore.torchrec.plan_files.read_torchrec reads it for DistributedModelParallel;
+    shardcore.torchrec.dmp_collection.read_dmp_collection reads a plan of groups for DMPCollection.
 
-    module: of the EmbeddingBagCollection that has the tables, in the model's tree of modules, such as
+    module: path in the model of the EmbeddingBagCollection that has the tables, such as
       sparse_arch.embedding_bag_collection
     """
 

@@ -18,19 +18,18 @@ from shardcore.io.model_files import MODEL_WEIGHTS
 @dataclass(frozen=True)
 class TrainPolicyOptions:
     """Train a policy that places tables (DreamShard, AutoShard) against a cost model, on problems drawn from
-    a pool. No device takes part. `plan --policy` uses it.
+    a pool, without any device. `plan --policy` uses it.
 
-    name: dreamshard (as published: a cost network of its own rewards it), dreamshard_direct (the cost model
-      does) or autoshard (even compute does)
+    name: dreamshard (as published, rewarded by a cost network of its own), dreamshard_direct (rewarded by the cost
+      model) or autoshard (rewarded for even compute)
     model: folder of a trained cost model
     pool: tables to draw from, half of them kept for testing; default: the calibrated pool
-    like: take speeds, hosts and links of the devices from this problem; default: --devices equal ones,
-      without stated links
-    min_tables: of a problem
-    max_tables: of a problem
-    max_dim: of a table
-    problems: to learn from
-    rounds: of training, at most
+    like: problem whose devices' speeds, hosts and links to take; default: --devices equal ones, without stated links
+    min_tables: fewest tables of a problem
+    max_tables: most tables of a problem
+    max_dim: largest dim of a table
+    problems: number of problems to learn from
+    rounds: most rounds of training
     patience: rounds without a better plan before training stops
     out: folder to write
     """

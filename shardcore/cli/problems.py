@@ -27,7 +27,7 @@ from shardcore.core.types import Problem, Setting
 from shardcore.core.validation import MOST_DEVICES, require_within
 
 _MEMORY_GIB = 80.0
-"""Memory of a device where neither a profile nor --memory-gib gives it."""
+"""Memory of a device if neither a profile nor --memory-gib gives it."""
 
 
 @dataclass(frozen=True)
@@ -36,25 +36,26 @@ class ProblemOptions:
 
     tables: name of a public list (mlperf-dlrm-dcnv2, mlperf-dlrmv3, ...), a folder of FBGEMM's reports
       (docs/torchrec.md) or a POOL.json
-    hosts: of equally many of the devices
-    pods: of equally many of the hosts, as in NVLink domains; give links within and between them in the file
+    devices: number of devices
+    hosts: number of hosts, each with equally many devices
+    pods: number of pods, each with equally many hosts, as in NVLink domains; give links within and between them in the
+      file
     hardware: profile of the devices, by name or file (`profile list`), which has their memory and links
-    memory_gib: a device, of which 15% is kept for the dense part, unless drawn from a pool; default: the
+    memory_gib: memory of a device, of which 15% is kept for the dense part, unless drawn from a pool; default: the
       profile's, or 80
     batch: global batch
-    optimizer: of the embeddings; default: the one of the public list's reference, or exact_sgd
-    precision: of the weights; default: as reported, or fp32
-    zipf_alpha: exponent of the power law of a public list's lookups, in place of the list's own; 0: even
-    draw: which problem to draw from a pool
-    max_dim: of the drawn tables
-    pipeline: TorchRec's: whether ids travel while the dense part runs
-    replica_optimizer: the job's dense optimizer, which updates replicas; left out, the one most like that of
-      the tables
-    dense_forward_ms: of the dense part on a device; give both or neither
-    dense_backward_ms: of the dense part on a device; give both or neither
-    forward_payload: what outputs travel as: fp32, fp16, bf16, fp8, int8 or mx4; fp8-256: with a scale for
-      256 elements
-    backward_payload: what gradients travel as
+    optimizer: optimizer of the embeddings; default: the one of the public list's reference, or exact_sgd
+    precision: precision of the weights; default: as reported, or fp32
+    zipf_alpha: exponent of the power law of a public list's lookups; 0: even; default: the list's own
+    draw: number of the problem to draw from a pool
+    max_dim: largest dim of drawn tables
+    pipeline: pipeline of TorchRec, which decides whether ids travel while the dense part runs
+    replica_optimizer: dense optimizer of the job, which updates replicas; default: the one most like that of the tables
+    dense_forward_ms: time of the dense part's forward pass on a device; give both times or neither
+    dense_backward_ms: time of the dense part's backward pass on a device; give both times or neither
+    forward_payload: type in which outputs travel: fp32, fp16, bf16, fp8, int8 or mx4; fp8-256: with a scale for 256
+      elements
+    backward_payload: type in which gradients travel
     """
 
     tables: str
@@ -84,7 +85,7 @@ class ProblemOptions:
 class HeatOptions:
     """Show which rows of a problem's tables are hot, and what a cache of them would miss.
 
-    held: of each table's rows in the cache
+    held: share of each table's rows that the cache holds
     """
 
     problem: ProblemFile
@@ -133,22 +134,22 @@ def problem(args: ProblemOptions) -> None:
         setting = Setting("any", args.batch, args.precision or "fp32", args.optimizer or "exact_sgd")
         shape = ProblemConfig(devices=args.devices, max_dim=args.max_dim)
         made = draw_problem(pool, args.draw, setting, args.seed, shape)
-        # Its devices have the memory that was drawn.
+        # Devices have the memory that was drawn.
         topology = _with_memory(topology, made.topology.devices[0].memory_bytes)
     else:
         name, optimizer = args.tables, args.optimizer or "exact_sgd"
         if Path(args.tables).is_dir():
             from shardcore.torchrec.fbgemm_statistics import reported_tables
 
-            found, name = reported_tables(args.tables), Path(args.tables).resolve().name
+            tables, name = reported_tables(args.tables), Path(args.tables).resolve().name
         else:
-            found = public_pool(args.tables, args.zipf_alpha)
+            tables = public_pool(args.tables, args.zipf_alpha)
             optimizer = args.optimizer or public_optimizer(args.tables)
         if args.precision:
-            found = tuple(dataclasses.replace(table, precision=args.precision) for table in found)
+            tables = tuple(dataclasses.replace(table, precision=args.precision) for table in tables)
         reserved = Constraints(reserved_bytes=default_reserve(topology.devices))
         name = "-".join(filter(None, (name, topology.hardware, str(args.devices))))
-        made = Problem(name, found, topology, args.batch, optimizer, constraints=reserved)
+        made = Problem(name, tables, topology, args.batch, optimizer, constraints=reserved)
     made = dataclasses.replace(made, job=job, topology=topology)
     files.write_problem(args.out, made)
     gib = sum(t.bytes for t in made.tables) / 2**30
@@ -161,7 +162,7 @@ def problem(args: ProblemOptions) -> None:
 
 
 def _topology(args: ProblemOptions) -> Topology:
-    """Equal devices on equal hosts: those of the profile, if there is one."""
+    """Equal devices on equal hosts, as the profile describes them if there is one."""
     from shardcore.cost.profile import load_profile
 
     per_host, left = divmod(args.devices, args.hosts)

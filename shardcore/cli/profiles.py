@@ -20,14 +20,14 @@ ProfileFile = Annotated[Path, "PROFILE.json"]
 
 @dataclass(frozen=True)
 class ListOptions:
-    """List the profiles that ShardCore comes with: cards, and links between such cards."""
+    """List the profiles that come with ShardCore: of cards, and of links between them."""
 
 
 @dataclass(frozen=True)
 class ShowOptions:
     """Show the rates of a profile, with the uncertainty and the source of each.
 
-    profile: a name, or a file
+    profile: name or file of the profile
     """
 
     profile: Annotated[str, "PROFILE"]
@@ -37,16 +37,16 @@ class ShowOptions:
 class NewOptions:
     """Make a profile of another card from its data sheet. Rates scale with what is given, and are less certain.
 
-    name: of the hardware, such as nvidia-h100-nvl
-    from_: profile of the card that it is most like
-    memory_gib: of a device
+    name: name of the hardware, such as nvidia-h100-nvl
+    from_: profile of the most similar card
+    memory_gib: memory of a device
     hbm_gbps: bandwidth of that memory
-    sm_ghz: multiprocessors times their clock in GHz
+    sm_ghz: number of multiprocessors times their clock in GHz
     l2_mib: L2 cache
     nvlink_gbps: links of a device within a host, each way
     network_gbps: links of a device between hosts, each way
     pcie_gbps: link of a device to host memory, each way
-    device_name: part of torch.cuda.get_device_name() that means this card
+    device_name: part of torch.cuda.get_device_name() by which this card is recognised
     """
 
     name: str
@@ -67,8 +67,8 @@ class NewOptions:
 class FitOptions:
     """Fit the rates of a profile to timings. Rates that no timing depends on stay as they are.
 
-    timings: folder of a dataset, whose test split is kept to judge the fit; or CSV with a line for each timing, its
-      columns are in docs/models.md. Those of other cards are left out
+    timings: folder of a dataset, whose test split is kept to judge the fit; or CSV with a line for each timing, with
+      the columns of docs/models.md; those of other cards are left out
     from_: profile to start from
     """
 

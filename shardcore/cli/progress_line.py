@@ -1,4 +1,4 @@
-"""Progress of a command on standard error, from its second second."""
+"""Progress of a command on standard error, once it has run for a second."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TextIO
 from shardcore.core import progress
 
 COMPILING_S = 15
-"""About the seconds of one core to compile all that a search runs."""
+"""Approximate seconds in which one core compiles all that a search runs."""
 _SILENT_S = 1.0
 """Work that ends sooner shows nothing."""
 _TERMINAL_S, _LINES_S = 0.5, 5.0
@@ -21,7 +21,7 @@ _TERMINAL_S, _LINES_S = 0.5, 5.0
 
 @contextmanager
 def shown(out: TextIO | None = None, silent_s: float = _SILENT_S) -> Iterator[ProgressLine]:
-    """Show progress that is reported within, after so many seconds. out: standard error, unless given."""
+    """Show progress that is reported within. out: None is standard error. silent_s: nothing is shown before."""
     line = ProgressLine(out or sys.stderr, silent_s)
     with progress.listening(line.heard):
         line.start()
@@ -32,10 +32,9 @@ def shown(out: TextIO | None = None, silent_s: float = _SILENT_S) -> Iterator[Pr
 
 
 class ProgressLine:
-    """The latest report, shown again and again until it is stopped.
+    """The latest report, which a thread shows again and again, so that the time goes on during long steps.
 
-    A terminal has one line that is rewritten. Anything else gets a line every few seconds.
-    A thread shows it, so that the time goes on during long steps.
+    On a terminal, one line is rewritten. Anything else gets a line every few seconds.
     """
 
     def __init__(self, out: TextIO, silent_s: float) -> None:
@@ -49,12 +48,12 @@ class ProgressLine:
         self._thread.start()
 
     def heard(self, phase: str, best_ms: float | None, left_s: float | None) -> None:
-        """Take a report (see progress.Listener). Compiling is announced at once, as it is long."""
-        announced = phase.endswith(progress.COMPILING) and not (
+        """Take a report (see progress.Listener). Compiling is shown at once, as it takes long."""
+        starts_compiling = phase.endswith(progress.COMPILING) and not (
             self._report and self._report[0].endswith(progress.COMPILING)
         )
         self._report, self._heard_s = (phase, best_ms, left_s), time.monotonic()
-        if announced:
+        if starts_compiling:
             self._show()
 
     def say(self, text: str) -> None:
@@ -89,7 +88,8 @@ class ProgressLine:
 def words(phase: str, best_ms: float | None, left_s: float | None, now_s: float, since_s: float) -> str:
     """A report in one line.
 
-    now_s: seconds since the command began. since_s: seconds since the report.
+    left_s: seconds left at the time of the report. now_s: seconds since the command began. since_s: seconds since the
+        report.
     """
     parts = [f"{now_s:.0f} s: {phase}"]
     if phase.endswith(progress.COMPILING):

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HistoryOptions:
-    """Say which versions of a problem's published plan were current, since when and why.
+    """Show which versions of a problem's published plan were current, since when and why.
 
     plans: folder or URL of published plans
-    name: of the problem
-    last: decisions to show
+    name: name of the problem
+    last: number of decisions to show
     """
 
     plans: Annotated[str, "PLANS"]
@@ -45,9 +45,9 @@ class HistoryOptions:
 
 @dataclass(frozen=True)
 class DiffOptions(ModelOptions):
-    """Say which tables move from one plan to another, and how many bytes of weights.
+    """Show which tables move from one plan to another, and how many bytes of weights.
 
-    problem: of both plans; default: problem.json beside each, as in the folders of published versions
+    problem: problem of both plans; default: problem.json beside each, as in the folders of published versions
     page: write a page that compares them device by device and table by table, for a browser; with a model
       or a profile, which prices both
     """
@@ -63,16 +63,16 @@ class DiffOptions(ModelOptions):
 
 @dataclass(frozen=True)
 class DriftOptions(ModelOptions):
-    """Say how far a published plan is from the best, now that its tables' statistics changed, and what a
+    """Show how far a published plan is from the best, now that its tables' statistics have changed, and what a
     re-plan would save.
 
     plans: folder or URL of published plans
-    name: of the problem
-    fresh: a problem or a pool of tables with the shapes, pooling and access statistics of now
+    name: name of the problem
+    fresh: problem or pool of tables with the present shapes, pooling and access statistics
     max_moved_tables: most tables that the re-plan may move; default: any number
-    threshold: a re-plan pays if its gain exceeds both its margin and this share of the cost
+    threshold: share of the cost that the gain of a re-plan has to exceed, in addition to its margin, to pay
     budget_evals: plans to price in each of the searches
-    out: write the re-plan there, with the problem of now
+    out: write the re-plan there, with the present problem
     """
 
     plans: Annotated[str, "PLANS"]
@@ -122,7 +122,7 @@ def diff(args: DiffOptions) -> None:
 def _write_comparison(
     page: Path, model: CostModel, plans: Sequence[tuple[Path, Plan]], problem: Problem
 ) -> None:
-    """A page on two plans under the problem of the first, the new one."""
+    """Write a page about two plans, both under `problem`, which is that of the new one."""
     from shardcore.cost.model import price
     from shardcore.io import writing
     from shardcore.plans.decisions import Version
@@ -176,11 +176,11 @@ def _read(path: Path, problem: Path | None) -> tuple[Plan, Problem]:
             f"{path} has no problem.json beside it, its problem; give --problem, or "
             "the plans of published versions"
         )
-    of = files.read_problem(problem or beside)
-    plan = files.read_plan(path, of)
+    its_problem = files.read_problem(problem or beside)
+    plan = files.read_plan(path, its_problem)
     with files.validating(path):
-        require_plan(plan, of)
-    return plan, of
+        require_plan(plan, its_problem)
+    return plan, its_problem
 
 
 def _with_statistics_of(path: Path, problem: Problem) -> Problem:
@@ -191,6 +191,6 @@ def _with_statistics_of(path: Path, problem: Problem) -> Problem:
 
     if is_document(path, "pool"):
         return refreshed(problem, files.read_pool(path))
-    # A pool may lack tables. A problem that lacks some is another problem.
+    # A pool may lack tables of the problem. A problem may not: it would be another one.
     with files.validating(path):
         return refreshed_by(problem, files.read_problem(path))

@@ -35,17 +35,16 @@ if TYPE_CHECKING:
 class ReplayOptions:
     """Run one training step of plans for real on this machine, in alternation, and time its parts per device.
 
-    plans: plans of the same problem
-    model: show what this trained model predicts, too; where weights of tables differ in precision, give it
-      for each
-    device: default: cuda where there is one
-    hardware: the setting's name of the device; default: its own
+    plans: plans of one problem
+    model: show what this trained model predicts, too; if weights of tables differ in precision, give it for each
+    device: default: cuda if there is a GPU, else cpu
+    hardware: name of the device in the setting; default: its product name
     repeats: steps of each plan that enter a median
-    arena_gib: weights in memory a process, the largest shard
-    timeout_s: a round of steps that takes longer has hung
-    seed: of the batches
-    append: keep the replays in this dataset too: training on it learns what exchanges take in steps; what it
-      has of these plans is not run again
+    arena_gib: memory for weights in each process, and so the largest shard
+    timeout_s: time after which a round of steps counts as hung
+    seed: seed of the batches
+    append: keep the replays in this dataset, too, so that training learns the times of exchanges in steps; replays
+      that it has are not run again
     out: write all figures there
     """
 
@@ -104,18 +103,18 @@ def replay(args: ReplayOptions) -> None:
         seed=args.seed,
     )
     if args.append:
-        # Replays are kept by algorithm: a plan without one goes by its file.
-        made = [
+        # Replays are kept by algorithm. A plan without one is named by its file.
+        named_plans = [
             (plan.provenance.get("algorithm", path.stem), plan)
             for path, plan in zip(args.plans, plans, strict=True)
         ]
-        # The reference op shows how slow the machine is during the replays.
+        # The reference op shows the machine's slowdown during the replays.
         reference = dataset.reference_op(args.append, setting)
         with shown():
             known = replays.append(
                 args.append,
                 problem,
-                made,
+                named_plans,
                 setting,
                 config,
                 lambda w: run(w, setting, config, device, reference),

@@ -1,4 +1,4 @@
-"""Commands that are short forms of `plan` with one decision: hot-rows, tiers, provision. And hot-drift."""
+"""The commands hot-rows, tiers and provision, which are short forms of `plan` with one decision, and hot-drift."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ _CLUSTER_FILES = ("problem.json", "plan.json", "clusters.json", "curve.png")
 @dataclass(frozen=True)
 class HotRowsOptions(SearchOptions, ModelOptions):
     """Find how many rows of a problem's sequence tables to have on every device, and write the problem with
-    these as tables of their own. A plan is searched for each of some thresholds of lookups a batch; the best
-    is taken. `plan` then takes the problem that was written. Short for `plan --hot-rows`.
+    these as separate tables, which `plan` then takes. A plan is searched for each of several thresholds of lookups a
+    batch, and the best is taken. Short for `plan --hot-rows`.
 
-    algorithm: searches plans; any of `plan`
-    plan: write the plan that was found, too
+    algorithm: algorithm that searches plans, any of `plan`
+    out: write the problem with hot rows there
+    plan: write the plan that was found there
     """
 
     problem: ProblemFile
@@ -48,12 +49,12 @@ class HotRowsOptions(SearchOptions, ModelOptions):
 
 @dataclass(frozen=True)
 class HotDriftOptions:
-    """Say how hot the hot rows of a job still are, and what other hot ids would save and move.
+    """Show how hot the hot rows of a job still are, and what other hot ids would save and move.
 
-    problem: of hot-rows
-    hot_ids: that are hot in the job (write_hot_ids)
-    row_counts: lookups of each row in samples of now (write_row_counts)
-    out: write the hot ids of now
+    problem: problem that hot-rows wrote
+    hot_ids: hot ids of the job (write_hot_ids)
+    row_counts: lookups of each row in present samples (write_row_counts)
+    out: write the present hot ids there
     """
 
     problem: Annotated[Path, "HOT.json"]
@@ -65,14 +66,14 @@ class HotDriftOptions:
 
 @dataclass(frozen=True)
 class TiersOptions(SearchOptions, ModelOptions, deciding.HostMemoryOptions):
-    """Decide which rows of a problem's tables lie in device memory, and which in the hosts', where not all
-    fit. It writes the problem with the load factors that it found, which `plan` then takes. With a model or
-    a profile, plans are searched for some shares of the memory, and the best is taken; what it leaves free on a device
+    """Decide which rows of a problem's tables are in device memory, and which in the hosts', if not all fit.
+    The problem is written with the load factors that were found, and `plan` then takes it. With a model or a profile,
+    plans are searched for several shares of the memory, and the best is taken; memory that it leaves free on a device
     goes to the tables there. Short for `plan --tiers`.
 
-    algorithm: with a model or profile: searches plans; portfolio, the default, or another of `plan`
-    out: write the problem with load factors
-    plan: with a model or profile: write the plan that was found, too
+    algorithm: with a model or profile: algorithm that searches plans, any of `plan`; default: portfolio
+    out: write the problem with load factors there
+    plan: with a model or profile: write the plan that was found there
     """
 
     REQUIRED = ()
@@ -86,14 +87,14 @@ class TiersOptions(SearchOptions, ModelOptions, deciding.HostMemoryOptions):
 
 @dataclass(frozen=True)
 class ProvisionOptions(SearchOptions, deciding.TargetOptions):
-    """Find the cheapest cluster, of machines that can be had, that trains a problem fast enough; or the
-    fastest for a price. Every number of hosts of every offer is searched, if its devices divide the batch
-    evenly. The problem's own topology does not count. Short for `plan --offers`.
+    """Find the cheapest cluster of offered machines that trains a problem fast enough, or the fastest for a
+    price. Every number of hosts of every offer is searched, if its devices divide the batch evenly. The problem's
+    topology does not count. Short for `plan --offers`.
 
     offers: types of machines, with devices, memory, links, price and cost model or profile (docs/plan.md)
-    algorithm: searches plans; portfolio, the default, or another of `plan`
-    out: gets problem.json and plan.json of the chosen cluster, clusters.json with all of them, and curve.png;
-      the last two even if none meets the target
+    algorithm: algorithm that searches plans, any of `plan`; default: portfolio
+    out: folder for problem.json and plan.json of the chosen cluster, clusters.json with all clusters, and curve.png;
+      the last two are written even if no cluster meets the target
     """
 
     EXCLUSIVE = ()
@@ -158,7 +159,7 @@ def tiers(args: TiersOptions) -> None:
 def provision(args: ProvisionOptions) -> None:
     from shardcore.search.decisions.provision import read_offers
 
-    # Here, for `plan` names other options.
+    # Checked here, as `plan` would name other options in its message.
     require_outputs(args, deciding.offers_files(args.offers, read_offers(args.offers)))
     outcomes: list[Outcome] = []
     options = deciding.plan_options(args, out=args.out / "plan.json", out_problem=args.out / "problem.json")
@@ -167,7 +168,7 @@ def provision(args: ProvisionOptions) -> None:
     except ShardCoreError as error:
         if not outcomes:
             raise
-        # If none meets the target, all that was searched is still there.
+        # Even if no cluster meets the target, users want to see those that were searched.
         _write_clusters(outcomes, None, args.out)
         raise ShardCoreError(f"{error}. All that were searched are in {args.out}/clusters.json") from None
     _write_clusters(outcomes, next(x for x in outcomes if x.proposal is found.chosen), args.out)

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MeasureOptions:
-    """Time messages between all pairs of ranks, find which of them share a host, a switch or a fast link, and
+    """Time messages between all pairs of ranks, find which ranks share a host, a switch or a fast link, and
     write the problem with the hosts and bandwidths that were found.
 
     Under torchrun, or wherever RANK, WORLD_SIZE and MASTER_ADDR are set, run it once for each rank of the
     job. Rank 0 writes. Elsewhere it starts a process for each device of the problem on this machine.
 
-    problem: its device i is that of rank i
+    problem: problem whose device i is that of rank i
     device: gloo between CPUs, or NCCL between GPUs (not exercised yet)
-    message_kib: of the messages that tell ranks apart
-    repeats: of each message, in each of three sweeps; the fastest counts
-    out: the problem with what was found; its devices are in the new order of ranks
-    ranks: write the order of ranks, their groups and the times of pairs
+    message_kib: size of the messages whose times show which ranks are near each other
+    repeats: repeats of each message, in each of three sweeps; the fastest counts
+    out: write the problem there, with hosts and bandwidths; its devices are in the new order of ranks
+    ranks: write the order of ranks, their groups and the times of pairs there
     """
 
     problem: ProblemFile
@@ -57,16 +57,16 @@ def measure(args: MeasureOptions) -> None:
     pairs.require_links(problem)
     if "RANK" in os.environ:
         first = _rank(problem) == 0
-        found = pairs.measure_job(config, args.device, _say if first else lambda *_: None)
+        found = pairs.measure_job(config, args.device, _print_turns if first else lambda *_: None)
         if not first:
             return
     else:
-        found = pairs.measure(n, config, args.device, _say)
+        found = pairs.measure(n, config, args.device, _print_turns)
     print(topology_report.write(found, problem, args.out, args.ranks))
 
 
 def _rank(problem: Problem) -> int:
-    """This process's rank. Raises ShardCoreError where the job does not fit the problem."""
+    """This process's rank. Raises ShardCoreError if the job does not fit the problem."""
     n, given = len(problem.topology), os.environ
     if given.get("WORLD_SIZE") != str(n):
         raise ShardCoreError(
@@ -85,6 +85,6 @@ def _rank(problem: Problem) -> int:
     return int(given["RANK"])
 
 
-def _say(done: int, of: int) -> None:
+def _print_turns(done: int, of: int) -> None:
     if done % max(1, of // 10) == 0 or done == of:
         print(f"pairs: {done} of {of} turns", file=sys.stderr, flush=True)

@@ -8,10 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import MOST_BATCH, require, require_types, require_within, shown
+from shardcore.core.validation import (
+    MOST_BATCH,
+    require,
+    require_known,
+    require_types,
+    require_within,
+    shown,
+)
 
 MOST_COLLISION_BYTES = 1 << 20
 """Most bytes that managed collision keeps for a row or a lookup."""
+MOST_BUCKETS = 1 << 20
+"""Buckets of a hash table, and probes of an id, at most."""
 MOST_RANGES = 1 << 12
 """Ranges of a RowShares, at most."""
 REUSE_BINS = 17
@@ -90,18 +99,53 @@ class RowShares:
         )
 
 
+ROUTINGS = ("contiguous", "round_robin", "hashed")
+"""Rules by which raw ids go to buckets of rows (tables/hash_tables.py).
+
+contiguous: equal ranges of ids. TorchRec's, where the module knows their size (input_hash_size).
+round_robin: by the remainder. TorchRec's MPZCH without that size.
+hashed: ids are hashed before.
+"""
+
+
 @dataclass(frozen=True)
 class ManagedCollision:
-    """Managed collision maps raw ids to rows. This is the device memory of TorchRec's module that does.
+    """A hash table that maps raw ids to rows, and its device memory.
 
-    row_bytes: for each row: the raw id, the row that it has, and when it was seen.
+    row_bytes: for each row: the raw id, and for some the row that it has, and when it was seen.
     lookup_bytes: for each lookup of a step: the ids seen since rows were last evicted.
+    bytes: on each device, whatever its rows.
+    buckets: equal ranges of rows. Devices that divide the rows have to divide them. 1: one for each device.
+    routing: a name of ROUTINGS.
+    input_size: raw ids are below it. Only for contiguous routing.
+    probes: slots that an id tries before it shares a row (MPZCH's max_probe). 0: the map is exact, and ids beyond
+        its rows share one.
     """
 
     row_bytes: int
     lookup_bytes: int = 0
+    bytes: int = 0
+    buckets: int = 1
+    routing: str = "round_robin"
+    input_size: int = 0
+    probes: int = 0
 
     def __post_init__(self) -> None:
         require_types(self, "managed collision")
         ends = (0, MOST_COLLISION_BYTES)
-        require_within(self, "managed collision", row_bytes=ends, lookup_bytes=ends)
+        require_within(
+            self,
+            "managed collision",
+            row_bytes=ends,
+            lookup_bytes=ends,
+            bytes=(0, 1 << 30),
+            buckets=(1, MOST_BUCKETS),
+            input_size=(0, 1 << 63),
+            probes=(0, MOST_BUCKETS),
+        )
+        require_known(self, "managed collision", routing=ROUTINGS)
+        require(
+            self.routing != "contiguous" or self.input_size > 0,
+            f"managed collision has routing 'contiguous' and input_size {self.input_size}; it needs the size of "
+            "the range of raw ids",
+        )

@@ -36,6 +36,7 @@ from shardcore.core.validation import (
     require_name,
     require_types,
     require_within,
+    shown,
 )
 
 PRECISION_BYTES = {name: precision.bytes for name, precision in catalog.PRECISIONS.items()}
@@ -71,6 +72,9 @@ class Table:
     load_factor: share of its rows that a cache in device memory holds, while all are in `tier`. 1: all are in
         device memory, and there is no cache.
     tier: memory that has all rows where load_factor is below 1, a name of step.tiers.BELOW.
+    strides: bags of each feature for a sample, where features have batches of their own (TorchRec's VBE), or
+        several poolings. A device's batch of a feature is its stride times that of samples. (): one each. Of
+        sequences, the largest of their collection for each, to which TorchRec pads.
     row_shares: lookups of ranges of rows, as measured. Only where ids are ordered.
     managed_collision: memory of the map from raw ids to rows. None: there is no map.
     """
@@ -91,6 +95,7 @@ class Table:
     row_shares: RowShares | None = None
     managed_collision: ManagedCollision | None = None
     tier: str = BELOW[0]
+    strides: tuple[float, ...] = ()
 
     def __repr__(self) -> str:
         """Shape and lookups, and other fields only where they differ from the default."""
@@ -126,6 +131,17 @@ class Table:
         require(
             self.ordered or self.row_shares is None,
             f"{t} has row_shares and ordered false; it needs ordered true, or no row_shares",
+        )
+        require(
+            len(self.strides) in (0, self.features) and all(0 < s <= MOST_BATCH for s in self.strides),
+            f"{t} has strides {shown(self.strides)} for its {self.features} features; it needs one for each, "
+            "above 0, or none",
+        )
+        buckets = self.managed_collision.buckets if self.managed_collision else 1
+        require(
+            self.rows % buckets == 0,
+            f"{t} has {self.rows} rows in {buckets} buckets of equal size; it needs a multiple, such as "
+            f"{-(-self.rows // buckets) * buckets}",
         )
         if isinstance(self.access, Reuse):
             require(
@@ -174,6 +190,16 @@ class Table:
         if not self.in_host_memory:
             return TIERS[DEVICE].kernel
         return TIERS[self.tier].cached_kernel if self.load_factor else TIERS[self.tier].kernel
+
+    @property
+    def bags(self) -> float:
+        """Mean bags per sample that are pooled: those of distinct values, by the features' strides."""
+        return (sum(self.strides) or self.features) / self.dedup
+
+    @property
+    def is_variable(self) -> bool:
+        """True if its features' batches are not those of samples."""
+        return self.dedup > 1 or bool(self.strides)
 
     @property
     def looked_up(self) -> float:
@@ -416,6 +442,13 @@ class Problem:
                 f"{p} has rows of table {t.name!r} in {TIERS[t.tier].words}; its topology needs "
                 f"memory of tier {t.tier!r}",
             )
+        for t in self.tables:
+            buckets = t.managed_collision.buckets if t.managed_collision else 1
+            require(
+                buckets == 1 or buckets % n_devices == 0,
+                f"{p} has table {t.name!r} of {buckets} buckets, which {n_devices} devices do not divide; it needs a "
+                f"multiple, such as {-(-buckets // n_devices) * n_devices}",
+            )
         for name, codec in zip(
             (self.job.forward_payload, self.job.backward_payload), self.codecs, strict=True
         ):
@@ -501,7 +534,7 @@ class Problem:
         if len(self.topology) == 1:
             return 1
         # Devices send each other a local batch of pooled outputs, and any number of lookups or distinct values.
-        even = not table.sequence and table.dedup == 1
+        even = not (table.sequence or table.is_variable)
         rows = table.features * self.local_batch if even else 1
         there, back = self.codecs
         return math.lcm(1 if there.pads and even else whole_blocks(there, rows), whole_blocks(back, rows))

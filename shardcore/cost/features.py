@@ -83,7 +83,8 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
                     s.table.looked_up * access.access_share(s),
                     # Bags: one for each distinct value of a feature, or each lookup of a sequence.
                     output_rows(s, batch),
-                    s.table.dedup,
+                    # Samples for each bag of a feature.
+                    s.table.features / s.table.bags,
                     # A flag, 1 for sequences: what only they take is a product with it.
                     s.table.sequence,
                 )
@@ -127,7 +128,7 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
             unique * row_bytes + 1,
             height,
             height * row_bytes,
-            # Deduplication looks up as if fewer samples came.
+            # Deduplication, and strides below 1, look up as if fewer samples came.
             batch / dedup,
         )
         # Column by column: scalars are broadcast over all shards.

@@ -194,9 +194,12 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
             f"outputs cross hosts {ratio:g} times smaller, as given; the compute and memory of the tower "
             "modules that make them so are not priced"
         )
-    copied = [s.table.name for ops in workload.ops for op in ops for s in op.shards if s.table.dedup > 1]
+    copied = [s.table.name for ops in workload.ops for op in ops for s in op.shards if s.table.is_variable]
     if copied:
-        yield f"table {copied[0]!r} is deduplicated: it is priced as looked up by fewer samples, not measured"
+        yield (
+            f"table {copied[0]!r} is deduplicated, or has batches of its own: it is priced as looked up by fewer "
+            "samples, not measured"
+        )
     if speeds := ", ".join(f"{s:g}" for s in sorted({d.speed for d in topology.devices} - {1.0})):
         yield f"devices of speed {speeds} are scaled from the measured hardware"
 

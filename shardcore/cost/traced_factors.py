@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.payloads import CASTS
+from shardcore.core.payloads import CASTS, payload_of
 from shardcore.core.types import Problem
 from shardcore.cost import collective_model
 from shardcore.cost.composite import Composite
@@ -53,6 +53,7 @@ from shardcore.cost.traced_observations import (
     observations,
 )
 from shardcore.io.traced_steps import TracedStep
+from shardcore.step.collectives import COLLECTIVES, carried_as
 from shardcore.step.kinds import ID_CHANNELS, Channel
 from shardcore.step.lower import Workload
 
@@ -233,7 +234,8 @@ def factors_of(
         if not _generalises(seen, name)
         else "the traces are as likely without a correction"
         for name in FAMILIES
-        if not (evidence.of(name).speak_for_correction() and _generalises(seen, name))
+        if len(evidence.of(name).values)
+        and not (evidence.of(name).speak_for_correction() and _generalises(seen, name))
     }
     refused += [f"{name}: {reason}; left as they are" for name, reason in why_not.items()]
     fit = _fitted(seen)
@@ -419,13 +421,15 @@ def mismatches(workload: Workload, step: TracedStep) -> list[str]:
         if way != "forward":
             continue
         rows = [c.collective == name for c in workload.channels]
+        # Traffic counts as FP32, and a trace has the bytes that travel.
+        share = payload_of(carried_as(COLLECTIVES[name], way, workload.job.forward_payload)).share
         for rank in step.ranks:
             traced = sum(x.n_bytes for x in rank.exchanges if (x.collective, x.role) == (collective, role))
-            ours = float(workload.traffic[rows, workload.topology.ranks[rank.rank]].sum())
+            ours = share * float(workload.traffic[rows, workload.topology.ranks[rank.rank]].sum())
             if traced and abs(traced - ours) > MOST_APART * max(traced, ours):
                 lines.append(
                     f"rank {rank.rank} enters {traced:,} bytes of outputs into its {collective.replace('_', '-')}; "
-                    f"the plan has {ours:,.0f}: the trace may be of another plan"
+                    f"the plan has {ours:,.0f}: the trace is of another plan or job"
                 )
                 break
     return lines

@@ -1,6 +1,6 @@
 """Files: each is read strictly, and written under a temporary name and then renamed.
 
-schema, envelope             strict reading, and what each JSON file has around its content
+schema, envelope, writing    strict reading, the schema and digest of each JSON file, and writing
 files, problem_parts         problems, pools and plans
 grouped_plans, towers        plans of sharding groups, and towers
 model_files, tensor_files    folders of models, and sealed tensors
@@ -9,4 +9,6 @@ dataset, dataset_parts       samples of ops and collectives in a folder that onl
 replays                      replayed steps of a problem's plans
 hot_ids, row_counts          hot ids of tables, and lookups of each row
 dlrm_datasets                files of facebookresearch/dlrm_datasets
+kineto                       traces of torch.profiler
+job_folder, traced_*         traced jobs, and the samples of their steps
 """

@@ -4,8 +4,8 @@
   compute-*, comm-*.parquet     samples of ops and of collectives, see dataset_parts.py
   replays/<name>/               steps of a problem's plans, see replays.py
 
-A sample's id is the digest of its setting, its request and its kind's version. So a request has the same id
-wherever and whenever it was measured.
+A sample's id is the digest of its setting, its request and the version of what its timing means. So a request has the
+same id wherever and whenever it was measured.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from shardcore.io.measurements import (
 
 REPLAYS = "replays"
 _USUAL = {"busy_ms": 0.0, "group": "world", "emulated": None}
-"""Fields of a CollectiveRequest that enter its id only where they are otherwise."""
+"""Fields of a CollectiveRequest that enter its id only if they have other values."""
 _OVER_HOSTS = 2
-"""Raised by hand when times over several hosts mean something else. In 2, ranks start together."""
+"""Version of times over several hosts, raised by hand when their meaning changes. In 2, ranks start together."""
 _FEWEST_OF_REFERENCE = 4
+"""Fewest timings of a reference op, by which it is recognised."""
 ReferenceOp = tuple[ComputeRequest, float]
-"""The op that runs throughout, to show the machine's slowdown, and its usual ms."""
+"""The op that runs throughout to show the machine's slowdown, and its usual ms."""
 Sample = TypeVar("Sample", ComputeSample, CollectiveSample)
 
 
@@ -67,7 +68,7 @@ def comm_id(setting: Setting, request: CollectiveRequest) -> str:
         name: value for name, value in vars(request).items() if name not in _USUAL or value != _USUAL[name]
     }
     if request.emulated:
-        # Without pods these do not count, so exchanges that were measured before there were any keep their ids.
+        # Fields of pods count only with pods, so that exchanges without any keep the ids of earlier versions.
         links = dataclasses.asdict(request.emulated)
         described["emulated"] = {
             name: value for name, value in links.items() if request.pods > 1 or "pod" not in name
@@ -82,21 +83,21 @@ def comm_id(setting: Setting, request: CollectiveRequest) -> str:
 
 
 def write_pool(folder: str | Path, tables: Sequence[Table]) -> str:
-    """Write a pool to the folder of the parts that use it. Returns its digest."""
+    """Write a pool to the folder of the parts whose samples have its tables. Returns its digest."""
     name = files.digest([files.table_to_json(t) for t in tables])
     path = Path(folder) / f"pool-{name}.json"
     try:
-        there = files.read_pool(path) == tuple(tables)
+        is_there = files.read_pool(path) == tuple(tables)
     except ShardCoreError:
-        # Missing, or damaged: its parts could not be read.
-        there = False
-    if not there:
+        # Missing or damaged. Its parts could not be read without it.
+        is_there = False
+    if not is_there:
         files.write_pool(path, tables)
     return name
 
 
 def write_compute(folder: str | Path, samples: Sequence[ComputeSample], pool: str) -> Path:
-    """Write compute samples as one part. pool: digest of their tables' pool, from write_pool."""
+    """Write compute samples as one part. pool: digest of the pool with their tables, from write_pool."""
     rows = [
         {
             **_common(s, "compute"),
@@ -173,7 +174,7 @@ def _spread_row(spread: Spread | None) -> Row | None:
 
 
 def read_compute(folder: str | Path, setting: Setting | None = None) -> list[ComputeSample]:
-    """The compute samples of a folder (of one setting): the best known timing of each id."""
+    """The compute samples of a folder (of one setting), each with its best known timing."""
     return best_known(read_timings(folder, setting))
 
 
@@ -197,28 +198,30 @@ def best_known(samples: Iterable[Sample]) -> list[Sample]:
 
     A timing without error is preferred, then the most precise one, then the latest.
     """
+
+    def precision(sample: Sample) -> float:
+        # Collectives have no confidence interval, and some compute samples lack it.
+        relative_ci = getattr(sample, "relative_ci", None)
+        return -math.inf if relative_ci is None else -relative_ci
+
     best = {}
-    for sample in sorted(samples, key=lambda s: (s.error is None, _worth(s), s.measured_at)):
+    # In rising order of preference, so that the best one of each id is written last.
+    for sample in sorted(samples, key=lambda s: (s.error is None, precision(s), s.measured_at)):
         best[sample.id] = sample
     return [best[k] for k in sorted(best)]
-
-
-def _worth(sample: ComputeSample | CollectiveSample) -> float:
-    relative_ci = getattr(sample, "relative_ci", None)
-    return -math.inf if relative_ci is None else -relative_ci
 
 
 def repeated(timings: Iterable[Sample]) -> list[list[Sample]]:
     """Samples with several timings, the most often timed first. Timings are in order of time.
 
-    These are the reference op and the repeatability set.
+    They are the reference op, and samples that were measured again to show how far timings agree.
     """
     by_id: dict[str, list[Sample]] = {}
     for sample in timings:
         if sample.error is None:
             by_id.setdefault(sample.id, []).append(sample)
-    found = [sorted(s, key=lambda x: x.measured_at) for s in by_id.values() if len(s) > 1]
-    return sorted(found, key=lambda s: (-len(s), s[0].id))
+    several = [sorted(s, key=lambda x: x.measured_at) for s in by_id.values() if len(s) > 1]
+    return sorted(several, key=lambda s: (-len(s), s[0].id))
 
 
 def read_timings(folder: str | Path, setting: Setting | None = None) -> list[ComputeSample]:
@@ -228,10 +231,15 @@ def read_timings(folder: str | Path, setting: Setting | None = None) -> list[Com
 
     def table(pool: str, name: str, dim: int, precision: str, sequence: bool) -> Table:
         key = (pool, name, dim, precision, sequence)
-        # Equal tables are one object: thousands of samples share a few tables.
+        # Equal tables are one object, as thousands of samples share a few tables.
         if key not in tables:
             if pool not in pools:
-                pools[pool] = _pool(folder, pool)
+                if not files.DIGEST.fullmatch(pool):
+                    raise ShardCoreError(
+                        f"its pool is {shown(pool)}; it needs the 16 hex digits of a pool's digest"
+                    )
+                tables_of_pool = files.read_pool(Path(folder) / f"pool-{pool}.json")
+                pools[pool] = {t.name: t for t in tables_of_pool}
             if name not in pools[pool]:
                 raise ShardCoreError(f"its pool {pool} has no table {shown(name)}")
             tables[key] = dataclasses.replace(
@@ -250,7 +258,7 @@ def read_timings(folder: str | Path, setting: Setting | None = None) -> list[Com
             )
             for s in row["shards"]
         )
-        made = ComputeSample(
+        read = ComputeSample(
             row["id"],
             row["setting"],
             ComputeRequest(shards, row["batch"]),
@@ -263,8 +271,8 @@ def read_timings(folder: str | Path, setting: Setting | None = None) -> list[Com
             order=row["order"],
             software=row["software"],
         )
-        _require_own_id(made.id, compute_id(made.setting, made.request))
-        return made
+        _require_id(read.id, compute_id(read.setting, read.request))
+        return read
 
     return _samples(folder, "compute", setting, sample)
 
@@ -291,7 +299,7 @@ def _comm(folder: str | Path, setting: Setting | None) -> list[CollectiveSample]
         )
         both = [row[k] and tuple(Spread(**x) for x in row[k]) for k in ("forward", "backward")]
         waiting_ms = row["waiting_ms"] and tuple(row["waiting_ms"])
-        made = CollectiveSample(
+        read = CollectiveSample(
             row["id"],
             row["setting"],
             request,
@@ -304,8 +312,8 @@ def _comm(folder: str | Path, setting: Setting | None) -> list[CollectiveSample]
             oversubscribed=row["oversubscribed"],
             work_ms=row["work_ms"] and tuple(row["work_ms"]),
         )
-        _require_own_id(made.id, comm_id(made.setting, made.request))
-        return made
+        _require_id(read.id, comm_id(read.setting, read.request))
+        return read
 
     return _samples(folder, "comm", setting, sample)
 
@@ -320,12 +328,12 @@ def _samples(
     samples = {}
     for row in dataset_parts.read_rows(folder, kind, setting):
         try:
-            # After an interrupted merge a timing may be in two parts.
+            # By time, too, as a timing is in two parts after an interrupted merge.
             samples[row["id"], row["measured_at"]] = make(row)
         except (TypeError, ShardCoreError) as error:
-            said = error if isinstance(error, ShardCoreError) else "it has an entry that is nothing"
+            reason = error if isinstance(error, ShardCoreError) else "it has an entry that is nothing"
             raise ShardCoreError(
-                f"{row['part']} is no part of a dataset, sample {shown(row['id'])}: {said}; remove it"
+                f"{row['part']} is no part of a dataset, sample {shown(row['id'])}: {reason}; remove it"
             ) from None
     return list(samples.values())
 
@@ -337,17 +345,10 @@ def merge_parts(folder: str | Path) -> None:
     )
 
 
-def _require_own_id(found: str, right: str) -> None:
-    if found != right:
-        # An edited request would train the model on a false pair.
+def _require_id(read: str, right: str) -> None:
+    # The request was edited: a model would learn its timing for another request.
+    if read != right:
         raise ShardCoreError(f"its request has the id {right}")
-
-
-def _pool(folder: str | Path, name: str) -> dict[str, Table]:
-    """The tables of a pool, by their names."""
-    if not files.DIGEST.fullmatch(name):
-        raise ShardCoreError(f"its pool is {shown(name)}; it needs the 16 hex digits of a pool's digest")
-    return {t.name: t for t in files.read_pool(Path(folder) / f"pool-{name}.json")}
 
 
 # --- questions ----------------------------------------------------------------------------------------------
@@ -362,7 +363,7 @@ def settings(folder: str | Path) -> list[Setting]:
 
 
 def read_ids(folder: str | Path, kind: str) -> set[str]:
-    """Ids of the samples that were timed ("compute" or "comm"). Failed samples are measured again."""
+    """Ids of a kind's samples with a timing. Those that failed are left out, so they are measured again."""
     rows = dataset_parts.read_rows(folder, kind, None, columns=["id", "error", "measurement_version"])
     return {row["id"] for row in rows if row["error"] is None}
 
@@ -370,24 +371,23 @@ def read_ids(folder: str | Path, kind: str) -> set[str]:
 def disturbed_ids(folder: str | Path, tolerance: float) -> set[str]:
     """Ids of disturbed compute samples, to be measured again.
 
-    They were timed once. Their confidence interval is over twice as wide as usual, and as `tolerance`. Fewer
-    than six repeats give no interval, so such samples are left alone.
+    They were timed once, with a confidence interval over twice as wide as both the usual one and `tolerance`. Samples
+    of fewer than six repeats have no interval, and are left alone.
     """
-    columns, found = ["id", "error", "relative_ci", "measurement_version"], {}
+    columns, intervals = ["id", "error", "relative_ci", "measurement_version"], {}
     for row in dataset_parts.read_rows(folder, "compute", None, columns):
         if row["error"] is None:
-            found.setdefault(row["id"], []).append(
+            intervals.setdefault(row["id"], []).append(
                 math.inf if row["relative_ci"] is None else row["relative_ci"]
             )
-    # On a noisy machine all intervals are wide. Only outliers are worth repeating.
-    usual = statistics.median([known[0] for known in found.values()]) if found else 0.0
-    return {
-        k for k, known in found.items() if len(known) == 1 and 2 * max(tolerance, usual) < known[0] < math.inf
-    }
+    # On a noisy machine all intervals are wide, and only outliers are worth repeating.
+    usual = statistics.median([widths[0] for widths in intervals.values()]) if intervals else 0.0
+    most = 2 * max(tolerance, usual)
+    return {k for k, widths in intervals.items() if len(widths) == 1 and most < widths[0] < math.inf}
 
 
 def usual_ms(folder: str | Path, setting: Setting, request: ComputeRequest) -> float | None:
-    """Forward + backward ms of a request at a slowdown of 1. None: the folder has no timing of it."""
+    """Forward + backward ms of a request at a slowdown of 1. None if the folder has no timing of it."""
     key = compute_id(setting, request)
     if key not in read_ids(folder, "compute"):
         return None
@@ -395,7 +395,7 @@ def usual_ms(folder: str | Path, setting: Setting, request: ComputeRequest) -> f
 
 
 def reference_op(folder: str | Path, setting: Setting) -> ReferenceOp | None:
-    """The reference op of a folder's compute samples. None: too few timings to recognise it."""
+    """The reference op of a folder's compute samples. None if too few timings show which one it is."""
     repeats = read_repeats(folder, setting)
     if not has_reference_op(repeats):
         return None
@@ -405,8 +405,7 @@ def reference_op(folder: str | Path, setting: Setting) -> ReferenceOp | None:
 def has_reference_op(repeats: Sequence[Sequence[ComputeSample]]) -> bool:
     """Tell if the first of `repeats` (see `repeated`) is the reference op.
 
-    It was timed more than twice as often as any other sample. A repeatability set is not.
+    Samples carry no mark of their purpose, so counts decide: it was timed more than twice as often as any other.
     """
     first, second, *_ = [*map(len, repeats), 0, 0]
-    # Samples carry no mark of their purpose, so it is inferred from the counts.
     return first >= _FEWEST_OF_REFERENCE and first > 2 * second

@@ -3,8 +3,8 @@
   compute-<sha256>.parquet   samples of ops, columns as in COMPUTE
   comm-<sha256>.parquet      samples of collectives, columns as in COMM
 
-A part is named by its digest. It is written under a temporary name, then renamed. Its digest is checked when
-it is read, so a damaged part is refused. Parts of several machines merge by copying them into one folder.
+A part is named by the digest of its content, which is checked when it is read: a damaged part is refused. It is written
+under a temporary name, then renamed. Parts of several machines merge by copying them into one folder.
 """
 
 from __future__ import annotations
@@ -28,20 +28,18 @@ from shardcore.io import writing
 from shardcore.io.schema import MOST_FILE_BYTES, names_in, read_bytes
 
 MEASUREMENT_VERSIONS = {"compute": 2, "comm": 3}
-"""By kind. Raised by hand when the meaning of a timing changes. Older samples then no longer count.
+"""Version of each kind, raised by hand when the meaning of a timing changes. Older samples then no longer count.
 
-comm 3: between ranks that have a core each (measure/own_core.py).
+comm 3: ranks have a core each (measure/own_core.py).
 """
-
 _PART = re.compile(r"(compute|comm)-[0-9a-f]{24}\.parquet")
 _UNFINISHED = re.compile(r"\.(compute|comm|pool)-.*\.(parquet|json)\.\d+\.tmp")
 _PART_ROWS = 1 << 17
-"""Samples in a merged part."""
+"""Most samples of a merged part."""
 _MOST_VALUES, _MOST_TEXT = (1 << 18, 16), (1 << 24, 64)
-"""Limits on a part's values and on its characters of text: a base, and a number per byte of the file.
+"""Limits on a part's values and on its characters of text: a base, and a number for each byte of the file.
 
-Shipped parts have 0.6 values per byte. Repeated values take almost no bytes, so a small file could unpack to
-any size.
+Repeated values take almost no bytes, so a small file could unpack to any size. Shipped parts have 0.6 values a byte.
 """
 _OPTIONAL = (
     "error",
@@ -57,7 +55,7 @@ _OPTIONAL = (
 )
 """Columns that may be null."""
 _ABSENT = ("emulated_pods", "emulated_pod_gbit_s")
-"""Columns that a part lacks where all their values are null."""
+"""Columns that a part lacks if all their values are null, so that parts without pods are as in earlier versions."""
 
 _SPREAD = pa.struct(
     [("median_ms", pa.float64()), ("q1_ms", pa.float64()), ("q3_ms", pa.float64()), ("repeats", pa.int32())]
@@ -97,8 +95,10 @@ COMPUTE = pa.schema(
         ("sequence", pa.bool_()),
     ]
 )
-"""batch: samples that the op ran over. pool: digest of the pool file with its tables. A shard's table has the
-dim given here. sequence: whether lookups are not pooled. Other columns are as in ComputeSample."""
+"""Columns of compute parts. batch: samples that the op ran over. pool: digest of the pool file with its tables. dim:
+dim of a shard's table, instead of the pool's. sequence: True if lookups are not pooled. Others are as in
+ComputeSample.
+"""
 COMM = pa.schema(
     [
         *_COMMON,
@@ -121,8 +121,9 @@ COMM = pa.schema(
         ("work_ms", pa.list_(pa.float64())),
     ]
 )
-"""Columns as in CollectiveRequest and CollectiveSample. Lists have one entry per rank. emulated_*: of EmulatedLinks;
-null where hosts and links are real."""
+"""Columns of parts of collectives, as in CollectiveRequest and CollectiveSample. Lists have one entry a rank.
+emulated_*: fields of EmulatedLinks; null where hosts and links are real.
+"""
 _SCHEMAS = {"compute": COMPUTE, "comm": COMM}
 
 Row = dict[str, Any]
@@ -140,7 +141,7 @@ def write_part(folder: str | Path, kind: str, rows: list[Row]) -> Path:
     content = sink.getvalue().to_pybytes()
     # Equal content gets an equal name, so copies of a part merge into one.
     path = Path(folder) / f"{kind}-{hashlib.sha256(content).hexdigest()[:24]}.parquet"
-    # A part that cannot be read would spoil its dataset.
+    # A part that no reader takes would make the whole dataset unreadable.
     _bounded(content, path)
     writing.write_atomic(path, content)
     return path
@@ -173,7 +174,7 @@ def merge(folder: str | Path, require: Callable[[str], object]) -> None:
     If a sample only failed, its last failure is kept. Temporary files over an hour old are removed.
     """
     for unfinished in (p for p in Path(folder).glob(".*.tmp") if _UNFINISHED.fullmatch(p.name)):
-        with suppress(FileNotFoundError):  # its writer has just renamed it
+        with suppress(FileNotFoundError):  # its writer may have renamed it by now
             if time.time() - unfinished.lstat().st_mtime > 3600:
                 unfinished.unlink()
     for kind in _SCHEMAS:
@@ -191,10 +192,10 @@ def merge(folder: str | Path, require: Callable[[str], object]) -> None:
                 for i in range(0, len(kept), _PART_ROWS)
             }
         except ShardCoreError:
-            # Together they would be no readable part. By themselves they are.
+            # Merged, they would exceed the limits of a part. They stay as they are.
             continue
         for path in merged:
-            # Check the new part before the old ones are deleted.
+            # The new parts are checked before the old ones are deleted.
             _read_part(path, kind, None)
         for path in set(parts) - merged:
             path.unlink(missing_ok=True)
@@ -212,8 +213,8 @@ def _read_parts(folder: str | Path, kind: str, columns: list[str] | None = None)
 
 
 def _parts(folder: str | Path, kind: str) -> list[Path]:
-    """The files with a part's name, sorted. Raises ShardCoreError for a broken link."""
-    found = []
+    """The parts of a kind, sorted by name. Raises ShardCoreError for a wrong name and for a broken link."""
+    parts = []
     for path in (Path(folder) / name for name in names_in(folder)):
         if not path.name.startswith(f"{kind}-") or path.suffix != ".parquet":
             continue
@@ -221,12 +222,12 @@ def _parts(folder: str | Path, kind: str) -> list[Path]:
             raise ShardCoreError(f"{path} has no name of a part, {kind}-<24 hex digits>.parquet; remove it")
         if path.is_symlink() and not path.exists():
             raise ShardCoreError(f"{path} is a link that leads nowhere; remove it")
-        found.append(path)
-    return found
+        parts.append(path)
+    return parts
 
 
 def _read_part(path: Path, kind: str, columns: list[str] | None) -> list[Row]:
-    """Rows of a part. Empty if it has another version than MEASUREMENT_VERSIONS."""
+    """Rows of a part. Empty if all are of other versions than MEASUREMENT_VERSIONS."""
     content = read_bytes(path)
     if f"{hashlib.sha256(content).hexdigest()[:24]}.parquet" != path.name.split("-", 1)[1]:
         raise ShardCoreError(
@@ -250,12 +251,12 @@ def _bounded(content: bytes, path: Path) -> tuple[pa.Table, pa.Schema]:
     file = pq.ParquetFile(pa.BufferReader(content))
     groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
     columns_of = [group.column(i) for group in groups for i in range(group.num_columns)]
-    # Check sizes before unpacking: a hostile file could fill memory.
+    # Sizes are checked before unpacking, as a hostile file could fill memory.
     _require_size(path, "values", [c.num_values for c in columns_of], len(content), _MOST_VALUES)
     _require_size(path, "bytes", [max(g.total_byte_size, 0) for g in groups], 0, (MOST_FILE_BYTES, 0))
     physical = [file.schema.column(i) for i in range(len(file.schema))]
     text = [column.path for column in physical if column.physical_type == "BYTE_ARRAY"]
-    # Dictionaries keep repeated text once. No threads: Arrow's can abort a process that ends.
+    # As dictionaries, repeated text is in memory once. No threads, as Arrow's can abort a process that ends.
     table = pq.ParquetFile(pa.BufferReader(content), read_dictionary=text).read(use_threads=False)
     written_out = [_characters(chunk) for column in table.columns for chunk in column.chunks]
     _require_size(path, "characters", written_out, len(content), _MOST_TEXT)
@@ -296,7 +297,7 @@ def _require_size(path: Path, what: str, sizes: Sequence[int], content: int, mos
 
 
 def _characters(array: pa.Array) -> int:
-    """Characters of all text in an array read with dictionaries, once expanded."""
+    """Characters of all text in an array of dictionaries, with repeated text counted each time."""
     if pa.types.is_dictionary(array.type):
         lengths = pc.call_function("binary_length", [array.dictionary])
         each = pc.take(lengths, array.indices).cast(pa.int64())

@@ -12,7 +12,6 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from shardcore.core.errors import ShardCoreError
@@ -21,32 +20,28 @@ from shardcore.io.schema import require_file
 from shardcore.step.access import reuse_of
 
 _MOST_RATIO, _LEAST_UNPACKED = 50, 1 << 24
-"""A gzipped batch unpacks to some 4 times its size. Small ones may have any ratio."""
+"""Most bytes of a gzipped batch, over its size (some 4 are usual); and bytes up to which any ratio is allowed."""
 
 
 def dlrm_datasets_pool(path: str | Path, dim: int = 64) -> tuple[Table, ...]:
     """The tables of a dlrm_datasets file (`.pt.gz`, or unpacked `.pt`), named t000, t001, ...
 
-    dim: of every table. The release has none.
+    dim: dim of every table. The release has none.
 
-    The file holds one batch, written by torch.save: indices (table after table), offsets [T × B + 1] and
-    lengths [T, B]. Tables get the pooling and reuse histogram of that batch. Rows are the largest index + 1,
-    a lower bound. A table without lookups is kept, with 1 row.
+    The file holds one batch, written by torch.save: indices (table after table), offsets [T × B + 1] and lengths [T,
+    B]. Tables get the pooling and reuse histogram of that batch. Their rows are the largest index + 1, a lower bound.
+    A table without lookups is kept, with 1 row.
 
     Raises ShardCoreError for a missing, damaged or foreign file.
     """
     indices, offsets, lengths = _read_batch(Path(path))
     batch = lengths.shape[1]
-    edges = offsets[::batch].tolist()
-    return tuple(
-        _measured_table(f"t{t:03d}", indices[lo:hi].numpy(), batch, dim)
-        for t, (lo, hi) in enumerate(itertools.pairwise(edges))
-    )
-
-
-def _measured_table(name: str, ids: np.ndarray, batch: int, dim: int) -> Table:
-    rows = int(ids.max()) + 1 if len(ids) else 1
-    return Table(name, rows, dim, len(ids) / batch, reuse_of(ids, batch))
+    tables = []
+    for t, (lo, hi) in enumerate(itertools.pairwise(offsets[::batch].tolist())):
+        ids = indices[lo:hi].numpy()
+        rows = int(ids.max()) + 1 if len(ids) else 1
+        tables.append(Table(f"t{t:03d}", rows, dim, len(ids) / batch, reuse_of(ids, batch)))
+    return tuple(tables)
 
 
 def _read_batch(path: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -62,16 +57,16 @@ def _read_batch(path: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         try:
             plain = _unpacked(path, Path(folder))
             _require_stored(plain)
-            # weights_only: a downloaded pickle must not run code.
+            # A downloaded pickle must not run code.
             content = torch.load(plain, weights_only=True, map_location="cpu", mmap=True)
         except ShardCoreError:
             raise
-        except Exception as error:  # to the unpickler, foreign bytes may look like any opcode
+        except Exception as error:  # of any type, as foreign bytes may look like any opcode of a pickle
             reason = (str(error) or type(error).__name__).splitlines()[0]
             why = f"cannot be read, being foreign, damaged or cut short ({reason})"
             raise ShardCoreError(f"{what} {why}; {wanted}") from None
     tensors = tuple(content) if isinstance(content, (tuple, list)) else ()
-    # A view of a cell, repeated, would fill memory once it is used.
+    # Contiguous, as a repeated view of one cell would fill memory once it is used.
     whole = all(
         isinstance(x, torch.Tensor)
         and x.dtype in (torch.int32, torch.int64)
@@ -107,7 +102,7 @@ def _batch_problems(indices: torch.Tensor, offsets: torch.Tensor, lengths: torch
 
 
 def _unpacked(path: Path, folder: Path) -> Path:
-    """`path` itself, or its unpacked content if it is gzipped. torch.load needs to seek."""
+    """`path`, or a file of its unpacked content if it is gzipped, as torch.load needs to seek."""
     with path.open("rb") as raw:
         if raw.read(2) != b"\x1f\x8b":
             return path
@@ -125,7 +120,7 @@ def _unpacked(path: Path, folder: Path) -> Path:
 
 
 def _require_stored(path: Path) -> None:
-    """Raise ShardCoreError for an archive that unpacks to more than its size: torch.save packs nothing."""
+    """Raise ShardCoreError for an archive that unpacks to more than its size. Those of torch.save do not."""
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
     size = path.stat().st_size

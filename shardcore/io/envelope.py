@@ -35,7 +35,7 @@ VERSIONS = {
     "move-rates": 1,
     "job-report": 1,
 }
-"""Version of each schema. No other is read."""
+"""Version of each schema. No other version is read."""
 
 
 def digest(value: Any) -> str:
@@ -44,6 +44,7 @@ def digest(value: Any) -> str:
 
 
 def document(schema: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body with its schema and version."""
     return {"schema": f"shardcore/{schema}", "version": VERSIONS[schema], **body}
 
 
@@ -57,6 +58,7 @@ def is_document(path: str | Path, schema: str) -> bool:
 
 
 def open_document(path: str | Path | Readable, schema: str) -> dict[str, Any]:
+    """The body of a document's file. Raises ShardCoreError as `read_json` and `opened` do."""
     return opened(read_json(path), schema, path)
 
 
@@ -77,10 +79,12 @@ def opened(data: Any, schema: str, path: object) -> dict[str, Any]:
 
 
 def seal(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body with its digest."""
     return {**body, "digest": digest(body)}
 
 
 def unseal(body: dict[str, Any], path: object) -> dict[str, Any]:
+    """The body without its digest, which is removed. Raises ShardCoreError if it does not match."""
     found = body.pop("digest", None)
     if found != digest(body):
         raise ShardCoreError(

@@ -38,9 +38,9 @@ DIGEST = re.compile(r"[0-9a-f]{16}")
 def _given(record: Any, always: Collection[str] = (), never: Collection[str] = ()) -> dict[str, Any]:
     """JSON of the fields of a record that differ from their defaults.
 
-    So files of older problems keep the digest that their plans know.
+    Files written before a field was added thus keep the digest that their plans know.
 
-    always: fields that are written whatever they are. never: fields that are left out.
+    always: fields that are written in any case. never: fields that are left out.
     """
     values = {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name not in never}
     defaults = {f.name: f.default for f in dataclasses.fields(record)}
@@ -113,7 +113,7 @@ _BY_TABLE = {
     "kinds": 'the kinds that may run them, such as {"t0": ["row", "column"]}',
     "min_widths": 'the fewest columns of a shard, such as {"t0": 64}',
 }
-"""Constraints that files give as objects by table, with a form for messages."""
+"""Constraints that files give as objects by table, with the form of their values for messages."""
 
 
 def _constraints_from_json(data: Any, what: str) -> Constraints:
@@ -159,7 +159,7 @@ def read_problem(path: str | Path | Readable) -> Problem:
             )
         devices += [build(Device, entry, f"{what}: device", also=("count",))] * count
     if isinstance(constraints, Mapping) and "reserved_bytes" not in constraints and devices:
-        # ShardCore always writes it. A file written by hand may lack it, and the dense part needs some memory.
+        # ShardCore always writes it. A file written by hand may lack it, but the dense part needs some memory.
         constraints = {"reserved_bytes": default_reserve(devices), **constraints}
     links = {k: v for k, v in topology.items() if k != "devices"}
     return build(
@@ -239,16 +239,16 @@ def write_plan(path: str | Path, plan: Plan, problem: Problem) -> None:
 
 
 def read_plan(path: str | Path | Readable, problem: Problem) -> Plan:
-    """A plan for `problem`, parsed: it is for the caller to lower it, or to validate it by `require_plan`.
+    """A plan for `problem`, parsed. The caller lowers it, or validates it by `require_plan`.
 
-    Raises ShardCoreError where it was made for another problem, or was edited.
+    Raises ShardCoreError if it was made for another problem, or was edited.
     """
     return plan_from_json(unseal(open_document(path, "plan"), path), problem, str(path))
 
 
 @contextlib.contextmanager
 def validating(path: str | Path) -> Iterator[None]:
-    """Name the file of a plan in what its validation raises."""
+    """Add the file of a plan to errors of its validation."""
     try:
         yield
     except Overfull as error:
@@ -263,7 +263,7 @@ def validating(path: str | Path) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Placement:
-    """A placement in a plan's file: all rows, and columns [low, high), of a table."""
+    """A placement in a plan's file: columns [low, high) of all rows of a table."""
 
     table: str
     kind: str
@@ -293,11 +293,11 @@ _PROVENANCE = {
     "datasets": Mapping[str, str],
     "torchrec": Mapping[str, Mapping[str, Any]],
 }
-"""Entries of provenance that code reads, and their types. Others are for people."""
+"""Types of the entries of provenance that code reads. Others are for people."""
 
 
 def require_provenance(data: Mapping[str, Any], what: str) -> None:
-    """Raise ShardCoreError naming an entry that ShardCore uses and that is not of its kind."""
+    """Raise ShardCoreError naming an entry of _PROVENANCE that is of another type."""
     for name in sorted(set(data) & set(_PROVENANCE)):
         read(data[name], _PROVENANCE[name], f"{what}: {name}")
 
@@ -322,8 +322,8 @@ def plan_from_json(data: Any, problem: Problem, what: str) -> Plan:
     return Plan(tuple(placements), read_plan.provenance)
 
 
-class _Written(Protocol):
-    """A file with the digests of its problem."""
+class _ForProblem(Protocol):
+    """Content of a file that was written for a problem, with the problem's digests."""
 
     @property
     def problem(self) -> str: ...
@@ -333,8 +333,8 @@ class _Written(Protocol):
     def problem_parts(self) -> Mapping[str, str]: ...
 
 
-def require_same_problem(written: _Written, problem: Problem, what: str) -> None:
-    """Raise ShardCoreError unless a file was written for this problem. what: "... is a plan"."""
+def require_same_problem(written: _ForProblem, problem: Problem, what: str) -> None:
+    """Raise ShardCoreError unless a file was written for this problem. what: such as "x.json is a plan"."""
     if written.problem_digest != (own := problem_digest(problem)):
         raise ShardCoreError(
             f"{what} for problem {shown(written.problem)} with digest {shown(written.problem_digest)}; "

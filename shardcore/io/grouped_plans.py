@@ -1,7 +1,7 @@
-"""Files of grouped plans: the plan of one sharding group, and how the devices are divided.
+"""Files of grouped plans: the plan of one sharding group, and the division of devices into groups.
 
-Their schema is separate. So no reader of plans mistakes one for a plan of all devices. A file knows
-the digest of the whole problem, and that of a group's, which follows from it.
+Their schema is separate, so that no reader of plans takes one for a plan of all devices. A file has the digest of the
+whole problem, and that of a group's problem, which follows from it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def is_grouped(path: str | Path) -> bool:
 
 
 def write_grouped(path: str | Path, grouped: GroupedPlan, problem: Problem) -> None:
-    """Write a grouped plan. problem: the whole."""
+    """Write a grouped plan. problem: the whole problem, of all devices."""
     of_group = files.plan_to_json(grouped.plan, grouped.problem)
     writing.write_json(
         path,
@@ -48,9 +48,9 @@ def write_grouped(path: str | Path, grouped: GroupedPlan, problem: Problem) -> N
 
 
 def read_grouped(path: str | Path, problem: Problem) -> GroupedPlan:
-    """A grouped plan of a whole problem.
+    """The grouped plan of a whole problem.
 
-    Raises ShardCoreError where it was made for another one, was edited, or `lower` would refuse it.
+    Raises ShardCoreError if it was made for another one, was edited, or would be refused by `lower`.
     """
     written = build(_GroupedPlan, unseal(open_document(path, SCHEMA), path), str(path))
     files.require_same_problem(written, problem, f"{path} is a grouped plan")

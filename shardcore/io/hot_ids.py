@@ -1,10 +1,9 @@
 """Hot ids of a table, and the row of each id.
 
-Hot ids are kept in rising order, and so are all others. So the hot ids give both maps: hot id i is hot row i,
-and any other id is the cold row of its number less that of hot ids below it. Nothing else is kept, and memory
-is that of the hot ids.
+Hot ids are in rising order, and so are all others. So the hot ids alone give the row of each id: the i-th hot id is hot
+row i. Any other id is a cold row, whose number is the id less the number of hot ids below it.
 
-Shapes: H hot ids, L ids.
+Shapes: H hot ids.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ _SCHEMA = "hot-ids"
 class HotIds:
     """The hot ids of a table.
 
-    table: its name.
-    rows: of the whole table.
+    table: name of the table.
+    rows: rows of the whole table.
     ids: [H] int64, rising.
     """
 
@@ -54,7 +53,7 @@ class HotIds:
 
     @classmethod
     def of_counts(cls, table: str, counts: np.ndarray, hot: int) -> HotIds:
-        """The so many ids with the most lookups. counts: [rows] of each id (see `heat.row_counts`)."""
+        """The `hot` ids with the most lookups. counts: [rows] lookups of each id (see `heat.row_counts`)."""
         counts = np.asarray(counts)
         if not 1 <= hot < len(counts):
             raise ShardCoreError(
@@ -69,14 +68,14 @@ class HotIds:
 
     @cached_property
     def digest(self) -> int:
-        """A number of 63 bits that other hot ids do not have."""
-        found = hashlib.sha256(f"{self.table}\0{self.rows}\0".encode() + self.ids.tobytes()).digest()
-        return int.from_bytes(found[:8], "big") >> 1
+        """A digest of 63 bits, which fits an int64."""
+        sha256 = hashlib.sha256(f"{self.table}\0{self.rows}\0".encode() + self.ids.tobytes()).digest()
+        return int.from_bytes(sha256[:8], "big") >> 1
 
     def cold_ids(self, low: int, high: int) -> np.ndarray:
-        """[high - low] the ids of cold rows low to high."""
+        """[high - low] the ids of cold rows low to high - 1."""
         rows = np.arange(low, high)
-        # Cold row r is behind all hot ids that have at most r cold ids before them.
+        # Hot id i has ids[i] - i cold ids before it. The id of cold row r is r plus the hot ids that have at most r.
         return rows + np.searchsorted(self.ids - np.arange(len(self.ids)), rows, side="right")
 
 
@@ -94,19 +93,19 @@ def read_hot_ids(path: str | Path) -> dict[str, HotIds]:
     rows = build(_Meta, meta, str(path)).rows
     if differ := sorted(set(rows) ^ set(tensors)):
         raise ShardCoreError(f"{path} lacks the hot ids or the number of rows of table {shown(differ[0])}")
-    found = {}
+    by_table = {}
     for name, ids in tensors.items():
         if ids.ndim != 1 or ids.dtype != np.int64:
             raise ShardCoreError(
                 f"{path} has hot ids of table {shown(name)} that are {ids.dtype} "
                 f"{list(ids.shape)}; they need to be int64, in a row"
             )
-        found[name] = HotIds(name, rows[name], ids)
-    return found
+        by_table[name] = HotIds(name, rows[name], ids)
+    return by_table
 
 
 @dataclass(frozen=True)
 class _Meta:
-    """Fields of a file of hot ids other than the ids."""
+    """Fields of a file of hot ids, except the ids."""
 
     rows: Mapping[str, int]

@@ -1,8 +1,8 @@
 """Kineto's trace files, which torch.profiler writes: JSON, plain or gzip, read as a stream.
 
-A trace of a few steps has gigabytes where stacks are recorded. So a file is decoded event by event, and memory holds
-a chunk of text and one event. A reader goes through it twice: once for the steps, once for the events of the steps that
-it wants. Versions of torch that write the base time at the end cost a third pass.
+With stacks, a trace of a few steps has gigabytes. So a file is decoded event by event, and memory holds a chunk of text
+and one event. A reader goes through it twice: once for the steps, once for the events of the steps that it wants.
+Versions of torch that write the base time at the end cost a third pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardcore.io import schema
 SUFFIXES = (".json", ".json.gz")
 _CHUNK_BYTES = 1 << 20
 _MOST_CHARACTERS = 1 << 24
-"""Most characters of an event, and of what is before and after the events."""
+"""Most characters of an event, of the text before all events, and of the text after them."""
 _MOST_TIME = 1e19
 """Largest time, in ns or µs. The year 2026 is 1.8e18 ns since the epoch."""
 _STARTS = re.compile(r'"traceEvents"\s*:\s*\[')
@@ -33,8 +33,8 @@ _DECODER = json.JSONDecoder()
 class TraceEvent(NamedTuple):
     """One event with a duration.
 
-    begin_ms, end_ms: since the epoch, by the clock of its rank.
-    thread: process and thread, or device and stream.
+    begin_ms, end_ms: ms since the epoch, by the clock of its rank.
+    thread: process and thread; on a GPU, device and stream.
     """
 
     name: str
@@ -49,9 +49,9 @@ class TraceEvent(NamedTuple):
 class KinetoFile:
     """A trace file.
 
-    header: its entries except the events.
-    cut_short: True if its end is missing; known once `events` was read.
-    malformed: events without a name, time or duration; likewise.
+    header: entries of the file except its events.
+    cut_short: True if the end of the file is missing. It is known once `events` has been read.
+    malformed: number of events without a name, time or duration. It is known then, too.
     """
 
     path: Path
@@ -67,8 +67,8 @@ class KinetoFile:
     @property
     def distributed(self) -> Mapping[str, Any]:
         """Backend, rank and world_size of the job. Empty where the trace does not say."""
-        found = self.header.get("distributedInfo")
-        return found if isinstance(found, dict) else {}
+        info = self.header.get("distributedInfo")
+        return info if isinstance(info, dict) else {}
 
     def events(self) -> Iterator[TraceEvent]:
         """Events with a duration, in the order of the file.
@@ -96,7 +96,10 @@ class KinetoFile:
                 )
 
     def _decoded(self, text: _Text, only_header: bool = False) -> Iterator[Any]:
-        """Decoded events. Sets header and cut_short."""
+        """Decode events one by one. Sets header and cut_short.
+
+        only_header: stop as soon as the header is known, and yield no events.
+        """
         while not (starts := _STARTS.search(text.buffer)):
             if len(text.buffer) > _MOST_CHARACTERS or not text.more():
                 raise ShardCoreError(f"{self.path} is no trace of torch.profiler; it has no 'traceEvents'")
@@ -112,8 +115,8 @@ class KinetoFile:
                 value, end = _DECODER.raw_decode(text.buffer, at)
             except RecursionError:
                 raise ShardCoreError(f"{self.path} has an event that is nested too deep") from None
-            except ValueError:  # also of a number with thousands of digits
-                # Incomplete, unless it is longer than any event.
+            except ValueError:  # also for a number with thousands of digits
+                # The event is incomplete in the buffer, unless this is longer than any event.
                 if len(text.buffer) - at > _MOST_CHARACTERS:
                     raise ShardCoreError(f"{self.path} has an event that is not JSON") from None
                 text.buffer, at = text.buffer[at:], 0
@@ -124,23 +127,23 @@ class KinetoFile:
             at = end
             if not only_header:
                 yield value
+        # What follows the events are further entries of the header.
         text.buffer = text.buffer[at + 1 :]
         while len(text.buffer) < _MOST_CHARACTERS and text.more():
             pass
         self.cut_short = not self._add_header("{" + text.buffer.lstrip().lstrip(","))
 
     def _add_header(self, content: str) -> bool:
-        """Add entries of the header. False where they are no JSON."""
+        """Add entries to the header. False if they are no JSON."""
         try:
-            found = json.loads(content)
+            self.header |= json.loads(content)
         except (ValueError, RecursionError):
             return False
-        self.header |= found
         return True
 
 
 class _Text:
-    """The text of a file, plain or gzip, as far as it was read."""
+    """The text of a file, plain or gzip. buffer: text that was read and not yet decoded."""
 
     def __init__(self, path: Path) -> None:
         self.buffer = ""
@@ -148,14 +151,14 @@ class _Text:
         self._chunks = _chunks(path)
 
     def more(self) -> bool:
-        """Read a chunk. False at the end."""
+        """Read another chunk into the buffer. False at the end."""
         chunk = next(self._chunks, None)
         self.buffer += self._decode(chunk or b"", final=chunk is None)
         return chunk is not None
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
-    """The content of a file, plain or gzip. It ends early for a gzip file that was cut short."""
+    """The content of a file, plain or gzip. It ends early if a gzip file is damaged."""
     try:
         with open(path, "rb") as file:
             chunk = file.read(_CHUNK_BYTES)

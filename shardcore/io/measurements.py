@@ -1,6 +1,6 @@
-"""Measurements: requests to a machine, and its answers.
+"""Measurements: requests to a machine, and samples.
 
-A request is work to run; a sample is its timing with spread and repeats, or why there is none.
+A request is work to run. A sample is its timing with spread and repeats, or the reason why there is none.
 
 Shapes: D ranks.
 """
@@ -32,9 +32,9 @@ from shardcore.step.scopes import SCOPES, WORLD, groups_among
 class Spread:
     """Repeats of one timing.
 
-    median_ms: their median.
+    median_ms: median of the repeats.
     q1_ms, q3_ms: their quartiles.
-    repeats: how many there are.
+    repeats: number of repeats.
     """
 
     median_ms: float
@@ -44,7 +44,9 @@ class Spread:
 
     def __post_init__(self) -> None:
         fine = 0 <= self.median_ms <= MOST_MS and 0 <= self.q1_ms <= MOST_MS and 0 <= self.q3_ms <= MOST_MS
-        if not (fine and self.repeats >= 1):  # a dataset has many: words only where they are needed
+        if not (
+            fine and self.repeats >= 1
+        ):  # no `require`: a dataset has many spreads, and its text takes time
             raise ShardCoreError(
                 f"a timing is {self.median_ms} ms ({self.q1_ms} to {self.q3_ms}) in "
                 f"{self.repeats} repeats; it needs 0 to {MOST_MS:g} ms, and 1 or more"
@@ -53,13 +55,12 @@ class Spread:
 
 @dataclass(frozen=True)
 class StepSample(StepCost):
-    """A measured StepCost: each part the median over the repeats, per device. Times are as the clock showed.
+    """A measured StepCost. Each part is the median over the repeats, per device, as the clock showed it.
 
-    step: the slowest device's total, over the repeats. On a busy machine it lies above total_ms, whose parts
-        leave out disturbances one by one.
-    oversubscribed: whether there were more processes than cores: parts then measure the scheduler as well.
-    slowdown: how slow the machine was meanwhile, by a dataset's reference op: its time over the usual one. 1
-        where no reference op ran.
+    step: total of the slowest device, over the repeats. On a busy machine it is above total_ms, whose parts each leave
+        out their own disturbances.
+    oversubscribed: True if there were more processes than cores. Parts then measure the scheduler, too.
+    slowdown: the machine's slowdown meanwhile: time of a dataset's reference op over its usual time. 1 if none ran.
     """
 
     step: Spread
@@ -67,7 +68,7 @@ class StepSample(StepCost):
     slowdown: float = 1.0
 
     def at_usual_speed(self) -> StepSample:
-        """The same step, had the machine been as fast as usual."""
+        """The same step at a slowdown of 1."""
         parts = {name: tuple(ms / self.slowdown for ms in getattr(self, name)) for name in PARTS}
         step = replace(
             self.step,
@@ -82,7 +83,7 @@ class StepSample(StepCost):
 class ComputeRequest:
     """Shards to run as one fused op.
 
-    batch: samples that it runs over.
+    batch: number of samples that the op runs over.
     """
 
     shards: tuple[Shard, ...]
@@ -93,10 +94,10 @@ class ComputeRequest:
 class EmulatedLinks:
     """Links of hosts that one machine emulates (measure/hosts.py).
 
-    between_gbit_s: of each host's link, Gbit/s each way. In pods: of each pod's link to the others.
-    within_gbit_s: of each host's loopback, Gbit/s; None: as fast as it is.
+    between_gbit_s: rate of each host's link, Gbit/s each way. With pods: of each pod's link to the others.
+    within_gbit_s: rate of each host's loopback, Gbit/s. None: not limited.
     pods: number of pods that hosts are divided into evenly. 1: none.
-    pod_gbit_s: of each host's link in its pod, Gbit/s each way. None: there are no pods.
+    pod_gbit_s: rate of each host's link in its pod, Gbit/s each way. None without pods.
     """
 
     between_gbit_s: float
@@ -115,7 +116,7 @@ class EmulatedLinks:
 
     @property
     def words(self) -> str:
-        """For people, wherever figures of such links stand."""
+        """Description for people, shown wherever figures of such links are."""
         within = "" if self.within_gbit_s is None else f", within {self.within_gbit_s:g} Gbit/s"
         if self.pod_gbit_s is None:
             return f"emulated hosts, between {self.between_gbit_s:g} Gbit/s{within}"
@@ -131,24 +132,24 @@ class CollectiveRequest:
 
     widths: [D] columns that each rank owns.
     batch: B, the rows that travel.
-    start_ms: [D] ms after the first rank that each enters the first exchange (forward, or the all-reduce).
-    collective: a name of step.collectives.COLLECTIVES, see below.
-    payload: in which FP32 tensors travel, a name of core/payloads.py.
-    hosts: how many the ranks are spread over, evenly.
-    busy_ms: how long each rank computes before an exchange, as in a step. Between ranks that did not, CPUs
-        exchange up to three times as fast.
-    group: which ranks exchange with each other, a scope of step.scopes.SCOPES; n of them. All groups do so
-        at once. batch is what travels in each.
-    emulated: the links, where hosts are emulated. None: hosts and links are real.
+    start_ms: [D] ms by which each rank enters the first exchange (forward, or the all-reduce) after the first rank.
+    collective: name in step.collectives.COLLECTIVES, see below.
+    payload: type in which FP32 tensors travel, a name of core/payloads.py.
+    hosts: number of hosts that the ranks are spread over evenly.
+    busy_ms: time for which each rank computes before an exchange, as in a step. Without it, CPUs exchange up to three
+        times as fast.
+    group: scope of the groups whose n ranks exchange with each other, in step.scopes.SCOPES. All groups exchange at
+        once, B rows each.
+    emulated: links of emulated hosts. None: hosts and links are real.
 
     What travels, by collective:
-      all_to_all      forward: rank d sends each other rank its B / n rows of the widths[d] columns of pooled
-                      outputs; backward: their gradients go the way back
-      reduce_scatter  forward: all give [B, max width] partial outputs, padded, and each receives the sum of
-                      its B / n rows; backward: an all-gather of their gradients
+      all_to_all      forward: rank d sends each rank its B / n rows of the widths[d] columns of pooled outputs;
+                      backward: their gradients return
+      reduce_scatter  forward: all give [B, max width] partial outputs, padded, and each receives the sum of its
+                      B / n rows; backward: an all-gather of their gradients
       all_reduce      backward only: the sum of dense gradients [B, width], all widths being equal
-      all_to_all_ids  forward only: rank d receives as many bytes of ids and lengths as it would own of
-                      outputs, the same from each rank (measure/id_transfer.py)
+      all_to_all_ids  forward only: rank d receives as many bytes of ids and lengths as all_to_all has of outputs,
+                      equally many from each rank (measure/id_transfer.py)
       all_to_all_ids_bucketized  the same, after each rank has put its ids in buckets, one for each rank
     """
 
@@ -232,7 +233,7 @@ class CollectiveRequest:
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks that exchange with each other. Ranks are numbered host by host."""
+        """Groups of ranks that exchange with each other. Ranks are numbered host by host."""
         return groups_among(self.host_names, self.group)
 
     @property
@@ -250,14 +251,14 @@ class CollectiveRequest:
 class ComputeSample:
     """One measured op.
 
-    id: hash of its setting, its request and the version of what a timing means.
-    forward, backward: of the op at the machine's usual speed, the optimizer being fused into backward.
-    measured_at: when it was done, Unix s.
-    error: why there is no timing; None where there is one.
-    slowdown: how slow the machine was meanwhile: the clock showed slowdown times forward and backward.
-    relative_ci: half the 95% interval of the median of forward + backward, relative to it.
-    order: its place among what its process measured, from 0.
-    software: versions of the software, and the arena. "": not known.
+    id: digest of its setting, its request and the version of what a timing means.
+    forward, backward: times at the machine's usual speed. The optimizer is fused into backward.
+    measured_at: Unix s of its end.
+    error: reason why there is no timing. None if there is one.
+    slowdown: the machine's slowdown meanwhile. The clock showed slowdown times forward and backward.
+    relative_ci: half the width of the 95% interval of the median of forward + backward, relative to the median.
+    order: number among the samples of its process, from 0.
+    software: versions of the software, and size of the arena. "": not known.
     """
 
     id: str
@@ -290,24 +291,25 @@ class ComputeSample:
 
     @property
     def total_ms(self) -> float:
-        """Median forward + backward. NaN where there is no timing."""
+        """Median forward + backward. NaN without a timing."""
         spreads = (self.forward, self.backward)
         return sum(math.nan if spread is None else spread.median_ms for spread in spreads)
 
 
 @dataclass(frozen=True)
 class CollectiveSample:
-    """One measured exchange among D ranks. It includes a cast to and from BF16.
+    """One measured exchange among D ranks, including casts to and from its payload.
 
-    id: hash of its setting, its request and the version of what a timing means.
-    forward, backward: [D] transfers, from the last rank's start to the own end; None when it does not run.
-    waiting_ms: [D] ms for the last rank before the first exchange.
-    measured_at: when it was done, Unix s.
-    error: why there is no timing; None where there is one.
-    order: its place in the run of its ranks, from 0.
-    oversubscribed: whether a host had more ranks than cores: then it measures the scheduler as well.
-    work_ms: [D] ms of forward in which a device puts ids in buckets and in order: its own work. None where no
-        ids travel, and in older samples, which lack it.
+    id: digest of its setting, its request and the version of what a timing means.
+    forward, backward: [D] transfers, each from the last rank's start to a rank's own end. None for a way that does not
+        run.
+    waiting_ms: [D] ms that each rank waits for the last one before the first exchange.
+    measured_at: Unix s of its end.
+    error: reason why there is no timing. None if there is one.
+    order: number among the samples of its gang, from 0.
+    oversubscribed: True if a host had more ranks than cores. Times then measure the scheduler, too.
+    work_ms: [D] ms of forward in which a device puts ids in buckets and in order, which is its own work. None if no ids
+        travel, and in samples of earlier versions.
     """
 
     id: str
@@ -323,11 +325,11 @@ class CollectiveSample:
     work_ms: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        runs = self.request.row.ways
+        ways = self.request.row.ways
         _require_sample(
             self,
             self.waiting_ms is not None
-            and all((getattr(self, way) is not None) == (way in runs) for way in ("forward", "backward")),
+            and all((getattr(self, way) is not None) == (way in ways) for way in ("forward", "backward")),
         )
         of_ranks = [x for x in (self.forward, self.backward, self.waiting_ms, self.work_ms) if x is not None]
         require(

@@ -1,4 +1,4 @@
-"""Models and policies on disk: a folder of safetensors and JSON. (What else is on disk: files.py.)"""
+"""Models and policies on disk: a folder of safetensors and JSON."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from shardcore.io.schema import read_bytes
 
 MODEL_JSON, MODEL_WEIGHTS = "model.json", "weights.safetensors"
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
-"""Errors of safetensors for types that numpy does not have, in addition to SafetensorError."""
+"""Errors of safetensors, in addition to SafetensorError, for types that numpy does not have."""
 
 
 def write_model(
     folder: str | Path, meta: Mapping[str, Any], tensors: Mapping[str, np.ndarray], schema: str = "model"
 ) -> None:
-    """A model's folder: SCHEMA.json (its `meta`, and the digest of the weights) and weights.safetensors."""
+    """Write a model's folder: weights.safetensors, and SCHEMA.json with `meta` and the digest of the weights."""
     from safetensors.numpy import save
 
     weights = save({k: np.ascontiguousarray(v) for k, v in tensors.items()})
@@ -34,7 +34,10 @@ def write_model(
 
 
 def read_model(folder: str | Path, schema: str = "model") -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """A model's meta and tensors; safetensors and JSON only, so reading one runs none of its code."""
+    """A model's meta and tensors. Both formats hold data only, so reading a model runs none of its code.
+
+    Raises ShardCoreError for a file that is missing, damaged or edited.
+    """
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
@@ -52,15 +55,15 @@ def read_model(folder: str | Path, schema: str = "model") -> tuple[dict[str, Any
 
 
 def model_folders(folder: str | Path) -> list[Path]:
-    """Folders of models in a folder: itself, or its subfolders (of a mixed model, one for each precision)."""
+    """Folders of the models in a folder: itself, or the subfolders of a mixed model, one for each precision."""
     inner = [] if (Path(folder) / MODEL_JSON).exists() else sorted(Path(folder).glob(f"*/{MODEL_JSON}"))
     return [path.parent for path in inner] or [Path(folder)]
 
 
 def model_digest(folder: str | Path, schema: str = "model") -> str:
-    """16 hex digits that change whenever the model does: its weights or its meta, but not its provenance.
+    """16 hex digits that change with the model's weights or meta, except its provenance.
 
-    Those of a mixed model's parts are joined by "+".
+    A mixed model has the digests of its parts, joined by "+".
     """
     contents = [
         document(schema, open_document(one / f"{schema}.json", schema))

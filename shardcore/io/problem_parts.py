@@ -1,4 +1,4 @@
-"""Digests of a problem's parts, kept with its plans: one of another problem is refused by what differs."""
+"""Digests of a problem's parts, kept with its plans. When a plan is for another problem, they show what differs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from shardcore.core.types import Problem, Table
 
 DIGITS = 8
-"""Hexadecimal digits of a part's digest. It names a difference; the digest of the whole problem finds it."""
+"""Hex digits of a part's digest. Few are enough, as the digest of the whole problem detects differences."""
 
 
 def parts_of(problem: Problem) -> dict[str, str]:
@@ -42,13 +42,13 @@ def parts_of(problem: Problem) -> dict[str, str]:
 
 
 def refusal(kept: Mapping[str, str], problem: Problem) -> str:
-    """Names of what differs in a problem from the one of which parts are kept, for the end of a message.
+    """Names of the parts that differ, for the end of a message. "" if none differs.
 
-    "": nothing that was kept.
+    kept: digests of a problem's parts, from `parts_of`.
     """
     own = parts_of(problem)
     names = [name for name, digest in own.items() if kept.get(name, digest) != digest]
-    # Where names or devices differ, what is listed by them does too.
+    # If names or the number of devices differ, so do all lists in their order.
     for first, rest in (("name of tables", " of tables"), ("number of devices", " of devices")):
         if first in names:
             names = [name for name in names if name == first or not name.endswith(rest)]

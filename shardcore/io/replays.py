@@ -1,13 +1,13 @@
-"""Replays on disk: a folder per problem, with its plans. Any model can price them, or be trained on them.
+"""Replays on disk: a folder for each problem, with its plans. Any model can price them, or be trained on them.
 
   problem.json    as files.write_problem
-  <plan>.json     as files.write_plan; named by the digest of what it places
+  <plan>.json     as files.write_plan; named by the digest of its placements
   replays.json    schema shardcore/replays, version 3, sealed by a digest:
                     the setting, the ReplayConfig and STEP_VERSION as measurement_version
                     replays: algorithm (or kind of plan), plan, total_ms and the parts of each
 
-replays.json is written last, so a folder without it holds no replays. A folder of another measurement version
-holds none either.
+replays.json is written last, so a folder without it holds no replays. Folders of other measurement versions are
+ignored.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ from shardcore.step.lower import Workload, lower
 
 SCHEMA = "replays"
 STEP_VERSION = 5
-"""Raised by hand when the times of a replayed step mean something else. In 3, ids travel in it. In 4, each
-rank has a separate core. In 5, ids of divided rows are put in buckets."""
+"""Version of times of replayed steps, raised by hand when their meaning changes. In 3, ids travel in the step. In 4,
+each rank has a core of its own. In 5, ids of divided rows are put in buckets.
+"""
 REPLAYS_JSON, PROBLEM_JSON = "replays.json", "problem.json"
 OVER_HOSTS_VERSION = 6
-"""The same, of steps over several hosts. In 6, their ranks begin together."""
+"""Version of times of steps over several hosts. In 6, their ranks begin together."""
 MOST_SLOWDOWN = 1.5
-"""A replay at a slowdown above this, or below its inverse, was disturbed. It is ignored and run again."""
+"""Largest slowdown of a valid replay, and inverse of the least. Others were disturbed, and are run again."""
 Replay = Callable[[Sequence[Workload]], Sequence[StepSample]]
 Config = Any
-"""A measure.replay.ReplayConfig. It is not imported, because training reads replays: an edit of measuring
-must not make training stale."""
-Made = Sequence[tuple[str, Plan]]
-"""Plans with the algorithms that made them. An algorithm may have several."""
+"""A measure.replay.ReplayConfig. It is not imported, because training reads replays, and an edit of measuring must not
+make training stale.
+"""
+NamedPlans = Sequence[tuple[str, Plan]]
+"""Plans with the algorithms that made them, or with their kinds. An algorithm may have several plans."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +52,10 @@ class ReplaySet:
     """The replays of a problem.
 
     problem: the problem.
-    setting: where they ran.
+    setting: setting in which they ran.
     made: pairs of an algorithm and the digest of a plan that it made.
-    plans: by digest.
-    costs: by the plan's digest.
+    plans: plans by digest.
+    costs: measured costs by the plan's digest.
     """
 
     problem: Problem
@@ -68,7 +70,7 @@ def _is_disturbed(cost: StepSample) -> bool:
 
 
 def plan_digest(plan: Plan) -> str:
-    """Digest of what a plan places where, whoever made it."""
+    """Digest of a plan's placements. It does not depend on provenance."""
     return files.digest(
         sorted(
             [p.shard.table.name, p.kind, p.shard.col_lo, p.shard.col_hi, list(p.devices)]
@@ -78,7 +80,7 @@ def plan_digest(plan: Plan) -> str:
 
 
 def keep(
-    folder: Path, problem: Problem, made: Made, setting: Setting, config: Config, replay: Replay
+    folder: Path, problem: Problem, made: NamedPlans, setting: Setting, config: Config, replay: Replay
 ) -> ReplaySet:
     """The replays of these plans: those in `folder`, or new ones by `replay`.
 
@@ -89,7 +91,7 @@ def keep(
     _require_own(folder, (PROBLEM_JSON, REPLAYS_JSON, *(f"{name}.json" for name in plans)))
     if is_kept(folder, problem, made, setting, config):
         return read(folder)
-    # All plans in one call, so that their steps alternate and share any drift.
+    # All plans in one call, so that their steps alternate and disturbances meet all.
     costs = dict(zip(plans, replay([lower(plan, problem) for plan in plans.values()]), strict=True))
     _clear(folder)
     files.write_problem(folder / PROBLEM_JSON, problem)
@@ -114,7 +116,7 @@ def keep(
 
 
 def _require_own(folder: Path, names: Sequence[str]) -> None:
-    """Raise before replaying what could not be written afterwards."""
+    """Raise ShardCoreError for a folder or file that could not be written after replaying."""
     for path in (folder, folder.parent):
         if path.is_symlink():
             raise ShardCoreError(f"{path} is a symbolic link; replays are kept in a folder of their own")
@@ -145,17 +147,13 @@ def _is_ours(path: Path) -> bool:
 def remove(folder: Path) -> None:
     """Remove the files that `keep` writes, then the folder if it is empty. Links are left alone."""
     if folder.is_dir() and not folder.is_symlink():
-        # Other content in it is not ours to remove.
         with suppress(OSError, ShardCoreError):
             _clear(folder)
             folder.rmdir()
 
 
-def is_kept(folder: Path, problem: Problem, made: Made, setting: Setting, config: Config) -> bool:
-    """Tell if `folder` has the replays of exactly these plans, made with this config.
-
-    An unreadable folder does not.
-    """
+def is_kept(folder: Path, problem: Problem, made: NamedPlans, setting: Setting, config: Config) -> bool:
+    """Tell if `folder` has undisturbed replays of exactly these plans with this config. An unreadable one has not."""
     try:
         body = _read(folder)
         known = _kept(folder, body)
@@ -173,13 +171,15 @@ def is_kept(folder: Path, problem: Problem, made: Made, setting: Setting, config
 
 
 def read(folder: Path) -> ReplaySet:
-    """The replays in a folder. Raises ShardCoreError naming a file that is missing, damaged, edited, or of an
-    unknown version."""
+    """The replays in a folder.
+
+    Raises ShardCoreError naming a file that is missing, damaged, edited, or of an unknown version.
+    """
     return _kept(folder, _read(folder))
 
 
 def _kept(folder: Path, body: _Body) -> ReplaySet:
-    """The replays in `body`, which is replays.json, with the problem and plans of its folder."""
+    """The replays of replays.json, whose content is `body`, with the problem and plans of its folder."""
     problem = files.read_problem(folder / PROBLEM_JSON)
     for row in body.replays:
         if len(row.cost.waiting_ms) != len(problem.topology):
@@ -191,7 +191,7 @@ def _kept(folder: Path, body: _Body) -> ReplaySet:
     names = dict.fromkeys(r.plan for r in body.replays)
     plans = {name: files.read_plan(folder / f"{name}.json", problem) for name in names}
     for name, plan in plans.items():
-        # An edited plan would be paired with times of another one.
+        # A plan under another's name would be paired with the other's times.
         if plan_digest(plan) != name:
             raise ShardCoreError(f"{folder / name}.json is not the plan of its name")
     return ReplaySet(
@@ -210,11 +210,10 @@ def read_all(folder: Path, setting: Setting) -> list[ReplaySet]:
 
 def _read_current(folder: Path) -> list[ReplaySet]:
     """The replays of current versions in subfolders of `folder`."""
-    found = ((one, _read(one)) for one in _folders(folder))
     return [
         _kept(one, body)
-        for one, body in found
-        if body.measurement_version == _version(files.read_problem(one / PROBLEM_JSON))
+        for one in _folders(folder)
+        if (body := _read(one)).measurement_version == _version(files.read_problem(one / PROBLEM_JSON))
     ]
 
 
@@ -231,92 +230,91 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def missing(
-    folder: Path, made: Sequence[tuple[Problem, Made]], setting: Setting
+    folder: Path, wanted: Sequence[tuple[Problem, NamedPlans]], setting: Setting
 ) -> list[tuple[Problem, list[tuple[str, Plan]]]]:
-    """The plans without an undisturbed replay in a dataset's folder. Complete problems are left out."""
-    lacks = [(problem, _missing(plans, problem, _known(folder, problem, setting))) for problem, plans in made]
-    return [(problem, plans) for problem, plans in lacks if plans]
+    """The plans without an undisturbed replay in a dataset's folder. Problems that lack none are left out."""
+    lacking = [(problem, _without(_known(folder, problem, setting), plans)) for problem, plans in wanted]
+    return [(problem, plans) for problem, plans in lacking if plans]
 
 
-def _missing(made: Made, problem: Problem, known: Mapping[str, StepSample]) -> list[tuple[str, Plan]]:
-    return [(algorithm, plan) for algorithm, plan in made if plan_digest(plan) not in known]
+def _without(known: Mapping[str, StepSample], plans: NamedPlans) -> list[tuple[str, Plan]]:
+    return [(algorithm, plan) for algorithm, plan in plans if plan_digest(plan) not in known]
 
 
 def append(
-    folder: Path, problem: Problem, made: Made, setting: Setting, config: Config, replay: Replay
+    folder: Path, problem: Problem, made: NamedPlans, setting: Setting, config: Config, replay: Replay
 ) -> dict[str, StepSample]:
     """Replays of these plans by digest: from a dataset's folder, or run now and added to it.
 
     Replays in the folder count whatever their config. Raises as `keep` does.
     """
     known = _known(folder, problem, setting)
-    lacks = _missing(made, problem, known)
-    if lacks:
-        of = [
+    if lacking := _without(known, made):
+        identity = [
             files.problem_to_json(problem),
             files.setting_to_json(setting),
-            [plan_digest(plan) for _, plan in lacks],
+            [plan_digest(plan) for _, plan in lacking],
         ]
-        # A folder of its own: existing replays must not be overwritten.
-        where = folder / dataset.REPLAYS / f"{problem.name}-{files.digest(of)[:8]}"
-        known |= keep(where, problem, lacks, setting, config, replay).costs
+        # A folder of its own, so that no existing replays are overwritten.
+        where = folder / dataset.REPLAYS / f"{problem.name}-{files.digest(identity)[:8]}"
+        known |= keep(where, problem, lacking, setting, config, replay).costs
     return known
 
 
 def parts_digest(folder: Path) -> str:
-    """The version of a dataset folder.
+    """Digest of a dataset folder's content.
 
-    Its file names have digests of their content, which are checked when they are read. Replays and traced samples
-    have theirs inside.
+    File names hold digests of their content, which are checked when files are read. Replays and traced samples hold
+    theirs inside.
     """
     parts = sorted(p.name for p in folder.iterdir() if p.suffix in (".parquet", ".json"))
     return files.digest([*parts, *digests(folder), *traced_samples.digests(folder)])
 
 
 def data_digest(folders: Sequence[Path]) -> str:
-    """The version of several dataset folders together."""
+    """Digest of the content of several dataset folders."""
     return files.digest(sorted(map(parts_digest, folders)))
 
 
 def _known(folder: Path, problem: Problem, setting: Setting) -> dict[str, StepSample]:
-    found: dict[str, StepSample] = {}
+    """Undisturbed replays of a problem in a dataset's folder, by digest of the plan."""
+    known: dict[str, StepSample] = {}
     for where in _folders(folder / dataset.REPLAYS):
-        # Replays of another problem may be damaged. Its own, if damaged, are made anew.
+        # Damaged replays do not count. If they are of this problem, they are run again.
         with suppress(ShardCoreError):
             body = _read(where)
-            one = _kept(where, body)
-            of_today = body.measurement_version == _version(one.problem)
-            if of_today and one.setting == setting and one.problem == problem:
-                found |= {name: cost for name, cost in one.costs.items() if not _is_disturbed(cost)}
-    return found
+            kept = _kept(where, body)
+            is_current = body.measurement_version == _version(kept.problem)
+            if is_current and kept.setting == setting and kept.problem == problem:
+                known |= {name: cost for name, cost in kept.costs.items() if not _is_disturbed(cost)}
+    return known
 
 
 def steps(folders: Sequence[Path], setting: Setting) -> list[tuple[Workload, StepSample]]:
     """Replays of a setting in datasets' folders, at a slowdown of 1: pairs of workload and times.
 
-    Each plan of a problem appears once. Disturbed replays are left out, and those with more processes than
-    cores.
+    Each plan of a problem appears once. Replays that were disturbed, or had more processes than cores, are left out.
 
-    Raises as `read` does. Also raises ShardCoreError if a folder has replays only of other settings, and no
-    samples of this one.
+    Raises as `read` does. Also raises ShardCoreError if a folder has replays only of other settings, and no samples of
+    this one.
     """
-    found: dict[tuple[str, str], tuple[Workload, StepSample]] = {}
+    pairs: dict[tuple[str, str], tuple[Workload, StepSample]] = {}
     for folder in folders:
         kept = _read_current(folder / dataset.REPLAYS)
         others = sorted({str(one.setting) for one in kept if one.setting != setting})
         has_own = any(one.setting == setting for one in kept)
-        # Such a folder was probably named by mistake.
+        # The user probably named such a folder by mistake.
         if others and not has_own and setting not in dataset.settings(folder):
             raise ShardCoreError(f"{folder} holds replays for ({'; '.join(others)}), none for ({setting})")
         for one in kept:
             if one.setting == setting:
-                which = files.digest(files.problem_to_json(one.problem))
-                found |= {
-                    (which, name): (lower(plan, one.problem, fits=False), one.costs[name].at_usual_speed())
+                problem = files.problem_digest(one.problem)
+                pairs |= {
+                    (problem, name): (lower(plan, one.problem, fits=False), one.costs[name].at_usual_speed())
                     for name, plan in one.plans.items()
                     if not one.costs[name].oversubscribed and not _is_disturbed(one.costs[name])
                 }
-    return list(found.values())
+    return list(pairs.values())
 
 
 def digests(folder: Path) -> list[str]:
@@ -326,7 +324,7 @@ def digests(folder: Path) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A replay in replays.json, where the fields of its cost are on the same level as the others."""
+    """A replay in replays.json, where the fields of its cost are beside the others."""
 
     algorithm: str
     plan: str
@@ -351,7 +349,7 @@ class _Row:
             math.isclose(self.total_ms, cost.total_ms, rel_tol=1e-9),
             f"{what} has total_ms {self.total_ms}; its parts sum to {cost.total_ms}",
         )
-        usual = cost.at_usual_speed()  # its times are checked too
+        usual = cost.at_usual_speed()  # this also checks its times
         require(usual.total_ms > 0 and usual.step.median_ms > 0, f"{what} took 0 ms; no step does")
 
 

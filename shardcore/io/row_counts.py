@@ -1,4 +1,4 @@
-"""RowCounts: how often some samples look up each row of some tables, and its file.
+"""RowCounts: number of lookups of each row of some tables, and its file.
 
 Shapes: R rows of a table.
 """
@@ -23,8 +23,8 @@ _SCHEMA = "row-counts"
 class RowCounts:
     """Lookups of each row, by table.
 
-    samples: in which they were counted.
-    counts: [R] whole numbers of each table (see `heat.row_counts`).
+    samples: number of samples in which lookups were counted.
+    counts: [R] int64 lookups of each row, by table (see `heat.row_counts`).
     """
 
     samples: int
@@ -39,7 +39,7 @@ class RowCounts:
                     f"{list(counts.shape)}; they need to be int64, one for each row, 0 or "
                     "more"
                 )
-            # As floats: whole numbers overflow.
+            # Summed as floats, as integers may overflow.
             if (total := counts.sum(dtype=float)) > MOST_INT:
                 raise ShardCoreError(
                     f"row counts of table {shown(name)} are {total:.3g} together; they need "
@@ -47,7 +47,7 @@ class RowCounts:
                 )
 
     def of(self, table: str, rows: int) -> np.ndarray:
-        """[rows] of a table. Raises ShardCoreError if they are of another one, or there are none."""
+        """[rows] counts of a table. Raises ShardCoreError if there are none, or not one for each row."""
         if table not in self.counts:
             raise ShardCoreError(
                 f"there are no row counts of table {table!r}; there are of {sorted(self.counts)[:5]}"

@@ -1,8 +1,8 @@
 """Strict reading of files that anybody may have written.
 
-`read_json` and `read_yaml` parse a file, and limit its size, depth and numbers. `build` makes a dataclass of
-the result. The annotations of its fields are the schema. Any error is a ShardCoreError that names the file,
-the thing and its value. Nothing else is raised.
+`read_json` and `read_yaml` parse a file, and limit its size, depth and numbers. `build` makes a dataclass of the
+result: annotations of its fields are the schema. Any error is a ShardCoreError that names the file, the thing and its
+value.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ MOST_MAPPED_BYTES = 1 << 44
 MOST_YAML_BYTES = 1 << 18
 """Largest YAML file. Parsing takes 14 s per MiB."""
 MOST_VALUES = 1 << 25
-"""Most values of a JSON file: a problem of a million tables has fewer. Each takes about 100 bytes."""
+"""Most values of a JSON file, each of which takes about 100 bytes. A problem of a million tables has fewer."""
 MOST_DEPTH = 24
-"""Depth of nested values."""
+"""Most levels of nested values."""
 MOST_INT = 1 << 53
 """Largest integer. Floats are not exact beyond it, nor are most JSON readers."""
 ABSENT = (FileNotFoundError, NotADirectoryError)
+"""Errors for a file that does not exist."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """An escape that may make a lone surrogate, which UTF-8 cannot encode."""
 _YAML_NUMBERS, _MOST_DIGITS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"), 40
@@ -65,16 +66,16 @@ def read_bytes(path: str | Path | Readable, most: int = MOST_FILE_BYTES) -> byte
     return content
 
 
-def require_file(path: str | Path, most: int = MOST_MAPPED_BYTES) -> int:
-    """The size of a file that another library opens. Raises ShardCoreError as read_bytes does."""
+def require_file(path: str | Path) -> None:
+    """Raise ShardCoreError, as read_bytes does, for a file that another library is about to open."""
     with _reading(path):
         size = _size_of(path)
-    _require_size(path, size, most)
-    return size
+    _require_size(path, size, MOST_MAPPED_BYTES)
 
 
 @contextmanager
 def _reading(path: Any) -> Iterator[None]:
+    """Raise ShardCoreError in place of OSError. It is Unreachable if the file may exist."""
     try:
         yield
     except OSError as error:
@@ -98,22 +99,22 @@ def content_of(path: str | os.PathLike, most: int = MOST_FILE_BYTES) -> bytes:
 def _size_of(path: str | os.PathLike) -> int:
     if "\0" in str(path):
         raise OSError(0, "no file has such a name")
-    found = os.stat(path)
-    # To open or read a pipe or device may never end.
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(0, "it is a folder" if stat.S_ISDIR(found.st_mode) else "it is no file")
-    return found.st_size
+    status = os.stat(path)
+    # Opening or reading a pipe or device may never end.
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(0, "it is a folder" if stat.S_ISDIR(status.st_mode) else "it is no file")
+    return status.st_size
 
 
 def _at_once(path: str, flags: int) -> int:
-    """Open without waiting for a writer, should a pipe have replaced the file."""
+    """Open without waiting for a writer, in case a pipe has replaced the file."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def names_in(folder: str | Path) -> list[str]:
-    """Names of what is in a folder, sorted. Empty if there is no such folder.
+    """Sorted names in a folder. Empty if there is no such folder.
 
-    Raises Unreachable for one that cannot be read; `Path.glob` would find it empty.
+    Raises Unreachable for a folder that cannot be read, which `Path.glob` takes for an empty one.
     """
     try:
         return sorted(os.listdir(folder))
@@ -143,16 +144,16 @@ def decoded(content: bytes, what: Any) -> str:
 def read_json(path: str | Path | Readable) -> Any:
     """The value of a JSON file.
 
-    Raises ShardCoreError naming the file if it cannot be read or is not complete JSON. Also for a duplicate
-    key, a number that is too large or not finite, and values nested too deep.
+    Raises ShardCoreError naming the file if it cannot be read or is not complete JSON, and for a duplicate key, a
+    number that is too large or not finite, and values nested too deep.
     """
     return parse_json(read_bytes(path), path)
 
 
 def parse_json(content: bytes, what: Any) -> Any:
-    """Value of a JSON file's content. what: its name, for messages. Raises as read_json."""
+    """The value of a JSON file's content. what: its name, for messages. Raises as read_json does."""
     text = decoded(content, what)
-    # Reading a value takes much more memory than its text.
+    # A value takes much more memory than its text, so values are counted before they are made.
     values = sum(map(content.count, (b",", b"[", b"{")))
     if values > MOST_VALUES:
         raise ShardCoreError(f"{what} has about {values:,} values; files of at most {MOST_VALUES:,} are read")
@@ -162,7 +163,7 @@ def parse_json(content: bytes, what: Any) -> Any:
         )
         _require_depth(value)
         if _SURROGATE.search(content):
-            # Encoding fails on a lone surrogate. Better here than when the value is written.
+            # Encoding fails on a lone surrogate: better here than when the value is written.
             json.dumps(value, ensure_ascii=False).encode()
     except MemoryError:
         raise ShardCoreError(
@@ -199,6 +200,7 @@ def _float(text: str) -> float:
 
 def _require_depth(value: Any) -> None:
     """Raise RecursionError for values nested deeper than MOST_DEPTH."""
+    # Level by level, as recursion itself has a limit of depth.
     level = [[value]]
     for _ in range(MOST_DEPTH + 1):
         level = [
@@ -224,9 +226,9 @@ def _require_numbers(value: Any) -> None:
 
 
 def read_yaml(path: str | Path) -> Any:
-    """The value of a YAML file. Raises ShardCoreError as read_json does, and for an alias.
+    """The value of a YAML file.
 
-    Eight lines of aliases can expand to gigabytes.
+    Raises ShardCoreError as read_json does, and for aliases: eight lines of them can expand to gigabytes.
     """
     import yaml
 
@@ -251,7 +253,7 @@ def read_yaml(path: str | Path) -> Any:
             value = super().construct_scalar(node)
             # A lone surrogate cannot be encoded.
             value.encode()
-            # YAML reads 1:0:0: ... as a number of base 60, which may be huge.
+            # YAML reads 1:0:0: ... as a number to the base of 60, which may be huge.
             if node.tag in _YAML_NUMBERS and len(value) > _MOST_DIGITS:
                 raise ValueError(f"the number {shortened(value, 40)} is too large")
             return value
@@ -263,7 +265,7 @@ def read_yaml(path: str | Path) -> Any:
         _require_numbers(value)
     except RecursionError:
         raise ShardCoreError(f"{path} has values within values, deeper than {MOST_DEPTH}") from None
-    # Of dates, tags, ...
+    # Constructors of dates, tags and the like raise various errors.
     except (yaml.YAMLError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
         raise ShardCoreError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     return value
@@ -273,14 +275,12 @@ def read_yaml(path: str | Path) -> Any:
 
 
 def build(cls: type[T], data: Any, what: str, also: Collection[str] = (), **given: Any) -> T:
-    """Make a dataclass from a mapping. Its annotations are the schema.
+    """Make a dataclass from a mapping. Annotations of its fields are the schema: types of `typed`, and dataclasses.
 
     data: the mapping.
     what: its name, for messages.
-    also: other keys that are known, for messages.
+    also: other known keys, which messages list and the caller has taken out.
     given: fields that the caller sets. They are not allowed in `data`.
-
-    Annotations may be what `typed` knows, and dataclasses.
 
     Raises ShardCoreError naming `what` and an unknown key, a missing one, or a wrong value.
     """
@@ -305,7 +305,7 @@ def build(cls: type[T], data: Any, what: str, also: Collection[str] = (), **give
 
 
 def read(value: Any, kind: Any, what: str) -> Any:
-    """A value of an annotated kind (see `typed`). Lists become tuples. Raises ShardCoreError naming `what`."""
+    """A value of an annotated type (see `typed`). Lists become tuples. Raises ShardCoreError naming `what`."""
     return typed(value, kind, what, build)
 
 

@@ -1,6 +1,6 @@
-"""Named tensors with their meta in one safetensors file, sealed: a flipped bit is refused.
+"""Named tensors with metadata in one safetensors file, sealed by digests: a flipped bit is refused.
 
-Reading one runs none of its code.
+The format holds data only, so reading a file runs none of its code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def write_tensors(
 
 
 def read_tensors(path: str | Path, schema: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The meta and tensors that `write_tensors` wrote. Raises ShardCoreError for any other file."""
+    """The metadata and tensors that `write_tensors` wrote. Raises ShardCoreError for any other file."""
     from safetensors import SafetensorError, safe_open
 
     require_file(path)
@@ -44,8 +44,8 @@ def read_tensors(path: str | Path, schema: str) -> tuple[dict[str, Any], dict[st
     except (SafetensorError, OSError, *UNREADABLE) as error:
         raise ShardCoreError(f"{path} is not safetensors: {error}") from None
     body = unseal(opened(parse_json(about.encode(), path), schema, path), path)
-    said = read(body.pop(_DIGESTS, None), Mapping[str, str], f"{path}: {_DIGESTS}")
-    if said != {name: tensor_sha256(tensor) for name, tensor in tensors.items()}:
+    digests = read(body.pop(_DIGESTS, None), Mapping[str, str], f"{path}: {_DIGESTS}")
+    if digests != {name: tensor_sha256(tensor) for name, tensor in tensors.items()}:
         raise ShardCoreError(
             f"{path} has tensors that do not match their digests; it was cut short or edited"
         )
@@ -54,6 +54,6 @@ def read_tensors(path: str | Path, schema: str) -> tuple[dict[str, Any], dict[st
 
 def tensor_sha256(tensor: np.ndarray) -> str:
     """Digest of a tensor's type, shape and cells."""
-    found = hashlib.sha256(f"{tensor.dtype.str} {tensor.shape}".encode())
-    found.update(tensor.data if tensor.size else b"")
-    return found.hexdigest()
+    sha256 = hashlib.sha256(f"{tensor.dtype.str} {tensor.shape}".encode())
+    sha256.update(tensor.data if tensor.size else b"")
+    return sha256.hexdigest()

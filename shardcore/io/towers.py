@@ -1,7 +1,8 @@
 """Towers: tables that belong together on a host, as a user gives them.
 
-In a model of towers (DMT, arXiv 2403.00877) a module on each host joins the outputs of the host's tables, and
-sends less than it got. search/decisions/towers.py finds the hosts, step/kinds.py has the bytes that then travel.
+In a model with towers (DMT, arXiv 2403.00877), a module on each host combines the outputs of the host's tables, and
+sends less than it received. search/decisions/towers.py chooses the hosts. step/kinds.py has the bytes that then
+travel.
 
 Shapes: M tables of a matrix.
 """
@@ -21,7 +22,7 @@ from shardcore.io.envelope import open_document
 from shardcore.io.schema import build
 
 MOST_AFFINITY = (1e-100, 1e100)
-"""The ends of an affinity that is not 0: sums and shares of many stay finite."""
+"""Least and largest affinity other than 0, so that sums and shares of many stay finite."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,12 @@ class Towers:
     """Tables that belong together, by groups or by a matrix.
 
     compression_ratio: bytes that enter a tower module for each byte that leaves it, 1 or more.
-    towers: groups of tables. Each stays on one host. One host may have several.
-    tables: [M] that the matrix is of.
-    affinity: [M, M] how much two tables belong together, 0 or within MOST_AFFINITY, symmetric. The
+    towers: groups of tables. Each group stays on one host. A host may have several.
+    tables: [M] tables of the matrix.
+    affinity: [M, M] degree to which two tables belong together, 0 or within MOST_AFFINITY. It is symmetric. The
         diagonal does not matter.
 
-    A table that is nowhere here is a separate group, without affinity to others.
+    Any other table is a group of its own, without affinity to others.
     """
 
     compression_ratio: float
@@ -95,7 +96,7 @@ class Towers:
                 )
 
     def renamed(self, names: Mapping[str, str]) -> Towers:
-        """The same with other names for some tables."""
+        """The towers with other names for some tables."""
 
         def of(tables: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(names.get(name, name) for name in tables)
@@ -108,5 +109,5 @@ class Towers:
 
 
 def read_towers(path: str | Path) -> Towers:
-    """A file of towers. Raises ShardCoreError naming the file for what cannot be right."""
+    """The towers of a file. Raises ShardCoreError naming the file and what is wrong in it."""
     return build(Towers, open_document(path, "towers"), str(path), also=("schema", "version"))

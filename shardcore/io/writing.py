@@ -1,4 +1,4 @@
-"""Writing of files: whole or not at all, by a temporary name that is then renamed."""
+"""Writing of files, whole or not at all: under a temporary name, which is then renamed."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import require, require_type, shown
 
 UNFINISHED = re.compile(r"\..+\.\d+\.tmp")
-"""Names of files that `write_atomic` has not renamed yet."""
-
+"""Temporary names of `write_atomic`."""
 _MOST_LINKS = 40
-"""Most links that are followed, as the kernel does."""
+"""Most symbolic links that are followed: as many as the kernel follows."""
 
 
 def write_atomic(path: str | Path, content: bytes) -> None:
     """Write a file whole or not at all, creating its folder.
 
-    A device or pipe (/dev/null, /dev/stdout) is written to: a file renamed over it would replace it for everybody.
-    Temporary files that killed writers of the same file left are removed.
+    A device or pipe (/dev/null, /dev/stdout) is written to directly, as renaming a file over it would replace it.
+    Temporary files that killed writers of the same file have left are removed.
 
     Raises ShardCoreError naming a file that cannot be written.
     """
@@ -44,7 +43,7 @@ def write_atomic(path: str | Path, content: bytes) -> None:
             for name in os.listdir(path.parent):
                 if name.startswith(f".{path.name}.") and UNFINISHED.fullmatch(name):
                     remove_unfinished(path.parent / name)
-        # of another process that had this number; or a link, which leads anywhere
+        # It may be of an earlier process with this id, or a link to any place.
         temporary.unlink(missing_ok=True)
         with _held(temporary) as f:
             f.write(content)
@@ -52,7 +51,7 @@ def write_atomic(path: str | Path, content: bytes) -> None:
             os.fsync(f.fileno())
             os.replace(temporary, path)
     except BaseException as error:
-        with contextlib.suppress(OSError):  # the first error is the one to tell of
+        with contextlib.suppress(OSError):  # the first error is the one to report
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise ShardCoreError(f"cannot write {path}: {error.strerror}") from None
@@ -60,7 +59,7 @@ def write_atomic(path: str | Path, content: bytes) -> None:
 
 
 def _held(temporary: Path) -> BinaryIO:
-    """A new file, locked as long as it is open: its writer lives."""
+    """A new file, locked as long as it is open. The lock shows that its writer lives."""
     import fcntl
 
     while True:
@@ -73,7 +72,7 @@ def _held(temporary: Path) -> BinaryIO:
 
 
 def remove_unfinished(path: Path) -> None:
-    """Remove a temporary file whose writer was killed: nobody holds its lock."""
+    """Remove a temporary file if its writer was killed, so that nobody holds its lock."""
     import fcntl
 
     with contextlib.suppress(OSError), open(path, "rb", opener=_no_link) as f:
@@ -89,7 +88,7 @@ def _no_link(path: str, flags: int) -> int:
 def require_writable(path: str | Path, what: str, folder: bool = False) -> None:
     """Raise ShardCoreError if a file, or files in a folder, could not be written there.
 
-    what: its name, for messages. It tries to write, for permissions are not enough. No new file or folder is left.
+    what: name of the file, for messages. A file is written, as permissions do not tell all, and removed again.
     """
     path = Path(path)
     try:
@@ -119,7 +118,7 @@ def _is_written_through(path: Path) -> bool:
 
 
 def _is_open_file(path: Path) -> bool:
-    """Tell if a link leads to an open file of a process, as /dev/stdout does, also to a regular one."""
+    """Tell if a link leads to an open file of a process, as /dev/stdout does, even if that is a regular file."""
     for _ in range(_MOST_LINKS):
         if path.parent.resolve().match("/proc/*/fd"):
             return True
@@ -134,7 +133,7 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 _dumps = json.JSONEncoder(allow_nan=False).encode
-"""On one line, by C code: with `indent`, json is pure Python."""
+"""JSON on one line, by C code. With `indent`, json is pure Python."""
 
 
 def json_bytes(value: Any) -> bytes:
@@ -157,7 +156,7 @@ def _lines(value: Any, end: str) -> str:
 
 
 def write_csv(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """One line a row; the columns are those of the first."""
+    """Write a line for each row. The columns are the keys of the first row."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n", restval="")
     writer.writeheader()

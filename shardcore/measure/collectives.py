@@ -1,14 +1,14 @@
 """Collectives among real processes, as a step of training makes them: gloo between CPUs, NCCL between GPUs.
 
-Each rank runs one Rank; all get the same requests (measurements.CollectiveRequest defines the collectives). The
-waiting of an exchange lasts until the last rank starts, its transfer from there to a rank's own end.
+Each process runs one `Rank`; all get the same requests (measurements.CollectiveRequest defines the collectives).
+An exchange has two parts. A rank *waits* until the last rank has started, and *transfers* from then to its own end.
 
-In a step an exchange follows a computation, and takes longer for it: the threads that carry it slept, and the caches
-hold other data. So ranks may be kept busy before each.
+In a step, an exchange follows computation. It is then slower than on an idle machine: the threads that carry it
+slept, and the caches hold other data. So requests may keep ranks busy before each exchange (`busy_ms`).
 
-Starts of different ranks are compared. The ranks of one host share its monotonic clock. Another host's is corrected
-by its offset, from ping-pongs over the process group. NCCL is written for the same interface and has not been run
-here. Several hosts were emulated only (hosts.Box).
+Starts of different ranks are compared on rank 0's clock. The ranks of one host share its monotonic clock. The clock
+of another host is corrected by its offset, from ping-pongs over the process group. NCCL is written for the same
+interface and has not been run here. Several hosts were emulated only (hosts.Box).
 
 Shapes: D ranks, B batch rows, R repeats.
 """
@@ -45,21 +45,22 @@ from shardcore.measure.timing import spread
 from shardcore.step.scopes import WORLD
 
 _SCRATCH_BYTES = 16 << 20
-"""Overwritten to keep a rank busy: more than a core's caches hold."""
+"""Memory that a busy rank overwrites: more than a core's caches hold."""
 _PINGS = 20
-"""Ping-pongs a rank, of which the fastest tells the clocks' offset."""
+"""Ping-pongs with each rank. The fastest gives the offset between its clock and rank 0's."""
 _NOTICE_S = 0.03
-"""Time by which a common start is announced. The message has to reach all ranks."""
+"""Time between the announcement of a common start and the start. The message has to reach all ranks."""
 _WAKING_S = 3e-4
-"""Most by which a sleep ends late."""
+"""Longest delay with which a sleep ends."""
 
 
 @dataclass(frozen=True)
 class CollectiveConfig:
     """Settings of measured exchanges.
 
-    repeats: of each exchange, after warmups.
-    timeout_s: a rank that waits longer for another gives up.
+    repeats: timed runs of each exchange.
+    warmups: runs before those, which are not timed.
+    timeout_s: longest wait of a rank for another, after which it gives up.
     """
 
     repeats: int = 7
@@ -78,7 +79,7 @@ class RankTimes:
     forward, backward: starts [R] and ends [R] in s of rank 0's monotonic clock. None: the collective does not run
         that way.
     oversubscribed: True if the rank's machine has more ranks than cores.
-    work_s: [R] own work of a rank in a transfer of ids. Else empty.
+    work_s: [R] s of the rank's own work in a transfer of ids. Empty for other collectives.
     """
 
     forward: tuple[tuple[float, ...], tuple[float, ...]] | None
@@ -104,9 +105,8 @@ def measure_all(
     device: "cpu" (one core each) or "cuda" (one GPU each).
     box: the hosts to emulate, with as many ranks in all. None: one host, this machine.
 
-    Raises ShardCoreError before anything starts where a request is not for this gang or the machine lacks the GPUs.
-    Raises it too where a rank dies or hangs, with rank and reason; no process stays behind, and earlier samples are
-    good.
+    Raises ShardCoreError before anything starts if a request does not fit this gang or the machine lacks the GPUs.
+    Raises it later if a rank dies or hangs, with rank and reason. No process stays behind; earlier samples are valid.
     """
     config = config or CollectiveConfig()
     links = box.links if box else None
@@ -117,37 +117,36 @@ def measure_all(
     require(not box or box.ranks == ranks, f"box has {box and box.ranks} ranks; the gang has {ranks}")
     if device == "cuda" and (there := device_of(device).count()) < ranks:
         raise ShardCoreError(f"exchanges among {ranks} ranks need as many GPUs; here are {there}")
-    task = (ranks, list(requests), config, device)
-    return _measured(requests, setting, task, box) if requests else iter(())
 
+    # A generator of its own, so that the checks above run at the call and not at the first sample.
+    def samples() -> Iterator[CollectiveSample]:
+        # A queue for each rank: ranks send their times at different moments.
+        waiting: list[deque[RankTimes]] = [deque() for _ in range(ranks)]
+        order, task = 0, (ranks, list(requests), config, device)
+        with hosts.box_of(box) if box else nullcontext() as places:
+            with closing(
+                local_ranks.run("exchange", _work, ranks, task, config.timeout_s, places)
+            ) as messages:
+                for rank, times in messages:
+                    waiting[rank].append(times)
+                    # A sample needs the times of all ranks.
+                    if all(waiting):
+                        yield combine(setting, requests[order], [queue.popleft() for queue in waiting], order)
+                        order += 1
 
-def _measured(
-    requests: Sequence[CollectiveRequest], setting: Setting, task: tuple[Any, ...], box: hosts.Box | None
-) -> Iterator[CollectiveSample]:
-    ranks, _, config, _ = task
-    # A queue for each rank: ranks send their times at different moments.
-    waiting: list[deque[RankTimes]] = [deque() for _ in range(ranks)]
-    order = 0
-    with hosts.box_of(box) if box else nullcontext() as places:
-        with closing(local_ranks.run("exchange", _work, ranks, task, config.timeout_s, places)) as messages:
-            for rank, times in messages:
-                waiting[rank].append(times)
-                # A sample needs the times of all ranks.
-                if all(waiting):
-                    yield combine(setting, requests[order], [of_rank.popleft() for of_rank in waiting], order)
-                    order += 1
+    return samples() if requests else iter(())
 
 
 def _work(
     rank: int,
     init_method: str,
-    say: Callable[[RankTimes], None],
+    send: Callable[[RankTimes], None],
     ranks: int,
     requests: Sequence[CollectiveRequest],
     config: CollectiveConfig,
     device: str,
 ) -> None:
-    """One process of measure_all's gang: it sends its times of one request after the other."""
+    """One process of measure_all's gang. It sends its times after each request."""
     if device_of(device).place == "cuda":
         torch.cuda.set_device(rank)
     else:
@@ -158,7 +157,7 @@ def _work(
     # One request at a time, so that its sample is out before the next begins.
     for request in requests:
         [times] = member.measure([request])
-        say(times)
+        send(times)
     member.close()
 
 
@@ -210,9 +209,9 @@ def _require_fits(request: CollectiveRequest, ranks: int, hosts: int) -> None:
 
 
 def host_id() -> str:
-    """Name of a host: processes with the same share a monotonic clock.
+    """Name of this process's host. Processes of one host share a monotonic clock.
 
-    Hosts of a box count as several, though they share one.
+    The hosts of a box have different names, though they share a clock, too.
     """
     emulated = hosts.own_host()
     return hosts.machine_id() + ("" if emulated is None else f" host {emulated} of a box")
@@ -222,15 +221,14 @@ def connect(rank: int, ranks: int, init_method: str, device: str, timeout_s: flo
     """Make the process group of a gang, on the backend of its device."""
     on, url = device_of(device), urlparse(init_method)
     timeout = timedelta(seconds=timeout_s + on.gang_start_s)
-    # Clocks and barriers are tensors on the CPU, so gloo carries them.
     start = partial(dist.init_process_group, on.backend, rank=rank, world_size=ranks, timeout=timeout)
-    # Others, such as env:// of torchrun, bring a store.
+    # Other methods, such as torchrun's env://, come with a store.
     if url.scheme != "tcp" or url.hostname is None or url.port is None:
         start(init_method=init_method)
         return
     if ipaddress.ip_address(url.hostname).is_loopback:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # they exchange there, too
-    # Rank 0 listens at this address only. Torch's own store would listen at all.
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # gloo's own connections, too, stay off the network
+    # Rank 0 listens at this address only. A store that torch makes would listen at all addresses.
     listener = socket.create_server((url.hostname, url.port)).detach() if rank == 0 else None
     store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage] (torch lists it nowhere)
         url.hostname, url.port, ranks, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listener
@@ -241,11 +239,11 @@ def connect(rank: int, ranks: int, init_method: str, device: str, timeout_s: flo
 class Rank:
     """One process of the gang.
 
-    init_method: such as "tcp://127.0.0.1:PORT", the same on all ranks: a numeric address of rank 0's host, the only
-        one where it then listens.
-    hosts: number of hosts that the ranks are on (host_id).
+    init_method: such as "tcp://127.0.0.1:PORT", the same on all ranks. The address is a numeric one of rank 0's host,
+        which listens there only.
+    hosts: number of different hosts of the ranks (host_id).
 
-    Raises ShardCoreError where ranks are not spread over hosts evenly.
+    Raises ShardCoreError if hosts have different numbers of ranks.
     """
 
     def __init__(
@@ -266,7 +264,7 @@ class Rank:
             raise ShardCoreError(
                 f"the gang's hosts have {sorted(ranks_on.values())} of its {ranks} ranks; each needs as many"
             )
-        machines = _gather(hosts.machine_id())  # its cores are shared by all hosts of a box
+        machines = _gather(hosts.machine_id())  # all hosts of a box share the cores of one machine
         self._oversubscribed = machines.count(machines[rank]) > len(os.sched_getaffinity(0))
         # Ranks of one machine take its cores in turn, over all of its emulated hosts.
         nth = machines[:rank].count(machines[rank])
@@ -277,22 +275,23 @@ class Rank:
         self._scratch = torch.zeros(_SCRATCH_BYTES // 4, device=self.device)
 
     def measure(self, requests: Sequence[CollectiveRequest]) -> list[RankTimes]:
-        """Times of each request. All ranks need the same ones.
+        """Times of each request. All ranks have to call it with the same requests.
 
-        Raises local_ranks.Lost where another rank breaks one.
+        Raises local_ranks.Lost if another rank fails during one.
         """
-        if self.hosts > 1:  # their clocks drift apart
+        if self.hosts > 1:  # clocks of different hosts drift apart
             self._offset_s = self._clock_offset_s()
         return [self._measure(r) for r in requests]
 
     def meet(self) -> None:
-        """Wait for all ranks. Those of several hosts go on at one time.
+        """Wait for all ranks. Over several hosts, all go on at a time that rank 0 sets.
 
-        The first ones to leave a barrier would hold up its messages to others, on slow links by up to 70 ms.
+        Leaving the barrier at once would not do: the first ranks to leave send data, which holds up the barrier's
+        messages to the others, on slow links by up to 70 ms.
         """
         self._on.meet()
         if self.hosts > 1:
-            # Rank 0 sets the time, on its own clock. Others convert it to theirs.
+            # The time is on rank 0's clock. Other ranks convert it to theirs.
             due_s = torch.tensor([time.perf_counter() + self._offset_s + _NOTICE_S], dtype=torch.float64)
             dist.broadcast(due_s, 0)
             wait_until(due_s.item() - self._offset_s)
@@ -339,8 +338,8 @@ class Rank:
         return {"forward": there, "backward": back}
 
     def _group(self, request: CollectiveRequest) -> dist.ProcessGroup | None:
-        """Torch's name for the ranks with which this one exchanges. None: all."""
-        # Groups are made once: torch makes them by a collective of all ranks.
+        """The process group of a request. None: all ranks."""
+        # Each group is made once, as making one is a collective of all ranks.
         if request.group != WORLD and request.group not in self._groups:
             _, self._groups[request.group] = own_group(self.rank, request.groups)
         return self._groups.get(request.group)
@@ -358,13 +357,13 @@ class Rank:
         with local_ranks.exchanging():
             self.meet()
             due = time.perf_counter() + start_ms / 1e3
-            if self._oversubscribed:  # a spinning rank would take the core of ranks that exchange
+            if self._oversubscribed:  # spinning would take the core from ranks that already exchange
                 time.sleep(start_ms / 1e3)
-            # a rank that still computes occupies its device: spin, do not sleep
+            # Elsewhere a rank spins: it stands for one that still computes, whose device is busy.
             while time.perf_counter() < due:
                 pass
             start = time.perf_counter() + self._offset_s
-            # Marks are read at the end: reading one would wait for the device.
+            # Marks are read at the end, as reading one waits for the device.
             marks = [self._on.mark()]
             for part, _ in parts:
                 part()
@@ -374,10 +373,7 @@ class Rank:
             return start, start + sum(took_ms) / 1e3, work_ms / 1e3
 
     def _clock_offset_s(self) -> float:
-        """Seconds to add to this host's clock to have rank 0's: the best estimate of its ranks.
-
-        0 on rank 0's own host.
-        """
+        """Seconds to add to this host's clock to get rank 0's. 0 on rank 0's own host."""
         # Ranks of one host share a clock, so the best of their estimates serves all.
         with local_ranks.exchanging():
             round_trip_s, offset_s = estimate_clock_offset()
@@ -395,10 +391,10 @@ def wait_until(due_s: float) -> None:
 
 
 def estimate_clock_offset(clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
-    """(round trip, offset) in s of this rank's clock to rank 0's. All ranks need to call it together.
+    """(round trip, offset) in s: the offset is to be added to this rank's clock to get rank 0's.
 
-    Of some ping-pongs the fastest counts, and rank 0 is taken to have read its clock in the middle (Cristian 1989),
-    so the offset is wrong by half the round trip at most. Rank 0 has (0, 0).
+    All ranks have to call it together. The fastest of several ping-pongs counts. Rank 0 is taken to have read its clock
+    in the middle of it (Cristian 1989), so the offset is wrong by at most half the round trip. Rank 0 has (0, 0).
     """
     at = torch.zeros(1, dtype=torch.float64)
     rank, best = dist.get_rank(), (0.0, 0.0)
@@ -421,7 +417,7 @@ def estimate_clock_offset(clock: Callable[[], float] = time.perf_counter) -> tup
 
 
 def _gather(value: Any) -> list[Any]:
-    # Pickled objects: names of hosts have different lengths.
+    # As pickled objects, since names of hosts have different lengths.
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

@@ -39,7 +39,7 @@ class Counts(NamedTuple):
 
 
 class DeviceBench(KernelBench):
-    """A worker's end of the calls."""
+    """A KernelBench that answers a supervisor's calls."""
 
     def __init__(self, spec: BenchSpec, reference_ms: float | None):
         torch.set_num_threads(1)  # a device of a CPU is one core
@@ -62,9 +62,9 @@ class DeviceBench(KernelBench):
     def take(
         self, requests: Sequence[ComputeRequest], last: bool, seconds: float
     ) -> tuple[list[ComputeSample], int]:
-        """Take requests in for so many seconds, one at least.
+        """Take requests in until `seconds` have passed, at least one.
 
-        last: True if all of them run to their end, too.
+        last: True if nothing follows, so that they are also run to their end.
         Returns finished samples, the reference's among them, and the number of requests taken in.
         """
         began, samples, taken = time.monotonic(), [], 0

@@ -1,4 +1,4 @@
-"""The device to measure on: its clock, memory and caches. Ops are measured by no other calls of CUDA.
+"""The device to measure on: its clock, memory and caches. Code that measures ops calls CUDA only through it.
 
 Not exercised: `Cuda` ran in a rehearsal only, with a stand-in for its calls (tests/measure/fake_cuda.py).
 """
@@ -27,17 +27,17 @@ REHEARSAL = "SHARDCORE_REHEARSAL"
 
 
 class Cpu:
-    """One core.
+    """One core of a CPU.
 
-    name: as users write it.
-    place: device of tensors.
-    memory_of: FBGEMM's word for the memory of weights.
-    request_errors: errors of one request. Others spoil the process.
-    batch: the default global batch.
-    backend: of torch.distributed.
-    gang_start_s: time that the first collective may take longer than others.
-    tolerance: the default of kernels.KernelConfig.
-    drawing_threads: threads that draw ids while the device runs. 0 on a CPU: they would disturb the timings.
+    name: the device as users write it.
+    place: torch's name of the device.
+    memory_of: FBGEMM's name for the memory of weights.
+    request_errors: errors that concern one request. After others the process is unusable.
+    batch: default global batch.
+    tolerance: default of kernels.KernelConfig.
+    drawing_threads: threads that draw ids while the device runs. 0 on a CPU, where they would disturb the timings.
+    backend: torch.distributed's backend.
+    gang_start_s: additional time that the first collective may take.
     """
 
     name = place = "cpu"
@@ -61,11 +61,11 @@ class Cpu:
         return time.perf_counter()
 
     def elapsed_ms(self, marks: Sequence[Any]) -> list[float]:
-        """ms between marks. Waits for the last."""
+        """ms between consecutive marks. Waits until the device has passed the last."""
         return [(b - a) * 1e3 for a, b in itertools.pairwise(marks)]
 
     def keep_busy(self, ms: float) -> None:
-        """Give the device work for so long, so that the next kernels do not wait for their launch."""
+        """Give the device work for `ms`, in which the host launches the kernels that follow."""
 
     def synchronize(self) -> None:
         """Wait for all launched kernels."""
@@ -78,29 +78,29 @@ class Cpu:
         """Give back unused memory."""
 
     def evict_bytes(self) -> int:
-        """Bytes that exceed the caches."""
+        """Bytes to overwrite so that nothing stays in the caches."""
         return 64 << 20  # an EPYC's L3 slice has 32 MiB
 
     def arena_bytes(self, weights_share: float) -> int:
-        """Default bytes of the arena of weights. Opens no context on a GPU.
+        """Default size of the arena of weights. Opens no context on a GPU.
 
-        weights_share: share of the weights in the memory of weights and optimizer state.
+        weights_share: bytes of weights over those of weights and optimizer state together.
         """
         return 1 << 30
 
     def stream_bytes(self) -> int:
-        """Memory for drawn ids, at most."""
+        """Most memory for drawn ids."""
         return self._memory_bytes() // 8
 
     def batch_bytes(self) -> int:
-        """Memory for a batch's ids and outputs, at most. To draw ids takes a few times their memory."""
+        """Most memory for a batch's ids and outputs. Drawing ids takes a few times their size."""
         return self._memory_bytes() // 4
 
     def _memory_bytes(self) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def used_share(self) -> float:
-        """Share of its memory that all processes use."""
+        """Share of the device's memory that is in use, by any process."""
         raise ShardCoreError("a CPU's memory is not watched")
 
     def product(self) -> str:
@@ -109,7 +109,7 @@ class Cpu:
             model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
         except OSError:
             model = None
-        # Makers write much around a CPU's name.
+        # Without trademarks, clock rates and numbers of cores, which vendors write around the name.
         return re.sub(r"\((R|TM)\)|CPU|@.*|\d+-Core|Processor", " ", model.group(1) if model else "unknown")
 
     def versions(self) -> dict[str, str]:
@@ -127,7 +127,7 @@ class Cuda(Cpu):
 
     name = place = "cuda"
     memory_of = "dev"
-    # A CUDA fault other than memory spoils the process for all that follows, so it is not one request's.
+    # After a CUDA fault other than a lack of memory, every later call of the process fails.
     request_errors = (ShardCoreError, torch.OutOfMemoryError)
     batch = 65_536
     tolerance = 0.01
@@ -157,7 +157,7 @@ class Cuda(Cpu):
         return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
 
     def keep_busy(self, ms: float) -> None:
-        # Counted in cycles. At a lower clock than this it sleeps for longer, which does no harm.
+        # In cycles, at 2 GHz. At a lower clock it sleeps for longer, which does no harm.
         torch.cuda._sleep(int(ms * 2e6))
 
     def synchronize(self) -> None:
@@ -165,7 +165,7 @@ class Cuda(Cpu):
 
     def meet(self) -> None:
         self.synchronize()
-        # On the CPU, so that no kernel of NCCL waits on the GPU.
+        # A tensor on the CPU goes through gloo, so no kernel of NCCL waits on the GPU.
         torch.distributed.all_reduce(torch.zeros(1))
 
     def release(self) -> None:
@@ -194,7 +194,7 @@ class Cuda(Cpu):
 
 
 def _nvidia_smi(field: str) -> str:
-    """A field of the first visible GPU. Opens no context, unlike torch."""
+    """A field of the first visible GPU. Unlike torch, nvidia-smi opens no CUDA context."""
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", "-i", gpu]
     try:

@@ -1,9 +1,10 @@
 """The exchanges of a step: one for each channel of a rank, with buffers.
 
-The channels of a run form a chain. Forward, the result of one enters the next. Backward, gradients go the other
-way. Payloads are encoded as in TorchRec's quantised communication: FP32 tensors are cast, or encoded by FBGEMM's
-codec, before the collective, and decoded after it, inside the timed part, for a step pays for both. Gloo sums FP16
-and BF16 (seen with torch 2.13). NCCL has the same interface and has not been run here.
+A run (kinds.runs_of) is the tables of one kind and one collection. Its channels form a chain. Forward, the result of
+one exchange enters the next. Backward, gradients go the other way. Payloads are encoded as in TorchRec's quantised
+communication: FP32 tensors are cast, or encoded by FBGEMM's codec, before the collective, and decoded after it, inside
+the timed part, as a step pays for both. Gloo sums FP16 and BF16 (seen with torch 2.13). NCCL has the same interface and
+has not been run here.
 
 Over the hosts of a box, an all-to-all posts receives before sends. Gloo's own posts sends first: a late rank sends
 all its data before it announces that it can receive, so their connection carries one way after the other. Two hosts
@@ -38,11 +39,11 @@ from shardcore.step.scopes import SCOPES, WORLD, groups_in
 from shardcore.step.traffic import row_in
 
 Full = Callable[[Sequence[int]], torch.Tensor]
-"""Makes a buffer of some shape."""
+"""Makes a buffer of the given shape."""
 Collective = Callable[[torch.Tensor, torch.Tensor], object]
 """Called with the tensor to fill and the one to send."""
 Group = tuple[Sequence[int], "dist.ProcessGroup | None"]
-"""Ranks in torch's order, and torch's name for them (None: all ranks)."""
+"""Ranks in torch's order, and their process group (None: all ranks)."""
 Groups = Mapping[str, Group]
 """This rank's group of each scope."""
 Payloads = tuple[str, str]
@@ -65,14 +66,14 @@ def start_all_to_all(
     leaving: Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> list[Pending]:
-    """Start an all-to-all. Elements have arrived when each result has been waited for.
+    """Start an all-to-all. It has ended once `wait` of each returned transfer has.
 
     into, source: flat.
     arriving, leaving: elements from and to each rank of the group. None: equally many.
 
     Raises RuntimeError where these do not sum to all elements.
     """
-    # Ranks within the group, which is how torch numbers parts.
+    # Parts are numbered by ranks within the group.
     n, own = dist.get_world_size(group), dist.get_rank(group)
     arriving = list(arriving) if arriving is not None else [into.numel() // n] * n
     leaving = list(leaving) if leaving is not None else [source.numel() // n] * n
@@ -84,10 +85,10 @@ def start_all_to_all(
     # A rank's part for itself never leaves it.
     parts_in[own].copy_(parts_out[own])
     pending: list[Pending] = []
-    # Each rank begins with its neighbour, so that no rank is sent to by all at once.
+    # Each rank begins with its neighbour. Else all would send to rank 0 first.
     for transfer, parts, way in ((dist.irecv, parts_in, -1), (dist.isend, parts_out, 1)):
         for other in ((own + way * i) % n for i in range(1, n)):
-            # send and recv want ranks of the whole job.
+            # isend and irecv take ranks of the whole job.
             peer = other if group is None else dist.get_global_rank(group, other)
             # Empty parts are not sent: the other side expects none.
             if parts[other].numel() and (work := transfer(parts[other], peer, group)):
@@ -102,7 +103,7 @@ def all_to_all(into: torch.Tensor, source: torch.Tensor, *arguments: Any, **name
 
 
 def _reduce_scatter(into: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    # torch 2.13 renames it
+    # Renamed in torch 2.13.
     getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(into, source, group=group)
 
 
@@ -147,9 +148,9 @@ def codec_of(payload: str) -> Any:
 class Exchange:
     """One collective and its way back, over flat FP32 buffers.
 
-    outputs: enter where `forward` is given none; their gradients come back here, too.
+    outputs: buffer that is sent where `forward` is given none. Gradients that `backward` has no place for come here.
     arrived: result of `forward`.
-    gradients: of `arrived`, where `backward` is given none.
+    gradients: buffer of the gradients of `arrived`, which is sent where `backward` is given none.
     """
 
     def __init__(
@@ -161,20 +162,20 @@ class Exchange:
         self._payloads, self._ways = payloads, ways
 
     def forward(self, outputs: torch.Tensor | None) -> torch.Tensor | None:
-        """Send outputs and return arrived ones. None: this rank has none."""
+        """Send outputs and return arrived ones. outputs None: this rank computes none, and a buffer travels."""
         # The result replaces the buffer of the last step, so memory does not grow.
-        return _carried(self.arrived, _as_much(outputs, self.outputs), self._payloads[0], self._ways[0])
+        return _carried(self.arrived, _flat(outputs, self.outputs), self._payloads[0], self._ways[0])
 
     def backward(self, gradients: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor | None:
-        """Send gradients back. The result is in `into` where that has room for it."""
-        back, source = _as_much(into, self.outputs), _as_much(gradients, self.gradients)
+        """Send gradients back. The result is in `into` if that has room for it, else in `outputs`."""
+        back, source = _flat(into, self.outputs), _flat(gradients, self.gradients)
         return _carried(back, source, self._payloads[1], self._ways[1])
 
 
-def _as_much(tensor: torch.Tensor | None, buffer: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor that travel, flat. Where it has fewer, the buffer.
+def _flat(tensor: torch.Tensor | None, buffer: torch.Tensor) -> torch.Tensor:
+    """As many elements of a tensor as the buffer has, flat. The buffer where the tensor has fewer.
 
-    A batch has more lookups or fewer. As many bytes travel as the workload says.
+    Batches differ in their lookups. The workload states how many elements travel: those of the buffer.
     """
     return buffer if tensor is None or tensor.numel() < buffer.numel() else tensor.view(-1)[: buffer.numel()]
 
@@ -192,60 +193,64 @@ class _AllReduce(Exchange):
 def _all_to_all_of(
     elements: Sequence[int], rank: int, group: Group, payloads: Payloads, full: Full
 ) -> Exchange:
-    """Outputs [B, W] of each rank, to where their samples are; or rows of sequences.
+    """Outputs [B, W] of each rank, or rows of sequences, sent to the ranks of their samples.
 
-    Across hosts only what tower modules leave of outputs travels. These modules are not run.
+    Across hosts only the outputs of tower modules travel. The modules themselves are not run.
     """
-    ranks, name = group
+    ranks, process_group = group
     # Samples are divided over ranks as evenly as they can be, in blocks that codecs take.
     block = math.lcm(*(payload_of(payload).block for payload in payloads))
     shares = [[block * n for n in even_parts(-(-n // block), len(ranks))] for n in elements]
-    to, of = shares[ranks.index(rank)], [share[ranks.index(rank)] for share in shares]
+    own = ranks.index(rank)
+    leaving, arriving = shares[own], [share[own] for share in shares]
 
     def exchanged(arriving: Sequence[int], leaving: Sequence[int]) -> Collective:
         def call(into: torch.Tensor, source: torch.Tensor) -> None:
-            # An encoded tensor has bytes, as many for each block.
+            # An encoded tensor has bytes, equally many for each block.
             sizes = (
                 [n * tensor.numel() // max(1, sum(parts)) for n in parts]
                 for tensor, parts in ((into, arriving), (source, leaving))
             )
-            all_to_all(into, source, *sizes, group=name)
+            all_to_all(into, source, *sizes, group=process_group)
 
         return call
 
-    there, back = exchanged(of, to), exchanged(to, of)
     # Backward is the same exchange with what arrives and what leaves swapped.
-    return Exchange(sum(to), sum(of), payloads, (there, back), full)
+    ways = exchanged(arriving, leaving), exchanged(leaving, arriving)
+    return Exchange(sum(leaving), sum(arriving), payloads, ways, full)
 
 
 def _reduce_scatter_of(
     elements: Sequence[int], rank: int, group: Group, payloads: Payloads, full: Full
 ) -> Exchange:
-    """Partial outputs [B, W] summed, each rank having its samples; gradients are gathered.
+    """Partial outputs [B, W], summed so that each rank has its samples. Gradients are gathered.
 
-    A rank with fewer columns pads, for every rank gives as much.
+    A reduce-scatter has equally many elements on all ranks, so ranks with fewer columns pad.
     """
-    ranks, name = group
-    # Of pooled outputs each rank has as many samples, of distinct values about as many.
+    ranks, process_group = group
+    # Rounded up, as distinct values may not divide evenly over the ranks. Samples do.
     most = -(-max(elements) // len(ranks))
-    ways = (partial(_reduce_scatter, group=name), partial(_all_gather, group=name))
+    ways = (partial(_reduce_scatter, group=process_group), partial(_all_gather, group=process_group))
     return Exchange(most * len(ranks), most, payloads, ways, full)
 
 
 def _all_reduce_of(
     elements: Sequence[int], rank: int, group: Group, payloads: Payloads, full: Full
 ) -> Exchange:
-    ranks, name = group
+    ranks, process_group = group
 
     def reduce(into: torch.Tensor, source: torch.Tensor) -> None:
         # NCCL and gloo reduce in place: the tensor to send is the one to fill.
-        dist.all_reduce(into, group=name)
+        dist.all_reduce(into, group=process_group)
 
     return _AllReduce(0, elements[ranks.index(rank)], payloads, (reduce, reduce), full)
 
 
 EXCHANGES = {"all_to_all": _all_to_all_of, "reduce_scatter": _reduce_scatter_of, "all_reduce": _all_reduce_of}
-"""By step.collectives.Collective.call. elements: of outputs (gradients if dense) of each rank of the group."""
+"""Makers of exchanges, by step.collectives.Collective.call.
+
+elements: number of elements of the outputs (of dense gradients) of each rank of the group.
+"""
 
 
 def _payloads(row: collectives.Collective, asked: Payloads) -> Payloads:
@@ -254,14 +259,13 @@ def _payloads(row: collectives.Collective, asked: Payloads) -> Payloads:
 
 
 def exchange_of(
-    request: CollectiveRequest, rank: int, name: dist.ProcessGroup | None, full: Full
+    request: CollectiveRequest, rank: int, process_group: dist.ProcessGroup | None, full: Full
 ) -> Exchange:
-    """The exchange of a request for outputs or gradients. name: torch's for the ranks of its group; None: all."""
+    """The exchange of a request for outputs or gradients. process_group: that of `rank`; None: all ranks."""
     ranks = next(ranks for ranks in request.groups if rank in ranks)
     elements = [request.batch * request.widths[r] for r in ranks]
-    return EXCHANGES[request.row.call](
-        elements, rank, (ranks, name), _payloads(request.row, (request.payload, request.payload)), full
-    )
+    payloads = _payloads(request.row, (request.payload, request.payload))
+    return EXCHANGES[request.row.call](elements, rank, (ranks, process_group), payloads, full)
 
 
 # --- a step -------------------------------------------------------------------------------------------------
@@ -270,12 +274,12 @@ def exchange_of(
 def own_group(rank: int, groups: Iterable[Sequence[int]]) -> tuple[Sequence[int], dist.ProcessGroup]:
     """Make process groups, and return this rank's. All ranks of the gang have to call this together."""
     own = None
-    # Every rank calls new_group for every group, also for those that it is not in.
-    for ranks in map(sorted, groups):  # as torch numbers them
+    # Torch requires every rank to call new_group for every group, also for those that it is not in.
+    for ranks in map(sorted, groups):  # torch numbers the ranks of a group in rising order
         made = dist.new_group(ranks)
         if isinstance(made, dist.ProcessGroup) and rank in ranks:
             own = ranks, made
-    # New groups start new network threads.
+    # A new group has started network threads.
     own_core.let_network_wait()
     if own is None:
         raise AssertionError(f"rank {rank} is in none of the groups")
@@ -283,15 +287,15 @@ def own_group(rank: int, groups: Iterable[Sequence[int]]) -> tuple[Sequence[int]
 
 
 def groups(rank: int, topology: Topology, channels: Sequence[Channel]) -> Groups:
-    """The own groups for some channels, ranks being devices. All ranks have to call this together."""
-    # The world needs no new group.
+    """This rank's groups for some channels. A rank is a device. All ranks have to call this together."""
+    # Torch has a group of all ranks already.
     used = [name for name in SCOPES if name != WORLD and any(c.group == name for c in channels)]
     whole: Group = range(len(topology)), None
     return {WORLD: whole, **{name: own_group(rank, groups_in(topology, name)) for name in used}}
 
 
 def used_channels(workload: Workload) -> list[Channel]:
-    """Channels that carry something."""
+    """Channels that carry bytes."""
     if len(workload.ops) == 1:
         return []
     carrying = zip(workload.channels, workload.traffic, strict=True)
@@ -299,11 +303,12 @@ def used_channels(workload: Workload) -> list[Channel]:
 
 
 def chains(workload: Workload, rank: int, full: Full, own_groups: Groups) -> dict[Layout, list[Exchange]]:
-    """The exchanges of each run that carry something, in the order of runs."""
+    """The exchanges of each run that carry bytes, in the order of runs."""
     job = workload.job
     if len(workload.ops) == 1:
         return {}
-    # Gradients of all replicas are one exchange, of the first run that has any.
+    # The gradients of all replicas are one exchange, even of several runs. It goes to the first of these runs: in
+    # reverse order, the first is written last.
     run_of_rows = {
         tuple(row_in(lane, c) for c in run.channels_in(job, workload.topology)): run
         for run, lane in reversed(workload.lanes.items())
@@ -312,7 +317,7 @@ def chains(workload: Workload, rank: int, full: Full, own_groups: Groups) -> dic
 
     def made(channel: Channel, row: int) -> Exchange:
         group = own_groups[channel.group]
-        # Elements are those of FP32: bytes of traffic are before the cast.
+        # Traffic counts bytes before the cast to the payload, so elements are FP32.
         elements = [round(workload.traffic[row][r] / OUTPUT_BYTES) for r in group[0]]
         payloads = _payloads(channel.row, (job.forward_payload, job.backward_payload))
         return EXCHANGES[channel.row.call](elements, rank, group, payloads, full)
@@ -335,8 +340,8 @@ def forward(chain: Sequence[Exchange], outputs: torch.Tensor | None) -> torch.Te
 
 
 def backward(chain: Sequence[Exchange], into: torch.Tensor | None) -> None:
-    """Send gradients of the dense part back through a chain, into those of the run's outputs."""
-    # The last exchange of the chain goes first, and the first returns gradients to the run's outputs.
+    """Send the dense part's gradients back through a chain. into: gradients of the run's outputs."""
+    # In reverse: the chain's first exchange comes last, and its result is the gradients of the outputs.
     gradients = None
     for i, exchange in reversed(list(enumerate(chain))):
         gradients = exchange.backward(gradients, None if i else into)

@@ -1,4 +1,4 @@
-"""FBGEMM's fused training op, by our names of optimizers and precisions."""
+"""FBGEMM's fused training op (table-batched embeddings, TBE), by our names of optimizers and precisions."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def build(
     table_of: Sequence[int] | None = None,
     sequence: bool = False,
 ) -> torch.nn.Module:
-    """An op of one row a table. Raises what FBGEMM raises where it has no such op.
+    """An op of one row a table. Raises FBGEMM's error where it has no such op.
 
     widths: columns of each table.
     device: "cpu" or "cuda"; "meta" is CUDA's op without its memory.
-    table_of: the table of each feature. None: each table has one.
-    sequence: True if each lookup is an output, as TorchRec runs EmbeddingCollections.
+    table_of: number of each feature's table. None: each table has one feature.
+    sequence: True if each lookup is an output, as in TorchRec's EmbeddingCollection.
     """
     from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
@@ -65,8 +65,13 @@ def even_parts(n: int, parts: int) -> list[int]:
     return [each + (i < more) for i in range(parts)]
 
 
+def aligned(elements: int) -> int:
+    """Elements of the arena for a table, rounded up so that the next one begins at a multiple of 16."""
+    return (elements + 15) // 16 * 16
+
+
 def require_trains(setting: Setting, device: str) -> None:
-    """Raise ShardCoreError where FBGEMM does not train in a setting on a device. It names what would run."""
+    """Raise ShardCoreError if FBGEMM does not train a setting's weights on a device. It names what would run."""
     require(
         setting.precision in PRECISIONS,
         f"an op has weights of one precision, not of {setting.precision}; measure each apart: {', '.join(PRECISIONS)}",
@@ -85,8 +90,8 @@ def require_trains(setting: Setting, device: str) -> None:
 
 
 def _refusal(optimizer: str, precision: str, device: str) -> str:
-    """FBGEMM's message where it does not train one row so. "": it does."""
-    # A list of what runs would be wrong for the next version or device, so one row is trained.
+    """FBGEMM's error when it trains one row with this optimizer and precision. "": none."""
+    # Tried for real: a list of what runs would be wrong for the next version or device.
     row, offsets = torch.tensor([0], device=device), torch.tensor([0, 1], device=device)
     try:
         op = build([MIN_WIDTH], optimizer, precision, device)
@@ -99,10 +104,12 @@ def _refusal(optimizer: str, precision: str, device: str) -> str:
 def places(sizes: list[int], room: int, shards: tuple[Shard, ...]) -> list[int]:
     """The element at which each table begins in an arena of `room` elements.
 
-    Tables lie one after the other, wrapping round.
+    sizes: elements of each table.
+
+    Tables lie one after the other. Where the arena ends, the next begins at 0 again.
     """
-    spare = (room - sum((size + 15) // 16 * 16 for size in sizes)) // 16
-    # Each group begins elsewhere, and always at the same place.
+    spare = (room - sum(map(aligned, sizes))) // 16
+    # A hash of the group's labels: groups begin at different places, and each at the same one in every run.
     places, cursor = [], zlib.crc32("".join(s.label for s in shards).encode()) % max(1, spare) * 16
     for size, shard in zip(sizes, shards, strict=True):
         if size > room:
@@ -110,8 +117,8 @@ def places(sizes: list[int], room: int, shards: tuple[Shard, ...]) -> list[int]:
                 f"shard {shard.label} is {gib(shard.bytes)}; the arena holds "
                 f"{gib(room * PRECISION_BYTES[shard.table.precision])}"
             )
-        # A table that does not fit before the end begins at 0 again, over others' rows.
+        # A table that does not fit before the end shares addresses with tables at the beginning.
         cursor = 0 if cursor + size > room else cursor
         places.append(cursor)
-        cursor += (size + 15) // 16 * 16
+        cursor += aligned(size)
     return places

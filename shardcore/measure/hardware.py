@@ -19,7 +19,7 @@ def detect_device() -> str:
 def require_device(device: str) -> None:
     """Raise ShardCoreError where there is no such device."""
     require(
-        # Nothing falls back to a CPU silently: timings would be of other hardware.
+        # No silent fallback to the CPU: timings would be of other hardware.
         device_of(device).is_there(),
         "there is no CUDA device here, or this torch was built without CUDA; measure on 'cpu'",
     )
@@ -31,13 +31,13 @@ def hardware_name(device: str) -> str:
     Raises ShardCoreError where there is no such device.
     """
     require_device(device)
-    # Names of products become parts of paths and registry names.
+    # Path-safe, as the name becomes part of paths and of registry names.
     product = path_name_of(device_of(device).product())
     return product if device == "cuda" else f"cpu-{product}"
 
 
 def require_fbgemm(device: str) -> None:
-    """Import FBGEMM and run one row of it on the device.
+    """Import FBGEMM and run one of its ops on the device.
 
     Raises ShardCoreError with what to install where FBGEMM is missing, was built for another torch, or is the CPU
     build on a GPU machine, and where there is no such device.

@@ -34,13 +34,13 @@ T = TypeVar("T")
 HOST_VARIABLE = "SHARDCORE_BOX_HOST"
 """Environment variable of processes in a box: the number of their host."""
 _INTERFACE, _BRIDGE = "eth0", "bridge0"
-_BITS = 1e9
+_GBIT = 1e9
 _MTU = 9000
 """Packet size of GPU clusters. With 1,500 bytes, 5% of a link's rate would go to headers."""
 _PACKET_BYTES = 16 << 10
-"""Most bytes that a link is given at once (by gso)."""
+"""Most bytes that a link is given at once (gso_max_size: segmentation offload hands over several packets)."""
 _BURST_BYTES, _BURST_S = 20 << 10, 200e-6
-"""Burst of a link after a pause: it has to hold a packet, and what a late timer missed."""
+"""Burst of a link after a pause. It has to hold what a link is given at once, and the bytes of a late timer."""
 _QUEUE_BYTES = 64 << 20
 """Queue of a link: more than all sockets of its senders hold, so nothing is lost."""
 _TCP = {
@@ -49,9 +49,9 @@ _TCP = {
     "tcp_early_retrans": "0",
     "tcp_rto_min_us": "2000000",
 }
-"""Settings of each host. Nothing is lost, so Reno's windows only grow, and a second transmission is waste. BBR,
-which a machine may have by default, paces each connection below the rate it saw: links that all carry as much then
-idle for a fifth of an exchange (docs/benchmarks/2026-11-25-emulated-hosts.md). Kernels before 6.11 lack the last.
+"""Kernel settings of each host. Nothing is lost, so Reno's windows only grow, and retransmissions are waste. BBR,
+the default of some machines, paces each connection below the rate it saw: equally loaded links then idle for a fifth
+of an exchange (docs/benchmarks/2026-11-25-emulated-hosts.md). Kernels before 6.11 lack the last setting.
 """
 _TOOLS = ("nsenter", "ip", "tc")
 _NETWORK = 0x40000000
@@ -64,9 +64,8 @@ class Box:
 
     hosts: number of hosts.
     ranks_per_host: ranks of each.
-    between_gbit_s: rate of each host's link, Gbit/s each way; its ranks share it. In pods, of each pod's link.
-    within_gbit_s: rate of each host's loopback, Gbit/s, which all transfers among its ranks share. None: as fast
-        as it is.
+    between_gbit_s: rate of each host's link, Gbit/s each way, which its ranks share. With pods: of each pod's link.
+    within_gbit_s: rate of each host's loopback, Gbit/s, which all transfers among its ranks share. None: not limited.
     pods: number of pods that hosts are divided into evenly. 1: none.
     pod_gbit_s: rate of each host's link in its pod, Gbit/s each way.
     """
@@ -143,7 +142,7 @@ def machine_id() -> str:
 
 
 def in_thread(work: Callable[[], T]) -> T:
-    """Run work in a thread that ends with it, so that no other thread changes its network."""
+    """Run work in a thread of its own, which ends with it. Only that thread changes its network."""
     # A pool of one thread: leaving the context joins it.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(work).result()
@@ -155,7 +154,7 @@ def box_of(config: Box) -> Iterator[list[Place]]:
 
     Needs root, and Linux' ip, tc and tbf. Raises ShardCoreError where one is missing.
     """
-    # Tools and rights first: half a box would have to be taken down again.
+    # Tools and rights are checked first, so that no box fails half made.
     if missing := [tool for tool in _TOOLS if not shutil.which(tool)]:
         raise ShardCoreError(f"a cluster in a box needs Linux' {', '.join(_TOOLS)}; here is no {missing[0]}")
     if os.geteuid():
@@ -179,12 +178,12 @@ def box_of(config: Box) -> Iterator[list[Place]]:
 
 
 def _new_network() -> int:
-    """Move the calling thread to a new network. Its open file keeps the network."""
+    """Move the calling thread to a new network namespace. Returns an open file, which keeps the namespace alive."""
     try:
         _call("unshare", _NETWORK)
     except OSError as error:
         raise _cannot("unshare", str(error)) from None
-    # Settings belong to a network, so they are written from within it.
+    # These settings belong to a namespace, so they are written from within it.
     for name, value in _TCP.items():
         setting = Path("/proc/sys/net/ipv4", name)
         # Older kernels lack some settings.
@@ -241,8 +240,8 @@ def _join(config: Box, switch: str, of_hosts: Sequence[str]) -> None:
 
 
 def _shape(gbit_s: float) -> str:
-    bits = gbit_s * _BITS
-    # A burst has to last until the timer fires again, at high rates.
+    bits = gbit_s * _GBIT
+    # At high rates a burst has to last until the shaper's timer fires again.
     return f"tbf rate {bits:.0f}bit burst {max(_BURST_BYTES, bits / 8 * _BURST_S):.0f} limit {_QUEUE_BYTES}"
 
 

@@ -4,9 +4,9 @@ It takes three all-to-alls: the numbers of elements that follow, lengths, and id
 A permutation by FBGEMM then orders them by feature, as the lookups need them. Where rows of tables are divided, FBGEMM
 first puts a rank's ids in buckets, one for each row range.
 
-Buckets and the order are work of the device. A dense part on the same device does not hide it, as it hides transfers.
-TrainPipelineSparseDist (TorchRec 1.8) puts ids in buckets at the start of a step, before the forward pass of the
-batch before (`start_sparse_data_dist`). It puts them in order when their own forward pass begins, right before the
+Bucketizing and permuting are work of the device. The dense part hides transfers, but not this work, as it runs on the
+same device. TrainPipelineSparseDist (TorchRec 1.8) bucketizes ids at the start of a step, before the forward pass of
+the previous batch (`start_sparse_data_dist`). It permutes them when their own forward pass begins, right before the
 lookups (`PipelinedForward`, `KJTAllToAllTensorsAwaitable._wait_impl`).
 
 Shapes: n ranks, F features of a rank, b samples of a rank.
@@ -28,9 +28,9 @@ from shardcore.step.id_bytes import received_bytes
 from shardcore.step.lower import Workload
 
 Parts = Sequence[tuple[Callable[[], object], bool]]
-"""Calls one after the other, each with True if it is the device's own work."""
+"""Calls in order, each with True if it is the device's own work and False if it transfers."""
 _COLUMNS = 32
-"""Columns for a feature of a drawn exchange. An eighth of its bytes are then lengths."""
+"""Columns of outputs that make one feature of a drawn exchange. An eighth of its bytes are then lengths."""
 _JOB = Job()
 _RANGE_ROWS = 1 << 20
 """Rows of a range, in exchanges with buckets."""
@@ -48,15 +48,14 @@ def transfer_of(request: CollectiveRequest, rank: int, device: torch.device | st
 def features_and_ids(request: CollectiveRequest) -> tuple[list[int], list[int]]:
     """[n] features of each rank, and [n] ids that it receives from each rank.
 
-    Together they take as many bytes as the outputs of the request's columns. A feature in buckets has lengths
-    on all ranks.
+    Lengths and ids together take as many bytes as the outputs of the request's columns would.
     """
     local = request.batch // len(request.widths)
     features = [-(-width // _COLUMNS) for width in request.widths]
-    # Bucketized features are on all ranks, so all have the same number.
+    # A feature in buckets has lengths on all ranks, so all have equally many features.
     if (work := request.row.work) and work.buckets:
         features = [min(features)] * len(features)
-    # What is left of the bytes after lengths, in whole ids.
+    # Bytes that lengths leave, in whole ids.
     ids = [
         max(0, OUTPUT_BYTES * width - _JOB.length_bytes * f) * local // _JOB.id_bytes
         for width, f in zip(request.widths, features, strict=True)
@@ -79,10 +78,10 @@ def of_workload(workload: Workload, rank: int, device: torch.device | str = "cpu
         # A run without shards has no exchange.
         if not any(shards):
             continue
-        # Of deduplicated features fewer lengths travel. They are as those of fewer features here.
-        features = [math.ceil(sum(s.table.features / s.table.dedup for s in of.values())) for of in shards]
+        # Of features with batches of their own, other numbers of lengths travel: here as of fewer features.
+        features = [math.ceil(sum(s.table.bags for s in of.values())) for of in shards]
         n_bytes = [sum(received_bytes(s, workload) for s in of.values()) for of in shards]
-        # A rank receives as much from each rank: an n-th of its bytes, without lengths.
+        # A rank receives equally much from each: an n-th of its bytes, less the lengths.
         ids = [
             max(0, round((b / n - job.length_bytes * local * f) / job.id_bytes))
             for b, f in zip(n_bytes, features, strict=True)
@@ -93,14 +92,14 @@ def of_workload(workload: Workload, rank: int, device: torch.device | str = "cpu
 
 
 class IdTransfer:
-    """One rank's side of an input distribution, over and over.
+    """One rank's side of an input distribution, which can run any number of times.
 
     features: [n] F of each rank.
-    ids: [n] ids that a rank receives from each rank.
+    ids: [n] ids that each rank receives from each other one.
     local_batch: b.
-    job: the types of ids and lengths.
-    groups: ranks that divide rows. The ranks of a group have the same features.
-    work: on the rank's own ids, before they travel.
+    job: it states the types of ids and lengths.
+    groups: groups of ranks that divide rows among them. The ranks of a group have the same features.
+    work: work on the rank's own ids before they travel.
     """
 
     def __init__(
@@ -119,14 +118,14 @@ class IdTransfer:
         n, id_type, length_type = len(features), _TYPES[job.id_bytes], _TYPES[job.length_bytes]
         self._local_batch, self._work = local_batch, work
         self._lengths_to, self._ids_to = [f * local_batch for f in features], list(ids)
-        # Each rank receives as much from every other, as batches are divided evenly.
+        # Each rank receives equally much from all, as batches are divided evenly.
         lengths_from, ids_from = [self._lengths_to[rank]] * n, [self._ids_to[rank]] * n
         sizes = [size for both in zip(self._lengths_to, self._ids_to, strict=True) for size in both]
         # Both numbers for each rank travel in one all-to-all, as in TorchRec.
         self._announced = torch.tensor(sizes, device=device)
         self._expected = torch.empty_like(self._announced)
         if groups:
-            # The features of each group, whose ids are not yet in buckets.
+            # A group's features are listed once, with the ids of all its ranks: they are not yet in buckets.
             parts = [(features[group[0]], [ids[r] for r in group]) for group in groups]
             drawn = torch.cat([_in_ranges(counts) for _, counts in parts])
         else:
@@ -137,14 +136,14 @@ class IdTransfer:
         self.lengths = lengths.to(device, length_type)
         self._buckets = len(groups[0]) if groups else 0
         self._ranges = torch.full((sum(f for f, _ in parts),), _RANGE_ROWS, dtype=id_type, device=device)
-        # Needed only where ranks of several groups have buckets of one number.
+        # Several groups have a bucket 0, 1, ... each. These are the places of each rank's features in them.
         self._by_rank = _by_rank(groups, features).to(device) if len(groups) > 1 else None
         # Buffers for what arrives, made once: steps reuse them.
         self._arrived = (
             torch.empty(sum(lengths_from), dtype=length_type, device=device),
             torch.empty(sum(ids_from), dtype=id_type, device=device),
         )
-        # Feature f of each rank, one after another.
+        # The order after the transfer: feature 0 of all ranks, then feature 1, and so on.
         by_feature = torch.arange(n * features[rank], dtype=torch.int32, device=device)
         self._by_feature = by_feature.view(n, features[rank]).T.flatten()
 
@@ -175,20 +174,19 @@ class IdTransfer:
 
     def send(self) -> None:
         """Start to send lengths and ids, once their numbers have arrived."""
-        # TorchRec also needs the numbers first, to size its tensors.
+        # As TorchRec, which needs the numbers on the host to size its tensors.
         self.arrive()
-        # The host waits for the numbers.
         from_each = zip(*self._expected.view(-1, 2).tolist(), strict=True)
         sent = zip(self._arrived, self._leaving, from_each, (self._lengths_to, self._ids_to), strict=True)
         self._pending = [pending for of in sent for pending in start_all_to_all(*of)]
 
     def arrive(self) -> None:
-        """Wait for the last transfers."""
+        """Wait for the transfers that were started last."""
         for pending in self._pending:
             pending.wait()
 
     def put_in_order(self) -> None:
-        """Order by feature: `received`, as of `run`."""
+        """Order by feature. The result is `received`, which `run` returns."""
         lengths, ids = self._arrived
         if len(self._by_feature):
             of_feature = lengths.view(len(self._by_feature), self._local_batch)
@@ -203,7 +201,7 @@ class IdTransfer:
         lengths, ids, *_ = torch.ops.fbgemm.block_bucketize_sparse_features(
             self.lengths, self.ids, False, False, self._ranges, self._buckets
         )
-        # Over one group, buckets are in the order of ranks. Over several, each has a bucket of a number.
+        # With one group, the order of buckets is that of ranks.
         if self._by_rank is not None:
             lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(
                 self._by_rank, lengths.view(-1, self._local_batch), ids, None, len(ids)
@@ -213,7 +211,10 @@ class IdTransfer:
 
 
 def _by_rank(groups: Sequence[Sequence[int]], features: Sequence[int]) -> torch.Tensor:
-    """[F of all ranks] places of each rank's features in buckets, which are ordered by number and feature."""
+    """[F of all ranks] places of each rank's features in FBGEMM's buckets.
+
+    These are ordered by bucket, then by group, then by feature.
+    """
     of_group = [features[group[0]] for group in groups]
     at = {
         rank: bucket * sum(of_group) + sum(of_group[:g])
@@ -226,9 +227,9 @@ def _by_rank(groups: Sequence[Sequence[int]], features: Sequence[int]) -> torch.
 
 
 def _in_ranges(counts: Sequence[int]) -> torch.Tensor:
-    """Ids of each row range, mixed as those of samples are. counts: of each range."""
+    """Ids of several row ranges in random order. counts: number of ids of each range."""
     ranges = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.int64))
-    # Distinct rows within each range, as FBGEMM only looks at the range.
+    # Any rows do within a range, as FBGEMM only looks at the range.
     ids = ranges * _RANGE_ROWS + torch.arange(len(ranges)) % _RANGE_ROWS
     return ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
 

@@ -1,4 +1,4 @@
-"""Drawn ids of tables on a device, for the ops that are measured.
+"""Drawn ids of tables on a device, for measured ops.
 
 Shapes: L lookups, T features, B batch.
 """
@@ -25,10 +25,10 @@ _Key = tuple[Table, int, int]
 class IndexStreams:
     """A cache of drawn streams, least recently used out first.
 
-    place: the torch device where they lie.
-    most_bytes: of all streams that are kept. The ids of an op under way come on top.
-    threads: draw ahead of need (`expect`). 0 where they would take the cores that are measured.
-    drawn: streams drawn so far. It grows while a request is prepared, so it shows life.
+    place: torch device of the streams.
+    most_bytes: limit of all streams that are kept. The ids of ops that are running come on top.
+    threads: number of threads that draw ahead of need (`expect`). 0 where they would take the cores that are measured.
+    drawn: streams drawn so far. It grows while a request is prepared, so a supervisor sees progress.
     """
 
     def __init__(self, place: str, most_bytes: int, threads: int = 0) -> None:
@@ -41,11 +41,11 @@ class IndexStreams:
     def expect(self, requests: Iterable[ComputeRequest], seed: int) -> None:
         """Begin to draw the streams of these requests, if there are threads for that.
 
-        Streams expected before and not now are dropped: another device measures them.
+        Streams that only an earlier call expected are dropped: another device measures their requests.
         """
         if not self._threads:
             return
-        # One draw for each table and batch, however many shards of it there are.
+        # One draw for each table and batch, however many shards the table has.
         wanted = dict.fromkeys(_key(s.table, r.batch, seed) for r in requests for s in r.shards)
         for key in [key for key in self._expected if key not in wanted]:
             self._expected.pop(key).cancel()
@@ -56,8 +56,8 @@ class IndexStreams:
     def lookups(self, request: ComputeRequest, seed: int) -> Stream:
         """Indices [L] and offsets of a request's T features, table after table.
 
-        There is an offset for each distinct value, and a last one. Of sequences [T × B + 1]: samples after the last
-        value are empty.
+        Offsets have one entry for each distinct value, and a last one. Sequences always have [T × B + 1]; the samples
+        after the last distinct value are empty.
         """
         all_ids, all_offsets, start = [], [], 0
         for s in request.shards:
@@ -79,8 +79,9 @@ class IndexStreams:
         ids, offsets = self._table(shard.table, batch, seed)
         if shard.full_rows:
             return ids, offsets
-        # A row range: only its ids, counted from its first row, and offsets among them.
+        # A row range looks up only its own ids, counted from its first row.
         inside = (ids >= shard.row_lo) & (ids < shard.row_hi)
+        # [L + 1] ids inside before each id. Indexed by an offset in all ids, it gives the offset among those inside.
         kept = torch.nn.functional.pad(inside.cumsum(0), (1, 0))
         return ids[inside] - shard.row_lo, kept[offsets]
 
@@ -89,15 +90,14 @@ class IndexStreams:
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
-        # An expected stream may still be under way, so its result waits for it.
+        # An expected stream may still be being drawn. Its result waits for that.
         expected = self._expected.pop(key, None)
         parts = expected.result() if expected else streams.stream(*key)
         ids, offsets = (torch.from_numpy(part).to(self.place) for part in parts)
-        drawn = ids, offsets
+        self._kept[key] = drawn = ids, offsets
         self.drawn += 1
-        self._kept[key] = drawn
         self._bytes += _bytes(drawn)
-        # At least one stay, or a stream larger than the limit would be drawn again and again.
+        # The newest always stays. Else a stream larger than the limit would be drawn again and again.
         while self._bytes > self.most_bytes and len(self._kept) > 1:
             _, oldest = self._kept.popitem(last=False)
             self._bytes -= _bytes(oldest)

@@ -2,18 +2,18 @@
 
 Building an op with its own weights costs seconds of allocation for milliseconds of kernel. Here one arena of weights,
 touched once, serves every op. An op is built with one row a table, in milliseconds, and then gets the arena and the
-true row counts. Tables of one op lie one after the other. Where they exceed the arena together they wrap round and
-share addresses. A batch touches a small share of the arena, so shared rows are rare, and the kernels see the same
-spread of addresses.
+true row counts. Tables of one op lie one after the other. If together they exceed the arena, they wrap round and share
+addresses. A batch touches a small share of the arena, so shared rows are rare, and the kernels see the same spread of
+addresses.
 
-Ops run in turn: between two runs of one op, the others evict it from the caches, as other layers and other batches do
-in training, and cost nothing. A finished op makes room for the next. Where too few are left to evict each other, the
-caches are overwritten before each run. The order changes from round to round, and each op lies elsewhere in the
-arena, so that none profits from the same neighbour.
+Ops run in rounds, each once a round. Between two runs of one op, the others evict it from the caches, as other layers
+and batches do in training, at no additional cost. A finished op makes room for the next. When too few are left to
+evict each other, the caches are overwritten before each run. The order changes from round to round, and each op lies
+elsewhere in the arena, so that none profits from the same neighbour.
 
-So repeats of an op are spread over seconds, and neighbouring runs show the machine's slowdown at each moment
-(timing.SlowdownLog). Timings are at its usual speed, which a reference op ties down: it runs in every round, from the
-first to the last.
+Repeats of an op are thus seconds apart, and neighbouring runs show the machine's slowdown at each moment
+(timing.SlowdownLog). Timings are corrected to the machine's usual speed. A reference op, which runs in every round
+from the first to the last, shows that speed.
 
 Shapes: T tables of an op, F features, L lookups, B batch, W columns of all its shards together.
 """
@@ -45,23 +45,25 @@ from shardcore.step.lower import is_sequence
 
 T = TypeVar("T")
 _REFERENCE_RUNS = 48
-"""Runs of the reference that make one sample of it."""
+"""Runs of the reference op that make one sample of it."""
 _SEED = 0
 """Seed of the batches that are measured."""
 _FIRST_LAUNCH_MS, _LAUNCHES = 20.0, 1.5
-"""A device is kept busy for 1.5 times as long as the last launches took, and at first for 20 ms."""
+"""Busy time of a device before a run: 20 ms at first, then 1.5 times as long as the last launches took."""
 
 
 @dataclass(frozen=True)
 class KernelConfig:
     """Settings of measured ops.
 
-    arena_bytes: weights shared by all ops, the largest shard that can be measured.
-    tolerance: repeats stop when the median of forward + backward is known to this fraction (95%). None: the device's.
-    min_repeats, max_repeats: of an op.
-    interleave: ops in turn.
-    state_rows: rows of an optimizer's state. Tables beyond it share them. None: as many as an arena of the narrowest
-        rows has.
+    arena_bytes: weights shared by all ops, and so the largest shard that can be measured.
+    tolerance: repeats stop once the median of forward + backward is known to this fraction (95% interval). None: the
+        device's default.
+    min_repeats: fewest timed runs of an op.
+    max_repeats: most timed runs of an op.
+    interleave: ops that run in one round.
+    state_rows: rows of the optimizer's state. Tables with more in all share them. None: as many as the arena has
+        rows of the least width.
     """
 
     arena_bytes: int = 1 << 30
@@ -93,11 +95,11 @@ class KernelConfig:
 class KernelBench:
     """Measures requests of one Setting on one device ("cpu" or "cuda"), over one arena.
 
-    reference: a group that runs in every round. Each time it has run often enough, its sample is among the results.
-    reference_ms: its forward + backward at the device's usual speed (from `calibrate`, or an earlier dataset).
-        Without it, a timing is at the mean slowdown of some thousand runs.
-    kernel_s: seconds inside timed kernels so far, warm-ups and the reference included.
-    kept_s: seconds of them in runs that entered a median.
+    reference: a group that runs in every round. Each _REFERENCE_RUNS of its runs yield a sample of it.
+    reference_ms: forward + backward of the reference at the device's usual speed (from `calibrate`, or an earlier
+        dataset). Without it, timings are at the mean slowdown of some thousand runs.
+    kernel_s: seconds inside timed kernels so far, including warm-ups and the reference.
+    kept_s: seconds of these in runs that entered a median.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class KernelBench:
     ):
         self._device = devices.device_of(device)
         hardware.require_fbgemm(device)
-        # Before memory is taken: unsupported settings are refused at once.
+        # Unsupported settings are refused before memory is taken.
         fused_op.require_trains(setting, self._device.place)
         self.setting, self.device, self.config = setting, device, config or KernelConfig()
         self.streams = IndexStreams(
@@ -120,11 +122,11 @@ class KernelBench:
         place, dtype = self._device.place, getattr(torch, PRECISIONS[setting.precision].torch)
         elements = self.config.arena_bytes // PRECISION_BYTES[setting.precision]
         try:
-            # Written once, or the first ops would pay for the operating system's page faults.
+            # Written once. Else the first ops would pay for the operating system's page faults.
             self._arena = torch.empty(elements, dtype=dtype, device=place).uniform_(-0.01, 0.01)
-            # An arena has most rows where all are narrow.
+            # The arena has most rows if all are of the least width.
             rows = min(self.config.state_rows or MOST_ROWS, max(1, elements // MIN_WIDTH))
-            # State is shared like weights: a number a cell, or a number a row.
+            # All ops share the state, too. Its elements are one a cell or one a row.
             self._states = [
                 torch.zeros(elements if per == "cell" else rows, device=place)
                 for per in OPTIMIZERS[setting.optimizer].states
@@ -139,48 +141,48 @@ class KernelBench:
         self._gradient = torch.full((1,), 1e-3, device=place)
         self._caches = timing.Caches(self._device.evict_bytes(), place)
         self._launch_ms = _FIRST_LAUNCH_MS
-        # Timings depend on the arena's size, too: rows lie further apart in a larger one.
+        # Timings depend on the arena's size: rows lie further apart in a larger one.
         versions = {**self._device.versions(), "arena": memory.gib(self.config.arena_bytes)}
         self._software = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
         self._numbers = itertools.count()
         self._active: list[Run] = []
         self._finished = 0
-        # A fixed seed: only the order of runs depends on it.
+        # The seed decides nothing but the order of runs.
         self._order = random.Random(0)
         self._reference = self.prepare(reference) if reference else None
         self.reference_ms = reference_ms
 
     @property
     def reference_ms(self) -> float | None:
-        """May be set while nothing is active."""
+        """Level that ties down the slowdown. It may be set while no request is active."""
         return self._reference_ms
 
     @reference_ms.setter
     def reference_ms(self, value: float | None) -> None:
         self._reference_ms = value
-        # Twice the runs of all ops in turn, so that each run kept has neighbours on both sides.
+        # Twice the runs that an op's repeats span, so that each of these has neighbours on both sides.
         kept = 2 * (self.config.interleave + 1) * max(self.config.max_repeats + 1, _REFERENCE_RUNS)
         known = {self._reference.number: math.log(value)} if value and self._reference else None
         self._log = timing.SlowdownLog(known, kept)
 
     @property
     def active(self) -> list[ComputeRequest]:
-        """Requests that were added and did not finish yet."""
+        """Requests that were added and have not finished."""
         return [run.request for run in self._active]
 
     def measure(self, requests: Iterable[ComputeRequest]) -> Iterator[ComputeSample]:
-        """Yield one sample a request (and the reference's), in the order in which they finish.
+        """Yield one sample a request, in the order in which they finish, and those of the reference.
 
-        A request that fails yields its error.
+        The sample of a request that fails holds the error.
         """
         for request in requests:
             yield from self.add(request)
         yield from self.finish()
 
     def add(self, request: ComputeRequest) -> list[ComputeSample]:
-        """Take a request in, once there is room. Returns samples that finished meanwhile, failed ones too."""
+        """Take a request in once there is room. Returns samples that finished meanwhile, also failed ones."""
         finished = []
-        # Room in the window: rounds go on until an op finishes.
+        # There is room once an op has finished.
         while len(self._active) >= self.config.interleave:
             finished += self._round()
         try:
@@ -190,22 +192,22 @@ class KernelBench:
         return finished
 
     def finish(self, seconds: float = math.inf) -> list[ComputeSample]:
-        """Run active requests to their end, or for somewhat longer than so many seconds. Returns their samples."""
+        """Run active requests to their end, but start no round after `seconds`. Returns finished samples."""
         finished, until = [], time.monotonic() + seconds
         while self._active:
             finished += self._round()
             if time.monotonic() > until and self._active:
                 return finished
-        # The reference's last sample, from what it ran since the last one.
+        # The reference's last sample has its runs since the one before.
         if self._reference and len(self._reference.times_ms) >= self.config.min_repeats:
             finished.append(self._sample(self._reference))
         return finished
 
     def calibrate(self, requests: Iterable[ComputeRequest], seconds: float = 5.0) -> float:
-        """The reference's forward + backward in ms, at the machine's slowdown in so many seconds.
+        """Median ms of the reference's forward + backward, over `seconds` of runs.
 
-        requests: run in turn with it. Give as many as will when measuring (`interleave`), for the reference to find
-            the same caches.
+        requests: ops that run in turn with it. Give `interleave` of them, so that the reference finds the caches as
+            it will when measuring.
         """
         runs, totals, until = [], [], time.monotonic() + seconds
         if (reference := self._reference) is None:
@@ -217,12 +219,12 @@ class KernelBench:
                 continue
 
         def total_ms(run: Run) -> float:
-            # Few ops do not evict each other, so do it for them.
+            # Too few ops do not evict each other from the caches.
             if 2 * len(runs) < self.config.interleave:
                 self._caches.evict()
             return self.once_ms(run)
 
-        # Ten at least, for machines on which one round takes the whole time.
+        # At least ten rounds, for machines on which one takes the whole time.
         while time.monotonic() < until or len(totals) < 10:
             for run in runs:
                 total_ms(run)
@@ -230,7 +232,7 @@ class KernelBench:
         return float(np.median(totals))
 
     def _round(self) -> list[ComputeSample]:
-        """Run the reference and each active op once. Returns the samples that this finished."""
+        """Run the reference and each active op once. Returns samples that are now finished."""
         turn = [*self._active, *([self._reference] if self._reference else [])]
         # No op profits from the same neighbour in each round.
         self._order.shuffle(turn)
@@ -240,13 +242,13 @@ class KernelBench:
         return failed + self._settled()
 
     def _repeat(self, run: Run, crowded: bool) -> ComputeSample | None:
-        """Run an op once more. Returns its sample if that failed."""
+        """Run an op once more. Returns a sample with the error if that fails."""
         if not crowded:
             self._caches.evict()
         try:
             forward, backward = self._with_room(lambda: self._once(run))
         except self._device.request_errors as error:
-            # Without the reference no slowdown is known, so nothing can go on.
+            # Without the reference, the usual speed is not known, so nothing can go on.
             if run is self._reference:
                 raise ShardCoreError(f"the reference op failed: {error}") from None
             self._active.remove(run)
@@ -258,18 +260,18 @@ class KernelBench:
         return None
 
     def _with_room(self, work: Callable[[], T]) -> T:
-        """The result of `work`. Out of memory, it is tried once more without the streams that are kept."""
+        """The result of `work`. If memory runs out, kept streams are dropped and it is tried once more."""
         try:
             return work()
         except torch.OutOfMemoryError:
             self.streams.clear()
-        # Only here, where the error no longer holds what it was raised among.
+        # After the except block: the error's traceback keeps tensors of the failed try alive.
         self._device.release()
         return work()
 
     def _settled(self) -> list[ComputeSample]:
-        """Samples of the ops whose median is known well enough, or that ran often enough."""
-        # Fitting the slowdown is costly, so only if an op may be done.
+        """Samples of ops whose median is known to the tolerance, or that have max_repeats runs."""
+        # Fitting the slowdown is costly, so it waits until an op may be done.
         full = [run for run in self._active if len(run.times_ms) >= self.config.min_repeats]
         if not full:
             return []
@@ -288,12 +290,12 @@ class KernelBench:
     def prepare(self, request: ComputeRequest, seed: int = _SEED) -> Run:
         """Build a request's op over the arena, with the batch that `seed` draws.
 
-        Raises ShardCoreError where a shard is larger than the arena or of another precision than the setting's, and
-        where the batch takes too much memory.
+        Raises ShardCoreError if a shard is larger than the arena or of another precision than the setting's, or if
+        the batch takes too much memory.
         """
         shape = self._shape(request)
         indices, offsets = self.streams.lookups(request, seed)
-        # Outputs of a sequence are as many as its lookups.
+        # A sequence has an output for each lookup.
         rows, width = len(indices) if request.shards[0].table.sequence else shape.rows, shape.width
         if self._gradient.numel() < rows * width:
             self._gradient = torch.full((rows * width,), 1e-3, device=self._device.place)
@@ -303,14 +305,14 @@ class KernelBench:
             self._build(request.shards),
             indices,
             offsets,
-            self._gradient[: rows * width].view(-1 if shape.several else (rows, width)),
-            [[n] for n in shape.values] if shape.several else None,
+            self._gradient[: rows * width].view(-1 if shape.uneven else (rows, width)),
+            [[n] for n in shape.values] if shape.uneven else None,
         )
 
     def expect(self, requests: Iterable[ComputeRequest]) -> None:
-        """Begin to draw the ids of requests that `add` will be given, if the device leaves cores for that.
+        """Begin to draw the ids of requests that `add` will get, if the device leaves cores for that.
 
-        Those that cannot run are left for `add` to refuse.
+        Requests that cannot run are skipped: `add` will refuse them.
         """
         if self._device.drawing_threads:
             self.streams.expect(filter(self._runs, requests), _SEED)
@@ -323,12 +325,12 @@ class KernelBench:
         return True
 
     def once_ms(self, run: Run) -> float:
-        """Clock ms of one run forward and backward."""
+        """Clock ms of one run, forward + backward."""
         return sum(self._once(run))
 
     def _once(self, run: Run) -> tuple[float, float]:
         """Clock ms of one run: forward, backward."""
-        # Else the marks would time how Python launches, not what the device runs.
+        # Kernels queue up behind this. Else the marks would time Python's launches, not the device.
         self._device.keep_busy(self._launch_ms)
         began = time.perf_counter()
         marks = [self._device.mark()]
@@ -336,7 +338,7 @@ class KernelBench:
         marks.append(self._device.mark())
         output.backward(run.gradient)
         marks.append(self._device.mark())
-        # Launch times vary: follow a rise at once, and a fall slowly.
+        # Launch times vary. Follow a rise at once and a fall slowly.
         self._launch_ms = max(_LAUNCHES * 1e3 * (time.perf_counter() - began), 0.9 * self._launch_ms)
         forward, backward = self._device.elapsed_ms(marks)
         self.kernel_s += (forward + backward) / 1e3
@@ -344,13 +346,13 @@ class KernelBench:
 
     def _shape(self, request: ComputeRequest) -> _Shape:
         other = {s.table.precision for s in request.shards} - {self.setting.precision}
-        # FBGEMM's op has one type of weights.
+        # An op of FBGEMM has weights of one type.
         require(not other, f"shards have weights in {', '.join(other)}; the setting is ({self.setting})")
         return _shape_of(request, self._device.batch_bytes())
 
     def _build(self, shards: tuple[Shard, ...]) -> torch.nn.Module:
         """An op over the arena: built with one row a table, then given its true row counts and places."""
-        # The number of the table of each feature: FBGEMM keeps properties of tables by feature.
+        # [F] table of each feature, as FBGEMM keeps properties of tables by feature.
         of_feature = [i for i, s in enumerate(shards) for _ in range(s.table.features)]
         op: Any = fused_op.build(
             [s.width for s in shards],
@@ -362,17 +364,17 @@ class KernelBench:
         )
         memory_of = self._device.memory_of
         rows, cells = [s.rows for s in shards], [s.rows * s.width for s in shards]
-        # Its sort of ids by row goes by these.
+        # The backward pass sorts ids by row, over this many rows and bits.
         op.total_hash_size = sum(rows)
         op.total_hash_size_bits = int(math.log2(float(sum(rows))) + 1)
         # FBGEMM numbers the rows of all tables one after another.
         starts, places = [0, *np.cumsum(rows)], fused_op.places(cells, self._arena.numel(), shards)
         op.hash_size_cumsum = self._int64([*(starts[i] for i in of_feature), starts[-1]])
         op.rows_per_table = self._int64(rows[i] for i in of_feature)
-        # In elements of the arena, where TBE's weights are one flat buffer.
+        # TBE's weights are one flat buffer, here the arena. Offsets are in its elements.
         op.weights_offsets = self._int64(places[i] for i in of_feature)
         setattr(op, f"weights_{memory_of}", torch.nn.Parameter(self._arena))
-        # States are set as weights were: shared memory, with each table's place in it.
+        # State is set as weights are: shared memory, with each table's place in it.
         kept = zip(OPTIMIZERS[self.setting.optimizer].states, self._states, strict=True)
         for n, (per, state) in enumerate(kept, 1):
             of_state = fused_op.places(cells if per == "cell" else rows, state.numel(), shards)
@@ -396,8 +398,8 @@ class KernelBench:
             slowdown=float(np.median(clock / totals)),
             relative_ci=timing.relative_ci(totals),
         )
+        # The reference op runs on: its next sample is of later runs.
         run.times_ms = []
-        # The op may run on: its next sample is of later repeats.
         return sample
 
     def _failed(self, request: ComputeRequest, error: Exception | str = "") -> ComputeSample:
@@ -420,13 +422,13 @@ class KernelBench:
 class Run:
     """One op, ready to run.
 
-    number: in the slowdown log.
+    number: number of the op in the slowdown log.
     indices, offsets: [L] and [F × B + 1].
-    gradient: [B, W] of its outputs, [L, W] of a sequence's.
-    values: [F, 1] of each feature, where a table has fewer than samples (deduplicated). Offsets are then as many, and
-        the gradient is flat. None: all have B.
+    gradient: [B, W] gradient of the outputs. [L, W] for a sequence.
+    values: [F, 1] distinct values of each feature, if some table is deduplicated. Offsets then have one entry for each
+        value and a last one, and the gradient is flat. None: each feature has B.
     warm: True after the first run.
-    times_ms: of each repeat forward, backward, and its number in the slowdown log.
+    times_ms: forward ms, backward ms and number in the slowdown log of each repeat.
     """
 
     number: int
@@ -441,12 +443,12 @@ class Run:
 
     def forward(self) -> torch.Tensor:
         """The op's outputs."""
-        # As TorchRec does, FBGEMM gets the number of values of each feature if they differ.
+        # As in TorchRec, FBGEMM gets the number of values of each feature if these differ.
         return self.op(self.indices, self.offsets, batch_size_per_feature_per_rank=self.values)
 
 
 def _at_usual_speed(run: Run, slowdown: Callable[[int], float]) -> np.ndarray:
-    """[repeats, 2] forward and backward ms."""
+    """[repeats, 2] forward and backward ms, without the machine's slowdown."""
     slowdowns = np.array([slowdown(number) for _, _, number in run.times_ms])
     # Forward and backward of a run have the same slowdown.
     return np.array(run.times_ms)[:, :2] / slowdowns[:, None]
@@ -456,33 +458,35 @@ class _Shape(NamedTuple):
     """Shape of an op's batch and outputs.
 
     values: [F] distinct values of each feature.
-    rows: of outputs: one for each lookup of sequences, as expected, or for each sample.
+    rows: rows of outputs: one a sample. Sequences: the expected number of lookups.
     width: columns of a row.
-    several: True if features have different numbers of values. All outputs are one row then.
+    uneven: True if features have different numbers of values. All outputs are then one row.
     """
 
     values: list[int]
     rows: int
     width: int
-    several: bool
+    uneven: bool
 
 
 def _shape_of(request: ComputeRequest, most_bytes: int) -> _Shape:
-    """The shape of a request, before ids are drawn. most_bytes: of its ids and outputs.
+    """The shape of a request, before ids are drawn.
 
-    Raises ShardCoreError for a larger one, and for an op that FBGEMM cannot run.
+    most_bytes: limit of its ids, offsets, outputs and gradients together.
+
+    Raises ShardCoreError if it exceeds that, and for an op that FBGEMM cannot run.
     """
     sequence, values, widths = is_sequence(request.shards), [], []
     for s in request.shards:
-        # Values are per feature, as a table's features may differ by one.
-        values += fused_op.even_parts(access.distinct_values(s.table, request.batch), s.table.features)
+        # Values are per feature, as those of a table may differ.
+        values += access.values_of_features(s.table, request.batch)
         widths += [s.width] * s.table.features
     looked_up = sum(round(request.batch * s.table.looked_up) for s in request.shards)
-    # Sequences have an output for each lookup, so fewer values need no other shape.
-    several = not sequence and any(s.table.dedup > 1 for s in request.shards)
+    # Sequences have an output for each lookup, whatever the number of distinct values.
+    uneven = not sequence and any(s.table.is_variable for s in request.shards)
     if sequence:
         rows, width = looked_up, widths[0]
-    elif several:
+    elif uneven:
         rows, width = 1, sum(n * w for n, w in zip(values, widths, strict=True))
     else:
         rows, width = request.batch, sum(widths)
@@ -493,4 +497,4 @@ def _shape_of(request: ComputeRequest, most_bytes: int) -> _Shape:
         f"a batch of {request.batch} has {n_bytes / 2**30:.1f} GiB of ids and outputs; on this machine it may have "
         f"{most_bytes / 2**30:.1f}: it needs fewer samples, or lookups of each",
     )
-    return _Shape(values, rows, width, several)
+    return _Shape(values, rows, width, uneven)

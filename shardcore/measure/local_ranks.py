@@ -1,8 +1,8 @@
 """A gang: one local process a rank. They start together, send messages while they work, and end together.
 
 Ranks that exchange wait for each other, so one that dies or hangs would hold up all. A process's death ends its pipe
-and is noticed at once. A rank without a message for the allowed time hangs. Of several complaints, the rank that
-failed is named, not those that lost it.
+and is noticed at once. A rank that sends no message for the allowed time counts as hung. The error names the rank that
+failed, not those that waited for it in vain.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ MOST_RANKS = 128
 """Processes of a gang on one machine. Each loads torch, which takes some 200 MB."""
 _LOOPBACK = "127.0.0.1"
 _GRACE_S = 1.0
-"""Wait for the report of the rank that failed, once another has lost it."""
+"""Wait for the report of the rank that failed, after another rank's exchange broke."""
 
 
 class Lost(ShardCoreError):
-    """An exchange broke: another rank is the one that failed."""
+    """An exchange broke, because another rank failed."""
 
 
 @contextmanager
 def exchanging() -> Iterator[None]:
-    """Raise Lost where collectives break. Torch does not tell a lost rank from other errors."""
+    """Raise Lost where collectives break. Torch raises RuntimeError for a lost rank and for much else."""
     try:
         yield
     except RuntimeError as error:
@@ -48,16 +48,17 @@ def run(
     timeout_s: float,
     places: Sequence[Place] | None = None,
 ) -> Generator[tuple[int, Any]]:
-    """Run work(rank, init_method, say, *arguments) in one process a rank.
+    """Run work(rank, init_method, send, *arguments) in one process a rank.
 
-    Yields (rank, value) for each say(value) as it comes. Processes are named "<name>-rank-<rank>".
-    init_method: for collectives.Rank, one for all: a port of this machine's loopback, or of the first place.
+    Yields (rank, value) for each send(value) as it comes. Processes are named "<name>-rank-<rank>".
+    init_method: address for collectives.Rank, the same for all: on this machine's loopback, or in the first place.
     work, arguments: picklable.
-    places: of each rank (hosts.box_of). None: this machine.
+    timeout_s: longest time without a message of any rank.
+    places: emulated host of each rank (hosts.box_of). None: this machine.
 
-    Raises ShardCoreError for more than MOST_RANKS, and where a rank fails (with a ShardCoreError or RuntimeError),
-    dies, or none has a message for timeout_s. It names the rank and the reason.
-    No process is left when the iterator ends, raises or is closed.
+    Raises ShardCoreError for more than MOST_RANKS ranks, and where a rank fails (with a ShardCoreError or
+    RuntimeError), dies or hangs. It names the rank and the reason. No process is left when the iterator ends, raises
+    or is closed.
     """
     if ranks > MOST_RANKS:
         raise ShardCoreError(
@@ -89,16 +90,16 @@ def run(
 
 @contextmanager
 def _reserved_port(address: str, place: Place | None) -> Iterator[int]:
-    """A free port of an address. The socket is bound, and does not listen: rank 0 will (SO_REUSEADDR)."""
+    """A free port of an address, held by a socket that is bound and does not listen. Rank 0 will."""
 
     def made() -> socket.socket:
         if place:
             place.enter()
         return socket.socket()
 
-    # A socket stays on the host where it was made. Only a thread enters that.
+    # A socket stays in the network where it was made. Only a thread enters the place's network.
     with hosts.in_thread(made) as held:
-        # Rank 0 may bind the port while this socket still holds it.
+        # With this option, rank 0 may bind the port while this socket still holds it.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((address, 0))
         yield held.getsockname()[1]
@@ -120,7 +121,7 @@ def _rank_process(
         pipe.send(("done", None))
     except Lost as error:
         pipe.send(("lost", _line(error)))
-    # any other is a bug: it prints its traceback and ends the process
+    # Any other error is a bug: it prints its traceback and ends the process.
     except (ShardCoreError, RuntimeError) as error:
         pipe.send(("failed", _line(error)))
 
@@ -131,7 +132,7 @@ def _messages(
     """Yield messages until all ranks are done. Raises as `run`."""
     done: set[int] = set()
     lost: dict[int, str] = {}
-    # a rank that waits in an exchange complains after timeout_s
+    # A rank that waits in an exchange reports it after timeout_s, so this comes a little later.
     deadline = time.monotonic() + timeout_s + _GRACE_S
     while len(done) < len(pipes):
         running = [rank for rank in range(len(pipes)) if rank not in done and rank not in lost]
@@ -139,7 +140,7 @@ def _messages(
             wait([pipes[rank] for rank in running], max(0.0, deadline - time.monotonic())) if running else []
         )
         if not ready:
-            # All silent: ranks that wait in an exchange would have complained by now.
+            # Ranks that wait in an exchange would have reported it by now, so one hangs.
             raise ShardCoreError(_silence(name, running, lost, timeout_s))
         for rank in (rank for rank in running if pipes[rank] in ready):
             try:
@@ -155,7 +156,7 @@ def _messages(
             else:
                 lost[rank] = value
             now = time.monotonic()
-            # Once one has lost another, the one that failed gets a short time to say why.
+            # Once an exchange has broken, the rank that failed gets a short time to report why.
             deadline = min(deadline, now + _GRACE_S) if lost else now + timeout_s + _GRACE_S
 
 

@@ -17,7 +17,7 @@ from shardcore.measure.device_bench import BenchSpec, Counts, DeviceBench
 from shardcore.measure.supervise import Ended, Refused
 
 _BEAT_S, _BEATS = 1.0, 4
-"""Seconds between two heartbeats, at most; and heartbeats before a process counts as hung, at least."""
+"""Most seconds between two heartbeats, and fewest heartbeats until a process counts as hung."""
 
 
 class LocalTransport:
@@ -53,7 +53,7 @@ class LocalWorker:
 
     def call(self, method: str, *arguments: Any, label: str = "") -> None:
         self.message = None
-        with suppress(OSError):  # it is gone, which its pipe's end will tell
+        with suppress(OSError):  # a process that is gone is noticed by the end of its pipe
             self.pipe.send((method, *arguments))
 
     def receive(self) -> None:
@@ -71,16 +71,16 @@ class LocalWorker:
         return value
 
     def look(self) -> None:
-        """Its heartbeats have brought its counts."""
+        """Nothing to do: heartbeats keep counts up to date."""
 
     def end(self) -> None:
         self._process.kill()
-        self._process.join(10)  # one that is stuck in a driver cannot end
+        self._process.join(10)  # with a limit, as a process stuck in a driver cannot end
         self.pipe.close()
 
 
 def _serve(pipe: Connection, spec: BenchSpec, reference_ms: float | None, beat_s: float) -> None:
-    """The process: answers calls in turn, and sends its counts every beat_s."""
+    """Answer calls in turn, and send counts every beat_s. It runs as a process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends it
     bench, sending = None, threading.Lock()
 
@@ -103,7 +103,7 @@ def _serve(pipe: Connection, spec: BenchSpec, reference_ms: float | None, beat_s
             send("answer", bench.call(*pipe.recv())[0])
     except EOFError:  # the parent is gone
         return
-    except Exception as error:  # a CUDA fault, say, which spoils the process: it is replaced whatever it was
+    except Exception as error:  # the process is replaced whatever it was, as after a CUDA fault no call works
         refused = bench is None and isinstance(error, ShardCoreError)
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         send("refused" if refused else "ended", reason)

@@ -34,11 +34,11 @@ _GB = 1e9
 class PairConfig:
     """Settings of measured pairs.
 
-    message_kib: size of the messages that tell ranks apart.
-    sweeps: over all pairs. The fastest counts, so that no disturbance meets a pair in all sweeps.
-    repeats: of a pair in each sweep.
-    load_kib: size of the messages that tell bandwidths.
-    timeout_s: a rank that waits longer gives up.
+    message_kib: size of the messages whose times show which ranks are near.
+    sweeps: sweeps over all pairs. The fastest counts, as a disturbance rarely meets a pair in all sweeps.
+    repeats: repeats of a pair in each sweep.
+    load_kib: size of the messages whose times give bandwidths.
+    timeout_s: longest wait of a rank, after which it gives up.
     """
 
     message_kib: int = 1024
@@ -59,7 +59,7 @@ class PairMeasurement:
 
     pair_ms: [D, D] ms of a message from one rank to another. The diagonal is 0.
     levels: groups of near ranks, the smallest first.
-    links: of the groups of each level.
+    links: bandwidths within and between the groups of each level.
     """
 
     pair_ms: np.ndarray
@@ -96,7 +96,7 @@ def measure(
     """
     hardware.require_device(device)
     task = (ranks, config, device)
-    # Messages of other ranks are the same measurement, so they are dropped.
+    # All ranks send progress and the same measurement. Rank 0's are enough.
     for rank, message in local_ranks.run("pairs", _work, ranks, task, config.timeout_s, on or None):
         if rank == 0 and isinstance(message, PairMeasurement):
             return message
@@ -106,12 +106,12 @@ def measure(
 
 
 def _work(
-    rank: int, init_method: str, say: Callable[[object], None], ranks: int, config: PairConfig, device: str
+    rank: int, init_method: str, send: Callable[[object], None], ranks: int, config: PairConfig, device: str
 ) -> None:
     """One process of the gang. It sends its progress, and in the end its measurement."""
     if device == "cuda":
         torch.cuda.set_device(rank)
-    say(measure_rank(rank, ranks, init_method, config, device, lambda *done: say(done)))
+    send(measure_rank(rank, ranks, init_method, config, device, lambda *done: send(done)))
 
 
 def measure_rank(
@@ -128,10 +128,10 @@ def measure_rank(
     with local_ranks.exchanging():
         collectives.connect(rank, ranks, init_method, device, config.timeout_s)
         pair_ms = pair_times(config, device, note)
-        # Groups first, as links are measured within and between them.
+        # Groups come first, as links are measured within and between them.
         near = levels(pair_ms)
         measured = PairMeasurement(pair_ms, near, links(near or [(tuple(range(ranks)),)], config, device))
-        # Rank 0 holds the store, which the others need until they are done.
+        # Rank 0's process holds the store, which the others need until they are done.
         dist.barrier()
         dist.destroy_process_group()
     return measured
@@ -150,7 +150,7 @@ def measure_job(
 
 def rounds(ranks: int) -> Iterator[list[tuple[int, int]]]:
     """Rounds of pairs without a common rank, in which every pair meets once (the circle method)."""
-    # With an odd number, one rank a round pairs with a number beyond the last, so it rests.
+    # With an odd number of ranks, one rank a round is paired with a number beyond the last, so it rests.
     ring = list(range(ranks + ranks % 2))
     for _ in range(len(ring) - 1):
         half = len(ring) // 2
@@ -163,39 +163,38 @@ def rounds(ranks: int) -> Iterator[list[tuple[int, int]]]:
 def pair_times(
     config: PairConfig, device: torch.device | str = "cpu", note: Note = lambda done, of: None
 ) -> np.ndarray:
-    """[D, D] ms of a message from one rank to another: half of there and back, the fastest of some."""
+    """[D, D] ms of a message from one rank to another: half of the fastest round trip."""
     rank, n = dist.get_rank(), dist.get_world_size()
     message = torch.zeros(config.message_kib << 10, dtype=torch.uint8, device=device)
-    # Infinite until measured, so that the least of several sweeps is the first's.
+    # Infinite until measured, as the least of all sweeps is kept.
     to_others = torch.full((n,), torch.inf, dtype=torch.float64)
     to_others[rank] = 0.0
     at_once = list(rounds(n))
     in_turn = [[pair] for pairs in at_once for pair in pairs]
     turns = (at_once if n > MOST_IN_TURN else in_turn) * config.sweeps
     for done, turn in enumerate(turns, 1):
-        # Pairs of a round start together, and none is late from the one before.
+        # Pairs of a round start together, after all have ended the round before.
         dist.barrier()
         for pair in turn:
             if rank in pair:
                 other = pair[1 - pair.index(rank)]
-                took_s = _there_and_back(message, other, rank == pair[0], config.repeats)
-                # Half of there and back. The fastest counts.
+                took_s = _round_trips(message, other, rank == pair[0], config.repeats)
                 to_others[other] = min(to_others[other].item(), min(took_s) / 2 * 1e3)
         note(done, len(turns))
     # Each rank knows its own row only.
     rows = [torch.zeros_like(to_others) for _ in range(n)]
     dist.all_gather(rows, to_others)
-    # Both ranks of a pair timed it. The lower figure was disturbed less.
+    # Both ranks of a pair have timed it. The lower figure was disturbed less.
     both_ways = torch.stack(rows).numpy()
     return np.minimum(both_ways, both_ways.T)
 
 
-def _there_and_back(message: torch.Tensor, other: int, first: bool, repeats: int) -> list[float]:
-    """Seconds of each of some messages to another rank and back."""
+def _round_trips(message: torch.Tensor, other: int, first: bool, repeats: int) -> list[float]:
+    """Seconds of each of `repeats` messages to another rank and back. first: True if this rank sends first."""
     took_s = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
-        # The first of the pair sends first, the other receives: no deadlock.
+        # One rank sends while the other receives. Else both would wait for ever.
         for send in (first, not first):
             (dist.send if send else dist.recv)(message, other)
         if message.is_cuda:
@@ -221,7 +220,7 @@ def links(levels: Sequence[Groups], config: PairConfig, device: torch.device | s
             began = time.perf_counter()
             if mine:
                 _one_way(load, *mine)
-            # The slowest of all pairs, as a collective waits for it. Ranks without a pair count as 0.
+            # The slowest pair counts, as a collective waits for it. Ranks without a pair report 0.
             took = min(took, _slowest(time.perf_counter() - began if mine else 0.0))
         return len(load) / took / _GB
 
@@ -229,13 +228,13 @@ def links(levels: Sequence[Groups], config: PairConfig, device: torch.device | s
     within = gbps([(group[0], group[1]) for group in levels[0] if len(group) > 1])
     outward = []
     for groups, outer in zip(levels, [*levels[1:], (tuple(range(n)),)], strict=True):
-        # Groups send to others of their next outer group. One rank of each; then all ranks.
+        # Groups send to others of the same outer group: first one rank of each, then all ranks together.
         inside = [tuple(group for group in groups if group[0] in of) for of in outer]
         first = gbps([pair for of in inside for pair in _between(tuple(group[:1] for group in of))])
         together = gbps([pair for of in inside for pair in _between(of)])
         if together is not None:
             outward.append(Outward(together, _shared_gbps(groups, first, together)))
-    # One number for each rank: next to no data, so the time is latency.
+    # One number for each rank is next to no data, so the time is latency.
     small, into = torch.zeros(n, device=device), torch.zeros(n, device=device)
     took_s = []
     for _ in range(config.repeats + 1):
@@ -256,16 +255,16 @@ def _shared_gbps(groups: Groups, first: float | None, together: float | None) ->
     together: of a rank while all send.
     """
     size = max(map(len, groups))
-    # Half way, on a scale of ratios, from a link for each rank to one link for all.
+    # A rank alone is `size` times as fast on a shared link, and equally fast on its own. The threshold is their
+    # geometric mean, half way on a scale of ratios.
     if first is None or together is None or first < together * size**0.5 or size == 1:
         return None
-    # All ranks together have as many times a rank's rate.
     return together * size
 
 
 def _between(groups: Groups) -> list[tuple[int, int]]:
-    """Pairs of ranks of different groups, all that can send at once. A rank is in one pair at most."""
-    # In the order of groups, two ranks that stand half the list apart are of different groups of one size.
+    """Pairs of ranks of different groups that send at once. A rank is in one pair at most."""
+    # With groups of one size in order, two ranks that are half the list apart are in different groups.
     ranks = [rank for group in groups for rank in group]
     half, group_of = len(ranks) // 2, {rank: i for i, group in enumerate(groups) for rank in group}
     pairs = zip(ranks[:half], ranks[len(ranks) - half :], strict=True)
@@ -274,7 +273,7 @@ def _between(groups: Groups) -> list[tuple[int, int]]:
 
 def _one_way(load: torch.Tensor, sender: int, receiver: int) -> None:
     """One rank sends to another."""
-    # Not both at once: they would share a connection, where gloo's requests wait behind data.
+    # Never both ways at once: both would share a connection, where gloo's requests wait behind data.
     if dist.get_rank() == sender:
         dist.send(load, receiver)
     else:
@@ -284,7 +283,7 @@ def _one_way(load: torch.Tensor, sender: int, receiver: int) -> None:
 
 
 def _slowest(seconds: float) -> float:
-    """The longest of all ranks."""
+    """The largest value of all ranks."""
     longest = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     return longest.item()

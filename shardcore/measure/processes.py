@@ -1,7 +1,7 @@
 """Processes that measure, or take part in a gang. They end when this process does, however that ends.
 
-Without a GPU each is forked from a server, which has imported torch and FBGEMM and done nothing else: so it starts
-at once. With one each starts anew: importing may ask CUDA for its devices, after which forks cannot.
+On a machine without a GPU, each is forked from a server that has imported torch and FBGEMM and done nothing else, so
+it starts at once. On a machine with a GPU, each starts anew: importing may initialise CUDA, which forks cannot use.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _IMPORTED = [
     "fbgemm_gpu.split_table_batched_embeddings_ops_training",
 ]
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""Torch reads it once. Else each rank in a box warns that other hosts' addresses have no names."""
+"""Environment variable that torch reads once. Else each rank in a box warns that host addresses have no names."""
 
 
 def context() -> SpawnContext | ForkServerContext:
-    """Makes pipes to processes."""
+    """Multiprocessing's way to start processes here, which also makes their pipes."""
     return multiprocessing.get_context("spawn") if _spawns() else multiprocessing.get_context("forkserver")
 
 
 def made(name: str, work: Callable[..., None], arguments: Sequence[Any]) -> BaseProcess:
-    """A process, to be started, that runs work(*arguments).
+    """A process, not yet started, that runs work(*arguments) in the environment that this process has now.
 
-    `work` and `arguments` need to be picklable. It has the environment that this process has now.
+    work, arguments: picklable.
     """
     environment = _QUIET | os.environ
     if not _spawns():
@@ -48,15 +48,15 @@ def made(name: str, work: Callable[..., None], arguments: Sequence[Any]) -> Base
 
 @cache
 def _spawns() -> bool:
-    # Torch tells, as importing does in a fork: a driver's files may be there without a GPU, and the other way.
+    # As torch sees it, like imports in a fork: files of a driver may exist without a GPU, and a GPU without them.
     return torch.cuda.is_available()
 
 
 def _start_server() -> None:
-    """Start the server of forks. Does nothing where there is one."""
+    """Start the server that forks processes. Does nothing if it runs."""
     forkserver.set_forkserver_preload(_IMPORTED)
     added = _QUIET.keys() - os.environ
-    # The server takes over the environment. Other threads may read it: so all else stays as it is.
+    # The server inherits the environment. Other threads may read it meanwhile, so all else stays as it is.
     os.environ.update({name: _QUIET[name] for name in added})
     try:
         forkserver.ensure_running()
@@ -66,7 +66,7 @@ def _start_server() -> None:
 
 
 def _run(environment: Mapping[str, str], work: Callable[..., None], arguments: Sequence[Any]) -> None:
-    # The server's environment is that of its start. The process gets today's.
+    # A fork has the environment of the server's start. It gets that of its maker.
     os.environ.clear()
     os.environ |= environment
     threading.Thread(target=_end_with_parent, daemon=True).start()

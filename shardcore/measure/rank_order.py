@@ -1,7 +1,7 @@
 """Groups of ranks that are near each other, from times of messages between them (Cloud Collectives, 2021).
 
-Ranks that share a host, a rack or a switch exchange messages faster than others. Names of hosts do not tell
-racks, and names may mislead in containers. Times do not.
+Ranks that share a host, a rack or a switch exchange messages faster than others. Names of hosts do not show racks,
+and they may mislead in containers. Times do neither.
 
 Shapes: D ranks.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardcore.core.types import Problem
 
 CLEAR = 2.0
-"""Least ratio of message times between groups to those within."""
+"""Least ratio of message times between groups to times within them."""
 
 Groups = tuple[tuple[int, ...], ...]
 """Ranks that are near each other. Groups, and the ranks of each, are ordered by their lowest rank."""
@@ -46,7 +46,7 @@ class Links:
 
     within_gbps: GB/s of one rank to another of its group, at the first level.
     outward: links of the groups of each level, the first level first. Empty with one group.
-    latency_ms: of a collective of all ranks with next to no data.
+    latency_ms: time of a collective of all ranks with next to no data.
     """
 
     within_gbps: float | None
@@ -55,14 +55,16 @@ class Links:
 
 
 def levels(pair_ms: np.ndarray) -> list[Groups]:
-    """Groups of ranks that are near each other, the smallest first. Empty where all are equally near.
+    """Levels of groups of ranks that are near each other, the smallest groups first. Empty if all are equally near.
 
     pair_ms: [D, D] ms of a message between two ranks. The diagonal does not count.
 
-    Groups merge by the mean of the logarithms between them (average linkage). A level is a number of groups
-    at which the next merge costs CLEAR times as much as the last, and its logarithm is half of the largest at
-    least. So disturbed pairs of a host make no level below one of slow links. Nor does one slow pair: three
-    quarters of the pairs between groups need to be as clearly apart from the median pair within.
+    Ranks are merged into groups step by step, by the mean logarithm of the times between them (average linkage). A
+    level is a step after which times jump: by the factor CLEAR at least, and in logarithms by at least half of the
+    largest jump. So, beside slow links, disturbed pairs of a host make no level. Nor does one slow pair: three quarters
+    of the pairs between groups need to take CLEAR times as long as the median pair within.
+
+    Raises ShardCoreError for times of another shape, and for times that are not finite and above 0.
     """
     from scipy.cluster.hierarchy import fcluster, linkage
     from scipy.spatial.distance import squareform
@@ -77,24 +79,22 @@ def levels(pair_ms: np.ndarray) -> list[Groups]:
     others = times[~diagonal]
     is_valid = bool((others > 0).all() and np.isfinite(others).all())
     require(is_valid, "times of pairs need to be finite and above 0 ms")
-    # Two ranks are near each other or not, with nothing to compare with.
+    # Two ranks have one time, with nothing to compare it with.
     if n == 2:
         return []
-    # Logarithms, as links of different levels differ by factors.
-    # Both directions, as a link has one time.
+    # Logarithms, as links of different levels differ by factors. The mean of both directions, as a link has one time.
     apart = np.log(np.where(diagonal, 1.0, (times + times.T) / 2))
     np.fill_diagonal(apart, 0.0)
     apart -= apart[~diagonal].min()  # linkage wants distances of 0 or more
     merges = linkage(squareform(apart, checks=False), method="average")
-    # A jump in the height of merges separates two levels.
+    # Column 2 is the distance of each merge. A jump from one merge to the next separates two levels of links.
     gaps, accepted = np.diff(merges[:, 2]), []
-    # After merge k there are n - 1 - k groups.
     for k in range(n - 2):
         if gaps[k] >= max(np.log(CLEAR), gaps.max() / 2):
-            # A large step between two merges divides levels of links.
+            # After merge k, counted from 0, there are n - 1 - k groups.
             labels = fcluster(merges, n - 1 - k, criterion="maxclust")
             same = labels[:, None] == labels
-            # A quarter of pairs between groups may be fast by chance.
+            # The fastest quarter of pairs between groups may be so by chance.
             if np.quantile(times[~same], 0.25) >= CLEAR * np.median(times[same & ~diagonal]):
                 members: dict[int, list[int]] = {}
                 for rank, label in enumerate(labels.tolist()):
@@ -104,7 +104,7 @@ def levels(pair_ms: np.ndarray) -> list[Groups]:
 
 
 def order(levels: Sequence[Groups], ranks: int) -> tuple[int, ...]:
-    """The ranks in an order in which those of every group follow one another."""
+    """The ranks in an order in which the members of every group follow one another."""
 
     def place(rank: int) -> tuple[int, ...]:
         """Number of the rank's group at each level, from the outermost in."""
@@ -115,7 +115,7 @@ def order(levels: Sequence[Groups], ranks: int) -> tuple[int, ...]:
 
 
 def problem_of(levels: Sequence[Groups], links: Links, before: Problem) -> Problem:
-    """The problem on the topology of ranks in `order`. Pins stay with their devices, now given by numbers."""
+    """The problem on the topology of ranks in `order`. Pinned tables stay on their devices, which are renumbered."""
     place = {rank: i for i, rank in enumerate(order(levels, len(before.topology)))}
     pinned = tuple(
         (name, tuple(sorted(place[d] for d in before.pinned[name])))
@@ -132,9 +132,9 @@ def problem_of(levels: Sequence[Groups], links: Links, before: Problem) -> Probl
 def topology_of(levels: Sequence[Groups], links: Links, before: Topology) -> Topology:
     """The topology of ranks in `order`: groups of the first level as hosts, those of the second as pods.
 
-    Levels beyond are not told apart: links between pods carry what crosses them.
+    Further levels become part of the links between pods.
 
-    before: the memory and speed of each rank's device. They move with the rank.
+    before: memory and speed of each rank's device. They move with the rank.
     """
     n = len(before)
     groups = levels[0] if levels else (tuple(range(n)),)
@@ -148,17 +148,16 @@ def topology_of(levels: Sequence[Groups], links: Links, before: Topology) -> Top
         host |= {rank: f"pod-{i}/{host[rank]}" for i, group in enumerate(pods) for rank in group}
     devices = tuple(replace(before.devices[rank], host=host[rank]) for rank in arranged)
     inner, in_pod, outer = LEVELS
-    found = [Link(inner, links.within_gbps, latency_ms=links.latency_ms)]
-    sharing = [
-        max(map(len, level)) for level in levels
-    ]  # devices of the largest unit, which share links out of it
+    measured = [Link(inner, links.within_gbps, latency_ms=links.latency_ms)]
+    # Devices of the largest unit of each level, which share the links out of it.
+    sharing = [max(map(len, level)) for level in levels]
     outward = [(in_pod, links.outward[0], sharing[0])] if len(levels) > 1 else []
     outward += [(outer, links.outward[-1], sharing[min(1, len(levels) - 1)])] if links.outward else []
     fastest = share = links.within_gbps or np.inf
     for name, link, n in outward:
-        # Timing scatters: an outer link of a rank, or its share of one, counts as no faster than an inner one.
+        # Timings scatter, but an outer link of a rank, or its share of one, is no faster than an inner one.
         fastest = min(fastest, link.gbps)
         gbps = min(link.shared_gbps, share * n) if link.shared_gbps else fastest
         share = gbps / n if link.shared_gbps else min(share, gbps)
-        found.append(Link(name, gbps, bool(link.shared_gbps), links.latency_ms))
-    return replace(before.of_devices(devices), links=tuple(found))
+        measured.append(Link(name, gbps, bool(link.shared_gbps), links.latency_ms))
+    return replace(before.of_devices(devices), links=tuple(measured))

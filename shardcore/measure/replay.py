@@ -5,22 +5,22 @@ A step is timed as it falls in a training loop, from one dense part to the next:
   barrier | ids of the next batch | exchange of gradients | backward | forward of that batch | waiting |
   exchange of outputs
 
-Ids travel where TorchRec's pipeline has them (job.HIDES_IDS): beside the dense part, for which ranks sleep. Before
-it, ranks put ids in buckets and announce their numbers. Between its forward and backward they send them. After it,
-they put arrived ids in order (id_transfer.py). Without a pipeline all of it comes later, but takes as long. Whatever
-the dense part hides costs nothing.
+With a pipeline (job.HIDES_IDS), ids travel during the dense part, for which ranks sleep. Before it, ranks put ids in
+buckets and announce their numbers. Between its forward and backward they send the ids. After it, they put arrived ids
+in order (id_transfer.py). Without a pipeline all of this comes later in the step, but takes as long. Time that the
+dense part hides is not counted.
 
-So a device reaches the forward exchange after its backward transfer and all its compute, and waits there for the
-last one: the waiting that a CostModel predicts. Ranks compare their marks by the host's monotonic clock, hence they
-share one host. A transfer is from the last rank's start to a rank's own end; the skew with which ranks leave the
-barrier is nobody's cost.
+So a device reaches the forward exchange after its backward transfer and all its compute, and waits there for the last
+one. This is the waiting that a CostModel predicts. Ranks compare their marks by the host's monotonic clock, so they
+share one host. A transfer lasts from the last rank's start to a rank's own end. The skew with which ranks leave the
+barrier counts for none.
 
 Ops run over an arena as in kernels.py; outputs and gradients travel between the ops' buffers. Steps go through
-several different batches, and before each the caches are overwritten, as the dense part and other layers would. Gloo
-on CPU; NCCL is written for the same interface and has not been run here.
+several batches. Before each step the caches are overwritten, as the dense part and other layers would. Gloo runs on
+CPUs; NCCL is written for the same interface and has not been run here.
 
 Over the hosts of a box (hosts.py), exchanges are real and hosts are emulated. Their ranks share the cores of this
-machine. So the compute of each device is measured before, one device at a time, and a rank sleeps for as long.
+machine. So the compute of each device is measured first, one device at a time, and a rank sleeps for as long.
 
 Shapes: D devices (ranks), R repeats, B global batch, W columns of an op.
 """
@@ -65,13 +65,17 @@ from shardcore.step.kinds import Layout
 from shardcore.step.lower import Workload
 
 STEP_REPEATS = 20
+"""Repeats of each step that becomes a sample."""
 STEP_BYTES = 512 << 20
-"""Weights of a rank that replays steps as samples, and the largest table of these."""
+"""Most weights of a rank that replays such steps, and so their largest table."""
 
 
 def of_samples(arena_bytes: int, hang_s: float, repeats: int = STEP_REPEATS) -> ReplayConfig:
-    """Settings of replays that become samples of a dataset: weights of STEP_BYTES a rank at most."""
-    # In a round, or while ops are built, more happens than in one op, which hangs after hang_s.
+    """Settings of replays that become samples of a dataset: weights of STEP_BYTES a rank at most.
+
+    hang_s: time after which one op counts as hung.
+    """
+    # Twice as long, as a round of steps or building ops takes longer than one op.
     timeout_s = min(2 * hang_s, WAITS_S[1])
     return ReplayConfig(repeats=repeats, arena_bytes=min(arena_bytes, STEP_BYTES), timeout_s=timeout_s)
 
@@ -101,21 +105,20 @@ def replay_all(
     reference: ReferenceOp | None = None,
     on: Sequence[Place] = (),
 ) -> list[StepSample]:
-    """Replay several plans of one problem, their steps in alternation (A B A B).
+    """Replay several plans of one problem, their steps in alternation (A B A B), so that disturbances meet all.
 
-    So a disturbance meets them all.
-    reference: a dataset's reference op, run on all devices at once, which tells the machine's slowdown.
-    on: the places of a box, whose hosts are those of the topology. The reference op then runs while compute is
-        measured, and ranks sleep for as long as compute takes at a slowdown of 1. Links have none.
+    reference: a dataset's reference op. It runs on all devices at once, and shows the machine's slowdown.
+    on: places of a box, whose hosts are those of the topology. The reference op then runs while compute is measured.
+        Ranks sleep for the time that compute takes at a slowdown of 1, as links do not slow down either.
 
-    Raises SettingMismatch where a workload is for another setting.
-    Raises ShardCoreError where workloads differ in their devices, a shard exceeds the arena, the machine lacks the
-    GPUs, or a rank dies or hangs: it names the rank and the reason, and no process stays behind.
+    Raises SettingMismatch if a workload is for another setting.
+    Raises ShardCoreError if workloads differ in their devices, a shard exceeds the arena, the machine lacks the GPUs,
+    or a rank dies or hangs. It names the rank and the reason. No process stays behind.
     """
     config = config or ReplayConfig()
     if not workloads:
         return []
-    # All before any process starts, as a gang takes seconds.
+    # Workloads are checked before any process starts, as a gang takes seconds to connect.
     for workload in workloads:
         require_replayable(workload, workloads[0], setting, device, on)
     require_room(workloads, setting, config, reference)
@@ -123,15 +126,14 @@ def replay_all(
     if on:
         # One process measures all devices' compute, one after another, so it may take longer.
         task, timeout_s = (workloads, setting, config, reference), config.timeout_s * (1 + len(workloads))
-        [(_, (compute_ms, beside_ms))] = local_ranks.run("compute", measure_compute, 1, task, timeout_s)
-        slowdown = float(np.median(beside_ms)) / reference[1] if reference else 1.0
-        # Links do not slow down with this machine, so compute is brought to a slowdown of 1.
+        [(_, (compute_ms, reference_ms))] = local_ranks.run("compute", measure_compute, 1, task, timeout_s)
+        slowdown = float(np.median(reference_ms)) / reference[1] if reference else 1.0
         compute_ms = [of_devices / slowdown for of_devices in compute_ms]
         # Ranks of the topology are host by host, as places are.
         places = [place for _, place in sorted(zip(topology.ranks, on, strict=True), key=lambda x: x[0])]
         reference = None
     task = (workloads, setting, config, device, reference, compute_ms)
-    # The last message of each rank is its result. Those before it are progress.
+    # A rank's last message is its result. Earlier ones are progress.
     last = dict(local_ranks.run("replay", _work, ranks, task, config.timeout_s, places))
     return combine_all([last[rank] for rank in range(ranks)], reference, workloads[0].job)
 
@@ -139,10 +141,10 @@ def replay_all(
 def combine_all(
     ranks: Sequence[tuple[list[np.ndarray], np.ndarray]], reference: ReferenceOp | None, job: Job
 ) -> list[StepSample]:
-    """The workloads' costs from the results of replay_rank, of each rank of one host."""
+    """The cost of each workload. ranks: results of replay_rank, of each rank of one host."""
     slowdown = 1.0
     if reference:
-        # Devices ran the reference at once, so the mean over their medians is the slowdown of all.
+        # All devices ran the reference op at once, so they have one slowdown: the mean over their medians.
         medians_ms = np.median([reference_ms for _, reference_ms in ranks], axis=1)
         slowdown = float(medians_ms.mean()) / reference[1]
     of_workloads = zip(*(marks for marks, _ in ranks), strict=True)
@@ -153,10 +155,10 @@ def combine(marks_s: Sequence[np.ndarray], job: Job) -> StepSample:
     """One workload's cost. marks_s: D arrays [R, 6] of replay_rank, of the ranks of one host."""
     begin, informed, received, updated, pooled, end = np.moveaxis(np.stack(marks_s), -1, 0) * 1e3  # [D, R]
     _, ids = wait_and_transfer(begin, informed)
-    # Each exchange counts from the last rank's start: what is before is waiting.
+    # Waiting before the backward exchange does not count: it is skew of the barrier and of ids.
     _, backward_comm = wait_and_transfer(informed, received)
     waiting, forward_comm = wait_and_transfer(pooled, end)
-    # Ranks meet in the next exchange: the last one to have its ids counts.
+    # The slowest rank counts for all, as they meet in the exchange that follows.
     input_ms = np.maximum(0.0, ids - job.hides_ids_ms).max(0, keepdims=True) * np.ones_like(ids)
     # In the order of PARTS.
     parts = np.stack([pooled - updated, updated - received, forward_comm, backward_comm, waiting, input_ms])
@@ -165,7 +167,7 @@ def combine(marks_s: Sequence[np.ndarray], job: Job) -> StepSample:
     return StepSample(
         **timed,
         dense_ms=job.dense_ms,
-        # The slowest device of each repeat is the step. Medians over repeats come last.
+        # A step takes as long as its slowest device, in each repeat.
         step=spread(parts.sum(0).max(0) + job.dense_ms),
         oversubscribed=len(marks_s) > len(os.sched_getaffinity(0)),
     )
@@ -176,11 +178,11 @@ def require_replayable(
 ) -> None:
     """Raise SettingMismatch or ShardCoreError unless a workload can be replayed in `setting` together with `first`.
 
-    on: the places of a box to replay it on. None: this machine.
+    on: places of a box to replay it on. Empty: this machine.
     """
     topology, job = workload.topology, workload.job
     tables = {s.table for ops in workload.ops for op in ops for s in op.shards}
-    # Compare settings after those parts that the workload states itself.
+    # A workload states some parts of a setting. The others are taken as equal.
     needed = replace(
         setting,
         hardware=topology.hardware or setting.hardware,
@@ -191,10 +193,10 @@ def require_replayable(
         raise SettingMismatch(
             f"the workload is for ({needed}), the replay for ({setting}); replay it on its own hardware and batch"
         )
-    below = next((t.name for t in tables if t.in_host_memory), None)
+    host_table = next((t.name for t in tables if t.in_host_memory), None)
     require(
-        below is None,
-        f"table {below!r} has rows in host memory; a replay has all of them on the device, so far",
+        host_table is None,
+        f"table {host_table!r} has rows in host memory; a replay has all of them on the device, so far",
     )
     require(
         job.tower_ratio is None or len(workload.lanes) <= 1,
@@ -213,7 +215,7 @@ def require_replayable(
     counts = list(Counter(place.host for place in on).values()) or [len(topology)]
     speeds = sorted({d.speed for d in topology.devices})
     hosts = f"the box's {len(counts)} hosts of {counts[0]} devices" if on else "one host"
-    # Ranks start by the clock of this machine, and its devices are equally fast.
+    # All ranks run on this machine, whose devices are equally fast.
     require(
         [len(devices) for devices in topology.on_hosts] == counts and speeds == [1],
         f"the topology has hosts {', '.join(topology.hosts)} and speeds {speeds}; a replay needs {hosts} and devices "
@@ -239,16 +241,16 @@ def replay_rank(
     reference: ReferenceOp | None = None,
     compute_ms: ComputeTimes | None = None,
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """One rank's side, for whoever starts the gang. All its ranks need the same arguments.
+    """Replay as one rank of a gang. All its ranks need the same arguments.
 
     Returns marks [R, 6] of each workload, in s of the host's monotonic clock: a step's begin, ids received, gradients
-    received, weights updated, the next batch pooled, outputs received. And [R] ms of the reference op, once a round
-    (without one: [0]).
-    progress: called after each op built and each round of steps.
-    compute_ms: time for which the rank sleeps instead of computing. None: it computes.
+    received, weights updated, the next batch pooled, outputs received. Also returns [R] ms of the reference op, which
+    runs once a round (without one: [0]).
+    progress: called after each plan whose ops are built, and before each round of steps.
+    compute_ms: times for which the rank sleeps instead of computing. None: it computes.
     """
     if device == "cpu":
-        # A device of a CPU is one core.
+        # On a CPU, a device is one core.
         torch.set_num_threads(1)
     # Ranks that sleep have no ops, so no arena.
     benches = {} if compute_ms else benches_for(workloads, [rank], setting, config, device, reference)
@@ -259,7 +261,7 @@ def replay_rank(
         else:
             compute = Ops(benches, workload, rank, config, device)
         steps.append(_Step(compute, workload, rank, device))
-        # Building ops takes long, so each counts as a sign of life.
+        # Building ops takes long, so each plan's counts as a sign of life.
         progress()
     caches = Caches(config.evict_bytes, device_of(device).place)
     with local_ranks.exchanging():
@@ -272,10 +274,9 @@ def replay_rank(
             step.join(groups, member.meet)
     marks: list[list[np.ndarray]] = [[] for _ in steps]
     for index in range(config.warmups + config.repeats):
-        # Rounds tell the parent that this rank lives.
         progress()
-        # In another order each round, the same for all ranks: whoever reads the progress takes a core from the
-        # first.
+        # Plans run in another order each round, the same on all ranks. The first one is disturbed, as the process
+        # that reads the progress takes a core.
         for i in np.random.default_rng([config.seed, index]).permutation(len(steps)):
             caches.evict()
             marks[i].append(steps[i].once(index % config.batches))
@@ -296,7 +297,7 @@ class _Step:
         self._on, self._device = device_of(device), device_of(device).place
 
     def join(self, groups: exchanges.Groups, meet: Callable[[], None]) -> None:
-        """Make the buffers of its exchanges, once the gang is there. meet: waits until a step may begin."""
+        """Make the buffers of the exchanges, once ranks are connected. meet: waits until a step may begin."""
         self._meet = meet
         self._chains = exchanges.chains(
             self._workload, self._rank, lambda shape: full(shape, self._device), groups
@@ -304,17 +305,17 @@ class _Step:
         self._ids = id_transfer.of_workload(self._workload, self._rank, self._device)
 
     def once(self, batch: int) -> np.ndarray:
-        """One step from dense part to dense part, going on with batch number `batch`; [6] marks of replay_rank."""
+        """Run one step, whose forward pass is over batch number `batch`. Returns [6] marks as in replay_rank."""
         mark = self._on.mark
         with local_ranks.exchanging():
             self._meet()
             began = time.perf_counter()
-            # Without ids both marks are the same, and their exchange took no time.
+            # Without ids, both marks are one: their exchange takes no time.
             begin = informed = mark()
             if self._ids:
                 self._exchange_ids()
                 informed = mark()
-            # The same order on all ranks, as collectives of one group need.
+            # All ranks run the exchanges in this order, as collectives require.
             for kind, chain in self._chains.items():
                 exchanges.backward(chain, self._compute.gradients.get(kind))
             received = mark()
@@ -323,11 +324,11 @@ class _Step:
         self._compute.forward(batch)
         pooled = mark()
         with local_ranks.exchanging():
-            # Detached: an exchange is no part of autograd here.
+            # Detached, as autograd ends at an op's outputs here.
             outputs = {kind: output.detach() for kind, output in self._compute.outputs.items()}
             for kind, chain in self._chains.items():
                 exchanges.forward(chain, outputs.get(kind))
-            # Read only now: to wait for each mark would make the device idle between.
+            # Read only now, as waiting for each mark would make the device idle.
             marks = [begin, informed, received, updated, pooled, mark()]
             return began + np.cumsum([0.0, *self._on.elapsed_ms(marks)]) / 1e3
 
@@ -337,11 +338,11 @@ class _Step:
         for transfer in self._ids:
             transfer.prepare()
             transfer.announce()
-        # The forward part of the dense work, in which ids' numbers travel.
+        # Sleep for the dense part's forward pass, in which the numbers of ids travel.
         wait_until(time.perf_counter() + hides * (job.dense_forward_ms or 0.0) / 1e3)
         for transfer in self._ids:
             transfer.send()
-        # The backward part, in which ids travel.
+        # Sleep for its backward pass, in which ids travel.
         wait_until(time.perf_counter() + hides * (job.dense_backward_ms or 0.0) / 1e3)
         for transfer in self._ids:
             transfer.arrive()
@@ -351,7 +352,7 @@ class _Step:
 def _work(
     rank: int,
     init_method: str,
-    say: Callable[[Any], None],
+    send: Callable[[Any], None],
     workloads: Sequence[Workload],
     setting: Setting,
     config: ReplayConfig,
@@ -363,4 +364,4 @@ def _work(
     if device == "cuda":
         torch.cuda.set_device(rank)
     arguments = (rank, init_method, workloads, setting, config, device)
-    say(replay_rank(*arguments, progress=lambda: say(None), reference=reference, compute_ms=compute_ms))
+    send(replay_rank(*arguments, progress=lambda: send(None), reference=reference, compute_ms=compute_ms))

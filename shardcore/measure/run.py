@@ -1,7 +1,7 @@
-"""Measure the samples that a dataset's folder lacks: a seed draws them, and they are written as they come back.
+"""Measure the samples that a dataset's folder lacks. A seed draws them, and they are written as they come back.
 
 A rerun goes on where the last one ended. The caller chooses where samples run: processes of this machine for the
-command, Ray actors for the pipeline. Both get a callback for progress.
+command, Ray actors for the pipeline. Both pass a callback for progress.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from shardcore.measure.replay import ReplayConfig
 from shardcore.measure.sampling import Request, different
 from shardcore.measure.sampling.collectives import comm_request, emulated_request
 from shardcore.measure.sampling.groups import GroupConfig, compute_request
+from shardcore.measure.sampling.steps import Plans
 from shardcore.measure.supervise import Finished, Supervisor
 
 KEEP_EVERY_S = 5.0
-"""Seconds between two writes, whatever the chunk: a kill loses at most the samples of that time."""
+"""Most seconds between two writes, whatever the chunk. A kill loses at most the samples of that time."""
 _LONGEST_END = 0.25
-"""Largest share of the time that is kept for requests still running at the end."""
+"""Largest share of the time that is left to requests that still run at the end."""
 _LATE_S = 5.0
-"""Seconds to wait for results after the time is over. Later ones are dropped."""
+"""Longest wait for results after the time is over. Later ones are dropped."""
 Event = TypeVar("Event")
 Attempt = Callable[[str, Callable[[replays.Replay], object]], bool]
-"""Called with a problem's name, and work that needs a replay function. False: it failed, and the others go on."""
+"""Function of a problem's name, and of work that needs a replay function. False: it failed, and others go on."""
 
 
 # --- what is wanted -----------------------------------------------------------------------------------------
@@ -55,7 +56,7 @@ def tables_with_lookups(pool: Sequence[Table]) -> list[Table]:
 def wanted_groups(
     tables: Sequence[Table], setting: Setting, n: int | None, seed: int, groups: GroupConfig
 ) -> Iterator[tuple[str, ComputeRequest]]:
-    """The first n different groups of a seed, with their ids. None: all."""
+    """The first n different groups of a seed, with their ids. n None: all."""
 
     def draw(i: int) -> ComputeRequest:
         return compute_request(tables, i, setting, seed, groups)
@@ -66,9 +67,8 @@ def wanted_groups(
 def wanted_exchanges(
     setting: Setting, n: int, ranks: int, seed: int, hosts: int = 1, links: EmulatedLinks | None = None
 ) -> Iterator[tuple[str, CollectiveRequest]]:
-    """The first n different exchanges of a seed, with their ids. links: those of emulated hosts."""
+    """The first n different exchanges of a seed, with their ids. links: emulated ones. None: those of real hosts."""
 
-    # Draws over emulated hosts differ from those of one machine.
     def draw(i: int) -> CollectiveRequest:
         if links is None:
             return comm_request(i, ranks, setting.batch, seed, hosts=hosts)
@@ -80,8 +80,7 @@ def wanted_exchanges(
 def lacking(
     wanted: Iterable[tuple[str, Request]], known: Collection[str], again: int = 0
 ) -> Iterator[Request]:
-    """Requests without a sample, and the first `again` whether they have one or not."""
-    # `again`: repeats of some samples show how far timings agree.
+    """Requests without a sample, and the first `again` in any case: repeats show how far timings agree."""
     return (r for n, (key, r) in enumerate(wanted) if n < again or key not in known)
 
 
@@ -99,20 +98,19 @@ def measure_groups(
 ) -> None:
     """Measure groups by a calibrated bench, into a folder.
 
-    progress: called with results, which are written or will be within KEEP_EVERY_S.
-    chunk: samples written at once.
-    until: time.monotonic() at which to end; requests that run then are still kept.
+    progress: called with results, which are written within KEEP_EVERY_S.
+    chunk: samples that are written at once.
+    until: time.monotonic() at which to end. Requests that run then are still kept.
     """
     began, done = time.monotonic(), 0
-    # Only now: a measurement that cannot start leaves no folder.
+    # This makes the folder. The bench has started by now, so no failed start leaves an empty one.
     pool_name = dataset.write_pool(folder, pool)
 
     def has_time(_: ComputeRequest) -> bool:
-        """True if a request can finish in time, judged by those so far."""
-        # Requests in the window finish together, so one takes about as long as a window of them.
+        """True if a request that starts now is likely to finish in time."""
+        # `interleave` requests run in turn, so each takes as long as so many one by one.
         now = time.monotonic()
         each_s = (now - began) / done if done else 0.0
-        # Near the end, no request starts that would be dropped.
         return now + min(bench.spec.config.interleave * each_s, _LONGEST_END * (until - began)) < until
 
     def count(finished: Sequence[Finished]) -> None:
@@ -126,9 +124,8 @@ def measure_groups(
     def write(samples: list[ComputeSample]) -> None:
         dataset.write_compute(folder, samples, pool_name)
 
-    # Endless draws end by time only.
+    # With a limit of time, requests may be drawn without end.
     results = bench.measure(requests if until == math.inf else itertools.takewhile(has_time, requests))
-    # Results that come much later are not waited for.
     in_time = itertools.takewhile(lambda _: time.monotonic() < until + _LATE_S, results)
     keep(in_time, samples_of, chunk, write, count)
 
@@ -143,8 +140,8 @@ def measure_exchanges(
     keep(samples, lambda sample: [sample], chunk, lambda some: dataset.write_comm(folder, some), progress)
 
 
-def by(replay: replays.Replay) -> Attempt:
-    """Attempt each problem by this function. Its errors end all."""
+def attempt_with(replay: replays.Replay) -> Attempt:
+    """An attempt of each problem by this replay function. An error ends all."""
 
     def attempt(_: str, work: Callable[[replays.Replay], object]) -> bool:
         work(replay)
@@ -155,7 +152,7 @@ def by(replay: replays.Replay) -> Attempt:
 
 def measure_steps(
     folder: Path,
-    wanted: Sequence[tuple[Problem, list]],
+    wanted: Sequence[tuple[Problem, Plans]],
     setting: Setting,
     config: ReplayConfig,
     attempt: Attempt,
@@ -166,18 +163,18 @@ def measure_steps(
     progress: called with each problem, the number of its plans, and True if they were disturbed before.
     """
     failed = set()
-    # Disturbed replays are made again, once.
+    # The second round repeats replays that were disturbed in the first.
     for again in (False, True):
-        for problem, made in replays.missing(folder, wanted, setting):
+        for problem, plans in replays.missing(folder, wanted, setting):
             if problem.name in failed:
                 continue
 
-            # Defaults bind the loop's values: the work may run later.
-            def append(replay: replays.Replay, problem: Problem = problem, made: Any = made) -> None:
-                replays.append(folder, problem, made, setting, config, replay)
+            # Defaults bind the loop's values, as the work may run later.
+            def append(replay: replays.Replay, problem: Problem = problem, plans: Plans = plans) -> None:
+                replays.append(folder, problem, plans, setting, config, replay)
 
             if attempt(problem.name, append):
-                progress(problem, len(made), again)
+                progress(problem, len(plans), again)
             else:
                 failed.add(problem.name)
 
@@ -189,42 +186,41 @@ def keep(
     write: Callable[[list[Any]], object],
     progress: Callable[[Event], object],
 ) -> None:
-    """Write samples in parts of `chunk` as they come, and every KEEP_EVERY_S whatever there is.
+    """Write samples once `chunk` of them have come, and every KEEP_EVERY_S those that have.
 
-    The rest is written at the end, also where an error or Ctrl-C ends them.
+    The rest is written at the end, also after an error or Ctrl-C.
     """
     waiting: list[Any] = []
     failed: list[Exception] = []
-    taking, ended = threading.Lock(), threading.Event()
+    # The timer and the main thread share the list.
+    lock, ended = threading.Lock(), threading.Event()
 
-    def put(at_least: int = 1) -> None:
-        # One writer at a time: the timer and the main thread share the list.
-        with taking:
+    def write_waiting(at_least: int = 1) -> None:
+        with lock:
             if len(waiting) >= at_least:
                 write(list(waiting))
                 waiting.clear()
 
-    def put_now_and_then() -> None:
+    def write_now_and_then() -> None:
         try:
             while not ended.wait(KEEP_EVERY_S):
-                put()
+                write_waiting()
         # An error in the timer's thread would vanish, so the main thread raises it.
         except Exception as error:
             failed.append(error)
 
-    timer = threading.Thread(target=put_now_and_then, daemon=True)
+    timer = threading.Thread(target=write_now_and_then, daemon=True)
     timer.start()
     try:
         for event in events:
             if failed:
                 raise failed[0]
-            with taking:
+            with lock:
                 waiting.extend(samples_of(event))
-            put(chunk)
-            # Only after samples are in the list, so that progress never names one that is lost.
+            write_waiting(chunk)
+            # Progress comes after the write, so that it never counts a sample that is lost.
             progress(event)
-    # Also after an error or Ctrl-C: what was measured is kept.
     finally:
         ended.set()
         timer.join()
-        put()
+        write_waiting()

@@ -1,4 +1,4 @@
-"""The compute of a replayed step: a rank's ops over each batch, or sleep that lasts as long.
+"""The compute of a replayed step: a rank's ops over each batch, or a sleep of their duration.
 
 Shapes: D devices, R repeats.
 """
@@ -20,7 +20,7 @@ from shardcore.core.types import OUTPUT_BYTES, PRECISION_BYTES, Setting, Shard
 from shardcore.core.validation import MOST_BYTES, MOST_REPEATS, MOST_SEED, WAITS_S, require_within
 from shardcore.io.dataset import ReferenceOp
 from shardcore.io.measurements import ComputeRequest
-from shardcore.measure import own_core
+from shardcore.measure import fused_op, own_core
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.measure.timing import Caches
 from shardcore.step.lower import Op, Workload
@@ -30,7 +30,7 @@ from shardcore.step.output_bytes import output_bytes
 ComputeTimes = Sequence[np.ndarray]
 """For each workload, [D, 2] ms of a device's forward and backward compute, measured one device at a time."""
 Benches = Mapping[str, KernelBench]
-"""By precision of weights."""
+"""A bench for each precision of weights, by its name."""
 _GRADIENT = 1e-3
 """Value of the dense part's gradients: small, so that weights stay finite however often a step repeats."""
 
@@ -39,13 +39,14 @@ _GRADIENT = 1e-3
 class ReplayConfig:
     """Settings of replayed steps.
 
-    repeats: of each plan's step, after warmups.
-    batches: different ones to go through.
-    arena_bytes: weights of one rank, the largest shard that can be replayed (more where a reference op's shards are
-        larger).
-    evict_bytes: overwritten before each step, more than the caches hold.
-    timeout_s: building a plan's ops, or a round of steps, that takes longer has hung.
-    seed: of the batches.
+    repeats: timed steps of each plan.
+    warmups: steps before those, which are not timed.
+    batches: different batches, which steps take in turn.
+    arena_bytes: weights of one rank, and so the largest shard that can be replayed. A reference op with larger shards
+        gets more.
+    evict_bytes: memory to overwrite before each step, more than the caches hold.
+    timeout_s: longest time to build a plan's ops, or to run a round of steps. A rank that takes longer has hung.
+    seed: seed of the batches.
     """
 
     repeats: int = 50
@@ -73,18 +74,18 @@ class ReplayConfig:
 class Ops:
     """One rank's compute of a workload: its ops over each batch.
 
-    The shards of a run are one op for each precision of their weights, and for each width of sequences. Their outputs
+    The shards of a run make one op for each precision of their weights, and for each width of sequences. Their outputs
     travel together.
 
-    outputs, gradients: by run (kinds.runs_of). Batches have more lookups or fewer, so gradients of sequences have
-        room for the most of any.
+    outputs, gradients: tensors by run (kinds.runs_of). Gradients of sequences have room for the batch with most
+        lookups.
     """
 
     def __init__(self, benches: Benches, workload: Workload, rank: int, config: ReplayConfig, device: str):
         own = workload.ops[rank]
 
         def prepared(op: Op, batch: int) -> list[Any]:
-            # Each batch has a seed, so that all plans of a problem see the same batches.
+            # The seed depends on the batch alone, so that all plans of a problem see the same batches.
             seed = config.seed + batch
             return [benches[_precision(part)].prepare(part, seed) for part in _fused(op)]
 
@@ -92,7 +93,7 @@ class Ops:
         self._batches = [{op.run: prepared(op, batch) for op in own} for batch in range(config.batches)]
         self.gradients = {}
         for op in own:
-            # Gradients for the largest batch. Smaller ones use part of it.
+            # As large as the largest batch needs. Others use a part.
             sizes = [sum(run.gradient.numel() for run in runs[op.run]) for runs in self._batches]
             self.gradients[op.run] = full(_shape(op, max(sizes)), device)
         self._flat = {op.run for op in own if _is_flat(op)}
@@ -104,7 +105,7 @@ class Ops:
         self.outputs = {}
         for kind, parts in results.items():
             flat = [x.flatten() for x in parts] if kind in self._flat else parts
-            # Parts of a run travel together, so their outputs are joined.
+            # Ops of a run travel together, so their outputs are joined.
             self.outputs[kind] = parts[0] if len(parts) == 1 else torch.cat(flat, -1)
 
     def backward(self) -> None:
@@ -114,9 +115,9 @@ class Ops:
 
 
 class Asleep:
-    """Compute that was measured before: the rank sleeps for as long. Otherwise as Ops.
+    """Compute that was measured before, for which the rank sleeps. It has the interface of Ops.
 
-    compute_ms: [2] forward and backward.
+    compute_ms: [2] duration of forward and backward.
     """
 
     def __init__(self, workload: Workload, rank: int, compute_ms: np.ndarray, device: str):
@@ -139,21 +140,20 @@ def full(shape: Sequence[int], device: str) -> torch.Tensor:
 
 
 def _shape(op: Op, elements: int) -> tuple[int, ...]:
-    """Shape of outputs: a row for each sample."""
-    # Pooled outputs are [B, W]. Others have no common number of rows.
+    """Shape of an op's outputs: [B, W], or one flat row."""
     return (elements,) if _is_flat(op) else (op.batch, elements // op.batch)
 
 
 def _is_flat(op: Op) -> bool:
-    """True if outputs have no common rows: those of sequences, and of fewer values than samples."""
-    return op.run.sequence or any(s.table.dedup > 1 for s in op.shards)
+    """True if outputs have no common rows: those of sequences, and of other numbers of values than samples."""
+    return op.run.sequence or any(s.table.is_variable for s in op.shards)
 
 
 def _fused(op: Op) -> list[ComputeRequest]:
-    """The fused ops that run the shards of one op."""
+    """The fused ops of FBGEMM that run one op's shards."""
     shards: dict[tuple[str, int], list[Shard]] = defaultdict(list)
     for shard in op.shards:
-        # FBGEMM runs one precision in an op, and sequences of one width.
+        # An op of FBGEMM has one precision, and with sequences one width.
         shards[shard.table.precision, shard.width if op.run.sequence else 0].append(shard)
     return [ComputeRequest(tuple(group), op.batch) for group in shards.values()]
 
@@ -163,9 +163,9 @@ def _precision(request: ComputeRequest) -> str:
 
 
 class ReferenceRuns:
-    """Runs of a dataset's reference op beside steps. Without one it does nothing.
+    """Runs of a dataset's reference op between steps. Without a reference op, `once` does nothing.
 
-    times_ms: of each run.
+    times_ms: time of each run.
     """
 
     def __init__(self, benches: Benches, reference: ReferenceOp | None, seed: int):
@@ -177,7 +177,7 @@ class ReferenceRuns:
 
     def once(self, caches: Caches) -> None:
         if self._bench and self._run:
-            # Cold caches, as before each step.
+            # The caches are cold before each step, too.
             caches.evict()
             self.times_ms.append(self._bench.once_ms(self._run))
 
@@ -192,18 +192,17 @@ def benches_for(
 ) -> dict[str, KernelBench]:
     """A bench for each precision, with room for these ranks' largest op.
 
-    Together at most config.arena_bytes.
+    Together they have at most config.arena_bytes, unless the reference op needs more.
     """
     room = _room(setting, config.arena_bytes, None)
-    # A few elements at least, for a precision that no op here has.
+    # At least a few bytes, for a precision that no op of these ranks has.
     needed = dict.fromkeys(room, 64)
     for op in (op for w in workloads for rank in ranks for op in w.ops[rank]):
         for request in _fused(op):
             precision, cell_bytes = _precision(request), PRECISION_BYTES[_precision(request)]
-            # Tables lie one after the other, at multiples of 16 elements.
-            n_bytes = sum((s.rows * s.width + 15) // 16 * 16 * cell_bytes for s in request.shards)
+            n_bytes = sum(fused_op.aligned(s.rows * s.width) * cell_bytes for s in request.shards)
             needed[precision] = max(needed[precision], n_bytes)
-    # No larger than needed: arenas of several precisions share the memory.
+    # No larger than needed, as each rank has arenas of all precisions.
     sizes = {p: min(room[p], n_bytes) for p, n_bytes in needed.items()}
     _grow(sizes, reference)
     return {
@@ -215,7 +214,7 @@ def benches_for(
 def require_room(
     workloads: Sequence[Workload], setting: Setting, config: ReplayConfig, reference: ReferenceOp | None
 ) -> None:
-    """Raise ShardCoreError for a shard that no bench of `benches_for` has room for."""
+    """Raise ShardCoreError for a shard that exceeds its bench of `benches_for`."""
     room = _room(setting, config.arena_bytes, reference)
     for shard in (s for w in workloads for ops in w.ops for op in ops for s in op.shards):
         if shard.bytes > (most := room[shard.table.precision]):
@@ -226,16 +225,15 @@ def require_room(
 
 
 def _room(setting: Setting, arena_bytes: int, reference: ReferenceOp | None) -> dict[str, int]:
-    """Bytes of an arena for each precision."""
+    """Bytes of the arena of each precision: an even share, or what the reference op needs."""
     precisions = setting.precision.split("+")
-    # Precisions share the arena's bytes evenly.
     room = {precision: arena_bytes // len(precisions) for precision in precisions}
     _grow(room, reference)
     return room
 
 
 def _grow(room: dict[str, int], reference: ReferenceOp | None) -> None:
-    """Give a reference op the room that it needs, by precision."""
+    """Enlarge the arena of the reference op's precision to its largest shard."""
     if reference:
         precision = _precision(reference[0])
         room[precision] = max(room[precision], *(s.bytes for s in reference[0].shards))
@@ -244,18 +242,18 @@ def _grow(room: dict[str, int], reference: ReferenceOp | None) -> None:
 def measure_compute(
     rank: int,
     init_method: str,
-    say: Callable[[Any], None],
+    send: Callable[[Any], None],
     workloads: Sequence[Workload],
     setting: Setting,
     config: ReplayConfig,
     reference: ReferenceOp | None,
 ) -> None:
-    """A process that measures the compute of all devices, one after another.
+    """Measure the compute of all devices, one after another, as the only rank of a gang.
 
-    It sends ComputeTimes, and [R] ms of the reference op.
+    It sends ComputeTimes, and the ms of each run of the reference op.
     """
     torch.set_num_threads(1)
-    # As ranks of a gang have a core each.
+    # One core, as a rank of a gang has.
     cores = own_core.take(0)
     benches = benches_for(workloads, range(len(workloads[0].ops)), setting, config, "cpu", reference)
     reference_runs, caches, times = (
@@ -270,15 +268,14 @@ def measure_compute(
             for index in range(config.warmups + config.repeats):
                 caches.evict()
                 marks = [time.perf_counter()]
-                # In the order of a step, which begins after the dense part.
+                # Backward comes first, as a step begins after the dense part.
                 for part in (ops.backward, partial(ops.forward, index % config.batches)):
                     part()
                     marks.append(time.perf_counter())
-                # Reversed, as backward ran first and forward comes first in the result.
+                # Reversed, as forward comes first in the result.
                 took_ms.append(np.diff(marks)[::-1] * 1e3)
-            # Warm-ups are not counted.
             of_devices[device] = np.median(took_ms[config.warmups :], axis=0)
             reference_runs.once(caches)
         times.append(of_devices)
     own_core.give_back(cores)
-    say((times, np.array(reference_runs.times_ms)))
+    send((times, np.array(reference_runs.times_ms)))

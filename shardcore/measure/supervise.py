@@ -1,10 +1,12 @@
-"""Supervised measuring: one worker a device shares out the requests. A crash or a hang costs one request.
+"""Supervised measuring: requests are shared out to one worker a device. A crash or a hang costs one request.
 
-The policy stands here once, over a small Transport: local processes (local_workers.py) or Ray actors
-(tasks/workers.py). A worker's window of ops is carried over from call to call, so no time is lost at the ends of
-chunks. A request is outstanding from its call until its sample is back. A worker that dies or hangs is replaced. Its
-outstanding requests are suspects: each is measured again, one at a time. That finds the one that kills, which is
-recorded with its reason. Where no replacement starts (its host is gone), the others do the rest.
+This policy serves every Transport: local processes (local_workers.py) and Ray actors (tasks/workers.py). A worker gets
+requests in chunks, one call each. Its ops keep running from call to call, so no time is lost at the ends of chunks. A
+request is outstanding from its call until its sample is back.
+
+A worker that dies or hangs is replaced. Its outstanding requests are suspects: each is measured again, one at a time.
+That finds the request that ends workers, which is recorded with its reason. If no replacement starts (its host is
+gone), the other devices do the rest.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ from shardcore.measure.device_bench import BenchSpec, Counts
 W = TypeVar("W", bound="Worker")
 _logger = logging.getLogger(__name__)
 START_S = 300.0
-"""Seconds that a worker may take to start and to touch its arena."""
+"""Longest time in which a worker may start and write its arena."""
 PART_S = 5.0
-"""Seconds after which a call brings back finished samples, whatever the chunk. At most so much is lost at a kill."""
+"""Time after which a call returns finished samples, whatever the chunk. A kill loses at most so much."""
 _STARTS = 3
-"""Workers of one device that may die while they start (memory was short, say) before it is given up."""
+"""Workers of one device that may die while they start before it is given up. Memory may be short for a moment."""
 
 
 class Ended(Exception):
-    """A worker is gone, hangs, or its device is spoilt. The message gives the reason."""
+    """A worker is gone or hangs, or its device no longer works. The message gives the reason."""
 
 
 class Refused(Ended):
@@ -42,18 +44,18 @@ class Refused(Ended):
 
 
 class Worker(Protocol):
-    """A DeviceBench elsewhere, with one call at a time.
+    """A DeviceBench in another process, which runs one call at a time.
 
-    counts: of its last message.
+    counts: counts in its last message.
     """
 
     counts: Counts
 
     def call(self, method: str, *arguments: Any, label: str = "") -> None:
-        """Begin a call. label: for people who watch calls."""
+        """Begin a call. label: text for people who watch calls."""
 
     def answer(self) -> Any:
-        """The result of a call that has ended. Raises Ended where the worker is gone."""
+        """The result of a call that has ended. Raises Ended if the worker is gone."""
 
     def look(self) -> None:
         """Update counts, if the worker still sends them."""
@@ -69,7 +71,7 @@ class Transport(Protocol[W]):
     def start(self, name: str, reference_ms: float | None) -> W: ...
 
     def wait(self, workers: Sequence[W], timeout_s: float) -> Sequence[W]:
-        """Workers whose call has ended, once one has or time is up."""
+        """Workers whose call has ended. Returns once one has, or after timeout_s."""
         ...
 
     def room(self) -> str:
@@ -81,9 +83,9 @@ class Transport(Protocol[W]):
 class Finished:
     """Results of one call to a device.
 
-    samples: of requests, and of the reference.
-    settled: number of requests that have their sample.
-    kernel_s: seconds in kernels.
+    samples: samples of requests and of the reference op.
+    settled: number of requests that now have their sample.
+    kernel_s: seconds of the call in kernels.
     """
 
     device: str
@@ -96,14 +98,14 @@ class Finished:
 class _Device(Generic[W]):
     """A device of the fleet, and its worker.
 
-    starts: tries to start the worker; 0 once that runs.
-    busy: True while a call is under way.
-    chunk, kernel_s: requests of the call under way, and its seconds in kernels.
+    starts: tries to start the worker. 0 once it runs.
+    busy: True while a call runs.
+    chunk, kernel_s: requests of the last call, and its seconds in kernels.
     due: time of the next check for a hang.
     seen: counts at the last check in this call.
-    counted: counts of the worker that are in the totals.
-    outstanding: requests by id.
-    has_suspect: True if that is a suspect.
+    counted: counts of the worker that are in the supervisor's totals.
+    outstanding: outstanding requests by id.
+    has_suspect: True if the outstanding request is a suspect, which runs alone.
     """
 
     name: str
@@ -120,21 +122,23 @@ class _Device(Generic[W]):
 
 
 def chunk_size(waiting: int, devices: int, most: int) -> int:
-    """Requests of the next call: ever fewer towards the end, so that all devices end together."""
-    # Half of what is left, over all devices: chunks shrink as the end comes near.
+    """Number of requests of the next call: each device's share of half of what waits, and `most` at most.
+
+    So chunks shrink towards the end, and all devices end together.
+    """
     return min(most, -(-waiting // (2 * devices)))
 
 
 class Supervisor(Generic[W]):
-    """`count` workers of a transport; a context manager, which starts and ends them.
+    """A context manager that starts and ends `count` workers of a transport.
 
-    reference_ms: the reference op's ms at the devices' usual speed. Without it, calibrate first.
+    reference_ms: the reference op's ms at the devices' usual speed. None: call `calibrate` first.
     chunk: most requests of a call.
-    hang_s: a device has hung where no op ended for so long.
+    hang_s: time without progress after which a device has hung.
     kernel_s: seconds of all workers inside timed kernels so far.
-    kept_s: seconds of them in runs that entered a median.
+    kept_s: seconds of these in runs that entered a median.
 
-    Raises ShardCoreError where a worker cannot start or the devices are of different hardware.
+    Entering raises ShardCoreError if a worker cannot start or devices are of different hardware.
     """
 
     def __init__(
@@ -161,10 +165,9 @@ class Supervisor(Generic[W]):
             for i in range(self._n_devices):
                 name = f"device {i}"
                 self._devices.append(_Device(name, self._transport.start(name, self.reference_ms)))
-                # The first answer tells that the worker started, and on what.
+                # The first answer shows that the worker runs, and on which hardware.
                 self._call(self._devices[-1], "hardware")
             hardware = set()
-            # Workers start at the same time, so wait for all of them together.
             while any(d.starts for d in self._devices):
                 for device, name, error in self._answers():
                     if error:
@@ -172,13 +175,13 @@ class Supervisor(Generic[W]):
                     else:
                         device.starts = 0
                         hardware.add(name)
-            if len(hardware) > 1:  # a setting may name one kind of hardware otherwise
+            if len(hardware) > 1:
                 raise ShardCoreError(
                     f"the cluster's devices are of different hardware, {sorted(hardware)}; measure "
                     f"({self.spec.setting}) on one kind at a time"
                 )
             [self._hardware] = hardware
-        # Also Ctrl-C: no worker may stay behind.
+        # Ctrl-C, too: no worker may stay behind.
         except BaseException:
             self.__exit__()
             raise
@@ -189,13 +192,13 @@ class Supervisor(Generic[W]):
             device.worker.end()
 
     def calibrate(self, requests: Sequence[ComputeRequest], seconds: float = 5.0) -> float:
-        """The reference op's ms, measured for so many seconds where it is not known.
+        """The reference op's ms at the devices' usual speed. If it is not known, it is measured for `seconds`.
 
-        It is the mean over all devices, running at once, so that their timings are at one slowdown. Where every
-        worker ends, fresh ones try half of the requests. Raises ShardCoreError where the reference op without any
-        ends them.
+        All devices measure at once, and the mean counts. If every worker ends, fresh ones try half of the requests.
+
+        Raises ShardCoreError if the reference op ends workers even without other requests.
         """
-        # As many ops as a window has, so that the reference finds the same caches.
+        # As many ops as run in turn when measuring, so that the reference finds the same caches.
         few = list(requests[: self.spec.config.interleave])
         while self.reference_ms is None:
             measured_ms, ended = self._call_all("calibrate", few, seconds)
@@ -206,12 +209,12 @@ class Supervisor(Generic[W]):
                     f"the reference op cannot be measured on {self.spec.device}: {ended.popitem()[1]}"
                 )
             elif ended:
-                # A request among them may end workers: with half as many, it is likely to be left out.
+                # One of the requests may end workers. Half of them may do without it.
                 few = few[: len(few) // 2]
             for device in ended:
                 self._restart(device)
             if measured_ms:
-                # All devices are brought to one level, the mean.
+                # The mean for all devices, so that their timings have one level.
                 for device in self._call_all("use_reference", self.reference_ms)[1]:
                     self._restart(device)
         return self.reference_ms
@@ -219,27 +222,25 @@ class Supervisor(Generic[W]):
     def measure(self, requests: Iterable[ComputeRequest]) -> Iterator[list[Finished]]:
         """Measure requests (of different ids) on all devices at once. Yields results as they come.
 
-        Requests are read as devices need work. One that ends or hangs its worker again when it runs without others is
-        among the samples with its reason.
+        Requests are read as devices need work. One that ends or hangs its worker, and again when it runs alone, has a
+        sample with the reason.
 
-        Raises ShardCoreError where no worker is left.
+        Raises ShardCoreError if no worker is left.
         """
         feed, finished = iter(requests), []
-        # endless draws have no length
+        # Requests still in the feed, as far as known: endless draws have no length.
         self._unfed = len(requests) if isinstance(requests, Sized) else 0
-        # Requests may be drawn without end, so only these are taken from the feed.
-        ahead = 2 * len(self._devices) * self._chunk  # from which chunk_size gives full chunks
+        # The feed may be endless, so only so many wait at a time: enough for chunk_size to give full chunks.
+        ahead = 2 * len(self._devices) * self._chunk
         while True:
             for device in self._devices:
-                # Idle devices get work before results are handed on, which may take long.
                 if not device.busy:
                     fed = list(itertools.islice(feed, max(0, ahead - len(self._waiting))))
                     self._waiting.extend(fed)
                     self._unfed = max(0, self._unfed - len(fed))
                     self._hand_out(device)
-            if finished:  # only now, so that the devices have work meanwhile
+            if finished:  # after handing out, so that devices work while the caller does
                 yield finished
-            # Outstanding requests count: their samples are not back.
             if not (self._waiting or self._suspects or any(d.outstanding for d in self._devices)):
                 return
             finished = self._collect()
@@ -249,7 +250,7 @@ class Supervisor(Generic[W]):
 
     def _hand_out(self, device: _Device[W]) -> None:
         """Give an idle device its next call: one suspect, a chunk, or no more requests."""
-        # A suspect runs alone, so that the one that ends a worker is known.
+        # A suspect runs alone, so that the request that ends a worker is found.
         if not device.outstanding:
             device.has_suspect = bool(self._suspects)
         n = chunk_size(len(self._waiting), len(self._devices), self._chunk)
@@ -260,7 +261,7 @@ class Supervisor(Generic[W]):
         device.outstanding.update((self._id(r), r) for r in device.chunk)
         if device.outstanding:
             waiting = self._unfed + len(self._waiting) + len(self._suspects)
-            # The last call also runs its window to the end.
+            # The last call also runs its requests to their end.
             last = device.has_suspect or not self._waiting
             self._call(device, "take", device.chunk, last, PART_S, label=f"{waiting} waiting")
 
@@ -276,19 +277,18 @@ class Supervisor(Generic[W]):
             else:
                 samples, taken = answer
                 left = device.chunk[taken:]
-                # Requests that the worker had no time for go back in their order.
+                # Requests that the worker had no time for wait again, in their order. They are no suspects.
                 self._waiting.extendleft(reversed(left))
                 for request in left:
-                    # They were never taken in, so they are no suspects.
                     del device.outstanding[self._id(request)]
                 settled = sum(device.outstanding.pop(s.id, None) is not None for s in samples)
                 finished.append(Finished(device.name, samples, settled, device.kernel_s))
         return finished
 
     def _call_all(self, method: str, *arguments: Any) -> tuple[list[Any], dict[_Device[W], Ended]]:
-        """Answers of a call to every idle device, and the devices that it ended.
+        """Answers to a call of every idle device, and the devices whose worker it ended.
 
-        Where none is idle, waits a while for one that starts.
+        If no device is idle, this waits a while for one that starts.
         """
         called, answers, ended = [d for d in self._devices if not d.busy], [], {}
         for device in called:
@@ -301,21 +301,19 @@ class Supervisor(Generic[W]):
                     ended[device] = error
                 else:
                     answers.append(answer)
-            # Devices that start meanwhile do not count.
+            # Devices that start meanwhile were not called.
             if len(answers) + len(ended) == len(called):
                 return answers, ended
 
     def _call(self, device: _Device[W], method: str, *arguments: Any, label: str = "") -> None:
         device.busy, device.seen, device.kernel_s = True, None, 0.0
-        # A start takes longer than an op may.
         device.due = time.monotonic() + (START_S if device.starts else self.hang_s)
         device.worker.call(method, *arguments, label=label)
 
     def _answers(self) -> list[tuple[_Device[W], Any, Ended | None]]:
-        """Wait for calls to end, one at least or a second. Each device's answer, or the reason why it has none."""
+        """Wait until a call ends, or a second. Each device whose call ended, with its answer or its error."""
         working = {d.worker: d for d in self._devices if d.busy}
         ended, answers = self._transport.wait(list(working), 1.0), []
-        # Each device is looked at in every round, so that none hangs unnoticed.
         for worker, device in working.items():
             try:
                 if worker in ended:
@@ -330,33 +328,32 @@ class Supervisor(Generic[W]):
         return answers
 
     def _look(self, device: _Device[W]) -> None:
-        """Raise Ended where a device starts for too long, or ran no kernel and drew no ids since the last check."""
+        """Raise Ended if a worker takes too long to start, or ran no kernel and drew no ids since the last check."""
         if (now := time.monotonic()) < device.due:
             return
-        # A worker without a free device shows that only by not starting.
+        # A Ray actor without a free device just does not start.
         if device.starts:
             late = sum(d.starts > 0 and now >= d.due for d in self._devices)
             raise Refused(
                 f"{late} measuring workers found no free device in {START_S:g} s; {self._transport.room()}"
             )
         device.worker.look()
-        # Counts also grow while ids are drawn, which takes long for large batches.
         if device.worker.counts == device.seen:
             raise Ended(f"it hung: no op ended for {self.hang_s:g} s")
         device.seen, device.due = device.worker.counts, now + self.hang_s
 
     def _count(self, device: _Device[W]) -> None:
         counts, before = device.worker.counts, device.counted
-        # Counts of a worker only grow. The difference is what this call added.
+        # A worker counts from its start, so the difference is what is new.
         self.kernel_s += counts.kernel_s - before.kernel_s
         self.kept_s += counts.kept_s - before.kept_s
         device.kernel_s += counts.kernel_s - before.kernel_s
         device.counted = counts
 
     def _replace(self, device: _Device[W], reason: Ended) -> list[Finished]:
-        """Start a fresh worker for one that ended. Its outstanding requests become suspects, or failed samples."""
+        """Start a fresh worker for one that ended. Outstanding requests become suspects, a suspect a failed sample."""
         failed, samples, setting = device.outstanding, [], self.spec.setting
-        # A suspect runs alone, so it ended its worker.
+        # A suspect runs alone, so it is what ended its worker.
         if device.has_suspect:
             why = f"ended its worker: {reason}"
             samples = [
@@ -366,16 +363,17 @@ class Supervisor(Generic[W]):
             self._logger.warning(
                 "%s: %s; %d samples are measured again one by one", device.name, reason, len(failed)
             )
-            # One of them may have ended the worker, or none: each is measured again alone.
             self._suspects.extend(failed.values())
         kernel_s = device.kernel_s
         self._restart(device)
         return [Finished(device.name, [sample], 1, kernel_s) for sample in samples]
 
     def _restart(self, device: _Device[W], error: Ended | None = None) -> None:
-        """Start a fresh worker. The others go on meanwhile. error: of the last one's start."""
+        """Start a fresh worker, while the others go on. error: the reason why the last one did not start.
+
+        Raises ShardCoreError after a refusal, which will not change, and after _STARTS failed starts.
+        """
         device.worker.end()
-        # A refusal will not change, and several failed starts mean a lasting cause.
         if error and (isinstance(error, Refused) or device.starts == _STARTS):
             raise ShardCoreError(f"a measuring worker cannot start: {error}")
         # A fresh worker counts from 0.
@@ -384,16 +382,15 @@ class Supervisor(Generic[W]):
         self._call(device, "hardware")
 
     def _started(self, device: _Device[W], hardware: str | None, error: Ended | None) -> None:
-        """A replacement has started, or not. A device without one is left out."""
+        """Take in a replacement that has started, or start another. A device without one is left out."""
         try:
             if error:
                 self._restart(device, error)
-            # A setting names one hardware, so others' timings would not be comparable.
             elif hardware != self._hardware:
                 raise ShardCoreError(f"it is {hardware}, the others {self._hardware}")
             else:
                 device.starts = 0
-        # The others go on: only without any device does measuring end.
+        # The other devices go on. Measuring ends only if none is left.
         except ShardCoreError as reason:
             device.worker.end()
             self._devices.remove(device)

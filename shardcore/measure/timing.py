@@ -14,25 +14,25 @@ from shardcore.io.measurements import Spread
 
 
 def spread(values_ms: Sequence[float] | np.ndarray) -> Spread:
-    # Quartiles, as timings have outliers in one direction.
+    # Quartiles, as the outliers of timings are all on one side.
     q1, median, q3 = np.percentile(np.asarray(values_ms), [25, 50, 75])
     return Spread(float(median), float(q1), float(q3), len(values_ms))
 
 
 def relative_ci(values_ms: Sequence[float] | np.ndarray) -> float:
-    """Half the 95% interval of a median, relative to it. No distribution is assumed.
+    """Half the width of a median's 95% interval, relative to the median. No distribution is assumed.
 
-    Infinite below six values, of which no interval of the median can have 95%.
+    Infinite for fewer than six values: even from the least to the largest, they make no 95% interval.
     """
     n = len(values_ms)
     if n < 6:
         return math.inf
     ordered = np.sort(np.asarray(values_ms))
-    # From order statistics: the normal approximation to the binomial ranks of the median, 95%.
-    # 1.96 standard deviations of a binomial count with p = 1/2: 1.96 sqrt(n) / 2.
+    # The number of values below the median is binomial with p = 1/2, so its standard deviation is sqrt(n) / 2. The
+    # interval reaches 1.96 of these, counted in ranks of sorted values, to both sides.
     reach = 0.98 * math.sqrt(n)
     low, high = max(0, math.floor((n - 1) / 2 - reach)), min(n - 1, math.ceil((n - 1) / 2 + reach))
-    # The floor avoids division by 0 for timings below the clock's resolution.
+    # The lower limit avoids a division by 0, for timings below the clock's resolution.
     return float((ordered[high] - ordered[low]) / 2 / max(ordered[n // 2], 1e-9))
 
 
@@ -40,12 +40,12 @@ class SlowdownLog:
     """The machine's slowdown at each of many runs of different ops in turn, from the runs themselves.
 
     A shared machine's speed wanders by tens of percent within milliseconds to minutes, for all ops by nearly the same
-    factor. Each run is compared with its op's level. The excess of the runs just before and after tells the slowdown
-    at a run, as far as neighbours agree: on a quiet machine nothing is corrected. Levels and slowdowns are fitted by
-    turns.
+    factor. Each op has a level: its log ms at the usual speed. A run's excess over the level of its op is slowdown and
+    noise. The excess of the runs just before and after predicts the slowdown, to the degree that neighbours agree: on a
+    quiet machine nothing is corrected. Levels and slowdowns are fitted in alternation.
 
-    anchors: known levels of ops, log ms. They tie the slowdown to its usual value. Without one, its mean is 1.
-    kept: the last runs, which are fitted together.
+    anchors: known levels of ops, log ms. They fix the scale of the slowdown. Without one, its mean logarithm is 0.
+    kept: number of runs, the last ones, which are fitted together.
 
     Shapes: N runs kept.
     """
@@ -53,14 +53,14 @@ class SlowdownLog:
     REACH = 3.0
     """Runs over which a neighbour's weight fades by a factor of e. On recorded runs 2 to 5 are equally good."""
     _OUTLIER = 0.3
-    """Most excess of a run that counts, in log: an outlier tells little of the slowdown."""
+    """Largest log excess of a run that counts. What is beyond is noise rather than slowdown."""
 
     def __init__(self, anchors: Mapping[Any, float] | None = None, kept: int = 2048):
         self.anchors = dict(anchors or {})
         # The deque drops the oldest runs.
         self._runs: deque[tuple[Hashable, float]] = deque(maxlen=kept)
         self._added = 0
-        # Weights fade by e in REACH runs. Beyond four times that they are next to nothing.
+        # Beyond four times REACH, weights are next to nothing.
         distance = np.arange(-int(4 * self.REACH), int(4 * self.REACH) + 1)
         # A run does not predict itself: its own weight is 0.
         self._kernel = np.where(distance == 0, 0.0, np.exp(-np.abs(distance) / self.REACH))
@@ -72,35 +72,34 @@ class SlowdownLog:
         return self._added - 1
 
     def fit(self) -> Callable[[int], float]:
-        """The slowdown at each run kept, by its number. 1: as usual. 1.2: all took 20% longer.
+        """A function from a run's number to the slowdown at that run. 1: usual speed. 1.2: all took 20% longer.
 
-        The result raises KeyError for older runs.
+        It raises KeyError for runs that are no longer kept.
         """
         ops, logs = zip(*self._runs, strict=True)
         numbers: dict[Hashable, int] = {}
-        # Ops as numbers, in order of first appearance.
+        # [N] the op of each run, as a number in order of first appearance.
         op = np.array([numbers.setdefault(o, len(numbers)) for o in ops])
         # Logarithms turn factors of slowdown into sums.
         log, count = np.array(logs), np.bincount(op)
-        # Levels start as each op's mean.
+        # An op's level starts at the mean of its runs.
         levels = np.bincount(op, log) / count
-        # [N] weights of the neighbours that exist: fewer at both ends.
+        # [N] total weight of each run's neighbours. It is less at both ends, where some are missing.
         weight = self._around(np.ones(len(log)))
-        # Anchored ops that ran among those kept.
+        # Anchored ops that are among the kept runs.
         tied = [(numbers[o], level) for o, level in self.anchors.items() if o in numbers]
         slowdown = np.zeros(len(log))
-        # Levels and slowdown depend on each other, so they are fitted in alternation.
         for _ in range(8):
             excess = slowdown + np.clip(log - levels[op] - slowdown, -self._OUTLIER, self._OUTLIER)
             around = self._around(excess) / np.maximum(weight, 1e-9)
-            # The mean is a common factor, which anchors settle. Only deviations tell agreement.
+            # Only deviations from the mean show agreement. The mean itself is a common factor, fixed below.
             centred = around - around.mean()
-            # The slope of a run's excess on its neighbours': 0 where they tell nothing.
+            # Regression slope of a run's excess on that of its neighbours: 0 if they predict nothing.
             agreement = float(np.clip(centred @ excess / max(centred @ centred, 1e-12), 0.0, 1.0))
             slowdown = around.mean() + agreement * centred
             missed = np.clip(log - slowdown - levels[op], -self._OUTLIER, self._OUTLIER)
             levels += np.bincount(op, missed) / count
-            # Levels and slowdown are known up to a constant, which anchors or the mean settle.
+            # Levels and slowdown are determined up to a constant, which anchors or the mean fix.
             shift = np.mean([levels[k] - level for k, level in tied]) if tied else -slowdown.mean()
             levels, slowdown = levels - shift, slowdown + shift
         slowdown = np.exp(slowdown)
@@ -120,12 +119,11 @@ class SlowdownLog:
 
 
 class Caches:
-    """A device's caches, which `evict` overwrites, as other layers would. n_bytes: more than they hold."""
+    """A device's caches, which `evict` overwrites as other layers would. n_bytes: memory for that, larger than they."""
 
     def __init__(self, n_bytes: int, device: str):
         # float32: four bytes each.
         self._written = torch.zeros(max(1, n_bytes // 4), device=device)
 
     def evict(self) -> None:
-        # Reading and writing all of it evicts what was cached.
         self._written.add_(1)

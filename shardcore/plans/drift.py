@@ -16,7 +16,7 @@ from shardcore.search.anneal.reshard import rebind_tables
 
 _FRESH = ("rows", "dim", "features", "pooling", "access")
 """Fields of a Table that change while a job runs, as pools have them."""
-_MEASURED = (*_FRESH, "dedup", "ordered", "row_shares")
+_MEASURED = (*_FRESH, "dedup", "ordered", "row_shares", "strides")
 """Those of a problem's tables: problem_for measures more than a pool has."""
 
 

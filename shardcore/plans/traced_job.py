@@ -148,7 +148,8 @@ def _known(job: ReadJob) -> tuple[Problem, Plan]:
 def check(job: ReadJob, model: CostModel) -> CheckedJob:
     """A job's plan under a model, and the model corrected by the job's traces.
 
-    Raises ShardCoreError for a job whose plan is not known, a model of another setting, and traces that tell nothing.
+    Raises ShardCoreError for a job whose plan is not known, a model of another setting, and traces that tell nothing
+    or are of another plan.
     """
     given, plan = _known(job)
     given.require_setting(model.for_problem(given).setting)
@@ -159,6 +160,9 @@ def check(job: ReadJob, model: CostModel) -> CheckedJob:
     # fits=False: the job runs, whatever our count of memory says.
     before = price_plan(plan, problem, ours, fits=False)
     workload = before.workload
+    for step in traced:
+        if wrong := traced_factors.mismatches(workload, step):
+            raise ShardCoreError(f"{wrong[0]}: nothing is corrected by it")
     with_slow, slow = traced_factors.with_speeds(given, ours, [(workload, step) for step in traced])
     if slow:  # factors are those of all ranks, and a slow one is no part of them
         workload = lower(plan, replace(problem, topology=with_slow.topology), fits=False)
@@ -175,7 +179,6 @@ def check(job: ReadJob, model: CostModel) -> CheckedJob:
     # The correction may find another dense part than the trace shows.
     problem = traced_factors.with_around(with_slow, found.around_ms)
     after = price_plan(plan, problem, corrected.for_problem(problem), fits=False)
-    remarks = [line for step in job.traced.steps for line in traced_factors.mismatches(before.workload, step)]
     return CheckedJob(
         before,
         after,
@@ -183,7 +186,7 @@ def check(job: ReadJob, model: CostModel) -> CheckedJob:
         corrected,
         found,
         interval_ms(plan, problem, model, found),
-        (*slow, *found.refused, *dict.fromkeys(remarks)),
+        (*slow, *found.refused),
     )
 
 

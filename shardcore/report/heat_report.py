@@ -6,6 +6,7 @@ from shardcore.core.types import Problem
 from shardcore.core.validation import require
 from shardcore.report.text import records_table
 from shardcore.step.access import lookups
+from shardcore.tables.hash_tables import imbalance
 from shardcore.tables.heat import heat_of
 
 _MOST = 0.8
@@ -24,6 +25,8 @@ def heat_table(problem: Problem, held: float) -> str:
             continue
         [heat] = heat_of([table], batch, unseen=True)
         found.append((heat.unique_rows, float(heat.misses(held * table.rows)), table, heat.rows_of(_MOST)))
+    n_devices = len(problem.topology)
+    uneven = any(t.row_shares for t in problem.tables) and n_devices > 1
     found.sort(key=lambda x: -x[0])
     rows = [
         {
@@ -34,6 +37,8 @@ def heat_table(problem: Problem, held: float) -> str:
             "of all": f"{hot / table.rows:.1%}",
             "rows a batch touches": f"{touched:,.0f}",
             f"misses with {held:.0%} held": f"{missed / touched:.0%}" if touched else "-",
+            # Where rows are divided, in the order of ids or as a hash table's routing sends them.
+            **({f"busiest of {n_devices} ranges": f"{imbalance(table, n_devices):.2f}x"} if uneven else {}),
         }
         for touched, missed, table, hot in found
     ]

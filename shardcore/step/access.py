@@ -51,8 +51,16 @@ def lookups(table: Table, batch: int) -> int:
 
 def distinct_values(table: Table, batch: int) -> int:
     """Values of its features in one batch that are looked up: one for each sample and feature, unless
-    deduplicated."""
-    return max(1, round(batch * table.features / table.dedup))
+    deduplicated or of other strides."""
+    return max(1, round(batch * table.bags))
+
+
+def values_of_features(table: Table, batch: int) -> list[int]:
+    """[F] `distinct_values` of each feature."""
+    strides = np.array(table.strides or (1.0,) * table.features)
+    # Rounding the running sum keeps the total.
+    ends = np.rint(distinct_values(table, batch) * np.cumsum(strides) / strides.sum()).astype(int)
+    return np.diff(ends, prepend=0).tolist()
 
 
 def reference_counts(table: Table) -> np.ndarray:

@@ -22,12 +22,15 @@ from typing import Protocol
 import numpy as np
 
 from shardcore.core.job import Job
+from shardcore.core.topology import Topology
 from shardcore.core.types import Plan, Problem, Shard, Table
 from shardcore.step.access import access_share
 from shardcore.step.kinds import Layout, merged, run_of, shards_on
 
 COUNT_BYTES = 8
 """Bytes of a number by which a device announces what it sends."""
+STRIDE_BYTES = 8
+"""Bytes of a feature's stride in TorchRec's variable batches: int64 (KeyedJaggedTensor.dist_tensors)."""
 WEIGHT_BYTES = 4
 """Bytes of the weight of a lookup: FP32."""
 Lookups = Callable[[Shard], np.ndarray]
@@ -41,6 +44,8 @@ class Step(Protocol):
     def global_batch(self) -> int: ...
     @property
     def job(self) -> Job: ...
+    @property
+    def topology(self) -> Topology: ...
 
 
 def received_bytes(shard: Shard, step: Step) -> int:
@@ -49,7 +54,8 @@ def received_bytes(shard: Shard, step: Step) -> int:
     The shard's columns do not matter. Its own ids from itself are included.
     """
     # Whole bytes, so that searches can add and subtract them exactly.
-    return round(step.global_batch * sample_bytes(shard.table, step.job, access_share(shard)))
+    of_samples = step.global_batch * sample_bytes(shard.table, step.job, access_share(shard))
+    return round(of_samples) + len(step.topology) * stride_bytes(shard.table)
 
 
 def sample_bytes(table: Table, job: Job, share: float = 1.0, ranges: int = 1) -> float:
@@ -58,8 +64,16 @@ def sample_bytes(table: Table, job: Job, share: float = 1.0, ranges: int = 1) ->
     share: of its lookups. ranges: of its rows, each with separate lengths.
     """
     # Each range sends a length for every bag, even where it has none of the bag's ids.
-    lengths = table.features * ranges / table.dedup
+    lengths = table.bags * ranges
     return lookup_bytes(table, job) * table.looked_up * share + job.length_bytes * lengths
+
+
+def stride_bytes(table: Table) -> int:
+    """Bytes by which each device tells the batch of each feature, where features have batches of their own.
+
+    Of sequences TorchRec pads lengths to one batch instead (pad_vbe_kjt_lengths in its embedding.py).
+    """
+    return STRIDE_BYTES * len(table.strides) * (not table.sequence)
 
 
 def lookup_bytes(table: Table, job: Job) -> int:
@@ -91,8 +105,9 @@ def input_bytes(plan: Plan, problem: Problem, lookups: Lookups) -> np.ndarray:
     sent, received = np.zeros((2, n))
     for _, device, shard in _inputs(plan):
         # A local batch is the same size everywhere, so lengths are, too.
-        lengths = round(shard.table.features * problem.local_batch / shard.table.dedup)
+        lengths = round(problem.local_batch * shard.table.bags)
         of_each = lookup_bytes(shard.table, job) * lookups(shard) + job.length_bytes * lengths
+        of_each = of_each + stride_bytes(shard.table)
         # `of_each` [D]: what each device sends to this shard. The shard's device receives all of it.
         sent += of_each
         received[device] += of_each.sum()

@@ -311,7 +311,7 @@ def _require_codecs(plan: Plan, problem: Problem) -> None:
     for (run, device), (shard, reason) in suspects.items():
         # Pooled columns of a device travel together, so only all of them have to be whole blocks.
         elements = columns[run, device] * problem.local_batch
-        together = run.cuts_columns and not shard.table.sequence and shard.table.dedup == 1
+        together = run.cuts_columns and not (shard.table.sequence or shard.table.is_variable)
         carried = (there.pads or not elements % there.block) and not elements % back.block
         sums_fail = run.divides_rows and () in (there.summed, back.summed)
         require(

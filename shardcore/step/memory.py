@@ -98,7 +98,7 @@ def resident_bytes(layout: Layout, shard: Shard, problem: Problem) -> tuple[int,
     mapped = MAPPED_ROW_BYTES * _is_cached(table) + collision.row_bytes
     # Managed collision keeps ids that it saw since its last eviction. A row range has its share of them.
     seen = problem.global_batch * table.looked_up * collision.lookup_bytes
-    mapping = math.ceil(shard.rows * mapped + (seen and seen * access_share(shard)))
+    mapping = collision.bytes + math.ceil(shard.rows * mapped + (seen and seen * access_share(shard)))
     # Device memory holds only the cache. State of rows stays there for all rows (see host_bytes).
     if table.in_host_memory:
         return table.cached(shard.rows) * _cached_row_bytes(shard) + mapping, shard.rows * a_row

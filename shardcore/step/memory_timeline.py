@@ -50,7 +50,8 @@ Buffers of a run for the local batch. A plan decides them, and they are the same
 - gradient: gradient of all outputs of its collection, if this run is the last that needs it. Uncut: the same, if
   none of its columns are cut. Else they are copied before.
 
-Others, which count for the first run: batch (ids of the local batch), and scratch (tensors by which the dense
+Others, which count for the first run: batch (ids of the local batch), expanded (outputs of bags copied to samples,
+where features have batches of their own), and scratch (tensors by which the dense
 optimizer updates the largest replica).
 """
 
@@ -91,9 +92,10 @@ IDS_ALIVE = 2
 
 _ALWAYS: Alive = {
     "ids": {"batch": BATCHES, **dict.fromkeys(("permuted", "bucketized", "arrived"), IDS_ALIVE)},
+    "received outputs": {"expanded": 1},
     "dense gradients": {"dense": 1},
 }
-"""Buffers of a run in all phases: ids, and DDP's buckets."""
+"""Buffers of a run in all phases: ids, outputs copied from bags to samples, and DDP's buckets."""
 
 
 @dataclass(frozen=True, eq=False)

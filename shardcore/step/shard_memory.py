@@ -142,7 +142,7 @@ def local_buffers(batches: Mapping[Layout, RunBatch], problem: Problem) -> dict[
         found[run]["permuted"], found[run]["bucketized"] = batch.permuted, batch.bucketized
     # Counted once for the device, not once for each run.
     first = next(iter(found.values()))
-    first["batch"] = batch_bytes(problem)
+    first["batch"], first["expanded"] = batch_bytes(problem), expanded_bytes(problem)
     first["scratch"] = max(batch.scratch for batch in batches.values())
     return found
 
@@ -183,6 +183,15 @@ def output_buffers(run: Layout, outputs: float, job: Job, cut: bool, together: b
 def batch_bytes(problem: Problem) -> float:
     """Bytes of a local batch's ids."""
     return problem.local_batch * sum(sample_bytes(t, problem.job) for t in problem.tables)
+
+
+def expanded_bytes(problem: Problem) -> float:
+    """Bytes of pooled outputs of a local batch, copied from bags of other strides, twice: TorchRec permutes them.
+
+    They are counted in all phases, though they live from the last exchange of outputs to the first of gradients.
+    """
+    cells = sum(t.dim * t.features for t in problem.tables if t.strides and not t.sequence)
+    return 2.0 * OUTPUT_BYTES * problem.local_batch * cells
 
 
 def sorting_bytes(problem: Problem) -> int:

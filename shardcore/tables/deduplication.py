@@ -1,7 +1,7 @@
-"""Values that samples of a batch repeat, as those of one session do. RecD looks them up once.
+"""Deduplication: values that samples of a batch repeat, as those of one session do, are looked up once.
 
-Features that are deduplicated together share an inverse index: of each sample, the number of its distinct
-value. A value of several features is that of all of them. Source: RecD, arXiv 2211.05239.
+Features that are deduplicated together share an inverse index: it maps each sample to a distinct value. The value of
+several features is the tuple of their values. Source: RecD, arXiv 2211.05239.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from shardcore.core.errors import ShardCoreError
 
 
 def dedup_of(features: Sequence[tuple[np.ndarray, np.ndarray]], batch: int) -> float:
-    """Samples for each distinct value, in batches of `batch` samples one after another. See Table.dedup.
+    """Mean number of samples for each distinct value, which is Table.dedup.
 
-    features: of each, its ids, sample after sample, and how many each sample has.
-    batch: of a device, where it deduplicates.
+    features: for each feature, its ids, sample after sample, and the number of ids of each sample.
+    batch: samples of a device's batch, within which values are deduplicated.
+
+    Raises ShardCoreError if features differ in their number of samples, or lengths do not sum to the ids.
     """
-    # Features with one inverse index have a value for each sample, so their samples have to agree.
+    # Features with one inverse index have a value for each sample, so they have equally many samples.
     counts = {len(lengths) for _, lengths in features}
     if len(counts) != 1 or 0 in counts:
         raise ShardCoreError(f"features have {sorted(counts)} samples; they need the same number, 1 or more")
@@ -34,7 +36,7 @@ def dedup_of(features: Sequence[tuple[np.ndarray, np.ndarray]], batch: int) -> f
     # A device deduplicates within its batch only, so repeats in another batch count again.
     for first in range(0, samples, batch):
         distinct += len(
-            # Bytes of all features together are the value: samples agree if they agree in each.
+            # The value of a sample is its ids of all features, as bytes.
             {
                 tuple(
                     ids[end[i] - lengths[i] : end[i]].tobytes()

@@ -20,20 +20,20 @@ from shardcore.tables.statistics import published, read_release
 
 _EMPTY = (0.0,) * REUSE_BINS
 _LEAST = 2
-"""A live table has at least this many unique rows."""
+"""Fewest unique rows of a live table."""
 _NEAR = 0.01
 """Largest relative deviation of a statistic that `_mend` accepts."""
 _SMALL = 150
-"""Rounding to whole rows changes tables with fewer unique rows than this. `_mend` may change them back."""
+"""Unique rows below which rounding to whole rows changes a table's statistics. `_mend` changes such tables only."""
 
 
 @dataclass(frozen=True)
 class PoolConfig:
     """Parameters of a generated pool.
 
-    tables: number of tables, empty ones in the published proportion included.
-    seed: of the draws.
-    dim: of every table. The release has none.
+    tables: number of tables, including empty ones in the published proportion.
+    seed: seed of the draws.
+    dim: dim of every table. The release has none.
     """
 
     tables: int = 856
@@ -45,15 +45,15 @@ class PoolConfig:
 
 
 def generate_pool(config: PoolConfig = PoolConfig()) -> tuple[Table, ...]:
-    """A pool with the statistics published of dlrm_datasets (see `published`).
+    """A pool with the published statistics of dlrm_datasets (see `published`).
 
-    Tables are drawn from a plausible family. `_calibrate` changes them as little as possible to meet the
-    published rows, pooling, reuse bins, access shares and unique rows. `_round` and `_mend` then make rows
-    whole, so that a table's streams have exactly its histogram.
+    Tables are drawn from a plausible family. `_calibrate` changes them as little as possible to meet the published
+    rows, pooling, reuse bins, access shares and unique rows. `_round` and `_mend` then make rows whole, so that a
+    table's streams have exactly its histogram.
 
-    Joint statistics of one table are not public. They are made up. A small pool meets the statistics as far
-    as it can.
-    The same config gives the same pool, except for a few tables if torch's linear algebra rounds differently.
+    How the properties of one table go together is not public, and is made up. A small pool meets the statistics as
+    far as it can. The same config gives the same pool, except for a few tables where torch's linear algebra rounds
+    differently.
     """
     # One generator for all draws, so that the seed alone decides the pool.
     rng = np.random.default_rng(config.seed)
@@ -64,13 +64,13 @@ def generate_pool(config: PoolConfig = PoolConfig()) -> tuple[Table, ...]:
     with _one_thread():
         draw = _calibrate(_draw(rng, config.tables - n_empty), config.tables)
         rows_in_bin, unseen = _round(draw, rng)
-        # Rounding shifts statistics, so it is mended on whole rows.
+        # Rounding shifts statistics, which single rows then correct.
         _mend(rows_in_bin, unseen, config.tables)
     specs = [_spec(n, u, batch) for n, u in zip(rows_in_bin, unseen, strict=True)]
     specs += [(1, 0.0, Reuse(_EMPTY, batch))] * n_empty
     return tuple(
         Table(f"t{i:03d}", specs[j][0], config.dim, specs[j][1], specs[j][2])
-        # Permuted, as tables would else come in the order in which they were drawn, with empty ones last.
+        # Permuted, as empty tables would be last otherwise.
         for i, j in enumerate(rng.permutation(len(specs)))
     )
 
@@ -89,14 +89,14 @@ def _one_thread() -> Iterator[None]:
 def _draw(rng: np.random.Generator, n: int) -> torch.Tensor:
     """[n, K + 2] parameters of live tables, as `_unpack` reads them.
 
-    A table's rows are the release's population of rows, tilted towards frequent ones by 2^(tilt × bin) and
-    smoothly perturbed. Tables with frequent rows have fewer of them, and lower pooling. They are small
-    vocabularies, of which a batch sees nearly every row.
+    A table's rows are distributed over bins as those of the release, tilted towards frequent rows by 2^(tilt × bin)
+    and smoothly perturbed. Tables with frequent rows have fewer rows, and lower pooling: they are small vocabularies,
+    of which a batch sees nearly every row.
     """
     k, release = np.arange(REUSE_BINS), read_release()
-    # z ties the parameters of a table together: tilt, pooling and unseen rows all use it.
+    # z correlates the parameters of a table: tilt, pooling and unseen rows all use it.
     z, z_pooling, z_rows, noise = *rng.standard_normal((3, n)), rng.standard_normal((n, REUSE_BINS))
-    # A Gaussian kernel over bins: near bins are perturbed alike. The diagonal keeps it positive definite.
+    # A Gaussian kernel over bins, so that neighbouring bins are perturbed alike. The diagonal keeps it definite.
     smooth = np.linalg.cholesky(np.exp(-0.5 * ((k[:, None] - k) / 2.5) ** 2) + 1e-6 * np.eye(REUSE_BINS))
     # A tilt above 0 favours frequent rows. It rises with z, and pooling falls with z.
     tilt = 0.45 + 0.55 * z[:, None]
@@ -107,10 +107,10 @@ def _draw(rng: np.random.Generator, n: int) -> torch.Tensor:
     pooling = 8 * np.exp(-1.0 * z + 0.8 * z_pooling)
     # Unique rows follow from lookups over the mean count of a row.
     unique = pooling * release["batch_size"] * weights.sum(1) / (weights @ access.BIN_MEAN)
-    # Small vocabularies are seen nearly whole. Others have millions of rows that a batch does not touch.
+    # Of a small vocabulary a batch sees most rows. Other tables have millions that it does not touch.
     unseen = np.where(unique < 16, unique * rng.random(n), 4e6 * np.exp(-0.25 * z + 0.6 * z_rows))
     rows = [np.log(np.maximum(unique, 1))[:, None], np.log(np.maximum(unseen, 1e-3))[:, None]]
-    # Logarithms: the solver may move parameters freely, and rows stay positive.
+    # In logarithms, the solver may move parameters freely, and rows stay positive.
     return torch.tensor(np.concatenate([np.log(weights), *rows], 1))
 
 
@@ -125,10 +125,10 @@ def _unpack(draw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _terms(rows_in_bin: torch.Tensor, unseen: torch.Tensor) -> torch.Tensor:
-    """[..., 5 + 3 K] a table's contribution to the sums that `_statistics` needs."""
+    """[..., 5 + 3 K] contribution of a table to the sums from which `_statistics` follows."""
     unique, lookups_in_bin = rows_in_bin.sum(-1), rows_in_bin * torch.tensor(access.BIN_MEAN)
     bins, rows, lookups = rows_in_bin / unique[..., None], unique + unseen, lookups_in_bin.sum(-1)
-    # Squares give standard deviations from sums, so that a pool's statistics need no table twice.
+    # With squares, standard deviations also follow from sums over tables.
     scalars = torch.stack([rows, rows**2, lookups, lookups**2, unique], -1)
     return torch.cat([scalars, bins, bins**2, lookups_in_bin], -1)
 
@@ -142,7 +142,7 @@ def _statistics(sums: torch.Tensor, tables: int, batch: int) -> torch.Tensor:
     bins, bins2, lookups_in_bin = sums[..., 5:].unflatten(-1, (3, REUSE_BINS)).unbind(-2)
 
     def sd(total, squares):
-        # From sums and sums of squares. Rounding may leave a tiny negative variance, whose root is nan.
+        # Rounding may leave a tiny negative variance, whose root would be NaN.
         return (squares / tables - (total / tables) ** 2).clamp_min(1e-12).sqrt()
 
     scalars = [
@@ -170,15 +170,15 @@ def _goal(tables: int) -> torch.Tensor:
 
 
 def _calibrate(draw: torch.Tensor, tables: int) -> torch.Tensor:
-    """`draw` moved by the least distance to a pool with the published statistics.
+    """The parameters nearest to `draw` with which a pool has the published statistics.
 
-    This is Gauss-Newton with minimum-norm steps, because statistics are far fewer than parameters. Steps are
-    damped. No parameter moves by more than 1 per step.
+    This is Gauss-Newton with minimum-norm steps, as statistics are far fewer than parameters. The normal matrix is
+    damped, and no parameter moves by more than 1 in a step.
     """
     goal, batch = _goal(tables), read_release()["batch_size"]
 
     def deviations(x: torch.Tensor) -> torch.Tensor:
-        # Relative deviations: rows in millions and shares below 1 count equally.
+        # Relative, so that millions of rows and shares below 1 count equally.
         return _statistics(_terms(*_unpack(x.reshape(draw.shape))).sum(0), tables, batch) / goal - 1
 
     x = best = draw.flatten()
@@ -186,39 +186,38 @@ def _calibrate(draw: torch.Tensor, tables: int) -> torch.Tensor:
     for _ in range(30):
         error = deviations(x)
         if float(error.norm()) > 0.99 * best_error and best_error < 0.1:
-            # Published figures are rounded: they cannot all be met exactly.
+            # No further progress: published figures are rounded and cannot all be met exactly.
             break
         if float(error.norm()) < best_error:
             best, best_error = x, float(error.norm())
-        # [S, parameters]: few statistics and many parameters, so reverse mode is the cheaper one.
+        # [S, parameters]. Reverse mode is cheaper, as statistics are few.
         jacobian = torch.func.jacrev(deviations)(x)
         gram = jacobian @ jacobian.T
-        # Damping: statistics that nearly depend on each other make the matrix singular.
+        # Damped, as statistics that nearly depend on each other make the matrix singular.
         gram += 1e-7 * gram.diagonal().mean() * torch.eye(len(goal), dtype=gram.dtype)
         # The minimum-norm step that removes the error to first order: J^T (J J^T)^-1 error.
         step = jacobian.T @ torch.linalg.solve(gram, error)
-        # At most 1 in any logarithm: beyond, the linear model is far off.
+        # By at most 1 in any logarithm. Beyond that, the linear model is far off.
         x = x - step / step.abs().max().clamp_min(1)
     return best.reshape(draw.shape)
 
 
 def _round(draw: torch.Tensor, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whole rows in each bin [N, K], at least one per table, and whole untouched rows [N].
+    """Whole rows in each bin [N, K], at least one a table, and whole untouched rows [N].
 
-    A small table carries remainders from bin to bin, from a random start. Other tables carry them from table
-    to table, which keeps each bin's total.
+    The remainder of each rounding is carried on. In small tables it goes from bin to bin, which keeps the table's
+    total. In others it goes from table to table, which keeps each bin's total.
     """
     exact, unseen = (x.numpy() for x in _unpack(draw))
-    # Small tables have few rows a bin: rounding each alone would lose many of them.
+    # Small tables have few rows a bin. Rounding each bin alone would lose many of them.
     small = exact.sum(1) < _SMALL
     whole = np.zeros_like(exact)
     start = rng.random((small.sum(), 1))
-    # Rounding cumulative sums keeps the total. A random start avoids that all tables round in the same way.
+    # Rounding cumulative sums carries remainders on. With random starts, tables do not all round the same bins up.
     whole[small] = np.diff(np.floor(np.cumsum(exact[small], 1) + start), axis=1, prepend=0)
-    # Along tables: each bin's total over the pool stays within half a row.
     whole[~small] = np.diff(np.floor(np.cumsum(exact[~small], 0) + 0.5), axis=0, prepend=0)
     nothing = whole.sum(1) == 0
-    # A live table needs a row: in the bin where it had most.
+    # A live table needs a row. It gets one in its largest bin.
     whole[nothing, np.argmax(exact[nothing], 1)] = 1
     return torch.tensor(whole), torch.tensor(np.rint(unseen))
 
@@ -226,22 +225,22 @@ def _round(draw: torch.Tensor, rng: np.random.Generator) -> tuple[torch.Tensor, 
 def _mend(rows_in_bin: torch.Tensor, unseen: torch.Tensor, tables: int) -> None:
     """Undo the effect of rounding on the statistics, in place.
 
-    Each round makes the best of all moves, until all statistics are near or no move helps. A move takes one
-    row of a small table to a near bin, adds one or removes one.
+    Each round makes the best of all moves, until all statistics are within _NEAR or no move helps. A move puts one row
+    of a small table into a near bin, adds a row, or removes one.
     """
     goal, batch = _goal(tables), read_release()["batch_size"]
     identity = torch.eye(REUSE_BINS, dtype=rows_in_bin.dtype)
-    # Few moves to try, and a table changes little.
+    # Only near bins, so that a table changes little.
     near = [(i, j) for i in range(REUSE_BINS) for j in range(REUSE_BINS) if 0 < abs(i - j) <= 3]
     shifts = [identity[j] - identity[i] for i, j in near]
     moves = torch.stack([*shifts, *identity, *-identity])
-    # Large tables are left alone: a row more or less does not change their statistics.
+    # A row more or less does not change the statistics of larger tables.
     small = torch.nonzero(rows_in_bin.sum(1) < _SMALL)[:, 0]
     if len(small) == 0:
         return
 
     def gains(i: torch.Tensor) -> torch.Tensor:
-        """[..., M, terms] what each move of tables i would add to the sums; NaN where it cannot be made."""
+        """[..., M, terms] change of the sums by each move of tables i. NaN for an impossible move."""
         moved = rows_in_bin[i][..., None, :] + moves
         after = _terms(moved, unseen[i][..., None].expand(moved.shape[:-1]))
         change = after - _terms(rows_in_bin[i], unseen[i])[..., None, :]
@@ -252,14 +251,14 @@ def _mend(rows_in_bin: torch.Tensor, unseen: torch.Tensor, tables: int) -> None:
     def deviations(sums: torch.Tensor) -> torch.Tensor:
         return _statistics(sums, tables, batch) / goal - 1
 
-    # [tables, M, terms] changes of sums, computed once. Then each round only adds vectors.
+    # [small tables, M, terms] changes, computed once. A round then only adds vectors.
     sums, change = _terms(rows_in_bin, unseen).sum(0), gains(small)
     for _ in range(300):
         now = deviations(sums)
-        # Impossible moves are nan, and count as infinitely far.
+        # Impossible moves are NaN, and count as infinitely far.
         after = deviations(sums + change).norm(dim=-1).nan_to_num(float("inf"))
         table, move = divmod(int(after.argmin()), len(moves))
-        # Near enough, or no move that helps: a local optimum.
+        # Near enough, or a local optimum.
         if now.abs().max() < _NEAR or after[table, move] >= now.norm():
             break
         sums = sums + change[table, move]
@@ -269,9 +268,8 @@ def _mend(rows_in_bin: torch.Tensor, unseen: torch.Tensor, tables: int) -> None:
 
 
 def _spec(rows_in_bin: torch.Tensor, unseen: torch.Tensor, batch: int) -> tuple[int, float, Reuse]:
-    """Rows, pooling and access of a table with whole rows in each bin. Lookups follow from mean counts."""
+    """Rows, pooling and access of a table with whole rows in each bin."""
     n = rows_in_bin.numpy()
     # Whole lookups in a batch, so that a stream can have exactly this histogram.
     pooling = round(float(n @ access.BIN_MEAN)) / batch
-    # Rows that the batch did not touch are rows of the table, too.
     return round(n.sum() + float(unseen)), pooling, Reuse(tuple(n / n.sum()), batch)

@@ -1,13 +1,13 @@
 """Traffic between a device and its host's memory, for tables with rows there.
 
-Bytes that cross it in each step:
+Bytes that cross their link in each step:
 
-- with a cache: a row that misses is fetched, and written back later. Of a row that is touched, the
-  optimizer's state of cells is read and written, for FBGEMM does not cache it.
-- without: each lookup reads its row, and the update reads and writes each row that it touches, with its state
-  of cells.
+- With a cache, a row that misses is fetched, and written back later. Optimizer state with a value for each cell is not
+  cached by FBGEMM, so it is read and written for each row that is touched.
+- Without a cache, each lookup reads its row. The update reads and writes each row that it touches, and its state of
+  cells.
 
-State of rows is always in device memory.
+Optimizer state with a value for each row is always in device memory.
 
 Shapes: N sizes of a cache.
 """
@@ -25,37 +25,35 @@ from shardcore.tables.heat import Heat, heat_of
 
 
 def link_bytes(table: Table, cached: np.ndarray, batch: int, optimizer: str) -> np.ndarray:
-    """[N, 2] bytes of a batch that cross the link forward and backward, if so many rows [N] are cached.
+    """[N, 2] bytes of a batch that cross the link forward and backward, with caches of `cached` [N] rows.
 
-    A row that misses is written back when another takes its place, so forward.
+    A row is written back when another takes its place, so in the forward pass.
 
     Raises ShardCoreError as `heat_of` does.
     """
-    # Columns: forward and backward.
-    found = np.zeros((len(cached), 2))
+    n_bytes = np.zeros((len(cached), 2))
     if (lookups := access.lookups(table, batch)) == 0:
-        return found
+        return n_bytes
     heat = _heat(table, batch)
     row = table.dim * PRECISION_BYTES[table.precision]
-    # Read and written, so twice. FBGEMM does not cache state of cells.
+    # Read and written, so twice.
     state = 2 * heat.unique_rows * table.dim * OPTIMIZERS[optimizer].state_bytes("cell")
     has_cache = cached > 0
     # A miss fetches a row and writes back the one that it replaces.
-    found[has_cache, 0] = 2 * row * heat.misses(cached[has_cache])
-    found[has_cache, 1] = state
-    # Without a cache, each distinct value's lookups read over the link, and the update reads and writes.
-    found[~has_cache] = lookups / table.dedup * row, 2 * heat.unique_rows * row + state
-    return found
+    n_bytes[has_cache, 0] = 2 * row * heat.misses(cached[has_cache])
+    n_bytes[has_cache, 1] = state
+    # Deduplicated values are looked up, and so read, once.
+    n_bytes[~has_cache] = lookups / table.dedup * row, 2 * heat.unique_rows * row + state
+    return n_bytes
 
 
 def link_bytes_of(shard: Shard, batch: int, optimizer: str) -> np.ndarray:
-    """[2] the same of a shard, with the load factor of its table.
+    """[2] bytes of a batch of a shard, forward and backward, at the load factor of its table.
 
-    A shard has its share of columns. A range of rows has its share of lookups, and misses as often as all.
+    They are in proportion to the shard's columns and to its lookups: a row range has the miss ratio of the table.
     """
     if not shard.table.in_host_memory:
         return np.zeros(2)
-    # Columns scale bytes. A range of rows takes part of the lookups.
     share = shard.width / shard.table.dim * access.access_share(shard)
     return share * np.array(_of_table(shard.table, batch, optimizer))
 
@@ -69,5 +67,5 @@ def _of_table(table: Table, batch: int, optimizer: str) -> tuple[float, float]:
 
 @lru_cache(maxsize=1 << 10)
 def _heat(table: Table, batch: int) -> Heat:
-    # unseen: data looks up rows that one batch never saw, and these are what a cache misses.
+    # Data looks up rows that a histogram's batch never saw. These are what a cache misses.
     return heat_of([table], batch, unseen=True)[0]

@@ -10,24 +10,25 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Table
 
 DEFAULT_ACCESS = Zipf(1.05)
-"""Accesses that public_pool assumes if a list has none. A common choice, not a measurement."""
+"""Access statistics that public_pool assumes if a list has none. A common choice, not a measurement."""
 
 
 def public_pools() -> dict[str, str]:
-    """Names of the public lists, and where each comes from."""
+    """Source of each public list, by name."""
     return {k: v["source"] for k, v in _lists().items() if not k.startswith("_")}
 
 
 def public_pool(name: str, zipf_alpha: float | None = None) -> tuple[Table, ...]:
     """The tables of a public list, named as there, or c00, c01, ..., with its rows, dims and pooling.
 
-    Accesses follow Zipf(alpha): zipf_alpha, or that of the list, or DEFAULT_ACCESS. Raises ShardCoreError for an
-    unknown name.
+    Accesses follow Zipf(alpha): zipf_alpha, or that of the list, or DEFAULT_ACCESS.
+
+    Raises ShardCoreError for an unknown name.
     """
     entry = _list(name)
     alpha = entry.get("zipf_alpha") if zipf_alpha is None else zipf_alpha
     access = DEFAULT_ACCESS if alpha is None else Zipf(alpha)
-    # At least two digits, and as many as sort names in the order of tables.
+    # Equally many digits in all names, so that they sort in the order of tables.
     digits = max(2, len(str(len(entry["tables"]) - 1)))
     return tuple(
         Table(**{"name": f"c{i:0{digits}d}", "access": access} | t) for i, t in enumerate(entry["tables"])
@@ -35,12 +36,11 @@ def public_pool(name: str, zipf_alpha: float | None = None) -> tuple[Table, ...]
 
 
 def public_optimizer(name: str) -> str:
-    """The optimizer under which the reference of a public list trains. "exact_sgd": the list names none."""
+    """Optimizer with which the reference of a public list trains. "exact_sgd" if the list names none."""
     return _list(name).get("optimizer", "exact_sgd")
 
 
 def _list(name: str) -> dict:
-    # Unknown names fail with the known ones, not with a KeyError.
     if name not in public_pools():
         known = ", ".join(public_pools())
         raise ShardCoreError(f"there is no public list of tables {name!r}; known are {known}")

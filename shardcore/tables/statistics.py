@@ -1,4 +1,4 @@
-"""Statistics of a pool: those published of dlrm_datasets, and the same of any pool.
+"""Statistics of a pool: the published ones of dlrm_datasets, and the same ones of any pool.
 
 Shapes: K = REUSE_BINS, U unique rows of a table.
 """
@@ -17,7 +17,7 @@ from shardcore.step import access
 
 PUBLISHED = "2021-856"
 """The release of dlrm_datasets that the generator is calibrated to."""
-# The order is a contract: `published`, `pool_statistics` and generate._statistics all have it.
+# The order is a contract: `published`, `pool_statistics` and generate._statistics all keep it.
 _STATISTICS = ("rows mean", "rows sd", "pooling mean", "pooling sd", "lookups", "unique rows") + tuple(
     f"{name}, bin {k}"
     for name in ("reuse mean", "reuse sd", "access share", "unique row share")
@@ -33,7 +33,6 @@ def read_release() -> dict:
 
 def published() -> dict[str, float]:
     """The public figures of dlrm_datasets (2021, 856 tables, batch 65,536), named as in pool_statistics."""
-    # Same order as _STATISTICS.
     data = read_release()
     values = [
         data["rows"]["mean"],
@@ -55,20 +54,17 @@ def pool_statistics(
 ) -> dict[str, float]:
     """Statistics of a pool of tables with Reuse access: as specified, or as `counts_of` measures.
 
-    counts_of: [U] counts per unique row of a table, in any order. Empty without lookups.
+    counts_of: function from a table to [U] lookups of each unique row, in any order. Empty without lookups.
 
-    Means and population standard deviations cover all tables. Empty tables count as 0.
+    Means and population standard deviations are over all tables. Empty tables count as 0.
     """
-    # Empty tables keep rows of 0, so they count in means.
     rows_in_bin, lookups_in_bin = np.zeros((len(tables), REUSE_BINS)), np.zeros((len(tables), REUSE_BINS))
     for i, table in enumerate(tables):
-        # Counts may be measured from a stream, so both sides go through the same bins.
         counts = counts_of(table)
         k = access.reuse_bin(counts)
-        # A bin's rows, then its lookups: the weights are the counts.
+        # Rows in each bin, and their lookups: the latter are weighted by the counts.
         rows_in_bin[i] = np.bincount(k, minlength=REUSE_BINS)
         lookups_in_bin[i] = np.bincount(k, counts, minlength=REUSE_BINS)
-    # Sums over bins are exact, whatever the mean counts of bins.
     unique, lookups = rows_in_bin.sum(1), lookups_in_bin.sum(1)
     rows = np.array([t.rows for t in tables], dtype=float)
     pooling = lookups / np.array([t.reuse.batch for t in tables])
@@ -83,7 +79,7 @@ def pool_statistics(
         unique.sum(),
         *bins.mean(0),
         *bins.std(0),
-        # At least 1, for a pool of empty tables has no lookups.
+        # A pool of empty tables has no lookups to divide by.
         *(lookups_in_bin.sum(0) / max(lookups.sum(), 1)),
         *(rows_in_bin.sum(0) / max(unique.sum(), 1)),
     ]

@@ -1,6 +1,6 @@
-"""Index streams: row ids that a batch looks up, drawn from access statistics (see step/access.py).
+"""Streams: row ids that a batch looks up, drawn from access statistics (see step/access.py).
 
-At its reference batch, a stream has exactly the content of the reuse histogram.
+At its reference batch, a stream has exactly the table's reuse histogram.
 
 Shapes: L lookups, B samples of the batch.
 """
@@ -20,17 +20,17 @@ from shardcore.step import access
 def stream(table: Table, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """One batch of a table: row ids [L] int64 and offsets [V + 1] int64, for V distinct values.
 
-    V is F · B for F features, or fewer where they are deduplicated (access.distinct_values). Samples that
-    repeat a value are left out. So all rows of the batch are in it, but fewer times.
+    V is F · B for F features, or less if they are deduplicated (access.distinct_values). Samples that repeat a value
+    are then left out, so all rows of the batch are in the stream, but fewer times.
 
-    Sample b of feature f has ids[offsets[i]:offsets[i+1]] with i = f · B + b. The same table, batch and seed
-    give the same stream. A Zipf table with integer pooling for each feature has as many lookups in every
-    sample. Otherwise lookups fall on samples and features at random.
+    Sample b of feature f has ids[offsets[i]:offsets[i+1]] with i = f · B + b. The same table, batch and seed give the
+    same stream. If the access is Zipf and lookups divide evenly, all samples have equally many. Otherwise lookups fall
+    on samples and features at random.
     """
-    # The table's name is part of the seed, so tables of one batch are drawn independently.
+    # With the table's name in the seed, tables of one batch are independent.
     rng = np.random.default_rng([seed, batch, table.rows, *table.name.encode()])
     if isinstance(table.access, Reuse):
-        # Ranks first: 0 is the most popular row. Where rows lie follows below.
+        # Rank 0 is the most popular row. Ranks become ids below.
         ranks = _reuse_ranks(table, batch, rng)
     else:
         ranks = _zipf_ranks(table, access.lookups(table, batch), rng)
@@ -38,7 +38,7 @@ def stream(table: Table, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndar
         # Repeated values are not looked up again, so the batch has fewer lookups.
         ranks = _fewer(ranks, round(len(ranks) / table.dedup), rng)
     lengths = _lengths(table, len(ranks), access.distinct_values(table, batch), rng)
-    # Hashed ids lie anywhere. Ordered ones keep their ranks, or are spread by measured shares.
+    # Hashed ids are scattered. Ordered ones are the ranks, or are spread by measured row shares.
     ids = (
         _scatter(ranks, table.rows)
         if not table.ordered
@@ -50,16 +50,15 @@ def stream(table: Table, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndar
 
 
 def _reuse_ranks(table: Table, batch: int, rng: np.random.Generator) -> np.ndarray:
-    # At the reference batch the counts are exact, so the stream has this histogram.
     counts = access.reference_counts(table)
     keep = batch / table.reuse.batch
     if keep < 1:
-        # Each lookup is kept with the same probability, as a smaller batch of the same data has.
+        # A smaller batch keeps each lookup with equal probability.
         counts = rng.binomial(counts, keep)
     elif keep > 1:
-        # Rounded so that the sum is right on average.
+        # Rounded at random, so that the sum is right on average.
         counts = np.floor(counts * keep + rng.random(len(counts))).astype(np.int64)
-    # Lookups are shuffled: samples see popular and rare rows in any order.
+    # Shuffled, as samples look up popular and rare rows in any order.
     ranks = np.repeat(np.arange(len(counts)), counts)
     rng.shuffle(ranks)
     return ranks
@@ -68,19 +67,18 @@ def _reuse_ranks(table: Table, batch: int, rng: np.random.Generator) -> np.ndarr
 def _zipf_ranks(table: Table, n: int, rng: np.random.Generator) -> np.ndarray:
     a, u = table.zipf_alpha, rng.random(n)
     top = table.rows + 1.0
-    # Inverse of the bounded continuous power law's CDF, which step/access.py uses too.
+    # Inverse CDF of the bounded continuous power law, as in step/access.py.
     value = top**u if abs(a - 1) < 1e-9 else (1 + u * (top ** (1 - a) - 1)) ** (1 / (1 - a))
-    # The law is continuous on [1, rows + 1): rounding down gives ranks. Rounding errors may reach the end.
+    # The law is on [1, rows + 1), so rounding down gives ranks. Rounding errors may reach rows + 1.
     return np.minimum(value.astype(np.int64) - 1, table.rows - 1)
 
 
 def _fewer(ranks: np.ndarray, n: int, rng: np.random.Generator) -> np.ndarray:
-    """n of the lookups: each row once, and more often if it has many. Of too many rows, some."""
+    """n of the lookups: each row at least once, and more often if it has many. If there are more rows than n, some."""
     rows, counts = np.unique(ranks, return_counts=True)
-    # Fewer lookups than rows: some rows are left out, each with equal probability.
     if n <= len(rows):
         return rng.permutation(rows)[:n]
-    # One lookup is certain for each row. The rest falls in proportion to the rest of its counts.
+    # Each row has one lookup. Further ones are in proportion to its further counts.
     more = rng.multinomial(n - len(rows), (counts - 1) / (counts - 1).sum())
     return rng.permutation(np.repeat(rows, 1 + more))
 
@@ -92,58 +90,57 @@ def _lengths(table: Table, n: int, bags: int, rng: np.random.Generator) -> np.nd
 
 
 def _scatter(ranks: np.ndarray, rows: int) -> np.ndarray:
-    """Spread ranks over the rows as hashing would: a bijection of [0, rows) that parts neighbours."""
-    # The golden ratio spreads multiples evenly. A step coprime to `rows` makes it a bijection.
+    """Spread ranks over the rows as hashing would: a bijection of [0, rows) that separates neighbours."""
+    # Multiples of the golden ratio are spread evenly. A step coprime to `rows` makes a bijection.
     step = max(1, int(rows * 0.6180339887498949))
     while math.gcd(step, rows) != 1:
         step += 1
-    # rows // 3: the hottest rank is not row 0.
+    # Offset by a third, so that the hottest rank is not row 0.
     return (ranks * step + rows // 3) % rows
 
 
 def _by_shares(ranks: np.ndarray, table: Table, row_shares: RowShares) -> np.ndarray:
-    """Rows of ranks, so that each range of rows has about its shares of lookups and of unique rows.
+    """The row of each rank, so that each range of rows has about its shares of lookups and of unique rows.
 
-    Hot ranks go to the ranges with most lookups for each unique row, scattered over those with about as many.
-    No two ranks share a row.
+    Hot ranks go to the ranges with most lookups for each unique row. They are scattered over ranges that have about
+    equally many. No two ranks share a row.
     """
-    # Two shares for each range: of lookups, and of unique rows.
-    shares = [np.array(of) for of in (row_shares.lookups, row_shares.unique)]
-    edges = np.rint(np.linspace(0, table.rows, len(shares[0]) + 1)).astype(np.int64)
-    # log2 of lookups for each unique row, rounded: ranges of similar heat count as equal.
-    heat = np.rint(np.log2(np.maximum(shares[0], 1e-12) / np.maximum(shares[1], 1e-12)))
+    lookups, unique = np.array(row_shares.lookups), np.array(row_shares.unique)
+    edges = np.rint(np.linspace(0, table.rows, len(lookups) + 1)).astype(np.int64)
+    # log2 of lookups for each unique row. It is rounded, so that ranges of similar heat count as equal.
+    heat = np.rint(np.log2(np.maximum(lookups, 1e-12) / np.maximum(unique, 1e-12)))
     order = np.argsort(-heat, kind="stable")
-    # Rows of ranges, hottest range first, and how many ranks there are to place.
+    # Rows of each range, hottest range first, and the number of ranks to place.
     sizes, n = np.diff(edges)[order], _ranks(table)
-    # Last rank of each range: its share of unique rows, but no more than its rows.
-    last = np.minimum(np.rint(n * np.cumsum(shares[1][order] / shares[1].sum())), np.cumsum(sizes))
-    # A range that is full leaves its ranks to those before and after it.
+    # End of each range's ranks, by its share of unique rows. A range cannot have more ranks than rows.
+    last = np.minimum(np.rint(n * np.cumsum(unique[order] / unique.sum())), np.cumsum(sizes))
+    # A range begins no earlier than leaves room, in it and later ones, for all remaining ranks.
     least = n - np.cumsum(sizes[::-1])[::-1][1:]
     first = np.concatenate([[0], np.maximum(last[:-1], least)]).astype(np.int64)
-    # Ranges of equal heat begin and end together: their ranks are scattered over all of them.
+    # The ranks of ranges of equal heat are scattered over all of them.
     starts = [*first[np.flatnonzero(np.diff(heat[order], prepend=np.inf))], n]
     scattered = ranks.copy()
     for start, end in itertools.pairwise(starts):
         alike = (ranks >= start) & (ranks < end)
         scattered[alike] = start + _scatter(ranks[alike] - start, int(end - start))
-    # The range of each rank, by its first rank.
+    # The range of each rank, by the first rank of ranges.
     ranks, of = scattered, np.searchsorted(first, scattered, side="right") - 1
     held = np.diff(np.append(first, n))[of]
-    # Ranks of a range are spread evenly over its rows. Distinct ranks keep distinct rows.
+    # The ranks of a range are spread evenly over its rows, so distinct ranks keep distinct rows.
     return edges[:-1][order][of] + (ranks - first[of]) * sizes[of] // np.maximum(held, 1)
 
 
 def _ranks(table: Table) -> int:
-    """Rows that the table's streams may have."""
+    """Number of different rows that the table's streams may look up."""
     return table.rows if isinstance(table.access, Zipf) else len(access.reference_counts(table))
 
 
 def shard_stream(shard: Shard, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Stream of a table, restricted to a shard's rows. Ids count from the shard's first row."""
+    """The stream of a shard's table, restricted to the shard's rows. Ids count from its first row."""
     ids, offsets = stream(shard.table, batch, seed)
     if shard.full_rows:
         return ids, offsets
-    # Offsets count kept ids only, so look them up in the running count.
     inside = (ids >= shard.row_lo) & (ids < shard.row_hi)
+    # [L + 1] ids inside before each id. Indexed by an offset in all ids, it gives the offset among those inside.
     kept = np.concatenate([[0], np.cumsum(inside)])
     return ids[inside] - shard.row_lo, kept[offsets]

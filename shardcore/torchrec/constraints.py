@@ -104,10 +104,14 @@ def _checked(c: ParameterConstraints, what: str, features: list[str]) -> list[st
     from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 
     values = fields.values_of(c)
-    if set(c.num_poolings or ()) == {1}:  # as if left out
-        # One pooling for each feature is what a price assumes.
-        del values["num_poolings"]
     lines = fields.check(type(c), values, what)
+    for field in ("num_poolings", "batch_sizes"):
+        given = getattr(c, field)
+        if given and (len(given) != len(features) or not all(n > 0 for n in given)):
+            raise ShardCoreError(
+                f"{what} has {field} {shown(given)} for its {len(features)} features {', '.join(features)}; it "
+                "needs one above 0 for each"
+            )
     kernels = {kernel.value for kernel in EmbeddingComputeKernel}
     for kernel in c.compute_kernels or ():
         if kernel not in kernels:
@@ -131,8 +135,32 @@ def _checked(c: ParameterConstraints, what: str, features: list[str]) -> list[st
     return lines
 
 
-def pooling_of(constraints: ByName, theirs: Tables) -> dict[str | tuple[str, str], float]:
-    """Lookups by feature and by (table, feature), an entry of pooling_factors each.
+def bags_of(constraints: ByName, theirs: Tables, batch_size: int) -> dict[str, float]:
+    """Bags of features for a sample, where batch_sizes or num_poolings are not those of samples.
+
+    batch_size: samples of a rank.
+    """
+    bags: dict[str, float] = {}
+    for key, c in constraints.items():
+        features = theirs[key].config.feature_names
+        sizes, poolings = c.batch_sizes or [batch_size] * len(features), c.num_poolings or [1] * len(features)
+        strides = [n * size / batch_size for n, size in zip(poolings, sizes, strict=True)]
+        if set(strides) != {1.0}:
+            for feature, stride in zip(features, strides, strict=True):
+                if bags.setdefault(feature, stride) != stride:
+                    raise ShardCoreError(
+                        f"feature {feature!r} has {bags[feature]:g} and {stride:g} bags a sample, by batch_sizes and "
+                        "num_poolings of two tables; it needs the same in both"
+                    )
+    return bags
+
+
+def pooling_of(
+    constraints: ByName, theirs: Tables, bags: Mapping[str, float]
+) -> dict[str | tuple[str, str], float]:
+    """Lookups of a sample by feature and by (table, feature), an entry of pooling_factors each.
+
+    bags: of `bags_of`. Factors are of a bag.
 
     TorchRec's default is one for every feature. It gives way to the statement of another table.
     """
@@ -146,7 +174,7 @@ def pooling_of(constraints: ByName, theirs: Tables) -> dict[str | tuple[str, str
             )
         # TorchRec's default says nothing of this table, so it must not override another's statement.
         if _has_default_pooling(c):
-            pooling = dict.fromkeys(features, 1.0) | pooling
+            pooling = {feature: bags.get(feature, 1.0) for feature in features} | pooling
             continue
         if len(c.pooling_factors) != len(features):
             raise ShardCoreError(
@@ -155,7 +183,7 @@ def pooling_of(constraints: ByName, theirs: Tables) -> dict[str | tuple[str, str
             )
         for feature, factor in zip(features, c.pooling_factors, strict=True):
             # By pair as well: two tables may look up one feature with different means.
-            pooling[feature] = pooling[key, feature] = factor
+            pooling[feature] = pooling[key, feature] = factor * bags.get(feature, 1.0)
     return pooling
 
 

@@ -84,11 +84,8 @@ FIELDS: Mapping[str, Mapping[str, Treatment]] = {
         ),
         "min_partition": _honoured("fewest columns of a cut that the search may choose"),
         "pooling_factors": _priced("lookups a sample, an entry per feature"),
-        "num_poolings": _refused("each feature is pooled once a sample: leave it out, or have 1 for each"),
-        "batch_sizes": _refused(
-            "ShardCore prices one batch for all features: leave it out, or give the "
-            "planner a batch with its strides as lookups"
-        ),
+        "num_poolings": _priced("bags of each feature for a sample of its batch"),
+        "batch_sizes": _priced("samples of each feature on a rank (VBE), unless lookups have strides"),
         "is_weighted": _priced("weights of lookups travel with ids"),
         "cache_params": _priced("load_factor: share of rows in device memory. All of it is " + _PASSED_ON),
         "enforce_hbm": _honoured(_PASSED_ON),

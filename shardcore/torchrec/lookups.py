@@ -17,8 +17,10 @@ import numpy as np
 from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Table
+from shardcore.core.validation import shown
 from shardcore.step import access
 from shardcore.tables.deduplication import dedup_of
+from shardcore.tables.hash_tables import routed_shares
 from shardcore.tables.public import DEFAULT_ACCESS
 from shardcore.torchrec import fbgemm_statistics
 from shardcore.torchrec.modules import ModelTable
@@ -36,7 +38,7 @@ class Data:
     """Lookups in batches of a model's data, by feature.
 
     ids: [L] of all batches.
-    lengths: [S] ids of each sample.
+    lengths: [S] ids of each sample; of a variable feature, of each bag.
     samples: S. A batch whose features differ in it (VBE) is a step of all ranks and counts as a global batch.
     variable: features of such batches.
     """
@@ -45,6 +47,11 @@ class Data:
     lengths: Mapping[str, np.ndarray]
     samples: Mapping[str, int]
     variable: tuple[str, ...]
+
+    @property
+    def bags(self) -> dict[str, float]:
+        """Bags for a sample of each variable feature."""
+        return {f: len(self.lengths[f]) / self.samples[f] for f in self.variable}
 
 
 def read_lookups(lookups: Lookups | Data, global_batch: int) -> Means | str | Path | Data:
@@ -65,6 +72,8 @@ def read_lookups(lookups: Lookups | Data, global_batch: int) -> Means | str | Pa
         is_variable = batch.variable_stride_per_key()
         # In a batch with different strides (VBE), all of its features count as variable.
         variable |= dict.fromkeys(batch.keys() if is_variable else ())
+        if is_variable:
+            _require_strides(batch)
         # Weighted, plain and sequence features may come in separate tensors.
         for feature, values in batch.to_dict().items():
             samples[feature] += global_batch if is_variable else batch.stride()
@@ -78,6 +87,36 @@ def read_lookups(lookups: Lookups | Data, global_batch: int) -> Means | str | Pa
         samples,
         tuple(variable),
     )
+
+
+def _require_strides(batch: KeyedJaggedTensor) -> None:
+    """Raise ShardCoreError unless the strides of a batch are as many as its lengths."""
+    strides, n_lengths = batch.stride_per_key(), batch.lengths().numel()
+    if sum(strides) != n_lengths:
+        raise ShardCoreError(
+            f"lookups has strides {shown(strides)}, {sum(strides)} in all, and {n_lengths} lengths; they need to "
+            "add up to as many"
+        )
+
+
+def strides_of(theirs: Mapping[str, ModelTable], bags: Mapping[str, float]) -> dict[str, tuple[float, ...]]:
+    """Table.strides of tables with some of these features.
+
+    bags: of a feature, for a sample.
+    """
+    found = {
+        name: tuple(bags.get(f, 1.0) for f in t.config.feature_names)
+        for name, t in theirs.items()
+        if set(bags) & set(t.config.feature_names)
+    }
+    # TorchRec pads features of an EmbeddingCollection to one batch, the largest.
+    most = defaultdict[str, float](float)
+    for name, strides in found.items():
+        most[theirs[name].path] = max(most[theirs[name].path], *strides)
+    return {
+        name: strides if theirs[name].pooled else (most[theirs[name].path],) * len(strides)
+        for name, strides in found.items()
+    }
 
 
 def statistics_of(
@@ -145,7 +184,9 @@ def _measured(
                     f"lookups has {n} samples of feature {feature!r} and {data.samples[first]} of {first!r}; "
                     f"table {name!r} needs as many of each"
                 )
-            _require_rows(data.ids[feature], feature, name, table.config.num_embeddings)
+            # Managed collision maps raw ids, which may be any.
+            if table.managed_collision is None:
+                _require_rows(data.ids[feature], feature, name, table.config.num_embeddings)
         # All features of a table look up the same rows, so their ids count together.
         ids, n = np.concatenate([data.ids[f] for f in features]), data.samples[first]
         statistics[name] = len(ids) / n, access.reuse_of(ids, n)
@@ -212,12 +253,17 @@ def with_row_shares(
 ) -> tuple[Table, ...]:
     """The tables, ordered by measured row shares (Table.row_shares) where ids lie unevenly.
 
+    Of hash tables, where their routing sends raw ids.
+
     n_devices: devices that may divide rows.
     """
     shared = []
     for table in tables:
         ids = np.concatenate([data.ids[f] for f in theirs[table.name].config.feature_names])
-        # Few ids, or ids that lie as if hashed, give no shares.
-        shares = access.row_shares_of(ids, table.rows, n_devices)
+        if table.managed_collision:
+            shares = routed_shares(ids, table.managed_collision, n_devices)
+        else:
+            # Few ids, or ids that lie as if hashed, give no shares.
+            shares = access.row_shares_of(ids, table.rows, n_devices)
         shared.append(replace(table, ordered=True, row_shares=shares) if shares else table)
     return tuple(shared)

@@ -157,17 +157,24 @@ def _managed_collision(wrapper: nn.Module | None, config: Any) -> ManagedCollisi
 
     module = collection._managed_collision_modules[config.name]
     rows = config.num_embeddings
-    # Tensors with an entry for each row: the maps from ids to rows.
-    of_rows = sum(
-        x.element_size() * x.numel()
-        for x in (*module.buffers(), *module.parameters())
-        if len(x.shape) and x.shape[0] == rows
-    )
+    tensors = [*module.buffers(), *module.parameters()]
+    # Tensors with an entry for each row: the maps from ids to rows, and what eviction needs.
+    of_rows = sum(x.element_size() * x.numel() for x in tensors if len(x.shape) and x.shape[0] == rows)
+    size = module.input_size()
+    same: dict[str, Any] = {
+        "row_bytes": -(-of_rows // rows),
+        "bytes": sum(x.element_size() * x.numel() for x in tensors) - of_rows,
+        "input_size": size,
+        "routing": "contiguous" if size else "round_robin",
+    }
     if not isinstance(module, MCHManagedCollisionModule):  # a hash table, which keeps no history
-        return ManagedCollision(-(-of_rows // rows))
+        return ManagedCollision(**same, buckets=module.buckets(), probes=module.max_probe)
+    # Sharded, it has a bucket for each rank. An id is hashed before if the module has a function for it.
+    if module._input_hash_func is not None:
+        same["routing"] = "hashed"
     # Of each id of the history it keeps the id and the metadata that eviction needs, 8 bytes each.
     fields = 1 + sum(of_history for _, _, of_history in module._eviction_policy.metadata_info)
-    return ManagedCollision(-(-of_rows // rows), math.ceil(_HISTORY * module._eviction_interval * fields * 8))
+    return ManagedCollision(**same, lookup_bytes=math.ceil(_HISTORY * module._eviction_interval * fields * 8))
 
 
 def _inner() -> dict[type, str]:

@@ -28,10 +28,16 @@ from shardcore.tables.hot_rows import with_hot_rows
 from shardcore.torchrec import constraints as constrained
 from shardcore.torchrec import fields, optimizers, topologies
 from shardcore.torchrec.cost_models import model_of
-from shardcore.torchrec.lookups import Data, deduplicated_of, read_lookups, statistics_of, with_row_shares
+from shardcore.torchrec.lookups import (
+    Data,
+    deduplicated_of,
+    read_lookups,
+    statistics_of,
+    strides_of,
+    with_row_shares,
+)
 from shardcore.torchrec.modules import (
     ModelTable,
-    few,
     require_all,
     require_sharders,
     sharders_of,
@@ -69,6 +75,7 @@ def problem_for(
     name: str = "model",
     job: Job | None = None,
     deduplicated: Sequence[Sequence[str]] = (),
+    bags: Mapping[str, float] | None = None,
 ) -> Problem:
     """The tables of a model's collections (see `tables_of`) as a Problem.
 
@@ -80,12 +87,13 @@ def problem_for(
       DEFAULT_ACCESS. Batches of the model's data, a global batch or more of each feature, in one
       KeyedJaggedTensor or several: pooling and reuse are read from them, and where ids lie if that is uneven
       (Table.row_shares). One whose features differ in samples (VBE) is a step of all ranks; its tables get
-      no replicas, for TorchRec fails with them. A path of FBGEMM's reports (a folder or a file): reuse is
-      then an estimate (see `fbgemm_statistics`).
+      their features' strides, and no replicas, for TorchRec fails with them. A path of FBGEMM's reports (a
+      folder or a file): reuse is then an estimate (see `fbgemm_statistics`).
     optimizer: None: the one that the model's weights have (apply_optimizer_in_backward), or else exact_sgd.
     job: how a step runs around the embeddings.
     deduplicated: groups of features that share an inverse index (see Table.dedup). Their tables stay together
       on a device. Lookups have to be batches of data, not deduplicated.
+    bags: of features, for a sample, where features have batches of their own. None: as the data have them.
 
     Raises ShardCoreError for a feature without lookups, ids out of range, too few samples, a data type
     without a cost model, another optimizer than the weights have, and settings of tables that are refused
@@ -113,6 +121,8 @@ def problem_for(
     ours = topologies.as_job(ours)
     # Deduplication happens on a device, so within its share of the batch.
     factors, groups = deduplicated_of(theirs, data, deduplicated, global_batch // len(ours))
+    bags = data.bags if isinstance(data, Data) and data.variable else bags or {}
+    strides = strides_of(theirs, bags)
     tables = tuple(
         Table(
             key,
@@ -126,6 +136,7 @@ def problem_for(
             dedup=factors.get(key, 1.0),
             collection=t.path,
             managed_collision=t.managed_collision,
+            strides=strides.get(key, ()),
         )
         for key, t in theirs.items()
     )
@@ -141,8 +152,8 @@ def problem_for(
     # TorchRec's wrappers support some sharding types only.
     kinds |= _kinds_in_wrappers(theirs, kinds, ours)
     widths = dict(constraints.min_widths)
-    if isinstance(data, Data) and data.variable:
-        kinds |= _kinds_of_variable(tables, kinds, data.variable)
+    if bags:
+        kinds |= _kinds_of_variable(tables, kinds, tuple(bags))
         # TorchRec's grid_shard is host_row that is cut.
         widths |= {t.name: t.dim for t in tables if set(kinds[t.name]) <= _GRID}
     constraints = replace(
@@ -296,9 +307,9 @@ class ShardCorePlanner:
         optimizer, payloads = optimizers.optimizer_of(module, theirs, used), payloads_of(used)
         # Ranks have equal batches.
         global_batch = self.batch_size * len(self.topology)
-        lookups = constrained.pooling_of(constraints, theirs) if self.lookups is None else self.lookups
+        bags = constrained.bags_of(constraints, theirs, self.batch_size)
+        lookups = constrained.pooling_of(constraints, theirs, bags) if self.lookups is None else self.lookups
         data = read_lookups(lookups, global_batch)
-        variable = data.variable if isinstance(data, Data) else ()
         problem = problem_for(
             module,
             self.topology,
@@ -307,6 +318,7 @@ class ShardCorePlanner:
             optimizer or self.model.setting.optimizer,
             constrained.search_constraints(constraints, theirs, self.topology, self.compute_device),
             job=self.job or Job(forward_payload=payloads[0], backward_payload=payloads[1]),
+            bags=bags,
         )
         # Constraints add weights of lookups, and memory tiers.
         tables = constrained.with_constraints(problem.tables, constraints, self.topology)
@@ -315,18 +327,13 @@ class ShardCorePlanner:
         # Settings that our plan does not decide are passed on as given.
         sharding_plan = to_torchrec(plan, problem, module, self.compute_device, settings)
         notes += constrained.write_allowed_types(sharding_plan, constraints, theirs)
-        if variable:
+        if any(t.strides for t in problem.tables):
             # Only the written plan says which host_row tables are cut.
             constrained.require_no_grid(sharding_plan)
         require_all(sharding_plan, module, sharders or ())
         notes += optimizers.notes(self.model.for_problem(problem), optimizer, problem.optimizer, used)
         notes += unpriced_wrappers(theirs)
         notes += constrained.pooling_notes(constraints, has_lookups=self.lookups is not None)
-        if variable:
-            notes.append(
-                f"features {few(variable)} have batches of their own sizes (VBE): their lookups are those of the "
-                f"data, their outputs count as those of batch_size {self.batch_size}"
-            )
         if note := topologies.rows_note(problem.topology):
             notes.append(note)
         if self.their_topology is not None:

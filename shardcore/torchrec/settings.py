@@ -86,13 +86,15 @@ def qcomms_of(job: Job) -> QCommsConfig:
     """TorchRec's config for the payloads of a job."""
     from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig
 
-    there, back = (p.partition("-") for p in (job.forward_payload, job.backward_payload))
-    blocks: dict[str, Any] = {
-        f"{name}_quantize_dim{of}": int(block)
-        for of, (name, _, block) in (("", there), ("_bwd", back))
-        if block
-    }
-    return QCommsConfig(CommType(there[0]), CommType(back[0]), **blocks)
+    names: list[str] = []
+    blocks: dict[str, Any] = {}
+    for of, payload in (("", job.forward_payload), ("_bwd", job.backward_payload)):
+        name, row = payload.partition("-")[0], payload_of(payload)
+        names.append(name)
+        if row.chosen:
+            # Given in any case: left out backward, TorchRec takes that of forward. 0 has no scales.
+            blocks[f"{name}_quantize_dim{of}"] = row.block if row.scale_bytes else 0
+    return QCommsConfig(CommType(names[0]), CommType(names[1]), **blocks)
 
 
 def _named(precision: str, block: int | None, what: str) -> str:

@@ -47,14 +47,14 @@ def report(plans, version, *events, job="trainer", step=1000):
     StoredPlans(plans, "shifting", job).report(told)
 
 
-def said(capsys, plans, *options):
+def output_of(capsys, plans, *options):
     code = main(["job", "follow", str(plans), "shifting", "--once", *map(str, options)])
     out, err = capsys.readouterr()
     return code, out, err
 
 
 def test_it_says_how_a_job_follows_where_none_does(plans, capsys):
-    code, out, _ = said(capsys, plans)
+    code, out, _ = output_of(capsys, plans)
     assert code == 0 and f"version {versions(plans)[-1]} is current since" in out
     assert "no job has reported yet" in out and "follower.step()" in out
     with pytest.raises(SystemExit):
@@ -74,15 +74,15 @@ def test_jobs_without_a_name_keep_their_reports_apart(plans, monkeypatch):
 def test_it_says_what_a_job_does_next_and_whether_that_pays(plans, model, problem, tmp_path, capsys):
     old, new = versions(plans)
     report(plans, old)
-    code, out, _ = said(capsys, plans)
+    code, out, _ = output_of(capsys, plans)
     assert code == 0 and "job trainer, step 1,000, " in out and f"on version {old}, 20.5 ms a step" in out
     assert f"next: version {new}; " in out and "its pause is not known without rates" in out
     write_move_rates(
         tmp_path / "rates.json", MoveRates(2.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, {"within_host": 1.0})
     )
-    code, out, _ = said(capsys, plans, "--move-rates", tmp_path / "rates.json")
+    code, out, _ = output_of(capsys, plans, "--move-rates", tmp_path / "rates.json")
     assert code == 0 and "the move takes 2 s" in out and "it pays back after 10 s" in out
-    code, out, _ = said(capsys, plans, "--model", model)
+    code, out, _ = output_of(capsys, plans, "--model", model)
     assert (
         code == 0 and "the move takes " in out and "links within hosts" not in out and "within hosts" in out
     )
@@ -95,16 +95,16 @@ def test_it_says_what_was_measured_and_why_a_plan_was_not_taken(plans, capsys):
         "expected_ms": 17.0, "tables": 3, "bytes": {"local": 0, "within_host": 3 << 20}, "pause_s": 1.5,
     }  # fmt: skip
     report(plans, old, moved, EVENT | {"version": new})
-    _, out, _ = said(capsys, plans)
+    _, out, _ = output_of(capsys, plans)
     assert (
         f"step 7: stayed, version {old}; 3 tables in 1.5 s (3.0 MiB within hosts); 15 ms a step, 20 before (-25.0%), "
         "predicted at most 17"
     ) in out
     assert f"next: nothing, as it cannot move to version {new}: of a test" in out
     report(plans, new)
-    assert "next: nothing, until another version is current" in said(capsys, plans)[1]
+    assert "next: nothing, until another version is current" in output_of(capsys, plans)[1]
     report(plans, None)
-    assert "on a plan of its own" in (out := said(capsys, plans)[1]) and "its move has no price" in out
+    assert "on a plan of its own" in (out := output_of(capsys, plans)[1]) and "its move has no price" in out
 
 
 def test_it_goes_on_and_says_each_thing_once(plans, problem, capsys, monkeypatch):
@@ -139,9 +139,9 @@ def test_what_it_cannot_read_is_named(plans, problem, capsys):
     report(plans, versions(plans)[0])
     at = plans / "shifting/jobs/trainer.json"
     at.write_text(at.read_text().replace("1000", "1001"))
-    assert "trainer.json does not match its digest" in said(capsys, plans)[1]
+    assert "trainer.json does not match its digest" in output_of(capsys, plans)[1]
     report(plans, "f" * 16)
-    assert "has no version 'ffffffffffffffff'" in said(capsys, plans)[1]
+    assert "has no version 'ffffffffffffffff'" in output_of(capsys, plans)[1]
     assert main(["job", "follow", str(plans), "other", "--once"]) == 1
     assert "no plan is published for problem 'other'" in capsys.readouterr().err
     with pytest.raises(ShardCoreError, match="a job has name '../x'"):

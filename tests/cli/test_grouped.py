@@ -13,7 +13,7 @@ from shardcore.io.grouped_plans import read_grouped
 
 @pytest.fixture
 def asked(stored, model):
-    """Of the problem of four devices, whose model is good for batches of 64 to 256."""
+    """The command for the problem of four devices. The range of its model is batches of 64 to 256."""
     return (
         f"plan {stored / 'problem.json'} --model {model} --algorithm size_greedy --out "
         f"{stored / 'grouped.json'}"

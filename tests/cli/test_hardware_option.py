@@ -93,18 +93,18 @@ def test_an_offer_may_have_a_profile(here, capsys):
 
 
 @pytest.mark.parametrize(
-    "given, said",
+    "given, message",
     [
         ("--hardware gtx-1080", "profile 'gtx-1080' is not known; known are "),
         ("--hardware absent.json", "absent.json"),
         (f"--hardware {CARD} --confidence 0.9", "has no quantiles"),
     ],
 )
-def test_a_profile_that_cannot_be_used_is_one_line(here, given, said, capsys):
+def test_a_profile_that_cannot_be_used_is_one_line(here, given, message, capsys):
     capsys.readouterr()
     assert main(f"plan problem.json {given} --out x.json".split()) == 1
     out, err = capsys.readouterr()
-    assert said in err.splitlines()[-1] and not out and not (here / "x.json").exists()
+    assert message in err.splitlines()[-1] and not out and not (here / "x.json").exists()
 
 
 @pytest.mark.parametrize(

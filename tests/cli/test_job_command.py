@@ -26,13 +26,13 @@ def folder(tmp_path):
     return tmp_path / "job"
 
 
-def said(capsys, *argv):
+def output_of(capsys, *argv):
     code = main([str(a) for a in argv])
     return code, *capsys.readouterr()
 
 
 def test_read_says_what_the_step_spends_and_why(folder, capsys):
-    code, out, err = said(capsys, "job", "read", folder)
+    code, out, err = output_of(capsys, "job", "read", folder)
     assert code == 0
     for words in ("lookups forward", "waiting for the last rank", "named"):
         assert words in out
@@ -41,7 +41,7 @@ def test_read_says_what_the_step_spends_and_why(folder, capsys):
 
 
 def test_read_compares_with_a_model_and_writes_the_corrected_one(folder, model, tmp_path, capsys):
-    code, out, _ = said(capsys, "job", "read", folder, "--model", model, "--out", tmp_path / "corrected")
+    code, out, _ = output_of(capsys, "job", "read", folder, "--model", model, "--out", tmp_path / "corrected")
     assert code == 0 and "step 18.0 ms measured" in out and "exchange of outputs" in out
     lineage = composite.load(tmp_path / "corrected").meta["provenance"]["job"]
     name = f"{folder.name}-00001000"
@@ -49,17 +49,25 @@ def test_read_compares_with_a_model_and_writes_the_corrected_one(folder, model, 
     assert lineage["traces"][name].keys() == {"0", "1"}
     # What the job takes is what its corrected model says.
     problem = tmp_path / "problem.json"
-    assert said(capsys, "job", "read", folder, "--model", model, "--out-problem", problem)[0] == 0
+    assert output_of(capsys, "job", "read", folder, "--model", model, "--out-problem", problem)[0] == 0
     plan = tmp_path / "plan.json"
     given = files.read_problem(problem)
     files.write_plan(plan, rebind_tables(UNEVEN, given), given)
-    code, out, _ = said(capsys, "price", plan, "--problem", problem, "--model", tmp_path / "corrected")
+    code, out, _ = output_of(capsys, "price", plan, "--problem", problem, "--model", tmp_path / "corrected")
     assert code == 0 and json.loads(out)["total_ms"] == pytest.approx(18.0, rel=0.01)
+
+
+def test_a_trace_of_another_plan_is_read_and_corrects_nothing(model, tmp_path, capsys):
+    traced_step(tmp_path / "job", entered=2.0)
+    options = ("--model", model, "--out", tmp_path / "corrected")
+    code, out, err = output_of(capsys, "job", "read", tmp_path / "job", *options)
+    assert code == 1 and "Ranks wait up to 3.0 ms" in out and not (tmp_path / "corrected").exists()
+    assert "the trace is of another plan or job: nothing is corrected by it" in err.splitlines()[-1]
 
 
 def test_propose_says_what_a_better_plan_brings(folder, model, tmp_path, capsys):
     out_plan, out_problem = tmp_path / "plan.json", tmp_path / "problem.json"
-    code, out, _ = said(
+    code, out, _ = output_of(
         capsys, "job", "read", folder, "--model", model, "--propose", "--budget-evals", 300, "--out-plan", out_plan,
         "--out-problem", out_problem,
     )  # fmt: skip
@@ -71,7 +79,9 @@ def test_propose_says_what_a_better_plan_brings(folder, model, tmp_path, capsys)
 
 def test_a_profile_is_corrected_as_a_model_is(folder, tmp_path, capsys):
     out = tmp_path / "profile.json"
-    code, text, _ = said(capsys, "job", "read", folder, "--hardware", "nvidia-h100-sxm", "--out-profile", out)
+    code, text, _ = output_of(
+        capsys, "job", "read", folder, "--hardware", "nvidia-h100-sxm", "--out-profile", out
+    )
     assert code == 0 and "step 18.0 ms measured" in text
     assert "corrected by traces of step-00001000" in load_profile(out).rates["read_gbps"].source
 
@@ -79,7 +89,7 @@ def test_a_profile_is_corrected_as_a_model_is(folder, tmp_path, capsys):
 def test_watch_says_each_step_once(folder, capsys):
     traced_step(folder, 2000)
     traced_step(folder, 3000, ranks=(0,))  # not all ranks wrote theirs yet
-    code, out, _ = said(capsys, "job", "watch", folder, "--steps", 2, "--seconds", 0.01)
+    code, out, _ = output_of(capsys, "job", "watch", folder, "--steps", 2, "--seconds", 0.01)
     assert code == 0 and [line.split(":")[0] for line in out.splitlines()] == [
         "step-00001000",
         "step-00002000",
@@ -89,7 +99,7 @@ def test_watch_says_each_step_once(folder, capsys):
 def test_watch_names_a_damaged_step_and_goes_on(folder, capsys):
     (traced_step(folder, 2000) / job_folder.JOB_JSON).write_text("{")
     traced_step(folder, 3000)
-    code, out, err = said(capsys, "job", "watch", folder, "--steps", 3, "--seconds", 0.01)
+    code, out, err = output_of(capsys, "job", "watch", folder, "--steps", 3, "--seconds", 0.01)
     assert code == 0 and "step-00003000: Ranks wait" in out
     assert "step-00002000: " in err and "job.json is not whole JSON" in err
 
@@ -97,12 +107,12 @@ def test_watch_names_a_damaged_step_and_goes_on(folder, capsys):
 def test_watch_says_that_it_waits(folder, tmp_path, capsys, monkeypatch):
     (tmp_path / "later").mkdir()
     monkeypatch.setattr("time.sleep", lambda _: traced_step(tmp_path / "later"))
-    code, _, err = said(capsys, "job", "watch", tmp_path / "later", "--steps", 1)
+    code, _, err = output_of(capsys, "job", "watch", tmp_path / "later", "--steps", 1)
     assert code == 0 and "later has no traced step of all ranks yet; waiting for one" in err
 
 
 def test_watch_refuses_a_model_that_cannot_be_read_at_once(folder, tmp_path, capsys):
-    code, out, err = said(capsys, "job", "watch", folder, "--model", tmp_path / "typo")
+    code, out, err = output_of(capsys, "job", "watch", folder, "--model", tmp_path / "typo")
     assert code == 1 and "typo" in err and not out
 
 
@@ -113,7 +123,7 @@ def test_a_problem_of_other_ranks_is_refused(folder, model, problem, tmp_path, c
     )
     files.write_problem(tmp_path / "problem.json", other)
     files.write_plan(plan, Plan(tuple(column(t, 0) for t in other.tables)), other)
-    code, _, err = said(
+    code, _, err = output_of(
         capsys,
         "job",
         "read",
@@ -137,14 +147,14 @@ def test_a_problem_of_other_ranks_is_refused(folder, model, problem, tmp_path, c
     ],
 )
 def test_options_that_do_not_go_together_are_refused(folder, options, words, capsys):
-    code, _, err = said(capsys, "job", "read", folder, *options)
+    code, _, err = output_of(capsys, "job", "read", folder, *options)
     assert code == 1 and words in err
 
 
 def test_traces_without_a_plan_are_read_and_not_compared(tmp_path, model, capsys):
     write(tmp_path / "traces", 0, gloo_step(), 1)
-    assert said(capsys, "job", "read", tmp_path / "traces")[0] == 0
-    code, _, err = said(capsys, "job", "read", tmp_path / "traces", "--model", model)
+    assert output_of(capsys, "job", "read", tmp_path / "traces")[0] == 0
+    code, _, err = output_of(capsys, "job", "read", tmp_path / "traces", "--model", model)
     assert code == 1 and "without a problem and a plan" in err
 
 
@@ -193,14 +203,14 @@ def test_a_traced_step_joins_a_dataset_and_training_on_it(folder, model, tmp_pat
     compute = compute_samples(linear_law, 60)
     dataset.write_compute(data, compute, dataset.write_pool(data, pool()))
     dataset.write_comm(data, comm_samples(20))
-    code, _, err = said(capsys, "job", "read", folder, "--model", model, "--append", data)
+    code, _, err = output_of(capsys, "job", "read", folder, "--model", model, "--append", data)
     assert code == 0 and f"a traced step, which `train {data}` joins" in err
-    code, _, err = said(capsys, "train", data, "--out", tmp_path / "joined")
+    code, _, err = output_of(capsys, "train", data, "--out", tmp_path / "joined")
     assert code == 0 and "1 traced steps of" in err and "error on held-out traces" in err
-    code, out, _ = said(capsys, "report", data)
+    code, out, _ = output_of(capsys, "report", data)
     assert code == 0 and "traced steps" in out and "1 of job" in out
 
 
 def test_appending_needs_a_model_which_names_the_hardware(folder, tmp_path, capsys):
-    code, _, err = said(capsys, "job", "read", folder, "--append", tmp_path)
+    code, _, err = output_of(capsys, "job", "read", folder, "--append", tmp_path)
     assert code == 1 and "--append needs --model or --hardware" in err

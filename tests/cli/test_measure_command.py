@@ -36,7 +36,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "asked, said",
+    "asked, message",
     [
         (["--exchanges", "1000000000000"], "measure has exchanges 1000000000000; it needs 0 to 1,000,000"),
         (["--steps", "1000000000000"], "measure has steps 1000000000000; it needs 0 to 1,000,000"),
@@ -57,11 +57,13 @@ def folder(tmp_path):
         (["--device", "cuda", "--hardware", "nvidia-h200"], "there is no CUDA device here"),
     ],
 )
-def test_what_cannot_be_is_one_line_before_anything_starts(asked, said, command, folder, monkeypatch, capsys):
+def test_what_cannot_be_is_one_line_before_anything_starts(
+    asked, message, command, folder, monkeypatch, capsys
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main([*command, *asked]) == 1
     err = capsys.readouterr().err
-    assert err.startswith("error: ") and said in err and err.count("\n") == 1
+    assert err.startswith("error: ") and message in err and err.count("\n") == 1
     assert not folder.exists()
 
 
@@ -81,16 +83,18 @@ def command(tables, tmp_path, folder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "asked, said",
+    "asked, message",
     [
         (["--optimizer", "lamb"], "FBGEMM does not train fp32 weights with lamb on cpu (Optimizer lamb is"),
         (["--precision", "bf16"], "FBGEMM does not train bf16 weights with exact_sgd on cpu ("),
     ],
 )
-def test_what_fbgemm_does_not_train_is_one_line_that_names_what_it_does(asked, said, command, folder, capsys):
+def test_what_fbgemm_does_not_train_is_one_line_that_names_what_it_does(
+    asked, message, command, folder, capsys
+):
     assert main([*command, "--samples", "1", *asked]) == 1
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and said in err and "here it trains exact_sgd with fp32 or fp16; " in err
+    assert err.count("\n") == 1 and message in err and "here it trains exact_sgd with fp32 or fp16; " in err
     assert not folder.exists()
 
 
@@ -130,21 +134,23 @@ def drawn(live, n: int) -> list:
 def test_it_says_what_is_missing_measures_it_and_has_it(command, live, folder, capsys):
     wanted = ["--samples", "6", "--exchanges", "2", "--steps", "2"]
     assert main([*command, *wanted, "--dry-run"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert re.search(
-        r"6 of the first 6 samples are missing in .*: about [\d.]+ min at [\d.]+ a second\n", said
+        r"6 of the first 6 samples are missing in .*: about [\d.]+ min at [\d.]+ a second\n", output
     )
-    assert "2 of the first 2 exchanges are missing" in said and "2 of the first 2 steps are missing" in said
+    assert (
+        "2 of the first 2 exchanges are missing" in output and "2 of the first 2 steps are missing" in output
+    )
     assert not folder.exists()
     assert main([*command, *wanted]) == 0
-    said = capsys.readouterr().out
-    assert f"measuring for {SETTING} into {folder}, 0 samples there already" in said
-    assert float(re.search(r"the reference op takes ([\d.e-]+) ms", said)[1]) > 0
+    output = capsys.readouterr().out
+    assert f"measuring for {SETTING} into {folder}, 0 samples there already" in output
+    assert float(re.search(r"the reference op takes ([\d.e-]+) ms", output)[1]) > 0
     assert re.search(
-        r"6 samples, [\d.]+ a second, \d+% of the time in kernels, \d+% in runs that entered a median", said
+        r"6 samples, [\d.]+ a second, \d+% of the time in kernels, \d+% in runs that entered a median", output
     )
-    assert "2 of 2 exchanges" in said and "2 of 2 steps" in said
-    assert len(replays.digests(folder)) == 1 + ("disturbed" in said)
+    assert "2 of 2 exchanges" in output and "2 of 2 steps" in output
+    assert len(replays.digests(folder)) == 1 + ("disturbed" in output)
     reference = reference_request(live, SETTING, SHAPE)
     assert {s.request for s in dataset.read_compute(folder)} == {reference, *drawn(live, 6)}
     assert all(s.error is None and s.setting == SETTING for s in dataset.read_compute(folder))
@@ -163,9 +169,9 @@ def test_a_rerun_measures_what_was_disturbed_failed_or_is_wanted_again(command, 
     kept[4] = dataclasses.replace(kept[4], forward=None, backward=None, error="out of memory")
     dataset.write_compute(folder, [*kept, measured(reference, 1e6)], dataset.write_pool(folder, tables))
     assert main([*command, "--samples", "7", "--again", "1"]) == 0
-    said = capsys.readouterr().out
-    assert "6 samples there already, 1 of them disturbed and to be measured again\n" in said
-    assert "4 samples, " in said and "the reference op takes" not in said
+    output = capsys.readouterr().out
+    assert "6 samples there already, 1 of them disturbed and to be measured again\n" in output
+    assert "4 samples, " in output and "the reference op takes" not in output
     new = {s.request: s for s in dataset.read_timings(folder) if s.measured_at > 1.0}
     assert set(new) - {reference} == {requests[i] for i in (0, 3, 4, 6)}
     assert all(s.slowdown < 1e-3 and s.total_ms > 1e3 for s in new.values())
@@ -257,7 +263,7 @@ def wait_for(run, line: str, timeout_s: float = 120.0) -> None:
     ending = threading.Timer(timeout_s, os.killpg, (run.pid, signal.SIGKILL))
     ending.start()
     try:
-        if not any(re.search(line, said) for said in run.stdout):
+        if not any(re.search(line, output) for output in run.stdout):
             pytest.fail(f"it ended without saying {line!r}: {run.stderr.read()}")
     finally:
         ending.cancel()

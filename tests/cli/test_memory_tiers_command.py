@@ -27,11 +27,11 @@ def asked(problem, tmp_path):
 def test_it_decides_which_rows_lie_in_device_memory(asked, tmp_path, capsys):
     out = tmp_path / "tiered.json"
     assert main([*asked, "--host-gib", "1", "--out", str(out)]) == 0
-    said, found = capsys.readouterr().out, files.read_problem(out)
+    output, found = capsys.readouterr().out, files.read_problem(out)
     cached = [table.name for table in found.tables if 0 < table.load_factor < 1]
-    assert cached and all(re.search(rf"{name} +fused_uvm_caching", said) for name in cached)
+    assert cached and all(re.search(rf"{name} +fused_uvm_caching", output) for name in cached)
     assert found.topology.memory == (Memory("host", 1 << 30, 25.0),)
-    saved = [float(x) for x in re.findall(r"^\d+ GiB +([\d.]+)", said, re.MULTILINE)]
+    saved = [float(x) for x in re.findall(r"^\d+ GiB +([\d.]+)", output, re.MULTILINE)]
     assert saved == sorted(saved) and saved[0] > 0
     again = tmp_path / "again.json"
     assert main(["tiers", str(out), "--out", str(again)]) == 0  # the problem says what hosts have
@@ -42,8 +42,8 @@ def test_with_a_model_it_writes_a_plan_that_fits(asked, model, tmp_path, capsys)
     out, plan = tmp_path / "tiered.json", tmp_path / "plan.json"
     given = [*asked, "--host-gib", "1", "--model", str(model), "--budget-evals", "200"]
     assert main([*given, "--out", str(out), "--plan", str(plan)]) == 0
-    said, progress = capsys.readouterr()
-    assert said.count("(best)") == 1 and "of the memory for rows shared out first: " in progress
+    output, progress = capsys.readouterr()
+    assert output.count("(best)") == 1 and "of the memory for rows shared out first: " in progress
     found = files.read_problem(out)
     assert max(lower(files.read_plan(plan, found), found).memory_bytes) <= 15 << 20
     priced = tmp_path / "cost.json"
@@ -54,7 +54,7 @@ def test_with_a_model_it_writes_a_plan_that_fits(asked, model, tmp_path, capsys)
 def test_a_plan_without_its_problem_is_refused_before_any_search(asked, model, tmp_path, capsys):
     plan = tmp_path / "plan.json"
     assert main([*asked, "--host-gib", "1", "--model", str(model), "--plan", str(plan)]) == 1
-    assert "--plan " in (said := capsys.readouterr().err) and "needs --out" in said and not plan.exists()
+    assert "--plan " in (output := capsys.readouterr().err) and "needs --out" in output and not plan.exists()
 
 
 def test_what_fits_is_left_alone(asked, problem, tmp_path, capsys):

@@ -38,7 +38,7 @@ def content(folder):
 
 
 @pytest.mark.parametrize(
-    "asked, said",
+    "asked, message",
     [
         ("plan problem.json --model m --out m/model.json", "--out m/model.json is in the model that is read"),
         ("plan problem.json --model m --out m/new.json", "--out m/new.json is in the model that is read"),
@@ -86,11 +86,13 @@ def content(folder):
         ("plan problem.json --model m --out loop/x", "--out loop/x cannot be written: Too many levels of"),
     ],
 )
-def test_an_output_that_cannot_be_written_or_lies_on_what_is_read_is_refused_first(here, capsys, asked, said):
+def test_an_output_that_cannot_be_written_or_lies_on_what_is_read_is_refused_first(
+    here, capsys, asked, message
+):
     before = content(here)
     assert main(asked.split()) == 1
     out, err = capsys.readouterr()
-    assert err.startswith("error: ") and said in err and err.count("\n") == 1 and out == ""
+    assert err.startswith("error: ") and message in err and err.count("\n") == 1 and out == ""
     assert content(here) == before
 
 
@@ -116,8 +118,8 @@ def test_an_empty_path_and_a_number_that_no_machine_has_are_bad_usage(here, caps
     before = content(here)
     with pytest.raises(SystemExit) as error:
         main(asked)
-    said = capsys.readouterr().err
-    assert error.value.code == 2 and ": error: argument " in said and "invalid" not in said
+    output = capsys.readouterr().err
+    assert error.value.code == 2 and ": error: argument " in output and "invalid" not in output
     assert content(here) == before
 
 
@@ -170,7 +172,7 @@ def test_no_control_character_of_a_name_or_text_reaches_the_terminal(here, capsy
 
 
 def test_every_path_that_a_command_writes_is_an_output():
-    """By its help: a command that forgot one would write over what it reads."""
+    """Its help names such paths. A command without the mark could write over its inputs."""
     parsers = _commands(parser_of_all())
     assert len(parsers) > 15
     writes = {

@@ -43,8 +43,8 @@ def test_groups_and_memory_tiers_are_decided_together(large, model, tmp_path, ca
     tiered = tmp_path / "tiered.json"
     asked = stored(large, tmp_path, model, "--groups", "1", "--tiers", "--out-problem", str(tiered))
     assert main(asked) == 0
-    said = capsys.readouterr().out
-    assert "memory tiers" in said and "2 groups of 1 device, synchronised every step: " in said
+    output = capsys.readouterr().out
+    assert "memory tiers" in output and "2 groups of 1 device, synchronised every step: " in output
     whole = files.read_problem(tiered)
     grouped = read_grouped(tmp_path / "plan.json", whole)
     assert any(table.in_host_memory for table in whole.tables) and whole.topology == large.topology
@@ -53,10 +53,10 @@ def test_groups_and_memory_tiers_are_decided_together(large, model, tmp_path, ca
     price = ["price", str(tmp_path / "plan.json"), "--problem", str(tiered), "--model", str(model)]
     assert main(price) == 0
     found = json.loads(capsys.readouterr().out)["total_ms"]
-    assert f"{found:.3f} ms predicted" in said
+    assert f"{found:.3f} ms predicted" in output
     assert main([*price, "--explain"]) == 0
-    said = capsys.readouterr().out
-    assert said.index("memory tiers") < said.index("The plan of one group:")
+    output = capsys.readouterr().out
+    assert output.index("memory tiers") < output.index("The plan of one group:")
 
 
 def test_hot_rows_and_towers_are_decided_together(problem, model, tmp_path, capsys):
@@ -76,8 +76,8 @@ def test_hot_rows_and_towers_are_decided_together(problem, model, tmp_path, caps
         "--hot-rows --towers {0}/towers.json --out-problem {0}/hot.json",
     )
     assert main(asked) == 0
-    said = capsys.readouterr().out
-    assert "their lookups" in said and "With towers of ratio 4" in said and "hosts found" in said
+    output = capsys.readouterr().out
+    assert "their lookups" in output and "With towers of ratio 4" in output and "hosts found" in output
     whole = files.read_problem(hot)
     plan = files.read_plan(tmp_path / "plan.json", whole)
     assert any(table.name.endswith("_hot") for table in whole.tables) and whole.job.tower_ratio is None
@@ -92,8 +92,8 @@ def test_a_plan_is_gone_on_from_with_rows_in_host_memory(large, model, tmp_path,
     assert main(given.split()) == 0
     more = "--tiers --out-problem {0}/t.json --start {0}/old.json --start-problem {0}/roomy.json"
     assert main(stored(large, tmp_path, model, more, "--max-moved-tables 0")) == 0
-    said = capsys.readouterr().out
-    assert f"starting from {old}; " in said and "plan to start from" in said
+    output = capsys.readouterr().out
+    assert f"starting from {old}; " in output and "plan to start from" in output
     now = files.read_plan(tmp_path / "plan.json", files.read_problem(tmp_path / "t.json"))
     moved, was = now.provenance["moved"], files.read_plan(old, roomy)
     assert moved["chosen"]["bytes"] == 0
@@ -129,8 +129,8 @@ def test_a_cluster_is_chosen_with_groups(problem, model, tmp_path, capsys):
     own = tmp_path / "own.json"
     given = "plan {0}/p.json --offers {0}/offers.json --step-ms 1e6 --groups 2 --algorithm size_greedy"
     assert main(f"{given} --out {{0}}/plan.json --out-problem {own}".format(tmp_path).split()) == 0
-    said = capsys.readouterr().out
-    assert "1 x 'box': cheapest with step_ms 1e+06" in said and "all 2 devices as one group" in said
+    output = capsys.readouterr().out
+    assert "1 x 'box': cheapest with step_ms 1e+06" in output and "all 2 devices as one group" in output
     assert files.read_plan(tmp_path / "plan.json", files.read_problem(own)).provenance["model_digest"]
 
 

@@ -25,9 +25,9 @@ def test_plan_improves_a_plan_that_there_is(stored, model, capsys):
     again = ["plan", problem, "--model", str(model), "--budget-evals", "2000", "--out", new, "--start", old]
     assert main([*again, "--max-moved-tables", "0"]) == 0
     before, after = (files.read_plan(p, files.read_problem(problem)) for p in (old, new))
-    said = capsys.readouterr().out
-    assert before == after and f"starting from {old}, which cost" in said
-    assert f"under {SETTING}, data unknown, model {model_digest(model)[:8]}" in said
+    output = capsys.readouterr().out
+    assert before == after and f"starting from {old}, which cost" in output
+    assert f"under {SETTING}, data unknown, model {model_digest(model)[:8]}" in output
     # A move of two hours does not pay back in a second.
     rates = stored / "rates.json"
     write_move_rates(rates, MoveRates(7200.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0))
@@ -35,8 +35,8 @@ def test_plan_improves_a_plan_that_there_is(stored, model, capsys):
     assert files.read_plan(new, files.read_problem(problem)).placements == before.placements
     assert "nothing moves" in capsys.readouterr().out
     assert main([*again, "--moves-pay-back-in", "9999h"]) == 0
-    said = capsys.readouterr().out
-    assert "; the move takes" in said and "and pays back in" in said
+    output = capsys.readouterr().out
+    assert "; the move takes" in output and "and pays back in" in output
     assert main(again) == 0
     assert (
         files.read_plan(new, files.read_problem(problem)).provenance["predicted_ms"]
@@ -68,7 +68,7 @@ def test_a_plan_goes_on_where_tables_grew_and_a_device_is_gone(stored, model, pr
         f"--max-moved-tables 1 --out {new}"
     ).split()
     assert main([*asked, "--without", "1", "2", "--without", "5", "6"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     found = files.read_plan(new, files.read_problem(now))
     moved, homes = found.provenance["moved"], {p.shard.table.name: p.devices for p in found.placements}
     assert moved["forced"]["tables"] and not moved["added"] and len(moved["chosen"]["tables"]) <= 1
@@ -81,10 +81,10 @@ def test_a_plan_goes_on_where_tables_grew_and_a_device_is_gone(stored, model, pr
     others = {name for name, device in stays.items() if homes[name] != (device,)}
     assert others == set(moved["chosen"]["tables"])
     assert (
-        "12 tables," in said
-        and "had to (" in said
-        and "24 tables of another shape" in said
-        and "more than the limit of 1 tables, which does not count what had to move" in said
+        "12 tables," in output
+        and "had to (" in output
+        and "24 tables of another shape" in output
+        and "more than the limit of 1 tables, which does not count what had to move" in output
     )
     assert moved["new_bytes"] == sum(t.bytes for t in grown) - sum(t.bytes for t in problem.tables)
     assert main([*asked, "--without", "9"]) == 1
@@ -94,7 +94,7 @@ def test_a_plan_goes_on_where_tables_grew_and_a_device_is_gone(stored, model, pr
 
 
 def test_a_plan_that_fits_no_more_is_named_and_can_be_a_start(stored, model, capsys):
-    """As one of an older version that counted less: with a little more than the memory there is now."""
+    """Like a plan of an earlier version that counted less memory: it was made with a little more than there is now."""
     old, new, path = stored / "old.json", stored / "new.json", stored / "problem.json"
     given = files.read_problem(path)
     plan = Plan(tuple(column(t, i % 2) for i, t in enumerate(given.tables)))
@@ -109,12 +109,12 @@ def test_a_plan_that_fits_no_more_is_named_and_can_be_a_start(stored, model, cap
     asked = ["--problem", str(path), "--model", str(model)]
     for command in (["price", str(old), *asked], ["replay", str(old), *asked[:2]]):
         assert main(command) == 1
-        said = capsys.readouterr().err
-        assert said.startswith(f"error: {old}: device ") and said.count("\n") == 1
+        output = capsys.readouterr().err
+        assert output.startswith(f"error: {old}: device ") and output.count("\n") == 1
         assert re.search(
             r"would hold .* MiB \(weights .*\); it may hold .*, 1000 bytes too little\. .*"
             r"counted less when the plan was made; .*plan --start PLAN\.json searches one",
-            said,
+            output,
         )
     assert (
         main(["plan", str(path), *asked[2:], "--budget-evals", "500", "--start", str(old), "--out", str(new)])
@@ -128,8 +128,8 @@ def test_plan_and_price_explain(stored, model, capsys):
     problem, plan = (str(stored / n) for n in ("problem.json", "plan.json"))
     asked = f"plan {problem} --model {model} --algorithm neuroshard --budget-evals 400 --out {plan}".split()
     assert main([*asked, "--explain"]) == 0
-    said = capsys.readouterr().out
-    assert "is ready last" in said and "size_greedy" in said
+    output = capsys.readouterr().out
+    assert "is ready last" in output and "size_greedy" in output
     provenance = files.read_plan(plan, files.read_problem(problem)).provenance
     assert main(["price", plan, "--problem", problem, "--model", str(model), "--explain"]) == 0
     priced = capsys.readouterr().out
@@ -145,7 +145,7 @@ def test_a_file_that_is_read_is_not_written_over(stored, model, capsys):
 
 
 @pytest.mark.parametrize(
-    "asked, said",
+    "asked, message",
     [
         (
             "replay plan.json other.json --problem problem.json --out other.json",
@@ -166,12 +166,12 @@ def test_a_file_that_is_read_is_not_written_over(stored, model, capsys):
         ),
     ],
 )
-def test_no_file_that_any_command_writes_is_one_that_it_reads(asked, said, tmp_path, monkeypatch, capsys):
+def test_no_file_that_any_command_writes_is_one_that_it_reads(asked, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("problem.json", "plan.json", "other.json"):
         Path(name).write_text("kept")
     assert main(asked.split()) == 1
-    assert capsys.readouterr().err.startswith(f"error: {said}")
+    assert capsys.readouterr().err.startswith(f"error: {message}")
     assert {p.read_text() for p in tmp_path.iterdir()} == {"kept"}
 
 
@@ -238,8 +238,8 @@ def test_a_problem_says_how_a_step_runs_and_keeps_memory_for_the_dense_part(tmp_
     assert files.read_problem(path).job == Job(forward_payload="fp16", backward_payload="bf16")
     capsys.readouterr()
     assert main([*made, "--dense-forward-ms", "2"]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("error: job has dense_forward_ms 2.0 and dense_backward_ms None; it needs both")
+    output = capsys.readouterr().err
+    assert output.startswith("error: job has dense_forward_ms 2.0 and dense_backward_ms None; it needs both")
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ def test_a_policy_is_trained_and_plans_with_and_without_a_budget(stored, model, 
     problem, policy, plan = (str(stored / n) for n in ("problem.json", "policy", "plan.json"))
     given = f"train-policy dreamshard_direct --model {model} --pool {pool} --like {problem} --out {policy}"
     assert main([*given.split(), *QUICK]) == 0
-    said = capsys.readouterr()
-    assert "round 2: validation_cost" in said.err and json.loads(said.out)["test_solved"] == 1
+    output = capsys.readouterr()
+    assert "round 2: validation_cost" in output.err and json.loads(output.out)["test_solved"] == 1
     meta = read_policy(policy).meta
     assert meta["provenance"] == {"model_digest": model_files.model_digest(model)}
     assert meta["config"]["problems_drawn"]["devices"] == len(files.read_problem(problem).topology)
@@ -42,7 +42,7 @@ def test_a_policy_is_trained_and_plans_with_and_without_a_budget(stored, model, 
 
 
 @pytest.mark.parametrize(
-    "arguments, said",
+    "arguments, message",
     [
         (["--algorithm", "dreamshard"], "algorithm 'dreamshard' needs a policy 'dreamshard', and none was"),
         (["--algorithm", "autoshard_columns"], "algorithm 'autoshard_columns' needs a policy 'autoshard'"),
@@ -52,14 +52,16 @@ def test_a_policy_is_trained_and_plans_with_and_without_a_budget(stored, model, 
         (["--policy", "MODEL"], "policy.json: No such file"),
     ],
 )
-def test_a_policy_that_is_missing_or_of_no_use_is_refused_in_one_line(arguments, said, stored, model, capsys):
+def test_a_policy_that_is_missing_or_of_no_use_is_refused_in_one_line(
+    arguments, message, stored, model, capsys
+):
     write_policy(stored / "policy", untrained("autoshard", hardware="other"))
     named = {"POLICY": str(stored / "policy"), "MODEL": str(model)}
     arguments = [named.get(a, a) for a in arguments]
     asked = ["plan", str(stored / "problem.json"), "--model", str(model), "--out", str(stored / "plan.json")]
     assert main([*asked, *arguments]) == 1
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1 and not (stored / "plan.json").exists()
+    assert message in error and error.count("\n") == 1 and not (stored / "plan.json").exists()
 
 
 def test_groups_are_planned_by_a_policy_too(stored, model, capsys):
@@ -71,7 +73,7 @@ def test_groups_are_planned_by_a_policy_too(stored, model, capsys):
 
 
 @pytest.mark.parametrize(
-    "more, said",
+    "more, message",
     [
         (["alphashard"], "there is no policy 'alphashard'; known are dreamshard"),
         (["autoshard", "--min-tables", "9", "--max-tables", "6"], "has max_tables 6; it needs 9 to"),
@@ -79,10 +81,10 @@ def test_groups_are_planned_by_a_policy_too(stored, model, capsys):
         (["autoshard", "--min-tables", "30", "--max-tables", "60"], "half of the pool is for training"),
     ],
 )
-def test_training_refuses_what_it_cannot_do(more, said, stored, model, pool, capsys):
+def test_training_refuses_what_it_cannot_do(more, message, stored, model, pool, capsys):
     asked = ["train-policy", *more, "--model", str(model), "--pool", str(pool)]
     assert main([*asked, "--out", str(stored / "policy")]) == 1
-    assert said in capsys.readouterr().err and not (stored / "policy").exists()
+    assert message in capsys.readouterr().err and not (stored / "policy").exists()
 
 
 def test_what_is_trained_needs_a_folder_before_it_begins(stored, model, pool, capsys):
@@ -92,5 +94,5 @@ def test_what_is_trained_needs_a_folder_before_it_begins(stored, model, pool, ca
         ["train", str(stored)],
     ):
         assert main([*asked, "--out", out]) == 1
-        said = capsys.readouterr().err
-        assert said == f"error: --out {out} is a file; it needs to be a folder\n"
+        output = capsys.readouterr().err
+        assert output == f"error: --out {out} is a file; it needs to be a folder\n"

@@ -63,7 +63,7 @@ def test_fit_moves_the_rates_that_timings_depend_on(here, capsys):
 
 
 @pytest.mark.parametrize(
-    "command, said",
+    "command, message",
     [
         ("show h100", "profile 'h100' is not known; known are "),
         ("show absent.json", "absent.json"),
@@ -74,11 +74,11 @@ def test_fit_moves_the_rates_that_timings_depend_on(here, capsys):
         (f"fit t.csv --from {CARD} --out t.csv", "--out t.csv is the timings that is read"),
     ],
 )
-def test_bad_input_is_one_line(here, command, said, capsys):
+def test_bad_input_is_one_line(here, command, message, capsys):
     write_csv()
     assert main(["profile", *command.split()]) == 1
     out, err = capsys.readouterr()
-    assert said in err and err.count("\n") == 1 and not out and not (here / "x.json").exists()
+    assert message in err and err.count("\n") == 1 and not out and not (here / "x.json").exists()
 
 
 def test_a_fit_to_nothing_says_why_timings_are_left_out(here, capsys):

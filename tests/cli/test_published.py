@@ -21,11 +21,11 @@ def test_history_diff_and_drift(problem, now, model, tmp_path, capsys):
     files.write_pool(tmp_path / "pool.json", now.tables)
     files.write_problem(tmp_path / "now.json", now)
     asked = f"drift {plans} shifting --model {model} --budget-evals 5000 --max-moved-tables 2 --fresh".split()
-    said = []
+    output = []
     for fresh in ("pool.json", "now.json"):
         assert main([*asked, str(tmp_path / fresh), "--out", str(tmp_path / "replan")]) == 0
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1] and "behind" in said[0]
+        output.append(capsys.readouterr().out)
+    assert output[0] == output[1] and "behind" in output[0]
     read = files.read_plan(
         tmp_path / "replan/plan.json", files.read_problem(tmp_path / "replan/problem.json")
     )

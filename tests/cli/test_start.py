@@ -1,4 +1,4 @@
-"""How the command line starts: at once, with what a command needs and nothing else."""
+"""Start of the command line: at once, with only the imports that a command needs."""
 
 import re
 import subprocess
@@ -65,8 +65,8 @@ def test_output_that_nobody_reads_is_no_error(tmp_path):
     command = [sys.executable, "-m", "shardcore", "problem", "hugectr-180", "--out", tmp_path / "p.json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         running.stdout.close()
-        said = running.stderr.read()
-    assert (running.returncode, said) == (141, "") and (tmp_path / "p.json").exists()
+        output = running.stderr.read()
+    assert (running.returncode, output) == (141, "") and (tmp_path / "p.json").exists()
 
 
 @pytest.mark.parametrize("command", [["-h"], ["plan", "-h"]])

@@ -58,16 +58,16 @@ def test_plan_keeps_groups_on_hosts_and_says_what_crosses_them(on_two_hosts, mod
 
 
 @pytest.mark.parametrize(
-    "towers, said",
+    "towers, message",
     [
         ({"compression_ratio": 0.5, "towers": [["t0"]]}, "compression_ratio 0.5; it needs 1 to 1,000,000"),
         ({"compression_ratio": 2, "towers": [["nobody"]]}, "table 'nobody', which problem 'shifting' does"),
     ],
 )
-def test_towers_that_cannot_be_are_one_line(on_two_hosts, model, capsys, towers, said):
+def test_towers_that_cannot_be_are_one_line(on_two_hosts, model, capsys, towers, message):
     assert main(asked(on_two_hosts, model, towers)) == 1
     err = capsys.readouterr().err
-    assert said in err and err.count("\n") == 1 and not (on_two_hosts / "plan.json").exists()
+    assert message in err and err.count("\n") == 1 and not (on_two_hosts / "plan.json").exists()
 
 
 def test_towers_need_hosts_and_no_groups(stored, model, capsys):

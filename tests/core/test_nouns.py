@@ -52,8 +52,8 @@ def job(**fields) -> Job:
     return Job(**{"dense_forward_ms": 1.0, "dense_backward_ms": 1.0} | fields)
 
 
-def collision(row_bytes=32, lookup_bytes=0) -> ManagedCollision:
-    return ManagedCollision(row_bytes, lookup_bytes)
+def collision(row_bytes=32, lookup_bytes=0, **fields) -> ManagedCollision:
+    return ManagedCollision(row_bytes, lookup_bytes, **fields)
 
 
 def problem_of(**fields) -> Problem:
@@ -102,7 +102,15 @@ REFUSED = {
         "backward_payload": ("fp7", "fp8-"),
         "replica_optimizer": ("lamb",),
     },
-    collision: {"row_bytes": (-1,), "lookup_bytes": ((1 << 20) + 1,)},
+    collision: {
+        "row_bytes": (-1,),
+        "lookup_bytes": ((1 << 20) + 1,),
+        "bytes": (-1,),
+        "buckets": (0, 2**20 + 1),
+        "probes": (-1,),
+        "input_size": (-1,),
+        "routing": ("sideways",),
+    },
     problem_of: {"global_batch": (0,), "optimizer": ("adagrad",)},
     constrained: {"reserved_bytes": (-1, 2**50 + 1)},
 }

@@ -160,7 +160,22 @@ def test_bytes_of_another_plan_are_named(model):
     step = traced(lower(by_columns(given), given), model)
     assert traced_factors.mismatches(lower(by_columns(given), given), step) == []
     [line, *_] = traced_factors.mismatches(lower(by_rows(given), given), step)
-    assert "the trace may be of another plan" in line
+    assert "the trace is of another plan or job" in line
+
+
+def test_bytes_of_a_smaller_payload_are_those_of_the_plan(model):
+    given = problem()
+    half = dataclasses.replace(given, job=dataclasses.replace(given.job, forward_payload="fp16"))
+    step = traced(lower(by_columns(given), given), model)
+    ranks = tuple(
+        dataclasses.replace(
+            r, exchanges=tuple(dataclasses.replace(x, n_bytes=x.n_bytes // 2) for x in r.exchanges)
+        )
+        for r in step.ranks
+    )
+    step = dataclasses.replace(step, ranks=ranks)
+    assert traced_factors.mismatches(lower(by_columns(half), half), step) == []
+    assert traced_factors.mismatches(lower(by_columns(given), given), step)
 
 
 def test_a_corrected_model_is_a_model_with_its_lineage(model, tmp_path):

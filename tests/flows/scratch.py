@@ -132,7 +132,7 @@ class Server:
 
 
 def timings(project: Project) -> set[tuple[str, float]]:
-    """Of a project's compute samples: id, and when it was measured."""
+    """Id and time of each of a project's compute samples."""
     return {(s.id, s.measured_at) for s in dataset.read_timings(project.folder / "data/measurements")}
 
 
@@ -151,11 +151,10 @@ class Run:
         return one_error(self.process.returncode, self.log())
 
 
-def with_logs(said: str, folder: Path) -> str:
-    """What commands in a project's folder printed, and what is in the log files that this names (see
-    tasks.console)."""
+def with_logs(message: str, folder: Path) -> str:
+    """Output of commands in a project's folder, with the log files that it names (see tasks.console)."""
     return "\n".join(
-        [said, *((folder / log).read_text() for log in re.findall(r" goes to (logs/\S+)", said))]
+        [message, *((folder / log).read_text() for log in re.findall(r" goes to (logs/\S+)", message))]
     )
 
 

@@ -131,7 +131,7 @@ PYTHON = Path(sys.executable).name
     ],
 )
 def test_of_a_killed_flow_nothing_is_left_and_while_it_ran_it_was_closed_to_others(killed, victim):
-    """It has a Prefect server and a Ray of its own."""
+    """The flow starts a Prefect server and a Ray."""
     project = killed
     shutil.rmtree(project.folder / "data/measurements", ignore_errors=True)
     goes_on = victim == f"{PYTHON} -I -S"  # without its guardian
@@ -278,8 +278,8 @@ def test_two_publishes_at_once_one_of_them_killed(promoted, rng, outcome):
         kill_group(one.process)
         assert list(store.history(plans, "small")) or not before  # whole, whatever it was at
         assert other.process.wait(120) == 0, other.log()
-    said = with_logs(promoted.run("flows.publish").stdout, promoted.folder)
-    [outcome.said] = re.findall(r"small: (?:kept|better), .*", said)
+    output = with_logs(promoted.run("flows.publish").stdout, promoted.folder)
+    [outcome.said] = re.findall(r"small: (?:kept|better), .*", output)
     after = [d.id for d in store.history(plans, "small")]
     outcome.lost = len(set(before) - set(after))
     outcome.completed = bool(store.load_plan(plans, "small")[0].placements)
@@ -394,7 +394,7 @@ def test_the_champion_changed_around_an_outage_of_mlflow_and_plans_follow_once(
         if registry.DIGEST_TAG in v.tags
     }
     then = min(ours - {now})
-    before, said = [d.id for d in store.history(plans, "small")], len(watching())
+    before, output = [d.id for d in store.history(plans, "small")], len(watching())
     meanwhile = rng.random() < 0.5
     if not meanwhile:
         client.set_registered_model_alias(name, registry.CHAMPION, then)
@@ -405,7 +405,7 @@ def test_the_champion_changed_around_an_outage_of_mlflow_and_plans_follow_once(
     if meanwhile:
         mlflow.MlflowClient(beside, beside).set_registered_model_alias(name, registry.CHAMPION, then)
     [outcome.said] = until(
-        lambda: re.findall(r"the registry at \S+ does not answer: .*", watching()[said:])[:1]
+        lambda: re.findall(r"the registry at \S+ does not answer: .*", watching()[output:])[:1]
     )
     tracking.start()
     until(lambda: publish_claim.read(client, name).published == then, timeout_s=240, every_s=0.5)
@@ -414,4 +414,4 @@ def test_the_champion_changed_around_an_outage_of_mlflow_and_plans_follow_once(
     outcome.lost = len(set(before) - set(after))
     last = store.last(plans, "small")
     outcome.completed = last.provenance["model_version"] == then and len(after) == len(before) + 1
-    assert outcome.lost == 0 and outcome.completed and "Traceback" not in watching(), watching()[said:]
+    assert outcome.lost == 0 and outcome.completed and "Traceback" not in watching(), watching()[output:]

@@ -35,9 +35,9 @@ def test_a_flow_says_what_it_does_or_what_it_does_not_know(flow, word, code, cap
         mock.patch.object(services, "run_flow", side_effect=ShardCoreError("the flow ran")),
     ):
         runpy.run_module(f"flows.{flow}", run_name="__main__")
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     assert ended.value.code == code
-    assert f"usage: python -m flows.{flow}" in said.out + said.err
+    assert f"usage: python -m flows.{flow}" in output.out + output.err
 
 
 def test_a_parameter_is_set_by_section_key_and_value():

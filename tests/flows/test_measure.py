@@ -91,7 +91,7 @@ def served(node):
 
 
 def estimated(project, monkeypatch, capsys):
-    """What a dry run says. (This process is connected to the cluster already.)"""
+    """The output of a dry run. This process is already connected to the cluster."""
     monkeypatch.chdir(project.folder)
     monkeypatch.setattr(flows.measure, "ray_cluster", contextlib.nullcontext)
     monkeypatch.setattr(console, "show", lambda kind, text: print(text))
@@ -103,9 +103,11 @@ def test_a_dry_run_estimates_and_takes_nothing(without_prefect, cluster, monkeyp
     with mock.patch("sys.argv", ["measure", "-h"]), pytest.raises(SystemExit):
         flows.measure.main()
     assert "--dry-run" in capsys.readouterr().out
-    said = estimated(without_prefect, monkeypatch, capsys)
-    assert f"compute: {SAMPLES} samples wanted, 0 there already, {SAMPLES} missing, 2 devices; about " in said
-    assert "a physical estimate" in said
+    output = estimated(without_prefect, monkeypatch, capsys)
+    assert (
+        f"compute: {SAMPLES} samples wanted, 0 there already, {SAMPLES} missing, 2 devices; about " in output
+    )
+    assert "a physical estimate" in output
     assert not (without_prefect.folder / "data/measurements").exists() and not workers(cluster)
 
 
@@ -153,8 +155,8 @@ def test_links_between_devices_of_the_cluster_are_found(toy, problem):
     path, alone = toy.folder / "p.json", toy.folder / "alone.json"
     files.write_problem(path, problem)
     files.write_problem(alone, dataclasses.replace(problem, topology=Topology((Device(1 << 30),))))
-    said = toy.run("flows.topology", str(path), "--out", "found.json", "--ranks", "ranks.json").stdout
-    assert "Device i of the new problem is that of the i-th rank in this order." in said
+    output = toy.run("flows.topology", str(path), "--out", "found.json", "--ranks", "ranks.json").stdout
+    assert "Device i of the new problem is that of the i-th rank in this order." in output
     assert files.read_problem(toy.folder / "found.json").topology.link("within_host").gbps > 0
     ranks = json.loads((toy.folder / "ranks.json").read_text())
     assert sorted(ranks["order"]) == [0, 1, 2, 3] and ranks["nodes"] == ["127.0.0.1"] * 4

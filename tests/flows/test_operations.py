@@ -164,7 +164,7 @@ def test_deployments_are_of_one_pool_with_checked_parameters(project, api):
 
 
 def test_the_run_of_a_change_is_asked_for_once_and_again_where_it_failed(project, api):
-    state, said = publish_claim.PublishState("m", "7", "6", 12.5), []
+    state, output = publish_claim.PublishState("m", "7", "6", 12.5), []
     there = len(runs(api, "publish"))
     for crashed in range(watch.ATTEMPTS):
         for _ in range(2):
@@ -174,10 +174,10 @@ def test_the_run_of_a_change_is_asked_for_once_and_again_where_it_failed(project
         assert "watch" in run.tags and len(runs(api, "publish")) == there + crashed + 1
         api.set_flow_run_state(run.id, Crashed(), force=True)
         ended = api.read_flow_run(run.id).state.timestamp.timestamp()
-        said.append(watch.publish_once(state, ended + watch.RETRY_S * (crashed + 1) - 5))
+        output.append(watch.publish_once(state, ended + watch.RETRY_S * (crashed + 1) - 5))
         if crashed + 1 < watch.ATTEMPTS:
-            assert said[-1].endswith(f"run {run.name!r} ended Crashed; another one follows")
-    assert "the last of 3; once that is mended, `prefect deployment run publish/local`" in said[-1]
+            assert output[-1].endswith(f"run {run.name!r} ended Crashed; another one follows")
+    assert "the last of 3; once that is mended, `prefect deployment run publish/local`" in output[-1]
     for run in runs(api, "publish"):
         api.delete_flow_run(run.id)
 
@@ -198,14 +198,14 @@ class Changes:
         self.client.set_registered_model_alias(self.name, registry.CHAMPION, str(number))
 
     def published(self, number):
-        """As the run does it; what the watch says meanwhile."""
+        """Publish as a run does. Returns the line of the watch meanwhile."""
         with publish_claim.publishing(self.client, self.versions[number - 1]):
             return watch.step()
 
 
 @pytest.fixture
 def changes(inside, tmp_path):
-    """In a folder of its own, without measurements."""
+    """Changes of a champion, in an empty folder without measurements."""
     hardware = f"machine-{uuid.uuid4()}"
     (tmp_path / "params.yaml").write_text(yaml.safe_dump({"setting": {"hardware": hardware}}))
     with contextlib.chdir(tmp_path):
@@ -341,12 +341,12 @@ def test_a_problem_that_cannot_be_planned_is_named_and_the_others_are_published(
     finally:
         for path in made:
             path.unlink()
-    said = str(error.value)
+    output = str(error.value)
     assert re.match(
         r"5 of 7 problems have no new plan: problems/z0.json: problem 'too-big' does not fit.* "
         r"report.md and the log say why also of z1, z2, z3 \.\.\.$",
-        said,
-    ), said
+        output,
+    ), output
     assert all(store.load_plan(project.folder / "plans", n)[0].placements for n in NAMES)
     report = (project.folder / "plans/report.md").read_text()
     for reason in (

@@ -293,18 +293,18 @@ def test_parts_whose_timings_meant_something_else_are_left_alone(tables, tmp_pat
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize(
-    "name, said",
+    "name, message",
     [
         ("compute-000000000000000000000000.parquet", "is a link that leads nowhere; remove it"),
         ("compute-latest.parquet", "has no name of a part"),
     ],
 )
-def test_a_link_that_leads_nowhere_is_named(tmp_path, name, said):
+def test_a_link_that_leads_nowhere_is_named(tmp_path, name, message):
     """And does not make a reader look for it forever."""
     (tmp_path / name).symlink_to(tmp_path / "nowhere")
     with pytest.raises(ShardCoreError) as error:
         dataset.read_compute(tmp_path)
-    assert said in str(error.value) and name in str(error.value)
+    assert message in str(error.value) and name in str(error.value)
 
 
 def rewritten(folder, **columns):
@@ -320,7 +320,7 @@ TIMING = {"median_ms": 1.0, "q1_ms": 1.0, "q3_ms": 1.0, "repeats": 3}
 
 
 @pytest.mark.parametrize(
-    "columns, said",
+    "columns, message",
     [
         ({"forward": {**TIMING, "median_ms": -1.0}}, "a timing is -1.0 ms"),
         ({"forward": {**TIMING, "q3_ms": float("nan")}}, "to nan)"),
@@ -350,12 +350,12 @@ TIMING = {"median_ms": 1.0, "q1_ms": 1.0, "q3_ms": 1.0, "repeats": 3}
         ),
     ],
 )
-def test_a_sample_that_is_none_is_named(tables, tmp_path, columns, said):
+def test_a_sample_that_is_none_is_named(tables, tmp_path, columns, message):
     dataset.write_compute(tmp_path, [compute_sample(tables, 0)], dataset.write_pool(tmp_path, tables))
     rewritten(tmp_path, **columns)
     with pytest.raises(ShardCoreError) as error:
         dataset.read_compute(tmp_path)
-    assert said in str(error.value), str(error.value)
+    assert message in str(error.value), str(error.value)
 
 
 def test_a_sample_that_is_none_takes_no_good_ones_with_it(tables, tmp_path):
@@ -407,7 +407,7 @@ def test_a_part_that_is_none_is_named(tables, tmp_path):
             table.schema.get_field_index("order"), "order", pa.array(["first"])
         ),
     }
-    for said, other in others.items():
+    for output, other in others.items():
         for old in tmp_path.glob("compute-*"):
             old.unlink()
         if isinstance(other, pa.Table):
@@ -415,7 +415,7 @@ def test_a_part_that_is_none_is_named(tables, tmp_path):
             pq.write_table(other, sink)
             other = sink.getvalue().to_pybytes()
         (tmp_path / f"compute-{hashlib.sha256(other).hexdigest()[:24]}.parquet").write_bytes(other)
-        with pytest.raises(ShardCoreError, match=said):
+        with pytest.raises(ShardCoreError, match=output):
             dataset.read_ids(tmp_path, "compute")
 
 
@@ -440,12 +440,12 @@ def test_many_samples_are_merged_into_several_parts_that_can_be_read(tables, tmp
 
 
 @pytest.mark.parametrize(
-    "error, rows, said", [("x", 20_000, "values; a part of its size"), ("x" * 200_000, 200, "characters;")]
+    "error, rows, message", [("x", 20_000, "values; a part of its size"), ("x" * 200_000, 200, "characters;")]
 )
-def test_a_small_part_that_unpacks_to_much_is_refused(tables, tmp_path, error, rows, said):
-    """To read, and also to write: such a part would spoil its dataset."""
+def test_a_small_part_that_unpacks_to_much_is_refused(tables, tmp_path, error, rows, message):
+    """It is refused by readers, and by the writer, as it would make the whole dataset unreadable."""
     pool, sample = dataset.write_pool(tmp_path, tables), compute_sample(tables, 0, error=error)
-    with pytest.raises(ShardCoreError, match=said):
+    with pytest.raises(ShardCoreError, match=message):
         dataset.write_compute(tmp_path, [sample] * rows, pool)
     assert not list(tmp_path.glob("compute-*"))
     one = dataset.write_compute(tmp_path, [dataclasses.replace(sample, error=error[:1])], pool)
@@ -456,7 +456,7 @@ def test_a_small_part_that_unpacks_to_much_is_refused(tables, tmp_path, error, r
     assert len(content) < 100_000
     one.unlink()
     (tmp_path / f"compute-{hashlib.sha256(content).hexdigest()[:24]}.parquet").write_bytes(content)
-    with pytest.raises(ShardCoreError, match=said):
+    with pytest.raises(ShardCoreError, match=message):
         dataset.read_compute(tmp_path, SETTING)
 
 
@@ -475,7 +475,7 @@ def test_parts_that_would_be_none_together_stay_as_they_are(tables, tmp_path, mo
 
 @pytest.mark.parametrize("content", ["", "{", None])
 def test_a_damaged_pool_is_written_anew(tables, tmp_path, content):
-    """What is measured next could not be read without it."""
+    """Samples that are measured next could not be read without it."""
     pool = dataset.write_pool(tmp_path, tables)
     if content is None:
         (tmp_path / f"pool-{pool}.json").unlink()

@@ -110,7 +110,7 @@ def test_constraints_that_a_problem_does_not_have_leave_its_file_and_digest_alon
 def test_a_problem_that_does_not_say_what_is_reserved_keeps_a_share_for_the_dense_part(
     tmp_path, constraints, reserved
 ):
-    """Of the smallest device. What is written says it, so that it does not change."""
+    """The default follows from the smallest device. It is written to the file, so that it does not change later."""
     problem = Problem("p", (Table("t", 10, 4, 1.0),), Topology((Device(2000), Device(1000))), 4)
     data = files.problem_to_json(problem)
     del data["constraints"]
@@ -255,7 +255,7 @@ def test_a_plan_is_of_its_problem_as_it_was_not_of_its_name(problem, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, message",
     [
         (lambda p: p.pop(), "plan places 0 of the"),
         (lambda p: p.append(p[0]), "plan places cells twice"),
@@ -271,7 +271,7 @@ def test_a_plan_is_of_its_problem_as_it_was_not_of_its_name(problem, tmp_path):
         (lambda p: p[0].update(kind="host_row", devices=[0, 1]), "it needs several hosts with the same"),
     ],
 )
-def test_a_plan_that_is_none_of_the_problem_is_refused_with_its_file(problem, tmp_path, change, said):
+def test_a_plan_that_is_none_of_the_problem_is_refused_with_its_file(problem, tmp_path, change, message):
     path = tmp_path / "plan.json"
     files.write_plan(path, whole(problem), problem)
     edit(path, lambda data: change(data["placements"]))
@@ -279,7 +279,7 @@ def test_a_plan_that_is_none_of_the_problem_is_refused_with_its_file(problem, tm
         plan = files.read_plan(path, problem)
         with files.validating(path):
             lower(plan, problem)
-    assert str(error.value).startswith(str(path)) and said in str(error.value)
+    assert str(error.value).startswith(str(path)) and message in str(error.value)
 
 
 def test_equal_devices_in_a_row_are_counted(problem):
@@ -436,7 +436,7 @@ def test_what_a_killed_writer_left_goes_and_what_a_living_one_writes_stays(tmp_p
 
 
 def test_a_device_or_pipe_is_written_to_and_stays(tmp_path):
-    """As root, a file renamed over /dev/null takes it from the whole machine."""
+    """For root, renaming a file over /dev/null would take it from the whole machine."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)

@@ -30,7 +30,7 @@ def on(**changed) -> Problem:
 
 
 @pytest.mark.parametrize(
-    "other, said",
+    "other, message",
     [
         (with_table(name="d"), "name of tables"),
         (replace(WHOLE, tables=TABLES[::-1]), "order of tables"),
@@ -51,15 +51,17 @@ def on(**changed) -> Problem:
         (replace(WHOLE, constraints=Constraints(unsplit=("a",))), "constraints"),
     ],
 )
-def test_a_plan_of_another_problem_names_what_differs(tmp_path, other, said):
+def test_a_plan_of_another_problem_names_what_differs(tmp_path, other, message):
     path = tmp_path / "plan.json"
     files.write_plan(path, Plan(tuple(column(t, 0) for t in TABLES)), WHOLE)
-    with pytest.raises(ShardCoreError, match=f"is a plan for problem 'p' .*; they differ in {said}$"):
+    with pytest.raises(ShardCoreError, match=f"is a plan for problem 'p' .*; they differ in {message}$"):
         files.read_plan(path, other)
     grouped, own = tmp_path / "grouped.json", problem_of_group(WHOLE, Grouping(2, "contiguous"))
     plan = Plan(tuple(column(t, 0) for t in TABLES))
     write_grouped(grouped, GroupedPlan(Grouping(2, "contiguous"), plan, own), WHOLE)
-    with pytest.raises(ShardCoreError, match=f"is a grouped plan for problem 'p' .*; they differ in {said}$"):
+    with pytest.raises(
+        ShardCoreError, match=f"is a grouped plan for problem 'p' .*; they differ in {message}$"
+    ):
         read_grouped(grouped, other)
 
 

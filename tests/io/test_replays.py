@@ -320,7 +320,8 @@ def test_what_is_in_the_way_is_named_before_anything_runs(problem, made, clock, 
 
 
 def test_damaged_replays_of_one_problem_are_only_its_own(problem, made, clock, tmp_path):
-    """Those of others count on. Its own run again. Training reads all of them, and says which is damaged."""
+    """Replays of other problems still count, and the problem's own run again. Training reads all, and names the
+    damaged one."""
     other = dataclasses.replace(problem, name="other")
     for one in (problem, other):
         replays.append(tmp_path, one, made, SETTING, CONFIG, clock)
@@ -336,7 +337,7 @@ def test_damaged_replays_of_one_problem_are_only_its_own(problem, made, clock, t
 
 
 @pytest.mark.parametrize(
-    "spoil, said",
+    "spoil, message",
     [
         (lambda body: body["replays"][0].update(total_ms=1e9), "has total_ms 1000000000.0; its parts sum to"),
         (
@@ -347,10 +348,10 @@ def test_damaged_replays_of_one_problem_are_only_its_own(problem, made, clock, t
         (lambda body: body.update(version=3.0), "this ShardCore reads 3"),
     ],
 )
-def test_replays_that_contradict_themselves_are_refused(problem, made, clock, tmp_path, spoil, said):
+def test_replays_that_contradict_themselves_are_refused(problem, made, clock, tmp_path, spoil, message):
     replays.keep(tmp_path, problem, made[:1], SETTING, CONFIG, clock)
     edit(tmp_path / "replays.json", spoil)
-    with pytest.raises(ShardCoreError, match=said):
+    with pytest.raises(ShardCoreError, match=message):
         replays.read(tmp_path)
 
 

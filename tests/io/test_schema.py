@@ -58,7 +58,7 @@ def test_a_record_is_made_with_all_within_it():
 
 
 @pytest.mark.parametrize(
-    "given, said",
+    "given, message",
     [
         ([], "it is []; it needs to be an object with keys"),
         (
@@ -85,14 +85,14 @@ def test_a_record_is_made_with_all_within_it():
         ({**WHOLE, "either": None}, "it: either is None; it needs to be a number or a text"),
     ],
 )
-def test_what_is_wrong_is_named(given, said):
+def test_what_is_wrong_is_named(given, message):
     with pytest.raises(ShardCoreError) as error:
         schema.build(Outer, given, "it")
-    assert str(error.value) == said
+    assert str(error.value) == message
 
 
 @pytest.mark.parametrize(
-    "content, said",
+    "content, message",
     [
         (b'{"a": 1, "b": [2, 3], "a": 4}', "is not whole JSON: key 'a' appears twice"),
         (b'{"a": NaN}', "the number NaN is not finite"),
@@ -110,11 +110,11 @@ def test_what_is_wrong_is_named(given, said):
         (b'{"a": "\xff"}', "is no text in UTF-8: invalid start byte at byte 7"),
     ],
 )
-def test_json_is_bounded(tmp_path, content, said):
+def test_json_is_bounded(tmp_path, content, message):
     (tmp_path / "f.json").write_bytes(content)
     with pytest.raises(ShardCoreError) as error:
         schema.read_json(tmp_path / "f.json")
-    assert said in str(error.value) and "f.json" in str(error.value)
+    assert message in str(error.value) and "f.json" in str(error.value)
 
 
 def test_json_of_too_many_values_is_refused_before_it_fills_memory(monkeypatch):
@@ -164,7 +164,7 @@ def test_only_files_of_a_bounded_size_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text, said",
+    "text, message",
     [
         ("a: &x [1]\nb: *x\n", "line 2 has an alias, *x; write it out"),
         ("a: 1\n<<<<<<< HEAD\nb: 2\n=======\n", "is not YAML"),
@@ -181,11 +181,11 @@ def test_only_files_of_a_bounded_size_are_read(tmp_path):
         ("a: " + "[" * 24 + "]" * 24, "deeper than 24"),
     ],
 )
-def test_yaml_is_bounded(tmp_path, text, said):
+def test_yaml_is_bounded(tmp_path, text, message):
     (tmp_path / "f.yaml").write_text(text)
     with pytest.raises(ShardCoreError) as error:
         schema.read_yaml(tmp_path / "f.yaml")
-    assert any(s in str(error.value) for s in said.split("|")) and "f.yaml" in str(error.value)
+    assert any(s in str(error.value) for s in message.split("|")) and "f.yaml" in str(error.value)
 
 
 def test_yaml_is_read(tmp_path):

@@ -1,4 +1,4 @@
-"""What the project ships in datasets/ is whole and is what its README says."""
+"""The datasets that are shipped in datasets/ are whole, and as their READMEs describe them."""
 
 from pathlib import Path
 

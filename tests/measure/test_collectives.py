@@ -24,7 +24,7 @@ STILL = (0.0, 0.0)
 
 
 def in_gang(work, ranks, *arguments):
-    """What each rank said last."""
+    """The last message of each rank."""
     last = dict(local_ranks.run("test", work, ranks, arguments, CONFIG.timeout_s))
     return [last[rank] for rank in range(ranks)]
 
@@ -90,12 +90,14 @@ SCALED = {"int8": 1e-3, "mx4": 0.5}
 """Payloads with scales, and by how much a value changes on its way, at most."""
 THREE += [CollectiveRequest(WIDTHS, 96, (0.0,) * 3, payload=p) for p in SCALED]
 PINGS = [(10.0 * k, 1.0 if k == 7 else 5.0) for k in range(collectives._PINGS)]
-"""When a rank that is not the first sends, and how long the answer takes."""
+"""Time at which a rank other than the first sends, and time until the answer."""
 
 
-def _one_of_three(rank, init_method, say, folder):
-    """What arrives of values that tell rank and position, and that BF16 cannot hold; whether a busy rank
-    computes; clocks."""
+def _one_of_three(rank, init_method, send, folder):
+    """Send what one of three ranks sees: its hosts, clocks and idle time, and what arrives by each exchange.
+
+    Values differ by rank and position, and BF16 rounds them.
+    """
     host_id, collectives.host_id = collectives.host_id, lambda: f"host-{rank == 2}"
     try:
         collectives.Rank(rank, 3, f"file://{folder}/uneven", "cpu", CONFIG)
@@ -125,7 +127,7 @@ def _one_of_three(rank, init_method, say, folder):
     listening = {
         c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN
     }
-    say(
+    send(
         (
             listening,
             uneven,
@@ -141,7 +143,7 @@ def _one_of_three(rank, init_method, say, folder):
 
 
 def _going_on(member):
-    """When a rank meets the others, and until when it waits then, in rank 0's clock."""
+    """Time at which a rank meets the others, and times until which it then waits, on rank 0's clock."""
     due, wait_until = [], collectives.wait_until
     collectives.wait_until = lambda due_s: due.append(due_s + member._offset_s)
     began = time.perf_counter() + member._offset_s
@@ -152,7 +154,7 @@ def _going_on(member):
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
-    """What each of three ranks says."""
+    """The messages of three ranks."""
     return in_gang(_one_of_three, 3, tmp_path_factory.mktemp("uneven"))
 
 
@@ -174,8 +176,7 @@ def test_ranks_of_several_hosts_go_on_at_one_time(three):
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_each_collective_delivers_what_it_says(three, rank):
-    """Of six rows each rank has two: of all-to-alls with 8, 12 and 4 columns, of rings with as many as the
-    widest."""
+    """Each rank has two of six rows: with 8, 12 and 4 columns in all-to-alls, and with those of the widest in rings."""
     expected, (_, _, _, found, *_) = [], three[rank]
     for payload in ("fp32", "bf16"):
         outputs = [values(r, 6 * w, payload) for r, w in enumerate(WIDTHS)]

@@ -26,7 +26,7 @@ def test_a_cpu_is_named_after_its_model(model, name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "broken, said",
+    "broken, message",
     [
         (
             "raise ImportError('libfbgemm.so: undefined symbol')",
@@ -38,13 +38,13 @@ def test_a_cpu_is_named_after_its_model(model, name, tmp_path, monkeypatch):
         ),
     ],
 )
-def test_an_fbgemm_that_cannot_be_imported_is_one_clear_line(broken, said, tmp_path, monkeypatch):
+def test_an_fbgemm_that_cannot_be_imported_is_one_clear_line(broken, message, tmp_path, monkeypatch):
     (tmp_path / "fbgemm_gpu").mkdir()
     (tmp_path / "fbgemm_gpu/__init__.py").write_text(broken)
     for name in [n for n in sys.modules if n.split(".")[0] == "fbgemm_gpu"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ShardCoreError, match=said):
+    with pytest.raises(ShardCoreError, match=message):
         hardware.require_fbgemm("cpu")
 
 

@@ -30,7 +30,7 @@ SENT_BYTES = 1 << 20
 
 
 @pytest.mark.parametrize(
-    "config, said",
+    "config, message",
     [
         ({"hosts": 1}, "box has hosts 1; it needs 2 to 64"),
         ({"ranks_per_host": 0}, "box has ranks_per_host 0; it needs 1 to 64"),
@@ -39,10 +39,10 @@ SENT_BYTES = 1 << 20
         ({"pods": 0}, "emulated links has pods 0; it needs 1 to 64"),
     ],
 )
-def test_a_box_that_cannot_be_is_one_line(config, said):
+def test_a_box_that_cannot_be_is_one_line(config, message):
     with pytest.raises(ShardCoreError) as refused:
         Box(**config)
-    assert str(refused.value) == said
+    assert str(refused.value) == message
 
 
 LEAVING = ((3, 0, 2, 5), (1, 4, 0, 2), (6, 1, 2, 0), (0, 3, 3, 1))
@@ -50,8 +50,8 @@ LEAVING = ((3, 0, 2, 5), (1, 4, 0, 2), (6, 1, 2, 0), (0, 3, 3, 1))
 SIDES = ((0, 2), (1, 3))
 
 
-def exchange_all(rank, init_method, say):
-    """What arrives of elements that tell their rank and place, by an all-to-all in a box, and by gloo's."""
+def exchange_all(rank, init_method, send):
+    """Send what arrives of elements that differ by rank and place, by an all-to-all in a box, and by gloo's."""
     member = Rank(rank, 4, init_method, config=CollectiveConfig(timeout_s=30))
     sides = [dist.new_group(list(side)) for side in SIDES]
     arriving = [of[rank] for of in LEAVING]
@@ -71,7 +71,7 @@ def exchange_all(rank, init_method, say):
         )
         found.append([of.tolist() for of in both])
     member.close()
-    say(found)
+    send(found)
 
 
 @boxed
@@ -118,8 +118,8 @@ def maker(tmp_path):
 
 
 def test_without_its_tools_it_says_so(maker, tmp_path):
-    _, said = maker(PATH=str(tmp_path)).communicate(timeout=60)
-    assert said == ("error: a cluster in a box needs Linux' nsenter, ip, tc; here is no nsenter\n")
+    _, output = maker(PATH=str(tmp_path)).communicate(timeout=60)
+    assert output == ("error: a cluster in a box needs Linux' nsenter, ip, tc; here is no nsenter\n")
 
 
 @boxed
@@ -145,13 +145,13 @@ def _took_s(rank, source, to):
     return time.perf_counter() - began
 
 
-def _seen(rank, init_method, say):
+def _seen(rank, init_method, send):
     """Hosts, whether ranks share cores, the sum of all ranks, seconds to a rank of the own host and of the
     other, the clock's offset."""
     member = Rank(rank, 4, init_method)
     total = torch.tensor([float(rank)])
     dist.all_reduce(total)
-    say(
+    send(
         (
             member.hosts,
             member._oversubscribed,
@@ -182,7 +182,7 @@ def test_a_gang_sees_its_hosts_and_their_links():
 def test_hosts_have_a_tcp_of_their_own_whatever_the_machine_has():
     with box_of(Box()) as places:
         for place in places:
-            said = subprocess.run(
+            output = subprocess.run(
                 [
                     "nsenter",
                     f"--net={place.namespace}",
@@ -195,7 +195,7 @@ def test_hosts_have_a_tcp_of_their_own_whatever_the_machine_has():
                 capture_output=True,
                 text=True,
             ).stdout.split()
-            assert said == ["reno", "0", "0"]
+            assert output == ["reno", "0", "0"]
 
 
 GROUPED = [
@@ -206,17 +206,17 @@ GROUPED = [
 ]
 
 
-def _delivered(rank, init_method, say):
-    """What arrives of values that tell their rank, of two columns of each, among the ranks of a group."""
+def _delivered(rank, init_method, send):
+    """Send what arrives of values that differ by rank, with two columns of each, among the ranks of a group."""
     member = Rank(rank, 4, init_method)
     for collective, group in GROUPED:
         request = over_links(collective, group)
         exchange = exchange_of(request, rank, member._group(request), torch.zeros)
         if "forward" in request.row.ways:
             exchange.outputs.fill_(rank + 1)
-            say(exchange.forward(None).tolist())
+            send(exchange.forward(None).tolist())
         exchange.gradients.fill_(rank + 1)
-        say(exchange.backward(None, None).tolist())
+        send(exchange.backward(None, None).tolist())
     member.close()
 
 
@@ -227,14 +227,14 @@ def over_links(collective, group):
 @boxed
 def test_groups_exchange_within_hosts_and_across_them():
     with box_of(Box()) as places:
-        said = list(local_ranks.run("box", _delivered, 4, (), 60.0, places))
+        output = list(local_ranks.run("box", _delivered, 4, (), 60.0, places))
     for rank in range(4):
         host, across = (
             [r + 1 for r in ranks] for ranks in ([rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2])
         )
         arrived = [across, across, [sum(host)], host, [sum(host)], [1, 2, 3, 4], [1, 2, 3, 4]]
         # equally much of each
-        assert [[x for x in dict.fromkeys(values)] for r, values in said if r == rank] == arrived
+        assert [[x for x in dict.fromkeys(values)] for r, values in output if r == rank] == arrived
 
 
 @boxed
@@ -253,15 +253,15 @@ def test_exchanges_over_emulated_hosts_are_measured_at_their_rate():
 
 
 @pytest.mark.parametrize(
-    "box, said",
+    "box, message",
     [
         (None, "hosts 2 does not fit"),
         (Box(2, 4), "4 widths"),
         (Box(between_gbit_s=0.2), "between_gbit_s=0.4.*between_gbit_s=0.2"),
     ],
 )
-def test_exchanges_of_another_box_are_refused(box, said):
-    with pytest.raises(ShardCoreError, match=said):
+def test_exchanges_of_another_box_are_refused(box, message):
+    with pytest.raises(ShardCoreError, match=message):
         measure_all([over_links("all_to_all", "world")], box.ranks if box else 4, Setting("test", 4), box=box)
 
 
@@ -269,11 +269,11 @@ def test_exchanges_of_another_box_are_refused(box, said):
 def test_a_killed_rank_is_named_and_a_lost_host_is_one_line():
     with box_of(Box()) as places:
         with (
-            closing(local_ranks.run("box", wait_forever, 4, (), 60.0, places)) as said,
+            closing(local_ranks.run("box", wait_forever, 4, (), 60.0, places)) as output,
             pytest.raises(ShardCoreError, match="^box: rank 2 of 4 failed: it was killed by SIGKILL"),
         ):
-            os.kill(next(pid for rank, pid in said if rank == 2), signal.SIGKILL)
-            list(said)
+            os.kill(next(pid for rank, pid in output if rank == 2), signal.SIGKILL)
+            list(output)
     with pytest.raises(ShardCoreError, match="host 1 of the box is gone"):
         places[2].enter()
     with pytest.raises(ShardCoreError, match="host 1 of the box cannot be entered: Invalid argument"):

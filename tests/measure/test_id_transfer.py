@@ -17,7 +17,7 @@ FEATURES, IDS, LOCAL = [2, 0, 1], [7, 0, 4], 3
 A, B, C = (Table(name, rows, 16, 2.0) for name, rows in (("a", 100), ("b", 60), ("c", 10)))
 
 
-def _exchange(rank, init_method, say):
+def _exchange(rank, init_method, send):
     dist.init_process_group("gloo", init_method, rank=rank, world_size=3)
     transfer = id_transfer.IdTransfer(FEATURES, IDS, LOCAL, rank, job=Job(id_bytes=4, length_bytes=8))
     transfer.ids += 100 * rank  # tells where they come from
@@ -25,7 +25,7 @@ def _exchange(rank, init_method, say):
         lengths, ids = transfer.run()
     again = transfer.run()
     names = [e.key for e in profiler.key_averages() if "gloo:" in e.key]
-    say((lengths.tolist(), ids.tolist(), str(ids.dtype), [x.tolist() for x in again], names))
+    send((lengths.tolist(), ids.tolist(), str(ids.dtype), [x.tolist() for x in again], names))
     dist.destroy_process_group()
 
 
@@ -87,13 +87,13 @@ BUCKETS = {
 }
 
 
-def _bucketized(rank, init_method, say, features, ids, groups):
+def _bucketized(rank, init_method, send, features, ids, groups):
     dist.init_process_group("gloo", init_method, rank=rank, world_size=len(features))
     transfer = id_transfer.IdTransfer(
         features, ids, LOCAL, rank, groups=groups, work=collective_of("all_to_all_ids_bucketized").work
     )
     given = transfer.lengths.tolist(), transfer.ids.tolist()
-    say((given, *(x.tolist() for x in transfer.run())))
+    send((given, *(x.tolist() for x in transfer.run())))
     dist.destroy_process_group()
 
 

@@ -110,16 +110,16 @@ def test_each_lookup_of_a_sequence_is_an_output(tables, device):
 
 
 @pytest.mark.parametrize(
-    "shards, said",
+    "shards, message",
     [
         (lambda t: sequences(t, 16, 32), "sequences 16 and 32 columns wide; FBGEMM runs those of one width"),
         (lambda t: [*sequences(t, 16), Shard.whole(t[1])], "has sequences and pooled tables"),
     ],
 )
-def test_sequences_that_no_op_runs_together_cost_that_sample_only(tables, shards, said):
+def test_sequences_that_no_op_runs_together_cost_that_sample_only(tables, shards, message):
     request = ComputeRequest(tuple(shards(tables)), 256)
     [sample] = KernelBench(Setting("test", 256), "cpu", CONFIG).measure([request])
-    assert said in sample.error
+    assert message in sample.error
 
 
 def test_what_does_not_fit_costs_that_sample_only(tables):
@@ -136,7 +136,7 @@ def test_what_does_not_fit_costs_that_sample_only(tables):
     "table, batch", [(Table("odd", 10, 4, 1e6), 1 << 20), (Table("odd", 10, 4, 1.0), 1 << 40)]
 )
 def test_a_batch_that_no_memory_holds_costs_that_sample_only(tables, table, batch):
-    """It was drawn until the machine had no memory left."""
+    """Once, drawing it took all memory of the machine."""
     good = ComputeRequest((Shard.whole(tables[3]),), 64)
     bench = KernelBench(Setting("test", 256), "cpu", CONFIG)
     failed, fine = sorted(
@@ -186,7 +186,7 @@ def test_a_shard_in_another_precision_fails_alone(tables):
     ],
 )
 def test_an_optimizer_keeps_state_of_what_was_looked_up(tables, device, optimizer, monkeypatch):
-    """For each row, or each cell of it. FBGEMM's plain Adagrad is the only one with cells on CPU."""
+    """State is for each row, or for each cell. On CPU, only FBGEMM's plain Adagrad has cells."""
     monkeypatch.setitem(OPTIMIZERS, "adagrad", Optimizer("EXACT_ADAGRAD", ("cell",)))
     monkeypatch.setattr(types, "OPTIMIZERS", tuple(OPTIMIZERS))
     bench = KernelBench(Setting("test", 256, "fp32", optimizer), device, CONFIG)
@@ -214,9 +214,9 @@ def test_a_setting_is_measured_or_refused_with_what_runs_instead(tables, optimiz
     else:
         with pytest.raises(ShardCoreError) as error:
             KernelBench(setting, "cpu", CONFIG)
-        said = str(error.value)
-        assert said.startswith(f"FBGEMM does not train {precision} weights with {optimizer} on cpu (")
-        assert said.endswith("; here it trains " + "; ".join(f"{o} with fp32 or fp16" for o in runs))
+        output = str(error.value)
+        assert output.startswith(f"FBGEMM does not train {precision} weights with {optimizer} on cpu (")
+        assert output.endswith("; here it trains " + "; ".join(f"{o} with fp32 or fp16" for o in runs))
 
 
 def test_a_tables_stream_is_drawn_once(tables, monkeypatch):
@@ -242,7 +242,7 @@ def test_a_tables_stream_is_drawn_once(tables, monkeypatch):
 
 @pytest.fixture
 def events(monkeypatch):
-    """What benches did, in order: "evict" or "run"."""
+    """Actions of benches, in order: "evict" or "run"."""
     found, evict, once = [], timing.Caches.evict, KernelBench._once
     monkeypatch.setattr(timing.Caches, "evict", lambda caches: (found.append("evict"), evict(caches))[1])
     monkeypatch.setattr(KernelBench, "_once", lambda bench, run: (found.append("run"), once(bench, run))[1])

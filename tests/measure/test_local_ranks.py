@@ -16,19 +16,19 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.measure import local_ranks
 
 
-def count(rank, init_method, say, up_to):
+def count(rank, init_method, send, up_to):
     for i in range(up_to):
-        say((i, init_method))
+        send((i, init_method))
 
 
-def refuse(rank, init_method, say):
-    say("here")
+def refuse(rank, init_method, send):
+    send("here")
     if rank == 1:
         raise ShardCoreError("table 't' is too wide")
     time.sleep(600)
 
 
-def lose(rank, init_method, say):
+def lose(rank, init_method, send):
     """Rank 0 loses rank 1, which goes on for a while: the others' complaint is not taken for the cause."""
     if rank == 0:
         with local_ranks.exchanging():
@@ -36,14 +36,14 @@ def lose(rank, init_method, say):
     time.sleep(600)
 
 
-def crash(rank, init_method, say):
+def crash(rank, init_method, send):
     if rank == 1:
         os._exit(7)
     time.sleep(600)
 
 
-def signal_itself(rank, init_method, say, number):
-    say("here")
+def signal_itself(rank, init_method, send, number):
+    send("here")
     if rank == 1:
         os.kill(os.getpid(), number)
     time.sleep(600)
@@ -58,9 +58,9 @@ def heard(work, ranks, *arguments, timeout_s=60.0):
 
 
 def test_each_rank_is_heard_in_its_own_order():
-    said = heard(count, 3, 4)
-    assert len(said) == 12 and len({method for _, (_, method) in said}) == 1
-    assert all([i for r, (i, _) in said if r == rank] == [0, 1, 2, 3] for rank in range(3))
+    output = heard(count, 3, 4)
+    assert len(output) == 12 and len({method for _, (_, method) in output}) == 1
+    assert all([i for r, (i, _) in output if r == rank] == [0, 1, 2, 3] for rank in range(3))
     assert not processes()
 
 
@@ -92,22 +92,22 @@ def test_the_rank_that_fails_ends_the_gang_and_is_named(work, arguments, timeout
 
 
 def test_who_stops_listening_leaves_no_process():
-    with closing(local_ranks.run("toy", count, 2, (10**9,), 60)) as said:
-        next(said)
+    with closing(local_ranks.run("toy", count, 2, (10**9,), 60)) as output:
+        next(output)
         assert len(processes()) == 2
     assert not processes()
 
 
 def test_it_makes_no_files(tmp_path, monkeypatch):
-    """Which a kill would leave."""
+    """A kill would leave them."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with closing(local_ranks.run("toy", count, 1, (10**9,), 60)) as said:
-        next(said)
+    with closing(local_ranks.run("toy", count, 1, (10**9,), 60)) as output:
+        next(output)
         assert not list(tmp_path.iterdir())
 
 
-def wait_forever(rank, init_method, say):
-    say(os.getpid())
+def wait_forever(rank, init_method, send):
+    send(os.getpid())
     time.sleep(600)
 
 

@@ -26,11 +26,11 @@ def _threads():
     return found
 
 
-def _work(rank, init_method, say):
+def _work(rank, init_method, send):
     member = Rank(rank, 3, init_method)
     during = _threads()
     member.close()
-    say((during, _threads()))
+    send((during, _threads()))
 
 
 @pytest.fixture(scope="module")

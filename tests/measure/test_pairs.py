@@ -42,11 +42,11 @@ def test_a_gang_times_all_of_its_pairs():
     assert (not found.links.outward) == (found.levels == [])
 
 
-def _links(rank, init_method, say):
+def _links(rank, init_method, send):
     from shardcore.measure.collectives import connect
 
     connect(rank, 4, init_method, "cpu", 60.0)
-    say(pairs.links([((0, 2), (1, 3))], QUICK))
+    send(pairs.links([((0, 2), (1, 3))], QUICK))
 
 
 def test_links_are_those_of_given_groups_on_all_ranks():
@@ -78,9 +78,9 @@ def test_the_command_writes_the_problem_and_the_order(problem, tmp_path, capsys)
     out, ranks = tmp_path / "found.json", tmp_path / "ranks.json"
     asked = ["topology", "measure", str(problem), "--message-kib", "16", "--repeats", "2"]
     assert main([*asked, "--out", str(out), "--ranks", str(ranks)]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     order = json.loads(ranks.read_text())["order"]
-    assert sorted(order) == [0, 1, 2] and f"order of ranks: {' '.join(map(str, order))}" in said
+    assert sorted(order) == [0, 1, 2] and f"order of ranks: {' '.join(map(str, order))}" in output
     found = files.read_problem(out)
     assert found.topology.link("within_host").gbps > 0 and found.tables == files.read_problem(problem).tables
 
@@ -124,9 +124,9 @@ def test_the_ranks_of_a_job_measure_together(problem, tmp_path):
             subprocess.Popen(asked, env={**given, "RANK": str(r)}, stdout=subprocess.PIPE, text=True)
             for r in range(3)
         ]
-        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+        output = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0, 0]
-    assert "order of ranks" in said[0] and said[1:] == ["", ""]
+    assert "order of ranks" in output[0] and output[1:] == ["", ""]
     assert files.read_problem(tmp_path / "found.json").topology.slowest.latency_ms > 0
 
 

@@ -15,10 +15,10 @@ def told(names):
     process = processes.made("teller", tell, (theirs, names))
     process.start()
     theirs.close()
-    said = pipe.recv()
+    output = pipe.recv()
     process.join()
     assert process.exitcode == 0 and process.name == "teller"
-    return said
+    return output
 
 
 def test_each_has_the_environment_and_folder_of_its_start(monkeypatch, tmp_path):

@@ -60,9 +60,9 @@ def measured(data):
 
 
 def test_an_op_starts_on_a_device_that_is_busy_and_ids_are_drawn_again_where_they_do_not_fit(measuring):
-    said, _ = (process := measuring("--samples", "12", "--minutes", "2")).communicate(timeout=120)
-    assert process.returncode == 0, said
-    assert f"measuring for {NAME}, batch 64, fp32, exact_sgd" in said
+    output, _ = (process := measuring("--samples", "12", "--minutes", "2")).communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert f"measuring for {NAME}, batch 64, fp32, exact_sgd" in output
     found = measured(measuring.data)
     assert sum(s.error is None for s in found) >= 12
     busy = [float(line.split()[1]) for line in (measuring.folder / "log").read_text().splitlines()]
@@ -72,29 +72,29 @@ def test_an_op_starts_on_a_device_that_is_busy_and_ids_are_drawn_again_where_the
 
 
 @pytest.mark.parametrize(
-    "happens, said",
+    "happens, message",
     [("out_of_memory", ""), ("fault", "illegal memory access"), ("hang", "it hung: no op ended for 3 s")],
 )
-def test_what_fails_once_costs_no_sample(measuring, happens, said):
+def test_what_fails_once_costs_no_sample(measuring, happens, message):
     process = measuring("--samples", "8", "--minutes", "2", "--hang-s", "3")
     assert any(line.startswith("the reference op takes") for line in iter(process.stdout.readline, ""))
     (measuring.folder / happens).touch()
     heard, _ = process.communicate(timeout=120)
-    assert process.returncode == 0 and said in heard, heard
+    assert process.returncode == 0 and message in heard, heard
     assert not (measuring.folder / happens).exists()
     assert len({s.id for s in measured(measuring.data) if s.error is None}) >= 8
     assert ("release" in (measuring.folder / "log").read_text()) == (happens == "out_of_memory")
 
 
 def test_the_time_is_over_when_it_was_to_be(measuring):
-    """It wants ever more samples, so it would not end otherwise. A slow machine may have none at first."""
+    """Draws are endless, so only the time ends it. A slow machine may have no sample at first."""
     for minutes in ("0.5", "2"):
         process = measuring("--minutes", minutes)
-        said, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, said
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output
         if measuring.data.exists() and measured(measuring.data):
             return
-    raise AssertionError(said)
+    raise AssertionError(output)
 
 
 def test_a_kill_keeps_what_was_measured(measuring):

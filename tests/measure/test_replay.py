@@ -84,8 +84,8 @@ def lopsided(devices):
     return lower(Plan((Placement("column", Shard.whole(heavy), (0,)),)), problem_of((heavy,), devices))
 
 
-def _told(rank, init_method, say, workloads, reference):
-    """As a rank of replay_all's gang; and of each workload's last step, what it sent and received."""
+def _told(rank, init_method, send, workloads, reference):
+    """Replay as a rank of replay_all's gang, and send what it sent and received in the last step of each workload."""
     made, saw = [], {}
 
     def told(tensors):
@@ -120,7 +120,7 @@ def _told(rank, init_method, say, workloads, reference):
             return marks
 
     module._Step = Told
-    say(
+    send(
         (
             module.replay_rank(rank, init_method, workloads, SETTING, CONFIG, reference=reference),
             [saw[step] for step in made],
@@ -140,8 +140,8 @@ def three():
 
 
 def test_all_parts_of_all_plans_are_measured(three):
-    workloads, reference, said = three
-    costs = combine_all([rank for rank, _ in said], reference, JOB)
+    workloads, reference, output = three
+    costs = combine_all([rank for rank, _ in output], reference, JOB)
     for workload, cost in zip(workloads, costs, strict=True):
         for part in PARTS[:4]:
             for device, value in enumerate(getattr(cost, part)):
@@ -153,17 +153,19 @@ def test_all_parts_of_all_plans_are_measured(three):
             and cost.step.repeats == CONFIG.repeats
         )
         assert cost.oversubscribed == (3 > len(os.sched_getaffinity(0)))
-        assert cost.slowdown == pytest.approx(np.mean([np.median(ms) for (_, ms), _ in said]))
-    assert all(len(ms) == CONFIG.repeats and min(ms) > 0 for (_, ms), _ in said)
+        assert cost.slowdown == pytest.approx(np.mean([np.median(ms) for (_, ms), _ in output]))
+    assert all(len(ms) == CONFIG.repeats and min(ms) > 0 for (_, ms), _ in output)
     assert not processes()
 
 
 def test_a_replay_agrees_with_a_price_on_who_computes_and_who_waits(three):
-    """Where all is on the first device: it computes, nobody else does, and the others wait for it. (In each
-    of a few steps other work may come between: so the best of each device is asked for.)"""
-    workloads, _, said = three
+    """All shards are on the first device: only it computes, and the others wait for it.
+
+    The least time of each device counts, as other work may disturb some steps.
+    """
+    workloads, _, output = three
     says = price(workloads[2], AnalyticModel(SETTING))
-    took = [combine([marks[2][[r]] for (marks, _), _ in said], JOB) for r in range(CONFIG.repeats)]
+    took = [combine([marks[2][[r]] for (marks, _), _ in output], JOB) for r in range(CONFIG.repeats)]
     least = [min(step.compute_ms[device] for step in took) for device in range(3)]
     assert says.compute_ms[1:] == (0, 0) and max(least[1:]) < 0.1 * least[0]
     assert says.waiting_ms[0] == 0 < min(says.waiting_ms[1:])
@@ -184,9 +186,9 @@ def same(found, expected):
 def test_every_collective_of_a_step_delivers_what_the_plan_says(three, which):
     """With 80 of 240 rows a rank: all-to-alls of what each has of whole rows, a reduce-scatter and an
     all-gather of what is divided, and an all-reduce of what is replicated."""
-    workloads, _, said = three
+    workloads, _, output = three
     n = ["whole", "mixed", "lopsided"].index(which)
-    sent, received, outputs, arrived = zip(*(saw[n] for _, saw in said), strict=True)
+    sent, received, outputs, arrived = zip(*(saw[n] for _, saw in output), strict=True)
     runs = {"column": "", "column users": "users"} if which != "lopsided" else {"column": ""}
     columns = {
         run: [
@@ -214,8 +216,8 @@ def test_every_collective_of_a_step_delivers_what_the_plan_says(three, which):
 # --- sequences ----------------------------------------------------------------------------------------------
 
 
-def _counted(rank, init_method, say, workloads):
-    """As a rank of replay_all's gang; and bytes of outputs and gradients that it sent by all-to-all."""
+def _counted(rank, init_method, send, workloads):
+    """Replay as a rank of replay_all's gang, and send the bytes of outputs and gradients that it sent by all-to-all."""
     inner, sent = dist.all_to_all_single, []
 
     def counted(into, source, *arguments, **named):
@@ -224,7 +226,7 @@ def _counted(rank, init_method, say, workloads):
         return inner(into, source, *arguments, **named)
 
     dist.all_to_all_single = counted
-    say((module.replay_rank(rank, init_method, workloads, SETTING, CONFIG), sent))
+    send((module.replay_rank(rank, init_method, workloads, SETTING, CONFIG), sent))
 
 
 def replayed_as_lower_says(plan, problem, collective):
@@ -272,7 +274,7 @@ def test_lookups_of_sequences_travel_as_lower_says():
 
 
 def test_distinct_values_of_deduplicated_tables_travel_as_lower_says():
-    """By columns beside one that is not deduplicated, by rows, a replica, and a sequence."""
+    """Deduplicated tables are cut by columns beside another table, cut by rows, replicated, and a sequence."""
     session = [
         dataclasses.replace(t, name=f"{t.name} session", dedup=4.0, features=1 + i)
         for i, t in enumerate(TABLES[:4])
@@ -296,8 +298,8 @@ def test_distinct_values_of_deduplicated_tables_travel_as_lower_says():
 # --- a gang of two hosts ------------------------------------------------------------------------------------
 
 
-def _over_hosts(rank, init_method, say, workload):
-    """What arrives of outputs that tell rank and position, and what comes back of such gradients."""
+def _over_hosts(rank, init_method, send, workload):
+    """Send what arrives of outputs that differ by rank and position, and what returns of such gradients."""
     torch.set_num_threads(1)
 
     def full(shape):
@@ -314,7 +316,7 @@ def _over_hosts(rank, init_method, say, workload):
         back = torch.zeros_like(outputs)
         exchanges.backward(chain, back)
     member.close()
-    say((arrived, back.numpy()))
+    send((arrived, back.numpy()))
 
 
 def _marked(rank, shape):
@@ -405,8 +407,8 @@ def test_one_device_computes_and_exchanges_nothing(tables, alone):
 
 def test_a_reference_op_tells_the_slowdown(three):
     """The median over rounds, the mean over ranks: 3 ms where 2 are usual."""
-    _, _, said = three
-    marks = [m for (m, _), _ in said]
+    _, _, output = three
+    marks = [m for (m, _), _ in output]
     ranks = list(zip(marks, ([1.0, 2.0, 9.0], [4.0, 4.0, 4.0], [3.0, 3.0, 3.0]), strict=True))
     slow, alone = (combine_all(ranks, reference, JOB)[0] for reference in ((None, 2.0), None))
     assert slow.slowdown == pytest.approx(1.5) and alone.slowdown == 1.0
@@ -524,14 +526,14 @@ def test_the_command_replays_plans_of_one_problem(tables, tmp_path, capsys):
     assert "'other'" in capsys.readouterr().err
 
 
-def _groups(rank, init_method, say):
+def _groups(rank, init_method, send):
     dist.init_process_group("gloo", init_method, rank=rank, world_size=4)
     ranks, group = exchanges.groups(rank, on_hosts("abba"), [ACROSS])[ACROSS.group]
-    say((list(ranks), dist.get_process_group_ranks(group)))
+    send((list(ranks), dist.get_process_group_ranks(group)))
     dist.destroy_process_group()
 
 
 def test_ranks_of_a_group_are_in_torchs_order():
-    """Those of the second devices of hosts a and b are 3 and 2."""
+    """The second devices of hosts a and b are ranks 3 and 2."""
     last = dict(local_ranks.run("test", _groups, 4, (), 60.0))
     assert all(ours == torchs for ours, torchs in last.values()) and last[3][0] == [2, 3]

@@ -63,8 +63,10 @@ def signalled(bench, *numbers):
 
 @pytest.mark.long
 def test_the_request_that_hangs_in_company_and_kills_alone_is_recorded_and_the_others_are_measured(tables):
-    """What ran beside it is measured by the next process; what fails in itself costs nobody else anything.
-    The reference's usual ms (a thousand times what it takes) go from process to process."""
+    """Requests that ran beside it are measured by the next process. One that fails alone costs no other.
+
+    Each process gets the reference's usual ms, here a thousand times the real ones.
+    """
     slow, quick = (
         ComputeRequest((Shard.whole(t),) * n, batch)
         for t, n, batch in ((tables[1], 8, 4096), (tables[4], 1, 8))

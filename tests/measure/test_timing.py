@@ -16,7 +16,7 @@ def test_a_median_is_known_better_with_more_and_steadier_repeats():
 
 @pytest.mark.parametrize("n, low, high", [(6, 1, 6), (8, 1, 8), (15, 4, 12), (40, 14, 27)])
 def test_the_interval_is_between_order_statistics_that_hold_the_median_as_often_as_it_says(n, low, high):
-    """Of the values 1 to n the interval is from `low` to `high`, the median the larger of the middle ones."""
+    """The values are 1 to n, so the interval is `low` to `high`, and the median the larger of the middle ones."""
     rng = np.random.default_rng(1)
     assert timing.relative_ci(rng.permutation(n) + 1.0) == pytest.approx((high - low) / 2 / (n // 2 + 1))
     draws = np.sort(rng.lognormal(0, 0.5, (1000, n)), axis=1)
@@ -63,7 +63,7 @@ def test_the_slowdown_is_told_from_neighbouring_runs(rng):
 
 
 def test_an_op_with_a_known_level_ties_the_slowdown():
-    """It takes 3 ms and usually 2: so the machine is half as slow again, whatever other ops take."""
+    """The op takes 3 ms instead of 2, so the slowdown is 1.5, whatever other ops take."""
     for anchors, slowdown in (({0: math.log(2.0)}, 1.5), ({}, 1.0), ({"another": 0.0}, 1.0)):
         log = timing.SlowdownLog(anchors)
         assert [log.add(k % 3, 3.0 * (1 + k % 3)) for k in range(60)] == list(range(60))

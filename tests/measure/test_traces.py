@@ -176,6 +176,16 @@ def test_a_trace_cut_short_tells_what_it_has(tmp_path, zipped, share):
         assert any("trace of rank 0 is cut short" in remark for remark in job.remarks)
 
 
+def test_a_trace_cut_short_counts_as_far_as_whole_ones_show_that_it_is_whole(tmp_path):
+    path = write(tmp_path, 0, gloo_step())
+    write(tmp_path, 1, gloo_step())
+    path.write_bytes(path.read_bytes()[: int(0.4 * path.stat().st_size)])
+    job = read_job(tmp_path)
+    assert job.ranks == [1] and job.digests.keys() == {1}
+    assert "trace of rank 0 does not count: no step of it is whole" in job.remarks
+    assert not any("differ in collectives" in remark for remark in job.remarks)
+
+
 def test_a_trace_of_one_rank_tells_all_but_waiting(tmp_path):
     write(tmp_path, 0, gloo_step())
     job = read_job(tmp_path)

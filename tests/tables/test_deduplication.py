@@ -43,7 +43,7 @@ def test_values_differ_by_where_their_ids_end():
 
 
 @pytest.mark.parametrize(
-    "features, said",
+    "features, message",
     [
         ([], "features have [] samples; they need the same number, 1 or more"),
         ([(np.zeros(0, int), np.zeros(0, int))], "features have [0] samples"),
@@ -51,7 +51,7 @@ def test_values_differ_by_where_their_ids_end():
         ([(np.array([1]), np.array([2]))], "a feature has 1 ids, and lengths of 2 in all; they need to"),
     ],
 )
-def test_features_that_do_not_fit_are_refused(features, said):
+def test_features_that_do_not_fit_are_refused(features, message):
     with pytest.raises(ShardCoreError) as refused:
         dedup_of(features, 4)
-    assert str(refused.value).startswith(said)
+    assert str(refused.value).startswith(message)

@@ -63,7 +63,7 @@ def test_a_problem_runs_hot_rows_on_every_device():
 
 
 @pytest.mark.parametrize(
-    "make, said",
+    "make, message",
     [
         (lambda: with_hot_rows(problem(replace(TABLE, sequence=False)), {"t": 3}), "which pools its lookups"),
         (lambda: with_hot_rows(problem(TABLE), {"t": 50_000}), "asked for 50000 hot rows; .* so 1 to 49999"),
@@ -78,8 +78,8 @@ def test_a_problem_runs_hot_rows_on_every_device():
         (lambda: HotIds.of_counts("t", np.ones(4), 4), "asked for 4 hot rows; it has 4 rows, so 1 to 3"),
     ],
 )
-def test_what_cannot_be_is_refused(make, said):
-    with pytest.raises(ShardCoreError, match=said):
+def test_what_cannot_be_is_refused(make, message):
+    with pytest.raises(ShardCoreError, match=message):
         make()
 
 

@@ -186,8 +186,7 @@ def test_streams_are_those_of_earlier_versions(tables):
 
 
 def test_unique_rows_by_hand():
-    """Of a row that the reference batch looks up n times, a batch of a share p sees one with probability 1 -
-    (1 - p)^n."""
+    """A batch of a share p sees a row that the reference batch looks up n times with probability 1 - (1 - p)^n."""
     table = reuse_table([10, 4])
     for batch, expected in (
         (BATCH, 14),
@@ -225,7 +224,7 @@ def test_empty_tables_have_empty_streams():
 
 
 def test_many_shards_at_once_are_each_what_it_is_alone():
-    """To the last bit: what else is asked with a shard must not change a plan."""
+    """Equal to the last bit, as other shards in a call must not change a plan."""
     rng = np.random.default_rng(0)
     shards = []
     for i in range(60):

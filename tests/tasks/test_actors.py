@@ -32,8 +32,7 @@ class Member:
 
 
 def ends(member) -> bool:
-    """Whether an actor stops answering within a minute: Ray may still deliver a call for a moment after it
-    kills one."""
+    """Tell if an actor stops answering within a minute. Ray may deliver a call for a moment after killing it."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
@@ -58,7 +57,7 @@ def test_the_rank_that_fails_is_named_not_the_one_that_lost_it(monkeypatch):
         assert len(set(actors.when_started([m.host.remote() for m in members]))) == 1
 
         def answer(*how, timeout_s=60.0, silent_s=None):
-            """Of a call to each rank; those that end have ended."""
+            """The answers of a call to each rank, once the calls that end have ended."""
             calls = [m.behave.remote(h) for m, h in zip(members, how, strict=True)]
             ray.wait(
                 [c for c, h in zip(calls, how, strict=True) if h != "hangs"],
@@ -112,7 +111,7 @@ def test_ranks_share_a_core_only_where_there_are_fewer():
 
 
 @pytest.mark.parametrize(
-    "error, said",
+    "error, message",
     [
         (ValueError("of two\n  lines"), "of two lines"),
         (RuntimeError("x" * 500), "x" * 300),
@@ -125,5 +124,5 @@ def test_ranks_share_a_core_only_where_there_are_fewer():
         ),
     ],
 )
-def test_a_reason_is_one_line_without_rays_frames(error, said):
-    assert actors.reason(error) == said
+def test_a_reason_is_one_line_without_rays_frames(error, message):
+    assert actors.reason(error) == message

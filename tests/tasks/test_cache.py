@@ -1,4 +1,4 @@
-"""What DVC has cached is checked before it is used."""
+"""The check of DVC's cache before it is used."""
 
 import contextlib
 import hashlib
@@ -84,7 +84,7 @@ LOCKED = (
 
 
 @pytest.mark.parametrize(
-    "content, said",
+    "content, message",
     [
         (LOCKED.format("one", "xx/../../../precious"), "has md5 'xx/../../../precious'; it needs 32 hex"),
         (LOCKED.format("one", "a" * 31), "it needs 32 hex digits"),
@@ -101,7 +101,7 @@ LOCKED = (
         (b"\xff\xfe", "no text in UTF-8"),
     ],
 )
-def test_a_lock_that_dvc_did_not_write_costs_no_file(tmp_path, monkeypatch, content, said):
+def test_a_lock_that_dvc_did_not_write_costs_no_file(tmp_path, monkeypatch, content, message):
     """The entry that such a hash names would be removed, as its content has another one."""
     project = tmp_path / "project"
     (project / ".dvc/cache/files/md5/xx").mkdir(parents=True)
@@ -113,7 +113,7 @@ def test_a_lock_that_dvc_did_not_write_costs_no_file(tmp_path, monkeypatch, cont
     cache.LOCK.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ShardCoreError) as error:
         cache.remove_damaged(logging.getLogger())
-    assert said in str(error.value) and "dvc.lock" in str(error.value)
+    assert message in str(error.value) and "dvc.lock" in str(error.value)
     assert sorted(p for p in tmp_path.rglob("*") if p.is_file() and p.name != "dvc.lock") == before
 
 
@@ -175,7 +175,7 @@ def test_an_entry_behind_a_link_is_not_removed(copy):
 
 @pytest.mark.parametrize("path", [".", ".git/config", ".dvc", "./.git/config"])
 def test_no_result_is_the_project_itself_or_hidden(copy, path):
-    """By a damaged entry of the same content, such a file would go."""
+    """Such a file would be removed if a damaged entry had its content."""
     (copy / ".git").mkdir()
     (copy / ".git/config").write_text("precious")
     listed = json.dumps([{"md5": "b" * 32, "relpath": ".git/config"}]).encode()

@@ -1,5 +1,4 @@
-"""What a person sees of a flow: on a terminal, in a pipe, of a stage in another process; and where all else
-goes."""
+"""Lines of a flow for a person: on a terminal, in a pipe, of a stage in another process. The log has all others."""
 
 import io
 import json
@@ -43,7 +42,7 @@ def clock():
 
 @pytest.fixture
 def shown(monkeypatch):
-    """What is shown: (kind, message, share)."""
+    """Calls of show: (kind, message, share)."""
     calls = []
     monkeypatch.setattr(
         console, "_display", type("Recorder", (), {"show": lambda self, *a: calls.append(a)})()
@@ -224,10 +223,10 @@ def test_work_shows_what_its_present_part_reports(clock, shown):
 
 
 @pytest.mark.parametrize(
-    "seconds, said", [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"), (5400, "1.5 h")]
+    "seconds, message", [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"), (5400, "1.5 h")]
 )
-def test_durations_in_words(seconds, said):
-    assert duration(seconds) == said
+def test_durations_in_words(seconds, message):
+    assert duration(seconds) == message
 
 
 # --- what of a log is shown ---------------------------------------------------------------------------------
@@ -310,7 +309,7 @@ def run(folder, ends="pass", **env):
 
 
 @pytest.mark.parametrize(
-    "ends, code, said",
+    "ends, code, message",
     [
         ("pass", 0, ""),
         ("raise services.ShardCoreError('no table')", 1, "error: no table; log: "),
@@ -322,7 +321,7 @@ def run(folder, ends="pass", **env):
         ("{}['lost']", 1, "error: KeyError: 'lost'; log: "),
     ],
 )
-def test_all_else_goes_to_a_log_that_is_named_first_and_last(tmp_path, ends, code, said):
+def test_all_else_goes_to_a_log_that_is_named_first_and_last(tmp_path, ends, code, message):
     (tmp_path / "logs").mkdir()
     kept = [f"20200101-0000{i:02}-measure-1.log" for i in range(console.KEPT_LOGS)]
     for name in (*kept, "notes.txt"):
@@ -332,11 +331,11 @@ def test_all_else_goes_to_a_log_that_is_named_first_and_last(tmp_path, ends, cod
     log = first.removeprefix("measure: every line of Prefect, DVC, Ray and MLflow goes to ")
     assert re.fullmatch(r"logs/\d{8}-\d{6}-measure-\d+\.log", log)
     assert done.returncode == code and shown[:2] == ["  measured (0 s)", "a table"]
-    assert done.stderr == (f"{said}{log}\n" if said else "")
-    assert shown[2:] == ([] if said else [f"done in 0 s; log: {log}"])
+    assert done.stderr == (f"{message}{log}\n" if message else "")
+    assert shown[2:] == ([] if message else [f"done in 0 s; log: {log}"])
     text = (tmp_path / log).read_text()
     assert "a library says" in text and "compiled code says" in text
-    assert ("Traceback" in text) == ("KeyError" in said)
+    assert ("Traceback" in text) == ("KeyError" in message)
     left = {p.name for p in (tmp_path / "logs").iterdir()}
     assert left == {*kept[1:], "notes.txt", os.path.basename(log)}  # the oldest went
 
@@ -377,13 +376,13 @@ def test_a_real_terminal_gets_a_live_line_of_its_width_and_the_log_no_colours(tm
         [sys.executable, "-c", code], cwd=tmp_path, env=env, stdout=slave, stderr=slave, timeout=120
     )
     os.close(slave)
-    said = os.read(master, 1 << 16).decode()
+    output = os.read(master, 1 << 16).decode()
     os.close(master)
     [log] = (tmp_path / "logs").iterdir()
-    first, *shown, last, _empty = on_glass(said)
-    assert done.returncode == 0 and first.endswith(f"goes to logs/{log.name}"), said
+    first, *shown, last, _empty = on_glass(output)
+    assert done.returncode == 0 and first.endswith(f"goes to logs/{log.name}"), output
     assert shown == ["  measured (0 s)", "a table"] and last == f"done in 0 s; log: logs/{log.name}"
-    live = drawn(said)[-1]
+    live = drawn(output)[-1]
     assert len(live) == 60 and re.fullmatch(r". measure ━━━━━━╺━━━━━ epochs: x+…", live), live
     assert "| WARNING | root - root" in log.read_text() and "\x1b" not in log.read_text()
 
@@ -413,7 +412,7 @@ except KeyboardInterrupt:
     ids=["it stops", "it goes on"],
 )
 def test_an_interrupted_command_may_say_its_last_line_but_not_stay(patience_s, last):
-    """As Ctrl-C in a terminal, which is for all processes."""
+    """Ctrl-C in a terminal interrupts all processes."""
     code = (
         f"import os, signal, time\ntry:\n    {last}\n"
         "except KeyboardInterrupt:\n    time.sleep(0.5); print('stopped', flush=True)"

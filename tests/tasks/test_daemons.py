@@ -41,19 +41,19 @@ def test_it_runs_and_ends_with_what_it_started(daemon):
 
 
 def test_one_that_was_started_with_other_settings_is_refused(daemon):
-    assert not daemon.runs_as_told()
+    assert not daemon.runs_as_configured()
     daemon.start()
-    assert daemon.runs_as_told()
+    assert daemon.runs_as_configured()
     changed = dataclasses.replace(daemon, command=(*daemon.command, "--port", "1"))
     with pytest.raises(
         ShardCoreError, match=rf"one \(process {daemon.process().pid}\) runs with other settings"
     ):
-        changed.runs_as_told()
+        changed.runs_as_configured()
     elsewhere = dataclasses.replace(
         daemon, env={**daemon.env, "MLFLOW_BACKEND_STORE_URI": "sqlite:///other.db"}
     )
     with pytest.raises(ShardCoreError, match="runs with other settings"):
-        elsewhere.runs_as_told()
+        elsewhere.runs_as_configured()
 
 
 def test_a_killed_one_has_died_and_what_it_left_is_found(daemon):

@@ -1,4 +1,4 @@
-"""Of several problems that are replayed, each fails for itself."""
+"""Replays of several problems, of which some fail without ending the others."""
 
 from contextlib import contextmanager
 
@@ -11,7 +11,7 @@ from tasks.replay import EachProblem
 
 @pytest.fixture
 def gangs():
-    """What became of the gangs that began."""
+    """Events of the gangs that were started."""
     return []
 
 
@@ -27,13 +27,13 @@ def begin(gangs):
 
 
 def test_one_gang_serves_all_and_begins_when_it_is_needed(begin, gangs):
-    said = []
+    output = []
     with EachProblem(begin) as each:
         assert each.run("kept", lambda run: None) and gangs == []
         for name in "ab":
-            assert each.run(name, lambda run, n=name: said.extend(run([n])))
+            assert each.run(name, lambda run, n=name: output.extend(run([n])))
         assert gangs == ["runs"]
-    assert said == ["gang 1 of a", "gang 1 of b"] and gangs == ["ended"] and each.failed == {}
+    assert output == ["gang 1 of a", "gang 1 of b"] and gangs == ["ended"] and each.failed == {}
 
 
 @pytest.mark.parametrize(
@@ -44,13 +44,13 @@ def test_a_failure_is_its_problems_and_the_next_has_another_gang(begin, gangs, e
         run([])
         raise error
 
-    said = []
+    output = []
     with disable_run_logger(), pytest.raises(ShardCoreError) as raised, EachProblem(begin) as each:
         assert not each.run("a", fails)
         assert gangs == ["ended"]
-        assert each.run("b", lambda run: said.extend(run(["b"])))
+        assert each.run("b", lambda run: output.extend(run(["b"])))
     assert str(raised.value) == f"1 of 2 problems could not be replayed: {shown}"
-    assert said == ["gang 2 of b"] and gangs == ["ended"] * 2
+    assert output == ["gang 2 of b"] and gangs == ["ended"] * 2
 
 
 def test_all_that_failed_are_counted_and_a_failure_before_a_gang_is_a_problems_too(begin, gangs):

@@ -69,11 +69,11 @@ def test_the_rate_is_that_at_which_the_dataset_grew_pauses_aside():
 
 
 @pytest.mark.parametrize(
-    "seconds, said", [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"), (5400, "1.5 h")]
+    "seconds, message", [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"), (5400, "1.5 h")]
 )
-def test_durations_are_said_in_a_unit_that_one_can_feel(seconds, said):
+def test_durations_are_said_in_a_unit_that_one_can_feel(seconds, message):
     assert str(Estimate("steps", 30, 20, 2, seconds, "why")) == (
-        f"steps: 30 samples wanted, 10 there already, 20 missing, 2 devices; about {said} (why)"
+        f"steps: 30 samples wanted, 10 there already, 20 missing, 2 devices; about {message} (why)"
     )
     assert str(Estimate("steps", 30, 0, 2, seconds, "why")) == (
         "steps: 30 samples wanted, 30 there already, 0 missing, 2 devices"

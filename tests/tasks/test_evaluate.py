@@ -1,5 +1,4 @@
-"""What `evaluate` replays, and what it does where plans cannot be (tests/flows replays some): it says why,
-and claims nothing."""
+"""Replays of `evaluate`: their problems, and the reason where no plan can be replayed. tests/flows replays some."""
 
 import csv
 import dataclasses
@@ -30,7 +29,7 @@ def model():
 
 
 @pytest.mark.parametrize(
-    "here, problems, said",
+    "here, problems, message",
     [
         (False, 2, r"the model is for \(law, batch 256.*\), the cluster's devices are "),
         (True, 2, "no host has two devices"),  # each host of this cluster has one CPU
@@ -41,7 +40,7 @@ def model():
 @pytest.mark.long
 @pytest.mark.usefixtures("cluster")
 def test_what_cannot_be_replayed_is_skipped_with_a_line_and_absent(
-    here, problems, said, model, tmp_path, monkeypatch, caplog
+    here, problems, message, model, tmp_path, monkeypatch, caplog
 ):
     if here:
         model = dataclasses.replace(
@@ -62,7 +61,7 @@ def test_what_cannot_be_replayed_is_skipped_with_a_line_and_absent(
             out,
         )
     assert found == {} and not list(out.iterdir())
-    assert re.search(f"no plans are replayed: {said}", caplog.text), caplog.text
+    assert re.search(f"no plans are replayed: {message}", caplog.text), caplog.text
     write_metrics.fn(tmp_path, {"compute_mape": 1.0}, {}, found)
     assert "replays" not in json.loads((tmp_path / "metrics.json").read_text())
 

@@ -69,8 +69,8 @@ def test_each_traced_step_is_read_once_in_one_run(project):
 
 
 def test_the_corrected_model_goes_through_the_gate_and_names_job_steps_and_traces(project):
-    said = read(project)
-    assert "error on held-out traces" in said and "of champion 1" in said
+    output = read(project)
+    assert "error on held-out traces" in output and "of champion 1" in output
     model, version = champion()
     assert str(version.version) == "2" and "passed, error" in version.tags["gate"]
     assert version.tags["job"] == "dlrm" and version.tags["job.steps"] == "dlrm-00001000"

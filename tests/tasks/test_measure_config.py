@@ -36,15 +36,15 @@ def test_devices_and_ranks_follow_from_the_cluster(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "config, said",
+    "config, message",
     [
         (MeasureConfig(ranks=3), "ranks is 3, which does not divide the batch of 64"),
         (MeasureConfig(hosts=3), "hosts is 3; the Ray cluster has 2"),
     ],
 )
-def test_ranks_that_cannot_be_are_named(config, said, monkeypatch):
+def test_ranks_that_cannot_be_are_named(config, message, monkeypatch):
     machines(monkeypatch, *ONE_CORE)
-    with pytest.raises(ShardCoreError, match=said):
+    with pytest.raises(ShardCoreError, match=message):
         rank_count(config, "cpu", 64)
 
 

@@ -59,7 +59,7 @@ def test_an_address_that_does_not_answer_is_named_before_work_begins(place, task
 
 
 @pytest.mark.parametrize(
-    "task, said",
+    "task, message",
     [
         (
             "train",
@@ -72,10 +72,10 @@ def test_an_address_that_does_not_answer_is_named_before_work_begins(place, task
         ("publish", r"^the registry cannot say which version of 'shardcore-cost-law' is champion: .+"),
     ],
 )
-def test_a_server_that_goes_away_meanwhile_is_named_in_one_line(place, monkeypatch, task, said):
+def test_a_server_that_goes_away_meanwhile_is_named_in_one_line(place, monkeypatch, task, message):
     monkeypatch.setattr(registry, "connect", mlflow.MlflowClient)  # as it answered when it was looked at
     before = (MODEL / "model.json").read_bytes()
-    with pytest.raises(ShardCoreError, match=said) as raised:
+    with pytest.raises(ShardCoreError, match=message) as raised:
         work()[task]()
     assert "\n" not in str(raised.value)
     assert (MODEL / "model.json").read_bytes() == before

@@ -1,4 +1,4 @@
-"""Who was champion when, in a real registry."""
+"""The history of champions, in a real registry."""
 
 import json
 

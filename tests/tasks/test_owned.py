@@ -1,5 +1,4 @@
-"""What a run starts ends with it: by itself, by a signal, and where its guardian is the one that is
-killed."""
+"""Processes of a run end with it: at its own end, by a signal, and if its guardian is killed."""
 
 import os
 import re
@@ -82,14 +81,14 @@ def test_servers_end_after_those_that_tell_them_how_they_ended(tmp_path):
         "'w').write(open(f'/proc/{sys.argv[2]}/stat').read())\n"
         "    sys.exit()\nsignal.signal(signal.SIGTERM, asked)"
     )
-    said = tmp_path / "said"
+    output = tmp_path / "said"
     process, folder, (server, asked) = run(f"""
     with serving():
         server = start()
-    started = [server, start({client!r}, {str(said)!r}, server)]""")
+    started = [server, start({client!r}, {str(output)!r}, server)]""")
     process.kill()
     until(lambda: not folder.exists())
-    pid, _, state, *_ = said.read_text().split()
+    pid, _, state, *_ = output.read_text().split()
     assert pid == server and state not in "ZX" and not is_alive(server) and not is_alive(asked)
 
 

@@ -160,7 +160,7 @@ def test_the_same_model_is_one_version_and_scores_are_on_record(store, trained):
 
 
 def test_the_champion_is_scored_on_the_data_of_now(store, model):
-    """It was right of all when it was promoted."""
+    """It had no error when it was promoted."""
     measure(store / "measured", *measured_as_by(model, model))
     assert promote(store, model).champion == "1"
     now = scaled(model, 1.5)
@@ -170,7 +170,7 @@ def test_the_champion_is_scored_on_the_data_of_now(store, model):
 
 @pytest.mark.long
 def test_datasets_that_joined_in_training_count(store, model):
-    """By the measurements alone the challenger would lose."""
+    """The challenger would lose by the measurements alone."""
     other = scaled(model, 1.5)
     compute, comm = measured_as_by(model, model)
     rest = [s for s in compute if split_of(s.id) != "test"]

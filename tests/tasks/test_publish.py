@@ -1,4 +1,4 @@
-"""What a published plan says that it comes from."""
+"""Provenance of published plans."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -155,7 +155,7 @@ def test_a_model_of_another_optimizer_is_none_to_join(mixed_champion):
 
 
 def test_a_challenger_is_judged_against_the_champion_s_model_of_its_precision(mixed_champion):
-    """It lost: three times slower in all than what was measured."""
+    """It loses, as its predictions are three times the measurements."""
     slow = neural.load(mixed_champion / "of fp16")
     neural.save(replace(slow, setting=SETTING), mixed_champion / "slow")
     promoted = promote_model.fn(mixed_champion / "slow", Path("measured"), PromoteConfig())
@@ -198,7 +198,7 @@ def published_of(name):
 
 @pytest.mark.parametrize("algorithm", ["anneal", "dreamshard"])
 def test_a_problem_of_hardware_without_a_champion_is_published_under_its_profile(mixed_champion, algorithm):
-    """In a run under the champion of other hardware. Policies are trained against models, so none takes part."""
+    """The run is under the champion of other hardware. Policies need a model, so none takes part."""
     if algorithm == "dreamshard":
         table = publish(on_card("gpu"), hardware=CARD, algorithm=algorithm)
     else:

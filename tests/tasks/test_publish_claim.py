@@ -1,4 +1,4 @@
-"""What is on record at a registered model about the publishing of plans, and what is due."""
+"""The state of publishing that is recorded at a registered model."""
 
 import time
 

@@ -1,5 +1,4 @@
-"""What Ray does with the environment that the stack gives it (ray_fixtures.py starts a cluster with that),
-and connecting."""
+"""Ray in the environment of the stack, with which ray_fixtures.py starts a cluster, and connections to it."""
 
 import json
 import logging
@@ -93,17 +92,17 @@ def test_who_has_no_token_is_refused(cluster, agent, written_stack, who):
 
 
 @pytest.mark.parametrize(
-    "address, said",
+    "address, message",
     [
         (NOWHERE, r"^Ray \(RAY_ADDRESS\) does not answer at 127.0.0.1:9: .*; start it, or unset the address"),
         ("nonsense", r"^Ray \(RAY_ADDRESS\) does not answer at nonsense: it needs a host and a port"),
         (f"ray://{NOWHERE}", r"^Ray \(RAY_ADDRESS\) does not answer at ray://127.0.0.1:9: "),
     ],
 )
-def test_an_address_that_does_not_answer_is_named(address, said):
+def test_an_address_that_does_not_answer_is_named(address, message):
     with (
         mock.patch.dict(os.environ, RAY_ADDRESS=address),
-        pytest.raises(ShardCoreError, match=said),
+        pytest.raises(ShardCoreError, match=message),
         ray_cluster.ray_cluster(),
     ):
         pass
@@ -242,13 +241,13 @@ def test_work_ends_soon_after_the_head_or_raylet_of_a_local_ray(needed, after_s)
     lines = iter(flow.stdout.readline, "")
     assert any(line == "killed\n" for line in lines)
     flow.wait(60)  # 15 s are promised; and a machine may be four times as slow
-    said = [line for line in lines if line.startswith("error: ")]
+    output = [line for line in lines if line.startswith("error: ")]
     ours = (
         rf"error: this run('s Ray has lost its .*{needed}.*| was ended before its end); "
         r".*a rerun goes on from there\n"
     )
     # the latter where Ray's native code ends the process
-    assert said and all(re.fullmatch(ours, line) for line in said), said
+    assert output and all(re.fullmatch(ours, line) for line in output), output
 
 
 HEAD = """
@@ -309,9 +308,9 @@ def test_work_on_a_cluster_ends_soon_after_its_head_and_names_it(what):
         )
         assert any(line == "works\n" for line in flow.stdout)
         os.kill(int(head), signal.SIGKILL)
-        said, _ = flow.communicate(timeout=55)  # Ray itself takes a minute; some ten seconds are promised
+        output, _ = flow.communicate(timeout=55)  # Ray itself takes a minute; some ten seconds are promised
         cluster.kill()
-    assert f"error: Ray's head at {address} does not answer any more; what was finished is kept" in said
+    assert f"error: Ray's head at {address} does not answer any more; what was finished is kept" in output
 
 
 FAILS = """

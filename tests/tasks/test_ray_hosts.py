@@ -100,13 +100,13 @@ def test_a_gang_of_two_hosts_exchanges_over_their_link_and_finds_them(tmp_path):
             timeout=240,
         )
     assert done.returncode == 0, done.stderr[-2000:]
-    said = json.loads(done.stdout.splitlines()[-1])
-    nodes = said["nodes"]  # consecutive ranks share a host, whichever Ray took first
+    output = json.loads(done.stdout.splitlines()[-1])
+    nodes = output["nodes"]  # consecutive ranks share a host, whichever Ray took first
     assert nodes[0] == nodes[1] and nodes[2] == nodes[3]
     assert {nodes[0], nodes[2]} == {first.address, second.address}
-    placed = said["placed"]
-    [hosts] = said["levels"]
+    placed = output["placed"]
+    [hosts] = output["levels"]
     assert len(hosts) == 2 and all(placed[a] == placed[b] for a, b in hosts) and len(set(placed)) == 2
-    assert 0.5 < said["link_gbps"] / (BOX.between_gbit_s / 8) < 2
+    assert 0.5 < output["link_gbps"] / (BOX.between_gbit_s / 8) < 2
     # Half of what a host's two ranks own leaves it: 256 KiB each, at 5 MB/s. Loopback takes a few ms.
-    assert said["ms"][0] > 0.7 * 256 * 1024 / 5e3
+    assert output["ms"][0] > 0.7 * 256 * 1024 / 5e3

@@ -47,8 +47,8 @@ def test_one_gang_replays_problem_after_problem_and_ends(tables, workload, actor
             assert cost.oversubscribed  # each host of this cluster has one CPU
         [again] = run([on_each_one(*tables[2:4])])
         assert again.total_ms > 0 and {p.pid for p in actor_processes("ReplayRank")} == ranks
-        said = r"rank 0 of 2 failed: shard large\[0:500000, 0:16\] is 30.5 MiB; the arena holds"
-        with pytest.raises(ShardCoreError, match=said):
+        output = r"rank 0 of 2 failed: shard large\[0:500000, 0:16\] is 30.5 MiB; the arena holds"
+        with pytest.raises(ShardCoreError, match=output):
             run([on_each_one(Table("large", 500_000, 16, 4.0), tables[2])])
     deadline = time.monotonic() + 60
     while actor_processes("ReplayRank", "ray::replay"):
@@ -79,7 +79,7 @@ def test_a_workload_of_another_setting_is_refused(workload):
 
 
 @pytest.mark.parametrize(
-    "number, timeout_s, said",
+    "number, timeout_s, message",
     [
         (signal.SIGKILL, 60, "rank [01] of 2 failed: its process died"),
         (signal.SIGSTOP, 2, "does not answer|no word for"),
@@ -87,7 +87,7 @@ def test_a_workload_of_another_setting_is_refused(workload):
     ids=["dies", "hangs"],
 )
 def test_a_rank_that_dies_or_hangs_ends_the_gang_and_is_named(
-    workload, actor_processes, monkeypatch, number, timeout_s, said
+    workload, actor_processes, monkeypatch, number, timeout_s, message
 ):
     monkeypatch.setattr(actors, "_PROBE_S", 1.0)
     monkeypatch.setattr(actors, "_GRACE_S", 0.2)
@@ -103,7 +103,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_gang_and_is_named(
     threading.Thread(target=disturb, daemon=True).start()
     forever = dataclasses.replace(CONFIG, repeats=10**6, timeout_s=timeout_s)
     try:
-        with pytest.raises(ShardCoreError, match=said):
+        with pytest.raises(ShardCoreError, match=message):
             replay.fn([workload], SETTING, forever)
     finally:
         over.set()

@@ -4,8 +4,10 @@ stages."""
 import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import dvc.lock
 import pytest
@@ -83,6 +85,13 @@ def test_a_push_needs_a_branch_and_a_remote(folder):
     subprocess.run(["git", "init", "-q"], check=True)
     with pytest.raises(ShardCoreError, match="DVC has no remote to push to; `dvc remote add --default"):
         require_pushable()
+    # DVC's folder of a clone.
+    (folder / ".dvc").mkdir()
+    (folder / ".dvc/config").write_text(
+        "[core]\n    remote = shipped\n['remote \"shipped\"']\n    url = shipped\n"
+    )
+    with pytest.raises(ShardCoreError, match="DVC has no remote to push to"):
+        require_pushable()
 
 
 def test_a_refresh_says_which_stage_of_how_many_and_which_had_nothing_to_do():
@@ -96,12 +105,67 @@ def test_a_refresh_says_which_stage_of_how_many_and_which_had_nothing_to_do():
     assert heading("tables", "train", runs=False) == "stage 1/3: tables, nothing changed"
 
 
+USUAL = {"tables": 5.0, "measure": 100.0, "train": 30.0, "evaluate": 60.0, "promote": 5.0, "publish": 50.0}
+
+
+@pytest.mark.parametrize(
+    "stage, done, seconds",
+    [
+        ("tables", [], 250),
+        ("measure", [("tables", 15.0)], 343),  # three times as long, but short: 1.4 times
+        ("train", [("tables", 10.0), ("measure", 200.0)], 266.8),  # half as fast
+        ("train", [("tables", 0.0), ("measure", 0.0)], 145),  # nothing changed there
+        (
+            "publish",
+            [("tables", 5.0), ("measure", 50.0), ("train", 15.0), ("evaluate", 27.5), ("promote", 2.5)],
+            27.27,
+        ),
+    ],
+)
+def test_the_time_left_of_all_follows_the_pace_of_what_has_ended(stage, done, seconds):
+    runs = [refresh.StageRun(name, took > 0, took) for name, took in done]
+    assert refresh.left_s(stage, "evaluate", runs, USUAL) == pytest.approx(seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "stage, runs, ran, text",
+    [
+        ("tables", True, [], r"stage 1/6: tables, about (\d+ s|\d+ min) left in all"),
+        ("measure", False, [False], "stage 2/6: measure, nothing changed"),
+        ("promote", True, [False] * 4, "stage 5/6: promote"),  # which may have nothing to do
+        ("promote", True, [False] * 3 + [True], r"stage 5/6: promote, about .* left in all"),
+    ],
+)
+def test_a_stage_that_runs_is_announced_with_the_time_left_of_all(
+    folder, monkeypatch, stage, runs, ran, text
+):
+    said = []
+    logger = SimpleNamespace(info=lambda line, extra: said.append(line))
+    monkeypatch.setattr(refresh, "get_run_logger", lambda: logger)
+    done = [refresh.StageRun(name, r, 9.0 * r) for name, r in zip(refresh.STAGES, ran, strict=False)]
+    refresh.announce(stage, "evaluate", done, runs)
+    [line] = said
+    assert re.fullmatch(text, line)
+
+
+def test_more_samples_and_problems_usually_take_longer(folder):
+    usual = refresh.usual_s()
+    assert set(stages_of("evaluate")) | set(stages_of("train_policy")) == set(usual)
+    (folder / "problems").mkdir()
+    (folder / "problems/one.json").touch()
+    (folder / "params.yaml").write_text("measure: {compute_samples: 4000}\nevaluate: {replay_problems: 50}\n")
+    longer = refresh.usual_s()
+    assert {stage for stage, s in longer.items() if s > usual[stage]} == {"measure", "evaluate", "publish"}
+
+
 def test_what_a_stage_wants_shown_is_shown_and_the_rest_is_for_the_log(monkeypatch):
     shown = []
     monkeypatch.setattr(console, "show", lambda *a: shown.append(a))
     line = "10:51:54.850 | WARNING | Task run 'train-model' - few samples"
-    said = f'Running stage \'train\':\n{console._MARK}["warning", "few samples", 0.0]\n{line}\n'
-    process = subprocess.Popen([sys.executable, "-c", f"print({said!r})"], stdout=subprocess.PIPE, text=True)
+    output = f'Running stage \'train\':\n{console._MARK}["warning", "few samples", 0.0]\n{line}\n'
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"print({output!r})"], stdout=subprocess.PIPE, text=True
+    )
     assert list(refresh._lines(process)) == ["Running stage 'train':", "few samples", ""]
     assert shown == [("warning", "few samples", 0.0)] and process.wait() == 0
 
@@ -141,7 +205,7 @@ def test_dvc_s_lists_of_who_uses_what_forget_who_has_ended(tmp_path, monkeypatch
 
 
 def test_who_holds_dvc_s_locks_is_said(tmp_path, monkeypatch):
-    """Of a stage that runs in another process, and of another DVC; each as DVC says it."""
+    """Both DVC's message on a stage of another process, and that on another DVC."""
     monkeypatch.chdir(tmp_path)
     run = [sys.executable, "-m", "dvc"]
     subprocess.run([*run, "init", "--no-scm", "--quiet"], check=True)
@@ -149,19 +213,19 @@ def test_who_holds_dvc_s_locks_is_said(tmp_path, monkeypatch):
     other = {"write": {str(tmp_path / "pool"): {"pid": os.getpid(), "cmd": "dvc repro of another"}}}
     (tmp_path / ".dvc/tmp").mkdir(exist_ok=True)
     (tmp_path / ".dvc/tmp/rwlock").write_text(json.dumps(other))
-    said = subprocess.run(
+    output = subprocess.run(
         [*run, "repro", "tables"], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ).stdout
-    lines = said.splitlines()
+    lines = output.splitlines()
     errors = lines[next(i for i, line in enumerate(lines) if line.lower().startswith("error: ")) :]
-    reason = refresh.why(errors)
+    reason = refresh.reason(errors)
     assert "pool' is busy" in reason and f"process {os.getpid()} (dvc repro of another); wait until" in reason
     (tmp_path / ".dvc/tmp/lock").write_text(" 4321\n")
-    assert refresh.why([f"ERROR: {dvc.lock.FAILED_TO_LOCK_MESSAGE}"]) == (
+    assert refresh.reason([f"ERROR: {dvc.lock.FAILED_TO_LOCK_MESSAGE}"]) == (
         ".dvc/tmp/lock is held by process 4321, another DVC in this folder; wait until that has ended, "
         "or end it"
     )
     assert (
-        refresh.why(["error: 7 is too few", "ERROR: failed to reproduce"]) == "7 is too few"
-        and refresh.why([]) == ""
+        refresh.reason(["error: 7 is too few", "ERROR: failed to reproduce"]) == "7 is too few"
+        and refresh.reason([]) == ""
     )

@@ -1,4 +1,4 @@
-"""What the registry gives to those who plan: a model that works, or a word of which version does not."""
+"""Models from the registry: one that works, or an error that names the version."""
 
 import dataclasses
 import os
@@ -87,8 +87,8 @@ def test_a_champion_that_is_no_working_model_is_refused_by_name(client, tmp_path
     rates = model.weights["rates"]
     for weights in (without, {**without, "rates": rates[:1]}, {**without, "rates": rates * np.nan}):
         model_files.write_model(kept, model_files.read_model(tmp_path / "model")[0], weights)
-        said = f"version 1 of {version.name} holds no model that works: model in .*: weight 'rates' "
-        with pytest.raises(ShardCoreError, match=said):
+        output = f"version 1 of {version.name} holds no model that works: model in .*: weight 'rates' "
+        with pytest.raises(ShardCoreError, match=output):
             registry.champion(client, SETTING.hardware)
     (kept / model_files.MODEL_WEIGHTS).write_bytes(b"\x80\x04.")
     with pytest.raises(ShardCoreError, match="weights.safetensors does not match the digest"):

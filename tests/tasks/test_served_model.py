@@ -80,7 +80,7 @@ def registered(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(registered):
-    """What `mlflow models serve` runs, asked without a network."""
+    """The app of `mlflow models serve`, called without a network."""
     with (
         mock.patch.dict(os.environ, MLFLOW_TRACKING_URI=registered[2]["MLFLOW_TRACKING_URI"]),
         mock.patch.object(sys, "path", list(sys.path)),
@@ -120,10 +120,10 @@ def test_it_says_what_was_not_measured(served):
     assert any("'t0' has 1,000,000,000 rows; most measured" in s for s in beyond) and within == []
 
 
-@pytest.mark.parametrize("groups, said", BAD.values(), ids=BAD)
-def test_bad_input_is_refused_by_name(served, groups, said):
+@pytest.mark.parametrize("groups, message", BAD.values(), ids=BAD)
+def test_bad_input_is_refused_by_name(served, groups, message):
     status, answer = ask(served, groups)
-    assert status == 400 and said in answer["message"]
+    assert status == 400 and message in answer["message"]
 
 
 @pytest.mark.long
@@ -146,19 +146,19 @@ def test_it_loads_where_nothing_of_this_folder_is(registered, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "shard, said",
+    "shard, message",
     [
         ({"table": TABLE, 1: 2, "x": 3}, "has an unknown key"),
         ({"table": TABLE, "rows": [10**400, -(10**5000)]}, "it needs [low, high], two whole numbers"),
     ],
 )
-def test_what_only_python_can_ask_is_refused_by_name(registered, shard, said):
+def test_what_only_python_can_ask_is_refused_by_name(registered, shard, message):
     """JSON has text as keys, and its numbers are bounded."""
     with mock.patch.dict(os.environ, MLFLOW_TRACKING_URI=registered[2]["MLFLOW_TRACKING_URI"]):
         model = mlflow.pyfunc.load_model(registered[1]).unwrap_python_model()
         with pytest.raises(mlflow.MlflowException) as error:
             model.predict(None, [{"shards": [shard]}])
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_model_of_several_precisions_serves_tables_of_each(registered, tmp_path):

@@ -85,7 +85,7 @@ def test_what_speaks_no_http_is_an_oserror():
 
 
 def test_clients_reach_this_machine_without_the_proxy_that_is_for_the_world(page):
-    """Those of Prefect, MLflow and Python, each as it reads its environment."""
+    """Clients of Prefect, MLflow and Python each read their environment."""
     with mock.patch.dict(os.environ, PROXIES):
         for name in ("no_proxy", "NO_PROXY"):
             os.environ.pop(name, None)
@@ -171,7 +171,7 @@ def fails(error):
 
 
 @pytest.mark.parametrize(
-    "error, code, said",
+    "error, code, message",
     [
         (ShardCoreError("no pool"), 1, "error: no pool\n"),
         (OSError("disk full"), 1, "error: disk full\n"),
@@ -184,10 +184,10 @@ def fails(error):
         (KeyboardInterrupt(), 130, "stopped; what was finished is kept, and a rerun goes on from there\n"),
     ],
 )
-def test_a_flow_that_fails_says_why_in_one_line(in_project, capsys, error, code, said):
+def test_a_flow_that_fails_says_why_in_one_line(in_project, capsys, error, code, message):
     with pytest.raises(SystemExit) as ended:
         services.run_flow(fails(error), needs_prefect=False)
-    assert ended.value.code == code and capsys.readouterr().err == said
+    assert ended.value.code == code and capsys.readouterr().err == message
 
 
 def test_a_flow_that_works_ends_well(in_project):
@@ -197,7 +197,7 @@ def test_a_flow_that_works_ends_well(in_project):
 
 
 def test_a_flow_without_a_server_starts_again_with_one(in_project, monkeypatch):
-    """As it was started, and before it did anything."""
+    """It has the same command, and has done nothing before."""
 
     def became(program, command):
         raise SystemExit(command)
@@ -250,16 +250,16 @@ def with_server(*command, **env):
 
 
 @pytest.mark.parametrize(
-    "code, said",
+    "code, message",
     [
         ("sys.exit(3)", ""),
         ("os.kill(os.getpid(), signal.SIGKILL)", "was ended by SIGKILL; what was finished is kept"),
     ],
 )
-def test_a_command_s_end_is_told(code, said):
+def test_a_command_s_end_is_told(code, message):
     run = with_server(sys.executable, "-c", f"import os, signal, sys; {code}")
     _, error = run.communicate(timeout=60)
-    assert run.returncode == (1 if said else 3) and said in error and error.count("\n") == bool(said)
+    assert run.returncode == (1 if message else 3) and message in error and error.count("\n") == bool(message)
 
 
 def test_a_command_ends_with_its_run_that_is_asked_to():

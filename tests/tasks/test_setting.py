@@ -1,4 +1,4 @@
-"""Which of a dataset's settings the stages work in."""
+"""The choice of the setting of all stages."""
 
 import dataclasses
 from pathlib import Path

@@ -1,5 +1,7 @@
-"""What the stack is: its settings, commands and environments, each put to the service that they are for; how
-it says what died. (test_stack_runs.py starts it.)"""
+"""The stack's settings, commands and environments, each given to its service, and reports on services that died.
+
+test_stack_runs.py starts a stack.
+"""
 
 import json
 import logging.config
@@ -82,8 +84,7 @@ def ray_options(command):
     ],
 )
 def test_every_service_listens_at_the_host_only(tmp_path, host, node, listens_at_all):
-    """As each service's own command line understands the stack's; test_ray_cluster.py looks at what Ray
-    listens at."""
+    """Each service's own parser reads the stack's command. test_ray_cluster.py checks the addresses of Ray."""
     found = stack_services.services(StackConfig(host=host), tmp_path, "secret")
     prefect = found["prefect"].daemon.command
     assert prefect[1:5] == ("-m", "prefect", "server", "start")
@@ -161,12 +162,12 @@ def test_a_token_that_is_none_is_an_error_of_one_line(tmp_path, monkeypatch, wro
 def sourced(folder, names, **env):
     """The values of variables in a shell after `. env.sh`, twice."""
     shown = "; ".join(f'echo "${name}"' for name in names)
-    said = subprocess.check_output(
+    output = subprocess.check_output(
         ["sh", "-euc", f"cd {shlex.quote(str(folder))}; . ./env.sh; . ./env.sh; {shown}"],
         text=True,
         env={"PATH": os.environ["PATH"], **env},
     )
-    return said.splitlines()
+    return output.splitlines()
 
 
 def test_a_shell_becomes_a_client(tmp_path):
@@ -215,7 +216,7 @@ def test_services_of_the_stack_are_reached_without_a_proxy(tmp_path, host, env, 
 
 
 @pytest.mark.parametrize(
-    "wrong, said",
+    "wrong, message",
     [
         ({"mlflow_port": 4200}, "prefect_port is 4200; each port"),
         ({"ray_port": 65536}, "ray_port is 65536"),
@@ -243,14 +244,14 @@ def test_services_of_the_stack_are_reached_without_a_proxy(tmp_path, host, env, 
         ({"allowed_hosts": ("",)}, "stack.allowed_hosts has ''"),
     ],
 )
-def test_a_config_that_cannot_work_is_refused(wrong, said):
-    with pytest.raises(ShardCoreError, match=said):
+def test_a_config_that_cannot_work_is_refused(wrong, message):
+    with pytest.raises(ShardCoreError, match=message):
         StackConfig(**wrong)
     assert StackConfig(object_store_mib=80, ray_port=65535).object_store_mib == 80
 
 
 @pytest.mark.parametrize(
-    "wrong, said",
+    "wrong, message",
     [
         ({"host": "192.0.2.1"}, r"stack.host is '192.0.2.1', which is no IPv4 address of this machine"),
         ({"host": "::1"}, "stack.host is '::1', which is no IPv4 address"),
@@ -263,12 +264,12 @@ def test_a_config_that_cannot_work_is_refused(wrong, said):
     ],
 )
 def test_what_this_machine_cannot_have_is_refused_before_anything_is_written(
-    tmp_path, monkeypatch, wrong, said
+    tmp_path, monkeypatch, wrong, message
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs/page.md").touch()
-    with pytest.raises(ShardCoreError, match=said):
+    with pytest.raises(ShardCoreError, match=message):
         stack.up(StackConfig(**wrong))
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "docs", tmp_path / "docs/page.md"]
 
@@ -467,8 +468,8 @@ def test_what_is_killed_is_said_with_the_last_lines_of_its_log(tmp_path, monkeyp
     process = started["ray"].process()
     process.kill()
     until(started["ray"].died)
-    said, healthy = stack.status(config)
-    assert dict(re.findall(r"^(\w+) +(healthy|silent|died|down) ", said, re.M)) == {
+    output, healthy = stack.status(config)
+    assert dict(re.findall(r"^(\w+) +(healthy|silent|died|down) ", output, re.M)) == {
         "prefect": "down",
         "mlflow": "silent",
         "ray": "died",
@@ -476,15 +477,15 @@ def test_what_is_killed_is_said_with_the_last_lines_of_its_log(tmp_path, monkeyp
         "watch": "healthy",
     }
     assert healthy is False
-    assert "\nray: died; the last lines of .stack/logs/ray.log:\n  it is up\n" in said
-    assert "\nmlflow: silent; the last lines of .stack/logs/mlflow.log:\n  it is up\n" in said
-    assert "watch: " not in said and "prefect: " not in said
-    assert re.search(rf"^watch +healthy +\d{{4}}-\S+ \S+ +{started['watch'].process().pid} ", said, re.M)
-    assert re.search(r"^clients +\. \.stack/env\.sh$", said, re.M) and str(config.metrics_port) in said
+    assert "\nray: died; the last lines of .stack/logs/ray.log:\n  it is up\n" in output
+    assert "\nmlflow: silent; the last lines of .stack/logs/mlflow.log:\n  it is up\n" in output
+    assert "watch: " not in output and "prefect: " not in output
+    assert re.search(rf"^watch +healthy +\d{{4}}-\S+ \S+ +{started['watch'].process().pid} ", output, re.M)
+    assert re.search(r"^clients +\. \.stack/env\.sh$", output, re.M) and str(config.metrics_port) in output
 
 
 def test_up_waits_for_what_starts_and_names_what_ends_or_never_answers(tmp_path, monkeypatch, sleeper):
-    looks, said = [], []
+    looks, output = [], []
 
     def answers():
         looks.append(1)
@@ -493,14 +494,14 @@ def test_up_waits_for_what_starts_and_names_what_ends_or_never_answers(tmp_path,
         return len(looks) > 3
 
     starts = Service(sleeper("starts", tmp_path), {}, answers, "http://page")
-    stack._wait([starts], time.monotonic(), said.append)
+    stack._wait([starts], time.monotonic(), output.append)
     assert (
         len(looks) == 4
-        and len(said) == 1
+        and len(output) == 1
         and re.fullmatch(
             r"starts: "
             r"healthy http://page after \d+ s",
-            said[0],
+            output[0],
         )
     )
     monkeypatch.setattr(stack, "PATIENCE_S", 0.1)
@@ -600,3 +601,29 @@ def test_a_command_whose_reader_is_gone_ends_without_a_word(tmp_path, command):
     running.stdout.close()
     assert running.stderr.read() == ""
     assert running.wait() == (141 if command == "status" else 0)
+
+
+def test_run_starts_again_what_dies_and_ends_with_what_was_stopped(tmp_path, sleeper, monkeypatch):
+    """As for `make down` in another shell. test_stack_runs.py ends a whole stack by a signal."""
+    found, said, begun = {}, [], []
+
+    def up(config, say):
+        begun.append(True)
+        for name in ("ray", "watch"):
+            if name not in found or found[name].daemon.process() is None:
+                found[name] = Service(sleeper(name, tmp_path), {}, lambda: True)
+
+    def look(_s):
+        if len(begun) == 1:
+            os.kill(found["ray"].daemon.process().pid, 9)
+            until(lambda: found["ray"].daemon.died())
+        else:
+            daemons.stop([found["watch"].daemon])
+
+    monkeypatch.setattr(stack, "up", up)
+    monkeypatch.setattr(stack, "services", lambda *_: found)
+    # The module's own name: `until` sleeps too.
+    monkeypatch.setattr(stack, "time", mock.Mock(sleep=look))
+    stack.run(StackConfig(folder=str(tmp_path)), said.append)
+    assert said == ["died, and are started again: ray"] and len(begun) == 2
+    assert not [s for s in found.values() if s.daemon.process()]

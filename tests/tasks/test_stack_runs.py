@@ -77,9 +77,9 @@ class Project:
         """The same with the environment of env.sh, while it runs; it ends with the context. What it said is
         in `said`."""
         line = ["sh", "-c", '. .stack/env.sh; exec "$@"', "sh", sys.executable, "-m", *command]
-        with open(self.folder / "said", "w") as said:
+        with open(self.folder / "said", "w") as output:
             process = subprocess.Popen(
-                line, cwd=self.folder, env=self._env(), stdout=said, stderr=subprocess.STDOUT
+                line, cwd=self.folder, env=self._env(), stdout=output, stderr=subprocess.STDOUT
             )
         try:
             yield process
@@ -88,7 +88,7 @@ class Project:
             process.wait()
 
     def _env(self):
-        """Of one whose way to the world is a proxy, which none of this may ask."""
+        """The environment of a user behind a proxy, which the stack must not ask."""
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "RAY_"))}
         proxies = {
             name: "http://127.0.0.1:9"
@@ -101,8 +101,8 @@ class Project:
 
     def states(self):
         """The state of each service, and what status says."""
-        said = self.run("tasks.stack", "status")
-        return dict(re.findall(r"^(\w+) +(healthy|silent|died|down) ", said.stdout, re.M)), said
+        output = self.run("tasks.stack", "status")
+        return dict(re.findall(r"^(\w+) +(healthy|silent|died|down) ", output.stdout, re.M)), output
 
     def token(self):
         return (self.folder / ".stack/token").read_text()
@@ -113,7 +113,7 @@ class Project:
         ).decode()
 
     def lines(self):
-        """What flows logged."""
+        """Lines that flows have logged."""
         return [
             json.loads(line) for line in (self.folder / ".stack/logs/flows.jsonl").read_text().splitlines()
         ]
@@ -176,7 +176,7 @@ def queries():
 
 
 def answered(expression, samples):
-    """Whether an endpoint's samples have the names and labels that a query asks for."""
+    """Tell if an endpoint's samples have the names and labels of a query."""
     by = re.findall(r" by \(([^)]+)\)", expression)
     selectors = re.findall(r"(ray_\w+)(?:\{([^}]*)\})?", expression)
     assert by and selectors, expression
@@ -198,8 +198,7 @@ def answered(expression, samples):
 
 @contextlib.contextmanager
 def prometheus(metrics_port, folder):
-    """Whether a query has an answer, as a function; the server looks at the stack as
-    monitoring/prometheus.yml says."""
+    """A function that tells if a query has an answer, by a server with monitoring/prometheus.yml."""
     config = yaml.safe_load((ROOT / "monitoring/prometheus.yml").read_text())
     config["global"]["scrape_interval"] = "1s"
     config["scrape_configs"][0]["static_configs"] = [{"targets": [f"127.0.0.1:{metrics_port}"]}]
@@ -275,11 +274,12 @@ def measured(project, tmp_path_factory):
 
 
 def test_up_twice_is_one_stack_and_status_says_where_things_are(project):
-    states, said = project.states()
-    assert states == dict.fromkeys(SERVICES, "healthy") and said.returncode == 0, said.stdout
+    states, output = project.states()
+    assert states == dict.fromkeys(SERVICES, "healthy") and output.returncode == 0, output.stdout
     for name in SERVICES:
         assert (
-            f".stack/logs/{name}.log" in said.stdout and (project.folder / f".stack/logs/{name}.log").exists()
+            f".stack/logs/{name}.log" in output.stdout
+            and (project.folder / f".stack/logs/{name}.log").exists()
         )
     before = project.ids()
     assert project.run("tasks.stack", "up").returncode == 0
@@ -363,8 +363,8 @@ def test_what_is_killed_is_said_and_up_brings_it_back(project, measured):
     for name in killed:
         os.kill(before[name], 9)
     wanted = {n: "died" if n in killed else "healthy" for n in SERVICES}
-    _states, said = until(lambda: (found := project.states())[0] == wanted and found)
-    assert said.returncode == 1 and "ray: died; the last lines of .stack/logs/ray.log:\n  " in said.stdout
+    _states, output = until(lambda: (found := project.states())[0] == wanted and found)
+    assert output.returncode == 1 and "ray: died; the last lines of .stack/logs/ray.log:\n  " in output.stdout
     up = project.run("tasks.stack", "up")
     assert up.returncode == 0, up.stdout
     after = project.ids()
@@ -422,5 +422,27 @@ def test_down_ends_everything(project):
     assert len(running) > len(SERVICES)
     assert project.run("tasks.stack", "down").returncode == 0
     assert not [p for p in running if runs(p)]
-    states, said = project.states()
-    assert states == dict.fromkeys(SERVICES, "down") and said.returncode == 1
+    states, output = project.states()
+    assert states == dict.fromkeys(SERVICES, "down") and output.returncode == 1
+
+
+def test_run_keeps_the_stack_until_it_is_ended(project):
+    """As in a container or under systemd."""
+    with open(project.folder / "run.log", "w") as log:
+        running = subprocess.Popen(
+            [sys.executable, "-m", "tasks.stack", "run"],
+            cwd=project.folder,
+            env=project.env,
+            stdout=log,
+            stderr=log,
+        )
+    log = project.folder / "run.log"
+    healthy = dict.fromkeys(SERVICES, "healthy")
+    until(lambda: running.poll() is None and project.states()[0] == healthy, 400)
+    watch = project.ids()["watch"]
+    os.kill(watch, 9)
+    until(lambda: "died, and are started again: watch" in log.read_text())
+    until(lambda: project.states()[0] == healthy)
+    running.terminate()
+    assert running.wait(120) == 0, log.read_text()
+    assert project.states()[0] == dict.fromkeys(SERVICES, "down")

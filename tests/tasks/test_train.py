@@ -177,7 +177,7 @@ def test_replays_in_a_dataset_tell_what_exchanges_take_in_steps(place):
     made = [("random", SHARDERS["random"](problem, model, seed=seed)) for seed in range(FEWEST_STEPS)]
 
     def replay(workloads):
-        """Where exchanges take 1.4 times as long as alone."""
+        """Replay on a machine where exchanges take 1.4 times as long in steps as alone."""
         costs = [price(w, model) for w in workloads]
         longer = [
             [tuple(1.4 * ms for ms in part) for part in (c.forward_comm_ms, c.backward_comm_ms)]
@@ -200,8 +200,8 @@ def test_replays_in_a_dataset_tell_what_exchanges_take_in_steps(place):
     assert collective_model.in_step(found.weights, collective_model.ALL_TO_ALL, "forward") == pytest.approx(
         1.4, rel=1e-3
     )
-    said = "8: all-to-all forward 1.40, all-to-all backward 1.40"
-    assert said in Path("data/card.md").read_text()
+    output = "8: all-to-all forward 1.40, all-to-all backward 1.40"
+    assert output in Path("data/card.md").read_text()
 
 
 def test_the_stage_s_own_options_do_not_change_the_model(place):
@@ -216,7 +216,7 @@ def test_the_stage_s_own_options_do_not_change_the_model(place):
 
 
 @pytest.mark.parametrize(
-    "datasets, said",
+    "datasets, message",
     [
         (
             ("datasets/other",),
@@ -228,8 +228,8 @@ def test_the_stage_s_own_options_do_not_change_the_model(place):
         (("/datasets/x",), "it needs to be a folder in datasets/"),
     ],
 )
-def test_a_dataset_that_cannot_join_is_named(place, datasets, said):
-    with pytest.raises(ShardCoreError, match=said):
+def test_a_dataset_that_cannot_join_is_named(place, datasets, message):
+    with pytest.raises(ShardCoreError, match=message):
         train(datasets=datasets)
 
 

@@ -89,8 +89,8 @@ def test_requests_that_end_or_hang_their_worker_are_found_and_cost_no_others(req
         _, samples = measure(fleet, requests)
     failed = {s.id: s for s in samples.values() if s.error}
     assert set(failed) == {dataset.compute_id(SETTING, requests[i]) for i in bad}
-    for i, said in bad.items():
-        assert re.match(f"ended its worker: {said}", failed[dataset.compute_id(SETTING, requests[i])].error)
+    for i, output in bad.items():
+        assert re.match(f"ended its worker: {output}", failed[dataset.compute_id(SETTING, requests[i])].error)
     assert "measured again one by one" in caplog.text
 
 
@@ -121,7 +121,7 @@ def test_a_call_brings_back_what_has_finished_in_time_whatever_its_chunk(request
 
 
 def test_without_a_worker_it_says_so_and_why(requests, monkeypatch):
-    """None starts: no device of this cluster is a GPU."""
+    """No worker starts, as this cluster has no GPU."""
     monkeypatch.setattr(supervise, "START_S", 0.1)
     with (
         pytest.raises(ShardCoreError, match="1 measuring workers found no free device in 0.1 s"),

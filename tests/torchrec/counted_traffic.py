@@ -20,6 +20,7 @@ from drawn_collections import (
     SPLITS,
     Calls,
     Drawn,
+    batches_of,
     drawn,
     expected,
     ids_of,
@@ -43,6 +44,9 @@ _COLLECTIVES = {
     "alltoall_base_": "all_to_all",
     "_reduce_scatter_base_": "reduce_scatter",
     "_allgather_base_": "reduce_scatter",
+    # The same of parts of unequal size.
+    "reduce_scatter_": "reduce_scatter",
+    "allgather_": "reduce_scatter",
     "allreduce_": "all_reduce",
 }
 
@@ -187,15 +191,25 @@ def _batch(model: Drawn, seed: int, rank: int):
     from torchrec import KeyedJaggedTensor
 
     lengths, ids = lengths_of(model, seed, rank), ids_of(model, seed, rank)
+    batches, rng = batches_of(model), np.random.default_rng([seed, rank, 2])
     dtype, job, found = {4: torch.int32, 8: torch.int64}, model.problem.job, {}
     for name, tables in model.collections.items():
         own = list(dict.fromkeys(f for t in tables for f in model.features[t.name]))
         values = np.concatenate([ids[f] for f in own])
+        variable = {}
+        if any(t.strides for t in tables):
+            # Samples have some bag of each feature. Without these indices TorchRec runs no such batch.
+            of_samples = [rng.integers(0, batches[f], model.problem.local_batch) for f in own]
+            variable = {
+                "stride_per_key_per_rank": [[batches[f]] for f in own],
+                "inverse_indices": (own, torch.from_numpy(np.stack(of_samples))),
+            }
         found[name] = KeyedJaggedTensor(
             keys=own,
             values=torch.from_numpy(values).to(dtype[job.id_bytes]),
             weights=torch.ones(len(values)) if tables[0].weighted else None,
             lengths=torch.from_numpy(np.concatenate([lengths[f] for f in own])).to(dtype[job.length_bytes]),
+            **variable,
         )
     return found
 
@@ -203,10 +217,12 @@ def _batch(model: Drawn, seed: int, rank: int):
 # --- both --------------------------------------------------------------------------------------------------
 
 
-def differences(seed: int, model: Drawn | None = None) -> list[str]:
+def differences(seed: int, model: Drawn | None = None, limit_s: float = 120) -> list[str]:
     """Differences between counted and expected bytes, rank by rank. model: None: the one of the seed."""
     model, found = model or drawn(seed), []
-    for rank, (ours, theirs) in enumerate(zip(expected(model, seed), counted(model, seed), strict=True)):
+    for rank, (ours, theirs) in enumerate(
+        zip(expected(model, seed), counted(model, seed, limit_s), strict=True)
+    ):
         found += [
             f"rank {rank}: {name}: [in, out] bytes {ours.get(name, [])} expected, "
             f"{theirs.get(name, [])} counted"

@@ -8,7 +8,7 @@ Shapes: D devices.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import training
@@ -17,7 +17,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
 from shardcore.core.payloads import CASTS
 from shardcore.core.topology import Device, Topology
-from shardcore.core.types import OUTPUT_BYTES, Plan, Problem, Shard, Table
+from shardcore.core.types import OUTPUT_BYTES, Placement, Plan, Problem, Shard, Table
 from shardcore.step.collectives import carried_as
 from shardcore.step.id_bytes import Lookups, count_bytes, input_bytes
 from shardcore.step.kinds import ID_CHANNELS, Channel, Layout, run_of, shards_on
@@ -38,11 +38,13 @@ class Drawn:
     problem: its tables, each with its collection. Its job has the types of ids and lengths.
     features: of each table. Tables may share them.
     plan: a plan of the problem.
+    batches: bags of each feature on a rank, where features have batches of their own. Empty: they have not.
     """
 
     problem: Problem
     features: dict[str, list[str]]
     plan: Plan
+    batches: dict[str, int] = field(default_factory=dict)
 
     @property
     def collections(self) -> dict[str, list[Table]]:
@@ -143,13 +145,54 @@ def _coded(seed: int) -> Iterator[tuple[Drawn, str]]:
             yield Drawn(made, model.features, plan), str(error)
 
 
-def lengths_of(model: Drawn, seed: int, rank: int) -> dict[str, np.ndarray]:
-    """For each feature how many ids each sample of a rank has."""
-    rng = np.random.default_rng([seed, rank])
-    return {
-        feature: rng.integers(0, 5, model.problem.local_batch)
-        for feature in sorted({f for own in model.features.values() for f in own})
+def variable(seed: int) -> Drawn:
+    """A drawn model whose features have batches of their own (VBE), and a plan that TorchRec runs with them."""
+    model, rng = drawn(seed), np.random.default_rng([seed, 4])
+    local_batch = int(rng.integers(2, 13))
+    features = sorted({f for own in model.features.values() for f in own})
+    # A feature has fewer bags than samples, as many, or more.
+    batches = {
+        f: int(n) for f, n in zip(features, rng.integers(1, local_batch + 4, len(features)), strict=True)
     }
+    most = {
+        name: max(batches[f] for t in tables for f in model.features[t.name])
+        for name, tables in model.collections.items()
+    }
+    tables = tuple(
+        # On CPUs FBGEMM runs one precision in an op with such batches.
+        replace(
+            t,
+            precision="fp32",
+            strides=tuple(
+                (most[t.collection] if t.sequence else batches[f]) / local_batch
+                for f in model.features[t.name]
+            ),
+        )
+        for t in model.problem.tables
+    )
+    given = replace(model.problem, tables=tables, global_batch=local_batch * len(model.problem.topology))
+    while True:
+        plan = training.draw(given, rng)
+        if all(_runs_variable(p) for p in plan.placements):
+            return Drawn(given, model.features, plan, batches)
+
+
+def _runs_variable(placement: Placement) -> bool:
+    """Tell if TorchRec runs a placement with batches of different sizes: no replicas, and no grid_shard."""
+    cut = placement.shard.width < placement.shard.table.dim
+    return placement.kind != "data_parallel" and not (placement.kind in ("host_row", "pod_row") and cut)
+
+
+def batches_of(model: Drawn) -> dict[str, int]:
+    """For each feature how many bags a rank has."""
+    features = (f for own in model.features.values() for f in own)
+    return model.batches or dict.fromkeys(features, model.problem.local_batch)
+
+
+def lengths_of(model: Drawn, seed: int, rank: int) -> dict[str, np.ndarray]:
+    """For each feature how many ids each of a rank's bags has."""
+    rng = np.random.default_rng([seed, rank])
+    return {feature: rng.integers(0, 5, n) for feature, n in sorted(batches_of(model).items())}
 
 
 def ids_of(model: Drawn, seed: int, rank: int) -> dict[str, np.ndarray]:

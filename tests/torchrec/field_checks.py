@@ -142,7 +142,7 @@ def constraints_values() -> dict[str, tuple[Any, Obeys | None]]:
         ),
         "pooling_factors": ([50.0, 30.0], None),
         "num_poolings": ([2.0, 2.0], None),
-        "batch_sizes": ([LOCAL_BATCH, LOCAL_BATCH], None),
+        "batch_sizes": ([LOCAL_BATCH // 2, LOCAL_BATCH], None),
         "is_weighted": (True, None),
         "cache_params": ({**uvm, "cache_params": CacheParams(load_factor=0.5)}, None),
         "enforce_hbm": _kept("enforce_hbm", True),

@@ -12,8 +12,9 @@ from torchrec.distributed.planner import ParameterConstraints
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
-from shardcore.core.types import Setting
+from shardcore.core.types import Setting, Table
 from shardcore.cost.analytic import AnalyticModel
+from shardcore.step.access import distinct_values
 from shardcore.torchrec.planner import ShardCorePlanner, problem_for
 
 TWO = Topology((Device(2**30),) * 2)
@@ -95,23 +96,63 @@ def test_rows_are_divided_over_a_host_only_whole():
         plan(["grid_shard"])
 
 
-def test_a_planner_tells_what_such_batches_leave_out():
-    def plan(lookups, asked=None):
-        made = ShardCorePlanner(
-            TWO, 4, asked, model=AnalyticModel(Setting("gpu", 8)), lookups=lookups, algorithm="size_greedy"
-        )
-        made.plan(model())
-        return made.unpriced
+def plan(lookups, asked=None, batch_size=4):
+    made = ShardCorePlanner(
+        TWO,
+        batch_size,
+        asked,
+        model=AnalyticModel(Setting("gpu", 8)),
+        lookups=lookups,
+        algorithm="size_greedy",
+    )
+    made.plan(model())
+    return made.problem, made.unpriced
 
-    said = "features 'f0', 'f1' have batches of their own sizes (VBE): their lookups are those of the data"
-    assert any(said in line for line in plan(batch(2, 8)))
-    assert any("(VBE)" in line for line in plan(iter([batch(2, 8)])))
+
+def test_outputs_are_those_of_each_features_stride():
+    for lookups in (batch(2, 8), iter([batch(2, 8)])):
+        problem, unpriced = plan(lookups)
+        assert [t.strides for t in problem.tables] == [(0.25,), (1.0,)]
+        assert [distinct_values(t, problem.global_batch) for t in problem.tables] == [2, 8]
+        assert not any("VBE" in line for line in unpriced)
     alike = KeyedJaggedTensor(
         keys=["f0", "f1"], values=torch.arange(16), lengths=torch.ones(16, dtype=torch.int64)
     )
-    assert not any("(VBE)" in line for line in plan(alike))
+    assert [t.strides for t in plan(alike)[0].tables] == [(), ()]
     with pytest.raises(ShardCoreError, match="table 't1' may run data_parallel only, and feature 'f0'"):
         plan(batch(2, 8), {"t1": ParameterConstraints(sharding_types=["data_parallel"])})
+
+
+def test_constraints_give_batches_and_poolings_of_features():
+    """Factors are of a bag, as TorchRec's estimator multiplies them."""
+    asked = {
+        "t0": ParameterConstraints(pooling_factors=[5.0], batch_sizes=[2], num_poolings=[3.0]),
+        "t1": ParameterConstraints(pooling_factors=[3.0], batch_sizes=[4]),
+    }
+    problem, _ = plan(None, asked)
+    assert [(t.strides, t.pooling) for t in problem.tables] == [((1.5,), 7.5), ((), 3.0)]
+    assert not any("data_parallel" in kinds for kinds in problem.kinds_of.values())
+    # Strides of data are measured, so they come first.
+    assert [t.strides for t in plan(batch(2, 8), asked)[0].tables] == [(0.25,), (1.0,)]
+
+
+@pytest.mark.parametrize("field", ["batch_sizes", "num_poolings"])
+@pytest.mark.parametrize("value", [[2, 2], [0]])
+def test_numbers_that_are_not_one_for_each_feature_are_refused(field, value):
+    right = f"'t0' has {field} .* for its 1 features f0; it needs one above 0 for each"
+    with pytest.raises(ShardCoreError, match=right):
+        plan(None, {"t0": ParameterConstraints(**{field: value}), "t1": ParameterConstraints()})
+
+
+def test_strides_that_do_not_add_up_are_refused():
+    odd = batch(2, 8)
+    odd._stride_per_key = [2, 7]
+    with pytest.raises(ShardCoreError, match=r"strides \[2, 7\], 9 in all, and 10 lengths; they need to add"):
+        problem_for(model(), TWO, 8, odd)
+    with pytest.raises(ShardCoreError, match=r"'t' has strides \(1.0, 2.0\) for its 1 features"):
+        Table("t", 10, 8, 1.0, strides=(1.0, 2.0))
+    with pytest.raises(ShardCoreError, match=r"'t' has strides \(0.0,\).*above 0"):
+        Table("t", 10, 8, 1.0, strides=(0.0,))
 
 
 def test_data_is_deduplicated_once():

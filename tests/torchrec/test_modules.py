@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("torchrec")
 
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, JaggedTensor
+from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 from torchrec.modules.mc_modules import (
@@ -39,6 +40,15 @@ def evicting(policy, interval):
         lambda: evicting(LFU_EvictionPolicy(), 5),
         lambda: evicting(LRU_EvictionPolicy(), 1),
         lambda: HashZchManagedCollisionModule(zch_size=ROWS, device=CPU, total_num_buckets=2),
+        lambda: HashZchManagedCollisionModule(
+            zch_size=ROWS,
+            device=CPU,
+            total_num_buckets=8,
+            max_probe=64,
+            input_hash_size=1 << 40,
+            eviction_policy_name=HashZchEvictionPolicyName.SINGLE_TTL_EVICTION,
+            eviction_config=HashZchEvictionConfig(features=["f"], single_ttl=1),
+        ),
     ],
 )
 def test_managed_collision_takes_what_its_modules_hold(made):
@@ -68,8 +78,12 @@ def test_managed_collision_takes_what_its_modules_hold(made):
     real = sum(x.numel() * x.element_size() for x in tensors)
     plan = Plan((Placement("row", Shard.whole(table), (0, 1)),))
     counted = memory.by_part(plan, problem)[0].parts["weights"] - ROWS // 2 * 8 * 4
-    # Beside rows and lookups it has a tensor of 1,025 numbers.
-    assert counted == pytest.approx(real, abs=1100 * 8)
-    assert counted > real * 0.9
+    assert counted == real
+    collision = table.managed_collision
+    assert (collision.routing, collision.input_size) == (
+        ("contiguous", 1 << 40) if module.input_size() else ("round_robin", 0)
+    )
+    if isinstance(module, HashZchManagedCollisionModule):
+        assert (collision.buckets, collision.probes) == (module.buckets(), module.max_probe)
     if isinstance(getattr(module, "_eviction_policy", None), DistanceLFU_EvictionPolicy):
         assert table.managed_collision.row_bytes == 32

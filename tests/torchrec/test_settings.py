@@ -249,6 +249,16 @@ def test_the_sharder_of_a_wrapper_sends_as_the_one_within():
         (QCommsConfig(CommType.FP8, CommType.BF16), ("fp8", "bf16")),
         (QCommsConfig(CommType.MX4, CommType.MX4, mx4_quantize_dim=64), ("mx4-64", "mx4-64")),
         (QCommsConfig(CommType.FP32, CommType.MX4), ("fp32", "mx4")),
+        # Left out backward, TorchRec's block is that of forward.
+        (QCommsConfig(CommType.MX4, CommType.MX4, mx4_quantize_dim=16), ("mx4-16", "mx4-16")),
+        (
+            QCommsConfig(CommType.MX4, CommType.MX4, mx4_quantize_dim=16, mx4_quantize_dim_bwd=32),
+            ("mx4-16", "mx4"),
+        ),
+        (
+            QCommsConfig(CommType.FP8, CommType.FP8, fp8_quantize_dim=256, fp8_quantize_dim_bwd=0),
+            ("fp8-256", "fp8"),
+        ),
     ],
 )
 def test_codecs_with_scales_are_payloads(qcomms, payloads):

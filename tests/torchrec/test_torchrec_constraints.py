@@ -177,7 +177,7 @@ def test_settings_that_contradict_the_job_are_refused_by_name():
     for field, value, why in (
         ("device_group", "cpu", "the topology's compute_device is 'cuda'"),
         ("feature_names", ["g"], "the table's are .'f'."),
-        ("num_poolings", [2.0], "each feature is pooled once a sample"),
+        ("num_poolings", [2.0, 1.0], "one above 0 for each"),
         ("use_virtual_table", True, "a virtual table has no rows"),
     ):
         with pytest.raises(ShardCoreError, match=f"table 't' has {field} .*{why}"):
@@ -247,7 +247,7 @@ def test_weights_of_lookups_may_be_asked_for():
         ({**CONSTRAINTS, "absent": ParameterConstraints()}, "constraints are for table 'absent', which the"),
         (with_a(compute_kernels=["bogus"]), "table 'a' has compute kernel 'bogus'; TorchRec's are .*fused"),
         (with_a(sharding_types=["sideways"]), "table 'a' has sharding type 'sideways'; known are"),
-        (with_a(batch_sizes=[7]), r"table 'a' has batch_sizes \[7\]; ShardCore prices one batch"),
+        (with_a(batch_sizes=[7, 7]), r"table 'a' has batch_sizes \[7, 7\] for its 1 features"),
     ],
 )
 def test_constraints_that_mean_nothing_here_are_refused_by_name(constraints, said):
@@ -304,7 +304,7 @@ def test_a_stated_pooling_factor_of_a_shared_feature_beats_the_default_of_anothe
     asked = {**CONSTRAINTS, "c": ParameterConstraints(min_partition=8)}
     theirs = tables_of(MODULE)
     assert theirs["left.c"].config.feature_names == ["f0"] and theirs["a"].config.feature_names == ["f0"]
-    assert pooling_of(by_our_names(asked, theirs, "cuda")[0], theirs)["f0"] == 10.0
+    assert pooling_of(by_our_names(asked, theirs, "cuda")[0], theirs, {})["f0"] == 10.0
 
 
 def test_pooling_factors_beside_lookups_are_told():

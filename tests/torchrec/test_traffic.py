@@ -32,3 +32,10 @@ def test_every_collective_carries_the_bytes_expected(seed, kinds, processes):
 def test_payloads_with_scales_carry_the_bytes_expected(seed):
     model = drawn_collections.coded(seed)
     assert traffic.differences(seed, model) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [1, 2])
+def test_features_with_batches_of_their_own_carry_the_bytes_expected(seed):
+    model = drawn_collections.variable(seed)
+    assert traffic.differences(seed, model) == []

@@ -1,13 +1,14 @@
 """Seeded draws: the samples to measure, and the problems that sharders are judged on.
 
   groups        groups of shards, each run as one fused op
-  placements    places of the tables of a drawn problem, for groups as sharders make them
+  placements    plans of drawn problems, for groups as sharders make them
   collectives   collectives with the loads and skews of plans
   steps         plans whose steps of training are replayed
   problems      problems for sharders
 
-Draw i depends only on (seed, i). So more draws keep earlier ones. Draws see no cost model and no search. So an edit
-of a sharder leaves every wanted sample as it was.
+Draw i depends only on (seed, i), so a larger number of draws keeps earlier ones. Draws use no cost model and no
+search, so an edit of a sharder leaves every wanted sample as it was. For the same reason, an option that came later
+draws from a random stream of its own.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import TypeVar
 from shardcore.io.measurements import CollectiveRequest, ComputeRequest
 
 Request = TypeVar("Request", ComputeRequest, CollectiveRequest)
-MOST_DRAWS, MOST_RANKS = 1_000_000, 1 << 10
-"""Limits: draws of groups, collectives, steps or problems, which are all drawn before the first is used; and ranks of
-one collective, which must be drawn within a second."""
+MOST_DRAWS = 1_000_000
+"""Most draws of groups, collectives, steps or problems. All are drawn before the first is used."""
+MOST_RANKS = 1 << 10
+"""Most ranks of a collective, which is still drawn within a second."""
 
 
 def different(
@@ -33,11 +35,10 @@ def different(
     """
     seen: set[str] = set()
     for index in itertools.count():
-        # Duplicates may never end: give up after ten draws per wanted request.
+        # All further draws may be duplicates, so give up after ten draws per wanted request.
         if len(seen) == n or index >= 10 * (n or len(seen) + 100):
             return
         request = draw(index)
-        # Two draws may give one request, which is measured once.
         key = identify(request)
         if key not in seen:
             seen.add(key)

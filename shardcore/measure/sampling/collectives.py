@@ -15,15 +15,16 @@ from shardcore.step.scopes import CROSS, CROSS_POD, HOST, POD, SCOPES, groups_am
 _PLAIN = 0.5
 """Share of draws that are all-to-alls at the full batch."""
 BUSY_MS = 20.0
-"""Time for which ranks compute before a collective. Steps of plans take about as long."""
+"""Time for which ranks compute before a collective: about as long as in steps of plans."""
 _VARIED = {name: row.draw.share for name, row in COLLECTIVES.items() if not row.draw.stream}
-"""Shares of collectives among the other draws. Each with another stream then replaces some."""
+"""Shares of collectives among the other draws. Collectives with a stream of their own then replace some of all."""
 _EVEN = 0.25
-"""Share of draws over emulated hosts in which all ranks own as much, as in plans of good searches. Equally busy links
-are filled less than one that is busier than others."""
+"""Share of draws over emulated hosts with equal loads on all ranks, as in plans of good searches. Links that are
+equally busy reach a lower rate than one link that is busier than the others."""
 _OF_PODS = {HOST: POD, CROSS: CROSS_POD}
+"""Scopes of pods that take the place of scopes of hosts."""
 _IN_PODS = 0.5
-"""Share of draws over hosts in pods whose groups are of pods, if they are not of all ranks."""
+"""Share of draws over hosts in pods in which a scope of hosts becomes one of pods."""
 _FP32 = 0.75
 """Share of draws in FP32. Others are in FP16 or BF16, as TorchRec can send outputs and gradients."""
 
@@ -35,10 +36,10 @@ def comm_request(
 
     Loads follow NeuroShard: 1 to 30 tables per rank, of random dims. Half of the draws have a log-uniform number of
     tables, because plans have many small exchanges. Each table goes to a random rank with probability p, otherwise to
-    the least loaded one. A uniform p varies the balance. Every eighth draw leaves some ranks without tables.
+    the least loaded one. p is uniform, which varies the balance. One draw in eight leaves some ranks without tables.
 
-    Every other draw has start skews up to max_start_ms. Half of the draws are all-to-alls at the full batch, as plans
-    of whole and column-wise tables have. The others vary in collective and batch. Some draws then get another
+    Every other draw has start skews up to max_start_ms. Half of the draws are all-to-alls at the full batch, as in
+    plans of whole and column-wise tables. The others vary in collective and batch. Some draws then get another
     payload, and some become exchanges of ids.
     """
     rng = np.random.default_rng([2, seed, index, ranks])
@@ -50,16 +51,16 @@ def comm_request(
         rank = rng.choice(owners) if rng.random() < p else min(owners, key=lambda r: widths[r])
         widths[rank] += int(rng.choice(DIMS))
     starts = rng.uniform(0, max_start_ms, ranks) * (index % 2)
-    # The first rank starts at 0. Only differences matter.
+    # Only differences matter, so the first rank starts at 0.
     starts -= starts.min()
     start_ms = tuple(round(float(s), 3) for s in starts)
     collective, payload = next(iter(COLLECTIVES)), "fp32"
     if rng.random() >= _PLAIN:
         collective = str(rng.choice(list(_VARIED), p=list(_VARIED.values())))
-        rng.random()  # earlier versions drew a payload here
+        rng.random()  # unused: earlier versions drew a payload here
         for _ in range(rng.integers(4)):
             batch = batch // 2 if batch % (2 * ranks) == 0 else batch
-    # Another stream, so that the other draws are those of earlier versions.
+    # Later options have streams of their own, so that the other draws stay as they were.
     payloads = np.random.default_rng([6, seed, index, ranks])
     if COLLECTIVES[collective].cast and payloads.random() >= _FP32:
         payload = str(payloads.choice(CASTS))
@@ -77,32 +78,29 @@ def emulated_request(
 ) -> CollectiveRequest:
     """Collective `index` among the ranks of emulated hosts, as comm_request draws them.
 
-    Some are within a host or across hosts, and some have the same load for all. No rank computes before it: they
+    Some are within a host or across hosts, and some have equal loads. No rank computes before the collective, as all
     share this machine's cores.
 
-    ranks_on: hosts, and ranks of each.
+    ranks_on: number of hosts, and ranks of each.
     """
-    hosts, each = ranks_on
-    request = replace(
-        comm_request(index, hosts * each, batch, seed, hosts=hosts), busy_ms=0.0, emulated=links
-    )
-    if np.random.default_rng([9, seed, index, hosts * each]).random() < _EVEN:
-        # Equal loads for all ranks, as plans of good searches have.
-        request = replace(request, widths=(max(1, round(np.mean(request.widths))),) * (hosts * each))
-    group, share = request.row.draw.scope, request.row.draw.scope_share
-    units = hosts
-    if links.pods > 1 and np.random.default_rng([11, seed, index, hosts * each]).random() < _IN_PODS:
+    hosts, ranks = ranks_on[0], ranks_on[0] * ranks_on[1]
+    request = replace(comm_request(index, ranks, batch, seed, hosts=hosts), busy_ms=0.0, emulated=links)
+
+    def uniform(stream: int) -> float:
+        return np.random.default_rng([stream, seed, index, ranks]).random()
+
+    if uniform(9) < _EVEN:
+        request = replace(request, widths=(max(1, round(np.mean(request.widths))),) * ranks)
+    group, units = request.row.draw.scope, hosts
+    if links.pods > 1 and uniform(11) < _IN_PODS:
         group, units = _OF_PODS.get(group, ""), links.pods
-    if (
-        not group
-        or units == hosts * each
-        or np.random.default_rng([7, seed, index, hosts * each]).random() >= share
-    ):
+    # Without a scope, or with one rank in each unit, the collective is among all ranks.
+    if not group or units == ranks or uniform(7) >= request.row.draw.scope_share:
         return request
-    # Across units travel the rows that a reduce-scatter within units left.
-    batch = request.batch // (hosts * each // units) if SCOPES[group].across else request.batch
+    # What travels across units is the rows that a reduce-scatter within units leaves to each rank.
+    batch = request.batch // (ranks // units) if SCOPES[group].across else request.batch
     members = groups_among(request.host_names, group)
-    # A group without any bytes would not run its collective, so one of its ranks gets the least.
+    # A group without bytes would not run its collective, so one of its ranks gets the least width.
     idle = [ranks[0] for ranks in members if not any(request.widths[r] for r in ranks)]
     widths = tuple(min(DIMS) if r in idle else w for r, w in enumerate(request.widths))
     return replace(request, widths=widths, group=group, batch=batch)

@@ -30,19 +30,19 @@ _MOST_SHARDS = 1 << 16
 class GroupConfig:
     """Distribution of drawn groups.
 
-    max_shards: shards in one op.
-    max_width: columns of a shard.
-    max_shard_bytes: bytes of a shard's weights.
+    max_shards: most shards in one op.
+    max_width: most columns of a shard.
+    max_shard_bytes: most bytes of a shard's weights.
     any_width: share of widths from all multiples of 4, log-uniform. Other widths are powers of two.
     row_ranges: share of shards that are a row range.
-    one_sided: share of random groups of shards up to 32 columns only, or of wider ones only. Kernels choose by the
-        widest (see features.WIDTH_CLASSES).
+    one_sided: share of random groups with shards of at most 32 columns only, or with wider ones only. Kernels are
+        chosen by the widest shard (see features.WIDTH_CLASSES).
     duplicates: share of shards that repeat a shard of the group.
     planned: share of groups that are a device's op in a plan.
-    replicated: share of data-parallel groups, of small tables at a local batch.
-    smaller_batches: share of the other groups that run at a half, a quarter or an eighth of the batch. A model is then
-        good for all batches between.
-    sequences: share of the groups but data-parallel ones whose lookups are not pooled. Such an op has one width.
+    replicated: share of data-parallel groups, which have small tables and a local batch.
+    smaller_batches: share of the other groups that run at a half, a quarter or an eighth of the batch. A model then
+        holds for the batches between, too.
+    sequences: share of groups, except data-parallel ones, whose lookups are not pooled. Such an op has one width.
     """
 
     max_shards: int = 30
@@ -81,11 +81,11 @@ class GroupConfig:
 def compute_request(
     pool: Sequence[Table], index: int, setting: Setting, seed: int = 0, config: GroupConfig | None = None
 ) -> ComputeRequest:
-    """Group `index` of a setting: a random one, a data-parallel one, or one as plans have them."""
+    """Group `index` of a setting: a random one, a data-parallel one, or a device's op in a plan."""
     config = config or GroupConfig()
     require(bool(pool), "the pool has no tables to draw from")
     rng = np.random.default_rng([1, seed, index])
-    # One number decides between the three kinds of groups, so that shares are exact.
+    # One number decides between the three kinds of groups: their shares are exclusive.
     kind = rng.random()
     if kind > 1 - config.replicated:
         # Each device looks up a replica only for its share of the batch.
@@ -95,19 +95,19 @@ def compute_request(
         return ComputeRequest(_random_group(pool, rng, setting, config), batch)
     shards = _planned_group(pool, rng, setting, config) if kind < config.planned else ()
     if not shards:
-        # Another stream: groups of both sides are those of earlier versions.
+        # Another stream, so that groups without a side are those of earlier versions.
         narrowest, widest = _side(np.random.default_rng([8, seed, index]), config)
         shards = _random_group(pool, rng, setting, config, narrowest, widest)
     smaller = int(rng.choice(DEVICES)) if rng.random() < config.smaller_batches else 1
     batch = max(1, setting.batch // smaller)
-    # Another stream: all other groups are those of earlier versions.
+    # Another stream, so that all other groups are those of earlier versions.
     if np.random.default_rng([9, seed, index]).random() < config.sequences:
         shards = _as_sequences(shards, batch, config) or shards
     return ComputeRequest(shards, batch)
 
 
 def _as_sequences(shards: Sequence[Shard], batch: int, config: GroupConfig) -> tuple[Shard, ...]:
-    """The shards of one width as sequences. Empty: none has outputs within max_shard_bytes."""
+    """The shards of the first one's width, as sequences. Empty if all have outputs beyond max_shard_bytes."""
     unpooled = [dataclasses.replace(s, table=dataclasses.replace(s.table, sequence=True)) for s in shards]
     small = [s for s in unpooled if output_bytes(s, batch) <= config.max_shard_bytes]
     # FBGEMM's op of sequences has one width.
@@ -117,9 +117,9 @@ def _as_sequences(shards: Sequence[Shard], batch: int, config: GroupConfig) -> t
 def reference_request(
     pool: Sequence[Table], setting: Setting, config: GroupConfig | None = None
 ) -> ComputeRequest:
-    """The reference op. It runs throughout, to show the machine's slowdown.
+    """The reference op, which runs throughout to show the machine's slowdown.
 
-    It has typical shards of the pool, the same for every seed. It is large enough to slow down with other ops.
+    It has typical shards of the pool, and is large enough to slow down as other ops do.
     """
     # A reserved seed, so that every dataset of a pool has the same reference.
     rng = np.random.default_rng([1, _REFERENCE_SEED])
@@ -132,7 +132,7 @@ def reference_request(
 def _planned_group(
     pool: Sequence[Table], rng: np.random.Generator, setting: Setting, config: GroupConfig
 ) -> tuple[Shard, ...]:
-    """The shards of a device in a plan, without those that exceed the config. Empty: no shard is left."""
+    """The shards of a device in a plan, without those that exceed the config. Empty if none is left."""
     planned = placements.planned(pool, rng, setting)
     of_devices = placements.place(*planned) if planned else None
     if not of_devices:
@@ -141,12 +141,11 @@ def _planned_group(
     ops = [shards for shards in of_devices if shards]
     chosen = ops[rng.integers(len(ops))]
     small = [s for s in chosen if s.bytes <= config.max_shard_bytes and s.width <= config.max_width]
-    # As many shards as an op may have.
     return tuple(small[: config.max_shards])
 
 
 def _side(rng: np.random.Generator, config: GroupConfig) -> tuple[int, int]:
-    """The narrowest and the widest shard of a random group."""
+    """Least and most columns of the shards of a random group."""
     whole = (MIN_WIDTH, config.max_width)
     if rng.random() >= config.one_sided or config.max_width <= _NARROW:
         return whole
@@ -163,7 +162,7 @@ def _random_group(
 ) -> tuple[Shard, ...]:
     """1 to max_shards shards of the pool's tables, with replacement, at random widths.
 
-    Three quarters of the groups have at most 15. It is NeuroShard's draw, widened to the shards that a search makes.
+    Three quarters of the groups have at most 15. NeuroShard draws groups so; here shards are also cut as a search cuts.
     """
     shards: list[Shard] = []
     most = min(15, config.max_shards) if rng.random() < 0.75 else config.max_shards
@@ -195,14 +194,14 @@ def _shard(
     # As wide as max_shard_bytes allows for these rows, in multiples of MIN_WIDTH.
     widest = config.max_shard_bytes // ((hi - lo) * element_bytes) // MIN_WIDTH * MIN_WIDTH
     widest = max(MIN_WIDTH, min(config.max_width, most, widest))
-    # A large table may be narrower than its side of the draw.
+    # max_shard_bytes may leave a large table fewer columns than asked for.
     narrowest = min(narrowest, max(d for d in DIMS if d <= widest))
-    # In units of MIN_WIDTH columns, as kernels move vectors of four.
+    # Log-uniform in units of MIN_WIDTH columns, as kernels move vectors of four.
     if rng.random() < config.any_width:
         units = narrowest / MIN_WIDTH * (widest / narrowest) ** rng.random()
         width = min(widest, round(units) * MIN_WIDTH)
     else:
         width = int(rng.choice([d for d in DIMS if narrowest <= d <= widest]))
-    # At the least width rows may still exceed max_shard_bytes, so they are cut.
+    # Even at MIN_WIDTH, rows may exceed max_shard_bytes, so rows are cut.
     hi = min(hi, lo + max(1, config.max_shard_bytes // (width * element_bytes)))
     return Shard(dataclasses.replace(table, dim=width), lo, hi, 0, width)

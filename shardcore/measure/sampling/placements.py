@@ -1,9 +1,9 @@
 """Placements of the tables of a drawn problem, so that groups are measured as plans have them.
 
-Sharders are not used here: an edit of a search must not change the wanted samples. `_greedy` places simple orders.
-Plans of NeuroShard's search, and plans that `_greedy` cannot find, were recorded once in recorded_plans.json
-(tests/measure/sampling/record_draws.py). Without a record, the costliest tables are halved instead. The quality of a
-plan does not matter here.
+Sharders are not used here, as an edit of a search must not change the wanted samples. `_greedy` places tables by
+simple loads. Plans of NeuroShard's search, and plans that `_greedy` cannot find, were recorded once in
+recorded_plans.json (tests/measure/sampling/record_draws.py). A plan of NeuroShard that was not recorded is imitated:
+the costliest tables are halved. The quality of a plan does not matter here.
 
 Shapes: D devices.
 """
@@ -33,16 +33,15 @@ _CUTS = 5
 """Halvings of the costliest shards, if NeuroShard's plan was not recorded."""
 
 Columns = list[dict[int, int]]
-"""A plan of tables whole or cut by columns. Per device: columns by the table's index in the problem."""
+"""A plan whose tables are whole or cut by columns. For each device: {index of the table: number of columns}."""
 
 
 def planned(pool: Sequence[Table], rng: np.random.Generator, setting: Setting) -> tuple[Problem, str] | None:
-    """A problem of the pool and one of PLANNERS. None: uneven batch shares, or no table is live."""
+    """A problem of the pool, and one of PLANNERS. None if no table has lookups, or devices do not divide the batch."""
     live = sum(t.pooling > 0 for t in pool)
     if not live:
         return None
     shape = ProblemConfig(int(rng.choice(DEVICES)), min(10, live), 60, int(rng.choice([32, 64, 128])))
-    # Each device has an equal share of the batch, so the batch has to divide.
     if setting.batch % shape.devices:
         return None
     drawn = draw_problem(pool, int(rng.integers(1 << 31)), setting, _PLANNED_SEED, shape)
@@ -50,8 +49,8 @@ def planned(pool: Sequence[Table], rng: np.random.Generator, setting: Setting) -
 
 
 def place(drawn: Problem, planner: str) -> list[tuple[Shard, ...]] | None:
-    """[D] the shards of each device, by table name. None: `_greedy` finds no device for some table."""
-    # A record takes precedence: it is a plan of NeuroShard's search, which is not run here.
+    """[D] the shards of each device, in order of table names. None if `_greedy` finds no device for some table."""
+    # A record takes precedence. `computed` only imitates what was recorded.
     columns = recorded(drawn, planner) or computed(drawn, planner)
     if columns is None:
         return None
@@ -64,9 +63,9 @@ def place(drawn: Problem, planner: str) -> list[tuple[Shard, ...]] | None:
 
 
 def deal_columns(table: Table, widths: Mapping[int, int]) -> list[tuple[int, Shard]]:
-    """The table's columns dealt from the left to devices, in the devices' order.
+    """The shards of a table with these columns on these devices, from the left, in order of devices.
 
-    widths: columns of each device.
+    widths: number of columns, by device.
     """
     dealt, lo = [], 0
     for device, width in sorted(widths.items()):
@@ -79,10 +78,7 @@ def deal_columns(table: Table, widths: Mapping[int, int]) -> list[tuple[int, Sha
 
 
 def computed(drawn: Problem, planner: str) -> Columns | None:
-    """The tables placed by `_greedy`. None: some table finds no device.
-
-    Tables that fit no device are cut in halves first.
-    """
+    """The tables placed by `_greedy`, after halving those that fit no device. None if some finds no device."""
     shards = [(i, width) for i in range(len(drawn.tables)) for width in _fitting(drawn, i)]
     load = _LOADS[planner]
     if planner == NEUROSHARD:
@@ -104,11 +100,11 @@ _LOADS: Mapping[str, Callable[[Table, int], float]] = {
     "size_lookup_greedy": lambda table, width: _looked_up(table, width) * math.log10(table.rows),
     NEUROSHARD: lambda table, width: _looked_up(table, width),
 }
-"""The load that each planner balances. 0: any device with free memory."""
+"""Load of a shard that each planner balances. 0: each shard goes to a random device."""
 
 
 def _looked_up(table: Table, width: int) -> float:
-    # Not simplified: the rounding decides between equals, and draws stay as they were.
+    # Not simplified: the rounding decides between equal loads, and so keeps draws as they were.
     return table.pooling * width * table.rows / table.rows
 
 
@@ -118,13 +114,12 @@ def _bytes(drawn: Problem, i: int, width: int) -> int:
 
 
 def _fitting(drawn: Problem, i: int) -> list[int]:
-    """Widths of shards of table i that each fit an empty device. It is halved as often as needed."""
+    """Widths of the shards of table i, halved until each fits an empty device."""
     waiting, widths, free = [drawn.tables[i].dim], [], drawn.topology.devices[0].memory_bytes
     while waiting:
         width = waiting.pop()
-        # Halves that still do not fit are halved again. MIN_WIDTH is the end.
         if width > MIN_WIDTH and _bytes(drawn, i, width) > free:
-            # Reversed, as the last one is taken next: widths stay in order.
+            # The last one is taken next, so reversed halves keep columns in order.
             waiting += reversed(_halves(width))
         else:
             widths.append(width)
@@ -142,20 +137,20 @@ def _greedy(
 ) -> Columns | None:
     """Place shards (table, columns) by falling load, each on the least loaded device with free memory.
 
-    Without loads, on a random device with free memory. Shards of a table that meet on a device share its overhead.
-    None: a shard finds no device.
+    If all loads are 0, each goes to a random device with free memory. Shards of a table on one device become one.
+    None if a shard finds no device.
     """
-    # A fixed seed: the same problem must give the same placement everywhere.
+    # A fixed seed, as a problem must have one placement everywhere.
     rng = np.random.default_rng(0)
     tables, devices = drawn.tables, drawn.topology.devices
     loads = [load(tables[i], width) for i, width in shards]
     left, sums = np.array([d.memory_bytes for d in devices]), np.zeros(len(devices))
     columns: Columns = [{} for _ in devices]
-    # Falling loads, ties by bytes and then by order: the same result on every machine.
+    # Ties are broken by bytes and then by order, so that the result is the same on every machine.
     for n in sorted(range(len(shards)), key=lambda n: (-loads[n], -_bytes(drawn, *shards[n]), n)):
         i, width = shards[n]
         before = [of.get(i, 0) for of in columns]
-        # Columns of a table on one device share bytes for each row.
+        # The bytes that are added. All columns of a row on one device share its optimizer state.
         extra = np.array([_bytes(drawn, i, was + width) - _bytes(drawn, i, was) for was in before])
         fits = extra <= left
         if not fits.any():
@@ -163,11 +158,10 @@ def _greedy(
         if any(loads):
             after = np.where(fits, sums + loads[n], np.inf)
             least = np.flatnonzero(after == after.min())
-            # Among equally loaded devices, the emptiest leaves room for large tables.
+            # Among equally loaded devices, the emptiest, so that room for large tables is left.
             device = int(least[left[least].argmax()])
         else:
             device = int(rng.choice(np.flatnonzero(fits)))
-        # Loads decide; free memory only excludes devices.
         sums[device] += loads[n]
         left[device] -= extra[device]
         columns[device][i] = columns[device].get(i, 0) + width
@@ -178,12 +172,12 @@ def _greedy(
 
 
 def recorded(drawn: Problem, planner: str) -> Columns | None:
-    """The recorded plan of such a problem. None: there is none, or its tables no longer fit."""
+    """The recorded plan of a problem. None if there is none, or if its tables do not fit."""
     lines = recorded_plans().get(key(drawn, planner))
     if lines is None:
         return None
     columns = [_parsed(line, drawn) for line in lines]
-    # Recorded on another pool, tables may have other rows, so check memory again.
+    # Tables of the recorded pool may have had fewer rows (see `key`), so memory is checked again.
     held = [sum(_bytes(drawn, i, width) for i, width in of.items()) for of in columns]
     fits = all(h <= d.memory_bytes for h, d in zip(held, drawn.topology.devices, strict=True))
     return columns if fits else None
@@ -191,19 +185,19 @@ def recorded(drawn: Problem, planner: str) -> Columns | None:
 
 @lru_cache
 def recorded_plans() -> dict[str, list[str]]:
-    """Lines of each recorded plan, one per device, by `key`."""
+    """Lines of each recorded plan, one a device, by `key`."""
     return json.loads(RECORDED.read_text(encoding="utf-8"))["plans"] if RECORDED.exists() else {}
 
 
 def key(drawn: Problem, planner: str) -> str:
-    """The key of a recorded plan. Rows and accesses are left out: pools of other machines differ in a few."""
+    """Key of a recorded plan. Rows and accesses are left out, as pools made on other machines differ a little."""
     tables = [[t.name, t.dim] for t in drawn.tables]
     identity = [len(drawn.topology), drawn.global_batch, drawn.precision, drawn.optimizer, tables]
     return f"{planner}-{files.digest(identity)}"
 
 
 def line(of: Mapping[int, int], drawn: Problem) -> str:
-    """A device's tables in a recorded plan: indices in the problem, with columns if cut."""
+    """Text of a device's tables in a recorded plan: indices in the problem, with ":columns" where cut."""
     entries = sorted(of.items())
     return " ".join(f"{i}" if width == drawn.tables[i].dim else f"{i}:{width}" for i, width in entries)
 

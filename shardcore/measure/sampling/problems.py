@@ -29,7 +29,7 @@ class ProblemConfig:
     min_tables: fewest tables.
     max_tables: most tables.
     max_dim: largest dim of a table.
-    slack: memory of all devices over the tables' needs.
+    slack: memory of all devices over the bytes of all tables.
     """
 
     devices: int = 4
@@ -55,7 +55,7 @@ def draw_problem(
 ) -> Problem:
     """Problem `index` of a setting: tables of the pool without replacement, each at a random dim of DIMS."""
     config = config or ProblemConfig()
-    # Tables without lookups take no time.
+    # Tables without lookups take no time, so placing them is no problem.
     live = [t for t in pool if t.pooling > 0]
     if len(live) < config.min_tables:
         raise ShardCoreError(
@@ -77,20 +77,22 @@ def draw_problem(
 def sized(
     drawn: Problem, slack: float, bytes_of: Callable[[Table, Problem, int], int], more: int = 0
 ) -> Problem:
-    """The problem on devices with `slack` times the bytes of its tables in all, and `more` bytes each."""
-    # Bytes as `bytes_of` counts them: draws of samples and of problems count differently.
+    """The problem on equal devices that together have `slack` times the bytes of its tables.
+
+    bytes_of: bytes of a table's columns. Draws of samples and of problems count them differently.
+    more: further bytes of each device.
+    """
     need = sum(bytes_of(t, drawn, t.dim) for t in drawn.tables)
-    # A problem must have a solution: every table fits a device at its narrowest.
+    # A problem must have a solution, so each device has room for any table's narrowest shard.
     narrowest = max(bytes_of(t, drawn, MIN_WIDTH) for t in drawn.tables)
-    # An equal share of all bytes with slack, or one narrow table: the larger one.
     device = Device(max(int(need * slack / len(drawn.topology)), narrowest) + more)
     return dataclasses.replace(drawn, topology=Topology((device,) * len(drawn.topology)))
 
 
 def drawn_bytes(table: Table, drawn: Problem, width: int) -> int:
-    """Bytes as draws of samples count them: weights, a number a row for Adagrad, outputs and their gradients.
+    """Bytes as draws of samples count them: weights, state of row-wise Adagrad, outputs and their gradients.
 
-    Plans count memory otherwise by now. This stays, so that the same samples are wanted as before.
+    Plans count memory more exactly by now. Draws do not, so that the wanted samples stay as they were.
     """
     state = {"rowwise_adagrad": 4}.get(drawn.optimizer, 0)
     row_bytes = width * PRECISION_BYTES[table.precision] + state

@@ -16,9 +16,11 @@ from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.step.kinds import WHOLE_ROWS, Layout, even_share, ways
 
 _SHARED = ((False, False), (True, False), (False, True), (False, False), (True, False), (True, True))
-"""Plans of a problem: True for tables with divided rows, and for replicas. All have others by columns."""
+"""Plans of a problem: True if some tables have divided rows, and if some are replicated. Others are cut by columns."""
 _STEP_SEED = 2**32 - 3
+"""Reserved for problems whose steps are replayed."""
 _STEP_TABLES = (8, 24)
+"""Fewest and most tables of a step."""
 _STEP_DIMS = (16, 32, 64, 128)
 _COPIED_BYTES = 4 << 20
 """Larger tables are not replicated in a step. Their gradients would hide the time of a small exchange."""
@@ -32,9 +34,8 @@ Plans = list[tuple[str, Plan]]
 def first_step_plans(
     pool: Sequence[Table], n: int, setting: Setting, devices: int, max_table_bytes: int, seed: int = 0
 ) -> list[tuple[Problem, Plans]]:
-    """The first n plans of step_plans, by problem."""
+    """The first n plans of all problems' step_plans, by problem."""
     problems: list[tuple[Problem, Plans]] = []
-    # Problems are added until there are enough plans. The last may have more than needed.
     while (missing := n - sum(len(plans) for _, plans in problems)) > 0:
         drawn, plans = step_plans(pool, len(problems), setting, devices, max_table_bytes, seed)
         problems.append((drawn, plans[:missing]))
@@ -46,13 +47,13 @@ def step_plans(
 ) -> tuple[Problem, Plans]:
     """Problem `index` whose steps are measured, with its plans.
 
-    Plans are random. So loads are uneven, and every collective runs with many bytes and with few. A problem without
+    Plans are random, so loads are uneven, and every collective runs with many bytes and with few. A problem without
     tables small enough to replicate has fewer plans. `devices` must divide the batch.
 
     Raises ShardCoreError if no table of the pool has lookups and fits max_table_bytes.
     """
     rng = np.random.default_rng([4, seed, index])
-    # Tables that fit at each dim: fewer at larger ones.
+    # Tables that fit, by dim. Fewer do at larger ones.
     fitting = {dim: step_tables(pool, setting, max_table_bytes, dim) for dim in (MIN_WIDTH, *_STEP_DIMS)}
     require(
         bool(fitting[MIN_WIDTH]),
@@ -72,7 +73,7 @@ def step_plans(
 
 
 def random_plans(drawn: Problem, rng: np.random.Generator) -> Plans:
-    """Random plans of a problem, of several kinds each. Its devices have room for any."""
+    """Random plans of a problem, with several kinds of sharding each. Devices need room for any plan."""
     small = [t for t in drawn.tables if t.bytes <= _COPIED_BYTES]
     dividing, replicating = _sharing(drawn.topology)
     plans = []
@@ -80,15 +81,15 @@ def random_plans(drawn: Problem, rng: np.random.Generator) -> Plans:
         # Without small tables nothing can be replicated.
         if small or not replicates:
             kinds = [dividing] * divides + [replicating] * replicates
-            words = ", ".join(kind.name for kind in (WHOLE_ROWS, *kinds))
-            plans.append((words, _step_plan(drawn, kinds, small, rng)))
+            names = ", ".join(kind.name for kind in (WHOLE_ROWS, *kinds))
+            plans.append((names, _step_plan(drawn, kinds, small, rng)))
     return plans
 
 
 def _sharing(topology: Topology) -> tuple[Layout, Layout]:
-    """The first kind that divides rows over the topology, and the first that replicates."""
+    """The topology's first kind that divides rows, and its first that replicates."""
     dividing, replicating = (
-        # WHOLE_ROWS stands in on one device, where no kind divides.
+        # On one device no kind divides rows or replicates, and WHOLE_ROWS stands in.
         next((k for k in ways(topology) if k.divides_rows == divides), WHOLE_ROWS)
         for divides in (True, False)
     )
@@ -106,7 +107,10 @@ def step_tables(
 def _step_plan(
     drawn: Problem, sharing: Sequence[Layout], small: Sequence[Table], rng: np.random.Generator
 ) -> Plan:
-    """A random plan with tables of these kinds, the others by columns. Of `small`, some are replicated."""
+    """A random plan with some tables of the kinds of `sharing`, and the others by columns.
+
+    small: tables of which up to three are replicated, if a kind of `sharing` replicates.
+    """
     everywhere = drawn.topology.ranks
     dividing, replicating = _sharing(drawn.topology)
     chosen = rng.permutation(len(small))[: rng.integers(1, 4)] if replicating in sharing else ()
@@ -120,7 +124,7 @@ def _step_plan(
         else:
             cut = _cut_columns(table, everywhere, rng)
             placements += [Placement(WHOLE_ROWS.name, shard, (device,)) for device, shard in cut]
-    # Sorted, so that equal plans are equal whatever the order of draws.
+    # Sorted, so that plans are equal whatever the order of their tables.
     placements.sort(key=lambda p: (p.shard.table.name, p.shard.row_lo, p.shard.col_lo))
     return Plan(tuple(placements))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardcore.measure.traces.rank import Collective
+from shardcore.measure.traces.rank import Collective, StepSpans
 
 MOST_SPREAD = 0.1
 """Most spread of the differences of ends, over the step, with which an offset counts as known."""
@@ -46,6 +46,11 @@ def matched(collectives: Mapping[int, Sequence[Collective]]) -> list[dict[int, C
                 dict(zip(of_rank, group, strict=True)) for group in zip(*of_rank.values(), strict=True)
             ]
     return result
+
+
+def kinds(steps: Sequence[StepSpans]) -> dict[int, Counter[tuple[str, str]]]:
+    """How often a rank ran each kind of collective, by the number of its step."""
+    return {step.number: Counter((c.collective, c.role) for c in step.collectives) for step in steps}
 
 
 def unmatched(collectives: Mapping[int, Sequence[Collective]]) -> list[str]:

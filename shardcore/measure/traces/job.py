@@ -13,6 +13,7 @@ import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,7 @@ def read_job(folder: str | Path, world_size: int | None = None) -> TracedJob:
     if not traces:
         raise ShardCoreError("; ".join(errors))
     remarks += errors
+    traces = _whole(traces, remarks)
     sizes = {s for s in (world_size, *(trace.world_size for trace in traces.values())) if s}
     if len(sizes) > 1:
         raise ShardCoreError(
@@ -99,8 +101,24 @@ def read_job(folder: str | Path, world_size: int | None = None) -> TracedJob:
         next(iter(traces.values())).backend,
         tuple(sorted({trace.device for trace in traces.values()})),
         tuple(dict.fromkeys(remarks)),
-        digests,
+        {rank: digest for rank, digest in digests.items() if rank in traces},
     )
+
+
+def _whole(traces: dict[int, RankTrace], remarks: list[str]) -> dict[int, RankTrace]:
+    """Traces without the steps that one cut short lacks parts of: those with other collectives than whole traces."""
+    whole = [clocks.kinds(t.steps) for t in traces.values() if not t.cut_short]
+    kept = {}
+    for rank, trace in traces.items():
+        own = clocks.kinds(trace.steps)
+        if trace.cut_short and whole:
+            steps = [s for s in trace.steps if all(own[s.number] == of.get(s.number) for of in whole)]
+            if not steps:
+                remarks.append(f"trace of rank {rank} does not count: no step of it is whole")
+                continue
+            trace = replace(trace, steps=steps)
+        kept[rank] = trace
+    return kept
 
 
 def _steps(
@@ -112,9 +130,8 @@ def _steps(
         spans = {rank: next(s for s in t.steps if s.number == number) for rank, t in traces.items()}
         own = {rank: s.collectives for rank, s in spans.items()}
         groups = clocks.matched(own)
-        remarks += [
-            f"ranks differ in collectives: {words}; these are not aligned" for words in clocks.unmatched(own)
-        ]
+        if differ := clocks.unmatched(own):
+            remarks.append(f"ranks differ in collectives: {', '.join(differ)}; these are not aligned")
         clock = clocks.offsets(groups, list(traces)) if len(traces) > 1 else {}
         length_ms = max(s.end_ms - s.begin_ms for s in spans.values())
         for rank, offset in list(clock.items()):

@@ -94,6 +94,7 @@ class RankTrace:
     """The steps of a trace file.
 
     rank, world_size: None where it does not say.
+    cut_short: True if its last events are missing.
     """
 
     rank: int | None
@@ -102,6 +103,7 @@ class RankTrace:
     device: str
     steps: list[StepSpans]
     remarks: list[str]
+    cut_short: bool
 
     @property
     def on_gpu(self) -> bool:
@@ -172,6 +174,7 @@ def read_rank(file: KinetoFile) -> RankTrace:
         str(names[0]) if names else "cpu",
         steps,
         remarks,
+        file.cut_short,
     )
 
 

@@ -24,7 +24,14 @@ from shardcore.step.memory_account import sums_of
 from shardcore.step.memory_timeline import BATCHES, IDS_ALIVE
 from shardcore.step.op_limits import most_features
 from shardcore.step.output_bytes import table_output_rows
-from shardcore.step.shard_memory import batch_bytes, bucketized_bytes, run_batches, scratch_bytes, table_order
+from shardcore.step.shard_memory import (
+    batch_bytes,
+    bucketized_bytes,
+    expanded_bytes,
+    run_batches,
+    scratch_bytes,
+    table_order,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +171,7 @@ def batch_memory(
         "bucketized": bucketized,
         "scratch": scratch,
         "rank": np.array([min(rank[shard.table.name] for shard in bundle) for bundle in strips], np.int64),
-        "waiting_ids": BATCHES * batch_bytes(problem),
+        "waiting_ids": BATCHES * batch_bytes(problem) + expanded_bytes(problem),
         "is_last": is_last,
         "run_collection": np.array([collections.index((run.collection, run.sequence)) for run in runs]),
         "run_sequence": np.array([run.sequence for run in runs], dtype=bool),

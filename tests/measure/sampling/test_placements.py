@@ -1,5 +1,4 @@
-"""What is wanted stays wanted: draws that are like sharders' plans follow from the draws and their records
-only."""
+"""Wanted samples stay the same: groups of plans follow from draws and recorded plans, not from today's sharders."""
 
 import dataclasses
 import sys

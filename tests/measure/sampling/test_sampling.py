@@ -107,7 +107,7 @@ def test_a_tenth_of_groups_is_of_small_tables_at_a_local_batch(tables):
 
 
 def test_a_fifth_of_other_groups_runs_over_smaller_batches(tables):
-    """Of all kinds, large tables and parts of plans among them."""
+    """They are groups of all kinds, with large tables and of plans."""
     requests = [compute_request(tables, i, SETTING, config=GroupConfig(replicated=0.0)) for i in range(400)]
     smaller = [r for r in requests if r.batch != 256]
     assert {r.batch for r in smaller} == {128, 64, 32} and 60 <= len(smaller) <= 100
@@ -254,8 +254,8 @@ def test_steps_are_of_random_plans_of_all_ways_that_run(tables):
     assert {kind for kind, _ in step_plans(large, 0, SETTING, 2, 1 << 29)[1]} == {"column", "column, row"}
     few = {step_plans(tables[:4], i, SETTING, 2, 1 << 29)[0].tables for i in range(5)}
     assert max(t.dim for some in few for t in some) >= 32
-    said = "none of the pool's 60 tables has lookups and fits 1 MiB at a dim of 4"
-    with pytest.raises(ShardCoreError, match=said):
+    output = "none of the pool's 60 tables has lookups and fits 1 MiB at a dim of 4"
+    with pytest.raises(ShardCoreError, match=output):
         first_step_plans(large, 1, SETTING, 2, 1 << 20)
     assert first_step_plans(large, 0, SETTING, 2, 1 << 20) == []
 

@@ -1,0 +1,1 @@
+"""Documentation. The tools are in `docs.tools`."""

@@ -1,0 +1,42 @@
+"""Seconds that each stage of a refresh usually takes, for the time left of all.
+
+The rates are those of one `make run` on two cores of an AMD EPYC (Zen 5) beside other work, 26 November 2026, commit
+49e2cd87. `tasks.refresh.left_s` corrects them by the stages that have ended.
+"""
+
+from __future__ import annotations
+
+from tasks import params, paths
+from tasks.evaluate import EvaluateConfig
+from tasks.measure import MeasureConfig
+from tasks.train import TrainConfig
+
+START_S = 12.0
+"""Of a Ray cluster and its actors."""
+GROUP_S, EXCHANGE_S, STEP_S = 0.2, 0.4, 2.0
+"""Of a sample; disturbed ones are measured once more."""
+EPOCHS_S = 0.2
+"""Of an epoch, on this run's samples."""
+SHIPPED_S = 1.0
+"""Of an epoch on a shipped dataset too."""
+COMPARED_S, REPLAYED_S, PUBLISHED_S = 3.5, 10.0, 10.0
+"""Of a problem whose sharders are compared, whose plans run, or that is published."""
+
+
+def usual_s() -> dict[str, float]:
+    """Seconds by stage, with the parameters of params.yaml and nothing done before."""
+    measure = params.section("measure", MeasureConfig)
+    train = params.section("train", TrainConfig)
+    evaluate = params.section("evaluate", EvaluateConfig)
+    samples_s = (
+        GROUP_S * measure.compute_samples + EXCHANGE_S * measure.comm_samples + STEP_S * measure.step_samples
+    )
+    return {
+        "tables": 7.0,
+        "measure": START_S + samples_s,
+        "train": 7.0 + train.epochs * (SHIPPED_S if train.datasets else EPOCHS_S),
+        "train_policy": 120.0,
+        "evaluate": START_S + COMPARED_S * evaluate.problems + REPLAYED_S * evaluate.replay_problems,
+        "promote": 5.0,
+        "publish": PUBLISHED_S * len(list(paths.PROBLEMS.glob("*.json"))),
+    }
