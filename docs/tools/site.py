@@ -29,6 +29,7 @@ SOURCES = {
     "changes.md": "CHANGELOG.md",
     "examples/first_plan.md": "examples/first_plan.ipynb",
     "examples/torchrec_dlrm.md": "examples/torchrec_dlrm/README.md",
+    "examples/torchrec_dlrmv3.md": "examples/torchrec_dlrmv3/README.md",
     "datasets/cpu-amd-epyc.md": "datasets/cpu-amd-epyc/README.md",
 }
 """Files of the repository that are pages of the site, by their address there."""

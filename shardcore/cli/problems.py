@@ -34,7 +34,7 @@ _MEMORY_GIB = 80.0
 class ProblemOptions:
     """Make a problem file from a public list of tables, FBGEMM's reports of a job, or by drawing from a pool.
 
-    tables: name of a public list (mlperf-dlrm-dcnv2, hugectr-180, ...), a folder of FBGEMM's reports
+    tables: name of a public list (mlperf-dlrm-dcnv2, mlperf-dlrmv3, ...), a folder of FBGEMM's reports
       (docs/torchrec.md) or a POOL.json
     devices: number of devices
     hosts: number of hosts, each with equally many devices
@@ -46,6 +46,7 @@ class ProblemOptions:
     batch: global batch
     optimizer: optimizer of the embeddings; default: the one of the public list's reference, or exact_sgd
     precision: precision of the weights; default: as reported, or fp32
+    zipf_alpha: exponent of the power law of a public list's lookups; 0: even; default: the list's own
     draw: number of the problem to draw from a pool
     max_dim: largest dim of drawn tables
     pipeline: pipeline of TorchRec, which decides whether ids travel while the dense part runs
@@ -67,6 +68,7 @@ class ProblemOptions:
     batch: Positive = 2048
     optimizer: Optimizer | None = None
     precision: Precision | None = None
+    zipf_alpha: Annotated[float, "ALPHA"] | None = None
     draw: Annotated[Natural, "INDEX"] | None = None
     max_dim: Positive = 128
     seed: Natural = 0
@@ -117,7 +119,12 @@ def problem(args: ProblemOptions) -> None:
         backward_payload=args.backward_payload,
         replica_optimizer=args.replica_optimizer,
     )
-    topology = _topology(args)
+    topology, measured = _topology(args), args.tables.endswith(".json") or Path(args.tables).is_dir()
+    if measured and args.zipf_alpha is not None:
+        raise ShardCoreError(
+            f"--zipf-alpha {args.zipf_alpha:g} was given with {args.tables}, which has measured lookups; it needs a "
+            "public list"
+        )
     if args.tables.endswith(".json"):
         pool = files.read_pool(args.tables)
         if args.draw is None:
@@ -136,7 +143,8 @@ def problem(args: ProblemOptions) -> None:
 
             tables, name = reported_tables(args.tables), Path(args.tables).resolve().name
         else:
-            tables, optimizer = public_pool(args.tables), args.optimizer or public_optimizer(args.tables)
+            tables = public_pool(args.tables, args.zipf_alpha)
+            optimizer = args.optimizer or public_optimizer(args.tables)
         if args.precision:
             tables = tuple(dataclasses.replace(table, precision=args.precision) for table in tables)
         reserved = Constraints(reserved_bytes=default_reserve(topology.devices))

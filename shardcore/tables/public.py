@@ -18,20 +18,20 @@ def public_pools() -> dict[str, str]:
     return {k: v["source"] for k, v in _lists().items() if not k.startswith("_")}
 
 
-def public_pool(name: str) -> tuple[Table, ...]:
-    """The tables of a public list, named c00, c01, ..., with its rows, dims and pooling.
+def public_pool(name: str, zipf_alpha: float | None = None) -> tuple[Table, ...]:
+    """The tables of a public list, named as there, or c00, c01, ..., with its rows, dims and pooling.
 
-    Accesses follow Zipf(alpha) with the list's alpha, or DEFAULT_ACCESS.
+    Accesses follow Zipf(alpha): zipf_alpha, or that of the list, or DEFAULT_ACCESS.
 
     Raises ShardCoreError for an unknown name.
     """
     entry = _list(name)
-    access = Zipf(entry["zipf_alpha"]) if "zipf_alpha" in entry else DEFAULT_ACCESS
+    alpha = entry.get("zipf_alpha") if zipf_alpha is None else zipf_alpha
+    access = DEFAULT_ACCESS if alpha is None else Zipf(alpha)
     # Equally many digits in all names, so that they sort in the order of tables.
     digits = max(2, len(str(len(entry["tables"]) - 1)))
     return tuple(
-        Table(f"c{i:0{digits}d}", t["rows"], t["dim"], t["pooling"], access)
-        for i, t in enumerate(entry["tables"])
+        Table(**{"name": f"c{i:0{digits}d}", "access": access} | t) for i, t in enumerate(entry["tables"])
     )
 
 

@@ -1,4 +1,4 @@
-"""HotColdEmbeddingCollection: an EmbeddingCollection whose hot rows are on every rank.
+"""HotColdEmbeddingCollection: an EmbeddingCollection whose hot rows are on every rank, and warm ones on every host.
 
     hot = HotIds.of_counts("history", counts, hot=20_000)
     model.history = HotColdEmbeddingCollection(configs, {"history": hot}, device="meta")
@@ -6,7 +6,7 @@
 
 Hot rows are plain parameters, so DistributedModelParallel gives them to DDP, and the job's dense optimizer
 updates them. The others are an EmbeddingCollection, `cold`, that TorchRec shards. Outputs are those of an
-EmbeddingCollection of the whole tables.
+EmbeddingCollection of the whole tables. Warm rows are those of warm_rows.py.
 
 Shapes: L ids of a feature, H of them hot, D columns.
 """
@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -24,6 +25,7 @@ from torch import nn
 from shardcore.core.errors import ShardCoreError
 from shardcore.io.hot_ids import HotIds
 from shardcore.tables.hot_rows import COLD
+from shardcore.torchrec.warm_rows import DenseRows, Unit, WarmRows
 
 if TYPE_CHECKING:
     from torchrec import EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
@@ -35,8 +37,10 @@ class HotColdEmbeddingCollection(nn.Module):
     tables: the configs of the whole tables.
     hot: hot ids by table. Tables without any are cold as a whole.
     device: of the parameters, as for an EmbeddingCollection.
+    warm: ids by table, of tables with hot ids, that each unit of ranks has once.
+    unit_ranks: of a unit: of a host, by default, or of a pod.
 
-    Raises ShardCoreError for hot ids of another table, and for a feature of several tables.
+    Raises ShardCoreError for hot or warm ids of another table, ids that are both, and for a feature of several tables.
     """
 
     def __init__(
@@ -44,12 +48,14 @@ class HotColdEmbeddingCollection(nn.Module):
         tables: Sequence[EmbeddingConfig],
         hot: Mapping[str, HotIds],
         device: torch.device | str | None = None,
+        warm: Mapping[str, HotIds] | None = None,
+        unit_ranks: int | None = None,
     ) -> None:
         from torchrec import EmbeddingCollection  # takes seconds
 
         super().__init__()
         self._tables = {config.name: config for config in tables}
-        self._hot_ids = dict(hot)
+        self._hot_ids, self._warm_ids = dict(hot), dict(warm or {})
         self._features: dict[str, str] = {}
         self._checked = False
         for config in tables:
@@ -60,7 +66,7 @@ class HotColdEmbeddingCollection(nn.Module):
                         "HotColdEmbeddingCollection needs one for each"
                     )
                 self._features[feature] = config.name
-        for name, ids in hot.items():
+        for name, ids in [*hot.items(), *self._warm_ids.items()]:
             if name not in self._tables:
                 raise ShardCoreError(f"hot ids are given for table {name!r}, which is not among the tables")
             rows = self._tables[name].num_embeddings
@@ -69,21 +75,54 @@ class HotColdEmbeddingCollection(nn.Module):
                     f"table {name!r} of {rows} rows was given the hot ids of {ids.table!r} of {ids.rows} rows; it "
                     "needs its own"
                 )
-        self.hot = _HotRows(self._tables, {name: len(ids.ids) for name, ids in hot.items()}, device)
+        if lacking := sorted(self._warm_ids.keys() - hot.keys()):
+            raise ShardCoreError(f"table {lacking[0]!r} has warm ids and no hot ones; it needs some")
+        self.hot = DenseRows(self._tables, {name: len(ids.ids) for name, ids in hot.items()}, device)
+        counts = {name: len(ids.ids) for name, ids in self._warm_ids.items()}
+        self.warm = WarmRows(self._tables, counts, device, Unit.of_rank(unit_ranks))
+        # Of each table, the ids that are not cold.
+        self._kept_ids = {name: self._kept(name) for name in hot}
         for name, ids in hot.items():
             # Part of each checkpoint, so that weights of other hot ids are not loaded.
             self.register_buffer(f"hot_ids_{name}", torch.from_numpy(ids.ids.copy()))
+        for name, ids in self._warm_ids.items():
+            self.register_buffer(f"warm_ids_{name}", torch.from_numpy(ids.ids.copy()))
+            kept = torch.from_numpy(self._kept_ids[name].ids.copy())
+            self.register_buffer(f"kept_ids_{name}", kept, persistent=False)
         self.cold = EmbeddingCollection(
             [
-                replace(c, name=c.name + COLD, num_embeddings=hot[c.name].cold_rows) if c.name in hot else c
+                replace(c, name=c.name + COLD, num_embeddings=self._kept_ids[c.name].cold_rows)
+                if c.name in hot
+                else c
                 for c in tables
             ],
             device=torch.device(device or "cpu"),
         )
 
+    def _kept(self, name: str) -> HotIds:
+        hot = self._hot_ids[name]
+        if name not in self._warm_ids:
+            return hot
+        warm = self._warm_ids[name].ids
+        if len(both := np.intersect1d(hot.ids, warm)):
+            raise ShardCoreError(
+                f"table {name!r} was given id {both[0]} as hot and as warm; it needs to be one of both"
+            )
+        return HotIds(name, hot.rows, np.union1d(hot.ids, warm))
+
     @property
     def hot_ids(self) -> Mapping[str, HotIds]:
         return self._hot_ids
+
+    @property
+    def kept_ids(self) -> Mapping[str, HotIds]:
+        """The ids that are hot or warm."""
+        return self._kept_ids
+
+    def warm_ids_here(self) -> dict[str, np.ndarray]:
+        """[W / L] the ids of this rank's warm rows, by table."""
+        unit = self.warm.unit
+        return {name: ids.ids[unit.rank :: unit.size].copy() for name, ids in self._warm_ids.items()}
 
     def hot_tables(self) -> dict[str, EmbeddingConfig]:
         """The configs of hot rows, by name of the whole table."""
@@ -106,6 +145,7 @@ class HotColdEmbeddingCollection(nn.Module):
         # Once, as it is a collective: all ranks make their first call together.
         if not self._checked:
             self._require_same_everywhere()
+            self.warm.join()
             self._checked = True
         lookups = features.to_dict()
         # Only features of tables with hot rows are split.
@@ -120,17 +160,34 @@ class HotColdEmbeddingCollection(nn.Module):
         # Features without hot rows have their outputs as they are.
         outputs = {f: cold[f] for f in self._features}
         for f, parts in split.items():
-            # Local lookup: hot rows are on every rank.
-            hot = nn.functional.embedding(parts.hot_rows, self.hot[self._features[f]])
-            values = torch.cat([hot, outputs[f].values()])[parts.order]
+            kept = self._look_up(self._features[f], parts.hot_rows)
+            values = torch.cat([kept, outputs[f].values()])[parts.order]
             outputs[f] = JaggedTensor(
                 values=values, lengths=lookups[f].lengths(), offsets=lookups[f].offsets()
             )
         return outputs
 
+    def _look_up(self, name: str, kept: torch.Tensor) -> torch.Tensor:
+        """Hot rows, which are on every rank, and warm ones. kept: [H] numbers among the ids that are not cold."""
+        if name not in self._warm_ids:
+            return nn.functional.embedding(kept, self.hot[name])
+        warm_ids, hot_ids = getattr(self, f"warm_ids_{name}"), getattr(self, f"hot_ids_{name}")
+        ids = getattr(self, f"kept_ids_{name}")[kept]
+        at = torch.searchsorted(warm_ids, ids)
+        is_warm = warm_ids[at.clamp(max=len(warm_ids) - 1)] == ids
+        hot = nn.functional.embedding(torch.searchsorted(hot_ids, ids[~is_warm]), self.hot[name])
+        warm = self.warm.look_up(name, at[is_warm])
+        # Position of each among the hot ones, then the warm ones.
+        before = torch.cumsum(is_warm, 0)
+        order = torch.where(
+            is_warm, len(hot) + before - 1, torch.arange(len(ids), device=ids.device) - before
+        )
+        return torch.cat([hot, warm])[order]
+
     def _split(self, feature: JaggedTensor, name: str) -> _Split:
         # The buffer moves with the module to its device.
-        ids, hot = feature.values(), getattr(self, f"hot_ids_{name}")
+        ids = feature.values()
+        hot = getattr(self, f"{'kept' if name in self._warm_ids else 'hot'}_ids_{name}")
         # A check on a GPU would wait for the device at each step.
         if (
             ids.device.type == "cpu"
@@ -163,7 +220,7 @@ class HotColdEmbeddingCollection(nn.Module):
             return
         # Digests instead of ids: few bytes, and equal only for equal ids.
         digests: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(digests, {name: ids.digest for name, ids in self._hot_ids.items()})
+        dist.all_gather_object(digests, {name: ids.digest for name, ids in self._kept_ids.items()})
         first = digests[0]
         for rank, theirs in enumerate(digests):
             if theirs != first:
@@ -185,42 +242,16 @@ class HotColdEmbeddingCollection(nn.Module):
                     f"a checkpoint has other hot ids of table {name!r} than the module; make the module with those of "
                     "the checkpoint, or load rows by ids (load_rows)"
                 )
+        for name in self._warm_ids:
+            theirs = state_dict.get(f"{prefix}warm_ids_{name}")
+            if theirs is not None and not torch.equal(
+                theirs.cpu(), torch.from_numpy(self._warm_ids[name].ids)
+            ):
+                raise ShardCoreError(
+                    f"a checkpoint has other warm ids of table {name!r} than the module; make the module with those of "
+                    "the checkpoint, or load rows by ids (load_rows)"
+                )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-
-class _HotRows(nn.ParameterDict):
-    """Hot rows by name of the table.
-
-    A separate module: DistributedModelParallel allocates what is on the meta device module by module, and
-    calls `reset_parameters` of those that have such parameters.
-    """
-
-    def __init__(
-        self,
-        tables: Mapping[str, EmbeddingConfig],
-        rows: Mapping[str, int],
-        device: torch.device | str | None,
-    ) -> None:
-        """tables: the configs of the whole tables. rows: how many are hot, of some of them."""
-        from torchrec.modules.embedding_configs import data_type_to_dtype
-
-        super().__init__()
-        self._of = dict(tables)
-        for name, n in rows.items():
-            dtype = data_type_to_dtype(tables[name].data_type)
-            self[name] = nn.Parameter(torch.empty(n, tables[name].embedding_dim, device=device, dtype=dtype))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Fill them as an EmbeddingCollection fills its rows: within the range of the whole table."""
-        for name, weight in self.items():
-            config = self._of[name]
-            with torch.no_grad():
-                if config.init_fn is not None:
-                    config.init_fn(weight)
-                # Weights on the meta device have no memory to fill.
-                elif weight.device.type != "meta":
-                    weight.uniform_(config.get_weight_init_min(), config.get_weight_init_max())
 
 
 class _Split(NamedTuple):

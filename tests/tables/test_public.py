@@ -18,6 +18,13 @@ def test_every_public_list_can_be_read():
     assert [t.name for t in public_pool("criteo-kaggle")][:2] == ["c00", "c01"]
 
 
+def test_dlrmv3_has_one_table_of_a_terabyte_and_sequences():
+    item, category, user = public_pool("mlperf-dlrmv3", zipf_alpha=1.2)
+    assert (item.name, item.bytes, item.features, item.access) == ("item_id", 1_024 * 10**9, 2, Zipf(1.2))
+    assert item.sequence and category.sequence and user.sequence
+    assert public_pool("mlperf-dlrmv3")[0].access == Zipf(0.0)
+
+
 def test_unknown_list_names_the_known():
-    with pytest.raises(ShardCoreError, match="'criteo'; known are mlperf-dlrm-dcnv2, criteo-1tb-uncapped"):
+    with pytest.raises(ShardCoreError, match="'criteo'; known are mlperf-dlrm-dcnv2, mlperf-dlrmv3"):
         public_pool("criteo")

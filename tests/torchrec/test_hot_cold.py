@@ -26,6 +26,7 @@ from shardcore.torchrec.modules import tables_of
 from shardcore.torchrec.planner import problem_for
 from shardcore.torchrec.row_files import load_rows, save_rows
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
+from shardcore.torchrec.warm_rows import Unit, WarmRows
 
 CONFIGS = [
     EmbeddingConfig(name="h", num_embeddings=50, embedding_dim=8, feature_names=["f", "g"]),
@@ -59,6 +60,32 @@ def test_outputs_are_those_of_whole_tables():
 def test_twenty_steps_end_as_unsharded_across_a_change_of_hot_ids_and_plan(hosts, per_host, optimizer):
     said = training.in_processes(hosts, per_host, training.train_and_move, optimizer)
     assert not any(said), said
+
+
+@pytest.mark.parametrize("optimizer", ["EXACT_SGD", pytest.param("EXACT_ADAGRAD", marks=pytest.mark.long)])
+def test_warm_rows_train_as_unsharded_and_become_hot_or_cold(optimizer):
+    """Two hosts of two ranks; half-way warm rows end, and hot ids and the plan are others."""
+    said = training.in_processes(2, 2, training.train_and_move, optimizer, training.WARM)
+    assert not any(said), said
+
+
+@pytest.mark.parametrize(
+    "hot, warm, words",
+    [
+        ({"h": HOT}, HotIds("h", 50, np.array([1, 17])), "id 17 as hot and as warm"),
+        ({}, HotIds("h", 50, np.array([1])), "table 'h' has warm ids and no hot ones"),
+        ({"h": HOT}, HotIds("h", 51, np.array([1])), "was given the hot ids of 'h' of 51 rows"),
+    ],
+)
+def test_warm_ids_that_do_not_fit_are_refused(hot, warm, words):
+    with pytest.raises(ShardCoreError, match=words):
+        HotColdEmbeddingCollection(CONFIGS, hot, warm={"h": warm})
+
+
+def test_units_of_warm_rows_divide_the_ranks():
+    assert [Unit(3, rank).share(7) for rank in range(3)] == [3, 2, 2]
+    with pytest.raises(ShardCoreError, match="1 warm rows for the 2 ranks of a unit"):
+        WarmRows({"h": CONFIGS[0]}, {"h": 1}, "cpu", Unit(2))
 
 
 def test_hot_rows_have_the_type_of_their_table():
