@@ -206,6 +206,18 @@ def test_a_problem_of_more_devices_than_there_are_is_one_line(tmp_path, capsys, 
     assert capsys.readouterr().err == f"error: problem has devices {devices}; it needs 1 to 65,536\n"
 
 
+def test_a_public_list_has_the_skew_that_is_given(tmp_path, capsys):
+    path, folder = tmp_path / "p.json", tmp_path / "reports"
+    made = ["problem", "mlperf-dlrmv3", "--devices", "16", "--zipf-alpha", "1.2", "--out", str(path)]
+    assert main(made) == 0
+    given = files.read_problem(path)
+    assert (given.optimizer, given.tables[0].zipf_alpha) == ("rowwise_adagrad", 1.2)
+    assert capsys.readouterr().out.startswith(f"{path}: 3 tables, 963.2 GiB in fp16, ")
+    folder.mkdir()
+    assert main([made[0], str(folder), *made[2:]]) == 1
+    assert f"--zipf-alpha 1.2 was given with {folder}, which has measured" in capsys.readouterr().err
+
+
 def test_a_problem_may_be_of_several_hosts(tmp_path, capsys):
     path = tmp_path / "p.json"
     made = ["problem", "mlperf-dlrm-dcnv2", "--devices", "8", "--hosts", "2", "--out", str(path)]

@@ -21,6 +21,7 @@ from shardcore.core.types import Placement, Plan, Shard
 from shardcore.cost import fit, neural
 
 EXAMPLE = Path(__file__).parents[2] / "examples/torchrec_dlrm/train.py"
+DLRMV3 = Path(__file__).parents[2] / "examples/torchrec_dlrmv3/train.py"
 
 
 def test_plans_train_as_the_whole_model_does():
@@ -82,6 +83,15 @@ def test_the_example_takes_the_batch_of_the_model_that_it_is_given(tmp_path):
     neural.save(given, tmp_path)
     codes, output = training.run_script(2, EXAMPLE, "--steps", "4", "--model", str(tmp_path))
     assert codes == [0, 0], output
+
+
+@pytest.mark.long
+def test_a_small_dlrmv3_trains_as_unsharded_with_hot_and_warm_rows():
+    codes, output = training.run_script(4, DLRMV3, "--check", "--steps", "4", "--samples", "64", limit_s=400)
+    assert codes == [0] * 4, output
+    arms = re.findall(r"([\d,]+) hot, ([\d,]+) warm   rows moved by (\S+), (\S+) apart", output)
+    assert len(arms) >= 4 and int(arms[-1][0]) > 0 and int(arms[-1][1]) > 0
+    assert all(float(apart) < 1e-3 * float(moved) for _, _, moved, apart in arms)
 
 
 @pytest.mark.long
