@@ -257,7 +257,9 @@ def _write_job(folder: Path, problem: Problem, plan: Plan) -> None:
     for rank in range(2):
         lookups = {f"f-{t.name}": (rng.integers(0, t.rows, 12), np.full(4, 3)) for t in problem.tables}
         job_folder.write_rank(step, rank, Spread(18.0, 17.0, 19.0, 900), lookups)
-        write(step, rank, gloo_step(late_ms=3.0 * rank), zipped=bool(rank))
+        columns = sum(p.shard.width for p in plan.placements if p.devices == (rank,))
+        outputs = problem.global_batch * columns  # traces of another plan correct nothing
+        write(step, rank, gloo_step(late_ms=3.0 * rank, entered=outputs), zipped=bool(rank))
 
 
 def hot_collection() -> Any:

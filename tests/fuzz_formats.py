@@ -32,7 +32,7 @@ from fuzz_damage import (
 from fuzz_files import ENTRY, HAS_TORCHREC, REPORT, TABLES, Sound, hot_collection
 from mlflow.exceptions import MlflowException
 
-from flows.refresh import SECTIONS
+from flows.refresh import SECTIONS, overrides_of
 from shardcore.cli import published
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Placement, Plan, Problem, Shard
@@ -273,6 +273,7 @@ def use_fbgemm(folder: Path, sound: Sound) -> None:
     "tasks/params.py:section",
     "tasks/params.py:require_section",
     "tasks/refresh.py:override_params",
+    "flows/refresh.py:overrides_of",
     parts=("params.yaml",),
     damage=lambda folder, draw: damage_yaml(folder / "params.yaml", draw),
 )
@@ -280,6 +281,7 @@ def use_params(folder: Path, sound: Sound) -> None:
     for name, cls in SECTIONS.items():
         params.section(name, cls, folder / "params.yaml")
         params.require_section(name, folder / "params.yaml")
+    assert overrides_of(folder / "params.yaml"), "a demo would override nothing"
     with contextlib.chdir(folder):
         refresh.override_params({"train": {"epochs": 3}}, SECTIONS)
         assert params.section("train", SECTIONS["train"]).epochs == 3, "a written parameter is another"

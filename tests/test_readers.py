@@ -75,6 +75,8 @@ NO_FORMAT = {
     "shardcore/testing/decisions.py:test_the_ledger_goes_into_the_plan",
     "tasks/console.py:relayed",
     "flows/refresh.py:setting_of",
+    # It opens a browser.
+    "flows/refresh.py:open_page",
     # Answers and tags of the stack's services.
     "tasks/model_history.py:_changes",
     "tasks/publish_claim.py:_tag",

@@ -55,7 +55,9 @@ def received_bytes(shard: Shard, step: Step) -> int:
     """
     # Whole bytes, so that searches can add and subtract them exactly.
     of_samples = step.global_batch * sample_bytes(shard.table, step.job, access_share(shard))
-    return round(of_samples) + len(step.topology) * stride_bytes(shard.table)
+    # Few tables have strides, and searches ask often.
+    strides = len(step.topology) * stride_bytes(shard.table) if shard.table.strides else 0
+    return round(of_samples) + strides
 
 
 def sample_bytes(table: Table, job: Job, share: float = 1.0, ranges: int = 1) -> float:

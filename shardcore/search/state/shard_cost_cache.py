@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import gcd
+from operator import attrgetter
 
 import numpy as np
 
@@ -392,12 +393,12 @@ class ShardCostCache:
         They are linear in columns. So those of a row range follow from its narrowest and its widest shard.
         """
         # Two exact counts for each row range, in place of one for each of its shards.
-        ends: dict[tuple[Layout, RowRange], list[Shard]] = {}
+        groups: dict[tuple[Layout, RowRange], list[Shard]] = defaultdict(list)
         for run, shard in shards:
-            pair = ends.setdefault((run, row_range(shard)), [shard, shard])
-            pair[:] = min(pair[0], shard, key=_width), max(pair[1], shard, key=_width)
-        lines = {}
-        for (run, rows), (narrow, wide) in ticking(ends.items()):
+            groups[run, row_range(shard)].append(shard)
+        lines, width_of = {}, attrgetter("width")
+        for (run, rows), group in ticking(groups.items()):
+            narrow, wide = min(group, key=width_of), max(group, key=width_of)
             # A line: sums of the narrowest shard, and their growth by column.
             sums, a_column = np.array(sums_of(run, narrow, self.problem)), np.zeros(6)
             if wide.width > narrow.width:
@@ -472,7 +473,3 @@ def _cut_sequences(shards: Iterable[Shard]) -> frozenset[tuple[str, int]]:
 
 def _strips_of(shards: Iterable[Shard], problem: Problem) -> list[Bundle]:
     return bundles(join_columns(shards), problem)
-
-
-def _width(shard: Shard) -> int:
-    return shard.width
