@@ -57,7 +57,7 @@ SAMPLES = {law: compute_samples(law, 120) for law in (linear_law, cache_law)}
 
 def write_model(folder, law, seed=0):
     neural.save(
-        fit.train(SAMPLES[law], comm_samples(20), SETTING, fit.FitConfig(epochs=2, seed=seed)).model, folder
+        fit.train(SAMPLES[law], comm_samples(20), SETTING, fit.FitConfig(epochs=20, seed=seed)).model, folder
     )
 
 
@@ -453,6 +453,7 @@ def test_repro_says_which_stages_ran_and_why_one_failed(api, tmp_path):
         "train": {"cmd": "echo 'error: 7 is too few'; false", "deps": ["pool"]},
     }
     (tmp_path / "dvc.yaml").write_text(yaml.safe_dump({"stages": stages}))
+    (tmp_path / "params.yaml").write_text("{}")
     with contextlib.chdir(tmp_path), disable_run_logger():
         subprocess.run([sys.executable, "-m", "dvc", "init", "--no-scm", "--quiet"], check=True)
         first, again = ([(s.stage, s.ran) for s in repro.fn("measure")] for _ in range(2))

@@ -26,7 +26,8 @@ def test_it_answers_only_who_knows_its_password_and_keeps_a_database_of_its_own(
     assert answer(prefect_api, os.environ["PREFECT_API_AUTH_STRING"])
     assert not (prefect_home / "prefect.db").exists()
     port = prefect_api.split(":")[2].split("/")[0]
-    [server] = [p for p in psutil.Process().children() if port in p.cmdline()]
+    children = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
+    [server] = [p for p in children if port in p.cmdline()]
     url = server.environ()["PREFECT_SERVER_DATABASE_CONNECTION_URL"]
     database = Path(url.removeprefix("sqlite+aiosqlite:///"))
     assert database.exists() and database.parent.stat().st_mode & 0o077 == 0

@@ -42,7 +42,7 @@ def progress(monkeypatch):
         def add(self, device, samples, kernel_s=None):
             told[-1][2] += samples
 
-        def say(self):
+        def show(self):
             pass
 
     monkeypatch.setattr(measure, "Progress", Told)

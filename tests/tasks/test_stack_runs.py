@@ -432,7 +432,7 @@ def test_run_keeps_the_stack_until_it_is_ended(project):
         running = subprocess.Popen(
             [sys.executable, "-m", "tasks.stack", "run"],
             cwd=project.folder,
-            env=project.env,
+            env=project._env(),
             stdout=log,
             stderr=log,
         )
