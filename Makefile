@@ -1,10 +1,14 @@
-# make run: everything, from nothing to published plans.  make demo: the same in five minutes, with shipped data, in a
-# clone of its own (.demo/).  make test: the tests (test-long: those of the long-lived stack,
-# of servers and clusters, of failures struck into them, and slow ones).  make figures: all figures of docs/benchmarks
-# again, some 12 hours.  make reproduce: the headlines in 15 minutes, each with a verdict.  make mutants ROOM=step: the mutation score of a room.  All set up .venv themselves.
+# All commands set up .venv themselves.
+# make run: everything, from nothing to published plans.
+# make demo: the same in under four minutes, with shipped data, in a clone of its own (.demo/).
+# make test: the tests.  make test-long: slow ones, and those of the stack, of servers, clusters and failures.
+# make mutants ROOM=step: the mutation score of a room.
+# make figures: all figures of docs/benchmarks again, some 12 hours.
+# make reproduce: the headlines in some 6 minutes, each with a verdict.
 # make docs: the documentation site, in site/.  make screenshots: pictures of a run's pages.
 # make up, status, down: the long-lived services (docs/operations.md).
-# make release: sdist and wheel in dist/, checked in a bare environment; make minimum: at the lowest versions allowed.
+# make release: sdist and wheel in dist/, checked in a bare environment.
+# make minimum: the wheel at the lowest versions allowed.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Defects that `make mutants` draws.
 MUTANTS ?= 40
