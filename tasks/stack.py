@@ -2,8 +2,8 @@
 
 The stack has a Prefect server with a worker and the deployments of prefect.yaml, an MLflow server, a Ray head
 with its dashboard, and the watch, which publishes when the champion changes. One folder has data, logs and the
-token. `. .stack/env.sh` makes a shell a client. `up` leaves them running and ends. `run` stays, starts again what
-dies, and ends them all when it is ended: for containers and systemd (deploy/).
+token. `. .stack/env.sh` makes a shell a client. `up` leaves them running and ends. `run` stays, restarts
+services that die, and ends them all when it is ended. Containers and systemd use it (deploy/).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PATIENCE_S = 180.0
 _SUBMITTING_S = 30.0
 """Longest wait for flow runs that a killed worker was starting."""
 _LOOK_EVERY_S = 10.0
-"""Time between two looks at what died."""
+"""Time between two checks for services that have died."""
 _KEPT_SESSIONS = 3
 """Number of Ray's sessions whose logs are kept."""
 
@@ -86,24 +86,30 @@ def up(config: StackConfig, note: Callable[[str], None] = print) -> None:
         _wait(stack.values(), began, note)
 
 
-def run(config: StackConfig, say: Callable[[str], None] = print) -> None:
+def run(config: StackConfig, note: Callable[[str], None] = print) -> None:
     """Start all services, and start again those that die. End them all when this process is ended.
 
-    Returns where `make down` ended them.
+    note: called with each line for people. Returns after `make down` has ended them.
+
+    Raises ShardCoreError as `up` does. A stack of another configuration then goes on running.
     """
     folder = Path(config.folder).resolve()
+    # Checked before `try`, as it is not this process's to end.
+    require_usable(config, folder)
+    for service in services(config, folder, read_token(folder)).values():
+        service.daemon.runs_as_configured()
     try:
-        up(config, say)
+        up(config, note)
         stack = services(config, folder, read_token(folder))
         while True:
             time.sleep(_LOOK_EVERY_S)
             gone = {name: s.daemon.died() for name, s in stack.items() if s.daemon.process() is None}
-            # What was stopped has no id any more.
+            # A service that was stopped has no id any more, so it has not died.
             if not all(gone.values()):
                 return
             if gone:
-                say(f"died, and are started again: {', '.join(gone)}")
-                up(config, say)
+                note(f"died, and are started again: {', '.join(gone)}")
+                up(config, note)
     finally:
         down(config)
 

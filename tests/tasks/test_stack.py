@@ -603,11 +603,20 @@ def test_a_command_whose_reader_is_gone_ends_without_a_word(tmp_path, command):
     assert running.wait() == (141 if command == "status" else 0)
 
 
+def test_run_leaves_a_stack_of_another_configuration_running(tmp_path, sleeper, monkeypatch):
+    running = sleeper("ray", tmp_path)
+    other = Service(Daemon("ray", ("sleep", "1"), dict(os.environ), tmp_path), {}, lambda: True)
+    monkeypatch.setattr(stack, "services", lambda *_: {"ray": other})
+    with pytest.raises(ShardCoreError, match="ray .* runs with other settings"):
+        stack.run(StackConfig(folder=str(tmp_path)))
+    assert running.process() is not None
+
+
 def test_run_starts_again_what_dies_and_ends_with_what_was_stopped(tmp_path, sleeper, monkeypatch):
-    """As for `make down` in another shell. test_stack_runs.py ends a whole stack by a signal."""
+    """Here `make down` stops it in another shell. test_stack_runs.py ends a whole stack by a signal."""
     found, said, begun = {}, [], []
 
-    def up(config, say):
+    def up(config, note):
         begun.append(True)
         for name in ("ray", "watch"):
             if name not in found or found[name].daemon.process() is None:

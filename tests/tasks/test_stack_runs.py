@@ -427,7 +427,7 @@ def test_down_ends_everything(project):
 
 
 def test_run_keeps_the_stack_until_it_is_ended(project):
-    """As in a container or under systemd."""
+    """A container and systemd run the stack in this way."""
     with open(project.folder / "run.log", "w") as log:
         running = subprocess.Popen(
             [sys.executable, "-m", "tasks.stack", "run"],
