@@ -6,6 +6,7 @@ Remove the folder for another one from the beginning.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,15 +20,21 @@ FOLDER = Path(".demo")
 def clone(source: Path, folder: Path) -> None:
     """Make a folder a clone of a repository at its last commit. Data, models and plans in it stay.
 
-    Raises ShardCoreError where git cannot.
+    Raises ShardCoreError if git fails, or the folder is something else.
     """
     commit = _git(source, "rev-parse", "HEAD")
     if not folder.exists():
-        _git(source, "clone", "--quiet", "--shared", ".", str(folder))
-        # Or the clone compiles the searches anew: a quarter of a minute.
+        # Renamed once it is whole: a clone that was killed has no files.
+        part = folder.with_name(f"{folder.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        _git(source, "clone", "--quiet", "--shared", ".", str(part))
+        part.rename(folder)
+        # Without it, the clone would compile the searches for a quarter of a minute.
         copy_compiled(source / "shardcore", folder / "shardcore")
+    elif not (folder / ".git").exists():
+        raise ShardCoreError(f"{folder} is not a clone for the demo; remove it")
     elif _git(folder, "rev-parse", "HEAD") != commit:
-        # Parameters and dvc.lock of the last demo give way.
+        # Parameters and dvc.lock of the last demo are replaced.
         _git(folder, "fetch", "--quiet", "origin", "HEAD")
         _git(folder, "checkout", "--quiet", "--force", "--detach", commit)
 

@@ -66,6 +66,21 @@ def test_a_clone_keeps_its_data_and_follows_commits(source, tmp_path):
     assert (folder / "data").read_text() == "measured"
 
 
+def test_a_clone_that_was_killed_is_made_again(source, tmp_path):
+    (tmp_path / "clone.part/.git").mkdir(parents=True)
+    demo.clone(source, tmp_path / "clone")
+    assert (tmp_path / "clone/params.yaml").exists() and not (tmp_path / "clone.part").exists()
+
+
+def test_a_folder_that_is_no_clone_is_refused_and_kept(source, tmp_path):
+    """Git would take it for a part of a repository around it, and check out files there."""
+    (tmp_path / "clone").mkdir()
+    (tmp_path / "clone/mine").touch()
+    with pytest.raises(ShardCoreError, match=r"clone is not a clone for the demo; remove it"):
+        demo.clone(source, tmp_path / "clone")
+    assert (tmp_path / "clone/mine").exists()
+
+
 def test_without_a_repository_there_is_no_demo(tmp_path):
     with pytest.raises(
         ShardCoreError, match=r"git rev-parse in .*: fatal: not a git repository.*runs in a clone"
