@@ -172,7 +172,7 @@ def test_fields_of_a_docstring_become_a_list():
 
 def sentences(text: str) -> list[str]:
     """Sentences of a page's prose: no code blocks, tables and headings. A link counts as its words."""
-    prose = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.S | re.M)
+    prose = blocks.FENCED.sub("", text)
     prose = "\n".join(line for line in prose.splitlines() if not line.startswith(("#", "|", "![")))
     prose = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", prose)
     # What a list has in each item is a sentence, or several.
@@ -220,7 +220,7 @@ LINK = re.compile(r"\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)")
 
 def anchors(text: str) -> set[str]:
     """Anchors of a page's headings, as GitHub and the site make them."""
-    prose = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.S | re.M)
+    prose = blocks.FENCED.sub("", text)
     titles = re.findall(r"^#+ (.+)$", prose, re.M)
     return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
 
@@ -228,9 +228,7 @@ def anchors(text: str) -> set[str]:
 @pytest.mark.parametrize("page", ALL, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     broken = []
-    for target in LINK.findall(
-        re.sub(r"^ *```.*?^ *```$|`[^`\n]+`", "", page.read_text(), flags=re.S | re.M)
-    ):
+    for target in LINK.findall(re.sub(r"`[^`\n]+`", "", blocks.FENCED.sub("", page.read_text()))):
         if re.match(r"[a-z]+:", target):
             continue
         path, _, anchor = target.partition("#")

@@ -9,6 +9,7 @@ pytest.importorskip("mkdocs", reason="mkdocs is not installed: make docs install
 from mkdocs.exceptions import PluginError
 
 from docs.tools import site
+from docs.tools.blocks import FENCED
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ def test_lists_get_the_form_that_the_site_reads():
 
 def test_code_is_told_from_text():
     text = "a\n\n```python\n- b\n```\nc\n"
-    assert site._parts(text) == ["a\n\n", "```python\n- b\n```\n", "c\n"]
+    assert FENCED.split(text) == ["a\n\n", "```python\n- b\n```\n", "c\n"]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ _BLOCK = re.compile(
     r"^(?: *<!-- not run: (?P<reason>.+?) -->\n+)?(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^ *```$",
     re.S | re.M,
 )
+FENCED = re.compile(r"(^ *```.*?^ *```$\n?)", re.S | re.M)
+"""A block of code with its fences, as a group: re.split gives text and blocks in turn."""
 _COMMAND = re.compile(r"^(?:sudo )?(?:(?:python |torchrun .*)-m )?shardcore (.+)$")
 _INLINE = re.compile(r"`(?:python -m )?shardcore ([a-z][^`]*)`")
 

@@ -32,6 +32,7 @@ from docs.tools.blocks import ROOT
 from shardcore.core.errors import ShardCoreError
 from shardcore.io.writing import write_atomic
 from shardcore.plans import store
+from tasks.lost_runs import Api
 from tasks.services import get
 
 FOLDER = ROOT / "docs/pictures/screenshots"
@@ -43,10 +44,10 @@ PATIENCE_S = 60.0
 class Page:
     """A page, and how it is opened.
 
-    shows: text that it has once it is loaded.
-    headers: of all requests.
+    shows: text of the loaded page.
+    headers: headers of all requests.
     stored: entries of the browser's local storage.
-    height: of the picture, in pixels.
+    height: height of the picture, pixels.
     """
 
     address: str
@@ -88,19 +89,15 @@ def plan(args: argparse.Namespace) -> Page:
 def prefect(_: argparse.Namespace) -> Page:
     """The last flow run of `refresh`, of the stack."""
     api, login = _setting("PREFECT_API_URL"), _setting("PREFECT_API_AUTH_STRING")
-    headers = {"Authorization": f"Basic {base64.b64encode(login.encode()).decode()}"}
-    asked = {"flows": {"name": {"any_": ["refresh"]}}, "sort": "START_TIME_DESC", "limit": 1}
-    typed = {**headers, "Content-Type": "application/json"}
-    runs = json.loads(get(f"{api}/flow_runs/filter", typed, json.dumps(asked).encode()))
+    request = {"flows": {"name": {"any_": ["refresh"]}}, "sort": "START_TIME_DESC", "limit": 1}
+    runs = Api(api, login).post("/flow_runs/filter", request)
     if not runs:
         raise ShardCoreError(
             "no run of the flow refresh; first: prefect deployment run refresh/local --watch"
         )
-    home = api.removesuffix("/api")
-    password = json.dumps(base64.b64encode(login.encode()).decode())
-    return Page(
-        f"{home}/runs/flow-run/{runs[0]['id']}", runs[0]["name"], headers, {"prefect-password": password}
-    )
+    address = f"{api.removesuffix('/api')}/runs/flow-run/{runs[0]['id']}"
+    stored = {"prefect-password": json.dumps(_base64(login))}
+    return Page(address, runs[0]["name"], {"Authorization": f"Basic {_base64(login)}"}, stored)
 
 
 def mlflow(_: argparse.Namespace) -> Page:
@@ -109,7 +106,7 @@ def mlflow(_: argparse.Namespace) -> Page:
     login = (
         f"{os.environ.get('MLFLOW_TRACKING_USERNAME', '')}:{os.environ.get('MLFLOW_TRACKING_PASSWORD', '')}"
     )
-    headers = {"Authorization": f"Basic {base64.b64encode(login.encode()).decode()}"}
+    headers = {"Authorization": f"Basic {_base64(login)}"}
     models = json.loads(get(f"{home}/api/2.0/mlflow/registered-models/search", headers)).get(
         "registered_models", []
     )
@@ -126,7 +123,11 @@ def ray(_: argparse.Namespace) -> Page:
 
 
 PAGES = {"plan": plan, "prefect": prefect, "mlflow": mlflow, "ray": ray}
-"""What each picture shows, by its name."""
+"""Function that describes the page of each picture, by name of the picture."""
+
+
+def _base64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
 
 
 def _setting(name: str) -> str:
@@ -151,7 +152,8 @@ def browser() -> Iterator[Browser]:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             place = Path(folder, "DevToolsActivePort")  # Chromium writes it when it listens
-            port = _until(lambda: place.exists() and place.read_text())
+            if not (port := _until(lambda: place.exists() and place.read_text())):
+                raise SystemExit(f"error: {program} does not start within {PATIENCE_S:.0f} s")
             address = f"http://127.0.0.1:{port.split()[0]}/json"
             [target] = [t for t in json.loads(get(address)) if t["type"] == "page"]
             with connect(target["webSocketDebuggerUrl"], max_size=None, proxy=None) as channel:

@@ -13,14 +13,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # mkdocs runs hooks by their path
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # mkdocs runs hooks by their path
 
-from mkdocs.exceptions import PluginError  # noqa: E402
-from mkdocs.structure.files import File  # noqa: E402
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
 
-from docs.tools import reference  # noqa: E402
-from docs.tools.notebook import markdown  # noqa: E402
+from docs.tools import reference
+from docs.tools.blocks import FENCED, ROOT
+from docs.tools.notebook import markdown
 
 SOURCES = {
     "index.md": "README.md",
@@ -35,7 +35,6 @@ SOURCES = {
 """Files of the repository that are pages of the site, by their address there."""
 _ADDRESS = {source: page for page, source in SOURCES.items()}
 _LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^)\s]+)\)")
-_FENCE = re.compile(r"^ *```", re.M)
 _ITEM = re.compile(r"(?:[-*]|\d+\.) ")
 
 
@@ -53,7 +52,8 @@ def on_page_markdown(text: str, page: Any, **_: Any) -> str:
     address = page.file.src_uri
     source = SOURCES.get(address, f"docs/{address}")
     outside = [
-        _lists(_linked(part, source, address)) if i % 2 == 0 else part for i, part in enumerate(_parts(text))
+        _lists(_linked(part, source, address)) if i % 2 == 0 else part
+        for i, part in enumerate(FENCED.split(text))
     ]
     return "".join(outside)
 
@@ -70,20 +70,6 @@ def on_post_build(config: Any) -> None:
 def _text(path: Path) -> str:
     text = path.read_text()
     return markdown(json.loads(text)) if path.suffix == ".ipynb" else text
-
-
-def _parts(text: str) -> list[str]:
-    """Text outside and inside of code blocks, in turn."""
-    lines, parts, inside = text.splitlines(keepends=True), [""], False
-    for line in lines:
-        fence = bool(_FENCE.match(line))
-        if fence and not inside:
-            parts.append("")
-        parts[-1] += line
-        if fence and inside:
-            parts.append("")
-        inside ^= fence
-    return parts
 
 
 def _linked(text: str, source: str, address: str) -> str:
