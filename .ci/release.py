@@ -76,18 +76,8 @@ def build(source: Path, out: Path) -> tuple[Path, Path]:
     The build backend is this environment's, so that building needs no index.
     """
     env = {**os.environ, "SOURCE_DATE_EPOCH": "315532800"}  # 1980, the first that a zip can have
-    command = [
-        *UV,
-        "build",
-        "--quiet",
-        "--no-build-isolation",
-        "--python",
-        sys.executable,
-        "--out-dir",
-        out,
-        source,
-    ]
-    _run([str(part) for part in command], env=env)
+    options = ("--quiet", "--no-build-isolation", "--python", sys.executable, "--out-dir", str(out))
+    _run([*UV, "build", *options, str(source)], env=env)
     [sdist], [wheel] = out.glob("*.tar.gz"), out.glob("*.whl")
     return sdist, wheel
 

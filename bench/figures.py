@@ -41,11 +41,11 @@ DONE, GOING = "done.json", "going.json"
 
 @dataclass(frozen=True)
 class Headline:
-    """A figure that anybody can take again, and the interval in which it has to lie.
+    """A figure that is taken again, and the interval in which it has to be.
 
-    name: the figure, for readers.
-    pattern: regular expression that finds it in output.md, as its only group.
-    low, high: of the interval, both within.
+    name: name of the figure, for readers.
+    pattern: regular expression whose only group is the figure in output.md.
+    low, high: ends of the interval, which includes both.
     """
 
     name: str
@@ -145,10 +145,9 @@ def verdicts(figures: Sequence[Figure], out: Path) -> list[tuple[str, str, str, 
     for figure in figures:
         output = out / figure.name / "output.md"
         text = output.read_text() if (out / figure.name / DONE).exists() else ""
-        for one in figure.headlines:
-            rows.append(
-                (one.name, one.verdict(text)[0], f"{one.low:g} to {one.high:g}", one.verdict(text)[1])
-            )
+        for headline in figure.headlines:
+            value, verdict = headline.verdict(text)
+            rows.append((headline.name, value, f"{headline.low:g} to {headline.high:g}", verdict))
     return rows
 
 

@@ -102,9 +102,8 @@ def publish_plans(
             )
             done = f"{i + 1} of {len(problems)} problems"
             update_progress_artifact(progress, 100.0 * (i + 1) / len(problems), description=done)
-        if (
-            unreached
-        ):  # raised here, so that the version does not count as published and the watch tries again
+        # Raised here, so that the version does not count as published and the watch tries again.
+        if unreached:
             raise Unreachable(unreached)
     models = model_history.history(client, by.name) if by.champion else []
     first = known_errors.worse_than_usual(by.model)

@@ -12,15 +12,15 @@ from tasks.measure import MeasureConfig
 from tasks.train import TrainConfig
 
 START_S = 12.0
-"""Of a Ray cluster and its actors."""
+"""Start of a Ray cluster and its actors."""
 GROUP_S, EXCHANGE_S, STEP_S = 0.2, 0.4, 2.0
-"""Of a sample; disturbed ones are measured once more."""
+"""A sample of each kind, with those that are disturbed and measured once more."""
 EPOCHS_S = 0.2
-"""Of an epoch, on this run's samples."""
+"""An epoch on this run's samples."""
 SHIPPED_S = 1.0
-"""Of an epoch on a shipped dataset too."""
+"""An epoch on these and a shipped dataset."""
 COMPARED_S, REPLAYED_S, PUBLISHED_S = 3.5, 10.0, 10.0
-"""Of a problem whose sharders are compared, whose plans run, or that is published."""
+"""A problem whose sharders are compared, whose plans are replayed, and for which a plan is published."""
 
 
 def usual_s() -> dict[str, float]:

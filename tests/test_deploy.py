@@ -1,4 +1,4 @@
-"""What runs ShardCore elsewhere, read without an engine: the image, compose, systemd, the Ray job, CI, the alerts."""
+"""Files that run ShardCore elsewhere, read without an engine: image, compose, systemd, Ray job, CI, alerts."""
 
 import importlib.util
 import json
@@ -187,7 +187,7 @@ ALERTS = [r for g in yaml.safe_load((MONITORING / "alerts.yml").read_text())["gr
 
 
 def test_alerts_ask_for_metrics_that_the_dashboard_shows_and_each_is_tried():
-    """That the stack serves the dashboard's metrics is in test_stack_runs.py."""
+    """test_stack_runs.py has the test that the stack serves the dashboard's metrics."""
     shown = set(re.findall(r"ray_\w+", (MONITORING / "grafana.json").read_text()))
     asked = {name for rule in ALERTS for name in re.findall(r"ray_\w+", rule["expr"])}
     assert asked and asked <= shown
