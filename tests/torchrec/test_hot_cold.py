@@ -336,7 +336,7 @@ def test_rows_of_a_larger_table_are_missing(tmp_path):
 
 
 def test_a_model_with_hot_rows_is_a_problem_and_is_planned():
-    """As the model without them is, with the hottest rows in tables of their own."""
+    """It is that of the model without them, with the hottest rows in tables of their own."""
     hot = torch.nn.ModuleDict({"user": HotColdEmbeddingCollection(CONFIGS, {"h": HOT}, "meta")})
     plain = torch.nn.ModuleDict({"user": EmbeddingCollection(CONFIGS, device=torch.device("meta"))})
     topology, lookups = training.problem(1, 2).topology, dict.fromkeys("fgq", 2.0)
