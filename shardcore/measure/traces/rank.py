@@ -332,7 +332,8 @@ def _of_gloo(
 ) -> list[tuple[float, Collective]]:
     """Collectives that gloo's threads ran, each with its start by the host.
 
-    Gloo runs what a group was given in that order. So a collective is that of the first start which has none yet.
+    Gloo runs what a group was given in that order. So a collective is that of the first start which has none
+    yet.
     """
     runs = sorted(
         (e for events in threads.values() for e in events if GLOO.match(e.name)), key=lambda e: e.begin_ms
