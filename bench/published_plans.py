@@ -1,7 +1,7 @@
 """Steps and plans under hardware profiles: MLPerf's systems, and plans for 8 to 128 H100.
 
-A published step of MLPerf is a whole one, with its dense part, and parts of it run side by side. So the embeddings of a
-plan may take no longer.
+A published step of MLPerf is a whole one, with its dense part, and parts of it run side by side. So the
+embeddings of a plan may take no longer.
 """
 
 from __future__ import annotations

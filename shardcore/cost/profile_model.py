@@ -1,7 +1,7 @@
 """ProfileModel: a cost model in closed form, with the rates of a hardware profile.
 
-An op takes its floor, forward and backward, and the ms of its shards (profile_law.py). Each shard is encoded as these
-ms. So an op costs their sum, and never less as work grows.
+An op takes its floor, forward and backward, and the ms of its shards (profile_law.py). Each shard is encoded
+as these ms. So an op costs their sum, and never less as work grows.
 
 Shapes: N shards, F = 3 features, G ops, D devices, K models; ... any leading dimensions.
 """

@@ -23,8 +23,8 @@ _BACK = {"reduce_scatter": "all_gather"}
 def timings_of(compute: Iterable[ComputeSample], comm: Iterable[CollectiveSample]) -> list[Timing]:
     """Timings of samples: ops forward and backward, and collectives until their last rank is done.
 
-    Failed samples are left out, and exchanges that a profile's law has no rates for: of ids, of other payloads than
-    FP32, within groups of ranks, and of emulated links.
+    Failed samples are left out, and exchanges that a profile's law has no rates for: of ids, of other
+    payloads than FP32, within groups of ranks, and of emulated links.
     """
     timings = []
     for op in compute:

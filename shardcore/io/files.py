@@ -1,7 +1,8 @@
 """Problems, pools of tables, plans and settings on disk.
 
-Each file carries `schema` and `version`. An unknown key, a missing one, a wrong type, a file cut short or (where a
-program wrote it) edited by hand is refused by name. A plan is only parsed: its user lowers or validates it.
+Each file carries `schema` and `version`. An unknown key, a missing one, a wrong type, a file cut short or
+(where a program wrote it) edited by hand is refused by name. A plan is only parsed: its user lowers or
+validates it.
 """
 
 from __future__ import annotations

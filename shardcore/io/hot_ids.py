@@ -1,7 +1,7 @@
 """Hot ids of a table, and the row of each id.
 
-Hot ids are in rising order, and so are all others. So the hot ids alone give the row of each id: the i-th hot id is hot
-row i. Any other id is a cold row, whose number is the id less the number of hot ids below it.
+Hot ids are in rising order, and so are all others. So the hot ids alone give the row of each id: the i-th hot
+id is hot row i. Any other id is a cold row, whose number is the id less the number of hot ids below it.
 
 Shapes: H hot ids.
 """
