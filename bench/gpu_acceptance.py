@@ -54,7 +54,7 @@ from shardcore.core.validation import require
 from shardcore.cost.model import group_costs
 from shardcore.cost.profile import Profile, profile_of_device
 from shardcore.cost.profile_model import ProfileModel
-from shardcore.cost.profile_samples import checks, timings_of
+from shardcore.cost.profile_samples import NARROW, checks, timings_of
 from shardcore.io import dataset, writing
 from shardcore.io.measurements import ComputeRequest
 from shardcore.measure import hardware
@@ -66,8 +66,6 @@ from shardcore.tables.generate import PoolConfig, generate_pool
 
 ROOT = Path(__file__).parents[1]
 GROUPS, AGAIN, COMPARED = 2000, 64, 50
-NARROW = 32
-"""The widest table of a narrow group, in columns."""
 ADAGRAD = "rowwise_adagrad"
 SHARES = (0.05, 0.1, 0.2, 0.5)
 """Shares of a table's rows that its cache holds."""

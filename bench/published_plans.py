@@ -139,7 +139,8 @@ def problems(inputs: Path, profile: Profile) -> Iterator[tuple[Problem, Plan | N
         name="production-96",
         tables=tuple(replace(t, precision="fp16") for t in given.tables),
         topology=profile.topology(12, 8),
-        # The profile counts 80 GB, 5.1 GiB less than the card reports. With 8 GiB reserved the tables do not fit.
+        # The profile counts 80 GB, 5.1 GiB less than the card reports. With 8 GiB reserved the tables do not
+        # fit.
         constraints=replace(given.constraints, reserved_bytes=0),
     )
     yield problem, _published(inputs, problem)

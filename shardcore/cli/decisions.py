@@ -262,8 +262,8 @@ def _start(args: PlanOptions, path: Path, problem: Problem, stored: Problem) -> 
         pay_back_in_s=args.moves_pay_back_in,
         move_rates=read_move_rates(args.move_rates) if args.move_rates else None,
     )
-    # The plan is checked against the problem that it was made for. It need not fit: memory may have been counted
-    # otherwise then, and the plan that is found has to fit anyway.
+    # The plan is checked against the problem that it was made for. It need not fit: memory may have been
+    # counted otherwise then, and the plan that is found has to fit anyway.
     before, group = files.read_problem(args.start_problem) if args.start_problem else stored, None
     if args.groups is not None and grouped_plans.is_grouped(path):
         grouped = grouped_plans.read_grouped(path, before)

@@ -168,7 +168,8 @@ def add_command(
         for names in getattr(options, "REQUIRED" if required else "EXCLUSIVE", ())
         for name in names
     }
-    # Made with their first option: argparse cannot print groups that are empty or in another order than options.
+    # Made with their first option: argparse cannot print groups that are empty or in another order than
+    # options.
     groups: dict[tuple[str, ...], argparse._MutuallyExclusiveGroup] = {}
     hints = get_type_hints(options, include_extras=True)
     # Options of this command alone come before those that it shares with others.

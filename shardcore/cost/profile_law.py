@@ -264,13 +264,13 @@ def collective_ms(
     gbps = [given.gbps.get(name) or rates[f"{collective}_{name}_gbps"] for name in names]
     if ring:
         each = n / hosts
-        # Switches that sum take all of a device's bytes once, and give its part of the sum to all. A ring takes them
-        # twice, but for its own part.
+        # Switches that sum take all of a device's bytes once, and give its part of the sum to all. A ring
+        # takes them twice, but for its own part.
         sums = (collective == "all_reduce" and each > 1) & np.greater_equal(rates["switch_generation"], _SUMS)
         carried = [busiest * np.where(sums, 1 + 1 / each, passes * (1 - 1 / n))]
         for inner, name in zip(units, names[1:], strict=False):
-            # Then hosts exchange sums, else a ring passes all devices. Rails: what leaves a host spreads over the links
-            # of its devices.
+            # Then hosts exchange sums, else a ring passes all devices. Rails: what leaves a host spreads over
+            # the links of its devices.
             n_inner = len(np.unique(inner))
             links = 1 if name in given.shared else n / n_inner
             carried.append(passes * busiest * (1 - 1 / np.where(sums, n_inner, n)) / links)

@@ -245,7 +245,8 @@ class ProfileModel:
         if not channel.row.dense:
             return 0.0
         optimizer = DENSE_OPTIMIZERS[self.replica_optimizer]
-        # Gradients: zeroed, added to, read. Weights and state of cells: read and written, temporary tensors too.
+        # Gradients: zeroed, added to, read. Weights and state of cells: read and written, temporary tensors
+        # too.
         passes = 3 + 2 + 2 * (optimizer.states.count("cell") + optimizer.scratch)
         return passes * sent_bytes / (self._values["dense_gbps"] * BYTES_PER_MS_PER_GBPS)
 

@@ -308,8 +308,8 @@ def chains(workload: Workload, rank: int, full: Full, own_groups: Groups) -> dic
     job = workload.job
     if len(workload.ops) == 1:
         return {}
-    # The gradients of all replicas are one exchange, even of several runs. It goes to the first of these runs: in
-    # reverse order, the first is written last.
+    # The gradients of all replicas are one exchange, even of several runs. It goes to the first of these
+    # runs: in reverse order, the first is written last.
     run_of_rows = {
         tuple(row_in(lane, c) for c in run.channels_in(job, workload.topology)): run
         for run, lane in reversed(workload.lanes.items())

@@ -82,7 +82,8 @@ class IndexStreams:
             return ids, offsets
         # A row range looks up only its own ids, counted from its first row.
         inside = (ids >= shard.row_lo) & (ids < shard.row_hi)
-        # [L + 1] ids inside before each id. Indexed by an offset in all ids, it gives the offset among those inside.
+        # [L + 1] ids inside before each id. Indexed by an offset in all ids, it gives the offset among those
+        # inside.
         kept = torch.nn.functional.pad(inside.cumsum(0), (1, 0))
         return ids[inside] - shard.row_lo, kept[offsets]
 

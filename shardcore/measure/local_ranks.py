@@ -164,7 +164,10 @@ def _messages(
 def _silence(name: str, silent: Iterable[int], lost: dict[int, str], timeout_s: float) -> str:
     ranks = ", ".join(map(str, silent))
     if not lost:
-        return f"{name}: no word for {timeout_s:g} s from rank {ranks}: it hangs, or its work needs a longer timeout_s"
+        return (
+            f"{name}: no word for {timeout_s:g} s from rank {ranks}: it hangs, or its work needs a longer "
+            "timeout_s"
+        )
     first, reason = next(iter(lost.items()))
     waits = f"rank {ranks or first} does not answer the others ({timeout_s:g} s are allowed)"
     return f"{name}: {waits}; rank {first}: {reason}"

@@ -49,7 +49,8 @@ def made(name: str, work: Callable[..., None], arguments: Sequence[Any]) -> Base
 
 @cache
 def _spawns() -> bool:
-    # As torch sees it, like imports in a fork: files of a driver may exist without a GPU, and a GPU without them.
+    # As torch sees it, like imports in a fork: files of a driver may exist without a GPU, and a GPU without
+    # them.
     return torch.cuda.is_available()
 
 

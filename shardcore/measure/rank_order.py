@@ -83,7 +83,8 @@ def levels(pair_ms: np.ndarray) -> list[Groups]:
     # Two ranks have one time, with nothing to compare it with.
     if n == 2:
         return []
-    # Logarithms, as links of different levels differ by factors. The mean of both directions, as a link has one time.
+    # Logarithms, as links of different levels differ by factors. The mean of both directions, as a link has
+    # one time.
     apart = np.log(np.where(diagonal, 1.0, (times + times.T) / 2))
     np.fill_diagonal(apart, 0.0)
     apart -= apart[~diagonal].min()  # linkage wants distances of 0 or more

@@ -277,8 +277,8 @@ def replay_rank(
     marks: list[list[np.ndarray]] = [[] for _ in steps]
     for index in range(config.warmups + config.repeats):
         progress()
-        # Plans run in another order each round, the same on all ranks. The first one is disturbed, as the process
-        # that reads the progress takes a core.
+        # Plans run in another order each round, the same on all ranks. The first one is disturbed, as the
+        # process that reads the progress takes a core.
         for i in np.random.default_rng([config.seed, index]).permutation(len(steps)):
             caches.evict()
             marks[i].append(steps[i].once(index % config.batches))

@@ -28,8 +28,8 @@ def relative_ci(values_ms: Sequence[float] | np.ndarray) -> float:
     if n < 6:
         return math.inf
     ordered = np.sort(np.asarray(values_ms))
-    # The number of values below the median is binomial with p = 1/2, so its standard deviation is sqrt(n) / 2. The
-    # interval reaches 1.96 of these, counted in ranks of sorted values, to both sides.
+    # The number of values below the median is binomial with p = 1/2, so its standard deviation is sqrt(n) /
+    # 2. The interval reaches 1.96 of these, counted in ranks of sorted values, to both sides.
     reach = 0.98 * math.sqrt(n)
     low, high = max(0, math.floor((n - 1) / 2 - reach)), min(n - 1, math.ceil((n - 1) / 2 + reach))
     # The lower limit avoids a division by 0, for timings below the clock's resolution.

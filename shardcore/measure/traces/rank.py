@@ -72,7 +72,7 @@ class Collective:
 
     @property
     def transfer_from_ms(self) -> float:
-        """When it began to transfer: at the last rank's begin, within its span."""
+        """Begin of the transfer in ms: at the last rank's begin, within its span."""
         began = self.begin_ms if self.began_ms is None else self.began_ms
         return min(max(began, self.begin_ms), self.end_ms)
 
