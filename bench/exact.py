@@ -2,7 +2,7 @@
 
     python -m bench.exact run --out exact.jsonl --cases 200       goes on where it was ended; a line is a case
     PYTHONPATH=$PWD:FOLDER python -m bench.exact run ...          another TorchRec (pip install --no-deps --target)
-    python -m bench.exact report exact.jsonl ...                  what the files have, as a table
+    python -m bench.exact report exact.jsonl ...                  a table of what the files have
 
 A case is a topology of 1 to 16 gloo ranks: hosts and pods of one size or of several, devices in or out of order, and
 rows over hosts, over pods, or as a search decides. Some train in groups (DMPCollection). Each has two plans,
@@ -116,7 +116,7 @@ def of_groups(topology: Topology, rng: np.random.Generator) -> Grouping | None:
 
 
 def drawn(i: int) -> tuple[dict[str, Any], list[tuple[Problem, Plan, bool]]]:
-    """What a case is, and its plans to train with their problems. Those of groups are trained already."""
+    """A case as a row, and its plans to train with their problems. Those of groups are trained already."""
     rng = np.random.default_rng([44, i])
     topology = drawn_topology(rng)
     row: dict[str, Any] = {"case": i, "ranks": len(topology), "shape": shape(topology)}
@@ -146,7 +146,7 @@ def drawn(i: int) -> tuple[dict[str, Any], list[tuple[Problem, Plan, bool]]]:
 
 
 def trained(cases: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """What came of the plans of each case. Cases of as many ranks share processes, which take long to start."""
+    """Rows of cases with outcomes of their plans. Cases of as many ranks share processes, which take long to start."""
     waiting: dict[int, tuple[dict[str, Any], list[tuple[Problem, Plan, bool]]]] = {i: drawn(i) for i in cases}
     while waiting:
         ranks = min(row["ranks"] for row, _ in waiting.values())

@@ -1,26 +1,30 @@
-"""Is measuring on this GPU fit for a dataset? One command, some minutes, a verdict on each question.
+"""Acceptance test of measuring on a GPU: one command of some minutes, and a verdict on each question.
 
     python -m bench.gpu_acceptance --out DIR --minutes 8
 
 It needs torch, FBGEMM, numpy and pyarrow only. DIR/data is the dataset, which grows as groups finish: a run
-that is cut short loses nothing, and a rerun goes on (`--only QUESTION ...` for some of it). DIR/verdicts.json has the
-figures of all runs. Exits 1 if a verdict is bad.
+that is cut short loses nothing, and a rerun goes on (`--only QUESTION ...` for some of it). DIR/verdicts.json
+has the figures of all runs. Exits 1 if a verdict is bad.
 
 - card: what runs here, and its profile.
 - events: times by CUDA events against the profiler's kernel times, on 50 groups. At most 5% apart (median).
-- uvm: tables in host memory, with caches of 5, 10, 20 and 50% of their rows: ms and misses, beside the profile's ms.
+- uvm: tables in host memory, with caches of 5, 10, 20 and 50% of their rows: ms and misses, beside the
+  profile's ms.
 - groups: at least 2,000 in the time given, under 1% failed, at least 80% of the time in kernels.
 - adagrad: a quarter of that time under FP16 and row-wise Adagrad; a quarter of the groups, under 1% failed.
 - repeats: 64 groups measured again. At most 2% apart (median).
 - exchanges: collectives among the GPUs of this host, where it has several; under 1% failed.
 - memory: at most 90% of the card at any time.
 - widths: narrow groups, wide ones and mixed ones, at least 5% each.
-- profile: each op and collective against the profile's prediction. Good if three quarters of its kinds are within 25%.
-- step: a traced step of a TorchRec job on one GPU (bench/gpu_step.py), where TorchRec is installed. DIR/job has it.
+- profile: each op and collective against the profile's prediction. Good if three quarters of its kinds are
+  within 25%.
+- step: a traced step of a TorchRec job on one GPU (bench/gpu_step.py), where TorchRec is installed. DIR/job
+  has it.
 - tests: those of the kernels, where pytest is installed.
 
-Not exercised on a GPU. Two rehearsals prove its paths, not its figures: `SHARDCORE_REHEARSAL` runs it with a stand-in
-(tests/measure/fake_cuda.py), bench/empty_cuda.c under CUDA's own builds of torch and FBGEMM (docs/measure.md).
+Not exercised on a GPU. Two rehearsals prove its paths, not its figures: `SHARDCORE_REHEARSAL` runs it with a
+stand-in (tests/measure/fake_cuda.py), bench/empty_cuda/run.sh under CUDA's own builds of torch and FBGEMM
+(docs/measure.md).
 """
 
 from __future__ import annotations
@@ -50,7 +54,7 @@ from shardcore.core.validation import require
 from shardcore.cost.model import group_costs
 from shardcore.cost.profile import Profile, profile_of_device
 from shardcore.cost.profile_model import ProfileModel
-from shardcore.cost.profile_samples import checks, timings_of
+from shardcore.cost.profile_samples import NARROW, checks, timings_of
 from shardcore.io import dataset, writing
 from shardcore.io.measurements import ComputeRequest
 from shardcore.measure import hardware
@@ -62,11 +66,9 @@ from shardcore.tables.generate import PoolConfig, generate_pool
 
 ROOT = Path(__file__).parents[1]
 GROUPS, AGAIN, COMPARED = 2000, 64, 50
-NARROW = 32
-"""The widest table of a narrow group, in columns."""
 ADAGRAD = "rowwise_adagrad"
 SHARES = (0.05, 0.1, 0.2, 0.5)
-"""Of a table's rows that its cache holds."""
+"""Shares of a table's rows that its cache holds."""
 Verdict = tuple[bool, dict[str, Any]]
 
 
@@ -115,10 +117,10 @@ def events(args: argparse.Namespace) -> Verdict:
 def groups(args: argparse.Namespace) -> Verdict:
     began, used = time.monotonic(), _Memory()
     with used:
-        said = _measure(args, "--minutes", f"{args.minutes:g}")
+        output = _measure(args, "--minutes", f"{args.minutes:g}")
     found = _samples(args)
     failed = _failed(found)
-    in_kernels = [int(share) for share in re.findall(r"(\d+)% of the time in kernels", said)][-1:]
+    in_kernels = [int(share) for share in re.findall(r"(\d+)% of the time in kernels", output)][-1:]
     figures = {
         "groups": len(found),
         "failed": failed,
@@ -227,10 +229,10 @@ def step(args: argparse.Namespace) -> Verdict:
         return True, {"skipped": "TorchRec is not installed"}
     folder, card_profile = str(args.out / "job"), _profile()
     _run("bench.gpu_step", folder, "--batch", str(args.batch))
-    said = _run(
+    output = _run(
         "shardcore", "job", "read", folder, *(["--hardware", card_profile.name] if card_profile else [])
     )
-    named = [float(share) for share in re.findall(r"^named +([\d.]+)%", said, re.M)]
+    named = [float(share) for share in re.findall(r"^named +([\d.]+)%", output, re.M)]
     return bool(named) and named[0] >= 95, {"named_percent": named[:1]}
 
 
@@ -243,7 +245,7 @@ def tests(_: argparse.Namespace) -> Verdict:
         capture_output=True,
         text=True,
     )
-    return done.returncode == 0, {"said": done.stdout.strip().splitlines()[-1:]}
+    return done.returncode == 0, {"output": done.stdout.strip().splitlines()[-1:]}
 
 
 QUESTIONS: tuple[Callable[[argparse.Namespace], Verdict], ...] = (
@@ -343,8 +345,8 @@ def main() -> None:
     args = parser.parse_args()
     args.out, args.arena_bytes = args.out.resolve(), int(args.arena_gib * 2**30)
     args.out.mkdir(parents=True, exist_ok=True)
-    said = args.out / "verdicts.json"
-    verdicts = json.loads(said.read_text()) if said.exists() else {}
+    path = args.out / "verdicts.json"
+    verdicts = json.loads(path.read_text()) if path.exists() else {}
     for question in (q for q in QUESTIONS if q.__name__ in args.only):
         try:
             good, figures = question(args)
@@ -352,7 +354,7 @@ def main() -> None:
         except Exception as error:
             good, figures = False, {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
         verdicts[question.__name__] = {"good": good, **figures}
-        writing.write_json(said, verdicts)  # after each: the machine may be taken away
+        writing.write_json(path, verdicts)  # after each: the machine may be taken away
         print(f"{'good' if good else 'BAD '}  {question.__name__}: {figures}", flush=True)
     sys.exit(not all(verdicts[name]["good"] for name in args.only))
 

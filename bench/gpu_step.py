@@ -2,8 +2,9 @@
 
     python -m bench.gpu_step DIR --batch 65536
 
-It trains a small DLRM in a TrainPipelineSparseDist over NCCL, with TorchRec's own plan, and leaves ShardCoreProfiler's
-folder: `shardcore job read DIR` says what a step spends. It needs TorchRec beside torch and FBGEMM.
+It trains a small DLRM in a TrainPipelineSparseDist over NCCL, with TorchRec's own plan, and leaves
+ShardCoreProfiler's folder. `shardcore job read DIR` then shows where the time of a step goes. It needs
+TorchRec besides torch and FBGEMM.
 """
 
 from __future__ import annotations

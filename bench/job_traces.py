@@ -1,16 +1,17 @@
-"""Steps of a job's other plans, predicted from one traced step. Real TorchRec jobs on gloo processes of this machine.
+"""Steps of a job's other plans, predicted from one traced step of a real TorchRec job on this machine (gloo).
 
     python -m bench.job_traces MODEL --jobs 10 --out FOLDER
-    python -m bench.job_traces MODEL --jobs 10 --shapes 1x4 1x8 2x2 2x4 --out FOLDER      # as root: emulated hosts
+    python -m bench.job_traces MODEL --jobs 10 --shapes 1x4 1x8 2x2 2x4 --out FOLDER  # as root: emulated hosts
 
-A shape is hosts x ranks of each. Several hosts are emulated (measure/hosts.py): processes, gloo and TCP are real,
-links between hosts have the rate of bench/box_replays.py, and its tables. There MODEL has rates of exchanges
-that were measured in such boxes (--exchanges). More ranks than cores share these: a step is what the scheduler makes of
-it.
+A shape is hosts x ranks of each. Several hosts are emulated (measure/hosts.py): processes, gloo and TCP are
+real, links between hosts have the rate of bench/box_replays.py, and its tables. There MODEL has rates of
+exchanges that were measured in such boxes (--exchanges). More ranks than cores share these: a step is what
+the scheduler makes of it.
 
-Each job is a drawn problem with random plans of all kinds (measure/sampling/steps.py, of a seed that nothing else
-uses) and the plan that a greedy search finds. They take turns, in another order each round. The first has a
-ShardCoreProfiler, which traces three steps. The median steps of the *other* plans are the truth. A model predicts them:
+Each job is a drawn problem with random plans of all kinds (measure/sampling/steps.py, of a seed that nothing
+else uses) and the plan that a greedy search finds. They take turns, in another order each round. The first
+has a ShardCoreProfiler, which traces three steps. The median steps of the *other* plans are the truth. A
+model predicts them:
 
   as it is        with the dense part that the trace shows
   anchored        as it is, and all else of the traced plan's step counts as the dense part
@@ -18,11 +19,12 @@ ShardCoreProfiler, which traces three steps. The median steps of the *other* pla
   by three        by all three
   mean            each plan takes what the traced one took: the least that a model has to beat
 
-The same from a model of another machine, emulated: MODEL with lookups multiplied and exchanges divided by --other. And
-from a profile (--profile), for which nothing was measured here. On emulated hosts it has the links of data sheets.
+The same from a model of another machine, emulated: MODEL with lookups multiplied and exchanges divided by
+--other. And from a profile (--profile), for which nothing was measured here. On emulated hosts it has the
+links of data sheets.
 
-FOLDER gets report.md, and for each job the traces and a file; a rerun goes on after the jobs that are done. With
---minutes 0 it only reports.
+FOLDER gets report.md, and for each job the traces and a file; a rerun goes on after the jobs that are done.
+With --minutes 0 it only reports.
 """
 
 from __future__ import annotations

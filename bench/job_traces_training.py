@@ -1,7 +1,7 @@
 """A TorchRec job of bench/job_traces.py: one rank trains several plans of a model, and traces the first.
 
-Plans train over one piece of memory, each in a TrainPipelineSparseDist, as a user's job does. They take turns, in
-another order each round. The first has a ShardCoreProfiler, which traces TRACED of its steps.
+Plans train over one piece of memory, each in a TrainPipelineSparseDist, as a user's job does. They take
+turns, in another order each round. The first has a ShardCoreProfiler, which traces TRACED of its steps.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def work(
     say: Callable[[Any], None],
     job: Job,
 ) -> None:
-    """One process of the gang. It says ms of steps [rounds, TURN - 1] by plan, and of the callback's calls."""
+    """One process of the gang. It sends ms of steps [rounds, TURN - 1] by plan, and of the callback's calls."""
     problem, plans, setting = job.problem, job.plans, job.setting
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

@@ -1,16 +1,17 @@
-"""Hardware profiles against published measurements: what they err by, on sources that they were not fitted to.
+"""Errors of hardware profiles on published measurements that they were not fitted to.
 
     python -m bench.published                       # errors, from the timings in bench/published_timings.csv
     python -m bench.published --ask OTHER.csv       # errors of the shipped profiles on other timings
     python -m bench.published --write               # fit all profiles to all timings, and write them
-    python -m bench.published --reduce RAW.csv      # make bench/published_timings.csv of a table of published timings
-    python -m bench.published --plans INPUTS        # plans for 8 to 128 H100: ours and TorchRec's, under the profile
+    python -m bench.published --reduce RAW.csv      # make bench/published_timings.csv of a table of timings
+    python -m bench.published --plans INPUTS        # plans for 8 to 128 H100: ours and TorchRec's
 
-Whole sources are either fitted or asked, never rows of one source both. The shipped profiles are fitted to all.
-No row leaves without a reason. Qualities are those of the table: A, card and shape stated; B, one of them inferred; C,
-more; D, not to be used; M, a trained net's output. A and B are fitted.
+Whole sources are either fitted or asked, never rows of one source both. The shipped profiles are fitted to
+all. No row leaves without a reason. Qualities are those of the table: A, card and shape stated; B, one of
+them inferred; C, more; D, not to be used; M, a trained net's output. A and B are fitted.
 
-Beside each error stands that of the constants of TorchRec's planner (constants.py and planner/constants.py, 1.8.0).
+Beside each error stands that of the constants of TorchRec's planner (constants.py and planner/constants.py,
+1.8.0).
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ class Asked:
     """A timing, and what profiles say of it.
 
     card: name of the profile. part: "fitted" or "asked".
-    error: relative, of the prediction. band: that the profile expects. torchrec: error of TorchRec's constants.
+    error: relative, of the prediction. band: that the profile expects. torchrec: error of TorchRec's
+      constants.
     """
 
     timing: Timing

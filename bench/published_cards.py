@@ -1,7 +1,7 @@
 """The cards of hardware profiles: data sheets, and the order in which profiles start from each other.
 
-A profile starts from that of the card that it is most like, scaled by data sheets, and is then fitted to the timings of
-its own card. The first has no other to start from: its values are BASE.
+A profile starts from that of the card that it is most like, scaled by data sheets, and is then fitted to the
+timings of its own card. The first has no other to start from: its values are BASE.
 """
 
 from __future__ import annotations

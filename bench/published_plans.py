@@ -1,7 +1,7 @@
 """Steps and plans under hardware profiles: MLPerf's systems, and plans for 8 to 128 H100.
 
-A published step of MLPerf is a whole one, with its dense part, and parts of it run side by side. So the embeddings of a
-plan may take no longer.
+A published step of MLPerf is a whole one, with its dense part, and parts of it run side by side. So the
+embeddings of a plan may take no longer.
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ def problems(inputs: Path, profile: Profile) -> Iterator[tuple[Problem, Plan | N
         name="production-96",
         tables=tuple(replace(t, precision="fp16") for t in given.tables),
         topology=profile.topology(12, 8),
-        # The profile counts 80 GB, 5.1 GiB less than the card reports. With 8 GiB reserved the tables do not fit.
+        # The profile counts 80 GB, 5.1 GiB less than the card reports. With 8 GiB reserved the tables do not
+        # fit.
         constraints=replace(given.constraints, reserved_bytes=0),
     )
     yield problem, _published(inputs, problem)

@@ -48,7 +48,7 @@ SMALLEST, LARGEST = 1 << 20, 512 << 20
 _HIDDEN = Job(dense_forward_ms=1e6, dense_backward_ms=1e6)
 """A dense part that hides all ids."""
 LOSS = 0.03
-"""What ours may take longer on a problem without being called a loss that matters."""
+"""Relative time by which ours may be slower on a problem before the loss counts as one that matters."""
 
 
 def problems(

@@ -1,5 +1,4 @@
-"""Cost against size: annealing beside NeuroShard's and the best greedy one, from tens of tables to ten
-thousand.
+"""Cost against size, up to ten thousand tables: annealing, NeuroShard's search and the best greedy one.
 
     python -m bench.sizes MODEL --out docs/benchmarks/search-sizes.png [--pods]
 
@@ -44,25 +43,27 @@ COMPARED = 128
 """On more devices neuroshard's first pass alone takes longer than annealing."""
 
 
-def one(model: neural.NeuralModel, n_tables: int, n_devices: int, pods: bool) -> dict[str, float | None]:
+def one(model: neural.NeuralModel, n_tables: int, n_devices: int, pods: bool) -> dict[str, float]:
     seconds, long_s = (IN_PODS if pods else SIZES)[n_tables, n_devices]
     asked = of_size(n_tables, n_devices, model.setting.batch, n_devices // DEVICES_OF_POD if pods else 1)
 
-    def ms(name: str, seed: int = 0, **budget: float) -> float:
-        return decide(asked, model, [RowUnits()], SHARDERS[name], seed=seed, budget=Budget(**budget)).ms
+    def ms(name: str, seconds: float | None = None, seed: int = 0) -> float:
+        return decide(
+            asked, model, [RowUnits()], SHARDERS[name], seed=seed, budget=Budget(seconds=seconds)
+        ).ms
 
     # Compiled before the clock starts.
     anneal(of_size(8, 2, model.setting.batch), model, budget=Budget(evals=100))
     began = time.perf_counter()
-    found = {"anneal_ms": ms("anneal", seconds=seconds)}
+    found = {"anneal_ms": ms("anneal", seconds)}
     found["anneal_s"] = time.perf_counter() - began
     found["anneal_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if n_devices <= COMPARED:
         began = time.perf_counter()
-        found["neuroshard_ms"] = ms("neuroshard", seconds=seconds)
+        found["neuroshard_ms"] = ms("neuroshard", seconds)
         found["neuroshard_s"] = time.perf_counter() - began
     found["greedy_ms"] = min(map(ms, BASELINES))
-    best = ms("anneal", seed=1, seconds=long_s) if long_s else np.inf
+    best = ms("anneal", long_s, seed=1) if long_s else np.inf
     found["best_ms"] = min(best, found["anneal_ms"])
     found["estimate_ms"] = bound(asked, model).estimate_ms
     return found
@@ -79,7 +80,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.one:
-        print(json.dumps(one(neural.load(args.model), *args.one, args.pods)))
+        n_tables, n_devices = args.one
+        print(json.dumps(one(neural.load(args.model), n_tables, n_devices, args.pods)))
         return
     rows, found = [], []
     sizes = IN_PODS if args.pods else SIZES

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,12 +69,10 @@ def _of(model: Drawn) -> Row:
 
 def _payload_report(rows: Sequence[Row]) -> None:
     run = [row for row in rows if "refused" not in row]
-    groups: dict[str, list[Row]] = {"any": run}
+    groups: dict[str, Sequence[Row]] = {"any": run}
     for name in drawn_collections.CODECS:
         groups[f"{name} forward or backward"] = [r for r in run if name in r["payloads"]]
-    for kind in sorted({kind for row in run for kind in row["kinds"]}):
-        groups[kind] = [r for r in run if kind in r["kinds"]]
-    groups["sequences"] = [r for r in run if r["sequences"]]
+    groups |= _by_kind(run) | {"sequences": [r for r in run if r["sequences"]]}
     _to_the_byte(groups)
     refused = [row for row in rows if "refused" in row]
     failed = sum("ended" in row for row in refused)
@@ -102,7 +99,12 @@ def _codec_ms(name: str, repeats: int = 20) -> tuple[float, float]:
     return float(encode), float(decode)
 
 
-# --- all ----------------------------------------------------------------------------------------------------
+# --- payloads and batches -----------------------------------------------------------------------------------
+
+
+def _by_kind(rows: Sequence[Row]) -> dict[str, Sequence[Row]]:
+    kinds = sorted({kind for row in rows for kind in row["kinds"]})
+    return {kind: [row for row in rows if kind in row["kinds"]] for kind in kinds}
 
 
 def _to_the_byte(groups: Mapping[str, Sequence[Row]]) -> None:
@@ -123,12 +125,8 @@ def _batches(seed: int) -> Row:
 
 
 def _batch_report(rows: Sequence[Row]) -> None:
-    groups: dict[str, Sequence[Row]] = {"any": rows}
-    for kind in sorted({kind for row in rows for kind in row["kinds"]}):
-        groups[kind] = [r for r in rows if kind in r["kinds"]]
-    for what in ("sequences", "weighted"):
-        groups[what] = [r for r in rows if r[what]]
-    _to_the_byte(groups)
+    features = {what: [r for r in rows if r[what]] for what in ("sequences", "weighted")}
+    _to_the_byte({"any": rows} | _by_kind(rows) | features)
 
 
 # --- collisions ---------------------------------------------------------------------------------------------
@@ -220,7 +218,7 @@ def main() -> None:
         say(f"{len(done)} of {args.models}")
     rows = [done[seed] for seed in range(args.models)]
     show(rows)
-    sys.exit(bool(Counter(bool(row["differences"]) for row in rows)[True]))
+    sys.exit(any(row["differences"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ from shardcore.torchrec.warm_rows import warm_parameter_names
 
 ROWS_SCALE, LENGTH_SCALE, DIM, CANDIDATES, LEARNING_RATE = 5000, 100, 32, 4, 1.0
 FEATURES = {"item_id": ("item_id", "item_candidate_id"), "user_id": ("user_id",)}
-"""Of each table that is sharded, as DLRMv3 names them: the history, then the candidates."""
+"""Features of each sharded table, with DLRMv3's names: the history, then the candidates."""
 CATEGORIES = 128
 COLLECTION = "sequences"
 SWEEP = (
@@ -333,11 +333,7 @@ class Trainer:
                 ),
             )
         # Fused kernels update sharded tables in the backward pass. The rest is dense: hot rows, too.
-        dense = [
-            p
-            for name, p in self.model.named_parameters()
-            if arm is None or ".embeddings." not in name or _replicated(arm, name)
-        ]
+        dense = [p for name, p in self.model.named_parameters() if arm is None or ".embeddings." not in name]
         self.optimizer = torch.optim.SGD(dense, lr=LEARNING_RATE)
 
     def step(self, batches: Sequence[tuple[Any, torch.Tensor]]) -> float:
@@ -352,12 +348,6 @@ class Trainer:
         return 1e3 * (time.perf_counter() - began)
 
 
-def _replicated(arm: Arm, name: str) -> bool:
-    """Tell if a parameter is a table that TorchRec has on all ranks."""
-    table = name.split(".embeddings.")[1].split(".")[0]
-    return any(p.shard.table.name == table and p.kind == "data_parallel" for p in arm.plan.placements)
-
-
 def train(
     rank: int, whole: Problem, arms: Mapping[str, Arm], steps: int, check: bool, say: Callable[[Any], None]
 ) -> dict[str, Trainer]:
@@ -367,9 +357,9 @@ def train(
     the largest that training made).
     """
     n = len(whole.topology)
-    with tempfile.TemporaryDirectory() as mine:
+    with tempfile.TemporaryDirectory() as own_folder:
         # One folder for all ranks: rows go through files, whatever each arm's plan is.
-        names = [mine]
+        names = [own_folder]
         dist.broadcast_object_list(names)
         folder = Path(names[0])
         torch.manual_seed(1)
@@ -393,21 +383,9 @@ def train(
                 save_rows(trainer.model, folder / f"last-{i}")
                 again = Ranker(collection_of(whole, {}, "cpu"))
                 load_rows(again, folder / f"last-{i}")
-                mine, whole_rows = _tables(again), _tables(unsharded.model)
-                say(
-                    (
-                        name,
-                        "apart",
-                        max((mine[k] - rows).abs().max().item() for k, rows in whole_rows.items()),
-                    )
-                )
-                say(
-                    (
-                        name,
-                        "moved",
-                        max((first[k] - rows).abs().max().item() for k, rows in whole_rows.items()),
-                    )
-                )
+                last = _tables(unsharded.model)
+                for what, other in (("apart", _tables(again)), ("moved", first)):
+                    say((name, what, max((other[key] - last[key]).abs().max().item() for key in last)))
         dist.barrier()
     return trainers
 
@@ -436,7 +414,14 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+    if "RANK" not in os.environ:
+        parser.error("RANK is not set; it needs to be run by torchrun")
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if args.hosts < 1 or ranks % args.hosts or args.steps < 3 or args.samples < 1:
+        parser.error(
+            f"--hosts {args.hosts}, --steps {args.steps}, --samples {args.samples}: {ranks} ranks need hosts that "
+            "divide them, 3 steps and a sample, or more"
+        )
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks // args.hosts)
     dist.init_process_group("gloo")
     whole = problem_of(topology_of(args.hosts, ranks, 1.0, 0.0125), args.samples, args.alpha)

@@ -62,8 +62,8 @@ class HostMemoryOptions:
     """Options of a command that may keep rows in host memory.
 
     host_gib: memory of each host that tables may take; default: that of the problem
-    link_gbps: GB/s between a device and its host's memory, which is not measured; default: that of the problem,
-      or 25
+    link_gbps: GB/s between a device and its host's memory, which is not measured; default: that of the
+      problem, or 25
     """
 
     host_gib: PositiveGib | None = None
@@ -90,45 +90,45 @@ class PlanOptions(SearchOptions, ModelOptions, HostMemoryOptions, TargetOptions)
     """Search a plan for a problem under a cost model. Options for decisions before the search can be combined;
     each decision has several problems searched.
 
-    offers: types of machines, with their models or profiles: choose the cluster, too (docs/plan.md); with a target and
-      --out-problem
+    offers: types of machines, with their models or profiles: choose the cluster, too (docs/plan.md); with a
+      target and --out-problem
     algorithm: portfolio, the default (the cheapest plan of several searches), anneal, anneal_columns (tables
       whole or cut by columns only), random, size_greedy, dim_greedy, lookup_greedy, size_lookup_greedy,
       neuroshard or torchrec (where installed); with --policy: dreamshard, dreamshard_direct or autoshard
       (tables whole), or these with _columns (also cut by columns)
-    policy: folder of a trained policy (train-policy), for a learned algorithm; the default algorithm is then the
-      policy's
-    start: improve this plan of the problem instead of making a new one (by annealing); with --groups, also a plan of
-      groups
-    start_problem: problem that --start was made for, if it has changed since: other tables, shapes, statistics or
-      devices
-    without: with --start: devices of its problem that are gone; default: those with the highest numbers, if there are
-      fewer now
+    policy: folder of a trained policy (train-policy), for a learned algorithm; the default algorithm is then
+      the policy's
+    start: improve this plan of the problem instead of making a new one (by annealing); with --groups, also a
+      plan of groups
+    start_problem: problem that --start was made for, if it has changed since: other tables, shapes,
+      statistics or devices
+    without: with --start: devices of its problem that are gone; default: those with the highest numbers, if
+      there are fewer now
     max_moved_tables: with --start: most tables that may move; default: any number
-    max_moved_gib: with --start: most GiB of weights that may move, in addition to those that have to; default: any
-      number
+    max_moved_gib: with --start: most GiB of weights that may move, in addition to those that have to;
+      default: any number
     max_pause: with --start: longest pause of a job while its tables move, such as 30s
-    moves_pay_back_in: with --start: longest time until the gain makes up for that pause, such as 10min; fewer tables
-      move, or none, if more would take longer
-    move_rates: with --start: measured rates of moving tables on the job's machines (`job rates`); default: only bytes
-      on links count
+    moves_pay_back_in: with --start: longest time until the gain makes up for that pause, such as 10min; fewer
+      tables move, or none, if more would take longer
+    move_rates: with --start: measured rates of moving tables on the job's machines (`job rates`); default:
+      only bytes on links count
     groups: divide the devices into groups of SIZE, or of the best size, that replicate one plan (TorchRec's
       DMPCollection)
     sync_every: with --groups: steps from one synchronisation of the replicas to the next; default: 1
     hot_rows: have the hottest rows of sequence tables on every device, as separate tables; with --out-problem
-    towers: file of tables that belong together on a host, and of the ratio by which a tower module compresses what
-      crosses hosts (docs/plan.md)
+    towers: file of tables that belong together on a host, and of the ratio by which a tower module compresses
+      what crosses hosts (docs/plan.md)
     tiers: decide which rows are in host memory, if not all fit in that of devices; with --out-problem
     host_gib: with --tiers: memory of each host that tables may take; default: that of the problem
-    link_gbps: with --tiers: GB/s between a device and its host's memory, which is not measured; default: that of the
-      problem, or 25
+    link_gbps: with --tiers: GB/s between a device and its host's memory, which is not measured; default: that
+      of the problem, or 25
     out_problem: write the problem of the plan, if decisions change it
-    confidence: take as an op's cost the time that its measurement stays below with this probability, such as 0.9,
-      instead of the expected time
-    robust: with --hardware: find the plan that loses least if the profile's rates are wrong, and the value of a
-      measurement; nine searches share the budget
-    explain: show what bounds the plan, what other algorithms find, and what more memory or more devices would bring;
-      each is searched with the same budget again
+    confidence: take as an op's cost the time that its measurement stays below with this probability, such as
+      0.9, instead of the expected time
+    robust: with --hardware: find the plan that loses least if the profile's rates are wrong, and the value of
+      a measurement; nine searches share the budget
+    explain: show what bounds the plan, what other algorithms find, and what more memory or more devices would
+      bring; each is searched with the same budget again
     """
 
     REQUIRED = (("model", "hardware", "offers"),)
@@ -262,8 +262,8 @@ def _start(args: PlanOptions, path: Path, problem: Problem, stored: Problem) -> 
         pay_back_in_s=args.moves_pay_back_in,
         move_rates=read_move_rates(args.move_rates) if args.move_rates else None,
     )
-    # The plan is checked against the problem that it was made for. It need not fit: memory may have been counted
-    # otherwise then, and the plan that is found has to fit anyway.
+    # The plan is checked against the problem that it was made for. It need not fit: memory may have been
+    # counted otherwise then, and the plan that is found has to fit anyway.
     before, group = files.read_problem(args.start_problem) if args.start_problem else stored, None
     if args.groups is not None and grouped_plans.is_grouped(path):
         grouped = grouped_plans.read_grouped(path, before)

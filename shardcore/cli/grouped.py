@@ -41,7 +41,8 @@ def extrapolated(grouped: GroupedPlan, problem: Problem, model: CostModel) -> li
     from shardcore.step.lower import lower
 
     sentences = []
-    # These come first, as only a few are shown: all weights travel at once, which is much more than steps exchange.
+    # These come first, as only a few are shown: all weights travel at once, which is much more than steps
+    # exchange.
     if grouped.grouping.size < len(problem.topology):
         for works in synchronisation(grouped, problem):
             sentences += [f"synchronising: {text}" for work in works for text in model.out_of_range(work)]

@@ -269,8 +269,8 @@ class FollowOptions(ModelOptions):
 
     plans: folder or URL of published plans
     name: name of the problem
-    move_rates: measured rates of moving tables on the jobs' machines (`job rates`), for pauses; with a model alone,
-      only bytes on links count
+    move_rates: measured rates of moving tables on the jobs' machines (`job rates`), for pauses; with a model
+      alone, only bytes on links count
     seconds: seconds between two looks at the plans
     once: show what is known, then end
     """

@@ -57,8 +57,8 @@ class MeasureOptions:
     batch: global batch; default: 2048 on cpu, 65536 on cuda
     precision: precision of the weights
     hardware: name of the device in the setting; default: its product name
-    arena_gib: memory for weights, and so the largest shard that is measured; default: 1 on cpu; on cuda, weights and
-      optimizer state take half of the free memory
+    arena_gib: memory for weights, and so the largest shard that is measured; default: 1 on cpu; on cuda,
+      weights and optimizer state take half of the free memory
     max_shards: most shards of a group
     max_width: most columns of a shard
     sequences: share of groups whose lookups are not pooled, as in an EmbeddingCollection
@@ -66,7 +66,8 @@ class MeasureOptions:
     max_repeats: most repeats of an op
     interleave: groups that run in turn
     chunk: samples that are written at once; a kill loses at most these and those that run
-    hang_s: time without a finished op after which the measuring process is replaced, and its group recorded as failed
+    hang_s: time without a finished op after which the measuring process is replaced, and its group recorded
+      as failed
     ranks: processes (GPUs) of an exchange or a step
     exchanges: afterwards measure the first M exchanges among --ranks of this machine, into the same dataset
     hosts: spread --ranks evenly over H hosts that this machine emulates, for exchanges only (Linux, as root)
@@ -74,7 +75,8 @@ class MeasureOptions:
     within_gbit_s: rate of each emulated host's loopback, Gbit/s; default: not limited
     pods: divide emulated hosts into P pods; --between-gbit-s is then the rate of each pod's link
     pod_gbit_s: rate of each emulated host's link in its pod, Gbit/s each way
-    steps: afterwards replay a step of each of the first P plans among --ranks, for the times of exchanges in steps
+    steps: afterwards replay a step of each of the first P plans among --ranks, for the times of exchanges in
+      steps
     held_out: draw groups only from the tables that are kept for testing, a twentieth of all
     dry_run: show what is missing and how long it will take, from some seconds of measuring; write nothing
     """

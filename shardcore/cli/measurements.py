@@ -41,8 +41,8 @@ class TrainOptions:
     batch: global batch of the setting, if datasets have several
     precision: precision of the setting, if datasets have several
     optimizer: optimizer of the setting, if datasets have several
-    start: if samples are few, fine-tune this model of another batch, optimizer or machine, or a hardware profile, by
-      name or file
+    start: if samples are few, fine-tune this model of another batch, optimizer or machine, or a hardware
+      profile, by name or file
     out: folder to write
     """
 

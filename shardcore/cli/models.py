@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 class ModelOptions:
     """Options of a command that prices.
 
-    model: folder of a trained model; if weights of tables differ in precision, give the option for each precision
+    model: folder of a trained model; if weights of tables differ in precision, give the option for each
+      precision
     hardware: in place of a model, a profile of published measurements, not of your machine: a name
       (`profile list`), or a file of `profile new` or `profile fit`
     """

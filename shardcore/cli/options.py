@@ -1,8 +1,8 @@
 """The command line, made from dataclasses: each command has one, with its options as fields.
 
-Fields before `KW_ONLY` are positional, others are options. A field's type gives its parser, its choices and its
-placeholder in the help. The class's docstring is the command's description, and has the help of each field, `name:
-text`. The mark Output in a type shows that the command writes to this path.
+Fields before `KW_ONLY` are positional, others are options. A field's type gives its parser, its choices and
+its placeholder in the help. The class's docstring is the command's description, and has the help of each
+field, `name: text`. The mark Output in a type shows that the command writes to this path.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ def add_command(
 ) -> None:
     """Add a command. Its name is that of the function that runs it, with dashes.
 
-    EXCLUSIVE and REQUIRED of the options' class are groups of names: at most one, or exactly one, of each may be given.
-    EXAMPLE ends the help.
+    EXCLUSIVE and REQUIRED of the options' class are groups of names: at most one, or exactly one, of each may
+    be given. EXAMPLE ends the help.
     """
     texts: dict[str, str] = {}
     for cls in reversed(options.__mro__):
@@ -168,7 +168,8 @@ def add_command(
         for names in getattr(options, "REQUIRED" if required else "EXCLUSIVE", ())
         for name in names
     }
-    # Made with their first option: argparse cannot print groups that are empty or in another order than options.
+    # Made with their first option: argparse cannot print groups that are empty or in another order than
+    # options.
     groups: dict[tuple[str, ...], argparse._MutuallyExclusiveGroup] = {}
     hints = get_type_hints(options, include_extras=True)
     # Options of this command alone come before those that it shares with others.

@@ -191,10 +191,10 @@ def _print_extrapolated(sentences: Sequence[str]) -> None:
 class PriceOptions(ModelOptions):
     """Predict the cost of one training step of a plan, per device.
 
-    confidence: take as an op's cost the time that its measurement stays below with this probability, such as 0.9,
-      instead of the expected time
-    explain: show what bounds the plan, what other algorithms find, and what more memory or more devices would bring;
-      standard output then has no JSON
+    confidence: take as an op's cost the time that its measurement stays below with this probability, such as
+      0.9, instead of the expected time
+    explain: show what bounds the plan, what other algorithms find, and what more memory or more devices would
+      bring; standard output then has no JSON
     out: write the JSON there; default: standard output
     """
 

@@ -20,11 +20,12 @@ class TrainPolicyOptions:
     """Train a policy that places tables (DreamShard, AutoShard) against a cost model, on problems drawn from
     a pool, without any device. `plan --policy` uses it.
 
-    name: dreamshard (as published, rewarded by a cost network of its own), dreamshard_direct (rewarded by the cost
-      model) or autoshard (rewarded for even compute)
+    name: dreamshard (as published, rewarded by a cost network of its own), dreamshard_direct (rewarded by the
+      cost model) or autoshard (rewarded for even compute)
     model: folder of a trained cost model
     pool: tables to draw from, half of them kept for testing; default: the calibrated pool
-    like: problem whose devices' speeds, hosts and links to take; default: --devices equal ones, without stated links
+    like: problem whose devices' speeds, hosts and links to take; default: --devices equal ones, without
+      stated links
     min_tables: fewest tables of a problem
     max_tables: most tables of a problem
     max_dim: largest dim of a table

@@ -38,11 +38,11 @@ class ProblemOptions:
       (docs/torchrec.md) or a POOL.json
     devices: number of devices
     hosts: number of hosts, each with equally many devices
-    pods: number of pods, each with equally many hosts, as in NVLink domains; give links within and between them in the
-      file
+    pods: number of pods, each with equally many hosts, as in NVLink domains; give links within and between
+      them in the file
     hardware: profile of the devices, by name or file (`profile list`), which has their memory and links
-    memory_gib: memory of a device, of which 15% is kept for the dense part, unless drawn from a pool; default: the
-      profile's, or 80
+    memory_gib: memory of a device, of which 15% is kept for the dense part, unless drawn from a pool;
+      default: the profile's, or 80
     batch: global batch
     optimizer: optimizer of the embeddings; default: the one of the public list's reference, or exact_sgd
     precision: precision of the weights; default: as reported, or fp32
@@ -50,11 +50,12 @@ class ProblemOptions:
     draw: number of the problem to draw from a pool
     max_dim: largest dim of drawn tables
     pipeline: pipeline of TorchRec, which decides whether ids travel while the dense part runs
-    replica_optimizer: dense optimizer of the job, which updates replicas; default: the one most like that of the tables
+    replica_optimizer: dense optimizer of the job, which updates replicas; default: the one most like that of
+      the tables
     dense_forward_ms: time of the dense part's forward pass on a device; give both times or neither
     dense_backward_ms: time of the dense part's backward pass on a device; give both times or neither
-    forward_payload: type in which outputs travel: fp32, fp16, bf16, fp8, int8 or mx4; fp8-256: with a scale for 256
-      elements
+    forward_payload: type in which outputs travel: fp32, fp16, bf16, fp8, int8 or mx4; fp8-256: with a scale
+      for 256 elements
     backward_payload: type in which gradients travel
     """
 

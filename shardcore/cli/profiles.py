@@ -67,8 +67,8 @@ class NewOptions:
 class FitOptions:
     """Fit the rates of a profile to timings. Rates that no timing depends on stay as they are.
 
-    timings: folder of a dataset, whose test split is kept to judge the fit; or CSV with a line for each timing, with
-      the columns of docs/models.md; those of other cards are left out
+    timings: folder of a dataset, whose test split is kept to judge the fit; or CSV with a line for each
+      timing, with the columns of docs/models.md; those of other cards are left out
     from_: profile to start from
     """
 

@@ -88,8 +88,8 @@ class ProgressLine:
 def words(phase: str, best_ms: float | None, left_s: float | None, now_s: float, since_s: float) -> str:
     """A report in one line.
 
-    left_s: seconds left at the time of the report. now_s: seconds since the command began. since_s: seconds since the
-        report.
+    left_s: seconds left at the time of the report. now_s: seconds since the command began. since_s: seconds
+        since the report.
     """
     parts = [f"{now_s:.0f} s: {phase}"]
     if phase.endswith(progress.COMPILING):

@@ -36,15 +36,16 @@ class ReplayOptions:
     """Run one training step of plans for real on this machine, in alternation, and time its parts per device.
 
     plans: plans of one problem
-    model: show what this trained model predicts, too; if weights of tables differ in precision, give it for each
+    model: show what this trained model predicts, too; if weights of tables differ in precision, give it for
+      each
     device: default: cuda if there is a GPU, else cpu
     hardware: name of the device in the setting; default: its product name
     repeats: steps of each plan that enter a median
     arena_gib: memory for weights in each process, and so the largest shard
     timeout_s: time after which a round of steps counts as hung
     seed: seed of the batches
-    append: keep the replays in this dataset, too, so that training learns the times of exchanges in steps; replays
-      that it has are not run again
+    append: keep the replays in this dataset, too, so that training learns the times of exchanges in steps;
+      replays that it has are not run again
     out: write all figures there
     """
 

@@ -32,8 +32,8 @@ _CLUSTER_FILES = ("problem.json", "plan.json", "clusters.json", "curve.png")
 @dataclass(frozen=True)
 class HotRowsOptions(SearchOptions, ModelOptions):
     """Find how many rows of a problem's sequence tables to have on every device, and write the problem with
-    these as separate tables, which `plan` then takes. A plan is searched for each of several thresholds of lookups a
-    batch, and the best is taken. Short for `plan --hot-rows`.
+    these as separate tables, which `plan` then takes. A plan is searched for each of several thresholds of
+    lookups a batch, and the best is taken. Short for `plan --hot-rows`.
 
     algorithm: algorithm that searches plans, any of `plan`
     out: write the problem with hot rows there
@@ -67,9 +67,9 @@ class HotDriftOptions:
 @dataclass(frozen=True)
 class TiersOptions(SearchOptions, ModelOptions, deciding.HostMemoryOptions):
     """Decide which rows of a problem's tables are in device memory, and which in the hosts', if not all fit.
-    The problem is written with the load factors that were found, and `plan` then takes it. With a model or a profile,
-    plans are searched for several shares of the memory, and the best is taken; memory that it leaves free on a device
-    goes to the tables there. Short for `plan --tiers`.
+    The problem is written with the load factors that were found, and `plan` then takes it. With a model or a
+    profile, plans are searched for several shares of the memory, and the best is taken; memory that it leaves
+    free on a device goes to the tables there. Short for `plan --tiers`.
 
     algorithm: with a model or profile: algorithm that searches plans, any of `plan`; default: portfolio
     out: write the problem with load factors there
@@ -88,13 +88,13 @@ class TiersOptions(SearchOptions, ModelOptions, deciding.HostMemoryOptions):
 @dataclass(frozen=True)
 class ProvisionOptions(SearchOptions, deciding.TargetOptions):
     """Find the cheapest cluster of offered machines that trains a problem fast enough, or the fastest for a
-    price. Every number of hosts of every offer is searched, if its devices divide the batch evenly. The problem's
-    topology does not count. Short for `plan --offers`.
+    price. Every number of hosts of every offer is searched, if its devices divide the batch evenly. The
+    problem's topology does not count. Short for `plan --offers`.
 
     offers: types of machines, with devices, memory, links, price and cost model or profile (docs/plan.md)
     algorithm: algorithm that searches plans, any of `plan`; default: portfolio
-    out: folder for problem.json and plan.json of the chosen cluster, clusters.json with all clusters, and curve.png;
-      the last two are written even if no cluster meets the target
+    out: folder for problem.json and plan.json of the chosen cluster, clusters.json with all clusters, and
+      curve.png; the last two are written even if no cluster meets the target
     """
 
     EXCLUSIVE = ()

@@ -91,7 +91,9 @@ LEVELS: Mapping[str, Level] = {
 }
 """By name. The outermost joins all devices."""
 ROWS_OVER: Mapping[str, str] = {row.rows_over: name for name, row in LEVELS.items() if row.rows_over}
-"""Levels by the words for units over which TorchRec may divide rows. The first needs nothing of a job."""
+"""Levels by the words for units over which TorchRec may divide rows."""
+DEFAULT_ROWS_OVER = next(iter(ROWS_OVER))
+"""The unit that needs nothing of a job."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.links import LEVELS, ROWS_OVER, Link, host_names, joins, pod_of, unit_members, units_of
+from shardcore.core.links import (
+    DEFAULT_ROWS_OVER,
+    LEVELS,
+    ROWS_OVER,
+    Link,
+    host_names,
+    joins,
+    pod_of,
+    unit_members,
+    units_of,
+)
 from shardcore.core.tiers import BELOW, Memory
 from shardcore.core.validation import (
     MOST_BYTES,
@@ -140,7 +150,7 @@ class Topology:
 
     def _why_not_rows_over(self, unit: str | None) -> str:
         """Reason that TorchRec cannot divide rows over units. "": it can, or they are the default."""
-        default = next(iter(ROWS_OVER))
+        default = DEFAULT_ROWS_OVER
         if unit in (None, default):
             return ""
         level = ROWS_OVER[unit]
@@ -211,7 +221,7 @@ class Topology:
     @property
     def row_unit(self) -> str:
         """The unit over which rows are divided, a key of ROWS_OVER: as rows_over, or the default, has it."""
-        return self.rows_over or next(iter(ROWS_OVER))
+        return self.rows_over or DEFAULT_ROWS_OVER
 
     @cached_property
     def row_units(self) -> tuple[tuple[int, ...], ...]:

@@ -522,9 +522,8 @@ class Problem:
     @cached_property
     def codecs_fail(self) -> bool:
         """True if a codec may fail on some exchange of some table."""
-        return len(self.topology) > 1 and any(
-            codec.summed == () or self.blocks_of(table) > 1 for codec in self.codecs for table in self.tables
-        )
+        sums_fail = len(self.topology) > 1 and any(codec.summed == () for codec in self.codecs)
+        return sums_fail or any(self.blocks_of(table) > 1 for table in self.tables)
 
     def blocks_of(self, table: Table) -> int:
         """Number of which a shard's columns have to be a multiple, for exchanges to be whole blocks.
@@ -540,7 +539,7 @@ class Problem:
         return math.lcm(1 if there.pads and even else whole_blocks(there, rows), whole_blocks(back, rows))
 
     def why_no_codec(self, kind: Kind, table: Table) -> str:
-        """Why a codec of the job fails on exchanges of a table by a kind. Empty: it does not."""
+        """Reason that a codec of the job fails on exchanges of a table by a kind. Empty: it does not."""
         if len(self.topology) == 1:
             return ""
         job, sums = self.job, kind.divides_rows and not table.sequence

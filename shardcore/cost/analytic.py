@@ -40,8 +40,8 @@ class AnalyticModel:
 
     waiting = max over devices of (compute + backward transfer) - the device's own
 
-    The defaults have the order of magnitude of a data-centre GPU. They were not measured. Bandwidths and latency of a
-    topology take precedence over the model's.
+    The defaults have the order of magnitude of a data-centre GPU. They were not measured. Bandwidths and
+    latency of a topology take precedence over the model's.
 
     Raises ShardCoreError for a negative cost, or a bandwidth that is not positive.
     """

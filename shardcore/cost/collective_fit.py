@@ -1,8 +1,8 @@
 """The communication model's rates: fitted to measured exchanges, and judged on others.
 
-On one host each rank's transfer counts. Over several hosts that of the last rank does: a step waits for it, and the
-lead of others depends on how TCP shares a link. Fitted to all ranks, the last comes out 20% to 30% too early
-(docs/benchmarks/2026-11-25-emulated-hosts.md).
+On one host each rank's transfer counts. Over several hosts that of the last rank does: a step waits for it,
+and the lead of others depends on how TCP shares a link. Fitted to all ranks, the last comes out 20% to 30%
+too early (docs/benchmarks/2026-11-25-emulated-hosts.md).
 
 Shapes: D devices, E exchange terms, S samples, R ranks that count of all samples.
 """
@@ -40,8 +40,9 @@ ONCE, MESSAGES = (EXCHANGE_TERMS.index(name) for name in ("once", "messages"))
 MESSAGE_SHARE = 1 / 7
 """Latency of a message to one device more, over that which an exchange has once, where it was not measured.
 
-In published logs of nccl-tests on A100, all-to-alls of small messages take 3.7 times as long on 32 devices as on 8,
-all-gathers 2.7 and all-reduces 2.1 times. With this share it is 2.7 times (docs/decisions/latency-of-more-devices.md).
+In published logs of nccl-tests on A100, all-to-alls of small messages take 3.7 times as long on 32 devices as
+on 8, all-gathers 2.7 and all-reduces 2.1 times. With this share it is 2.7 times
+(docs/decisions/latency-of-more-devices.md).
 """
 FEWEST_SAMPLES = 4
 """A collective with fewer samples gets no rates."""
@@ -120,8 +121,8 @@ def _fit_ordering(samples: Sequence[CollectiveSample]) -> dict[str, np.ndarray]:
 def _fit_rates(terms: np.ndarray, measured: np.ndarray, rounds: int = 8) -> np.ndarray:
     """[E] rates of transfer_ms from terms [E, S].
 
-    The maximum is not linear. So guess for each sample which level of links is slowest, and fit the linear law. Repeat
-    until the guess agrees with the fit.
+    The maximum is not linear. So guess for each sample which level of links is slowest, and fit the linear
+    law. Repeat until the guess agrees with the fit.
     """
     # Parts of terms by level of links, innermost first.
     parts, rates = list(PARTS.values()), np.zeros(len(terms))

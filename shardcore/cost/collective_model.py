@@ -4,22 +4,23 @@ Each collective has its own rates, forward and backward.
 
     transfer = latency + max(time within hosts, time between hosts)
 
-Bytes use both kinds of link at once, so the slower kind decides. Each of the three parts is linear in its terms, and
-all rates are 0 or more. So more bytes never take less time, and the law is convex. Swapping two devices of a host, or
-two hosts, swaps their times.
+Bytes use both kinds of link at once, so the slower kind decides. Each of the three parts is linear in its
+terms, and all rates are 0 or more. So more bytes never take less time, and the law is convex. Swapping two
+devices of a host, or two hosts, swaps their times.
 
-The explicit link model (explicit_links) is the same law with the bandwidths and latency of a topology. It serves links
-that nobody could measure.
+The explicit link model (explicit_links) is the same law with the bandwidths and latency of a topology. It
+serves links that nobody could measure.
 
-In a training step a collective takes longer than in isolation. Replays give that factor (step_factors.py). Prices
-include it. Accuracy is that of the law without it.
+In a training step a collective takes longer than in isolation. Replays give that factor (step_factors.py).
+Prices include it. Accuracy is that of the law without it.
 
-Bytes are those of FP32 outputs, whatever travels. So each payload has other rates, casts included. A payload that was
-not measured has the rates of FP32, with proportionally fewer bytes.
+Bytes are those of FP32 outputs, whatever travels. So each payload has other rates, casts included. A payload
+that was not measured has the rates of FP32, with proportionally fewer bytes.
 
-Bucketized ids travel as other ids do. The time to put them in buckets is added: work of each device, on the ids of its
-samples. It does not depend on links. Ids that arrive are put in order, which is work of each device, too. The rates of
-ids include it. Another law gives its share of their time, and is added where a topology gives its links.
+Bucketized ids travel as other ids do. The time to put them in buckets is added: work of each device, on the
+ids of its samples. It does not depend on links. Ids that arrive are put in order, which is work of each
+device, too. The rates of ids include it. Another law gives its share of their time, and is added where a
+topology gives its links.
 
 Shapes: D devices, E exchange terms, S samples; ... any leading dimensions.
 """
@@ -308,8 +309,8 @@ def explicit_links(
 ) -> np.ndarray:
     """The explicit link model: [E] rates with the latency and bandwidths of the topology.
 
-    The busiest device's bytes decide. Where the devices of a unit share a link, the busiest unit's do. If nothing is
-    known of links within such units, a device's are as fast.
+    The busiest device's bytes decide. Where the devices of a unit share a link, the busiest unit's do. If
+    nothing is known of links within such units, a device's are as fast.
     share: share of the bytes that travels.
     units: [K, n] of the devices that exchange. None: all.
     """
@@ -345,8 +346,8 @@ def _give(rates: np.ndarray, level: Level, term: str, of_byte: float) -> None:
 def _counted(units: np.ndarray, rates: np.ndarray) -> np.ndarray:
     """[K, n] units, as far as the rates [..., E] can tell levels apart.
 
-    The bytes of a level without rates count on the next one out that has some, or else in. Where none has, all devices
-    count as one unit.
+    The bytes of a level without rates count on the next one out that has some, or else in. Where none has,
+    all devices count as one unit.
     """
     # [K] True if some direction has a rate for the level.
     known = [bool(rates[..., part].any()) for part in PARTS.values()]
@@ -366,8 +367,9 @@ def _counted(units: np.ndarray, rates: np.ndarray) -> np.ndarray:
 def even_is_least(w: Mapping[str, np.ndarray], topology: Topology, payload: str = "fp32") -> bool:
     """True if an even division of a collective's bytes over devices is the cheapest.
 
-    Forward the last device counts, backward the devices' mean weighted by speed. The law is convex. Where hosts are
-    equal, swapping devices does not change it. Backward a device's bytes may count. Then all devices have to be equal.
+    Forward the last device counts, backward the devices' mean weighted by speed. The law is convex. Where
+    hosts are equal, swapping devices does not change it. Backward a device's bytes may count. Then all
+    devices have to be equal.
     """
     # Equal devices are interchangeable, so even their own bytes do not break symmetry.
     equal = len(topology.hosts) == 1 and len({d.speed for d in topology.devices}) == 1

@@ -1,8 +1,8 @@
 """The composite cost model: heads whose ms add up.
 
-A model is trained for one precision. TorchRec runs the shards of a kind as one fused op for each precision, one after
-another. Rows below device memory cross a link, as if nothing hid it. So the cost of an op is a sum: of a model of each
-precision, over the shards that have it, and of the links over all shards.
+A model is trained for one precision. TorchRec runs the shards of a kind as one fused op for each precision,
+one after another. Rows below device memory cross a link, as if nothing hid it. So the cost of an op is a sum:
+of a model of each precision, over the shards that have it, and of the links over all shards.
 
 Shapes: N shards, F features of all heads side by side, G ops, D devices; ... any leading dimensions.
 """

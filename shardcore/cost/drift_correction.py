@@ -1,9 +1,9 @@
 """Correct slow machine drift using neighbouring samples' residuals.
 
-While measuring, an op's slowdown is known from the ops timed in turn with it (measure/timing.py). A drift that
-outlasts all of these ops is invisible then. It shows later: neighbours in time all cost more than a law of their
-drivers predicts. So each sample's slowdown is multiplied by the median of its neighbours' residuals, as far as
-neighbours predict each other.
+While measuring, an op's slowdown is known from the ops timed in turn with it (measure/timing.py). A drift
+that outlasts all of these ops is invisible then. It shows later: neighbours in time all cost more than a law
+of their drivers predicts. So each sample's slowdown is multiplied by the median of its neighbours' residuals,
+as far as neighbours predict each other.
 
 A sample never corrects itself. The test split corrects nobody.
 
@@ -62,8 +62,8 @@ class Measurements:
 def read(folders: Sequence[str | Path], setting: Setting) -> Measurements:
     """The measurements of one setting, from several dataset folders together.
 
-    Raises ShardCoreError for a folder without measurements, and for one whose compute samples are all of other
-    settings.
+    Raises ShardCoreError for a folder without measurements, and for one whose compute samples are all of
+    other settings.
     """
     # Refuse a wrong folder before samples of the others are read.
     for folder in folders:
@@ -116,7 +116,8 @@ def corrected(samples: Sequence[ComputeSample]) -> list[ComputeSample]:
     """The samples with their slowdown refined, and their timings scaled to match.
 
     Failed samples stay as they are. Several timings of one id are a sample each.
-    Nothing changes where neighbours do not predict each other: on a quiet machine, or without times of measurement.
+    Nothing changes where neighbours do not predict each other: on a quiet machine, or without times of
+    measurement.
     """
     timed = [s for s in samples if s.error is None]
     # Too few samples: the law and the medians would be mostly noise.

@@ -41,9 +41,9 @@ lookup_cells: lookups × width, summed; backward, gradients applied.
 unique_rows: distinct rows touched.
 unique_cells: unique_rows × width, fetched from memory.
 wider_than_W: 1 if it is. Their sums tell the class of the op's widest shard, and stay sums in a search.
-unpooled_cells, unpooled_unique_rows: output_cells and unique_rows of a sequence once more. FBGEMM has other kernels
-    for it, with other rates: on a CPU, backward finds each distinct row in a hash map, which takes twenty times as
-    long as in a pooled op.
+unpooled_cells, unpooled_unique_rows: output_cells and unique_rows of a sequence once more. FBGEMM has other
+    kernels for it, with other rates: on a CPU, backward finds each distinct row in a hash map, which takes
+    twenty times as long as in a pooled op.
 """
 
 CONDITIONS = (

@@ -1,7 +1,7 @@
 """Train the cost models on measurements.
 
-First the compute model's rates are fitted by least squares. Then correction and contention learn the remaining error.
-Both minimise relative errors, so a small op counts as much as a large one.
+First the compute model's rates are fitted by least squares. Then correction and contention learn the
+remaining error. Both minimise relative errors, so a small op counts as much as a large one.
 
 Shapes: S samples, N shards, K terms, D ranks.
 """
@@ -72,12 +72,12 @@ def train(
 
     Samples with an error are skipped. The same samples and config give the same model.
 
-    With fewer than 30 validation groups, the compute model's weights are trained again on both splits, to the end.
-    Its error bands and metrics stay those of the first training, which did not see the validation split.
+    With fewer than 30 validation groups, the compute model's weights are trained again on both splits, to the
+    end. Its error bands and metrics stay those of the first training, which did not see the validation split.
 
     progress: called as progress(model, epoch, values), once an epoch.
-    start: a model to fine-tune, of another batch, optimizer or machine; or a hardware profile. Some dozens of samples
-      then suffice.
+    start: a model to fine-tune, of another batch, optimizer or machine; or a hardware profile. Some dozens of
+      samples then suffice.
 
     Without measured exchanges, fine-tuning on the same hardware keeps those of `start`.
     Otherwise the model prices only topologies that state their links.
@@ -333,7 +333,8 @@ _LOGS = ("launch", "contention.0.weight", "contention.1.weight")
 def _initial(known: _Groups, config: FitConfig) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
     """Weights that stay fixed, and weights to train.
 
-    The network's last layer starts at 0, and contention starts near 0. So training begins at the physical baseline.
+    The network's last layer starts at 0, and contention starts near 0. So training begins at the physical
+    baseline.
     """
     # [S, K] loads of ops.
     drivers = known.sums(known.drivers)
@@ -412,8 +413,8 @@ def _distilled(
 def _continued(known: _Groups, start: NeuralModel) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
     """Weights that stay fixed, and weights to train, of a trained model.
 
-    Rates and launch are fitted anew under the old correction and contention. These then apply over both measured
-    ranges.
+    Rates and launch are fitted anew under the old correction and contention. These then apply over both
+    measured ranges.
     """
     old = start.weights
     # Under both, costs are linear in rates and launch. So least squares still applies.

@@ -17,9 +17,10 @@ busiest: the most of any device in one direction.
 port: the most of any device over this level and all inner ones, in one direction. They may share a port.
 uplink: the most of any inner unit, such as a host. Its devices may share an uplink.
 shared_uplink: the mean over inner units; of an all-to-all without the bytes for one other unit.
-    A link that is busier than others is filled all the time. Equally busy links are not, if several units share them:
-    TCP shares unevenly, so in the end some rest while others still carry.
-head_start: -1. Its rate stands for a link's burst after a pause, and for bytes sent before the last rank's start.
+    A link that is busier than others is filled all the time. Equally busy links are not, if several units
+    share them: TCP shares unevenly, so in the end some rest while others still carry.
+head_start: -1. Its rate stands for a link's burst after a pause, and for bytes sent before the last rank's
+  start.
 
 All are 0 where a level joins no devices. Only a ring counts the innermost always.
 """
@@ -30,9 +31,9 @@ def link_counts(
 ) -> list[dict[str, np.ndarray | float]]:
     """[K] counts of each level of links (COUNTS), each broadcasting to [..., n].
 
-    An all-to-all: each device sends owned / n to every other one. Backward it receives as much, so counts are the
-    same. A ring (Patarasuk and Yuan 2009): (n - 1) / n of the bytes leave and enter every device, and every unit. They
-    do so in n - 1 rounds, each as slow as its slowest link.
+    An all-to-all: each device sends owned / n to every other one. Backward it receives as much, so counts are
+    the same. A ring (Patarasuk and Yuan 2009): (n - 1) / n of the bytes leave and enter every device, and
+    every unit. They do so in n - 1 rounds, each as slow as its slowest link.
     """
     # [K] levels that join devices which no inner level joins. Others carry nothing.
     used = joins(units)

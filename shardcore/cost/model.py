@@ -27,8 +27,8 @@ from shardcore.step.lower import Workload, lower
 class CostModel(Protocol):
     """Costs of fused ops and collectives, in ms. All methods are pure.
 
-    An op costs head(sum of its shards' encodings). So a search adds and subtracts rows of F numbers, and never runs a
-    network twice on a shard.
+    An op costs head(sum of its shards' encodings). So a search adds and subtracts rows of F numbers, and
+    never runs a network twice on a shard.
     """
 
     @property
@@ -189,8 +189,8 @@ class BoundableCostModel(CostModel, Protocol):
 class QuantileCostModel:
     """A cautious CostModel: an op costs its quantile at `confidence`, not its mean.
 
-    So a search is not drawn to ops whose cost is uncertain. `head` and `compiled` raise ShardCoreError if the model
-    does not know that confidence.
+    So a search is not drawn to ops whose cost is uncertain. `head` and `compiled` raise ShardCoreError if the
+    model does not know that confidence.
     """
 
     model: ProbabilisticCostModel
@@ -262,8 +262,8 @@ def group_costs(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int 
 def exposed_input_ms(comm: CommCost, job: Job) -> np.ndarray:
     """[...] ms by which ids make a step longer.
 
-    Devices meet in this exchange, so the longest transfer counts. The dense part hides transfers, which then cost
-    nothing. It hides no work: the same device runs both.
+    Devices meet in this exchange, so the longest transfer counts. The dense part hides transfers, which then
+    cost nothing. It hides no work: the same device runs both.
     """
     # Work of the slowest device is never hidden. Transfers are, as far as the dense part lasts.
     return np.maximum(comm.input_work_ms.max(-1), comm.input_ms.max(-1) - job.hides_ids_ms)

@@ -5,7 +5,8 @@
     pause = move + collections * collection + tables * table + built / build + copied / copy + digest + freed / free
             + max over levels of links of sent / link
 
-Each of these amounts is that of the device that has most of it, for ranks wait for each other after each phase.
+Each of these amounts is that of the device that has most of it, for ranks wait for each other after each
+phase.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ class MoveRates:
 
     move_s: seconds of any move: votes, a process group, a collection of garbage.
     collection_s: of each collection that changes: TorchRec shards it anew.
-    table_s: of each table in a collection that changes: checks of its plan, and its part in TorchRec's sharding.
+    table_s: of each table in a collection that changes: checks of its plan, and its part in TorchRec's
+      sharding.
     build_gbps: bytes of new shards, at which they are made.
     copy_gbps: bytes that stay on a rank.
     digest_ns: of each number that is digested, on the old shards and on the new ones.
     digest_row_ns: of each row of a tensor, in addition to its numbers.
     free_gbps: bytes of old shards, at which they are freed.
-    link_gbps: bytes of a rank on each level of links, with packing. Other levels have the cost model's rate, or that
-      of the next level out.
+    link_gbps: bytes of a rank on each level of links, with packing. Other levels have the cost model's rate,
+      or that of the next level out.
     """
 
     move_s: float

@@ -261,8 +261,8 @@ def save(model: NeuralModel, folder: str | Path) -> None:
 def load(folder: str | Path) -> NeuralModel:
     """Read a model that `save` wrote, bit for bit.
 
-    Raises ShardCoreError for a file that is missing, cut short or edited, and for a model trained on other features
-    than this ShardCore computes.
+    Raises ShardCoreError for a file that is missing, cut short or edited, and for a model trained on other
+    features than this ShardCore computes.
     """
     require_type(folder, (str, os.PathLike), "folder of a model", "a path")
     meta, weights = model_files.read_model(folder)

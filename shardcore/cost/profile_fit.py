@@ -1,7 +1,8 @@
 """Fit a hardware profile to published timings, and scale one to another card's data sheet.
 
-A fit is a maximum of the posterior: rates start from a profile, are held there by its uncertainty, and move as far as
-the timings ask for. So a rate that no timing depends on keeps its value, its uncertainty and its source.
+A fit is a maximum of the posterior: rates start from a profile, are held there by its uncertainty, and move
+as far as the timings ask for. So a rate that no timing depends on keeps its value, its uncertainty and its
+source.
 
 Shapes: R timings, P rates.
 """
@@ -206,8 +207,9 @@ _OP_COLUMNS, _EXCHANGE_COLUMNS = ("B", "E", "D", "L"), ("ranks", "hosts", "msg_b
 def read_timings(path: str | Path) -> tuple[list[Timing], Counter[str]]:
     """Timings of a CSV file, and the reasons for which others of its rows cannot be used, with their numbers.
 
-    Columns: op, time_us; of ops B, T, E, D, L, and optionally unique, index_distribution, weights_precision, optimizer,
-    weighted, mode, cached; of collectives ranks, hosts, msg_bytes_per_rank; optionally source, gpu, quality.
+    Columns: op, time_us; of ops B, T, E, D, L, and optionally unique, index_distribution, weights_precision,
+    optimizer, weighted, mode, cached; of collectives ranks, hosts, msg_bytes_per_rank; optionally source,
+    gpu, quality.
 
     Raises ShardCoreError naming a column that is missing.
     """
@@ -353,8 +355,8 @@ def fit(timings: Sequence[Timing], start: Profile, error: float = 0.1) -> Profil
 
     error: relative error that the law is expected to have.
 
-    Uncertainties come from the curvature of the fit and its residuals. That of compute_factor and exchange_factor is
-    what the law leaves unexplained.
+    Uncertainties come from the curvature of the fit and its residuals. That of compute_factor and
+    exchange_factor is what the law leaves unexplained.
 
     Raises ShardCoreError where there are no timings.
     """
@@ -459,8 +461,8 @@ _SCALES: Mapping[str, tuple[str, float, float]] = {
 }
 """Laws by which rates scale: a bandwidth of SPEC to a power, times sm_ghz to a power.
 
-Gathers keep memory busy only as far as multiprocessors have loads on their way. So they follow both: an H200 has 43%
-more bandwidth than an H100, the same multiprocessors, and gathers about 20% faster.
+Gathers keep memory busy only as far as multiprocessors have loads on their way. So they follow both: an H200
+has 43% more bandwidth than an H100, the same multiprocessors, and gathers about 20% faster.
 """
 _SCALED_UNCERTAINTY = 0.12, 0.25
 """Added to a rate that was scaled: always, and for each factor of e."""

@@ -1,6 +1,7 @@
 """The law of hardware profiles: ms of an op's shards and of collectives, from rates.
 
-Work of a shard is counted once. Rates then give its ms, so that a fit to published timings prices work again and again.
+Work of a shard is counted once. Rates then give its ms, so that a fit to published timings prices work again
+and again.
 
 A pass over a shard takes
 
@@ -8,8 +9,9 @@ A pass over a shard takes
 
 where "the larger" is smooth. Backward also sorts lookups.
 
-Bytes of rows that a batch reads once come from memory. Those read again come from L2 as far as it holds the rows, the
-most popular first. So bandwidth falls as tables outgrow it, and the less the more uneven accesses are.
+Bytes of rows that a batch reads once come from memory. Those read again come from L2 as far as it holds the
+rows, the most popular first. So bandwidth falls as tables outgrow it, and the less the more uneven accesses
+are.
 
 A collective takes
 
@@ -58,7 +60,8 @@ class Work:
     """Work of shards in an op over a batch. Each field is [N].
 
     lookups, unique: rows that are looked up, and distinct ones.
-    evenness: exponent e; a share x of the distinct rows, the most popular ones, has x^e of lookups. 1: even access.
+    evenness: exponent e; a share x of the distinct rows, the most popular ones, has x^e of lookups. 1: even
+      access.
     beside: bytes of the distinct rows of the whole op, which share L2.
     width: columns. element_bytes: of one weight.
     outputs: rows of pooled outputs, or of all lookups where they are not pooled.
@@ -87,7 +90,8 @@ class Work:
 def work_of(shards: Sequence[Shard], batch: int, optimizer: str, beside_bytes: float = 0.0) -> Work:
     """Work of shards in an op over a batch.
 
-    beside_bytes: bytes of the distinct rows of the op, as far as they are known. Each shard has its own at least.
+    beside_bytes: bytes of the distinct rows of the op, as far as they are known. Each shard has its own at
+      least.
     """
     tables = [s.table for s in shards]
     lookups = batch * np.array([t.looked_up * access_share(s) for t, s in zip(tables, shards, strict=True)])
@@ -260,13 +264,13 @@ def collective_ms(
     gbps = [given.gbps.get(name) or rates[f"{collective}_{name}_gbps"] for name in names]
     if ring:
         each = n / hosts
-        # Switches that sum take all of a device's bytes once, and give its part of the sum to all. A ring takes them
-        # twice, but for its own part.
+        # Switches that sum take all of a device's bytes once, and give its part of the sum to all. A ring
+        # takes them twice, but for its own part.
         sums = (collective == "all_reduce" and each > 1) & np.greater_equal(rates["switch_generation"], _SUMS)
         carried = [busiest * np.where(sums, 1 + 1 / each, passes * (1 - 1 / n))]
         for inner, name in zip(units, names[1:], strict=False):
-            # Then hosts exchange sums, else a ring passes all devices. Rails: what leaves a host spreads over the links
-            # of its devices.
+            # Then hosts exchange sums, else a ring passes all devices. Rails: what leaves a host spreads over
+            # the links of its devices.
             n_inner = len(np.unique(inner))
             links = 1 if name in given.shared else n / n_inner
             carried.append(passes * busiest * (1 - 1 / np.where(sums, n_inner, n)) / links)
@@ -293,8 +297,8 @@ def _ms_at(gbps: np.ndarray | float, n_bytes: np.ndarray | float) -> np.ndarray:
 def _rounds(collective: str, n: int, hosts: int) -> float:
     """Rounds over links between hosts, beyond those of two devices.
 
-    An all-to-all sends to each device of other hosts. A ring passes all devices. All-reduces of small messages go up
-    and down a tree of hosts.
+    An all-to-all sends to each device of other hosts. A ring passes all devices. All-reduces of small
+    messages go up and down a tree of hosts.
     """
     if hosts < 2:
         return 0.0

@@ -1,7 +1,7 @@
 """ProfileModel: a cost model in closed form, with the rates of a hardware profile.
 
-An op takes its floor, forward and backward, and the ms of its shards (profile_law.py). Each shard is encoded as these
-ms. So an op costs their sum, and never less as work grows.
+An op takes its floor, forward and backward, and the ms of its shards (profile_law.py). Each shard is encoded
+as these ms. So an op costs their sum, and never less as work grows.
 
 Shapes: N shards, F = 3 features, G ops, D devices, K models; ... any leading dimensions.
 """
@@ -245,7 +245,8 @@ class ProfileModel:
         if not channel.row.dense:
             return 0.0
         optimizer = DENSE_OPTIMIZERS[self.replica_optimizer]
-        # Gradients: zeroed, added to, read. Weights and state of cells: read and written, temporary tensors too.
+        # Gradients: zeroed, added to, read. Weights and state of cells: read and written, temporary tensors
+        # too.
         passes = 3 + 2 + 2 * (optimizer.states.count("cell") + optimizer.scratch)
         return passes * sent_bytes / (self._values["dense_gbps"] * BYTES_PER_MS_PER_GBPS)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardcore.cost.collective_fit import owned_bytes
+from shardcore.cost.features import WIDTH_CLASSES
 from shardcore.cost.known_errors import uncertainties
 from shardcore.cost.profile import Profile
 from shardcore.cost.profile_fit import EXCHANGES, OPS, Predictor, Timing
@@ -15,6 +16,8 @@ from shardcore.cost.profile_law import MS_PER_US
 from shardcore.io.measurements import CollectiveSample, ComputeSample
 from shardcore.step.scopes import WORLD
 
+NARROW = WIDTH_CLASSES[0]
+"""Widest shard of a narrow op, in columns. Kernels are chosen by the widest shard."""
 _SHORT = {name: short for short, name in EXCHANGES.items()}
 _BACK = {"reduce_scatter": "all_gather"}
 """Collectives that run backward by another."""
@@ -23,8 +26,8 @@ _BACK = {"reduce_scatter": "all_gather"}
 def timings_of(compute: Iterable[ComputeSample], comm: Iterable[CollectiveSample]) -> list[Timing]:
     """Timings of samples: ops forward and backward, and collectives until their last rank is done.
 
-    Failed samples are left out, and exchanges that a profile's law has no rates for: of ids, of other payloads than
-    FP32, within groups of ranks, and of emulated links.
+    Failed samples are left out, and exchanges that a profile's law has no rates for: of ids, of other
+    payloads than FP32, within groups of ranks, and of emulated links.
     """
     timings = []
     for op in compute:
@@ -111,15 +114,11 @@ def checks(profile: Profile, timings: Sequence[Timing]) -> list[Check]:
     return found
 
 
-_NARROW = 32
-"""The widest shard of a narrow op, in columns. Kernels choose by it."""
-
-
 def _kind(timing: Timing) -> str:
     if timing.op in EXCHANGES:
         return f"{EXCHANGES[timing.op].replace('_', '-')} of {timing.ranks} on {timing.hosts} hosts"
     widths = [s.width for s in timing.shards] or list(timing.width)
-    narrow, wide = min(widths) <= _NARROW, max(widths) > _NARROW
+    narrow, wide = min(widths) <= NARROW, max(widths) > NARROW
     way = {"fwd": "forward", "bwd": "backward"}.get(timing.op, timing.op)
     sides = "mixed" if narrow and wide else "wide" if wide else "narrow"
     return f"{timing.precision} {timing.optimizer} {way}, {sides} groups"

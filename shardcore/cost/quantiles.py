@@ -64,8 +64,8 @@ def rises(log_ms: np.ndarray, width: np.ndarray, error: np.ndarray) -> bool:
 def quantile(w: Mapping[str, np.ndarray], predicted_ms: np.ndarray, level: float) -> np.ndarray:
     """[G] ms. A measurement lies below with probability `level`, given predictions [G].
 
-    It grows with the prediction, and is 0 where that is 0. Raises ShardCoreError for a level outside 0.005 to 0.995,
-    where no quantile is known.
+    It grows with the prediction, and is 0 where that is 0. Raises ShardCoreError for a level outside 0.005 to
+    0.995, where no quantile is known.
     """
     predicted = np.asarray(predicted_ms, dtype=float)
     # The floor keeps the logarithm finite. An op of 0 ms stays 0 by the product.

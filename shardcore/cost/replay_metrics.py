@@ -1,11 +1,11 @@
 """Judge models and sharders by replays: several plans of each of many problems, run on real processes.
 
-Figures are means over problems, however many plans each has. Plans of one problem err together. So 95% intervals come
-from a bootstrap over problems (Efron 1979). Two replays differ beyond noise if they differ by more than half their
-joint 95% interval.
+Figures are means over problems, however many plans each has. Plans of one problem err together. So 95%
+intervals come from a bootstrap over problems (Efron 1979). Two replays differ beyond noise if they differ by
+more than half their joint 95% interval.
 
-The best plan of a problem is the best one replayed; better ones may exist. Selecting the minimum biases regret upward,
-and the share of a closed gap downward.
+The best plan of a problem is the best one replayed; better ones may exist. Selecting the minimum biases
+regret upward, and the share of a closed gap downward.
 
 Shapes: N problems, P plans of a problem.
 """
@@ -215,8 +215,8 @@ def figures(rows: Sequence[ReplayRecord]) -> dict[str, float]:
 def lost(challenger: Sequence[ReplayRecord], champion: Sequence[ReplayRecord]) -> str | None:
     """The reason why a challenger may not replace a champion. None: it may.
 
-    It loses if its regret is larger, or its tau_beyond_noise smaller, on the same replays. The 95% interval of the
-    difference has to exclude 0. FEWEST problems are needed.
+    It loses if its regret is larger, or its tau_beyond_noise smaller, on the same replays. The 95% interval
+    of the difference has to exclude 0. FEWEST problems are needed.
     """
     new, old = by_problem(challenger), by_problem(champion)
     # Sign: a larger regret is worse, a larger tau is better.

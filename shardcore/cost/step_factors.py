@@ -1,16 +1,17 @@
 """The time of a collective within a training step, relative to its time in isolation: a factor, from replays.
 
-In a step an exchange follows compute, without the barrier of an isolated measurement. So it takes longer. On one host
-there is one factor for each collective and direction.
+In a step an exchange follows compute, without the barrier of an isolated measurement. So it takes longer. On
+one host there is one factor for each collective and direction.
 
-Over several hosts, phases of a step overlap: a rank that has its ids sends gradients, while ids of others travel. Only
-their sum is measured, so a collective has one factor for both directions, and all ids have one. An all-reduce of small
-replicas takes 2.4 times as long there as in isolation (emulated hosts, docs/benchmarks/2026-11-25-emulated-hosts.md).
-It is a ring through all ranks, so each waits for all others.
+Over several hosts, phases of a step overlap: a rank that has its ids sends gradients, while ids of others
+travel. Only their sum is measured, so a collective has one factor for both directions, and all ids have one.
+An all-reduce of small replicas takes 2.4 times as long there as in isolation (emulated hosts,
+docs/benchmarks/2026-11-25-emulated-hosts.md). It is a ring through all ranks, so each waits for all others.
 
-Ops take as long in a step as in isolation, at the slowdown that the reference op shows (docs/decisions/measuring.md).
-So a replay on one host whose compute took longer than predicted ran on a slower machine. Its exchanges are divided by
-that slowdown. Links between hosts do not slow down with a machine.
+Ops take as long in a step as in isolation, at the slowdown that the reference op shows
+(docs/decisions/measuring.md). So a replay on one host whose compute took longer than predicted ran on a
+slower machine. Its exchanges are divided by that slowdown. Links between hosts do not slow down with a
+machine.
 
 Shapes: S steps, D devices, C collectives.
 """
@@ -42,8 +43,8 @@ Step = tuple[Workload, StepCost]
 def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
     """The model with factors fitted to these steps, on links that were measured.
 
-    meta["steps"]: the number of steps used. The model itself is returned where none is usable. Steps on one host tell
-    nothing of collectives measured between hosts only.
+    meta["steps"]: the number of steps used. The model itself is returned where none is usable. Steps on one
+    host tell nothing of collectives measured between hosts only.
 
     Raises ShardCoreError where some steps ran on one host and some over several.
     """

@@ -28,8 +28,8 @@ _POWERS = np.linspace(0.1, 2, 39)
 def repeatability(repeats: Sequence[Sequence[ComputeSample]]) -> float | None:
     """Mean absolute error of one timing, in percent. No model can be shown to be better than this.
 
-    It uses ops timed at least three times, or twice where there are none (dataset.repeated). Each contributes the
-    difference of its two most precise timings, over √2. None without any such op.
+    It uses ops timed at least three times, or twice where there are none (dataset.repeated). Each contributes
+    the difference of its two most precise timings, over √2. None without any such op.
     """
     # Ops timed three times give two precise timings to choose from.
     often = [g for g in repeats if 3 <= len(g) <= CONTROL] or [g for g in repeats if len(g) == 2]

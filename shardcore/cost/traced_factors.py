@@ -4,21 +4,23 @@ A quantity of a step, q, is measured in a trace and predicted by the model:
 
     y_q = log(measured / predicted) = x_q + noise,    x_q = common + own_q
 
-q is the lookups forward, or backward, or a collective in one direction. `common` is shared by all of a family, as a
-slower CPU slows all lookups. So one traced step corrects a collective that only other plans run, by what its family
-shows, with more doubt. One more observation is of all exchanges together, with waiting and dense gradients:
+q is the lookups forward, or backward, or a collective in one direction. `common` is shared by all of a
+family, as a slower CPU slows all lookups. So one traced step corrects a collective that only other plans run,
+by what its family shows, with more doubt. One more observation is of all exchanges together, with waiting and
+dense gradients:
 
     log(together) = log(sum_q exp(x_q) predicted_q) + noise
 
-Where exchanges overlap or wait, the sum is known, and what is one exchange's is not (traced_observations.py): the
-noise of y_q grows with that share. All terms are normal with mean 0. So the posterior is a ridge fit, linearised for
-the sum, and shrunk towards a factor of 1.
+Where exchanges overlap or wait, the sum is known, and what is one exchange's is not (traced_observations.py):
+the noise of y_q grows with that share. All terms are normal with mean 0. So the posterior is a ridge fit,
+linearised for the sum, and shrunk towards a factor of 1.
 
-A collective takes at most MOST_FACTOR times as long for its bytes. What is measured beyond, up to MOST_LATENCY_MS, is
-a latency: it waits for a thread to wake, whatever its bytes. What is beyond that is a slower link, and a factor again.
-A collective that did not run has the usual latency of those that did.
+A collective takes at most MOST_FACTOR times as long for its bytes. What is measured beyond, up to
+MOST_LATENCY_MS, is a latency: it waits for a thread to wake, whatever its bytes. What is beyond that is a
+slower link, and a factor again. A collective that did not run has the usual latency of those that did.
 
-A family whose correction predicts ranks and steps that were left out no better than the model did is left alone.
+A family whose correction predicts ranks and steps that were left out no better than the model did is left
+alone.
 
 Shapes: Q quantities, U observed units (a rank in a step).
 """
@@ -162,8 +164,9 @@ def with_speeds(
 ) -> tuple[Problem, list[str]]:
     """The problem with slow ranks' devices as slow as the traces show, and a line on each.
 
-    A rank is slow if its lookups take SLOW times longer, for what the model predicts, than those of the fastest
-    rank, in each of two steps or more: in a single one it may have been interrupted. Others keep their speed.
+    A rank is slow if its lookups take SLOW times longer, for what the model predicts, than those of the
+    fastest rank, in each of two steps or more: in a single one it may have been interrupted. Others keep
+    their speed.
     """
     seen = observations(model, steps)
     measured, predicted = (iter(ms[:, : len(LOOKUPS)].sum(1)) for ms in (seen.measured, seen.predicted))
@@ -229,20 +232,21 @@ def factors_of(
     ]
     refused = [f"the traces do not tell {', '.join(silent)}: corrected as their family is"] if silent else []
     evidence = _parts(seen)[0].and_(_sum_of(seen, np.zeros(len(QUANTITIES))))
-    why_not = {
-        name: "a correction by some ranks and steps fits others no better than the model does"
-        if not _generalises(seen, name)
-        else "the traces are as likely without a correction"
-        for name in FAMILIES
-        if len(evidence.of(name).values)
-        and not (evidence.of(name).speak_for_correction() and _generalises(seen, name))
-    }
+    why_not = {}
+    for name in FAMILIES:
+        own = evidence.of(name)
+        if not len(own.values):
+            continue
+        if not _generalises(seen, name):
+            why_not[name] = "a correction by some ranks and steps fits others no better than the model does"
+        elif not own.speak_for_correction():
+            why_not[name] = "the traces are as likely without a correction"
     refused += [f"{name}: {reason}; left as they are" for name, reason in why_not.items()]
     fit = _fitted(seen)
     kept = np.array([q.family not in why_not for q in QUANTITIES])
     log, latency_ms = np.where(kept, fit.log, 0.0), np.where(kept, fit.latency_ms, 0.0)
     units = np.where(kept, told.sum(0), 0)
-    # What is left as it is is known as well as what is corrected.
+    # The uncertainty of a factor that stays 1 is that of its fit, too.
     factors = {
         q: Factor(
             float(np.exp(log[i])), float(np.sqrt(fit.covariance[i, i])), int(units[i]), float(latency_ms[i])
@@ -281,7 +285,7 @@ _PRIOR = np.array(
 )
 """[Q, Q] covariance of the logarithms of factors, before any trace."""
 _ROUNDS, _PRECISION = 60, 1e-6
-"""Of the linearised fit: most rounds, and the change of logarithms at which it ends."""
+"""Most rounds of the linearised fit, and the change of logarithms at which it ends."""
 
 
 class _Linear(NamedTuple):
@@ -338,7 +342,7 @@ def _fitted(seen: Observations) -> _Fit:
 
 
 def _parts(seen: Observations) -> tuple[_Linear, np.ndarray]:
-    """What units tell of each quantity, and latencies [Q]."""
+    """Observations of each quantity over units, and latencies [Q]."""
     told = (seen.measured > 0) & (seen.predicted > 0)
     some = np.flatnonzero(told.any(0))
     measured, predicted = np.where(told, seen.measured, 1.0), np.where(told, seen.predicted, 1.0)
@@ -359,7 +363,7 @@ def _parts(seen: Observations) -> tuple[_Linear, np.ndarray]:
 
 
 def _sum_of(seen: Observations, at: np.ndarray) -> _Linear | None:
-    """What units tell of all exchanges together, linear around logarithms `at` [Q]. None: they do not tell."""
+    """Observation of all exchanges together, linear around logarithms `at` [Q]. None: units do not tell it."""
     units = seen.together > 0
     exchanged = np.where(_EXCHANGES, seen.predicted, 0.0)
     if not exchanged[units].any():

@@ -1,9 +1,10 @@
 """ms that traced steps of a running job measured, beside those that a model predicts.
 
-A rank's step tells its lookups apart: nothing else runs on the device meanwhile. It does not tell exchanges apart
-where they overlap. Over one link, two transfers at once take as long as one after the other. Whose ms those are, no
-trace shows. Nor does it show who is waited for: a rank whose data came early waits in its next collective for
-those whose data came late. What all exchanges and the waiting take *together* is known well in both cases.
+A rank's step tells its lookups apart: nothing else runs on the device meanwhile. It does not tell exchanges
+apart where they overlap. Over one link, two transfers at once take as long as one after the other. Whose ms
+those are, no trace shows. Nor does it show who is waited for: a rank whose data came early waits in its next
+collective for those whose data came late. What all exchanges and the waiting take *together* is known well in
+both cases.
 
 Shapes: U observed units (a rank in a step), Q quantities.
 """
@@ -59,8 +60,6 @@ _FIRST_EXCHANGE = len(LOOKUPS)
 ALL_REDUCE = Channel("all_reduce")
 """The collective that dense gradients travel in, with those of replicas."""
 REDUCED = QUANTITIES.index(Quantity(ALL_REDUCE, "backward"))
-
-
 MOST_UNCLEAR = 0.5
 """An exchange is clear whose unclear share is below this."""
 
@@ -170,6 +169,7 @@ def exchanges_of(model: Any) -> NeuralModel | ProfileModel:
 # --- measured -----------------------------------------------------------------------------------------------
 
 _HIDDEN_MS = 1e-3
+"""Least ms of an exchange that ran: one that is hidden as a whole was measured, too."""
 RUN_AS = {
     ("all_to_all", "outputs"): ("all_to_all", "forward"),
     ("all_to_all", "gradients"): ("all_to_all", "backward"),
@@ -189,14 +189,13 @@ def _measured(
 ) -> tuple[list[float], list[float], float]:
     """ms of a rank by quantity, their unclear shares, and ms of all exchanges. 0 where a trace does not tell.
 
-    Work that splits and joins what travels counts in the exchange, in proportion to the ms. Of two kinds of ids, a
-    trace tells the sum; each has the share that is predicted.
+    Work that splits and joins what travels counts in the exchange, in proportion to the ms. Of two kinds of
+    ids, a trace tells the sum; each has the share that is predicted.
     """
     exposed: dict[tuple[str, str], float] = defaultdict(float)
     shared: dict[tuple[str, str], float] = defaultdict(float)
     for x in rank.exchanges:
         if key := RUN_AS.get((x.collective, x.role)):
-            # What is hidden as a whole was measured, too.
             exposed[key] += max(_HIDDEN_MS, x.exposed_ms)
             shared[key] += x.shared_ms
     for way, part in (("forward", "outputs"), ("backward", "gradients")):

@@ -1,10 +1,11 @@
 """Traced steps of running jobs in training: which of them are held out, and how far a model errs on them.
 
-Measured samples tell how ops and exchanges grow with what they do. Traced ones tell their level in the steps that
-matter. So a model is trained on the first, and then corrected by few factors from the second (cost/traced_factors.py).
-As samples they would not count: a traced step is two ops among thousands.
+Measured samples tell how ops and exchanges grow with what they do. Traced ones tell their level in the steps
+that matter. So a model is trained on the first, and then corrected by few factors from the second
+(cost/traced_factors.py). As samples they would not count: a traced step is two ops among thousands.
 
-Of a job the newest traced step is held out: no model can have seen it. Of a job with one, every second rank is.
+Of a job the newest traced step is held out: no model can have seen it. Of a job with one, every second rank
+is.
 """
 
 from __future__ import annotations

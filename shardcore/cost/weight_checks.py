@@ -1,7 +1,7 @@
 """Validity of a model's weights: predictions have to be finite, 0 or more, and grow with the work.
 
-A weights file is safe to load, but may hold anything. With a negative launch, for example, predictions are negative,
-and a search would look for more of them.
+A weights file is safe to load, but may hold anything. With a negative launch, for example, predictions are
+negative, and a search would look for more of them.
 
 Shapes: K drivers, C conditions, H hidden, E exchange terms, Q knots, L levels.
 """

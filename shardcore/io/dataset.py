@@ -4,8 +4,8 @@
   compute-*, comm-*.parquet     samples of ops and of collectives, see dataset_parts.py
   replays/<name>/               steps of a problem's plans, see replays.py
 
-A sample's id is the digest of its setting, its request and the version of what its timing means. So a request has the
-same id wherever and whenever it was measured.
+A sample's id is the digest of its setting, its request and the version of what its timing means. So a request
+has the same id wherever and whenever it was measured.
 """
 
 from __future__ import annotations
@@ -371,8 +371,8 @@ def read_ids(folder: str | Path, kind: str) -> set[str]:
 def disturbed_ids(folder: str | Path, tolerance: float) -> set[str]:
     """Ids of disturbed compute samples, to be measured again.
 
-    They were timed once, with a confidence interval over twice as wide as both the usual one and `tolerance`. Samples
-    of fewer than six repeats have no interval, and are left alone.
+    They were timed once, with a confidence interval over twice as wide as both the usual one and `tolerance`.
+    Samples of fewer than six repeats have no interval, and are left alone.
     """
     columns, intervals = ["id", "error", "relative_ci", "measurement_version"], {}
     for row in dataset_parts.read_rows(folder, "compute", None, columns):
@@ -405,7 +405,8 @@ def reference_op(folder: str | Path, setting: Setting) -> ReferenceOp | None:
 def has_reference_op(repeats: Sequence[Sequence[ComputeSample]]) -> bool:
     """Tell if the first of `repeats` (see `repeated`) is the reference op.
 
-    Samples carry no mark of their purpose, so counts decide: it was timed more than twice as often as any other.
+    Samples carry no mark of their purpose, so counts decide: it was timed more than twice as often as any
+    other.
     """
     first, second, *_ = [*map(len, repeats), 0, 0]
     return first >= _FEWEST_OF_REFERENCE and first > 2 * second

@@ -3,8 +3,9 @@
   compute-<sha256>.parquet   samples of ops, columns as in COMPUTE
   comm-<sha256>.parquet      samples of collectives, columns as in COMM
 
-A part is named by the digest of its content, which is checked when it is read: a damaged part is refused. It is written
-under a temporary name, then renamed. Parts of several machines merge by copying them into one folder.
+A part is named by the digest of its content, which is checked when it is read: a damaged part is refused. It
+is written under a temporary name, then renamed. Parts of several machines merge by copying them into one
+folder.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ _PART_ROWS = 1 << 17
 _MOST_VALUES, _MOST_TEXT = (1 << 18, 16), (1 << 24, 64)
 """Limits on a part's values and on its characters of text: a base, and a number for each byte of the file.
 
-Repeated values take almost no bytes, so a small file could unpack to any size. Shipped parts have 0.6 values a byte.
+Repeated values take almost no bytes, so a small file could unpack to any size. Shipped parts have 0.6 values
+a byte.
 """
 _OPTIONAL = (
     "error",

@@ -28,9 +28,9 @@ def dlrm_datasets_pool(path: str | Path, dim: int = 64) -> tuple[Table, ...]:
 
     dim: dim of every table. The release has none.
 
-    The file holds one batch, written by torch.save: indices (table after table), offsets [T × B + 1] and lengths [T,
-    B]. Tables get the pooling and reuse histogram of that batch. Their rows are the largest index + 1, a lower bound.
-    A table without lookups is kept, with 1 row.
+    The file holds one batch, written by torch.save: indices (table after table), offsets [T × B + 1] and
+    lengths [T, B]. Tables get the pooling and reuse histogram of that batch. Their rows are the largest index
+    + 1, a lower bound. A table without lookups is kept, with 1 row.
 
     Raises ShardCoreError for a missing, damaged or foreign file.
     """

@@ -1,7 +1,8 @@
 """Problems, pools of tables, plans and settings on disk.
 
-Each file carries `schema` and `version`. An unknown key, a missing one, a wrong type, a file cut short or (where a
-program wrote it) edited by hand is refused by name. A plan is only parsed: its user lowers or validates it.
+Each file carries `schema` and `version`. An unknown key, a missing one, a wrong type, a file cut short or
+(where a program wrote it) edited by hand is refused by name. A plan is only parsed: its user lowers or
+validates it.
 """
 
 from __future__ import annotations
@@ -159,7 +160,8 @@ def read_problem(path: str | Path | Readable) -> Problem:
             )
         devices += [build(Device, entry, f"{what}: device", also=("count",))] * count
     if isinstance(constraints, Mapping) and "reserved_bytes" not in constraints and devices:
-        # ShardCore always writes it. A file written by hand may lack it, but the dense part needs some memory.
+        # ShardCore always writes it. A file written by hand may lack it, but the dense part needs some
+        # memory.
         constraints = {"reserved_bytes": default_reserve(devices), **constraints}
     links = {k: v for k, v in topology.items() if k != "devices"}
     return build(

@@ -1,7 +1,7 @@
 """Files of grouped plans: the plan of one sharding group, and the division of devices into groups.
 
-Their schema is separate, so that no reader of plans takes one for a plan of all devices. A file has the digest of the
-whole problem, and that of a group's problem, which follows from it.
+Their schema is separate, so that no reader of plans takes one for a plan of all devices. A file has the
+digest of the whole problem, and that of a group's problem, which follows from it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Hot ids of a table, and the row of each id.
 
-Hot ids are in rising order, and so are all others. So the hot ids alone give the row of each id: the i-th hot id is hot
-row i. Any other id is a cold row, whose number is the id less the number of hot ids below it.
+Hot ids are in rising order, and so are all others. So the hot ids alone give the row of each id: the i-th hot
+id is hot row i. Any other id is a cold row, whose number is the id less the number of hot ids below it.
 
 Shapes: H hot ids.
 """
@@ -75,7 +75,8 @@ class HotIds:
     def cold_ids(self, low: int, high: int) -> np.ndarray:
         """[high - low] the ids of cold rows low to high - 1."""
         rows = np.arange(low, high)
-        # Hot id i has ids[i] - i cold ids before it. The id of cold row r is r plus the hot ids that have at most r.
+        # Hot id i has ids[i] - i cold ids before it. The id of cold row r is r plus the hot ids that have at
+        # most r.
         return rows + np.searchsorted(self.ids - np.arange(len(self.ids)), rows, side="right")
 
 

@@ -1,8 +1,8 @@
 """Kineto's trace files, which torch.profiler writes: JSON, plain or gzip, read as a stream.
 
-With stacks, a trace of a few steps has gigabytes. So a file is decoded event by event, and memory holds a chunk of text
-and one event. A reader goes through it twice: once for the steps, once for the events of the steps that it wants.
-Versions of torch that write the base time at the end cost a third pass.
+With stacks, a trace of a few steps has gigabytes. So a file is decoded event by event, and memory holds a
+chunk of text and one event. A reader goes through it twice: once for the steps, once for the events of the
+steps that it wants. Versions of torch that write the base time at the end cost a third pass.
 """
 
 from __future__ import annotations

@@ -44,9 +44,8 @@ class Spread:
 
     def __post_init__(self) -> None:
         fine = 0 <= self.median_ms <= MOST_MS and 0 <= self.q1_ms <= MOST_MS and 0 <= self.q3_ms <= MOST_MS
-        if not (
-            fine and self.repeats >= 1
-        ):  # no `require`: a dataset has many spreads, and its text takes time
+        # Without `require`, whose text would be made for each of a dataset's many spreads.
+        if not fine or self.repeats < 1:
             raise ShardCoreError(
                 f"a timing is {self.median_ms} ms ({self.q1_ms} to {self.q3_ms}) in "
                 f"{self.repeats} repeats; it needs 0 to {MOST_MS:g} ms, and 1 or more"
@@ -57,10 +56,11 @@ class Spread:
 class StepSample(StepCost):
     """A measured StepCost. Each part is the median over the repeats, per device, as the clock showed it.
 
-    step: total of the slowest device, over the repeats. On a busy machine it is above total_ms, whose parts each leave
-        out their own disturbances.
+    step: total of the slowest device, over the repeats. On a busy machine it is above total_ms, whose parts
+        each leave out their own disturbances.
     oversubscribed: True if there were more processes than cores. Parts then measure the scheduler, too.
-    slowdown: the machine's slowdown meanwhile: time of a dataset's reference op over its usual time. 1 if none ran.
+    slowdown: the machine's slowdown meanwhile: time of a dataset's reference op over its usual time. 1 if
+      none ran.
     """
 
     step: Spread
@@ -132,24 +132,25 @@ class CollectiveRequest:
 
     widths: [D] columns that each rank owns.
     batch: B, the rows that travel.
-    start_ms: [D] ms by which each rank enters the first exchange (forward, or the all-reduce) after the first rank.
+    start_ms: [D] ms by which each rank enters the first exchange (forward, or the all-reduce) after the first
+      rank.
     collective: name in step.collectives.COLLECTIVES, see below.
     payload: type in which FP32 tensors travel, a name of core/payloads.py.
     hosts: number of hosts that the ranks are spread over evenly.
-    busy_ms: time for which each rank computes before an exchange, as in a step. Without it, CPUs exchange up to three
-        times as fast.
-    group: scope of the groups whose n ranks exchange with each other, in step.scopes.SCOPES. All groups exchange at
-        once, B rows each.
+    busy_ms: time for which each rank computes before an exchange, as in a step. Without it, CPUs exchange up
+        to three times as fast.
+    group: scope of the groups whose n ranks exchange with each other, in step.scopes.SCOPES. All groups
+        exchange at once, B rows each.
     emulated: links of emulated hosts. None: hosts and links are real.
 
     What travels, by collective:
       all_to_all      forward: rank d sends each rank its B / n rows of the widths[d] columns of pooled outputs;
                       backward: their gradients return
-      reduce_scatter  forward: all give [B, max width] partial outputs, padded, and each receives the sum of its
-                      B / n rows; backward: an all-gather of their gradients
+      reduce_scatter  forward: all give [B, max width] partial outputs, padded, and each receives the sum
+                      of its B / n rows; backward: an all-gather of their gradients
       all_reduce      backward only: the sum of dense gradients [B, width], all widths being equal
-      all_to_all_ids  forward only: rank d receives as many bytes of ids and lengths as all_to_all has of outputs,
-                      equally many from each rank (measure/id_transfer.py)
+      all_to_all_ids  forward only: rank d receives as many bytes of ids and lengths as all_to_all has
+                      of outputs, equally many from each rank (measure/id_transfer.py)
       all_to_all_ids_bucketized  the same, after each rank has put its ids in buckets, one for each rank
     """
 
@@ -256,7 +257,8 @@ class ComputeSample:
     measured_at: Unix s of its end.
     error: reason why there is no timing. None if there is one.
     slowdown: the machine's slowdown meanwhile. The clock showed slowdown times forward and backward.
-    relative_ci: half the width of the 95% interval of the median of forward + backward, relative to the median.
+    relative_ci: half the width of the 95% interval of the median of forward + backward, relative to the
+      median.
     order: number among the samples of its process, from 0.
     software: versions of the software, and size of the arena. "": not known.
     """
@@ -301,15 +303,15 @@ class CollectiveSample:
     """One measured exchange among D ranks, including casts to and from its payload.
 
     id: digest of its setting, its request and the version of what a timing means.
-    forward, backward: [D] transfers, each from the last rank's start to a rank's own end. None for a way that does not
-        run.
+    forward, backward: [D] transfers, each from the last rank's start to a rank's own end. None for a way that
+        does not run.
     waiting_ms: [D] ms that each rank waits for the last one before the first exchange.
     measured_at: Unix s of its end.
     error: reason why there is no timing. None if there is one.
     order: number among the samples of its gang, from 0.
     oversubscribed: True if a host had more ranks than cores. Times then measure the scheduler, too.
-    work_ms: [D] ms of forward in which a device puts ids in buckets and in order, which is its own work. None if no ids
-        travel, and in samples of earlier versions.
+    work_ms: [D] ms of forward in which a device puts ids in buckets and in order, which is its own work. None
+        if no ids travel, and in samples of earlier versions.
     """
 
     id: str

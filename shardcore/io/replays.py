@@ -6,8 +6,8 @@
                     the setting, the ReplayConfig and STEP_VERSION as measurement_version
                     replays: algorithm (or kind of plan), plan, total_ms and the parts of each
 
-replays.json is written last, so a folder without it holds no replays. Folders of other measurement versions are
-ignored.
+replays.json is written last, so a folder without it holds no replays. Folders of other measurement versions
+are ignored.
 """
 
 from __future__ import annotations
@@ -264,8 +264,8 @@ def append(
 def parts_digest(folder: Path) -> str:
     """Digest of a dataset folder's content.
 
-    File names hold digests of their content, which are checked when files are read. Replays and traced samples hold
-    theirs inside.
+    File names hold digests of their content, which are checked when files are read. Replays and traced
+    samples hold theirs inside.
     """
     parts = sorted(p.name for p in folder.iterdir() if p.suffix in (".parquet", ".json"))
     return files.digest([*parts, *digests(folder), *traced_samples.digests(folder)])
@@ -293,10 +293,11 @@ def _known(folder: Path, problem: Problem, setting: Setting) -> dict[str, StepSa
 def steps(folders: Sequence[Path], setting: Setting) -> list[tuple[Workload, StepSample]]:
     """Replays of a setting in datasets' folders, at a slowdown of 1: pairs of workload and times.
 
-    Each plan of a problem appears once. Replays that were disturbed, or had more processes than cores, are left out.
+    Each plan of a problem appears once. Replays that were disturbed, or had more processes than cores, are
+    left out.
 
-    Raises as `read` does. Also raises ShardCoreError if a folder has replays only of other settings, and no samples of
-    this one.
+    Raises as `read` does. Also raises ShardCoreError if a folder has replays only of other settings, and no
+    samples of this one.
     """
     pairs: dict[tuple[str, str], tuple[Workload, StepSample]] = {}
     for folder in folders:

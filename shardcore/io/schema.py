@@ -1,8 +1,8 @@
 """Strict reading of files that anybody may have written.
 
-`read_json` and `read_yaml` parse a file, and limit its size, depth and numbers. `build` makes a dataclass of the
-result: annotations of its fields are the schema. Any error is a ShardCoreError that names the file, the thing and its
-value.
+`read_json` and `read_yaml` parse a file, and limit its size, depth and numbers. `build` makes a dataclass of
+the result: annotations of its fields are the schema. Any error is a ShardCoreError that names the file, the
+thing and its value.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ def decoded(content: bytes, what: Any) -> str:
 def read_json(path: str | Path | Readable) -> Any:
     """The value of a JSON file.
 
-    Raises ShardCoreError naming the file if it cannot be read or is not complete JSON, and for a duplicate key, a
-    number that is too large or not finite, and values nested too deep.
+    Raises ShardCoreError naming the file if it cannot be read or is not complete JSON, and for a duplicate
+    key, a number that is too large or not finite, and values nested too deep.
     """
     return parse_json(read_bytes(path), path)
 

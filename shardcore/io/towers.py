@@ -1,8 +1,8 @@
 """Towers: tables that belong together on a host, as a user gives them.
 
-In a model with towers (DMT, arXiv 2403.00877), a module on each host combines the outputs of the host's tables, and
-sends less than it received. search/decisions/towers.py chooses the hosts. step/kinds.py has the bytes that then
-travel.
+In a model with towers (DMT, arXiv 2403.00877), a module on each host combines the outputs of the host's
+tables, and sends less than it received. search/decisions/towers.py chooses the hosts. step/kinds.py has the
+bytes that then travel.
 
 Shapes: M tables of a matrix.
 """
@@ -32,8 +32,8 @@ class Towers:
     compression_ratio: bytes that enter a tower module for each byte that leaves it, 1 or more.
     towers: groups of tables. Each group stays on one host. A host may have several.
     tables: [M] tables of the matrix.
-    affinity: [M, M] degree to which two tables belong together, 0 or within MOST_AFFINITY. It is symmetric. The
-        diagonal does not matter.
+    affinity: [M, M] degree to which two tables belong together, 0 or within MOST_AFFINITY. It is symmetric.
+        The diagonal does not matter.
 
     Any other table is a group of its own, without affinity to others.
     """

@@ -5,8 +5,8 @@
     plan.json       the plan that ran, as files.write_plan
     traced.json     schema shardcore/traced, sealed by a digest: TracedSample without the two
 
-traced.json is written last, so a folder without it holds no sample. No ids and no traces are kept: a sample is a few
-KB.
+traced.json is written last, so a folder without it holds no sample. No ids and no traces are kept: a sample
+is a few KB.
 """
 
 from __future__ import annotations

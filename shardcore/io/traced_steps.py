@@ -1,7 +1,7 @@
 """Training steps of a running job, from the traces of its ranks.
 
-Each ms of a rank's step belongs to one part. What overlaps counts once, in the part that the device works on. A
-transfer counts as far as nothing hides it.
+Each ms of a rank's step belongs to one part. What overlaps counts once, in the part that the device works on.
+A transfer counts as far as nothing hides it.
 """
 
 from __future__ import annotations
@@ -49,13 +49,15 @@ TRACED_PARTS: Mapping[str, TracedPart] = {
 class TracedExchange:
     """A collective of a rank in a step.
 
-    collective: all_to_all, reduce_scatter, all_gather, all_reduce, broadcast or barrier, as the backend ran it.
+    collective: all_to_all, reduce_scatter, all_gather, all_reduce, broadcast or barrier, as the backend ran
+      it.
     role: a part of TRACED_PARTS without "_transfer": ids, outputs, gradients, reduce or other.
     n_bytes: that the rank enters. 0 where the trace does not say.
     waiting_ms: until its last rank began.
     transfer_ms: since then, hidden or not.
     exposed_ms: of the transfer that nothing hides.
-    shared_ms: of exposed_ms, in moments that other transfers share. Which of them takes that long, no trace tells.
+    shared_ms: of exposed_ms, in moments that other transfers share. Which of them takes that long, no trace
+      tells.
     """
 
     collective: str

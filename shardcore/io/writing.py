@@ -25,8 +25,8 @@ _MOST_LINKS = 40
 def write_atomic(path: str | Path, content: bytes) -> None:
     """Write a file whole or not at all, creating its folder.
 
-    A device or pipe (/dev/null, /dev/stdout) is written to directly, as renaming a file over it would replace it.
-    Temporary files that killed writers of the same file have left are removed.
+    A device or pipe (/dev/null, /dev/stdout) is written to directly, as renaming a file over it would replace
+    it. Temporary files that killed writers of the same file have left are removed.
 
     Raises ShardCoreError naming a file that cannot be written.
     """
@@ -88,7 +88,8 @@ def _no_link(path: str, flags: int) -> int:
 def require_writable(path: str | Path, what: str, folder: bool = False) -> None:
     """Raise ShardCoreError if a file, or files in a folder, could not be written there.
 
-    what: name of the file, for messages. A file is written, as permissions do not tell all, and removed again.
+    what: name of the file, for messages. A file is written, as permissions do not tell all, and removed
+      again.
     """
     path = Path(path)
     try:

@@ -1,14 +1,15 @@
 """Collectives among real processes, as a step of training makes them: gloo between CPUs, NCCL between GPUs.
 
-Each process runs one `Rank`; all get the same requests (measurements.CollectiveRequest defines the collectives).
-An exchange has two parts. A rank *waits* until the last rank has started, and *transfers* from then to its own end.
+Each process runs one `Rank`; all get the same requests (measurements.CollectiveRequest defines the
+collectives). An exchange has two parts. A rank *waits* until the last rank has started, and *transfers* from
+then to its own end.
 
-In a step, an exchange follows computation. It is then slower than on an idle machine: the threads that carry it
-slept, and the caches hold other data. So requests may keep ranks busy before each exchange (`busy_ms`).
+In a step, an exchange follows computation. It is then slower than on an idle machine: the threads that carry
+it slept, and the caches hold other data. So requests may keep ranks busy before each exchange (`busy_ms`).
 
-Starts of different ranks are compared on rank 0's clock. The ranks of one host share its monotonic clock. The clock
-of another host is corrected by its offset, from ping-pongs over the process group. NCCL is written for the same
-interface and has not been run here. Several hosts were emulated only (hosts.Box).
+Starts of different ranks are compared on rank 0's clock. The ranks of one host share its monotonic clock. The
+clock of another host is corrected by its offset, from ping-pongs over the process group. NCCL is written for
+the same interface and has not been run here. Several hosts were emulated only (hosts.Box).
 
 Shapes: D ranks, B batch rows, R repeats.
 """
@@ -76,8 +77,8 @@ class CollectiveConfig:
 class RankTimes:
     """One rank's repeats of one request.
 
-    forward, backward: starts [R] and ends [R] in s of rank 0's monotonic clock. None: the collective does not run
-        that way.
+    forward, backward: starts [R] and ends [R] in s of rank 0's monotonic clock. None: the collective does not
+        run that way.
     oversubscribed: True if the rank's machine has more ranks than cores.
     work_s: [R] s of the rank's own work in a transfer of ids. Empty for other collectives.
     """
@@ -105,8 +106,9 @@ def measure_all(
     device: "cpu" (one core each) or "cuda" (one GPU each).
     box: the hosts to emulate, with as many ranks in all. None: one host, this machine.
 
-    Raises ShardCoreError before anything starts if a request does not fit this gang or the machine lacks the GPUs.
-    Raises it later if a rank dies or hangs, with rank and reason. No process stays behind; earlier samples are valid.
+    Raises ShardCoreError before anything starts if a request does not fit this gang or the machine lacks the
+    GPUs. Raises it later if a rank dies or hangs, with rank and reason. No process stays behind; earlier
+    samples are valid.
     """
     config = config or CollectiveConfig()
     links = box.links if box else None
@@ -239,8 +241,8 @@ def connect(rank: int, ranks: int, init_method: str, device: str, timeout_s: flo
 class Rank:
     """One process of the gang.
 
-    init_method: such as "tcp://127.0.0.1:PORT", the same on all ranks. The address is a numeric one of rank 0's host,
-        which listens there only.
+    init_method: such as "tcp://127.0.0.1:PORT", the same on all ranks. The address is a numeric one of rank
+        0's host, which listens there only.
     hosts: number of different hosts of the ranks (host_id).
 
     Raises ShardCoreError if hosts have different numbers of ranks.
@@ -286,8 +288,8 @@ class Rank:
     def meet(self) -> None:
         """Wait for all ranks. Over several hosts, all go on at a time that rank 0 sets.
 
-        Leaving the barrier at once would not do: the first ranks to leave send data, which holds up the barrier's
-        messages to the others, on slow links by up to 70 ms.
+        Leaving the barrier at once would not do: the first ranks to leave send data, which holds up the
+        barrier's messages to the others, on slow links by up to 70 ms.
         """
         self._on.meet()
         if self.hosts > 1:
@@ -393,8 +395,9 @@ def wait_until(due_s: float) -> None:
 def estimate_clock_offset(clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
     """(round trip, offset) in s: the offset is to be added to this rank's clock to get rank 0's.
 
-    All ranks have to call it together. The fastest of several ping-pongs counts. Rank 0 is taken to have read its clock
-    in the middle of it (Cristian 1989), so the offset is wrong by at most half the round trip. Rank 0 has (0, 0).
+    All ranks have to call it together. The fastest of several ping-pongs counts. Rank 0 is taken to have read
+    its clock in the middle of it (Cristian 1989), so the offset is wrong by at most half the round trip. Rank
+    0 has (0, 0).
     """
     at = torch.zeros(1, dtype=torch.float64)
     rank, best = dist.get_rank(), (0.0, 0.0)

@@ -35,7 +35,8 @@ class Cpu:
     request_errors: errors that concern one request. After others the process is unusable.
     batch: default global batch.
     tolerance: default of kernels.KernelConfig.
-    drawing_threads: threads that draw ids while the device runs. 0 on a CPU, where they would disturb the timings.
+    drawing_threads: threads that draw ids while the device runs. 0 on a CPU, where they would disturb the
+      timings.
     backend: torch.distributed's backend.
     gang_start_s: additional time that the first collective may take.
     """

@@ -1,15 +1,15 @@
 """The exchanges of a step: one for each channel of a rank, with buffers.
 
-A run (kinds.runs_of) is the tables of one kind and one collection. Its channels form a chain. Forward, the result of
-one exchange enters the next. Backward, gradients go the other way. Payloads are encoded as in TorchRec's quantised
-communication: FP32 tensors are cast, or encoded by FBGEMM's codec, before the collective, and decoded after it, inside
-the timed part, as a step pays for both. Gloo sums FP16 and BF16 (seen with torch 2.13). NCCL has the same interface and
-has not been run here.
+A run (kinds.runs_of) is the tables of one kind and one collection. Its channels form a chain. Forward, the
+result of one exchange enters the next. Backward, gradients go the other way. Payloads are encoded as in
+TorchRec's quantised communication: FP32 tensors are cast, or encoded by FBGEMM's codec, before the
+collective, and decoded after it, inside the timed part, as a step pays for both. Gloo sums FP16 and BF16
+(seen with torch 2.13). NCCL has the same interface and has not been run here.
 
-Over the hosts of a box, an all-to-all posts receives before sends. Gloo's own posts sends first: a late rank sends
-all its data before it announces that it can receive, so their connection carries one way after the other. Two hosts
-of two ranks then take up to 1.5 times as long (docs/decisions/many-hosts.md). NCCL's sends and receives do not wait for
-each other, and the box stands for its links.
+Over the hosts of a box, an all-to-all posts receives before sends. Gloo's own posts sends first: a late rank
+sends all its data before it announces that it can receive, so their connection carries one way after the
+other. Two hosts of two ranks then take up to 1.5 times as long (docs/decisions/many-hosts.md). NCCL's sends
+and receives do not wait for each other, and the box stands for its links.
 
 Shapes: n ranks of a group, B global batch, W columns of an op.
 """
@@ -148,7 +148,8 @@ def codec_of(payload: str) -> Any:
 class Exchange:
     """One collective and its way back, over flat FP32 buffers.
 
-    outputs: buffer that is sent where `forward` is given none. Gradients that `backward` has no place for come here.
+    outputs: buffer that is sent where `forward` is given none. Gradients that `backward` has no place for
+      come here.
     arrived: result of `forward`.
     gradients: buffer of the gradients of `arrived`, which is sent where `backward` is given none.
     """
@@ -173,7 +174,7 @@ class Exchange:
 
 
 def _flat(tensor: torch.Tensor | None, buffer: torch.Tensor) -> torch.Tensor:
-    """As many elements of a tensor as the buffer has, flat. The buffer where the tensor has fewer.
+    """The first elements of a tensor, flat, as many as the buffer has. If it has fewer, the buffer itself.
 
     Batches differ in their lookups. The workload states how many elements travel: those of the buffer.
     """
@@ -307,8 +308,8 @@ def chains(workload: Workload, rank: int, full: Full, own_groups: Groups) -> dic
     job = workload.job
     if len(workload.ops) == 1:
         return {}
-    # The gradients of all replicas are one exchange, even of several runs. It goes to the first of these runs: in
-    # reverse order, the first is written last.
+    # The gradients of all replicas are one exchange, even of several runs. It goes to the first of these
+    # runs: in reverse order, the first is written last.
     run_of_rows = {
         tuple(row_in(lane, c) for c in run.channels_in(job, workload.topology)): run
         for run, lane in reversed(workload.lanes.items())

@@ -39,8 +39,8 @@ def hardware_name(device: str) -> str:
 def require_fbgemm(device: str) -> None:
     """Import FBGEMM and run one of its ops on the device.
 
-    Raises ShardCoreError with what to install where FBGEMM is missing, was built for another torch, or is the CPU
-    build on a GPU machine, and where there is no such device.
+    Raises ShardCoreError with what to install where FBGEMM is missing, was built for another torch, or is the
+    CPU build on a GPU machine, and where there is no such device.
     """
     require_device(device)
     try:

@@ -1,15 +1,15 @@
 """A cluster in a box: hosts that this machine emulates, so that ranks exchange over links of a chosen rate.
 
-A network namespace is a host to gloo: it has a network card and addresses. A bridge in another namespace joins
-them. `tbf` shapes what each host sends, and at the bridge what it receives. Hosts in pods have a bridge a pod, and
-another one joins the pods, over links that are shaped in the same way.
+A network namespace is a host to gloo: it has a network card and addresses. A bridge in another namespace
+joins them. `tbf` shapes what each host sends, and at the bridge what it receives. Hosts in pods have a bridge
+a pod, and another one joins the pods, over links that are shaped in the same way.
 
-Real: processes, gloo, TCP, and queues and sharing on the links. Emulated: the links' rates. Ranks of all hosts
-share this machine's cores, so compute among them measures the scheduler. Links lose nothing (_QUEUE_BYTES), as
-those of GPU clusters, and TCP is tuned for that (_TCP).
+Real: processes, gloo, TCP, and queues and sharing on the links. Emulated: the links' rates. Ranks of all
+hosts share this machine's cores, so compute among them measures the scheduler. Links lose nothing
+(_QUEUE_BYTES), as those of GPU clusters, and TCP is tuned for that (_TCP).
 
-Namespaces have no names. Each lives as long as the file by which its maker holds it, or a process in it. So nothing
-is left behind even where the maker is killed, and two boxes may have equal addresses.
+Namespaces have no names. Each lives as long as the file by which its maker holds it, or a process in it. So
+nothing is left behind even where the maker is killed, and two boxes may have equal addresses.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ _TCP = {
     "tcp_rto_min_us": "2000000",
 }
 """Kernel settings of each host. Nothing is lost, so Reno's windows only grow, and retransmissions are waste. BBR,
-the default of some machines, paces each connection below the rate it saw: equally loaded links then idle for a fifth
-of an exchange (docs/benchmarks/2026-11-25-emulated-hosts.md). Kernels before 6.11 lack the last setting.
+the default of some machines, paces each connection below the rate it saw: equally loaded links then idle for
+a fifth of an exchange (docs/benchmarks/2026-11-25-emulated-hosts.md). Kernels before 6.11 lack the last
+setting.
 """
 _TOOLS = ("nsenter", "ip", "tc")
 _NETWORK = 0x40000000
@@ -64,8 +65,10 @@ class Box:
 
     hosts: number of hosts.
     ranks_per_host: ranks of each.
-    between_gbit_s: rate of each host's link, Gbit/s each way, which its ranks share. With pods: of each pod's link.
-    within_gbit_s: rate of each host's loopback, Gbit/s, which all transfers among its ranks share. None: not limited.
+    between_gbit_s: rate of each host's link, Gbit/s each way, which its ranks share. With pods: of each pod's
+      link.
+    within_gbit_s: rate of each host's loopback, Gbit/s, which all transfers among its ranks share. None: not
+      limited.
     pods: number of pods that hosts are divided into evenly. 1: none.
     pod_gbit_s: rate of each host's link in its pod, Gbit/s each way.
     """

@@ -1,13 +1,13 @@
 """Input distribution among real processes, as TorchRec's KJTAllToAll runs it.
 
-It takes three all-to-alls: the numbers of elements that follow, lengths, and ids. Lengths and ids arrive rank by rank.
-A permutation by FBGEMM then orders them by feature, as the lookups need them. Where rows of tables are divided, FBGEMM
-first puts a rank's ids in buckets, one for each row range.
+It takes three all-to-alls: the numbers of elements that follow, lengths, and ids. Lengths and ids arrive rank
+by rank. A permutation by FBGEMM then orders them by feature, as the lookups need them. Where rows of tables
+are divided, FBGEMM first puts a rank's ids in buckets, one for each row range.
 
-Bucketizing and permuting are work of the device. The dense part hides transfers, but not this work, as it runs on the
-same device. TrainPipelineSparseDist (TorchRec 1.8) bucketizes ids at the start of a step, before the forward pass of
-the previous batch (`start_sparse_data_dist`). It permutes them when their own forward pass begins, right before the
-lookups (`PipelinedForward`, `KJTAllToAllTensorsAwaitable._wait_impl`).
+Bucketizing and permuting are work of the device. The dense part hides transfers, but not this work, as it
+runs on the same device. TrainPipelineSparseDist (TorchRec 1.8) bucketizes ids at the start of a step, before
+the forward pass of the previous batch (`start_sparse_data_dist`). It permutes them when their own forward
+pass begins, right before the lookups (`PipelinedForward`, `KJTAllToAllTensorsAwaitable._wait_impl`).
 
 Shapes: n ranks, F features of a rank, b samples of a rank.
 """

@@ -27,7 +27,8 @@ class IndexStreams:
 
     place: torch device of the streams.
     most_bytes: limit of all streams that are kept. The ids of ops that are running come on top.
-    threads: number of threads that draw ahead of need (`expect`). 0 where they would take the cores that are measured.
+    threads: number of threads that draw ahead of need (`expect`). 0 where they would take the cores that are
+      measured.
     drawn: streams drawn so far. It grows while a request is prepared, so a supervisor sees progress.
     """
 
@@ -56,8 +57,8 @@ class IndexStreams:
     def lookups(self, request: ComputeRequest, seed: int) -> Stream:
         """Indices [L] and offsets of a request's T features, table after table.
 
-        Offsets have one entry for each distinct value, and a last one. Sequences always have [T × B + 1]; the samples
-        after the last distinct value are empty.
+        Offsets have one entry for each distinct value, and a last one. Sequences always have [T × B + 1]; the
+        samples after the last distinct value are empty.
         """
         all_ids, all_offsets, start = [], [], 0
         for s in request.shards:
@@ -81,7 +82,8 @@ class IndexStreams:
             return ids, offsets
         # A row range looks up only its own ids, counted from its first row.
         inside = (ids >= shard.row_lo) & (ids < shard.row_hi)
-        # [L + 1] ids inside before each id. Indexed by an offset in all ids, it gives the offset among those inside.
+        # [L + 1] ids inside before each id. Indexed by an offset in all ids, it gives the offset among those
+        # inside.
         kept = torch.nn.functional.pad(inside.cumsum(0), (1, 0))
         return ids[inside] - shard.row_lo, kept[offsets]
 

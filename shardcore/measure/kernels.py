@@ -1,19 +1,19 @@
 """Fused FBGEMM ops, forward and backward, measured on one device.
 
-Building an op with its own weights costs seconds of allocation for milliseconds of kernel. Here one arena of weights,
-touched once, serves every op. An op is built with one row a table, in milliseconds, and then gets the arena and the
-true row counts. Tables of one op lie one after the other. If together they exceed the arena, they wrap round and share
-addresses. A batch touches a small share of the arena, so shared rows are rare, and the kernels see the same spread of
-addresses.
+Building an op with its own weights costs seconds of allocation for milliseconds of kernel. Here one arena of
+weights, touched once, serves every op. An op is built with one row a table, in milliseconds, and then gets
+the arena and the true row counts. Tables of one op lie one after the other. If together they exceed the
+arena, they wrap round and share addresses. A batch touches a small share of the arena, so shared rows are
+rare, and the kernels see the same spread of addresses.
 
-Ops run in rounds, each once a round. Between two runs of one op, the others evict it from the caches, as other layers
-and batches do in training, at no additional cost. A finished op makes room for the next. When too few are left to
-evict each other, the caches are overwritten before each run. The order changes from round to round, and each op lies
-elsewhere in the arena, so that none profits from the same neighbour.
+Ops run in rounds, each once a round. Between two runs of one op, the others evict it from the caches, as
+other layers and batches do in training, at no additional cost. A finished op makes room for the next. When
+too few are left to evict each other, the caches are overwritten before each run. The order changes from round
+to round, and each op lies elsewhere in the arena, so that none profits from the same neighbour.
 
 Repeats of an op are thus seconds apart, and neighbouring runs show the machine's slowdown at each moment
-(timing.SlowdownLog). Timings are corrected to the machine's usual speed. A reference op, which runs in every round
-from the first to the last, shows that speed.
+(timing.SlowdownLog). Timings are corrected to the machine's usual speed. A reference op, which runs in every
+round from the first to the last, shows that speed.
 
 Shapes: T tables of an op, F features, L lookups, B batch, W columns of all its shards together.
 """
@@ -57,13 +57,13 @@ class KernelConfig:
     """Settings of measured ops.
 
     arena_bytes: weights shared by all ops, and so the largest shard that can be measured.
-    tolerance: repeats stop once the median of forward + backward is known to this fraction (95% interval). None: the
-        device's default.
+    tolerance: repeats stop once the median of forward + backward is known to this fraction (95% interval).
+        None: the device's default.
     min_repeats: fewest timed runs of an op.
     max_repeats: most timed runs of an op.
     interleave: ops that run in one round.
-    state_rows: rows of the optimizer's state. Tables with more in all share them. None: as many as the arena has
-        rows of the least width.
+    state_rows: rows of the optimizer's state. Tables with more in all share them. None: as many as the arena
+        has rows of the least width.
     """
 
     arena_bytes: int = 1 << 30
@@ -96,8 +96,8 @@ class KernelBench:
     """Measures requests of one Setting on one device ("cpu" or "cuda"), over one arena.
 
     reference: a group that runs in every round. Each _REFERENCE_RUNS of its runs yield a sample of it.
-    reference_ms: forward + backward of the reference at the device's usual speed (from `calibrate`, or an earlier
-        dataset). Without it, timings are at the mean slowdown of some thousand runs.
+    reference_ms: forward + backward of the reference at the device's usual speed (from `calibrate`, or an
+        earlier dataset). Without it, timings are at the mean slowdown of some thousand runs.
     kernel_s: seconds inside timed kernels so far, including warm-ups and the reference.
     kept_s: seconds of these in runs that entered a median.
     """
@@ -206,8 +206,8 @@ class KernelBench:
     def calibrate(self, requests: Iterable[ComputeRequest], seconds: float = 5.0) -> float:
         """Median ms of the reference's forward + backward, over `seconds` of runs.
 
-        requests: ops that run in turn with it. Give `interleave` of them, so that the reference finds the caches as
-            it will when measuring.
+        requests: ops that run in turn with it. Give `interleave` of them, so that the reference finds the
+            caches as it will when measuring.
         """
         runs, totals, until = [], [], time.monotonic() + seconds
         if (reference := self._reference) is None:
@@ -290,8 +290,8 @@ class KernelBench:
     def prepare(self, request: ComputeRequest, seed: int = _SEED) -> Run:
         """Build a request's op over the arena, with the batch that `seed` draws.
 
-        Raises ShardCoreError if a shard is larger than the arena or of another precision than the setting's, or if
-        the batch takes too much memory.
+        Raises ShardCoreError if a shard is larger than the arena or of another precision than the setting's,
+        or if the batch takes too much memory.
         """
         shape = self._shape(request)
         indices, offsets = self.streams.lookups(request, seed)
@@ -425,8 +425,8 @@ class Run:
     number: number of the op in the slowdown log.
     indices, offsets: [L] and [F × B + 1].
     gradient: [B, W] gradient of the outputs. [L, W] for a sequence.
-    values: [F, 1] distinct values of each feature, if some table is deduplicated. Offsets then have one entry for each
-        value and a last one, and the gradient is flat. None: each feature has B.
+    values: [F, 1] distinct values of each feature, if some table is deduplicated. Offsets then have one entry
+        for each value and a last one, and the gradient is flat. None: each feature has B.
     warm: True after the first run.
     times_ms: forward ms, backward ms and number in the slowdown log of each repeat.
     """

@@ -1,8 +1,8 @@
 """A gang: one local process a rank. They start together, send messages while they work, and end together.
 
-Ranks that exchange wait for each other, so one that dies or hangs would hold up all. A process's death ends its pipe
-and is noticed at once. A rank that sends no message for the allowed time counts as hung. The error names the rank that
-failed, not those that waited for it in vain.
+Ranks that exchange wait for each other, so one that dies or hangs would hold up all. A process's death ends
+its pipe and is noticed at once. A rank that sends no message for the allowed time counts as hung. The error
+names the rank that failed, not those that waited for it in vain.
 """
 
 from __future__ import annotations
@@ -51,14 +51,15 @@ def run(
     """Run work(rank, init_method, send, *arguments) in one process a rank.
 
     Yields (rank, value) for each send(value) as it comes. Processes are named "<name>-rank-<rank>".
-    init_method: address for collectives.Rank, the same for all: on this machine's loopback, or in the first place.
+    init_method: address for collectives.Rank, the same for all: on this machine's loopback, or in the first
+      place.
     work, arguments: picklable.
     timeout_s: longest time without a message of any rank.
     places: emulated host of each rank (hosts.box_of). None: this machine.
 
     Raises ShardCoreError for more than MOST_RANKS ranks, and where a rank fails (with a ShardCoreError or
-    RuntimeError), dies or hangs. It names the rank and the reason. No process is left when the iterator ends, raises
-    or is closed.
+    RuntimeError), dies or hangs. It names the rank and the reason. No process is left when the iterator ends,
+    raises or is closed.
     """
     if ranks > MOST_RANKS:
         raise ShardCoreError(
@@ -163,7 +164,10 @@ def _messages(
 def _silence(name: str, silent: Iterable[int], lost: dict[int, str], timeout_s: float) -> str:
     ranks = ", ".join(map(str, silent))
     if not lost:
-        return f"{name}: no word for {timeout_s:g} s from rank {ranks}: it hangs, or its work needs a longer timeout_s"
+        return (
+            f"{name}: no word for {timeout_s:g} s from rank {ranks}: it hangs, or its work needs a longer "
+            "timeout_s"
+        )
     first, reason = next(iter(lost.items()))
     waits = f"rank {ranks or first} does not answer the others ({timeout_s:g} s are allowed)"
     return f"{name}: {waits}; rank {first}: {reason}"

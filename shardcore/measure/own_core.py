@@ -1,8 +1,8 @@
 """A core for each rank, which other ranks of its host cannot take.
 
-Otherwise the scheduler moves threads between cores. A rank that has its outputs goes on to compute, perhaps on the
-core where another rank's network thread waits, while another core idles until the scheduler's next tick. That takes 2
-to 4 ms, in an exchange of 0.3 ms (docs/decisions/measuring.md).
+Otherwise the scheduler moves threads between cores. A rank that has its outputs goes on to compute, perhaps
+on the core where another rank's network thread waits, while another core idles until the scheduler's next
+tick. That takes 2 to 4 ms, in an exchange of 0.3 ms (docs/decisions/measuring.md).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def give_back(cores: Collection[int]) -> None:
 def let_network_wait() -> None:
     """Give gloo's network threads the scheduler's class for batch work. Call it after each new process group.
 
-    Such a thread polls without rest from when data arrives until the rank asks for it. As a batch thread, it makes
-    room at once for the thread that will ask.
+    Such a thread polls without rest from when data arrives until the rank asks for it. As a batch thread, it
+    makes room at once for the thread that will ask.
     """
     for thread in _THREADS.glob("*"):
         # A thread may end while this reads its name.

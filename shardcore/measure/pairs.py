@@ -255,8 +255,8 @@ def _shared_gbps(groups: Groups, first: float | None, together: float | None) ->
     together: of a rank while all send.
     """
     size = max(map(len, groups))
-    # A rank alone is `size` times as fast on a shared link, and equally fast on its own. The threshold is their
-    # geometric mean, half way on a scale of ratios.
+    # A rank alone is `size` times as fast on a shared link, and equally fast on its own. The threshold is
+    # their geometric mean, half way on a scale of ratios.
     if first is None or together is None or first < together * size**0.5 or size == 1:
         return None
     return together * size

@@ -1,7 +1,8 @@
 """Processes that measure, or take part in a gang. They end when this process does, however that ends.
 
-On a machine without a GPU, each is forked from a server that has imported torch and FBGEMM and done nothing else, so
-it starts at once. On a machine with a GPU, each starts anew: importing may initialise CUDA, which forks cannot use.
+On a machine without a GPU, each is forked from a server that has imported torch and FBGEMM and done nothing
+else, so it starts at once. On a machine with a GPU, each starts anew: importing may initialise CUDA, which
+forks cannot use.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def made(name: str, work: Callable[..., None], arguments: Sequence[Any]) -> Base
 
 @cache
 def _spawns() -> bool:
-    # As torch sees it, like imports in a fork: files of a driver may exist without a GPU, and a GPU without them.
+    # As torch sees it, like imports in a fork: files of a driver may exist without a GPU, and a GPU without
+    # them.
     return torch.cuda.is_available()
 
 

@@ -1,7 +1,7 @@
 """Groups of ranks that are near each other, from times of messages between them (Cloud Collectives, 2021).
 
-Ranks that share a host, a rack or a switch exchange messages faster than others. Names of hosts do not show racks,
-and they may mislead in containers. Times do neither.
+Ranks that share a host, a rack or a switch exchange messages faster than others. Names of hosts do not show
+racks, and they may mislead in containers. Times do neither.
 
 Shapes: D ranks.
 """
@@ -59,10 +59,11 @@ def levels(pair_ms: np.ndarray) -> list[Groups]:
 
     pair_ms: [D, D] ms of a message between two ranks. The diagonal does not count.
 
-    Ranks are merged into groups step by step, by the mean logarithm of the times between them (average linkage). A
-    level is a step after which times jump: by the factor CLEAR at least, and in logarithms by at least half of the
-    largest jump. So, beside slow links, disturbed pairs of a host make no level. Nor does one slow pair: three quarters
-    of the pairs between groups need to take CLEAR times as long as the median pair within.
+    Ranks are merged into groups step by step, by the mean logarithm of the times between them (average
+    linkage). A level is a step after which times jump: by the factor CLEAR at least, and in logarithms by at
+    least half of the largest jump. So, beside slow links, disturbed pairs of a host make no level. Nor does
+    one slow pair: three quarters of the pairs between groups need to take CLEAR times as long as the median
+    pair within.
 
     Raises ShardCoreError for times of another shape, and for times that are not finite and above 0.
     """
@@ -82,7 +83,8 @@ def levels(pair_ms: np.ndarray) -> list[Groups]:
     # Two ranks have one time, with nothing to compare it with.
     if n == 2:
         return []
-    # Logarithms, as links of different levels differ by factors. The mean of both directions, as a link has one time.
+    # Logarithms, as links of different levels differ by factors. The mean of both directions, as a link has
+    # one time.
     apart = np.log(np.where(diagonal, 1.0, (times + times.T) / 2))
     np.fill_diagonal(apart, 0.0)
     apart -= apart[~diagonal].min()  # linkage wants distances of 0 or more

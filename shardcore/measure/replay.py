@@ -5,22 +5,23 @@ A step is timed as it falls in a training loop, from one dense part to the next:
   barrier | ids of the next batch | exchange of gradients | backward | forward of that batch | waiting |
   exchange of outputs
 
-With a pipeline (job.HIDES_IDS), ids travel during the dense part, for which ranks sleep. Before it, ranks put ids in
-buckets and announce their numbers. Between its forward and backward they send the ids. After it, they put arrived ids
-in order (id_transfer.py). Without a pipeline all of this comes later in the step, but takes as long. Time that the
-dense part hides is not counted.
+With a pipeline (job.HIDES_IDS), ids travel during the dense part, for which ranks sleep. Before it, ranks put
+ids in buckets and announce their numbers. Between its forward and backward they send the ids. After it, they
+put arrived ids in order (id_transfer.py). Without a pipeline all of this comes later in the step, but takes
+as long. Time that the dense part hides is not counted.
 
-So a device reaches the forward exchange after its backward transfer and all its compute, and waits there for the last
-one. This is the waiting that a CostModel predicts. Ranks compare their marks by the host's monotonic clock, so they
-share one host. A transfer lasts from the last rank's start to a rank's own end. The skew with which ranks leave the
-barrier counts for none.
+So a device reaches the forward exchange after its backward transfer and all its compute, and waits there for
+the last one. This is the waiting that a CostModel predicts. Ranks compare their marks by the host's monotonic
+clock, so they share one host. A transfer lasts from the last rank's start to a rank's own end. The skew with
+which ranks leave the barrier counts for none.
 
-Ops run over an arena as in kernels.py; outputs and gradients travel between the ops' buffers. Steps go through
-several batches. Before each step the caches are overwritten, as the dense part and other layers would. Gloo runs on
-CPUs; NCCL is written for the same interface and has not been run here.
+Ops run over an arena as in kernels.py; outputs and gradients travel between the ops' buffers. Steps go
+through several batches. Before each step the caches are overwritten, as the dense part and other layers
+would. Gloo runs on CPUs; NCCL is written for the same interface and has not been run here.
 
-Over the hosts of a box (hosts.py), exchanges are real and hosts are emulated. Their ranks share the cores of this
-machine. So the compute of each device is measured first, one device at a time, and a rank sleeps for as long.
+Over the hosts of a box (hosts.py), exchanges are real and hosts are emulated. Their ranks share the cores of
+this machine. So the compute of each device is measured first, one device at a time, and a rank sleeps for as
+long.
 
 Shapes: D devices (ranks), R repeats, B global batch, W columns of an op.
 """
@@ -108,12 +109,13 @@ def replay_all(
     """Replay several plans of one problem, their steps in alternation (A B A B), so that disturbances meet all.
 
     reference: a dataset's reference op. It runs on all devices at once, and shows the machine's slowdown.
-    on: places of a box, whose hosts are those of the topology. The reference op then runs while compute is measured.
-        Ranks sleep for the time that compute takes at a slowdown of 1, as links do not slow down either.
+    on: places of a box, whose hosts are those of the topology. The reference op then runs while compute is
+        measured. Ranks sleep for the time that compute takes at a slowdown of 1, as links do not slow down
+        either.
 
     Raises SettingMismatch if a workload is for another setting.
-    Raises ShardCoreError if workloads differ in their devices, a shard exceeds the arena, the machine lacks the GPUs,
-    or a rank dies or hangs. It names the rank and the reason. No process stays behind.
+    Raises ShardCoreError if workloads differ in their devices, a shard exceeds the arena, the machine lacks
+    the GPUs, or a rank dies or hangs. It names the rank and the reason. No process stays behind.
     """
     config = config or ReplayConfig()
     if not workloads:
@@ -243,9 +245,9 @@ def replay_rank(
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """Replay as one rank of a gang. All its ranks need the same arguments.
 
-    Returns marks [R, 6] of each workload, in s of the host's monotonic clock: a step's begin, ids received, gradients
-    received, weights updated, the next batch pooled, outputs received. Also returns [R] ms of the reference op, which
-    runs once a round (without one: [0]).
+    Returns marks [R, 6] of each workload, in s of the host's monotonic clock: a step's begin, ids received,
+    gradients received, weights updated, the next batch pooled, outputs received. Also returns [R] ms of the
+    reference op, which runs once a round (without one: [0]).
     progress: called after each plan whose ops are built, and before each round of steps.
     compute_ms: times for which the rank sleeps instead of computing. None: it computes.
     """
@@ -275,8 +277,8 @@ def replay_rank(
     marks: list[list[np.ndarray]] = [[] for _ in steps]
     for index in range(config.warmups + config.repeats):
         progress()
-        # Plans run in another order each round, the same on all ranks. The first one is disturbed, as the process
-        # that reads the progress takes a core.
+        # Plans run in another order each round, the same on all ranks. The first one is disturbed, as the
+        # process that reads the progress takes a core.
         for i in np.random.default_rng([config.seed, index]).permutation(len(steps)):
             caches.evict()
             marks[i].append(steps[i].once(index % config.batches))

@@ -1,7 +1,7 @@
 """Measure the samples that a dataset's folder lacks. A seed draws them, and they are written as they come back.
 
-A rerun goes on where the last one ended. The caller chooses where samples run: processes of this machine for the
-command, Ray actors for the pipeline. Both pass a callback for progress.
+A rerun goes on where the last one ended. The caller chooses where samples run: processes of this machine for
+the command, Ray actors for the pipeline. Both pass a callback for progress.
 """
 
 from __future__ import annotations

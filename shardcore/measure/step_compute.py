@@ -42,10 +42,11 @@ class ReplayConfig:
     repeats: timed steps of each plan.
     warmups: steps before those, which are not timed.
     batches: different batches, which steps take in turn.
-    arena_bytes: weights of one rank, and so the largest shard that can be replayed. A reference op with larger shards
-        gets more.
+    arena_bytes: weights of one rank, and so the largest shard that can be replayed. A reference op with
+        larger shards gets more.
     evict_bytes: memory to overwrite before each step, more than the caches hold.
-    timeout_s: longest time to build a plan's ops, or to run a round of steps. A rank that takes longer has hung.
+    timeout_s: longest time to build a plan's ops, or to run a round of steps. A rank that takes longer has
+      hung.
     seed: seed of the batches.
     """
 
@@ -74,11 +75,11 @@ class ReplayConfig:
 class Ops:
     """One rank's compute of a workload: its ops over each batch.
 
-    The shards of a run make one op for each precision of their weights, and for each width of sequences. Their outputs
-    travel together.
+    The shards of a run make one op for each precision of their weights, and for each width of sequences.
+    Their outputs travel together.
 
-    outputs, gradients: tensors by run (kinds.runs_of). Gradients of sequences have room for the batch with most
-        lookups.
+    outputs, gradients: tensors by run (kinds.runs_of). Gradients of sequences have room for the batch with
+        most lookups.
     """
 
     def __init__(self, benches: Benches, workload: Workload, rank: int, config: ReplayConfig, device: str):

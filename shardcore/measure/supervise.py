@@ -1,12 +1,12 @@
 """Supervised measuring: requests are shared out to one worker a device. A crash or a hang costs one request.
 
-This policy serves every Transport: local processes (local_workers.py) and Ray actors (tasks/workers.py). A worker gets
-requests in chunks, one call each. Its ops keep running from call to call, so no time is lost at the ends of chunks. A
-request is outstanding from its call until its sample is back.
+This policy serves every Transport: local processes (local_workers.py) and Ray actors (tasks/workers.py). A
+worker gets requests in chunks, one call each. Its ops keep running from call to call, so no time is lost at
+the ends of chunks. A request is outstanding from its call until its sample is back.
 
-A worker that dies or hangs is replaced. Its outstanding requests are suspects: each is measured again, one at a time.
-That finds the request that ends workers, which is recorded with its reason. If no replacement starts (its host is
-gone), the other devices do the rest.
+A worker that dies or hangs is replaced. Its outstanding requests are suspects: each is measured again, one at
+a time. That finds the request that ends workers, which is recorded with its reason. If no replacement starts
+(its host is gone), the other devices do the rest.
 """
 
 from __future__ import annotations
@@ -194,7 +194,8 @@ class Supervisor(Generic[W]):
     def calibrate(self, requests: Sequence[ComputeRequest], seconds: float = 5.0) -> float:
         """The reference op's ms at the devices' usual speed. If it is not known, it is measured for `seconds`.
 
-        All devices measure at once, and the mean counts. If every worker ends, fresh ones try half of the requests.
+        All devices measure at once, and the mean counts. If every worker ends, fresh ones try half of the
+        requests.
 
         Raises ShardCoreError if the reference op ends workers even without other requests.
         """
@@ -222,8 +223,8 @@ class Supervisor(Generic[W]):
     def measure(self, requests: Iterable[ComputeRequest]) -> Iterator[list[Finished]]:
         """Measure requests (of different ids) on all devices at once. Yields results as they come.
 
-        Requests are read as devices need work. One that ends or hangs its worker, and again when it runs alone, has a
-        sample with the reason.
+        Requests are read as devices need work. One that ends or hangs its worker, and again when it runs
+        alone, has a sample with the reason.
 
         Raises ShardCoreError if no worker is left.
         """

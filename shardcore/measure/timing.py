@@ -28,8 +28,8 @@ def relative_ci(values_ms: Sequence[float] | np.ndarray) -> float:
     if n < 6:
         return math.inf
     ordered = np.sort(np.asarray(values_ms))
-    # The number of values below the median is binomial with p = 1/2, so its standard deviation is sqrt(n) / 2. The
-    # interval reaches 1.96 of these, counted in ranks of sorted values, to both sides.
+    # The number of values below the median is binomial with p = 1/2, so its standard deviation is sqrt(n) /
+    # 2. The interval reaches 1.96 of these, counted in ranks of sorted values, to both sides.
     reach = 0.98 * math.sqrt(n)
     low, high = max(0, math.floor((n - 1) / 2 - reach)), min(n - 1, math.ceil((n - 1) / 2 + reach))
     # The lower limit avoids a division by 0, for timings below the clock's resolution.
@@ -39,12 +39,14 @@ def relative_ci(values_ms: Sequence[float] | np.ndarray) -> float:
 class SlowdownLog:
     """The machine's slowdown at each of many runs of different ops in turn, from the runs themselves.
 
-    A shared machine's speed wanders by tens of percent within milliseconds to minutes, for all ops by nearly the same
-    factor. Each op has a level: its log ms at the usual speed. A run's excess over the level of its op is slowdown and
-    noise. The excess of the runs just before and after predicts the slowdown, to the degree that neighbours agree: on a
-    quiet machine nothing is corrected. Levels and slowdowns are fitted in alternation.
+    A shared machine's speed wanders by tens of percent within milliseconds to minutes, for all ops by nearly
+    the same factor. Each op has a level: its log ms at the usual speed. A run's excess over the level of its
+    op is slowdown and noise. The excess of the runs just before and after predicts the slowdown, to the
+    degree that neighbours agree: on a quiet machine nothing is corrected. Levels and slowdowns are fitted in
+    alternation.
 
-    anchors: known levels of ops, log ms. They fix the scale of the slowdown. Without one, its mean logarithm is 0.
+    anchors: known levels of ops, log ms. They fix the scale of the slowdown. Without one, its mean logarithm
+      is 0.
     kept: number of runs, the last ones, which are fitted together.
 
     Shapes: N runs kept.

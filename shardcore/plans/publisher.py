@@ -295,8 +295,8 @@ class Publisher:
     def _search(self, problem: Problem, previous: _Previous | None) -> PricedPlan:
         """A plan by the config's algorithm, with the publisher's provenance, or the published one.
 
-        Annealing starts from the published plan, if there is one. So noise of the search does not look like an
-        improvement, and few tables move when some are new.
+        Annealing starts from the published plan, if there is one. So noise of the search does not look like
+        an improvement, and few tables move when some are new.
         """
         config, budget = self.config, Budget(evals=self.config.budget_evals)
         old = previous.plan if previous else None

@@ -15,8 +15,8 @@ Only the pointer is ever overwritten, and always last. So a killed publisher lea
 one. At worst it leaves files that nothing names. A reader sees either state, whole.
 tests/plans/test_store_operations.py checks this at every single operation.
 
-Publishers that share a folder wait for each other (`turn`). An object store has no locks: run one publisher at a time
-there.
+Publishers that share a folder wait for each other (`turn`). An object store has no locks: run one publisher
+at a time there.
 """
 
 from __future__ import annotations

@@ -148,8 +148,8 @@ def _known(job: ReadJob) -> tuple[Problem, Plan]:
 def check(job: ReadJob, model: CostModel) -> CheckedJob:
     """A job's plan under a model, and the model corrected by the job's traces.
 
-    Raises ShardCoreError for a job whose plan is not known, a model of another setting, and traces that tell nothing
-    or are of another plan.
+    Raises ShardCoreError for a job whose plan is not known, a model of another setting, and traces that tell
+    nothing or are of another plan.
     """
     given, plan = _known(job)
     given.require_setting(model.for_problem(given).setting)

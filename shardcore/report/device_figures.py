@@ -69,7 +69,8 @@ def plot(plan: Plan, problem: Problem, model: CostModel, before: Plan | None = N
     model: what prices it, as `model.for_problem(problem)` gives it.
     before: another plan of the problem, which is drawn above, to the same scale.
 
-    Needs matplotlib: pip install 'shardcore[report]'. In a notebook, the last line of a cell shows the picture:
+    Needs matplotlib: pip install 'shardcore[report]'. In a notebook, the last line of a cell shows the
+    picture:
 
         shardcore.plot(plan, problem, model)
         shardcore.plot(plan, problem, model).save("plan.svg")

@@ -1,4 +1,4 @@
-"""Which rows of a problem's tables are hot, as a table."""
+"""A table of the hot rows of a problem's tables."""
 
 from __future__ import annotations
 

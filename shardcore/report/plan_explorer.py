@@ -29,7 +29,7 @@ PARTS = (
 )
 """Parts of a step: their words, the field of StepCost, and the color."""
 MOST_TABLES, MOST_DEVICES = 20_000, 2_000
-"""That a page has. Larger plans have no such part: it would take browsers too long."""
+"""Limit of a page. Larger plans have no such part, as browsers would take too long."""
 STYLE = """
 #devices { width: 100%; height: 170px; } #devices g { cursor: pointer; } #devices .dim { opacity: .35; }
 #devices g:focus, #tables th:focus { outline: 1px solid #4477aa; } #tables th { cursor: pointer; }

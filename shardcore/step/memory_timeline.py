@@ -50,9 +50,11 @@ Buffers of a run for the local batch. A plan decides them, and they are the same
 - gradient: gradient of all outputs of its collection, if this run is the last that needs it. Uncut: the same, if
   none of its columns are cut. Else they are copied before.
 
-Others, which count for the first run: batch (ids of the local batch), expanded (outputs of bags copied to samples,
-where features have batches of their own), and scratch (tensors by which the dense
-optimizer updates the largest replica).
+Others, which count for the first run:
+
+- batch: ids of the local batch.
+- expanded: outputs of bags copied to samples, where features have batches of their own.
+- scratch: tensors by which the dense optimizer updates the largest replica.
 """
 
 

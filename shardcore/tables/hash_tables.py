@@ -53,10 +53,14 @@ ROUTES: Mapping[str, Callable[[np.ndarray, int, int], np.ndarray]] = {
 """(ids [L], buckets, size of the range of raw ids) -> [L] bucket of each, by access_statistics.ROUTINGS."""
 
 
+def _buckets(collision: ManagedCollision, n_devices: int) -> int:
+    """Buckets of a table. One that does not say has one for each of the devices."""
+    return collision.buckets if collision.buckets > 1 else n_devices
+
+
 def routed(ids: np.ndarray, collision: ManagedCollision, n_devices: int) -> np.ndarray:
-    """[L] bucket of each raw id. A table without buckets of its own has one for each of the devices."""
-    buckets = collision.buckets if collision.buckets > 1 else n_devices
-    return ROUTES[collision.routing](np.asarray(ids), buckets, collision.input_size)
+    """[L] bucket of each raw id. n_devices: that divide the rows."""
+    return ROUTES[collision.routing](np.asarray(ids), _buckets(collision, n_devices), collision.input_size)
 
 
 def routed_shares(ids: np.ndarray, collision: ManagedCollision, n_devices: int) -> RowShares | None:
@@ -66,7 +70,7 @@ def routed_shares(ids: np.ndarray, collision: ManagedCollision, n_devices: int) 
     """
     if len(ids) == 0 or n_devices < 2:
         return None
-    buckets = collision.buckets if collision.buckets > 1 else n_devices
+    buckets = _buckets(collision, n_devices)
     # Ranges end where devices' rows do.
     n = buckets if buckets <= MOST_RANGES else n_devices
     hit, counts = np.unique(ids, return_counts=True)

@@ -66,27 +66,30 @@ class HotColdEmbeddingCollection(nn.Module):
                         "HotColdEmbeddingCollection needs one for each"
                     )
                 self._features[feature] = config.name
-        for name, ids in [*hot.items(), *self._warm_ids.items()]:
+        for what, name, ids in self._all_ids():
             if name not in self._tables:
-                raise ShardCoreError(f"hot ids are given for table {name!r}, which is not among the tables")
+                raise ShardCoreError(
+                    f"{what} ids are given for table {name!r}, which is not among the tables"
+                )
             rows = self._tables[name].num_embeddings
             if (ids.table, ids.rows) != (name, rows):
                 raise ShardCoreError(
-                    f"table {name!r} of {rows} rows was given the hot ids of {ids.table!r} of {ids.rows} rows; it "
+                    f"table {name!r} of {rows} rows was given the {what} ids of {ids.table!r} of {ids.rows} rows; it "
                     "needs its own"
                 )
         if lacking := sorted(self._warm_ids.keys() - hot.keys()):
             raise ShardCoreError(f"table {lacking[0]!r} has warm ids and no hot ones; it needs some")
         self.hot = DenseRows(self._tables, {name: len(ids.ids) for name, ids in hot.items()}, device)
         counts = {name: len(ids.ids) for name, ids in self._warm_ids.items()}
-        self.warm = WarmRows(self._tables, counts, device, Unit.of_rank(unit_ranks))
+        # Units need equal hosts, which rows that are only hot or cold do not.
+        unit = Unit.of_rank(unit_ranks) if counts else Unit()
+        self.warm = WarmRows(self._tables, counts, device, unit)
         # Of each table, the ids that are not cold.
         self._kept_ids = {name: self._kept(name) for name in hot}
-        for name, ids in hot.items():
-            # Part of each checkpoint, so that weights of other hot ids are not loaded.
-            self.register_buffer(f"hot_ids_{name}", torch.from_numpy(ids.ids.copy()))
-        for name, ids in self._warm_ids.items():
-            self.register_buffer(f"warm_ids_{name}", torch.from_numpy(ids.ids.copy()))
+        for what, name, ids in self._all_ids():
+            # Part of each checkpoint, so that weights of other ids are not loaded.
+            self.register_buffer(f"{what}_ids_{name}", torch.from_numpy(ids.ids.copy()))
+        for name in self._warm_ids:
             kept = torch.from_numpy(self._kept_ids[name].ids.copy())
             self.register_buffer(f"kept_ids_{name}", kept, persistent=False)
         self.cold = EmbeddingCollection(
@@ -99,7 +102,13 @@ class HotColdEmbeddingCollection(nn.Module):
             device=torch.device(device or "cpu"),
         )
 
+    def _all_ids(self) -> Iterator[tuple[str, str, HotIds]]:
+        """Ids that are given, as ("hot" or "warm", table, ids)."""
+        for what, of_tables in (("hot", self._hot_ids), ("warm", self._warm_ids)):
+            yield from ((what, name, ids) for name, ids in of_tables.items())
+
     def _kept(self, name: str) -> HotIds:
+        """The ids of a table that are hot or warm."""
         hot = self._hot_ids[name]
         if name not in self._warm_ids:
             return hot
@@ -215,41 +224,33 @@ class HotColdEmbeddingCollection(nn.Module):
         )
 
     def _require_same_everywhere(self) -> None:
-        """Raise ShardCoreError on all ranks if they differ in hot ids."""
+        """Raise ShardCoreError on all ranks if they differ in hot or warm ids."""
         if not (dist.is_available() and dist.is_initialized()):
             return
         # Digests instead of ids: few bytes, and equal only for equal ids.
         digests: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(digests, {name: ids.digest for name, ids in self._kept_ids.items()})
+        mine = {(what, name): ids.digest for what, name, ids in self._all_ids()}
+        dist.all_gather_object(digests, mine)
         first = digests[0]
         for rank, theirs in enumerate(digests):
             if theirs != first:
                 # A rank may also have hot ids of fewer tables.
-                name = next(n for n in sorted({*theirs, *first}) if theirs.get(n) != first.get(n))
+                what, name = next(n for n in sorted({*theirs, *first}) if theirs.get(n) != first.get(n))
                 raise ShardCoreError(
-                    f"rank {rank} has other hot ids of {name!r} than rank 0; all ranks need "
-                    "the same, such as from one file of hot ids"
+                    f"rank {rank} has other {what} ids of {name!r} than rank 0; all ranks need "
+                    f"the same, such as from one file of {what} ids"
                 )
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        for name in self._hot_ids:
-            theirs = state_dict.get(f"{prefix}hot_ids_{name}")
-            ours = getattr(self, f"hot_ids_{name}")
+        for what, name, _ in self._all_ids():
+            theirs = state_dict.get(f"{prefix}{what}_ids_{name}")
+            ours = getattr(self, f"{what}_ids_{name}")
             if theirs is not None and not torch.equal(theirs.to(ours.device), ours):
                 raise ShardCoreError(
-                    f"a checkpoint has other hot ids of table {name!r} than the module; make the module with those of "
-                    "the checkpoint, or load rows by ids (load_rows)"
-                )
-        for name in self._warm_ids:
-            theirs = state_dict.get(f"{prefix}warm_ids_{name}")
-            if theirs is not None and not torch.equal(
-                theirs.cpu(), torch.from_numpy(self._warm_ids[name].ids)
-            ):
-                raise ShardCoreError(
-                    f"a checkpoint has other warm ids of table {name!r} than the module; make the module with those of "
-                    "the checkpoint, or load rows by ids (load_rows)"
+                    f"a checkpoint has other {what} ids of table {name!r} than the module; make the module with those "
+                    "of the checkpoint, or load rows by ids (load_rows)"
                 )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.links import LEVELS, ROWS_OVER, links_of
+from shardcore.core.links import DEFAULT_ROWS_OVER, LEVELS, ROWS_OVER, links_of
 from shardcore.core.tiers import BELOW, TIERS, Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement
@@ -117,7 +117,7 @@ def require_job(topology: Topology, placements: Iterable[Placement]) -> None:
     if (size := pod_size(topology, placements)) > 1 and POD_SIZE not in os.environ:
         raise ShardCoreError(
             f"the plan divides rows over pods of {size} hosts, and {POD_SIZE} is not set, so TorchRec would divide "
-            f"them over hosts: set it to {size}, or give a topology with rows_over {next(iter(ROWS_OVER))!r}"
+            f"them over hosts: set it to {size}, or give a topology with rows_over {DEFAULT_ROWS_OVER!r}"
         )
 
 

@@ -10,7 +10,7 @@ Shapes: N lookups of a rank, W warm rows of a table, L ranks of a unit, D column
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -116,16 +116,14 @@ class WarmRows(DenseRows):
         self.unit = unit
         self._within: Any = None
         self._across: Any = None
-        self._ready = False
 
     def join(self) -> None:
         """Make the groups of ranks, and the rows of all units equal to those of the first.
 
         Once, as it is a collective: all ranks make their first call together.
         """
-        if self._ready or not (dist.is_available() and dist.is_initialized()):
+        if not len(self) or self._within is not None or not (dist.is_available() and dist.is_initialized()):
             return
-        self._ready = True
         n, ranks = self.unit.size, range(dist.get_world_size())
         mine = dist.get_rank()
         # All ranks make all groups, in one order.
@@ -171,10 +169,9 @@ class WarmRows(DenseRows):
 
 def warm_parameter_names(model: nn.Module) -> list[str]:
     """Names of the warm rows of a model, for DefaultDataParallelWrapper(params_to_ignore=...)."""
-    return list(_warm_names(model))
-
-
-def _warm_names(model: nn.Module) -> Iterator[str]:
-    for path, module in model.named_modules():
-        if isinstance(module, WarmRows):
-            yield from (f"{path}.{name}" if path else name for name, _ in module.named_parameters())
+    return [
+        name
+        for path, module in model.named_modules()
+        if isinstance(module, WarmRows)
+        for name, _ in module.named_parameters(prefix=path)
+    ]

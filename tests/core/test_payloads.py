@@ -136,6 +136,16 @@ def test_a_refusal_names_the_codec():
         SHARDERS["portfolio"](p, model, seed=0, budget=Budget(evals=100))
 
 
+@pytest.mark.parametrize("sharder", ["portfolio", "size_greedy", "torchrec"])
+@pytest.mark.parametrize("given", [{"pinned": (("t1", (0,)),)}, {"together": (("t0", "t1"),)}])
+def test_a_table_that_constraints_leave_no_kind_with_a_codec_is_refused_by_name(given, sharder):
+    """Its other kinds need several devices. More memory would not help."""
+    p = replace(problem("int8", "fp32", 3, 64, 36), constraints=Constraints(**given))
+    model = AnalyticModel(Setting("x", p.global_batch)).for_problem(p)
+    with pytest.raises(ShardCoreError, match="'p' cannot place table 't1': column exchanges 36 columns"):
+        SHARDERS[sharder](p, model)
+
+
 def test_fewer_bytes_cost_less():
     costs = []
     for name in ("fp32", "fp16", "int8", "fp8", "mx4"):

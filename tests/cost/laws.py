@@ -57,7 +57,7 @@ def linear_law(shards, batch: int) -> tuple[float, float]:
 
 
 def cache_law(shards, batch: int) -> tuple[float, float]:
-    """As linear_law, lookups costing up to four times as much where a table outgrows a cache of 256 KiB."""
+    """linear_law with lookups that cost up to four times as much where a table outgrows a cache of 256 KiB."""
     forward, backward = linear_law((), batch)
     for s in shards:
         slower = 1 + 3 / (1 + math.exp(-math.log(s.bytes / 2**18)))

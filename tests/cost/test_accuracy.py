@@ -12,7 +12,7 @@ from shardcore.io.measurements import ComputeRequest, ComputeSample
 
 SHARD = Shard.whole(Table("t", 1000, 32, 1.0))
 ONE, TWO = (1.4 + 0.256, 2.1 + 0.768), (2.4 + 0.512, 4.1 + 1.536)
-"""What by_hand says that one and two of these take in an op, forward and backward."""
+"""ms of one and two of these in an op by `by_hand`, forward and backward."""
 SIDES = {"0000": "train", "0001": "train", "0002": "validation", "0014": "test"}
 
 

@@ -195,7 +195,7 @@ def test_what_devices_do_with_ids_is_known_where_samples_tell_it():
     ids=["measured", "latency", "links", "both"],
 )
 def test_given_links_leave_the_work_of_putting_ids_in_order(given, once, by_bytes):
-    """What rates of measured links include of it. The same samples, with that work told and not."""
+    """Rates of measured links include it or not. The same samples, with that work told and not."""
     ids, bucketized = (comm_samples(collective=c) for c in OF_IDS)
     told = [
         dataclasses.replace(s, work_ms=tuple(np.where(b > 0, 0.05 + b / 1e7, 0.0)))

@@ -140,7 +140,7 @@ def test_a_late_start_is_that_of_the_first_exchange_measured():
 
 
 def test_ids_take_what_gradients_take_backward_but_three_latencies():
-    """How much will be sent, lengths, and ids; bytes count on the device that receives them."""
+    """Numbers, lengths and ids are sent. Bytes count on the device that receives them."""
     owned = np.array([6e6, 0.0, 9e6, 3e6])
     for units in (units_of(list("aaaa")), units_of(list("aabb"))):
         ids, back = (
@@ -332,7 +332,7 @@ def test_links_never_measured_count_as_those_that_were(of_hosts):
 
 
 def said(model: neural.NeuralModel, topology: Topology) -> str:
-    """Of a plan with a table of each kind that this topology has."""
+    """Sentences on a plan with a table of each kind that this topology has."""
     a, b, c, d = (Table(name, 100, 8, 1.0) for name in "abcd")
     of_host = [host_row(d, g) for g in LAYOUTS["host_row"].groups(topology)[:1] if len(g) > 1] or [
         column(d, 0)

@@ -61,7 +61,7 @@ def test_the_band_is_of_samples_left_out_of_training():
 
 
 def test_few_groups_are_all_trained_on_in_the_end(monkeypatch):
-    """Of 60 groups, three or so would decide when to stop."""
+    """Three or so of 60 groups would decide when to stop."""
     compute, fresh = compute_samples(cache_law, 60, noise=0.05), compute_samples(cache_law, 300)[60:]
     config = fit.FitConfig(epochs=20)
     both = fit.train(compute, [], SETTING, config).model
@@ -243,7 +243,7 @@ def known():
 
 @pytest.mark.long
 def test_ops_that_are_slower_for_one_wide_shard_are_learned():
-    """As on GPUs, where the widest table of an op decides which kernel runs."""
+    """On GPUs, the widest table of an op decides which kernel runs."""
 
     def widest_law(shards, batch: int) -> tuple[float, float]:
         slower = 1.5 if max(s.width for s in shards) > 32 else 1.0

@@ -15,7 +15,7 @@ BATCH = SETTING.batch
 SHARD = Shard.whole(Table("t", 1000, 32, 2.0, Zipf(0.0)))
 LOOKUPS = 2 * BATCH
 FORWARD, BACKWARD = 1.0 + 0.001 * LOOKUPS, 2.0 + 0.003 * LOOKUPS
-"""What SHARD takes without its launch."""
+"""ms of SHARD without its launch."""
 
 
 def conditions(**at) -> np.ndarray:
@@ -40,7 +40,7 @@ def test_an_op_is_one_launch_and_its_shards_at_their_rates():
 
 @pytest.mark.parametrize("width, deviation", [(4, -1), (8, 0), (16, 1), (32, 1.5)])
 def test_the_correction_is_of_the_clipped_and_scaled_conditions(width, deviation):
-    """Of the width only: mean 8, one deviation a doubling, known up to 1.5 deviations."""
+    """The correction depends on the width only: mean 8, one deviation a doubling, known up to 1.5 deviations."""
     slope = np.zeros((len(features.CONDITIONS), 2))
     slope[features.CONDITIONS.index("width")] = (0.1, -0.2)
     most = math.log(8) + 1.5 * math.log(2)

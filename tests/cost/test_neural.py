@@ -1,5 +1,5 @@
-"""What a search relies on: monotone, 0 for nothing, order-free, any number of devices, files that are what
-was saved."""
+"""Properties that a search relies on: monotone, 0 for nothing, order-free, any number of devices, and files
+that hold what was saved."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What of a step lies beyond the measured range of a model, in sentences."""
+"""Sentences on the parts of a step beyond the measured range of a model."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What replays say of a model and of the sharders, on figures worked out by hand."""
+"""Metrics of replays, for a model and for sharders, on figures worked out by hand."""
 
 import math
 import re

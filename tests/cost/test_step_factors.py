@@ -62,7 +62,7 @@ def workloads(kind, n=step_factors.FEWEST_STEPS, topology=None):
 
 
 def replayed(model, workload, factors=FACTORS, slowdown=1.0) -> StepCost:
-    """What a machine of this slowdown takes, on which exchanges take `factors` as long as the model says."""
+    """The step on a machine of this slowdown, whose exchanges take `factors` times the model's ms."""
     said = price(workload, model)
     alone = model.collectives(workload.traffic, np.array(said.compute_ms), workload.topology)
     comm = {
@@ -209,7 +209,7 @@ def test_steps_of_earlier_versions_tell_nothing_of_ids(model):
 
 
 def test_steps_whose_dense_part_hides_ids_tell_nothing_of_them(model):
-    """What is left of ids is work, and no transfer."""
+    """Only the work of ids is left, and no transfer."""
     job = Job(dense_forward_ms=100.0, dense_backward_ms=100.0)
     hidden = [
         (dataclasses.replace(w, job=job), dataclasses.replace(replayed(model, w), input_ms=(0.1, 0.1)))

@@ -115,7 +115,7 @@ def overlapping(step, shared):
     "exchange, shared, forward, backward", [(1.0, 1.0, 1.0, 1.0), (2.0, 1.0, 2.0, 2.0), (2.0, 0.0, 2.7, 1.0)]
 )
 def test_overlapping_exchanges_are_corrected_by_their_sum(model, exchange, shared, forward, backward):
-    """Of two that share all moments, a trace gives one too much and the other too little."""
+    """A trace gives one of two exchanges that share all moments too much, and the other too little."""
     given = problem()
     workload = lower(by_columns(given), given)
     step = overlapping(traced(workload, corrected(model, factors_of(1.5, exchange))), shared)

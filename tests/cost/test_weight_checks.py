@@ -1,4 +1,4 @@
-"""What a model's weights have to be."""
+"""Requirements on a model's weights."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What moves between plans: counted cell by cell, and as little of it as equal devices allow."""
+"""Moves between plans: counted cell by cell, and as few as equal devices allow."""
 
 from dataclasses import replace
 
@@ -204,7 +204,7 @@ def test_a_plan_goes_on_with_tables_of_another_shape(problem):
 
 
 def rotated(placement: Placement, by: int) -> Placement:
-    """What is on one of four devices, so many on."""
+    """The placement, moved on by so many of four devices if it has a single one."""
     return (
         replace(placement, devices=((placement.devices[0] + by) % 4,))
         if placement.kind == "column"

@@ -1,4 +1,4 @@
-"""How far a plan is from the best after its tables' statistics have changed, in the library and on the
+"""Distance of a plan from the best after its tables' statistics have changed, in the library and on the
 command line."""
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Whether hot rows are still hot, and what other hot ids would save and move."""
+"""Drift of hot rows, and the savings and moves of other hot ids."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What publishing decides about a plan that is published already, under the models and problems of now."""
+"""Decisions of publishing on a published plan, under the models and problems of now."""
 
 import json
 import shutil

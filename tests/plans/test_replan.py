@@ -197,7 +197,7 @@ def test_a_plan_that_no_search_can_start_from_gives_way_to_one_afresh_unless_mov
 
 @pytest.mark.parametrize("config", [ReplanConfig(budget=BUDGET), ReplanConfig(2, budget=BUDGET)])
 def test_a_plan_stays_if_no_cheaper_one_is_found(problem, old, config, monkeypatch):
-    """Whether a search finds none at all, or a dearer one."""
+    """The search finds none at all, or a dearer one."""
     dear = SHARDERS["random"](problem, MODEL)
 
     def none(*args, **given):

@@ -148,8 +148,7 @@ def test_storage_that_does_not_answer_is_named():
 
 
 def test_a_plan_that_counts_as_too_large_today_is_still_known(problem, tmp_path, monkeypatch):
-    """As after a release that counts memory otherwise: what is published has to be replaced, not to be in the
-    way."""
+    """A later release may count memory otherwise. What is published then has to be replaceable."""
     publish(tmp_path, problem, 0, "first")
     monkeypatch.setattr("shardcore.step.memory.held_bytes", lambda of: [0] * len(of.topology), raising=True)
     with pytest.raises(ShardCoreError):

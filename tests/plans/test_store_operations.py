@@ -67,7 +67,7 @@ ALL = CHANGES | {"cat_file", "flock", "fsync", "info", "listdir", "ls", "read", 
 
 
 class Killed(BaseException):
-    """What no publisher catches: the end of one that has nothing on this machine."""
+    """An end that no publisher catches, as of one that has nothing on this machine."""
 
 
 class HalfWriting:
@@ -205,7 +205,7 @@ def in_a_process(work):
 
 
 def in_this_process(work):
-    """Whether it completed; what ended it is an error for users."""
+    """Tell if it completed. Any failure but a kill has to be a ShardCoreError."""
     try:
         work()
     except (ShardCoreError, Killed):
@@ -221,7 +221,7 @@ def two(problem):
 
 @pytest.fixture(params=["folder", "object store"])
 def begun(request, two, tmp_path):
-    """Where plan 1 is published, and plan 0 was before."""
+    """A store with plan 1 published, after plan 0."""
     root = {"folder": tmp_path / "plans", "object store": f"memory://{uuid.uuid4()}/plans"}[request.param]
     for number, device in enumerate((0, 1)):
         publish_all(root, two, device, number)

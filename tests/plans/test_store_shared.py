@@ -1,4 +1,4 @@
-"""What publishers of one folder do to each other: turns, pruning, links, and what killed ones leave."""
+"""Several publishers of one folder: turns, pruning, links, and leftovers of killed ones."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""What a notebook shows of problems, plans and costs, and the picture of a plan."""
+"""Views of problems, plans and costs in a notebook, and the picture of a plan."""
 
 import dataclasses
 import inspect

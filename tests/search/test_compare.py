@@ -1,4 +1,4 @@
-"""How sharders compare over problems, some of which only some solved."""
+"""Comparison of sharders over problems, some of which only some solved."""
 
 import math
 from dataclasses import replace

@@ -216,7 +216,7 @@ def test_shards_cover_each_cell_as_often_as_the_kind_says(placement):
 
 
 def test_row_ranges_are_dealt_out_in_the_order_of_ranks():
-    """As TorchRec sends ids: id i to rank i // ceil(10 / 4), and ranks are host by host."""
+    """TorchRec sends id i to rank i // ceil(10 / 4), and ranks are host by host."""
     assert [(d, s.row_lo, s.row_hi) for d, s in shards_on(row(TABLE, MIXED))] == [
         (0, 0, 3),
         (2, 3, 6),

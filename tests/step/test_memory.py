@@ -1,4 +1,4 @@
-"""What a step takes of a device, by part: by hand, and as torch sees it in TorchRec's processes."""
+"""Memory that a step takes of a device, by part: by hand, and as torch sees it in TorchRec's processes."""
 
 import statistics
 from dataclasses import replace
@@ -92,7 +92,7 @@ def test_a_sequence_of_16_bits_is_clamped_to_two_tensors_by_hand():
 
 
 def test_parts_say_what_payloads_of_16_bits_take():
-    """Where outputs dominate: gradients of all tables, in order, clamped and cast."""
+    """Outputs dominate here: gradients of all tables, in order, clamped and cast."""
     wide = Table("wide", 8, 512, 1.0)
     problem = replace(problem_of(wide, hardware="cpu-some", n=1), job=Job(backward_payload="bf16"))
     [found] = memory.by_part(Plan((column(wide, 0),)), problem)
@@ -124,7 +124,7 @@ def test_a_cut_copies_ids():
     ],
 )
 def test_optimizer_state(optimizer, cell, row_bytes, of_replicas):
-    """As FBGEMM keeps it, whatever updates replicas. Their state has the type of their weights."""
+    """FBGEMM keeps it so, whatever updates replicas. Their state has the type of their weights."""
     half, given = Shard(replace(TABLE, precision="fp16"), 0, 1000, 0, 4), problem_of(optimizer=optimizer)
     assert given.replica_optimizer == of_replicas
     copied = next(layout for layout in LAYOUTS.values() if layout.dense_gradient)
@@ -195,7 +195,7 @@ def test_received_outputs_are_the_same_for_all_plans_on_all_devices():
 
 
 def test_runs_are_in_the_order_of_their_first_tables():
-    """As TorchRec makes them, collection by collection."""
+    """TorchRec makes them so, collection by collection."""
     tables = [Table(name, 1000, 8, 3.0, collection=name[0]) for name in ("b0", "b1", "a0", "a1", "b2")]
     problem = problem_of(*tables)
     b0, b1, a0, a1, b2 = tables
@@ -232,7 +232,7 @@ def test_the_order_of_kinds_decides_what_is_there_at_once():
 
 
 def test_gradients_of_all_outputs_live_until_the_last_kind_has_its_own():
-    """That is the first kind. But replicas come after all exchanges. Columns that are cut have a copy."""
+    """The first kind has its own last. But replicas come after all exchanges. Columns that are cut have a copy."""
     a, b = Table("a", 100, 64, 1.0), Table("b", 100, 64, 1.0)
     problem = problem_of(a, b)
     on, outputs = problem.topology, 32 * 2 * 64 * 4

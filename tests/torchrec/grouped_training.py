@@ -271,7 +271,7 @@ def expected(
 
 
 def _update(gradient: torch.Tensor, sums: torch.Tensor, optimizer: str) -> torch.Tensor:
-    """What a fused optimizer subtracts. Row-wise Adagrad adds to the sums of rows."""
+    """Update that a fused optimizer subtracts. Row-wise Adagrad adds to the sums of rows."""
     if optimizer == "exact_sgd":
         return LEARNING_RATE * gradient
     sums += (gradient**2).mean(1)
@@ -283,7 +283,7 @@ def _update(gradient: torch.Tensor, sums: torch.Tensor, optimizer: str) -> torch
 
 @dataclass(frozen=True)
 class Apart:
-    """How far a run of DMPCollection is from unsharded ones: the largest difference of any number at any
+    """Distance of a run of DMPCollection from unsharded ones: the largest difference of any number at any
     step.
 
     replicas: from R unsharded models that average as it does.

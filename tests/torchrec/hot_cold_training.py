@@ -240,6 +240,13 @@ def other_ids_on_a_rank(rank: int, given: Problem, folder: str) -> str:
     return ""
 
 
+def hot_ids_that_are_warm_on_a_rank(rank: int, given: Problem, folder: str) -> str:
+    some, others = ({"b": HOT["b"]}, {"b": WARM["b"][:2]})[:: 1 if rank == 0 else -1]
+    model = sharded(some, given, True, "EXACT_SGD", others)
+    model(batch(0))
+    return ""
+
+
 def no_hot_ids_on_a_rank(rank: int, given: Problem, folder: str) -> str:
     from torchrec import KeyedJaggedTensor
 

@@ -37,14 +37,14 @@ from shardcore.step import memory
 from shardcore.torchrec.sharding_plan import to_torchrec
 
 ABOVE, BELOW = 0.10, 0.05
-"""How far a count may be from the peak, as shares of it."""
+"""Distances of a count from the peak that are allowed, as shares of it."""
 MOSTLY = {
     "weights": ((20_000, 100_000), (16, 64), (1, 3), 2048),
     "ids": ((500, 3000), (4, 8), (20, 60), 8192),
     "outputs": ((500, 3000), (32, 128), (1, 2), 8192),
     "all": ((5_000, 40_000), (8, 64), (5, 20), 8192),
 }
-"""What takes most memory: least and most rows, dim and pooling of tables, and the batch of two devices."""
+"""By the part that takes most memory: least and most rows, dim and pooling of tables, and the batch of two devices."""
 SHAPES = ((1, 2), (1, 2), (1, 2), (1, 2), (2, 2))
 """Hosts, and devices on each. A fifth of the plans have two hosts."""
 WARM, STEPS = 3, 30

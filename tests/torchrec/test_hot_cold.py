@@ -74,7 +74,7 @@ def test_warm_rows_train_as_unsharded_and_become_hot_or_cold(optimizer):
     [
         ({"h": HOT}, HotIds("h", 50, np.array([1, 17])), "id 17 as hot and as warm"),
         ({}, HotIds("h", 50, np.array([1])), "table 'h' has warm ids and no hot ones"),
-        ({"h": HOT}, HotIds("h", 51, np.array([1])), "was given the hot ids of 'h' of 51 rows"),
+        ({"h": HOT}, HotIds("h", 51, np.array([1])), "was given the warm ids of 'h' of 51 rows"),
     ],
 )
 def test_warm_ids_that_do_not_fit_are_refused(hot, warm, words):
@@ -86,6 +86,29 @@ def test_units_of_warm_rows_divide_the_ranks():
     assert [Unit(3, rank).share(7) for rank in range(3)] == [3, 2, 2]
     with pytest.raises(ShardCoreError, match="1 warm rows for the 2 ranks of a unit"):
         WarmRows({"h": CONFIGS[0]}, {"h": 1}, "cpu", Unit(2))
+
+
+def test_only_warm_rows_need_hosts_of_equal_size(tmp_path, monkeypatch):
+    """A host of two ranks is no unit of the one rank that is here."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        HotColdEmbeddingCollection(CONFIGS, {"h": HOT})
+        with pytest.raises(
+            ShardCoreError, match="over units of 2 ranks, and there are 1; it needs a divisor"
+        ):
+            HotColdEmbeddingCollection(CONFIGS, {"h": HOT}, warm={"h": HotIds("h", 50, np.array([1, 2]))})
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_checkpoint_of_other_warm_ids_is_refused():
+    ours, theirs = (
+        HotColdEmbeddingCollection(CONFIGS, {"h": HOT}, warm={"h": HotIds("h", 50, np.array(ids))})
+        for ids in ([1, 2], [1, 5])
+    )
+    with pytest.raises(ShardCoreError, match="a checkpoint has other warm ids of table 'h' than the module"):
+        ours.load_state_dict(theirs.state_dict())
 
 
 def test_hot_rows_have_the_type_of_their_table():
@@ -127,11 +150,12 @@ def test_a_job_never_trains_with_other_hot_ids_in_silence():
         "save_over_other_rows": "has rows already, such as rows-00000-00000.safetensors",
         "full_disk_on_a_rank": "ShardCoreError: No space left on device",
         "other_ids_on_a_rank": "rank 1 has other hot ids of 'b' than rank 0",
+        "hot_ids_that_are_warm_on_a_rank": "rank 1 has other hot ids of 'b' than rank 0",
         "no_hot_ids_on_a_rank": "rank 1 has other hot ids of",
         "another_checkpoint": "a checkpoint has other hot ids of table 'b'",
     }
     for words in training.in_processes(1, 2, training.refusals, tuple(said)):
-        assert [a in b for a, b in zip(said.values(), words.splitlines(), strict=True)] == [True] * 5, words
+        assert [a in b for a, b in zip(said.values(), words.splitlines(), strict=True)] == [True] * 6, words
 
 
 @pytest.mark.parametrize(
@@ -312,7 +336,7 @@ def test_rows_of_a_larger_table_are_missing(tmp_path):
 
 
 def test_a_model_with_hot_rows_is_a_problem_and_is_planned():
-    """As the model without them is, with the hottest rows in tables of their own."""
+    """It is that of the model without them, with the hottest rows in tables of their own."""
     hot = torch.nn.ModuleDict({"user": HotColdEmbeddingCollection(CONFIGS, {"h": HOT}, "meta")})
     plain = torch.nn.ModuleDict({"user": EmbeddingCollection(CONFIGS, device=torch.device("meta"))})
     topology, lookups = training.problem(1, 2).topology, dict.fromkeys("fgq", 2.0)

@@ -1,4 +1,4 @@
-"""What TorchRec sends in a step, counted in its processes, is what we say it sends."""
+"""Bytes that TorchRec sends in a step, counted in its processes, are those that we predict."""
 
 import sys
 from pathlib import Path

@@ -25,7 +25,7 @@ DLRMV3 = Path(__file__).parents[2] / "examples/torchrec_dlrmv3/train.py"
 
 
 def test_plans_train_as_the_whole_model_does():
-    """Of all kinds, on four processes."""
+    """Plans of all kinds, on four processes."""
     given = training.problem(2, 2, sequence=True)
     plans = {i: training.draw(given, np.random.default_rng([0, i])) for i in range(4)}
     kinds = {
@@ -77,7 +77,7 @@ def said_of(output: str, at_most: float) -> None:
 
 @pytest.mark.long
 def test_the_example_takes_the_batch_of_the_model_that_it_is_given(tmp_path):
-    """As that of `make run`, which is for another batch than the example's own."""
+    """The model of `make run` is for another batch than the example's own."""
     config = fit.FitConfig(epochs=1)
     given = fit.train(compute_samples(linear_law, 60), comm_samples(20), SETTING, config).model
     neural.save(given, tmp_path)

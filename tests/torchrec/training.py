@@ -155,7 +155,7 @@ def _columns(t: Table, rng: np.random.Generator) -> list[tuple[int, int]]:
 
 
 def held(plan: Plan, n_devices: int) -> list[dict[str, tuple[str, int]]]:
-    """What a plan means for each device: per table its kind and cells, whichever they are."""
+    """Meaning of a plan for each device: per table its kind and cells, whichever they are."""
     found = [{} for _ in range(n_devices)]
     for p in plan.placements:
         for d, shard in shards_on(p):
@@ -165,8 +165,8 @@ def held(plan: Plan, n_devices: int) -> list[dict[str, tuple[str, int]]]:
 
 
 def lost(plan: Plan, given: Problem, module: nn.Module, rng: np.random.Generator) -> str:
-    """What of a plan is lost on its way to TorchRec and its file, with random settings of its tables, and
-    back; "" is nothing."""
+    """Parts of a plan that are lost on its way to TorchRec and its file, with random settings of its tables,
+    and back; "" is nothing."""
     theirs = to_torchrec(plan, given, module)
     for sharded in theirs.plan.values():
         for name, sharding in sharded.items():
@@ -205,8 +205,10 @@ def _settings(rng: np.random.Generator) -> dict[str, Any]:
 def train(
     given: Problem, plans: Mapping[int, Plan], sequence: bool = False, limit_s: float = 120
 ) -> dict[int, str]:
-    """Of each plan that was trained what differed or failed, in words, "" if nothing did. A plan's number is
-    its seed. It ends with the first that fails, or for which a process dies."""
+    """Differences and failures of each plan that was trained, in words; "" if there are none.
+
+    A plan's number is its seed. Training ends with the first that fails, or for which a process dies.
+    """
     return train_each({i: (given, plan, sequence) for i, plan in plans.items()}, limit_s)
 
 
@@ -419,7 +421,7 @@ def _missing(model, whole) -> str:
 
 
 def _other_ops(model, exported, given: Problem, rank: int) -> str:
-    """What a rank's fused ops hold otherwise than `lower` has it, by collection; sequences aside."""
+    """Shards that a rank's fused ops hold otherwise than `lower` has it, by collection; sequences aside."""
     plan = from_torchrec(exported, given, model_like(exported))
     names = tables_of(model_like(exported))
     for path, shardings in exported.plan.items():

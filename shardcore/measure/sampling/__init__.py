@@ -6,9 +6,9 @@
   steps         plans whose steps of training are replayed
   problems      problems for sharders
 
-Draw i depends only on (seed, i), so a larger number of draws keeps earlier ones. Draws use no cost model and no
-search, so an edit of a sharder leaves every wanted sample as it was. For the same reason, an option that came later
-draws from a random stream of its own.
+Draw i depends only on (seed, i), so a larger number of draws keeps earlier ones. Draws use no cost model and
+no search, so an edit of a sharder leaves every wanted sample as it was. For the same reason, an option that
+came later draws from a random stream of its own.
 """
 
 from __future__ import annotations

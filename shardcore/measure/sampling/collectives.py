@@ -34,13 +34,14 @@ def comm_request(
 ) -> CollectiveRequest:
     """Collective `index` among ranks on `hosts` hosts.
 
-    Loads follow NeuroShard: 1 to 30 tables per rank, of random dims. Half of the draws have a log-uniform number of
-    tables, because plans have many small exchanges. Each table goes to a random rank with probability p, otherwise to
-    the least loaded one. p is uniform, which varies the balance. One draw in eight leaves some ranks without tables.
+    Loads follow NeuroShard: 1 to 30 tables per rank, of random dims. Half of the draws have a log-uniform
+    number of tables, because plans have many small exchanges. Each table goes to a random rank with
+    probability p, otherwise to the least loaded one. p is uniform, which varies the balance. One draw in
+    eight leaves some ranks without tables.
 
-    Every other draw has start skews up to max_start_ms. Half of the draws are all-to-alls at the full batch, as in
-    plans of whole and column-wise tables. The others vary in collective and batch. Some draws then get another
-    payload, and some become exchanges of ids.
+    Every other draw has start skews up to max_start_ms. Half of the draws are all-to-alls at the full batch,
+    as in plans of whole and column-wise tables. The others vary in collective and batch. Some draws then get
+    another payload, and some become exchanges of ids.
     """
     rng = np.random.default_rng([2, seed, index, ranks])
     p, widths = rng.random(), [0] * ranks
@@ -78,8 +79,8 @@ def emulated_request(
 ) -> CollectiveRequest:
     """Collective `index` among the ranks of emulated hosts, as comm_request draws them.
 
-    Some are within a host or across hosts, and some have equal loads. No rank computes before the collective, as all
-    share this machine's cores.
+    Some are within a host or across hosts, and some have equal loads. No rank computes before the collective,
+    as all share this machine's cores.
 
     ranks_on: number of hosts, and ranks of each.
     """

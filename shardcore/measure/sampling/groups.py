@@ -35,14 +35,15 @@ class GroupConfig:
     max_shard_bytes: most bytes of a shard's weights.
     any_width: share of widths from all multiples of 4, log-uniform. Other widths are powers of two.
     row_ranges: share of shards that are a row range.
-    one_sided: share of random groups with shards of at most 32 columns only, or with wider ones only. Kernels are
-        chosen by the widest shard (see features.WIDTH_CLASSES).
+    one_sided: share of random groups with shards of at most 32 columns only, or with wider ones only. Kernels
+        are chosen by the widest shard (see features.WIDTH_CLASSES).
     duplicates: share of shards that repeat a shard of the group.
     planned: share of groups that are a device's op in a plan.
     replicated: share of data-parallel groups, which have small tables and a local batch.
-    smaller_batches: share of the other groups that run at a half, a quarter or an eighth of the batch. A model then
-        holds for the batches between, too.
-    sequences: share of groups, except data-parallel ones, whose lookups are not pooled. Such an op has one width.
+    smaller_batches: share of the other groups that run at a half, a quarter or an eighth of the batch. A
+        model then holds for the batches between, too.
+    sequences: share of groups, except data-parallel ones, whose lookups are not pooled. Such an op has one
+      width.
     """
 
     max_shards: int = 30
@@ -162,7 +163,8 @@ def _random_group(
 ) -> tuple[Shard, ...]:
     """1 to max_shards shards of the pool's tables, with replacement, at random widths.
 
-    Three quarters of the groups have at most 15. NeuroShard draws groups so; here shards are also cut as a search cuts.
+    Three quarters of the groups have at most 15. NeuroShard draws groups so; here shards are also cut as a
+    search cuts.
     """
     shards: list[Shard] = []
     most = min(15, config.max_shards) if rng.random() < 0.75 else config.max_shards

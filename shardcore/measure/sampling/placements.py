@@ -1,9 +1,9 @@
 """Placements of the tables of a drawn problem, so that groups are measured as plans have them.
 
-Sharders are not used here, as an edit of a search must not change the wanted samples. `_greedy` places tables by
-simple loads. Plans of NeuroShard's search, and plans that `_greedy` cannot find, were recorded once in
-recorded_plans.json (tests/measure/sampling/record_draws.py). A plan of NeuroShard that was not recorded is imitated:
-the costliest tables are halved. The quality of a plan does not matter here.
+Sharders are not used here, as an edit of a search must not change the wanted samples. `_greedy` places tables
+by simple loads. Plans of NeuroShard's search, and plans that `_greedy` cannot find, were recorded once in
+recorded_plans.json (tests/measure/sampling/record_draws.py). A plan of NeuroShard that was not recorded is
+imitated: the costliest tables are halved. The quality of a plan does not matter here.
 
 Shapes: D devices.
 """
@@ -137,8 +137,8 @@ def _greedy(
 ) -> Columns | None:
     """Place shards (table, columns) by falling load, each on the least loaded device with free memory.
 
-    If all loads are 0, each goes to a random device with free memory. Shards of a table on one device become one.
-    None if a shard finds no device.
+    If all loads are 0, each goes to a random device with free memory. Shards of a table on one device become
+    one. None if a shard finds no device.
     """
     # A fixed seed, as a problem must have one placement everywhere.
     rng = np.random.default_rng(0)

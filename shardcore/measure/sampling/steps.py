@@ -47,8 +47,8 @@ def step_plans(
 ) -> tuple[Problem, Plans]:
     """Problem `index` whose steps are measured, with its plans.
 
-    Plans are random, so loads are uneven, and every collective runs with many bytes and with few. A problem without
-    tables small enough to replicate has fewer plans. `devices` must divide the batch.
+    Plans are random, so loads are uneven, and every collective runs with many bytes and with few. A problem
+    without tables small enough to replicate has fewer plans. `devices` must divide the batch.
 
     Raises ShardCoreError if no table of the pool has lookups and fits max_table_bytes.
     """

@@ -1,8 +1,8 @@
 """The clocks of ranks, aligned by their collectives.
 
-A collective ends on all ranks at about the same time. So the median difference of ends, over the collectives of a
-step, is the offset of two clocks. It is known as well as these differences agree. A collective begins to transfer
-when its last rank begins, so time before that is waiting.
+A collective ends on all ranks at about the same time. So the median difference of ends, over the collectives
+of a step, is the offset of two clocks. It is known as well as these differences agree. A collective begins to
+transfer when its last rank begins, so time before that is waiting.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Offset:
 def matched(collectives: Mapping[int, Sequence[Collective]]) -> list[dict[int, Collective]]:
     """Collectives of a step by rank, those of all ranks together.
 
-    Ranks start collectives of a kind and role in the same order. Only kinds that all ranks ran equally often match.
+    Ranks start collectives of a kind and role in the same order. Only kinds that all ranks ran equally often
+    match.
     """
     by_kind: dict[tuple[str, str], dict[int, list[Collective]]] = defaultdict(lambda: defaultdict(list))
     for rank, own in collectives.items():
@@ -49,13 +50,17 @@ def matched(collectives: Mapping[int, Sequence[Collective]]) -> list[dict[int, C
 
 
 def kinds(steps: Sequence[StepSpans]) -> dict[int, Counter[tuple[str, str]]]:
-    """How often a rank ran each kind of collective, by the number of its step."""
-    return {step.number: Counter((c.collective, c.role) for c in step.collectives) for step in steps}
+    """Counts of each kind of collective that a rank ran, by number of the step."""
+    return {step.number: _kinds(step.collectives) for step in steps}
+
+
+def _kinds(collectives: Sequence[Collective]) -> Counter[tuple[str, str]]:
+    return Counter((c.collective, c.role) for c in collectives)
 
 
 def unmatched(collectives: Mapping[int, Sequence[Collective]]) -> list[str]:
     """Words on the kinds of collectives that ranks ran unequally often in a step."""
-    counts = {rank: Counter((c.collective, c.role) for c in own) for rank, own in collectives.items()}
+    counts = {rank: _kinds(own) for rank, own in collectives.items()}
     kinds = sorted({kind for of_rank in counts.values() for kind in of_rank})
     return [
         f"{collective} of {role} ({', '.join(f'rank {r}: {c[collective, role]}' for r, c in counts.items())})"

@@ -1,8 +1,8 @@
 """Traces of all ranks, as steps of a job.
 
-Spans overlap: a kernel runs beside a collective, while the host launches the next. Each moment counts for the topmost
-of these: a kernel or op, a transfer, waiting for the last rank, the host. Transfers that overlap share the link, so
-they share the moment.
+Spans overlap: a kernel runs beside a collective, while the host launches the next. Each moment counts for the
+topmost of these: a kernel or op, a transfer, waiting for the last rank, the host. Transfers that overlap
+share the link, so they share the moment.
 
 Shapes: C collectives, M moments between two edges of spans.
 """
@@ -106,7 +106,10 @@ def read_job(folder: str | Path, world_size: int | None = None) -> TracedJob:
 
 
 def _whole(traces: dict[int, RankTrace], remarks: list[str]) -> dict[int, RankTrace]:
-    """Traces without the steps that one cut short lacks parts of: those with other collectives than whole traces."""
+    """Traces without incomplete steps of ranks whose file was cut short.
+
+    A step is complete if it has the collectives that it has in whole traces.
+    """
     whole = [clocks.kinds(t.steps) for t in traces.values() if not t.cut_short]
     kept = {}
     for rank, trace in traces.items():

@@ -1,10 +1,11 @@
 """Names in traces, and the parts of a step that they stand for: rows of two tables.
 
-Rows are meant for torch 2.0 to 2.13, TorchRec 0.4 to 1.8, FBGEMM 0.5 to 1.8, gloo, NCCL and RCCL. They were tried on
-traces of torch 2.13 with gloo, and of torch of 2023 with NCCL on V100s; and on the names of all kernels in FBGEMM 1.6
-for CUDA 13 and in NCCL 2.28.
+Rows are meant for torch 2.0 to 2.13, TorchRec 0.4 to 1.8, FBGEMM 0.5 to 1.8, gloo, NCCL and RCCL. They were
+tried on traces of torch 2.13 with gloo, and of torch of 2023 with NCCL on V100s; and on the names of all
+kernels in FBGEMM 1.6 for CUDA 13 and in NCCL 2.28.
 
-On the CPU an op is its own work. On a GPU a kernel belongs to the innermost name around its launch that a row knows.
+On the CPU an op is its own work. On a GPU a kernel belongs to the innermost name around its launch that a row
+knows.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Collective:
 
     @property
     def transfer_from_ms(self) -> float:
-        """When it began to transfer: at the last rank's begin, within its span."""
+        """Begin of the transfer in ms: at the last rank's begin, within its span."""
         began = self.begin_ms if self.began_ms is None else self.began_ms
         return min(max(began, self.begin_ms), self.end_ms)
 
@@ -332,7 +332,8 @@ def _of_gloo(
 ) -> list[tuple[float, Collective]]:
     """Collectives that gloo's threads ran, each with its start by the host.
 
-    Gloo runs what a group was given in that order. So a collective is that of the first start which has none yet.
+    Gloo runs what a group was given in that order. So a collective is that of the first start which has none
+    yet.
     """
     runs = sorted(
         (e for events in threads.values() for e in events if GLOO.match(e.name)), key=lambda e: e.begin_ms

@@ -71,7 +71,7 @@ class Reshard:
         return self.tables is not None or self.bytes is not None
 
     def old_places(self, problem: Problem) -> OldPlaces:
-        """Where the plan has the problem's tables, without those of `fixed_placements`.
+        """Places of the problem's tables in the plan, without those of `fixed_placements`.
 
         Raises ShardCoreError if the plan places only some cells of a table.
         Raises it too if a shard of whole rows is on several devices.

@@ -84,7 +84,7 @@ class PolicyConfig:
 
 @dataclass(frozen=True)
 class PolicyProblems(ProblemConfig):
-    """Which problems are drawn for a policy, as in ProblemConfig.
+    """Problems that are drawn for a policy, as in ProblemConfig.
 
     problems: problems to learn from.
     validation: problems to choose the best round by, of the same tables.

@@ -16,7 +16,7 @@ from shardcore.search.state.cuts import cuts_of
 from shardcore.search.state.packing import roomiest
 from shardcore.search.state.refusal import refusal
 from shardcore.search.state.shards import division, on_all_devices, why_not
-from shardcore.step.kinds import WHOLE_ROWS, shards_on
+from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, shards_on
 from shardcore.step.memory import fits, host_bytes, require_fits
 from shardcore.step.op_limits import may_bind, require_ops
 
@@ -29,8 +29,8 @@ def feasible_shards(problem: Problem) -> list[Shard]:
     Sequences are divided by rows at once where that is possible, and else cut into equal parts.
     Tables in problem.whole are never cut. Those of `fixed_placements` are not among them.
 
-    Raises Infeasible if there is no plan that fits (`fitting`), and ShardCoreError for a table that is too
-    wide for FBGEMM where it may live.
+    Raises Infeasible if there is no plan that fits (`fitting`), and ShardCoreError for a table that FBGEMM or
+    the job's codecs cannot run where it may live.
     """
     return list(_feasible_shards(problem))
 
@@ -38,7 +38,7 @@ def feasible_shards(problem: Problem) -> list[Shard]:
 @lru_cache(maxsize=4)  # several searches of a problem begin with them
 def _feasible_shards(problem: Problem) -> tuple[Shard, ...]:
     cuts = cuts_of(problem)  # raises ShardCoreError for a table that none of its kinds can run
-    _require_widths(problem)
+    _require_ways(problem)
     shards = cuts.shards()
     if shards is not None:
         return tuple(shards)
@@ -55,13 +55,18 @@ def _feasible_shards(problem: Problem) -> tuple[Shard, ...]:
     return tuple(shards)
 
 
-def _require_widths(problem: Problem) -> None:
-    """Raise ShardCoreError for a table with more columns than FBGEMM runs where it may live."""
+def _require_ways(problem: Problem) -> None:
+    """Raise ShardCoreError for a table that FBGEMM or the job's codecs run by no kind where it may live."""
     most = problem.topology.most_columns
-    for table in (t for t in problem.tables if t.dim > most):
+    for table in (t for t in problem.tables if t.dim > most or problem.codecs_fail):
         cannot = f"problem {problem.name!r} cannot place table {table.name!r}"
-        if why := why_not(WHOLE_ROWS, table, problem):
+        # Tables that are kept together are whole on one device.
+        others = LAYOUTS.values() if table.name not in problem.bundle_of else ()
+        why = why_not(WHOLE_ROWS, table, problem)
+        if why and all(why_not(kind, table, problem) for kind in others):
             raise ShardCoreError(f"{cannot}: {why}")
+        if table.dim <= most:
+            continue
         needed = -(-table.dim // problem.most_width(table))
         n_allowed = len(problem.allowed_devices(table.name))
         if needed > n_allowed:

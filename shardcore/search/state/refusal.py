@@ -106,7 +106,7 @@ def _one_too_large(cuts: Cuts) -> str:
 
 
 def _undividable(cuts: Cuts, table: Table) -> str:
-    """Why the table's rows cannot be divided."""
+    """Reason that the table's rows cannot be divided."""
     problem, allowed = cuts.problem, cuts.problem.allowed_devices(table.name)
     whole = division(table, problem)
     if whole is None:

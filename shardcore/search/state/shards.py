@@ -144,7 +144,7 @@ def _dealt_groups(problem: Problem) -> Mapping[str, Group]:
 
 
 def why_not(layout: Layout, table: Table, problem: Problem) -> str | None:
-    """Why a kind cannot run a table in a search. None if it can."""
+    """Reason that a kind cannot run a table in a search. None if it can."""
     try:
         # Some kinds do not run sequences, or rows in host memory.
         run_of(layout.name, table)

@@ -1,4 +1,4 @@
-"""What a device collects within a time, against drawn sets of shards and against its own fillings."""
+"""Worth that a device collects within a time, against drawn sets of shards and against its own fillings."""
 
 import numpy as np
 import pytest

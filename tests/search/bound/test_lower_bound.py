@@ -363,7 +363,7 @@ def test_no_op_has_more_load_than_its_ms_allow(made):
 
 
 def test_links_with_a_head_start_are_bounded():
-    """What a link takes at once is subtracted. So the line below the law of exchanges is negative at 0."""
+    """Bytes that a link takes at once are subtracted. So the line below the law of exchanges is negative at 0."""
     where = on_hosts("aabb", MIB)
     problem = Problem("late", draw_tables(np.random.default_rng(0), 2, dims=(4, 8)), where, BATCH)
     model = contended(0)

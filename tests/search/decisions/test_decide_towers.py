@@ -190,7 +190,7 @@ IN_PODS = ("p/a", "p/b", "q/c", "q/d")
 
 @pytest.mark.parametrize("rows", [False, True])
 def test_towers_of_pods_send_as_towers_of_hosts_do(rows):
-    """Where a topology has rows over pods, each pod is a tower: the same bytes, in exchanges within and across pods."""
+    """With rows over pods, each pod is a tower. The same bytes travel within and across pods."""
     t, u = Table("t", 100, 16, 1.0), Table("u", 100, 8, 1.0)
     found = []
     for on, names, unit in (
@@ -270,7 +270,7 @@ def test_a_table_too_large_for_a_device_is_divided_over_its_host():
 
 
 def test_a_sequence_that_is_on_every_device_is_so_beside_towers():
-    """As hot rows are. Only pooled tables are a tower's."""
+    """Hot rows are such tables. Only pooled tables are a tower's."""
     hot = Table("s_hot", 50, 8, 2.0, sequence=True, collection="ec")
     problem = problem_of()
     problem = replace(

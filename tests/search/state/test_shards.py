@@ -167,7 +167,7 @@ def test_a_table_is_run_by_one_of_its_kinds(algorithm, kinds, devices, placed):
 
 @pytest.mark.parametrize("algorithm", SEARCHES)
 def test_a_table_may_be_whole_or_divided_by_rows_but_not_cut(algorithm):
-    """As TorchRec's ["table_wise", "row_wise"]: a table larger than a device, and a small one."""
+    """A table larger than a device, and a small one, under TorchRec's ["table_wise", "row_wise"]."""
     constraints = {
         "kinds": (("large", ("column", "row")), ("small", ("column", "row"))),
         "min_widths": (("large", 128), ("small", 64)),
