@@ -70,6 +70,17 @@ def lines_of(path: Path | None) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path and path.exists() else []
 
 
+def rows_with(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rows that a run with the same settings wrote. Raises ShardCoreError for rows of other settings."""
+    rows = lines_of(path)
+    for name, value in settings.items():
+        if other := next((row for row in rows if row.get(name) != value), None):
+            raise ShardCoreError(
+                f"{path} holds rows with {name} {other.get(name)}; this run has {value} and needs another --out"
+            )
+    return rows
+
+
 def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write all rows at once, so that a run may be killed at any time."""
     writing.write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows).encode())

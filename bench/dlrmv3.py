@@ -66,7 +66,7 @@ def full_size(devices: int, alpha: float) -> Problem:
 
 def predicted(devices: int, alpha: float, evals: int) -> Row:
     problem, model = full_size(devices, alpha), load_profile(PROFILE).model()
-    row: Row = {"devices": devices, "alpha": alpha, "ms": {}}
+    row: Row = {"devices": devices, "alpha": alpha, "ms": {}, "hot": {}}
     for name, sharder, decisions in (
         ("TorchRec", "torchrec", []),
         ("ours, no hot rows", "portfolio", []),
@@ -100,7 +100,7 @@ def predicted_table(rows: Sequence[Row]) -> str:
                 str(x["devices"]),
                 f"{x['alpha']:g}",
                 *(f"{ms:.2f}" if ms else "no plan" for ms in x["ms"].values()),
-                f"{x['ms']['TorchRec'] / x['ms']['ours, hot rows']:.2f}" if x["ms"]["TorchRec"] else "-",
+                f"{x['ms']['TorchRec'] / x['ms']['ours, hot rows']:.2f}" if all(x["ms"].values()) else "-",
                 f"{sum(x['hot'].values()):,}",
             ]
             for x in rows
@@ -153,7 +153,6 @@ def measured(seed: int, alpha: float, model: CostModel, gbit: float, repeats: in
     return {
         "seed": seed,
         "alpha": alpha,
-        "gbit": gbit,
         "predicted": {name: arm.plan.provenance.get("predicted_ms") for name, arm in arms.items()},
         "ms": {
             name: float(
@@ -205,7 +204,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.part not in ("predicted", "steps") or (args.part == "steps" and not args.model):
         parser.error(f"part is {args.part!r}; it needs to be predicted, or steps with --model")
-    rows = common.lines_of(args.out)
+    names = ("part", "evals") if args.part == "predicted" else ("part", "gbit", "repeats")
+    settings = {name: getattr(args, name) for name in names}
+    rows = common.rows_with(args.out, settings)
     if args.part == "predicted":
         cases = [(devices, alpha) for devices in SIZES for alpha in ALPHAS]
         done = {(x["devices"], x["alpha"]): x for x in rows}
@@ -216,9 +217,9 @@ def main() -> None:
     for case in (case for case in cases if case not in done):
         began = time.monotonic()
         if args.part == "predicted":
-            done[case] = predicted(*case, args.evals)
+            done[case] = settings | predicted(*case, args.evals)
         else:
-            done[case] = measured(*case, model, args.gbit, args.repeats)
+            done[case] = settings | measured(*case, model, args.gbit, args.repeats)
         common.write_lines(args.out, list(done.values()))
         say(f"{case}: {done[case]['ms']}, {time.monotonic() - began:.0f} s")
     print((predicted_table if args.part == "predicted" else steps_table)([done[case] for case in cases]))

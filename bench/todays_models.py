@@ -211,9 +211,9 @@ def main() -> None:
     if args.part not in PARTS:
         parser.error(f"part is {args.part!r}; known are {', '.join(PARTS)}")
     take, show = PARTS[args.part]
-    done = {row["seed"]: row for row in common.lines_of(args.out)}
+    done = {row["seed"]: row for row in common.rows_with(args.out, {"part": args.part})}
     for seed in (seed for seed in range(args.models) if seed not in done):
-        done[seed] = {"seed": seed, **take(seed)}
+        done[seed] = {"part": args.part, "seed": seed, **take(seed)}
         common.write_lines(args.out, list(done.values()))
         say(f"{len(done)} of {args.models}")
     rows = [done[seed] for seed in range(args.models)]
