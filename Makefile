@@ -4,7 +4,7 @@
 # make test: the tests.  make test-long: slow ones, and those of the stack, of servers, clusters and failures.
 # make mutants ROOM=step: the mutation score of a room.
 # make figures: all figures of docs/benchmarks again, some 12 hours.
-# make reproduce: the headlines in some 6 minutes, each with a verdict.
+# make reproduce: the headlines in some 3 minutes, each with a verdict.
 # make docs: the documentation site, in site/.  make screenshots: pictures of a run's pages.
 # make up, status, down: the long-lived services (docs/operations.md).
 # make release: sdist and wheel in dist/, checked in a bare environment.
