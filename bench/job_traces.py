@@ -47,6 +47,7 @@ from bench.job_traces_training import TURN, Job, work
 from shardcore import report
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job as StepJob
+from shardcore.core.links import links_of
 from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import MOST_BYTES
 from shardcore.cost import neural, traced_factors
@@ -343,6 +344,12 @@ def main() -> None:
         of_shape.setdefault(FOUND, []).append(found)
         for words, one in models.items():
             of_shape.setdefault(words, []).append(judged(problem, plans, found, folder, one))
+        if shape.hosts > 1:
+            # All ranks of a host share its link, as `topology measure` finds.
+            gbps = {"between_hosts": box_replays.BETWEEN_GBIT_S / 8}
+            linked = replace(problem, topology=replace(problem.topology, links=links_of(shared=True, **gbps)))
+            rows = of_shape.setdefault(f"the profile {args.profile!r}, given the links between hosts", [])
+            rows.append(judged(linked, plans, found, folder, of_profile))
     for shape, of_shape in kept.items():
         found, jobs, *_ = of_shape.values()
         others = {words: rows for words, rows in of_shape.items() if rows is not found and rows is not jobs}

@@ -70,6 +70,23 @@ def test_a_larger_budget_never_ends_dearer():
     assert costs[-1] < costs[0]
 
 
+def test_columns_are_not_given_up_for_divided_rows():
+    """Its hottest table costs less by rows at first, and less by columns in the end."""
+    live = [table for table in generate_pool() if table.pooling > 0]
+    chosen = (142, 798, 224, 129, 26, 436, 358, 304, 374, 818, 276, 181)
+    dims = (128, 64, 128, 16, 64, 64, 32, 16, 32, 128, 32, 16)
+    tables = tuple(
+        replace(live[i], name=f"t{n}", dim=dim) for n, (i, dim) in enumerate(zip(chosen, dims, strict=True))
+    )
+    topology = replace(on_hosts("a" * 4, 3294 * MIB), links=links_of(within_host=200.0))
+    problem = Problem("hot", tables, topology, 65_536)
+    by_all, by_columns = (
+        cost(SHARDERS[name](problem, gpu(problem), budget=Budget(evals=100_000)))
+        for name in ("portfolio", "anneal_columns")
+    )
+    assert by_all <= 1.01 * by_columns
+
+
 @pytest.mark.long
 def test_no_other_search_is_cheaper():
     """The default budget suffices for the beam, too."""

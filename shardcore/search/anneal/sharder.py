@@ -54,6 +54,8 @@ _OF_BEST = 0.5
 """Trials of the best plan in a round, relative to those of all starts together."""
 _HALVED = 0.5
 """Starts that a round keeps: this share of the round before."""
+_NEAR = 1.03
+"""The cheapest start by columns stays in all rounds while it costs at most this multiple of the best plan."""
 _STAGES, _STAGE = 24, 100
 """Stages of a cooling, at most, and the fewest trials of one. After each, the budget is checked."""
 
@@ -113,7 +115,11 @@ class Search:
             if number > 0 and self.best is not None:
                 # Successive halving: the better half of the starts goes on, each with twice the trials.
                 trials *= 2
+                near = [start for start in starts if start.by_columns and start.ms <= _NEAR * self.best_ms]
                 starts = starts[: int(np.ceil(len(starts) * _HALVED))]
+                # Trials seldom lead from divided rows to columns, so a start by columns stays.
+                if not any(start.by_columns for start in starts):
+                    starts += near[:1]
                 # The best plan goes on in its whole space, not in the part in which its start began.
                 best = replace(self.best, fixed=self.best.space.fixed)
                 self._cool(best, int(trials * len(starts) * _OF_BEST), _WARM)
@@ -200,7 +206,7 @@ class Search:
         start.ms = min(start.ms, present.ms)
         # A space in which nothing may be shared has plans by columns only.
         columns = self._best_by_columns
-        if not start.space.fixed.may_share.any() and (columns is None or present.ms < columns.ms):
+        if start.by_columns and (columns is None or present.ms < columns.ms):
             self._best_by_columns = replace(present, state=copy_of(state))
         if present.ms < self.best_ms and (self.allows is None or self.allows(present.placements)):
             self.best = replace(present, state=copy_of(state))

@@ -75,6 +75,11 @@ class Start:
         """The plan as placements."""
         return self.space.placements(self.state.held, self.state.group)
 
+    @property
+    def by_columns(self) -> bool:
+        """Whether its space has whole tables and columns only."""
+        return not self.space.fixed.may_share.any()
+
 
 class Cut(NamedTuple):
     """A way to cut and share strips, before they are placed.
