@@ -72,6 +72,8 @@ _SCALE_BYTES = {"fp8": 8}
 """Bytes of a scale that a row has only with a block: FP8 rows have a scale and padding, as FBGEMM's 8 bits have."""
 CASTS = tuple(name for name, row in PAYLOADS.items() if row.casts)
 """Payloads that are number types, which are drawn to be measured."""
+MEASURED = ("fp32", *CASTS)
+"""Payloads that collectives are measured with."""
 _FORMS = f"{', '.join(PAYLOADS)}, and of scales for N elements fp8-N or mx4-N, N a multiple of 4"
 
 

@@ -367,9 +367,14 @@ class Setting:
         require_known(self, "setting", optimizer=OPTIMIZERS)
         require_payloads(self, "setting", "forward_payload", "backward_payload")
 
+    @property
+    def payloads(self) -> dict[str, str]:
+        """Payloads by direction."""
+        return {"forward": self.forward_payload, "backward": self.backward_payload}
+
     def __str__(self) -> str:
         payloads = f", payloads {self.forward_payload} and {self.backward_payload}"
-        short = (self.forward_payload, self.backward_payload) != ("fp32", "fp32")
+        short = {*self.payloads.values()} != {"fp32"}
         return f"{self.hardware}, batch {self.batch}, {self.precision}, {self.optimizer}{payloads * short}"
 
 
@@ -449,9 +454,7 @@ class Problem:
                 f"{p} has table {t.name!r} of {buckets} buckets, which {n_devices} devices do not divide; it needs a "
                 f"multiple, such as {-(-buckets // n_devices) * n_devices}",
             )
-        for name, codec in zip(
-            (self.job.forward_payload, self.job.backward_payload), self.codecs, strict=True
-        ):
+        for name, codec in zip(self.job.payloads.values(), self.codecs, strict=True):
             require(
                 not (codec.cuda_only and self.topology.on_cpu),
                 f"{p} has payload {name!r} on CPUs; FBGEMM has that codec on CUDA only, so it needs another",
@@ -543,7 +546,7 @@ class Problem:
         if len(self.topology) == 1:
             return ""
         job, sums = self.job, kind.divides_rows and not table.sequence
-        for name, codec in zip((job.forward_payload, job.backward_payload), self.codecs, strict=True):
+        for name, codec in zip(job.payloads.values(), self.codecs, strict=True):
             if sums and codec.summed == ():
                 return f"{kind.name} sums outputs, and TorchRec's {name} codec fails in a reduce-scatter"
         # Exchanges of outputs that are not sums: of all rows or sequences, and of sums across hosts.
@@ -588,10 +591,10 @@ class Problem:
 
         A table kept together with a pinned one counts as pinned.
         """
-        topology, asked = self.topology, self.constraints
+        topology, constraints = self.topology, self.constraints
         devices_of = devices_of_pins(
-            dict(asked.pinned),
-            asked.together,
+            dict(constraints.pinned),
+            constraints.together,
             dict(zip(topology.hosts, topology.on_hosts, strict=True)),
             f"problem {self.name!r}",
         )
@@ -621,16 +624,14 @@ class Problem:
         with one."""
         return self.pinned.get(name, self.topology.indices)
 
+    def setting(self, hardware: str) -> Setting:
+        """The setting of its steps on some hardware."""
+        payloads = self.job.forward_payload, self.job.backward_payload
+        return Setting(hardware, self.global_batch, self.precision, self.optimizer, *payloads)
+
     def require_setting(self, setting: Setting) -> None:
         """Raise SettingMismatch unless a model for `setting` is valid for this problem."""
-        own = Setting(
-            self.topology.hardware or setting.hardware,
-            self.global_batch,
-            self.precision,
-            self.optimizer,
-            self.job.forward_payload,
-            self.job.backward_payload,
-        )
+        own = self.setting(self.topology.hardware or setting.hardware)
         if own != setting:
             remedy = (
                 "give a model of each precision (plan --model A --model B; to publish, promote.also of "

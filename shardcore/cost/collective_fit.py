@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from shardcore.core.links import units_of
-from shardcore.core.payloads import CASTS
+from shardcore.core.payloads import MEASURED
 from shardcore.core.types import OUTPUT_BYTES
 from shardcore.cost.collective_model import (
     ALL_TO_ALL,
@@ -47,10 +47,7 @@ on 8, all-gathers 2.7 and all-reduces 2.1 times. With this share it is 2.7 times
 FEWEST_SAMPLES = 4
 """A collective with fewer samples gets no rates."""
 _MEASURED = [
-    (row, payload)
-    for row in COLLECTIVES.values()
-    for payload in ("fp32", *CASTS)
-    if row.cast or payload == "fp32"
+    (row, payload) for row in COLLECTIVES.values() for payload in (MEASURED if row.cast else MEASURED[:1])
 ]
 """Collectives with their payloads."""
 
@@ -118,7 +115,7 @@ def _fit_ordering(samples: Sequence[CollectiveSample]) -> dict[str, np.ndarray]:
     return {ORDER: fit_law(own, work_ms[ran])}
 
 
-def _fit_rates(terms: np.ndarray, measured: np.ndarray, rounds: int = 8) -> np.ndarray:
+def _fit_rates(terms: np.ndarray, measured: np.ndarray) -> np.ndarray:
     """[E] rates of transfer_ms from terms [E, S].
 
     The maximum is not linear. So guess for each sample which level of links is slowest, and fit the linear
@@ -129,7 +126,7 @@ def _fit_rates(terms: np.ndarray, measured: np.ndarray, rounds: int = 8) -> np.n
     # [S] the level that decides; first the outermost that a sample uses.
     # Levels are numbered outward, so the maximum over used levels is the outermost.
     decides = np.max([k * terms[part].any(0) for k, part in enumerate(parts)], axis=0)
-    for _ in range(rounds):
+    for _ in range(8):
         # Only the terms of the guessed level count for a sample, and the latency.
         decisive = terms.copy()
         for k, part in enumerate(parts):

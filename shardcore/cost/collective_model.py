@@ -364,7 +364,7 @@ def _counted(units: np.ndarray, rates: np.ndarray) -> np.ndarray:
     return counted
 
 
-def even_is_least(w: Mapping[str, np.ndarray], topology: Topology, payload: str = "fp32") -> bool:
+def even_is_least(w: Mapping[str, np.ndarray], topology: Topology, payload: str) -> bool:
     """True if an even division of a collective's bytes over devices is the cheapest.
 
     Forward the last device counts, backward the devices' mean weighted by speed. The law is convex. Where
@@ -376,7 +376,7 @@ def even_is_least(w: Mapping[str, np.ndarray], topology: Topology, payload: str 
     return topology.equal_hosts and (equal or not own_bytes_count(w, topology, payload))
 
 
-def own_bytes_count(w: Mapping[str, np.ndarray], topology: Topology, payload: str = "fp32") -> bool:
+def own_bytes_count(w: Mapping[str, np.ndarray], topology: Topology, payload: str) -> bool:
     """True if backward time depends on a device's bytes, not only on the busiest device's.
 
     payload: of gradients.

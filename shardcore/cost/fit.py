@@ -118,19 +118,14 @@ def train(
         provenance = {"start": {"setting": str(start.setting), **start.meta["provenance"]}}
         # Exchanges belong to the hardware, not to the batch or the optimizer.
         if not comm and start.setting.hardware == setting.hardware:
-            of_exchanges = [
-                k for k in start.weights if k.startswith("exchange") or k in collective_model.OWN_WORK
-            ]
-            weights |= {k: start.weights[k] for k in of_exchanges}
+            own_work = collective_model.OWN_WORK
+            weights |= {k: v for k, v in start.weights.items() if k.startswith("exchange") or k in own_work}
             measured |= {k: v for k, v in start.meta["ranges"].items() if k in _OF_EXCHANGES}
             carried = {k: v for k, v in start.meta.items() if k == "steps"}
     # Counts of samples by kind and split, for the model's file.
-    sides = [
-        (kind, split_of(s.id)) for kind, samples in (("compute", compute), ("comm", comm)) for s in samples
-    ]
     splits = {
-        f"{kind}_{side}": sides.count((kind, side))
-        for kind in ("compute", "comm")
+        f"{kind}_{side}": sum(split_of(s.id) == side for s in samples)
+        for kind, samples in (("compute", compute), ("comm", comm))
         for side in ("train", "validation", "test")
     }
     # Sizes of hidden layers as trained: those of `start` may differ from the config's.

@@ -62,7 +62,7 @@ class Work:
     lookups, unique: rows that are looked up, and distinct ones.
     evenness: exponent e; a share x of the distinct rows, the most popular ones, has x^e of lookups. 1: even
       access.
-    beside: bytes of the distinct rows of the whole op, which share L2.
+    op_row_bytes: bytes of the distinct rows of the whole op, which share L2.
     width: columns. element_bytes: of one weight.
     outputs: rows of pooled outputs, or of all lookups where they are not pooled.
     weighted: 1 if lookups have weights, else 0.
@@ -74,7 +74,7 @@ class Work:
     lookups: np.ndarray
     unique: np.ndarray
     evenness: np.ndarray
-    beside: np.ndarray
+    op_row_bytes: np.ndarray
     width: np.ndarray
     element_bytes: np.ndarray
     outputs: np.ndarray
@@ -87,10 +87,10 @@ class Work:
     cache_bytes: np.ndarray
 
 
-def work_of(shards: Sequence[Shard], batch: int, optimizer: str, beside_bytes: float = 0.0) -> Work:
+def work_of(shards: Sequence[Shard], batch: int, optimizer: str, op_row_bytes: float = 0.0) -> Work:
     """Work of shards in an op over a batch.
 
-    beside_bytes: bytes of the distinct rows of the op, as far as they are known. Each shard has its own at
+    op_row_bytes: bytes of the distinct rows of the op, as far as they are known. Each shard has its own at
       least.
     """
     tables = [s.table for s in shards]
@@ -105,7 +105,7 @@ def work_of(shards: Sequence[Shard], batch: int, optimizer: str, beside_bytes: f
         lookups=lookups,
         unique=unique,
         evenness=np.log(concentration_of(tables, unique)) / np.log(0.25),
-        beside=np.full(len(shards), beside_bytes),
+        op_row_bytes=np.full(len(shards), op_row_bytes),
         width=width,
         element_bytes=np.array([PRECISION_BYTES[t.precision] for t in tables], dtype=float),
         outputs=np.array([output_rows(s, batch) for s in shards], dtype=float),
@@ -140,7 +140,7 @@ def forward_ms(rates: Rates, work: Work) -> np.ndarray:
     row_bytes = _granules(rates, work.width * work.element_bytes)
     again = np.maximum(work.lookups - work.unique, 0) * row_bytes * work.resident
     # L2 keeps the rows that are hit most, of all shards of the op.
-    held = rates["l2_bytes"] / np.maximum(np.maximum(work.unique * row_bytes, work.beside), 1.0)
+    held = rates["l2_bytes"] / np.maximum(np.maximum(work.unique * row_bytes, work.op_row_bytes), 1.0)
     in_l2 = np.minimum(1.0, held) ** work.evenness
     once = work.unique * row_bytes * work.resident + again * (1 - in_l2)
     moved = (

@@ -160,46 +160,42 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
             f"{kinds} shards: their {channel.words} is priced with the rates of "
             f"{collective_model.stands_for(model.weights, channel)}, not measured"
         )
-    payloads = {"forward": model.setting.forward_payload, "backward": model.setting.backward_payload}
+    payloads = model.setting.payloads
     for channel, way in ((c, way) for c in used for way in c.row.ways):
         if not collective_model.knows_payload(model.weights, channel, way, payloads[way]):
             yield (
                 f"{payloads[way]} {way} in the {channel.words} is priced with FP32's rates and fewer "
                 "bytes, not measured"
             )
-    tables = {s.table.name: s.table for ops in workload.ops for op in ops for s in op.shards}
-    sequences = [name for name, table in tables.items() if table.sequence]
-    # Models that never saw a sequence have no range for them.
-    if sequences and "op_sequences" not in model.meta["ranges"]:
-        yield (
-            f"table {sequences[0]!r}{and_more(sequences)} is a sequence: its lookups are priced as "
-            "pooled ones with an output for each, not measured"
-        )
-    replicas = dict.fromkeys(
-        s.table.name for ops in workload.ops for op in ops if op.run.dense_gradient for s in op.shards
-    )
-    if replicas:
-        yield (
-            f"table {next(iter(replicas))!r}{and_more(replicas)} is replicated: its dense kernel is "
-            "priced as a fused op, without its dense optimizer, not measured"
-        )
-    weighted = [name for name, table in tables.items() if table.weighted]
-    if weighted:
-        yield (
-            f"table {weighted[0]!r}{and_more(weighted)} has weights of lookups, which are priced to "
-            "travel only, not measured"
-        )
     if (ratio := workload.job.tower_ratio) is not None:
         yield (
             f"outputs cross hosts {ratio:g} times smaller, as given; the compute and memory of the tower "
             "modules that make them so are not priced"
         )
-    copied = [s.table.name for ops in workload.ops for op in ops for s in op.shards if s.table.is_variable]
-    if copied:
-        yield (
-            f"table {copied[0]!r} is deduplicated, or has batches of its own: it is priced as looked up by fewer "
-            "samples, not measured"
-        )
+    shards = [(s, op.run) for ops in workload.ops for op in ops for s in op.shards]
+    tables = {s.table.name: s.table for s, _ in shards}
+    # Models that never saw a sequence have no range for them.
+    unseen = "op_sequences" not in model.meta["ranges"]
+    for names, words in (
+        (
+            [name for name, table in tables.items() if table.sequence and unseen],
+            "is a sequence: its lookups are priced as pooled ones with an output for each",
+        ),
+        (
+            list(dict.fromkeys(s.table.name for s, run in shards if run.dense_gradient)),
+            "is replicated: its dense kernel is priced as a fused op, without its dense optimizer",
+        ),
+        (
+            [name for name, table in tables.items() if table.weighted],
+            "has weights of lookups, which are priced to travel only",
+        ),
+        (
+            [name for name, table in tables.items() if table.is_variable],
+            "is deduplicated, or has batches of its own: it is priced as looked up by fewer samples",
+        ),
+    ):
+        if names:
+            yield f"table {names[0]!r}{and_more(names)} {words}, not measured"
     if speeds := ", ".join(f"{s:g}" for s in sorted({d.speed for d in topology.devices} - {1.0})):
         yield f"devices of speed {speeds} are scaled from the measured hardware"
 

@@ -70,11 +70,11 @@ def observations(model: Any, samples: Sequence[TracedSample]) -> Observations:
 
     Raises SettingMismatch for a model that is not for a sample's problem.
     """
-    found = []
+    observed = []
     for sample in samples:
         problem, steps = workloads(sample)
-        found.append(traced_factors.observations(model.for_problem(problem), steps))
-    return joined(found)
+        observed.append(traced_factors.observations(model.for_problem(problem), steps))
+    return joined(observed)
 
 
 def is_for(model: Any, sample: TracedSample) -> bool:
@@ -100,11 +100,11 @@ def error(model: Any, samples: Sequence[TracedSample]) -> float:
     Raises TracesTellNothing for samples that tell of neither.
     """
     measured, predicted = observations(model, samples).comparable()
-    told = measured > 0
-    if not told.any():
+    known = measured > 0
+    if not known.any():
         names = ", ".join(dict.fromkeys(sample.job for sample in samples))
         raise TracesTellNothing(f"traced steps of {names} tell nothing of lookups or exchanges")
-    return float(100 * np.abs(measured - predicted)[told].sum() / measured[told].sum())
+    return float(100 * np.abs(measured - predicted)[known].sum() / measured[known].sum())
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.payloads import CASTS
+from shardcore.core.payloads import MEASURED
 from shardcore.cost import collective_model, features, quantiles
 from shardcore.step.kinds import CHANNELS
 
@@ -77,7 +77,7 @@ def require(w: Mapping[str, np.ndarray]) -> None:
         collective_model.weight(*x, payload): ((e,), _RATE)
         for x in ran
         if not x[0].row.work
-        for payload in (("fp32", *CASTS) if x[0].row.cast else ("fp32",))
+        for payload in (MEASURED if x[0].row.cast else MEASURED[:1])
     }
     optional |= {collective_model.step_weight(*x): ((1,), in_step) for x in ran}
     optional |= {name: ((2,), _RATE) for name in collective_model.OWN_WORK}

@@ -12,18 +12,17 @@ import numpy as np
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem, Setting
 from shardcore.cost import traced_factors
-from shardcore.cost.collective_model import ALL_TO_ALL
 from shardcore.cost.model import CostModel, PricedPlan, price_plan, total_ms
 from shardcore.cost.traced_factors import Correction, Factor
-from shardcore.cost.traced_observations import Quantity, exchanges_of
+from shardcore.cost.traced_observations import Quantity
 from shardcore.io import job_folder
 from shardcore.io.traced_samples import TracedSample
 from shardcore.io.traced_steps import TracedJob
 from shardcore.measure.traces.job import read_job
 from shardcore.plans.diff import Diff, diff
 from shardcore.plans.gain import Gain, gain
+from shardcore.plans.move_price import exchange_ms
 from shardcore.plans.replan import ReplanConfig, replan
-from shardcore.step.kinds import CHANNELS
 from shardcore.step.lower import Workload, lower
 
 DRAWS = 60
@@ -166,35 +165,35 @@ def check(job: ReadJob, model: CostModel) -> CheckedJob:
     with_slow, slow = traced_factors.with_speeds(given, ours, [(workload, step) for step in traced])
     if slow:  # factors are those of all ranks, and a slow one is no part of them
         workload = lower(plan, replace(problem, topology=with_slow.topology), fits=False)
-    found = traced_factors.correction(ours, [(workload, step) for step in traced], job.step_ms)
+    correction = traced_factors.correction(ours, [(workload, step) for step in traced], job.step_ms)
     # Which traces it was corrected by, as cost/traced_training.py has it: they correct it once.
     of = sample(job, model.setting.hardware)
     lineage = {
         "job": job.name,
         "steps": [of.name],
         "traces": {of.name: dict(of.traces)},
-        **found.document(),
+        **correction.document(),
     }
-    corrected = traced_factors.corrected(model, found.factors, lineage)
+    corrected = traced_factors.corrected(model, correction.factors, lineage)
     # The correction may find another dense part than the trace shows.
-    problem = traced_factors.with_around(with_slow, found.around_ms)
+    problem = traced_factors.with_around(with_slow, correction.around_ms)
     after = price_plan(plan, problem, corrected.for_problem(problem), fits=False)
     return CheckedJob(
         before,
         after,
         problem,
         corrected,
-        found,
-        interval_ms(plan, problem, model, found),
-        (*slow, *found.refused),
+        correction,
+        interval_ms(plan, problem, model, correction),
+        (*slow, *correction.refused),
     )
 
 
-def interval_ms(plan: Plan, problem: Problem, model: Any, found: Correction) -> tuple[float, float]:
+def interval_ms(plan: Plan, problem: Problem, model: Any, correction: Correction) -> tuple[float, float]:
     """The interval of a step, from factors drawn from their posterior."""
     # A fixed seed, so that the same traces give the same interval.
     rng, workload = np.random.default_rng(0), lower(plan, problem, fits=False)
-    totals = [_total_ms(workload, model, found.drawn(rng), problem) for _ in range(DRAWS)]
+    totals = [_total_ms(workload, model, correction.drawn(rng), problem) for _ in range(DRAWS)]
     low, high = np.quantile(totals, INTERVAL).tolist()
     return low, high
 
@@ -221,17 +220,6 @@ def propose(checked: CheckedJob, model: CostModel, config: ReplanConfig) -> Prop
         interval_ms(plan, checked.problem, model, checked.correction),
         gain(checked.after, now, checked.problem, ours),
         moved,
-        _seconds(moved, checked.problem, ours),
+        # In even shares: as if each device sends as much as the others.
+        exchange_ms(ours, checked.problem.topology, moved.bytes / len(checked.problem.topology)) / 1e3,
     )
-
-
-def _seconds(moved: Diff, problem: Problem, model: Any) -> float:
-    """Seconds in which the weights travel, in even shares, as one all-to-all."""
-    devices = len(problem.topology)
-    if devices < 2:
-        return 0.0
-    traffic = np.zeros((len(CHANNELS), devices))
-    # Even shares: as if each device sends as much as the others.
-    traffic[CHANNELS.index(ALL_TO_ALL)] = moved.bytes / devices
-    both = exchanges_of(model).collectives(traffic, np.zeros(devices), problem.topology)
-    return float(both[ALL_TO_ALL][0].max()) / 1e3

@@ -29,7 +29,7 @@ from torch import nn
 
 from shardcore.core.catalog import DENSE_OPTIMIZERS, OPTIMIZERS
 from shardcore.core.job import Job
-from shardcore.core.payloads import CASTS
+from shardcore.core.payloads import MEASURED
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.io import writing
@@ -115,7 +115,7 @@ def features_of(table: Table) -> list[str]:
 def drawn_job(seed: int) -> Job:
     """Half of them with payloads of 16 bits, one way or both. Half with an optimizer of replicas by name."""
     rng = np.random.default_rng([seed, 20])
-    there, back = (str(x) for x in rng.choice(["fp32", *CASTS], 2)) if rng.integers(2) else ("fp32", "fp32")
+    there, back = (str(x) for x in rng.choice(MEASURED, 2)) if rng.integers(2) else ("fp32", "fp32")
     of_replicas = str(rng.choice(list(DENSE_OPTIMIZERS))) if rng.integers(2) else None
     return Job(forward_payload=there, backward_payload=back, replica_optimizer=of_replicas)
 
