@@ -4,7 +4,7 @@ Devices send each other the ids to look up (see id_bytes.py).
 Each device then looks up rows (forward) and exchanges pooled outputs.
 After the dense part it exchanges their gradients and updates rows (backward).
 As in TorchRec, the shards of a kind and collection run as one fused FBGEMM op with its collectives: a run
-(see layouts).
+(see kinds.py).
 
 Shapes: C channels (kinds.CHANNELS), L lanes (traffic.lanes), D devices.
 """
@@ -138,10 +138,8 @@ def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
     """
     require_type(plan, Plan, "plan", "a Plan, as a sharder gives")
     require_type(problem, Problem, "problem", "a Problem")
-    # Checks of coverage come first: bytes of a plan that lacks a table mean nothing.
-    require_cover(plan, problem)
-    # Constraints after coverage: they assume that placements are valid for their kinds.
-    require_constraints(plan, problem)
+    # First: bytes of a plan that lacks a table mean nothing.
+    require_plan(plan, problem, fits=False)
     # Memory is needed in either case, for the Workload states it.
     used = (memory.require_fits if fits else memory.used_bytes)(plan, problem)
     if fits:
@@ -194,7 +192,8 @@ def _lanes(among: Container[Layout], tables: Iterable[Table]) -> dict[Layout, in
 def entering_bytes(layout: Layout, shards: tuple[Shard, ...], problem: Problem) -> np.ndarray:
     """[C] bytes that a device's shards of a kind enter into each channel.
 
-    With towers, what crosses hosts is not yet divided over one (traffic.shared_on_units)."""
+    With towers, bytes that cross hosts are not yet divided over each host (traffic.shared_on_units).
+    """
     # Outputs are those of the global batch. A kind's formula takes from it what its devices enter.
     outputs = [output_bytes(s, problem.global_batch) for s in shards]
     of_channel = {
@@ -232,6 +231,7 @@ def traffic_of_outputs(
 def require_plan(plan: Plan, problem: Problem, fits: bool = True) -> None:
     """Raise what `lower` raises. Without `fits`, everything except Infeasible."""
     require_cover(plan, problem)
+    # After coverage: constraints assume that placements are valid for their kinds.
     require_constraints(plan, problem)
     if fits:
         memory.require_fits(plan, problem)
@@ -248,9 +248,9 @@ def require_cover(plan: Plan, problem: Problem) -> None:
     known = {t.name: t for t in problem.tables}
     for placement in ticking(plan.placements):
         shard = placement.shard
-        found = known.get(shard.table.name)
+        table = known.get(shard.table.name)
         # Plans mostly hold the problem's own tables. Identity saves comparing their statistics.
-        if found is not shard.table and found != shard.table:
+        if table is not shard.table and table != shard.table:
             raise ShardCoreError(
                 f"plan places table {shard.table.name!r}, "
                 f"which problem {problem.name!r} does not have "
@@ -289,11 +289,11 @@ def require_cover(plan: Plan, problem: Problem) -> None:
 def _widths(placements: Iterable[Placement]) -> Iterable[tuple[Placement, int]]:
     """One placement of each table, kind and group of devices, and the columns of all: they are one shard."""
     # The first placement of a key stands for all: only their columns differ.
-    found: dict[tuple[str, str, tuple[int, ...]], tuple[Placement, int]] = {}
+    widths: dict[tuple[str, str, tuple[int, ...]], tuple[Placement, int]] = {}
     for p in placements:
         key = p.shard.table.name, p.kind, p.devices
-        found[key] = p, p.shard.width + found.get(key, (p, 0))[1]
-    return found.values()
+        widths[key] = p, p.shard.width + widths.get(key, (p, 0))[1]
+    return widths.values()
 
 
 def _require_codecs(plan: Plan, problem: Problem) -> None:
@@ -375,8 +375,6 @@ def require_constraints(plan: Plan, problem: Problem) -> None:
             other, home = homes.setdefault(problem.bundle_of[name], (name, devices))
             if len(devices) > 1 or devices != home:
                 raise ShardCoreError(
-                    f"plan places table {name!r} on {device_names(devices)} and "
-                    f"{other!r} on "
-                    f"{device_names(home)}; "
-                    "they need to be together on one (constraints.together)"
+                    f"plan places table {name!r} on {device_names(devices)} and {other!r} on "
+                    f"{device_names(home)}; they need to be together on one (constraints.together)"
                 )

@@ -321,11 +321,11 @@ def _require_hosts_fit(plan: Plan, problem: Problem) -> None:
             for held in _held(plan, problem)
         ]
         for host, devices in zip(topology.hosts, topology.on_hosts, strict=True):
-            if (taken := sum(on_device[d] for d in devices)) > memory.bytes:
+            if (used := sum(on_device[d] for d in devices)) > memory.bytes:
                 raise Infeasible(
-                    f"host {host!r} of problem {problem.name!r} would hold {gib(taken)} of rows "
+                    f"host {host!r} of problem {problem.name!r} would hold {gib(used)} of rows "
                     f"in {TIERS[memory.tier].words}; it may hold {gib(memory.bytes)} there, "
-                    f"{gib(taken - memory.bytes)} too little"
+                    f"{gib(used - memory.bytes)} too little"
                 )
 
 

@@ -34,12 +34,12 @@ def shard_buffers(layout: Layout, shards: Sequence[Shard], problem: Problem) -> 
     lookups = sum(problem.global_batch * s.table.looked_up * access_share(s) for s in shards)
     # FP32 bytes. Casts for the payload are in exchange_buffers.
     outputs = sum(output_bytes(s, problem.global_batch) for s in shards)
-    found: dict[str, float] = {}
+    buffers: dict[str, float] = {}
     # Each channel has its own buffers: host_row sends outputs twice.
     for channel, entering in layout.channels.items():
-        found |= exchange_buffers(channel, entering(n_bytes, outputs, problem), problem.job)
+        buffers |= exchange_buffers(channel, entering(n_bytes, outputs, problem), problem.job)
     arrived = sum(received_bytes(s, problem) for s in shards)
-    return found | {"arrived": arrived, "sorting": lookups * sorting_bytes(problem)}
+    return buffers | {"arrived": arrived, "sorting": lookups * sorting_bytes(problem)}
 
 
 def exchange_buffers(channel: Channel, n_bytes: float, job: Job, received: str = "") -> dict[str, float]:
@@ -95,11 +95,11 @@ def run_batches(placements: Iterable[Placement], problem: Problem) -> dict[Layou
     runs: dict[Layout, list[Placement]] = {}
     for placement in ticking(sorted(placements, key=lambda p: numbers[p.shard.table.name])):
         runs.setdefault(run_of(placement.kind, placement.shard.table), []).append(placement)
-    found = {}
+    batches = {}
     for run, of in runs.items():
         # Placements of a run have equally many devices, as its kind has one size of group.
         shards, ranges = [p.shard for p in of], len(of[0].devices)
-        found[run] = RunBatch(
+        batches[run] = RunBatch(
             # Outputs of a device's own samples, from all tables, wherever they are.
             sum(OUTPUT_BYTES * s.width * table_output_rows(s.table, local) for s in shards),
             any(s.width < s.table.dim for s in shards),
@@ -109,7 +109,7 @@ def run_batches(placements: Iterable[Placement], problem: Problem) -> dict[Layou
             # The dense optimizer takes one replica after another, so only the largest counts.
             max(scratch_bytes(run, s, problem) for s in shards),
         )
-    return found
+    return batches
 
 
 def table_order(problem: Problem) -> dict[str, tuple[int, int]]:
@@ -128,23 +128,23 @@ def local_buffers(batches: Mapping[Layout, RunBatch], problem: Problem) -> dict[
     for run, batch in batches.items():
         # Outputs of a collection are one tensor in TorchRec, if there are several runs.
         collections.setdefault((run.collection, run.sequence), []).append(batch.outputs)
-    found, last = {}, _last_to_need_gradients(batches)
+    buffers, last = {}, _last_to_need_gradients(batches)
     for run, batch in batches.items():
         # Sequences of several runs are not joined to one tensor. Cut columns have to be.
         joined = collections[run.collection, run.sequence]
         together = batch.cut if run.sequence else len(joined) > 1
-        found[run] = output_buffers(run, batch.outputs, problem.job, batch.cut, together)
+        buffers[run] = output_buffers(run, batch.outputs, problem.job, batch.cut, together)
         # A joined gradient lives until the last run that reads it, so that run counts it.
         if run.sequence or run in last:
-            found[run]["gradient"] = batch.outputs if run.sequence else sum(joined)
+            buffers[run]["gradient"] = batch.outputs if run.sequence else sum(joined)
         # Cut columns are copied before the exchange, so the gradient can go. Uncut ones keep it alive.
-        found[run]["uncut"] = found[run].get("gradient", 0) * (not batch.cut)
-        found[run]["permuted"], found[run]["bucketized"] = batch.permuted, batch.bucketized
+        buffers[run]["uncut"] = buffers[run].get("gradient", 0) * (not batch.cut)
+        buffers[run]["permuted"], buffers[run]["bucketized"] = batch.permuted, batch.bucketized
     # Counted once for the device, not once for each run.
-    first = next(iter(found.values()))
+    first = next(iter(buffers.values()))
     first["batch"], first["expanded"] = batch_bytes(problem), expanded_bytes(problem)
     first["scratch"] = max(batch.scratch for batch in batches.values())
-    return found
+    return buffers
 
 
 def bucketized_bytes(table: Table, job: Job, ranges: int) -> float:
@@ -169,10 +169,10 @@ def _last_to_need_gradients(runs: Iterable[Layout]) -> set[Layout]:
 def output_buffers(run: Layout, outputs: float, job: Job, cut: bool, together: bool) -> dict[str, float]:
     """Bytes of the buffers of a run's outputs for a local batch."""
     # Outputs arrive by the run's last exchange.
-    found = exchange_buffers(tuple(run.channels)[-1], outputs, job, received="local")
+    buffers = exchange_buffers(tuple(run.channels)[-1], outputs, job, received="local")
     # Outputs that are the whole tensor, and travel as FP32, are sent without a copy.
-    copied = found["local back"] * (together or found["local back"] < outputs)
-    return found | {
+    copied = buffers["local back"] * (together or buffers["local back"] < outputs)
+    return buffers | {
         "local copied": copied,
         "cut": outputs * cut,
         "together": outputs * together,
@@ -201,4 +201,5 @@ def sorting_bytes(problem: Problem) -> int:
 
 
 def scratch_bytes(layout: Layout, shard: Shard, problem: Problem) -> int:
+    """Bytes by which a dense optimizer updates a replica. 0 for other kinds."""
     return shard.bytes * layout.dense_gradient * DENSE_OPTIMIZERS[problem.replica_optimizer].scratch

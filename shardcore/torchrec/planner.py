@@ -22,7 +22,7 @@ from shardcore.core.validation import require, require_type
 from shardcore.cost.known_errors import profile_of
 from shardcore.cost.model import CostModel
 from shardcore.search import DEFAULT_SHARDER, Budget, known, sharder
-from shardcore.step.kinds import LAYOUTS, layout_of, ways
+from shardcore.step.kinds import LAYOUTS, kinds_on_all_devices, layout_of
 from shardcore.step.lower import lower
 from shardcore.tables.hot_rows import with_hot_rows
 from shardcore.torchrec import constraints as constrained
@@ -79,7 +79,7 @@ def problem_for(
 ) -> Problem:
     """The tables of a model's collections (see `tables_of`) as a Problem.
 
-    Hot rows of a HotColdEmbeddingCollection are taken for the hottest ones.
+    Hot rows of a HotColdEmbeddingCollection count as the hottest ones.
 
     topology: ours, or TorchRec's. Of the latter's memory RESERVED stays free.
     global_batch: samples per step over all devices.
@@ -437,7 +437,11 @@ def _kinds_in_wrappers(
             raise ShardCoreError(
                 f"{what}; constraints have it run by {', '.join(allowed[name])}: allow {', '.join(sorted(able))}"
             )
-        if name not in allowed and len(kinds) == 1 and layout_of(kinds[0]) not in ways(topology):
+        if (
+            name not in allowed
+            and len(kinds) == 1
+            and layout_of(kinds[0]) not in kinds_on_all_devices(topology)
+        ):
             raise ShardCoreError(
                 f"{what}; the topology has {len(topology)} device, and it needs 2 or more to divide rows"
             )
