@@ -208,10 +208,10 @@ class Topology:
     @cached_property
     def on_hosts(self) -> tuple[tuple[int, ...], ...]:
         """The devices of each of `hosts`."""
-        found: dict[str, list[int]] = {host: [] for host in self.hosts}
+        members: dict[str, list[int]] = {host: [] for host in self.hosts}
         for d, device in enumerate(self.devices):
-            found[device.host].append(d)
-        return tuple(map(tuple, found.values()))
+            members[device.host].append(d)
+        return tuple(map(tuple, members.values()))
 
     def on_units(self, level: str) -> tuple[tuple[int, ...], ...]:
         """The devices of each unit that a level of links joins, such as each host, as TorchRec numbers them."""
