@@ -130,9 +130,6 @@ def refreshed(problem: Problem, tables: Iterable[Table], fields: Sequence[str] =
             f"none of the {len(fresh)} tables with fresh statistics is one of problem {problem.name!r}'s, which has "
             f"{', '.join(t.name for t in problem.tables[:3])}, ..."
         )
-    now = []
-    for t in problem.tables:
-        # Tables without fresh statistics keep theirs.
-        changed = {name: getattr(fresh.get(t.name, t), name) for name in fields}
-        now.append(replace(t, **changed))
+    # Tables without fresh statistics keep theirs.
+    now = (replace(t, **{f: getattr(fresh.get(t.name, t), f) for f in fields}) for t in problem.tables)
     return replace(problem, tables=tuple(now))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -78,11 +78,6 @@ class ReplanConfig:
     def limited(self) -> bool:
         """True if moves are limited."""
         return self.max_moved_tables is not None or self.max_moved_bytes is not None
-
-    @property
-    def weighs_pause(self) -> bool:
-        """True if the pause of a move is limited."""
-        return self.max_pause_s is not None or self.pay_back_in_s is not None
 
     def accepts(self, price: MovePrice, before_ms: float, now_ms: float) -> bool:
         """True if a move pauses, and pays back, within the limits."""
@@ -267,11 +262,11 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
     """
     space = config.space or old.provenance.get("space", "all")
     if halves := halves_of(was := rebind_tables(old, problem), problem):
-        found = replan(halves.split(was), halves.problem, model, config)
-        if halves.may_run(found.placements):
-            return halves.whole(found, problem, model)
+        plan = replan(halves.split(was), halves.problem, model, config)
+        if halves.may_run(plan.placements):
+            return halves.whole(plan, problem, model)
     kept = _kept(old, problem, model, space)
-    if config.weighs_pause and kept is not None:
+    if (config.max_pause_s, config.pay_back_in_s) != (None, None) and kept is not None:
         return _paying_back(old, kept, problem, model, config)
     try:
         searched = _searched(old, problem, model, config, space)
@@ -293,14 +288,14 @@ def _paying_back(old: Plan, kept: Plan, problem: Problem, model: CostModel, conf
     free = replace(config, max_pause_s=None, pay_back_in_s=None, budget=budget)
     for _ in range(_TRIES):
         try:
-            found = replan(old, problem, model, free)
+            plan = replan(old, problem, model, free)
         except Infeasible:  # so little may not move
             break
-        price = price_move(old, found, problem, model, config.move_rates)
-        if config.accepts(price, before_ms, found.provenance["predicted_ms"]):
-            return found
+        price = price_move(old, plan, problem, model, config.move_rates)
+        if config.accepts(price, before_ms, plan.provenance["predicted_ms"]):
+            return plan
         # The pause follows from bytes, so that half of them pause about half as long.
-        free = replace(free, max_moved_bytes=diff(old, found).bytes // 2)
+        free = replace(free, max_moved_bytes=diff(old, plan).bytes // 2)
     return kept
 
 
@@ -389,6 +384,7 @@ def _filled_up(stays: Plan, problem: Problem) -> Plan | None:
 
 
 def _in_parts(table: Table, plan: Plan, problem: Problem) -> Plan | None:
+    """The plan with a table in the fewest equal parts that fit. None: it finds no room."""
     allowed = problem.allowed_devices(table.name)
     # Room on each device, less what the plan takes so far.
     left = np.array(held_bytes(problem)) - _used_bytes(plan, problem)
@@ -444,11 +440,10 @@ def _used_bytes(plan: Plan, problem: Problem) -> Sequence[int]:
     return used_bytes(plan, problem) if plan.placements else [0] * len(problem.topology)
 
 
-def _weights_on(device: int, plan: Plan) -> dict[str, int]:
+def _weights_on(device: int, plan: Plan) -> Counter[str]:
     """Bytes of weights of each table on a device."""
-    weights: dict[str, int] = defaultdict(int)
-    for p in plan.placements:
-        for d, shard in shards_on(p):
-            if d == device:
-                weights[p.shard.table.name] += shard.bytes
+    weights = Counter[str]()
+    for d, shard in (pair for p in plan.placements for pair in shards_on(p)):
+        if d == device:
+            weights[shard.table.name] += shard.bytes
     return weights
