@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from shardcore.core.errors import ShardCoreError, shortened
@@ -35,17 +36,7 @@ class Treatment:
     unpriced: str = ""
 
 
-def _honoured(note: str, unpriced: str = "") -> Treatment:
-    return Treatment(HONOURED, note, unpriced)
-
-
-def _priced(note: str) -> Treatment:
-    return Treatment(PRICED, note)
-
-
-def _refused(note: str) -> Treatment:
-    return Treatment(REFUSED, note)
-
+_honoured, _priced, _refused = (partial(Treatment, how) for how in (HONOURED, PRICED, REFUSED))
 
 _PASSED_ON = "in the plan's ParameterSharding, for FBGEMM"
 _OF_MODULE = "the module keeps it; neither plan nor price depends on it"

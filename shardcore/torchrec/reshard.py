@@ -2,7 +2,7 @@
 
     moved = reshard(model, read_torchrec("new.json"), optimizer)
 
-New shards are built and filled beside the old ones, then compared with them by digests of rows and state.
+New shards are built and filled while the old ones stay, then compared with them by digests of rows and state.
 Only if all ranks find them equal does any rank use them (see `agreement`). Until then the old plan is whole
 on every rank, and it stays so if a rank fails, takes too long or dies.
 
@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import nn
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.types import Problem
 from shardcore.core.validation import require, require_types, require_within
 from shardcore.torchrec import rows as of_rows
 from shardcore.torchrec.agreement import Agreement, Waited, time_limit
@@ -40,7 +39,7 @@ from shardcore.torchrec.replica_optimizers import (
     replica_group,
     replica_groups,
 )
-from shardcore.torchrec.rows import WEIGHTS, DenseOptimizer, Format, Key, Part
+from shardcore.torchrec.rows import WEIGHTS, DenseOptimizer, Format, Key, Part, key_name
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
 from shardcore.torchrec.transfer import (
     DIGEST_BYTES,
@@ -105,7 +104,7 @@ class Moved:
     tables: that are sharded otherwise now, by path and name.
     bytes: of weights and state that were copied, by way, on all ranks.
     seconds: of this rank, by phase.
-    extra_bytes: memory beside the old shards while they moved, by rank.
+    extra_bytes: memory in addition to the old shards while they moved, by rank.
     digests: of each tensor of those collections, by table and tensor, as they were before and after.
     inexact: tables whose optimizer state was carried over as well as it could be, and why.
     """
@@ -199,7 +198,7 @@ def _moved(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config
     refresh(optimizer.given)
     clock.lap("swap")
     return Moved(
-        tables=tuple(sorted(".".join(filter(None, key)) for c in move.collections for key in c.changed)),
+        tables=tuple(sorted(key_name(key) for c in move.collections for key in c.changed)),
         bytes=move.bytes_by_way(),
         seconds=clock.seconds,
         extra_bytes=tuple(of["extra_bytes"] for of in shared),
@@ -220,7 +219,7 @@ class _Clock:
 
 def _named(of_tables: Mapping[Key, Mapping[str, int]]) -> dict[str, int]:
     return {
-        ".".join(filter(None, (*key, name))): total
+        f"{key_name(key)}.{name}": total
         for key, of_table in of_tables.items()
         for name, total in of_table.items()
     }
@@ -258,9 +257,7 @@ class _Collection:
     def verified(self, inexact_tables: Mapping[str, str]) -> dict[Key, Format]:
         """Tensors that are the same before and after, by table."""
         return {
-            key: replace(new.format, states=())
-            if ".".join(filter(None, key)) in inexact_tables
-            else new.format
+            key: replace(new.format, states=()) if key_name(key) in inexact_tables else new.format
             for key, (_, new) in self.layouts.items()
         }
 
@@ -374,7 +371,7 @@ class _Move:
 
     digest: of both plans and the settings.
     inexact: why optimizer state cannot be carried over as it is, by table.
-    extra_bytes: memory of this rank beside the old shards.
+    extra_bytes: memory of this rank in addition to the old shards.
     """
 
     collections: tuple[_Collection, ...]
@@ -391,11 +388,7 @@ class _Move:
         rank = dist.get_rank()
         changed = _changed(model, new_plan, optimizer)
         layouts = {key: pair for c in changed for key, pair in c.layouts.items()}
-        reasons = {
-            ".".join(filter(None, key)): why
-            for key, (old, new) in layouts.items()
-            if (why := inexact(old, new))
-        }
+        reasons = {key_name(key): why for key, (old, new) in layouts.items() if (why := inexact(old, new))}
         if reasons and not config.approximate:
             name = next(iter(reasons))
             raise ShardCoreError(
@@ -404,10 +397,8 @@ class _Move:
             )
         buffer = int(config.piece_mib * 2**20)
         moved = tuple(p for key, (old, new) in layouts.items() for p in pieces(key, old, new, buffer))
-        most_sent = max((p.aligned_bytes for p in moved if p.source.rank != p.target.rank), default=0)
-        buffers = 2 * min(
-            max(buffer, most_sent), sum(p.aligned_bytes for p in moved if p.source.rank != p.target.rank)
-        )
+        sent = [p.aligned_bytes for p in moved if p.source.rank != p.target.rank]
+        buffers = 2 * min(max([buffer, *sent]), sum(sent))
         # A replica has a gradient in its data-parallel wrapper. Digests are taken once buffers are gone.
         extra = max(buffers, DIGEST_BYTES) + sum(
             new.bytes_of(rank)
@@ -468,9 +459,7 @@ class _Move:
         """Digests of all tensors. Raises ShardCoreError for one that is other after the move than before."""
         totals: dict[str, int] = {}
         for i, c in enumerate(self.collections):
-            replicas = {
-                f"{'.'.join(filter(None, key))}." for key, (_, new) in c.layouts.items() if new.replicas
-            }
+            replicas = {f"{key_name(key)}." for key, (_, new) in c.layouts.items() if new.replicas}
             for name in {name for of in found for name in of["before"][i]}:
                 total = sum(of["before"][i].get(name, 0) for of in found) % (1 << 64)
                 after = [of["after"][i].get(name, 0) for of in found]
@@ -531,19 +520,14 @@ def _changed(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer) -> l
             "tables can be moved of EmbeddingBagCollections and EmbeddingCollections that nothing wraps",
         )
     model_like, problem = unsharded_model(model), unpriced_problem_of(model)
-    _require_runs(
-        ShardingPlan({path: new[path] for path in collections}), problem, model_like, model.device.type
-    )
-    found = []
-    for path, module in collections.items():
-        if dict(new[path]) != dict(now[path]):
-            found.append(_collection(model, path, module, new[path], optimizer))
-    return found
-
-
-def _require_runs(plan: ShardingPlan, problem: Problem, model_like: nn.Module, device: str) -> None:
-    """Raise ShardCoreError for a plan that TorchRec cannot run, before it is tried."""
-    to_torchrec(from_torchrec(plan, problem, model_like), problem, model_like, device, like=plan)
+    plan = ShardingPlan({path: new[path] for path in collections})
+    # Refuses a plan that TorchRec cannot run, before it is tried.
+    to_torchrec(from_torchrec(plan, problem, model_like), problem, model_like, model.device.type, like=plan)
+    return [
+        _collection(model, path, module, new[path], optimizer)
+        for path, module in collections.items()
+        if dict(new[path]) != dict(now[path])
+    ]
 
 
 def _collection(

@@ -88,7 +88,7 @@ def qcomms_of(job: Job) -> QCommsConfig:
 
     names: list[str] = []
     blocks: dict[str, Any] = {}
-    for of, payload in (("", job.forward_payload), ("_bwd", job.backward_payload)):
+    for of, payload in zip(("", "_bwd"), job.payloads.values(), strict=True):
         name, row = payload.partition("-")[0], payload_of(payload)
         names.append(name)
         if row.chosen:

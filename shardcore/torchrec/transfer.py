@@ -231,28 +231,26 @@ class Exchange:
             yield piece, view if piece.flat else view.view(piece.rows[1] - piece.rows[0], -1)
             at += piece.aligned_bytes
 
-    def _part(self, parts: Mapping[tuple[Key, Range, Range], Part], piece: Piece, region: Region) -> Part:
-        return parts[piece.key, region.rows, region.columns]
+    def _cells(self, part: Part, piece: Piece, region: Region) -> torch.Tensor:
+        """A view of a piece in a part, which has a region: [N, W], or [N] of a tensor with a number a row."""
+        tensor = part.tensors[piece.name]
+        lo, left = piece.rows[0] - region.rows[0], piece.columns[0] - region.columns[0]
+        rows = tensor[lo : lo + piece.rows[1] - piece.rows[0]]
+        return rows if tensor.ndim == 1 else rows[:, left : left + piece.columns[1] - piece.columns[0]]
 
     def _read(self, piece: Piece) -> torch.Tensor:
         """A piece of the old part, as it is sent."""
-        tensor = self._part(self.old, piece, piece.source).tensors[piece.name]
-        lo, left = piece.rows[0] - piece.source.rows[0], piece.columns[0] - piece.source.columns[0]
-        rows = tensor[lo : lo + piece.rows[1] - piece.rows[0]]
-        if tensor.ndim == 1:
-            return rows
-        cells = rows[:, left : left + piece.columns[1] - piece.columns[0]]
-        return cells.mean(1) if piece.flat else cells
+        source = piece.source
+        cells = self._cells(self.old[piece.key, source.rows, source.columns], piece, source)
+        return cells.mean(1) if piece.flat and cells.ndim == 2 else cells
 
     def _write(self, piece: Piece, value: torch.Tensor) -> None:
-        tensor = self._part(self.new, piece, piece.target).tensors[piece.name]
-        lo, left = piece.rows[0] - piece.target.rows[0], piece.columns[0] - piece.target.columns[0]
-        rows = tensor[lo : lo + piece.rows[1] - piece.rows[0]]
-        if tensor.ndim == 1:
+        target = piece.target
+        cells = self._cells(self.new[piece.key, target.rows, target.columns], piece, target)
+        if cells.ndim == 1:
             # The mean over the target's columns, of which each piece has some.
-            rows.add_(value.to(rows) * piece.share)
+            cells.add_(value.to(cells) * piece.share)
         else:
-            cells = rows[:, left : left + piece.columns[1] - piece.columns[0]]
             cells.copy_(value[:, None] if value.ndim == 1 else value)
 
 
@@ -265,7 +263,7 @@ def digest(tensor: torch.Tensor, row: int, column: int, kind: torch.dtype) -> in
     Parts of a table add up to the same, however it is cut. Keys are odd, so that any change of one number
     changes the sum, and random, so that numbers that change places do.
 
-    tensor: [N, W] or [N]. row, column: its first in the table. kind: type that its numbers are taken as.
+    tensor: [N, W] or [N]. row, column: its first in the table. kind: type that its numbers are read as.
     """
     bits = {4: torch.int32, 2: torch.int16, 8: torch.int64}[kind.itemsize]
     n, total = max(1, _CELLS // max(1, tensor[0].numel() if len(tensor) else 1)), 0
