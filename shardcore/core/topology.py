@@ -115,9 +115,8 @@ class Topology:
             by_name = {getattr(x, axis): x for x in getattr(self, name)}
             require(
                 len(by_name) == len(getattr(self, name)),
-                f"topology gives {name} of "
-                f"{', '.join(getattr(x, axis) for x in getattr(self, name))}; it needs at most one of "
-                f"each {axis}",
+                f"topology gives {name} of {', '.join(getattr(x, axis) for x in getattr(self, name))}; it needs at "
+                f"most one of each {axis}",
             )
             # In one order: equal topologies have equal files.
             object.__setattr__(self, name, tuple(by_name[x] for x in known if x in by_name))

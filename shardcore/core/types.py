@@ -42,8 +42,7 @@ from shardcore.core.validation import (
 PRECISION_BYTES = {name: precision.bytes for name, precision in catalog.PRECISIONS.items()}
 OPTIMIZERS = tuple(catalog.OPTIMIZERS)
 OUTPUT_BYTES = 4
-"""Bytes of one pooled output or gradient element: FBGEMM pools into FP32 and TorchRec sends it so by default.
-"""
+"""Bytes of one pooled output or gradient element: FBGEMM pools into FP32 and TorchRec sends it so by default."""
 
 MIN_WIDTH = 4
 """Columns are cut in multiples of this: FBGEMM's kernels load rows as vectors of four."""
@@ -280,8 +279,7 @@ class Placement:
         require_types(self, "a placement")
         require(
             len(self.devices) > 0 and len(set(self.devices)) == len(self.devices) and min(self.devices) >= 0,
-            f"placement of {self.shard.label} names devices {self.devices}; it needs one or more "
-            "different ones",
+            f"placement of {self.shard.label} names devices {self.devices}; it needs one or more different ones",
         )
 
 
@@ -634,8 +632,7 @@ class Problem:
         own = self.setting(self.topology.hardware or setting.hardware)
         if own != setting:
             remedy = (
-                "give a model of each precision (plan --model A --model B; to publish, promote.also of "
-                "params.yaml)"
+                "give a model of each precision (plan --model A --model B; to publish, promote.also of params.yaml)"
                 if "+" in own.precision
                 else "measure and train one for the problem's setting, or change the problem"
             )

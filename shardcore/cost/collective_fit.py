@@ -61,7 +61,7 @@ def fit(
     rates: dict[str, np.ndarray] = {}
     for (row, payload), group in itertools.product(_MEASURED, SCOPES):
         # Train and validation samples of one collective, payload and scope, which have separate rates.
-        known, unseen = (_of(side, row.name, payload, group) for side in (train_side, validation))
+        known, unseen = (_samples_of(side, row.name, payload, group) for side in (train_side, validation))
         # Ids with work before have the rates of other ids.
         for way in row.ways if len(known) >= FEWEST_SAMPLES and not row.work else ():
             terms, measured = observed(known, way)
@@ -78,7 +78,7 @@ def fit(
     # Laws of own work need the rates of ids, so they are fitted last.
     works: dict[str, np.ndarray] = {}
     for row in COLLECTIVES.values():
-        works |= _fit_work(rates, row, _of(train_side, row.name, "fp32"))
+        works |= _fit_work(rates, row, _samples_of(train_side, row.name, "fp32"))
     # Ids without work before: their own work is the order alone.
     plain_ids = [s for s in train_side if s.request.row.ids and not s.request.row.work]
     return rates | works | _fit_ordering(plain_ids)
@@ -253,12 +253,12 @@ def errors(w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample]) -> 
     return {
         f"{_metric(row.name, way, payload)}_mape": mape(*predicted(w, of_kind, way))
         for row, payload in _MEASURED
-        if (of_kind := _of(samples, row.name, payload))
+        if (of_kind := _samples_of(samples, row.name, payload))
         for way in row.ways
     }
 
 
-def _of(
+def _samples_of(
     samples: Sequence[CollectiveSample], collective: str, payload: str, group: str = WORLD
 ) -> list[CollectiveSample]:
     kind = (collective, payload, group)

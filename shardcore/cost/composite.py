@@ -207,7 +207,7 @@ class Composite:
         for head in self._heads:
             step = workload
             if len(self.models) > 1 and head is not self.links:
-                step = _only(head.setting.precision, workload, head is self.exchange_model)
+                step = _of_precision(head.setting.precision, workload, head is self.exchange_model)
             sentences |= dict.fromkeys(head.out_of_range(step))
         return list(sentences)
 
@@ -280,7 +280,7 @@ def save(model: NeuralModel | Composite, folder: str | Path) -> None:
         neural.save(one, Path(folder) / one.setting.precision)
 
 
-def _only(precision: str, workload: Workload, exchanges: bool) -> Workload:
+def _of_precision(precision: str, workload: Workload, exchanges: bool) -> Workload:
     """The workload without shards of other precisions, and with or without exchanges."""
     of_devices = []
     for ops in workload.ops:

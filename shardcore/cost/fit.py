@@ -106,7 +106,7 @@ def train(
     with _one_thread():
         if isinstance(start, Profile):
             # Its shards are those of the measured groups, at the same batches.
-            start = _distilled(start, [s.request for s in compute], setting, config)
+            start = _distilled_model(start, [s.request for s in compute], setting, config)
         weights = {
             **_fit_compute(known, unseen, schedule, note, start),
             **collective_fit.fit(*_sides(comm), note),
@@ -277,7 +277,7 @@ def _fit_compute(
     start: NeuralModel | None,
 ) -> dict[str, np.ndarray]:
     """The weights of nets.encode and nets.parts, and of the error quantiles (quantiles.py)."""
-    fixed, raw = _initial(known, config) if start is None else _continued(known, start)
+    fixed, raw = _initial_weights(known, config) if start is None else _continued_weights(known, start)
     # Fixed weights are constants of the formulas; raw ones are trained.
     tensors = {k: torch.from_numpy(v) for k, v in fixed.items()}
     # Enough steps an epoch, even for small datasets.
@@ -325,7 +325,9 @@ _LOGS = ("launch", "contention.0.weight", "contention.1.weight")
 """Positive weights. Training moves their logarithms."""
 
 
-def _initial(known: _Groups, config: FitConfig) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
+def _initial_weights(
+    known: _Groups, config: FitConfig
+) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
     """Weights that stay fixed, and weights to train.
 
     The network's last layer starts at 0, and contention starts near 0. So training begins at the physical
@@ -371,7 +373,7 @@ def _initial(known: _Groups, config: FitConfig) -> tuple[dict[str, np.ndarray], 
     return fixed, {k: v.requires_grad_() for k, v in raw.items()}
 
 
-def _distilled(
+def _distilled_model(
     profile: Profile, requests: Sequence[ComputeRequest], setting: Setting, config: FitConfig
 ) -> NeuralModel:
     """A model that prices ops about as a profile does, to be fine-tuned. It knows no exchanges.
@@ -405,7 +407,9 @@ def _distilled(
     return NeuralModel(model.setting, weights, {"ranges": {}, "provenance": provenance})
 
 
-def _continued(known: _Groups, start: NeuralModel) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
+def _continued_weights(
+    known: _Groups, start: NeuralModel
+) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
     """Weights that stay fixed, and weights to train, of a trained model.
 
     Rates and launch are fitted anew under the old correction and contention. These then apply over both

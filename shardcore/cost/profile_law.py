@@ -144,20 +144,20 @@ def forward_ms(rates: Rates, work: Work) -> np.ndarray:
     in_l2 = np.minimum(1.0, held) ** work.evenness
     once = work.unique * row_bytes * work.resident + again * (1 - in_l2)
     moved = (
-        _of(rates, "read_gbps", once)
-        + _of(rates, "repeat_gbps", again * in_l2)
-        + _of(rates, "stream_gbps", work.outputs * work.width * OUTPUT_BYTES)
+        _ms_of(rates, "read_gbps", once)
+        + _ms_of(rates, "repeat_gbps", again * in_l2)
+        + _ms_of(rates, "stream_gbps", work.outputs * work.width * OUTPUT_BYTES)
     )
-    own = _of(rates, "forward_lookup_ns", work.lookups) + _of(
+    own = _ms_of(rates, "forward_lookup_ns", work.lookups) + _ms_of(
         rates, "weighted_lookup_ns", work.lookups * work.weighted
     )
     return rates["compute_factor"] * (
-        _of(rates, "forward_table_us", 1.0)
-        + _larger(own, moved)
-        + _below(rates, work)
-        + _of(rates, "cache_lookup_ns", work.lookups * (work.cache_bytes > 0))
-        + _of(rates, "host_read_gbps", work.host_read_bytes)
-        + _of(rates, "host_cache_gbps", work.cache_bytes)
+        _ms_of(rates, "forward_table_us", 1.0)
+        + _smooth_max(own, moved)
+        + _host_tables_ms(rates, work)
+        + _ms_of(rates, "cache_lookup_ns", work.lookups * (work.cache_bytes > 0))
+        + _ms_of(rates, "host_read_gbps", work.host_read_bytes)
+        + _ms_of(rates, "host_cache_gbps", work.cache_bytes)
     )
 
 
@@ -174,26 +174,26 @@ def backward_ms(rates: Rates, work: Work, sorts: bool = True) -> np.ndarray:
     again = (work.lookups - first) * gradient_bytes
     updated = work.unique * (2 * row_bytes * work.resident + 2 * state_bytes * (work.host_update_bytes == 0))
     moved = (
-        _of(rates, "stream_gbps", first * gradient_bytes)
-        + _of(rates, "repeat_gbps", again)
-        + _of(rates, "update_gbps", updated)
+        _ms_of(rates, "stream_gbps", first * gradient_bytes)
+        + _ms_of(rates, "repeat_gbps", again)
+        + _ms_of(rates, "update_gbps", updated)
     )
-    own = _of(rates, "backward_lookup_ns", work.lookups) + _of(
+    own = _ms_of(rates, "backward_lookup_ns", work.lookups) + _ms_of(
         rates, "weighted_lookup_ns", work.lookups * work.weighted
     )
     return rates["compute_factor"] * (
-        _of(rates, "backward_table_us", 1.0)
-        + _of(rates, "sort_lookup_ns", work.lookups * sorts)
-        + _larger(own, moved)
-        + _below(rates, work)
-        + _of(rates, "cache_lookup_ns", work.lookups * (work.cache_bytes > 0))
-        + _of(rates, "host_update_gbps", work.host_update_bytes)
+        _ms_of(rates, "backward_table_us", 1.0)
+        + _ms_of(rates, "sort_lookup_ns", work.lookups * sorts)
+        + _smooth_max(own, moved)
+        + _host_tables_ms(rates, work)
+        + _ms_of(rates, "cache_lookup_ns", work.lookups * (work.cache_bytes > 0))
+        + _ms_of(rates, "host_update_gbps", work.host_update_bytes)
     )
 
 
-def _below(rates: Rates, work: Work) -> np.ndarray:
+def _host_tables_ms(rates: Rates, work: Work) -> np.ndarray:
     """[N] ms that a shard with rows in host memory takes, whatever its size."""
-    return _of(rates, "host_table_us", (work.cache_bytes + work.host_read_bytes > 0).astype(float))
+    return _ms_of(rates, "host_table_us", (work.cache_bytes + work.host_read_bytes > 0).astype(float))
 
 
 def distinct_bytes(tables: Sequence[Table], batch: int) -> float:
@@ -209,12 +209,12 @@ def _granules(rates: Rates, n_bytes: np.ndarray) -> np.ndarray:
     return np.ceil(n_bytes / rates["granule_bytes"]) * rates["granule_bytes"]
 
 
-def _larger(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+def _smooth_max(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """The larger of two ms, a smooth maximum."""
     return (one**_SHARPNESS + other**_SHARPNESS) ** (1 / _SHARPNESS)
 
 
-def _of(rates: Rates, name: str, count: np.ndarray | float) -> np.ndarray:
+def _ms_of(rates: Rates, name: str, count: np.ndarray | float) -> np.ndarray:
     """ms of a count of bytes, lookups or ops at a rate."""
     if name.endswith("_gbps"):
         return np.asarray(count / (rates[name] * BYTES_PER_MS_PER_GBPS))
@@ -286,7 +286,7 @@ def collective_ms(
     more = (n / _RAMP_DEVICES) ** 0.5 if level == FAR else 1.0
     ramp = more * busiest / (busiest + rates[f"{collective}_{level}_ramp_bytes"])
     fixed_us = exchanges * once_us + ramp * rates[f"{collective}_{level}_ramp_us"]
-    slowest = reduce(_larger, (_ms_at(g, n * u) for g, n, u in zip(gbps, carried, used, strict=True)))
+    slowest = reduce(_smooth_max, (_ms_at(g, n * u) for g, n, u in zip(gbps, carried, used, strict=True)))
     return rates["exchange_factor"] * (fixed_us * MS_PER_US + slowest)
 
 

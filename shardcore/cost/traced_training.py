@@ -138,11 +138,11 @@ def correct(model: Any, samples: Sequence[TracedSample]) -> Corrected:
     learned = [sample for sample in parts.learned if sample.name not in earlier["steps"]]
     if not learned:
         of = "" if before is None else f"; error on held-out traces {before:.1f}%"
-        return _left(model, before, f"no traced step that the model has not learned from{of}")
+        return _uncorrected(model, before, f"no traced step that the model has not learned from{of}")
     try:
         factors, _, refused = traced_factors.factors_of(observations(model, learned))
     except TracesTellNothing as nothing:
-        return _left(model, before, f"{nothing}; the model is left as it is")
+        return _uncorrected(model, before, f"{nothing}; the model is left as it is")
     jobs = " and ".join(dict.fromkeys(sample.job for sample in learned))
     lineage: dict[str, Any] = {
         "job": jobs,
@@ -157,12 +157,12 @@ def correct(model: Any, samples: Sequence[TracedSample]) -> Corrected:
     after = error(traced_factors.corrected(model, factors), parts.held_out)
     words = f"error on held-out traces {before:.1f}% before and {after:.1f}% after {words}"
     if after > before:
-        return _left(model, before, f"{words}: the model is left as it is")
+        return _uncorrected(model, before, f"{words}: the model is left as it is")
     lineage |= {"held_out": [sample.name for sample in parts.held_out], "held_out_errors": [before, after]}
     return Corrected(traced_factors.corrected(model, factors, lineage), (before, after), words)
 
 
-def _left(model: Any, error: float | None, words: str) -> Corrected:
+def _uncorrected(model: Any, error: float | None, words: str) -> Corrected:
     return Corrected(model, None if error is None else (error, error), words)
 
 

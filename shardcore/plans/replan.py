@@ -244,7 +244,7 @@ def forced_moves(old: Plan, problem: Problem) -> frozenset[str]:
         return frozenset(halves.tables[name][0].name if name in halves.tables else name for name in moves)
     # Tables that are new have no place to keep.
     known = old.by_table().keys() & {t.name for t in problem.tables}
-    return frozenset(known - _stays(old, problem).by_table().keys())
+    return frozenset(known - _staying_plan(old, problem).by_table().keys())
 
 
 def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) -> Plan:
@@ -265,11 +265,11 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
         plan = replan(halves.split(was), halves.problem, model, config)
         if halves.may_run(plan.placements):
             return halves.whole(plan, problem, model)
-    kept = _kept(old, problem, model, space)
+    kept = _kept_plan(old, problem, model, space)
     if (config.max_pause_s, config.pay_back_in_s) != (None, None) and kept is not None:
-        return _paying_back(old, kept, problem, model, config)
+        return _plan_that_pays_back(old, kept, problem, model, config)
     try:
-        searched = _searched(old, problem, model, config, space)
+        searched = _searched_plan(old, problem, model, config, space)
     except ShardCoreError:
         if kept is None:
             raise
@@ -279,7 +279,9 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
     return searched
 
 
-def _paying_back(old: Plan, kept: Plan, problem: Problem, model: CostModel, config: ReplanConfig) -> Plan:
+def _plan_that_pays_back(
+    old: Plan, kept: Plan, problem: Problem, model: CostModel, config: ReplanConfig
+) -> Plan:
     """A plan whose move is within the limits on its pause, or the old plan."""
     # Tries share the seconds, so that all together keep the budget.
     before_ms, budget = kept.provenance["predicted_ms"], config.budget
@@ -299,10 +301,10 @@ def _paying_back(old: Plan, kept: Plan, problem: Problem, model: CostModel, conf
     return kept
 
 
-def _kept(old: Plan, problem: Problem, model: CostModel, space: str) -> Plan | None:
+def _kept_plan(old: Plan, problem: Problem, model: CostModel, space: str) -> Plan | None:
     """The old plan, priced anew. None if it is not valid for the problem, or not in the space."""
     try:
-        left = _left(old, problem)
+        left = _remaining_plan(old, problem)
         require_plan(left, problem)
     except ShardCoreError:
         return None
@@ -315,18 +317,18 @@ def _kept(old: Plan, problem: Problem, model: CostModel, space: str) -> Plan | N
     return replace(kept, provenance={**old.provenance, **kept.provenance})
 
 
-def _searched(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig, space: str) -> Plan:
+def _searched_plan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig, space: str) -> Plan:
     def search(reshard: Reshard | None) -> Plan:
         return annealing(problem, model, seed=config.seed, budget=config.budget, space=space, reshard=reshard)
 
-    if not _left(old, problem).placements:  # all tables are new
+    if not _remaining_plan(old, problem).placements:  # all tables are new
         return search(None)
     try:
-        stays = _stays(old, problem)
+        stays = _staying_plan(old, problem)
         if stays.placements:
             require_fits(stays, problem)  # in the memory of hosts, too
         if config.limited:
-            return _moving_little(old, stays, problem, config, search)
+            return _plan_within_limits(old, stays, problem, config, search)
         searched = search(Reshard(stays))
     except ShardCoreError:
         # A fresh search cannot respect a limit on moves.
@@ -336,7 +338,7 @@ def _searched(old: Plan, problem: Problem, model: CostModel, config: ReplanConfi
     return relabel_devices(searched, old, problem)
 
 
-def _moving_little(
+def _plan_within_limits(
     old: Plan, stays: Plan, problem: Problem, config: ReplanConfig, search: Callable[[Reshard], Plan]
 ) -> Plan:
     """The plan of a search that moves no more than the limits.
@@ -403,7 +405,7 @@ def _in_parts(table: Table, plan: Plan, problem: Problem) -> Plan | None:
     return None
 
 
-def _left(old: Plan, problem: Problem) -> Plan:
+def _remaining_plan(old: Plan, problem: Problem) -> Plan:
     """The old plan's placements of tables that the problem still has, with all of their devices."""
     rebound, n_devices = rebind_tables(old, problem).placements, len(problem.topology)
     # A placement on a device that is gone takes its whole table along.
@@ -411,12 +413,15 @@ def _left(old: Plan, problem: Problem) -> Plan:
     return Plan(tuple(p for p in rebound if p.shard.table in tables))
 
 
-def _stays(old: Plan, problem: Problem) -> Plan:
+def _staying_plan(old: Plan, problem: Problem) -> Plan:
     """The placements of the old plan that can stay, without tables of a fixed kind.
 
     Where a device would hold more than it may, tables leave it: the smallest that is enough, or the largest.
     """
-    left, fixed = _left(old, problem), {t.name for t in problem.tables if on_all_devices(t, problem)}
+    left, fixed = (
+        _remaining_plan(old, problem),
+        {t.name for t in problem.tables if on_all_devices(t, problem)},
+    )
     gone = {t.name for t in Reshard(_without(left, fixed)).old_places(problem).new}
     while True:
         stays = _without(left, gone)

@@ -45,7 +45,9 @@ class Studied:
 
     def flat(self) -> dict[str, float]:
         """All figures in one flat mapping, for MLflow, which groups what has a slash."""
-        figures = {f"{split}/{k}": v for split, values in self.metrics.items() for k, v in values.items()}
+        figures: dict[str, float | None] = {
+            f"{split}/{k}": v for split, values in self.metrics.items() for k, v in values.items()
+        }
         figures["test/unseen_tables_compute_mape"] = self.unseen_tables
         figures["test/repeatability"] = self.repeatability
         for name in ("constant", "scale", "power", "gain") if self.curve else ():
@@ -457,8 +459,7 @@ def _how_good(studied: Studied) -> str:
         )
     if studied.repeatability is not None:
         sentences.append(
-            f"A timing itself is off by {studied.repeatability:.1f}%: no model can be shown to be "
-            "better than that."
+            f"A timing itself is off by {studied.repeatability:.1f}%: no model can be shown to be better than that."
         )
     if studied.curve is not None:
         sentences.append(doubling(studied.curve, None))

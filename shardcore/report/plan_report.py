@@ -141,17 +141,13 @@ def memory_note(x: Explanation) -> str:
 def _bound(x: Explanation) -> str:
     b = x.bound
     proved = (
-        f"No plan takes less than {b.proved_ms:.3f} ms (proved; this one: "
-        f"{percent_change(x.total_ms, b.proved_ms)})"
+        f"No plan takes less than {b.proved_ms:.3f} ms (proved; this one: {percent_change(x.total_ms, b.proved_ms)})"
         if b.proved_ms
         else "No lower bound is proved"
     )
     # The bound covers only one space of plans: a plan outside it may be cheaper.
     if b.proved_ms and x.total_ms < b.proved_ms:
-        proved = (
-            "This plan is of another kind than those of which none takes less than "
-            f"{b.proved_ms:.3f} ms (proved)"
-        )
+        proved = f"This plan is of another kind than those of which none takes less than {b.proved_ms:.3f} ms (proved)"
     return (
         f"{proved}; estimated, about {b.estimate_ms:.3f} ms (this one: "
         f"{percent_change(x.total_ms, b.estimate_ms)}).\nThe limit is {b.limit}.\nPlans meant: "
@@ -214,15 +210,13 @@ def drift_text(x: Drift) -> str:
     limit = "" if x.most_tables is None else f", of {x.most_tables} that may"
     lines = [
         f"The plan costs {x.now_ms:.3f} ms now, {percent_change(x.now_ms, x.planned_ms)} against the "
-        f"{x.planned_ms:.3f} ms "
-        "with the statistics that it was made for.",
+        f"{x.planned_ms:.3f} ms with the statistics that it was made for.",
         f"The best plan found costs {x.best_ms:.3f} ms: the plan is {x.behind:.1%} behind.",
     ]
     if x.moves.moves:
         lines.append(
-            f"With {moved} moving{limit} ({gib(x.moves.bytes)} of weights) it costs "
-            f"{x.replan_ms:.3f} ms: {x.gain}, which {'pays' if x.pays else 'does not pay'}"
-            f"{threshold_words(x.threshold)}."
+            f"With {moved} moving{limit} ({gib(x.moves.bytes)} of weights) it costs {x.replan_ms:.3f} ms: {x.gain}, "
+            f"which {'pays' if x.pays else 'does not pay'}{threshold_words(x.threshold)}."
         )
     else:
         within = " within that limit" * (x.most_tables is not None)

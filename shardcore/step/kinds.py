@@ -382,9 +382,8 @@ def run_of(kind: str, table: Table) -> Layout:
     run = layout.as_sequence if table.sequence else layout
     if table.in_host_memory and not layout.caches:
         raise ShardCoreError(
-            f"plan places table {table.name!r} by {kind}, with load_factor "
-            f"{table.load_factor:g}; TorchRec has no rows of it in host memory, so it needs "
-            "another kind, or load_factor 1"
+            f"plan places table {table.name!r} by {kind}, with load_factor {table.load_factor:g}; TorchRec has no "
+            "rows of it in host memory, so it needs another kind, or load_factor 1"
         )
     if run is None:
         raise ShardCoreError(

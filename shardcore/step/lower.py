@@ -252,9 +252,8 @@ def require_cover(plan: Plan, problem: Problem) -> None:
         # Plans mostly hold the problem's own tables. Identity saves comparing their statistics.
         if table is not shard.table and table != shard.table:
             raise ShardCoreError(
-                f"plan places table {shard.table.name!r}, "
-                f"which problem {problem.name!r} does not have "
-                "(or not with this shape and these statistics)"
+                f"plan places table {shard.table.name!r}, which problem {problem.name!r} does not have (or not with "
+                "this shape and these statistics)"
             )
         require_placement(placement, problem)
         if unit := layout_of(placement.kind).rows_over:
@@ -343,9 +342,8 @@ def require_constraints(plan: Plan, problem: Problem) -> None:
         table = placement.shard.table
         if width < min(table.dim, least[table.name]):
             raise ShardCoreError(
-                f"plan places {width} columns of table {table.name!r} on "
-                f"{device_names(placement.devices)}; it needs {least[table.name]} or more "
-                "(constraints.min_widths)"
+                f"plan places {width} columns of table {table.name!r} on {device_names(placement.devices)}; it needs "
+                f"{least[table.name]} or more (constraints.min_widths)"
             )
     # Most problems have no others.
     if not problem.whole and not problem.pinned:

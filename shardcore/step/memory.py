@@ -295,9 +295,8 @@ def require_fits(plan: Plan, problem: Problem) -> list[int]:
     largest = sorted(filter(parts.get, parts), key=lambda part: -parts[part])[:3]
     raise Overfull(
         f"device {device} of problem {problem.name!r} would hold {gib(used[device])} "
-        f"({', '.join(f'{part} {gib(parts[part])}' for part in largest)}); it may hold "
-        f"{gib(may_hold[device])}, {gib(too_much[device])} too little. It would fit with as much "
-        "more memory, or less reserved",
+        f"({', '.join(f'{part} {gib(parts[part])}' for part in largest)}); it may hold {gib(may_hold[device])}, "
+        f"{gib(too_much[device])} too little. It would fit with as much more memory, or less reserved",
         too_much[device],
     )
 

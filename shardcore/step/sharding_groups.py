@@ -141,8 +141,7 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
     pins = dict(problem.constraints.pinned)
     require(
         not pins,
-        f"{p} has constraints.pinned {pins}; groups need none, for a device of a group stands "
-        "for one of each group",
+        f"{p} has constraints.pinned {pins}; groups need none, for a device of a group stands for one of each group",
     )
     # Names differ between groups. The pattern of their hosts and pods has to agree, or links would differ.
     for where, unit_of in (("on its hosts", str), ("in its pods", pod_of)):

@@ -90,7 +90,7 @@ def by_our_names(
             raise ShardCoreError(
                 f"constraints are for table {name!r}, which the model does not have; it has {few(sorted(configs))}"
             )
-        lines += _checked(c, f"ParameterConstraints of table {name!r}", configs[name].feature_names)
+        lines += _check(c, f"ParameterConstraints of table {name!r}", configs[name].feature_names)
         if c.device_group not in (None, compute_device):
             raise ShardCoreError(
                 f"ParameterConstraints of table {name!r} has device_group {c.device_group!r}; the topology's "
@@ -99,7 +99,7 @@ def by_our_names(
     return {key: constraints[t.name] for key, t in theirs.items() if t.name in constraints}, lines
 
 
-def _checked(c: ParameterConstraints, what: str, features: list[str]) -> list[str]:
+def _check(c: ParameterConstraints, what: str, features: list[str]) -> list[str]:
     """Effects that a price leaves out. Raises ShardCoreError for fields that no plan of ours can keep."""
     from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 

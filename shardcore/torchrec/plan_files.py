@@ -270,8 +270,7 @@ class _ShardOfSpec:
     def __post_init__(self) -> None:
         if not _PLACEMENT.fullmatch(self.placement):
             raise ShardCoreError(
-                f"a shard has placement {shown(self.placement)}; it needs a rank and a device, such as "
-                "rank:0/cuda:0"
+                f"a shard has placement {shown(self.placement)}; it needs a rank and a device, such as rank:0/cuda:0"
             )
 
 

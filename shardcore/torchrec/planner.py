@@ -169,8 +169,7 @@ def _precision(table: str, data_type: str) -> str:
     precision = named(data_type, PRECISIONS)
     if precision is None:
         raise ShardCoreError(
-            f"table {table!r} has data type {data_type}; known are "
-            f"{', '.join(p.theirs for p in PRECISIONS.values())}"
+            f"table {table!r} has data type {data_type}; known are {', '.join(p.theirs for p in PRECISIONS.values())}"
         )
     return precision
 

@@ -179,9 +179,9 @@ def _moved(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config
             move.fill(built, group, config)
         clock.lap("fill")
         with agreed.phase("digest", lambda: {"before": before, "after": after}) as found:
-            before = [_named(digests(c.counted(rank), c.verified(move.inexact))) for c in move.collections]
+            before = [_by_name(digests(c.counted(rank), c.verified(move.inexact))) for c in move.collections]
             after = [
-                _named(digests(b.parts.values(), c.verified(move.inexact)))
+                _by_name(digests(b.parts.values(), c.verified(move.inexact)))
                 for c, b in zip(move.collections, built, strict=True)
             ]
         with agreed.phase("compare"):
@@ -217,7 +217,7 @@ class _Clock:
         self.seconds[phase], self._last = now - self._last, now
 
 
-def _named(of_tables: Mapping[Key, Mapping[str, int]]) -> dict[str, int]:
+def _by_name(of_tables: Mapping[Key, Mapping[str, int]]) -> dict[str, int]:
     return {
         f"{key_name(key)}.{name}": total
         for key, of_table in of_tables.items()

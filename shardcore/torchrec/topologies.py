@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import DEFAULT_ROWS_OVER, LEVELS, ROWS_OVER, links_of
@@ -65,8 +65,8 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0, host_memory: bo
         of_host = min(getattr(d.storage, capacity) for d in topology.devices) * topology.local_world_size
         memory.append(Memory(tier.name, of_host, getattr(topology, bandwidth) / BYTES_PER_MS_PER_GBPS))
     # Only bandwidths that somebody gave. Others are the cost model's.
-    links = links_of(**given_bandwidths(topology))
-    return as_job(Topology(tuple(devices), links=links, memory=tuple(memory)))
+    gbps: dict[str, Any] = given_bandwidths(topology)
+    return as_job(Topology(tuple(devices), links=links_of(**gbps), memory=tuple(memory)))
 
 
 def _storage(topology: TheirTopology) -> str:

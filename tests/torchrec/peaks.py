@@ -204,33 +204,18 @@ def _train(rank: int, given: Sequence[tuple[Problem, Plan]], folder: str) -> Non
 
 
 def _steps(problem: Problem, plan: Plan, batches: Iterator[Any]) -> None:
-    from fbgemm_gpu.split_embedding_configs import EmbOptimType
-    from torchrec.distributed import DistributedModelParallel
-    from torchrec.distributed.embedding import EmbeddingCollectionSharder
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
     from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
     from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-    theirs = {name: EmbOptimType[optimizer.theirs] for name, optimizer in OPTIMIZERS.items()}
     of_replicas = _optimizer_class(problem)
     codecs = get_qcomm_codecs_registry(
         QCommsConfig(CommType(problem.job.forward_payload), CommType(problem.job.backward_payload)),
         device=torch.device("cpu"),
     )
-    model = DistributedModelParallel(
-        Model(problem),
-        device=torch.device("cpu"),
-        plan=to_torchrec(plan, problem, Model(problem), "cpu"),
-        sharders=[
-            sharder(
-                fused_params={"optimizer": theirs[problem.optimizer], "learning_rate": 0.01},
-                qcomm_codecs_registry=codecs,
-            )
-            for sharder in (EmbeddingBagCollectionSharder, EmbeddingCollectionSharder)
-        ],
-    )
+    exported = to_torchrec(plan, problem, Model(problem), "cpu")
+    model = training.sharded(Model(problem), exported, OPTIMIZERS[problem.optimizer].theirs, 0.01, codecs)
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(model.named_parameters())),
         lambda parameters: of_replicas(parameters, lr=0.01),
