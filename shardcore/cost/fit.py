@@ -99,7 +99,7 @@ def train(
         progress(model, epoch, values)
 
     # Training sees `known`. `unseen` decides when to stop, and gives error quantiles.
-    seen, validation = _sides(compute)
+    (seen, validation), (seen_comm, unseen_comm) = _sides(compute), _sides(comm)
     known, unseen = _groups_of(seen), _groups_of(validation)
     rate = config.learning_rate * (1 if start is None else _FINE_TUNING)
     schedule = dataclasses.replace(config, learning_rate=rate)
@@ -109,10 +109,10 @@ def train(
             start = _distilled_model(start, [s.request for s in compute], setting, config)
         weights = {
             **_fit_compute(known, unseen, schedule, note, start),
-            **collective_fit.fit(*_sides(comm), note),
+            **collective_fit.fit(seen_comm, unseen_comm, note),
         }
     # Ranges are those of training samples: the model knows no others.
-    measured, carried, provenance = measured_ranges(seen, _sides(comm)[0]), {}, {}
+    measured, carried, provenance = measured_ranges(seen, seen_comm), {}, {}
     if start is not None:
         # Keep the origin of the model that was fine-tuned.
         provenance = {"start": {"setting": str(start.setting), **start.meta["provenance"]}}
@@ -143,7 +143,7 @@ def train(
     }
     # Metrics need a model, and a model's meta has metrics: so make it twice.
     model = NeuralModel(setting, weights, meta)
-    meta["metrics"] = evaluate(model, validation, _sides(comm)[1])
+    meta["metrics"] = evaluate(model, validation, unseen_comm)
     if len(validation) < _FEWEST_UNSEEN:
         # The two sides are the same groups where one of them was empty.
         learned = {s.id: s for s in (*seen, *validation)}.values()

@@ -128,12 +128,26 @@ def _beyond(
 
 
 def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
-    """Sentences on links, collectives and speeds that were not measured."""
+    """Sentences on parts of a step that were not measured."""
     topology = workload.topology
     if topology.hardware is None:
         yield f"the topology names no hardware: prices are those of {model.setting.hardware}"
     elif topology.hardware != model.setting.hardware:
         yield f"the topology has {topology.hardware}; the model was measured on {model.setting.hardware}"
+    yield from _unmeasured_exchanges(model, workload)
+    yield from _unmeasured_tables(model, workload)
+    if (ratio := workload.job.tower_ratio) is not None:
+        yield (
+            f"outputs cross hosts {ratio:g} times smaller, as given; the compute and memory of the tower "
+            "modules that make them so are not priced"
+        )
+    if speeds := ", ".join(f"{s:g}" for s in sorted({d.speed for d in topology.devices} - {1.0})):
+        yield f"devices of speed {speeds} are scaled from the measured hardware"
+
+
+def _unmeasured_exchanges(model: NeuralModel, workload: Workload) -> Iterable[str]:
+    """Sentences on links, collectives and payloads."""
+    topology = workload.topology
     # Channels without bytes, or with groups of one device, never run.
     carrying = [c for c, sent in zip(workload.channels, workload.traffic, strict=True) if sent.any()]
     used = [c for c in dict.fromkeys(carrying) if groups_of(c.group, topology).shape[1] > 1]
@@ -167,11 +181,10 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
                 f"{payloads[way]} {way} in the {channel.words} is priced with FP32's rates and fewer "
                 "bytes, not measured"
             )
-    if (ratio := workload.job.tower_ratio) is not None:
-        yield (
-            f"outputs cross hosts {ratio:g} times smaller, as given; the compute and memory of the tower "
-            "modules that make them so are not priced"
-        )
+
+
+def _unmeasured_tables(model: NeuralModel, workload: Workload) -> Iterable[str]:
+    """Sentences on tables that are priced as if they were others."""
     shards = [(s, op.run) for ops in workload.ops for op in ops for s in op.shards]
     tables = {s.table.name: s.table for s, _ in shards}
     # Models that never saw a sequence have no range for them.
@@ -196,8 +209,6 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
     ):
         if names:
             yield f"table {names[0]!r}{and_more(names)} {words}, not measured"
-    if speeds := ", ".join(f"{s:g}" for s in sorted({d.speed for d in topology.devices} - {1.0})):
-        yield f"devices of speed {speeds} are scaled from the measured hardware"
 
 
 def and_more(of: Sized) -> str:

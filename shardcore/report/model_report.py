@@ -227,11 +227,11 @@ def predicted_against_replayed(rows: Sequence[replay_metrics.ReplayRecord], titl
     return figure
 
 
-def replayed_cost(rivals: Mapping[str, replay_metrics.SharderComparison], ours: str, title: str) -> Figure:
+def replayed_cost(rivals: Mapping[str, replay_metrics.SharderComparison], title: str) -> Figure:
     """Mean replayed cost of each algorithm over ours, dearest on top, with 95% intervals over problems."""
     figure, (axes,) = _figure(title)
-    found = sorted(rivals.items(), key=lambda item: item[1].cost.mean)
-    for i, (_, rival) in enumerate(found):
+    order = sorted(rivals, key=lambda name: rivals[name].cost.mean)
+    for i, rival in enumerate(rivals[name] for name in order):
         # A single problem has no interval.
         ends = [x if np.isfinite(x) else rival.cost.mean for x in (rival.cost.low, rival.cost.high)]
         axes.plot(ends, [i, i], color="C0", linewidth=2)
@@ -246,10 +246,10 @@ def replayed_cost(rivals: Mapping[str, replay_metrics.SharderComparison], ours: 
         )
     axes.axvline(1, color="0.4", linewidth=1)
     axes.set(
-        yticks=range(len(found)),
-        yticklabels=[name for name, _ in found],
-        ylim=(-0.6, len(found) - 0.2),
-        xlabel=f"replayed cost over {ours}'s, mean over {max(r.problems for r in rivals.values())} problems",
+        yticks=range(len(order)),
+        yticklabels=order,
+        ylim=(-0.6, len(order) - 0.2),
+        xlabel=f"replayed cost over {replay_metrics.OURS}'s, mean over {max(r.problems for r in rivals.values())} problems",
     )
     return figure
 
