@@ -21,12 +21,12 @@ from shardcore.cost.collective_model import (
     ALL_TO_ALL,
     EXCHANGE_TERMS,
     ORDER,
-    PARTS,
+    TERMS_OF_LEVEL,
     exchange_terms,
     is_measured,
+    rates_name,
     rates_of,
     transfer_ms,
-    weight,
     work_before_ms,
 )
 from shardcore.cost.metrics import mape
@@ -57,7 +57,7 @@ def fit(
     validation: Sequence[CollectiveSample],
     note: Callable[[str, int, dict[str, float]], None],
 ) -> dict[str, np.ndarray]:
-    """[E] rates of each measured collective, group, payload and direction, named by `weight`."""
+    """[E] rates of each measured collective, group, payload and direction, named by `rates_name`."""
     rates: dict[str, np.ndarray] = {}
     for (row, payload), group in itertools.product(_MEASURED, SCOPES):
         # Train and validation samples of one collective, payload and scope, which have separate rates.
@@ -67,7 +67,7 @@ def fit(
             terms, measured = observed(known, way)
             # Without validation samples, training samples stand in for the report.
             unseen_terms, unseen_measured = observed(unseen or known, way)
-            rates[weight(Channel(row.name, group), way, payload)] = law = _fit_rates(terms, measured)
+            rates[rates_name(Channel(row.name, group), way, payload)] = law = _fit_rates(terms, measured)
             # The floor keeps the logarithm finite where a law predicts 0.
             log_error = np.log(np.maximum(transfer_ms(terms, law), 1e-9) / measured)
             losses = {
@@ -122,7 +122,7 @@ def _fit_rates(terms: np.ndarray, measured: np.ndarray) -> np.ndarray:
     law. Repeat until the guess agrees with the fit.
     """
     # Parts of terms by level of links, innermost first.
-    parts, rates = list(PARTS.values()), np.zeros(len(terms))
+    parts, rates = list(TERMS_OF_LEVEL.values()), np.zeros(len(terms))
     # [S] the level that decides; first the outermost that a sample uses.
     # Levels are numbered outward, so the maximum over used levels is the outermost.
     decides = np.max([k * terms[part].any(0) for k, part in enumerate(parts)], axis=0)

@@ -46,7 +46,7 @@ _LEAST_STEPS = 16
 _FEWEST_AT_BATCH = 8
 """Groups at a batch, for it to count as measured."""
 _OF_EXCHANGES = ("devices", "exchange_bytes", "exchange_id_bytes")
-"""Names of ranges.QUANTITIES that concern exchanges."""
+"""Names of ranges.RANGES that concern exchanges."""
 _DISTILLED = 600
 """Groups, priced by a profile, that a model learns from before it is fine-tuned."""
 _CONTENTIONS = 8
@@ -203,8 +203,8 @@ def _sides(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
 def measured_ranges(
     compute: Sequence[ComputeSample], comm: Sequence[CollectiveSample]
 ) -> dict[str, list[float]]:
-    """The smallest and largest value of each of ranges.QUANTITIES among samples, where there are any."""
-    values: dict[str, list[float]] = {name: [] for name in ranges.QUANTITIES}
+    """The smallest and largest value of each of ranges.RANGES among samples, where there are any."""
+    values: dict[str, list[float]] = {name: [] for name in ranges.RANGES}
     for sample in compute:
         for name, of_op in ranges.op_quantities(sample.request.shards, sample.request.batch).items():
             values[name] += of_op

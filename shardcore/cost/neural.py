@@ -41,7 +41,7 @@ class NeuralModel:
 
     weights: arrays by name.
     meta: JSON, with these entries:
-      ranges: smallest and largest measured value of each of ranges.QUANTITIES.
+      ranges: smallest and largest measured value of each of ranges.RANGES.
       samples: numbers of samples that it was trained on.
       config: of the training.
       metrics: accuracy on the validation split.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _FOLDER = Path(__file__).parent / "profiles"
 SCHEMA = "profile"
-COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
+PROFILED_COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
 """Collectives with rates. A reduce-scatter runs backward as an all-gather."""
 
 SPEC: Mapping[str, tuple[str, str]] = {
@@ -78,7 +78,7 @@ RATES: Mapping[str, tuple[str, str]] = {
     "order_gbps": ("GB/s", "ids that are put in order after they travelled"),
 } | {
     f"{collective}_{what}": (unit, f"{collective.replace('_', '-')}: {words}")
-    for collective in COLLECTIVES
+    for collective in PROFILED_COLLECTIVES
     for what, unit, words in (
         ("within_host_latency_us", "us", "a small message within a host"),
         ("within_host_ramp_us", "us", "what large messages take more within a host, whatever their size"),
@@ -95,7 +95,7 @@ RATES: Mapping[str, tuple[str, str]] = {
 HOST_GBPS = ("host_read_gbps", "host_update_gbps", "host_cache_gbps")
 """Rates that scale with the link to host memory."""
 MEASURABLE: Mapping[str, tuple[str, ...]] = {
-    **{f"{collective.replace('_', '-')}s": (f"{collective}_",) for collective in COLLECTIVES},
+    **{f"{collective.replace('_', '-')}s": (f"{collective}_",) for collective in PROFILED_COLLECTIVES},
     "rows in host memory": ("host_",),
     "replicas": ("dense_",),
     "work on ids": ("bucketize_", "order_"),

@@ -248,7 +248,7 @@ def collective_ms(
 ) -> np.ndarray:
     """[..., 1] ms of a collective among n devices; the same for all, as none is done before the last sender.
 
-    collective: a name of profile.COLLECTIVES.
+    collective: a name of profile.PROFILED_COLLECTIVES.
     owned_bytes: [..., n] as in lower.Workload.traffic.
     units: [K, n] of each device, by level of links.
     exchanges: calls, one after another, of which all but the last are small.

@@ -27,7 +27,7 @@ def _number(value: float) -> str:
 
 
 @dataclass(frozen=True)
-class Quantity:
+class Range:
     """Something with a measured range, and the words to report it.
 
     The report reads "NAME <phrase VALUE>; <end> measured LIMIT". upper and lower are its ends.
@@ -40,25 +40,25 @@ class Quantity:
     slack: float = SLACK
 
 
-QUANTITIES = {
-    "shard_bytes": Quantity("is {}", show=gib),
-    "shard_rows": Quantity("has {} rows", "most"),
-    "shard_width": Quantity("is {} columns wide", "widest", "narrowest"),
-    "shard_pooling": Quantity("has {} lookups a sample", "most"),
-    "shard_features": Quantity("has {} features", "most", slack=1.0),
-    "op_shards": Quantity("runs {} shards in one op", "most"),
-    "op_bytes": Quantity("holds {} in one op", show=gib),
-    "op_sequences": Quantity("runs {} sequences in one op", "most"),
-    "op_batch": Quantity("runs an op over {} samples", "largest", "smallest", slack=1.0),
-    "batch": Quantity("has a global batch of {}", "largest", "smallest", slack=1.0),
-    "devices": Quantity("has {} devices", "most", "fewest", slack=1.0),
-    "exchange_bytes": Quantity("exchanges {}", show=gib),
-    "exchange_id_bytes": Quantity("receives {} of ids", show=gib),
+RANGES = {
+    "shard_bytes": Range("is {}", show=gib),
+    "shard_rows": Range("has {} rows", "most"),
+    "shard_width": Range("is {} columns wide", "widest", "narrowest"),
+    "shard_pooling": Range("has {} lookups a sample", "most"),
+    "shard_features": Range("has {} features", "most", slack=1.0),
+    "op_shards": Range("runs {} shards in one op", "most"),
+    "op_bytes": Range("holds {} in one op", show=gib),
+    "op_sequences": Range("runs {} sequences in one op", "most"),
+    "op_batch": Range("runs an op over {} samples", "largest", "smallest", slack=1.0),
+    "batch": Range("has a global batch of {}", "largest", "smallest", slack=1.0),
+    "devices": Range("has {} devices", "most", "fewest", slack=1.0),
+    "exchange_bytes": Range("exchanges {}", show=gib),
+    "exchange_id_bytes": Range("receives {} of ids", show=gib),
 }
 
 
 def op_quantities(shards: Sequence[Shard], batch: int) -> dict[str, list[float]]:
-    """The values of QUANTITIES for one op. Those of shard_* have one entry a shard."""
+    """The values of RANGES for one op. Those of shard_* have one entry a shard."""
     return {
         "shard_bytes": [s.bytes for s in shards],
         "shard_rows": [s.rows for s in shards],
@@ -78,7 +78,7 @@ def out_of_range(model: NeuralModel, workload: Workload) -> list[str]:
 
     Each names the worst case of a kind, and the number of others.
     """
-    values_of: dict[str, list[tuple[str, float]]] = {name: [] for name in QUANTITIES}
+    values_of: dict[str, list[tuple[str, float]]] = {name: [] for name in RANGES}
     known: dict[int, dict[str, list[float]]] = {}  # devices of replicas share their Op
     for device, ops in enumerate(workload.ops):
         for op in ops:
@@ -111,7 +111,7 @@ def _beyond(
     name: str, values: Sequence[tuple[str, float]], measured: Sequence[float] | None
 ) -> Iterable[str]:
     """At most two sentences on one quantity: above its range, and below it."""
-    quantity = QUANTITIES[name]
+    quantity = RANGES[name]
     if measured is None:
         return
     low, high = measured

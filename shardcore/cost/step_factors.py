@@ -102,7 +102,7 @@ def _factors_of_part(isolated: NeuralModel, steps: Sequence[Step], part: str) ->
     observed = [_predicted_and_measured(isolated, s, part, often) for s in usable]
     terms, took = (np.concatenate(values) for values in zip(*observed, strict=True))
     fitted = fit_law(terms, took)
-    names = [collective_model.step_weight(c, way) for c in often]
+    names = [collective_model.step_factor_name(c, way) for c in often]
     return dict(zip(names, fitted.tolist(), strict=True)), len(usable)
 
 
@@ -132,7 +132,7 @@ def _factors_of_sums(isolated: NeuralModel, steps: Sequence[Step]) -> tuple[dict
         terms.append([sum(ms[c][way][last] for c in channels for way in (0, 1)) for channels in often])
     factors = {}
     for channels, factor in zip(often, fit_law(np.array(terms), np.array(took_ms)).tolist(), strict=True):
-        factors |= {collective_model.step_weight(c, way): factor for c in channels for way in c.row.ways}
+        factors |= {collective_model.step_factor_name(c, way): factor for c in channels for way in c.row.ways}
     return factors, len(usable)
 
 
@@ -156,7 +156,7 @@ _PARTS = {
 """Parts of a StepCost, with the direction and the channels that they time."""
 _SUMS = [tuple(ID_CHANNELS), *((c,) for c in CHANNELS if c not in ID_CHANNELS)]
 """Channels that share a factor over several hosts."""
-_NAMES = {collective_model.step_weight(c, way) for way, channels in _PARTS.values() for c in channels}
+_NAMES = {collective_model.step_factor_name(c, way) for way, channels in _PARTS.values() for c in channels}
 
 
 def _runs(workload: Workload, channel: Channel) -> bool:

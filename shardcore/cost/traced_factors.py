@@ -207,7 +207,7 @@ def correction(
     Raises TracesTellNothing where they tell nothing of lookups.
     """
     factors, covariance, refused = factors_of(observations(model, steps))
-    fitted = corrected(model, factors)
+    fitted = corrected_model(model, factors)
     total_ms = step_ms or float(np.median([step.total_ms for _, step in steps]))
     inner_ms = float(
         np.median([price(workload, fitted).total_ms - workload.job.dense_ms for workload, _ in steps])
@@ -440,7 +440,7 @@ def mismatches(workload: Workload, step: TracedStep) -> list[str]:
 # --- the corrected model --------------------------------------------------------------------------------------
 
 
-def corrected(
+def corrected_model(
     model: Any, factors: Mapping[Quantity, Factor], lineage: Mapping[str, Any] | None = None
 ) -> Any:
     """The model with its ms multiplied, and latencies added.
@@ -450,7 +450,7 @@ def corrected(
     Raises ShardCoreError for a model of a kind that has no rates to multiply.
     """
     if isinstance(model, Composite):
-        return replace(model, models=tuple(corrected(m, factors, lineage) for m in model.models))
+        return replace(model, models=tuple(corrected_model(m, factors, lineage) for m in model.models))
     if isinstance(model, ProfileModel):
         return replace(model, profile=_corrected_profile(model.profile, factors, lineage))
     if not isinstance(model, NeuralModel):
@@ -464,9 +464,9 @@ def corrected(
             continue
         factor = collective_model.in_step(model.weights, q.channel, q.way) * factors[q].value
         factor = min(max(factor, least), most)
-        scaled[collective_model.step_weight(q.channel, q.way)] = np.array([factor])
+        scaled[collective_model.step_factor_name(q.channel, q.way)] = np.array([factor])
         for payload in MEASURED:
-            name = collective_model.weight(q.channel, q.way, payload)
+            name = collective_model.rates_name(q.channel, q.way, payload)
             if name in model.weights and factors[q].latency_ms:
                 rates = model.weights[name].copy()
                 # The factor multiplies it again. Exchanges run as often as the row has it.

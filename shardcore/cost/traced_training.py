@@ -152,14 +152,14 @@ def correct(model: Any, samples: Sequence[TracedSample]) -> Corrected:
     }
     words = f"the correction by {len(learned)} traced steps of {jobs}"
     if before is None:
-        after_it = traced_factors.corrected(model, factors, lineage)
+        after_it = traced_factors.corrected_model(model, factors, lineage)
         return Corrected(after_it, None, f"{words} is judged by nothing: no step is held out")
-    after = error(traced_factors.corrected(model, factors), parts.held_out)
+    after = error(traced_factors.corrected_model(model, factors), parts.held_out)
     words = f"error on held-out traces {before:.1f}% before and {after:.1f}% after {words}"
     if after > before:
         return _uncorrected(model, before, f"{words}: the model is left as it is")
     lineage |= {"held_out": [sample.name for sample in parts.held_out], "held_out_errors": [before, after]}
-    return Corrected(traced_factors.corrected(model, factors, lineage), (before, after), words)
+    return Corrected(traced_factors.corrected_model(model, factors, lineage), (before, after), words)
 
 
 def _uncorrected(model: Any, error: float | None, words: str) -> Corrected:

@@ -174,7 +174,7 @@ def check(job: ReadJob, model: CostModel) -> CheckedJob:
         "traces": {of.name: dict(of.traces)},
         **correction.document(),
     }
-    corrected = traced_factors.corrected(model, correction.factors, lineage)
+    corrected = traced_factors.corrected_model(model, correction.factors, lineage)
     # The correction may find another dense part than the trace shows.
     problem = traced_factors.with_around(with_slow, correction.around_ms)
     after = price_plan(plan, problem, corrected.for_problem(problem), fits=False)
@@ -199,7 +199,7 @@ def interval_ms(plan: Plan, problem: Problem, model: Any, correction: Correction
 
 
 def _total_ms(workload: Workload, model: Any, factors: Mapping[Quantity, Factor], problem: Problem) -> float:
-    return total_ms(workload, traced_factors.corrected(model, factors).for_problem(problem))
+    return total_ms(workload, traced_factors.corrected_model(model, factors).for_problem(problem))
 
 
 def propose(checked: CheckedJob, model: CostModel, config: ReplanConfig) -> Proposal | None:

@@ -231,6 +231,7 @@ def replayed_cost(rivals: Mapping[str, replay_metrics.SharderComparison], title:
     """Mean replayed cost of each algorithm over ours, dearest on top, with 95% intervals over problems."""
     figure, (axes,) = _figure(title)
     order = sorted(rivals, key=lambda name: rivals[name].cost.mean)
+    n_problems = max(rival.problems for rival in rivals.values())
     for i, rival in enumerate(rivals[name] for name in order):
         # A single problem has no interval.
         ends = [x if np.isfinite(x) else rival.cost.mean for x in (rival.cost.low, rival.cost.high)]
@@ -249,7 +250,7 @@ def replayed_cost(rivals: Mapping[str, replay_metrics.SharderComparison], title:
         yticks=range(len(order)),
         yticklabels=order,
         ylim=(-0.6, len(order) - 0.2),
-        xlabel=f"replayed cost over {replay_metrics.OURS}'s, mean over {max(r.problems for r in rivals.values())} problems",
+        xlabel=f"replayed cost over {replay_metrics.OURS}'s, mean over {n_problems} problems",
     )
     return figure
 
@@ -394,7 +395,7 @@ def _in_steps(model: NeuralModel) -> str:
         f"{channel.words} {way} {collective_model.in_step(model.weights, channel, way):.2f}"
         for channel in CHANNELS
         for way in channel.row.ways
-        if collective_model.step_weight(channel, way) in model.weights
+        if collective_model.step_factor_name(channel, way) in model.weights
     ]
     return f"{model.meta['steps']:,}: {', '.join(factors)}"
 
@@ -404,7 +405,7 @@ def _ranges(model: NeuralModel) -> str:
     owners = {"shard": "a shard", "op": "a device", "exchange": "a device"}
     lines = []
     for name, ends in model.meta["ranges"].items():
-        quantity = ranges.QUANTITIES[name]
+        quantity = ranges.RANGES[name]
         shown = " to ".join(dict.fromkeys(map(quantity.show, ends)))
         lines.append(f"- {owners.get(name.split('_')[0], 'a job')} {quantity.phrase.format(shown)}")
     return (

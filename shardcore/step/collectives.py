@@ -39,7 +39,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Work:
+class IdWork:
     """Work of a device on the ids of its local samples, before they travel.
 
     weight: name of a model's weight [2]: ms once, and ms a byte of these ids.
@@ -86,7 +86,7 @@ class Collective:
     cast: bool = False
     ids: bool = False
     dense: bool = False
-    work: Work | None = None
+    work: IdWork | None = None
     memory: Callable[..., Stages] | None = None
     memory_of_sequences: Callable[..., Stages] | None = None
 
@@ -348,7 +348,7 @@ COLLECTIVES: Mapping[str, Collective] = {
             like="all_to_all_ids",
             exchanges=3,
             ids=True,
-            work=Work("bucketize_ids", lambda transfer: transfer.in_buckets(), buckets=True),
+            work=IdWork("bucketize_ids", lambda transfer: transfer.in_buckets(), buckets=True),
         ),
     )
 }

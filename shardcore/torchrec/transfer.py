@@ -45,7 +45,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TableRegions:
     """A table's regions under a plan.
 
     regions: of all ranks. Those of replicas are whole tables.
@@ -99,7 +99,7 @@ class Piece:
         return -(-self.bytes // ALIGNMENT) * ALIGNMENT
 
 
-def inexact(old: Layout, new: Layout) -> str:
+def inexact(old: TableRegions, new: TableRegions) -> str:
     """The reason why a table's optimizer state cannot be carried over as it is. "": it can be.
 
     Raises nothing: what is inexact is carried over by `pieces` as well as it can be.
@@ -120,7 +120,7 @@ def inexact(old: Layout, new: Layout) -> str:
     return ""
 
 
-def pieces(key: Key, old: Layout, new: Layout, most_bytes: int) -> Iterator[Piece]:
+def pieces(key: Key, old: TableRegions, new: TableRegions, most_bytes: int) -> Iterator[Piece]:
     """All rectangles of a table that its regions in the new plan take, on all ranks.
 
     most_bytes: of a rectangle. A row may have more.

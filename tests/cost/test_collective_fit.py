@@ -21,7 +21,7 @@ def test_exchanges_of_two_ranks_alone_fit_too():
     model = fit.train(compute_samples(linear_law, 60), comm, SETTING, QUICK).model
     assert accuracy.evaluate(model, [], comm)["forward_comm_mape"] < 0.5
     assert all(
-        (model.weights[collective_model.weight(ALL_TO_ALL, way)] >= 0).all()
+        (model.weights[collective_model.rates_name(ALL_TO_ALL, way)] >= 0).all()
         for way in ("forward", "backward")
     )
 
@@ -31,13 +31,15 @@ def test_latency_beyond_one_number_of_ranks_grows_by_a_seventh_a_message(ranks):
     """Published all-to-alls, all-gathers and all-reduces do so. Half went to the message before."""
     comm = comm_samples(60, ranks=(ranks,))
     model = fitted(comm)
-    rates = model.weights[collective_model.weight(ALL_TO_ALL, "forward")]
+    rates = model.weights[collective_model.rates_name(ALL_TO_ALL, "forward")]
     once, message = rates[collective_fit.ONCE], rates[collective_fit.MESSAGES]
     assert message == pytest.approx(once / 7)
     assert once + (ranks - 1) * message == pytest.approx(0.1 + 0.02 * (ranks - 1), rel=0.01)
     assert max(collective_fit.errors(model.weights, comm).values()) < 0.5
     # Of several numbers of ranks, the samples say.
-    several = fitted(comm_samples(60, ranks=(2, 4))).weights[collective_model.weight(ALL_TO_ALL, "forward")]
+    several = fitted(comm_samples(60, ranks=(2, 4))).weights[
+        collective_model.rates_name(ALL_TO_ALL, "forward")
+    ]
     assert several[[collective_fit.ONCE, collective_fit.MESSAGES]] == pytest.approx([0.1, 0.02], rel=0.01)
 
 
@@ -240,7 +242,7 @@ def test_groups_of_a_collective_have_rates_of_their_own():
     )
     rates = collective_fit.fit([*within, *all_ranks], [], lambda *_: None)
     for samples, group in ((within, "host"), (all_ranks, "world")):
-        assert collective_model.weight(Channel("reduce_scatter", group), "forward") in rates
+        assert collective_model.rates_name(Channel("reduce_scatter", group), "forward") in rates
         predicted, found = collective_fit.predicted(rates, samples, "forward")
         assert predicted == pytest.approx(found, rel=0.05), group
 
@@ -257,7 +259,7 @@ def test_over_several_hosts_the_last_rank_counts():
     assert collective_fit.observed([one], "forward")[1].tolist() == [3.0, 9.0, 5.0, 4.0]
     terms, measured = collective_fit.observed([one, two], "backward")
     assert measured.tolist() == [3.0, 9.0, 5.0, 4.0, 9.0] and terms.shape[1] == 5
-    rates = {collective_model.weight(ALL_TO_ALL, "backward"): of_terms(far_bytes=1.0)}
+    rates = {collective_model.rates_name(ALL_TO_ALL, "backward"): of_terms(far_bytes=1.0)}
     predicted, found = collective_fit.predicted(rates, [two], "backward")
     # The device of most bytes: 16 columns, half of them for the other host, and half of its 16 in return.
     assert (predicted.tolist(), found.tolist()) == ([16 * 4 * (16 / 2 + (8 + 8) / 4)], [9.0])

@@ -218,7 +218,7 @@ def test_links_that_a_topology_gives_replace_what_was_fitted():
 def test_links_that_are_all_as_busy_may_take_longer_and_start_ahead():
     """A mean of all links beside the busiest one, less what early ranks sent; never below 0."""
     law = of_terms(uplink_bytes=0.8, shared_uplink_bytes=0.2, head_start=1.5)
-    laws = {collective_model.weight(ALL_TO_ALL, way): law for way in ("forward", "backward")}
+    laws = {collective_model.rates_name(ALL_TO_ALL, way): law for way in ("forward", "backward")}
     hosts = on_hosts(1, 1, 1)
     even, uneven, few = (
         collective_model.collective_ms(laws, ALL_TO_ALL, np.array(owned), hosts)[0]

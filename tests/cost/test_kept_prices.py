@@ -93,14 +93,15 @@ def neural_model(precision: str, seed: int) -> NeuralModel:
     for i, channel in enumerate(c for c in CHANNELS if "pod" not in c.group):
         for way in channel.row.ways if i % 3 != 2 else ():
             for payload in MEASURED if channel.row.cast and i % 2 else MEASURED[:1]:
-                w[collective_model.weight(channel, way, payload)] = drawn()
+                w[collective_model.rates_name(channel, way, payload)] = drawn()
         w |= {
-            collective_model.step_weight(channel, way): rng.uniform(1, 3, 1)
+            collective_model.step_factor_name(channel, way): rng.uniform(1, 3, 1)
             for way in channel.row.ways
             if i % 2
         }
     w |= {
-        collective_model.weight(collective_model.ALL_TO_ALL, way): drawn() for way in ("forward", "backward")
+        collective_model.rates_name(collective_model.ALL_TO_ALL, way): drawn()
+        for way in ("forward", "backward")
     }
     w |= {"bucketize_ids": np.array([0.02, 1e-8]), "order_ids": np.array([0.01, 2e-8])}
     return NeuralModel(replace(SETTING, precision=precision), w, {"ranges": {"batch": [64, 4096]}})
