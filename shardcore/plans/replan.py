@@ -418,10 +418,8 @@ def _staying_plan(old: Plan, problem: Problem) -> Plan:
 
     Where a device would hold more than it may, tables leave it: the smallest that is enough, or the largest.
     """
-    left, fixed = (
-        _remaining_plan(old, problem),
-        {t.name for t in problem.tables if on_all_devices(t, problem)},
-    )
+    left = _remaining_plan(old, problem)
+    fixed = {t.name for t in problem.tables if on_all_devices(t, problem)}
     gone = {t.name for t in Reshard(_without(left, fixed)).old_places(problem).new}
     while True:
         stays = _without(left, gone)

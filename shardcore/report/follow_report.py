@@ -26,7 +26,11 @@ def event_text(event: JobEvent) -> str:
     """A change as a line: what it was, what it took, and what was measured."""
     words = [f"step {event.step:,}: {event.outcome}, version {event.version}"]
     if event.pause_s is not None:
-        ways = [f"{gib(n)} {_way(way)}" for way, n in (event.bytes or {}).items() if n]
+        ways = [
+            f"{gib(n)} {LEVELS[way].words if way in LEVELS else 'within ranks'}"
+            for way, n in (event.bytes or {}).items()
+            if n
+        ]
         words.append(f"{count(event.tables, 'table')} in {event.pause_s:.3g} s ({', '.join(ways)})")
     if event.after_ms is not None and event.before_ms:
         change = event.after_ms / event.before_ms - 1
@@ -54,10 +58,6 @@ def next_text(report: JobReport, current: str, move: NextMove | ShardCoreError |
             else f"it pays back after {move.pays_back_s:.3g} s"
         )
     return "; ".join(words)
-
-
-def _way(way: str) -> str:
-    return LEVELS[way].words if way in LEVELS else "within ranks"
 
 
 def _ago(seconds: float) -> str:

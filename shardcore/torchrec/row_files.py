@@ -231,11 +231,13 @@ def _parts(model: nn.Module, optimizer: Any, replicas: bool, filling: bool = Fal
             part = _dense((path, name), module.warm[name], dense, filling)
             yield replace(_rows(part), ids=ids)
     for path, collection in collections.items():
+        # None: the collection is not sharded, so all ranks have it.
+        shardings = getattr(collection, "module_sharding_plan", None)
         outer = path.removesuffix("cold").removesuffix(".")
         owner = divided.get(outer) if path.endswith("cold") else None
         for part in parts_of(path, collection, dense):
             table = part.key[1]
-            if _is_replica(collection, part):
+            if shardings is None or shardings[table].sharding_type == "data_parallel":
                 if not replicas:
                     continue
                 part = _dense(part.key, weight_of(collection, table), dense, filling)
@@ -260,11 +262,6 @@ def _rows(part: Part) -> _Rows:
         part.step,
         part.set_step,
     )
-
-
-def _is_replica(collection: Any, part: Part) -> bool:
-    plan = getattr(collection, "module_sharding_plan", None)
-    return plan is None or plan[part.key[1]].sharding_type == "data_parallel"
 
 
 def _dense(key: Key, weight: nn.Parameter, optimizer: DenseOptimizer, filling: bool) -> Part:
