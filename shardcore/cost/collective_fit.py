@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from shardcore.core.links import units_of
-from shardcore.core.payloads import MEASURED
 from shardcore.core.types import OUTPUT_BYTES
 from shardcore.cost.collective_model import (
     ALL_TO_ALL,
@@ -46,9 +45,7 @@ on 8, all-gathers 2.7 and all-reduces 2.1 times. With this share it is 2.7 times
 """
 FEWEST_SAMPLES = 4
 """A collective with fewer samples gets no rates."""
-_MEASURED = [
-    (row, payload) for row in COLLECTIVES.values() for payload in (MEASURED if row.cast else MEASURED[:1])
-]
+_MEASURED = [(row, payload) for row in COLLECTIVES.values() for payload in row.payloads]
 """Collectives with their payloads."""
 
 

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.payloads import MEASURED, payload_of
+from shardcore.core.payloads import payload_of
 from shardcore.core.types import Problem
 from shardcore.cost import collective_model
 from shardcore.cost.composite import Composite
@@ -465,7 +465,7 @@ def corrected_model(
         factor = collective_model.in_step(model.weights, q.channel, q.way) * factors[q].value
         factor = min(max(factor, least), most)
         scaled[collective_model.step_factor_name(q.channel, q.way)] = np.array([factor])
-        for payload in MEASURED:
+        for payload in q.channel.row.payloads:
             name = collective_model.rates_name(q.channel, q.way, payload)
             if name in model.weights and factors[q].latency_ms:
                 rates = model.weights[name].copy()

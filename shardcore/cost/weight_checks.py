@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.payloads import MEASURED
 from shardcore.cost import collective_model, features, quantiles
 from shardcore.step.kinds import CHANNELS
 
@@ -77,7 +76,7 @@ def require(w: Mapping[str, np.ndarray]) -> None:
         collective_model.rates_name(*x, payload): ((e,), _RATE)
         for x in ran
         if not x[0].row.work
-        for payload in (MEASURED if x[0].row.cast else MEASURED[:1])
+        for payload in x[0].row.payloads
     }
     optional |= {collective_model.step_factor_name(*x): ((1,), in_step) for x in ran}
     optional |= {name: ((2,), _RATE) for name in collective_model.OWN_WORK}

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.payloads import payload_of
+from shardcore.core.payloads import MEASURED, payload_of
 from shardcore.step.memory_timeline import Alive, StageBuffers, Stages, stage_buffers
 
 Widths = Sequence[int]
@@ -89,6 +89,11 @@ class Collective:
     work: IdWork | None = None
     memory: Callable[..., Stages] | None = None
     memory_of_sequences: Callable[..., Stages] | None = None
+
+    @property
+    def payloads(self) -> tuple[str, ...]:
+        """Payloads that it is measured with."""
+        return MEASURED if self.cast else ("fp32",)
 
 
 # --- memory -------------------------------------------------------------------------------------------------
