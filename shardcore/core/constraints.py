@@ -162,7 +162,7 @@ def require_tower_units(
 ) -> None:
     """Raise ShardCoreError unless outputs of a job with towers can be exchanged within hosts, or pods, first.
 
-    devices_of: where each table with pooled outputs may live.
+    devices_of: devices where each table with pooled outputs may live.
     units: the devices of each.
     unit: "host" or "pod".
     """

@@ -25,7 +25,7 @@ FP32_BYTES = 4
 class Payload:
     """A form in which outputs and gradients travel.
 
-    bytes: of an element, without scales.
+    bytes: bytes of an element, without scales.
     block: elements that share a scale, multiples of which the codec takes. 1: it has no scales.
     scale_bytes: bytes of a scale.
     chosen: True if a job chooses its block, which its name then ends in: fp8-256.

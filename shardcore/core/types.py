@@ -56,8 +56,8 @@ class Table:
     rows: ids that it embeds.
     dim: columns.
     pooling: mean lookups per sample, of all its features together.
-    access: which rows those lookups hit.
-    precision: of the weights.
+    access: statistics of the rows that those lookups hit.
+    precision: data type of the weights.
     ordered: True if ids are ordered by frequency, row 0 the most accessed, or as `row_shares` give it. Else
         ids count as hashed.
     features: number of features that look up in it. Each has its own pooled output.
@@ -338,7 +338,7 @@ class Setting:
 
     hardware: a device's name, such as "nvidia-h200".
     batch: the global batch: samples that a model-parallel op processes in one step.
-    precision: of the weights. "fp16+fp32" where tables differ.
+    precision: data type of the weights. "fp16+fp32" where tables differ.
     optimizer: fused into the backward op.
     forward_payload, backward_payload: forms in which outputs and gradients travel.
     """
@@ -395,9 +395,9 @@ class Problem:
     tables: their names differ.
     topology: devices and links. Topology.of_hosts makes equal hosts.
     global_batch: samples of one training step over all devices, which divide it evenly.
-    optimizer: of the embeddings.
+    optimizer: optimizer of the embeddings.
     constraints: pins, groups of tables, kinds of sharding and memory that stays free.
-    job: how a step runs around the embeddings.
+    job: properties of a step around the embeddings.
 
         Problem("p", [Table("t0", 1_000_000, 64, 20.0)], Topology.of_hosts(2, 8, memory_gib=80), 65_536)
     """

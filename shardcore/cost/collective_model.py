@@ -134,7 +134,7 @@ def collective_ms(
 ) -> tuple[np.ndarray, np.ndarray]:
     """[..., D] ms of a channel, forward and backward.
 
-    skew_ms: of the start of the forward exchange. No backward rate depends on it.
+    skew_ms: skew of the start of the forward exchange. No backward rate depends on it.
     payloads: by way.
     0 where a group has nothing to run: no device owns bytes, or it has one device.
     """
@@ -379,7 +379,7 @@ def even_is_least(w: Mapping[str, np.ndarray], topology: Topology, payload: str)
 def own_bytes_count(w: Mapping[str, np.ndarray], topology: Topology, payload: str) -> bool:
     """True if backward time depends on a device's bytes, not only on the busiest device's.
 
-    payload: of gradients.
+    payload: payload of gradients.
     """
     # Given links are priced by the busiest device, so they remove rates of a device's own bytes.
     return any(

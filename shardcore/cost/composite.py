@@ -39,7 +39,7 @@ class LinkHead:
     """A head of the links to memory below the devices. It encodes ms, forward and backward.
 
     gbps: GB/s of a device, by tier.
-    optimizer: of the embeddings.
+    optimizer: optimizer of the embeddings.
     batch: samples of an op, where a call gives none.
     """
 

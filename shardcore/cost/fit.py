@@ -378,7 +378,7 @@ def _distilled_model(
 ) -> NeuralModel:
     """A model that prices ops about as a profile does, to be fine-tuned. It knows no exchanges.
 
-    requests: of the measured groups. It learns from other groups of their shards, priced by the profile.
+    requests: ops of the measured groups. It learns from other groups of their shards, priced by the profile.
     """
     rng = np.random.default_rng(config.seed)
     # Shards by the batch of their op: replicas run at the local batch.

@@ -43,7 +43,7 @@ class NeuralModel:
     meta: JSON, with these entries:
       ranges: smallest and largest measured value of each of ranges.RANGES.
       samples: numbers of samples that it was trained on.
-      config: of the training.
+      config: settings of the training.
       metrics: accuracy on the validation split.
       provenance: origin, from the trainer.
     """

@@ -113,8 +113,8 @@ class Rate:
 
     value: in its unit, above 0.
     uncertainty: standard deviation of its logarithm. 0.1 is about 10%.
-    unit: that of RATES.
-    source: of a published measurement, a data sheet, or "scaled from ...".
+    unit: its unit in RATES.
+    source: published measurement, data sheet, or "scaled from ...".
     """
 
     value: float
@@ -133,9 +133,9 @@ class Rate:
 class Profile:
     """Rates of a card, and of the links between such cards.
 
-    name: of the hardware, as in Setting and Topology.
+    name: name of the hardware, as in Setting and Topology.
     device_names: parts of torch.cuda.get_device_name() that mean this card.
-    memory_bytes: of a device.
+    memory_bytes: memory of a device.
     rates: by name, one for each of RATES.
 
     Raises ShardCoreError naming a rate that is missing, unknown or not positive.
@@ -223,8 +223,8 @@ class Profile:
     ) -> Topology:
         """A topology of such cards. Its links are as the profile has them.
 
-        host_memory_bytes: of each host, for tables. 0: none may have rows there.
-        pods: that hosts are divided into evenly. 1: none.
+        host_memory_bytes: memory of each host for tables. 0: none may have rows there.
+        pods: number of pods that hosts are divided into evenly. 1: none.
         """
         names = host_names(hosts * devices_per_host, hosts, pods)
         device = [Device(self.memory_bytes, host=name) for name in names]

@@ -77,19 +77,19 @@ _LEAST_SENSITIVITY = 0.01
 class Timing:
     """A published timing of an op or a collective.
 
-    source: of the measurement. Timings of one source share their errors.
+    source: source of the measurement. Timings of one source share their errors.
     gpu: the card. "": that of the profile.
     op: a name of OPS or EXCHANGES.
-    time_us: of one call.
+    time_us: time of one call.
     quality: "A" to "D", or "M" for a model's output.
     batch: samples of each table. tables, rows, width, pooling: of the tables, one value for all or one each.
     unique: distinct rows of a batch, all tables together. 0: as the power law gives it.
     alpha: exponent of the power law of accesses. 0: uniform.
     mode: memory with the rows, one of MODES.
     cached: share of rows in a cache; only where mode is uvm_caching.
-    ranks, hosts, bytes: of a collective.
+    ranks, hosts, bytes: size of a collective.
     network: words for its links.
-    shards: of an op that was measured here, in place of rows, width, pooling, alpha and precision.
+    shards: shards of an op that was measured here, in place of rows, width, pooling, alpha and precision.
     sent: bytes of each rank of a collective that was measured here, in place of bytes.
     """
 
@@ -463,8 +463,8 @@ _SCALED_UNCERTAINTY = 0.12, 0.25
 def scaled(profile: Profile, name: str, **spec: float) -> Profile:
     """A profile of another card, from its data sheet.
 
-    profile: of the card that it is most like.
-    name: of the new profile.
+    profile: profile of the card that it is most like.
+    name: name of the new profile.
     spec: values of SPEC that differ, and memory_bytes.
 
     Rates that follow from none of these keep their values. All are less certain.

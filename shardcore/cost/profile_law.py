@@ -68,7 +68,7 @@ class Work:
     weighted: 1 if lookups have weights, else 0.
     row_state_bytes, cell_state_bytes: optimizer state of a row: of its row, and of its cells.
     resident: 1 if lookups read device memory, 0 if they read host memory.
-    host_read_bytes, host_update_bytes, cache_bytes: that cross the link to host memory.
+    host_read_bytes, host_update_bytes, cache_bytes: bytes that cross the link to host memory.
     """
 
     lookups: np.ndarray
@@ -230,7 +230,7 @@ class Given:
 
     gbps: GB/s of a device, by level.
     shared: levels where gbps is of a link that the devices of a host share.
-    latency_ms: of a collective. None: the profile's.
+    latency_ms: latency of a collective. None: the profile's.
     """
 
     gbps: Mapping[str, float] = field(default_factory=dict)

@@ -38,7 +38,7 @@ class ProfileModel:
     """A CostModel and BoundableCostModel from a hardware profile. It holds for any problem.
 
     profile: the rates.
-    setting: of the problem. Its hardware is the profile's name.
+    setting: setting of the problem. Its hardware is the profile's name.
     replica_optimizer: dense optimizer of replicas, a name of catalog.DENSE_OPTIMIZERS.
     host_gbps: bandwidth to host memory that the topology gives. None: the profile's.
     device_bytes: bytes of the distinct rows that a batch touches on a device, in the mean. They share its L2.

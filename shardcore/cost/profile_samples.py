@@ -73,7 +73,7 @@ def timings_of(compute: Iterable[ComputeSample], comm: Iterable[CollectiveSample
 class Check:
     """Measured against predicted times of one kind of op or collective.
 
-    kind: of op with its setting and widths, or of collective.
+    kind: kind of op with its setting and widths, or of collective.
     n: timings.
     ratio: measured over predicted, median. low, high: quartiles.
     error: mean of |measured - predicted| / measured.

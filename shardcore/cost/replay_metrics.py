@@ -33,7 +33,7 @@ class ReplayRecord:
     """A plan that was priced by a model and replayed.
 
     plan: its name. Equal plans of several algorithms share one.
-    predicted_ms, replayed_ms: of a step.
+    predicted_ms, replayed_ms: ms of a step.
     noise_ms: half the 95% interval of replayed_ms.
     """
 

@@ -69,7 +69,7 @@ class LearningCurve:
     """Test error against the number of training samples.
 
     rows: (samples, error in percent), as measured.
-    constant, scale, power: of the law through them (Hestness et al. 2017).
+    constant, scale, power: numbers of the law through them (Hestness et al. 2017).
 
         error = constant + scale × samples^-power
     """

@@ -68,8 +68,8 @@ class TracesTellNothing(ShardCoreError):
 class Family:
     """Standard deviations of a family's logarithms.
 
-    common: of what all its quantities share. A model of another machine may be off by e^common.
-    own: of what one quantity has alone.
+    common: deviation of what all its quantities share. A model of another machine may be off by e^common.
+    own: deviation of what one quantity has alone.
     noise: least standard deviation of what a unit measures.
     """
 
@@ -101,7 +101,7 @@ class Factor:
     value: exp of the posterior mean.
     sd: standard deviation of the posterior of its logarithm.
     units: ranks and steps that measured it. 0: only its family did.
-    latency_ms: of each run, on top of the factor.
+    latency_ms: latency of each run, on top of the factor.
     """
 
     value: float
@@ -114,7 +114,7 @@ class Factor:
 class Correction:
     """Factors of a model, and what the job does around the embeddings.
 
-    factors: of each of QUANTITIES.
+    factors: factor of each of QUANTITIES.
     covariance: [Q, Q] of their logarithms.
     around_ms: ms of a step that the model has no part of: the dense part, and all else that the job does.
     refused: a line on each thing that the traces do not tell.
@@ -202,7 +202,7 @@ def correction(
     steps: workloads of the plans that ran, whose jobs have the dense part that the trace shows
       (`with_traced_dense`), and the steps, as without tracing.
 
-    step_ms: of steps without tracing. None: as traced.
+    step_ms: ms of steps without tracing. None: as traced.
 
     Raises TracesTellNothing where they tell nothing of lookups.
     """

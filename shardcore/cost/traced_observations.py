@@ -35,7 +35,7 @@ COMPUTE, EXCHANGE = "lookups", "exchanges"
 class Quantity:
     """One measured quantity of a step.
 
-    channel: of an exchange. None: of lookups.
+    channel: channel of an exchange. None: the quantity is of lookups.
     way: "forward" or "backward".
     """
 

@@ -31,9 +31,9 @@ class JobEvent:
     """A change of a job's plan, or a version that it did not take.
 
     version: the plan's. outcome, reason: as of torchrec.follow.Event.
-    step: of the job. at_s: Unix time.
+    step: step of the job. at_s: Unix time.
     before_ms, after_ms: measured steps. expected_ms: the longest that was predicted. None: not known.
-    tables: that moved. bytes: of them, by way. pause_s: of the move.
+    tables: number of tables that moved. bytes: their bytes, by way. pause_s: pause of the move.
     """
 
     version: str

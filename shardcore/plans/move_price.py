@@ -41,8 +41,8 @@ class MovePrice:
     """Price of a move.
 
     bytes: weights and optimizer state that move, by level of links.
-    busiest_bytes: those that the busiest device sends, or receives.
-    seconds: of these at the level's rate. {}: no rate is known.
+    busiest_bytes: bytes that the busiest device sends, or receives.
+    seconds: time of these at the level's rate. {}: no rate is known.
     overhead_s: seconds of all other phases, by phase. {}: no rates are known.
     """
 

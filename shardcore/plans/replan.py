@@ -47,10 +47,10 @@ class ReplanConfig:
     max_moved_bytes: bytes of weights that may move. None: any number.
     max_pause_s: seconds that a job stands still while its tables move, at most. None: any number.
     pay_back_in_s: seconds in which the gain makes up for that pause, at most. None: any number.
-    move_rates: of the machine, for the pause (see `move_price`). None: bytes on links alone count.
+    move_rates: rates of the machine, for the pause (see `move_price`). None: bytes on links alone count.
     space: search space of annealing (see search.anneal.sharder.SPACES). None: that of the old plan.
-    seed: of the search.
-    budget: of the search. None: the default.
+    seed: seed of the search.
+    budget: budget of the search. None: the default.
     """
 
     max_moved_tables: int | None = None

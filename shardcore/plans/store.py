@@ -65,7 +65,7 @@ def load_plan(
     """A problem's current plan, or the given version, with its problem.
 
     root: folder or URL of published plans.
-    name: of the problem.
+    name: name of the problem.
     version: one of those that `shardcore history` lists. None: the current one.
 
     Raises ShardCoreError if there is none, its files are damaged, or the plan is not valid. With `fits`, also

@@ -35,9 +35,9 @@ class ReadJob:
     """A job's traced steps, with its plan if that is known.
 
     job: name of the job's folder.
-    name: of the traced step's folder.
+    name: name of the traced step's folder.
     problem, plan: None for traces of a job without ShardCoreProfiler.
-    step_ms: of steps without tracing. None: not timed.
+    step_ms: ms of steps without tracing. None: not timed.
     """
 
     job: str
@@ -61,7 +61,7 @@ class CheckedJob:
     before: under the model as it was, with the dense part of the trace.
     after: under the corrected model.
     problem: with all that the job does around its embeddings as the dense part.
-    interval_ms: of the corrected step.
+    interval_ms: interval of the corrected step.
     """
 
     before: PricedPlan
@@ -77,7 +77,7 @@ class CheckedJob:
 class Proposal:
     """A better plan for a job.
 
-    interval_ms: of its step.
+    interval_ms: interval of its step.
     moved: from the plan in use.
     seconds: to move the weights, as an all-to-all.
     """
@@ -92,7 +92,7 @@ class Proposal:
 def read(folder: str | Path, problem: Problem | None = None, plan: Plan | None = None) -> ReadJob:
     """The newest traced step of a job's folder, or the traces in any folder.
 
-    problem, plan: of traces in a folder that says nothing of them.
+    problem, plan: problem and plan of traces in a folder that names none.
 
     Raises ShardCoreError where no trace can be read.
     """

@@ -17,8 +17,8 @@ def replay_text(
 ) -> str:
     """Tables for a terminal.
 
-    names: of the plans.
-    predicted: what a model predicted for each. None: there is no model.
+    names: names of the plans.
+    predicted: cost that a model predicted for each. None: there is no model.
     """
     headers = ["plan", "measured ms", "middle half of the steps", "slowest device"]
     rows = [

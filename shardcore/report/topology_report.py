@@ -23,7 +23,7 @@ def write(
 ) -> str:
     """Write the problem with the measured topology. Returns lines on it, for people.
 
-    ranks: where to write the order of ranks, their groups and the times of pairs. None: nowhere.
+    ranks: file for the order of ranks, their groups and the times of pairs. None: nowhere.
     nodes: address of each rank's host, where it is known.
     """
     files.write_problem(out, problem_of(pairs.levels, pairs.links, problem))

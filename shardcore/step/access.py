@@ -406,8 +406,8 @@ def _reuse_concentration(table: Table) -> float:
 def row_shares_of(ids: np.ndarray, rows: int, n_devices: int) -> RowShares | None:
     """The shares of a batch's ids [L] in ranges of rows. None where ids lie as if they were hashed.
 
-    n_devices: that may divide the rows. Ids count as hashed if no device has markedly more than if the same
-    rows lay anywhere (UNEVEN). A hot row makes its device busy either way.
+    n_devices: number of devices that may divide the rows. Ids count as hashed if no device has markedly more
+    than if the same rows lay anywhere (UNEVEN). A hot row makes its device busy either way.
     """
     # Too few ids, devices or rows to divide: nothing to tell from hashing.
     if len(ids) == 0 or n_devices < 2 or rows < n_devices:

@@ -419,7 +419,7 @@ def layout_of_torchrec(
 ) -> Layout | None:
     """The kind that TorchRec runs under a name, one that a topology has. None for an unknown name.
 
-    devices: that share a shard. None: as the topology's rows_over, or the default, has it.
+    devices: number of devices that share a shard. None: as the topology's rows_over, or the default, has it.
     """
     named = layouts_of_torchrec(sharding_type)
     if topology is None or not named:

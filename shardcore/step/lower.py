@@ -49,7 +49,7 @@ from shardcore.step.traffic import channels_of, lanes, row_in, shared_on_units
 class Op:
     """Shards that run as one fused FBGEMM op.
 
-    kind: of sharding.
+    kind: kind of sharding.
     shards: in the op. Their tables are of one collection, and all pooled or none.
     batch: samples it runs over.
     """
@@ -90,7 +90,7 @@ class Workload:
     memory_bytes: (D) bytes held on each device.
     topology: the devices and links.
     global_batch: samples of a step.
-    job: how a step runs around the embeddings.
+    job: properties of a step around the embeddings.
     """
 
     ops: tuple[tuple[Op, ...], ...]
@@ -211,7 +211,7 @@ def traffic_of_outputs(
 ) -> np.ndarray:
     """[L C, ..., D] bytes that enter each channel, if devices have bytes of outputs [..., D] of some runs.
 
-    outputs: of replicas, bytes of their gradients.
+    outputs: bytes of outputs; of replicas, bytes of their gradients.
     id_bytes: [..., D] bytes of ids and lengths that devices receive for some of these runs.
     """
     # Any leading dimensions: searches price several candidate plans in one call.

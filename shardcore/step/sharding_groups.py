@@ -63,7 +63,7 @@ class Grouping:
 class GroupedPlan:
     """A plan of one group, and how the devices are divided. It is no Plan of the whole problem.
 
-    problem: of one group, as `problem_of_group` makes it.
+    problem: problem of one group, as `problem_of_group` makes it.
     """
 
     grouping: Grouping
@@ -181,7 +181,7 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
 def synced_bytes(plan: Plan, problem: Problem) -> list[tuple[int, int]]:
     """[M] bytes of weights, and of optimizer state, that replicas of each device average at once.
 
-    plan, problem: of one group.
+    plan, problem: plan and problem of one group.
 
     Kinds with a dense gradient have the same weights everywhere at each step, so they are left out.
     NCCL reduces them in place: this takes no more memory.

@@ -48,10 +48,10 @@ def rank_and_ranks() -> tuple[int, int]:
 class Agreement:
     """One change. All ranks make it with the same number, and go through the same phases.
 
-    store: of the job's process group.
+    store: store of the job's process group.
     ranks: this rank, and how many there are.
-    number: of changes before it, the same on all ranks.
-    timeout_s: of each wait.
+    number: number of changes before it, the same on all ranks.
+    timeout_s: limit of each wait.
     """
 
     @classmethod

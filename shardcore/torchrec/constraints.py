@@ -160,7 +160,7 @@ def pooling_of(
 ) -> dict[str | tuple[str, str], float]:
     """Lookups of a sample by feature and by (table, feature), an entry of pooling_factors each.
 
-    bags: of `bags_of`. Factors are of a bag.
+    bags: bags of features, as of `bags_of`. Factors are of a bag.
 
     TorchRec's default is one for every feature. It gives way to the statement of another table.
     """

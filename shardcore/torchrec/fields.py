@@ -27,7 +27,7 @@ class Treatment:
 
     how: HONOURED (the plan obeys it, or neither plan nor price depends on it), PRICED (price or memory counts
         it) or REFUSED.
-    note: what happens with it. Of a refused one: why, and what would be right.
+    note: effect of the field. Of a refused one: the reason, and what would be right.
     unpriced: effect on a job that the price leaves out, for the planner's `unpriced`. "": none.
     """
 

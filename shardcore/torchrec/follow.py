@@ -112,7 +112,7 @@ class PlanFollower:
     """A running job's link to a store of plans. All ranks have one, and call `step` after each step.
 
     model: a DistributedModelParallel.
-    plans: those that it follows.
+    plans: plans that it follows.
     optimizer, pipeline: the job's (see `reshard`).
 
     events: all changes so far, the same on all ranks.

@@ -37,9 +37,9 @@ class HotColdEmbeddingCollection(nn.Module):
 
     tables: the configs of the whole tables.
     hot: hot ids by table. Tables without any are cold as a whole.
-    device: of the parameters, as for an EmbeddingCollection.
+    device: device of the parameters, as for an EmbeddingCollection.
     warm: ids by table, of tables with hot ids, that each unit of ranks has once.
-    unit_ranks: of a unit: of a host, by default, or of a pod.
+    unit_ranks: number of ranks of a unit: of a host, by default, or of a pod.
 
     Raises ShardCoreError for hot or warm ids of another table, ids that are both, and for a feature of several tables.
     """

@@ -102,7 +102,7 @@ def _require_strides(batch: KeyedJaggedTensor) -> None:
 def strides_of(theirs: Mapping[str, ModelTable], bags: Mapping[str, float]) -> dict[str, tuple[float, ...]]:
     """Table.strides of tables with some of these features.
 
-    bags: of a feature, for a sample.
+    bags: bags of a feature, for a sample.
     """
     strided = {
         name: tuple(bags.get(f, 1.0) for f in t.config.feature_names)

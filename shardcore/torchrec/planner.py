@@ -90,10 +90,10 @@ def problem_for(
       their features' strides, and no replicas, for TorchRec fails with them. A path of FBGEMM's reports (a
       folder or a file): reuse is then an estimate (see `fbgemm_statistics`).
     optimizer: None: the one that the model's weights have (apply_optimizer_in_backward), or else exact_sgd.
-    job: how a step runs around the embeddings.
+    job: properties of a step around the embeddings.
     deduplicated: groups of features that share an inverse index (see Table.dedup). Their tables stay together
       on a device. Lookups have to be batches of data, not deduplicated.
-    bags: of features, for a sample, where features have batches of their own. None: as the data have them.
+    bags: bags of features, for a sample, where features have batches of their own. None: as the data have them.
 
     Raises ShardCoreError for a feature without lookups, ids out of range, too few samples, a data type
     without a cost model, another optimizer than the weights have, and settings of tables that are refused
@@ -202,7 +202,7 @@ def plan_for(
 
     model: the cost model, or the name or file of a profile.
     global_batch: samples of a step over all devices. None: the cost model's.
-    job: how a step runs around the embeddings. None: the default.
+    job: properties of a step around the embeddings. None: the default.
 
     The optimizer is the one that the model's weights have, or else that of the cost model. Raises as
     `problem_for` and all sharders do, and for an unknown algorithm.
@@ -225,10 +225,10 @@ class ShardCorePlanner:
     constraints: TorchRec's, by table. How each field is treated: `fields.FIELDS`.
     model: the cost model, or the name or file of a profile of published measurements. None: the profile of the
       job's GPU.
-    algorithm, seed, budget: of the search.
-    lookups: as in `problem_for`, instead of pooling_factors.
+    algorithm, seed, budget: settings of the search.
+    lookups: lookups as in `problem_for`, instead of pooling_factors.
     reserved: share of HBM kept free of embeddings.
-    job: how a step runs around the embeddings: pipeline, dense part, payloads. None: the default, with the
+    job: properties of a step around the embeddings: pipeline, dense part, payloads. None: the default, with the
       payloads of the sharders' codecs.
 
     The optimizer that counts is the one that the module's weights or the sharders have, or else that of the
@@ -290,7 +290,7 @@ class ShardCorePlanner:
     def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None = None) -> ShardingPlan:
         """A plan for the module's collections.
 
-        sharders: those of DistributedModelParallel. None or empty: its defaults.
+        sharders: sharders of DistributedModelParallel. None or empty: its defaults.
 
         Raises as `plan_for` and `to_torchrec` do, for a collection that no sharder takes, and for constraints
         that no plan can keep.

@@ -39,11 +39,11 @@ class ShardCoreProfiler:
     """Trace a step of a job now and then, on each rank.
 
     model: the job's DistributedModelParallel.
-    folder: that all ranks write to; files of several jobs must not mix there.
+    folder: folder that all ranks write to; files of several jobs must not mix there.
     every: steps from one traced step to the next.
     steps: steps that are traced, one after another.
     keep: traced steps whose files stay, and one that is being written. Older ones are removed.
-    job: how a step runs around the embeddings. None: the default, TorchRec's TrainPipelineSparseDist.
+    job: properties of a step around the embeddings. None: the default, TorchRec's TrainPipelineSparseDist.
 
     What fails while it writes is logged and stops no training.
     Raises ShardCoreError for a model without sharded collections.

@@ -82,7 +82,7 @@ class MoveConfig:
 
     max_gib: extra memory of a rank while it moves, at most. None: any.
     piece_mib: bytes that a rank sends at once, and those that it receives, in MiB.
-    timeout_s: of each wait for other ranks.
+    timeout_s: limit of each wait for other ranks.
     approximate: True to carry optimizer state over as well as it can be where another plan has state of
       another form: a mean over columns, a number a row for its cells, or 0.
     """
@@ -101,11 +101,11 @@ class MoveConfig:
 class Moved:
     """A move that was made.
 
-    tables: that are sharded otherwise now, by path and name.
-    bytes: of weights and state that were copied, by way, on all ranks.
-    seconds: of this rank, by phase.
+    tables: tables that are sharded otherwise now, by path and name.
+    bytes: bytes of weights and state that were copied, by way, on all ranks.
+    seconds: seconds of this rank, by phase.
     extra_bytes: memory in addition to the old shards while they moved, by rank.
-    digests: of each tensor of those collections, by table and tensor, as they were before and after.
+    digests: digest of each tensor of those collections, by table and tensor, as they were before and after.
     inexact: tables whose optimizer state was carried over as well as it could be, and why.
     """
 
@@ -132,7 +132,7 @@ def reshard(
     """Move a job's tables to a plan. All ranks call it, between the same two steps.
 
     model: a DistributedModelParallel.
-    new_plan: of the same model, such as of `to_torchrec`.
+    new_plan: plan of the same model, such as of `to_torchrec`.
     optimizer: the job's, of replicas. Its parameters and state are replaced.
     pipeline: the job's TrainPipelineSparseDist. Its batches are distributed again by the new plan.
 
@@ -233,7 +233,7 @@ class _Collection:
     """A sharded collection that a new plan shards otherwise.
 
     old: the module. sharder: of its type. new: sharding of its tables.
-    regions: of each table, before and after.
+    regions: regions of each table, before and after.
     parts: this rank's, before.
     dense: the optimizer and group of parameters of replicas, before or after, by table.
     """
@@ -369,7 +369,7 @@ class _Built:
 class _Move:
     """All that changes.
 
-    digest: of both plans and the settings.
+    digest: digest of both plans and the settings.
     inexact: why optimizer state cannot be carried over as it is, by table.
     extra_bytes: memory of this rank in addition to the old shards.
     """

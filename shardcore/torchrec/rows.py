@@ -90,7 +90,7 @@ class Part:
 class DenseOptimizer:
     """The job's optimizer of replicas, which may be wrapped by TorchRec's.
 
-    given: as the job has it. None: it was not given.
+    given: optimizer as the job has it. None: it was not given.
     """
 
     given: Any = None

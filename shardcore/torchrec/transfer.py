@@ -48,7 +48,7 @@ class Region:
 class TableRegions:
     """A table's regions under a plan.
 
-    regions: of all ranks. Those of replicas are whole tables.
+    regions: regions of all ranks. Those of replicas are whole tables.
     replicas: True if each region has all of the table.
     format: its tensors.
     """
@@ -73,10 +73,10 @@ class Piece:
 
     key, name: the tensor.
     source, target: regions that have it.
-    rows, columns: of the rectangle.
+    rows, columns: ends of the rectangle.
     flat: True if it has a number a row.
-    share: of the target's columns that a number of a row stands for.
-    type: of its numbers, as they are sent.
+    share: share of the target's columns that a number of a row stands for.
+    type: type of its numbers, as they are sent.
     """
 
     key: Key
@@ -123,7 +123,7 @@ def inexact(old: TableRegions, new: TableRegions) -> str:
 def pieces(key: Key, old: TableRegions, new: TableRegions, most_bytes: int) -> Iterator[Piece]:
     """All rectangles of a table that its regions in the new plan take, on all ranks.
 
-    most_bytes: of a rectangle. A row may have more.
+    most_bytes: limit of a rectangle. A row may have more.
     """
     of_old, of_new = old.format.tensors(), new.format.tensors()
     for target in new.regions:
@@ -180,10 +180,10 @@ def rounds(sent: Iterable[Piece], most_bytes: int) -> Iterator[list[Piece]]:
 class Exchange:
     """A rank's side of the transfer.
 
-    rank, ranks: of the job.
+    rank, ranks: this rank of the job, and number of ranks.
     old, new: this rank's parts by table and region.
     all_to_all: (received, sent, bytes received of each rank, bytes sent to each) runs one.
-    device: of the buffers.
+    device: device of the buffers.
     """
 
     rank: int
@@ -289,7 +289,7 @@ def _keys(first: int, n: int, device: torch.device, stream: int) -> torch.Tensor
 def digests(parts: Iterable[Part], formats: Mapping[Key, Format]) -> dict[Key, dict[str, int]]:
     """Digests of tensors by table and name, summed over the parts of a table.
 
-    formats: of tables. Their tensors are digested, in their types, and no others.
+    formats: formats of tables. Their tensors are digested, in their types, and no others.
     """
     totals: dict[Key, dict[str, int]] = {}
     for part in parts:
