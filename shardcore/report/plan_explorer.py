@@ -8,12 +8,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
 
-from shardcore.core.types import Placement, Problem
+from shardcore.core.types import Placement, Plan, Problem
 from shardcore.plans.decisions import Version
 from shardcore.plans.diff import diff
 from shardcore.step.memory import held_bytes
@@ -100,7 +101,7 @@ def _parts_ms(version: Version) -> Iterable[tuple[float, ...]]:
 
 
 def _data(now: Version, problem: Problem, before: Version | None) -> dict[str, Any]:
-    is_, was = now.plan.by_table(), before.plan.by_table() if before else {}
+    is_, was = _by_table(now.plan), _by_table(before.plan) if before else {}
     changed = diff(before.plan, now.plan) if before else None
     moved = {m.table for m in changed.moves} | {*changed.added} if changed else set()
     n = len(problem.topology)
@@ -115,13 +116,20 @@ def _data(now: Version, problem: Problem, before: Version | None) -> dict[str, A
                 "dim": t.dim,
                 "lookups": t.pooling,
                 "bytes": t.bytes,
-                "is": _places(is_.get(t.name, ()), n),
+                "is": _places(is_[t.name], n),
                 "moved": t.name in moved,
                 "was": _places(was[t.name], n) if t.name in moved and t.name in was else None,
             }
             for t in problem.tables
         ],
     }
+
+
+def _by_table(plan: Plan) -> dict[str, list[Placement]]:
+    found: dict[str, list[Placement]] = defaultdict(list)
+    for placement in plan.placements:
+        found[placement.shard.table.name].append(placement)
+    return found
 
 
 def _places(placements: Sequence[Placement], n: int) -> list[dict[str, Any]]:

@@ -128,23 +128,23 @@ def local_buffers(batches: Mapping[Layout, RunBatch], problem: Problem) -> dict[
     for run, batch in batches.items():
         # Outputs of a collection are one tensor in TorchRec, if there are several runs.
         collections.setdefault((run.collection, run.sequence), []).append(batch.outputs)
-    buffers, last = {}, _last_to_need_gradients(batches)
+    found, last = {}, _last_to_need_gradients(batches)
     for run, batch in batches.items():
         # Sequences of several runs are not joined to one tensor. Cut columns have to be.
         joined = collections[run.collection, run.sequence]
         together = batch.cut if run.sequence else len(joined) > 1
-        buffers[run] = output_buffers(run, batch.outputs, problem.job, batch.cut, together)
+        found[run] = output_buffers(run, batch.outputs, problem.job, batch.cut, together)
         # A joined gradient lives until the last run that reads it, so that run counts it.
         if run.sequence or run in last:
-            buffers[run]["gradient"] = batch.outputs if run.sequence else sum(joined)
+            found[run]["gradient"] = batch.outputs if run.sequence else sum(joined)
         # Cut columns are copied before the exchange, so the gradient can go. Uncut ones keep it alive.
-        buffers[run]["uncut"] = buffers[run].get("gradient", 0) * (not batch.cut)
-        buffers[run]["permuted"], buffers[run]["bucketized"] = batch.permuted, batch.bucketized
+        found[run]["uncut"] = found[run].get("gradient", 0) * (not batch.cut)
+        found[run]["permuted"], found[run]["bucketized"] = batch.permuted, batch.bucketized
     # Counted once for the device, not once for each run.
-    first = next(iter(buffers.values()))
+    first = next(iter(found.values()))
     first["batch"], first["expanded"] = batch_bytes(problem), expanded_bytes(problem)
     first["scratch"] = max(batch.scratch for batch in batches.values())
-    return buffers
+    return found
 
 
 def bucketized_bytes(table: Table, job: Job, ranges: int) -> float:

@@ -225,10 +225,10 @@ class ShardCorePlanner:
     constraints: TorchRec's, by table. How each field is treated: `fields.FIELDS`.
     model: the cost model, or the name or file of a profile of published measurements. None: the profile of the
       job's GPU.
-    algorithm, seed, budget: settings of the search.
-    lookups: lookups as in `problem_for`, instead of pooling_factors.
+    algorithm, seed, budget: of the search.
+    lookups: as in `problem_for`, instead of pooling_factors.
     reserved: share of HBM kept free of embeddings.
-    job: properties of a step around the embeddings: pipeline, dense part, payloads. None: the default, with the
+    job: how a step runs around the embeddings: pipeline, dense part, payloads. None: the default, with the
       payloads of the sharders' codecs.
 
     The optimizer that counts is the one that the module's weights or the sharders have, or else that of the

@@ -29,7 +29,7 @@ from torch import nn
 
 from shardcore.core.catalog import DENSE_OPTIMIZERS, OPTIMIZERS
 from shardcore.core.job import Job
-from shardcore.core.payloads import MEASURED
+from shardcore.core.payloads import CASTS
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.io import writing
@@ -115,7 +115,7 @@ def features_of(table: Table) -> list[str]:
 def drawn_job(seed: int) -> Job:
     """Half of them with payloads of 16 bits, one way or both. Half with an optimizer of replicas by name."""
     rng = np.random.default_rng([seed, 20])
-    there, back = (str(x) for x in rng.choice(MEASURED, 2)) if rng.integers(2) else ("fp32", "fp32")
+    there, back = (str(x) for x in rng.choice(["fp32", *CASTS], 2)) if rng.integers(2) else ("fp32", "fp32")
     of_replicas = str(rng.choice(list(DENSE_OPTIMIZERS))) if rng.integers(2) else None
     return Job(forward_payload=there, backward_payload=back, replica_optimizer=of_replicas)
 
@@ -204,18 +204,33 @@ def _train(rank: int, given: Sequence[tuple[Problem, Plan]], folder: str) -> Non
 
 
 def _steps(problem: Problem, plan: Plan, batches: Iterator[Any]) -> None:
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
     from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
     from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+    theirs = {name: EmbOptimType[optimizer.theirs] for name, optimizer in OPTIMIZERS.items()}
     of_replicas = _optimizer_class(problem)
     codecs = get_qcomm_codecs_registry(
         QCommsConfig(CommType(problem.job.forward_payload), CommType(problem.job.backward_payload)),
         device=torch.device("cpu"),
     )
-    exported = to_torchrec(plan, problem, Model(problem), "cpu")
-    model = training.sharded(Model(problem), exported, OPTIMIZERS[problem.optimizer].theirs, 0.01, codecs)
+    model = DistributedModelParallel(
+        Model(problem),
+        device=torch.device("cpu"),
+        plan=to_torchrec(plan, problem, Model(problem), "cpu"),
+        sharders=[
+            sharder(
+                fused_params={"optimizer": theirs[problem.optimizer], "learning_rate": 0.01},
+                qcomm_codecs_registry=codecs,
+            )
+            for sharder in (EmbeddingBagCollectionSharder, EmbeddingCollectionSharder)
+        ],
+    )
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(model.named_parameters())),
         lambda parameters: of_replicas(parameters, lr=0.01),
