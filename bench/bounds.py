@@ -72,7 +72,7 @@ def ways(table: Table, problem: Problem, model: CostModel) -> tuple[np.ndarray, 
         codes[-1][:, KINDS.index(WHOLE_ROWS)] = np.where(held[:, None] > 0, of_columns[held - 1], 0.0)
         id_bytes = np.where(held > 0, received_bytes(Shard.whole(table), problem), 0)
         sent.append(traffic_of_outputs({WHOLE_ROWS: of_unit * held}, problem, {WHOLE_ROWS: id_bytes}))
-    for layout in kinds.ways(topology):
+    for layout in kinds.kinds_on_all_devices(topology):
         for group in possible_groups(layout, table.rows, topology, None):
             codes.append(np.zeros_like(codes[0]))
             sent.append(np.zeros_like(sent[0]))

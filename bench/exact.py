@@ -34,7 +34,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.row_units import RowUnits
-from shardcore.step.kinds import LAYOUTS, choices_of_rows, rows_over
+from shardcore.step.kinds import LAYOUTS, choices_of_rows, row_unit_of
 from shardcore.step.lower import lower
 from shardcore.step.sharding_groups import Grouping, groupings, sizes
 
@@ -88,7 +88,7 @@ def plans_of(given: Problem, rng: np.random.Generator, sequence: bool) -> tuple[
     else:
         model = AnalyticModel(Setting("any", given.global_batch)).for_problem(given)
         plans = [decide(given, model, [RowUnits()], SHARDERS["anneal"], budget=Budget(evals=300)).plan]
-        unit = rows_over(given.topology, plans[0].placements)
+        unit = row_unit_of(given.topology, plans[0].placements)
     given = replace(given, topology=replace(given.topology, rows_over=unit))
     while len(plans) < 2:
         plans.append(training.draw(given, rng))
@@ -172,7 +172,7 @@ def _in_groups(topology: Topology, grouping: Grouping) -> dict[str, Any]:
     except ShardCoreError as error:
         return {"refused": [str(error)]}
     row = {
-        "rows_over": rows_over(plan.problem.topology, plan.plan.placements),
+        "rows_over": row_unit_of(plan.problem.topology, plan.plan.placements),
         "kinds": sorted({p.kind for p in plan.plan.placements}),
     }
     try:

@@ -39,7 +39,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +46,12 @@ import numpy as np
 import torch
 
 from bench import common
+from shardcore.cli.measure import profile_of_card
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting, Shard, Table
 from shardcore.core.validation import require
 from shardcore.cost.model import group_costs
-from shardcore.cost.profile import Profile, profile_of_device
 from shardcore.cost.profile_model import ProfileModel
 from shardcore.cost.profile_samples import NARROW, checks, timings_of
 from shardcore.io import dataset, writing
@@ -73,7 +72,7 @@ Verdict = tuple[bool, dict[str, Any]]
 
 
 def card(_: argparse.Namespace) -> Verdict:
-    device, profile = device_of("cuda"), _profile()
+    device, profile = device_of("cuda"), profile_of_card("cuda")
     name = profile.name if profile else "none"
     return True, {"name": hardware.hardware_name("cuda"), "profile": name, **device.versions()}
 
@@ -183,7 +182,7 @@ def uvm(args: argparse.Namespace) -> Verdict:
     device = device_of("cuda")
     if device.place != "cuda":
         return True, {"skipped": "a stand-in has no host memory of its own"}
-    found, profile, setting = {}, _profile(), Setting(hardware.hardware_name("cuda"), args.batch)
+    found, profile, setting = {}, profile_of_card("cuda"), Setting(hardware.hardware_name("cuda"), args.batch)
     table = Table("cached", 2_000_000, 128, 10.0, Zipf(1.2))
     request = ComputeRequest((Shard.whole(table),), args.batch)
     ids, offsets = IndexStreams("cuda", device.stream_bytes(), 0).lookups(request, 0)
@@ -214,7 +213,7 @@ def uvm(args: argparse.Namespace) -> Verdict:
 
 def profile(args: argparse.Namespace) -> Verdict:
     """The profile of the card against what was measured, by kind."""
-    if not (card_profile := _profile()):
+    if not (card_profile := profile_of_card("cuda")):
         return True, {"skipped": "the card has no profile"}
     found = checks(card_profile, timings_of(_samples(args, None), dataset.read_comm(args.out / "data")))
     print(*(f"  {check}" for check in found), sep="\n", flush=True)
@@ -227,7 +226,7 @@ def profile(args: argparse.Namespace) -> Verdict:
 def step(args: argparse.Namespace) -> Verdict:
     if importlib.util.find_spec("torchrec") is None:
         return True, {"skipped": "TorchRec is not installed"}
-    folder, card_profile = str(args.out / "job"), _profile()
+    folder, card_profile = str(args.out / "job"), profile_of_card("cuda")
     _run("bench.gpu_step", folder, "--batch", str(args.batch))
     output = _run(
         "shardcore", "job", "read", folder, *(["--hardware", card_profile.name] if card_profile else [])
@@ -313,13 +312,6 @@ def _samples(args: argparse.Namespace, optimizer: str | None = "exact_sgd") -> l
 
 def _failed(samples: Sequence[Any]) -> float:
     return sum(s.error is not None for s in samples) / max(1, len(samples))
-
-
-def _profile() -> Profile | None:
-    """The published profile of this card, if there is one."""
-    with suppress(ShardCoreError):
-        return profile_of_device(device_of("cuda").product())
-    return None
 
 
 def main() -> None:

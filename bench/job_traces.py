@@ -221,7 +221,7 @@ def other_machine(model: Any, factor: float) -> Any:
         q: traced_factors.Factor(factor if q.family == traced_factors.COMPUTE else 1 / factor, 0.0, 0)
         for q in QUANTITIES
     }
-    return traced_factors.corrected(model, factors)
+    return traced_factors.corrected_model(model, factors)
 
 
 def summary(jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:

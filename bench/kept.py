@@ -39,7 +39,7 @@ from shardcore.core.job import Job
 from shardcore.core.links import host_names, links_of
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
-from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CostModel, price
 from shardcore.search import SHARDERS, Budget
@@ -150,16 +150,7 @@ def even_share_of(problem: Problem) -> float:
 
 
 def model_of(problem: Problem) -> CostModel:
-    return AnalyticModel(
-        Setting(
-            problem.topology.hardware or "gpu",
-            problem.global_batch,
-            problem.precision,
-            problem.optimizer,
-            problem.job.forward_payload,
-            problem.job.backward_payload,
-        )
-    ).for_problem(problem)
+    return AnalyticModel(problem.setting(problem.topology.hardware or "gpu")).for_problem(problem)
 
 
 def of_size(n_tables: int, n_devices: int, batch: int, pods: int = 1) -> Problem:

@@ -63,7 +63,7 @@ def measured_rows(
     as_all_to_all = {
         k: v
         for k, v in rates.items()
-        if k.startswith(collective_model.weight(collective_model.ALL_TO_ALL, ""))
+        if k.startswith(collective_model.rates_name(collective_model.ALL_TO_ALL, ""))
     }
     slowdown, folds = _slowdown(train, rates), _fold_errors(comm)
     rows = []

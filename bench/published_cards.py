@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardcore.cost.profile import COLLECTIVES, RATES, SPEC, Profile, Rate
+from shardcore.cost.profile import PROFILED_COLLECTIVES, RATES, SPEC, Profile, Rate
 from shardcore.cost.profile_fit import QUALITIES, Timing, fit, scaled
 from shardcore.cost.profile_law import FAR, NEAR
 
@@ -139,10 +139,10 @@ _CPU: Mapping[str, tuple[float, float, str]] = {
     "forward_lookup_ns": (10, 0.7, f"{_CORE}: a row overlaps with about nine others"),
     "backward_lookup_ns": (20, 0.7, f"{_CORE}: a row and its gradient"),
     "sort_lookup_ns": (30, 0.7, "radix sort of 4 passes, a count and a move each, at about 4 ns"),
-    **{f"{c}_within_host_gbps": (2, 0.7, _GLOO) for c in COLLECTIVES},
-    **{f"{c}_between_hosts_gbps": (1, 0.7, "data sheet: 10 Gb/s Ethernet") for c in COLLECTIVES},
-    **{f"{c}_{level}_latency_us": (300, 0.7, _GLOO) for c in COLLECTIVES for level in (NEAR, FAR)},
-    **{f"{c}_{level}_ramp_us": (10, 0.7, _GLOO) for c in COLLECTIVES for level in (NEAR, FAR)},
+    **{f"{c}_within_host_gbps": (2, 0.7, _GLOO) for c in PROFILED_COLLECTIVES},
+    **{f"{c}_between_hosts_gbps": (1, 0.7, "data sheet: 10 Gb/s Ethernet") for c in PROFILED_COLLECTIVES},
+    **{f"{c}_{level}_latency_us": (300, 0.7, _GLOO) for c in PROFILED_COLLECTIVES for level in (NEAR, FAR)},
+    **{f"{c}_{level}_ramp_us": (10, 0.7, _GLOO) for c in PROFILED_COLLECTIVES for level in (NEAR, FAR)},
 }
 CARDS: Mapping[str, Card] = {
     # Columns of PR 2365 say how bandwidth depends on width; its card is Meta's H100 of 2.4 TB/s.
@@ -196,7 +196,7 @@ CARDS: Mapping[str, Card] = {
 """In the order in which they are made."""
 _OTHER_NETWORKS = {f"{FAR}_gbps": 0.15, f"{FAR}_latency_us": 0.3, f"{FAR}_ramp_us": 0.3, "round_us": 0.3}
 """Uncertainty added to rates between hosts: about what AWS's p5 hosts and a cluster with InfiniBand differ by."""
-EXCHANGE_RATES = tuple(name for name in RATES if name.startswith(COLLECTIVES))
+EXCHANGE_RATES = tuple(name for name in RATES if name.startswith(PROFILED_COLLECTIVES))
 SHIPPED = tuple(name for name in CARDS if name != "h100-96")
 
 

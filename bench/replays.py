@@ -192,7 +192,7 @@ def write(folder: Path, kept: Sequence[replays.ReplaySet], model: neural.NeuralM
         ("predicted", model_report.predicted_against_replayed(rows, "Replayed plans")),
         (
             "cost",
-            model_report.replayed_cost(replay_metrics.rivals(rows), replay_metrics.OURS, "Replayed cost"),
+            model_report.replayed_cost(replay_metrics.rivals(rows), "Replayed cost"),
         ),
     ):
         common.write_png(folder / f"{name}.png", figure)

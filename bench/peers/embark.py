@@ -62,7 +62,7 @@ from shardcore.search.state.shards import (
     priced,
     searched_tables,
 )
-from shardcore.step.kinds import Layout, even_rows, run_of, ways
+from shardcore.step.kinds import Layout, even_rows, kinds_on_all_devices, run_of
 from shardcore.step.memory import fits
 from shardcore.step.memory_account import own_peaks
 from shardcore.torchrec.rates import exchange_ms, lookup_ms
@@ -186,7 +186,7 @@ def _replicas(problem: Problem, share: float) -> list[Table]:
 
 def replicating(problem: Problem) -> Layout:
     """The kind that keeps a replica on every device."""
-    return next(layout for layout in ways(problem.topology) if not layout.divides_rows)
+    return next(layout for layout in kinds_on_all_devices(problem.topology) if not layout.divides_rows)
 
 
 def _replica_bytes(table: Table, problem: Problem) -> int:

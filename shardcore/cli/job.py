@@ -310,10 +310,10 @@ def follow(args: FollowOptions) -> None:
 
 def _followed(args: FollowOptions, model: CostModel | None, rates: MoveRates | None) -> list[tuple[str, str]]:
     """Lines about the current plan and each job, each with a key that changes when the line is news."""
-    from shardcore.plans import job_reports
+    from shardcore.plans import job_reports, store
     from shardcore.report import follow_report
 
-    decision = job_reports.last_decision(args.plans, args.name)
+    decision = store.current_decision(args.plans, args.name)
     lines = [(decision.id, follow_report.decision_text(decision))]
     jobs = job_reports.read(args.plans, args.name)
     if not jobs:

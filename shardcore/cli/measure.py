@@ -142,7 +142,7 @@ def measure(args: MeasureOptions) -> None:
         args.precision,
         args.optimizer,
     )
-    profile = _profile_of(device)
+    profile = profile_of_card(device)
     arena_bytes = int(args.arena_gib * 2**30) if args.arena_gib else _arena_bytes(setting, device)
     pool = files.read_pool(args.pool) if args.pool else generate_pool(PoolConfig())
     live = run.tables_with_lookups(pool)
@@ -226,7 +226,7 @@ def measure(args: MeasureOptions) -> None:
         _check(profile, args.out, setting)
 
 
-def _profile_of(device: str) -> Profile | None:
+def profile_of_card(device: str) -> Profile | None:
     """The published profile of the GPU. None on a CPU, and for a card without one, which a line says."""
     from shardcore.cost.profile import profile_of_device
     from shardcore.measure.devices import device_of

@@ -38,7 +38,7 @@ class Precision:
 
     theirs: name in FBGEMM's SparseType and in TorchRec's DataType.
     torch: name of torch's dtype.
-    bytes: of one weight.
+    bytes: bytes of one weight.
     """
 
     theirs: str

@@ -21,8 +21,6 @@ from shardcore.core.validation import (
 
 Pins = Mapping[str, tuple[int | str, ...]]
 """For some tables, the devices that they may live on: indices, or names of hosts for all of theirs."""
-
-
 _FORMS = {
     "unsplit": '["t0"]',
     "pinned": '[("t0", [0, "host-1"])]',
@@ -83,11 +81,8 @@ class Constraints:
 
     def _entries(self, name: str) -> Iterator[Any]:
         """Entries of a field, each of its annotated type. Raises ShardCoreError naming the table."""
-        value, what, [kind, _] = (
-            getattr(self, name),
-            f"constraints.{name}",
-            get_args(type_hints(Constraints)[name]),
-        )
+        value, what = getattr(self, name), f"constraints.{name}"
+        kind, _ = get_args(type_hints(Constraints)[name])
         for entry in typed(value, tuple[Any, ...], what):
             if name in ("unsplit", "together"):
                 yield typed(entry, kind, f"an entry of {what}")
@@ -124,7 +119,6 @@ def devices_of_pins(
     n_devices = sum(map(len, on_hosts.values()))
     # Equal pins share one set: there may be a million.
     sets: dict[Any, frozenset[int]] = {}
-
     left = MOST_PINS
 
     def keep(key: Any, devices: frozenset[int]) -> None:
@@ -168,7 +162,7 @@ def require_tower_units(
 ) -> None:
     """Raise ShardCoreError unless outputs of a job with towers can be exchanged within hosts, or pods, first.
 
-    devices_of: where each table with pooled outputs may live.
+    devices_of: devices where each table with pooled outputs may live.
     units: the devices of each.
     unit: "host" or "pod".
     """

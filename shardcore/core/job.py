@@ -67,6 +67,11 @@ class Job:
             require(getattr(self, name) in (4, 8), f"job has {name} {getattr(self, name)}; it needs 4 or 8")
 
     @property
+    def payloads(self) -> dict[str, str]:
+        """Payloads by direction."""
+        return {"forward": self.forward_payload, "backward": self.backward_payload}
+
+    @property
     def dense_ms(self) -> float:
         """ms of the dense part of a step."""
         return (self.dense_forward_ms or 0.0) + (self.dense_backward_ms or 0.0)

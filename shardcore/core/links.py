@@ -24,7 +24,7 @@ from shardcore.core.validation import MOST_GBPS, MOST_MS, require, require_types
 class Level:
     """A level of links.
 
-    name: as topologies and files give it.
+    name: name in topologies and files.
     words: for people, after "links".
     unit: name of the unit that it joins, from the name of a device's host.
     terms: exchange terms of a cost model (collective_model.EXCHANGE_TERMS), and what each counts, a name of
@@ -103,7 +103,7 @@ class Link:
     level: a name of LEVELS.
     gbps: bandwidth of a device, GB/s each way. None: as the cost model measured it.
     shared: True if gbps is of a link that the devices of an inner unit, such as a host, share.
-    latency_ms: of a collective that this is the outermost level of. None: as the cost model measured it.
+    latency_ms: latency of a collective that this is the outermost level of. None: as the cost model measured it.
     """
 
     level: str

@@ -25,7 +25,7 @@ FP32_BYTES = 4
 class Payload:
     """A form in which outputs and gradients travel.
 
-    bytes: of an element, without scales.
+    bytes: bytes of an element, without scales.
     block: elements that share a scale, multiples of which the codec takes. 1: it has no scales.
     scale_bytes: bytes of a scale.
     chosen: True if a job chooses its block, which its name then ends in: fp8-256.
@@ -72,6 +72,8 @@ _SCALE_BYTES = {"fp8": 8}
 """Bytes of a scale that a row has only with a block: FP8 rows have a scale and padding, as FBGEMM's 8 bits have."""
 CASTS = tuple(name for name, row in PAYLOADS.items() if row.casts)
 """Payloads that are number types, which are drawn to be measured."""
+MEASURED = ("fp32", *CASTS)
+"""Payloads that collectives are measured with."""
 _FORMS = f"{', '.join(PAYLOADS)}, and of scales for N elements fp8-N or mx4-N, N a multiple of 4"
 
 

@@ -28,7 +28,7 @@ class StepCost:
     forward_comm_ms, backward_comm_ms: [D] ms of transfers of outputs and gradients.
     waiting_ms: [D] ms for the last device.
     input_ms: [D] ms that the step takes longer because ids travel. 0 if left out.
-    dense_ms: of the dense part, on each device.
+    dense_ms: ms of the dense part, on each device.
     """
 
     forward_compute_ms: tuple[float, ...]

@@ -17,7 +17,7 @@ from shardcore.core.validation import MOST_BYTES, MOST_GBPS, require, require_ty
 class MemoryTier:
     """A tier of memory.
 
-    name: as topologies, tables and files give it.
+    name: name in topologies, tables and files.
     words: for people.
     kernel: TorchRec's compute kernel of tables that have all rows there and no cache. "": it has none.
     cached_kernel: the same with a cache in device memory.
@@ -47,7 +47,7 @@ class Memory:
     """Memory of a tier below the devices, as a topology gives it.
 
     tier: a name of BELOW.
-    bytes: of each host, what tables may use.
+    bytes: bytes of each host that tables may use.
     gbps: bandwidth between a device and it, GB/s. Given, not measured.
     """
 

@@ -55,7 +55,7 @@ class Device:
     """One accelerator.
 
     memory_bytes: bytes that embeddings may use.
-    speed: of its compute, relative to the measured hardware (2 is twice as fast).
+    speed: speed of its compute, relative to the measured hardware (2 is twice as fast).
     host: the name of the machine that it is in.
     """
 
@@ -78,10 +78,10 @@ def default_reserve(devices: Sequence[Device]) -> int:
 class Topology:
     """Devices and the links between them.
 
-    devices: of all hosts, in the order of their numbers.
+    devices: devices of all hosts, in the order of their numbers.
     hardware: the setting's name of a device ("nvidia-h200"); None: whatever the cost model was measured on.
-    links: of some levels. Those of others are as the cost model measured them.
-    memory: of tiers below the devices, where tables may have rows.
+    links: links of some levels. Those of others are as the cost model measured them.
+    memory: memory of tiers below the devices, where tables may have rows.
     rows_over: unit over which TorchRec's table_row_wise divides rows, a key of ROWS_OVER. Pods need to be of
       one size, and the job needs TORCHREC_RESOLVED_POD_SIZE. None: a plan may have either. Searches then
       take hosts, as jobs do that lack the variable, until a decision takes pods (RowUnits).
@@ -115,9 +115,8 @@ class Topology:
             by_name = {getattr(x, axis): x for x in getattr(self, name)}
             require(
                 len(by_name) == len(getattr(self, name)),
-                f"topology gives {name} of "
-                f"{', '.join(getattr(x, axis) for x in getattr(self, name))}; it needs at most one of "
-                f"each {axis}",
+                f"topology gives {name} of {', '.join(getattr(x, axis) for x in getattr(self, name))}; it needs at "
+                f"most one of each {axis}",
             )
             # In one order: equal topologies have equal files.
             object.__setattr__(self, name, tuple(by_name[x] for x in known if x in by_name))
@@ -170,9 +169,9 @@ class Topology:
     ) -> Topology:
         """A topology of equal hosts.
 
-        devices: of each host.
+        devices: number of devices of each host.
         memory_gib: GiB of each device that embeddings may use.
-        pods: that hosts are divided into evenly. 1: none.
+        pods: number of pods that hosts are divided into evenly. 1: none.
         given: other fields of a Topology, such as hardware="nvidia-h100" and links=links_of(within_host=400).
         """
         for what, value in (("hosts", hosts), ("devices", devices), ("pods", pods)):
@@ -208,10 +207,10 @@ class Topology:
     @cached_property
     def on_hosts(self) -> tuple[tuple[int, ...], ...]:
         """The devices of each of `hosts`."""
-        found: dict[str, list[int]] = {host: [] for host in self.hosts}
+        members: dict[str, list[int]] = {host: [] for host in self.hosts}
         for d, device in enumerate(self.devices):
-            found[device.host].append(d)
-        return tuple(map(tuple, found.values()))
+            members[device.host].append(d)
+        return tuple(map(tuple, members.values()))
 
     def on_units(self, level: str) -> tuple[tuple[int, ...], ...]:
         """The devices of each unit that a level of links joins, such as each host, as TorchRec numbers them."""

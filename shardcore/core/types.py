@@ -42,8 +42,7 @@ from shardcore.core.validation import (
 PRECISION_BYTES = {name: precision.bytes for name, precision in catalog.PRECISIONS.items()}
 OPTIMIZERS = tuple(catalog.OPTIMIZERS)
 OUTPUT_BYTES = 4
-"""Bytes of one pooled output or gradient element: FBGEMM pools into FP32 and TorchRec sends it so by default.
-"""
+"""Bytes of one pooled output or gradient element: FBGEMM pools into FP32 and TorchRec sends it so by default."""
 
 MIN_WIDTH = 4
 """Columns are cut in multiples of this: FBGEMM's kernels load rows as vectors of four."""
@@ -57,8 +56,8 @@ class Table:
     rows: ids that it embeds.
     dim: columns.
     pooling: mean lookups per sample, of all its features together.
-    access: which rows those lookups hit.
-    precision: of the weights.
+    access: statistics of the rows that those lookups hit.
+    precision: data type of the weights.
     ordered: True if ids are ordered by frequency, row 0 the most accessed, or as `row_shares` give it. Else
         ids count as hashed.
     features: number of features that look up in it. Each has its own pooled output.
@@ -280,8 +279,7 @@ class Placement:
         require_types(self, "a placement")
         require(
             len(self.devices) > 0 and len(set(self.devices)) == len(self.devices) and min(self.devices) >= 0,
-            f"placement of {self.shard.label} names devices {self.devices}; it needs one or more "
-            "different ones",
+            f"placement of {self.shard.label} names devices {self.devices}; it needs one or more different ones",
         )
 
 
@@ -340,7 +338,7 @@ class Setting:
 
     hardware: a device's name, such as "nvidia-h200".
     batch: the global batch: samples that a model-parallel op processes in one step.
-    precision: of the weights. "fp16+fp32" where tables differ.
+    precision: data type of the weights. "fp16+fp32" where tables differ.
     optimizer: fused into the backward op.
     forward_payload, backward_payload: forms in which outputs and gradients travel.
     """
@@ -367,9 +365,14 @@ class Setting:
         require_known(self, "setting", optimizer=OPTIMIZERS)
         require_payloads(self, "setting", "forward_payload", "backward_payload")
 
+    @property
+    def payloads(self) -> dict[str, str]:
+        """Payloads by direction."""
+        return {"forward": self.forward_payload, "backward": self.backward_payload}
+
     def __str__(self) -> str:
         payloads = f", payloads {self.forward_payload} and {self.backward_payload}"
-        short = (self.forward_payload, self.backward_payload) != ("fp32", "fp32")
+        short = {*self.payloads.values()} != {"fp32"}
         return f"{self.hardware}, batch {self.batch}, {self.precision}, {self.optimizer}{payloads * short}"
 
 
@@ -392,9 +395,9 @@ class Problem:
     tables: their names differ.
     topology: devices and links. Topology.of_hosts makes equal hosts.
     global_batch: samples of one training step over all devices, which divide it evenly.
-    optimizer: of the embeddings.
+    optimizer: optimizer of the embeddings.
     constraints: pins, groups of tables, kinds of sharding and memory that stays free.
-    job: how a step runs around the embeddings.
+    job: properties of a step around the embeddings.
 
         Problem("p", [Table("t0", 1_000_000, 64, 20.0)], Topology.of_hosts(2, 8, memory_gib=80), 65_536)
     """
@@ -449,9 +452,7 @@ class Problem:
                 f"{p} has table {t.name!r} of {buckets} buckets, which {n_devices} devices do not divide; it needs a "
                 f"multiple, such as {-(-buckets // n_devices) * n_devices}",
             )
-        for name, codec in zip(
-            (self.job.forward_payload, self.job.backward_payload), self.codecs, strict=True
-        ):
+        for name, codec in zip(self.job.payloads.values(), self.codecs, strict=True):
             require(
                 not (codec.cuda_only and self.topology.on_cpu),
                 f"{p} has payload {name!r} on CPUs; FBGEMM has that codec on CUDA only, so it needs another",
@@ -543,7 +544,7 @@ class Problem:
         if len(self.topology) == 1:
             return ""
         job, sums = self.job, kind.divides_rows and not table.sequence
-        for name, codec in zip((job.forward_payload, job.backward_payload), self.codecs, strict=True):
+        for name, codec in zip(job.payloads.values(), self.codecs, strict=True):
             if sums and codec.summed == ():
                 return f"{kind.name} sums outputs, and TorchRec's {name} codec fails in a reduce-scatter"
         # Exchanges of outputs that are not sums: of all rows or sequences, and of sums across hosts.
@@ -588,10 +589,10 @@ class Problem:
 
         A table kept together with a pinned one counts as pinned.
         """
-        topology, asked = self.topology, self.constraints
+        topology, constraints = self.topology, self.constraints
         devices_of = devices_of_pins(
-            dict(asked.pinned),
-            asked.together,
+            dict(constraints.pinned),
+            constraints.together,
             dict(zip(topology.hosts, topology.on_hosts, strict=True)),
             f"problem {self.name!r}",
         )
@@ -621,20 +622,17 @@ class Problem:
         with one."""
         return self.pinned.get(name, self.topology.indices)
 
+    def setting(self, hardware: str) -> Setting:
+        """The setting of its steps on some hardware."""
+        payloads = self.job.forward_payload, self.job.backward_payload
+        return Setting(hardware, self.global_batch, self.precision, self.optimizer, *payloads)
+
     def require_setting(self, setting: Setting) -> None:
         """Raise SettingMismatch unless a model for `setting` is valid for this problem."""
-        own = Setting(
-            self.topology.hardware or setting.hardware,
-            self.global_batch,
-            self.precision,
-            self.optimizer,
-            self.job.forward_payload,
-            self.job.backward_payload,
-        )
+        own = self.setting(self.topology.hardware or setting.hardware)
         if own != setting:
             remedy = (
-                "give a model of each precision (plan --model A --model B; to publish, promote.also of "
-                "params.yaml)"
+                "give a model of each precision (plan --model A --model B; to publish, promote.also of params.yaml)"
                 if "+" in own.precision
                 else "measure and train one for the problem's setting, or change the problem"
             )

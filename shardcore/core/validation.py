@@ -159,7 +159,7 @@ def _exact_classes(kind: Any) -> frozenset[type]:
 def require_type(value: object, kind: type | tuple[type, ...], what: str, right: str) -> None:
     """Raise ShardCoreError naming an argument that is not of a type. True and False are no numbers.
 
-    right: what it needs to be, for the message.
+    right: words for a right value, for the message.
     """
     for k in kind if isinstance(kind, tuple) else (kind,):
         with contextlib.suppress(ShardCoreError):

@@ -141,7 +141,7 @@ class AnalyticModel:
         """[..., 4] ms per unit of each driver, whatever the load (see model.BoundableCostModel)."""
         return np.broadcast_to(self._rates(), np.shape(least))
 
-    def takes_all_alike(self, topology: Topology) -> bool:
+    def has_equal_transfers(self, topology: Topology) -> bool:
         """See model.BoundableCostModel."""
         return True
 
@@ -155,7 +155,7 @@ class AnalyticModel:
 
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         """Transfer and waiting, [..., D] ms."""
-        payloads = {"forward": self.setting.forward_payload, "backward": self.setting.backward_payload}
+        payloads = self.setting.payloads
 
         def transfers(
             channel: Channel, sent: np.ndarray, skew_ms: np.ndarray
@@ -189,24 +189,14 @@ class AnalyticModel:
         """
         members = groups_of(channel.group, topology)
         ms = np.zeros(np.shape(sent_bytes))
-        if members.shape[1] > 1 and np.any(sent_bytes):
-            # All groups of a channel have the same shape, so the first one's units stand for all.
-            ms[..., members] = self._among(
-                sent_bytes[..., members], topology.units[:, members[0]], topology, channel
-            )
-        return ms
-
-    def _among(
-        self, sent_bytes: np.ndarray, units: np.ndarray, topology: Topology, channel: Channel
-    ) -> np.ndarray:
-        """[..., G, n] ms among the n devices of each of G groups.
-
-        units: [K, n] of each device, by level of links.
-        """
-        ring, slowest = channel.row.ring, 0.0
+        if members.shape[1] < 2 or not np.any(sent_bytes):
+            return ms
+        # [..., G, n] bytes of the n devices of each of G groups. All groups have the same shape, so the first
+        # one's units [K, n] stand for all.
+        grouped, units = sent_bytes[..., members], topology.units[:, members[0]]
         # Inputs of a ring are padded to the largest.
-        owned = sent_bytes.max(-1, keepdims=True) if ring else sent_bytes
-        counts = link_counts(ring, owned, units, channel.scope.across)
+        owned = grouped.max(-1, keepdims=True) if channel.row.ring else grouped
+        counts, slowest = link_counts(channel.row.ring, owned, units, channel.scope.across), 0.0
         # All levels transfer at the same time, and the slowest decides. A link is as busy as its busier way.
         # link_counts gives bytes for each level. A level that joins no devices carries none.
         for level, of, used in zip(LEVELS, counts, joins(units), strict=True):
@@ -220,5 +210,6 @@ class AnalyticModel:
         given = topology.outermost(units).latency_ms
         latency = self.exchange_latency_ms if given is None else given
         # No bytes, no call: latency only where the collective runs.
-        any_bytes = sent_bytes.sum(-1, keepdims=True) > 0
-        return np.broadcast_to(np.where(any_bytes, latency + slowest, 0.0), np.shape(sent_bytes))
+        any_bytes = grouped.sum(-1, keepdims=True) > 0
+        ms[..., members] = np.where(any_bytes, latency + slowest, 0.0)
+        return ms

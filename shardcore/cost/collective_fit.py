@@ -15,18 +15,17 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from shardcore.core.links import units_of
-from shardcore.core.payloads import CASTS
 from shardcore.core.types import OUTPUT_BYTES
 from shardcore.cost.collective_model import (
     ALL_TO_ALL,
     EXCHANGE_TERMS,
     ORDER,
-    PARTS,
+    TERMS_OF_LEVEL,
     exchange_terms,
     is_measured,
+    rates_name,
     rates_of,
     transfer_ms,
-    weight,
     work_before_ms,
 )
 from shardcore.cost.metrics import mape
@@ -46,12 +45,7 @@ on 8, all-gathers 2.7 and all-reduces 2.1 times. With this share it is 2.7 times
 """
 FEWEST_SAMPLES = 4
 """A collective with fewer samples gets no rates."""
-_MEASURED = [
-    (row, payload)
-    for row in COLLECTIVES.values()
-    for payload in ("fp32", *CASTS)
-    if row.cast or payload == "fp32"
-]
+_MEASURED = [(row, payload) for row in COLLECTIVES.values() for payload in row.payloads]
 """Collectives with their payloads."""
 
 
@@ -60,17 +54,17 @@ def fit(
     validation: Sequence[CollectiveSample],
     note: Callable[[str, int, dict[str, float]], None],
 ) -> dict[str, np.ndarray]:
-    """[E] rates of each measured collective, group, payload and direction, named by `weight`."""
+    """[E] rates of each measured collective, group, payload and direction, named by `rates_name`."""
     rates: dict[str, np.ndarray] = {}
     for (row, payload), group in itertools.product(_MEASURED, SCOPES):
         # Train and validation samples of one collective, payload and scope, which have separate rates.
-        known, unseen = (_of(side, row.name, payload, group) for side in (train_side, validation))
+        known, unseen = (_samples_of(side, row.name, payload, group) for side in (train_side, validation))
         # Ids with work before have the rates of other ids.
         for way in row.ways if len(known) >= FEWEST_SAMPLES and not row.work else ():
             terms, measured = observed(known, way)
             # Without validation samples, training samples stand in for the report.
             unseen_terms, unseen_measured = observed(unseen or known, way)
-            rates[weight(Channel(row.name, group), way, payload)] = law = _fit_rates(terms, measured)
+            rates[rates_name(Channel(row.name, group), way, payload)] = law = _fit_rates(terms, measured)
             # The floor keeps the logarithm finite where a law predicts 0.
             log_error = np.log(np.maximum(transfer_ms(terms, law), 1e-9) / measured)
             losses = {
@@ -81,7 +75,7 @@ def fit(
     # Laws of own work need the rates of ids, so they are fitted last.
     works: dict[str, np.ndarray] = {}
     for row in COLLECTIVES.values():
-        works |= _fit_work(rates, row, _of(train_side, row.name, "fp32"))
+        works |= _fit_work(rates, row, _samples_of(train_side, row.name, "fp32"))
     # Ids without work before: their own work is the order alone.
     plain_ids = [s for s in train_side if s.request.row.ids and not s.request.row.work]
     return rates | works | _fit_ordering(plain_ids)
@@ -118,18 +112,18 @@ def _fit_ordering(samples: Sequence[CollectiveSample]) -> dict[str, np.ndarray]:
     return {ORDER: fit_law(own, work_ms[ran])}
 
 
-def _fit_rates(terms: np.ndarray, measured: np.ndarray, rounds: int = 8) -> np.ndarray:
+def _fit_rates(terms: np.ndarray, measured: np.ndarray) -> np.ndarray:
     """[E] rates of transfer_ms from terms [E, S].
 
     The maximum is not linear. So guess for each sample which level of links is slowest, and fit the linear
     law. Repeat until the guess agrees with the fit.
     """
     # Parts of terms by level of links, innermost first.
-    parts, rates = list(PARTS.values()), np.zeros(len(terms))
+    parts, rates = list(TERMS_OF_LEVEL.values()), np.zeros(len(terms))
     # [S] the level that decides; first the outermost that a sample uses.
     # Levels are numbered outward, so the maximum over used levels is the outermost.
     decides = np.max([k * terms[part].any(0) for k, part in enumerate(parts)], axis=0)
-    for _ in range(rounds):
+    for _ in range(8):
         # Only the terms of the guessed level count for a sample, and the latency.
         decisive = terms.copy()
         for k, part in enumerate(parts):
@@ -256,12 +250,12 @@ def errors(w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample]) -> 
     return {
         f"{_metric(row.name, way, payload)}_mape": mape(*predicted(w, of_kind, way))
         for row, payload in _MEASURED
-        if (of_kind := _of(samples, row.name, payload))
+        if (of_kind := _samples_of(samples, row.name, payload))
         for way in row.ways
     }
 
 
-def _of(
+def _samples_of(
     samples: Sequence[CollectiveSample], collective: str, payload: str, group: str = WORLD
 ) -> list[CollectiveSample]:
     kind = (collective, payload, group)

@@ -50,12 +50,12 @@ skew_ms: from the first start to the last, at most SKEW_LIMIT_MS. Long waiters r
 """
 EXCHANGE_TERMS = (*LATENCY_TERMS, *(term for level in LEVELS.values() for term in level.terms))
 LATENCY = slice(0, len(LATENCY_TERMS))
-PARTS: Mapping[str, slice] = {
+TERMS_OF_LEVEL: Mapping[str, slice] = {
     name: slice(first := EXCHANGE_TERMS.index(next(iter(level.terms))), first + len(level.terms))
     for name, level in LEVELS.items()
 }
 """The terms of each level."""
-NEAR, *_, FAR = PARTS.values()
+NEAR, *_, FAR = TERMS_OF_LEVEL.values()
 _COUNT_OF = [count for level in LEVELS.values() for count in level.terms.values()]
 # Terms that count bytes: those scale with the payload. head_start is a time.
 OF_BYTES = [LATENCY.stop + i for i, count in enumerate(_COUNT_OF) if count != "head_start"]
@@ -118,7 +118,7 @@ def transfer_ms(terms: Terms, rates: np.ndarray) -> np.ndarray:
     # Terms may be scalars or arrays. An empty sum is a 0-d array, so that broadcasting works.
     latency, *levels = (
         sum((r * t for r, t in zip(rates[part], terms[part], strict=True) if r), np.zeros(()))
-        for part in (LATENCY, *PARTS.values())
+        for part in (LATENCY, *TERMS_OF_LEVEL.values())
     )
     # Reduced pairwise, as levels have different shapes until they are broadcast.
     return latency + reduce(np.maximum, levels)
@@ -134,7 +134,7 @@ def collective_ms(
 ) -> tuple[np.ndarray, np.ndarray]:
     """[..., D] ms of a channel, forward and backward.
 
-    skew_ms: of the start of the forward exchange. No backward rate depends on it.
+    skew_ms: skew of the start of the forward exchange. No backward rate depends on it.
     payloads: by way.
     0 where a group has nothing to run: no device owns bytes, or it has one device.
     """
@@ -222,7 +222,7 @@ def _name(channel: Channel) -> str:
     return channel.collective if channel.group == WORLD else f"{channel.collective}_{channel.group}"
 
 
-def weight(channel: Channel, way: str, payload: str = "fp32") -> str:
+def rates_name(channel: Channel, way: str, payload: str = "fp32") -> str:
     """The name of a channel's rates among a model's weights."""
     return f"exchange_{_name(channel)}_{way}" + (f"_{payload}" if payload != "fp32" else "")
 
@@ -252,14 +252,14 @@ def rates_of(w: Mapping[str, np.ndarray], channel: Channel, way: str, payload: s
     """
     # A measured payload has its casts in its rates. Otherwise only bytes become fewer.
     if (payload := carried_as(channel.row, way, payload)) != "fp32":
-        own = [weight(c, way, payload) for c in (channel, Channel(channel.collective))]
+        own = [rates_name(c, way, payload) for c in (channel, Channel(channel.collective))]
         if known := [w[name] for name in own if name in w]:
             return known[0]
         # A copy: these arrays are the model's own weights.
         fewer = rates_of(w, channel, way).copy()
         fewer[OF_BYTES] *= payload_of(payload).share
         return fewer
-    values = _own_or_like(w, weight, channel, way)
+    values = _own_or_like(w, rates_name, channel, way)
     return np.zeros(len(EXCHANGE_TERMS)) if values is None else values
 
 
@@ -267,18 +267,18 @@ def knows_payload(w: Mapping[str, np.ndarray], channel: Channel, way: str, paylo
     """True if the rates of a channel are those of its payload."""
     payload = carried_as(channel.row, way, payload)
     return payload == "fp32" or any(
-        weight(c, way, payload) in w for c in (channel, Channel(channel.collective))
+        rates_name(c, way, payload) in w for c in (channel, Channel(channel.collective))
     )
 
 
-def step_weight(channel: Channel, way: str) -> str:
+def step_factor_name(channel: Channel, way: str) -> str:
     """The name of a channel's factor in a training step (step_factors.py), among a model's weights."""
     return f"exchange_in_step_{_name(channel)}_{way}"
 
 
 def in_step(w: Mapping[str, np.ndarray], channel: Channel, way: str) -> float:
     """A channel's factor in a step, or a substitute (see _own_or_like). 1 where there is none."""
-    values = _own_or_like(w, step_weight, channel, way)
+    values = _own_or_like(w, step_factor_name, channel, way)
     return 1.0 if values is None else float(values[0])
 
 
@@ -294,14 +294,14 @@ def is_measured(w: Mapping[str, np.ndarray], channel: Channel) -> bool:
     # Channels with own work have no separate rates: theirs are those of `like`, and the work's.
     if row.work:
         return row.work.weight in w and is_measured(w, Channel(row.like))
-    return all(weight(channel, way) in w for way in row.ways)
+    return all(rates_name(channel, way) in w for way in row.ways)
 
 
 def measured_links(w: Mapping[str, np.ndarray], channel: Channel) -> set[str]:
     """The levels of links that the channel's rates know."""
     # A level counts as known if either direction has a rate there.
     rates = np.stack([rates_of(w, channel, way) for way in channel.row.ways])
-    return {name for name, part in PARTS.items() if rates[:, part].any()}
+    return {name for name, part in TERMS_OF_LEVEL.items() if rates[:, part].any()}
 
 
 def explicit_links(
@@ -333,13 +333,13 @@ def explicit_links(
             if link.shared and not rates[inside].any():
                 _give(rates, innermost, innermost.each, of_byte)
         # All levels inside the next one.
-        inside = slice(LATENCY.stop, PARTS[level.name].stop)
+        inside = slice(LATENCY.stop, TERMS_OF_LEVEL[level.name].stop)
     return rates
 
 
 def _give(rates: np.ndarray, level: Level, term: str, of_byte: float) -> None:
     """Make ms of a byte the only rate of a level."""
-    rates[PARTS[level.name]] = 0
+    rates[TERMS_OF_LEVEL[level.name]] = 0
     rates[EXCHANGE_TERMS.index(term)] = of_byte
 
 
@@ -350,7 +350,7 @@ def _counted(units: np.ndarray, rates: np.ndarray) -> np.ndarray:
     all devices count as one unit.
     """
     # [K] True if some direction has a rate for the level.
-    known = [bool(rates[..., part].any()) for part in PARTS.values()]
+    known = [bool(rates[..., part].any()) for part in TERMS_OF_LEVEL.values()]
     if not any(known):
         # One unit for all: their bytes count on the innermost level.
         return np.zeros_like(units)
@@ -364,7 +364,7 @@ def _counted(units: np.ndarray, rates: np.ndarray) -> np.ndarray:
     return counted
 
 
-def even_is_least(w: Mapping[str, np.ndarray], topology: Topology, payload: str = "fp32") -> bool:
+def even_is_least(w: Mapping[str, np.ndarray], topology: Topology, payload: str) -> bool:
     """True if an even division of a collective's bytes over devices is the cheapest.
 
     Forward the last device counts, backward the devices' mean weighted by speed. The law is convex. Where
@@ -376,10 +376,10 @@ def even_is_least(w: Mapping[str, np.ndarray], topology: Topology, payload: str 
     return topology.equal_hosts and (equal or not own_bytes_count(w, topology, payload))
 
 
-def own_bytes_count(w: Mapping[str, np.ndarray], topology: Topology, payload: str = "fp32") -> bool:
+def own_bytes_count(w: Mapping[str, np.ndarray], topology: Topology, payload: str) -> bool:
     """True if backward time depends on a device's bytes, not only on the busiest device's.
 
-    payload: of gradients.
+    payload: payload of gradients.
     """
     # Given links are priced by the busiest device, so they remove rates of a device's own bytes.
     return any(

@@ -39,7 +39,7 @@ class LinkHead:
     """A head of the links to memory below the devices. It encodes ms, forward and backward.
 
     gbps: GB/s of a device, by tier.
-    optimizer: of the embeddings.
+    optimizer: optimizer of the embeddings.
     batch: samples of an op, where a call gives none.
     """
 
@@ -148,9 +148,8 @@ class Composite:
     def _split(self, sums: np.ndarray) -> Iterable[tuple[Any, np.ndarray]]:
         """The heads, and the sums [..., F] of each. All models have equally many features."""
         sums = np.asarray(sums, dtype=float)
-        # Link heads encode two numbers, which stand last.
+        # Encodings stand side by side. Those of links are two numbers, which stand last.
         of_models, of_links = np.split(sums, [sums.shape[-1] - 2 * bool(self.links)], axis=-1)
-        # Encodings stand side by side, those of links last.
         parts = np.split(of_models, len(self.models), axis=-1)
         return zip(self._heads, [*parts, of_links], strict=False)
 
@@ -192,7 +191,7 @@ class Composite:
         return Compiled(compiled.ready(compiled.beside_link), np.concatenate([[which], one.parameters]))
 
     @property
-    def of_exchanges(self) -> Any:
+    def exchange_model(self) -> Any:
         """The first model with measured exchanges. Outputs are FP32, whatever the weights are."""
         if len(self.models) == 1:
             return self.models[0]
@@ -200,7 +199,7 @@ class Composite:
         return next(measured, self.models[0])
 
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
-        return self.of_exchanges.comm(traffic, compute_ms, topology)
+        return self.exchange_model.comm(traffic, compute_ms, topology)
 
     def out_of_range(self, workload: Workload) -> list[str]:
         """Sentences on each precision's shards from its model (see model.CostModel)."""
@@ -208,7 +207,7 @@ class Composite:
         for head in self._heads:
             step = workload
             if len(self.models) > 1 and head is not self.links:
-                step = _only(head.setting.precision, workload, head is self.of_exchanges)
+                step = _of_precision(head.setting.precision, workload, head is self.exchange_model)
             sentences |= dict.fromkeys(head.out_of_range(step))
         return list(sentences)
 
@@ -231,8 +230,8 @@ class Composite:
         # Sums of links are ms already, so their rate is 1.
         return np.concatenate([model.rates(own), *(np.ones_like(ms) for _, ms in links)], -1)
 
-    def takes_all_alike(self, topology: Topology) -> bool:
-        return self.models[0].takes_all_alike(topology)
+    def has_equal_transfers(self, topology: Topology) -> bool:
+        return self.models[0].has_equal_transfers(topology)
 
     def even_is_least(self, topology: Topology) -> bool:
         return self.models[0].even_is_least(topology)
@@ -281,7 +280,7 @@ def save(model: NeuralModel | Composite, folder: str | Path) -> None:
         neural.save(one, Path(folder) / one.setting.precision)
 
 
-def _only(precision: str, workload: Workload, exchanges: bool) -> Workload:
+def _of_precision(precision: str, workload: Workload, exchanges: bool) -> Workload:
     """The workload without shards of other precisions, and with or without exchanges."""
     of_devices = []
     for ops in workload.ops:

@@ -125,7 +125,7 @@ def corrected(samples: Sequence[ComputeSample]) -> list[ComputeSample]:
         return list(samples)
     # By identity: several timings of one id are separate samples.
     slower = dict(zip(map(id, timed), np.exp(_drift(timed)), strict=True))
-    return [_faster(s, float(slower[id(s)])) if id(s) in slower else s for s in samples]
+    return [_at_faster_pace(s, float(slower[id(s)])) if id(s) in slower else s for s in samples]
 
 
 def _drift(timed: Sequence[ComputeSample]) -> np.ndarray:
@@ -180,7 +180,7 @@ def _neighbours_median(
     return medians
 
 
-def _faster(sample: ComputeSample, by: float) -> ComputeSample:
+def _at_faster_pace(sample: ComputeSample, by: float) -> ComputeSample:
     """The sample as if timed on a machine faster by this factor."""
 
     def divided(part: Spread | None) -> Spread | None:

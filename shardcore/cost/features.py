@@ -93,12 +93,9 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
             dtype=float,
         ).T
         # Lookups scale with the share that hits the shard's rows.
-        unique, lookups, row_bytes = (
-            access.unique_rows_of(shards, batch),
-            pooling * batch,
-            # Bytes of a row as it is stored, in the weights' type.
-            width * element_bytes,
-        )
+        unique, lookups = access.unique_rows_of(shards, batch), pooling * batch
+        # Bytes of a row as it is stored, in the weights' type.
+        row_bytes = width * element_bytes
         # The offsets keep the logarithms finite for shards that no lookup hits.
         unique_share = (unique + 1) / (lookups + 1)
         # Memory is read in cache lines, so a narrow row costs a whole line.

@@ -46,7 +46,7 @@ _LEAST_STEPS = 16
 _FEWEST_AT_BATCH = 8
 """Groups at a batch, for it to count as measured."""
 _OF_EXCHANGES = ("devices", "exchange_bytes", "exchange_id_bytes")
-"""Names of ranges.QUANTITIES that concern exchanges."""
+"""Names of ranges.RANGES that concern exchanges."""
 _DISTILLED = 600
 """Groups, priced by a profile, that a model learns from before it is fine-tuned."""
 _CONTENTIONS = 8
@@ -99,38 +99,33 @@ def train(
         progress(model, epoch, values)
 
     # Training sees `known`. `unseen` decides when to stop, and gives error quantiles.
-    seen, validation = _sides(compute)
+    (seen, validation), (seen_comm, unseen_comm) = _sides(compute), _sides(comm)
     known, unseen = _groups_of(seen), _groups_of(validation)
     rate = config.learning_rate * (1 if start is None else _FINE_TUNING)
     schedule = dataclasses.replace(config, learning_rate=rate)
     with _one_thread():
         if isinstance(start, Profile):
             # Its shards are those of the measured groups, at the same batches.
-            start = _distilled(start, [s.request for s in compute], setting, config)
+            start = _distilled_model(start, [s.request for s in compute], setting, config)
         weights = {
             **_fit_compute(known, unseen, schedule, note, start),
-            **collective_fit.fit(*_sides(comm), note),
+            **collective_fit.fit(seen_comm, unseen_comm, note),
         }
     # Ranges are those of training samples: the model knows no others.
-    measured, carried, provenance = measured_ranges(seen, _sides(comm)[0]), {}, {}
+    measured, carried, provenance = measured_ranges(seen, seen_comm), {}, {}
     if start is not None:
         # Keep the origin of the model that was fine-tuned.
         provenance = {"start": {"setting": str(start.setting), **start.meta["provenance"]}}
         # Exchanges belong to the hardware, not to the batch or the optimizer.
         if not comm and start.setting.hardware == setting.hardware:
-            of_exchanges = [
-                k for k in start.weights if k.startswith("exchange") or k in collective_model.OWN_WORK
-            ]
-            weights |= {k: start.weights[k] for k in of_exchanges}
+            own_work = collective_model.OWN_WORK
+            weights |= {k: v for k, v in start.weights.items() if k.startswith("exchange") or k in own_work}
             measured |= {k: v for k, v in start.meta["ranges"].items() if k in _OF_EXCHANGES}
             carried = {k: v for k, v in start.meta.items() if k == "steps"}
     # Counts of samples by kind and split, for the model's file.
-    sides = [
-        (kind, split_of(s.id)) for kind, samples in (("compute", compute), ("comm", comm)) for s in samples
-    ]
     splits = {
-        f"{kind}_{side}": sides.count((kind, side))
-        for kind in ("compute", "comm")
+        f"{kind}_{side}": sum(split_of(s.id) == side for s in samples)
+        for kind, samples in (("compute", compute), ("comm", comm))
         for side in ("train", "validation", "test")
     }
     # Sizes of hidden layers as trained: those of `start` may differ from the config's.
@@ -148,7 +143,7 @@ def train(
     }
     # Metrics need a model, and a model's meta has metrics: so make it twice.
     model = NeuralModel(setting, weights, meta)
-    meta["metrics"] = evaluate(model, validation, _sides(comm)[1])
+    meta["metrics"] = evaluate(model, validation, unseen_comm)
     if len(validation) < _FEWEST_UNSEEN:
         # The two sides are the same groups where one of them was empty.
         learned = {s.id: s for s in (*seen, *validation)}.values()
@@ -208,8 +203,8 @@ def _sides(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
 def measured_ranges(
     compute: Sequence[ComputeSample], comm: Sequence[CollectiveSample]
 ) -> dict[str, list[float]]:
-    """The smallest and largest value of each of ranges.QUANTITIES among samples, where there are any."""
-    values: dict[str, list[float]] = {name: [] for name in ranges.QUANTITIES}
+    """The smallest and largest value of each of ranges.RANGES among samples, where there are any."""
+    values: dict[str, list[float]] = {name: [] for name in ranges.RANGES}
     for sample in compute:
         for name, of_op in ranges.op_quantities(sample.request.shards, sample.request.batch).items():
             values[name] += of_op
@@ -282,7 +277,7 @@ def _fit_compute(
     start: NeuralModel | None,
 ) -> dict[str, np.ndarray]:
     """The weights of nets.encode and nets.parts, and of the error quantiles (quantiles.py)."""
-    fixed, raw = _initial(known, config) if start is None else _continued(known, start)
+    fixed, raw = _initial_weights(known, config) if start is None else _continued_weights(known, start)
     # Fixed weights are constants of the formulas; raw ones are trained.
     tensors = {k: torch.from_numpy(v) for k, v in fixed.items()}
     # Enough steps an epoch, even for small datasets.
@@ -330,7 +325,9 @@ _LOGS = ("launch", "contention.0.weight", "contention.1.weight")
 """Positive weights. Training moves their logarithms."""
 
 
-def _initial(known: _Groups, config: FitConfig) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
+def _initial_weights(
+    known: _Groups, config: FitConfig
+) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
     """Weights that stay fixed, and weights to train.
 
     The network's last layer starts at 0, and contention starts near 0. So training begins at the physical
@@ -376,12 +373,12 @@ def _initial(known: _Groups, config: FitConfig) -> tuple[dict[str, np.ndarray], 
     return fixed, {k: v.requires_grad_() for k, v in raw.items()}
 
 
-def _distilled(
+def _distilled_model(
     profile: Profile, requests: Sequence[ComputeRequest], setting: Setting, config: FitConfig
 ) -> NeuralModel:
     """A model that prices ops about as a profile does, to be fine-tuned. It knows no exchanges.
 
-    requests: of the measured groups. It learns from other groups of their shards, priced by the profile.
+    requests: ops of the measured groups. It learns from other groups of their shards, priced by the profile.
     """
     rng = np.random.default_rng(config.seed)
     # Shards by the batch of their op: replicas run at the local batch.
@@ -410,7 +407,9 @@ def _distilled(
     return NeuralModel(model.setting, weights, {"ranges": {}, "provenance": provenance})
 
 
-def _continued(known: _Groups, start: NeuralModel) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
+def _continued_weights(
+    known: _Groups, start: NeuralModel
+) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
     """Weights that stay fixed, and weights to train, of a trained model.
 
     Rates and launch are fitted anew under the old correction and contention. These then apply over both

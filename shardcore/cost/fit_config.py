@@ -28,7 +28,7 @@ class FitConfig:
     learning_rate: the highest, reached after a tenth of the steps (one cycle, Smith 2018).
     batch_size: in ops. Smaller where there are few.
     hidden: units of the correction network's layers.
-    seed: of initial weights and order.
+    seed: seed of initial weights and order.
     """
 
     epochs: int = 60

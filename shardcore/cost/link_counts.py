@@ -71,7 +71,9 @@ def _level_counts(
     """
     n = len(inner)
     # Bytes and sizes of the units around each device: at the level inside, and at this one.
-    (of_inner, size_in, first), (of_outer, size_out, _) = (_of_units(owned, unit) for unit in (inner, outer))
+    (of_inner, size_in, first), (of_outer, size_out, _) = (
+        _sums_of_units(owned, unit) for unit in (inner, outer)
+    )
     # Each device sends an equal part to each other one; those of its inner unit count there.
     # out: to devices of the outer unit that are not in the inner one. into: from them.
     out, into = owned * (size_out - size_in) / n, (of_outer - of_inner) / n
@@ -96,7 +98,7 @@ def _level_counts(
     )
 
 
-def _of_units(owned: np.ndarray, unit: np.ndarray) -> tuple[np.ndarray, np.ndarray | int, np.ndarray]:
+def _sums_of_units(owned: np.ndarray, unit: np.ndarray) -> tuple[np.ndarray, np.ndarray | int, np.ndarray]:
     """Bytes [..., n] and devices [n] of each device's unit, and a device of each unit."""
     # Few units or one device each are the common cases, and cheap.
     if not np.ptp(unit):

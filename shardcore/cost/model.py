@@ -135,11 +135,11 @@ class ProbabilisticCostModel(CostModel, Protocol):
 
 @runtime_checkable
 class UncertainCostModel(CostModel, Protocol):
-    """A CostModel that knows how uncertain its rates are, each by itself."""
+    """A CostModel that knows how uncertain each of its rates is."""
 
     @property
     def measurable(self) -> Sequence[str]:
-        """Names of what could be measured, each of which would tell some of the rates."""
+        """Names of measurements, each of which would tell some of the rates."""
         ...
 
     def drawn(self, rng: np.random.Generator) -> UncertainCostModel:
@@ -173,7 +173,7 @@ class BoundableCostModel(CostModel, Protocol):
         """
         ...
 
-    def takes_all_alike(self, topology: Topology) -> bool:
+    def has_equal_transfers(self, topology: Topology) -> bool:
         """True if a backward exchange takes all devices the same time."""
         ...
 
@@ -246,7 +246,6 @@ def at_confidence(model: CostModel, confidence: float | None) -> CostModel:
 
 def group_costs(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int | None = None) -> np.ndarray:
     """[G] ms of groups of shards, each run as one fused op. 0 for an empty group."""
-    # Flat, so that the model encodes all shards in one call.
     flat = [s for g in groups for s in g]
     if not flat:
         return np.zeros(len(groups))
@@ -336,11 +335,11 @@ def _of_another_setting(workload: Workload, setting: Setting) -> Iterator[str]:
     used = {s.table.precision for ops in workload.ops for op in ops for s in op.shards}
     if other := sorted(used - set(setting.precision.split("+"))):
         yield f"weights are {', '.join(other)}; the model was measured with {setting.precision}"
-    job = workload.job
-    if (job.forward_payload, job.backward_payload) != (setting.forward_payload, setting.backward_payload):
+    own, priced = workload.job.payloads, setting.payloads
+    if own != priced:
         yield (
-            f"payloads are {job.forward_payload} and {job.backward_payload}; the model prices "
-            f"{setting.forward_payload} and {setting.backward_payload} (use model.for_problem(problem))"
+            f"payloads are {' and '.join(own.values())}; the model prices "
+            f"{' and '.join(priced.values())} (use model.for_problem(problem))"
         )
 
 
@@ -354,6 +353,6 @@ class PricedPlan:
 
 
 def price_plan(plan: Plan, problem: Problem, model: CostModel, fits: bool = True) -> PricedPlan:
-    """Lower a plan and price it. Raises what `lower` raises."""
+    """Lower a plan and price it. Raises as `lower`."""
     workload = lower(plan, problem, fits)
     return PricedPlan(plan, workload, price(workload, model))

@@ -30,13 +30,13 @@ class MoveRates:
     """Rates of a machine's moves.
 
     move_s: seconds of any move: votes, a process group, a collection of garbage.
-    collection_s: of each collection that changes: TorchRec shards it anew.
-    table_s: of each table in a collection that changes: checks of its plan, and its part in TorchRec's
+    collection_s: seconds of each collection that changes: TorchRec shards it anew.
+    table_s: seconds of each table in a collection that changes: checks of its plan, and its part in TorchRec's
       sharding.
     build_gbps: bytes of new shards, at which they are made.
     copy_gbps: bytes that stay on a rank.
-    digest_ns: of each number that is digested, on the old shards and on the new ones.
-    digest_row_ns: of each row of a tensor, in addition to its numbers.
+    digest_ns: ns of each number that is digested, on the old shards and on the new ones.
+    digest_row_ns: ns of each row of a tensor, in addition to its numbers.
     free_gbps: bytes of old shards, at which they are freed.
     link_gbps: bytes of a rank on each level of links, with packing. Other levels have the cost model's rate,
       or that of the next level out.

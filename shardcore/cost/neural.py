@@ -41,9 +41,9 @@ class NeuralModel:
 
     weights: arrays by name.
     meta: JSON, with these entries:
-      ranges: smallest and largest measured value of each of ranges.QUANTITIES.
+      ranges: smallest and largest measured value of each of ranges.RANGES.
       samples: numbers of samples that it was trained on.
-      config: of the training.
+      config: settings of the training.
       metrics: accuracy on the validation split.
       provenance: origin, from the trainer.
     """
@@ -175,7 +175,7 @@ class NeuralModel:
         drivers = np.asarray(least, dtype=float)[..., :-2]
         return np.concatenate([np.zeros_like(drivers), nets.contention(self.weights, drivers)], -1)
 
-    def takes_all_alike(self, topology: Topology) -> bool:
+    def has_equal_transfers(self, topology: Topology) -> bool:
         """See model.BoundableCostModel."""
         return not collective_model.own_bytes_count(self.weights, topology, self.setting.backward_payload)
 
@@ -200,9 +200,8 @@ class NeuralModel:
         return step_comm(self._transfers(topology), own_work, traffic, compute_ms, len(topology) > 1)
 
     def _transfers(self, topology: Topology) -> Transfers:
-        payloads = {"forward": self.setting.forward_payload, "backward": self.setting.backward_payload}
         return lambda channel, sent_bytes, skew_ms: collective_model.collective_ms(
-            self.weights, channel, sent_bytes, topology, skew_ms, payloads
+            self.weights, channel, sent_bytes, topology, skew_ms, self.setting.payloads
         )
 
     def collectives(

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-_RIDGE = 1e-9
+_RIDGE, _ROUNDS = 1e-9, 15
 
 
-def fit_law(
-    terms: np.ndarray, measured: np.ndarray, known: np.ndarray | float = 0.0, rounds: int = 15
-) -> np.ndarray:
+def fit_law(terms: np.ndarray, measured: np.ndarray, known: np.ndarray | float = 0.0) -> np.ndarray:
     """[K] rates, none negative, that minimise the mean absolute relative error of terms [S, K] @ rates.
 
     Iteratively reweighted least squares.
@@ -26,7 +24,7 @@ def fit_law(
     # A trace of ridge shares the rate evenly among terms that the data cannot tell apart.
     ridge = np.sqrt(_RIDGE) * np.eye(n)
     weights = 1.0 / measured
-    for _ in range(rounds):
+    for _ in range(_ROUNDS):
         weighted = terms * weights[:, None]
         # Unit columns, so that one ridge suits terms of any unit. A term that is always 0 has no rate.
         scale = np.maximum(np.linalg.norm(weighted, axis=0), 1e-300)

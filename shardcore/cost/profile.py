@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 _FOLDER = Path(__file__).parent / "profiles"
 SCHEMA = "profile"
-COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
-"""Collectives with rates of their own. Reduce-scatters go back as all-gathers."""
+PROFILED_COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
+"""Collectives with rates. A reduce-scatter runs backward as an all-gather."""
 
 SPEC: Mapping[str, tuple[str, str]] = {
     "hbm_gbps": ("GB/s", "memory of a device"),
@@ -78,7 +78,7 @@ RATES: Mapping[str, tuple[str, str]] = {
     "order_gbps": ("GB/s", "ids that are put in order after they travelled"),
 } | {
     f"{collective}_{what}": (unit, f"{collective.replace('_', '-')}: {words}")
-    for collective in COLLECTIVES
+    for collective in PROFILED_COLLECTIVES
     for what, unit, words in (
         ("within_host_latency_us", "us", "a small message within a host"),
         ("within_host_ramp_us", "us", "what large messages take more within a host, whatever their size"),
@@ -92,8 +92,10 @@ RATES: Mapping[str, tuple[str, str]] = {
     )
 }
 """Unit of each rate of a profile, and words for it."""
+HOST_GBPS = ("host_read_gbps", "host_update_gbps", "host_cache_gbps")
+"""Rates that scale with the link to host memory."""
 MEASURABLE: Mapping[str, tuple[str, ...]] = {
-    **{f"{collective.replace('_', '-')}s": (f"{collective}_",) for collective in COLLECTIVES},
+    **{f"{collective.replace('_', '-')}s": (f"{collective}_",) for collective in PROFILED_COLLECTIVES},
     "rows in host memory": ("host_",),
     "replicas": ("dense_",),
     "work on ids": ("bucketize_", "order_"),
@@ -111,8 +113,8 @@ class Rate:
 
     value: in its unit, above 0.
     uncertainty: standard deviation of its logarithm. 0.1 is about 10%.
-    unit: that of RATES.
-    source: of a published measurement, a data sheet, or "scaled from ...".
+    unit: its unit in RATES.
+    source: published measurement, data sheet, or "scaled from ...".
     """
 
     value: float
@@ -131,9 +133,9 @@ class Rate:
 class Profile:
     """Rates of a card, and of the links between such cards.
 
-    name: of the hardware, as in Setting and Topology.
+    name: name of the hardware, as in Setting and Topology.
     device_names: parts of torch.cuda.get_device_name() that mean this card.
-    memory_bytes: of a device.
+    memory_bytes: memory of a device.
     rates: by name, one for each of RATES.
 
     Raises ShardCoreError naming a rate that is missing, unknown or not positive.
@@ -151,10 +153,8 @@ class Profile:
         require_within(self, p, memory_bytes=(1, MOST_BYTES))
         for name in self.device_names:
             require_name(name, f"a device name of {p}")
-        unknown, missing = (
-            sorted(self.rates.keys() - RATES),
-            [name for name in RATES if name not in self.rates],
-        )
+        unknown = sorted(self.rates.keys() - RATES)
+        missing = [name for name in RATES if name not in self.rates]
         require(not unknown, f"{p} has an unknown rate {unknown[:1]}; known are {', '.join(RATES)}")
         require(not missing, f"{p} lacks the rate {missing[:1]}")
         for name, rate in self.rates.items():
@@ -167,7 +167,7 @@ class Profile:
         return envelope.digest(dataclasses.asdict(self))
 
     def is_of(self, hardware: str) -> bool:
-        """Tell if it is of a setting's hardware: of its own name, or of a measured device that it is for.
+        """True for hardware of its name, and of a measured device that it is for.
 
         "cpu" is of all names that begin with "cpu-".
         """
@@ -192,8 +192,11 @@ class Profile:
 
     def informed(self, truth: Profile, measured: str) -> Profile:
         """The profile with the rates of another that one of MEASURABLE would tell."""
-        told = {n for n in RATES if next(m for m, of in MEASURABLE.items() if n.startswith(of)) == measured}
-        rates = {n: (truth if n in told else self).rates[n] for n in RATES}
+
+        def measurement_of(rate: str) -> str:
+            return next(name for name, prefixes in MEASURABLE.items() if rate.startswith(prefixes))
+
+        rates = {n: (truth if measurement_of(n) == measured else self).rates[n] for n in RATES}
         return dataclasses.replace(self, rates=rates)
 
     @property
@@ -202,7 +205,7 @@ class Profile:
         return {name: rate.value for name, rate in self.rates.items()}
 
     def band(self, prices: Callable[[Sequence[Mapping[str, float]]], np.ndarray]) -> np.ndarray:
-        """Relative standard error of prices that rates give, if each rate errs by itself.
+        """Relative standard error of prices that rates give, if their errors are independent.
 
         prices: (K sets of values of rates) -> prices [K, ...].
         """
@@ -220,8 +223,8 @@ class Profile:
     ) -> Topology:
         """A topology of such cards. Its links are as the profile has them.
 
-        host_memory_bytes: of each host, for tables. 0: none may have rows there.
-        pods: that hosts are divided into evenly. 1: none.
+        host_memory_bytes: memory of each host for tables. 0: none may have rows there.
+        pods: number of pods that hosts are divided into evenly. 1: none.
         """
         names = host_names(hosts * devices_per_host, hosts, pods)
         device = [Device(self.memory_bytes, host=name) for name in names]
@@ -261,13 +264,8 @@ def read_profile(path: str | Path) -> Profile:
 
 def write_profile(path: str | Path, profile: Profile) -> None:
     """Write a profile's file, whole or not at all."""
-    rates = {name: dataclasses.asdict(profile.rates[name]) for name in RATES}
-    body: dict[str, Any] = {
-        "name": profile.name,
-        "device_names": list(profile.device_names),
-        "memory_bytes": profile.memory_bytes,
-        "rates": rates,
-    }
+    body = dataclasses.asdict(profile)
+    body["rates"] = {name: body["rates"][name] for name in RATES}  # in one order
     writing.write_json(path, envelope.document(SCHEMA, body))
 
 
@@ -281,16 +279,11 @@ def profile_of_device(device_name: str) -> Profile:
 
     Raises ShardCoreError for a card without a profile, with the known ones.
     """
-    profiles = [_shipped(name) for name in profile_names()]
-    matches = [
-        (len(part), profile)
-        for profile in profiles
-        for part in profile.device_names
-        if part.lower() in device_name.lower()
-    ]
+    names = [(part.lower(), name) for name in profile_names() for part in _shipped(name).device_names]
+    matches = [(len(part), name) for part, name in names if part in device_name.lower()]
     if not matches:
         raise ShardCoreError(
             f"device {device_name!r} has no profile; known are {', '.join(profile_names())} (or make one from its "
             "data sheet: shardcore profile new)"
         )
-    return max(matches, key=lambda match: match[0])[1]
+    return _shipped(max(matches)[1])

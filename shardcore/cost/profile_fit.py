@@ -37,7 +37,7 @@ from shardcore.core.validation import (
     shown,
 )
 from shardcore.cost import profile_law
-from shardcore.cost.profile import RATES, SPEC, Profile, Rate
+from shardcore.cost.profile import HOST_GBPS, RATES, SPEC, Profile, Rate
 from shardcore.cost.profile_law import FAR, MS_PER_US, NEAR, Rates, Work
 from shardcore.io import schema
 
@@ -77,19 +77,19 @@ _LEAST_SENSITIVITY = 0.01
 class Timing:
     """A published timing of an op or a collective.
 
-    source: of the measurement. Timings of one source share their errors.
+    source: source of the measurement. Timings of one source share their errors.
     gpu: the card. "": that of the profile.
     op: a name of OPS or EXCHANGES.
-    time_us: of one call.
+    time_us: time of one call.
     quality: "A" to "D", or "M" for a model's output.
     batch: samples of each table. tables, rows, width, pooling: of the tables, one value for all or one each.
     unique: distinct rows of a batch, all tables together. 0: as the power law gives it.
     alpha: exponent of the power law of accesses. 0: uniform.
     mode: memory with the rows, one of MODES.
     cached: share of rows in a cache; only where mode is uvm_caching.
-    ranks, hosts, bytes: of a collective.
+    ranks, hosts, bytes: size of a collective.
     network: words for its links.
-    shards: of an op that was measured here, in place of rows, width, pooling, alpha and precision.
+    shards: shards of an op that was measured here, in place of rows, width, pooling, alpha and precision.
     sent: bytes of each rank of a collective that was measured here, in place of bytes.
     """
 
@@ -132,32 +132,32 @@ class Predictor:
         self._exchanges: list[tuple[str, np.ndarray, np.ndarray, list[int]]] = []
         works = {i: _work(t) for i, t in enumerate(timings) if t.op in OPS}
         for part in profile_law.FLOORS:
-            found = [i for i in works if part in OPS[timings[i].op]]
-            if found:
+            used = [i for i in works if part in OPS[timings[i].op]]
+            if used:
                 names = [f.name for f in dataclasses.fields(Work)]
-                joined = {name: np.concatenate([getattr(works[i], name) for i in found]) for name in names}
-                starts = np.cumsum([0, *(timings[i].tables for i in found[:-1])])
-                self._ops.append((part, Work(**joined), starts, np.array(found)))
-        alike: dict[tuple[str, int, int], list[int]] = {}
+                joined = {name: np.concatenate([getattr(works[i], name) for i in used]) for name in names}
+                starts = np.cumsum([0, *(timings[i].tables for i in used[:-1])])
+                self._ops.append((part, Work(**joined), starts, np.array(used)))
+        runs: dict[tuple[str, int, int], list[int]] = {}
         for i, t in enumerate(timings):
             if t.op in EXCHANGES:
-                alike.setdefault((EXCHANGES[t.op], t.hosts, t.ranks), []).append(i)
-        for (collective, hosts, ranks), found in alike.items():
+                runs.setdefault((EXCHANGES[t.op], t.hosts, t.ranks), []).append(i)
+        for (collective, hosts, ranks), used in runs.items():
             units = units_of([str(h) for h in range(hosts) for _ in range(ranks // hosts)])
-            sent = np.array([timings[i].sent or (timings[i].bytes,) * ranks for i in found])
-            self._exchanges.append((collective, units, sent, found))
+            sent = np.array([timings[i].sent or (timings[i].bytes,) * ranks for i in used])
+            self._exchanges.append((collective, units, sent, used))
 
     def times_us(self, rates: Rates) -> np.ndarray:
         """[R] us."""
         ms = np.zeros(self._n)
-        for part, work, starts, found in self._ops:
+        for part, work, starts, used in self._ops:
             if part == "forward":
                 of_shards = profile_law.forward_ms(rates, work)
             else:
                 of_shards = profile_law.backward_ms(rates, work, part == "backward")
-            ms[found] += np.add.reduceat(of_shards, starts) + profile_law.floor_ms(rates, part)
-        for collective, units, sent, found in self._exchanges:
-            ms[found] = profile_law.collective_ms(rates, collective, sent, units)[:, 0]
+            ms[used] += np.add.reduceat(of_shards, starts) + profile_law.floor_ms(rates, part)
+        for collective, units, sent, used in self._exchanges:
+            ms[used] = profile_law.collective_ms(rates, collective, sent, units)[:, 0]
         return ms / MS_PER_US
 
 
@@ -190,7 +190,7 @@ def _work(timing: Timing) -> Work:
     if timing.unique:
         changed["unique"] = work.unique * timing.unique / work.unique.sum()
     distinct = changed.get("unique", work.unique) * work.width * work.element_bytes
-    changed["beside"] = np.full(len(shards), distinct.sum())
+    changed["op_row_bytes"] = np.full(len(shards), distinct.sum())
     if timing.mode == "uvm_caching":
         # Batches since the cache was empty bring rows that no batch had before. A warm cache misses fewer.
         seen = profile_law.work_of(shards, _BATCHES_SINCE_EMPTY * timing.batch, timing.optimizer).unique
@@ -387,14 +387,14 @@ def fit(timings: Sequence[Timing], start: Profile, error: float = 0.1) -> Profil
         return np.concatenate([robust, steps / prior])
 
     most = [_most_step(name, values) for name in names]
-    found = least_squares(residuals, np.zeros(len(names)), bounds=(-np.inf, most))
-    left = errors(found.x)
+    result = least_squares(residuals, np.zeros(len(names)), bounds=(-np.inf, most))
+    left = errors(result.x)
     # Residuals beyond the expected error widen all.
     scale = max(1.0, float(np.sqrt(np.mean((weight * left / error) ** 2))))
-    spread = scale * np.sqrt(np.diag(np.linalg.inv(found.jac.T @ found.jac)))
+    spread = scale * np.sqrt(np.diag(np.linalg.inv(result.jac.T @ result.jac)))
     sources = _sources(timings, names, depends)
     rates = dict(start.rates)
-    for name, step, width, most in zip(names, found.x, spread, prior, strict=True):
+    for name, step, width, most in zip(names, result.x, spread, prior, strict=True):
         rates[name] = Rate(
             values[name] * math.exp(step),
             float(np.clip(width, _LEAST_UNCERTAINTY, most)),
@@ -441,21 +441,13 @@ def _sources(timings: Sequence[Timing], names: Sequence[str], depends: np.ndarra
 # --- scaling ------------------------------------------------------------------------------------------------
 
 _SCALES: Mapping[str, tuple[str, float, float]] = {
-    **dict.fromkeys(("read_gbps", "stream_gbps", "update_gbps"), ("hbm_gbps", 0.6, 0.4)),
+    **dict.fromkeys(
+        ("read_gbps", "stream_gbps", "update_gbps", "bucketize_gbps", "order_gbps"), ("hbm_gbps", 0.6, 0.4)
+    ),
     "dense_gbps": ("hbm_gbps", 1.0, 0.0),
     "repeat_gbps": ("hbm_gbps", 0.3, 0.7),
-    **dict.fromkeys(
-        (
-            "forward_lookup_ns",
-            "backward_lookup_ns",
-            "sort_lookup_ns",
-            "weighted_lookup_ns",
-            "cache_lookup_ns",
-        ),
-        ("hbm_gbps", 0.0, -1.0),
-    ),
-    **dict.fromkeys(("bucketize_gbps", "order_gbps"), ("hbm_gbps", 0.6, 0.4)),
-    **dict.fromkeys(("host_read_gbps", "host_update_gbps", "host_cache_gbps"), ("pcie_gbps", 1.0, 0.0)),
+    **{name: ("hbm_gbps", 0.0, -1.0) for name in RATES if name.endswith("_lookup_ns")},
+    **dict.fromkeys(HOST_GBPS, ("pcie_gbps", 1.0, 0.0)),
     **{name: ("nvlink_gbps", 1.0, 0.0) for name in RATES if name.endswith(f"{NEAR}_gbps")},
     **{name: ("network_gbps", 1.0, 0.0) for name in RATES if name.endswith(f"{FAR}_gbps")},
 }
@@ -471,8 +463,8 @@ _SCALED_UNCERTAINTY = 0.12, 0.25
 def scaled(profile: Profile, name: str, **spec: float) -> Profile:
     """A profile of another card, from its data sheet.
 
-    profile: of the card that it is most like.
-    name: of the new profile.
+    profile: profile of the card that it is most like.
+    name: name of the new profile.
     spec: values of SPEC that differ, and memory_bytes.
 
     Rates that follow from none of these keep their values. All are less certain.
@@ -483,32 +475,22 @@ def scaled(profile: Profile, name: str, **spec: float) -> Profile:
     for key, value in spec.items():
         require(key in known, f"a data sheet has {key!r}; known are {', '.join(known)}")
         require(0 < value < math.inf, f"a data sheet has {key} {value}; it needs to be above 0")
-    ratio = {
-        key: spec.get(key, rate.value) / rate.value for key, rate in profile.rates.items() if key in SPEC
-    }
-    rates = {}
+    ratio = {key: spec.get(key, profile.rates[key].value) / profile.rates[key].value for key in SPEC}
+    always, each = _SCALED_UNCERTAINTY
+    rates = dict(profile.rates)
     for key, rate in profile.rates.items():
-        unit = RATES[key][0]
-        if key in SPEC:
-            sheet = dataclasses.replace(
-                rate, value=float(spec.get(key, rate.value)), source=f"data sheet of {name}"
+        if key in spec:
+            rates[key] = dataclasses.replace(rate, value=float(spec[key]), source=f"data sheet of {name}")
+        elif key not in SPEC:
+            bandwidth, power, of_sm = _SCALES.get(key, ("hbm_gbps", 0.0, 0.0))
+            powers = ((bandwidth, power), ("sm_ghz", of_sm))
+            more = always + each * sum(abs(p * math.log(ratio[sheet])) for sheet, p in powers)
+            by = " and ".join(sheet for sheet, p in powers if p and ratio[sheet] != 1.0)
+            rates[key] = dataclasses.replace(
+                rate,
+                value=rate.value * ratio[bandwidth] ** power * ratio["sm_ghz"] ** of_sm,
+                uncertainty=math.hypot(rate.uncertainty, more),
+                source=f"scaled from {profile.name} by {by}" if by else f"as {profile.name}",
             )
-            rates[key] = sheet if key in spec else rate
-            continue
-        bandwidth, power, of_sm = _SCALES.get(key, ("hbm_gbps", 0.0, 0.0))
-        factor = ratio[bandwidth] ** power * ratio["sm_ghz"] ** of_sm
-        always, each = _SCALED_UNCERTAINTY
-        more = always + each * (
-            abs(power * math.log(ratio[bandwidth])) + abs(of_sm * math.log(ratio["sm_ghz"]))
-        )
-        by = " and ".join(
-            words for words, p in ((bandwidth, power), ("sm_ghz", of_sm)) if p and ratio[words] != 1.0
-        )
-        rates[key] = Rate(
-            rate.value * factor,
-            math.hypot(rate.uncertainty, more),
-            unit,
-            f"scaled from {profile.name} by {by}" if by else f"as {profile.name}",
-        )
     memory = int(spec.get("memory_bytes", profile.memory_bytes))
     return Profile(name, (), memory, rates)

@@ -62,19 +62,19 @@ class Work:
     lookups, unique: rows that are looked up, and distinct ones.
     evenness: exponent e; a share x of the distinct rows, the most popular ones, has x^e of lookups. 1: even
       access.
-    beside: bytes of the distinct rows of the whole op, which share L2.
+    op_row_bytes: bytes of the distinct rows of the whole op, which share L2.
     width: columns. element_bytes: of one weight.
     outputs: rows of pooled outputs, or of all lookups where they are not pooled.
     weighted: 1 if lookups have weights, else 0.
     row_state_bytes, cell_state_bytes: optimizer state of a row: of its row, and of its cells.
     resident: 1 if lookups read device memory, 0 if they read host memory.
-    host_read_bytes, host_update_bytes, cache_bytes: that cross the link to host memory.
+    host_read_bytes, host_update_bytes, cache_bytes: bytes that cross the link to host memory.
     """
 
     lookups: np.ndarray
     unique: np.ndarray
     evenness: np.ndarray
-    beside: np.ndarray
+    op_row_bytes: np.ndarray
     width: np.ndarray
     element_bytes: np.ndarray
     outputs: np.ndarray
@@ -87,10 +87,10 @@ class Work:
     cache_bytes: np.ndarray
 
 
-def work_of(shards: Sequence[Shard], batch: int, optimizer: str, beside_bytes: float = 0.0) -> Work:
+def work_of(shards: Sequence[Shard], batch: int, optimizer: str, op_row_bytes: float = 0.0) -> Work:
     """Work of shards in an op over a batch.
 
-    beside_bytes: bytes of the distinct rows of the op, as far as they are known. Each shard has its own at
+    op_row_bytes: bytes of the distinct rows of the op, as far as they are known. Each shard has its own at
       least.
     """
     tables = [s.table for s in shards]
@@ -105,7 +105,7 @@ def work_of(shards: Sequence[Shard], batch: int, optimizer: str, beside_bytes: f
         lookups=lookups,
         unique=unique,
         evenness=np.log(concentration_of(tables, unique)) / np.log(0.25),
-        beside=np.full(len(shards), beside_bytes),
+        op_row_bytes=np.full(len(shards), op_row_bytes),
         width=width,
         element_bytes=np.array([PRECISION_BYTES[t.precision] for t in tables], dtype=float),
         outputs=np.array([output_rows(s, batch) for s in shards], dtype=float),
@@ -140,24 +140,24 @@ def forward_ms(rates: Rates, work: Work) -> np.ndarray:
     row_bytes = _granules(rates, work.width * work.element_bytes)
     again = np.maximum(work.lookups - work.unique, 0) * row_bytes * work.resident
     # L2 keeps the rows that are hit most, of all shards of the op.
-    held = rates["l2_bytes"] / np.maximum(np.maximum(work.unique * row_bytes, work.beside), 1.0)
+    held = rates["l2_bytes"] / np.maximum(np.maximum(work.unique * row_bytes, work.op_row_bytes), 1.0)
     in_l2 = np.minimum(1.0, held) ** work.evenness
     once = work.unique * row_bytes * work.resident + again * (1 - in_l2)
     moved = (
-        _of(rates, "read_gbps", once)
-        + _of(rates, "repeat_gbps", again * in_l2)
-        + _of(rates, "stream_gbps", work.outputs * work.width * OUTPUT_BYTES)
+        _ms_of(rates, "read_gbps", once)
+        + _ms_of(rates, "repeat_gbps", again * in_l2)
+        + _ms_of(rates, "stream_gbps", work.outputs * work.width * OUTPUT_BYTES)
     )
-    own = _of(rates, "forward_lookup_ns", work.lookups) + _of(
+    own = _ms_of(rates, "forward_lookup_ns", work.lookups) + _ms_of(
         rates, "weighted_lookup_ns", work.lookups * work.weighted
     )
     return rates["compute_factor"] * (
-        _of(rates, "forward_table_us", 1.0)
-        + _larger(own, moved)
-        + _below(rates, work)
-        + _of(rates, "cache_lookup_ns", work.lookups * (work.cache_bytes > 0))
-        + _of(rates, "host_read_gbps", work.host_read_bytes)
-        + _of(rates, "host_cache_gbps", work.cache_bytes)
+        _ms_of(rates, "forward_table_us", 1.0)
+        + _smooth_max(own, moved)
+        + _host_tables_ms(rates, work)
+        + _ms_of(rates, "cache_lookup_ns", work.lookups * (work.cache_bytes > 0))
+        + _ms_of(rates, "host_read_gbps", work.host_read_bytes)
+        + _ms_of(rates, "host_cache_gbps", work.cache_bytes)
     )
 
 
@@ -174,26 +174,26 @@ def backward_ms(rates: Rates, work: Work, sorts: bool = True) -> np.ndarray:
     again = (work.lookups - first) * gradient_bytes
     updated = work.unique * (2 * row_bytes * work.resident + 2 * state_bytes * (work.host_update_bytes == 0))
     moved = (
-        _of(rates, "stream_gbps", first * gradient_bytes)
-        + _of(rates, "repeat_gbps", again)
-        + _of(rates, "update_gbps", updated)
+        _ms_of(rates, "stream_gbps", first * gradient_bytes)
+        + _ms_of(rates, "repeat_gbps", again)
+        + _ms_of(rates, "update_gbps", updated)
     )
-    own = _of(rates, "backward_lookup_ns", work.lookups) + _of(
+    own = _ms_of(rates, "backward_lookup_ns", work.lookups) + _ms_of(
         rates, "weighted_lookup_ns", work.lookups * work.weighted
     )
     return rates["compute_factor"] * (
-        _of(rates, "backward_table_us", 1.0)
-        + _of(rates, "sort_lookup_ns", work.lookups * sorts)
-        + _larger(own, moved)
-        + _below(rates, work)
-        + _of(rates, "cache_lookup_ns", work.lookups * (work.cache_bytes > 0))
-        + _of(rates, "host_update_gbps", work.host_update_bytes)
+        _ms_of(rates, "backward_table_us", 1.0)
+        + _ms_of(rates, "sort_lookup_ns", work.lookups * sorts)
+        + _smooth_max(own, moved)
+        + _host_tables_ms(rates, work)
+        + _ms_of(rates, "cache_lookup_ns", work.lookups * (work.cache_bytes > 0))
+        + _ms_of(rates, "host_update_gbps", work.host_update_bytes)
     )
 
 
-def _below(rates: Rates, work: Work) -> np.ndarray:
+def _host_tables_ms(rates: Rates, work: Work) -> np.ndarray:
     """[N] ms that a shard with rows in host memory takes, whatever its size."""
-    return _of(rates, "host_table_us", (work.cache_bytes + work.host_read_bytes > 0).astype(float))
+    return _ms_of(rates, "host_table_us", (work.cache_bytes + work.host_read_bytes > 0).astype(float))
 
 
 def distinct_bytes(tables: Sequence[Table], batch: int) -> float:
@@ -209,12 +209,12 @@ def _granules(rates: Rates, n_bytes: np.ndarray) -> np.ndarray:
     return np.ceil(n_bytes / rates["granule_bytes"]) * rates["granule_bytes"]
 
 
-def _larger(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+def _smooth_max(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """The larger of two ms, a smooth maximum."""
     return (one**_SHARPNESS + other**_SHARPNESS) ** (1 / _SHARPNESS)
 
 
-def _of(rates: Rates, name: str, count: np.ndarray | float) -> np.ndarray:
+def _ms_of(rates: Rates, name: str, count: np.ndarray | float) -> np.ndarray:
     """ms of a count of bytes, lookups or ops at a rate."""
     if name.endswith("_gbps"):
         return np.asarray(count / (rates[name] * BYTES_PER_MS_PER_GBPS))
@@ -230,7 +230,7 @@ class Given:
 
     gbps: GB/s of a device, by level.
     shared: levels where gbps is of a link that the devices of a host share.
-    latency_ms: of a collective. None: the profile's.
+    latency_ms: latency of a collective. None: the profile's.
     """
 
     gbps: Mapping[str, float] = field(default_factory=dict)
@@ -248,7 +248,7 @@ def collective_ms(
 ) -> np.ndarray:
     """[..., 1] ms of a collective among n devices; the same for all, as none is done before the last sender.
 
-    collective: a name of profile.COLLECTIVES.
+    collective: a name of profile.PROFILED_COLLECTIVES.
     owned_bytes: [..., n] as in lower.Workload.traffic.
     units: [K, n] of each device, by level of links.
     exchanges: calls, one after another, of which all but the last are small.
@@ -286,7 +286,7 @@ def collective_ms(
     more = (n / _RAMP_DEVICES) ** 0.5 if level == FAR else 1.0
     ramp = more * busiest / (busiest + rates[f"{collective}_{level}_ramp_bytes"])
     fixed_us = exchanges * once_us + ramp * rates[f"{collective}_{level}_ramp_us"]
-    slowest = reduce(_larger, (_ms_at(g, n * u) for g, n, u in zip(gbps, carried, used, strict=True)))
+    slowest = reduce(_smooth_max, (_ms_at(g, n * u) for g, n, u in zip(gbps, carried, used, strict=True)))
     return rates["exchange_factor"] * (fixed_us * MS_PER_US + slowest)
 
 

@@ -9,23 +9,21 @@ Shapes: N shards, F = 3 features, G ops, D devices, K models; ... any leading di
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from shardcore.core.catalog import DENSE_OPTIMIZERS
 from shardcore.core.errors import SettingMismatch
-from shardcore.core.links import LEVELS
 from shardcore.core.tiers import BELOW
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import Problem, Setting, Shard
 from shardcore.cost import profile_law
 from shardcore.cost.known_errors import NOT_MEASURED
 from shardcore.cost.model import CommCost, Compiled, step_ms
-from shardcore.cost.profile import MEASURABLE, RATES, Profile
+from shardcore.cost.profile import HOST_GBPS, MEASURABLE, RATES, Profile
 from shardcore.cost.profile_law import Rates
 from shardcore.cost.step_comm import Transfers, channels_ms, step_comm
 from shardcore.step.collectives import carried_as
@@ -34,15 +32,13 @@ from shardcore.step.lower import Workload
 from shardcore.step.output_bytes import payload_bytes
 from shardcore.step.scopes import groups_of
 
-_HOST_GBPS = ("host_read_gbps", "host_update_gbps", "host_cache_gbps")
-
 
 @dataclass(frozen=True, eq=False)
 class ProfileModel:
     """A CostModel and BoundableCostModel from a hardware profile. It holds for any problem.
 
     profile: the rates.
-    setting: of the problem. Its hardware is the profile's name.
+    setting: setting of the problem. Its hardware is the profile's name.
     replica_optimizer: dense optimizer of replicas, a name of catalog.DENSE_OPTIMIZERS.
     host_gbps: bandwidth to host memory that the topology gives. None: the profile's.
     device_bytes: bytes of the distinct rows that a batch touches on a device, in the mean. They share its L2.
@@ -61,7 +57,7 @@ class ProfileModel:
 
         Raises SettingMismatch for a problem of other hardware.
         """
-        job, hardware = problem.job, problem.topology.hardware or self.profile.name
+        hardware = problem.topology.hardware or self.profile.name
         if not self.profile.is_of(hardware):
             raise SettingMismatch(
                 f"problem {problem.name!r} is for hardware {hardware!r}, the profile for {self.profile.name!r}; give "
@@ -70,14 +66,7 @@ class ProfileModel:
         memory = problem.topology.memory_of(BELOW[0])
         return dataclasses.replace(
             self,
-            setting=Setting(
-                hardware,
-                problem.global_batch,
-                problem.precision,
-                problem.optimizer,
-                job.forward_payload,
-                job.backward_payload,
-            ),
+            setting=problem.setting(hardware),
             replica_optimizer=problem.replica_optimizer,
             host_gbps=memory.gbps if memory else None,
             device_bytes=profile_law.distinct_bytes(problem.tables, problem.global_batch)
@@ -117,7 +106,7 @@ class ProfileModel:
         values = dict(self.at or self.profile.values)
         if self.host_gbps is not None:
             faster = self.host_gbps / values["host_read_gbps"]
-            values |= {name: faster * values[name] for name in _HOST_GBPS}
+            values |= {name: faster * values[name] for name in HOST_GBPS}
         return values
 
     @cached_property
@@ -159,7 +148,7 @@ class ProfileModel:
         """[..., 3] ms per unit of each feature (see model.BoundableCostModel)."""
         return np.broadcast_to([0.0, 1.0, 1.0], np.shape(least))
 
-    def takes_all_alike(self, topology: Topology) -> bool:
+    def has_equal_transfers(self, topology: Topology) -> bool:
         """True: the busiest device's bytes count for all (see model.BoundableCostModel)."""
         return True
 
@@ -180,8 +169,6 @@ class ProfileModel:
         return channels_ms(self._transfers(topology), traffic, compute_ms)
 
     def _transfers(self, topology: Topology) -> Transfers:
-        payloads = {"forward": self.setting.forward_payload, "backward": self.setting.backward_payload}
-
         def transfers(
             channel: Channel, sent: np.ndarray, skew_ms: np.ndarray
         ) -> tuple[np.ndarray, np.ndarray]:
@@ -191,7 +178,7 @@ class ProfileModel:
                 )
                 if way in channel.row.ways
                 else np.zeros(np.shape(sent))
-                for way, payload in payloads.items()
+                for way, payload in self.setting.payloads.items()
             ]
             return both[0] + self._id_work_ms(channel, sent), both[1] + self._dense_ms(channel, sent)
 
@@ -205,27 +192,27 @@ class ProfileModel:
         if members.shape[1] < 2 or not np.any(sent_bytes):
             return np.zeros(np.shape(sent_bytes))
         row, sent, units = channel.row, sent_bytes[..., members], topology.units[:, members[0]]
+        # The profile names what a channel runs: ids travel in all-to-alls, reduce-scatters go back as all-gathers.
+        collective = "all_to_all" if row.ids else channel.collective
+        if (collective, way) == ("reduce_scatter", "backward"):
+            collective = "all_gather"
         took = profile_law.collective_ms(
             self._values_of_groups,
-            _collective(channel, way),
+            collective,
             sent,
             units,
             row.exchanges,
-            self._given(topology, units),
+            profile_law.Given(
+                {link.level: link.gbps for link in topology.links if link.gbps},
+                frozenset(link.level for link in topology.links if link.shared),
+                topology.outermost(units).latency_ms,
+            ),
         )
         # If any device of a group has bytes, all take part. Of dense gradients: those that have some.
         runs = sent > 0 if row.dense else (sent > 0).any(-1, keepdims=True)
         ms = np.zeros((*took.shape[:-2], len(topology)))
         ms[..., members] = np.where(runs, took, 0.0)
         return ms
-
-    @staticmethod
-    def _given(topology: Topology, units: np.ndarray) -> profile_law.Given:
-        """Bandwidths and latency that a topology gives."""
-        links = {level: topology.link(level) for level in LEVELS}
-        gbps = {level: link.gbps for level, link in links.items() if link.gbps}
-        shared = frozenset(level for level, link in links.items() if link.shared)
-        return profile_law.Given(gbps, shared, topology.outermost(units).latency_ms)
 
     def _id_work_ms(self, channel: Channel, received_bytes: np.ndarray) -> np.ndarray:
         """[..., D] ms of a device's own work on ids: in buckets before they travel, and in order afterwards."""
@@ -259,14 +246,15 @@ class ProfileModel:
 
         Without the dense part, whose ms are given.
         """
-        step = dataclasses.replace(workload, job=dataclasses.replace(workload.job, **_NO_DENSE))
+        no_dense = dataclasses.replace(workload.job, dense_forward_ms=None, dense_backward_ms=None)
+        step = dataclasses.replace(workload, job=no_dense)
         if not any(step.ops):
             return 0.0
-        return float(
-            self.profile.band(
-                lambda many: self.steps_ms(step, [dataclasses.replace(self, at=values) for values in many])
-            )
-        )
+
+        def prices(many: Sequence[Rates]) -> np.ndarray:
+            return self.steps_ms(step, [dataclasses.replace(self, at=values) for values in many])
+
+        return float(self.profile.band(prices))
 
     def steps_ms(self, workload: Workload, models: Sequence[ProfileModel]) -> np.ndarray:
         """[K] ms of a step under models that differ in their rates only. See model.UncertainCostModel.
@@ -276,7 +264,7 @@ class ProfileModel:
         many = dataclasses.replace(
             self,
             at={name: np.array([[model._values[name]] for model in models]) for name in RATES},
-            host_gbps=None,
+            host_gbps=None,  # already in these values
         )
         compute_ms = many._compute_ms(workload)  # [K, D]
         # Bytes are the same under all models, and broadcast.
@@ -305,13 +293,3 @@ class ProfileModel:
             ],
             axis=-1,
         )
-
-
-_NO_DENSE: Mapping[str, Any] = {"dense_forward_ms": None, "dense_backward_ms": None}
-
-
-def _collective(channel: Channel, way: str) -> str:
-    """The collective of a profile that a channel runs."""
-    if channel.row.ids:
-        return "all_to_all"
-    return "all_gather" if (channel.collective, way) == ("reduce_scatter", "backward") else channel.collective

@@ -73,7 +73,7 @@ def timings_of(compute: Iterable[ComputeSample], comm: Iterable[CollectiveSample
 class Check:
     """Measured against predicted times of one kind of op or collective.
 
-    kind: of op with its setting and widths, or of collective.
+    kind: kind of op with its setting and widths, or of collective.
     n: timings.
     ratio: measured over predicted, median. low, high: quartiles.
     error: mean of |measured - predicted| / measured.
@@ -105,13 +105,13 @@ def checks(profile: Profile, timings: Sequence[Timing]) -> list[Check]:
     kinds: dict[str, list[int]] = {}
     for i, timing in enumerate(timings):
         kinds.setdefault(_kind(timing), []).append(i)
-    found = []
+    of_kinds = []
     for kind, of in sorted(kinds.items()):
         low, ratio, high = np.quantile(measured_us[of] / predicted_us[of], (0.25, 0.5, 0.75)).tolist()
         error = float(np.abs(predicted_us[of] / measured_us[of] - 1).mean())
         expected = of_ops if timings[of[0]].op in OPS else of_exchanges
-        found.append(Check(kind, len(of), ratio, low, high, error, expected))
-    return found
+        of_kinds.append(Check(kind, len(of), ratio, low, high, error, expected))
+    return of_kinds
 
 
 def _kind(timing: Timing) -> str:

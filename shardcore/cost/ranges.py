@@ -27,7 +27,7 @@ def _number(value: float) -> str:
 
 
 @dataclass(frozen=True)
-class Quantity:
+class Range:
     """Something with a measured range, and the words to report it.
 
     The report reads "NAME <phrase VALUE>; <end> measured LIMIT". upper and lower are its ends.
@@ -40,25 +40,25 @@ class Quantity:
     slack: float = SLACK
 
 
-QUANTITIES = {
-    "shard_bytes": Quantity("is {}", show=gib),
-    "shard_rows": Quantity("has {} rows", "most"),
-    "shard_width": Quantity("is {} columns wide", "widest", "narrowest"),
-    "shard_pooling": Quantity("has {} lookups a sample", "most"),
-    "shard_features": Quantity("has {} features", "most", slack=1.0),
-    "op_shards": Quantity("runs {} shards in one op", "most"),
-    "op_bytes": Quantity("holds {} in one op", show=gib),
-    "op_sequences": Quantity("runs {} sequences in one op", "most"),
-    "op_batch": Quantity("runs an op over {} samples", "largest", "smallest", slack=1.0),
-    "batch": Quantity("has a global batch of {}", "largest", "smallest", slack=1.0),
-    "devices": Quantity("has {} devices", "most", "fewest", slack=1.0),
-    "exchange_bytes": Quantity("exchanges {}", show=gib),
-    "exchange_id_bytes": Quantity("receives {} of ids", show=gib),
+RANGES = {
+    "shard_bytes": Range("is {}", show=gib),
+    "shard_rows": Range("has {} rows", "most"),
+    "shard_width": Range("is {} columns wide", "widest", "narrowest"),
+    "shard_pooling": Range("has {} lookups a sample", "most"),
+    "shard_features": Range("has {} features", "most", slack=1.0),
+    "op_shards": Range("runs {} shards in one op", "most"),
+    "op_bytes": Range("holds {} in one op", show=gib),
+    "op_sequences": Range("runs {} sequences in one op", "most"),
+    "op_batch": Range("runs an op over {} samples", "largest", "smallest", slack=1.0),
+    "batch": Range("has a global batch of {}", "largest", "smallest", slack=1.0),
+    "devices": Range("has {} devices", "most", "fewest", slack=1.0),
+    "exchange_bytes": Range("exchanges {}", show=gib),
+    "exchange_id_bytes": Range("receives {} of ids", show=gib),
 }
 
 
 def op_quantities(shards: Sequence[Shard], batch: int) -> dict[str, list[float]]:
-    """The values of QUANTITIES for one op. Those of shard_* have one entry a shard."""
+    """The values of RANGES for one op. Those of shard_* have one entry a shard."""
     return {
         "shard_bytes": [s.bytes for s in shards],
         "shard_rows": [s.rows for s in shards],
@@ -78,7 +78,7 @@ def out_of_range(model: NeuralModel, workload: Workload) -> list[str]:
 
     Each names the worst case of a kind, and the number of others.
     """
-    values_of: dict[str, list[tuple[str, float]]] = {name: [] for name in QUANTITIES}
+    values_of: dict[str, list[tuple[str, float]]] = {name: [] for name in RANGES}
     known: dict[int, dict[str, list[float]]] = {}  # devices of replicas share their Op
     for device, ops in enumerate(workload.ops):
         for op in ops:
@@ -111,7 +111,7 @@ def _beyond(
     name: str, values: Sequence[tuple[str, float]], measured: Sequence[float] | None
 ) -> Iterable[str]:
     """At most two sentences on one quantity: above its range, and below it."""
-    quantity = QUANTITIES[name]
+    quantity = RANGES[name]
     if measured is None:
         return
     low, high = measured
@@ -128,12 +128,26 @@ def _beyond(
 
 
 def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
-    """Sentences on links, collectives and speeds that were not measured."""
+    """Sentences on parts of a step that were not measured."""
     topology = workload.topology
     if topology.hardware is None:
         yield f"the topology names no hardware: prices are those of {model.setting.hardware}"
     elif topology.hardware != model.setting.hardware:
         yield f"the topology has {topology.hardware}; the model was measured on {model.setting.hardware}"
+    yield from _unmeasured_exchanges(model, workload)
+    yield from _unmeasured_tables(model, workload)
+    if (ratio := workload.job.tower_ratio) is not None:
+        yield (
+            f"outputs cross hosts {ratio:g} times smaller, as given; the compute and memory of the tower "
+            "modules that make them so are not priced"
+        )
+    if speeds := ", ".join(f"{s:g}" for s in sorted({d.speed for d in topology.devices} - {1.0})):
+        yield f"devices of speed {speeds} are scaled from the measured hardware"
+
+
+def _unmeasured_exchanges(model: NeuralModel, workload: Workload) -> Iterable[str]:
+    """Sentences on links, collectives and payloads."""
+    topology = workload.topology
     # Channels without bytes, or with groups of one device, never run.
     carrying = [c for c, sent in zip(workload.channels, workload.traffic, strict=True) if sent.any()]
     used = [c for c in dict.fromkeys(carrying) if groups_of(c.group, topology).shape[1] > 1]
@@ -160,48 +174,41 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
             f"{kinds} shards: their {channel.words} is priced with the rates of "
             f"{collective_model.stands_for(model.weights, channel)}, not measured"
         )
-    payloads = {"forward": model.setting.forward_payload, "backward": model.setting.backward_payload}
+    payloads = model.setting.payloads
     for channel, way in ((c, way) for c in used for way in c.row.ways):
         if not collective_model.knows_payload(model.weights, channel, way, payloads[way]):
             yield (
                 f"{payloads[way]} {way} in the {channel.words} is priced with FP32's rates and fewer "
                 "bytes, not measured"
             )
-    tables = {s.table.name: s.table for ops in workload.ops for op in ops for s in op.shards}
-    sequences = [name for name, table in tables.items() if table.sequence]
+
+
+def _unmeasured_tables(model: NeuralModel, workload: Workload) -> Iterable[str]:
+    """Sentences on tables that are priced as if they were others."""
+    shards = [(s, op.run) for ops in workload.ops for op in ops for s in op.shards]
+    tables = {s.table.name: s.table for s, _ in shards}
     # Models that never saw a sequence have no range for them.
-    if sequences and "op_sequences" not in model.meta["ranges"]:
-        yield (
-            f"table {sequences[0]!r}{and_more(sequences)} is a sequence: its lookups are priced as "
-            "pooled ones with an output for each, not measured"
-        )
-    replicas = dict.fromkeys(
-        s.table.name for ops in workload.ops for op in ops if op.run.dense_gradient for s in op.shards
-    )
-    if replicas:
-        yield (
-            f"table {next(iter(replicas))!r}{and_more(replicas)} is replicated: its dense kernel is "
-            "priced as a fused op, without its dense optimizer, not measured"
-        )
-    weighted = [name for name, table in tables.items() if table.weighted]
-    if weighted:
-        yield (
-            f"table {weighted[0]!r}{and_more(weighted)} has weights of lookups, which are priced to "
-            "travel only, not measured"
-        )
-    if (ratio := workload.job.tower_ratio) is not None:
-        yield (
-            f"outputs cross hosts {ratio:g} times smaller, as given; the compute and memory of the tower "
-            "modules that make them so are not priced"
-        )
-    copied = [s.table.name for ops in workload.ops for op in ops for s in op.shards if s.table.is_variable]
-    if copied:
-        yield (
-            f"table {copied[0]!r} is deduplicated, or has batches of its own: it is priced as looked up by fewer "
-            "samples, not measured"
-        )
-    if speeds := ", ".join(f"{s:g}" for s in sorted({d.speed for d in topology.devices} - {1.0})):
-        yield f"devices of speed {speeds} are scaled from the measured hardware"
+    unseen = "op_sequences" not in model.meta["ranges"]
+    for names, words in (
+        (
+            [name for name, table in tables.items() if table.sequence and unseen],
+            "is a sequence: its lookups are priced as pooled ones with an output for each",
+        ),
+        (
+            list(dict.fromkeys(s.table.name for s, run in shards if run.dense_gradient)),
+            "is replicated: its dense kernel is priced as a fused op, without its dense optimizer",
+        ),
+        (
+            [name for name, table in tables.items() if table.weighted],
+            "has weights of lookups, which are priced to travel only",
+        ),
+        (
+            [name for name, table in tables.items() if table.is_variable],
+            "is deduplicated, or has batches of its own: it is priced as looked up by fewer samples",
+        ),
+    ):
+        if names:
+            yield f"table {names[0]!r}{and_more(names)} {words}, not measured"
 
 
 def and_more(of: Sized) -> str:

@@ -33,7 +33,7 @@ class ReplayRecord:
     """A plan that was priced by a model and replayed.
 
     plan: its name. Equal plans of several algorithms share one.
-    predicted_ms, replayed_ms: of a step.
+    predicted_ms, replayed_ms: ms of a step.
     noise_ms: half the 95% interval of replayed_ms.
     """
 
@@ -121,14 +121,14 @@ def by_problem(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, np.n
     return {name: np.array(values) for name, values in figures.items()}
 
 
-def rivals(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, SharderComparison]:
+def rivals(rows: Sequence[ReplayRecord]) -> dict[str, SharderComparison]:
     """Every algorithm against ours, by name. Those without a common problem are left out."""
     problems = _grouped(rows)
     comparisons = {}
     for name in dict.fromkeys(r.algorithm for r in rows):
         costs, predicted, losses = [], [], {}
         for problem, own in problems.items():
-            theirs, mine = ([r for r in own if r.algorithm == a] for a in (name, ours))
+            theirs, mine = ([r for r in own if r.algorithm == a] for a in (name, OURS))
             # Only problems that both solved can be compared.
             if theirs and mine:
                 their_predicted_ms, their_ms, their_noise_ms = _means(theirs)
@@ -144,7 +144,7 @@ def rivals(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, SharderC
             # Both relative to the best plan replayed, so that problems weigh equally.
             lacked, gained = their / best - 1, (their - our) / best
             # A ratio of means, not a mean of ratios: a problem without regret would divide by 0.
-            closed = bootstrap(gained, over=lacked) if name != ours and lacked.sum() > 0 else None
+            closed = bootstrap(gained, over=lacked) if name != OURS and lacked.sum() > 0 else None
             comparisons[name] = SharderComparison(
                 problems=len(costs),
                 predicted=float(np.mean(predicted)),

@@ -70,8 +70,8 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
             "model has one factor for a collective in both: give steps of one kind"
         )
     # On one host each part of a step is measured apart. Over several hosts only their sum is.
-    of_parts = [_of_part(isolated, on_one, part) for part in _PARTS]
-    of_sums, used_over_several = _of_sums(isolated, over_several)
+    of_parts = [_factors_of_part(isolated, on_one, part) for part in _PARTS]
+    of_sums, used_over_several = _factors_of_sums(isolated, over_several)
     least, most = collective_model.LEAST_IN_STEP, collective_model.MOST_IN_STEP
     factors = {}
     for fitted in (*(fitted for fitted, _ in of_parts), of_sums):
@@ -85,7 +85,7 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
     )
 
 
-def _of_part(isolated: NeuralModel, steps: Sequence[Step], part: str) -> tuple[dict[str, float], int]:
+def _factors_of_part(isolated: NeuralModel, steps: Sequence[Step], part: str) -> tuple[dict[str, float], int]:
     """Factors by the names of their weights, and the number of steps used. From one part of steps on one host."""
     way, channels = _PARTS[part]
     # Ids that a dense part hides have no time.
@@ -99,15 +99,15 @@ def _of_part(isolated: NeuralModel, steps: Sequence[Step], part: str) -> tuple[d
     usable = [s for s in timed if (ran := {c for c in channels if _runs(s[0], c)}) and ran <= set(often)]
     if not usable:
         return {}, 0
-    observed = [_observed(isolated, s, part, often) for s in usable]
+    observed = [_predicted_and_measured(isolated, s, part, often) for s in usable]
     terms, took = (np.concatenate(values) for values in zip(*observed, strict=True))
     fitted = fit_law(terms, took)
-    names = [collective_model.step_weight(c, way) for c in often]
+    names = [collective_model.step_factor_name(c, way) for c in often]
     return dict(zip(names, fitted.tolist(), strict=True)), len(usable)
 
 
-def _of_sums(isolated: NeuralModel, steps: Sequence[Step]) -> tuple[dict[str, float], int]:
-    """Factors and number of steps as _of_part, from the sum of all exchanges of steps over several hosts."""
+def _factors_of_sums(isolated: NeuralModel, steps: Sequence[Step]) -> tuple[dict[str, float], int]:
+    """Factors and number of steps as _factors_of_part, from the sum of all exchanges of steps over several hosts."""
     # Without times of ids the sum would lack a term. Hidden ids are in no sum.
     steps = [(w, took) for w, took in steps if any(took.input_ms) and not w.job.hides_ids_ms]
 
@@ -132,7 +132,7 @@ def _of_sums(isolated: NeuralModel, steps: Sequence[Step]) -> tuple[dict[str, fl
         terms.append([sum(ms[c][way][last] for c in channels for way in (0, 1)) for channels in often])
     factors = {}
     for channels, factor in zip(often, fit_law(np.array(terms), np.array(took_ms)).tolist(), strict=True):
-        factors |= {collective_model.step_weight(c, way): factor for c in channels for way in c.row.ways}
+        factors |= {collective_model.step_factor_name(c, way): factor for c in channels for way in c.row.ways}
     return factors, len(usable)
 
 
@@ -156,7 +156,7 @@ _PARTS = {
 """Parts of a StepCost, with the direction and the channels that they time."""
 _SUMS = [tuple(ID_CHANNELS), *((c,) for c in CHANNELS if c not in ID_CHANNELS)]
 """Channels that share a factor over several hosts."""
-_NAMES = {collective_model.step_weight(c, way) for way, channels in _PARTS.values() for c in channels}
+_NAMES = {collective_model.step_factor_name(c, way) for way, channels in _PARTS.values() for c in channels}
 
 
 def _runs(workload: Workload, channel: Channel) -> bool:
@@ -164,7 +164,7 @@ def _runs(workload: Workload, channel: Channel) -> bool:
     return bool(workload.traffic[[c == channel for c in workload.channels]].any())
 
 
-def _observed(
+def _predicted_and_measured(
     model: NeuralModel, step: Step, part: str, channels: Sequence[Channel]
 ) -> tuple[np.ndarray, np.ndarray]:
     """[D, C] predicted ms of each channel in isolation, and [D] ms that all of them took.

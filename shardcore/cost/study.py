@@ -69,7 +69,7 @@ class LearningCurve:
     """Test error against the number of training samples.
 
     rows: (samples, error in percent), as measured.
-    constant, scale, power: of the law through them (Hestness et al. 2017).
+    constant, scale, power: numbers of the law through them (Hestness et al. 2017).
 
         error = constant + scale × samples^-power
     """
@@ -107,7 +107,6 @@ def learning_curve(
     if len(sizes) < 3 or not test:
         return None
     rows, measured = [], np.array([s.total_ms for s in test])
-    # Nested prefixes, so that points differ by more samples, not by other ones.
     for n in sizes:
         model = fit.train(rest[:n], [], setting, config).model
         rows.append((n, mape(accuracy.predict(model, test), measured)))
@@ -117,7 +116,7 @@ def learning_curve(
 
 
 def _law(rows: Sequence[tuple[int, float]]) -> LearningCurve:
-    """The best law over a grid of powers. For a fixed power it is linear."""
+    """The best law over a grid of powers."""
     samples, error = (np.array(x, dtype=float) for x in zip(*rows, strict=True))
     laws = []
     # For a fixed power the law is linear in its other two numbers: fit them, and keep the best power.

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.payloads import CASTS, payload_of
+from shardcore.core.payloads import payload_of
 from shardcore.core.types import Problem
 from shardcore.cost import collective_model
 from shardcore.cost.composite import Composite
@@ -68,8 +68,8 @@ class TracesTellNothing(ShardCoreError):
 class Family:
     """Standard deviations of a family's logarithms.
 
-    common: of what all its quantities share. A model of another machine may be off by e^common.
-    own: of what one quantity has alone.
+    common: deviation of what all its quantities share. A model of another machine may be off by e^common.
+    own: deviation of what one quantity has alone.
     noise: least standard deviation of what a unit measures.
     """
 
@@ -101,7 +101,7 @@ class Factor:
     value: exp of the posterior mean.
     sd: standard deviation of the posterior of its logarithm.
     units: ranks and steps that measured it. 0: only its family did.
-    latency_ms: of each run, on top of the factor.
+    latency_ms: latency of each run, on top of the factor.
     """
 
     value: float
@@ -114,9 +114,9 @@ class Factor:
 class Correction:
     """Factors of a model, and what the job does around the embeddings.
 
-    factors: of each of QUANTITIES.
+    factors: factor of each of QUANTITIES.
     covariance: [Q, Q] of their logarithms.
-    around_ms: ms of a step that the model has no part of: the dense part, and all the job does besides.
+    around_ms: ms of a step that the model has no part of: the dense part, and all else that the job does.
     refused: a line on each thing that the traces do not tell.
     """
 
@@ -202,12 +202,12 @@ def correction(
     steps: workloads of the plans that ran, whose jobs have the dense part that the trace shows
       (`with_traced_dense`), and the steps, as without tracing.
 
-    step_ms: of steps without tracing. None: as traced.
+    step_ms: ms of steps without tracing. None: as traced.
 
     Raises TracesTellNothing where they tell nothing of lookups.
     """
     factors, covariance, refused = factors_of(observations(model, steps))
-    fitted = corrected(model, factors)
+    fitted = corrected_model(model, factors)
     total_ms = step_ms or float(np.median([step.total_ms for _, step in steps]))
     inner_ms = float(
         np.median([price(workload, fitted).total_ms - workload.job.dense_ms for workload, _ in steps])
@@ -222,13 +222,13 @@ def factors_of(
 
     Raises TracesTellNothing where they tell nothing of lookups.
     """
-    told = (seen.measured > 0) & (seen.predicted > 0)
-    if not told[:, ~_EXCHANGES].any():
+    known = seen.known
+    if not known[:, ~_EXCHANGES].any():
         raise TracesTellNothing(
             "the traces tell nothing of lookups; trace a step of the job with its embeddings"
         )
     silent = [
-        q.words for i, q in enumerate(QUANTITIES) if seen.predicted[:, i].any() and not told[:, i].any()
+        q.words for i, q in enumerate(QUANTITIES) if seen.predicted[:, i].any() and not known[:, i].any()
     ]
     refused = [f"the traces do not tell {', '.join(silent)}: corrected as their family is"] if silent else []
     evidence = _parts(seen)[0].and_(_sum_of(seen, np.zeros(len(QUANTITIES))))
@@ -239,13 +239,13 @@ def factors_of(
             continue
         if not _generalises(seen, name):
             why_not[name] = "a correction by some ranks and steps fits others no better than the model does"
-        elif not own.speak_for_correction():
+        elif not own.favour_correction():
             why_not[name] = "the traces are as likely without a correction"
     refused += [f"{name}: {reason}; left as they are" for name, reason in why_not.items()]
     fit = _fitted(seen)
     kept = np.array([q.family not in why_not for q in QUANTITIES])
     log, latency_ms = np.where(kept, fit.log, 0.0), np.where(kept, fit.latency_ms, 0.0)
-    units = np.where(kept, told.sum(0), 0)
+    units = np.where(kept, known.sum(0), 0)
     # The uncertainty of a factor that stays 1 is that of its fit, too.
     factors = {
         q: Factor(
@@ -308,7 +308,7 @@ class _Linear(NamedTuple):
         gain = np.linalg.solve(self._covariance(), self.terms @ _PRIOR).T
         return gain @ self.values, _PRIOR - gain @ self.terms @ _PRIOR
 
-    def speak_for_correction(self) -> bool:
+    def favour_correction(self) -> bool:
         """True if they are likelier under the prior of factors than with all factors 1.
 
         A correction costs: a wide prior makes any value unlikely. So what noise explains corrects nothing.
@@ -343,22 +343,25 @@ def _fitted(seen: Observations) -> _Fit:
 
 def _parts(seen: Observations) -> tuple[_Linear, np.ndarray]:
     """Observations of each quantity over units, and latencies [Q]."""
-    told = (seen.measured > 0) & (seen.predicted > 0)
-    some = np.flatnonzero(told.any(0))
-    measured, predicted = np.where(told, seen.measured, 1.0), np.where(told, seen.predicted, 1.0)
+    known = seen.known
+    some = np.flatnonzero(known.any(0))
+    measured, predicted = np.where(known, seen.measured, 1.0), np.where(known, seen.predicted, 1.0)
     most_ms = _most_ms(measured, predicted)
     bounded = np.clip(measured, predicted / MOST_FACTOR, most_ms)
-    mean, variance = _mean(np.log(np.where(_EXCHANGES, bounded, measured) / predicted), seen.predicted, told)
-    unclear, _ = _mean(np.where(_EXCHANGES, seen.unclear, 0.0), seen.predicted, told)
+    mean, variance = _mean(np.log(np.where(_EXCHANGES, bounded, measured) / predicted), seen.predicted, known)
+    unclear, _ = _mean(np.where(_EXCHANGES, seen.unclear, 0.0), seen.predicted, known)
     # Units share the disturbances of their step, so their number reduces no floor.
     noise = _NOISE**2 + (UNCLEAR * unclear) ** 2 + variance
     latency_ms = np.zeros(len(QUANTITIES))
     for i in (i for i in some if _EXCHANGES[i]):
-        latency_ms[i] = max(0.0, float(np.median((measured - most_ms)[told[:, i], i])))
-    for i, q in enumerate(QUANTITIES):
-        if i not in some and q.channel and q.channel not in ID_CHANNELS:
-            alike = [latency_ms[j] for j in some if _is_like(QUANTITIES[j], q)]
-            latency_ms[i] = float(np.median(alike)) if alike else 0.0
+        latency_ms[i] = max(0.0, float(np.median((measured - most_ms)[known[:, i], i])))
+    # Exchanges of outputs, or of their gradients, that did not run have the usual latency of those that did.
+    for way in ("forward", "backward"):
+        exchanges = [
+            i for i, q in enumerate(QUANTITIES) if q.channel and q.channel not in ID_CHANNELS and q.way == way
+        ]
+        if ran := [latency_ms[i] for i in exchanges if i in some]:
+            latency_ms[[i for i in exchanges if i not in some]] = np.median(ran)
     return _Linear(np.eye(len(QUANTITIES))[some], mean[some], noise[some]), latency_ms
 
 
@@ -388,17 +391,12 @@ def _most_ms(measured: np.ndarray, predicted: np.ndarray, runs: float | np.ndarr
     return np.maximum(MOST_FACTOR * predicted, measured - MOST_LATENCY_MS * runs)
 
 
-def _mean(values: np.ndarray, weights: np.ndarray, told: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _mean(values: np.ndarray, weights: np.ndarray, known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Mean over units, and its variance. A unit counts by its predicted ms: short ops are mostly noise."""
-    share = np.where(told, weights, 0.0)
+    share = np.where(known, weights, 0.0)
     share = share / np.maximum(share.sum(0), 1e-30)
     mean = (share * values).sum(0)
-    return mean, (share * (values - mean) ** 2).sum(0) / np.maximum(told.sum(0), 1)
-
-
-def _is_like(ran: Quantity, other: Quantity) -> bool:
-    """True for exchanges of outputs, or of their gradients, in one direction."""
-    return ran.channel is not None and ran.channel not in ID_CHANNELS and ran.way == other.way
+    return mean, (share * (values - mean) ** 2).sum(0) / np.maximum(known.sum(0), 1)
 
 
 def _generalises(seen: Observations, family: str) -> bool:
@@ -442,7 +440,7 @@ def mismatches(workload: Workload, step: TracedStep) -> list[str]:
 # --- the corrected model --------------------------------------------------------------------------------------
 
 
-def corrected(
+def corrected_model(
     model: Any, factors: Mapping[Quantity, Factor], lineage: Mapping[str, Any] | None = None
 ) -> Any:
     """The model with its ms multiplied, and latencies added.
@@ -452,7 +450,7 @@ def corrected(
     Raises ShardCoreError for a model of a kind that has no rates to multiply.
     """
     if isinstance(model, Composite):
-        return replace(model, models=tuple(corrected(m, factors, lineage) for m in model.models))
+        return replace(model, models=tuple(corrected_model(m, factors, lineage) for m in model.models))
     if isinstance(model, ProfileModel):
         return replace(model, profile=_corrected_profile(model.profile, factors, lineage))
     if not isinstance(model, NeuralModel):
@@ -466,9 +464,9 @@ def corrected(
             continue
         factor = collective_model.in_step(model.weights, q.channel, q.way) * factors[q].value
         factor = min(max(factor, least), most)
-        scaled[collective_model.step_weight(q.channel, q.way)] = np.array([factor])
-        for payload in ("fp32", *CASTS):
-            name = collective_model.weight(q.channel, q.way, payload)
+        scaled[collective_model.step_factor_name(q.channel, q.way)] = np.array([factor])
+        for payload in q.channel.row.payloads:
+            name = collective_model.rates_name(q.channel, q.way, payload)
             if name in model.weights and factors[q].latency_ms:
                 rates = model.weights[name].copy()
                 # The factor multiplies it again. Exchanges run as often as the row has it.
@@ -487,12 +485,12 @@ def _corrected_profile(
     of_lookups = [factors[Quantity(None, way)] for way in ("forward", "backward")]
     by_name = {}
     for name, rate in profile.rates.items():
-        channel = next((q for prefix, q in _OF_PROFILE.items() if name.startswith(prefix)), None)
+        exchange = next((q for prefix, q in _OF_PROFILE.items() if name.startswith(prefix)), None)
         latency_us = 0.0
-        if channel is not None:
-            value, sd = factors[channel].value, factors[channel].sd
+        if exchange is not None:
+            value, sd = factors[exchange].value, factors[exchange].sd
             if name.endswith("_latency_us"):
-                latency_us = 1e3 * factors[channel].latency_ms
+                latency_us = 1e3 * factors[exchange].latency_ms
         elif name.startswith(_OF_LOOKUPS):
             value = float(np.sqrt(np.prod([f.value for f in of_lookups])))
             sd = max(f.sd for f in of_lookups)

@@ -1,4 +1,4 @@
-"""ms that traced steps of a running job measured, beside those that a model predicts.
+"""ms that traced steps of a running job measured, and those that a model predicts.
 
 A rank's step tells its lookups apart: nothing else runs on the device meanwhile. It does not tell exchanges
 apart where they overlap. Over one link, two transfers at once take as long as one after the other. Whose ms
@@ -35,7 +35,7 @@ COMPUTE, EXCHANGE = "lookups", "exchanges"
 class Quantity:
     """One measured quantity of a step.
 
-    channel: of an exchange. None: of lookups.
+    channel: channel of an exchange. None: the quantity is of lookups.
     way: "forward" or "backward".
     """
 
@@ -80,6 +80,11 @@ class Observations(NamedTuple):
     together: np.ndarray
     dense: np.ndarray
     waiting: np.ndarray
+
+    @property
+    def known(self) -> np.ndarray:
+        """[U, Q] True where a trace tells a quantity, and the plan has it."""
+        return (self.measured > 0) & (self.predicted > 0)
 
     @property
     def predicted_together(self) -> np.ndarray:
@@ -129,38 +134,38 @@ def joined(observed: Sequence[Observations]) -> Observations:
 
 def _predicted(model: CostModel, workload: Workload, cost: Any) -> dict[Quantity, Sequence[float]]:
     """ms of each device by quantity. cost: of the workload, as `price` gives it."""
-    collectives = exchanges_of(model).collectives(
+    collectives = exchange_model(model).collectives(
         workload.traffic, np.array(cost.compute_ms), workload.topology
     )
     idle = (np.zeros(len(workload.ops)),) * 2
-    found: dict[Quantity, Sequence[float]] = {
+    of_devices: dict[Quantity, Sequence[float]] = {
         Quantity(None, "forward"): cost.forward_compute_ms,
         Quantity(None, "backward"): cost.backward_compute_ms,
     }
     for q in QUANTITIES:
         if q.channel:
-            found[q] = collectives.get(q.channel, idle)[("forward", "backward").index(q.way)].tolist()
+            of_devices[q] = collectives.get(q.channel, idle)[("forward", "backward").index(q.way)].tolist()
     # Ids that the dense part hides are no part of what a step takes.
     ids = [q for q in QUANTITIES if q.channel in ID_CHANNELS]
-    total_ms = np.sum([found[q] for q in ids], axis=0)
+    total_ms = np.sum([of_devices[q] for q in ids], axis=0)
     exposed = cost.input_ms if not workload.job.hides_ids_ms else np.zeros_like(total_ms)
     for q in ids:
-        share = np.divide(found[q], total_ms, out=np.zeros_like(total_ms), where=total_ms > 0)
-        found[q] = (share * exposed).tolist()
-    return found
+        share = np.divide(of_devices[q], total_ms, out=np.zeros_like(total_ms), where=total_ms > 0)
+        of_devices[q] = (share * exposed).tolist()
+    return of_devices
 
 
 def _dense_ms(model: CostModel, workload: Workload, step: TracedStep) -> np.ndarray:
     """[D] predicted ms of the all-reduces of a step: dense gradients, and those of replicas."""
     traffic = np.zeros((len(CHANNELS), len(workload.ops)))
     traffic[CHANNELS.index(ALL_REDUCE)] = max(_reduced_bytes(rank) for rank in step.ranks)
-    both = exchanges_of(model).collectives(traffic, np.zeros(len(workload.ops)), workload.topology)
+    both = exchange_model(model).collectives(traffic, np.zeros(len(workload.ops)), workload.topology)
     return both[ALL_REDUCE][1] if ALL_REDUCE in both else np.zeros(len(workload.ops))
 
 
-def exchanges_of(model: Any) -> NeuralModel | ProfileModel:
+def exchange_model(model: Any) -> NeuralModel | ProfileModel:
     """The model that prices exchanges."""
-    one = model.of_exchanges if isinstance(model, Composite) else model
+    one = model.exchange_model if isinstance(model, Composite) else model
     if not isinstance(one, NeuralModel | ProfileModel):
         raise ShardCoreError(f"model is a {type(model).__name__}; traces correct trained models and profiles")
     return one
@@ -212,7 +217,7 @@ def _measured(
     of_ids = sum(ms for q, ms in zip(QUANTITIES, predicted, strict=True) if q.channel in ID_CHANNELS)
     ids_ms = rank.ms.get("ids", 0.0) + rank.ms.get("ids_transfer", 0.0)
     ids_shared = sum(x.shared_ms for x in rank.exchanges if x.role == "ids")
-    found, unclear = [], []
+    measured, unclear = [], []
     for q, ms in zip(QUANTITIES, predicted, strict=True):
         took_ms, shared_ms = 0.0, 0.0
         if q.channel is None:
@@ -224,14 +229,14 @@ def _measured(
             key = (q.channel.collective, q.way)
             share = of_replicas if q.channel.collective == "all_reduce" else 1.0
             took_ms, shared_ms = exposed[key] * share, shared[key] * share
-        found.append(took_ms)
+        measured.append(took_ms)
         unclear.append(shared_ms / took_ms if took_ms else 0.0)
     together = _together_ms(rank, bool(of_ids), bool(reduced))
     ran = [q.channel is not None and ms > 0 for q, ms in zip(QUANTITIES, predicted, strict=True)]
-    if together <= 0 or any(r and not took_ms for r, took_ms in zip(ran, found, strict=True)):
-        return found, unclear, 0.0  # the sum would lack what the trace does not show
+    if together <= 0 or any(r and not took_ms for r, took_ms in zip(ran, measured, strict=True)):
+        return measured, unclear, 0.0  # the sum would lack what the trace does not show
     waiting = rank.ms.get("waiting", 0.0) / together
-    return found, [share + waiting * r for share, r in zip(unclear, ran, strict=True)], together
+    return measured, [share + waiting * r for share, r in zip(unclear, ran, strict=True)], together
 
 
 def _together_ms(rank: RankStep, with_ids: bool, with_reduced: bool) -> float:

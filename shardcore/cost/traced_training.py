@@ -70,11 +70,11 @@ def observations(model: Any, samples: Sequence[TracedSample]) -> Observations:
 
     Raises SettingMismatch for a model that is not for a sample's problem.
     """
-    found = []
+    observed = []
     for sample in samples:
         problem, steps = workloads(sample)
-        found.append(traced_factors.observations(model.for_problem(problem), steps))
-    return joined(found)
+        observed.append(traced_factors.observations(model.for_problem(problem), steps))
+    return joined(observed)
 
 
 def is_for(model: Any, sample: TracedSample) -> bool:
@@ -100,11 +100,11 @@ def error(model: Any, samples: Sequence[TracedSample]) -> float:
     Raises TracesTellNothing for samples that tell of neither.
     """
     measured, predicted = observations(model, samples).comparable()
-    told = measured > 0
-    if not told.any():
+    known = measured > 0
+    if not known.any():
         names = ", ".join(dict.fromkeys(sample.job for sample in samples))
         raise TracesTellNothing(f"traced steps of {names} tell nothing of lookups or exchanges")
-    return float(100 * np.abs(measured - predicted)[told].sum() / measured[told].sum())
+    return float(100 * np.abs(measured - predicted)[known].sum() / measured[known].sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,11 +138,11 @@ def correct(model: Any, samples: Sequence[TracedSample]) -> Corrected:
     learned = [sample for sample in parts.learned if sample.name not in earlier["steps"]]
     if not learned:
         of = "" if before is None else f"; error on held-out traces {before:.1f}%"
-        return _left(model, before, f"no traced step that the model has not learned from{of}")
+        return _uncorrected(model, before, f"no traced step that the model has not learned from{of}")
     try:
         factors, _, refused = traced_factors.factors_of(observations(model, learned))
     except TracesTellNothing as nothing:
-        return _left(model, before, f"{nothing}; the model is left as it is")
+        return _uncorrected(model, before, f"{nothing}; the model is left as it is")
     jobs = " and ".join(dict.fromkeys(sample.job for sample in learned))
     lineage: dict[str, Any] = {
         "job": jobs,
@@ -152,17 +152,17 @@ def correct(model: Any, samples: Sequence[TracedSample]) -> Corrected:
     }
     words = f"the correction by {len(learned)} traced steps of {jobs}"
     if before is None:
-        after_it = traced_factors.corrected(model, factors, lineage)
+        after_it = traced_factors.corrected_model(model, factors, lineage)
         return Corrected(after_it, None, f"{words} is judged by nothing: no step is held out")
-    after = error(traced_factors.corrected(model, factors), parts.held_out)
+    after = error(traced_factors.corrected_model(model, factors), parts.held_out)
     words = f"error on held-out traces {before:.1f}% before and {after:.1f}% after {words}"
     if after > before:
-        return _left(model, before, f"{words}: the model is left as it is")
+        return _uncorrected(model, before, f"{words}: the model is left as it is")
     lineage |= {"held_out": [sample.name for sample in parts.held_out], "held_out_errors": [before, after]}
-    return Corrected(traced_factors.corrected(model, factors, lineage), (before, after), words)
+    return Corrected(traced_factors.corrected_model(model, factors, lineage), (before, after), words)
 
 
-def _left(model: Any, error: float | None, words: str) -> Corrected:
+def _uncorrected(model: Any, error: float | None, words: str) -> Corrected:
     return Corrected(model, None if error is None else (error, error), words)
 
 

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.payloads import CASTS
 from shardcore.cost import collective_model, features, quantiles
 from shardcore.step.kinds import CHANNELS
 
@@ -74,12 +73,12 @@ def require(w: Mapping[str, np.ndarray]) -> None:
     ran = [(channel, way) for channel in CHANNELS for way in channel.row.ways]
     # Collectives may be unmeasured, and factors exist only with replays.
     optional = {
-        collective_model.weight(*x, payload): ((e,), _RATE)
+        collective_model.rates_name(*x, payload): ((e,), _RATE)
         for x in ran
         if not x[0].row.work
-        for payload in (("fp32", *CASTS) if x[0].row.cast else ("fp32",))
+        for payload in x[0].row.payloads
     }
-    optional |= {collective_model.step_weight(*x): ((1,), in_step) for x in ran}
+    optional |= {collective_model.step_factor_name(*x): ((1,), in_step) for x in ran}
     optional |= {name: ((2,), _RATE) for name in collective_model.OWN_WORK}
     # An unknown weight would be ignored silently, so refuse it.
     for name in sorted(set(w) - set(rules) - set(optional)):

@@ -23,7 +23,7 @@ from shardcore.core.job import Job
 from shardcore.core.types import OUTPUT_BYTES
 from shardcore.io.measurements import CollectiveRequest
 from shardcore.measure.exchanges import start_all_to_all
-from shardcore.step.collectives import Work
+from shardcore.step.collectives import IdWork
 from shardcore.step.id_bytes import received_bytes
 from shardcore.step.lower import Workload
 
@@ -111,7 +111,7 @@ class IdTransfer:
         device: torch.device | str = "cpu",
         job: Job = _JOB,
         groups: Sequence[Sequence[int]] = (),
-        work: Work | None = None,
+        work: IdWork | None = None,
     ) -> None:
         import fbgemm_gpu  # noqa: F401 (it registers the operators)
 

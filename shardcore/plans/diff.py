@@ -140,7 +140,11 @@ def diff(old: Plan, new: Plan, problem: Problem | None = None, forced: Collectio
             loses = lost(was, now, problem)
             moves.append(Move(name, moved, tuple(was), tuple(now), name in forced, loses))
         if (old_table.rows, old_table.dim) != (new_table.rows, new_table.dim):
-            resized.append(Resized(old_table, new_table, _new_bytes(was, now)))
+            # Weights that the old table did not have, counted once per device.
+            new_bytes = sum(
+                _shared_bytes(s, s) - _shared_bytes(s, Shard.whole(old_table)) for _, s in _shards(now)
+            )
+            resized.append(Resized(old_table, new_table, new_bytes))
     return Diff(
         moves=tuple(sorted(moves, key=lambda m: (-m.bytes, m.table))),
         added=tuple(sorted(after.keys() - before.keys())),
@@ -257,12 +261,6 @@ def _moved_bytes(old: Sequence[Placement], new: Sequence[Placement]) -> int:
         _shared_bytes(shard, old_table) - sum(_shared_bytes(shard, s) for s in old_shards[device])
         for device, shard in _shards(new)
     )
-
-
-def _new_bytes(old: Sequence[Placement], new: Sequence[Placement]) -> int:
-    """Weights that the old table did not have, counted once per device."""
-    old_table = Shard.whole(old[0].shard.table)
-    return sum(_shared_bytes(s, s) - _shared_bytes(s, old_table) for _, s in _shards(new))
 
 
 def _shared_bytes(a: Shard, b: Shard) -> int:

@@ -32,7 +32,7 @@ class Drift:
     replan: that plan.
     moves: the moves to `replan`.
     gain: ms that `replan` saves, with their margin.
-    most_tables: how many tables may move. None: any number.
+    most_tables: number of tables that may move. None: any number.
     threshold: the share of now_ms by which a re-plan must be cheaper to pay, at any margin.
     """
 
@@ -119,7 +119,7 @@ def refreshed_by(problem: Problem, fresh: Problem) -> Problem:
 def refreshed(problem: Problem, tables: Iterable[Table], fields: Sequence[str] = _FRESH) -> Problem:
     """The problem with the shapes, features, pooling and access statistics of fresh `tables`.
 
-    fields: of a Table, to take from the fresh ones.
+    fields: fields of a Table, to take from the fresh ones.
 
     Unknown names are ignored. Raises ShardCoreError if no name is known.
     """
@@ -130,9 +130,6 @@ def refreshed(problem: Problem, tables: Iterable[Table], fields: Sequence[str] =
             f"none of the {len(fresh)} tables with fresh statistics is one of problem {problem.name!r}'s, which has "
             f"{', '.join(t.name for t in problem.tables[:3])}, ..."
         )
-    now = []
-    for t in problem.tables:
-        # Tables without fresh statistics keep theirs.
-        changed = {name: getattr(fresh.get(t.name, t), name) for name in fields}
-        now.append(replace(t, **changed))
+    # Tables without fresh statistics keep theirs.
+    now = (replace(t, **{f: getattr(fresh.get(t.name, t), f) for f in fields}) for t in problem.tables)
     return replace(problem, tables=tuple(now))

@@ -13,7 +13,6 @@ from typing import Any
 from shardcore.core.types import Plan, Problem
 from shardcore.io import schema
 from shardcore.plans import job_reports, store
-from shardcore.plans.decisions import Decision
 from shardcore.plans.job_reports import JobReport
 
 
@@ -58,8 +57,12 @@ class StoredPlans:
     def read(self, version: str) -> Followed:
         """Raises ShardCoreError for a version that is not there or not valid."""
         plan, problem = store.load_plan(self.root, self.name, version)
-        # The decision that adopted this version has the costs it was judged by.
-        return Followed(version, plan, problem, _most_ratio(store.adoption(self.root, self.name, version)))
+        decision, most_ratio = store.adoption(self.root, self.name, version), None
+        # A first plan replaced none, so a job has no step time to compare with.
+        if decision and decision.previous_ms and decision.candidate_ms is not None:
+            # With the margin: a step slower than that is beyond the model's error.
+            most_ratio = (decision.candidate_ms + (decision.margin_ms or 0.0)) / decision.previous_ms
+        return Followed(version, plan, problem, most_ratio)
 
     def roll_back(self, version: str, reason: str) -> str:
         """Make the version before current again. Returns it. Raises ShardCoreError as `store.roll_back`."""
@@ -73,11 +76,3 @@ class StoredPlans:
         job_reports.write(
             self.root, self.name, schema.build(JobReport, report, "a job's report", job=self.job)
         )
-
-
-def _most_ratio(decision: Decision | None) -> float | None:
-    # A first plan replaced none, so a job has no step time to compare with.
-    if decision is None or not decision.previous_ms or decision.candidate_ms is None:
-        return None
-    # With the margin: a step slower than that is beyond the model's error.
-    return (decision.candidate_ms + (decision.margin_ms or 0.0)) / decision.previous_ms

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.payloads import FP32_BYTES, payload_of
+from shardcore.core.payloads import FP32_BYTES
 from shardcore.core.types import PRECISION_BYTES, Problem, Table
 from shardcore.io.hot_ids import HotIds
 from shardcore.io.row_counts import RowCounts
@@ -59,11 +59,8 @@ def hot_drift(problem: Problem, hot: Mapping[str, HotIds], counts: RowCounts) ->
     without lookups.
     """
     tables = {table.name: table for table in problem.tables}
-    names = [
-        name.removesuffix(HOT)
-        for name in tables
-        if name.endswith(HOT) and name.removesuffix(HOT) + COLD in tables
-    ]
+    names = [name.removesuffix(HOT) for name in tables if name.endswith(HOT)]
+    names = [name for name in names if name + COLD in tables]
     if not names:
         raise ShardCoreError(
             f"problem {problem.name!r} has no tables NAME{HOT} and NAME{COLD}; it needs to be one that hot-rows wrote"
@@ -107,7 +104,7 @@ def _drift(
     share, best_share = (float(of_rows[hot.ids].sum()) / total for hot in (now, new))
     planned = hot_part.pooling + cold_part.pooling
     row_bytes = hot_part.dim * PRECISION_BYTES[hot_part.precision]
-    shares = (payload_of(payload).share for payload in (job.forward_payload, job.backward_payload))
+    shares = (codec.share for codec in problem.codecs)
     payload_bytes = hot_part.dim * FP32_BYTES * sum(shares)
     # Lookups in a step that `new` makes hot. Of a cold one, (D - 1) / D come from another device.
     saved_lookups = (best_share - share) * total / counts.samples * problem.global_batch

@@ -19,7 +19,6 @@ from shardcore.cost.move_rates import MoveRates
 from shardcore.io import schema, writing
 from shardcore.io.envelope import document, open_document, seal, unseal
 from shardcore.plans import places, store
-from shardcore.plans.decisions import Decision
 from shardcore.plans.diff import Diff, diff
 from shardcore.plans.move_price import MovePrice, price_move
 
@@ -32,9 +31,9 @@ class JobEvent:
     """A change of a job's plan, or a version that it did not take.
 
     version: the plan's. outcome, reason: as of torchrec.follow.Event.
-    step: of the job. at_s: Unix time.
+    step: step of the job. at_s: Unix time.
     before_ms, after_ms: measured steps. expected_ms: the longest that was predicted. None: not known.
-    tables: that moved. bytes: of them, by way. pause_s: of the move.
+    tables: number of tables that moved. bytes: their bytes, by way. pause_s: pause of the move.
     """
 
     version: str
@@ -83,15 +82,13 @@ def write(root: str | Path, name: str, report: JobReport) -> None:
 def read(root: str | Path, name: str) -> list[JobReport | ShardCoreError]:
     """Reports of all jobs that follow a problem's plan, by the jobs' names. One that is damaged is its error."""
     folder = store.jobs_folder(root, name)
-    found: list[JobReport | ShardCoreError] = []
-    for file in places.listed(folder):
-        if file.endswith(_SUFFIX):
-            try:
-                at = folder / file
-                found.append(schema.build(JobReport, unseal(open_document(at, SCHEMA), at), str(at)))
-            except ShardCoreError as error:
-                found.append(error)
-    return found
+    reports: list[JobReport | ShardCoreError] = []
+    for at in (folder / file for file in places.listed(folder) if file.endswith(_SUFFIX)):
+        try:
+            reports.append(schema.build(JobReport, unseal(open_document(at, SCHEMA), at), str(at)))
+        except ShardCoreError as error:
+            reports.append(error)
+    return reports
 
 
 @dataclass(frozen=True)
@@ -129,15 +126,7 @@ def next_move(
     # The old plan may be of an older problem, with other statistics.
     old_now = rebind_tables(old, problem)
     price = price_move(old_now, new, problem, model and model.for_problem(problem), rates)
-    gained, pays_back_s = store.adoption(root, name, current), None
-    if (model or rates) and gained and gained.previous_ms and gained.candidate_ms is not None:
-        pays_back_s = price.pays_back_s(gained.previous_ms, gained.candidate_ms)
+    adopted, pays_back_s = store.adoption(root, name, current), None
+    if (model or rates) and adopted and adopted.previous_ms and adopted.candidate_ms is not None:
+        pays_back_s = price.pays_back_s(adopted.previous_ms, adopted.candidate_ms)
     return NextMove(diff(old, new, problem), price, pays_back_s)
-
-
-def last_decision(root: str | Path, name: str) -> Decision:
-    """The decision that chose the current version. Raises ShardCoreError if nothing was published."""
-    store.current(root, name)
-    decision = store.last(root, name)
-    assert decision is not None
-    return decision

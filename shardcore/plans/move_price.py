@@ -6,7 +6,7 @@ stands still meanwhile. All levels of links carry their bytes at once, each as f
     pause = overhead + max over levels of (bytes of the busiest device / GB/s of a device)
 
 The overhead is what a machine's rates say (cost.move_rates): new shards are built, rows copied within a
-device, digests taken. A collection of which one table moves is built anew as a whole. Without these rates the
+device, digests computed. A collection of which one table moves is built anew as a whole. Without these rates the
 overhead is 0. Links without a rate there are as fast as the cost model prices exchanges.
 
 Shapes: D devices.
@@ -14,7 +14,6 @@ Shapes: D devices.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -42,8 +41,8 @@ class MovePrice:
     """Price of a move.
 
     bytes: weights and optimizer state that move, by level of links.
-    busiest_bytes: those that the busiest device sends, or receives.
-    seconds: of these at the level's rate. {}: no rate is known.
+    busiest_bytes: bytes that the busiest device sends, or receives.
+    seconds: time of these at the level's rate. {}: no rate is known.
     overhead_s: seconds of all other phases, by phase. {}: no rates are known.
     """
 
@@ -122,20 +121,14 @@ def moved_bytes(old: Plan, new: Plan, problem: Problem) -> np.ndarray:
         # Each device has all rows of a replica.
         if before.get(name) == now or _replicated(before.get(name, ())):
             continue
-        sources = defaultdict[int, list[Shard]](list)
-        for placement in before.get(name, ()):
-            for device, shard in shards_on(placement):
-                if device < n:  # others are gone
-                    sources[device].append(shard)
-        for placement in now:
-            for device, shard in shards_on(placement):
-                for source, shards in sources.items():
-                    for had in shards:
-                        rows = min(shard.row_hi, had.row_hi) - max(shard.row_lo, had.row_lo)
-                        columns = min(shard.col_hi, had.col_hi) - max(shard.col_lo, had.col_lo)
-                        if source != device and rows > 0 and columns > 0:
-                            overlap = Shard(shard.table, 0, rows, 0, columns)
-                            sent[source, device] += _bytes(overlap, states)
+        # Devices beyond the problem's are gone.
+        sources = [pair for p in before.get(name, ()) for pair in shards_on(p) if pair[0] < n]
+        for device, shard in (pair for p in now for pair in shards_on(p)):
+            for source, had in sources:
+                rows = min(shard.row_hi, had.row_hi) - max(shard.row_lo, had.row_lo)
+                columns = min(shard.col_hi, had.col_hi) - max(shard.col_lo, had.col_lo)
+                if source != device and rows > 0 and columns > 0:
+                    sent[source, device] += _bytes(Shard(shard.table, 0, rows, 0, columns), states)
     return sent
 
 
@@ -216,7 +209,7 @@ def link_gbps(model: CostModel, topology: Topology) -> dict[str, float]:
         n, part = len(members), topology.of_devices(members)
         if level.name not in (masks := _levels(part)):
             continue
-        ms = np.diff([_exchange_ms(model, part, k * _PROBE_BYTES) for k in (1, 2)])[0]
+        ms = np.diff([exchange_ms(model, part, k * _PROBE_BYTES) for k in (1, 2)])[0]
         crossing = masks[level.name][0].sum() / n
         gbps[level.name] = _PROBE_BYTES * crossing / max(ms, 1e-9) / 1e6
     # A level that no exchange crosses is as fast as the next one out.
@@ -224,8 +217,8 @@ def link_gbps(model: CostModel, topology: Topology) -> dict[str, float]:
     return {name: gbps.get(name, known[-1]) for name in LEVELS}
 
 
-def _exchange_ms(model: CostModel, topology: Topology, n_bytes: int) -> float:
-    """Ms of an all-to-all in which each device has n_bytes of outputs."""
+def exchange_ms(model: CostModel, topology: Topology, n_bytes: float) -> float:
+    """ms of an all-to-all in which each device has n_bytes of outputs."""
     traffic = np.zeros((len(CHANNELS), len(topology)))
     traffic[CHANNELS.index(Channel("all_to_all"))] = n_bytes
     cost = model.comm(traffic, np.zeros(len(topology)), topology)

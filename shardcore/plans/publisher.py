@@ -48,7 +48,7 @@ class PublishConfig:
     """Settings of the search, and of the choice between plans.
 
     algorithm: sharder of the published plans. Baselines are other sharders.
-    seed: of the search.
+    seed: seed of the search.
     budget_evals: plans that the search may price.
     threshold: least share by which a new plan must be cheaper to replace the published one. In any case its
       gain has to exceed the model's error of the difference (see gain).

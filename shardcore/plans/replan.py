@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -47,10 +47,10 @@ class ReplanConfig:
     max_moved_bytes: bytes of weights that may move. None: any number.
     max_pause_s: seconds that a job stands still while its tables move, at most. None: any number.
     pay_back_in_s: seconds in which the gain makes up for that pause, at most. None: any number.
-    move_rates: of the machine, for the pause (see `move_price`). None: bytes on links alone count.
+    move_rates: rates of the machine, for the pause (see `move_price`). None: bytes on links alone count.
     space: search space of annealing (see search.anneal.sharder.SPACES). None: that of the old plan.
-    seed: of the search.
-    budget: of the search. None: the default.
+    seed: seed of the search.
+    budget: budget of the search. None: the default.
     """
 
     max_moved_tables: int | None = None
@@ -78,11 +78,6 @@ class ReplanConfig:
     def limited(self) -> bool:
         """True if moves are limited."""
         return self.max_moved_tables is not None or self.max_moved_bytes is not None
-
-    @property
-    def weighs_pause(self) -> bool:
-        """True if the pause of a move is limited."""
-        return self.max_pause_s is not None or self.pay_back_in_s is not None
 
     def accepts(self, price: MovePrice, before_ms: float, now_ms: float) -> bool:
         """True if a move pauses, and pays back, within the limits."""
@@ -249,7 +244,7 @@ def forced_moves(old: Plan, problem: Problem) -> frozenset[str]:
         return frozenset(halves.tables[name][0].name if name in halves.tables else name for name in moves)
     # Tables that are new have no place to keep.
     known = old.by_table().keys() & {t.name for t in problem.tables}
-    return frozenset(known - _stays(old, problem).by_table().keys())
+    return frozenset(known - _staying_plan(old, problem).by_table().keys())
 
 
 def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) -> Plan:
@@ -267,14 +262,14 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
     """
     space = config.space or old.provenance.get("space", "all")
     if halves := halves_of(was := rebind_tables(old, problem), problem):
-        found = replan(halves.split(was), halves.problem, model, config)
-        if halves.may_run(found.placements):
-            return halves.whole(found, problem, model)
-    kept = _kept(old, problem, model, space)
-    if config.weighs_pause and kept is not None:
-        return _paying_back(old, kept, problem, model, config)
+        plan = replan(halves.split(was), halves.problem, model, config)
+        if halves.may_run(plan.placements):
+            return halves.whole(plan, problem, model)
+    kept = _kept_plan(old, problem, model, space)
+    if (config.max_pause_s, config.pay_back_in_s) != (None, None) and kept is not None:
+        return _plan_that_pays_back(old, kept, problem, model, config)
     try:
-        searched = _searched(old, problem, model, config, space)
+        searched = _searched_plan(old, problem, model, config, space)
     except ShardCoreError:
         if kept is None:
             raise
@@ -284,7 +279,9 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
     return searched
 
 
-def _paying_back(old: Plan, kept: Plan, problem: Problem, model: CostModel, config: ReplanConfig) -> Plan:
+def _plan_that_pays_back(
+    old: Plan, kept: Plan, problem: Problem, model: CostModel, config: ReplanConfig
+) -> Plan:
     """A plan whose move is within the limits on its pause, or the old plan."""
     # Tries share the seconds, so that all together keep the budget.
     before_ms, budget = kept.provenance["predicted_ms"], config.budget
@@ -293,21 +290,21 @@ def _paying_back(old: Plan, kept: Plan, problem: Problem, model: CostModel, conf
     free = replace(config, max_pause_s=None, pay_back_in_s=None, budget=budget)
     for _ in range(_TRIES):
         try:
-            found = replan(old, problem, model, free)
+            plan = replan(old, problem, model, free)
         except Infeasible:  # so little may not move
             break
-        price = price_move(old, found, problem, model, config.move_rates)
-        if config.accepts(price, before_ms, found.provenance["predicted_ms"]):
-            return found
+        price = price_move(old, plan, problem, model, config.move_rates)
+        if config.accepts(price, before_ms, plan.provenance["predicted_ms"]):
+            return plan
         # The pause follows from bytes, so that half of them pause about half as long.
-        free = replace(free, max_moved_bytes=diff(old, found).bytes // 2)
+        free = replace(free, max_moved_bytes=diff(old, plan).bytes // 2)
     return kept
 
 
-def _kept(old: Plan, problem: Problem, model: CostModel, space: str) -> Plan | None:
+def _kept_plan(old: Plan, problem: Problem, model: CostModel, space: str) -> Plan | None:
     """The old plan, priced anew. None if it is not valid for the problem, or not in the space."""
     try:
-        left = _left(old, problem)
+        left = _remaining_plan(old, problem)
         require_plan(left, problem)
     except ShardCoreError:
         return None
@@ -320,18 +317,18 @@ def _kept(old: Plan, problem: Problem, model: CostModel, space: str) -> Plan | N
     return replace(kept, provenance={**old.provenance, **kept.provenance})
 
 
-def _searched(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig, space: str) -> Plan:
+def _searched_plan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig, space: str) -> Plan:
     def search(reshard: Reshard | None) -> Plan:
         return annealing(problem, model, seed=config.seed, budget=config.budget, space=space, reshard=reshard)
 
-    if not _left(old, problem).placements:  # all tables are new
+    if not _remaining_plan(old, problem).placements:  # all tables are new
         return search(None)
     try:
-        stays = _stays(old, problem)
+        stays = _staying_plan(old, problem)
         if stays.placements:
             require_fits(stays, problem)  # in the memory of hosts, too
         if config.limited:
-            return _moving_little(old, stays, problem, config, search)
+            return _plan_within_limits(old, stays, problem, config, search)
         searched = search(Reshard(stays))
     except ShardCoreError:
         # A fresh search cannot respect a limit on moves.
@@ -341,7 +338,7 @@ def _searched(old: Plan, problem: Problem, model: CostModel, config: ReplanConfi
     return relabel_devices(searched, old, problem)
 
 
-def _moving_little(
+def _plan_within_limits(
     old: Plan, stays: Plan, problem: Problem, config: ReplanConfig, search: Callable[[Reshard], Plan]
 ) -> Plan:
     """The plan of a search that moves no more than the limits.
@@ -389,6 +386,7 @@ def _filled_up(stays: Plan, problem: Problem) -> Plan | None:
 
 
 def _in_parts(table: Table, plan: Plan, problem: Problem) -> Plan | None:
+    """The plan with a table in the fewest equal parts that fit. None: it finds no room."""
     allowed = problem.allowed_devices(table.name)
     # Room on each device, less what the plan takes so far.
     left = np.array(held_bytes(problem)) - _used_bytes(plan, problem)
@@ -407,7 +405,7 @@ def _in_parts(table: Table, plan: Plan, problem: Problem) -> Plan | None:
     return None
 
 
-def _left(old: Plan, problem: Problem) -> Plan:
+def _remaining_plan(old: Plan, problem: Problem) -> Plan:
     """The old plan's placements of tables that the problem still has, with all of their devices."""
     rebound, n_devices = rebind_tables(old, problem).placements, len(problem.topology)
     # A placement on a device that is gone takes its whole table along.
@@ -415,12 +413,13 @@ def _left(old: Plan, problem: Problem) -> Plan:
     return Plan(tuple(p for p in rebound if p.shard.table in tables))
 
 
-def _stays(old: Plan, problem: Problem) -> Plan:
+def _staying_plan(old: Plan, problem: Problem) -> Plan:
     """The placements of the old plan that can stay, without tables of a fixed kind.
 
     Where a device would hold more than it may, tables leave it: the smallest that is enough, or the largest.
     """
-    left, fixed = _left(old, problem), {t.name for t in problem.tables if on_all_devices(t, problem)}
+    left = _remaining_plan(old, problem)
+    fixed = {t.name for t in problem.tables if on_all_devices(t, problem)}
     gone = {t.name for t in Reshard(_without(left, fixed)).old_places(problem).new}
     while True:
         stays = _without(left, gone)
@@ -444,11 +443,10 @@ def _used_bytes(plan: Plan, problem: Problem) -> Sequence[int]:
     return used_bytes(plan, problem) if plan.placements else [0] * len(problem.topology)
 
 
-def _weights_on(device: int, plan: Plan) -> dict[str, int]:
+def _weights_on(device: int, plan: Plan) -> Counter[str]:
     """Bytes of weights of each table on a device."""
-    weights: dict[str, int] = defaultdict(int)
-    for p in plan.placements:
-        for d, shard in shards_on(p):
-            if d == device:
-                weights[p.shard.table.name] += shard.bytes
+    weights = Counter[str]()
+    for d, shard in (pair for p in plan.placements for pair in shards_on(p)):
+        if d == device:
+            weights[shard.table.name] += shard.bytes
     return weights

@@ -65,7 +65,7 @@ def load_plan(
     """A problem's current plan, or the given version, with its problem.
 
     root: folder or URL of published plans.
-    name: of the problem.
+    name: name of the problem.
     version: one of those that `shardcore history` lists. None: the current one.
 
     Raises ShardCoreError if there is none, its files are damaged, or the plan is not valid. With `fits`, also
@@ -119,12 +119,16 @@ def load_page(root: str | Path, name: str, version: str) -> bytes | None:
 
 def current(root: str | Path, name: str) -> str:
     """A problem's current version. Raises ShardCoreError if nothing was published for it."""
-    decision = last(root, name)
-    if decision is None:
+    return current_decision(root, name).current
+
+
+def current_decision(root: str | Path, name: str) -> Decision:
+    """The decision that chose the current version. Raises ShardCoreError if nothing was published."""
+    if (decision := last(root, name)) is None:
         raise ShardCoreError(
             f"no plan is published for problem {name!r} in {root}; there are {names(root) or 'none'}"
         )
-    return decision.current
+    return decision
 
 
 def last(root: str | Path, name: str) -> Decision | None:

@@ -12,18 +12,17 @@ import numpy as np
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem, Setting
 from shardcore.cost import traced_factors
-from shardcore.cost.collective_model import ALL_TO_ALL
 from shardcore.cost.model import CostModel, PricedPlan, price_plan, total_ms
 from shardcore.cost.traced_factors import Correction, Factor
-from shardcore.cost.traced_observations import Quantity, exchanges_of
+from shardcore.cost.traced_observations import Quantity
 from shardcore.io import job_folder
 from shardcore.io.traced_samples import TracedSample
 from shardcore.io.traced_steps import TracedJob
 from shardcore.measure.traces.job import read_job
 from shardcore.plans.diff import Diff, diff
 from shardcore.plans.gain import Gain, gain
+from shardcore.plans.move_price import exchange_ms
 from shardcore.plans.replan import ReplanConfig, replan
-from shardcore.step.kinds import CHANNELS
 from shardcore.step.lower import Workload, lower
 
 DRAWS = 60
@@ -36,9 +35,9 @@ class ReadJob:
     """A job's traced steps, with its plan if that is known.
 
     job: name of the job's folder.
-    name: of the traced step's folder.
+    name: name of the traced step's folder.
     problem, plan: None for traces of a job without ShardCoreProfiler.
-    step_ms: of steps without tracing. None: not timed.
+    step_ms: ms of steps without tracing. None: not timed.
     """
 
     job: str
@@ -62,7 +61,7 @@ class CheckedJob:
     before: under the model as it was, with the dense part of the trace.
     after: under the corrected model.
     problem: with all that the job does around its embeddings as the dense part.
-    interval_ms: of the corrected step.
+    interval_ms: interval of the corrected step.
     """
 
     before: PricedPlan
@@ -78,7 +77,7 @@ class CheckedJob:
 class Proposal:
     """A better plan for a job.
 
-    interval_ms: of its step.
+    interval_ms: interval of its step.
     moved: from the plan in use.
     seconds: to move the weights, as an all-to-all.
     """
@@ -93,7 +92,7 @@ class Proposal:
 def read(folder: str | Path, problem: Problem | None = None, plan: Plan | None = None) -> ReadJob:
     """The newest traced step of a job's folder, or the traces in any folder.
 
-    problem, plan: of traces in a folder that says nothing of them.
+    problem, plan: problem and plan of traces in a folder that names none.
 
     Raises ShardCoreError where no trace can be read.
     """
@@ -166,41 +165,41 @@ def check(job: ReadJob, model: CostModel) -> CheckedJob:
     with_slow, slow = traced_factors.with_speeds(given, ours, [(workload, step) for step in traced])
     if slow:  # factors are those of all ranks, and a slow one is no part of them
         workload = lower(plan, replace(problem, topology=with_slow.topology), fits=False)
-    found = traced_factors.correction(ours, [(workload, step) for step in traced], job.step_ms)
+    correction = traced_factors.correction(ours, [(workload, step) for step in traced], job.step_ms)
     # Which traces it was corrected by, as cost/traced_training.py has it: they correct it once.
     of = sample(job, model.setting.hardware)
     lineage = {
         "job": job.name,
         "steps": [of.name],
         "traces": {of.name: dict(of.traces)},
-        **found.document(),
+        **correction.document(),
     }
-    corrected = traced_factors.corrected(model, found.factors, lineage)
+    corrected = traced_factors.corrected_model(model, correction.factors, lineage)
     # The correction may find another dense part than the trace shows.
-    problem = traced_factors.with_around(with_slow, found.around_ms)
+    problem = traced_factors.with_around(with_slow, correction.around_ms)
     after = price_plan(plan, problem, corrected.for_problem(problem), fits=False)
     return CheckedJob(
         before,
         after,
         problem,
         corrected,
-        found,
-        interval_ms(plan, problem, model, found),
-        (*slow, *found.refused),
+        correction,
+        interval_ms(plan, problem, model, correction),
+        (*slow, *correction.refused),
     )
 
 
-def interval_ms(plan: Plan, problem: Problem, model: Any, found: Correction) -> tuple[float, float]:
+def interval_ms(plan: Plan, problem: Problem, model: Any, correction: Correction) -> tuple[float, float]:
     """The interval of a step, from factors drawn from their posterior."""
     # A fixed seed, so that the same traces give the same interval.
     rng, workload = np.random.default_rng(0), lower(plan, problem, fits=False)
-    totals = [_total_ms(workload, model, found.drawn(rng), problem) for _ in range(DRAWS)]
+    totals = [_total_ms(workload, model, correction.drawn(rng), problem) for _ in range(DRAWS)]
     low, high = np.quantile(totals, INTERVAL).tolist()
     return low, high
 
 
 def _total_ms(workload: Workload, model: Any, factors: Mapping[Quantity, Factor], problem: Problem) -> float:
-    return total_ms(workload, traced_factors.corrected(model, factors).for_problem(problem))
+    return total_ms(workload, traced_factors.corrected_model(model, factors).for_problem(problem))
 
 
 def propose(checked: CheckedJob, model: CostModel, config: ReplanConfig) -> Proposal | None:
@@ -221,17 +220,6 @@ def propose(checked: CheckedJob, model: CostModel, config: ReplanConfig) -> Prop
         interval_ms(plan, checked.problem, model, checked.correction),
         gain(checked.after, now, checked.problem, ours),
         moved,
-        _seconds(moved, checked.problem, ours),
+        # In even shares: as if each device sends as much as the others.
+        exchange_ms(ours, checked.problem.topology, moved.bytes / len(checked.problem.topology)) / 1e3,
     )
-
-
-def _seconds(moved: Diff, problem: Problem, model: Any) -> float:
-    """Seconds in which the weights travel, in even shares, as one all-to-all."""
-    devices = len(problem.topology)
-    if devices < 2:
-        return 0.0
-    traffic = np.zeros((len(CHANNELS), devices))
-    # Even shares: as if each device sends as much as the others.
-    traffic[CHANNELS.index(ALL_TO_ALL)] = moved.bytes / devices
-    both = exchanges_of(model).collectives(traffic, np.zeros(devices), problem.topology)
-    return float(both[ALL_TO_ALL][0].max()) / 1e3

@@ -54,10 +54,8 @@ def dataset_summary(
     if again:
         pairs = [(a, b) for group in again for a, b in itertools.pairwise(group)]
         # total_ms is already corrected for slowdown: the ratio of slowdowns gives back raw times.
-        apart, clock = (
-            [b.measured_at - a.measured_at for a, b in pairs],
-            [b.slowdown / a.slowdown for a, b in pairs],
-        )
+        apart = [b.measured_at - a.measured_at for a, b in pairs]
+        clock = [b.slowdown / a.slowdown for a, b in pairs]
         ratios = np.array([b.total_ms / a.total_ms for a, b in pairs])
         rows += [
             ("samples timed again", f"{len(again)}, {np.median(apart) / 60:.0f} minutes apart (median)"),

@@ -80,7 +80,7 @@ def hot_rows_table(before: Problem, problem: Problem) -> str:
     return text_table(["table", "rows", "hot rows", "their lookups"], rows) if rows else ""
 
 
-def drift_table(found: Sequence[HotDrift]) -> str:
+def drift_table(drifts: Sequence[HotDrift]) -> str:
     """A table of how hot the hot rows still are, and of what other hot ids would save and move."""
     rows = [
         {
@@ -94,9 +94,9 @@ def drift_table(found: Sequence[HotDrift]) -> str:
             "MB saved a step": f"{x.saved_bytes / 1e6:,.3f}",
             "moves": gib(x.moved_bytes),
         }
-        for x in found
+        for x in drifts
     ]
-    saved, moved = sum(x.saved_bytes for x in found), sum(x.moved_bytes for x in found)
+    saved, moved = sum(x.saved_bytes for x in drifts), sum(x.moved_bytes for x in drifts)
     return (
         f"{records_table(rows)}\n\n"
         f"Other hot ids would save {saved / 1e6:,.3f} MB a step between devices, and move {gib(moved)} of "
@@ -108,11 +108,13 @@ def drift_table(found: Sequence[HotDrift]) -> str:
 
 
 def tiers_report(problem: Problem) -> str:
-    """The tables that are not all in device memory, by what crosses the link for them, most first; and what
-    more memory would bring."""
-    found = tiers_of(problem)
-    some = sorted((t for t in found if t.table.in_host_memory), key=lambda t: -t.link_bytes)
-    if not some:
+    """Tables that are not wholly in device memory, those with most bytes over the link first.
+
+    A second table has the ms that more memory would save.
+    """
+    tiers = tiers_of(problem)
+    below = sorted((t for t in tiers if t.table.in_host_memory), key=lambda t: -t.link_bytes)
+    if not below:
         return "All rows fit in device memory."
     rows = [
         {
@@ -122,15 +124,15 @@ def tiers_report(problem: Problem) -> str:
             "rows cached": f"{t.table.load_factor:.2%}",
             "MB over the link": f"{t.link_bytes / 1e6:,.3f}",
         }
-        for t in some
+        for t in below
     ]
     more = [(f"{n} GiB", f"{ms:,.3f}") for n, ms in zip(_MORE_GIB, gains_ms(problem, _MORE_GIB), strict=True)]
     return "\n".join(
         [
             records_table(rows),
             "",
-            f"{len(some)} of {len(problem.tables)} tables are not all in device memory. Each step "
-            f"{sum(t.link_bytes for t in found) / 1e6:,.1f} MB cross the link: {link_ms(problem):,.3f} ms at least, at "
+            f"{len(below)} of {len(problem.tables)} tables are not all in device memory. Each step "
+            f"{sum(t.link_bytes for t in tiers) / 1e6:,.1f} MB cross the link: {link_ms(problem):,.3f} ms at least, at "
             f"{' and '.join(f'{x.gbps:g}' for x in problem.topology.memory)} GB/s a device (given).",
             "",
             text_table(("more device memory", "ms saved"), more),
@@ -156,13 +158,13 @@ def _cluster_record(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def clusters(decision: Provision, found: Found) -> Iterator[str]:
+def clusters(decision: Provision, result: Found) -> Iterator[str]:
     """The chosen cluster, the best of each offer, and what has no plan."""
-    outcomes = found.outcomes
+    outcomes = result.outcomes
     best = best_of_each(outcomes, decision.target)
     chosen = best[0].proposal
     yield (
-        f"{chosen.words}, {chosen.price_per_hour:,.2f} an hour, {found.ms:.3f} ms a step; {len(outcomes)} "
+        f"{chosen.words}, {chosen.price_per_hour:,.2f} an hour, {result.ms:.3f} ms a step; {len(outcomes)} "
         f"clusters searched in {sum(x.seconds for x in outcomes):.0f} s"
     )
     yield records_table([_cluster_record(x) for x in best])

@@ -32,7 +32,7 @@ class DeviceLoad:
 
     memory_bytes: [D] bytes that each needs.
     free_bytes: [D] bytes that each may hold.
-    name: of the plan, where there are several.
+    name: name of the plan, where there are several.
     """
 
     cost: StepCost
@@ -66,7 +66,7 @@ def plot(plan: Plan, problem: Problem, model: CostModel, before: Plan | None = N
 
     plan: the plan to draw.
     problem: the problem that it is a plan of.
-    model: what prices it, as `model.for_problem(problem)` gives it.
+    model: cost model that prices it, as `model.for_problem(problem)` gives it.
     before: another plan of the problem, which is drawn above, to the same scale.
 
     Needs matplotlib: pip install 'shardcore[report]'. In a notebook, the last line of a cell shows the

@@ -26,7 +26,11 @@ def event_text(event: JobEvent) -> str:
     """A change as a line: what it was, what it took, and what was measured."""
     words = [f"step {event.step:,}: {event.outcome}, version {event.version}"]
     if event.pause_s is not None:
-        ways = [f"{gib(n)} {_way(way)}" for way, n in (event.bytes or {}).items() if n]
+        ways = [
+            f"{gib(n)} {LEVELS[way].words if way in LEVELS else 'within ranks'}"
+            for way, n in (event.bytes or {}).items()
+            if n
+        ]
         words.append(f"{count(event.tables, 'table')} in {event.pause_s:.3g} s ({', '.join(ways)})")
     if event.after_ms is not None and event.before_ms:
         change = event.after_ms / event.before_ms - 1
@@ -37,27 +41,23 @@ def event_text(event: JobEvent) -> str:
     return "; ".join(words)
 
 
-def next_text(report: JobReport, current: str, found: NextMove | ShardCoreError | None) -> str:
+def next_text(report: JobReport, current: str, move: NextMove | ShardCoreError | None) -> str:
     """Action of a job at its next look."""
     last = report.events[-1] if report.events else None
-    if found is None:
+    if move is None:
         return "next: nothing, until another version is current"
     if last and last.version == current and last.outcome == "refused":
         return f"next: nothing, as it cannot move to version {current}: {last.reason}"
-    if isinstance(found, ShardCoreError):
-        return f"next: version {current}; {found}"
-    words = [f"next: version {current}", f"{moved_words(found.moved)}", str(found.price)]
-    if found.pays_back_s is not None:
+    if isinstance(move, ShardCoreError):
+        return f"next: version {current}; {move}"
+    words = [f"next: version {current}", moved_words(move.moved), str(move.price)]
+    if move.pays_back_s is not None:
         words.append(
             "it does not pay back: no gain was predicted"
-            if isinf(found.pays_back_s)
-            else f"it pays back after {found.pays_back_s:.3g} s"
+            if isinf(move.pays_back_s)
+            else f"it pays back after {move.pays_back_s:.3g} s"
         )
     return "; ".join(words)
-
-
-def _way(way: str) -> str:
-    return LEVELS[way].words if way in LEVELS else "within ranks"
 
 
 def _ago(seconds: float) -> str:

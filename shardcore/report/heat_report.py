@@ -18,16 +18,16 @@ def heat_table(problem: Problem, held: float) -> str:
     held: share of each table's rows that the cache has.
     """
     require(0 <= held <= 1, f"the cache holds a share of {held:g} of the rows; it needs to be within 0 and 1")
-    found, batch = [], problem.global_batch
+    heats, batch = [], problem.global_batch
     for table in problem.tables:
         if lookups(table, batch) == 0:
-            found.append((0.0, 0.0, table, 0.0))
+            heats.append((0.0, 0.0, table, 0.0))
             continue
         [heat] = heat_of([table], batch, unseen=True)
-        found.append((heat.unique_rows, float(heat.misses(held * table.rows)), table, heat.rows_of(_MOST)))
+        heats.append((heat.unique_rows, float(heat.misses(held * table.rows)), table, heat.rows_of(_MOST)))
     n_devices = len(problem.topology)
     uneven = any(t.row_shares for t in problem.tables) and n_devices > 1
-    found.sort(key=lambda x: -x[0])
+    heats.sort(key=lambda x: -x[0])
     rows = [
         {
             "table": table.name,
@@ -40,9 +40,9 @@ def heat_table(problem: Problem, held: float) -> str:
             # Where rows are divided, in the order of ids or as a hash table's routing sends them.
             **({f"busiest of {n_devices} ranges": f"{imbalance(table, n_devices):.2f}x"} if uneven else {}),
         }
-        for touched, missed, table, hot in found
+        for touched, missed, table, hot in heats
     ]
-    all_touched, all_missed = (sum(x[i] for x in found) for i in (0, 1))
+    all_touched, all_missed = (sum(x[i] for x in heats) for i in (0, 1))
     share = all_missed / all_touched if all_touched else 0.0
     return "\n".join(
         [

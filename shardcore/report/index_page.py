@@ -1,4 +1,4 @@
-"""The page of a store of plans: links to the current plan of each problem, and to the pages beside them."""
+"""The page of a store of plans: links to the current plan of each problem, and to other pages."""
 
 from __future__ import annotations
 

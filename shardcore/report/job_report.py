@@ -91,8 +91,8 @@ def unnamed_text(step: TracedStep) -> str:
     for rank in step.ranks:
         for name, ms in rank.names_ms.items():
             totals[name] = totals.get(name, 0.0) + ms / len(step.ranks)
-    found = sorted(totals.items(), key=lambda x: -x[1])[:5]
-    return "; ".join(f"{name[:60]} {ms:.2f} ms" for name, ms in found)
+    longest = sorted(totals.items(), key=lambda x: -x[1])[:5]
+    return "; ".join(f"{name[:60]} {ms:.2f} ms" for name, ms in longest)
 
 
 def _mean(step: TracedStep, name: str) -> float:

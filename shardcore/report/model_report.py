@@ -45,16 +45,14 @@ class Studied:
 
     def flat(self) -> dict[str, float]:
         """All figures in one flat mapping, for MLflow, which groups what has a slash."""
-        found = {f"{split}/{k}": v for split, values in self.metrics.items() for k, v in values.items()}
-        found |= {
-            "test/unseen_tables_compute_mape": self.unseen_tables,
-            "test/repeatability": self.repeatability,
+        figures: dict[str, float | None] = {
+            f"{split}/{k}": v for split, values in self.metrics.items() for k, v in values.items()
         }
-        if self.curve:
-            found |= {
-                f"learning_curve/{k}": getattr(self.curve, k) for k in ("constant", "scale", "power", "gain")
-            }
-        return {k: v for k, v in found.items() if v is not None}
+        figures["test/unseen_tables_compute_mape"] = self.unseen_tables
+        figures["test/repeatability"] = self.repeatability
+        for name in ("constant", "scale", "power", "gain") if self.curve else ():
+            figures[f"learning_curve/{name}"] = getattr(self.curve, name)
+        return {k: v for k, v in figures.items() if v is not None}
 
 
 # --- figures ---------------------------------------------------------------------------------------------
@@ -63,31 +61,14 @@ class Studied:
 def predicted_against_measured(measured_ms: np.ndarray, predicted_ms: np.ndarray, title: str) -> Figure:
     """Scatter of [S] values on log axes, with the line of equality and ±10%."""
     figure, (axes,) = _figure(title)
-    low, high = (f(np.concatenate([measured_ms, predicted_ms])) for f in (np.min, np.max))
-    line = np.array([low * 0.9, high * 1.1])
-    axes.fill_between(line, line * 0.9, line * 1.1, color="0.85", label="±10%")
-    axes.plot(line, line, color="0.4", linewidth=1)
     axes.scatter(measured_ms, predicted_ms, s=8, alpha=0.6, linewidths=0)
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="measured ms",
-        ylabel="predicted ms",
-        xlim=line,
-        ylim=line,
-        aspect="equal",
+    _equality(
+        axes,
+        np.concatenate([measured_ms, predicted_ms]),
+        f"{len(measured_ms):,} groups\nmean absolute error {mape(predicted_ms, measured_ms):.1f}%\n"
+        f"Kendall tau {kendall_tau(predicted_ms, measured_ms):.3f}",
     )
-    _plain_ticks(axes)
-    axes.text(
-        0.97,
-        0.03,
-        f"{len(measured_ms):,} groups\nmean absolute error "
-        f"{mape(predicted_ms, measured_ms):.1f}%\nKendall tau "
-        f"{kendall_tau(predicted_ms, measured_ms):.3f}",
-        transform=axes.transAxes,
-        ha="right",
-        va="bottom",
-    )
+    axes.set(xlabel="measured ms", aspect="equal")
     axes.legend(loc="upper left", frameon=False)
     return figure
 
@@ -216,10 +197,15 @@ def predicted_against_replayed(rows: Sequence[replay_metrics.ReplayRecord], titl
     predicted, replayed, noise = (
         np.array([getattr(r, k) for r in rows]) for k in ("predicted_ms", "replayed_ms", "noise_ms")
     )
-    both = np.concatenate([predicted, replayed])
-    line = np.array([both.min() * 0.9, both.max() * 1.1])
-    axes.fill_between(line, line * 0.9, line * 1.1, color="0.85", label="±10%")
-    axes.plot(line, line, color="0.4", linewidth=1)
+    found = replay_metrics.figures(rows)
+    tau = f"\nKendall tau within problems {found['kendall_tau']:.2f}" if "kendall_tau" in found else ""
+    _equality(
+        axes,
+        np.concatenate([predicted, replayed]),
+        f"{found['plans']:.0f} plans of {found['problems']:.0f} problems\nmean absolute error "
+        f"{found['mape']:.1f}%{tau}\nregret {found['regret']:.1f}%",
+    )
+    axes.set(xlabel="replayed ms")
     for problem in dict.fromkeys(r.problem for r in rows):
         own = sorted((r.replayed_ms, r.predicted_ms) for r in rows if r.problem == problem)
         axes.plot(*np.array(own).T, color="0.7", linewidth=0.7, zorder=1)
@@ -237,28 +223,16 @@ def predicted_against_replayed(rows: Sequence[replay_metrics.ReplayRecord], titl
             elinewidth=0.7,
             label=name,
         )
-    axes.set(xscale="log", yscale="log", xlabel="replayed ms", ylabel="predicted ms", xlim=line, ylim=line)
-    _plain_ticks(axes)
-    found = replay_metrics.figures(rows)
-    tau = f"\nKendall tau within problems {found['kendall_tau']:.2f}" if "kendall_tau" in found else ""
-    axes.text(
-        0.97,
-        0.03,
-        f"{found['plans']:.0f} plans of {found['problems']:.0f} problems\nmean absolute "
-        f"error {found['mape']:.1f}%{tau}\nregret {found['regret']:.1f}%",
-        transform=axes.transAxes,
-        ha="right",
-        va="bottom",
-    )
     figure.legend(loc="outside right center", frameon=False, fontsize=8)
     return figure
 
 
-def replayed_cost(rivals: Mapping[str, replay_metrics.SharderComparison], ours: str, title: str) -> Figure:
+def replayed_cost(rivals: Mapping[str, replay_metrics.SharderComparison], title: str) -> Figure:
     """Mean replayed cost of each algorithm over ours, dearest on top, with 95% intervals over problems."""
     figure, (axes,) = _figure(title)
-    found = sorted(rivals.items(), key=lambda item: item[1].cost.mean)
-    for i, (_, rival) in enumerate(found):
+    order = sorted(rivals, key=lambda name: rivals[name].cost.mean)
+    n_problems = max(rival.problems for rival in rivals.values())
+    for i, rival in enumerate(rivals[name] for name in order):
         # A single problem has no interval.
         ends = [x if np.isfinite(x) else rival.cost.mean for x in (rival.cost.low, rival.cost.high)]
         axes.plot(ends, [i, i], color="C0", linewidth=2)
@@ -273,10 +247,10 @@ def replayed_cost(rivals: Mapping[str, replay_metrics.SharderComparison], ours: 
         )
     axes.axvline(1, color="0.4", linewidth=1)
     axes.set(
-        yticks=range(len(found)),
-        yticklabels=[name for name, _ in found],
-        ylim=(-0.6, len(found) - 0.2),
-        xlabel=f"replayed cost over {ours}'s, mean over {max(r.problems for r in rivals.values())} problems",
+        yticks=range(len(order)),
+        yticklabels=order,
+        ylim=(-0.6, len(order) - 0.2),
+        xlabel=f"replayed cost over {replay_metrics.OURS}'s, mean over {n_problems} problems",
     )
     return figure
 
@@ -297,6 +271,16 @@ def _figure(title: str, columns: int = 1) -> tuple[Figure, list[Axes]]:
     return figure, panels
 
 
+def _equality(axes: Axes, ms: np.ndarray, words: str) -> None:
+    """Draw the line of equality and ±10% on log axes over the range of `ms`, and words in a corner."""
+    line = np.array([ms.min() * 0.9, ms.max() * 1.1])
+    axes.fill_between(line, line * 0.9, line * 1.1, color="0.85", label="±10%", zorder=0)
+    axes.plot(line, line, color="0.4", linewidth=1)
+    axes.set(xscale="log", yscale="log", ylabel="predicted ms", xlim=line, ylim=line)
+    _plain_ticks(axes)
+    axes.text(0.97, 0.03, words, transform=axes.transAxes, ha="right", va="bottom")
+
+
 def _plain_ticks(axes: Axes, ways: str = "xy") -> None:
     """Write plain numbers instead of powers of ten on log axes."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -308,9 +292,9 @@ def _plain_ticks(axes: Axes, ways: str = "xy") -> None:
         axis.set_minor_formatter(NullFormatter())
 
 
-def _equal_bins(x: np.ndarray, per_bin: int = 40, most: int = 12) -> list[np.ndarray]:
-    """Indices of [S] values in bins of about equal size. Equal values share a bin."""
-    edges = np.unique(np.quantile(x, np.linspace(0, 1, int(np.clip(len(x) // per_bin, 1, most)) + 1)))
+def _equal_bins(x: np.ndarray) -> list[np.ndarray]:
+    """Indices of [S] values in 1 to 12 bins of about 40 values or more. Equal values share a bin."""
+    edges = np.unique(np.quantile(x, np.linspace(0, 1, int(np.clip(len(x) // 40, 1, 12)) + 1)))
     place = np.searchsorted(edges[1:-1], x, side="right")
     return [np.flatnonzero(place == i) for i in np.unique(place)]
 
@@ -364,7 +348,10 @@ def model_card(model: NeuralModel, studied: Studied, name: str) -> str:
             f"# Cost model of {model.setting.hardware}",
             *(f"**{x}.**" for x in first),
             known_errors.label(model),
-            _what_it_is(model),
+            "Predicts what the embedding tables of a recommendation model cost in one training step: the ms of fused "
+            f"FBGEMM lookups, forward and backward, and of exchanges between devices. Valid for ({model.setting}); "
+            "what is in another setting is refused. A group that grows never costs less, and an empty one costs "
+            "nothing.",
             "## Trained on",
             _trained_on(model),
             "## Where to trust it",
@@ -374,16 +361,6 @@ def model_card(model: NeuralModel, studied: Studied, name: str) -> str:
             "## How to use it",
             use,
         ]
-    )
-
-
-def _what_it_is(model: NeuralModel) -> str:
-    return (
-        "Predicts what the embedding tables of a recommendation model cost in one training step: the ms "
-        "of fused FBGEMM "
-        f"lookups, forward and backward, and of exchanges between devices. Valid for ({model.setting}); "
-        "what is in another "
-        "setting is refused. A group that grows never costs less, and an empty one costs nothing."
     )
 
 
@@ -406,10 +383,7 @@ def _trained_on(model: NeuralModel) -> str:
                 else []
             ),
             ("measurements, DVC version", provenance.get("data_version", "-")),
-            *(
-                (f"joined: {folder}, version", version)
-                for folder, version in provenance.get("datasets", {}).items()
-            ),
+            *((f"joined: {name}, version", of) for name, of in provenance.get("datasets", {}).items()),
             ("code, git commit", provenance.get("git_commit", "-")),
             ("seed", model.meta["config"]["seed"]),
         ],
@@ -421,25 +395,19 @@ def _in_steps(model: NeuralModel) -> str:
         f"{channel.words} {way} {collective_model.in_step(model.weights, channel, way):.2f}"
         for channel in CHANNELS
         for way in channel.row.ways
-        if collective_model.step_weight(channel, way) in model.weights
+        if collective_model.step_factor_name(channel, way) in model.weights
     ]
     return f"{model.meta['steps']:,}: {', '.join(factors)}"
 
 
 def _ranges(model: NeuralModel) -> str:
     """The training ranges, in the words that warn of plans beyond them, and what no range covers."""
-    owners = {
-        "shard": "a shard",
-        "op": "a device",
-        "devices": "a job",
-        "batch": "a job",
-        "exchange": "a device",
-    }
+    owners = {"shard": "a shard", "op": "a device", "exchange": "a device"}
     lines = []
     for name, ends in model.meta["ranges"].items():
-        quantity = ranges.QUANTITIES[name]
+        quantity = ranges.RANGES[name]
         shown = " to ".join(dict.fromkeys(map(quantity.show, ends)))
-        lines.append(f"- {owners[name.split('_')[0]]} {quantity.phrase.format(shown)}")
+        lines.append(f"- {owners.get(name.split('_')[0], 'a job')} {quantity.phrase.format(shown)}")
     return (
         "\n".join(["Within what it was trained on:\n", *lines]) + "\n\nBeyond it costs go on growing "
         "with the work to do, but nothing vouches for them: plans and answers name what of theirs is "
@@ -458,9 +426,8 @@ def _proxies(model: NeuralModel) -> list[str]:
             ("all exchanges, from the links' bandwidth, which a topology has to give", not measured),
             *(
                 (
-                    f"the {c.words} of "
-                    f"{kinds_of(c)} shards, "
-                    f"with the rates of {collective_model.stands_for(model.weights, c)}",
+                    f"the {c.words} of {kinds_of(c)} shards, with the rates of "
+                    f"{collective_model.stands_for(model.weights, c)}",
                     c not in measured,
                 )
                 for c in CHANNELS
@@ -493,8 +460,7 @@ def _how_good(studied: Studied) -> str:
         )
     if studied.repeatability is not None:
         sentences.append(
-            f"A timing itself is off by {studied.repeatability:.1f}%: no model can be shown to be "
-            "better than that."
+            f"A timing itself is off by {studied.repeatability:.1f}%: no model can be shown to be better than that."
         )
     if studied.curve is not None:
         sentences.append(doubling(studied.curve, None))

@@ -25,9 +25,9 @@ MOST_SHARDS = 8
 # --- explanation -----------------------------------------------------------------------------------------
 
 
-def text(found: Explanation) -> str:
+def text(x: Explanation) -> str:
     """The explanation as paragraphs and tables, for a terminal."""
-    return "\n\n".join(_paragraphs(found))
+    return "\n\n".join(_paragraphs(x))
 
 
 def sentences(x: Explanation) -> tuple[str, str, str, str]:
@@ -39,11 +39,9 @@ def _paragraphs(x: Explanation) -> Iterator[str]:
     yield "\n".join(sentences(x))
     shown, rest = x.shards[:MOST_SHARDS], x.shards[MOST_SHARDS:]
     rows = [(s.shard, s.kind, f"{s.saves_ms:.3f}", gib(s.bytes)) for s in shown]
-    rows += (
-        [(f"{len(rest)} more", "", f"{sum(s.saves_ms for s in rest):.3f}", gib(sum(s.bytes for s in rest)))]
-        if rest
-        else []
-    )
+    if rest:
+        saves_ms, n_bytes = sum(s.saves_ms for s in rest), sum(s.bytes for s in rest)
+        rows.append((f"{len(rest)} more", "", f"{saves_ms:.3f}", gib(n_bytes)))
     if rows:
         yield text_table((f"on device {x.device}", "kind", "without it, ms less", "weights"), rows)
     yield f"{text_table(MEMORY_HEADERS, memory_rows(x))}\n({memory_note(x)})"
@@ -143,17 +141,13 @@ def memory_note(x: Explanation) -> str:
 def _bound(x: Explanation) -> str:
     b = x.bound
     proved = (
-        f"No plan takes less than {b.proved_ms:.3f} ms (proved; this one: "
-        f"{percent_change(x.total_ms, b.proved_ms)})"
+        f"No plan takes less than {b.proved_ms:.3f} ms (proved; this one: {percent_change(x.total_ms, b.proved_ms)})"
         if b.proved_ms
         else "No lower bound is proved"
     )
     # The bound covers only one space of plans: a plan outside it may be cheaper.
     if b.proved_ms and x.total_ms < b.proved_ms:
-        proved = (
-            "This plan is of another kind than those of which none takes less than "
-            f"{b.proved_ms:.3f} ms (proved)"
-        )
+        proved = f"This plan is of another kind than those of which none takes less than {b.proved_ms:.3f} ms (proved)"
     return (
         f"{proved}; estimated, about {b.estimate_ms:.3f} ms (this one: "
         f"{percent_change(x.total_ms, b.estimate_ms)}).\nThe limit is {b.limit}.\nPlans meant: "
@@ -173,11 +167,11 @@ def _rows(alternatives: Sequence[Alternative], total_ms: float) -> list[tuple[st
 # --- moves, drift ----------------------------------------------------------------------------------------
 
 
-def replan_text(found: Diff, config: ReplanConfig) -> str:
+def replan_text(moves: Diff, config: ReplanConfig) -> str:
     """The moves in words. They say if moves that could not be avoided exceed the limits."""
-    beyond = max(config.exceeded_by(found)) > 0
+    beyond = max(config.exceeded_by(moves)) > 0
     return (
-        moves_text(found)
+        moves_text(moves)
         + (f"; more than the limit of {config.limits}, which does not count what had to move") * beyond
     )
 
@@ -185,29 +179,29 @@ def replan_text(found: Diff, config: ReplanConfig) -> str:
 MOVES_HEADERS = ("table", "moves", "had to", "was", "is")
 
 
-def moves_rows(found: Diff) -> list[tuple[str, ...]]:
+def moves_rows(moves: Diff) -> list[tuple[str, ...]]:
     """A row under MOVES_HEADERS for each table that moves."""
     return [
-        (m.table, gib(m.bytes), "yes" if m.forced else "", where(m.old), where(m.new)) for m in found.moves
+        (m.table, gib(m.bytes), "yes" if m.forced else "", where(m.old), where(m.new)) for m in moves.moves
     ]
 
 
-def diff_text(found: Diff) -> str:
+def diff_text(moves: Diff) -> str:
     """Moves table by table."""
-    listed = [text_table(MOVES_HEADERS, moves_rows(found), words=(2, 3, 4))] if found.moves else []
-    return "\n\n".join([moves_text(found), *listed])
+    listed = [text_table(MOVES_HEADERS, moves_rows(moves), words=(2, 3, 4))] if moves.moves else []
+    return "\n\n".join([moves_text(moves), *listed])
 
 
 def where(placements: Iterable[Placement]) -> str:
     """Placement of a table: its devices, its columns if cut, and how devices share it."""
-    return "; ".join(_where(p) for p in sorted(placements, key=lambda p: p.shard.col_lo))
-
-
-def _where(p: Placement) -> str:
-    shard = p.shard
-    columns = f" columns {shard.col_lo}:{shard.col_hi} of {shard.table.dim}" * (shard.width < shard.table.dim)
-    shared = f", {layout_of(p.kind).words}" * (len(p.devices) > 1)
-    return f"{device_names(p.devices)}{columns}{shared}"
+    words = []
+    for p in sorted(placements, key=lambda p: p.shard.col_lo):
+        lo, hi, dim = p.shard.col_lo, p.shard.col_hi, p.shard.table.dim
+        columns = f" columns {lo}:{hi} of {dim}" * (hi - lo < dim)
+        words.append(
+            f"{device_names(p.devices)}{columns}{f', {layout_of(p.kind).words}' * (len(p.devices) > 1)}"
+        )
+    return "; ".join(words)
 
 
 def drift_text(x: Drift) -> str:
@@ -216,15 +210,13 @@ def drift_text(x: Drift) -> str:
     limit = "" if x.most_tables is None else f", of {x.most_tables} that may"
     lines = [
         f"The plan costs {x.now_ms:.3f} ms now, {percent_change(x.now_ms, x.planned_ms)} against the "
-        f"{x.planned_ms:.3f} ms "
-        "with the statistics that it was made for.",
+        f"{x.planned_ms:.3f} ms with the statistics that it was made for.",
         f"The best plan found costs {x.best_ms:.3f} ms: the plan is {x.behind:.1%} behind.",
     ]
     if x.moves.moves:
         lines.append(
-            f"With {moved} moving{limit} ({gib(x.moves.bytes)} of weights) it costs "
-            f"{x.replan_ms:.3f} ms: {x.gain}, which {'pays' if x.pays else 'does not pay'}"
-            f"{threshold_words(x.threshold)}."
+            f"With {moved} moving{limit} ({gib(x.moves.bytes)} of weights) it costs {x.replan_ms:.3f} ms: {x.gain}, "
+            f"which {'pays' if x.pays else 'does not pay'}{threshold_words(x.threshold)}."
         )
     else:
         within = " within that limit" * (x.most_tables is not None)

@@ -26,21 +26,18 @@ HEADERS = (
 def row(published: Published) -> tuple[Any, ...]:
     """A row under HEADERS."""
     total = published.cost.total_ms
-    found = {k: v for k, v in published.baselines.items() if isinstance(v, float)}
-    best = min(found, key=lambda name: found[name], default=None)
+    costs = {k: v for k, v in published.baselines.items() if isinstance(v, float)}
+    best = min(costs, key=lambda name: costs[name], default=None)
+    extrapolated = "yes" if published.cost.extrapolated else "no"
     return (
         published.problem.name,
         len(published.problem.tables),
         len(published.problem.topology),
         f"{total:.2f}",
-        f"{found[best]:.2f} {best}" if best else "none found one",
-        percent_change(total, found[best]) if best else "-",
-        percent_change(total, found["random"]) if "random" in found else "-",
+        f"{costs[best]:.2f} {best}" if best else "none found one",
+        percent_change(total, costs[best]) if best else "-",
+        percent_change(total, costs["random"]) if "random" in costs else "-",
         f"{100 * compare.balance(published.cost):.0f}%",
-        "a profile"
-        if "profile" in published.decision.provenance
-        else "yes"
-        if published.cost.extrapolated
-        else "no",
+        "a profile" if "profile" in published.decision.provenance else extrapolated,
         published.decision.outcome,
     )

@@ -17,42 +17,42 @@ def replay_text(
 ) -> str:
     """Tables for a terminal.
 
-    names: of the plans.
-    predicted: what a model predicted for each. None: there is no model.
+    names: names of the plans.
+    predicted: cost that a model predicted for each. None: there is no model.
     """
     headers = ["plan", "measured ms", "middle half of the steps", "slowest device"]
     rows = [
         [
             name,
-            f"{found.total_ms:.3f}",
-            f"{found.step.q1_ms:.3f} to {found.step.q3_ms:.3f}",
-            found.device_ms.index(max(found.device_ms)),
+            f"{sample.total_ms:.3f}",
+            f"{sample.step.q1_ms:.3f} to {sample.step.q3_ms:.3f}",
+            sample.device_ms.index(max(sample.device_ms)),
         ]
-        for name, found in zip(names, measured, strict=True)
+        for name, sample in zip(names, measured, strict=True)
     ]
     if predicted:
         headers[2:2] = ["predicted ms", "error"]
-        for row, found, cost in zip(rows, measured, predicted, strict=True):
-            row[2:2] = [f"{cost.total_ms:.3f}", percent_change(cost.total_ms, found.total_ms)]
+        for row, sample, cost in zip(rows, measured, predicted, strict=True):
+            row[2:2] = [f"{cost.total_ms:.3f}", percent_change(cost.total_ms, sample.total_ms)]
     parts = [text_table(headers, rows)]
     costs = predicted or [None] * len(measured)
-    for name, found, cost in zip(names, measured, costs, strict=True):
-        parts.append(f"{name}, ms of each device\n{_devices(found, cost)}")
+    for name, sample, cost in zip(names, measured, costs, strict=True):
+        parts.append(f"{name}, ms of each device\n{_devices(sample, cost)}")
     return "\n\n".join(parts)
 
 
-def _devices(found: StepSample, predicted: StepCost | None) -> str:
+def _devices(sample: StepSample, predicted: StepCost | None) -> str:
     headers = ["device", "compute", "waiting", "exchange forward", "backward", "ids", "total"]
-    order = sorted(range(len(found.device_ms)), key=lambda d: -found.device_ms[d])
+    order = sorted(range(len(sample.device_ms)), key=lambda d: -sample.device_ms[d])
     rows = []
     for d in sorted(order[:MOST_DEVICES]):
         parts = (
-            found.compute_ms,
-            found.waiting_ms,
-            found.forward_comm_ms,
-            found.backward_comm_ms,
-            found.input_ms,
-            found.device_ms,
+            sample.compute_ms,
+            sample.waiting_ms,
+            sample.forward_comm_ms,
+            sample.backward_comm_ms,
+            sample.input_ms,
+            sample.device_ms,
         )
         rows.append([d, *(f"{part[d]:.3f}" for part in parts)])
     if predicted:

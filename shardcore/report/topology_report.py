@@ -15,42 +15,42 @@ if TYPE_CHECKING:
 
 
 def write(
-    found: PairMeasurement,
+    pairs: PairMeasurement,
     problem: Problem,
     out: Path,
     ranks: Path | None = None,
     nodes: Sequence[str] | None = None,
 ) -> str:
-    """Write the problem with the topology that was found. Returns lines that say what was found.
+    """Write the problem with the measured topology. Returns lines on it, for people.
 
-    ranks: where to write the order of ranks, their groups and the times of pairs. None: nowhere.
+    ranks: file for the order of ranks, their groups and the times of pairs. None: nowhere.
     nodes: address of each rank's host, where it is known.
     """
-    files.write_problem(out, problem_of(found.levels, found.links, problem))
+    files.write_problem(out, problem_of(pairs.levels, pairs.links, problem))
     if ranks:
         writing.write_json(
             ranks,
             {
-                "order": list(order(found.levels, len(found.pair_ms))),
-                "levels": found.levels,
-                "pair_ms": found.pair_ms.round(6).tolist(),
+                "order": list(order(pairs.levels, len(pairs.pair_ms))),
+                "levels": pairs.levels,
+                "pair_ms": pairs.pair_ms.round(6).tolist(),
             }
             | ({"nodes": list(nodes)} if nodes else {}),
         )
-    return "\n".join(lines(found))
+    return "\n".join(lines(pairs))
 
 
-def lines(found: PairMeasurement) -> list[str]:
+def lines(pairs: PairMeasurement) -> list[str]:
     """Groups, links and order of ranks, for people."""
-    arranged, text = order(found.levels, len(found.pair_ms)), []
-    for groups in found.levels:
+    arranged, text = order(pairs.levels, len(pairs.pair_ms)), []
+    for groups in pairs.levels:
         shown = "; ".join(" ".join(map(str, group)) for group in groups[:8]) + "; ..." * (len(groups) > 8)
         text.append(f"{len(groups)} groups of ranks: {shown}")
-    if not found.levels:
+    if not pairs.levels:
         text.append("all ranks are equally near each other: they count as one host")
-    links = found.links
+    links = pairs.links
     carried = [f"within {links.within_gbps:.3g} GB/s"] if links.within_gbps else []
-    for groups, link in zip(found.levels, links.outward, strict=False):
+    for groups, link in zip(pairs.levels, links.outward, strict=False):
         carried.append(f"between {len(groups)} groups {link.gbps:.3g} GB/s")
         if link.shared_gbps:
             carried.append(f"{link.shared_gbps:.3g} GB/s between them, shared by all ranks of one")

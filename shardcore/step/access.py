@@ -199,27 +199,25 @@ def unique_rows_of(shards: Sequence[Shard], batch: int) -> np.ndarray:
         (s.table, batch, s.row_lo, s.row_hi) if ranked else (s.table, batch, 0, s.table.rows)
         for s, ranked in zip(shards, by_rank, strict=True)
     ]
-    found = [_KNOWN.get(key) for key in keys]
+    counts = [_KNOWN.get(key) for key in keys]
     # dict.fromkeys removes duplicates: many shards of one table need one computation.
-    if new := dict.fromkeys((key for key, rows in zip(keys, found, strict=True) if rows is None), 0.0):
+    if new := dict.fromkeys((key for key, rows in zip(keys, counts, strict=True) if rows is None), 0.0):
         # Tables without lookups keep their 0.
         hit = [key for key in new if lookups(key[0], batch) > 0]
         for access, compute in ((Reuse, _unique_of_reuse), (Zipf, _unique_of_zipf)):
-            asked = [key for key in hit if isinstance(key[0].access, access)]
-            for i in range(0, len(asked), _AT_ONCE):
+            queries = [key for key in hit if isinstance(key[0].access, access)]
+            for i in range(0, len(queries), _AT_ONCE):
                 new.update(
-                    zip(asked[i : i + _AT_ONCE], compute(asked[i : i + _AT_ONCE]).tolist(), strict=True)
+                    zip(queries[i : i + _AT_ONCE], compute(queries[i : i + _AT_ONCE]).tolist(), strict=True)
                 )
-        found = [new[key] if rows is None else rows for key, rows in zip(keys, found, strict=True)]
+        counts = [new[key] if rows is None else rows for key, rows in zip(keys, counts, strict=True)]
         # Dropping everything is cheap and keeps memory bounded.
         if len(_KNOWN) + len(new) > _MOST_KNOWN:
             _KNOWN.clear()
         if len(new) <= _MOST_KNOWN:
             _KNOWN.update(new)
-    found = np.array(found, dtype=float) * [
-        1.0 if ranked else _unique_share(s) for s, ranked in zip(shards, by_rank, strict=True)
-    ]
-    return np.minimum(found, [s.rows for s in shards])
+    shares = [1.0 if ranked else _unique_share(s) for s, ranked in zip(shards, by_rank, strict=True)]
+    return np.minimum(np.array(counts, dtype=float) * shares, [s.rows for s in shards])
 
 
 def _unique_share(shard: Shard) -> float:
@@ -237,22 +235,22 @@ def _inside(shares: tuple[float, ...], shard: Shard) -> float:
     return float(np.diff(np.interp((shard.row_lo, shard.row_hi), edges, sums / sums[-1]))[0])
 
 
-_Rows = tuple[Table, int, int, int]
-"""A query: a table, a batch, and rows [lo, hi)."""
-_KNOWN: dict[_Rows, float] = {}
+_Query = tuple[Table, int, int, int]
+"""A table, a batch, and rows [lo, hi)."""
+_KNOWN: dict[_Query, float] = {}
 _MOST_KNOWN = 1 << 18
 """Enough for 100,000 tables, each at the global and the local batch."""
 _AT_ONCE = 4096
 """Tables processed at once, to bound memory."""
 
 
-def _unique_of_reuse(asked: Sequence[_Rows]) -> np.ndarray:
+def _unique_of_reuse(queries: Sequence[_Query]) -> np.ndarray:
     """[N] for tables with a reuse histogram. Rows that its batch never saw are left out."""
-    rows, sums = bins_of([table for table, *_ in asked])
+    rows, sums = bins_of([table for table, *_ in queries])
     # A smaller batch keeps each lookup with this probability. A larger one shows no new rows.
-    keep = np.array([min(1.0, batch / table.reuse.batch) for table, batch, *_ in asked])
+    keep = np.array([min(1.0, batch / table.reuse.batch) for table, batch, *_ in queries])
     # Reversed: the highest bin is the most popular class.
-    live, found = (rows > 0)[:, ::-1], np.zeros(len(asked))
+    live, unique = (rows > 0)[:, ::-1], np.zeros(len(queries))
     n_live = live.sum(1)
     # Group tables by their number of bins with rows: only these enter the sums.
     for n in np.unique(n_live).tolist():
@@ -261,8 +259,8 @@ def _unique_of_reuse(asked: Sequence[_Rows]) -> np.ndarray:
         sizes, counts = (of[some, ::-1][live[some]].reshape(len(some), n) for of in (rows, sums))
         # counts / sizes: mean lookups of a row in each class.
         seen = seen_when_thinned(counts / sizes, keep[some, None])
-        found[some] = _seen_inside(seen, sizes, [asked[i] for i in some])
-    return found
+        unique[some] = _seen_inside(seen, sizes, [queries[i] for i in some])
+    return unique
 
 
 def seen_when_thinned(counts: np.ndarray, keep: np.ndarray | float) -> np.ndarray:
@@ -273,7 +271,7 @@ def seen_when_thinned(counts: np.ndarray, keep: np.ndarray | float) -> np.ndarra
         return np.where(keep == 1.0, 1.0, -np.expm1(counts * np.log1p(-keep)))
 
 
-def _seen_inside(seen: np.ndarray, sizes: np.ndarray, asked: Sequence[_Rows]) -> np.ndarray:
+def _seen_inside(seen: np.ndarray, sizes: np.ndarray, queries: Sequence[_Query]) -> np.ndarray:
     """[N] rows seen within the requested row ranges.
 
     seen: [N, K] share of each class of rows that is seen.
@@ -282,10 +280,10 @@ def _seen_inside(seen: np.ndarray, sizes: np.ndarray, asked: Sequence[_Rows]) ->
     In ordered tables the most popular rows come first.
     """
     # Positions 2 and 3 of a query: its row range [lo, hi).
-    low, high = (np.array([of[i] for of in asked], dtype=float)[:, None] for i in (2, 3))
-    if any(table.ordered for table, *_ in asked):
+    low, high = (np.array([of[i] for of in queries], dtype=float)[:, None] for i in (2, 3))
+    if any(table.ordered for table, *_ in queries):
         edges = np.concatenate([np.zeros((len(sizes), 1)), np.cumsum(sizes, axis=1)], axis=1)
-        ordered = np.array([[table.ordered] for table, *_ in asked])
+        ordered = np.array([[table.ordered] for table, *_ in queries])
         # Rows are in order of popularity, so a class is a range of rows, and overlap is counted.
         inside = np.minimum(edges[:, 1:], high) - np.maximum(edges[:, :-1], low)
         sizes = np.where(ordered, np.clip(inside, 0, None), sizes)
@@ -293,22 +291,22 @@ def _seen_inside(seen: np.ndarray, sizes: np.ndarray, asked: Sequence[_Rows]) ->
     return np.minimum((seen * sizes).sum(1), (high - low)[:, 0])
 
 
-def _unique_of_zipf(asked: Sequence[_Rows]) -> np.ndarray:
+def _unique_of_zipf(queries: Sequence[_Query]) -> np.ndarray:
     """[N] for tables with a power law. Rows fall into classes of similar popularity."""
     # All tables have 512 edges, some twice. Duplicates are removed below.
-    edges, found = _zipf_edges(np.array([table.rows for table, *_ in asked])), np.zeros(len(asked))
+    edges, unique = _zipf_edges(np.array([table.rows for table, *_ in queries])), np.zeros(len(queries))
     kept = np.diff(edges, prepend=-1.0, axis=1) > 0
     n_kept = kept.sum(1)
     # Group tables by their number of classes: small tables have fewer.
     for n in np.unique(n_kept).tolist():
         some = np.flatnonzero(n_kept == n).tolist()
-        ranks, of = edges[some][kept[some]].reshape(len(some), n), [asked[i] for i in some]
+        ranks, of = edges[some][kept[some]].reshape(len(some), n), [queries[i] for i in some]
         sizes, mass = np.diff(ranks, axis=1), np.diff(_zipf_cdf(ranks, [table for table, *_ in of]), axis=1)
         # [n_some, n - 1] expected lookups of one row of each class.
         weights = np.array([[lookups(table, batch)] for table, batch, *_ in of]) * mass / sizes
         # 1 - exp(-w): a row is seen at least once, if its lookups are Poisson.
-        found[some] = _seen_inside(-np.expm1(-weights), sizes, of)
-    return found
+        unique[some] = _seen_inside(-np.expm1(-weights), sizes, of)
+    return unique
 
 
 def _zipf_edges(rows: np.ndarray) -> np.ndarray:
@@ -341,7 +339,7 @@ def _zipf_cdf(ranks: np.ndarray, tables: Sequence[Table]) -> np.ndarray:
     )
     # The law is on [1, rows + 1), so ranks from 0 shift by one.
     ranks = ranks + 1.0
-    # A scalar power of 0.5 is a sqrt in numpy, but one in an array is not: round alike.
+    # A scalar power of 0.5 is a sqrt in numpy, but one in an array is not: round equally.
     risen = np.where(power == 0.5, np.sqrt(ranks), ranks**power)
     return np.where(flat, np.log(ranks), risen - 1) / whole
 
@@ -408,8 +406,8 @@ def _reuse_concentration(table: Table) -> float:
 def row_shares_of(ids: np.ndarray, rows: int, n_devices: int) -> RowShares | None:
     """The shares of a batch's ids [L] in ranges of rows. None where ids lie as if they were hashed.
 
-    n_devices: that may divide the rows. Ids count as hashed if no device has markedly more than if the same
-    rows lay anywhere (UNEVEN). A hot row makes its device busy either way.
+    n_devices: number of devices that may divide the rows. Ids count as hashed if no device has markedly more
+    than if the same rows lay anywhere (UNEVEN). A hot row makes its device busy either way.
     """
     # Too few ids, devices or rows to divide: nothing to tell from hashing.
     if len(ids) == 0 or n_devices < 2 or rows < n_devices:

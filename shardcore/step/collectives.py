@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.payloads import payload_of
+from shardcore.core.payloads import MEASURED, payload_of
 from shardcore.step.memory_timeline import Alive, StageBuffers, Stages, stage_buffers
 
 Widths = Sequence[int]
@@ -24,11 +24,11 @@ Widths = Sequence[int]
 class Draw:
     """Rule by which a collective is drawn to be measured.
 
-    share: of the varied draws; with a `stream`, of all draws.
+    share: share of the varied draws; with a `stream`, of all draws.
     stream: seed of a random stream for it alone, so that other draws do not depend on it. 0: none.
     loads: (columns of each rank, rng) -> columns of each rank, as plans have them in this collective.
-    scope: of some draws over several hosts (scopes.SCOPES). "": none.
-    scope_share: of draws over several hosts that have this scope.
+    scope: scope of some draws over several hosts (scopes.SCOPES). "": none.
+    scope_share: share of draws over several hosts that have this scope.
     """
 
     share: float
@@ -39,7 +39,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Work:
+class IdWork:
     """Work of a device on the ids of its local samples, before they travel.
 
     weight: name of a model's weight [2]: ms once, and ms a byte of these ids.
@@ -60,7 +60,7 @@ class Collective:
     words: for people.
     ways: its directions, in the order in which they run: "forward", "backward", or both.
     call: the exchange in torch, a key of measure/exchanges.EXCHANGES. Ids have another (measure/id_transfer.py).
-    draw: how it is drawn to be measured.
+    draw: rule by which it is drawn to be measured.
     like: the collective whose rates stand in where its own were not measured. "": none.
     ring: True if bytes go round a ring. Otherwise each device sends to each other one.
     passes: times that all bytes go round. An all-reduce is a reduce-scatter and an all-gather.
@@ -68,7 +68,7 @@ class Collective:
     cast: True if it has a payload that a job may choose: one with a codec in TorchRec (fbgemm_qcomm_codec).
     ids: True if it carries ids, before the lookups.
     dense: True if it sums a dense gradient, the same on all devices that have it. Only they take part.
-    work: of a device, before ids travel. They then travel by the rates of `like`. None: no such work.
+    work: work of a device before ids travel. They then travel by the rates of `like`. None: no such work.
     memory: (names of a run's channels, this first) -> buffers of the run in each stage (memory_timeline.py).
       None: ids, which are there in all phases.
     memory_of_sequences: the same of tables whose lookups are not pooled. None: the same.
@@ -86,9 +86,14 @@ class Collective:
     cast: bool = False
     ids: bool = False
     dense: bool = False
-    work: Work | None = None
+    work: IdWork | None = None
     memory: Callable[..., Stages] | None = None
     memory_of_sequences: Callable[..., Stages] | None = None
+
+    @property
+    def payloads(self) -> tuple[str, ...]:
+        """Payloads that it is measured with."""
+        return MEASURED if self.cast else ("fp32",)
 
 
 # --- memory -------------------------------------------------------------------------------------------------
@@ -348,7 +353,7 @@ COLLECTIVES: Mapping[str, Collective] = {
             like="all_to_all_ids",
             exchanges=3,
             ids=True,
-            work=Work("bucketize_ids", lambda transfer: transfer.in_buckets(), buckets=True),
+            work=IdWork("bucketize_ids", lambda transfer: transfer.in_buckets(), buckets=True),
         ),
     )
 }

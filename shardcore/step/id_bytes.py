@@ -63,7 +63,7 @@ def received_bytes(shard: Shard, step: Step) -> int:
 def sample_bytes(table: Table, job: Job, share: float = 1.0, ranges: int = 1) -> float:
     """Mean bytes of a table's ids and lengths for one sample.
 
-    share: of its lookups. ranges: of its rows, each with separate lengths.
+    share: share of its lookups. ranges: number of ranges of its rows, each with separate lengths.
     """
     # Each range sends a length for every bag, even where it has none of the bag's ids.
     lengths = table.bags * ranges
@@ -100,7 +100,7 @@ def input_bytes(plan: Plan, problem: Problem, lookups: Lookups) -> np.ndarray:
 
     All runs together.
 
-    lookups: of a given batch.
+    lookups: lookups of a given batch.
     """
     n, job = len(problem.topology), problem.job
     # Ids of a given batch: devices may send different numbers of them, unlike in expected_bytes.

@@ -43,7 +43,6 @@ class Channel:
 
     collective: a name of step.collectives.COLLECTIVES.
     group: scope of its groups, a name of step.scopes.SCOPES.
-
     """
 
     collective: str
@@ -197,7 +196,7 @@ def _each_unit(scope: str) -> Callable[[Topology], tuple[Group, ...]]:
     return groups
 
 
-def rows_over(topology: Topology, placements: Iterable[Placement] = ()) -> str:
+def row_unit_of(topology: Topology, placements: Iterable[Placement] = ()) -> str:
     """The unit over which a job divides rows, a key of ROWS_OVER: as the topology or a plan has it, or the default."""
     used = (unit for p in placements if (unit := layout_of(p.kind).rows_over))
     return topology.rows_over or next(used, topology.row_unit)
@@ -208,7 +207,7 @@ def pod_size(topology: Topology, placements: Iterable[Placement] = ()) -> int:
 
     A job needs TORCHREC_RESOLVED_POD_SIZE of this value. Without the variable it divides rows over hosts.
     """
-    units = topology.on_units(ROWS_OVER[rows_over(topology, placements)])
+    units = topology.on_units(ROWS_OVER[row_unit_of(topology, placements)])
     return max(1, len(units[0]) // len(topology.on_hosts[0]))
 
 
@@ -337,13 +336,10 @@ Each collection has separate runs (`run_of`). These are those of the collection 
 
 ID_CHANNELS: tuple[Channel, ...] = tuple(dict.fromkeys(x.ids for x in LAYOUTS.values() if x.ids))
 """The channels of input distribution."""
+_PLAIN = dict.fromkeys(c for layout in LAYOUTS.values() for c in layout.channels)
 _IN_TOWERS = (of for layout in LAYOUTS.values() for of in (layout.tower_channels or {}).values())
-_WITHIN_TOWERS = (c for of in _IN_TOWERS for c in of if not c.scope.across)
-CHANNELS: tuple[Channel, ...] = (
-    *dict.fromkeys(c for layout in LAYOUTS.values() for c in layout.channels),
-    *ID_CHANNELS,
-)
-CHANNELS = (*(c for c in _WITHIN_TOWERS if c not in CHANNELS), *CHANNELS)
+_WITHIN_TOWERS = (c for of in _IN_TOWERS for c in of if not c.scope.across and c not in _PLAIN)
+CHANNELS: tuple[Channel, ...] = (*_WITHIN_TOWERS, *_PLAIN, *ID_CHANNELS)
 """All channels. Arrays of bytes [C, ...] use this order. Exchanges within hosts come before those across.
 
 A device enters its outputs and gradients into a channel. Of ID_CHANNELS, it counts what a device receives.
@@ -357,19 +353,16 @@ WHOLE_ROWS = next(kind for kind in LAYOUTS.values() if kind.cuts_columns and not
 
 def kinds_of(channel: Channel, towers: bool = False) -> str:
     """The kinds that have a channel, in words: in a job with towers, or where no others have it."""
-    in_towers = {
-        k: (*(c for of in (x.tower_channels or {"": x.channels}).values() for c in of), x.ids)
-        for k, x in LAYOUTS.items()
-    }
-    plain = {k: (*x.channels, x.ids) for k, x in LAYOUTS.items()}
-    found = (
-        [k for k, channels in of.items() if channel in channels]
-        for of in ((in_towers,) if towers else (plain, in_towers))
-    )
-    return " and ".join(next(filter(None, found)))
+    plain = [name for name, x in LAYOUTS.items() if channel in (*x.channels, x.ids)]
+    in_towers = [
+        name
+        for name, x in LAYOUTS.items()
+        if channel == x.ids or any(channel in of for of in (x.tower_channels or {"": x.channels}).values())
+    ]
+    return " and ".join(in_towers if towers else plain or in_towers)
 
 
-def ways(topology: Topology) -> tuple[Layout, ...]:
+def kinds_on_all_devices(topology: Topology) -> tuple[Layout, ...]:
     """The kinds whose shards are always on all devices."""
     return tuple(k for k in LAYOUTS.values() if len(topology) > 1 and k.groups(topology) == (topology.ranks,))
 
@@ -389,9 +382,8 @@ def run_of(kind: str, table: Table) -> Layout:
     run = layout.as_sequence if table.sequence else layout
     if table.in_host_memory and not layout.caches:
         raise ShardCoreError(
-            f"plan places table {table.name!r} by {kind}, with load_factor "
-            f"{table.load_factor:g}; TorchRec has no rows of it in host memory, so it needs "
-            "another kind, or load_factor 1"
+            f"plan places table {table.name!r} by {kind}, with load_factor {table.load_factor:g}; TorchRec has no "
+            "rows of it in host memory, so it needs another kind, or load_factor 1"
         )
     if run is None:
         raise ShardCoreError(
@@ -427,7 +419,7 @@ def layout_of_torchrec(
 ) -> Layout | None:
     """The kind that TorchRec runs under a name, one that a topology has. None for an unknown name.
 
-    devices: that share a shard. None: as the topology's rows_over, or the default, has it.
+    devices: number of devices that share a shard. None: as the topology's rows_over, or the default, has it.
     """
     named = layouts_of_torchrec(sharding_type)
     if topology is None or not named:
@@ -476,13 +468,12 @@ def merged(placements: Sequence[Placement]) -> tuple[Placement, ...]:
         shards.setdefault((p.kind, p.shard.table.name, p.shard.row_lo, p.devices), []).append(p.shard)
     if len(shards) == len(placements):  # the most common case
         return tuple(placements)
-    found = []
+    together = []
     for (kind, _, _, devices), parts in shards.items():
         lo = min(s.col_lo for s in parts)
-        found.append(
-            Placement(kind, replace(parts[0], col_lo=lo, col_hi=lo + sum(s.width for s in parts)), devices)
-        )
-    return tuple(found)
+        shard = replace(parts[0], col_lo=lo, col_hi=lo + sum(s.width for s in parts))
+        together.append(Placement(kind, shard, devices))
+    return tuple(together)
 
 
 @lru_cache(maxsize=16)

@@ -4,7 +4,7 @@ Devices send each other the ids to look up (see id_bytes.py).
 Each device then looks up rows (forward) and exchanges pooled outputs.
 After the dense part it exchanges their gradients and updates rows (backward).
 As in TorchRec, the shards of a kind and collection run as one fused FBGEMM op with its collectives: a run
-(see layouts).
+(see kinds.py).
 
 Shapes: C channels (kinds.CHANNELS), L lanes (traffic.lanes), D devices.
 """
@@ -49,7 +49,7 @@ from shardcore.step.traffic import channels_of, lanes, row_in, shared_on_units
 class Op:
     """Shards that run as one fused FBGEMM op.
 
-    kind: of sharding.
+    kind: kind of sharding.
     shards: in the op. Their tables are of one collection, and all pooled or none.
     batch: samples it runs over.
     """
@@ -90,7 +90,7 @@ class Workload:
     memory_bytes: (D) bytes held on each device.
     topology: the devices and links.
     global_batch: samples of a step.
-    job: how a step runs around the embeddings.
+    job: properties of a step around the embeddings.
     """
 
     ops: tuple[tuple[Op, ...], ...]
@@ -138,10 +138,8 @@ def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
     """
     require_type(plan, Plan, "plan", "a Plan, as a sharder gives")
     require_type(problem, Problem, "problem", "a Problem")
-    # Checks of coverage come first: bytes of a plan that lacks a table mean nothing.
-    require_cover(plan, problem)
-    # Constraints after coverage: they assume that placements are valid for their kinds.
-    require_constraints(plan, problem)
+    # First: bytes of a plan that lacks a table mean nothing.
+    require_plan(plan, problem, fits=False)
     # Memory is needed in either case, for the Workload states it.
     used = (memory.require_fits if fits else memory.used_bytes)(plan, problem)
     if fits:
@@ -194,7 +192,8 @@ def _lanes(among: Container[Layout], tables: Iterable[Table]) -> dict[Layout, in
 def entering_bytes(layout: Layout, shards: tuple[Shard, ...], problem: Problem) -> np.ndarray:
     """[C] bytes that a device's shards of a kind enter into each channel.
 
-    With towers, what crosses hosts is not yet divided over one (traffic.shared_on_units)."""
+    With towers, bytes that cross hosts are not yet divided over each host (traffic.shared_on_units).
+    """
     # Outputs are those of the global batch. A kind's formula takes from it what its devices enter.
     outputs = [output_bytes(s, problem.global_batch) for s in shards]
     of_channel = {
@@ -212,7 +211,7 @@ def traffic_of_outputs(
 ) -> np.ndarray:
     """[L C, ..., D] bytes that enter each channel, if devices have bytes of outputs [..., D] of some runs.
 
-    outputs: of replicas, bytes of their gradients.
+    outputs: bytes of outputs; of replicas, bytes of their gradients.
     id_bytes: [..., D] bytes of ids and lengths that devices receive for some of these runs.
     """
     # Any leading dimensions: searches price several candidate plans in one call.
@@ -232,6 +231,7 @@ def traffic_of_outputs(
 def require_plan(plan: Plan, problem: Problem, fits: bool = True) -> None:
     """Raise what `lower` raises. Without `fits`, everything except Infeasible."""
     require_cover(plan, problem)
+    # After coverage: constraints assume that placements are valid for their kinds.
     require_constraints(plan, problem)
     if fits:
         memory.require_fits(plan, problem)
@@ -248,13 +248,12 @@ def require_cover(plan: Plan, problem: Problem) -> None:
     known = {t.name: t for t in problem.tables}
     for placement in ticking(plan.placements):
         shard = placement.shard
-        found = known.get(shard.table.name)
+        table = known.get(shard.table.name)
         # Plans mostly hold the problem's own tables. Identity saves comparing their statistics.
-        if found is not shard.table and found != shard.table:
+        if table is not shard.table and table != shard.table:
             raise ShardCoreError(
-                f"plan places table {shard.table.name!r}, "
-                f"which problem {problem.name!r} does not have "
-                "(or not with this shape and these statistics)"
+                f"plan places table {shard.table.name!r}, which problem {problem.name!r} does not have (or not with "
+                "this shape and these statistics)"
             )
         require_placement(placement, problem)
         if unit := layout_of(placement.kind).rows_over:
@@ -289,11 +288,11 @@ def require_cover(plan: Plan, problem: Problem) -> None:
 def _widths(placements: Iterable[Placement]) -> Iterable[tuple[Placement, int]]:
     """One placement of each table, kind and group of devices, and the columns of all: they are one shard."""
     # The first placement of a key stands for all: only their columns differ.
-    found: dict[tuple[str, str, tuple[int, ...]], tuple[Placement, int]] = {}
+    widths: dict[tuple[str, str, tuple[int, ...]], tuple[Placement, int]] = {}
     for p in placements:
         key = p.shard.table.name, p.kind, p.devices
-        found[key] = p, p.shard.width + found.get(key, (p, 0))[1]
-    return found.values()
+        widths[key] = p, p.shard.width + widths.get(key, (p, 0))[1]
+    return widths.values()
 
 
 def _require_codecs(plan: Plan, problem: Problem) -> None:
@@ -343,9 +342,8 @@ def require_constraints(plan: Plan, problem: Problem) -> None:
         table = placement.shard.table
         if width < min(table.dim, least[table.name]):
             raise ShardCoreError(
-                f"plan places {width} columns of table {table.name!r} on "
-                f"{device_names(placement.devices)}; it needs {least[table.name]} or more "
-                "(constraints.min_widths)"
+                f"plan places {width} columns of table {table.name!r} on {device_names(placement.devices)}; it needs "
+                f"{least[table.name]} or more (constraints.min_widths)"
             )
     # Most problems have no others.
     if not problem.whole and not problem.pinned:
@@ -375,8 +373,6 @@ def require_constraints(plan: Plan, problem: Problem) -> None:
             other, home = homes.setdefault(problem.bundle_of[name], (name, devices))
             if len(devices) > 1 or devices != home:
                 raise ShardCoreError(
-                    f"plan places table {name!r} on {device_names(devices)} and "
-                    f"{other!r} on "
-                    f"{device_names(home)}; "
-                    "they need to be together on one (constraints.together)"
+                    f"plan places table {name!r} on {device_names(devices)} and {other!r} on "
+                    f"{device_names(home)}; they need to be together on one (constraints.together)"
                 )

@@ -295,9 +295,8 @@ def require_fits(plan: Plan, problem: Problem) -> list[int]:
     largest = sorted(filter(parts.get, parts), key=lambda part: -parts[part])[:3]
     raise Overfull(
         f"device {device} of problem {problem.name!r} would hold {gib(used[device])} "
-        f"({', '.join(f'{part} {gib(parts[part])}' for part in largest)}); it may hold "
-        f"{gib(may_hold[device])}, {gib(too_much[device])} too little. It would fit with as much "
-        "more memory, or less reserved",
+        f"({', '.join(f'{part} {gib(parts[part])}' for part in largest)}); it may hold {gib(may_hold[device])}, "
+        f"{gib(too_much[device])} too little. It would fit with as much more memory, or less reserved",
         too_much[device],
     )
 
@@ -321,11 +320,11 @@ def _require_hosts_fit(plan: Plan, problem: Problem) -> None:
             for held in _held(plan, problem)
         ]
         for host, devices in zip(topology.hosts, topology.on_hosts, strict=True):
-            if (taken := sum(on_device[d] for d in devices)) > memory.bytes:
+            if (used := sum(on_device[d] for d in devices)) > memory.bytes:
                 raise Infeasible(
-                    f"host {host!r} of problem {problem.name!r} would hold {gib(taken)} of rows "
+                    f"host {host!r} of problem {problem.name!r} would hold {gib(used)} of rows "
                     f"in {TIERS[memory.tier].words}; it may hold {gib(memory.bytes)} there, "
-                    f"{gib(taken - memory.bytes)} too little"
+                    f"{gib(used - memory.bytes)} too little"
                 )
 
 

@@ -62,13 +62,11 @@ def require_ops(plan: Plan, problem: Problem) -> None:
         batch, what = run.batch(problem), f"device {device} of problem {problem.name!r} would run"
         if n > (most := most_features(batch)):
             raise TooManyInOneOp(
-                f"{what} {n} features in one op ({run.name}) over {batch} samples; FBGEMM's "
-                f"CUDA op packs both into 32 bits, so at most {most} features: it needs "
-                "more devices, or a smaller batch"
+                f"{what} {n} features in one op ({run.name}) over {batch} samples; FBGEMM's CUDA op packs both into "
+                f"32 bits, so at most {most} features: it needs more devices, or a smaller batch"
             )
         if ids[run, device] > MOST_IDS:
             raise TooManyInOneOp(
-                f"{what} {ids[run, device]:.3g} ids in one op ({run.name}); FBGEMM's CUDA "
-                f"op counts them in 32 bits, so at most {MOST_IDS}: it needs more devices, "
-                "or a smaller batch"
+                f"{what} {ids[run, device]:.3g} ids in one op ({run.name}); FBGEMM's CUDA op counts them in 32 bits, "
+                f"so at most {MOST_IDS}: it needs more devices, or a smaller batch"
             )

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from shardcore.core.payloads import FP32_BYTES, payload_of
+from shardcore.core.payloads import payload_of
 from shardcore.core.types import OUTPUT_BYTES, Shard, Table
 from shardcore.step.access import access_share, distinct_values
 
@@ -37,13 +35,3 @@ def output_bytes(shard: Shard, batch: int) -> int:
 def payload_bytes(n_bytes: Any, payload: str) -> Any:
     """Bytes that outputs or gradients take on their way, if they take `n_bytes` in FP32. Without padding."""
     return n_bytes * payload_of(payload).share
-
-
-def padded_bytes(n_bytes: Any, payload: str, samples: int) -> Any:
-    """FP32 bytes [...] of devices' pooled outputs of so many samples, with padding to whole blocks forward.
-
-    Prices leave it out: a device pads by less than a block of columns, whatever it holds.
-    """
-    row = payload_of(payload)
-    block_bytes = FP32_BYTES * samples * row.block
-    return np.ceil(np.asarray(n_bytes) / block_bytes) * block_bytes if row.pads else n_bytes

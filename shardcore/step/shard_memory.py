@@ -34,12 +34,12 @@ def shard_buffers(layout: Layout, shards: Sequence[Shard], problem: Problem) -> 
     lookups = sum(problem.global_batch * s.table.looked_up * access_share(s) for s in shards)
     # FP32 bytes. Casts for the payload are in exchange_buffers.
     outputs = sum(output_bytes(s, problem.global_batch) for s in shards)
-    found: dict[str, float] = {}
+    buffers: dict[str, float] = {}
     # Each channel has its own buffers: host_row sends outputs twice.
     for channel, entering in layout.channels.items():
-        found |= exchange_buffers(channel, entering(n_bytes, outputs, problem), problem.job)
+        buffers |= exchange_buffers(channel, entering(n_bytes, outputs, problem), problem.job)
     arrived = sum(received_bytes(s, problem) for s in shards)
-    return found | {"arrived": arrived, "sorting": lookups * sorting_bytes(problem)}
+    return buffers | {"arrived": arrived, "sorting": lookups * sorting_bytes(problem)}
 
 
 def exchange_buffers(channel: Channel, n_bytes: float, job: Job, received: str = "") -> dict[str, float]:
@@ -95,11 +95,11 @@ def run_batches(placements: Iterable[Placement], problem: Problem) -> dict[Layou
     runs: dict[Layout, list[Placement]] = {}
     for placement in ticking(sorted(placements, key=lambda p: numbers[p.shard.table.name])):
         runs.setdefault(run_of(placement.kind, placement.shard.table), []).append(placement)
-    found = {}
+    batches = {}
     for run, of in runs.items():
         # Placements of a run have equally many devices, as its kind has one size of group.
         shards, ranges = [p.shard for p in of], len(of[0].devices)
-        found[run] = RunBatch(
+        batches[run] = RunBatch(
             # Outputs of a device's own samples, from all tables, wherever they are.
             sum(OUTPUT_BYTES * s.width * table_output_rows(s.table, local) for s in shards),
             any(s.width < s.table.dim for s in shards),
@@ -109,7 +109,7 @@ def run_batches(placements: Iterable[Placement], problem: Problem) -> dict[Layou
             # The dense optimizer takes one replica after another, so only the largest counts.
             max(scratch_bytes(run, s, problem) for s in shards),
         )
-    return found
+    return batches
 
 
 def table_order(problem: Problem) -> dict[str, tuple[int, int]]:
@@ -169,10 +169,10 @@ def _last_to_need_gradients(runs: Iterable[Layout]) -> set[Layout]:
 def output_buffers(run: Layout, outputs: float, job: Job, cut: bool, together: bool) -> dict[str, float]:
     """Bytes of the buffers of a run's outputs for a local batch."""
     # Outputs arrive by the run's last exchange.
-    found = exchange_buffers(tuple(run.channels)[-1], outputs, job, received="local")
+    buffers = exchange_buffers(tuple(run.channels)[-1], outputs, job, received="local")
     # Outputs that are the whole tensor, and travel as FP32, are sent without a copy.
-    copied = found["local back"] * (together or found["local back"] < outputs)
-    return found | {
+    copied = buffers["local back"] * (together or buffers["local back"] < outputs)
+    return buffers | {
         "local copied": copied,
         "cut": outputs * cut,
         "together": outputs * together,
@@ -201,4 +201,5 @@ def sorting_bytes(problem: Problem) -> int:
 
 
 def scratch_bytes(layout: Layout, shard: Shard, problem: Problem) -> int:
+    """Bytes by which a dense optimizer updates a replica. 0 for other kinds."""
     return shard.bytes * layout.dense_gradient * DENSE_OPTIMIZERS[problem.replica_optimizer].scratch

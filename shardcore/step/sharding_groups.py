@@ -22,10 +22,10 @@ from shardcore.core.catalog import OPTIMIZERS
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.links import ROWS_OVER, pod_of
 from shardcore.core.topology import Device, Topology
-from shardcore.core.types import Plan, Problem, Shard
+from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import require, require_known, require_types, require_within
 from shardcore.step import memory
-from shardcore.step.kinds import merged, rows_over, run_of, shards_on
+from shardcore.step.kinds import merged, row_unit_of, run_of, shards_on
 
 CONTIGUOUS, STRIDED = "contiguous", "strided"
 GROUP_LAYOUTS = (CONTIGUOUS, STRIDED)
@@ -63,7 +63,7 @@ class Grouping:
 class GroupedPlan:
     """A plan of one group, and how the devices are divided. It is no Plan of the whole problem.
 
-    problem: of one group, as `problem_of_group` makes it.
+    problem: problem of one group, as `problem_of_group` makes it.
     """
 
     grouping: Grouping
@@ -141,8 +141,7 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
     pins = dict(problem.constraints.pinned)
     require(
         not pins,
-        f"{p} has constraints.pinned {pins}; groups need none, for a device of a group stands "
-        "for one of each group",
+        f"{p} has constraints.pinned {pins}; groups need none, for a device of a group stands for one of each group",
     )
     # Names differ between groups. The pattern of their hosts and pods has to agree, or links would differ.
     for where, unit_of in (("on its hosts", str), ("in its pods", pod_of)):
@@ -156,11 +155,11 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
     devices = tuple(
         Device(
             # The weakest device at a position decides, as all run the same shards.
-            min(topology.devices[d].memory_bytes for d in alike),
-            min(topology.devices[d].speed for d in alike),
-            host=topology.devices[alike[0]].host,
+            min(topology.devices[d].memory_bytes for d in same),
+            min(topology.devices[d].speed for d in same),
+            host=topology.devices[same[0]].host,
         )
-        for alike in replicas(topology, grouping)
+        for same in replicas(topology, grouping)
     )
     # Names are limited to 100 characters.
     name = f"{problem.name[:70]}.{grouping.layout}-{grouping.size}"
@@ -169,18 +168,12 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
     if topology.memory:
         # Groups on one host share its memory, by their devices there.
         shares = [
-            len(here) / len(all_here)
-            for here, all_here in zip(
-                links.on_hosts, (topology.on_hosts[topology.hosts.index(h)] for h in links.hosts), strict=True
-            )
+            len(here) / len(topology.on_hosts[topology.hosts.index(host)])
+            for host, here in zip(links.hosts, links.on_hosts, strict=True)
         ]
         # The smallest share fits on every host.
-        links = replace(
-            links,
-            memory=tuple(
-                replace(memory, bytes=int(memory.bytes * min(shares))) for memory in topology.memory
-            ),
-        )
+        tiers = tuple(replace(tier, bytes=int(tier.bytes * min(shares))) for tier in topology.memory)
+        links = replace(links, memory=tiers)
     # Each device keeps its share of the batch; a group has the sum.
     return replace(problem, name=name, topology=links, global_batch=problem.local_batch * grouping.size)
 
@@ -188,12 +181,12 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
 def synced_bytes(plan: Plan, problem: Problem) -> list[tuple[int, int]]:
     """[M] bytes of weights, and of optimizer state, that replicas of each device average at once.
 
-    plan, problem: of one group.
+    plan, problem: plan and problem of one group.
 
     Kinds with a dense gradient have the same weights everywhere at each step, so they are left out.
     NCCL reduces them in place: this takes no more memory.
     """
-    found = [(0, 0)] * len(problem.topology)
+    synced = [(0, 0)] * len(problem.topology)
     for placement in merged(plan.placements):
         # DDP already sums dense gradients over all groups.
         layout = run_of(placement.kind, placement.shard.table)
@@ -201,13 +194,10 @@ def synced_bytes(plan: Plan, problem: Problem) -> list[tuple[int, int]]:
             continue
         for device, shard in shards_on(placement):
             # Replicas average all rows, wherever they are, and not what a cache holds of them.
-            weights, state = memory.resident_bytes(layout, _in_device_memory(shard), problem)
-            found[device] = found[device][0] + weights, found[device][1] + state
-    return found
-
-
-def _in_device_memory(shard: Shard) -> Shard:
-    return replace(shard, table=replace(shard.table, load_factor=1.0))
+            on_device = replace(shard, table=replace(shard.table, load_factor=1.0))
+            weights, state = memory.resident_bytes(layout, on_device, problem)
+            synced[device] = synced[device][0] + weights, synced[device][1] + state
+    return synced
 
 
 def replicated_gradient_bytes(plan: Plan) -> int:
@@ -221,7 +211,7 @@ def per_unit(problem: Problem, plan: Plan | None = None) -> int:
     The size of the group where they differ.
     """
     topology = problem.topology
-    units = topology.on_units(ROWS_OVER[rows_over(topology, plan.placements if plan else ())])
+    units = topology.on_units(ROWS_OVER[row_unit_of(topology, plan.placements if plan else ())])
     return len(units[0]) if len(set(map(len, units))) == 1 else len(topology)
 
 

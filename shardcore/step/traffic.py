@@ -20,16 +20,16 @@ def lanes(runs: Iterable[Layout]) -> dict[Layout, int]:
     one. Gradients of replicas are all in the first: DDP reduces them together.
     """
     # Greedy colouring: a run takes the first lane in which none of its channels is in use.
-    taken: list[set[Channel]] = [set()]
-    found = {}
+    in_use: list[set[Channel]] = [set()]
+    lane_of = {}
     for run in runs:
         # Dense channels do not conflict: DDP reduces all gradients in one call, so their bytes add up.
-        own = {c for c in (*run.channels, run.ids) if c and not c.row.dense}
-        found[run] = next((i for i, others in enumerate(taken) if not own & others), len(taken))
+        channels = {c for c in (*run.channels, run.ids) if c and not c.row.dense}
+        lane_of[run] = next((i for i, others in enumerate(in_use) if not channels & others), len(in_use))
         # A run that fits no lane opens the next one.
-        taken += [set()] * (found[run] == len(taken))
-        taken[found[run]] |= own
-    return found
+        in_use += [set()] * (lane_of[run] == len(in_use))
+        in_use[lane_of[run]] |= channels
+    return lane_of
 
 
 def row_in(lane: int, channel: Channel) -> int:

@@ -39,20 +39,26 @@ class Undecided(ShardCoreError):
 _numbers = itertools.count()
 
 
+def rank_and_ranks() -> tuple[int, int]:
+    """This process's rank, and how many there are: (0, 1) without a process group."""
+    ready = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if ready else (0, 1)
+
+
 class Agreement:
     """One change. All ranks make it with the same number, and go through the same phases.
 
-    store: of the job's process group.
+    store: store of the job's process group.
     ranks: this rank, and how many there are.
-    number: of changes before it, the same on all ranks.
-    timeout_s: of each wait.
+    number: number of changes before it, the same on all ranks.
+    timeout_s: limit of each wait.
     """
 
     @classmethod
     def new(cls, timeout_s: float) -> Agreement:
         """The next change of this process. Raises Refused if other ranks have given it up."""
         store = dist.distributed_c10d._get_default_store()
-        change = cls(store, (dist.get_rank(), dist.get_world_size()), next(_numbers), timeout_s)
+        change = cls(store, rank_and_ranks(), next(_numbers), timeout_s)
         if change._store.check(["decision"]):
             raise Refused(
                 f"rank {change.rank} comes late: other ranks have given up this change; ask for it again"
@@ -132,10 +138,10 @@ def time_limit(group: dist.ProcessGroup, timeout_s: float) -> Iterator[None]:
 
     def limited(*args: Any, **named: Any) -> Any:
         # Groups of a host's ranks, for the first table that has its rows there. Connecting them waits, too.
-        found = new_group(*args, **{"timeout": limit, **named})
-        if "timeout" not in named and isinstance(found, dist.ProcessGroup):
-            made.append(found)
-        return found
+        group = new_group(*args, **{"timeout": limit, **named})
+        if "timeout" not in named and isinstance(group, dist.ProcessGroup):
+            made.append(group)
+        return group
 
     set_timeout(limit, group)
     dist.new_group = limited

@@ -90,7 +90,7 @@ def by_our_names(
             raise ShardCoreError(
                 f"constraints are for table {name!r}, which the model does not have; it has {few(sorted(configs))}"
             )
-        lines += _checked(c, f"ParameterConstraints of table {name!r}", configs[name].feature_names)
+        lines += _check(c, f"ParameterConstraints of table {name!r}", configs[name].feature_names)
         if c.device_group not in (None, compute_device):
             raise ShardCoreError(
                 f"ParameterConstraints of table {name!r} has device_group {c.device_group!r}; the topology's "
@@ -99,7 +99,7 @@ def by_our_names(
     return {key: constraints[t.name] for key, t in theirs.items() if t.name in constraints}, lines
 
 
-def _checked(c: ParameterConstraints, what: str, features: list[str]) -> list[str]:
+def _check(c: ParameterConstraints, what: str, features: list[str]) -> list[str]:
     """Effects that a price leaves out. Raises ShardCoreError for fields that no plan of ours can keep."""
     from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 
@@ -160,7 +160,7 @@ def pooling_of(
 ) -> dict[str | tuple[str, str], float]:
     """Lookups of a sample by feature and by (table, feature), an entry of pooling_factors each.
 
-    bags: of `bags_of`. Factors are of a bag.
+    bags: bags of features, as of `bags_of`. Factors are of a bag.
 
     TorchRec's default is one for every feature. It gives way to the statement of another table.
     """

@@ -39,7 +39,7 @@ class Arguments:
     world_size: devices.
     sharding_group_size: devices of a group.
     node_group_size: consecutive ranks of a group that count as a host or pod, for rows divided over one.
-    use_inter_host_allreduce: whether groups are contiguous.
+    use_inter_host_allreduce: True if groups are contiguous.
     """
 
     world_size: int

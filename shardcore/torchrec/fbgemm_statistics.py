@@ -75,13 +75,13 @@ class TablePart:
 class PartLookups:
     """Lookups of one table of an op, summed over its features, in the mean of the reported steps.
 
-    rows: of the op's table.
-    dim: of the op's table.
+    rows: rows of the op's table.
+    dim: columns of the op's table.
     part: its range of the model's table. None: unknown.
     pooling: lookups per sample.
     seen: [K] unique ids by how often a batch looks them up.
     batch: samples of that batch.
-    features: of the table.
+    features: number of features of the table.
     weighted: True if lookups have weights.
     """
 
@@ -248,8 +248,8 @@ def rows_by_count(hitters: Iterable[float], q: float, s: float, lookups: float, 
 
     hitters: shares of lookups of the most frequent ids.
     q, s: other ids at rank r (from 0) have counts in proportion to (r + q)^-s.
-    lookups: of the batch.
-    rows: of the table.
+    lookups: lookups of the batch.
+    rows: rows of the table.
     """
     # FBGEMM gives shares. Counts are whole numbers.
     counts = np.rint(np.asarray(hitters, dtype=float) * lookups)

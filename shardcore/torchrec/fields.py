@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from shardcore.core.errors import ShardCoreError, shortened
@@ -26,7 +27,7 @@ class Treatment:
 
     how: HONOURED (the plan obeys it, or neither plan nor price depends on it), PRICED (price or memory counts
         it) or REFUSED.
-    note: what happens with it. Of a refused one: why, and what would be right.
+    note: effect of the field. Of a refused one: the reason, and what would be right.
     unpriced: effect on a job that the price leaves out, for the planner's `unpriced`. "": none.
     """
 
@@ -35,17 +36,7 @@ class Treatment:
     unpriced: str = ""
 
 
-def _honoured(note: str, unpriced: str = "") -> Treatment:
-    return Treatment(HONOURED, note, unpriced)
-
-
-def _priced(note: str) -> Treatment:
-    return Treatment(PRICED, note)
-
-
-def _refused(note: str) -> Treatment:
-    return Treatment(REFUSED, note)
-
+_honoured, _priced, _refused = (partial(Treatment, how) for how in (HONOURED, PRICED, REFUSED))
 
 _PASSED_ON = "in the plan's ParameterSharding, for FBGEMM"
 _OF_MODULE = "the module keeps it; neither plan nor price depends on it"

@@ -7,7 +7,7 @@
 
 Rank 0 reads the store's pointer from time to time, and tells the others. All move between the same two steps.
 Then they measure as many steps as before. Where steps are slower than before, and than predicted beyond the
-interval of the gain, the job moves back and the store is told, which then publishes no such plan.
+interval of the gain, the job moves back and tells the store, which then publishes no such plan.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class PlanFollower:
     """A running job's link to a store of plans. All ranks have one, and call `step` after each step.
 
     model: a DistributedModelParallel.
-    plans: those that it follows.
+    plans: plans that it follows.
     optimizer, pipeline: the job's (see `reshard`).
 
     events: all changes so far, the same on all ranks.
@@ -171,17 +171,17 @@ class PlanFollower:
         """Move to the store's current version, if it is a new one."""
         change = Agreement.new(self.config.move.timeout_s)
         measured = list(self._steps_ms)
-        with change.phase("look", lambda: {"found": found, "ms": measured}) as shared:
-            found = self._current() if change.rank == 0 else None
-        found, self._step_ms = shared[0]["found"], _slowest([s["ms"] for s in shared]) or None
-        if found is None:
+        with change.phase("look", lambda: {"found": current, "ms": measured}) as shared:
+            current = self._current() if change.rank == 0 else None
+        current, self._step_ms = shared[0]["found"], _slowest([s["ms"] for s in shared]) or None
+        if current is None:
             return None
-        version = self._seen = found["version"]
-        if found["error"]:
-            return Event(version, REFUSED, found["error"])
+        version = self._seen = current["version"]
+        if current["error"]:
+            return Event(version, REFUSED, current["error"])
         old = to_json(self.model.plan)  # type: ignore[arg-type]
         try:
-            moved = self._move(found["plan"])
+            moved = self._move(current["plan"])
         except Undecided:
             raise
         except ShardCoreError as error:
@@ -189,7 +189,7 @@ class PlanFollower:
         before, self._version = self._version, version
         if not moved.tables:  # the job's own plan
             return None
-        self._trial = _Trial((before, version), old, moved, [s["ms"] for s in shared], found["ratio"])
+        self._trial = _Trial((before, version), old, moved, [s["ms"] for s in shared], current["ratio"])
         self._steps_ms.clear()
         return Event(version, MOVED, before_ms=self._trial.before_ms, moved=moved)
 

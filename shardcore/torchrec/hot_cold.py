@@ -25,6 +25,7 @@ from torch import nn
 from shardcore.core.errors import ShardCoreError
 from shardcore.io.hot_ids import HotIds
 from shardcore.tables.hot_rows import COLD
+from shardcore.torchrec.agreement import rank_and_ranks
 from shardcore.torchrec.warm_rows import DenseRows, Unit, WarmRows
 
 if TYPE_CHECKING:
@@ -32,13 +33,13 @@ if TYPE_CHECKING:
 
 
 class HotColdEmbeddingCollection(nn.Module):
-    """A drop-in for an EmbeddingCollection.
+    """A drop-in for an EmbeddingCollection. `hot_ids` and `kept_ids` (hot or warm) have ids by table.
 
     tables: the configs of the whole tables.
     hot: hot ids by table. Tables without any are cold as a whole.
-    device: of the parameters, as for an EmbeddingCollection.
+    device: device of the parameters, as for an EmbeddingCollection.
     warm: ids by table, of tables with hot ids, that each unit of ranks has once.
-    unit_ranks: of a unit: of a host, by default, or of a pod.
+    unit_ranks: number of ranks of a unit: of a host, by default, or of a pod.
 
     Raises ShardCoreError for hot or warm ids of another table, ids that are both, and for a feature of several tables.
     """
@@ -55,7 +56,7 @@ class HotColdEmbeddingCollection(nn.Module):
 
         super().__init__()
         self._tables = {config.name: config for config in tables}
-        self._hot_ids, self._warm_ids = dict(hot), dict(warm or {})
+        self.hot_ids, self._warm_ids = dict(hot), dict(warm or {})
         self._features: dict[str, str] = {}
         self._checked = False
         for config in tables:
@@ -84,17 +85,17 @@ class HotColdEmbeddingCollection(nn.Module):
         # Units need equal hosts, which rows that are only hot or cold do not.
         unit = Unit.of_rank(unit_ranks) if counts else Unit()
         self.warm = WarmRows(self._tables, counts, device, unit)
-        # Of each table, the ids that are not cold.
-        self._kept_ids = {name: self._kept(name) for name in hot}
+        # Of each table, the ids that are hot or warm.
+        self.kept_ids = {name: self._kept(name) for name in hot}
         for what, name, ids in self._all_ids():
             # Part of each checkpoint, so that weights of other ids are not loaded.
             self.register_buffer(f"{what}_ids_{name}", torch.from_numpy(ids.ids.copy()))
         for name in self._warm_ids:
-            kept = torch.from_numpy(self._kept_ids[name].ids.copy())
+            kept = torch.from_numpy(self.kept_ids[name].ids.copy())
             self.register_buffer(f"kept_ids_{name}", kept, persistent=False)
         self.cold = EmbeddingCollection(
             [
-                replace(c, name=c.name + COLD, num_embeddings=self._kept_ids[c.name].cold_rows)
+                replace(c, name=c.name + COLD, num_embeddings=self.kept_ids[c.name].cold_rows)
                 if c.name in hot
                 else c
                 for c in tables
@@ -104,12 +105,12 @@ class HotColdEmbeddingCollection(nn.Module):
 
     def _all_ids(self) -> Iterator[tuple[str, str, HotIds]]:
         """Ids that are given, as ("hot" or "warm", table, ids)."""
-        for what, of_tables in (("hot", self._hot_ids), ("warm", self._warm_ids)):
+        for what, of_tables in (("hot", self.hot_ids), ("warm", self._warm_ids)):
             yield from ((what, name, ids) for name, ids in of_tables.items())
 
     def _kept(self, name: str) -> HotIds:
         """The ids of a table that are hot or warm."""
-        hot = self._hot_ids[name]
+        hot = self.hot_ids[name]
         if name not in self._warm_ids:
             return hot
         warm = self._warm_ids[name].ids
@@ -118,15 +119,6 @@ class HotColdEmbeddingCollection(nn.Module):
                 f"table {name!r} was given id {both[0]} as hot and as warm; it needs to be one of both"
             )
         return HotIds(name, hot.rows, np.union1d(hot.ids, warm))
-
-    @property
-    def hot_ids(self) -> Mapping[str, HotIds]:
-        return self._hot_ids
-
-    @property
-    def kept_ids(self) -> Mapping[str, HotIds]:
-        """The ids that are hot or warm."""
-        return self._kept_ids
 
     def warm_ids_here(self) -> dict[str, np.ndarray]:
         """[W / L] the ids of this rank's warm rows, by table."""
@@ -137,7 +129,7 @@ class HotColdEmbeddingCollection(nn.Module):
         """The configs of hot rows, by name of the whole table."""
         return {
             name: replace(self._tables[name], num_embeddings=len(ids.ids))
-            for name, ids in self._hot_ids.items()
+            for name, ids in self.hot_ids.items()
         }
 
     def whole_tables(self) -> dict[str, EmbeddingConfig]:
@@ -159,7 +151,7 @@ class HotColdEmbeddingCollection(nn.Module):
         lookups = features.to_dict()
         # Only features of tables with hot rows are split.
         split = {
-            f: self._split(lookups[f], name) for f, name in self._features.items() if name in self._hot_ids
+            f: self._split(lookups[f], name) for f, name in self._features.items() if name in self.hot_ids
         }
         ids = [split[f].cold_ids if f in split else lookups[f].values() for f in self._features]
         lengths = [split[f].cold_lengths if f in split else lookups[f].lengths() for f in self._features]
@@ -225,10 +217,10 @@ class HotColdEmbeddingCollection(nn.Module):
 
     def _require_same_everywhere(self) -> None:
         """Raise ShardCoreError on all ranks if they differ in hot or warm ids."""
-        if not (dist.is_available() and dist.is_initialized()):
+        if (ranks := rank_and_ranks()[1]) == 1:
             return
         # Digests instead of ids: few bytes, and equal only for equal ids.
-        digests: list[Any] = [None] * dist.get_world_size()
+        digests: list[Any] = [None] * ranks
         mine = {(what, name): ids.digest for what, name, ids in self._all_ids()}
         dist.all_gather_object(digests, mine)
         first = digests[0]

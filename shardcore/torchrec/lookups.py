@@ -102,20 +102,20 @@ def _require_strides(batch: KeyedJaggedTensor) -> None:
 def strides_of(theirs: Mapping[str, ModelTable], bags: Mapping[str, float]) -> dict[str, tuple[float, ...]]:
     """Table.strides of tables with some of these features.
 
-    bags: of a feature, for a sample.
+    bags: bags of a feature, for a sample.
     """
-    found = {
+    strided = {
         name: tuple(bags.get(f, 1.0) for f in t.config.feature_names)
         for name, t in theirs.items()
         if set(bags) & set(t.config.feature_names)
     }
     # TorchRec pads features of an EmbeddingCollection to one batch, the largest.
     most = defaultdict[str, float](float)
-    for name, strides in found.items():
+    for name, strides in strided.items():
         most[theirs[name].path] = max(most[theirs[name].path], *strides)
     return {
         name: strides if theirs[name].pooled else (most[theirs[name].path],) * len(strides)
-        for name, strides in found.items()
+        for name, strides in strided.items()
     }
 
 

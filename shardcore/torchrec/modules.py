@@ -39,11 +39,11 @@ class ModelTable:
     path: the path in the module tree of what is sharded: its collection, or what wraps that.
     name: its name in the collection.
     config: its TorchRec config: rows, dim, features, data type.
-    pooled: whether the collection pools, as an EmbeddingBagCollection does.
-    weighted: whether lookups have weights.
-    replica: whether the model itself has it on every rank, so that no TorchRec plan names it.
+    pooled: True if the collection pools, as an EmbeddingBagCollection does.
+    weighted: True if lookups have weights.
+    replica: True if the model itself has it on every rank, so that no TorchRec plan names it.
     within: the type of what wraps its collection. "": nothing does.
-    sharding_types: those that TorchRec has for what wraps its collection. (): all.
+    sharding_types: types that TorchRec has for what wraps its collection. (): all.
     managed_collision: memory of what maps its raw ids to rows. None: nothing does.
     """
 
@@ -275,7 +275,7 @@ def require_all(plan: ShardingPlan, module: nn.Module, sharders: Sequence[Module
 
     TorchRec checks the same, in `validate_modules_inclusion_in_sharding_plan` of 1.7 and later.
 
-    sharders: those of DistributedModelParallel. Empty: its defaults.
+    sharders: sharders of DistributedModelParallel. Empty: its defaults.
     """
     from torchrec.distributed.sharding_plan import get_default_sharders
 

@@ -37,7 +37,7 @@ class MoveRatesConfig:
     """Settings of a measurement.
 
     mib: weights of a large table on each rank, in MiB. Each has as many bytes of state.
-    repeats: of each move there and back; the median counts.
+    repeats: number of each move there and back; the median counts.
     move: settings of the moves. Those of the job's moves tell most.
     """
 
@@ -119,7 +119,7 @@ def _gbps(n_bytes: int, seconds: float) -> float:
 class _Made:
     """A job made for the measurement.
 
-    host: of each rank.
+    host: host of each rank.
     tables: in turn of each collection. The first of each is tiny, and moves; others have `rows` and `dim`.
     """
 

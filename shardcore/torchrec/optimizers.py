@@ -89,18 +89,18 @@ def _in_backward(name: str, weight: Any) -> str | None:
         raise ShardCoreError(
             f"table {name!r} has optimizers {', '.join(k.__name__ for k in kinds)} in backward; TorchRec takes one"
         )
-    # The first is the only one: several were refused above.
-    for kind, given in zip(kinds, getattr(weight, "_optimizer_kwargs", ({},)), strict=False):
-        try:
-            theirs = given.get("optimizer") or optimizer_type_to_emb_opt_type(kind)
-        except ValueError:  # TorchRec has none of that type
-            theirs = None
-        return getattr(theirs, "name", kind.__name__)
-    return None
+    if not kinds:
+        return None
+    [kind], [given] = kinds, getattr(weight, "_optimizer_kwargs", ({},))
+    try:
+        theirs = given.get("optimizer") or optimizer_type_to_emb_opt_type(kind)
+    except ValueError:  # TorchRec has none of that type
+        theirs = None
+    return getattr(theirs, "name", kind.__name__)
 
 
 def under(model: CostModel, optimizer: str) -> CostModel:
-    """The model, taken for one of an optimizer that it was not measured with."""
+    """The model, used for an optimizer that it was not measured with."""
     if model.setting.optimizer == optimizer:
         return model
     if isinstance(model, QuantileCostModel):

@@ -9,7 +9,14 @@ from typing import Any
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Topology
 from shardcore.core.types import Placement, Shard, Table
-from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, even_rows, layout_of_torchrec, shards_on, ways
+from shardcore.step.kinds import (
+    LAYOUTS,
+    WHOLE_ROWS,
+    even_rows,
+    kinds_on_all_devices,
+    layout_of_torchrec,
+    shards_on,
+)
 
 
 def placements_of(
@@ -76,7 +83,7 @@ def _placed_as(sharding: Any, table: Table, name: str, topology: Topology) -> li
         if len(ranges) == 1:  # as on the only host, or device
             layout = WHOLE_ROWS
         elif tuple(ranges) == topology.ranks and layout.divides_rows:
-            layout = next(k for k in ways(topology) if k.divides_rows)
+            layout = next(k for k in kinds_on_all_devices(topology) if k.divides_rows)
         placement = Placement(layout.name, Shard(table, 0, table.rows, low, high), tuple(ranges))
         # TorchRec finds a row's rank by division, so uneven ranges would look up wrong rows.
         is_even = not layout.divides_rows or even_rows(table.rows, len(ranges)) is not None

@@ -153,10 +153,8 @@ def _sharding(value: Any, what: str) -> ParameterSharding:
 def _require_shape(kind: str, shards: Sequence[ShardMetadata], what: str) -> None:
     """Raise ShardCoreError for shards that are not as their sharding type has them."""
     rows, columns = ({(s.shard_offsets[i], s.shard_sizes[i]) for s in shards} for i in (0, 1))
-    all_rows, all_columns = (
-        (len(rows) == 1, "all rows in each shard"),
-        (len(columns) == 1, "all columns in each shard"),
-    )
+    all_rows = len(rows) == 1, "all rows in each shard"
+    all_columns = len(columns) == 1, "all columns in each shard"
     holds, needed = {
         "table_wise": (len(shards) == 1, "one shard"),
         "grid_shard": (len(shards) > 1, "shards on several ranks"),
@@ -270,8 +268,7 @@ class _ShardOfSpec:
     def __post_init__(self) -> None:
         if not _PLACEMENT.fullmatch(self.placement):
             raise ShardCoreError(
-                f"a shard has placement {shown(self.placement)}; it needs a rank and a device, such as "
-                "rank:0/cuda:0"
+                f"a shard has placement {shown(self.placement)}; it needs a rank and a device, such as rank:0/cuda:0"
             )
 
 

@@ -22,7 +22,7 @@ from shardcore.core.validation import require, require_type
 from shardcore.cost.known_errors import profile_of
 from shardcore.cost.model import CostModel
 from shardcore.search import DEFAULT_SHARDER, Budget, known, sharder
-from shardcore.step.kinds import LAYOUTS, layout_of, ways
+from shardcore.step.kinds import LAYOUTS, kinds_on_all_devices, layout_of
 from shardcore.step.lower import lower
 from shardcore.tables.hot_rows import with_hot_rows
 from shardcore.torchrec import constraints as constrained
@@ -79,7 +79,7 @@ def problem_for(
 ) -> Problem:
     """The tables of a model's collections (see `tables_of`) as a Problem.
 
-    Hot rows of a HotColdEmbeddingCollection are taken for the hottest ones.
+    Hot rows of a HotColdEmbeddingCollection count as the hottest ones.
 
     topology: ours, or TorchRec's. Of the latter's memory RESERVED stays free.
     global_batch: samples per step over all devices.
@@ -90,10 +90,10 @@ def problem_for(
       their features' strides, and no replicas, for TorchRec fails with them. A path of FBGEMM's reports (a
       folder or a file): reuse is then an estimate (see `fbgemm_statistics`).
     optimizer: None: the one that the model's weights have (apply_optimizer_in_backward), or else exact_sgd.
-    job: how a step runs around the embeddings.
+    job: properties of a step around the embeddings.
     deduplicated: groups of features that share an inverse index (see Table.dedup). Their tables stay together
       on a device. Lookups have to be batches of data, not deduplicated.
-    bags: of features, for a sample, where features have batches of their own. None: as the data have them.
+    bags: bags of features, for a sample, where features have batches of their own. None: as the data have them.
 
     Raises ShardCoreError for a feature without lookups, ids out of range, too few samples, a data type
     without a cost model, another optimizer than the weights have, and settings of tables that are refused
@@ -169,8 +169,7 @@ def _precision(table: str, data_type: str) -> str:
     precision = named(data_type, PRECISIONS)
     if precision is None:
         raise ShardCoreError(
-            f"table {table!r} has data type {data_type}; known are "
-            f"{', '.join(p.theirs for p in PRECISIONS.values())}"
+            f"table {table!r} has data type {data_type}; known are {', '.join(p.theirs for p in PRECISIONS.values())}"
         )
     return precision
 
@@ -203,7 +202,7 @@ def plan_for(
 
     model: the cost model, or the name or file of a profile.
     global_batch: samples of a step over all devices. None: the cost model's.
-    job: how a step runs around the embeddings. None: the default.
+    job: properties of a step around the embeddings. None: the default.
 
     The optimizer is the one that the model's weights have, or else that of the cost model. Raises as
     `problem_for` and all sharders do, and for an unknown algorithm.
@@ -291,7 +290,7 @@ class ShardCorePlanner:
     def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None = None) -> ShardingPlan:
         """A plan for the module's collections.
 
-        sharders: those of DistributedModelParallel. None or empty: its defaults.
+        sharders: sharders of DistributedModelParallel. None or empty: its defaults.
 
         Raises as `plan_for` and `to_torchrec` do, for a collection that no sharder takes, and for constraints
         that no plan can keep.
@@ -437,7 +436,11 @@ def _kinds_in_wrappers(
             raise ShardCoreError(
                 f"{what}; constraints have it run by {', '.join(allowed[name])}: allow {', '.join(sorted(able))}"
             )
-        if name not in allowed and len(kinds) == 1 and layout_of(kinds[0]) not in ways(topology):
+        if (
+            name not in allowed
+            and len(kinds) == 1
+            and layout_of(kinds[0]) not in kinds_on_all_devices(topology)
+        ):
             raise ShardCoreError(
                 f"{what}; the topology has {len(topology)} device, and it needs 2 or more to divide rows"
             )

@@ -39,11 +39,11 @@ class ShardCoreProfiler:
     """Trace a step of a job now and then, on each rank.
 
     model: the job's DistributedModelParallel.
-    folder: that all ranks write to; files of several jobs must not mix there.
+    folder: folder that all ranks write to; files of several jobs must not mix there.
     every: steps from one traced step to the next.
     steps: steps that are traced, one after another.
     keep: traced steps whose files stay, and one that is being written. Older ones are removed.
-    job: how a step runs around the embeddings. None: the default, TorchRec's TrainPipelineSparseDist.
+    job: properties of a step around the embeddings. None: the default, TorchRec's TrainPipelineSparseDist.
 
     What fails while it writes is logged and stops no training.
     Raises ShardCoreError for a model without sharded collections.
@@ -60,7 +60,8 @@ class ShardCoreProfiler:
         job: Job | None = None,
     ) -> None:
         import torch
-        import torch.distributed as dist
+
+        from shardcore.torchrec.agreement import rank_and_ranks
 
         for name, value in (("every", every), ("steps", steps), ("keep", keep)):
             require_type(value, int, name, "a whole number")
@@ -69,8 +70,7 @@ class ShardCoreProfiler:
         self._collections, self._model, self._job = collections_of(model), model, job or Job()
         self._folder, self._every, self._steps, self._keep = Path(folder), every, steps, keep
         # A job on one rank may have no process group.
-        joined = dist.is_available() and dist.is_initialized()
-        self._rank, self._world_size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+        self._rank, self._world_size = rank_and_ranks()
         # The position within a cycle: 0 warms the profiler up, then `steps` are traced.
         self._count, self._first = 0, min(FIRST, every) - 1
         self._times_ms: list[float] = []
@@ -125,16 +125,10 @@ class ShardCoreProfiler:
             ) -> Any:
                 # The class has it again. A module that no batch entered for a cycle is wrapped twice.
                 vars(_module).pop("input_dist", None)
-                features = next(
-                    (
-                        x
-                        for x in (*args, *named.values())
-                        if hasattr(x, "stride_per_key") and hasattr(x, "to_dict")
-                    ),
-                    None,
-                )
-                if features is not None:
-                    self._remember(features)
+                for x in (*args, *named.values()):
+                    if hasattr(x, "stride_per_key") and hasattr(x, "to_dict"):
+                        self._remember(x)
+                        break
                 return _original(*args, **named)
 
             module.input_dist = input_dist
@@ -189,10 +183,10 @@ class ShardCoreProfiler:
 
 
 def _versions() -> Mapping[str, str]:
-    found = {}
+    versions = {}
     for package in ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"):
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

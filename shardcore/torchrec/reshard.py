@@ -2,7 +2,7 @@
 
     moved = reshard(model, read_torchrec("new.json"), optimizer)
 
-New shards are built and filled beside the old ones, then compared with them by digests of rows and state.
+New shards are built and filled while the old ones stay, then compared with them by digests of rows and state.
 Only if all ranks find them equal does any rank use them (see `agreement`). Until then the old plan is whole
 on every rank, and it stays so if a rank fails, takes too long or dies.
 
@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import nn
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.types import Problem
 from shardcore.core.validation import require, require_types, require_within
 from shardcore.torchrec import rows as of_rows
 from shardcore.torchrec.agreement import Agreement, Waited, time_limit
@@ -40,14 +39,14 @@ from shardcore.torchrec.replica_optimizers import (
     replica_group,
     replica_groups,
 )
-from shardcore.torchrec.rows import WEIGHTS, DenseOptimizer, Format, Key, Part
+from shardcore.torchrec.rows import WEIGHTS, DenseOptimizer, Format, Key, Part, key_name
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
 from shardcore.torchrec.transfer import (
     DIGEST_BYTES,
     Exchange,
-    Layout,
     Piece,
     Region,
+    TableRegions,
     digests,
     inexact,
     pieces,
@@ -83,7 +82,7 @@ class MoveConfig:
 
     max_gib: extra memory of a rank while it moves, at most. None: any.
     piece_mib: bytes that a rank sends at once, and those that it receives, in MiB.
-    timeout_s: of each wait for other ranks.
+    timeout_s: limit of each wait for other ranks.
     approximate: True to carry optimizer state over as well as it can be where another plan has state of
       another form: a mean over columns, a number a row for its cells, or 0.
     """
@@ -102,11 +101,11 @@ class MoveConfig:
 class Moved:
     """A move that was made.
 
-    tables: that are sharded otherwise now, by path and name.
-    bytes: of weights and state that were copied, by way, on all ranks.
-    seconds: of this rank, by phase.
-    extra_bytes: memory beside the old shards while they moved, by rank.
-    digests: of each tensor of those collections, by table and tensor, as they were before and after.
+    tables: tables that are sharded otherwise now, by path and name.
+    bytes: bytes of weights and state that were copied, by way, on all ranks.
+    seconds: seconds of this rank, by phase.
+    extra_bytes: memory in addition to the old shards while they moved, by rank.
+    digests: digest of each tensor of those collections, by table and tensor, as they were before and after.
     inexact: tables whose optimizer state was carried over as well as it could be, and why.
     """
 
@@ -133,7 +132,7 @@ def reshard(
     """Move a job's tables to a plan. All ranks call it, between the same two steps.
 
     model: a DistributedModelParallel.
-    new_plan: of the same model, such as of `to_torchrec`.
+    new_plan: plan of the same model, such as of `to_torchrec`.
     optimizer: the job's, of replicas. Its parameters and state are replaced.
     pipeline: the job's TrainPipelineSparseDist. Its batches are distributed again by the new plan.
 
@@ -180,9 +179,9 @@ def _moved(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config
             move.fill(built, group, config)
         clock.lap("fill")
         with agreed.phase("digest", lambda: {"before": before, "after": after}) as found:
-            before = [_named(digests(c.counted(rank), c.verified(move.inexact))) for c in move.collections]
+            before = [_by_name(digests(c.counted(rank), c.verified(move.inexact))) for c in move.collections]
             after = [
-                _named(digests(b.parts.values(), c.verified(move.inexact)))
+                _by_name(digests(b.parts.values(), c.verified(move.inexact)))
                 for c, b in zip(move.collections, built, strict=True)
             ]
         with agreed.phase("compare"):
@@ -199,7 +198,7 @@ def _moved(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config
     refresh(optimizer.given)
     clock.lap("swap")
     return Moved(
-        tables=tuple(sorted(".".join(filter(None, key)) for c in move.collections for key in c.changed)),
+        tables=tuple(sorted(key_name(key) for c in move.collections for key in c.changed)),
         bytes=move.bytes_by_way(),
         seconds=clock.seconds,
         extra_bytes=tuple(of["extra_bytes"] for of in shared),
@@ -218,9 +217,9 @@ class _Clock:
         self.seconds[phase], self._last = now - self._last, now
 
 
-def _named(of_tables: Mapping[Key, Mapping[str, int]]) -> dict[str, int]:
+def _by_name(of_tables: Mapping[Key, Mapping[str, int]]) -> dict[str, int]:
     return {
-        ".".join(filter(None, (*key, name))): total
+        f"{key_name(key)}.{name}": total
         for key, of_table in of_tables.items()
         for name, total in of_table.items()
     }
@@ -234,7 +233,7 @@ class _Collection:
     """A sharded collection that a new plan shards otherwise.
 
     old: the module. sharder: of its type. new: sharding of its tables.
-    layouts: of each table, before and after.
+    regions: regions of each table, before and after.
     parts: this rank's, before.
     dense: the optimizer and group of parameters of replicas, before or after, by table.
     """
@@ -243,25 +242,23 @@ class _Collection:
     old: Any
     sharder: Any
     new: Mapping[str, ParameterSharding]
-    layouts: Mapping[Key, tuple[Layout, Layout]]
+    regions: Mapping[Key, tuple[TableRegions, TableRegions]]
     parts: tuple[Part, ...]
     dense: Mapping[str, tuple[Any, dict[str, Any]]]
 
     @property
     def changed(self) -> list[Key]:
-        return [key for key, (old, new) in self.layouts.items() if old != new]
+        return [key for key, (old, new) in self.regions.items() if old != new]
 
     def counted(self, rank: int) -> list[Part]:
         """This rank's parts, without replicas that another rank counts."""
-        return [p for p in self.parts if rank == 0 or not self.layouts[p.key][0].replicas]
+        return [p for p in self.parts if rank == 0 or not self.regions[p.key][0].replicas]
 
     def verified(self, inexact_tables: Mapping[str, str]) -> dict[Key, Format]:
         """Tensors that are the same before and after, by table."""
         return {
-            key: replace(new.format, states=())
-            if ".".join(filter(None, key)) in inexact_tables
-            else new.format
-            for key, (_, new) in self.layouts.items()
+            key: replace(new.format, states=()) if key_name(key) in inexact_tables else new.format
+            for key, (_, new) in self.regions.items()
         }
 
     def build(self, model: Any, optimizer: DenseOptimizer, shared: Sequence[Mapping[str, Any]]) -> _Built:
@@ -278,7 +275,7 @@ class _Collection:
         module.train(self.old.training)
         self._continue_fused(module, shared)
         state = {}
-        for (_, table), (_old, new) in self.layouts.items():
+        for (_, table), (_old, new) in self.regions.items():
             if new.replicas:
                 weight = of_rows.weight_of(module, table)
                 step = _largest(of["steps"].get(self.path, {}).get(table) for of in shared)
@@ -318,7 +315,7 @@ class _Collection:
     def _require_as_planned(self, parts: Mapping[Any, Part]) -> None:
         rank = dist.get_rank()
         planned = {
-            (key, r.rows, r.columns) for key, (_, new) in self.layouts.items() for r in new.of_rank(rank)
+            (key, r.rows, r.columns) for key, (_, new) in self.regions.items() for r in new.of_rank(rank)
         }
         if differing := sorted(planned ^ set(parts)):
             raise ShardCoreError(
@@ -326,7 +323,7 @@ class _Collection:
                 f"columns {[d[1:] for d in differing[:3]]}"
             )
         for (key, *_), part in parts.items():
-            expected = self.layouts[key][1].format.tensors()
+            expected = self.regions[key][1].format.tensors()
             actual = {name: (t.ndim == 1, t.dtype) for name, t in part.tensors.items()}
             if actual != expected:
                 raise ShardCoreError(
@@ -337,7 +334,7 @@ class _Collection:
         """Use the new shards. Nothing here waits or allocates much."""
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
             getattr(built.module, hooks).update(getattr(self.old, hooks))
-        for (_, table), (old, new) in self.layouts.items():
+        for (_, table), (old, new) in self.regions.items():
             if old.replicas or new.replicas:
                 before = of_rows.weight_of(self.old, table) if old.replicas else None
                 after = of_rows.weight_of(built.module, table) if new.replicas else None
@@ -372,9 +369,9 @@ class _Built:
 class _Move:
     """All that changes.
 
-    digest: of both plans and the settings.
+    digest: digest of both plans and the settings.
     inexact: why optimizer state cannot be carried over as it is, by table.
-    extra_bytes: memory of this rank beside the old shards.
+    extra_bytes: memory of this rank in addition to the old shards.
     """
 
     collections: tuple[_Collection, ...]
@@ -390,12 +387,8 @@ class _Move:
         """Raises ShardCoreError for a plan that the model cannot run, and for more memory than there is."""
         rank = dist.get_rank()
         changed = _changed(model, new_plan, optimizer)
-        layouts = {key: pair for c in changed for key, pair in c.layouts.items()}
-        reasons = {
-            ".".join(filter(None, key)): why
-            for key, (old, new) in layouts.items()
-            if (why := inexact(old, new))
-        }
+        regions = {key: pair for c in changed for key, pair in c.regions.items()}
+        reasons = {key_name(key): why for key, (old, new) in regions.items() if (why := inexact(old, new))}
         if reasons and not config.approximate:
             name = next(iter(reasons))
             raise ShardCoreError(
@@ -403,16 +396,14 @@ class _Move:
                 "set approximate to carry it over as well as can be"
             )
         buffer = int(config.piece_mib * 2**20)
-        moved = tuple(p for key, (old, new) in layouts.items() for p in pieces(key, old, new, buffer))
-        most_sent = max((p.aligned_bytes for p in moved if p.source.rank != p.target.rank), default=0)
-        buffers = 2 * min(
-            max(buffer, most_sent), sum(p.aligned_bytes for p in moved if p.source.rank != p.target.rank)
-        )
+        moved = tuple(p for key, (old, new) in regions.items() for p in pieces(key, old, new, buffer))
+        sent = [p.aligned_bytes for p in moved if p.source.rank != p.target.rank]
+        buffers = 2 * min(max([buffer, *sent]), sum(sent))
         # A replica has a gradient in its data-parallel wrapper. Digests are taken once buffers are gone.
         extra = max(buffers, DIGEST_BYTES) + sum(
             new.bytes_of(rank)
             + new.replicas * sum(r.cells for r in new.of_rank(rank)) * new.format.weights.itemsize
-            for _, new in layouts.values()
+            for _, new in regions.values()
         )
         _require_memory(extra, model.device, config)
         content = [to_json(model.plan), to_json(new_plan), repr(config)]
@@ -468,9 +459,7 @@ class _Move:
         """Digests of all tensors. Raises ShardCoreError for one that is other after the move than before."""
         totals: dict[str, int] = {}
         for i, c in enumerate(self.collections):
-            replicas = {
-                f"{'.'.join(filter(None, key))}." for key, (_, new) in c.layouts.items() if new.replicas
-            }
+            replicas = {f"{key_name(key)}." for key, (_, new) in c.regions.items() if new.replicas}
             for name in {name for of in found for name in of["before"][i]}:
                 total = sum(of["before"][i].get(name, 0) for of in found) % (1 << 64)
                 after = [of["after"][i].get(name, 0) for of in found]
@@ -531,19 +520,14 @@ def _changed(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer) -> l
             "tables can be moved of EmbeddingBagCollections and EmbeddingCollections that nothing wraps",
         )
     model_like, problem = unsharded_model(model), unpriced_problem_of(model)
-    _require_runs(
-        ShardingPlan({path: new[path] for path in collections}), problem, model_like, model.device.type
-    )
-    found = []
-    for path, module in collections.items():
-        if dict(new[path]) != dict(now[path]):
-            found.append(_collection(model, path, module, new[path], optimizer))
-    return found
-
-
-def _require_runs(plan: ShardingPlan, problem: Problem, model_like: nn.Module, device: str) -> None:
-    """Raise ShardCoreError for a plan that TorchRec cannot run, before it is tried."""
-    to_torchrec(from_torchrec(plan, problem, model_like), problem, model_like, device, like=plan)
+    plan = ShardingPlan({path: new[path] for path in collections})
+    # Refuses a plan that TorchRec cannot run, before it is tried.
+    to_torchrec(from_torchrec(plan, problem, model_like), problem, model_like, model.device.type, like=plan)
+    return [
+        _collection(model, path, module, new[path], optimizer)
+        for path, module in collections.items()
+        if dict(new[path]) != dict(now[path])
+    ]
 
 
 def _collection(
@@ -553,11 +537,13 @@ def _collection(
 
     now, settings = module.module_sharding_plan, of_rows.fused_params_of(module)
     collection = _Collection(path, module, model._sharder_map[type(unsharded_of(module))], new, {}, (), {})
-    layouts, dense, groups = {}, {}, replica_groups(model, optimizer)
+    regions, dense, groups = {}, {}, replica_groups(model, optimizer)
     for config in configs_of(module):
         dtype = data_type_to_dtype(config.data_type)
 
-        def layout(sharding: ParameterSharding, config: Any = config, dtype: torch.dtype = dtype) -> Layout:
+        def regions_under(
+            sharding: ParameterSharding, config: Any = config, dtype: torch.dtype = dtype
+        ) -> TableRegions:
             replicas = sharding.sharding_type == "data_parallel"
             if replicas:
                 dense[config.name] = replica_group(path, module, config.name, optimizer, groups)
@@ -565,10 +551,10 @@ def _collection(
             else:
                 fused = settings[config.name].get("optimizer")
                 states, state = of_rows.fused_states(getattr(fused, "name", "EXACT_SGD")), torch.float32
-            regions = _regions(sharding, config.num_embeddings, config.embedding_dim)
-            return Layout(regions, replicas, Format(dtype, states, state))
+            shards = _regions(sharding, config.num_embeddings, config.embedding_dim)
+            return TableRegions(shards, replicas, Format(dtype, states, state))
 
-        layouts[path, config.name] = layout(now[config.name]), layout(new[config.name])
+        regions[path, config.name] = regions_under(now[config.name]), regions_under(new[config.name])
     parts = []
     for part in of_rows.parts_of(path, module, optimizer):
         # A dense optimizer has no state before its first step.
@@ -576,11 +562,11 @@ def _collection(
             name: torch.zeros(
                 part.rows[1] if flat else (part.rows[1], part.columns[1]), dtype=kind, device=model.device
             )
-            for name, (flat, kind) in layouts[part.key][0].format.tensors().items()
+            for name, (flat, kind) in regions[part.key][0].format.tensors().items()
             if name not in part.tensors
         }
         parts.append(replace(part, tensors=part.tensors | missing))
-    return replace(collection, layouts=layouts, parts=tuple(parts), dense=dense)
+    return replace(collection, regions=regions, parts=tuple(parts), dense=dense)
 
 
 def _regions(sharding: ParameterSharding, rows: int, dim: int) -> tuple[Region, ...]:

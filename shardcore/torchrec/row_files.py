@@ -33,6 +33,7 @@ from shardcore.io.model_files import UNREADABLE
 from shardcore.io.schema import build, parse_json, require_file
 from shardcore.io.writing import write_atomic, write_json
 from shardcore.tables.hot_rows import COLD
+from shardcore.torchrec.agreement import rank_and_ranks
 from shardcore.torchrec.hot_cold import hot_cold_modules
 from shardcore.torchrec.modules import path_in_model
 from shardcore.torchrec.rows import (
@@ -44,6 +45,7 @@ from shardcore.torchrec.rows import (
     dense_part,
     dense_states,
     fresh_state,
+    key_name,
     parts_of,
     weight_of,
 )
@@ -82,7 +84,7 @@ def save_rows(model: nn.Module, folder: str | Path, optimizer: Any = None) -> No
     """
     from safetensors.torch import save
 
-    folder, rank, n = Path(folder), *_ranks()
+    folder, rank, n = Path(folder), *rank_and_ranks()
     # All checks before the first write, so that a refused save leaves no files.
     with _all_or_none():
         # Replicas are equal on all ranks: rank 0 writes them.
@@ -229,11 +231,13 @@ def _parts(model: nn.Module, optimizer: Any, replicas: bool, filling: bool = Fal
             part = _dense((path, name), module.warm[name], dense, filling)
             yield replace(_rows(part), ids=ids)
     for path, collection in collections.items():
+        # None: the collection is not sharded, so all ranks have it.
+        shardings = getattr(collection, "module_sharding_plan", None)
         outer = path.removesuffix("cold").removesuffix(".")
         owner = divided.get(outer) if path.endswith("cold") else None
         for part in parts_of(path, collection, dense):
             table = part.key[1]
-            if _is_replica(collection, part):
+            if shardings is None or shardings[table].sharding_type == "data_parallel":
                 if not replicas:
                     continue
                 part = _dense(part.key, weight_of(collection, table), dense, filling)
@@ -251,18 +255,13 @@ def _parts(model: nn.Module, optimizer: Any, replicas: bool, filling: bool = Fal
 
 def _rows(part: Part) -> _Rows:
     return _Rows(
-        ".".join(filter(None, part.key)),
+        key_name(part.key),
         np.arange(*part.rows),
         part.columns,
         part.tensors,
         part.step,
         part.set_step,
     )
-
-
-def _is_replica(collection: Any, part: Part) -> bool:
-    plan = getattr(collection, "module_sharding_plan", None)
-    return plan is None or plan[part.key[1]].sharding_type == "data_parallel"
 
 
 def _dense(key: Key, weight: nn.Parameter, optimizer: DenseOptimizer, filling: bool) -> Part:
@@ -348,11 +347,6 @@ def _read(path: Path, digest: str, tables: Collection[str]) -> _Rows | None:
     return _Rows(header.table, ids, (lo, hi), tensors, header.step)
 
 
-def _ranks() -> tuple[int, int]:
-    ready = dist.is_available() and dist.is_initialized()
-    return (dist.get_rank(), dist.get_world_size()) if ready else (0, 1)
-
-
 @contextmanager
 def _all_or_none() -> Iterator[None]:
     """Raise an error of one rank on all ranks, so that none waits for it."""
@@ -371,8 +365,7 @@ def _all_or_none() -> Iterator[None]:
 
 def _gathered(value: Any) -> list[Any]:
     """A value of each rank."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return [value]
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values = [value] * rank_and_ranks()[1]
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
     return values

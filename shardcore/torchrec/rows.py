@@ -38,6 +38,11 @@ Key = tuple[str, str]
 """Path of a collection in the model, and a table's name in it."""
 
 
+def key_name(key: Key) -> str:
+    """A key in words: path and name, joined by a dot."""
+    return ".".join(filter(None, key))
+
+
 @dataclass(frozen=True)
 class Format:
     """The tensors of a table: its weights' type, and granularity and type of each state.
@@ -85,7 +90,7 @@ class Part:
 class DenseOptimizer:
     """The job's optimizer of replicas, which may be wrapped by TorchRec's.
 
-    given: as the job has it. None: it was not given.
+    given: optimizer as the job has it. None: it was not given.
     """
 
     given: Any = None
@@ -159,22 +164,22 @@ def collections_of(job: nn.Module, unsharded: bool = False) -> dict[str, Any]:
     from torchrec.distributed.types import ShardedModule
     from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-    found: dict[str, Any] = {}
+    collections: dict[str, Any] = {}
 
     def walk(module: nn.Module, path: str) -> None:
         # Not into sharded modules: what they hold is no part of the model's tree.
         if isinstance(module, ShardedModule):
             if type(module) in (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection):
-                found.setdefault(path, module)
+                collections.setdefault(path, module)
             return
         if unsharded and type(module) in (EmbeddingBagCollection, EmbeddingCollection):
-            found.setdefault(path, module)
+            collections.setdefault(path, module)
             return
         for name, child in module.named_children():
             walk(child, f"{path}.{name}" if path else name)
 
     walk(unwrapped(job), "")
-    return found
+    return collections
 
 
 def unwrapped(job: nn.Module) -> nn.Module:
@@ -202,10 +207,14 @@ def is_dense(kernel: Any) -> bool:
     return kernel._config.compute_kernel.value == "dense"
 
 
+def modules_of_tables(collection: Any) -> Any:
+    """The module of each table of a collection, by name."""
+    return collection.embedding_bags if hasattr(collection, "embedding_bags") else collection.embeddings
+
+
 def weight_of(collection: Any, table: str) -> nn.Parameter:
-    """A table's parameter in a sharded collection, as the job's optimizer has it."""
-    modules = collection.embedding_bags if hasattr(collection, "embedding_bags") else collection.embeddings
-    return modules[table].weight
+    """A table's parameter in a collection, as the job's optimizer has it."""
+    return modules_of_tables(collection)[table].weight
 
 
 def parts_of(
@@ -216,9 +225,8 @@ def parts_of(
     new_state: state of replicas by their parameter, which the optimizer does not have yet.
     """
     if not hasattr(collection, "_lookups"):  # not sharded
-        tables = collection.embedding_bags if hasattr(collection, "embedding_bags") else collection.embeddings
-        for name in tables:
-            yield dense_part((path, name), tables[name].weight, optimizer)
+        for name in modules_of_tables(collection):
+            yield dense_part((path, name), weight_of(collection, name), optimizer)
         return
     for kernel in kernels_of(collection):
         kernel.flush()  # rows in a cache
@@ -233,10 +241,8 @@ def parts_of(
         # Without state FBGEMM returns nothing: an empty state for each table then.
         of_tables = op.get_optimizer_state() or [{} for _ in tables]
         for table, tensor, of_table in zip(tables, weights, of_tables, strict=True):
-            (row, column), (rows, columns) = (
-                table.local_metadata.shard_offsets,
-                table.local_metadata.shard_sizes,
-            )
+            shard = table.local_metadata
+            (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
             # Ranks without rows of a table have an empty shard.
             if not rows or not columns:
                 continue

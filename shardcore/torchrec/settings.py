@@ -78,7 +78,7 @@ def job_of(qcomms: QCommsConfig) -> Job:
     for way, of in (("forward", ""), ("backward", "_bwd")):
         precision = getattr(qcomms, f"{way}_precision").value
         block = getattr(qcomms, f"{precision}_quantize_dim{of}", None)
-        named[f"{way}_payload"] = _named(precision, block, f"QCommsConfig has {way}_precision")
+        named[f"{way}_payload"] = _payload_name(precision, block, f"QCommsConfig has {way}_precision")
     return Job(**named)
 
 
@@ -88,7 +88,7 @@ def qcomms_of(job: Job) -> QCommsConfig:
 
     names: list[str] = []
     blocks: dict[str, Any] = {}
-    for of, payload in (("", job.forward_payload), ("_bwd", job.backward_payload)):
+    for of, payload in zip(("", "_bwd"), job.payloads.values(), strict=True):
         name, row = payload.partition("-")[0], payload_of(payload)
         names.append(name)
         if row.chosen:
@@ -97,7 +97,7 @@ def qcomms_of(job: Job) -> QCommsConfig:
     return QCommsConfig(CommType(names[0]), CommType(names[1]), **blocks)
 
 
-def _named(precision: str, block: int | None, what: str) -> str:
+def _payload_name(precision: str, block: int | None, what: str) -> str:
     """Our name of a payload. Raises ShardCoreError, beginning with `what`, if it has none."""
     name = f"{precision}-{block}" if block else precision
     try:
@@ -120,7 +120,7 @@ def payloads_of(sharders: Iterable[ModuleSharder[Any]]) -> tuple[str, str]:
     Raises ShardCoreError for payloads that are not priced.
     """
     # Payloads that differ between sharders have no single job. They are named as unpriced.
-    sent = [pair for sharder in sharders for pair in _sent(sharder).items()]
+    sent = [pair for sharder in sharders for pair in _sent_payloads(sharder).items()]
     pairs = {payloads for op, payloads in sent if _SUMS not in op} or {payloads for _, payloads in sent}
     if len(pairs) != 1 or any(not _is_priced(op, payloads, *pairs) for op, payloads in sent):
         return "fp32", "fp32"
@@ -148,7 +148,7 @@ def _of_collection(sharder: ModuleSharder[Any]) -> ModuleSharder[Any]:
     return getattr(sharder, "_ebc_sharder", getattr(sharder, "_e_sharder", sharder))
 
 
-def _sent(sharder: ModuleSharder[Any]) -> dict[str, tuple[str, str]]:
+def _sent_payloads(sharder: ModuleSharder[Any]) -> dict[str, tuple[str, str]]:
     """Payloads forward and backward by operation. Without codecs all is sent in FP32."""
 
     def payload(op: str, direction: str, codec: Any) -> str:
@@ -158,7 +158,7 @@ def _sent(sharder: ModuleSharder[Any]) -> dict[str, tuple[str, str]]:
             return _TORCH[dtype]
         precision = getattr(getattr(codec, "_comm_precision", None), "name", dtype).lower()
         block = max(getattr(codec, "_row_dim", 0), 0) if precision in ("fp8", "mx4") else None
-        return _named(precision, block, f"{op} of {type(sharder).__name__} has {direction}_precision")
+        return _payload_name(precision, block, f"{op} of {type(sharder).__name__} has {direction}_precision")
 
     registry = getattr(_of_collection(sharder), "qcomm_codecs_registry", None) or {}
     codecs = {op.lower(): pair for op, pair in registry.items()}
@@ -221,7 +221,7 @@ def unpriced(
         f"{op} of {type(sharder).__name__} is priced with {priced[0]} forward, {priced[1]} backward; it sends "
         f"{sent[0]} forward, {sent[1]} backward"
         for sharder in sharders
-        for op, sent in _sent(sharder).items()
+        for op, sent in _sent_payloads(sharder).items()
         if not _is_priced(op, sent, priced)
     ]
 

@@ -32,10 +32,6 @@ class ShardedCollection(NamedTuple):
     def configs(self) -> list[Any]:
         return configs_of(self.module)
 
-    @property
-    def pooled(self) -> bool:
-        return hasattr(self.module, "_embedding_bag_configs")
-
 
 def collections_of(model: nn.Module) -> list[ShardedCollection]:
     """The sharded collections of a job's model. Raises ShardCoreError where it has none."""
@@ -71,9 +67,9 @@ def problem_of(
     tables: list[Table] = []
     features: dict[str, tuple[str, ...]] = {}
     placements = []
-    for path, module, configs, pooled in ((c.path, c.module, c.configs, c.pooled) for c in collections):
-        by_name = {}
-        for config in configs:
+    for collection in collections:
+        path, module, by_name = collection.path, collection.module, {}
+        for config in collection.configs:
             name = config.name if uses[config.name] == 1 else f"{path}.{config.name}"
             if unknown := [f for f in config.feature_names if f not in pooling]:
                 raise ShardCoreError(
@@ -93,7 +89,7 @@ def problem_of(
                 precision=precision,
                 features=len(config.feature_names),
                 weighted=bool(getattr(module, "_is_weighted", False)),
-                sequence=not pooled,
+                sequence=not hasattr(module, "_embedding_bag_configs"),
                 # Collections have separate ops and exchanges, so a table keeps its own.
                 collection=path,
             )

@@ -42,6 +42,7 @@ import numpy as np
 from shardcore.core.catalog import PRECISIONS
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import LEVELS, ROWS_OVER
+from shardcore.core.topology import BYTES_PER_MS_PER_GBPS
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost.model import CostModel
 from shardcore.search.budget import Budget, Meter
@@ -61,7 +62,7 @@ from shardcore.search.state.shards import (
     priced,
     searched_tables,
 )
-from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, even_rows, layout_of_torchrec, pod_size, rows_over
+from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, even_rows, layout_of_torchrec, pod_size, row_unit_of
 from shardcore.step.lower import require_plan
 from shardcore.step.memory import fits, held_bytes
 from shardcore.step.memory_account import local_batch_bytes
@@ -82,7 +83,6 @@ INSTALL = (
     "pip install --no-deps torchrec==1.8.0 && "
     "pip install tensordict torchmetrics==1.0.3 tqdm pyre-extensions iopath"
 )
-
 
 _TRIES = 4
 """Sweeps, at most, each with less memory, until a plan fits."""
@@ -291,12 +291,14 @@ class _Theirs:
             # Its inner links are those of the unit that rows are divided over.
             inner = level.name in ROWS_OVER.values()
             topology = self.problem.topology
-            link = topology.link(ROWS_OVER[rows_over(topology)] if inner else level.name)
+            link = topology.link(ROWS_OVER[row_unit_of(topology)] if inner else level.name)
             # TorchRec's links belong to each device, so a shared one is divided over the devices of a unit.
             gbps = link.gbps and link.gbps / (len(topology.sharing(link.level)[0]) if link.shared else 1)
             if gbps or one_ms > 0:
                 # Without a given link, what a column costs in the model stands for it.
-                known[level.torchrec[0]] = gbps * 1e6 if gbps else column_bytes(self.problem) / one_ms
+                known[level.torchrec[0]] = (
+                    gbps * BYTES_PER_MS_PER_GBPS if gbps else column_bytes(self.problem) / one_ms
+                )
         topology = self.topology(known)
         options = self.enumerator(topology, self.constraints(False, None)).enumerate(
             self.module, self.sharders

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import DEFAULT_ROWS_OVER, LEVELS, ROWS_OVER, links_of
 from shardcore.core.tiers import BELOW, TIERS, Memory
-from shardcore.core.topology import Device, Topology
+from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Device, Topology
 from shardcore.core.types import Placement
 from shardcore.core.validation import require, require_type
 from shardcore.step.kinds import choices_of_rows, pod_size
@@ -19,7 +19,6 @@ from shardcore.torchrec import fields
 if TYPE_CHECKING:
     from torchrec.distributed.planner import Topology as TheirTopology
 
-BYTES_PER_MS_PER_GBPS = 1e6
 POD_SIZE = "TORCHREC_RESOLVED_POD_SIZE"
 """Environment variable from which TorchRec's jobs read how many hosts a pod has."""
 
@@ -28,7 +27,7 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0, host_memory: bo
     """TorchRec's devices and hosts as ours. On a CPU, DDR counts as memory of devices.
 
     reserved: share of a device's memory that stays free of embeddings.
-    host_memory: whether tables have rows in host memory. The topology then has DDR, and the link to it.
+    host_memory: True if tables have rows in host memory. The topology then has DDR, and the link to it.
 
     Bandwidths between devices that differ from TorchRec's defaults are the topology's. For others the cost
     model has its measured ones.
@@ -186,6 +185,6 @@ def notes(topology: TheirTopology, host_memory: bool) -> list[str]:
     if host_memory:
         lines.append(
             f"host memory is TorchRec's ddr_cap of each device, its link "
-            f"{topology.hbm_to_ddr_mem_bw / 1e6:g} GB/s (hbm_to_ddr_mem_bw)"
+            f"{topology.hbm_to_ddr_mem_bw / BYTES_PER_MS_PER_GBPS:g} GB/s (hbm_to_ddr_mem_bw)"
         )
     return [line for line in lines if line] + _treated(topology)

@@ -45,10 +45,10 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TableRegions:
     """A table's regions under a plan.
 
-    regions: of all ranks. Those of replicas are whole tables.
+    regions: regions of all ranks. Those of replicas are whole tables.
     replicas: True if each region has all of the table.
     format: its tensors.
     """
@@ -73,10 +73,10 @@ class Piece:
 
     key, name: the tensor.
     source, target: regions that have it.
-    rows, columns: of the rectangle.
+    rows, columns: ends of the rectangle.
     flat: True if it has a number a row.
-    share: of the target's columns that a number of a row stands for.
-    type: of its numbers, as they are sent.
+    share: share of the target's columns that a number of a row stands for.
+    type: type of its numbers, as they are sent.
     """
 
     key: Key
@@ -99,7 +99,7 @@ class Piece:
         return -(-self.bytes // ALIGNMENT) * ALIGNMENT
 
 
-def inexact(old: Layout, new: Layout) -> str:
+def inexact(old: TableRegions, new: TableRegions) -> str:
     """The reason why a table's optimizer state cannot be carried over as it is. "": it can be.
 
     Raises nothing: what is inexact is carried over by `pieces` as well as it can be.
@@ -120,10 +120,10 @@ def inexact(old: Layout, new: Layout) -> str:
     return ""
 
 
-def pieces(key: Key, old: Layout, new: Layout, most_bytes: int) -> Iterator[Piece]:
+def pieces(key: Key, old: TableRegions, new: TableRegions, most_bytes: int) -> Iterator[Piece]:
     """All rectangles of a table that its regions in the new plan take, on all ranks.
 
-    most_bytes: of a rectangle. A row may have more.
+    most_bytes: limit of a rectangle. A row may have more.
     """
     of_old, of_new = old.format.tensors(), new.format.tensors()
     for target in new.regions:
@@ -180,10 +180,10 @@ def rounds(sent: Iterable[Piece], most_bytes: int) -> Iterator[list[Piece]]:
 class Exchange:
     """A rank's side of the transfer.
 
-    rank, ranks: of the job.
+    rank, ranks: this rank of the job, and number of ranks.
     old, new: this rank's parts by table and region.
     all_to_all: (received, sent, bytes received of each rank, bytes sent to each) runs one.
-    device: of the buffers.
+    device: device of the buffers.
     """
 
     rank: int
@@ -231,28 +231,26 @@ class Exchange:
             yield piece, view if piece.flat else view.view(piece.rows[1] - piece.rows[0], -1)
             at += piece.aligned_bytes
 
-    def _part(self, parts: Mapping[tuple[Key, Range, Range], Part], piece: Piece, region: Region) -> Part:
-        return parts[piece.key, region.rows, region.columns]
+    def _cells(self, part: Part, piece: Piece, region: Region) -> torch.Tensor:
+        """A view of a piece in a part, which has a region: [N, W], or [N] of a tensor with a number a row."""
+        tensor = part.tensors[piece.name]
+        lo, left = piece.rows[0] - region.rows[0], piece.columns[0] - region.columns[0]
+        rows = tensor[lo : lo + piece.rows[1] - piece.rows[0]]
+        return rows if tensor.ndim == 1 else rows[:, left : left + piece.columns[1] - piece.columns[0]]
 
     def _read(self, piece: Piece) -> torch.Tensor:
         """A piece of the old part, as it is sent."""
-        tensor = self._part(self.old, piece, piece.source).tensors[piece.name]
-        lo, left = piece.rows[0] - piece.source.rows[0], piece.columns[0] - piece.source.columns[0]
-        rows = tensor[lo : lo + piece.rows[1] - piece.rows[0]]
-        if tensor.ndim == 1:
-            return rows
-        cells = rows[:, left : left + piece.columns[1] - piece.columns[0]]
-        return cells.mean(1) if piece.flat else cells
+        source = piece.source
+        cells = self._cells(self.old[piece.key, source.rows, source.columns], piece, source)
+        return cells.mean(1) if piece.flat and cells.ndim == 2 else cells
 
     def _write(self, piece: Piece, value: torch.Tensor) -> None:
-        tensor = self._part(self.new, piece, piece.target).tensors[piece.name]
-        lo, left = piece.rows[0] - piece.target.rows[0], piece.columns[0] - piece.target.columns[0]
-        rows = tensor[lo : lo + piece.rows[1] - piece.rows[0]]
-        if tensor.ndim == 1:
+        target = piece.target
+        cells = self._cells(self.new[piece.key, target.rows, target.columns], piece, target)
+        if cells.ndim == 1:
             # The mean over the target's columns, of which each piece has some.
-            rows.add_(value.to(rows) * piece.share)
+            cells.add_(value.to(cells) * piece.share)
         else:
-            cells = rows[:, left : left + piece.columns[1] - piece.columns[0]]
             cells.copy_(value[:, None] if value.ndim == 1 else value)
 
 
@@ -265,7 +263,7 @@ def digest(tensor: torch.Tensor, row: int, column: int, kind: torch.dtype) -> in
     Parts of a table add up to the same, however it is cut. Keys are odd, so that any change of one number
     changes the sum, and random, so that numbers that change places do.
 
-    tensor: [N, W] or [N]. row, column: its first in the table. kind: type that its numbers are taken as.
+    tensor: [N, W] or [N]. row, column: its first in the table. kind: type that its numbers are read as.
     """
     bits = {4: torch.int32, 2: torch.int16, 8: torch.int64}[kind.itemsize]
     n, total = max(1, _CELLS // max(1, tensor[0].numel() if len(tensor) else 1)), 0
@@ -291,7 +289,7 @@ def _keys(first: int, n: int, device: torch.device, stream: int) -> torch.Tensor
 def digests(parts: Iterable[Part], formats: Mapping[Key, Format]) -> dict[Key, dict[str, int]]:
     """Digests of tensors by table and name, summed over the parts of a table.
 
-    formats: of tables. Their tensors are digested, in their types, and no others.
+    formats: formats of tables. Their tensors are digested, in their types, and no others.
     """
     totals: dict[Key, dict[str, int]] = {}
     for part in parts:

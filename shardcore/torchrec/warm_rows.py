@@ -157,12 +157,12 @@ class WarmRows(DenseRows):
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self._within)
         there, back = received.tolist(), sent.tolist()
-        asked = rows.new_empty(sum(there))
-        dist.all_to_all_single(asked, (rows // n)[order], there, back, group=self._within)
-        found = nn.functional.embedding(asked, self[name])
-        arrived = found.new_empty((len(rows), found.shape[1]))
+        requested = rows.new_empty(sum(there))
+        dist.all_to_all_single(requested, (rows // n)[order], there, back, group=self._within)
+        vectors = nn.functional.embedding(requested, self[name])
+        arrived = vectors.new_empty((len(rows), vectors.shape[1]))
         # Autograd sends gradients the same way back.
-        values = all_to_all_single(arrived, found, back, there, group=self._within)
+        values = all_to_all_single(arrived, vectors, back, there, group=self._within)
         # The inverse of a permutation is where each lookup went.
         return values[torch.argsort(order)]
 

@@ -16,7 +16,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import Budget
 from shardcore.search.sharders import SHARDERS
 from shardcore.step.lower import lower, require_plan
-from shardcore.step.output_bytes import padded_bytes, payload_bytes
+from shardcore.step.output_bytes import payload_bytes
 
 
 def problem(there: str, back: str, local_batch: int, *dims: int, memory_bytes=10**8, **fields) -> Problem:
@@ -58,21 +58,6 @@ def test_rows_of_8_bits_with_scales_have_the_bytes_that_fbgemm_computes():
     codec = codec_of("fp8-256")
     assert codec.calc_quantized_size(1024, codec.create_context()) == payload_bytes(4096, "fp8-256") == 1056
     assert payload_bytes(4096, "fp8") == 1024
-
-
-def test_columns_are_padded_forward_as_the_codec_pads_them():
-    fbgemm = pytest.importorskip("fbgemm_gpu.quantize_comm")
-    import torch
-
-    from shardcore.measure.exchanges import codec_of
-
-    codec = codec_of("mx4")
-    assert isinstance(codec, fbgemm.QuantizedCommCodec)
-    widths, samples = [36, 64, 0, 4], 6
-    for rank, width in enumerate(widths):
-        padded, _ = codec.padded_size(torch.ones(samples, width), widths, rank, codec.create_context())
-        assert padded_bytes(np.array(4 * samples * width), "mx4", samples) == 4 * samples * padded
-    assert padded_bytes(100, "int8", samples) == 100
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def test_exchanges_of_two_ranks_alone_fit_too():
     model = fit.train(compute_samples(linear_law, 60), comm, SETTING, QUICK).model
     assert accuracy.evaluate(model, [], comm)["forward_comm_mape"] < 0.5
     assert all(
-        (model.weights[collective_model.weight(ALL_TO_ALL, way)] >= 0).all()
+        (model.weights[collective_model.rates_name(ALL_TO_ALL, way)] >= 0).all()
         for way in ("forward", "backward")
     )
 
@@ -31,13 +31,15 @@ def test_latency_beyond_one_number_of_ranks_grows_by_a_seventh_a_message(ranks):
     """Published all-to-alls, all-gathers and all-reduces do so. Half went to the message before."""
     comm = comm_samples(60, ranks=(ranks,))
     model = fitted(comm)
-    rates = model.weights[collective_model.weight(ALL_TO_ALL, "forward")]
+    rates = model.weights[collective_model.rates_name(ALL_TO_ALL, "forward")]
     once, message = rates[collective_fit.ONCE], rates[collective_fit.MESSAGES]
     assert message == pytest.approx(once / 7)
     assert once + (ranks - 1) * message == pytest.approx(0.1 + 0.02 * (ranks - 1), rel=0.01)
     assert max(collective_fit.errors(model.weights, comm).values()) < 0.5
     # Of several numbers of ranks, the samples say.
-    several = fitted(comm_samples(60, ranks=(2, 4))).weights[collective_model.weight(ALL_TO_ALL, "forward")]
+    several = fitted(comm_samples(60, ranks=(2, 4))).weights[
+        collective_model.rates_name(ALL_TO_ALL, "forward")
+    ]
     assert several[[collective_fit.ONCE, collective_fit.MESSAGES]] == pytest.approx([0.1, 0.02], rel=0.01)
 
 
@@ -164,16 +166,20 @@ def test_bucketized_ids_take_what_ids_take_and_the_time_to_put_them_in_buckets()
         assert "bucketize_ids" not in less.weights
 
 
+def with_work(samples):
+    """The samples with the time to put ids in order: 0.05 ms once, and 10 GB/s."""
+    return [
+        dataclasses.replace(s, work_ms=tuple(np.where(b > 0, 0.05 + b / 1e7, 0.0)))
+        for s in samples
+        for b in [collective_fit.owned_bytes(s)]
+    ]
+
+
 def test_what_devices_do_with_ids_is_known_where_samples_tell_it():
     """0.05 ms once and 10 GB/s to put in order what arrived, beside 0.3 ms and 4 GB/s for buckets."""
     ids, bucketized = (comm_samples(collective=c) for c in OF_IDS)
-    told = [
-        dataclasses.replace(s, work_ms=tuple(np.where(b > 0, 0.05 + b / 1e7, 0.0)))
-        for s in ids
-        for b in [collective_fit.owned_bytes(s)]
-    ]
     owned, where = np.array([1e6, 3e6]), on_hosts(2)
-    for samples, order_ms in ((ids, 0.0 * owned), (told, 0.05 + owned / 1e7)):
+    for samples, order_ms in ((ids, 0.0 * owned), (with_work(ids), 0.05 + owned / 1e7)):
         model = fitted([*comm_samples(), *samples, *bucketized])
         assert (collective_model.ORDER in model.weights) == bool(order_ms.any())
         plain, divided = (model.comm(sends(**{c: owned}), np.zeros(2), where) for c in OF_IDS)
@@ -197,13 +203,8 @@ def test_what_devices_do_with_ids_is_known_where_samples_tell_it():
 def test_given_links_leave_the_work_of_putting_ids_in_order(given, once, by_bytes):
     """Rates of measured links include it or not. The same samples, with that work told and not."""
     ids, bucketized = (comm_samples(collective=c) for c in OF_IDS)
-    told = [
-        dataclasses.replace(s, work_ms=tuple(np.where(b > 0, 0.05 + b / 1e7, 0.0)))
-        for s in ids
-        for b in [collective_fit.owned_bytes(s)]
-    ]
     owned, where = np.array([1e6, 3e6]), on_hosts(2, **given)
-    untold, known = (fitted([*comm_samples(), *samples, *bucketized]) for samples in (ids, told))
+    untold, known = (fitted([*comm_samples(), *samples, *bucketized]) for samples in (ids, with_work(ids)))
     for collective in OF_IDS:
         sent = sends(**{collective: owned})
         without, found = (model.comm(sent, np.zeros(2), where) for model in (untold, known))
@@ -241,7 +242,7 @@ def test_groups_of_a_collective_have_rates_of_their_own():
     )
     rates = collective_fit.fit([*within, *all_ranks], [], lambda *_: None)
     for samples, group in ((within, "host"), (all_ranks, "world")):
-        assert collective_model.weight(Channel("reduce_scatter", group), "forward") in rates
+        assert collective_model.rates_name(Channel("reduce_scatter", group), "forward") in rates
         predicted, found = collective_fit.predicted(rates, samples, "forward")
         assert predicted == pytest.approx(found, rel=0.05), group
 
@@ -258,7 +259,7 @@ def test_over_several_hosts_the_last_rank_counts():
     assert collective_fit.observed([one], "forward")[1].tolist() == [3.0, 9.0, 5.0, 4.0]
     terms, measured = collective_fit.observed([one, two], "backward")
     assert measured.tolist() == [3.0, 9.0, 5.0, 4.0, 9.0] and terms.shape[1] == 5
-    rates = {collective_model.weight(ALL_TO_ALL, "backward"): of_terms(far_bytes=1.0)}
+    rates = {collective_model.rates_name(ALL_TO_ALL, "backward"): of_terms(far_bytes=1.0)}
     predicted, found = collective_fit.predicted(rates, [two], "backward")
     # The device of most bytes: 16 columns, half of them for the other host, and half of its 16 in return.
     assert (predicted.tolist(), found.tolist()) == ([16 * 4 * (16 / 2 + (8 + 8) / 4)], [9.0])

@@ -218,7 +218,7 @@ def test_links_that_a_topology_gives_replace_what_was_fitted():
 def test_links_that_are_all_as_busy_may_take_longer_and_start_ahead():
     """A mean of all links beside the busiest one, less what early ranks sent; never below 0."""
     law = of_terms(uplink_bytes=0.8, shared_uplink_bytes=0.2, head_start=1.5)
-    laws = {collective_model.weight(ALL_TO_ALL, way): law for way in ("forward", "backward")}
+    laws = {collective_model.rates_name(ALL_TO_ALL, way): law for way in ("forward", "backward")}
     hosts = on_hosts(1, 1, 1)
     even, uneven, few = (
         collective_model.collective_ms(laws, ALL_TO_ALL, np.array(owned), hosts)[0]
@@ -354,16 +354,15 @@ def test_what_was_not_measured_is_named(of_hosts):
         "row shards: their reduce-scatter is priced with the rates of the all-to-all, not measured" in alone
     )
     assert (
-        "data_parallel shards: their all-reduce is priced with the rates of the all-to-all, "
-        "not measured" in alone
+        "data_parallel shards: their all-reduce is priced with the rates of the all-to-all, not measured"
+        in alone
     )
     two = said(of_hosts, on_hosts(2, 2))
     assert two == "\n".join(
         [
             "host_row shards: their reduce-scatter within a host is priced with the rates of the reduce-scatter, "
             "not measured",
-            "host_row shards: their all-to-all across hosts is priced with the rates of the all-to-all, "
-            "not measured",
+            "host_row shards: their all-to-all across hosts is priced with the rates of the all-to-all, not measured",
         ]
     )
     assert "within a host is priced with the rates of the all-to-all" in said(within, on_hosts(2, 2))
@@ -374,9 +373,8 @@ def test_what_was_not_measured_is_named(of_hosts):
     assert proxy in said(between, on_hosts(2))
     given = said(of_hosts, on_hosts(1, 1, links=links_of(between_hosts=3.0)))
     assert given == (
-        "the topology gives between_hosts 3 GB/s: the explicit link model prices its exchanges "
-        "from there, "
-        "not measured"
+        "the topology gives between_hosts 3 GB/s: the explicit link model prices its exchanges from there, not "
+        "measured"
     )
 
 

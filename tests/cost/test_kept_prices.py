@@ -15,7 +15,6 @@ from shardcore.core.access_statistics import Zipf
 from shardcore.core.constraints import Constraints
 from shardcore.core.job import Job
 from shardcore.core.links import links_of
-from shardcore.core.payloads import CASTS
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
@@ -92,15 +91,16 @@ def neural_model(precision: str, seed: int) -> NeuralModel:
     # Kept before there were pods.
     for i, channel in enumerate(c for c in CHANNELS if "pod" not in c.group):
         for way in channel.row.ways if i % 3 != 2 else ():
-            for payload in ("fp32", *CASTS) if channel.row.cast and i % 2 else ("fp32",):
-                w[collective_model.weight(channel, way, payload)] = drawn()
+            for payload in channel.row.payloads if i % 2 else ("fp32",):
+                w[collective_model.rates_name(channel, way, payload)] = drawn()
         w |= {
-            collective_model.step_weight(channel, way): rng.uniform(1, 3, 1)
+            collective_model.step_factor_name(channel, way): rng.uniform(1, 3, 1)
             for way in channel.row.ways
             if i % 2
         }
     w |= {
-        collective_model.weight(collective_model.ALL_TO_ALL, way): drawn() for way in ("forward", "backward")
+        collective_model.rates_name(collective_model.ALL_TO_ALL, way): drawn()
+        for way in ("forward", "backward")
     }
     w |= {"bucketize_ids": np.array([0.02, 1e-8]), "order_ids": np.array([0.01, 2e-8])}
     return NeuralModel(replace(SETTING, precision=precision), w, {"ranges": {"batch": [64, 4096]}})

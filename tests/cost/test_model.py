@@ -107,8 +107,7 @@ def test_rows_in_host_memory_are_priced_by_a_link_that_is_given():
     cost = price(lower(Plan((column(table, 0),)), task), AnalyticModel(SETTING).for_problem(task))
     assert cost.extrapolated == (
         *CLOSED,
-        f"table {table.name!r} has rows in host memory: the topology gives "
-        "the 25 GB/s of their link, not measured",
+        f"table {table.name!r} has rows in host memory: the topology gives the 25 GB/s of their link, not measured",
     )
 
 

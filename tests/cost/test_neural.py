@@ -92,7 +92,7 @@ def test_a_shard_without_lookups_costs_no_more_than_one_with_some(model, sequenc
 def rates(channel, **ways) -> dict[str, np.ndarray]:
     """Weights by which a channel takes ways["forward"] and ways["backward"] of some terms."""
     return {
-        collective_model.weight(channel, way): np.array(
+        collective_model.rates_name(channel, way): np.array(
             [some.get(t, 0.0) for t in collective_model.EXCHANGE_TERMS]
         )
         for way, some in ways.items()

@@ -204,7 +204,7 @@ def test_steps_of_earlier_versions_tell_nothing_of_ids(model):
         for w, took in [(w, replayed(model, w)) for w in workloads("rows")]
     ]
     fitted = step_factors.fit(model, [*of_today, *before])
-    assert collective_model.step_weight(IDS, "forward") not in fitted.weights
+    assert collective_model.step_factor_name(IDS, "forward") not in fitted.weights
     assert fitted.meta["steps"] > 0
 
 
@@ -216,5 +216,5 @@ def test_steps_whose_dense_part_hides_ids_tell_nothing_of_them(model):
         for w in workloads("columns")
     ]
     fitted = step_factors.fit(model, hidden)
-    assert collective_model.step_weight(IDS, "forward") not in fitted.weights
+    assert collective_model.step_factor_name(IDS, "forward") not in fitted.weights
     assert fitted.meta["steps"] == len(hidden)

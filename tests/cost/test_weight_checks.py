@@ -90,7 +90,7 @@ def test_a_number_out_of_its_range_is_named(trained, name, value, said):
         (
             lambda w: {
                 **w,
-                collective_model.step_weight(collective_model.ALL_TO_ALL, "forward"): np.zeros(1),
+                collective_model.step_factor_name(collective_model.ALL_TO_ALL, "forward"): np.zeros(1),
             },
             "has 0; it needs 0.001 to",
         ),

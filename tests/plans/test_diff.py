@@ -43,20 +43,21 @@ def random_plan(problem, seed: int, rows: bool = True) -> Plan:
     return Plan(tuple(placements))
 
 
+def cells(plan: Plan, name: str) -> set[tuple[int, int, int]]:
+    """Device, row and column of each cell of a table."""
+    return {
+        (d, r, c)
+        for p in plan.placements
+        if p.shard.table.name == name
+        for d, s in shards_on(p)
+        for r in range(s.row_lo, s.row_hi)
+        for c in range(s.col_lo, s.col_hi)
+    }
+
+
 def counted_bytes(old: Plan, new: Plan, name: str) -> int:
     """Cell by cell."""
-
-    def cells(plan):
-        return {
-            (d, r, c)
-            for p in plan.placements
-            if p.shard.table.name == name
-            for d, s in shards_on(p)
-            for r in range(s.row_lo, s.row_hi)
-            for c in range(s.col_lo, s.col_hi)
-        }
-
-    return 4 * len(cells(new) - cells(old))
+    return 4 * len(cells(new, name) - cells(old, name))
 
 
 @pytest.fixture
@@ -168,16 +169,7 @@ def test_rows_and_columns_that_were_there_move_and_new_ones_are_told_apart(old, 
     was, now = Table("t", 40, 16, 1.0), Table("t", *shape, 2.0, features=2)
     plans = Plan(tuple(old(was))), Plan(tuple(new(now)))
     found = diff(*plans)
-    before, after = (
-        {
-            (d, r, c)
-            for p in plan.placements
-            for d, s in shards_on(p)
-            for r in range(s.row_lo, s.row_hi)
-            for c in range(s.col_lo, s.col_hi)
-        }
-        for plan in plans
-    )
+    before, after = (cells(plan, "t") for plan in plans)
     known = {cell for cell in after if cell[1] < 40 and cell[2] < 16}
     assert found.bytes == 4 * len(known - before) and found.new_bytes == 4 * len(after - known)
     assert added is None or (found.bytes, found.new_bytes) == (4 * moved, 4 * added)

@@ -23,46 +23,17 @@ from shardcore.io import files
 from shardcore.plans import places, store
 from shardcore.plans.decisions import Decision
 
+OF_FOLDERS = ("link", "mkdir", "remove", "rename", "replace", "rmdir", "truncate", "unlink")
 FOLDER = [
     (builtins, "open"),
     (io, "open"),
     (fcntl, "flock"),
-    *(
-        (os, name)
-        for name in (
-            "fsync",
-            "link",
-            "listdir",
-            "mkdir",
-            "remove",
-            "rename",
-            "replace",
-            "rmdir",
-            "scandir",
-            "stat",
-            "truncate",
-            "unlink",
-        )
-    ),
+    *((os, name) for name in (*OF_FOLDERS, "fsync", "listdir", "scandir", "stat")),
 ]
 OBJECT_STORE = [
     (MemoryFileSystem, name) for name in ("cat_file", "info", "ls", "open", "pipe_file", "rm", "rm_file")
 ]
-CHANGES = {
-    "link",
-    "mkdir",
-    "remove",
-    "rename",
-    "replace",
-    "rmdir",
-    "truncate",
-    "unlink",
-    "write",
-    "open",
-    "pipe_file",
-    "rm",
-    "rm_file",
-}
+CHANGES = {*OF_FOLDERS, "write", "open", "pipe_file", "rm", "rm_file"}
 ALL = CHANGES | {"cat_file", "flock", "fsync", "info", "listdir", "ls", "read", "scandir", "stat"}
 
 

@@ -79,11 +79,11 @@ FIGURES = {
         "regret 0.0%",
     ),
     "rivals": (
-        lambda: model_report.replayed_cost(replay_metrics.rivals(REPLAYS), replay_metrics.OURS, "title"),
+        lambda: model_report.replayed_cost(replay_metrics.rivals(REPLAYS), "title"),
         "over portfolio's, mean over 2",
     ),
     "rivals on one problem": (
-        lambda: model_report.replayed_cost(replay_metrics.rivals(REPLAYS[:3]), replay_metrics.OURS, "title"),
+        lambda: model_report.replayed_cost(replay_metrics.rivals(REPLAYS[:3]), "title"),
         "1.200",
     ),
     "learning": (

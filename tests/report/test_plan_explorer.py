@@ -86,9 +86,8 @@ def in_browser(part: str, actions: str, folder) -> str:
     done = subprocess.run(
         (
             "chromium --headless --no-sandbox --disable-gpu --no-first-run --disable-sync "
-            "--disable-background-networking --disable-component-update --disable-extensions "
-            f"--disable-dev-shm-usage --user-data-dir={folder}/profile --dump-dom "
-            f"file://{folder}/page.html"
+            "--disable-background-networking --disable-component-update --disable-extensions --disable-dev-shm-usage "
+            f"--user-data-dir={folder}/profile --dump-dom file://{folder}/page.html"
         ).split(),
         capture_output=True,
         text=True,

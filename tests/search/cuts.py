@@ -9,7 +9,7 @@ from shapes import on_hosts, with_room
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.constraints import Constraints
 from shardcore.core.job import Job
-from shardcore.core.payloads import CASTS
+from shardcore.core.payloads import MEASURED
 from shardcore.core.topology import Device, Memory, Topology
 from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
@@ -122,7 +122,7 @@ def draw_all_kinds(seed: int, caches: bool) -> Problem:
     for i in (i for i in range(14) if caches and i != 5):
         load_factor, precision = float(rng.choice([0, 0.1, 0.5, 1])), str(rng.choice(["fp16", "fp32"]))
         tables[i] = replace(tables[i], load_factor=load_factor, precision=precision)
-    there, back = (str(rng.choice(["fp32", *CASTS])) for _ in range(2))
+    there, back = (str(rng.choice(MEASURED)) for _ in range(2))
     constraints = Constraints(
         together=(tuple(f"t{i}" for i in rng.choice([0, 1, 2, 3], 2, replace=False)),),
         kinds=(("t5", ("data_parallel",)), ("t6", ("row",))),

@@ -9,7 +9,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import host_names
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.io.measurements import CollectiveRequest
-from shardcore.step.kinds import LAYOUTS, Channel, choices_of_rows, pod_size, rows_over
+from shardcore.step.kinds import LAYOUTS, Channel, choices_of_rows, pod_size, row_unit_of
 from shardcore.step.lower import lower
 from shardcore.step.scopes import SCOPES, WORLD, groups_among, groups_of
 
@@ -97,7 +97,7 @@ def test_a_plan_tells_over_which_units_its_job_divides_rows():
         for kind, group in (("host_row", host), ("pod_row", pod))
     )
     for placements, unit, size in ((over_hosts, "host", 1), (over_pods, "pod", 2), ((), "host", 1)):
-        assert rows_over(PODS, placements) == unit and pod_size(PODS, placements) == size
+        assert row_unit_of(PODS, placements) == unit and pod_size(PODS, placements) == size
     for placements in (over_hosts, over_pods):
         lower(Plan(placements), given)
     with pytest.raises(

@@ -20,7 +20,7 @@ from shardcore.core.types import Problem, Setting
 from shardcore.cost import accuracy, collective_model, fit, neural
 from shardcore.cost.model import price
 from shardcore.cost.step_factors import FEWEST_STEPS
-from shardcore.cost.traced_factors import corrected
+from shardcore.cost.traced_factors import corrected_model
 from shardcore.io import dataset, files, model_files, replays, schema, traced_samples
 from shardcore.io.measurements import Spread, StepSample
 from shardcore.measure.replay import ReplayConfig
@@ -147,7 +147,7 @@ def test_shipped_samples_of_an_equally_fast_machine_join_unasked(joined):
 
 @pytest.mark.long
 def test_traced_steps_of_jobs_join_unasked_and_are_on_record(joined):
-    truth = corrected(neural.load("data/model"), factors_of(2.0, 2.0))
+    truth = corrected_model(neural.load("data/model"), factors_of(2.0, 2.0))
     for number in (1000, 2000):
         traced_samples.append("datasets/jobs", sample(truth, number))
     train(learning_curve=False)

@@ -155,25 +155,13 @@ def counted(model: Drawn, seed: int, limit_s: float = 120) -> list[Calls]:
 
 
 def _step(rank: int, model: Drawn, seed: int, folder: str) -> None:
-    from fbgemm_gpu.split_embedding_configs import EmbOptimType
-    from torchrec.distributed import DistributedModelParallel
-    from torchrec.distributed.embedding import EmbeddingCollectionSharder
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.fbgemm_qcomm_codec import get_qcomm_codecs_registry
 
     topology = model.problem.topology
     training.start_rank(rank, topology, folder)
-    fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
     codecs = get_qcomm_codecs_registry(qcomms_of(model.problem.job), device=torch.device("cpu"))
-    sharded = DistributedModelParallel(
-        Model(model, "cpu"),
-        device=torch.device("cpu"),
-        sharders=[
-            EmbeddingBagCollectionSharder(fused_params=fused, qcomm_codecs_registry=codecs),
-            EmbeddingCollectionSharder(fused_params=fused, qcomm_codecs_registry=codecs),
-        ],
-        plan=to_torchrec(model.plan, model.problem, Model(model, "meta"), "cpu"),
-    )
+    exported = to_torchrec(model.plan, model.problem, Model(model, "meta"), "cpu")
+    sharded = training.sharded(Model(model, "cpu"), exported, "EXACT_SGD", 0.1, codecs)
     batch = _batch(model, seed, rank)
     # The first step of DDP also exchanges what it needs to know of its parameters.
     sharded(batch).sum().backward()
@@ -224,8 +212,7 @@ def differences(seed: int, model: Drawn | None = None, limit_s: float = 120) -> 
         zip(expected(model, seed), counted(model, seed, limit_s), strict=True)
     ):
         found += [
-            f"rank {rank}: {name}: [in, out] bytes {ours.get(name, [])} expected, "
-            f"{theirs.get(name, [])} counted"
+            f"rank {rank}: {name}: [in, out] bytes {ours.get(name, [])} expected, {theirs.get(name, [])} counted"
             for name in sorted({*ours, *theirs})
             if ours.get(name) != theirs.get(name)
         ]

@@ -17,26 +17,15 @@ from shardcore.torchrec.sharding_plan import to_torchrec
 
 
 def work(rank: int, given: Problem, plan: Plan, folder: Path, steps: int, every: int) -> None:
-    from fbgemm_gpu.split_embedding_configs import EmbOptimType
-    from torchrec.distributed import DistributedModelParallel
-    from torchrec.distributed.embedding import EmbeddingCollectionSharder
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     n = len(given.topology)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(n), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}.rendezvous", rank=rank, world_size=n)
-    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
-    model = DistributedModelParallel(
-        training.Model("cpu", sequence=True),
-        device=torch.device("cpu"),
-        plan=to_torchrec(plan, given, training.Model("cpu", sequence=True), "cpu"),
-        sharders=[
-            EmbeddingBagCollectionSharder(fused_params=fused),
-            EmbeddingCollectionSharder(fused_params=fused),
-        ],
+    exported = to_torchrec(plan, given, training.Model("cpu", sequence=True), "cpu")
+    model = training.sharded(
+        training.Model("cpu", sequence=True), exported, "EXACT_ROWWISE_ADAGRAD", rate=0.1
     )
     profiler = ShardCoreProfiler(model, folder, every=every, steps=2, keep=1)
     for step in range(steps):

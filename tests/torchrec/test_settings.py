@@ -66,6 +66,11 @@ def tiered(**cache) -> ShardingPlan:
     return plan
 
 
+def sender(qcomms=QCOMMS) -> EmbeddingBagCollectionSharder:
+    registry = get_qcomm_codecs_registry(qcomms, device=torch.device("cuda"))
+    return EmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)
+
+
 def test_a_plan_that_was_read_is_written_again_as_it_was(tmp_path):
     theirs, path = tiered(), tmp_path / "plan.json"
     ours = from_torchrec(theirs, GIVEN, MODULE)
@@ -161,9 +166,7 @@ def test_quantised_collectives_are_kept_in_the_file(tmp_path):
 
 
 def test_what_a_price_leaves_out_is_named():
-    sharder = EmbeddingBagCollectionSharder(
-        qcomm_codecs_registry=get_qcomm_codecs_registry(QCOMMS, device=torch.device("cuda"))
-    )
+    sharder = sender()
     assert unpriced(to_torchrec(whole(), GIVEN, MODULE), [EmbeddingBagCollectionSharder()]) == []
     said = unpriced(tiered(), [sharder])
     assert len(said) == 7
@@ -196,9 +199,7 @@ def test_what_a_price_leaves_out_is_named():
 
 
 def test_the_payloads_of_sharders_are_priced():
-    sharder = EmbeddingBagCollectionSharder(
-        qcomm_codecs_registry=get_qcomm_codecs_registry(QCOMMS, device=torch.device("cuda"))
-    )
+    sharder = sender()
 
     def planned(sharders, job=None):
         planner = ShardCorePlanner(
@@ -234,9 +235,7 @@ def test_the_payloads_of_sharders_are_priced():
 def test_the_sharder_of_a_wrapper_sends_as_the_one_within():
     from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 
-    within = EmbeddingBagCollectionSharder(
-        qcomm_codecs_registry=get_qcomm_codecs_registry(QCOMMS, device=torch.device("cuda"))
-    )
+    within = sender()
     assert payloads_of([FeatureProcessedEmbeddingBagCollectionSharder(within)]) == ("fp16", "bf16")
     assert payloads_of([FeatureProcessedEmbeddingBagCollectionSharder()]) == ("fp32", "fp32")
 
@@ -263,11 +262,8 @@ def test_the_sharder_of_a_wrapper_sends_as_the_one_within():
 )
 def test_codecs_with_scales_are_payloads(qcomms, payloads):
     """Also where TorchRec sends others in a reduce-scatter, and back to a config."""
-    registry = get_qcomm_codecs_registry(qcomms, device=torch.device("cuda"))
-    sharders = [EmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)]
-    job = job_of(qcomms)
-    assert (job.forward_payload, job.backward_payload) == payloads == payloads_of(sharders)
-    assert payloads_of([EmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)]) == payloads
+    sharders, job = [sender(qcomms)], job_of(qcomms)
+    assert tuple(job.payloads.values()) == payloads == payloads_of(sharders)
     assert job_of(qcomms_of(job)) == job
     given = replace(GIVEN, job=job)
     plain = to_torchrec(whole(), GIVEN, MODULE)

@@ -364,6 +364,6 @@ def test_command_writes_what_a_job_reads(tmp_path, capsys):
     files.write_plan(paths[1], Plan((half, column(given.tables[0], 1, 8, 16), plan.placements[2])), given)
     assert main(command) == 1
     assert (
-        "a[0:24, 0:8] by row on devices 0, 1, 2, 3; "
-        "it needs all rows and all columns" in capsys.readouterr().err
+        "a[0:24, 0:8] by row on devices 0, 1, 2, 3; it needs all rows and all columns"
+        in capsys.readouterr().err
     )

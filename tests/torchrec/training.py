@@ -168,10 +168,10 @@ def lost(plan: Plan, given: Problem, module: nn.Module, rng: np.random.Generator
     """Parts of a plan that are lost on its way to TorchRec and its file, with random settings of its tables,
     and back; "" is nothing."""
     theirs = to_torchrec(plan, given, module)
-    for sharded in theirs.plan.values():
-        for name, sharding in sharded.items():
+    for of_module in theirs.plan.values():
+        for name, sharding in of_module.items():
             if sharding.sharding_type != "data_parallel":
-                sharded[name] = replace(sharding, **_settings(rng))
+                of_module[name] = replace(sharding, **_settings(rng))
     ours = from_torchrec(theirs, given, module)
     n = len(given.topology)
     checks = {
@@ -347,25 +347,27 @@ def kinds_of(plan: Plan, given: Problem, sequence: bool = False) -> dict[str, st
     }
 
 
-def _differs(rank: int, given: Problem, plan: Plan, sequence: bool, seed: int) -> str:
+def sharded(model: nn.Module, plan: Any, optimizer: str, rate: float, codecs: Any = None) -> Any:
+    """The model as a DistributedModelParallel on CPU. optimizer: FBGEMM's name of that of fused ops."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
-    n, fused = len(given.topology), {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LEARNING_RATE}
+    settings = {
+        "fused_params": {"optimizer": EmbOptimType[optimizer], "learning_rate": rate},
+        "qcomm_codecs_registry": codecs,
+    }
+    sharders = [EmbeddingBagCollectionSharder(**settings), EmbeddingCollectionSharder(**settings)]
+    return DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+
+
+def _differs(rank: int, given: Problem, plan: Plan, sequence: bool, seed: int) -> str:
+    n = len(given.topology)
     torch.manual_seed(seed)
     whole = Model("cpu", sequence)
     exported = to_torchrec(plan, given, whole, "cpu")
-    model = DistributedModelParallel(
-        Model("cpu", sequence),
-        device=torch.device("cpu"),
-        plan=exported,
-        sharders=[
-            EmbeddingBagCollectionSharder(fused_params=fused),
-            EmbeddingCollectionSharder(fused_params=fused),
-        ],
-    )
+    model = sharded(Model("cpu", sequence), exported, "EXACT_SGD", LEARNING_RATE)
     if wrong := _other_ops(model.module, exported, given, rank):
         return wrong
     for mine, theirs in _pairs(model, whole):

@@ -13,7 +13,7 @@ from shardcore.core.types import MIN_WIDTH, PRECISION_BYTES, Placement, Plan, Pr
 from shardcore.core.validation import MOST_BYTES, require
 from shardcore.measure.sampling.placements import deal_columns
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
-from shardcore.step.kinds import WHOLE_ROWS, Layout, even_share, ways
+from shardcore.step.kinds import WHOLE_ROWS, Layout, even_share, kinds_on_all_devices
 
 _SHARED = ((False, False), (True, False), (False, True), (False, False), (True, False), (True, True))
 """Plans of a problem: True if some tables have divided rows, and if some are replicated. Others are cut by columns."""
@@ -90,7 +90,7 @@ def _sharing(topology: Topology) -> tuple[Layout, Layout]:
     """The topology's first kind that divides rows, and its first that replicates."""
     dividing, replicating = (
         # On one device no kind divides rows or replicates, and WHOLE_ROWS stands in.
-        next((k for k in ways(topology) if k.divides_rows == divides), WHOLE_ROWS)
+        next((k for k in kinds_on_all_devices(topology) if k.divides_rows == divides), WHOLE_ROWS)
         for divides in (True, False)
     )
     return dividing, replicating

@@ -84,7 +84,7 @@ def bound(problem: Problem, model: CostModel, shared: Sequence[Layout] | None = 
         if lower:
             least = shards if lower is model else BoundShards(problem, lower, kinds, ids)
             ops = [Ops(least, lower, k) for k in range(len(least.kinds))]
-            equal_waits = lower.takes_all_alike(topology)
+            equal_waits = lower.has_equal_transfers(topology)
             by_mix = _by_mix(least, _proved(least, ops, equal_waits), equal_waits)
             packed_ms = least_ms(least, ops, {mix: ms for mix, (ms, _) in by_mix.items()}, equal_waits)
             # Subtract a trace for rounding errors.

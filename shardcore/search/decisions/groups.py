@@ -33,7 +33,7 @@ from shardcore.core.validation import require_types
 from shardcore.cost.model import CostModel, price
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.sharders import SHARDERS
-from shardcore.step.kinds import CHANNELS, Channel, rows_over, shards_on
+from shardcore.step.kinds import CHANNELS, Channel, row_unit_of, shards_on
 from shardcore.step.lower import Workload, lower
 from shardcore.step.memory import held_bytes, host_bytes, used_bytes
 from shardcore.step.sharding_groups import (
@@ -166,7 +166,7 @@ class Groups(Decision):
         # One group synchronises nothing, so even bytes bring it nothing.
         if grouping.size < len(whole.topology):
             # Rows over the same units: another decision may have chosen them.
-            unit = rows_over(group.topology, found.plan.placements)
+            unit = row_unit_of(group.topology, found.plan.placements)
             decided = replace(group, topology=replace(group.topology, rows_over=unit))
             with suppress(Infeasible):
                 plans.append(SHARDERS[EVEN_BYTES](decided, model))

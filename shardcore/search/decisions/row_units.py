@@ -15,7 +15,7 @@ from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import require_types
 from shardcore.cost.model import CostModel
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
-from shardcore.step.kinds import choices_of_rows, layout_of, rows_over
+from shardcore.step.kinds import choices_of_rows, layout_of, row_unit_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class RowUnits(Decision):
         topology = problem.topology
         units = choices_of_rows(topology)
         if self.start:
-            units = (rows_over(topology, self.start.placements),)
+            units = (row_unit_of(topology, self.start.placements),)
         for i, unit in enumerate(units):
             # Devices of a unit, as TorchRec's groups of ranks have them.
             size = len(topology.on_units(ROWS_OVER[unit])[0])

@@ -32,11 +32,11 @@ from shardcore.step.kinds import (
     WHOLE_ROWS,
     Group,
     Layout,
+    kinds_on_all_devices,
     layout_of,
     possible_groups,
     run_of,
     shards_on,
-    ways,
 )
 from shardcore.step.lower import lower
 from shardcore.step.memory_account import account_of
@@ -229,7 +229,7 @@ def _require_possible(table: Table, problem: Problem) -> None:
     ):
         if (
             table.name in names
-            and {layout_of(kind) for kind in kinds} <= set(ways(problem.topology))
+            and {layout_of(kind) for kind in kinds} <= set(kinds_on_all_devices(problem.topology))
             and (constraint != "unsplit" or all(layout_of(kind).divides_rows for kind in kinds))
         ):
             raise ShardCoreError(

@@ -277,7 +277,7 @@ def test_the_properties_that_models_declare_hold(made):
             assert model.head(more) >= (model.launch_ms + model.rates(few) @ more) * (1 - 1e-12)
         for topology in topologies:
             assert model.even_is_least(topology)
-            assert model.takes_all_alike(topology) == (bool(topology.links) or model_is_linear)
+            assert model.has_equal_transfers(topology) == (bool(topology.links) or model_is_linear)
             n, speed = len(topology), np.array([d.speed for d in topology.devices])
             for name in ("all_to_all", "reduce_scatter"):  # replicas are alike on all devices
                 traffic = sends(**{name: rng.dirichlet(np.ones(n), 40) * 1e6})
