@@ -209,7 +209,6 @@ def _steps(problem: Problem, plan: Plan, batches: Iterator[Any]) -> None:
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
-    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
     from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
     from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -235,12 +234,30 @@ def _steps(problem: Problem, plan: Plan, batches: Iterator[Any]) -> None:
         dict(in_backward_optimizer_filter(model.named_parameters())),
         lambda parameters: of_replicas(parameters, lr=0.01),
     )
-    pipeline = TrainPipelineSparseDist(
-        model, CombinedOptimizer([model.fused_optimizer, dense]), torch.device("cpu")
-    )
+    pipeline = pipeline_of(
+        problem.job.pipeline, model, CombinedOptimizer([model.fused_optimizer, dense]))
     for step in range(WARM + STEPS):
         with torch.profiler.record_function(f"step {step}"):
             pipeline.progress(batches)
+
+
+def pipeline_of(name: str, model: nn.Module, optimizer: Any) -> Any:
+    """TorchRec's pipeline, as it runs on CPUs: these have no streams that tensors could be recorded on."""
+    from torchrec.distributed import train_pipeline
+    from torchrec.distributed.train_pipeline import train_pipelines
+
+    torch.Tensor.record_stream = lambda tensor, stream: None
+    more = {"start_batch": 0} if name == "semi_sync" else {}
+    kind = {"none": "TrainPipelineBase", "sparse_dist": "TrainPipelineSparseDist", "fused": "TrainPipelineFusedSparseDist", "semi_sync": "TrainPipelineSemiSync", "prefetch": "PrefetchTrainPipelineSparseDist"}[name]
+    pipeline = getattr(train_pipelines, kind)(model, optimizer, torch.device("cpu"), **more)
+    if name not in ("none", "sparse_dist"):
+        class Stream(torch.cpu.Stream):
+            device = torch.device("cpu")
+        pipeline._stream_context = torch.cpu.stream
+        for of in ("_memcpy_stream", "_data_dist_stream", "_prefetch_stream", "_default_stream", "_emb_lookup_stream"):
+            if hasattr(pipeline, of):
+                setattr(pipeline, of, Stream())
+    return pipeline
 
 
 def _optimizer_class(problem: Problem) -> type[torch.optim.Optimizer]:
