@@ -17,7 +17,6 @@ from shardcore.core.validation import (
 )
 
 
-
 @dataclass(frozen=True)
 class Ids:
     """Batches of which ids are in memory at once.

@@ -117,7 +117,8 @@ def stages_under(stages: Stages, pipeline: Pipeline) -> Stages:
     sent_back = _each(sent_back, lambda alive: _without(alive, ("gradient", "uncut")))
     update = _each(update, lambda alive: _without(alive, ("gradient",)))
     return (
-        _each(lookups, lambda alive: _together(alive, received)),
+        # Activations are measured without this gradient.
+        _each(lookups, lambda alive: _together(alive, received, gradient)),
         outputs_arrive,
         *(_each(stage, lambda alive: _together(alive, kept)) for stage in (sent_back, update)),
     )

@@ -501,7 +501,7 @@ def test_long_sequences_take_what_torch_sees(divided):
     two = Topology((Device(2**34, host="h"),) * 2, "cpu")
     problem = Problem("long", (SHORT, LONG), two, 256)
     plan = Plan((column(SHORT, 0), row(LONG, two) if divided else column(LONG, 1)))
-    [found] = peaks.measured([(problem, plan)])
+    [found] = peaks.measured([(problem, plan, ())])
     assert memory.used_bytes(plan, problem)[1] == pytest.approx(statistics.median(found[1]), rel=0.02)
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.job import PIPELINES
 from shardcore.step.collectives import COLLECTIVES, collective_of, stages_of
 from shardcore.step.kinds import Channel
-from shardcore.core.job import PIPELINES
 from shardcore.step.memory_timeline import times_of
 from shardcore.step.scopes import SCOPES
 

@@ -59,7 +59,12 @@ def require_exact(search: Search) -> Plan:
 def test_a_plan_takes_what_annealing_counts_to_the_byte(seed):
     """Every second problem has just enough memory, and half have caches in it. All pipelines, and dense parts."""
     pipeline = list(PIPELINES)[seed % len(PIPELINES)]
-    dense = {"dense_bytes": 5000, "activation_bytes": 9000 * seed, "update_bytes": 3000 * seed, "input_bytes": 700}
+    dense = {
+        "dense_bytes": 5000,
+        "activation_bytes": 9000 * seed,
+        "update_bytes": 3000 * seed,
+        "input_bytes": 700,
+    }
     problem = draw_all_kinds(seed, caches=seed % 4 > 1)
     problem = replace(problem, job=replace(problem.job, pipeline=pipeline, **dense))
     if seed % 2:
