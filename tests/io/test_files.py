@@ -117,6 +117,11 @@ def test_a_problem_that_does_not_say_what_is_reserved_keeps_a_share_for_the_dens
     given = {**data, **({"constraints": constraints} if constraints is not None else {})}
     writing.write_json(tmp_path / "p.json", given)
     assert files.read_problem(tmp_path / "p.json").constraints.reserved_bytes == reserved
+    # A job that says what its dense part takes keeps nothing else free, unless told.
+    with_dense = {**given, "job": {"dense_bytes": 5}}
+    writing.write_json(tmp_path / "p.json", with_dense)
+    found = files.read_problem(tmp_path / "p.json").constraints.reserved_bytes
+    assert found == (constraints or {}).get("reserved_bytes", 0)
     files.write_problem(tmp_path / "q.json", problem)
     assert files.read_problem(tmp_path / "q.json") == problem
 
