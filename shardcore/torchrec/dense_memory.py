@@ -24,7 +24,7 @@ from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.job import Job
+from shardcore.core.job import PIPELINES, Job
 from shardcore.core.validation import require, require_type
 from shardcore.torchrec.modules import ModelTable, tables_of
 
@@ -46,7 +46,8 @@ def measured_job(
     Raises ShardCoreError for a model without a loss, and for features with batches of their own sizes.
     """
     require_type(module, nn.Module, "module", "a torch.nn.Module, the model")
-    dense = _without_tables(module)
+    job = job or Job()
+    dense = _without_tables(module, PIPELINES[job.pipeline].looks_up_ahead)
     parameters = [p for p in dense.parameters() if p.requires_grad]
     stepping = optimizer(parameters) if parameters else None
     for group in stepping.param_groups if stepping and not on_cpu else ():
@@ -68,7 +69,7 @@ def measured_job(
     kept = [*dense.parameters(), *dense.buffers(), *parameters, *_state(stepping)]
     ids = sum(map(_bytes, (t for x in _keyed(batch) for t in _tensors(x))))
     return dataclasses.replace(
-        job or Job(),
+        job,
         dense_bytes=sum(map(_bytes, kept)),
         activation_bytes=activations,
         update_bytes=live.peak,
@@ -131,13 +132,16 @@ class _Live(TorchDispatchMode):
         self.alive -= n_bytes
 
 
-def _without_tables(module: nn.Module) -> nn.Module:
-    """A copy of a model with zeros in place of collections. Weights of its dense part on meta are zeros, too."""
+def _without_tables(module: nn.Module, detached: bool) -> nn.Module:
+    """A copy of a model with zeros in place of collections. Its weights on meta get any values.
+
+    detached: whether outputs of collections are kept until the step ends, with their gradients.
+    """
     tables: dict[str, list[ModelTable]] = {}
     for table in tables_of(module, whole=True).values():
         tables.setdefault(table.path, []).append(table)
     # A copy that never copies weights of tables: deepcopy finds these modules copied already.
-    copied = {id(module.get_submodule(path)): _Zeros(of) for path, of in tables.items()}
+    copied = {id(module.get_submodule(path)): _Zeros(of, detached) for path, of in tables.items()}
     require(id(module) not in copied, "the model is a collection itself; it has no dense part to measure")
     dense = copy.deepcopy(module, dict(copied))
     meta = any(t.is_meta for t in (*dense.parameters(), *dense.buffers()))
@@ -150,9 +154,9 @@ class _Zeros(nn.Module):
     out_bytes: bytes of the last outputs.
     """
 
-    def __init__(self, tables: list[ModelTable]) -> None:
+    def __init__(self, tables: list[ModelTable], detached: bool) -> None:
         super().__init__()
-        self.tables, self.out_bytes = tables, 0
+        self.tables, self.detached, self.out_bytes = tables, detached, 0
         self.names = get_embedding_names_by_table([t.config for t in tables])
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
@@ -180,7 +184,22 @@ class _Zeros(nn.Module):
         return (found, None) if self.tables[0].within.startswith("ManagedCollision") else found
 
     def _zeros(self, rows: int, columns: int) -> torch.Tensor:
-        return torch.zeros(rows, columns, requires_grad=True)
+        if self.detached:
+            return torch.zeros(rows, columns, requires_grad=True)
+        # Not a leaf: it lives as long as the dense part needs it.
+        return _Sent.apply(torch.zeros(1, requires_grad=True), rows, columns)
+
+
+class _Sent(torch.autograd.Function):
+    """Zeros whose gradient goes where it is no concern of the dense part."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        return torch.zeros(rows, columns)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None]:
+        return None, None, None
 
 
 def _bytes(tensor: torch.Tensor) -> int:

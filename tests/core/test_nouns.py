@@ -328,7 +328,7 @@ def test_ids_hide_behind_the_dense_part_in_torchrecs_pipeline_only():
 def test_bytes_of_the_dense_part_are_whole_and_not_negative(name):
     with pytest.raises(ShardCoreError, match=f"job has {name} -1; it needs"):
         Job(**{name: -1})
-    with pytest.raises(ShardCoreError, match=f"job.{name} is 'x'"):
+    with pytest.raises(ShardCoreError, match=f"job: {name} is 'x'"):
         Job(**{name: "x"})
 
 

@@ -11,8 +11,13 @@ from shardcore.core.job import Job
 
 pytest.importorskip("torchrec")
 import peaks
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
-from torchrec import KeyedJaggedTensor as KJT
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 
 from shardcore.torchrec.dense_memory import measured_job
 
@@ -21,7 +26,7 @@ BATCH, DIM, WIDTH = 8, 16, 32
 
 @dataclass
 class Batch:
-    features: KJT
+    features: KeyedJaggedTensor
     labels: torch.Tensor
 
 
@@ -45,7 +50,7 @@ class Model(nn.Module):
 
 def batch() -> Batch:
     lengths = torch.ones(BATCH, dtype=torch.int32)
-    return Batch(KJT(["f"], values=torch.arange(BATCH), lengths=lengths), torch.zeros(BATCH, 1))
+    return Batch(KeyedJaggedTensor(["f"], values=torch.arange(BATCH), lengths=lengths), torch.zeros(BATCH, 1))
 
 
 def sgd(parameters):
@@ -92,7 +97,7 @@ def test_a_model_without_a_loss_or_with_nothing_dense_is_refused_in_one_line():
 
 def test_features_with_batches_of_their_own_are_refused():
     lengths, strides = torch.ones(4, dtype=torch.int32), [[4]]
-    of_features = KJT(["f"], torch.arange(4), lengths=lengths, stride_per_key_per_rank=strides)
+    of_features = KeyedJaggedTensor(["f"], torch.arange(4), lengths=lengths, stride_per_key_per_rank=strides)
     with pytest.raises(ShardCoreError, match="batches of their own sizes"):
         measured_job(Model(), replace(batch(), features=of_features), sgd)
 
