@@ -93,7 +93,7 @@ REFUSED = {
     link: {"level": ("on_the_moon",), "gbps": (0.0, INF), "latency_ms": (-1.0, INF)},
     host_memory: {"tier": (DEVICE, "tape"), "bytes": (0,), "gbps": (0.0,)},
     job: {
-        "pipeline": ("prefetch",),
+        "pipeline": ("sparse_dust",),
         "dense_forward_ms": (-1.0,),
         "dense_backward_ms": (NAN,),
         "id_bytes": (2,),
