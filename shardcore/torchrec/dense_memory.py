@@ -20,8 +20,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import PIPELINES, Job
@@ -29,6 +27,8 @@ from shardcore.core.validation import require, require_type
 from shardcore.torchrec.modules import ModelTable, tables_of
 
 if TYPE_CHECKING:
+    from torchrec import KeyedJaggedTensor
+
     Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -155,11 +155,15 @@ class _Zeros(nn.Module):
     """
 
     def __init__(self, tables: list[ModelTable], detached: bool) -> None:
+        from torchrec.modules.embedding_modules import get_embedding_names_by_table
+
         super().__init__()
         self.tables, self.detached, self.out_bytes = tables, detached, 0
         self.names = get_embedding_names_by_table([t.config for t in tables])
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
+        from torchrec import JaggedTensor, KeyedTensor
+
         if features.variable_stride_per_key():
             raise ShardCoreError(
                 "features of the batch have batches of their own sizes (VBE); give a batch in which all have one"
@@ -213,7 +217,7 @@ def _state(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
 
 
 def _keyed(batch: Any) -> Iterator[KeyedJaggedTensor]:
-    return (x for x in _parts(batch) if isinstance(x, KeyedJaggedTensor))
+    return (x for x in _parts(batch) if not isinstance(x, torch.Tensor))
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:
@@ -221,11 +225,13 @@ def _tensors(batch: Any) -> Iterator[torch.Tensor]:
     for part in _parts(batch):
         if isinstance(part, torch.Tensor):
             yield part
-        elif isinstance(part, KeyedJaggedTensor):
+        else:
             yield from (t for t in (part.values(), part.lengths(), part.weights_or_none()) if t is not None)
 
 
 def _parts(batch: Any) -> Iterator[Any]:
+    from torchrec import KeyedJaggedTensor
+
     if isinstance(batch, torch.Tensor | KeyedJaggedTensor):
         yield batch
         return
