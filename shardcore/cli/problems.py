@@ -21,7 +21,7 @@ from shardcore.cli.options import (
 from shardcore.core.catalog import DENSE_OPTIMIZERS
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.job import HIDES_IDS, Job
+from shardcore.core.job import PIPELINES, Job
 from shardcore.core.topology import Topology, default_reserve
 from shardcore.core.types import Problem, Setting
 from shardcore.core.validation import MOST_DEVICES, require_within
@@ -73,7 +73,7 @@ class ProblemOptions:
     draw: Annotated[Natural, "INDEX"] | None = None
     max_dim: Positive = 128
     seed: Natural = 0
-    pipeline: Annotated[str, tuple(HIDES_IDS)] = Job.pipeline
+    pipeline: Annotated[str, tuple(PIPELINES)] = Job.pipeline
     replica_optimizer: Annotated[str, tuple(DENSE_OPTIMIZERS)] | None = None
     dense_forward_ms: Annotated[float, "MS"] | None = None
     dense_backward_ms: Annotated[float, "MS"] | None = None

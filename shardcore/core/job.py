@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from shardcore.core.catalog import DENSE_OPTIMIZERS
 from shardcore.core.payloads import require_payloads
 from shardcore.core.validation import (
+    MOST_BYTES,
     MOST_MS,
     MOST_RATIO,
     require,
@@ -15,13 +16,117 @@ from shardcore.core.validation import (
     require_within,
 )
 
-HIDES_IDS = {"none": False, "sparse_dist": True}
-"""TorchRec's pipelines, and whether ids travel while the dense part runs.
 
-none: TrainPipelineBase. Ids of a batch travel right before their lookups, and the step waits for them.
-sparse_dist: TrainPipelineSparseDist. It sends the next batch's ids once the forward pass is launched, before
-    backward (`progress`, TorchRec 1.8). NCCL runs the collectives of a process group one after another. So
-    ids travel after the exchange of outputs and before that of gradients: while the dense part runs.
+@dataclass(frozen=True)
+class Ids:
+    """Batches of which ids are in memory at once.
+
+    batches: as they come.
+    sent: in the order of the plan and in buckets, as they travel. From lookups to backward one more stands for
+        offsets of what is looked up, where requests of batches do not live as long.
+    arrived: on the devices of their tables.
+    """
+
+    batches: int
+    sent: int
+    arrived: int
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """A training pipeline of TorchRec.
+
+    theirs: its class.
+    hides_ids: whether ids travel while the dense part runs.
+    ids_arrive, lookups, outputs_arrive, dense, backward, update: ids in memory in these moments of a step.
+    looks_up_ahead: whether the next batch is looked up between forward and backward.
+    """
+
+    theirs: str
+    hides_ids: bool
+    ids_arrive: Ids
+    lookups: Ids
+    outputs_arrive: Ids
+    dense: Ids
+    backward: Ids
+    update: Ids
+    looks_up_ahead: bool = False
+
+    @property
+    def moments(self) -> tuple[Ids, ...]:
+        return self.ids_arrive, self.lookups, self.outputs_arrive, self.dense, self.backward, self.update
+
+    @property
+    def least_arrived(self) -> int:
+        """Batches whose arrived ids are in memory in every moment."""
+        return min(ids.arrived for ids in self.moments)
+
+
+PIPELINES = {
+    "none": Pipeline(
+        "TrainPipelineBase",
+        False,
+        ids_arrive=Ids(2, 1, 3),
+        lookups=Ids(2, 1, 1),
+        outputs_arrive=Ids(2, 1, 1),
+        dense=Ids(2, 1, 1),
+        backward=Ids(1, 1, 1),
+        update=Ids(1, 0, 1),
+    ),
+    "sparse_dist": Pipeline(
+        "TrainPipelineSparseDist",
+        True,
+        ids_arrive=Ids(3, 2, 3),
+        lookups=Ids(3, 2, 2),
+        outputs_arrive=Ids(3, 2, 1),
+        dense=Ids(3, 2, 2),
+        backward=Ids(3, 2, 2),
+        update=Ids(3, 2, 2),
+    ),
+    # The next batch's ids arrive between forward and backward.
+    "prefetch": Pipeline(
+        "PrefetchTrainPipelineSparseDist",
+        True,
+        ids_arrive=Ids(3, 1, 3),
+        lookups=Ids(3, 2, 2),
+        outputs_arrive=Ids(3, 2, 2),
+        dense=Ids(3, 2, 3),
+        backward=Ids(3, 1, 2),
+        update=Ids(3, 1, 2),
+    ),
+    # A batch's request, with what it sent and received, lives until the step ends.
+    "fused": Pipeline(
+        "TrainPipelineFusedSparseDist",
+        True,
+        ids_arrive=Ids(2, 1, 3),
+        lookups=Ids(2, 1, 2),
+        outputs_arrive=Ids(3, 2, 2),
+        dense=Ids(3, 2, 3),
+        backward=Ids(3, 2, 3),
+        update=Ids(3, 2, 3),
+    ),
+    "semi_sync": Pipeline(
+        "TrainPipelineSemiSync",
+        True,
+        ids_arrive=Ids(3, 3, 4),
+        lookups=Ids(3, 3, 4),
+        outputs_arrive=Ids(3, 3, 3),
+        dense=Ids(3, 3, 5),
+        backward=Ids(3, 3, 5),
+        update=Ids(3, 2, 3),
+        looks_up_ahead=True,
+    ),
+}
+"""TorchRec's training pipelines.
+
+none: ids of a batch travel right before their lookups, and the step waits for them.
+sparse_dist: the next batch's ids travel once the forward pass is launched, before backward (`progress`, TorchRec 1.8).
+    NCCL runs the collectives of a process group one after another. So ids travel after the exchange of outputs and
+    before that of gradients: while the dense part runs.
+prefetch, fused, semi_sync: send ids as sparse_dist does, and have its price. What they hide besides is not priced: the
+    filling of caches; lookups beside the dense optimizer; lookups and outputs beside the backward pass.
+
+Ids in memory are those that live tensors of TorchRec's CPU processes showed (docs/benchmarks/2026-11-26-pipelines.md).
 """
 
 
@@ -29,7 +134,7 @@ sparse_dist: TrainPipelineSparseDist. It sends the next batch's ids once the for
 class Job:
     """Properties of the training job around the embeddings.
 
-    pipeline: a name of HIDES_IDS.
+    pipeline: a name of PIPELINES.
     dense_forward_ms, dense_backward_ms: ms of the dense part on each device. Both are given, or neither.
     id_bytes: bytes of an id: 8 for int64, 4 for int32.
     length_bytes: bytes of a length: how many ids a sample has for a feature.
@@ -38,6 +143,11 @@ class Job:
         None: there are no towers.
     replica_optimizer: optimizer of replicas, a name of DENSE_OPTIMIZERS. TorchRec gives them to DDP, and to a
         dense optimizer of the job. None: the one that is most like the problem's optimizer.
+    dense_bytes: bytes of the dense part on each device: weights, optimizer state, DDP's buckets of gradients.
+    activation_bytes: the most that its forward and backward pass take besides, with outputs of embeddings and
+        their gradients left out.
+    update_bytes: the most that its optimizer takes besides.
+    input_bytes: bytes of a local batch that are not ids: dense features and labels.
     """
 
     pipeline: str = "sparse_dist"
@@ -49,13 +159,26 @@ class Job:
     backward_payload: str = "fp32"
     tower_ratio: float | None = None
     replica_optimizer: str | None = None
+    dense_bytes: int = 0
+    activation_bytes: int = 0
+    update_bytes: int = 0
+    input_bytes: int = 0
 
     def __post_init__(self) -> None:
         require_types(self, "job")
-        require_known(self, "job", pipeline=HIDES_IDS)
+        require_known(self, "job", pipeline=PIPELINES)
         require_payloads(self, "job", "forward_payload", "backward_payload")
         ms = (0, MOST_MS)
         require_within(self, "job", dense_forward_ms=ms, dense_backward_ms=ms, tower_ratio=(1, MOST_RATIO))
+        n_bytes = (0, MOST_BYTES)
+        require_within(
+            self,
+            "job",
+            dense_bytes=n_bytes,
+            activation_bytes=n_bytes,
+            update_bytes=n_bytes,
+            input_bytes=n_bytes,
+        )
         if self.replica_optimizer is not None:
             require_known(self, "job", replica_optimizer=DENSE_OPTIMIZERS)
         require(
@@ -79,4 +202,4 @@ class Job:
     @property
     def hides_ids_ms(self) -> float:
         """ms for which ids may travel without making a step longer."""
-        return self.dense_ms if HIDES_IDS[self.pipeline] else 0.0
+        return self.dense_ms if PIPELINES[self.pipeline].hides_ids else 0.0

@@ -18,7 +18,7 @@ from shardcore.core.access_statistics import ManagedCollision, Reuse, RowShares,
 from shardcore.core.constraints import Constraints, devices_of_pins, require_tower_units
 from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.html import shown as shown_html
-from shardcore.core.job import Job
+from shardcore.core.job import PIPELINES, Job
 from shardcore.core.payloads import Payload, payload_of, require_payloads, whole_blocks
 from shardcore.core.tiers import BELOW, DEVICE, TIERS
 from shardcore.core.topology import Topology
@@ -513,6 +513,7 @@ class Problem:
             kind.name in self.kinds_of.get(table.name, (kind.name,))
             and not (wide and (kind.divides_rows or not kind.cuts_columns))
             and not self.why_no_codec(kind, table)
+            and not self.why_no_replicas(kind)
         )
 
     @cached_property
@@ -538,6 +539,15 @@ class Problem:
         rows = table.features * self.local_batch if even else 1
         there, back = self.codecs
         return math.lcm(1 if there.pads and even else whole_blocks(there, rows), whole_blocks(back, rows))
+
+    def why_no_replicas(self, kind: Kind) -> str:
+        """Reason that TorchRec fails with a kind of replicas under the job's pipeline. Empty: it does not."""
+        if kind.divides_rows or kind.cuts_columns or not PIPELINES[self.job.pipeline].looks_up_ahead:
+            return ""
+        return (
+            f"{kind.name} has replicas, which the {self.job.pipeline} pipeline updates after it looked them up for the "
+            "next batch: TorchRec fails"
+        )
 
     def why_no_codec(self, kind: Kind, table: Table) -> str:
         """Reason that a codec of the job fails on exchanges of a table by a kind. Empty: it does not."""

@@ -161,8 +161,9 @@ def read_problem(path: str | Path | Readable) -> Problem:
         devices += [build(Device, entry, f"{what}: device", also=("count",))] * count
     if isinstance(constraints, Mapping) and "reserved_bytes" not in constraints and devices:
         # ShardCore always writes it. A file written by hand may lack it, but the dense part needs some
-        # memory.
-        constraints = {"reserved_bytes": default_reserve(devices), **constraints}
+        # memory, unless the job says how much.
+        measured = isinstance(job, Mapping) and job.get("dense_bytes")
+        constraints = {"reserved_bytes": 0 if measured else default_reserve(devices), **constraints}
     links = {k: v for k, v in topology.items() if k != "devices"}
     return build(
         Problem,

@@ -5,7 +5,7 @@ A step is timed as it falls in a training loop, from one dense part to the next:
   barrier | ids of the next batch | exchange of gradients | backward | forward of that batch | waiting |
   exchange of outputs
 
-With a pipeline (job.HIDES_IDS), ids travel during the dense part, for which ranks sleep. Before it, ranks put
+With a pipeline (job.PIPELINES), ids travel during the dense part, for which ranks sleep. Before it, ranks put
 ids in buckets and announce their numbers. Between its forward and backward they send the ids. After it, they
 put arrived ids in order (id_transfer.py). Without a pipeline all of this comes later in the step, but takes
 as long. Time that the dense part hides is not counted.

@@ -334,6 +334,9 @@ def require_constraints(plan: Plan, problem: Problem) -> None:
                 f"plan places {placement.shard.label} by {placement.kind}; it needs "
                 f"{' or '.join(kinds[name])} (constraints.kinds)"
             )
+    for placement in plan.placements:
+        if reason := problem.why_no_replicas(layout_of(placement.kind)):
+            raise ShardCoreError(f"plan places {placement.shard.label} by {placement.kind}; {reason}")
     if problem.codecs_fail:
         _require_codecs(plan, problem)
     # A table that is narrower than its minimum width only has to be whole.

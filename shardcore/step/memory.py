@@ -1,7 +1,7 @@
 """Memory of a device in a training step of a plan, by part.
 
 Weights and optimizer state are always there. Other buffers depend on the phase of the step (memory_timeline.py), as
-TorchRec runs it under TrainPipelineSparseDist. A device needs the bytes of the largest phase.
+TorchRec runs it under the job's pipeline. A device needs the bytes of the largest phase.
 The buffers in which FBGEMM's CUDA kernels sort are given, from its source. Scratch of its CPU kernels is not
 counted.
 
@@ -23,13 +23,14 @@ import numpy as np
 from shardcore.core.access_statistics import ManagedCollision
 from shardcore.core.catalog import DENSE_OPTIMIZERS, OPTIMIZERS
 from shardcore.core.errors import Infeasible, Overfull
+from shardcore.core.job import PIPELINES
 from shardcore.core.progress import ticking
 from shardcore.core.tiers import TIERS
 from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Shard, Table
 from shardcore.core.validation import require_type
 from shardcore.step.access import access_share
 from shardcore.step.kinds import Layout, merged, run_of, shards_on
-from shardcore.step.memory_timeline import phases_of, times_of
+from shardcore.step.memory_timeline import phases_of, stages_under, times_of
 from shardcore.step.shard_memory import local_buffers, run_batches, shard_buffers
 
 PARTS = (
@@ -42,10 +43,13 @@ PARTS = (
     "received outputs",
     "output gradients",
     "dense gradients",
+    "dense part",
+    "activations",
 )
 """Parts of memory, in the order in which reports show them.
 
 ids: local batches of the pipeline, and their ids sent and received, with lengths.
+dense part, activations: of the job, as measured (torchrec/dense_memory.py). 0 if they are not.
 sorting: buffers of FBGEMM's CUDA backward.
 payloads: buffers of collectives, and casts for them.
 received outputs: a device's samples, of all tables.
@@ -141,9 +145,10 @@ def by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
     require_type(problem, Problem, "problem", "a Problem")
     # Buffers of a local batch are equal on all devices, so they are computed once.
     local, devices = local_buffers(run_batches(merged(plan.placements), problem), problem), []
-    stages = tuple(run.stages for run in local)
+    pipeline = PIPELINES[problem.job.pipeline]
+    stages = tuple(stages_under(run.stages, pipeline) for run in local)
     # [phases] moments of a step, and [buffers, phases] how often each buffer counts in each.
-    phases, (names, times) = phases_of(stages), times_of(stages)
+    phases, (names, times) = phases_of(stages, pipeline), times_of(stages, pipeline)
     # Buffers are keyed by run number: the timeline knows runs by their order only.
     numbers = {run: number for number, run in enumerate(local)}
     # Buffers that a device does not have count as 0 bytes.

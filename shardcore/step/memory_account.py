@@ -16,11 +16,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardcore.core.job import PIPELINES
 from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.step.id_bytes import received_bytes, sample_bytes
 from shardcore.step.kinds import WHOLE_ROWS, Layout, run_of, shards_on
 from shardcore.step.memory import held_bytes, host_bytes, resident_bytes
-from shardcore.step.memory_timeline import IDS_ALIVE, needed_times
+from shardcore.step.memory_timeline import needed_times, stages_under
 from shardcore.step.op_limits import MOST_IDS, may_bind, most_features, op_ids
 from shardcore.step.output_bytes import output_bytes
 from shardcore.step.shard_memory import (
@@ -40,8 +41,8 @@ OF_OP = 1024.0
 class Sums(NamedTuple):
     """A shard's contribution to a device's sums.
 
-    resident: bytes of weights, optimizer state, ids while they wait, and a replica's gradient. Always there.
-    arrived: bytes of ids that the device receives. A second copy exists when they arrive.
+    resident: bytes of weights, optimizer state, ids that are always there, and a replica's gradient.
+    arrived: bytes of ids that the device receives. More copies exist at times.
     entered: bytes of outputs, or of a replica's gradient. They enter collectives.
     lookups: in a step.
     features: with pooled outputs.
@@ -65,10 +66,10 @@ def sums_of(run: Layout, shard: Shard, problem: Problem) -> Sums:
     if run.local_batch:
         gradient = shard.bytes * run.dense_gradient
         return Sums(resident + gradient, 0, gradient, lookups, features, 0)
-    # Ids of two batches are alive at all times, so they count as resident.
+    # Ids that are alive at all times count as resident.
     arrived = received_bytes(shard, problem)
     return Sums(
-        resident + IDS_ALIVE * arrived,
+        resident + PIPELINES[problem.job.pipeline].least_arrived * arrived,
         arrived,
         output_bytes(shard, problem.global_batch),
         lookups,
@@ -84,6 +85,7 @@ class Account:
     runs: [R] in the order in which TorchRec runs them.
     base: [P] bytes of a local batch.
     coefficients: [R, F, P] bytes in a phase for each of a run's sums.
+    sent: [P] batches of which ids for a local batch are in a phase.
     limits: [D, P] bytes that a device may have, with its local batch.
     phases: number of the first columns of P that are phases. Others are lookups and features of each run's op,
       which FBGEMM limits. They exist only where a plan may have too many.
@@ -93,6 +95,7 @@ class Account:
     runs: Mapping[Layout, int]
     base: np.ndarray
     coefficients: np.ndarray
+    sent: np.ndarray
     limits: np.ndarray
     phases: int
 
@@ -103,10 +106,12 @@ class Account:
         batches: share of each run in a local batch, in the order of runs.
         """
         # The timeline needs only the memory stages of each run, so it is cached by them.
-        keys = tuple(run.stages for run in batches)
+        pipeline = PIPELINES[problem.job.pipeline]
+        keys = tuple(stages_under(run.stages, pipeline) for run in batches)
         # Only phases that can be the peak: each one is a column of every vector of a search.
-        names, times = needed_times(keys)
+        names, times = needed_times(keys, pipeline)
         rows = {name: i for i, name in enumerate(names)}
+        sent = times[rows[0, "permuted"]]
         base = np.zeros(times.shape[1])
         coefficients = np.zeros((len(keys), len(Sums._fields), len(base)))
         # Bytes of the local batch are a constant, whatever the devices hold.
@@ -121,7 +126,7 @@ class Account:
                     n * times[rows[r, name]] for name, n in unit.items() if (r, name) in rows
                 )
             # They are resident, too (see Sums).
-            coefficients[r, 1] -= IDS_ALIVE * (not run.local_batch)
+            coefficients[r, 1] -= pipeline.least_arrived * (not run.local_batch)
             coefficients[r, 2] -= run.local_batch
         # One limit a device, repeated for all phases: the peak is the largest of them.
         limits = np.tile(np.array(held_bytes(problem), dtype=float)[:, None], len(base))
@@ -130,14 +135,15 @@ class Account:
         if may_bind(problem):
             # Load and limit are both scaled by OF_OP, so an excess of one id reads as 1 KiB too much.
             of_op = np.array([(MOST_IDS, most_features(run.batch(problem))) for run in batches], float)
-            base = np.append(base, np.zeros(of_op.size))
+            base, sent = (np.append(x, np.zeros(of_op.size)) for x in (base, sent))
             limits = np.append(limits, np.tile(of_op.ravel() * OF_OP, (len(limits), 1)), axis=1)
             of_ops = np.zeros((len(keys), len(Sums._fields), len(keys), 2))
             for r in range(len(keys)):
                 # Each op counts its own run's lookups and features only.
                 of_ops[r, 3:5, r] = OF_OP * np.eye(2)
             coefficients = np.append(coefficients, of_ops.reshape(*coefficients.shape[:2], -1), axis=2)
-        return cls(problem, {run: r for r, run in enumerate(batches)}, base, coefficients, limits, phases)
+        runs = {run: r for r, run in enumerate(batches)}
+        return cls(problem, runs, base, coefficients, sent, limits, phases)
 
     def vector(self, run: Layout, shard: Shard, sums: Sums | None = None) -> np.ndarray:
         """[P] bytes that a device has of a shard in each phase. sums: those of the shard, if known."""
@@ -172,8 +178,8 @@ def own_peaks(problem: Problem) -> Callable[[Layout, Shard], int]:
         if run.divides_rows:
             ids += bucketized_bytes(shard.table, problem.job, len(run.shared_by(problem.topology)[0]))
         # Columns beyond `phases` are op limits, not bytes.
-        largest = account.vector(run, shard)[: account.phases].max()
-        return math.ceil(largest + IDS_ALIVE * problem.local_batch * ids)
+        vector = account.vector(run, shard) + problem.local_batch * ids * account.sent
+        return math.ceil(vector[: account.phases].max())
 
     return bytes_of
 
@@ -222,7 +228,8 @@ class StageCoefficients:
 
     @classmethod
     def of(cls, runs: Sequence[Layout], problem: Problem) -> StageCoefficients:
-        stages = [run.stages for run in runs]
+        pipeline = PIPELINES[problem.job.pipeline]
+        stages = [stages_under(run.stages, pipeline) for run in runs]
         n_phases = np.array([[len(buffers.phases) for buffers in of] for of in stages], dtype=np.int64)
         # Runs with fewer phases keep zeros in the slots that they lack.
         n_slots = 3 + int(n_phases.max())

@@ -19,11 +19,13 @@ stage, some runs are done and others have not begun.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 
 import numpy as np
+
+from shardcore.core.job import Pipeline
 
 Alive = Mapping[str, Mapping[str, int]]
 """part (memory.PARTS) -> buffer -> how many of it are alive.
@@ -52,9 +54,10 @@ Buffers of a run for the local batch. A plan decides them, and they are the same
 
 Others, which count for the first run:
 
-- batch: ids of the local batch.
+- batch: a local batch: its ids, and what else it has.
+- dense part, activations: tensors of the dense part that are always there, and in its passes.
 - expanded: outputs of bags copied to samples, where features have batches of their own.
-- scratch: tensors by which the dense optimizer updates the largest replica.
+- scratch: tensors by which the dense optimizer updates the largest replica, or the dense part.
 """
 
 
@@ -77,6 +80,9 @@ class StageBuffers:
 Stages = tuple[StageBuffers, ...]
 """Buffers of a run in the four stages."""
 
+_MOMENTS = (1, 2, 4, 4)
+"""Moment of each stage, by its place in Pipeline.moments."""
+
 
 def stage_buffers(
     before: Alive | None = None, after: Alive | None = None, freed_late: Alive | None = None, **phases: Alive
@@ -86,18 +92,53 @@ def stage_buffers(
     return StageBuffers(before or {}, named, freed_late or {}, after or {})
 
 
-BATCHES = 3
-"""Local batches that TrainPipelineSparseDist holds: in compute, in input distribution, being copied."""
-
-IDS_ALIVE = 2
-"""Batches whose ids are in the order of the plan, in buckets and on their devices at once."""
-
 _ALWAYS: Alive = {
-    "ids": {"batch": BATCHES, **dict.fromkeys(("permuted", "bucketized", "arrived"), IDS_ALIVE)},
     "received outputs": {"expanded": 1},
     "dense gradients": {"dense": 1},
+    "dense part": {"dense part": 1},
 }
-"""Buffers of a run in all phases: ids, outputs copied from bags to samples, and DDP's buckets."""
+"""Buffers of a run in all phases: outputs copied from bags to samples, DDP's buckets, and the dense part's tensors."""
+
+
+@cache
+def stages_under(stages: Stages, pipeline: Pipeline) -> Stages:
+    """Stages of a run under a pipeline.
+
+    One that looks up ahead has outputs of a batch, and their gradients, until the step ends. The next batch's
+    outputs are on their way from before backward.
+    """
+    if not pipeline.looks_up_ahead:
+        return stages
+    lookups, outputs_arrive, sent_back, update = stages
+    received: Alive = {"received outputs": {"local": 1}}
+    gradient: Alive = {"output gradients": {"gradient": 1}}
+    kept = _together(lookups.after, received, gradient)
+    # The gradient of outputs stays, so stages need not list it.
+    sent_back = _each(sent_back, lambda alive: _without(alive, ("gradient", "uncut")))
+    update = _each(update, lambda alive: _without(alive, ("gradient",)))
+    return (
+        # Activations are measured without this gradient.
+        _each(lookups, lambda alive: _together(alive, received, gradient)),
+        outputs_arrive,
+        *(_each(stage, lambda alive: _together(alive, kept)) for stage in (sent_back, update)),
+    )
+
+
+def _each(stage: StageBuffers, changed: Callable[[Alive], Alive]) -> StageBuffers:
+    """A stage with changed buffers before, in and after its phases."""
+    phases = {name: changed(alive) for name, alive in stage.phases.items()}
+    return replace(stage, before=changed(stage.before), phases=phases, after=changed(stage.after))
+
+
+def _together(*several: Alive) -> Alive:
+    parts: dict[str, Counter[str]] = {}
+    for part, buffers in (item for alive in several for item in alive.items()):
+        parts.setdefault(part, Counter()).update(buffers)
+    return parts
+
+
+def _without(alive: Alive, names: Sequence[str]) -> Alive:
+    return {part: {b: n for b, n in buffers.items() if b not in names} for part, buffers in alive.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,8 +161,8 @@ def _phase(name: str, *buffers: Iterable[tuple[int, Alive]]) -> Phase:
 
 
 @lru_cache(maxsize=256)
-def phases_of(stages: tuple[Stages, ...]) -> tuple[Phase, ...]:
-    """The phases of a step, in the order of TorchRec. stages: of each run."""
+def phases_of(stages: tuple[Stages, ...], pipeline: Pipeline) -> tuple[Phase, ...]:
+    """The phases of a step, in the order of TorchRec. stages: of each run, under the pipeline."""
     # Runs are known by their place in TorchRec's order.
     runs = range(len(stages))
 
@@ -129,11 +170,21 @@ def phases_of(stages: tuple[Stages, ...]) -> tuple[Phase, ...]:
     def on_all(part: str, buffer: str) -> list[tuple[int, Alive]]:
         return [(run, {part: {buffer: 1}}) for run in runs]
 
-    # Buffers that exist in every phase, for each run.
-    always = [(run, _ALWAYS) for run in runs]
+    def always(moment: int) -> list[tuple[int, Alive]]:
+        # Buffers that exist in every phase of a moment, for each run.
+        ids = pipeline.moments[moment]
+        sent = {"permuted": ids.sent, "bucketized": ids.sent}
+        buffers = {**_ALWAYS, "ids": {"batch": ids.batches, **sent, "arrived": ids.arrived}}
+        # Between forward and backward, activations are there.
+        if moment == 3 or (pipeline.looks_up_ahead and moment < 2):
+            buffers["activations"] = {"activations": 1}
+        return [(run, buffers) for run in runs]
+
     # The last batch's ids live until the next lookup. The new ones are permuted on arrival.
-    phases = [_phase("ids arrive", always, on_all("ids", "arrived"))]
+    waiting = [(run, of_run[0].before) for run, of_run in enumerate(stages)]
+    phases, held = [_phase("ids arrive", always(0), waiting)], []
     for stage in range(4):
+        now = always(_MOMENTS[stage])
         buffers = [of_run[stage] for of_run in stages]
         # Every run holds what a stage starts with, until it runs.
         held = [of_run.before for of_run in buffers]
@@ -143,28 +194,32 @@ def phases_of(stages: tuple[Stages, ...]) -> tuple[Phase, ...]:
             received = on_all("received outputs", "local")
             joined = on_all("received outputs", "together")
             phases += [
-                _phase("outputs joined", always, received, joined),
-                _phase("dense part", always, received, enumerate(held)),
+                _phase("outputs joined", always(2), received, joined),
+                # Outputs that are kept are among what waits for backward.
+                _phase("dense part", always(3), [] if pipeline.looks_up_ahead else received, enumerate(held)),
             ]
         # Autograd visits runs in reverse.
         for run in reversed(runs) if stage > 1 else runs:
             # While a run is in its own phases, these list its buffers in full.
             held[run] = {}
             for name, alive in buffers[run].phases.items():
-                phases.append(_phase(name, always, enumerate(held), freed_late, [(run, alive)]))
+                phases.append(_phase(name, now, enumerate(held), freed_late, [(run, alive)]))
                 # Only the first phase after a run still has what it frees late.
                 freed_late = []
             # From here on the run holds what it keeps until the end of the stage.
             held[run], freed_late = buffers[run].after, [(run, buffers[run].freed_late)]
     # A dense optimizer updates one table after another. Gradients are in DDP's buckets only.
-    phases.append(_phase("dense update", always, [(0, {"dense gradients": {"scratch": 1}})]))
+    scratch = [(0, {"dense gradients": {"scratch": 1}})]
+    phases.append(_phase("dense update", always(5), enumerate(held), scratch))
     return tuple(phases)
 
 
 @lru_cache(maxsize=256)
-def times_of(stages: tuple[Stages, ...]) -> tuple[tuple[tuple[int, str], ...], np.ndarray]:
+def times_of(
+    stages: tuple[Stages, ...], pipeline: Pipeline
+) -> tuple[tuple[tuple[int, str], ...], np.ndarray]:
     """(run, buffer) that count, and [buffers, phases] how many are alive, all parts together."""
-    phases = phases_of(stages)
+    phases = phases_of(stages, pipeline)
     # Insertion order, so that the same stages always give the same rows.
     buffers = tuple(dict.fromkeys((run, buffer) for phase in phases for _, run, buffer in phase.alive))
     rows, times = {buffer: row for row, buffer in enumerate(buffers)}, np.zeros((len(buffers), len(phases)))
@@ -176,9 +231,11 @@ def times_of(stages: tuple[Stages, ...]) -> tuple[tuple[tuple[int, str], ...], n
 
 
 @lru_cache(maxsize=256)
-def needed_times(stages: tuple[Stages, ...]) -> tuple[tuple[tuple[int, str], ...], np.ndarray]:
+def needed_times(
+    stages: tuple[Stages, ...], pipeline: Pipeline
+) -> tuple[tuple[tuple[int, str], ...], np.ndarray]:
     """`times_of` without phases that are nowhere above another: they are never the peak."""
-    buffers, times = times_of(stages)
+    buffers, times = times_of(stages, pipeline)
     # Equal columns are one phase for the purpose of a maximum.
     times = np.unique(times, axis=1)
     # less[a, b]: no buffer is alive more often in a than in b. Then a is never the peak.

@@ -143,7 +143,8 @@ def local_buffers(batches: Mapping[Layout, RunBatch], problem: Problem) -> dict[
     # Counted once for the device, not once for each run.
     first = next(iter(found.values()))
     first["batch"], first["expanded"] = batch_bytes(problem), expanded_bytes(problem)
-    first["scratch"] = max(batch.scratch for batch in batches.values())
+    first["scratch"] = max(problem.job.update_bytes, *(batch.scratch for batch in batches.values()))
+    first["dense part"], first["activations"] = problem.job.dense_bytes, problem.job.activation_bytes
     return found
 
 
@@ -181,8 +182,9 @@ def output_buffers(run: Layout, outputs: float, job: Job, cut: bool, together: b
 
 
 def batch_bytes(problem: Problem) -> float:
-    """Bytes of a local batch's ids."""
-    return problem.local_batch * sum(sample_bytes(t, problem.job) for t in problem.tables)
+    """Bytes of a local batch."""
+    ids = problem.local_batch * sum(sample_bytes(t, problem.job) for t in problem.tables)
+    return ids + problem.job.input_bytes
 
 
 def expanded_bytes(problem: Problem) -> float:

@@ -81,7 +81,8 @@ def problem_for(
 
     Hot rows of a HotColdEmbeddingCollection count as the hottest ones.
 
-    topology: ours, or TorchRec's. Of the latter's memory RESERVED stays free.
+    topology: ours, or TorchRec's. Of the latter's memory RESERVED stays free, or nothing if the job has the memory
+      of its dense part (dense_memory.py).
     global_batch: samples per step over all devices.
     lookups: one of three. Mean lookups per sample by feature, or by (table, feature): ids then follow
       DEFAULT_ACCESS. Batches of the model's data, a global batch or more of each feature, in one
@@ -116,8 +117,7 @@ def problem_for(
         )
     data = read_lookups(lookups, global_batch)
     statistics = statistics_of(theirs, data, global_batch)
-    # Memory reserved by default, as by TorchRec's planner.
-    ours = topology if isinstance(topology, Topology) else our_topology(topology, RESERVED)
+    ours = topology if isinstance(topology, Topology) else our_topology(topology, default_share(job))
     ours = topologies.as_job(ours)
     # Deduplication happens on a device, so within its share of the batch.
     factors, groups = deduplicated_of(theirs, data, deduplicated, global_batch // len(ours))
@@ -163,6 +163,11 @@ def problem_for(
         min_widths=tuple(widths.items()),
     )
     return replace(problem, constraints=constraints)
+
+
+def default_share(job: Job | None) -> float:
+    """The share of memory that stays free by default: RESERVED, as in TorchRec's planner, or 0 with a measured job."""
+    return 0.0 if job and job.dense_bytes else RESERVED
 
 
 def _precision(table: str, data_type: str) -> str:
@@ -227,7 +232,8 @@ class ShardCorePlanner:
       job's GPU.
     algorithm, seed, budget: of the search.
     lookups: as in `problem_for`, instead of pooling_factors.
-    reserved: share of HBM kept free of embeddings.
+    reserved: share of HBM kept free of embeddings. None: 15%, or nothing if the job has the memory of its dense
+      part (`dense_memory.measured_job`).
     job: how a step runs around the embeddings: pipeline, dense part, payloads. None: the default, with the
       payloads of the sharders' codecs.
 
@@ -250,7 +256,7 @@ class ShardCorePlanner:
         seed: int = 0,
         budget: Budget | None = None,
         lookups: Lookups | None = None,
-        reserved: float = RESERVED,
+        reserved: float | None = None,
         job: Job | None = None,
     ) -> None:
         from torchrec.distributed.types import ShardingPlanner
@@ -270,12 +276,12 @@ class ShardCorePlanner:
         # Kernels with rows in host memory need its size and link.
         in_host = any(constrained.kernel_of(c) in constrained.KERNELS for c in self.constraints.values())
         self.their_topology = None if isinstance(topology, Topology) else topology
-        self.reserved = reserved
+        self.reserved = default_share(job) if reserved is None else reserved
         self.topology = (
-            topology if isinstance(topology, Topology) else our_topology(topology, reserved, in_host)
+            topology if isinstance(topology, Topology) else our_topology(topology, self.reserved, in_host)
         )
         require(
-            self.their_topology is not None or reserved == RESERVED,
+            self.their_topology is not None or reserved is None,
             f"reserved is {reserved}; it is a share of TorchRec's topology. With ShardCore's, give its devices less "
             "memory",
         )

@@ -12,7 +12,7 @@ from shardcore.core import constraints, topology, types
 from shardcore.core.access_statistics import MOST_RANGES, ManagedCollision, Reuse, RowShares, Zipf
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import SettingMismatch, ShardCoreError
-from shardcore.core.job import Job
+from shardcore.core.job import PIPELINES, Job
 from shardcore.core.links import Link, links_of
 from shardcore.core.step_cost import StepCost
 from shardcore.core.tiers import BELOW, DEVICE, TIERS, Memory
@@ -93,7 +93,7 @@ REFUSED = {
     link: {"level": ("on_the_moon",), "gbps": (0.0, INF), "latency_ms": (-1.0, INF)},
     host_memory: {"tier": (DEVICE, "tape"), "bytes": (0,), "gbps": (0.0,)},
     job: {
-        "pipeline": ("prefetch",),
+        "pipeline": ("sparse_dust",),
         "dense_forward_ms": (-1.0,),
         "dense_backward_ms": (NAN,),
         "id_bytes": (2,),
@@ -321,6 +321,15 @@ def test_ids_hide_behind_the_dense_part_in_torchrecs_pipeline_only():
     assert Job(**dense).hides_ids_ms == Job(**dense).dense_ms == 5
     alone = Job("none", **dense)
     assert (alone.hides_ids_ms, alone.dense_ms) == (0, 5)
+    assert {name for name in PIPELINES if Job(name, **dense).hides_ids_ms} == set(PIPELINES) - {"none"}
+
+
+@pytest.mark.parametrize("name", ["dense_bytes", "activation_bytes", "update_bytes", "input_bytes"])
+def test_bytes_of_the_dense_part_are_whole_and_not_negative(name):
+    with pytest.raises(ShardCoreError, match=f"job has {name} -1; it needs"):
+        Job(**{name: -1})
+    with pytest.raises(ShardCoreError, match=f"job: {name} is 'x'"):
+        Job(**{name: "x"})
 
 
 def test_whole_numbers_of_a_file_are_ms_like_others():

@@ -117,6 +117,11 @@ def test_a_problem_that_does_not_say_what_is_reserved_keeps_a_share_for_the_dens
     given = {**data, **({"constraints": constraints} if constraints is not None else {})}
     writing.write_json(tmp_path / "p.json", given)
     assert files.read_problem(tmp_path / "p.json").constraints.reserved_bytes == reserved
+    # A job that says what its dense part takes keeps nothing else free, unless told.
+    with_dense = {**given, "job": {"dense_bytes": 5}}
+    writing.write_json(tmp_path / "p.json", with_dense)
+    found = files.read_problem(tmp_path / "p.json").constraints.reserved_bytes
+    assert found == (constraints or {}).get("reserved_bytes", 0)
     files.write_problem(tmp_path / "q.json", problem)
     assert files.read_problem(tmp_path / "q.json") == problem
 
@@ -127,7 +132,7 @@ def test_a_problem_that_does_not_say_what_is_reserved_keeps_a_share_for_the_dens
         (lambda d: d.update(batchsize=3), ["unknown key 'batchsize'", "global_batch"]),
         (lambda d: d.pop("global_batch"), ["lacks the key 'global_batch'"]),
         (lambda d: d.update(job={"pipline": "none"}), ["job", "unknown key 'pipline'", "pipeline"]),
-        (lambda d: d.update(job={"pipeline": "semi_sync"}), ["'semi_sync'", "known are none, sparse_dist"]),
+        (lambda d: d.update(job={"pipeline": "semi"}), ["'semi'", "known are none, sparse_dist"]),
         (
             lambda d: d.update(job={"dense_forward_ms": -2.0, "dense_backward_ms": 1.0}),
             ["dense_forward_ms -2.0"],

@@ -488,6 +488,38 @@ def test_a_divided_sequence_keeps_where_each_id_was_by_hand():
     assert buffers["bucketized"] == local + 128 * 2 * 4
 
 
+def test_memory_of_the_dense_part_is_in_the_phases_in_which_it_is_there():
+    plan, plain = Plan((column(TABLE, 0), column(OTHER, 1))), problem_of()
+    before = memory.by_part(plan, plain)[0]
+    always = replace(plain, job=Job(dense_bytes=1000))
+    assert memory.used_bytes(plan, always) == [n + 1000 for n in memory.used_bytes(plan, plain)]
+    for name, phase, part in (
+        ("activation_bytes", "dense part", "activations"),
+        ("update_bytes", "dense update", "dense gradients"),
+    ):
+        found = memory.by_part(plan, replace(plain, job=Job(**{name: GIB})))[0]
+        # What is alive in another phase does not add up with it.
+        assert found.phase == phase and found.parts[part] == GIB and found.bytes < before.bytes + GIB
+    three = memory.by_part(plan, replace(plain, job=Job(input_bytes=GIB)))[0]
+    assert three.parts["ids"] - 3 * GIB < before.bytes
+
+
+def test_pipelines_that_do_more_ahead_take_more():
+    plan, plain = Plan((column(TABLE, 0), column(OTHER, 1))), problem_of(hardware="cpu-some")
+    order = ["none", "sparse_dist", "fused", "semi_sync"]
+    found = [memory.used_bytes(plan, replace(plain, job=Job(name))) for name in order]
+    assert found == sorted(found) and found[0] < found[1] < found[3]
+
+
+def test_replicas_under_a_pipeline_that_looks_up_ahead_are_refused():
+    problem = replace(problem_of(), job=Job("semi_sync"))
+    plan = Plan((replica(TABLE, problem.topology), column(OTHER, 1)))
+    with pytest.raises(
+        ShardCoreError, match="by data_parallel; data_parallel has replicas, which the semi_sync"
+    ):
+        lower(plan, problem)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("divided", [True, False])
 def test_long_sequences_take_what_torch_sees(divided):
@@ -501,7 +533,7 @@ def test_long_sequences_take_what_torch_sees(divided):
     two = Topology((Device(2**34, host="h"),) * 2, "cpu")
     problem = Problem("long", (SHORT, LONG), two, 256)
     plan = Plan((column(SHORT, 0), row(LONG, two) if divided else column(LONG, 1)))
-    [found] = peaks.measured([(problem, plan)])
+    [found] = peaks.measured([(problem, plan, ())])
     assert memory.used_bytes(plan, problem)[1] == pytest.approx(statistics.median(found[1]), rel=0.02)
 
 

@@ -29,6 +29,7 @@ from torchrec.modules.embedding_configs import DataType
 
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import SettingMismatch, ShardCoreError
+from shardcore.core.job import Job
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Setting
 from shardcore.cost import neural
@@ -215,6 +216,10 @@ def test_planner_reads_torchrecs_topology():
         == 10**10
     )
     assert problem_for(MODULE, theirs, 64, LOOKUPS).topology == our_topology(theirs, reserved=0.15)
+    measured = Job(dense_bytes=10**6)
+    assert problem_for(MODULE, theirs, 64, LOOKUPS, job=measured).topology == our_topology(theirs)
+    assert planner(topology=theirs, job=measured).topology == our_topology(theirs)
+    assert planner(topology=theirs, job=measured, reserved=0.25).topology == ours
     plan = planner(topology=theirs).plan(MODULE)
     placements = {
         str(p.placement)

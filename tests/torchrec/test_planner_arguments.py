@@ -33,7 +33,7 @@ OF_A_TABLE = {
 }
 WRONG = {
     "batch_size": [(value, "batch_size is {0!r}; it needs") for value in (0, -2, 16.0, "16", True)],
-    "reserved": [(value, "reserved is {0!r}; it needs") for value in (-0.5, 1.0, "x", float("nan"), None)],
+    "reserved": [(value, "reserved is {0!r}; it needs") for value in (-0.5, 1.0, "x", float("nan"))],
     "topology": [
         *[(value, "topology is {0!r}; it needs to be TorchRec's") for value in (None, 4, "x")],
         *[(theirs(hbm_cap=n), f"topology has hbm_cap {n} on rank 0") for n in (0, -1)],

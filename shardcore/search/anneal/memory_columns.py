@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from shardcore.core.job import PIPELINES
 from shardcore.core.progress import ticking
 from shardcore.core.types import OUTPUT_BYTES, PRECISION_BYTES, Problem, Shard
 from shardcore.search.anneal.compiled import SUMS
@@ -21,7 +22,6 @@ from shardcore.search.state.shards import fixed_placements
 from shardcore.step.kinds import Group, Layout, run_of, shards_on
 from shardcore.step.memory import CACHED_ROW_BYTES, Caches
 from shardcore.step.memory_account import sums_of
-from shardcore.step.memory_timeline import BATCHES, IDS_ALIVE
 from shardcore.step.op_limits import most_features
 from shardcore.step.output_bytes import table_output_rows
 from shardcore.step.shard_memory import (
@@ -161,7 +161,7 @@ def batch_memory(
             scratch[y, s] = scratch_bytes(layout, Shard.whole(table), problem)
             # Only divided rows need ids in buckets, one for each row range.
             if layout.divides_rows:
-                bucketized[y, s] = IDS_ALIVE * local * bucketized_bytes(table, job, n_devices[layout])
+                bucketized[y, s] = local * bucketized_bytes(table, job, n_devices[layout])
     # Outputs of these runs are joined to one tensor, so the frame looks at them together.
     collections = sorted({(run.collection, run.sequence) for run in runs})
     return {
@@ -171,13 +171,26 @@ def batch_memory(
         "bucketized": bucketized,
         "scratch": scratch,
         "rank": np.array([min(rank[shard.table.name] for shard in bundle) for bundle in strips], np.int64),
-        "waiting_ids": BATCHES * batch_bytes(problem) + expanded_bytes(problem),
+        "moments": _moments(problem),
+        "always": float(expanded_bytes(problem) + job.dense_bytes),
+        "looks_up_ahead": PIPELINES[job.pipeline].looks_up_ahead,
         "is_last": is_last,
         "run_collection": np.array([collections.index((run.collection, run.sequence)) for run in runs]),
         "run_sequence": np.array([run.sequence for run in runs], dtype=bool),
         "host_free": float(topology.memory[0].bytes) if topology.memory else np.inf,
         "run_replicas": np.array([run.local_batch for run in runs], dtype=bool),
     }
+
+
+def _moments(problem: Problem) -> np.ndarray:
+    """[7, 3] the field of this name (compiled/arrays.py)."""
+    job, batch = problem.job, batch_bytes(problem)
+    pipeline = PIPELINES[job.pipeline]
+    of_each = [(n.batches * batch, n.sent, n.arrived - pipeline.least_arrived) for n in pipeline.moments]
+    moments = np.array(of_each, float)
+    # Activations are there between forward and backward (memory_timeline.phases_of).
+    moments[[0, 1, 3] if pipeline.looks_up_ahead else [3], 0] += job.activation_bytes
+    return np.append(moments, moments.max(0)[None], axis=0)
 
 
 def _outputs(shard: Shard, batch: int) -> int:
@@ -234,8 +247,8 @@ def fixed_memory(
         "fixed_sums": np.ascontiguousarray(cache.fixed_codes[:, :n_kinds]),
         "fixed_codes": codes,
         "fixed_size": size,
-        # Ids of a local batch are there in all phases, in the order of the plan and in buckets.
-        "fixed_every": IDS_ALIVE * sum(b.permuted + b.bucketized for b in batches.values()),
+        # Ids of a local batch in the order of the plan and in buckets.
+        "fixed_ids": float(sum(b.permuted + b.bucketized for b in batches.values())),
         # One table is updated after another, so the largest buffer counts.
-        "fixed_scratch": float(max((b.scratch for b in batches.values()), default=0)),
+        "fixed_scratch": float(max((problem.job.update_bytes, *(b.scratch for b in batches.values())))),
     }

@@ -29,7 +29,6 @@ from shardcore.step.id_bytes import sample_bytes
 from shardcore.step.kinds import WHOLE_ROWS, run_of, shards_on
 from shardcore.step.memory import held_bytes
 from shardcore.step.memory_account import Account
-from shardcore.step.memory_timeline import IDS_ALIVE
 from shardcore.step.shard_memory import run_batches
 
 
@@ -173,8 +172,8 @@ class Cuts:
         """[P] bytes on a device of the widest of a table's parts, and of the ids that all parts send."""
         # Each part but the first sends the ids of a local batch once more, on every device.
         table, widest = parts[0].table, max(parts, key=lambda s: s.width)
-        ids = (len(parts) - 1) * sample_bytes(table, self.problem.job) * self.problem.local_batch * IDS_ALIVE
-        return self.cut_account.vector(run_of(WHOLE_ROWS.name, table), widest) + ids
+        ids = (len(parts) - 1) * sample_bytes(table, self.problem.job) * self.problem.local_batch
+        return self.cut_account.vector(run_of(WHOLE_ROWS.name, table), widest) + ids * self.cut_account.sent
 
     def _fits(self, parts: Sequence[Shard]) -> bool:
         """Tell if the parts of a table fit on some device, one at a time."""

@@ -56,9 +56,12 @@ def _feasible_shards(problem: Problem) -> tuple[Shard, ...]:
 
 
 def _require_ways(problem: Problem) -> None:
-    """Raise ShardCoreError for a table that FBGEMM or the job's codecs run by no kind where it may live."""
-    most = problem.topology.most_columns
-    for table in (t for t in problem.tables if t.dim > most or problem.codecs_fail):
+    """Raise ShardCoreError for a table that FBGEMM or TorchRec's job run by no kind where it may live."""
+    most, fails = (
+        problem.topology.most_columns,
+        problem.codecs_fail or any(map(problem.why_no_replicas, LAYOUTS.values())),
+    )
+    for table in (t for t in problem.tables if t.dim > most or fails):
         cannot = f"problem {problem.name!r} cannot place table {table.name!r}"
         # Tables that are kept together are whole on one device.
         others = LAYOUTS.values() if table.name not in problem.bundle_of else ()

@@ -32,7 +32,6 @@ from shardcore.step.id_bytes import sample_bytes
 from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, Group, Layout, run_of, shards_on
 from shardcore.step.memory import Caches, held_bytes
 from shardcore.step.memory_account import Sums, account_of, own_peaks, sums_of
-from shardcore.step.memory_timeline import IDS_ALIVE
 from shardcore.step.op_limits import TooManyInOneOp, require_ops
 
 _MOST_CHOICES = 1500
@@ -335,7 +334,7 @@ class _Packings:
             unit, lo = problem.unit_width(table), 0
             if len(bundle) > 1 or table.sequence or table.name in problem.whole or table.dim == unit:
                 return None
-            ids = IDS_ALIVE * problem.local_batch * sample_bytes(table, problem.job)
+            ids = problem.local_batch * sample_bytes(table, problem.job) * account.sent
             one, two = (vector((Shard(table, 0, table.rows, 0, n * unit),)) for n in (1, 2))
             a_unit = two - one  # bytes are linear in columns; ids, and state of rows, do not depend on them
             while lo < table.dim:

@@ -124,7 +124,9 @@ class PlacementState:
         cut = self._cut[..., None, :] - becomes_whole[..., None] * of_kind  # [..., D, K]
         # Quick and safe: the sum of the shards' peaks is at least the device's peak.
         # A wider shard shares its rows' optimizer state, so it adds what it has beyond the one before.
-        fits = self.used + cache.bytes[after] - cache.bytes[before] + ids <= self.free
+        fits = (
+            self.used + cache.bytes[after] - cache.bytes[before] + ids * self._account.sent.max() <= self.free
+        )
         if not fits.all() or self._always_exact:
             # The sum of peaks was too much, or means nothing: count phase by phase.
             at = np.nonzero(np.ones_like(fits) if self._always_exact else ~fits)
@@ -159,14 +161,16 @@ class PlacementState:
         """[..., P] bytes of devices with loads [..., P + C].
 
         cut: [..., K] number of cut strips of each kind.
-        ids: [...] bytes of ids of a local batch.
+        ids: [...] bytes of ids of a local batch, as they are sent.
         """
         n_limits, n_phases, caches = len(self._account.base), self._account.phases, self.cache.caches
         # A kind's buffers for cut tables exist once, however many of its tables are cut.
         n_bytes = load[..., :n_limits] + self._account.base + (cut > 0) @ self.cache.cut_bytes
         # Counts of caches follow the limits in `load`. Their bytes are there in all phases.
         padding = caches.padding(load[..., n_limits:])[..., None] if len(caches) else 0.0
-        n_bytes[..., :n_phases] = np.rint(n_bytes[..., :n_phases] + ids[..., None] + padding)
+        n_bytes[..., :n_phases] = np.rint(
+            n_bytes[..., :n_phases] + ids[..., None] * self._account.sent[:n_phases] + padding
+        )
         return n_bytes
 
     def _vectors(self, number: np.ndarray) -> np.ndarray:

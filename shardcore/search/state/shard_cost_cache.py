@@ -26,6 +26,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from shardcore.core.job import PIPELINES
 from shardcore.core.progress import tick, ticking
 from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.cost.model import CommCost, CostModel, step_ms
@@ -47,7 +48,6 @@ from shardcore.step.kinds import WHOLE_ROWS, Layout, run_of, runs_of, shards_on
 from shardcore.step.lower import traffic_of_outputs
 from shardcore.step.memory import Caches
 from shardcore.step.memory_account import Account, StageCoefficients, sums_of
-from shardcore.step.memory_timeline import IDS_ALIVE
 from shardcore.step.shard_memory import RunBatch, bucketized_bytes, run_batches
 
 _ENCODED_AT_ONCE = 1 << 14
@@ -158,7 +158,7 @@ class ShardCostCache:
 
     @cached_property
     def local_ids(self) -> np.ndarray:
-        """[S] bytes of a strip's ids in a local batch, over all moments when they exist.
+        """[S] bytes of a strip's ids in a local batch, as they are sent.
 
         Those of a table's row ranges count for the first of them.
         """
@@ -171,7 +171,7 @@ class ShardCostCache:
             if not shard.full_rows:
                 n_devices = len(required_division(shard.table, self.problem).devices)
                 n_bytes[i] += bucketized_bytes(shard.table, self.problem.job, n_devices)
-        return IDS_ALIVE * self.problem.local_batch * n_bytes
+        return self.problem.local_batch * n_bytes
 
     @cached_property
     def fixed_codes(self) -> np.ndarray:
@@ -360,7 +360,9 @@ class ShardCostCache:
         # Resident and arrived, and the rest in the phase in which it takes most.
         resident, arrived, entered, lookups, _, _ = each.T
         of_entered, of_lookup = np.array([self._multiples[run] for run, _ in of_shards]).T
-        peaks = resident + arrived + (entered * of_entered + lookups * of_lookup)
+        pipeline = PIPELINES[self.problem.job.pipeline]
+        copies = max(ids.arrived for ids in pipeline.moments) - pipeline.least_arrived
+        peaks = resident + copies * arrived + (entered * of_entered + lookups * of_lookup)
         n_bytes = np.add.reduceat(peaks, begins)
         strips, units = np.array(new).T
         possible = units <= self.most[strips]

@@ -154,7 +154,7 @@ def why_not(layout: Layout, table: Table, problem: Problem) -> str | None:
     if not problem.may_run(layout, table):
         if layout.name not in problem.kinds_of.get(table.name, (layout.name,)):
             return f"constraints.kinds do not have {layout.name}"
-        if reason := problem.why_no_codec(layout, table):
+        if reason := problem.why_no_replicas(layout) or problem.why_no_codec(layout, table):
             return reason
         return f"{layout.name} has all {table.dim} columns in a shard; FBGEMM's CUDA op runs at most {most}"
     if layout.divides_rows or layout.local_batch:

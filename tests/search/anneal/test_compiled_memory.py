@@ -9,6 +9,7 @@ from cuts import draw_all_kinds, with_memory
 from shapes import column, on_hosts, row
 
 from shardcore.core.constraints import Constraints
+from shardcore.core.job import PIPELINES
 from shardcore.core.topology import Memory
 from shardcore.core.types import Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
@@ -56,8 +57,16 @@ def require_exact(search: Search) -> Plan:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_plan_takes_what_annealing_counts_to_the_byte(seed):
-    """Every second problem has just enough memory, and half have caches in it."""
+    """Every second problem has just enough memory, and half have caches in it. All pipelines, and dense parts."""
+    pipeline = list(PIPELINES)[seed % len(PIPELINES)]
+    dense = {
+        "dense_bytes": 5000,
+        "activation_bytes": 9000 * seed,
+        "update_bytes": 3000 * seed,
+        "input_bytes": 700,
+    }
     problem = draw_all_kinds(seed, caches=seed % 4 > 1)
+    problem = replace(problem, job=replace(problem.job, pipeline=pipeline, **dense))
     if seed % 2:
         _, lacks = roomiest(with_memory(problem, (1,) * 4))
         problem = with_memory(problem, (int(1.02 * (lacks + 1)),) * 4)

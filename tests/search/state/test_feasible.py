@@ -1,12 +1,14 @@
 """Problems that do not fit are refused with what is too large, by how much, and what would be enough."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from shapes import column
 
 from shardcore.core.constraints import Constraints
-from shardcore.core.errors import Infeasible
+from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.job import Job
 from shardcore.core.topology import Device, Topology, default_reserve
 from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
@@ -131,3 +133,14 @@ def test_a_large_problem_is_refused_with_memory_that_is_enough():
     enough = problem_of(tables, [EACH + round(more * 2**20)] * 48)
     assert fits(fitting(enough), enough)
     assert more * 2**20 < 1.05 * max(used_bytes(fitting(enough), enough))
+
+
+def test_a_table_that_may_only_be_replicated_has_no_place_under_a_pipeline_that_looks_up_ahead():
+    problem = problem_of(TABLES, [1 << 30] * 2, kinds=(("t1", ("data_parallel",)),))
+    ahead = replace(problem, job=Job("semi_sync"))
+    assert SHARDERS["size_greedy"](problem, MODEL)
+    with pytest.raises(ShardCoreError, match="table 't1' by data_parallel .*semi_sync pipeline.*It needs"):
+        SHARDERS["size_greedy"](ahead, MODEL)
+    free = replace(ahead, constraints=Constraints())
+    found = SHARDERS["anneal"](free, MODEL, seed=0, budget=Budget(evals=500))
+    assert "data_parallel" not in {p.kind for p in found.placements}

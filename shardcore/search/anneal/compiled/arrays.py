@@ -74,11 +74,15 @@ class SearchProblem(NamedTuple):
     shared_once: float64[::1]  # [Y] ms if anything is shared at all
     # Memory. The exchanges of ids are those of runs: run n is that of exchange K + n.
     local_outputs: float64[::1]  # [S] bytes of a unit's outputs for a local batch
-    local_ids: float64[::1]  # [S] bytes of its ids in a local batch, over all moments
+    local_ids: float64[::1]  # [S] bytes of its ids in a local batch, as they are sent
     bucketized: float64[:, ::1]  # [Y, S] the same of ids in buckets
     scratch: float64[:, ::1]  # [Y, S] bytes that the dense optimizer makes to update it
     rank: int64[::1]  # [S] place in the order in which TorchRec runs tables
-    waiting_ids: float64  # bytes of the local batches that the pipeline holds
+    # Pipeline.moments: bytes of local batches and activations, and multiples of State.value[SENT] and of ids that
+    # arrived. The last row has the largest of each.
+    moments: float64[:, ::1]  # [7, 3]
+    always: float64  # bytes that are there in all moments
+    looks_up_ahead: boolean  # whether the pipeline does (memory_timeline.stages_under)
     run_collection: int64[::1]  # [N] number of its collection, pooled or not
     run_sequence: boolean[::1]  # [N] whether its outputs are not pooled
     run_replicas: boolean[::1]  # [N] whether its tables are replicas
@@ -98,7 +102,7 @@ class SearchProblem(NamedTuple):
     # Tables that are on all devices in every plan.
     fixed_memory: float64[:, ::1]  # [D, M] as State.memory
     fixed_runs: float64[:, ::1]  # [N, 4] State.run_shards, run_partial, run_outputs, run_rank
-    fixed_every: float64  # bytes of their ids in a local batch
+    fixed_ids: float64  # bytes of their ids in a local batch, as they are sent
     fixed_scratch: float64  # bytes that the dense optimizer makes to update them
     fixed_carried: int64[:, ::1]  # [D, X] as State.carried
     fixed_sums: float64[:, :, ::1]  # [D, K, F] as State.sums
@@ -182,13 +186,13 @@ N_SHARED: strips that groups share.
 N_RUNS: runs that have a shard.
 WIDEST + x: the device that carries most in exchange x. It has to come last.
 """
-BEST, ENERGY, OVER, EVERY, SCRATCH, JOINED, DENSE_PART = range(7)
+BEST, ENERGY, OVER, SENT, SCRATCH, JOINED, DENSE_PART = range(7)
 """Indices of State.value.
 
 BEST: cost of the best plan met, in ms.
 ENERGY: smooth cost of the present plan, in ms.
 OVER: bytes that devices and hosts together lacked when all was last computed.
-EVERY: bytes of a local batch that are in all phases: its ids.
+SENT: bytes of ids of a local batch, as they are sent.
 SCRATCH: bytes that the dense optimizer makes.
 JOINED, DENSE_PART: bytes of a local batch's outputs while they are joined, and in the dense part.
 """

@@ -20,13 +20,13 @@ from shardcore.core.jit import inner, seldom
 from shardcore.search.anneal.compiled.arrays import (
     ARRIVED,
     DENSE_PART,
-    EVERY,
     JOINED,
     N_RUNS,
     ON_HOST,
     OVER,
     RESIDENT,
     SCRATCH,
+    SENT,
     SLOT_AFTER,
     SLOT_BEFORE,
     SLOT_FREED_LATE,
@@ -139,17 +139,25 @@ def frame(fx, st):
         # In the dense part, all runs wait for the first stage of backward.
         sent_back += st.frame[r, 2, SLOT_BEFORE]
     st.value[JOINED] = received + joined
-    st.value[DENSE_PART] = received
+    # Outputs that are kept until the step ends are among what waits for backward.
+    st.value[DENSE_PART] = 0.0 if fx.looks_up_ahead else received
     # No phase takes more of a local batch.
     st.frame_most[0] = max(most, received + max(joined, sent_back))
+
+
+@inner
+def in_moment(fx, st, row, m):
+    """Bytes of ids and activations in a moment of Pipeline.moments."""
+    of = fx.moments[m]
+    return of[0] + of[1] * st.value[SENT] + of[2] * row[ARRIVED]
 
 
 @inner
 def peak(fx, st, row):
     """Bytes of a device's largest phase, without those that are in all phases."""
     n, n_all = st.number[N_RUNS], len(fx.run_collection)
-    # Phases outside of stages: ids arrive, the dense optimizer steps, outputs are joined.
-    most = max(row[ARRIVED], st.value[SCRATCH], st.value[JOINED])
+    # Outputs are joined after the stages of forward.
+    most, held = st.value[JOINED] + in_moment(fx, st, row, 2), 0.0
     # Two stages forward (look up, wait for outputs), two backward (send gradients, wait for them).
     for t in range(4):
         # At first, all runs have the buffers that precede their phases.
@@ -158,9 +166,11 @@ def peak(fx, st, row):
             r = st.order[i]
             of = fx.stage_sums[r, t, SLOT_BEFORE]
             held += st.frame[r, t, SLOT_BEFORE] + of[0] * row[SUMS + r] + of[1] * row[SUMS + n_all + r]
+        if t == 0:  # ids arrive before lookups
+            most = max(most, held + in_moment(fx, st, row, 0))
         if t == 2:  # the dense part comes between forward and backward
-            most = max(most, st.value[DENSE_PART] + held)
-        freed_late = 0.0
+            most = max(most, st.value[DENSE_PART] + held + in_moment(fx, st, row, 3))
+        freed_late, ids = 0.0, in_moment(fx, st, row, 1 + t if t < 2 else 4)
         for i in range(n):
             # Autograd goes back from the last run to the first.
             r = st.order[i] if t < 2 else st.order[n - 1 - i]
@@ -170,9 +180,8 @@ def peak(fx, st, row):
             held -= frame_of[SLOT_BEFORE] + of[SLOT_BEFORE, 0] * entered + of[SLOT_BEFORE, 1] * lookups
             for slot in range(SLOT_PHASES, SLOT_PHASES + fx.stage_phases[r, t]):
                 # Only the first phase meets the buffers of the run before.
-                most = max(
-                    most, held + freed_late + frame_of[slot] + of[slot, 0] * entered + of[slot, 1] * lookups
-                )
+                n_bytes = frame_of[slot] + of[slot, 0] * entered + of[slot, 1] * lookups
+                most = max(most, ids + held + freed_late + n_bytes)
                 freed_late = 0.0
             # These stay until the stage ends, while the runs that follow have their phases.
             held += frame_of[SLOT_AFTER] + of[SLOT_AFTER, 0] * entered + of[SLOT_AFTER, 1] * lookups
@@ -181,13 +190,15 @@ def peak(fx, st, row):
                 + of[SLOT_FREED_LATE, 0] * entered
                 + of[SLOT_FREED_LATE, 1] * lookups
             )
-    return most
+    # The dense optimizer steps last.
+    return max(most, held + st.value[SCRATCH] + in_moment(fx, st, row, 5))
 
 
 @inner
-def batch_most(st):
+def batch_most(fx, st):
     """The most bytes that a local batch takes on any device, in any phase."""
-    return st.value[EVERY] + st.value[SCRATCH] + st.frame_most[0]
+    of = fx.moments[-1]
+    return fx.always + of[0] + of[1] * st.value[SENT] + st.value[SCRATCH] + st.frame_most[0]
 
 
 @inner
@@ -201,7 +212,7 @@ def room_of(fx, d, row):
         return np.inf
     if len(fx.most_features) > 0 and left_of_ops(fx, row) < 0.0:
         return -np.inf
-    room, n_all = fx.free[d] - row[RESIDENT] - row[ARRIVED], len(fx.run_collection)
+    room, n_all = fx.free[d] - row[RESIDENT] - fx.moments[-1, 2] * row[ARRIVED], len(fx.run_collection)
     if len(fx.cache_at) > 0:
         room -= padding(fx, row)
     # Each run's largest phase. Only the largest of all counts, so this is quick, and mostly enough.
@@ -214,10 +225,10 @@ def room_of(fx, d, row):
 def lack_of(fx, st, d, row, room):
     """Bytes that device d lacks if it holds a row. room: of the row."""
     # A lower bound of the room holds an upper bound of the batch. Most trials need no exact count.
-    if room >= batch_most(st):
+    if room >= batch_most(fx, st):
         return 0.0
     # Rounded as memory.used_bytes rounds, so that both agree to the byte.
-    left = fx.free[d] - row[RESIDENT] - math.floor(st.value[EVERY] + peak(fx, st, row) + 0.5)
+    left = fx.free[d] - row[RESIDENT] - math.floor(fx.always + peak(fx, st, row) + 0.5)
     # A cache has whole sets of rows, so its bytes do not add up over shards.
     if len(fx.cache_at) > 0:
         left -= padding(fx, row)
@@ -285,7 +296,7 @@ def expect(fx, st, s, units):
     st.run_outputs[r] += units * fx.local_outputs[s]
     # Runs follow each other in the order of their first tables.
     st.run_rank[r] = min(st.run_rank[r], fx.rank[s])
-    st.value[EVERY] += fx.local_ids[s]
+    st.value[SENT] += fx.local_ids[s]
     if units < fx.size[s]:
         st.run_partial[r] += 1
 
@@ -297,7 +308,7 @@ def change_parts(fx, st, s, was, now):
     r = fx.ids_by[fx.kind[s]] - len(fx.ids_by)
     # Ids of a local batch exist once for each shard; outputs do not depend on how a strip is cut.
     before = st.run_partial[r] > 0
-    st.value[EVERY] += (int(now > 0) - int(was > 0)) * fx.local_ids[s]
+    st.value[SENT] += (int(now > 0) - int(was > 0)) * fx.local_ids[s]
     st.run_shards[r] += int(now > 0) - int(was > 0)
     st.run_partial[r] += int(0 < now and now < fx.size[s]) - int(0 < was and was < fx.size[s])
     return before != (st.run_partial[r] > 0)

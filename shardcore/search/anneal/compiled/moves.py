@@ -9,11 +9,11 @@ from numba import int64
 from shardcore.core.jit import inner, seldom
 from shardcore.search.anneal.compiled.arrays import (
     BYTES_MOVED,
-    EVERY,
     MOST_EDITS,
     N_MOVED,
     ON_HOST,
     RESIDENT,
+    SENT,
     WIDEST,
     WORST,
 )
@@ -196,7 +196,7 @@ def fits(fx, st, a, b, n):
 
     Fills trial_memory, trial_room and trial_lack. Where all fit, the local batch is that after the edits.
     """
-    n_kinds, every, before, changes = len(fx.ids_by), st.value[EVERY], batch_most(st), False
+    n_kinds, sent, before, changes = len(fx.ids_by), st.value[SENT], batch_most(fx, st), False
     copy(st.trial_memory[0], st.memory[a])
     copy(st.trial_memory[1], st.memory[b])
     for i in range(n):
@@ -217,7 +217,7 @@ def fits(fx, st, a, b, n):
         if fx.host_free < np.inf and fx.host[a] != fx.host[b]:
             fit = fit and host_fits(fx, st, d, row[ON_HOST] - st.memory[d, ON_HOST])
     # The local batch is that of all devices. More parts of tables have more ids.
-    most = batch_most(st)
+    most = batch_most(fx, st)
     if fit and (changes or most > before):
         for d in range(len(st.lack)):
             # `room` is a lower bound, so only devices that it does not clear are counted exactly.
@@ -231,7 +231,7 @@ def fits(fx, st, a, b, n):
             s, d = st.edit[i, 0], st.edit[i, 1]
             change_parts(fx, st, s, st.edit[i, 2], int64(st.held[s, d]))
         # Without the rounding errors of sums.
-        st.value[EVERY] = every
+        st.value[SENT] = sent
         if changes:
             frame(fx, st)
     # With another local batch, devices that lack bytes lack more or fewer.

@@ -7,12 +7,12 @@ from shardcore.search.anneal.compiled.arrays import (
     BEST,
     BYTES_MOVED,
     ENERGY,
-    EVERY,
     HEAD,
     LOG,
     N_MOVED,
     N_SHARED,
     SCRATCH,
+    SENT,
     problem_at,
     state_at,
 )
@@ -123,8 +123,8 @@ def recompute_groups(head, fx, st):
         st.run_shards[r] += 1
         st.run_outputs[r] += fx.local_outputs[s] * fx.size[s]
         st.run_rank[r] = min(st.run_rank[r], fx.rank[s])
-        # Ids of a local batch are in all phases. Divided rows need them in buckets, too.
-        st.value[EVERY] += fx.local_ids[s] + fx.bucketized[y, s]
+        # Divided rows need ids of a local batch in buckets, too.
+        st.value[SENT] += fx.local_ids[s] + fx.bucketized[y, s]
         # A dense optimizer updates one table after another, so only the largest buffer counts.
         st.value[SCRATCH] = max(st.value[SCRATCH], fx.scratch[y, s])
         st.group_ids[g] += fx.shared_ids[y, s]
@@ -155,7 +155,7 @@ def recompute(head, fx, st):
     for r in range(len(st.run_shards)):
         st.run_shards[r], st.run_partial[r] = int64(fx.fixed_runs[r, 0]), int64(fx.fixed_runs[r, 1])
         st.run_outputs[r], st.run_rank[r] = fx.fixed_runs[r, 2], int64(fx.fixed_runs[r, 3])
-    st.value[EVERY], st.value[SCRATCH] = fx.waiting_ids + fx.fixed_every, fx.fixed_scratch
+    st.value[SENT], st.value[SCRATCH] = fx.fixed_ids, fx.fixed_scratch
     # Groups come first: devices start from what their groups hold.
     recompute_groups(head, fx, st)
     for d in range(n_devices):

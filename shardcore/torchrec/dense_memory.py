@@ -1,0 +1,246 @@
+"""Memory of a model's dense part, measured by two steps on the CPU.
+
+job = measured_job(model, batch, lambda parameters: torch.optim.Adam(parameters), Job(pipeline="sparse_dist"))
+planner = ShardCorePlanner(topology, batch_size, job=job)
+
+Collections of embeddings are replaced by modules that give zeros, so their weights may be on the meta device. A mode
+of torch's dispatcher sees every tensor that an operation makes, and when it goes. Memory within an operation does
+not count. Gradients go into DDP's buckets, as TorchRec's default wrapper has them (gradient_as_bucket_view).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.job import PIPELINES, Job
+from shardcore.core.validation import require, require_type
+from shardcore.torchrec.modules import ModelTable, tables_of
+
+if TYPE_CHECKING:
+    from torchrec import KeyedJaggedTensor
+
+    Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def measured_job(
+    module: nn.Module, batch: Any, optimizer: Optimizer, job: Job | None = None, on_cpu: bool = False
+) -> Job:
+    """A job with the memory of a model's dense part: `dense_bytes` and the fields after it.
+
+    module: as TorchRec's pipelines take it: module(batch) gives the loss, and anything else. It is not changed.
+    batch: a local batch of the job, on the CPU.
+    optimizer: makes the dense optimizer of some parameters.
+    job: its other properties. None: the default.
+    on_cpu: whether the job trains on CPUs. On GPUs torch's optimizers update all parameters at once (foreach).
+
+    Raises ShardCoreError for a model without a loss, and for features with batches of their own sizes.
+    """
+    require_type(module, nn.Module, "module", "a torch.nn.Module, the model")
+    job = job or Job()
+    dense = _without_tables(module, PIPELINES[job.pipeline].looks_up_ahead)
+    parameters = [p for p in dense.parameters() if p.requires_grad]
+    stepping = optimizer(parameters) if parameters else None
+    for group in stepping.param_groups if stepping and not on_cpu else ():
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True
+    tensors = list(_tensors(batch))
+    known = [*dense.parameters(), *dense.buffers(), *tensors]
+    # The second step is that of a job: the optimizer has its state.
+    for _ in range(2):
+        activations = _passes(dense, batch, known)
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        state = _state(stepping)
+        with _Live([*known, *(p.grad for p in parameters), *state]) as live:
+            if stepping:
+                stepping.step()
+        for parameter in parameters:
+            parameter.grad = None
+    kept = [*dense.parameters(), *dense.buffers(), *parameters, *_state(stepping)]
+    ids = sum(map(_bytes, (t for x in _keyed(batch) for t in _tensors(x))))
+    return dataclasses.replace(
+        job,
+        dense_bytes=sum(map(_bytes, kept)),
+        activation_bytes=activations,
+        update_bytes=live.peak,
+        input_bytes=sum(map(_bytes, tensors)) - ids,
+    )
+
+
+def _passes(dense: nn.Module, batch: Any, known: Iterable[torch.Tensor]) -> int:
+    """The most bytes of forward and backward, without outputs of embeddings and their gradients."""
+
+    def in_bucket(parameter: torch.Tensor) -> None:
+        parameter.grad = None  # copied to DDP's bucket, which is counted apart
+
+    hooks = [p.register_post_accumulate_grad_hook(in_bucket) for p in dense.parameters() if p.requires_grad]
+    with _Live(known) as live:
+        result = dense(batch)
+        loss = result[0] if isinstance(result, tuple) else result
+        require(
+            isinstance(loss, torch.Tensor) and loss.requires_grad,
+            f"the model gives {type(loss).__name__} first; it needs to be the loss, with a gradient, as TorchRec's "
+            "pipelines take it",
+        )
+        outputs = sum(m.out_bytes for m in dense.modules() if isinstance(m, _Zeros))
+        torch.sum(loss, dim=0).backward()
+    for hook in hooks:
+        hook.remove()
+    # While activations are alive, outputs are there; the timeline counts these, and their gradients.
+    return max(0, live.peak - 2 * outputs)
+
+
+class _Live(TorchDispatchMode):
+    """Bytes of tensors that operations make.
+
+    peak: the most that were alive at once. known: tensors that do not count.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.alive = self.peak = 0
+        self._seen = {t.untyped_storage()._cdata for t in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, n_bytes = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.alive += n_bytes
+        self.peak = max(self.peak, self.alive)
+        weakref.finalize(storage, self._gone, key, n_bytes)
+
+    def _gone(self, key: int, n_bytes: int) -> None:
+        self._seen.discard(key)
+        self.alive -= n_bytes
+
+
+def _without_tables(module: nn.Module, detached: bool) -> nn.Module:
+    """A copy of a model with zeros in place of collections. Its weights on meta get any values.
+
+    detached: whether outputs of collections are kept until the step ends, with their gradients.
+    """
+    tables: dict[str, list[ModelTable]] = {}
+    for table in tables_of(module, whole=True).values():
+        tables.setdefault(table.path, []).append(table)
+    # A copy that never copies weights of tables: deepcopy finds these modules copied already.
+    copied = {id(module.get_submodule(path)): _Zeros(of, detached) for path, of in tables.items()}
+    require(id(module) not in copied, "the model is a collection itself; it has no dense part to measure")
+    dense = copy.deepcopy(module, dict(copied))
+    meta = any(t.is_meta for t in (*dense.parameters(), *dense.buffers()))
+    return dense.to_empty(device="cpu") if meta else dense.cpu()
+
+
+class _Zeros(nn.Module):
+    """Zeros in place of outputs of a collection's tables.
+
+    out_bytes: bytes of the last outputs.
+    """
+
+    def __init__(self, tables: list[ModelTable], detached: bool) -> None:
+        from torchrec.modules.embedding_modules import get_embedding_names_by_table
+
+        super().__init__()
+        self.tables, self.detached, self.out_bytes = tables, detached, 0
+        self.names = get_embedding_names_by_table([t.config for t in tables])
+
+    def forward(self, features: KeyedJaggedTensor) -> Any:
+        from torchrec import JaggedTensor, KeyedTensor
+
+        if features.variable_stride_per_key():
+            raise ShardCoreError(
+                "features of the batch have batches of their own sizes (VBE); give a batch in which all have one"
+            )
+        of_tables = list(zip(self.tables, self.names, strict=True))
+        found: Any = {}
+        if self.tables[0].pooled:
+            names = [name for _, names in of_tables for name in names]
+            dims = [t.config.embedding_dim for t, names in of_tables for _ in names]
+            found = KeyedTensor(names, dims, self._zeros(features.stride(), sum(dims)))
+        else:
+            for table, names in of_tables:
+                for feature, name in zip(table.config.feature_names, names, strict=True):
+                    lengths = features[feature].lengths()
+                    values = self._zeros(int(lengths.sum()), table.config.embedding_dim)
+                    found[name] = JaggedTensor(values, lengths=lengths)
+        self.out_bytes = (
+            _bytes(found.values())
+            if self.tables[0].pooled
+            else sum(_bytes(x.values()) for x in found.values())
+        )
+        return (found, None) if self.tables[0].within.startswith("ManagedCollision") else found
+
+    def _zeros(self, rows: int, columns: int) -> torch.Tensor:
+        if self.detached:
+            return torch.zeros(rows, columns, requires_grad=True)
+        # Not a leaf: it lives as long as the dense part needs it.
+        return _Sent.apply(torch.zeros(1, requires_grad=True), rows, columns)
+
+
+class _Sent(torch.autograd.Function):
+    """Zeros whose gradient goes where it is no concern of the dense part."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        return torch.zeros(rows, columns)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None]:
+        return None, None, None
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _state(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+    """Tensors of an optimizer's state."""
+    leaves = tree_leaves(dict(optimizer.state)) if optimizer else []
+    return [x for x in leaves if isinstance(x, torch.Tensor)]
+
+
+def _keyed(batch: Any) -> Iterator[KeyedJaggedTensor]:
+    return (x for x in _parts(batch) if not isinstance(x, torch.Tensor))
+
+
+def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+    """Tensors of a batch: of fields, lists and mappings, with values, lengths and weights of jagged ones."""
+    for part in _parts(batch):
+        if isinstance(part, torch.Tensor):
+            yield part
+        else:
+            yield from (t for t in (part.values(), part.lengths(), part.weights_or_none()) if t is not None)
+
+
+def _parts(batch: Any) -> Iterator[Any]:
+    from torchrec import KeyedJaggedTensor
+
+    if isinstance(batch, torch.Tensor | KeyedJaggedTensor):
+        yield batch
+        return
+    values: Iterable[Any] = ()
+    if isinstance(batch, Mapping):
+        values = batch.values()
+    elif isinstance(batch, list | tuple):
+        values = batch
+    elif hasattr(batch, "__dict__"):
+        values = vars(batch).values()
+    for value in values:
+        yield from _parts(value)
