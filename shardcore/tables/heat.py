@@ -2,11 +2,14 @@
 
 Rows fall into classes that are looked up equally often, the hottest first. The cache is FBGEMM's: it takes the unique
 rows of a whole batch at once, keeps those of the current batch, and drops rows by the last batch that touched them
-(LRU). Its sets of 32 ways count as one.
+(LRU).
 
 Misses follow Che's approximation, in batches instead of requests. A cache of r rows holds what the last T batches
 touched, where T is such that this is r rows on average. If one batch touches more than r rows, a row that misses enters
 with a probability p, which is such that the cache is full.
+
+That is of a cache of one set. FBGEMM's has sets of 32 ways, and a row stays until its set is full. Of rows that come to
+sets at random, those that fill one are in a Gamma distribution: as if the cache had more rows, or fewer.
 
 A reuse histogram knows the rows of one batch. Streams are drawn such that other rows are never looked up. In data they
 are. The estimate of Good and Turing (Good, Biometrika 1953) says how often: the next batch looks up unseen rows, in
@@ -14,14 +17,14 @@ all, as many times as there are rows that this batch saw once. Rows seen once ha
 rows seen twice. Which of these rows are hotter is not known; a power law is assumed. A histogram of several batches is
 more precise than one of a single batch.
 
-Shapes: K classes of rows, L lookups, N sizes, T tables.
+Shapes: K classes of rows, L lookups, N sizes, M memories of a cache, T tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -36,6 +39,8 @@ _RARE = 1.5
 """Lookups of the hottest row of the tail: between rows that a batch sees once and rows that it sees twice."""
 _TAIL = 64
 """Number of classes of the tail: rows that a batch sees once or never."""
+_WAYS, _PARTS = 32, 16
+"""Rows of a set of FBGEMM's cache, and equally probable parts that its distribution is divided into."""
 _MOST_BATCHES = 1e9
 """Longest memory of a cache, in batches. It holds nearly all rows that are ever looked up."""
 
@@ -91,7 +96,14 @@ class Heat:
         Raises ShardCoreError for a cache that is larger than the table.
         """
         sizes, misses = self._misses
-        return np.interp(self._require(rows, "cached rows"), sizes, misses)
+        # A set that fills early is of a smaller cache, and one that fills late of a larger one.
+        as_if = np.multiply.outer(self._require(rows, "cached rows"), _set_sizes())
+        return np.interp(as_if, sizes, misses).mean(-1)
+
+    @property
+    def held_rows(self) -> np.ndarray:
+        """[M] rows of this table in a cache, for memories that rise alike for all tables: one is of one memory."""
+        return self._misses[0]
 
     def _require(self, rows: float | np.ndarray, what: str) -> np.ndarray:
         numbers = np.asarray(rows, dtype=float)
@@ -160,6 +172,14 @@ def heat_of(tables: Sequence[Table], batch: int, unseen: bool = False) -> list[H
         for i, rows_in_bin, lookups_in_bin in zip(numbers, rows, sums, strict=True):
             of_reuse[i] = _of_reuse(tables[i], batch, rows_in_bin, lookups_in_bin, unseen)
     return [of_reuse.get(i) or _of_zipf(table, batch) for i, table in enumerate(tables)]
+
+
+@lru_cache(maxsize=1)
+def _set_sizes() -> np.ndarray:
+    """[_PARTS] rows that fill a set, over its ways: their mean is about 1."""
+    from scipy.stats import gamma
+
+    return gamma.ppf((np.arange(_PARTS) + 0.5) / _PARTS, _WAYS) / _WAYS
 
 
 def row_counts(table: Table, ids: np.ndarray) -> np.ndarray:

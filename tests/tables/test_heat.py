@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from lru import lru_misses
+from lru import cache_misses
 
 from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.errors import ShardCoreError
@@ -52,18 +52,18 @@ def test_hottest_rows_have_their_expected_lookups_in_streams(table):
 def test_misses_are_those_of_a_simulated_cache(table, share):
     (heat,) = heat_of([table], BATCH)
     rows = int(share * table.rows)
-    seen, missed = lru_misses(
+    seen, missed = cache_misses(
         (streams.stream(table, BATCH, seed)[0] for seed in range(150)), table.rows, rows, warm=100
     )
-    assert heat.misses(rows) / heat.unique_rows == pytest.approx(missed / seen, abs=0.02)
+    assert heat.misses(rows) / heat.unique_rows == pytest.approx(missed.sum() / seen.sum(), abs=0.02)
 
 
-def test_misses_fall_with_the_cache_and_end_at_none():
+def test_misses_fall_with_the_cache_and_end_at_those_of_full_sets():
     for heat in heat_of(TABLES, BATCH):
         sizes = np.linspace(0, heat.table_rows, 200)
         misses = heat.misses(sizes)
         assert misses[0] == pytest.approx(heat.unique_rows)
-        assert misses[-1] == 0
+        assert misses[-1] < 0.1 * heat.unique_rows
         assert np.all(np.diff(misses) <= 1e-6)
 
 
@@ -104,8 +104,9 @@ def test_rows_that_a_histogram_never_saw_are_missed_as_in_data(alpha, batches, w
     assert told.lookups @ told.rows == pytest.approx(blind.lookups @ blind.rows)
     assert np.all(np.diff(told.lookups) <= 0)
     for rows in (500, 1000, 2000):
-        seen, missed = lru_misses(
+        seen, missed = cache_misses(
             (streams.stream(law, BATCH, seed)[0] for seed in range(150)), law.rows, rows, warm=100
         )
-        off, blind_off = (abs(heat.misses(rows) / heat.unique_rows - missed / seen) for heat in (told, blind))
+        ratio = missed.sum() / seen.sum()
+        off, blind_off = (abs(heat.misses(rows) / heat.unique_rows - ratio) for heat in (told, blind))
         assert off < min(within, blind_off + 0.01)
