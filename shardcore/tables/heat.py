@@ -5,8 +5,8 @@ rows of a whole batch at once, keeps those of the current batch, and drops rows 
 (LRU).
 
 Misses follow Che's approximation, in batches instead of requests. A cache of r rows holds what the last T batches
-touched, where T is such that this is r rows on average. If one batch touches more than r rows, a row that misses enters
-with a probability p, which is such that the cache is full.
+touched, where T is such that this is r rows on average. If one batch touches more than r rows, those with the lowest ids
+enter.
 
 That is of a cache of one set. FBGEMM's has sets of 32 ways, and a row stays until its set is full. Of rows that come to
 sets at random, those that fill one are in a Gamma distribution: as if the cache had more rows, or fewer.
@@ -120,13 +120,18 @@ class Heat:
         """[points] sizes of a cache in rows, rising, and unique rows a batch that each misses."""
         # Half of the points are caches smaller than a batch's rows, half are larger ones.
         q, half = self.touched, _POINTS // 2
-        # p is the probability that a missed row enters a small cache: the smaller p, the smaller the cache.
-        p = np.geomspace(1e-6, 1, half)[:, None]
-        # T, the batches that a larger cache remembers. T = 1 is left out, as it equals p = 1.
+        # Slots of a set over the rows that come to it: the fewer, the smaller the cache. Above 2, all enter.
+        slots = np.geomspace(1e-6, 2, half)[:, None, None]
+        # Rows of a set in their order of entering, over its slots. The later, the fuller is the set.
+        last = np.minimum(1 / slots, 2)
+        order = last * ((np.arange(_PARTS) + 0.5) / _PARTS)[:, None]
+        enters = _has_room(order)
+        # T, the batches that a larger cache remembers. T = 1 is left out, as then all that come enter.
         batches = np.geomspace(1, _MOST_BATCHES, half)[1:, None]
         # In a small cache, a row stays as long as each batch touches it. The share of time h that it is held balances
         # entering and leaving: (1 - h) q p = h (1 - q).
-        scarce = q * p / np.maximum(1 - q + q * p, 1e-300)
+        held_by_order = q * enters / np.maximum(1 - q + q * enters, 1e-300)
+        scarce = (slots * last)[:, 0] * held_by_order.mean(1)
         # A larger cache holds a row if any of T batches touched it: 1 - (1 - q)^T. For q = 1 the log is infinite.
         with np.errstate(divide="ignore"):
             ample = -np.expm1(batches * np.log1p(-q))
@@ -172,6 +177,13 @@ def heat_of(tables: Sequence[Table], batch: int, unseen: bool = False) -> list[H
         for i, rows_in_bin, lookups_in_bin in zip(numbers, rows, sums, strict=True):
             of_reuse[i] = _of_reuse(tables[i], batch, rows_in_bin, lookups_in_bin, unseen)
     return [of_reuse.get(i) or _of_zipf(table, batch) for i, table in enumerate(tables)]
+
+
+def _has_room(order: np.ndarray) -> np.ndarray:
+    """[...] probability that a set still has room for a row, if so many per slot come before it in the mean."""
+    from scipy.stats import gamma
+
+    return gamma.sf(order * _WAYS, _WAYS)
 
 
 @lru_cache(maxsize=1)

@@ -51,9 +51,11 @@ from shardcore.tables.host_rows import held_rows, link_bytes
 
 SHARES = (1.0, 0.97, 0.9, 0.75, 0.5)
 """Shares of the memory for rows that are given to tables before the search."""
-_STEPS = (16, 4, 1)
+_EVERY = 4
+"""Of the memories of a cache that are known, one of so many is weighed. Between two of them cost is linear."""
+_STEPS = (8, 2, 1)
 """Memories of a cache are weighed in steps of the first, then around the best in smaller ones."""
-_HALVINGS = 24
+_HALVINGS = 30
 """Of the price of host memory, until it holds what is there."""
 
 
@@ -76,7 +78,7 @@ class MemoryTiers(Decision):
         for_rows = tier_bytes(in_device_memory(problem))
         for share in SHARES:
             try:
-                share_of.setdefault(tiered(problem, (share - 1) * for_rows), share)
+                share_of.setdefault(tiered(problem, (share - 1) * for_rows, model), share)
             # Smaller shares fit even less.
             except Infeasible:
                 if not share_of:
@@ -110,12 +112,14 @@ class Tier:
     device_bytes: bytes of weights, cache and optimizer state in device memory.
     host_bytes: bytes of weights and state in host memory.
     link_bytes: bytes that cross the link in a step.
+    cost: what is to be least. link_bytes where no model tells ms.
     """
 
     table: Table
     device_bytes: int
     host_bytes: int
     link_bytes: float
+    cost: float
 
 
 def tiers_of(problem: Problem) -> list[Tier]:
@@ -136,10 +140,11 @@ def gains_ms(problem: Problem, gibs: Sequence[float]) -> list[float]:
     return [now - link_ms(tiered(problem, more * 2**30)) for more in gibs]
 
 
-def tiered(problem: Problem, more_bytes: float = 0) -> Problem:
-    """The problem with the load factors that make the least bytes cross the link. It forgets its own.
+def tiered(problem: Problem, more_bytes: float = 0, model: CostModel | None = None) -> Problem:
+    """The problem with the load factors of the fastest lookups. It forgets its own.
 
     more_bytes: device memory, all devices together, beyond what the problem has. Negative: less.
+    model: cost model for any problem. None: those that make the least bytes cross the link.
 
     Raises Infeasible if device memory does not even hold the inputs and outputs of a step, and if host memory
     does not hold the tables that are there. Raises ShardCoreError for a problem without host memory, and as
@@ -157,7 +162,7 @@ def tiered(problem: Problem, more_bytes: float = 0) -> Problem:
     )
     # Rows of all caches are as wide as the widest: any table may have one.
     cached = with_load_factors(problem, {table.name: 0.5 for table in problem.tables})
-    choices = [choices_of(table, cached) for table in problem.tables]
+    choices = choices_of(cached.tables, cached, model)
     if (missing := sum(choice.none.device_bytes for choice in choices) - budget) > 0:
         raise Infeasible(
             f"problem {problem.name!r} lacks at least {gib(missing)} of device memory for "
@@ -205,7 +210,7 @@ def _tier_of(table: Table, problem: Problem) -> Tier:
     # Kinds over local batches are replicas: every device has the table.
     copies = len(problem.topology) if kinds and all(layout.local_batch for layout in kinds) else 1
     on_host = host_bytes(Shard.whole(table), problem)
-    return Tier(table, copies * _rows_bytes(table, problem), on_host, link)
+    return Tier(table, copies * _rows_bytes(table, problem), on_host, link, link)
 
 
 def _rows_bytes(table: Table, problem: Problem) -> int:
@@ -258,8 +263,16 @@ class Choices:
         return [self.none, *self.cached[memory : memory + 1], self.whole]
 
 
-def choices_of(table: Table, problem: Problem) -> Choices:
-    """The tiers that a table may have.
+def choices_of(tables: Sequence[Table], problem: Problem, model: CostModel | None) -> list[Choices]:
+    """The tiers that each table may have."""
+    choices = [_choices_of(table, problem) for table in tables]
+    return choices if model is None else _in_ms(choices, problem, model.for_problem(problem))
+
+
+# Cached, as each share of the memory asks for the same.
+@lru_cache(maxsize=1 << 12)
+def _choices_of(table: Table, problem: Problem) -> Choices:
+    """The tiers that a table may have, by bytes over the link.
 
     All of its rows in device memory only, if the problem asks for kinds that TorchRec does not cache.
     """
@@ -267,32 +280,47 @@ def choices_of(table: Table, problem: Problem) -> Choices:
     if (kinds := _kinds_of(table, problem)) and not any(layout.caches for layout in kinds):
         return Choices(whole, (), whole)
     none = _tier_of(replace(table, load_factor=0.0), problem)
-    # Nothing crosses the link for a table without lookups, so it needs no cache.
-    if not access.lookups(table, problem.global_batch):
+    # Nothing crosses the link for a table without lookups, so it needs no cache. One row is none or whole.
+    if table.rows == 1 or not access.lookups(table, problem.global_batch):
         return Choices(none, (), whole)
-    sizes = np.clip(held_rows(table, problem.global_batch).astype(int), 1, table.rows - 1)
+    held = held_rows(table, problem.global_batch)[::_EVERY]
+    sizes = np.clip(held.astype(int), 1, table.rows - 1)
     link = link_bytes(table, sizes, problem.global_batch, problem.optimizer).sum(1)
-    some = replace(table, load_factor=0.5)
-    on_host, rows = host_bytes(Shard.whole(some), problem), some.cached(table.rows)
-    # Device bytes are linear in cached rows: those of two sizes tell all.
-    least = _rows_bytes(replace(table, load_factor=1e-12), problem)
-    a_row = (_rows_bytes(some, problem) - least) / max(rows - 1, 1)
-    return Choices(
-        none,
-        tuple(
-            Tier(replace(table, load_factor=size / table.rows), round(least + a_row * (size - 1)), on_host, n)
-            for size, n in zip(sizes.tolist(), link.tolist(), strict=True)
-        )
-        if table.rows > 1
-        else (),
-        whole,
+    least, most = (_tier_of(replace(table, load_factor=n / table.rows), problem) for n in (1, table.rows - 1))
+    # Device bytes are linear in cached rows.
+    n_bytes = (
+        np.interp(sizes, (1, table.rows - 1), (least.device_bytes, most.device_bytes)).round().astype(int)
     )
+    cached = (
+        replace(least, table=replace(table, load_factor=n / table.rows), device_bytes=b, link_bytes=x, cost=x)
+        for n, b, x in zip(sizes.tolist(), n_bytes.tolist(), link.tolist(), strict=True)
+    )
+    return Choices(none, tuple(cached), whole)
+
+
+def _in_ms(choices: Sequence[Choices], problem: Problem, model: CostModel) -> list[Choices]:
+    """The choices by what they add to the ms of an op with an even share of all tables."""
+    beside = model.encode([Shard.whole(t) for t in problem.tables]).sum(0) / len(problem.topology)
+    # Those that stand for all: ms of other caches are linear in what crosses the link.
+    some = [(c.none, *(c.cached and (c.cached[0], c.cached[-1])), c.whole) for c in choices]
+    codes = model.encode([Shard.whole(tier.table) for tiers in some for tier in tiers])
+    all_ms = iter((model.head(beside + codes) - model.head(beside[None])).tolist())
+    found = []
+    for choice, tiers in zip(choices, some, strict=True):
+        none, *caches, whole = (replace(tier, cost=next(all_ms)) for tier in tiers)
+        cached = choice.cached
+        if caches:
+            crossing, known = zip(*sorted((tier.link_bytes, tier.cost) for tier in caches), strict=True)
+            ms = np.interp([tier.link_bytes for tier in cached], crossing, known)
+            cached = tuple(replace(tier, cost=x) for tier, x in zip(cached, ms.tolist(), strict=True))
+        found.append(Choices(none, cached, whole))
+    return found
 
 
 def shared_out(choices: Sequence[Choices], budget: float, host_price: float = 0.0) -> list[Tier]:
-    """One tier of each table, with the least bytes over the link together under a budget of device bytes.
+    """One tier of each table, with the least cost together under a budget of device bytes.
 
-    host_price: bytes over the link that a byte of host memory counts as.
+    host_price: cost of a byte of host memory.
 
     Caches have one memory. The best of all memories is found as if cost fell up to it and rose after it.
     """
@@ -337,13 +365,14 @@ def _between(less: Tier, more: Tier, part: float) -> Tier:
         table=replace(less.table, load_factor=size / rows),
         device_bytes=round(less.device_bytes + part * (more.device_bytes - less.device_bytes)),
         link_bytes=less.link_bytes + part * (more.link_bytes - less.link_bytes),
+        cost=less.cost + part * (more.cost - less.cost),
     )
 
 
 def _within_hosts(choices: Sequence[Choices], budget: float, capacity: float) -> list[Tier]:
     """The best tiers that hosts hold. If none is found, those that come nearest to it."""
     tiers = shared_out(choices, budget)
-    low, high = -9.0, 9.0
+    low, high = -18.0, 6.0
     # The least price of host memory, by its logarithm, at which tables that are not worth it leave it.
     for _ in range(_HALVINGS if sum(tier.host_bytes for tier in tiers) > capacity else 0):
         middle = (low + high) / 2
@@ -356,12 +385,12 @@ def _within_hosts(choices: Sequence[Choices], budget: float, capacity: float) ->
 
 
 def water_filled(choices: Sequence[Sequence[Tier]], budget: float, host_price: float = 0.0) -> list[Tier]:
-    """One tier of each table, with the least bytes over the link together under a budget of device bytes.
+    """One tier of each table, with the least cost together under a budget of device bytes.
 
     choices: tiers of each table, the first with the fewest device bytes.
-    host_price: bytes over the link that a byte of host memory counts as.
+    host_price: cost of a byte of host memory.
 
-    Exact but for one step of one table: steps go by bytes saved a byte, along each table's lower
+    Exact but for one step of one table: steps go by cost saved a byte, along each table's lower
     convex hull. Of the first that does not fit, a part is used.
     """
     hulls = [_hull(tiers, host_price) for tiers in choices]
@@ -403,11 +432,11 @@ def _hull(tiers: Sequence[Tier], host_price: float) -> list[Tier]:
 
 
 def _cost(tier: Tier, host_price: float) -> float:
-    return tier.link_bytes + host_price * tier.host_bytes
+    return tier.cost + host_price * tier.host_bytes
 
 
 def _saved(a: Tier, b: Tier, host_price: float) -> float:
-    """Bytes off the link that a byte of device memory saves."""
+    """Cost that a byte of device memory saves."""
     return (_cost(a, host_price) - _cost(b, host_price)) / (b.device_bytes - a.device_bytes)
 
 
@@ -431,7 +460,7 @@ def filled(plan: Plan, problem: Problem, model: CostModel) -> tuple[Problem, Pla
         # Caches are allocated in whole sets: less than one of each op's is empty.
         widest = {_op_of(table): _a_set(table) for table in sorted(here, key=lambda t: t.dim)}
         budget = sum(_rows_bytes(table, problem) for table in here) + free[device] - sum(widest.values())
-        tiers = shared_out([choices_of(table, problem) for table in here], budget)
+        tiers = shared_out(choices_of(here, problem, model), budget)
         factors |= {tier.table.name: tier.table.load_factor for tier in tiers}
     # Placements name tables, so they change with them.
     better = with_load_factors(problem, factors)

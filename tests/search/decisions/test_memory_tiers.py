@@ -102,13 +102,13 @@ def test_water_filling_finds_the_best_of_all_choices():
     tables = two_devices(1 << 30).tables
     # Falling and convex, as misses are.
     choices = [
-        [Tier(t, 10 * i, 0, float((6 - i) ** 2 * (k + 1))) for i in range(7)]
+        [Tier(t, 10 * i, 0, 0.0, float((6 - i) ** 2 * (k + 1))) for i in range(7)]
         for k, t in enumerate(tables[:2])
     ]
     for budget in range(0, 121, 10):
-        found = sum(tier.link_bytes for tier in water_filled(choices, budget))
+        found = sum(tier.cost for tier in water_filled(choices, budget))
         best = min(
-            a.link_bytes + b.link_bytes
+            a.cost + b.cost
             for a in choices[0]
             for b in choices[1]
             if a.device_bytes + b.device_bytes <= budget
