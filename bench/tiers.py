@@ -7,8 +7,9 @@ Run again, a part goes on from there. Nothing is measured: rows in host memory n
 
 plans: 12 to 24 tables on 4 H100 (profile nvidia-h100-sxm), half of the problems by power laws, half from the
     calibrated pool, with device memory for 5% to 60% of the weights beside what a step needs. In every third
-    one, host memory holds four fifths of the weights. All arms are priced by one model, ours: one LRU cache an
-    op, as wide as its widest table. All plans are for the same bytes, and keep to them. Arms:
+    one, device and host memory together hold 15% more than the weights. All arms are priced by one model,
+    ours: one LRU cache an op, as wide as its widest table. All plans are for the same bytes, and keep to them.
+    Arms:
 
     ours: `plan --tiers`.
     TorchEasyRec: its dynamic program over HBM and DDR, reimplemented, in TorchRec's planner.
@@ -18,7 +19,7 @@ plans: 12 to 24 tables on 4 H100 (profile nvidia-h100-sxm), half of the problems
     Both planners run with several load factors, sharding types and shares of the memory; the plan that is
     cheapest under our model counts. Its load factors get our search for places, too.
 misses: caches of 1 to 4 tables by power laws, predicted, and simulated row by row as FBGEMM has them: sets of
-    32 ways, LRU. LFU is simulated too, and not predicted.
+    32 ways, LRU, in 40 batches once they are full (600 batches at most). LFU is simulated too, not predicted.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ def drawn(seed: int) -> Problem:
             for i in range(n)
         )
     weights = sum(t.bytes for t in tables)
-    topology = load_profile(PROFILE).topology(1, DEVICES, int(weights * (0.8 if seed % 3 == 2 else 2)))
+    on_host = int(weights * (1.15 - WEIGHTS[seed % len(WEIGHTS)] if seed % 3 == 2 else 2))
+    topology = load_profile(PROFILE).topology(1, DEVICES, on_host)
     rich = Problem(
         f"tiers-{seed}", tables, replace(topology, devices=(Device(1 << 40),) * DEVICES), BATCH, "exact_sgd"
     )
@@ -188,7 +190,7 @@ def plans_report(rows: Sequence[Row]) -> str:
 # --- misses -------------------------------------------------------------------------------------------------
 
 
-def misses(seed: int, batches: int = 120, warm: int = 80) -> Row:
+def misses(seed: int, counted: int = 40, least: int = 80, most: int = 600) -> Row:
     rng = np.random.default_rng([seed, 31])
     tables = [
         Table(
@@ -207,6 +209,11 @@ def misses(seed: int, batches: int = 120, warm: int = 80) -> Row:
     predicted = sum(
         float(h.misses(s.table.cached(h.table_rows))) for h, s in zip(heats, together, strict=True)
     )
+    # Batches until the cache is full, twice.
+    memories = np.geomspace(1, most, 200)
+    with np.errstate(divide="ignore"):
+        touched = sum(h.rows @ -np.expm1(np.outer(np.log1p(-h.touched), memories)) for h in heats)
+    warm = int(np.clip(2 * np.interp(size, touched, memories), least, most))
     first = np.cumsum([0, *(t.rows for t in tables)])
 
     def ids(i: int) -> np.ndarray:
@@ -214,12 +221,13 @@ def misses(seed: int, batches: int = 120, warm: int = 80) -> Row:
         return np.concatenate([one + start for one, start in zip(drawn_ids, first[:-1], strict=True)])
 
     def simulated(policy: str) -> float:
-        seen, missed = lru.cache_misses(map(ids, range(batches)), int(first[-1]), size, warm, policy)
+        seen, missed = lru.cache_misses(map(ids, range(warm + counted)), int(first[-1]), size, warm, policy)
         return float(missed.sum() / seen.sum())
 
     return {
         "tables": len(tables),
         "rows": size,
+        "warm": warm,
         "predicted": predicted / sum(h.unique_rows for h in heats),
         "lru": simulated("lru"),
         "lfu": simulated("lfu"),

@@ -5,8 +5,8 @@ rows of a whole batch at once, keeps those of the current batch, and drops rows 
 (LRU).
 
 Misses follow Che's approximation, in batches instead of requests. A cache of r rows holds what the last T batches
-touched, where T is such that this is r rows on average. If one batch touches more than r rows, those with the lowest ids
-enter.
+touched, where T is such that this is r rows on average. If one batch touches more than r rows, those with the lowest
+ids enter.
 
 That is of a cache of one set. FBGEMM's has sets of 32 ways, and a row stays until its set is full. Of rows that come to
 sets at random, those that fill one are in a Gamma distribution: as if the cache had more rows, or fewer.
@@ -98,7 +98,8 @@ class Heat:
         sizes, misses = self._misses
         # A set that fills early is of a smaller cache, and one that fills late of a larger one.
         as_if = np.multiply.outer(self._require(rows, "cached rows"), _set_sizes())
-        return np.interp(as_if, sizes, misses).mean(-1)
+        # All rows need no cache, whose sets would be too full for some.
+        return np.where(rows >= self.table_rows, 0.0, np.interp(as_if, sizes, misses).mean(-1))
 
     @property
     def held_rows(self) -> np.ndarray:

@@ -51,19 +51,20 @@ def test_hottest_rows_have_their_expected_lookups_in_streams(table):
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.6])
 def test_misses_are_those_of_a_simulated_cache(table, share):
     (heat,) = heat_of([table], BATCH)
-    rows = int(share * table.rows)
+    # Whole sets, as FBGEMM allocates them.
+    rows = int(share * table.rows) // 32 * 32
     seen, missed = cache_misses(
         (streams.stream(table, BATCH, seed)[0] for seed in range(150)), table.rows, rows, warm=100
     )
     assert heat.misses(rows) / heat.unique_rows == pytest.approx(missed.sum() / seen.sum(), abs=0.015)
 
 
-def test_misses_fall_with_the_cache_and_end_at_those_of_full_sets():
+def test_misses_fall_with_the_cache_and_end_at_none():
     for heat in heat_of(TABLES, BATCH):
         sizes = np.linspace(0, heat.table_rows, 200)
         misses = heat.misses(sizes)
         assert misses[0] == pytest.approx(heat.unique_rows)
-        assert misses[-1] < 0.1 * heat.unique_rows
+        assert misses[-1] == 0
         assert np.all(np.diff(misses) <= 1e-6)
 
 
@@ -103,7 +104,7 @@ def test_rows_that_a_histogram_never_saw_are_missed_as_in_data(alpha, batches, w
     blind, told = (heat_of([table], BATCH, unseen)[0] for unseen in (False, True))
     assert told.lookups @ told.rows == pytest.approx(blind.lookups @ blind.rows)
     assert np.all(np.diff(told.lookups) <= 0)
-    for rows in (500, 1000, 2000):
+    for rows in (512, 1024, 2016):
         seen, missed = cache_misses(
             (streams.stream(law, BATCH, seed)[0] for seed in range(150)), law.rows, rows, warm=100
         )
