@@ -194,8 +194,9 @@ def planned(
         for name, t in names.items()
     ]
     module = EmbeddingBagCollection(device=torch.device("meta"), tables=configs)
+    sharders: list[Any] = [EmbeddingBagCollectionSharder()]
     try:
-        plan = planner.plan(module, [EmbeddingBagCollectionSharder()]).plan[""]
+        plan: Any = planner.plan(module, sharders).plan[""]
     except PlannerError:
         return None
     factors = {}
