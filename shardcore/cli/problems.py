@@ -94,9 +94,26 @@ class HeatOptions:
     held: Annotated[float, "SHARE"] = 0.1
 
 
+@dataclass(frozen=True)
+class CollisionsOptions:
+    """Show how many lookups collide in a problem's hash tables, and the rows that keep them below a share.
+
+    ids: distinct raw ids that may come, of each table; their popularity follows the table's power law
+    lookups: of a stream in each table, which begins empty
+    most: share of lookups that may collide
+    """
+
+    problem: ProblemFile
+    _: KW_ONLY
+    ids: Annotated[Positive, "N"]
+    lookups: Annotated[Positive, "N"]
+    most: Annotated[float, "SHARE"] = 0.01
+
+
 def add_commands(commands: argparse._SubParsersAction) -> None:
     add_command(commands, ProblemOptions, problem)
     add_command(commands, HeatOptions, heat)
+    add_command(commands, CollisionsOptions, collisions)
 
 
 def heat(args: HeatOptions) -> None:
@@ -104,6 +121,13 @@ def heat(args: HeatOptions) -> None:
     from shardcore.report.heat_report import heat_table
 
     print(heat_table(files.read_problem(args.problem), args.held))
+
+
+def collisions(args: CollisionsOptions) -> None:
+    from shardcore.io import files
+    from shardcore.report.heat_report import collision_table
+
+    print(collision_table(files.read_problem(args.problem), args.ids, args.lookups, args.most))
 
 
 def problem(args: ProblemOptions) -> None:

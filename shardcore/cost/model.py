@@ -21,6 +21,7 @@ from shardcore.core.topology import Topology
 from shardcore.core.types import Plan, Problem, Setting, Shard
 from shardcore.core.validation import require_type, shown
 from shardcore.step.lower import Workload, lower
+from shardcore.tables.host_rows import in_one_cache
 
 
 @runtime_checkable
@@ -306,7 +307,7 @@ def _predicted(workload: Workload, model: CostModel) -> PredictedCost:
         for op in ops:
             if id(op) not in priced:
                 # Encodings add up over the shards of an op.
-                sums = model.encode(op.shards, op.batch).sum(0, keepdims=True)
+                sums = model.encode(in_one_cache(op.shards, op.batch), op.batch).sum(0, keepdims=True)
                 # The op's forward part; the rest is backward.
                 share = float(model.forward_share(sums)[0])
                 priced[id(op)] = float(model.head(sums)[0]), share

@@ -31,6 +31,7 @@ from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
 from shardcore.step.output_bytes import payload_bytes
 from shardcore.step.scopes import groups_of
+from shardcore.tables.host_rows import in_one_cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,7 +279,7 @@ class ProfileModel:
         floor_ms, op_ms = self.launch_ms, {}
         for batch in {op.batch for op in ops}:
             some = [op for op in ops if op.batch == batch]
-            work = self._work([shard for op in some for shard in op.shards], batch)
+            work = self._work([shard for op in some for shard in in_one_cache(op.shards, batch)], batch)
             shards_ms = profile_law.forward_ms(self._values, work) + profile_law.backward_ms(
                 self._values, work
             )

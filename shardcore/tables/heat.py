@@ -2,11 +2,14 @@
 
 Rows fall into classes that are looked up equally often, the hottest first. The cache is FBGEMM's: it takes the unique
 rows of a whole batch at once, keeps those of the current batch, and drops rows by the last batch that touched them
-(LRU). Its sets of 32 ways count as one.
+(LRU).
 
 Misses follow Che's approximation, in batches instead of requests. A cache of r rows holds what the last T batches
-touched, where T is such that this is r rows on average. If one batch touches more than r rows, a row that misses enters
-with a probability p, which is such that the cache is full.
+touched, where T is such that this is r rows on average. If one batch touches more than r rows, those with the lowest
+ids enter.
+
+That is of a cache of one set. FBGEMM's has sets of 32 ways, and a row stays until its set is full. Of rows that come to
+sets at random, those that fill one are in a Gamma distribution: as if the cache had more rows, or fewer.
 
 A reuse histogram knows the rows of one batch. Streams are drawn such that other rows are never looked up. In data they
 are. The estimate of Good and Turing (Good, Biometrika 1953) says how often: the next batch looks up unseen rows, in
@@ -14,14 +17,14 @@ all, as many times as there are rows that this batch saw once. Rows seen once ha
 rows seen twice. Which of these rows are hotter is not known; a power law is assumed. A histogram of several batches is
 more precise than one of a single batch.
 
-Shapes: K classes of rows, L lookups, N sizes, T tables.
+Shapes: K classes of rows, L lookups, N sizes, M memories of a cache, T tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -36,6 +39,8 @@ _RARE = 1.5
 """Lookups of the hottest row of the tail: between rows that a batch sees once and rows that it sees twice."""
 _TAIL = 64
 """Number of classes of the tail: rows that a batch sees once or never."""
+_WAYS, _PARTS = 32, 16
+"""Rows of a set of FBGEMM's cache, and equally probable parts that its distribution is divided into."""
 _MOST_BATCHES = 1e9
 """Longest memory of a cache, in batches. It holds nearly all rows that are ever looked up."""
 
@@ -91,7 +96,15 @@ class Heat:
         Raises ShardCoreError for a cache that is larger than the table.
         """
         sizes, misses = self._misses
-        return np.interp(self._require(rows, "cached rows"), sizes, misses)
+        # A set that fills early is of a smaller cache, and one that fills late of a larger one.
+        as_if = np.multiply.outer(self._require(rows, "cached rows"), _set_sizes())
+        # All rows need no cache, whose sets would be too full for some.
+        return np.where(rows >= self.table_rows, 0.0, np.interp(as_if, sizes, misses).mean(-1))
+
+    @property
+    def held_rows(self) -> np.ndarray:
+        """[M] rows of this table in a cache, for memories that rise alike for all tables: one is of one memory."""
+        return self._misses[0]
 
     def _require(self, rows: float | np.ndarray, what: str) -> np.ndarray:
         numbers = np.asarray(rows, dtype=float)
@@ -108,13 +121,18 @@ class Heat:
         """[points] sizes of a cache in rows, rising, and unique rows a batch that each misses."""
         # Half of the points are caches smaller than a batch's rows, half are larger ones.
         q, half = self.touched, _POINTS // 2
-        # p is the probability that a missed row enters a small cache: the smaller p, the smaller the cache.
-        p = np.geomspace(1e-6, 1, half)[:, None]
-        # T, the batches that a larger cache remembers. T = 1 is left out, as it equals p = 1.
+        # Slots of a set over the rows that come to it: the fewer, the smaller the cache. Above 2, all enter.
+        slots = np.geomspace(1e-6, 2, half)[:, None, None]
+        # Rows of a set in their order of entering, over its slots. The later, the fuller is the set.
+        last = np.minimum(1 / slots, 2)
+        order = last * ((np.arange(_PARTS) + 0.5) / _PARTS)[:, None]
+        enters = _has_room(order)
+        # T, the batches that a larger cache remembers. T = 1 is left out, as then all that come enter.
         batches = np.geomspace(1, _MOST_BATCHES, half)[1:, None]
         # In a small cache, a row stays as long as each batch touches it. The share of time h that it is held balances
         # entering and leaving: (1 - h) q p = h (1 - q).
-        scarce = q * p / np.maximum(1 - q + q * p, 1e-300)
+        held_by_order = q * enters / np.maximum(1 - q + q * enters, 1e-300)
+        scarce = (slots * last)[:, 0] * held_by_order.mean(1)
         # A larger cache holds a row if any of T batches touched it: 1 - (1 - q)^T. For q = 1 the log is infinite.
         with np.errstate(divide="ignore"):
             ample = -np.expm1(batches * np.log1p(-q))
@@ -160,6 +178,21 @@ def heat_of(tables: Sequence[Table], batch: int, unseen: bool = False) -> list[H
         for i, rows_in_bin, lookups_in_bin in zip(numbers, rows, sums, strict=True):
             of_reuse[i] = _of_reuse(tables[i], batch, rows_in_bin, lookups_in_bin, unseen)
     return [of_reuse.get(i) or _of_zipf(table, batch) for i, table in enumerate(tables)]
+
+
+def _has_room(order: np.ndarray) -> np.ndarray:
+    """[...] probability that a set still has room for a row, if so many per slot come before it in the mean."""
+    from scipy.stats import gamma
+
+    return gamma.sf(order * _WAYS, _WAYS)
+
+
+@lru_cache(maxsize=1)
+def _set_sizes() -> np.ndarray:
+    """[_PARTS] rows that fill a set, over its ways: their mean is about 1."""
+    from scipy.stats import gamma
+
+    return gamma.ppf((np.arange(_PARTS) + 0.5) / _PARTS, _WAYS) / _WAYS
 
 
 def row_counts(table: Table, ids: np.ndarray) -> np.ndarray:

@@ -9,16 +9,22 @@ Bytes that cross their link in each step:
 
 Optimizer state with a value for each row is always in device memory.
 
-Shapes: N sizes of a cache.
+An op of FBGEMM has one cache. Its rows are those of all its tables' load factors together, and all compete for them.
+
+Shapes: N sizes of a cache, M memories of one (heat.py).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
 from shardcore.core.catalog import OPTIMIZERS
+from shardcore.core.tiers import BELOW
 from shardcore.core.types import PRECISION_BYTES, Shard, Table
 from shardcore.step import access
 from shardcore.tables.heat import Heat, heat_of
@@ -34,7 +40,7 @@ def link_bytes(table: Table, cached: np.ndarray, batch: int, optimizer: str) -> 
     n_bytes = np.zeros((len(cached), 2))
     if (lookups := access.lookups(table, batch)) == 0:
         return n_bytes
-    heat = _heat(table, batch)
+    heat = _heat(_in_device_memory(table), batch)
     row = table.dim * PRECISION_BYTES[table.precision]
     # Read and written, so twice.
     state = 2 * heat.unique_rows * table.dim * OPTIMIZERS[optimizer].state_bytes("cell")
@@ -63,6 +69,39 @@ def link_bytes_of(shard: Shard, batch: int, optimizer: str) -> np.ndarray:
 def _of_table(table: Table, batch: int, optimizer: str) -> tuple[float, float]:
     [(forward, backward)] = link_bytes(table, np.array([table.cached(table.rows)]), batch, optimizer)
     return float(forward), float(backward)
+
+
+def held_rows(table: Table, batch: int) -> np.ndarray:
+    """[M] rows of a table in a cache, by how long it remembers. A cache of several tables has one memory for all."""
+    return _heat(_in_device_memory(table), batch).held_rows
+
+
+def in_one_cache(shards: Sequence[Shard], batch: int) -> tuple[Shard, ...]:
+    """The shards of an op with the load factors that its cache comes to, of which theirs only give the size."""
+    caches: dict[str, list[int]] = defaultdict(list)
+    for i, shard in enumerate(shards):
+        # Rows without lookups never enter.
+        if 0 < shard.table.load_factor < 1 and access.lookups(shard.table, batch):
+            caches[shard.table.precision].append(i)
+    found = list(shards)
+    for of_cache in caches.values():
+        cached = [shards[i] for i in of_cache]
+        # A range of rows is as hot as its table.
+        held = np.array([held_rows(s.table, batch) * (s.rows / s.table.rows) for s in cached])
+        size = sum(s.table.cached(s.rows) for s in cached)
+        memories = np.arange(held.shape[1])
+        memory = np.interp(size, held.sum(0), memories)
+        for i, shard, rows in zip(of_cache, cached, held, strict=True):
+            share = float(np.interp(memory, memories, rows)) / shard.rows
+            # Rows that a cache holds are not those of a table without one, be they all or none.
+            share = min(max(share, 1e-12), 1 - 1e-12)
+            found[i] = replace(shard, table=replace(shard.table, load_factor=share))
+    return tuple(found)
+
+
+def _in_device_memory(table: Table) -> Table:
+    """The table with all rows there: one key for all of its load factors."""
+    return replace(table, load_factor=1.0, tier=BELOW[0]) if table.in_host_memory else table
 
 
 @lru_cache(maxsize=1 << 10)

@@ -1,4 +1,7 @@
-"""FBGEMM's cache of rows, simulated: estimates of misses are checked against it."""
+"""FBGEMM's cache of rows, simulated row by row: estimates of misses are checked against it.
+
+Its sets have 32 ways. Source: lru_cache_populate.cu and lfu_cache_populate.cu of FBGEMM.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +9,58 @@ from collections.abc import Iterable
 
 import numpy as np
 
+WAYS = 32
 
-def lru_misses(batches: Iterable[np.ndarray], table_rows: int, rows: int, warm: int) -> tuple[int, int]:
-    """Unique rows that batches of ids touch, and those of them that an LRU cache of `rows` rows misses.
 
+def cache_misses(
+    batches: Iterable[np.ndarray], n_ids: int, rows: int, warm: int, policy: str = "lru"
+) -> tuple[np.ndarray, np.ndarray]:
+    """[n_ids] number of batches that touch each id, and of those that miss it, in a cache of `rows` rows.
+
+    rows: rounded up to whole sets.
+    n_ids: of all tables of the cache, one after another.
     warm: first batches, which fill the cache and are not counted.
+    policy: lru or lfu.
 
-    Rows of the current batch are never dropped for others of it, as in FBGEMM.
+    LRU drops no row of the current batch, and LFU none that was looked up more often than the one that comes.
     """
-    rng = np.random.default_rng(0)
-    last = np.full(table_rows, -1)  # last batch that touched each row; -1: none did
-    cached = np.zeros(table_rows, dtype=bool)
-    seen = missed = 0
+    sets = -(-rows // WAYS)
+    set_of = _hashed(np.arange(n_ids), sets)
+    held = np.full((sets, WAYS), -1)
+    rank = np.full((sets, WAYS), -1)  # of what is held: last batch, or number of lookups
+    cached = np.zeros(n_ids, dtype=bool)
+    looked_up, seen, missed = (np.zeros(n_ids, dtype=np.int64) for _ in range(3))
     for now, ids in enumerate(batches):
         # FBGEMM takes each row of a batch once, however often it is looked up.
-        unique = np.unique(ids)
+        unique, counts = np.unique(ids, return_counts=True)
+        looked_up[unique] += counts
         arriving = unique[~cached[unique]]
         if now >= warm:
-            seen, missed = seen + len(unique), missed + len(arriving)
-        last[unique] = now
-        # The latest rows stay; of these, cached ones before arriving ones. Which arriving ones stay is chance.
-        rows_now = np.concatenate([np.flatnonzero(cached), rng.permutation(arriving)])
-        arrives = np.arange(len(rows_now)) >= len(rows_now) - len(arriving)
-        cached[:] = False
-        cached[rows_now[np.lexsort((arrives, -last[rows_now]))[:rows]]] = True
+            seen[unique] += 1
+            missed[arriving] += 1
+        worth = np.full(n_ids, now) if policy == "lru" else looked_up
+        touched = np.isin(held, unique)
+        rank[touched] = worth[held[touched]]
+        # The most valuable of those that arrive come first in each set.
+        order = np.lexsort((-worth[arriving], set_of[arriving]))
+        arriving = arriving[order]
+        into, first, of_set = np.unique(set_of[arriving], return_index=True, return_inverse=True)
+        nth = np.arange(len(arriving)) - first[of_set]
+        arriving, of_set, nth = (x[nth < WAYS] for x in (arriving, of_set, nth))
+        way = np.argsort(rank[into], 1, kind="stable")[of_set, nth]
+        goes = rank[into[of_set], way]
+        enters = goes < now if policy == "lru" else goes <= worth[arriving]
+        at = into[of_set[enters]], way[enters]
+        dropped = held[at]
+        cached[dropped[dropped >= 0]] = False
+        held[at], rank[at] = arriving[enters], worth[arriving[enters]]
+        cached[arriving[enters]] = True
     return seen, missed
+
+
+def _hashed(ids: np.ndarray, sets: int) -> np.ndarray:
+    """[L] set of each id: MurmurHash3's finaliser, as FBGEMM's cache_slot."""
+    x = ids.astype(np.uint64)
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        x = (x ^ (x >> np.uint64(33))) * np.uint64(factor)
+    return ((x ^ (x >> np.uint64(33))) % np.uint64(sets)).astype(np.int64)

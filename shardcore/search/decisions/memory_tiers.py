@@ -8,7 +8,11 @@ Memory goes where a byte of it keeps most bytes off the link (RecShard, arXiv 22
 all devices together, before the search for places. At first less of it is shared out than there is, which
 leaves searches room to even out devices. After the search, a device's free memory goes to its tables.
 
-Shapes: N sizes of a cache.
+An op has one cache (tables/host_rows.py), in which a row stays as long as any other. So cached tables get the
+shares that a cache of one memory gives them, and every device has those, whichever of the tables it has. What
+such a cache holds in vain, rows that rarely recur, is better left out of it, without a cache.
+
+Shapes: M memories of a cache.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -32,14 +36,27 @@ from shardcore.search.decisions.towers import as_planned
 from shardcore.search.state.shards import priced
 from shardcore.step import access
 from shardcore.step.kinds import WHOLE_ROWS, Layout, layout_of
-from shardcore.step.memory import gib, held_bytes, host_bytes, require_fits, resident_bytes, used_bytes
+from shardcore.step.memory import (
+    CACHE_SET_ROWS,
+    CACHED_ROW_BYTES,
+    gib,
+    held_bytes,
+    host_bytes,
+    require_fits,
+    resident_bytes,
+    used_bytes,
+)
 from shardcore.step.memory_account import local_batch_bytes, table_bytes
-from shardcore.tables.host_rows import link_bytes
+from shardcore.tables.host_rows import held_rows, link_bytes
 
 SHARES = (1.0, 0.97, 0.9, 0.75, 0.5)
 """Shares of the memory for rows that are given to tables before the search."""
-_SIZES = 129
-"""Sizes of a cache that are weighed for each table."""
+_EVERY = 4
+"""Of the memories of a cache that are known, one of so many is weighed. Between two of them cost is linear."""
+_STEPS = (8, 2, 1)
+"""Memories of a cache are weighed in steps of the first, then around the best in smaller ones."""
+_HALVINGS = 30
+"""Of the price of host memory, until it holds what is there."""
 
 
 class MemoryTiers(Decision):
@@ -61,7 +78,7 @@ class MemoryTiers(Decision):
         for_rows = tier_bytes(in_device_memory(problem))
         for share in SHARES:
             try:
-                share_of.setdefault(tiered(problem, (share - 1) * for_rows), share)
+                share_of.setdefault(tiered(problem, (share - 1) * for_rows, model), share)
             # Smaller shares fit even less.
             except Infeasible:
                 if not share_of:
@@ -95,12 +112,14 @@ class Tier:
     device_bytes: bytes of weights, cache and optimizer state in device memory.
     host_bytes: bytes of weights and state in host memory.
     link_bytes: bytes that cross the link in a step.
+    cost: what is to be least. link_bytes where no model tells ms.
     """
 
     table: Table
     device_bytes: int
     host_bytes: int
     link_bytes: float
+    cost: float
 
 
 def tiers_of(problem: Problem) -> list[Tier]:
@@ -121,10 +140,11 @@ def gains_ms(problem: Problem, gibs: Sequence[float]) -> list[float]:
     return [now - link_ms(tiered(problem, more * 2**30)) for more in gibs]
 
 
-def tiered(problem: Problem, more_bytes: float = 0) -> Problem:
-    """The problem with the load factors that make the least bytes cross the link. It forgets its own.
+def tiered(problem: Problem, more_bytes: float = 0, model: CostModel | None = None) -> Problem:
+    """The problem with the load factors of the fastest lookups. It forgets its own.
 
     more_bytes: device memory, all devices together, beyond what the problem has. Negative: less.
+    model: cost model for any problem. None: those that make the least bytes cross the link.
 
     Raises Infeasible if device memory does not even hold the inputs and outputs of a step, and if host memory
     does not hold the tables that are there. Raises ShardCoreError for a problem without host memory, and as
@@ -142,48 +162,17 @@ def tiered(problem: Problem, more_bytes: float = 0) -> Problem:
     )
     # Rows of all caches are as wide as the widest: any table may have one.
     cached = with_load_factors(problem, {table.name: 0.5 for table in problem.tables})
-    choices = [choices_of(table, cached) for table in problem.tables]
-    try:
-        _require_budget(choices, budget, problem)
-        return _on_hosts(water_filled(choices, budget), problem)
-    except Infeasible as error:
-        # A cache leaves its whole table in host memory. So what has no room there may fit without caches.
-        try:
-            return _on_hosts(_without_caches(problem, budget), problem)
-        except Infeasible:
-            raise error from None
-
-
-def _without_caches(problem: Problem, budget: float) -> list[Tier]:
-    """The largest tables leave device memory as a whole, until the others fit."""
-    choices = {table.name: choices_of(table, problem) for table in problem.tables}
-    _require_budget(list(choices.values()), budget, problem)
-    # From no rows of any table, the smallest tables enter first.
-    tiers = {name: rising[0] for name, rising in choices.items()}
-    left = budget - sum(tier.device_bytes for tier in tiers.values())
-    for table in sorted(problem.tables, key=lambda t: t.bytes):
-        none, whole = choices[table.name][0], choices[table.name][-1]
-        left -= whole.device_bytes - none.device_bytes
-        if left < 0:
-            break
-        tiers[table.name] = whole
-    return list(tiers.values())
-
-
-def _require_budget(choices: Sequence[Sequence[Tier]], budget: float, problem: Problem) -> None:
-    """Raise Infeasible if device memory does not even hold tables that have no rows there."""
-    if (missing := sum(rising[0].device_bytes for rising in choices) - budget) > 0:
+    choices = choices_of(cached.tables, cached, model)
+    if (missing := sum(choice.none.device_bytes for choice in choices) - budget) > 0:
         raise Infeasible(
             f"problem {problem.name!r} lacks at least {gib(missing)} of device memory for "
             "inputs, outputs and optimizer state of rows, with all rows in host memory: it "
             "needs more devices, more memory, or a smaller batch"
         )
-
-
-def _on_hosts(tiers: Sequence[Tier], problem: Problem) -> Problem:
-    """The problem with these tiers. Raises Infeasible if host memory does not hold them."""
-    in_host, memory = sum(tier.host_bytes for tier in tiers), problem.topology.memory[0]
-    if in_host > (capacity := len(problem.topology.hosts) * memory.bytes):
+    memory = problem.topology.memory[0]
+    capacity = len(problem.topology.hosts) * memory.bytes
+    tiers = _within_hosts(choices, budget, capacity)
+    if (in_host := sum(tier.host_bytes for tier in tiers)) > capacity:
         raise Infeasible(
             f"problem {problem.name!r} would have {gib(in_host)} of tables in {TIERS[memory.tier].words}, "
             f"which may hold {gib(capacity)}; it needs {gib(in_host - capacity)} more of it, or "
@@ -221,7 +210,7 @@ def _tier_of(table: Table, problem: Problem) -> Tier:
     # Kinds over local batches are replicas: every device has the table.
     copies = len(problem.topology) if kinds and all(layout.local_batch for layout in kinds) else 1
     on_host = host_bytes(Shard.whole(table), problem)
-    return Tier(table, copies * _rows_bytes(table, problem), on_host, link)
+    return Tier(table, copies * _rows_bytes(table, problem), on_host, link, link)
 
 
 def _rows_bytes(table: Table, problem: Problem) -> int:
@@ -242,6 +231,11 @@ def _cache_widths(problem: Problem) -> Mapping[tuple[str, bool, str], int]:
     return {_op_of(table): table.dim for table in cached}
 
 
+def _a_set(table: Table) -> int:
+    """Bytes of a set of a cache that is as wide as a table."""
+    return CACHE_SET_ROWS * (table.dim * PRECISION_BYTES[table.precision] + CACHED_ROW_BYTES)
+
+
 def _op_of(table: Table) -> tuple[str, bool, str]:
     return table.collection, table.sequence, table.precision
 
@@ -251,41 +245,158 @@ def _kinds_of(table: Table, problem: Problem) -> list[Layout]:
     return [layout_of(kind) for kind in problem.kinds_of.get(table.name, ())]
 
 
-def choices_of(table: Table, problem: Problem) -> list[Tier]:
-    """The tiers that a table may have, by rising device bytes: no rows, a cache of some size, or all.
+@dataclass(frozen=True)
+class Choices:
+    """The tiers that a table may have.
 
-    All only, if the problem asks for kinds that TorchRec does not cache.
+    none: the one with the fewest device bytes: no rows of it there.
+    cached: [M] with a cache, by its memory. (): it needs none.
+    whole: with all rows in device memory.
+    """
+
+    none: Tier
+    cached: tuple[Tier, ...]
+    whole: Tier
+
+    def at(self, memory: int) -> list[Tier]:
+        """Those where caches have one memory."""
+        return [self.none, *self.cached[memory : memory + 1], self.whole]
+
+
+def choices_of(tables: Sequence[Table], problem: Problem, model: CostModel | None) -> list[Choices]:
+    """The tiers that each table may have."""
+    choices = [_choices_of(table, problem) for table in tables]
+    return choices if model is None else _in_ms(choices, problem, model.for_problem(problem))
+
+
+# Cached, as each share of the memory asks for the same.
+@lru_cache(maxsize=1 << 12)
+def _choices_of(table: Table, problem: Problem) -> Choices:
+    """The tiers that a table may have, by bytes over the link.
+
+    All of its rows in device memory only, if the problem asks for kinds that TorchRec does not cache.
     """
     whole = _tier_of(replace(table, load_factor=1.0), problem)
     if (kinds := _kinds_of(table, problem)) and not any(layout.caches for layout in kinds):
-        return [whole]
-    # By ratio: the first cached rows are the hottest, so they save most.
-    sizes = np.unique(np.geomspace(1, table.rows, _SIZES).astype(int))
-    least = [0] * bool(TIERS[table.tier].kernel)
-    # Nothing crosses the link for a table without lookups, so it needs no cache.
-    used = access.lookups(table, problem.global_batch)
-    sizes = np.append(least, sizes[sizes < table.rows] if used else [])
+        return Choices(whole, (), whole)
+    none = _tier_of(replace(table, load_factor=0.0), problem)
+    # Nothing crosses the link for a table without lookups, so it needs no cache. One row is none or whole.
+    if table.rows == 1 or not access.lookups(table, problem.global_batch):
+        return Choices(none, (), whole)
+    held = held_rows(table, problem.global_batch)[::_EVERY]
+    sizes = np.clip(held.astype(int), 1, table.rows - 1)
     link = link_bytes(table, sizes, problem.global_batch, problem.optimizer).sum(1)
-    choices = []
-    for size, n_bytes in zip(sizes.tolist(), link.tolist(), strict=True):
-        cached = replace(table, load_factor=size / table.rows)
-        on_host = host_bytes(Shard.whole(cached), problem)
-        choices.append(Tier(cached, _rows_bytes(cached, problem), on_host, n_bytes))
-    return [*choices, whole]
+    least, most = (_tier_of(replace(table, load_factor=n / table.rows), problem) for n in (1, table.rows - 1))
+    # Device bytes are linear in cached rows.
+    n_bytes = (
+        np.interp(sizes, (1, table.rows - 1), (least.device_bytes, most.device_bytes)).round().astype(int)
+    )
+    cached = (
+        replace(least, table=replace(table, load_factor=n / table.rows), device_bytes=b, link_bytes=x, cost=x)
+        for n, b, x in zip(sizes.tolist(), n_bytes.tolist(), link.tolist(), strict=True)
+    )
+    return Choices(none, tuple(cached), whole)
 
 
-def water_filled(choices: Sequence[Sequence[Tier]], budget: float) -> list[Tier]:
-    """One tier of each table, with the least bytes over the link together under a budget of device bytes.
+def _in_ms(choices: Sequence[Choices], problem: Problem, model: CostModel) -> list[Choices]:
+    """The choices by what they add to the ms of an op with an even share of all tables."""
+    beside = model.encode([Shard.whole(t) for t in problem.tables]).sum(0) / len(problem.topology)
+    # Those that stand for all: ms of other caches are linear in what crosses the link.
+    some = [(c.none, *(c.cached and (c.cached[0], c.cached[-1])), c.whole) for c in choices]
+    codes = model.encode([Shard.whole(tier.table) for tiers in some for tier in tiers])
+    all_ms = iter((model.head(beside + codes) - model.head(beside[None])).tolist())
+    found = []
+    for choice, tiers in zip(choices, some, strict=True):
+        none, *caches, whole = (replace(tier, cost=next(all_ms)) for tier in tiers)
+        cached = choice.cached
+        if caches:
+            crossing, known = zip(*sorted((tier.link_bytes, tier.cost) for tier in caches), strict=True)
+            ms = np.interp([tier.link_bytes for tier in cached], crossing, known)
+            cached = tuple(replace(tier, cost=x) for tier, x in zip(cached, ms.tolist(), strict=True))
+        found.append(Choices(none, cached, whole))
+    return found
+
+
+def shared_out(choices: Sequence[Choices], budget: float, host_price: float = 0.0) -> list[Tier]:
+    """One tier of each table, with the least cost together under a budget of device bytes.
+
+    host_price: cost of a byte of host memory.
+
+    Caches have one memory. The best of all memories is found as if cost fell up to it and rose after it.
+    """
+    n = max((len(choice.cached) for choice in choices), default=0)
+
+    @cache
+    def at(memory: int) -> tuple[float, list[Tier]]:
+        found = _remembered(choices, memory, budget, host_price)
+        return sum(_cost(tier, host_price) for tier in found), found
+
+    best, low, high = 0, 0, max(n, 1)
+    for step in _STEPS:
+        best = min((*range(low, high, step), best), key=lambda memory: at(memory)[0])
+        low, high = max(best - step, 0), min(best + step + 1, max(n, 1))
+    return at(best)[1]
+
+
+def _remembered(choices: Sequence[Choices], memory: int, budget: float, host_price: float) -> list[Tier]:
+    """The best tiers with a memory of caches from this one up to the next, as far as the budget goes."""
+    filled = water_filled([choice.at(memory) for choice in choices], budget, host_price)
+    more = {
+        i: choice.cached[memory + 1]
+        for i, (choice, tier) in enumerate(zip(choices, filled, strict=True))
+        if memory + 1 < len(choice.cached) and tier is choice.cached[memory]
+    }
+    grows = sum(tier.device_bytes - filled[i].device_bytes for i, tier in more.items())
+    left = budget - sum(tier.device_bytes for tier in filled)
+    part = min(1.0, left / grows) if grows > 0 else 0.0
+    for i, tier in more.items():
+        filled[i] = _between(filled[i], tier, part)
+    return filled
+
+
+def _between(less: Tier, more: Tier, part: float) -> Tier:
+    """A cache of a size between two, in whole rows. Its misses are linear in rows."""
+    rows = less.table.rows
+    few, many = less.table.cached(rows), more.table.cached(rows)
+    size = int(few + part * (many - few))
+    part = (size - few) / max(many - few, 1)
+    return replace(
+        less,
+        table=replace(less.table, load_factor=size / rows),
+        device_bytes=round(less.device_bytes + part * (more.device_bytes - less.device_bytes)),
+        link_bytes=less.link_bytes + part * (more.link_bytes - less.link_bytes),
+        cost=less.cost + part * (more.cost - less.cost),
+    )
+
+
+def _within_hosts(choices: Sequence[Choices], budget: float, capacity: float) -> list[Tier]:
+    """The best tiers that hosts hold. If none is found, those that come nearest to it."""
+    tiers = shared_out(choices, budget)
+    low, high = -18.0, 6.0
+    # The least price of host memory, by its logarithm, at which tables that are not worth it leave it.
+    for _ in range(_HALVINGS if sum(tier.host_bytes for tier in tiers) > capacity else 0):
+        middle = (low + high) / 2
+        found = shared_out(choices, budget, 10**middle)
+        if sum(tier.host_bytes for tier in found) <= capacity:
+            tiers, high = found, middle
+        else:
+            low = middle
+    return tiers
+
+
+def water_filled(choices: Sequence[Sequence[Tier]], budget: float, host_price: float = 0.0) -> list[Tier]:
+    """One tier of each table, with the least cost together under a budget of device bytes.
 
     choices: tiers of each table, the first with the fewest device bytes.
+    host_price: cost of a byte of host memory.
 
-    Exact but for one step of one table: steps go by bytes saved a byte, along each table's lower
+    Exact but for one step of one table: steps go by cost saved a byte, along each table's lower
     convex hull. Of the first that does not fit, a part is used.
     """
-    hulls = [_hull(tiers) for tiers in choices]
+    hulls = [_hull(tiers, host_price) for tiers in choices]
     # One list over all tables, to take the steps that save most a byte first.
     steps = [
-        (-_saved(hull[i], hull[i + 1]), table, i)
+        (-_saved(hull[i], hull[i + 1], host_price), table, i)
         for table, hull in enumerate(hulls)
         for i in range(len(hull) - 1)
     ]
@@ -299,30 +410,34 @@ def water_filled(choices: Sequence[Sequence[Tier]], budget: float) -> list[Tier]
             # Later steps of this table need this one first.
             stuck.add(table)
             fitting = [tier for tier in choices[table] if tier.device_bytes <= now.device_bytes + left]
-            then = min(fitting, key=lambda tier: tier.link_bytes)
-            if then.link_bytes >= now.link_bytes:
+            then = min(fitting, key=lambda tier: _cost(tier, host_price))
+            if _cost(then, host_price) >= _cost(now, host_price):
                 continue
         left -= then.device_bytes - now.device_bytes
         filled[table] = then
     return filled
 
 
-def _hull(tiers: Sequence[Tier]) -> list[Tier]:
-    """The lower convex hull of link bytes over device bytes."""
+def _hull(tiers: Sequence[Tier], host_price: float) -> list[Tier]:
+    """The lower convex hull of cost over device bytes."""
     hull: list[Tier] = []
-    for tier in sorted(tiers, key=lambda t: (t.device_bytes, t.link_bytes)):
-        if hull and tier.link_bytes >= hull[-1].link_bytes:  # more memory for nothing
+    for tier in sorted(tiers, key=lambda t: (t.device_bytes, _cost(t, host_price))):
+        if hull and _cost(tier, host_price) >= _cost(hull[-1], host_price):  # more memory for nothing
             continue
         # Drop tiers above the line from their neighbour before to this one.
-        while len(hull) > 1 and _saved(hull[-2], tier) >= _saved(hull[-2], hull[-1]):
+        while len(hull) > 1 and _saved(hull[-2], tier, host_price) >= _saved(hull[-2], hull[-1], host_price):
             hull.pop()
         hull.append(tier)
     return hull
 
 
-def _saved(a: Tier, b: Tier) -> float:
-    """Bytes off the link that a byte of device memory saves."""
-    return (a.link_bytes - b.link_bytes) / (b.device_bytes - a.device_bytes)
+def _cost(tier: Tier, host_price: float) -> float:
+    return tier.cost + host_price * tier.host_bytes
+
+
+def _saved(a: Tier, b: Tier, host_price: float) -> float:
+    """Cost that a byte of device memory saves."""
+    return (_cost(a, host_price) - _cost(b, host_price)) / (b.device_bytes - a.device_bytes)
 
 
 def filled(plan: Plan, problem: Problem, model: CostModel) -> tuple[Problem, Plan]:
@@ -342,8 +457,10 @@ def filled(plan: Plan, problem: Problem, model: CostModel) -> tuple[Problem, Pla
     free = [may - used for may, used in zip(held_bytes(problem), used_bytes(plan, problem), strict=True)]
     factors: dict[str, float] = {}
     for device, here in on_device.items():
-        budget = sum(_rows_bytes(table, problem) for table in here) + free[device]
-        tiers = water_filled([choices_of(table, problem) for table in here], budget)
+        # Caches are allocated in whole sets: less than one of each op's is empty.
+        widest = {_op_of(table): _a_set(table) for table in sorted(here, key=lambda t: t.dim)}
+        budget = sum(_rows_bytes(table, problem) for table in here) + free[device] - sum(widest.values())
+        tiers = shared_out(choices_of(here, problem, model), budget)
         factors |= {tier.table.name: tier.table.load_factor for tier in tiers}
     # Placements name tables, so they change with them.
     better = with_load_factors(problem, factors)

@@ -1,0 +1,295 @@
+"""Plans for tables that do not fit in device memory: ours against three other ways, and our law of a cache.
+
+    python -m bench.tiers plans --problems 30 --out plans.jsonl
+    python -m bench.tiers misses --problems 30 --out misses.jsonl
+
+Run again, a part goes on from there. Nothing is measured: rows in host memory need a GPU.
+
+plans: 12 to 24 tables on 4 H100 (profile nvidia-h100-sxm), half of the problems by power laws, half from the
+    calibrated pool, with device memory for 5% to 60% of the weights beside what a step needs. In every third
+    one, device and host memory together hold 15% more than the weights. All arms are priced by one model,
+    ours: one LRU cache an op, as wide as its widest table. All plans are for the same bytes, and keep to them.
+    Arms:
+
+    ours: `plan --tiers`.
+    TorchEasyRec: its dynamic program over HBM and DDR, reimplemented, in TorchRec's planner.
+    scale-up: TorchRec's planner with its own EmbeddingOffloadScaleupProposer.
+    largest to host: until the others fit. Then our search for places.
+
+    Both planners run with several load factors, sharding types and shares of the memory; the plan that is
+    cheapest under our model counts. Its load factors get our search for places, too.
+misses: caches of 1 to 4 tables by power laws, predicted, and simulated row by row as FBGEMM has them: sets of
+    32 ways, LRU, in 40 batches once they are full (600 batches at most). LFU is simulated too, not predicted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torchrec.distributed.planner.proposers import EmbeddingOffloadScaleupProposer, UniformProposer
+
+from bench import common
+from bench.common import say
+from bench.peers.tiers import DynamicProgram, planned
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.topology import Device
+from shardcore.core.types import Problem, Shard, Table
+from shardcore.cost.model import CostModel
+from shardcore.cost.profile import load_profile
+from shardcore.report.text import markdown_table
+from shardcore.search import SHARDERS, Budget
+from shardcore.search.decisions.driver import decide
+from shardcore.search.decisions.memory_tiers import MemoryTiers, tier_bytes, tiers_of, with_load_factors
+from shardcore.search.state.shards import priced
+from shardcore.step.memory import fits
+from shardcore.tables import streams
+from shardcore.tables.generate import generate_pool
+from shardcore.tables.heat import heat_of
+from shardcore.tables.host_rows import in_one_cache
+from shardcore.torchrec.planner_pieces import quiet
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "tables"))
+
+import lru
+
+Row = dict[str, Any]
+PROFILE, DEVICES, BATCH, EVALS = "nvidia-h100-sxm", 4, 16_384, 2_000
+WEIGHTS = (0.05, 0.15, 0.3, 0.6)
+"""Shares of the weights that fit in device memory."""
+FACTORS = (0.01, 0.2)
+"""Load factors that planners start from, or offer. 0.2 is TorchRec's default."""
+TYPES = ("table_wise", "column_wise", "row_wise")
+MEMORY = (1.0, 0.97, 0.9, 0.75, 0.5)
+"""Shares of the memory that an arm gets, as ours tries them."""
+
+
+# --- plans --------------------------------------------------------------------------------------------------
+
+
+def drawn(seed: int) -> Problem:
+    rng = np.random.default_rng([seed, 29])
+    n = int(rng.integers(12, 25))
+    if seed % 2:
+        pool = [t for t in generate_pool() if t.pooling > 0.01]
+        tables = tuple(pool[k] for k in rng.choice(len(pool), n, replace=False))
+    else:
+        tables = tuple(
+            Table(
+                f"t{i}",
+                int(10 ** rng.uniform(4.5, 7.5)),
+                int(rng.choice((32, 64, 128))),
+                float(rng.lognormal(1.5, 1.0)),
+                Zipf(float(rng.uniform(0.5, 1.3))),
+            )
+            for i in range(n)
+        )
+    weights = sum(t.bytes for t in tables)
+    on_host = int(weights * (1.15 - WEIGHTS[seed % len(WEIGHTS)] if seed % 3 == 2 else 2))
+    topology = load_profile(PROFILE).topology(1, DEVICES, on_host)
+    rich = Problem(
+        f"tiers-{seed}", tables, replace(topology, devices=(Device(1 << 40),) * DEVICES), BATCH, "exact_sgd"
+    )
+    beside = DEVICES * (1 << 40) - tier_bytes(rich)
+    memory = int(beside + WEIGHTS[seed % len(WEIGHTS)] * weights) // DEVICES
+    return replace(rich, topology=replace(topology, devices=(Device(memory),) * DEVICES))
+
+
+def searched(problem: Problem, model: CostModel) -> float:
+    """ms of our plan. Infinite: there is none."""
+    try:
+        plan = SHARDERS["portfolio"](problem, model.for_problem(problem), budget=Budget(EVALS))
+    except Infeasible:
+        return np.inf
+    return plan.provenance["predicted_ms"]
+
+
+def ours(problem: Problem, model: CostModel) -> Sequence[float]:
+    return [decide(problem, model, [MemoryTiers()], SHARDERS["portfolio"], budget=Budget(EVALS)).ms]
+
+
+def easy_rec(problem: Problem, model: CostModel) -> Sequence[float]:
+    kernels = "fused", "fused_uvm", "fused_uvm_caching"
+    return _rival(problem, model, lambda: [DynamicProgram(), UniformProposer()], kernels, [TYPES])
+
+
+def scale_up(problem: Problem, model: CostModel) -> Sequence[float]:
+    # It takes one sharding type a table.
+    types = [[name] for name in TYPES]
+    return _rival(problem, model, lambda: [EmbeddingOffloadScaleupProposer()], ["fused_uvm_caching"], types)
+
+
+def _rival(
+    problem: Problem,
+    model: CostModel,
+    proposers: Callable[[], Sequence[Any]],
+    kernels: Sequence[str],
+    types: Sequence[Sequence[str]],
+) -> Sequence[float]:
+    """ms of its best plan, and of the best with its load factors and our places."""
+    best, chosen = np.inf, None
+    for some, factor in ((some, factor) for some in types for factor in FACTORS):
+        for share in MEMORY:
+            with quiet():
+                found = planned(problem, proposers(), kernels, some, factor, share)
+            if found is None:
+                continue
+            own, placements = found
+            try:
+                plan = priced(placements, own, model.for_problem(own))
+            # Rows that do not divide evenly are no plan that TorchRec trains.
+            except ShardCoreError:
+                break
+            if fits(plan, own):
+                best, chosen = min((best, chosen), (plan.provenance["predicted_ms"], own), key=lambda x: x[0])
+                break
+    return [best, searched(chosen, model) if chosen else np.inf]
+
+
+def largest_to_host(problem: Problem, model: CostModel) -> Sequence[float]:
+    names = [t.name for t in sorted(problem.tables, key=lambda t: -t.bytes)]
+    several = [with_load_factors(problem, dict.fromkeys(names[:n], 0.0)) for n in range(len(names) + 1)]
+    found = [np.inf]
+    for share in MEMORY:
+        fitting = (p for p in several if sum(t.device_bytes for t in tiers_of(p)) <= share * tier_bytes(p))
+        found += [searched(p, model) for p in [next(fitting, None)] if p]
+    return [min(found)]
+
+
+ARMS = {
+    "ours": ours,
+    "TorchEasyRec's dynamic program": easy_rec,
+    "TorchRec's scale-up": scale_up,
+    "largest to host": largest_to_host,
+}
+
+
+def plans(seed: int) -> Row:
+    problem, model = drawn(seed), load_profile(PROFILE).model()
+    ms = {}
+    for name, arm in ARMS.items():
+        for what, one in zip((name, f"{name}, our places"), arm(problem, model), strict=False):
+            ms[what] = float(one) if np.isfinite(one) else None
+    return {"ms": ms}
+
+
+def plans_report(rows: Sequence[Row]) -> str:
+    cells = []
+    for name in rows[0]["ms"]:
+        if ratios := [r["ms"][name] / r["ms"]["ours"] for r in rows if r["ms"][name]]:
+            figures = f"{np.median(ratios):.3f}", f"{min(ratios):.3f} to {max(ratios):.3f}"
+            cells.append([name, *figures, str(sum(x < 0.9995 for x in ratios)), str(len(ratios))])
+    return markdown_table(["arm", "ms over ours, median", "range", "faster than ours", "has a plan"], cells)
+
+
+# --- misses -------------------------------------------------------------------------------------------------
+
+
+def misses(seed: int, counted: int = 40, least: int = 80, most: int = 600) -> Row:
+    rng = np.random.default_rng([seed, 31])
+    tables = [
+        Table(
+            f"t{i}",
+            int(10 ** rng.uniform(3.5, 5)),
+            16,
+            float(rng.uniform(1, 10)),
+            Zipf(float(rng.uniform(0.4, 1.4))),
+            load_factor=float(rng.uniform(0.05, 0.5)),
+        )
+        for i in range(int(rng.integers(1, 5)))
+    ]
+    size, batch = sum(t.cached(t.rows) for t in tables), 512
+    heats = heat_of(tables, batch)
+    together = in_one_cache([Shard.whole(t) for t in tables], batch)
+    predicted = sum(
+        float(h.misses(s.table.cached(h.table_rows))) for h, s in zip(heats, together, strict=True)
+    )
+    # Batches until the cache is full, twice.
+    memories = np.geomspace(1, most, 200)
+    with np.errstate(divide="ignore"):
+        touched = sum(h.rows @ -np.expm1(np.outer(np.log1p(-h.touched), memories)) for h in heats)
+    warm = int(np.clip(2 * np.interp(size, touched, memories), least, most))
+    first = np.cumsum([0, *(t.rows for t in tables)])
+
+    def ids(i: int) -> np.ndarray:
+        drawn_ids = (streams.stream(t, batch, i)[0] for t in tables)
+        return np.concatenate([one + start for one, start in zip(drawn_ids, first[:-1], strict=True)])
+
+    def simulated(policy: str) -> float:
+        seen, missed = lru.cache_misses(map(ids, range(warm + counted)), int(first[-1]), size, warm, policy)
+        return float(missed.sum() / seen.sum())
+
+    return {
+        "tables": len(tables),
+        "rows": size,
+        "warm": warm,
+        "predicted": predicted / sum(h.unique_rows for h in heats),
+        "lru": simulated("lru"),
+        "lfu": simulated("lfu"),
+    }
+
+
+def misses_report(rows: Sequence[Row]) -> str:
+    cells = []
+    for name, some in (
+        ("1", [r for r in rows if r["tables"] == 1]),
+        ("2 to 4", [r for r in rows if r["tables"] > 1]),
+    ):
+        off = [100 * abs(r["predicted"] - r["lru"]) for r in some] or [np.nan]
+        fewer = [100 * (r["lru"] - r["lfu"]) for r in some] or [np.nan]
+        within = sum(x <= 1 for x in off)
+        cells.append(
+            [
+                name,
+                str(len(some)),
+                f"{np.mean(off):.2f}",
+                f"{max(off):.2f}",
+                str(within),
+                f"{np.mean(fewer):.1f}",
+            ]
+        )
+    head = [
+        "tables of a cache",
+        "caches",
+        "mean off, points",
+        "most",
+        "within 1 point",
+        "LFU misses fewer by",
+    ]
+    return markdown_table(head, cells)
+
+
+PARTS: Mapping[str, tuple[Callable[[int], Row], Callable[[Sequence[Row]], str]]] = {
+    "plans": (plans, plans_report),
+    "misses": (misses, misses_report),
+}
+"""By name: what one drawn problem gives, and the report of all."""
+
+
+def main() -> None:
+    parser = common.parser(
+        __doc__,
+        {"part": f"one of {', '.join(PARTS)}"},
+        problems=(30, "to draw"),
+        first=(0, "number of the first"),
+        out=(..., "a line of JSON for each problem"),
+    )
+    args = parser.parse_args()
+    if args.part not in PARTS:
+        parser.error(f"part is {args.part!r}; known are {', '.join(PARTS)}")
+    take, show = PARTS[args.part]
+    rows = common.rows_with(args.out, {"part": args.part})
+    for seed in range(args.first + len(rows), args.first + args.problems):
+        rows.append({"part": args.part, "seed": seed, **take(seed)})
+        common.write_lines(args.out, rows)
+        say(f"{len(rows)} of {args.problems}")
+    print(show(rows))
+
+
+if __name__ == "__main__":
+    main()
