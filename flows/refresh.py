@@ -1,8 +1,6 @@
 """refresh: bring everything up to date by dvc repro, then promote and publish."""
 
 import argparse
-import os
-import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from prefect import flow
 from flows.promote import promote
 from flows.publish import publish
 from shardcore import report
+from shardcore.cli.published import open_page
 from shardcore.core.errors import ShardCoreError
 from shardcore.io import schema
 from tasks import console, links, params, paths, services
@@ -149,14 +148,6 @@ def overrides_of(path: Path) -> dict[str, dict[str, Any]]:
     return {str(name): dict(values) for name, values in found.items()}
 
 
-def open_page(page: Path) -> None:
-    """Show where a page is, and open it where there is a screen."""
-    if page.exists():
-        console.show("text", f"  page         {page.resolve().as_uri()}\n")
-        if any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY")):
-            webbrowser.open(page.resolve().as_uri())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m flows.refresh",
@@ -192,7 +183,10 @@ def main() -> None:
         table = f"Predicted cost of one training step, embeddings only\n\n{done}\n{LEGEND}{WHERE_NEXT}"
         console.show("text", f"\n{table if args.target == STAGES[-1] else done}")
         if args.open:
-            open_page(Path(params.section("publish", PublishConfig).plans, "index.html"))
+            index = Path(params.section("publish", PublishConfig).plans, "index.html")
+            if index.exists():
+                console.show("text", f"  page         {index.resolve().as_uri()}\n")
+                open_page(index)
 
     services.run_flow(run)
 
