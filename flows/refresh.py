@@ -18,7 +18,7 @@ from tasks.artifacts import create_markdown_artifact
 from tasks.evaluate import EvaluateConfig
 from tasks.measure import MeasureConfig
 from tasks.promote import PromoteConfig
-from tasks.publish import PublishConfig
+from tasks.publish import PublishConfig, publish_first
 from tasks.refresh import (
     OPTIONAL,
     STAGES,
@@ -65,6 +65,9 @@ def refresh(
     if push:
         require_pushable()
     override_params(overrides or {}, SECTIONS)
+    if target == STAGES[-1]:
+        config = params.section("publish", PublishConfig)
+        publish_first(sorted(paths.PROBLEMS.glob("*.json")), config.plans, config)
     stages = repro(target)
     targets: list[Stage] = [target]
     if target == STAGES[-1] and params.section(OPTIONAL, TrainPolicyConfig).algorithm:

@@ -46,6 +46,7 @@ STYLE = f"""
 #tables td:not(:nth-child(n+8)) {{ white-space: nowrap; }} #what-if-says {{ min-height: 1.5em; }}
 .tools {{ margin: .5rem 0; }} .tools > * {{ margin-right: 1rem; font: inherit; }}
 #what-if {{ border: 1px solid light-dark(#ddd, #444); border-radius: 6px; padding: .2rem 1rem; margin: 1rem 0; }}
+#what-if select:disabled, #what-if table:has(tbody:empty) {{ display: none; }}
 #theme {{ float: right; font-size: .8rem; font-weight: 400; }} .glance {{ font-size: 1.1rem; }}
 .legend span {{ margin-right: 1rem; white-space: nowrap; }}
 .legend i {{ display: inline-block; width: .8em; height: .8em; margin-right: .3em; }}
@@ -66,16 +67,16 @@ def policy() -> str:
 def glance(now: Version) -> str:
     """One sentence: the bottleneck device, and why it is that."""
     cost, d = now.cost, _last(now)
-    parts = {"compute": cost.compute_ms[d], "the exchange of gradients": cost.backward_comm_ms[d]}
-    most = max(parts, key=parts.__getitem__)
     others = [ms for i, ms in enumerate(cost.waiting_ms) if i != d]
     on_it = [x for x in now.what_if.shards if x.device == d] if now.what_if else []
     largest = max(on_it, key=lambda x: x.saves_ms, default=None)
-    why = f"{parts[most]:.3f} ms of {most}"
-    if largest and most == "compute":
-        why += f", {largest.saves_ms:.3f} of them for table {largest.placement.shard.table.name}"
-    waits = f"; the others wait {sum(others) / len(others):.3f} ms for it in the mean" if others else ""
-    return f"Device {d} is the bottleneck: it is ready last, after {why}{waits}."
+    compute, exchange = cost.compute_ms[d], max(cost.forward_comm_ms) + cost.backward_comm_ms[d]
+    why = f"its compute takes {compute:.3f} ms, with a mean of {sum(cost.compute_ms) / len(cost.compute_ms):.3f}"
+    if largest:
+        why += f" ({largest.saves_ms:.3f} for table {largest.placement.shard.table.name})"
+    waits = f"; the others wait {sum(others) / len(others):.3f} ms for it on average" if others else ""
+    share = f"; exchanges take {exchange / cost.total_ms:.0%} of the step" if exchange else ""
+    return f"Device {d} is the bottleneck, ready last: {why}{waits}{share}."
 
 
 def _last(version: Version) -> int:
@@ -237,7 +238,7 @@ def _rounded(array: np.ndarray) -> Any:
 
 def _short(x: float) -> float:
     """A number in as few digits as its use needs."""
-    return int(x) if x == int(x) else float(f"{x:.9g}")
+    return int(x) if x == int(x) else float(f"{x:.12g}")
 
 
 def _by_table(plan: Plan) -> dict[str, list[Placement]]:

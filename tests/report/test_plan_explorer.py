@@ -254,5 +254,5 @@ def test_a_table_is_chosen_and_moved_by_keys_and_put_back(tmp_path):
 def test_a_sentence_names_the_bottleneck_and_why():
     now = asked(AnalyticModel(Setting("made-up", 64)))
     d = int(np.argmax(np.array(now.cost.compute_ms) + now.cost.backward_comm_ms))
-    assert plan_explorer.glance(now).startswith(f"Device {d} is the bottleneck: it is ready last, after ")
-    assert "for table t" in plan_explorer.glance(now) and "the others wait" in plan_explorer.glance(now)
+    assert plan_explorer.glance(now).startswith(f"Device {d} is the bottleneck, ready last: its compute ")
+    assert " for table t" in plan_explorer.glance(now) and "the others wait" in plan_explorer.glance(now)
