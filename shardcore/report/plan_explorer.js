@@ -21,7 +21,7 @@
   const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
   const most = (numbers) => numbers.reduce((a, b) => Math.max(a, b), -Infinity);
   const ms = (x) => x.toFixed(3);
-  const percent = (x) => `${x < 0 ? "−" : "+"}${Math.abs(100 * x).toFixed(Math.abs(x) < 0.01 ? 2 : 1)}%`;
+  const percent = (x) => Math.abs(x) < 5e-5 ? "no change" : `${x < 0 ? "−" : "+"}${Math.abs(100 * x).toFixed(Math.abs(x) < 0.01 ? 2 : 1)}%`;
   const size = (bytes) => {
     const [unit, name] = bytes >= 0.1 * 2 ** 30 ? [2 ** 30, "GiB"] : bytes >= 0.1 * 2 ** 20 ? [2 ** 20, "MiB"] : [1, "bytes"];
     return unit > 1 ? `${(bytes / unit).toFixed(2)} ${name}` : `${bytes.toLocaleString("en")} bytes`;
