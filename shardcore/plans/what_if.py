@@ -1,8 +1,8 @@
 """Moving one shard to another device: what a step and memory become, from sums that a page can carry.
 
-Memory is exact: in each phase it is a sum over shards (step/memory_account.py). Compute is exact where a cost model
-adds ms up. Exchanges follow a linear law in a few sums of bytes, fitted to moves that the model prices. What all of
-this is off by is found on other moves, each priced as a plan of its own.
+Memory is exact: in each phase it is a sum over shards (step/memory_account.py). Compute is exact where a cost
+model adds ms up. Exchanges follow a linear law in a few sums of bytes, fitted to moves that the model prices.
+What all of this is off by is found on other moves, each priced as a plan of its own.
 
 Only shards of one device move: of kinds that divide rows or replicate them, each device has its share.
 
@@ -28,7 +28,7 @@ from shardcore.step.output_bytes import output_bytes
 from shardcore.step.traffic import row_in, shared_on_units
 
 _FITTED, _CHECKED, _PROBES = 200, 24, 64
-"""Moves that exchanges are fitted to, moves that the result is checked on, shards that tell a device's pace."""
+"""Moves of the fit, moves of the check, and shards that tell a device's pace."""
 MOST_SKEW_MS = 10.0
 """Later starts cost an exchange no more (cost/collective_model.py)."""
 Move = tuple[int, int]
@@ -122,7 +122,7 @@ class WhatIf:
         return counts
 
     def after(self, moves: Sequence[Move]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[K, D] compute ms, and [K, runs, D] bytes of outputs and of ids, after each of some moves from the plan."""
+        """[K, D] compute ms, and [K, runs, D] bytes of outputs and of ids, after each of some moves."""
         compute = np.tile(self.compute_ms, (len(moves), 1))
         outputs, ids = (np.tile(x, (len(moves), 1, 1)) for x in (self.output_bytes, self.id_bytes))
         for k, (i, device) in enumerate(moves):
@@ -169,7 +169,7 @@ class WhatIf:
         return devices
 
     def targets(self, i: int, problem: Problem) -> list[int]:
-        """Devices that a shard may move to. One that has other columns of its table is none: they would merge."""
+        """Devices that a shard may move to, but those with other columns of its table: these would merge."""
         table = self.shards[i].placement.shard.table.name
         if self.shards[i].stays:
             return []
@@ -177,9 +177,9 @@ class WhatIf:
 
 
 def terms(n_bytes: np.ndarray, compute_ms: np.ndarray, host: np.ndarray) -> np.ndarray:
-    """[..., D, Q] terms of exchanges: MB of a device, of the busiest, of its host, of the busiest host; and skew, ms.
+    """[..., D, Q] terms of exchanges.
 
-    Those of bytes are sums over runs.
+    MB of a device, of the busiest, of its host and of the busiest host, summed over runs; and the skew, ms.
     n_bytes: [..., runs, D]. compute_ms: [..., D].
     """
     mb = n_bytes / 1e6
