@@ -77,6 +77,8 @@ NO_FORMAT = {
     "flows/refresh.py:setting_of",
     # It opens a browser.
     "shardcore/cli/published.py:open_page",
+    # It copies a page.
+    "shardcore/cli/published.py:view",
     # Answers and tags of the stack's services.
     "tasks/model_history.py:_changes",
     "tasks/publish_claim.py:_tag",
