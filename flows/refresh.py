@@ -1,17 +1,16 @@
 """refresh: bring everything up to date by dvc repro, then promote and publish."""
 
 import argparse
-import os
-import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from prefect import flow
+from prefect import flow, get_run_logger
 
 from flows.promote import promote
 from flows.publish import publish
 from shardcore import report
+from shardcore.cli.published import open_page
 from shardcore.core.errors import ShardCoreError
 from shardcore.io import schema
 from tasks import console, links, params, paths, services
@@ -19,7 +18,7 @@ from tasks.artifacts import create_markdown_artifact
 from tasks.evaluate import EvaluateConfig
 from tasks.measure import MeasureConfig
 from tasks.promote import PromoteConfig
-from tasks.publish import PublishConfig
+from tasks.publish import PublishConfig, publish_first
 from tasks.refresh import (
     OPTIONAL,
     STAGES,
@@ -66,6 +65,13 @@ def refresh(
     if push:
         require_pushable()
     override_params(overrides or {}, SECTIONS)
+    if target == STAGES[-1]:
+        config = params.section("publish", PublishConfig)
+        try:
+            publish_first(sorted(paths.PROBLEMS.glob("*.json")), config.plans, config)
+        # To measure needs no plan. `publish` tells at the end what is wrong.
+        except ShardCoreError as error:
+            get_run_logger().warning("there is no first plan: %s", error)
     stages = repro(target)
     targets: list[Stage] = [target]
     if target == STAGES[-1] and params.section(OPTIONAL, TrainPolicyConfig).algorithm:
@@ -149,14 +155,6 @@ def overrides_of(path: Path) -> dict[str, dict[str, Any]]:
     return {str(name): dict(values) for name, values in found.items()}
 
 
-def open_page(page: Path) -> None:
-    """Show where a page is, and open it where there is a screen."""
-    if page.exists():
-        console.show("text", f"  page         {page.resolve().as_uri()}\n")
-        if any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY")):
-            webbrowser.open(page.resolve().as_uri())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m flows.refresh",
@@ -192,7 +190,10 @@ def main() -> None:
         table = f"Predicted cost of one training step, embeddings only\n\n{done}\n{LEGEND}{WHERE_NEXT}"
         console.show("text", f"\n{table if args.target == STAGES[-1] else done}")
         if args.open:
-            open_page(Path(params.section("publish", PublishConfig).plans, "index.html"))
+            index = Path(params.section("publish", PublishConfig).plans, "index.html")
+            if index.exists():
+                console.show("text", f"  page         {index.resolve().as_uri()}\n")
+                open_page(index)
 
     services.run_flow(run)
 

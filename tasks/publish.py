@@ -20,6 +20,7 @@ from shardcore.core.types import Problem
 from shardcore.cost import known_errors
 from shardcore.cost.known_errors import NOT_MEASURED
 from shardcore.cost.model import CostModel
+from shardcore.cost.profile import profile_names
 from shardcore.io import files
 from shardcore.plans import store
 from shardcore.plans.decisions import Decision
@@ -158,6 +159,34 @@ def publish_plans(
         f"Model: {by.name} version {by.version}, {known_errors.label(by.model)}",
     ]
     return "\n".join([*head, "", report.text_table(published_report.HEADERS, rows), *notes])
+
+
+@task(task_run_name="publish-first")
+@registry.plain_errors()
+def publish_first(problems: Sequence[Path], plans: str | Path, config: PublishConfig) -> str | None:
+    """Publish one plan by a shipped profile, which needs no measurement, where there are no plans yet.
+
+    So a first run has a plan, and its page, before it has measured. Returns the problem's name. None: there are plans,
+    or no problem is of a profile's hardware.
+    """
+    if store.names(plans):
+        return None
+    for problem in map(files.read_problem, problems):
+        if problem.topology.hardware not in profile_names():
+            continue
+        by, publisher = _publisher(registry.connect(), problem.topology.hardware, None, plans, config)
+        decision = _publish(publisher, problem).decision
+        page = f"{redacted(str(plans))}/{problem.name}/versions/{decision.current}/{store.PAGE}"
+        get_run_logger().info(
+            "a first plan, under %s: %s, %.2f ms a step; %s",
+            by.words,
+            problem.name,
+            decision.total_ms,
+            page,
+            extra=console.RESULT,
+        )
+        return problem.name
+    return None
 
 
 def _publisher(

@@ -16,9 +16,10 @@ import yaml
 from laws import comm_samples, compute_samples, linear_law
 
 import shardcore
-from docs.tools import blocks, pictures
+from docs.tools import blocks, pictures, readme
 from docs.tools.reference import RECORDS, commands, field_list, library, modules, parsers, schemas
 from shardcore.cli import main, parser_of_all
+from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
 from shardcore.cost import fit, neural
 from shardcore.cost.analytic import AnalyticModel
@@ -237,3 +238,16 @@ def test_links_lead_somewhere(page):
         if not found.exists() or not has_anchor:
             broken.append(target)
     assert not broken
+
+
+def test_readme_has_the_figures_of_the_page_that_it_names():
+    text = (ROOT / "README.md").read_text()
+    assert readme.filled(text) == text
+    assert readme.filled(text.replace("1.043", "1.000")) == text
+
+
+def test_a_page_without_a_figure_is_refused():
+    with pytest.raises(ShardCoreError, match="the page has no 'predicted' of \"NeuroShard's search\""):
+        readme.table("| plans of | predicted |\n|---|---|\n| random | 2 |\n")
+    with pytest.raises(ShardCoreError, match="has no block"):
+        readme.filled("# ShardCore\n")

@@ -76,7 +76,9 @@ NO_FORMAT = {
     "tasks/console.py:relayed",
     "flows/refresh.py:setting_of",
     # It opens a browser.
-    "flows/refresh.py:open_page",
+    "shardcore/cli/published.py:open_page",
+    # It copies a page.
+    "shardcore/cli/published.py:view",
     # Answers and tags of the stack's services.
     "tasks/model_history.py:_changes",
     "tasks/publish_claim.py:_tag",

@@ -1,8 +1,12 @@
-"""Commands on published plans: history, diff, drift."""
+"""Commands on published plans: history, diff, drift, view."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+import tempfile
+import webbrowser
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
@@ -14,6 +18,7 @@ from shardcore.cli.options import (
     Amount,
     Natural,
     Output,
+    PlanFile,
     Positive,
     ProblemFile,
     add_command,
@@ -26,6 +31,7 @@ from shardcore.core.types import Plan, Problem
 
 if TYPE_CHECKING:
     from shardcore.cost.model import CostModel
+    from shardcore.plans.decisions import Version
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,25 @@ class DiffOptions(ModelOptions):
 
 
 @dataclass(frozen=True)
+class ViewOptions(ModelOptions):
+    """Show a plan's page in a browser: its devices, its tables, and what moves would do.
+
+    A published version has a page beside it, which is shown where neither a model nor a profile is given. For a plan
+    by a profile that ships with ShardCore, it is the default.
+
+    problem: problem of the plan; default: problem.json beside it
+    out: write the page there; default: a temporary file
+    """
+
+    REQUIRED = ()
+    EXCLUSIVE = ModelOptions.REQUIRED
+    plan: PlanFile
+    _: KW_ONLY
+    problem: ProblemFile | None = None
+    out: Annotated[Path, "PAGE.html", Output()] | None = None
+
+
+@dataclass(frozen=True)
 class DriftOptions(ModelOptions):
     """Show how far a published plan is from the best, now that its tables' statistics have changed, and what a
     re-plan would save.
@@ -90,6 +115,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     add_command(commands, HistoryOptions, history)
     add_command(commands, DiffOptions, diff)
     add_command(commands, DriftOptions, drift)
+    add_command(commands, ViewOptions, view)
 
 
 def history(args: HistoryOptions) -> None:
@@ -123,22 +149,81 @@ def _write_comparison(
     page: Path, model: CostModel, plans: Sequence[tuple[Path, Plan]], problem: Problem
 ) -> None:
     """Write a page about two plans, both under `problem`, which is that of the new one."""
-    from shardcore.cost.model import price
     from shardcore.io import writing
-    from shardcore.plans.decisions import Version
     from shardcore.report import plan_page
     from shardcore.search.anneal.reshard import rebind_tables
     from shardcore.search.decisions.towers import as_planned
-    from shardcore.step.lower import lower
 
     model = model.for_problem(problem)
     problem.require_setting(model.setting)
     versions = []
     for path, made in plans:
         plan = rebind_tables(made, problem)
-        work = lower(plan, as_planned(plan, problem), fits=False)
-        versions.append(Version(str(path), plan, price(work, model), work.memory_bytes))
+        versions.append(_version(str(path), plan, as_planned(plan, problem), model))
     writing.write_atomic(page, plan_page.comparison(problem, *versions).encode())
+
+
+def _version(name: str, plan: Plan, problem: Problem, model: CostModel) -> Version:
+    """A plan under a model, with what its moves would do. problem: as the plan has it (towers.as_planned)."""
+    from shardcore.cost.model import price_plan
+    from shardcore.plans.decisions import Version
+    from shardcore.plans.what_if import what_if
+
+    priced = price_plan(plan, problem, model, fits=False)
+    report("pricing moves")
+    return Version(name, plan, priced.cost, priced.workload.memory_bytes, what_if(priced, problem, model))
+
+
+def view(args: ViewOptions) -> None:
+    from shardcore.io import writing
+    from shardcore.plans.store import PAGE
+
+    beside = args.plan.with_name(PAGE)
+    if beside.exists() and not args.source:
+        page = beside.read_bytes()
+    else:
+        require_outputs(args, [] if args.problem else [args.plan.with_name("problem.json")])
+        with shown():
+            report(f"reading {args.plan}")
+            page = _page_of(args).encode()
+    if args.out is None:
+        handle, path = tempfile.mkstemp(prefix=f"{args.plan.stem}-", suffix=".html")
+        os.close(handle)
+    out = args.out or Path(path)
+    writing.write_atomic(out, page)
+    print(f"{out}: the page{', in your browser' if open_page(out) else ', for a browser'}")
+
+
+def _page_of(args: ViewOptions) -> str:
+    """The page of a plan that is priced now."""
+    from shardcore.report import plan_page
+    from shardcore.search.decisions.towers import as_planned
+
+    plan, problem = _read(args.plan, args.problem)
+    model = load(args.source or _profile_of(args.plan, plan)).for_problem(problem)
+    problem.require_setting(model.setting)
+    return plan_page.single(problem, _version(str(args.plan), plan, as_planned(plan, problem), model))
+
+
+def _profile_of(path: Path, plan: Plan) -> str:
+    """The shipped profile that a plan was made with. Raises ShardCoreError if there is none."""
+    from shardcore.cost.profile import load_profile, profile_names
+
+    made_with = plan.provenance.get("model_digest")
+    for name in profile_names():
+        if load_profile(name).digest == made_with:
+            return name
+    raise ShardCoreError(
+        f"{path} was not planned with a profile that ships with ShardCore; give --model or --hardware"
+    )
+
+
+def open_page(page: Path) -> bool:
+    """Open a page in the browser, if there is a screen. False: there is none, or no browser."""
+    has_screen = sys.platform in ("darwin", "win32") or any(
+        map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY"))
+    )
+    return has_screen and webbrowser.open(page.resolve().as_uri())
 
 
 def drift(args: DriftOptions) -> None:

@@ -13,6 +13,7 @@ from shardcore.core.step_cost import PredictedCost
 from shardcore.core.types import Plan
 from shardcore.core.validation import MOST_UNIX_S, is_path_name, require, require_known, require_within, shown
 from shardcore.io import envelope, files, schema
+from shardcore.plans.what_if import WhatIf
 
 ROLLED_BACK = "rolled back"
 OUTCOMES = ("first", "better", "kept", "no longer fits", "restored", ROLLED_BACK)
@@ -123,12 +124,16 @@ def require_id(text: str, what: str) -> str:
 
 @dataclass(frozen=True)
 class Version:
-    """A plan with its name for people, its cost, and the bytes that it needs on each device."""
+    """A plan with its name for people, its cost, and the bytes that it needs on each device.
+
+    what_if: what moves of its shards would do. None: it is not known.
+    """
 
     name: str
     plan: Plan
     cost: PredictedCost
     memory_bytes: Sequence[int]
+    what_if: WhatIf | None = None
 
 
 def version_name(version: str) -> str:

@@ -22,6 +22,7 @@ from shardcore.plans.decisions import Decision, Version, version_name
 from shardcore.plans.diff import Diff, diff, relabel_devices
 from shardcore.plans.gain import CONFIDENCE, Gain, gain
 from shardcore.plans.replan import ReplanConfig, forced_moves, replan
+from shardcore.plans.what_if import what_if
 from shardcore.plans.words import moves_text, threshold_words, when
 from shardcore.search import BASELINES, DEFAULT_SHARDER, SHARDERS, SPACE_OF, compare, known, sharder
 from shardcore.search.anneal.reshard import rebind_tables
@@ -363,7 +364,7 @@ class Publisher:
             return
         cost = priced.cost
         page = self.page(
-            _version(version, priced),
+            dataclasses.replace(_version(version, priced), what_if=what_if(priced, problem, self.model)),
             problem,
             # Explaining searches alternatives, so it runs only for a new version.
             explain(priced, problem, self.model, _EXPLAIN, others),

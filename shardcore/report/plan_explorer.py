@@ -14,9 +14,12 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+import numpy as np
+
 from shardcore.core.types import Placement, Plan, Problem
 from shardcore.plans.decisions import Version
 from shardcore.plans.diff import diff
+from shardcore.plans.what_if import MOST_SKEW_MS, WhatIf
 from shardcore.step.memory import held_bytes
 
 PARTS = (
@@ -30,15 +33,23 @@ PARTS = (
 """Parts of a step: their words, the field of StepCost, and the color."""
 MOST_TABLES, MOST_DEVICES = 20_000, 2_000
 """Limit of a page. Larger plans have no such part, as browsers would take too long."""
-STYLE = """
-#devices { width: 100%; height: 170px; } #devices g { cursor: pointer; } #devices .dim { opacity: .35; }
-#devices g:focus, #tables th:focus { outline: 1px solid #4477aa; } #tables th { cursor: pointer; }
-#device { min-height: 4.5rem; color: #444; } #tables .moved { background: #fff6dd; }
-#tables :nth-child(2), #tables td:nth-child(n+8), #tables th:nth-child(n+8) { text-align: left; }
-#tables td:not(:nth-child(n+8)) { white-space: nowrap; }
-.tools { margin: .5rem 0; } .tools > * { margin-right: 1rem; font: inherit; }
-.legend span { margin-right: 1rem; white-space: nowrap; }
-.legend i { display: inline-block; width: .8em; height: .8em; margin-right: .3em; }
+_COLORS = "".join(f".part-{k} {{ fill: {color}; }} " for k, (_, _, color) in enumerate(PARTS))
+STYLE = f"""
+.side {{ display: grid; grid-template-columns: 1fr 1fr; gap: 0 2rem; }} .bars {{ width: 100%; height: 170px; }}
+.bars g {{ cursor: pointer; }} .bars .dim {{ opacity: .35; }} .bars g:focus {{ outline: none; }}
+.bars g:focus-visible rect:last-child {{ stroke: light-dark(#000, #fff); stroke-width: 3px; }}
+{_COLORS} .used {{ fill: #228833; }} .free {{ fill: light-dark(#eee, #333); }} .was {{ fill: light-dark(#222, #eee); }}
+:focus-visible {{ outline: 2px solid light-dark(#25c, #8bf); outline-offset: -1px; }} #tables th {{ cursor: pointer; }}
+#device {{ min-height: 4.5rem; }} #tables .moved {{ background: light-dark(#fff6dd, #3a3320); }}
+#tables tbody tr:hover {{ background: light-dark(#f3f6fa, #222a33); }}
+#tables :nth-child(2), #tables td:nth-child(n+8), #tables th:nth-child(n+8) {{ text-align: left; }}
+#tables td:not(:nth-child(n+8)) {{ white-space: nowrap; }} #what-if-says {{ min-height: 1.5em; }}
+.tools {{ margin: .5rem 0; }} .tools > * {{ margin-right: 1rem; font: inherit; }}
+#what-if {{ border: 1px solid light-dark(#ddd, #444); border-radius: 6px; padding: .2rem 1rem; margin: 1rem 0; }}
+#what-if select:disabled, #what-if table:has(tbody:empty) {{ display: none; }}
+#theme {{ float: right; font-size: .8rem; font-weight: 400; }} .glance {{ font-size: 1.1rem; }}
+.legend span {{ margin-right: 1rem; white-space: nowrap; }}
+.legend i {{ display: inline-block; width: .8em; height: .8em; margin-right: .3em; }}
 """
 
 
@@ -51,6 +62,27 @@ def policy() -> str:
     """The content security policy of a page with the script: the browser loads nothing, and runs only it."""
     digest = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+
+
+def glance(now: Version) -> str:
+    """One sentence: the bottleneck device, and why it is that."""
+    cost, d = now.cost, _last(now)
+    others = [ms for i, ms in enumerate(cost.waiting_ms) if i != d]
+    on_it = [x for x in now.what_if.shards if x.device == d] if now.what_if else []
+    largest = max(on_it, key=lambda x: x.saves_ms, default=None)
+    compute, exchange = cost.compute_ms[d], max(cost.forward_comm_ms) + cost.backward_comm_ms[d]
+    why = f"its compute takes {compute:.3f} ms, with a mean of {sum(cost.compute_ms) / len(cost.compute_ms):.3f}"
+    if largest:
+        why += f" ({largest.saves_ms:.3f} for table {largest.placement.shard.table.name})"
+    waits = f"; the others wait {sum(others) / len(others):.3f} ms for it on average" if others else ""
+    share = f"; exchanges take {exchange / cost.total_ms:.0%} of the step" if exchange else ""
+    return f"Device {d} is the bottleneck, ready last: {why}{waits}{share}."
+
+
+def _last(version: Version) -> int:
+    """The device that is ready last."""
+    ready = [c + b for c, b in zip(version.cost.compute_ms, version.cost.backward_comm_ms, strict=True)]
+    return ready.index(max(ready))
 
 
 def explorer(now: Version, problem: Problem, before: Version | None = None) -> str:
@@ -67,23 +99,67 @@ def explorer(now: Version, problem: Problem, before: Version | None = None) -> s
     against = f" The line on a bar is {escape(before.name)}." if before else ""
     return "\n".join(
         [
-            "<h2>Devices</h2>",
-            '<p class="note">A bar is a device, and its height the ms of a step: the highest '
-            f"is {_highest_ms(now, before):.3f} ms. Hover to see what is on a device, click to see only its "
-            f"tables.{against}</p>",
+            '<h2>Devices <button id="theme" type="button">light or dark</button></h2>',
+            '<p class="note">A bar is a device. Hover, or walk with the arrow keys, to see what is on it; click, '
+            f"or press Enter, to see only its tables.{against}</p>",
+            '<div class="side"><div>',
+            f"<b>ms of a step</b>, the highest is {_highest_ms(now, before):.3f}",
+            '<svg id="devices" class="bars" preserveAspectRatio="none"></svg></div><div>',
+            f"<b>memory</b>, the fullest has {_fullest(now, problem)}",
+            '<svg id="memory" class="bars" preserveAspectRatio="none"></svg></div></div>',
             _legend(),
-            '<svg id="devices" preserveAspectRatio="none"></svg>',
             '<div id="device"></div>',
+            _what_if_form(now.what_if) if now.what_if else "",
             "<h2>Tables</h2>",
-            '<div class="tools"><input id="filter" type="search" placeholder="name of a table">'
-            f'<select id="kind"></select>{moved}<span id="tables-count" class="note"></span></div>',
+            '<div class="tools"><input id="filter" type="search" placeholder="name of a table" aria-label="filter">'
+            f'<select id="kind" aria-label="kind"></select>{moved}'
+            '<span id="tables-count" class="note" aria-live="polite"></span></div>',
             '<table id="tables"><thead><tr id="tables-head"></tr></thead>',
             '<tbody id="tables-body"></tbody></table>',
-            '<noscript><p class="note">Sorting and filtering need JavaScript.</p></noscript>',
+            '<noscript><p class="note">Bars, sorting, filtering and moves need JavaScript.</p></noscript>',
             f'<script type="application/json" id="plan-data">{data}</script>',
             f"<script>{script()}</script>",
         ]
     )
+
+
+def _fullest(now: Version, problem: Problem) -> str:
+    shares = [u / max(f, 1) for u, f in zip(now.memory_bytes, held_bytes(problem), strict=True)]
+    return f"{max(shares):.0%} of what it may"
+
+
+def _what_if_form(known: WhatIf) -> str:
+    return "\n".join(
+        [
+            '<section id="what-if"><h2>What if one table moved?</h2>',
+            f'<p class="note">{escape(what_if_error(known))}</p>',
+            '<div class="tools"><b id="what-if-table"></b><select id="what-if-shard" aria-label="part of the '
+            'table"></select><label>to device <select id="what-if-device"></select></label>'
+            '<button id="what-if-back" type="button">put it back</button></div>',
+            '<p id="what-if-says" aria-live="polite"></p><table><thead><tr><th></th>'
+            "<th>ms, without waiting and ids</th><th>then</th>"
+            "<th>memory</th><th>then</th><th>it may have</th></tr></thead>",
+            '<tbody id="what-if-rows"></tbody></table></section>',
+        ]
+    )
+
+
+def what_if_error(known: WhatIf) -> str:
+    """How to ask, and how far the page's answers are from the library's prices."""
+    ask = "Choose a table below: click its row, or press Enter on it. Memory is counted as the library counts it. "
+    if known.check is None:
+        return "No table of this plan is on one device alone: this page cannot tell what moves would do."
+    x = known.check
+    return ask + (
+        f"Time is an estimate. On {x.moves} moves drawn at random it was {_ms(x.median_ms)} ms off the library's price "
+        f"of a step in the median, and {_ms(x.most_ms)} ms at most; they changed the step by {_ms(x.change_ms)} ms in "
+        "the median. For a move that matters, run shardcore price on the changed plan. The line on a bar is then the "
+        "plan as it is."
+    )
+
+
+def _ms(ms: float) -> str:
+    return "under 0.001" if ms < 0.001 else f"{ms:.3f}"
 
 
 def _legend() -> str:
@@ -108,6 +184,8 @@ def _data(now: Version, problem: Problem, before: Version | None) -> dict[str, A
     return {
         "parts": [(words, color) for words, _, color in PARTS],
         "devices": _devices(now, problem),
+        "bottleneck": _last(now),
+        "what_if": now.what_if and _what_if_data(now.what_if, problem),
         "before": before and {"version": before.name, "devices": _devices(before, problem)},
         "tables": [
             {
@@ -123,6 +201,44 @@ def _data(now: Version, problem: Problem, before: Version | None) -> dict[str, A
             for t in problem.tables
         ],
     }
+
+
+def _what_if_data(x: WhatIf, problem: Problem) -> dict[str, Any]:
+    numbers = {table.name: i for i, table in enumerate(problem.tables)}
+    arrays = ("pace", "compute_ms", "forward_ms", "backward_ms", "output_bytes", "id_bytes", "host", "speed")
+    laws = ("memory", "coefficients", "forward", "backward", "ids")
+    return {
+        "shards": [
+            (
+                numbers[shard.table.name],
+                of.device,
+                shard.col_lo,
+                shard.col_hi,
+                of.run,
+                *map(_short, (of.saves_ms, of.adds_ms, of.alone_ms, of.output_bytes, of.id_bytes)),
+                of.stays,
+                *map(_short, of.sums),
+            )
+            for of in x.shards
+            for shard in [of.placement.shard]
+        ],
+        **{name: _rounded(getattr(x, name)) for name in (*arrays, *laws)},
+        "input_ms": x.input_ms,
+        "dense_ms": x.dense_ms,
+        "phases": x.phases,
+        "most_skew_ms": MOST_SKEW_MS,
+        "op_limits": x.limits[0, x.phases :].tolist(),
+        "allowed": {numbers[name]: devices for name, devices in problem.pinned.items()},
+    }
+
+
+def _rounded(array: np.ndarray) -> Any:
+    return [*map(_rounded, array)] if array.ndim > 1 else [*map(_short, array.tolist())]
+
+
+def _short(x: float) -> float:
+    """A number in as few digits as its use needs."""
+    return int(x) if x == int(x) else float(f"{x:.12g}")
 
 
 def _by_table(plan: Plan) -> dict[str, list[Placement]]:

@@ -14,7 +14,7 @@ from shardcore.report import plan_report
 from shardcore.report.device_figures import DeviceLoad, figure
 from shardcore.report.figures import svg
 from shardcore.report.html import document, note
-from shardcore.report.plan_explorer import STYLE, explorer, policy
+from shardcore.report.plan_explorer import STYLE, explorer, glance, policy
 from shardcore.report.text import percent_change
 from shardcore.search.explain import Alternative, Explanation
 from shardcore.step.memory import gib
@@ -42,6 +42,7 @@ def page(
     decision = decisions[0]
     refused = "" if now.name == version_name(decision.current) else _REFUSED
     what = "the embeddings and the dense part" if explained.cost.dense_ms else "the embeddings"
+    explored = explorer(now, problem, before)
     load = DeviceLoad(explained.cost, explained.memory_bytes, explained.free_bytes)
     return document(
         f"{problem.name}, {now.name}",
@@ -53,7 +54,8 @@ def page(
             f"{problem.global_batch:,}.<br>{escape(decision.outcome.capitalize())}: "
             f"{escape(decision.reason)}.</p>",
             *([_warning(now.cost.extrapolated)] if now.cost.extrapolated else []),
-            f"<figure>{svg(figure([load]))}</figure>",
+            f'<p class="glance">{escape(glance(now))}</p>',
+            explored or f"<figure>{svg(figure([load]))}</figure>",
             "<h2>What bounds it</h2>",
             *(f"<p>{escape(line)}</p>" for line in plan_report.sentences(explained)),
             _shards(explained),
@@ -61,7 +63,6 @@ def page(
             "<h2>Instead</h2>",
             _alternatives(explained),
             *(["<h2>Against the version before</h2>", _moves(moves)] if moves is not None else []),
-            explorer(now, problem, before),
             "<h2>Decisions</h2>",
             table(
                 plan_report.DECISION_HEADERS,
@@ -88,7 +89,27 @@ def comparison(problem: Problem, now: Version, before: Version) -> str:
             f"<h1>{escape(title)}</h1>",
             f"<p>{totals}. {escape(summary[0].upper() + summary[1:])}.</p>",
             *([_warning(now.cost.extrapolated)] if now.cost.extrapolated else []),
+            f'<p class="glance">{escape(glance(now))}</p>',
             explorer(now, problem, before),
+        ],
+        policy(),
+        STYLE,
+    )
+
+
+def single(problem: Problem, now: Version) -> str:
+    """A page of one plan that no store has."""
+    return document(
+        f"{problem.name}: {now.name}",
+        [
+            f'<h1>{escape(problem.name)}</h1><p class="note">{escape(now.name)}</p>',
+            f"<p><b>{now.cost.total_ms:.2f} ms</b> predicted for a step: {len(problem.tables)} tables on "
+            f"{len(problem.topology)} devices, global batch {problem.global_batch:,}.</p>",
+            *([_warning(now.cost.extrapolated)] if now.cost.extrapolated else []),
+            f'<p class="glance">{escape(glance(now))}</p>',
+            explorer(now, problem),
+            "<h2>Where it comes from</h2>",
+            table(("", ""), now.plan.provenance.items(), words=(1,)),
         ],
         policy(),
         STYLE,

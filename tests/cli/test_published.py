@@ -1,9 +1,12 @@
 """The commands on published plans."""
 
 import shutil
+import sys
 from dataclasses import replace
 
-from shardcore.cli import main
+import pytest
+
+from shardcore.cli import main, published
 from shardcore.core.types import Placement, Plan, Shard
 from shardcore.io import files
 from shardcore.plans import store
@@ -68,3 +71,46 @@ def test_history_diff_and_drift(problem, now, model, tmp_path, capsys):
     files.write_problem(tmp_path / "again.json", turned)
     assert main([*asked, str(tmp_path / "again.json"), "--out", str(tmp_path / "deduplicated")]) == 0
     assert {t.dedup for t in files.read_problem(tmp_path / "deduplicated/problem.json").tables} == {2.0}
+
+
+@pytest.fixture
+def planned(problem, model, tmp_path):
+    """The options of `view` for a plan that a model priced, in a folder with its problem."""
+    plan = Plan(tuple(Placement("column", Shard.whole(t), (i % 4,)) for i, t in enumerate(problem.tables)))
+    files.write_problem(tmp_path / "problem.json", problem)
+    files.write_plan(tmp_path / "plan.json", plan, problem)
+    return ["view", str(tmp_path / "plan.json"), "--model", str(model)]
+
+
+@pytest.mark.parametrize("screen", ["", ":0"])
+def test_view_writes_a_page_and_opens_it_where_there_is_a_screen(
+    planned, tmp_path, monkeypatch, capsys, screen
+):
+    opened = []
+    monkeypatch.setattr(published.webbrowser, "open", lambda address: opened.append(address) or True)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    monkeypatch.setenv("DISPLAY", screen)
+    page = tmp_path / "page.html"
+    assert main([*planned, "--out", str(page)]) == 0
+    assert "What if one table moved?" in page.read_text() and "is the bottleneck" in page.read_text()
+    assert opened == ([page.as_uri()] if screen else [])
+    assert capsys.readouterr().out == f"{page}: the page, {'in your' if screen else 'for a'} browser\n"
+
+
+def test_view_shows_the_page_of_a_published_version(planned, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("DISPLAY", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(published.tempfile, "tempdir", None)
+    (tmp_path / "report.html").write_text("its page")
+    assert main(planned[:2]) == 0
+    shown = capsys.readouterr().out.partition(":")[0]
+    assert shown.startswith(str(tmp_path)) and open(shown).read() == "its page"
+
+
+def test_view_of_a_plan_without_page_model_or_profile_is_one_line(planned, capsys):
+    assert main(planned[:2]) == 1
+    # A busy machine shows progress before it.
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"error: {planned[1]} was not planned with a profile that ships with ShardCore; give --model or --hardware"
+    )

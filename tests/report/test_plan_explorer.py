@@ -1,19 +1,24 @@
-"""The part of a plan's page that one sorts, filters and hovers over, in a real browser."""
+"""The part of a plan's page that one sorts, filters, hovers over and asks, in a real browser."""
 
 import json
 import re
 import shutil
 import subprocess
+from contextlib import contextmanager
 from dataclasses import replace
 from html import unescape
 
+import numpy as np
 import pytest
 
+from docs.tools.screenshots import Page, browser
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.cost.model import price
+from shardcore.cost.model import price, price_plan
+from shardcore.cost.profile import load_profile
 from shardcore.plans.decisions import Version
+from shardcore.plans.what_if import what_if
 from shardcore.report import plan_explorer, plan_page
 from shardcore.report.plan_explorer import explorer, policy
 from shardcore.step.lower import lower
@@ -59,7 +64,7 @@ def test_a_legend_and_a_scale_say_what_the_bars_are():
     part = explorer(now, PROBLEM, before)
     for words, _, color in plan_explorer.PARTS:
         assert f'<i style="background:{color}"></i>{words}<' in part
-    assert f"the highest is {max(now.cost.total_ms, before.cost.total_ms):.3f} ms" in part
+    assert f"the highest is {max(now.cost.total_ms, before.cost.total_ms):.3f}" in part
 
 
 def test_names_cannot_end_the_data():
@@ -117,8 +122,8 @@ def test_tables_are_sorted_and_filtered_and_a_device_shows_what_it_has(tmp_path)
         """
       const click = (column) => document.querySelector(`th[data-column=${column}]`).click();
       click("lookups"); click("lookups");
-      document.querySelector("[data-device='2']").dispatchEvent(new MouseEvent("mouseenter"));
-      document.querySelector("[data-device='2']").dispatchEvent(new MouseEvent("click"));
+      document.querySelector("#devices [data-device='2']").dispatchEvent(new MouseEvent("mouseenter"));
+      document.querySelector("#devices [data-device='2']").dispatchEvent(new MouseEvent("click"));
     """,
         tmp_path,
     )
@@ -170,9 +175,83 @@ def test_a_thousand_tables_on_many_devices_are_shown(tmp_path):
     work = lower(plan, many)
     dom = in_browser(explorer(Version("v", plan, price(work, MODEL), work.memory_bytes), many), "", tmp_path)
     assert len(rows(dom)) == 500 and "1000 of 1000 tables; the first 500 are shown" in dom
-    assert dom.count("data-device=") == 128
+    assert dom.count("data-device=") == 2 * 128  # bars of ms, and of memory
 
 
 def test_a_page_of_two_plans_says_that_their_model_was_not_measured():
     page = plan_page.comparison(PROBLEM, version("version b", 1), version("version a"))
     assert "not measured: closed-form model" in page
+
+
+# --- what moves would do ------------------------------------------------------------------------------------------
+
+
+def asked(model) -> Version:
+    """The plan of `version`, with what its moves would do."""
+    priced = price_plan(version("v").plan, PROBLEM, model)
+    return Version(
+        "v", priced.plan, priced.cost, priced.workload.memory_bytes, what_if(priced, PROBLEM, model)
+    )
+
+
+@contextmanager
+def opened(page: str, folder):
+    """A function that evaluates an expression in a page."""
+    (folder / "page.html").write_text(page)
+    with browser() as chrome:
+        chrome.picture(Page((folder / "page.html").as_uri(), "Tables"))
+        yield lambda expression: chrome.call("Runtime.evaluate", expression=expression, returnByValue=True)[
+            "result"
+        ].get("value")
+
+
+def page_of(now: Version) -> str:
+    return plan_page.single(PROBLEM, now)
+
+
+@needs_browser
+@pytest.mark.long
+def test_the_page_answers_what_the_library_prices(tmp_path):
+    model = load_profile("nvidia-h100-sxm").model().for_problem(PROBLEM)
+    now = asked(model)
+    moves = [(i, d) for i in range(len(now.what_if.shards)) for d in now.what_if.targets(i, PROBLEM)]
+    with opened(page_of(now), tmp_path) as evaluate:
+        answers = evaluate(f"{json.dumps(moves)}.map(([i, d]) => whatIf(i, d))")
+    assert len(answers) == 15
+    for move, answer in zip(moves, answers, strict=True):
+        priced = price_plan(now.what_if.moved(*move, now.plan), PROBLEM, model, fits=False)
+        assert answer["total_ms"] == pytest.approx(now.what_if.totals_ms([move])[0], rel=1e-7)
+        assert answer["total_ms"] == pytest.approx(priced.cost.total_ms, rel=1e-3)
+        np.testing.assert_allclose(answer["compute"], priced.cost.compute_ms, rtol=1e-6)
+        np.testing.assert_allclose(answer["used"], priced.workload.memory_bytes, atol=2)
+        assert answer["fits"]
+
+
+@needs_browser
+@pytest.mark.long
+def test_a_table_is_chosen_and_moved_by_keys_and_put_back(tmp_path):
+    key = "new KeyboardEvent('keydown', {{key: '{}', bubbles: true, cancelable: true}})"
+    says = "document.getElementById('what-if-says').textContent"
+    with opened(page_of(asked(AnalyticModel(Setting("made-up", 64)))), tmp_path) as evaluate:
+        evaluate("document.querySelector('#tables-body tr').focus()")
+        evaluate(f"document.activeElement.dispatchEvent({key.format('Enter')})")
+        assert "t5 is on several devices (row), which share its exchanges" in evaluate(says)
+        evaluate(f"document.activeElement.dispatchEvent({key.format('ArrowDown')})")
+        assert evaluate("document.activeElement.firstChild.textContent") == "t4"
+        evaluate(f"document.activeElement.dispatchEvent({key.format('Enter')})")
+        assert re.fullmatch(r"With t4 .* on device [123], a step takes .* It fits\.", evaluate(says))
+        assert evaluate("document.querySelectorAll('#what-if-rows tr').length") >= 2
+        evaluate(f"document.dispatchEvent({key.format('Escape')})")
+        assert evaluate(says) == ""
+        evaluate("document.getElementById('theme').click()")
+        dark = "getComputedStyle(document.body).backgroundColor"
+        assert evaluate(dark) == "rgb(22, 25, 29)"
+        evaluate("document.getElementById('theme').click()")
+        assert evaluate(dark) == "rgb(255, 255, 255)"
+
+
+def test_a_sentence_names_the_bottleneck_and_why():
+    now = asked(AnalyticModel(Setting("made-up", 64)))
+    d = int(np.argmax(np.array(now.cost.compute_ms) + now.cost.backward_comm_ms))
+    assert plan_explorer.glance(now).startswith(f"Device {d} is the bottleneck, ready last: its compute ")
+    assert " for table t" in plan_explorer.glance(now) and "the others wait" in plan_explorer.glance(now)

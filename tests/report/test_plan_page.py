@@ -98,7 +98,7 @@ def test_the_page_tells_all_of_a_plan_and_escapes_what_it_is_told(problem):
         "model_version 7",
         "git_commit abc",
         "forward compute",
-        "memory, MiB",
+        "is the bottleneck",
         "a table is <huge>; 2 is much; 3 is more; 4 is most.",
         "2023-11-14 23:13:20 UTC",
     ):

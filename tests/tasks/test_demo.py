@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-import flows.refresh
 from flows.refresh import SECTIONS, overrides_of
 from shardcore.core.errors import ShardCoreError
 from tasks import demo, refresh
@@ -86,18 +85,3 @@ def test_without_a_repository_there_is_no_demo(tmp_path):
         ShardCoreError, match=r"git rev-parse in .*: fatal: not a git repository.*runs in a clone"
     ):
         demo.clone(tmp_path, tmp_path / "clone")
-
-
-@pytest.mark.parametrize("screen", ["", ":0"])
-def test_the_page_of_the_plans_is_named_and_opened_where_there_is_a_screen(tmp_path, monkeypatch, screen):
-    shown, opened = [], []
-    monkeypatch.setattr(flows.refresh.console, "show", lambda kind, text: shown.append(text))
-    monkeypatch.setattr(flows.refresh.webbrowser, "open", opened.append)
-    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
-    monkeypatch.setenv("DISPLAY", screen)
-    flows.refresh.open_page(tmp_path / "index.html")
-    assert not shown and not opened
-    (tmp_path / "index.html").touch()
-    flows.refresh.open_page(tmp_path / "index.html")
-    address = (tmp_path / "index.html").as_uri()
-    assert address in shown[0] and opened == ([address] if screen else [])

@@ -26,7 +26,7 @@ from shardcore.search import DEFAULT_SHARDER
 from shardcore.step.lower import lower
 from tasks.pricing import Pricing
 from tasks.promote import PromoteConfig, promote_model
-from tasks.publish import _provenance, publish_plans
+from tasks.publish import _provenance, publish_first, publish_plans
 from tasks.setting import SettingConfig
 
 pytestmark = pytest.mark.usefixtures("short_explanations")
@@ -234,3 +234,21 @@ def test_the_first_measured_model_replaces_a_profile(registry):
 def test_hardware_without_a_champion_or_a_profile_says_what_to_do(registry):
     with pytest.raises(ShardCoreError, match="'shardcore-cost-law' has no version with the alias 'champion'"):
         publish(of_precisions("any", "fp32"))
+
+
+def test_a_first_plan_needs_no_measurement_and_comes_once(registry):
+    tables = tuple(pool()[:6])
+    here = Problem("here", tables, Topology((Device(1 << 30),) * 2), SETTING.batch)
+    theirs = replace(
+        here, name="cards", topology=load_profile("nvidia-h100-sxm").topology(1, 2), global_batch=1024
+    )
+    paths = [registry / "here.json", registry / "theirs.json"]
+    for path, problem in zip(paths, (here, theirs), strict=True):
+        files.write_problem(path, problem)
+    config = PublishConfig(budget_evals=500, torchrec_s=0)
+    assert publish_first.fn(paths[:1], "plans", config) is None  # of no profile's hardware
+    assert publish_first.fn(paths, "plans", config) == "cards"
+    decision = store.last("plans", "cards")
+    assert decision.outcome == "first" and decision.provenance["model"] == "nvidia-h100-sxm"
+    assert b"is the bottleneck" in store.load_page("plans", "cards", decision.current)
+    assert publish_first.fn(paths, "plans", config) is None
