@@ -58,10 +58,10 @@ def measured_job(
     # The second step is that of a job: the optimizer has its state.
     for _ in range(2):
         activations = _passes(dense, batch, known)
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        state = _state(stepping)
-        with _Live([*known, *(p.grad for p in parameters), *state]) as live:
+        gradients = [torch.zeros_like(parameter) for parameter in parameters]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        with _Live([*known, *gradients, *_state(stepping)]) as live:
             if stepping:
                 stepping.step()
         for parameter in parameters:
