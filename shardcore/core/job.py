@@ -22,14 +22,16 @@ class Ids:
     """Batches of which ids are in memory at once.
 
     batches: as they come.
-    sent: in the order of the plan and in buckets, as they travel. From lookups to backward one more stands for
-        offsets of what is looked up, where requests of batches do not live as long.
+    sent: in the order of the plan and in buckets, as they travel.
     arrived: on the devices of their tables.
+    replicas: what is sent more where there are replicas. They look up in the batch as it is sent, which therefore
+        lives until backward.
     """
 
     batches: int
     sent: int
     arrived: int
+    replicas: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,10 +69,10 @@ PIPELINES = {
         "TrainPipelineBase",
         False,
         ids_arrive=Ids(2, 1, 3),
-        lookups=Ids(2, 1, 1),
-        outputs_arrive=Ids(2, 1, 1),
-        dense=Ids(2, 1, 1),
-        backward=Ids(1, 1, 1),
+        lookups=Ids(2, 0, 1, replicas=1),
+        outputs_arrive=Ids(2, 0, 1, replicas=1),
+        dense=Ids(2, 0, 1, replicas=1),
+        backward=Ids(1, 0, 1, replicas=1),
         update=Ids(1, 0, 1),
     ),
     "sparse_dist": Pipeline(
@@ -78,20 +80,20 @@ PIPELINES = {
         True,
         ids_arrive=Ids(3, 2, 3),
         lookups=Ids(3, 2, 2),
-        outputs_arrive=Ids(3, 2, 1),
-        dense=Ids(3, 2, 2),
-        backward=Ids(3, 2, 2),
-        update=Ids(3, 2, 2),
+        outputs_arrive=Ids(3, 1, 1, replicas=1),
+        dense=Ids(3, 1, 2, replicas=1),
+        backward=Ids(3, 1, 2, replicas=1),
+        update=Ids(3, 1, 2, replicas=1),
     ),
     # The next batch's ids arrive between forward and backward.
     "prefetch": Pipeline(
         "PrefetchTrainPipelineSparseDist",
         True,
         ids_arrive=Ids(3, 1, 3),
-        lookups=Ids(3, 2, 2),
-        outputs_arrive=Ids(3, 2, 2),
-        dense=Ids(3, 2, 3),
-        backward=Ids(3, 1, 2),
+        lookups=Ids(3, 1, 2, replicas=1),
+        outputs_arrive=Ids(3, 1, 2, replicas=1),
+        dense=Ids(3, 1, 3, replicas=1),
+        backward=Ids(3, 0, 2, replicas=1),
         update=Ids(3, 1, 2),
     ),
     # A batch's request, with what it sent and received, lives until the step ends.

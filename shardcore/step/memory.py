@@ -148,7 +148,8 @@ def by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
     pipeline = PIPELINES[problem.job.pipeline]
     stages = tuple(stages_under(run.stages, pipeline) for run in local)
     # [phases] moments of a step, and [buffers, phases] how often each buffer counts in each.
-    phases, (names, times) = phases_of(stages, pipeline), times_of(stages, pipeline)
+    replicas = any(run.local_batch for run in local)
+    phases, (names, times) = (of(stages, pipeline, replicas) for of in (phases_of, times_of))
     # Buffers are keyed by run number: the timeline knows runs by their order only.
     numbers = {run: number for number, run in enumerate(local)}
     # Buffers that a device does not have count as 0 bytes.

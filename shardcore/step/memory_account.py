@@ -29,6 +29,7 @@ from shardcore.step.shard_memory import (
     bucketized_bytes,
     exchange_buffers,
     local_buffers,
+    offset_bytes,
     output_buffers,
     run_batches,
     sorting_bytes,
@@ -41,7 +42,7 @@ OF_OP = 1024.0
 class Sums(NamedTuple):
     """A shard's contribution to a device's sums.
 
-    resident: bytes of weights, optimizer state, ids that are always there, and a replica's gradient.
+    resident: bytes of weights, optimizer state, ids and offsets that are always there, and a replica's gradient.
     arrived: bytes of ids that the device receives. More copies exist at times.
     entered: bytes of outputs, or of a replica's gradient. They enter collectives.
     lookups: in a step.
@@ -59,7 +60,8 @@ class Sums(NamedTuple):
 
 def sums_of(run: Layout, shard: Shard, problem: Problem) -> Sums:
     """Sums of a device's rows of a shard."""
-    table, resident = shard.table, sum(resident_bytes(run, shard, problem))
+    table = shard.table
+    resident = sum(resident_bytes(run, shard, problem)) + offset_bytes(run, shard, problem)
     # Sequences do not count: FBGEMM's limit packs the feature number of pooled outputs (op_limits).
     lookups, features = op_ids(run, shard, problem), 0 if run.sequence else table.features
     # A replica looks up its own samples. No ids arrive, and its gradient lives all step in DDP's bucket.
@@ -109,7 +111,7 @@ class Account:
         pipeline = PIPELINES[problem.job.pipeline]
         keys = tuple(stages_under(run.stages, pipeline) for run in batches)
         # Only phases that can be the peak: each one is a column of every vector of a search.
-        names, times = needed_times(keys, pipeline)
+        names, times = needed_times(keys, pipeline, any(run.local_batch for run in batches))
         rows = {name: i for i, name in enumerate(names)}
         sent = times[rows[0, "permuted"]]
         base = np.zeros(times.shape[1])

@@ -33,6 +33,7 @@ Alive = Mapping[str, Mapping[str, int]]
 Buffers of a run on a device:
 
 - arrived: ids of a global batch that it receives.
+- offsets: of a batch that it looks up. One batch counts in all phases: backward needs them until the next lookup.
 - a collective and its group: outputs that enter it. There, back: as they travel, and their gradients.
 - cast, clamped: copies by TorchRec's codec, in the number type that travels and before. 0 for FP32.
   decoded, recast: the same of gradients: FP32, and the type that travels.
@@ -161,8 +162,11 @@ def _phase(name: str, *buffers: Iterable[tuple[int, Alive]]) -> Phase:
 
 
 @lru_cache(maxsize=256)
-def phases_of(stages: tuple[Stages, ...], pipeline: Pipeline) -> tuple[Phase, ...]:
-    """The phases of a step, in the order of TorchRec. stages: of each run, under the pipeline."""
+def phases_of(stages: tuple[Stages, ...], pipeline: Pipeline, replicas: bool) -> tuple[Phase, ...]:
+    """The phases of a step, in the order of TorchRec.
+
+    stages: of each run, under the pipeline. replicas: whether there are any.
+    """
     # Runs are known by their place in TorchRec's order.
     runs = range(len(stages))
 
@@ -173,8 +177,10 @@ def phases_of(stages: tuple[Stages, ...], pipeline: Pipeline) -> tuple[Phase, ..
     def always(moment: int) -> list[tuple[int, Alive]]:
         # Buffers that exist in every phase of a moment, for each run.
         ids = pipeline.moments[moment]
-        sent = {"permuted": ids.sent, "bucketized": ids.sent}
-        buffers = {**_ALWAYS, "ids": {"batch": ids.batches, **sent, "arrived": ids.arrived}}
+        n_sent = ids.sent + replicas * ids.replicas
+        sent = {"permuted": n_sent, "bucketized": n_sent}
+        arrived = {"arrived": ids.arrived, "offsets": 1}
+        buffers = {**_ALWAYS, "ids": {"batch": ids.batches, **sent, **arrived}}
         # Between forward and backward, activations are there.
         if moment == 3 or (pipeline.looks_up_ahead and moment < 2):
             buffers["activations"] = {"activations": 1}
@@ -216,10 +222,10 @@ def phases_of(stages: tuple[Stages, ...], pipeline: Pipeline) -> tuple[Phase, ..
 
 @lru_cache(maxsize=256)
 def times_of(
-    stages: tuple[Stages, ...], pipeline: Pipeline
+    stages: tuple[Stages, ...], pipeline: Pipeline, replicas: bool
 ) -> tuple[tuple[tuple[int, str], ...], np.ndarray]:
     """(run, buffer) that count, and [buffers, phases] how many are alive, all parts together."""
-    phases = phases_of(stages, pipeline)
+    phases = phases_of(stages, pipeline, replicas)
     # Insertion order, so that the same stages always give the same rows.
     buffers = tuple(dict.fromkeys((run, buffer) for phase in phases for _, run, buffer in phase.alive))
     rows, times = {buffer: row for row, buffer in enumerate(buffers)}, np.zeros((len(buffers), len(phases)))
@@ -232,10 +238,10 @@ def times_of(
 
 @lru_cache(maxsize=256)
 def needed_times(
-    stages: tuple[Stages, ...], pipeline: Pipeline
+    stages: tuple[Stages, ...], pipeline: Pipeline, replicas: bool
 ) -> tuple[tuple[tuple[int, str], ...], np.ndarray]:
     """`times_of` without phases that are nowhere above another: they are never the peak."""
-    buffers, times = times_of(stages, pipeline)
+    buffers, times = times_of(stages, pipeline, replicas)
     # Equal columns are one phase for the purpose of a maximum.
     times = np.unique(times, axis=1)
     # less[a, b]: no buffer is alive more often in a than in b. Then a is never the peak.

@@ -23,13 +23,17 @@ SORTING_BYTES = 52
 sums. 12 for the radix sort's second copy. Source: transpose_embedding_input in FBGEMM.
 """
 
+OFFSET_BYTES = 8
+"""Bytes of an offset of a lookup: int64, whatever lengths are (batched_embedding_kernel.py of TorchRec)."""
+
 
 def shard_buffers(layout: Layout, shards: Sequence[Shard], problem: Problem) -> dict[str, float]:
     """Bytes of each buffer of some shards together, by the names in memory_timeline.Alive."""
     n_bytes = sum(s.bytes for s in shards)
+    offsets = sum(offset_bytes(layout, s, problem) for s in shards)
     # A replica exchanges no outputs on the way in. Its gradient has the size of its weights.
     if layout.local_batch:
-        return {"dense": n_bytes * layout.dense_gradient}
+        return {"dense": n_bytes * layout.dense_gradient, "offsets": offsets}
     # Lookups that hit these rows only, for FBGEMM sorts what arrives.
     lookups = sum(problem.global_batch * s.table.looked_up * access_share(s) for s in shards)
     # FP32 bytes. Casts for the payload are in exchange_buffers.
@@ -39,7 +43,14 @@ def shard_buffers(layout: Layout, shards: Sequence[Shard], problem: Problem) -> 
     for channel, entering in layout.channels.items():
         buffers |= exchange_buffers(channel, entering(n_bytes, outputs, problem), problem.job)
     arrived = sum(received_bytes(s, problem) for s in shards)
-    return buffers | {"arrived": arrived, "sorting": lookups * sorting_bytes(problem)}
+    sorting = lookups * sorting_bytes(problem)
+    return buffers | {"arrived": arrived, "offsets": offsets, "sorting": sorting}
+
+
+def offset_bytes(layout: Layout, shard: Shard, problem: Problem) -> int:
+    """Bytes of offsets of a shard's lookups in a step: where the ids of each bag begin."""
+    # Whole bytes, so that searches can add and subtract them exactly.
+    return round(OFFSET_BYTES * layout.batch(problem) * shard.table.bags)
 
 
 def exchange_buffers(channel: Channel, n_bytes: float, job: Job, received: str = "") -> dict[str, float]:

@@ -42,12 +42,12 @@ def test_a_plan_and_a_problem_in_the_wrong_order_are_one_line():
 def test_what_a_whole_table_takes_by_hand():
     """A phase at a time: ids arrive in 3 buffers; later they are 2, beside outputs or what is sorted."""
     arrived, pooled, sorting = 64 * (3 * 8 + 4), 64 * 8 * 4, 64 * 3 * 52
-    weights = 1000 * 8 * 4
+    weights, offsets = 1000 * 8 * 4, 64 * 8
     on_gpu, on_cpu = problem_of(), problem_of(hardware="cpu-some")
-    assert table_bytes(TABLE, on_gpu) == weights + 2 * arrived + pooled + sorting
-    assert table_bytes(TABLE, on_cpu) == weights + max(3 * arrived, 2 * arrived + 2 * pooled)
+    assert table_bytes(TABLE, on_gpu) == weights + offsets + 2 * arrived + pooled + sorting
+    assert table_bytes(TABLE, on_cpu) == weights + offsets + max(3 * arrived, 2 * arrived + 2 * pooled)
     busy = replace(TABLE, pooling=30.0)  # its ids take more than its outputs
-    assert table_bytes(busy, on_cpu) == weights + 3 * 64 * (30 * 8 + 4)
+    assert table_bytes(busy, on_cpu) == weights + offsets + 3 * 64 * (30 * 8 + 4)
     # No hardware: that of a GPU, which takes more.
     assert table_bytes(TABLE, problem_of(hardware=None)) == table_bytes(TABLE, on_gpu)
 
@@ -55,10 +55,10 @@ def test_what_a_whole_table_takes_by_hand():
 @pytest.mark.parametrize("payload", ["fp16", "bf16"])
 def test_16_bits_take_more_at_first_by_hand(payload):
     """A codec clamps outputs to a tensor of FP32, and casts that. Only then is what travels half as large."""
-    arrived, pooled = 64 * (3 * 8 + 4), 64 * 8 * 4
+    arrived, pooled, offsets = 64 * (3 * 8 + 4), 64 * 8 * 4, 64 * 8
     plain = problem_of(hardware="cpu-some")
     short = replace(plain, job=Job(forward_payload=payload))
-    assert table_bytes(TABLE, short) == 1000 * 8 * 4 + max(3 * arrived, 2 * arrived + 2.5 * pooled)
+    assert table_bytes(TABLE, short) == 1000 * 8 * 4 + offsets + max(3 * arrived, 2 * arrived + 2.5 * pooled)
     buffers = memory.shard_buffers(WHOLE_ROWS, [Shard.whole(TABLE)], short)
     assert [buffers[f"all_to_all world{what}"] for what in ("", " there", " back", " cast", " clamped")] == [
         pooled,
@@ -87,8 +87,8 @@ def test_a_sequence_of_16_bits_is_clamped_to_two_tensors_by_hand():
     """Lookups are clamped in the order of tables, and once more in that of devices. Then they are cast."""
     sequence, job = replace(TABLE, sequence=True), Job(forward_payload="fp16")
     problem = replace(problem_of(sequence, OTHER, hardware="cpu-some"), job=job)
-    arrived, lookups = 64 * (3 * 8 + 4), 64 * 3 * 8 * 4
-    assert table_bytes(sequence, problem) == 1000 * 8 * 4 + 2 * arrived + 3.5 * lookups
+    arrived, lookups, offsets = 64 * (3 * 8 + 4), 64 * 3 * 8 * 4, 64 * 8
+    assert table_bytes(sequence, problem) == 1000 * 8 * 4 + offsets + 2 * arrived + 3.5 * lookups
 
 
 def test_parts_say_what_payloads_of_16_bits_take():

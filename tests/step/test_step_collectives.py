@@ -42,7 +42,7 @@ def test_a_row_says_what_a_run_holds_in_each_phase_whatever_its_groups(row, scop
     channel, moved = f"{row.name} {scope}", "dense" if row.dense else f"{row.name} {scope}"
     for sequence in (False, True):
         stages = stages_of(row.name, (channel,), sequence)
-        buffers, times = times_of((stages,), PIPELINES["sparse_dist"])
+        buffers, times = times_of((stages,), PIPELINES["sparse_dist"], False)
         assert len(stages) == 4 and times[buffers.index((0, moved))].max() >= 1
         # All that waits is used up when the step ends.
         assert not stages[0].before and not stages[-1].after

@@ -183,14 +183,20 @@ def batch_memory(
 
 
 def _moments(problem: Problem) -> np.ndarray:
-    """[7, 3] the field of this name (compiled/arrays.py)."""
+    """[2, 7, 3] the field of this name (compiled/arrays.py)."""
     job, batch = problem.job, batch_bytes(problem)
     pipeline = PIPELINES[job.pipeline]
-    of_each = [(n.batches * batch, n.sent, n.arrived - pipeline.least_arrived) for n in pipeline.moments]
+    of_each = [
+        [
+            (n.batches * batch, n.sent + replicas * n.replicas, n.arrived - pipeline.least_arrived)
+            for n in pipeline.moments
+        ]
+        for replicas in (False, True)
+    ]
     moments = np.array(of_each, float)
     # Activations are there between forward and backward (memory_timeline.phases_of).
-    moments[[0, 1, 3] if pipeline.looks_up_ahead else [3], 0] += job.activation_bytes
-    return np.append(moments, moments.max(0)[None], axis=0)
+    moments[:, [0, 1, 3] if pipeline.looks_up_ahead else [3], 0] += job.activation_bytes
+    return np.append(moments, moments.max(1, keepdims=True), axis=1)
 
 
 def _outputs(shard: Shard, batch: int) -> int:

@@ -231,7 +231,7 @@ def search_space(
     )
     # As cache.bytes: resident, and the largest multiple of what arrived, entered, and of lookups.
     multiples = coefficients.most[[id_runs.index(layout) for layout in layouts]].reshape(-1, 1, 2)
-    shared_bytes = shared_sums[..., 0] + fixed.moments[-1, 2] * shared_sums[..., 1]
+    shared_bytes = shared_sums[..., 0] + fixed.moments[0, -1, 2] * shared_sums[..., 1]
     shared_bytes += (shared_sums[..., 2:4] * multiples).sum(-1)
     divided = np.array([cache.strip_by_name[t.name] for t in by_rows], dtype=np.int64)
     return SearchSpace(

@@ -78,9 +78,9 @@ class SearchProblem(NamedTuple):
     bucketized: float64[:, ::1]  # [Y, S] the same of ids in buckets
     scratch: float64[:, ::1]  # [Y, S] bytes that the dense optimizer makes to update it
     rank: int64[::1]  # [S] place in the order in which TorchRec runs tables
-    # Pipeline.moments: bytes of local batches and activations, and multiples of State.value[SENT] and of ids that
-    # arrived. The last row has the largest of each.
-    moments: float64[:, ::1]  # [7, 3]
+    # Pipeline.moments without replicas, and with: bytes of local batches and activations, and multiples of
+    # State.value[SENT] and of ids that arrived. The last row has the largest of each.
+    moments: float64[:, :, ::1]  # [2, 7, 3]
     always: float64  # bytes that are there in all moments
     looks_up_ahead: boolean  # whether the pipeline does (memory_timeline.stages_under)
     run_collection: int64[::1]  # [N] number of its collection, pooled or not
@@ -176,7 +176,7 @@ class State(NamedTuple):
     random: Array("1", uint64)  # state of the random generator
 
 
-LOG, WORST, N_MOVED, BYTES_MOVED, N_SHARED, N_RUNS, WIDEST = range(7)
+LOG, WORST, N_MOVED, BYTES_MOVED, N_SHARED, N_RUNS, REPLICAS, WIDEST = range(8)
 """Indices of State.number.
 
 LOG: entries in the log.
@@ -184,6 +184,7 @@ WORST: the slowest device.
 N_MOVED, BYTES_MOVED: tables and bytes moved.
 N_SHARED: strips that groups share.
 N_RUNS: runs that have a shard.
+REPLICAS: 1 if replicas are among them, else 0.
 WIDEST + x: the device that carries most in exchange x. It has to come last.
 """
 BEST, ENERGY, OVER, SENT, SCRATCH, JOINED, DENSE_PART = range(7)

@@ -24,6 +24,7 @@ from shardcore.search.anneal.compiled.arrays import (
     N_RUNS,
     ON_HOST,
     OVER,
+    REPLICAS,
     RESIDENT,
     SCRATCH,
     SENT,
@@ -90,12 +91,14 @@ def frame(fx, st):
                 i -= 1
             st.order[i] = r
             n += 1
-    st.number[N_RUNS] = n
+    st.number[N_RUNS], st.number[REPLICAS] = n, 0
     # Sums over runs: outputs, those that are joined, gradients sent back, and each run's largest phase.
     received = joined = sent_back = most = 0.0
     for i in range(n):
         r = st.order[i]
         outputs, cut = st.run_outputs[r], st.run_partial[r] > 0
+        if fx.run_replicas[r]:
+            st.number[REPLICAS] = 1
         # Outputs of a collection's runs form one tensor. Its gradient lives until the run that is last in
         # backward has its own: the first of them.
         of_all, others, is_last = 0.0, 0, True
@@ -148,7 +151,7 @@ def frame(fx, st):
 @inner
 def in_moment(fx, st, row, m):
     """Bytes of ids and activations in a moment of Pipeline.moments."""
-    of = fx.moments[m]
+    of = fx.moments[st.number[REPLICAS], m]
     return of[0] + of[1] * st.value[SENT] + of[2] * row[ARRIVED]
 
 
@@ -197,7 +200,7 @@ def peak(fx, st, row):
 @inner
 def batch_most(fx, st):
     """The most bytes that a local batch takes on any device, in any phase."""
-    of = fx.moments[-1]
+    of = fx.moments[st.number[REPLICAS], -1]
     return fx.always + of[0] + of[1] * st.value[SENT] + st.value[SCRATCH] + st.frame_most[0]
 
 
@@ -212,7 +215,7 @@ def room_of(fx, d, row):
         return np.inf
     if len(fx.most_features) > 0 and left_of_ops(fx, row) < 0.0:
         return -np.inf
-    room, n_all = fx.free[d] - row[RESIDENT] - fx.moments[-1, 2] * row[ARRIVED], len(fx.run_collection)
+    room, n_all = fx.free[d] - row[RESIDENT] - fx.moments[0, -1, 2] * row[ARRIVED], len(fx.run_collection)
     if len(fx.cache_at) > 0:
         room -= padding(fx, row)
     # Each run's largest phase. Only the largest of all counts, so this is quick, and mostly enough.
