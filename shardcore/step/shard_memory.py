@@ -49,8 +49,8 @@ def shard_buffers(layout: Layout, shards: Sequence[Shard], problem: Problem) -> 
 
 def offset_bytes(layout: Layout, shard: Shard, problem: Problem) -> int:
     """Bytes of offsets of a shard's lookups in a step: where the ids of each bag begin."""
-    # Whole bytes, so that searches can add and subtract them exactly.
-    return round(OFFSET_BYTES * layout.batch(problem) * shard.table.bags)
+    # Whole offsets, so that searches can add and subtract bytes exactly.
+    return OFFSET_BYTES * round(layout.batch(problem) * shard.table.bags)
 
 
 def exchange_buffers(channel: Channel, n_bytes: float, job: Job, received: str = "") -> dict[str, float]:
