@@ -33,7 +33,7 @@ from shardcore.step.collectives import COLLECTIVES
 from shardcore.step.kinds import Channel
 from shardcore.step.scopes import WORLD
 
-KNOWN = {(2, 4, 1), (4, 8, 1), (2, 8, 1), (4, 4, 2), (4, 8, 2)}
+KNOWN = {(2, 4, 1), (4, 8, 1), (2, 8, 1), (8, 16, 1), (16, 16, 1), (4, 4, 2), (4, 8, 2)}
 """Hosts, ranks and pods that the law is fitted to, at the lowest rate there is."""
 WITHIN_GBPS = 0.5
 """Given to the explicit link model for links within a host: loopback among ranks that share cores."""
