@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from shardcore.core.links import units_of
+from shardcore.core.links import LEVELS, units_of
 from shardcore.core.payloads import CASTS
 from shardcore.core.types import OUTPUT_BYTES
 from shardcore.cost.collective_model import (
@@ -46,6 +46,8 @@ on 8, all-gathers 2.7 and all-reduces 2.1 times. With this share it is 2.7 times
 """
 FEWEST_SAMPLES = 4
 """A collective with fewer samples gets no rates."""
+_TRACE = 1e-12
+"""ms a byte of links that are known to take no time."""
 _SHORT = (0.2, 0.4, 0.6)
 """Shares of samples, the shortest ones, for which first guesses say that the innermost level decides."""
 _MEASURED = [
@@ -131,7 +133,13 @@ def _fit_rates(terms: np.ndarray, measured: np.ndarray) -> np.ndarray:
     guesses = [np.where(measured > np.quantile(measured, share), outermost, 0) for share in _SHORT]
     different = np.unique([outermost, *guesses], axis=0)
     fits = [_fit_from(guess, terms, measured) for guess in different]
-    return min(fits, key=lambda rates: np.abs(transfer_ms(terms, rates) / measured - 1).mean())
+    best = min(fits, key=lambda rates: np.abs(transfer_ms(terms, rates) / measured - 1).mean())
+    for level in LEVELS.values():
+        # A level that carried bytes and never decided takes no time. With no rate at all it would count as not
+        # measured, and its bytes on another level.
+        if terms[PARTS[level.name]].any() and not best[PARTS[level.name]].any():
+            best[EXCHANGE_TERMS.index(level.each)] = _TRACE
+    return best
 
 
 def _fit_from(decides: np.ndarray, terms: np.ndarray, measured: np.ndarray, rounds: int = 8) -> np.ndarray:

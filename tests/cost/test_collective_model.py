@@ -117,7 +117,7 @@ def test_terms_of_rings_by_hand():
         "near_busiest_bytes": [6] * 3,
     }
     of_links = ("far_busiest_bytes", "port_busiest_bytes", "uplink_bytes", "shared_uplink_bytes")
-    apart = {"far_rounds": [2] * 3, "far_bytes": [12] * 3, "head_start": [-1] * 3}
+    apart = {"far_rounds": [2] * 3, "far_bytes": [12] * 3, "head_start": [-2] * 3}
     assert terms("reduce_scatter", [6, 0, 9]) == ring
     assert terms("reduce_scatter", [6, 0, 9], hosts=(0, 0, 1)) == ring | apart | dict.fromkeys(
         of_links, [6] * 3
