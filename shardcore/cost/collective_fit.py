@@ -22,6 +22,7 @@ from shardcore.cost.collective_model import (
     EXCHANGE_TERMS,
     ORDER,
     PARTS,
+    TRACE,
     exchange_terms,
     is_measured,
     rates_of,
@@ -46,8 +47,6 @@ on 8, all-gathers 2.7 and all-reduces 2.1 times. With this share it is 2.7 times
 """
 FEWEST_SAMPLES = 4
 """A collective with fewer samples gets no rates."""
-_TRACE = 1e-12
-"""ms a byte of links that are known to take no time."""
 _SHORT = (0.2, 0.4, 0.6)
 """Shares of samples, the shortest ones, for which first guesses say that the innermost level decides."""
 _MEASURED = [
@@ -138,7 +137,7 @@ def _fit_rates(terms: np.ndarray, measured: np.ndarray) -> np.ndarray:
         # A level that carried bytes and never decided takes no time. With no rate at all it would count as not
         # measured, and its bytes on another level.
         if terms[PARTS[level.name]].any() and not best[PARTS[level.name]].any():
-            best[EXCHANGE_TERMS.index(level.each)] = _TRACE
+            best[EXCHANGE_TERMS.index(level.each)] = TRACE
     return best
 
 

@@ -235,6 +235,23 @@ def test_links_that_are_all_as_busy_may_take_longer_and_start_ahead():
     assert two == pytest.approx([4 * 0.8 - 1.5] * 2)
 
 
+def test_links_within_pods_that_never_decided_are_known_where_others_lie_beyond():
+    """Four hosts in two pods. A pod's link carries what both its hosts send, not a host's what leaves it."""
+    hosts, laws = Topology(tuple(Device(1, host=f"{pod}/{i}") for pod in "ab" for i in "xy")), {}
+    for of_pods, ms in (({"pod_busiest_bytes": collective_model.TRACE}, 8.0), ({}, 6.0)):
+        law = of_terms(uplink_bytes=1.0, **of_pods)
+        laws = {collective_model.weight(ALL_TO_ALL, way): law for way in ("forward", "backward")}
+        assert collective_model.collective_ms(laws, ALL_TO_ALL, np.full(4, 8.0), hosts)[0] == pytest.approx(
+            [ms] * 4
+        )
+    # Within a pod nothing lies beyond: its own bytes have the rate of the links that were measured.
+    laws |= {collective_model.weight(ALL_TO_ALL, "forward"): of_terms(uplink_bytes=1.0, pod_bytes=1e-12)}
+    in_pods = Channel(ALL_TO_ALL.collective, "pod")
+    assert collective_model.collective_ms(laws, in_pods, np.full(4, 8.0), hosts)[0] == pytest.approx(
+        [4.0] * 4
+    )
+
+
 # --- fit
 
 
