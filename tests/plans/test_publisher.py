@@ -372,7 +372,7 @@ def test_plans_need_a_folder(plans):
 def test_a_plan_is_lowered_and_priced_once_on_its_way_to_the_store(
     problem, model, tmp_path, monkeypatch, algorithm
 ):
-    """Beside what searches and the page's moves lower: the plans of each that ran, the one before, and a new one that is found."""
+    """Beside what searches and moves on the page lower: each run's plan, the one before, and a new one."""
     counts, others = Counter(), ("shardcore.search.state.shards", "shardcore.plans.what_if")
 
     def counted(name, original):
