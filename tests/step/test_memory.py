@@ -464,8 +464,8 @@ def test_what_does_not_fit_is_said_by_part_and_by_how_much():
     problem = replace(problem_of(), topology=on_hosts("xx", 40_000))
     with pytest.raises(
         Infeasible,
-        match=r"device 0 .* would hold 100608 bytes \(weights .*\); it may hold "
-        r"40000 bytes, 60608 bytes too little. It would fit with",
+        match=r"device 0 .* would hold 100096 bytes \(weights .*\); it may hold "
+        r"40000 bytes, 60096 bytes too little. It would fit with",
     ):
         lower(Plan((column(TABLE, 0), column(OTHER, 0))), problem)
 
