@@ -14,6 +14,7 @@ share of its host's link, or all share it. `twice` says how far two measurements
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -33,8 +34,9 @@ from shardcore.step.collectives import COLLECTIVES
 from shardcore.step.kinds import Channel
 from shardcore.step.scopes import WORLD
 
-KNOWN = {(2, 4, 1), (4, 8, 1), (2, 8, 1), (4, 4, 2), (4, 8, 2)}
+KNOWN = {(2, 4, 1), (4, 8, 1), (2, 8, 1), (8, 16, 1), (16, 16, 1), (4, 4, 2), (4, 8, 2)}
 """Hosts, ranks and pods that the law is fitted to, at the lowest rate there is."""
+SMALL_BYTES = 100 << 10
 WITHIN_GBPS = 0.5
 """Given to the explicit link model for links within a host: loopback among ranks that share cores."""
 Shape = tuple[int, int, int, EmulatedLinks]
@@ -94,6 +96,11 @@ def measured_ms(samples: Sequence[CollectiveSample], way: str) -> np.ndarray:
     return np.array([max(x.median_ms for x in getattr(s, way)) for s in samples])
 
 
+def is_small(sample: CollectiveSample) -> bool:
+    """Tell if an exchange is a ring of few bytes, which takes as long as its rounds need to wake ranks up."""
+    return sample.request.row.ring and bool(collective_fit.owned_bytes(sample).max() < SMALL_BYTES)
+
+
 def judge(folders: Sequence[Path], again: Sequence[Path], latency_ms: float) -> None:
     by_shape = read(folders)
     known = [s for shape, samples in by_shape.items() if shape[:3] in KNOWN for s in samples]
@@ -106,20 +113,21 @@ def judge(folders: Sequence[Path], again: Sequence[Path], latency_ms: float) -> 
         gbit_s = shape[3].between_gbit_s
         own = scaled(rates, gbit_s / slowest)
         where = "fitted" if shape[:3] in KNOWN and gbit_s == slowest else "asked"
-        for c, row in COLLECTIVES.items():
-            of = [s for s in samples if s.request.collective == c]
+        for (c, row), small in itertools.product(COLLECTIVES.items(), (False, True)):
+            of = [s for s in samples if s.request.collective == c and is_small(s) == small]
             for way in row.ways if of else ():
+                what = f"{c} {way}{', small' * small}"
                 predicted, took = collective_fit.predicted(own, of, way)
                 errors = (
                     mape(predicted, took),
                     *(mape(explicit_ms(of, on, way), took) for on in topologies(shape, latency_ms)),
                 )
-                of_kind[where, c, way].append((*errors, len(of)))
+                of_kind[where, what].append((*errors, len(of)))
                 rows.append(
                     (
                         f"{shape[0]} x {shape[1] // shape[0]}, {shape[3].words.partition(' hosts')[2].strip(', ')}",
                         where,
-                        f"{c} {way}",
+                        what,
                         len(of),
                         *(f"{x:.1f}" for x in errors),
                     )
@@ -133,12 +141,12 @@ def judge(folders: Sequence[Path], again: Sequence[Path], latency_ms: float) -> 
             [
                 (
                     where,
-                    f"{c} {way}",
+                    what,
                     sum(n for *_, n in found),
                     *(f"{_mean(found, k):.1f}" for k in range(3)),
-                    f"{twice[c, way]:.1f}" if (c, way) in twice else "-",
+                    f"{twice[what]:.1f}" if what in twice else "-",
                 )
-                for (where, c, way), found in sorted(of_kind.items())
+                for (where, what), found in sorted(of_kind.items())
             ],
         )
     )
@@ -158,14 +166,14 @@ def _mean(found: Sequence[tuple[float, ...]], k: int) -> float:
 
 def repeatability(
     first: dict[Shape, list[CollectiveSample]], second: dict[Shape, list[CollectiveSample]]
-) -> dict[tuple[str, str], float]:
+) -> dict[str, float]:
     """Median of how far two measurements of an exchange differ, in percent of their mean, by collective."""
     again = {s.id: s for samples in second.values() for s in samples}
-    apart: dict[tuple[str, str], list[float]] = defaultdict(list)
+    apart: dict[str, list[float]] = defaultdict(list)
     for s in (s for samples in first.values() for s in samples if s.id in again):
         for way in s.request.row.ways:
             a, b = (measured_ms([x], way)[0] for x in (s, again[s.id]))
-            apart[s.request.collective, way].append(200 * abs(a - b) / (a + b))
+            apart[f"{s.request.collective} {way}{', small' * is_small(s)}"].append(200 * abs(a - b) / (a + b))
     return {kind: float(np.median(found)) for kind, found in apart.items()}
 
 

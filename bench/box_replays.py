@@ -6,12 +6,15 @@ Compute of each device was measured before, and ranks sleep for it (shardcore/me
 
 Problems have 10 to 30 tables of the calibrated pool at dims up to 32. Links are slow, so that the network
 decides. Exchanges are priced by rates fitted to those in BOX, which `measure --hosts` made at the same rate
-of links (see bench.box); without BOX by given links, shared by the ranks of a host. STEPS, a FOLDER of other
-problems, tells what exchanges take in a step. Without it they are priced as alone. All sharders get the same
+of links (see bench.box); without BOX by given links, shared by the ranks of a host. STEPS, a FOLDER that
+--known made, tells what exchanges take in a step. Without it they are priced as alone. All sharders get the same
 model and topology. `torchrec` is TorchRec's planner, swept; it knows hosts and pods. The rivals are it,
 NeuroShard's search, and the greedy order that the model prefers. With --pods hosts are in pods, and links have
 three levels: every sharder plans with rows over hosts and with rows over pods, and has the cheaper by the model.
 Exchanges in pods are those in BOX/pods.
+
+With --known, drawn plans of several kinds are replayed on the shapes that exchanges are fitted to, and nothing is
+searched.
 
 FOLDER gets what bench.replays writes, and FOLDER-plans the plans. A rerun goes on after the problems done.
 """
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +32,7 @@ import torch
 from bench import box, common
 from bench import replays as one_host
 from bench.common import say
+from shardcore.core import validation
 from shardcore.core.job import Job
 from shardcore.core.links import host_names, links_of
 from shardcore.core.topology import Device, Topology
@@ -36,9 +41,11 @@ from shardcore.cost import collective_fit, neural, replay_metrics, replay_record
 from shardcore.cost.collective_model import OWN_WORK
 from shardcore.cost.model import CostModel, price
 from shardcore.io import dataset, files, replays
+from shardcore.io.envelope import opened, unseal
 from shardcore.measure import hosts
 from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
+from shardcore.measure.sampling.steps import random_plans
 from shardcore.search import SHARDERS, Budget, greedy
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.row_units import RowUnits
@@ -139,6 +146,20 @@ def plans(problem: Problem, model: CostModel, budget: Budget) -> list[tuple[str,
     return [*found.items(), (RIVALS[2], best), *units.items()]
 
 
+def roomy(problem: Problem) -> Problem:
+    """The problem with room for any plan."""
+    devices = (dataclasses.replace(d, memory_bytes=validation.MOST_BYTES) for d in problem.topology.devices)
+    return dataclasses.replace(
+        problem, topology=dataclasses.replace(problem.topology, devices=tuple(devices))
+    )
+
+
+def drawn(problem: Problem, *_: CostModel | Budget) -> list[tuple[str, Plan]]:
+    """Drawn plans of several kinds, by name."""
+    of_kinds = random_plans(problem, np.random.default_rng(list(problem.name.encode())))
+    return [(f"{i}: {names}", plan) for i, (names, plan) in enumerate(of_kinds)]
+
+
 def summary(rows: Sequence[replay_metrics.ReplayRecord]) -> str:
     """Replayed cost of searches of ours over their rivals', and over the best of them; and by unit of rows."""
     of: dict[str, dict[str, float]] = {}
@@ -175,10 +196,10 @@ def main() -> None:
         out=...,
         exchanges=(Path, "dataset of emulated exchanges"),
         measurements=(Path, "the dataset of MODEL, whose reference op tells the machine's slowdown"),
-        known=(False, "only shapes of boxes that exchanges are fitted to"),
+        known=(False, "drawn plans, on shapes of boxes that exchanges are fitted to"),
         pods=(False, "boxes in pods"),
         plans_only=(False, "make the plans, which takes processors; a run without it then replays them"),
-        steps=(Path, "replays of other problems, which tell what exchanges take in a step"),
+        steps=(Path, "replays by --known, which tell what exchanges take in a step"),
         problems=20,
         repeats=(9, "steps of each plan"),
         evals=(int, "evaluations of each search; default: its own"),
@@ -187,33 +208,26 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     model, config, kept = neural.load(args.model), ReplayConfig(args.repeats, 2, arena_bytes=4 << 30), []
-    model = of_box(model, args.exchanges, args.steps, args.pods)
+    model = of_box(model, args.exchanges, args.steps, args.pods or args.known)
     reference = dataset.reference_op(args.measurements, model.setting) if args.measurements else None
-    tables = pool()
+    tables, boxes = pool(), BOXES_IN_PODS if args.pods else BOXES
+    if args.known:
+        boxes = sorted((n_hosts, ranks // n_hosts, pods) for n_hosts, ranks, pods in box.KNOWN)
     for i in range(args.problems):
-        problem, where = problem_of(
-            tables,
-            model,
-            i,
-            args.seed,
-            args.exchanges is not None,
-            [
-                b
-                for b in (BOXES_IN_PODS if args.pods else BOXES)
-                if not args.known or (b[0], b[0] * b[1], b[2]) in box.KNOWN
-            ],
-        )
+        problem, where = problem_of(tables, model, i, args.seed, args.exchanges is not None, boxes)
+        if args.known:
+            problem = roomy(problem)
         own = model.for_problem(problem)
         path, budget = Path(f"{args.out}-plans") / f"{problem.name}.json", Budget(evals=args.evals)
+        make = partial(drawn if args.known else plans, problem, own, budget)
         texts = common.kept(
             path,
-            lambda own=own, of=problem, budget=budget: {
-                name: files.plan_to_json(plan, of) for name, plan in plans(of, own, budget)
-            },
+            lambda of=problem, make=make: {name: files.plan_to_json(plan, of) for name, plan in make()},
         )
         if args.plans_only:
             continue
-        made = [(name, files.plan_from_json(text, problem, str(path))) for name, text in texts.items()]
+        bodies = {name: unseal(opened(text, "plan", path), path) for name, text in texts.items()}
+        made = [(name, files.plan_from_json(body, problem, str(path))) for name, body in bodies.items()]
         with hosts.box_of(where) as places:
             kept.append(
                 replays.keep(
@@ -234,7 +248,7 @@ def main() -> None:
             f"{f' in {where.pods} pods' if where.pods > 1 else ''}: "
             f"{len(problem.tables)} tables: {said}"
         )
-    if args.plans_only:
+    if args.plans_only or args.known:
         return
     rows = replay_records.judge(kept, model)
     noise = np.median([r.noise_ms / r.replayed_ms for r in rows])

@@ -71,6 +71,8 @@ OWN_WORK = (*(row.work.weight for row in COLLECTIVES.values() if row.work), ORDE
 ALL_TO_ALL = Channel(next(iter(COLLECTIVES)))
 """Its rates stand in for those of a channel that was not measured."""
 SKEW_LIMIT_MS = 10.0
+TRACE = 1e-12
+"""ms a byte of a level that was measured beside slower ones, and never decided."""
 LEAST_IN_STEP, MOST_IN_STEP = 1e-3, 1e3
 """Range of a collective's time in a step over its time alone. Factors beyond it are discarded."""
 
@@ -349,8 +351,12 @@ def _counted(units: np.ndarray, rates: np.ndarray) -> np.ndarray:
     The bytes of a level without rates count on the next one out that has some, or else in. Where none has,
     all devices count as one unit.
     """
-    # [K] True if some direction has a rate for the level.
-    known = [bool(rates[..., part].any()) for part in TERMS_OF_LEVEL.values()]
+    # [K] True if some direction has a rate for the level. A trace tells only that others beyond it decide.
+    beyond = [any(joins(units)[k + 1 :]) for k in range(len(units))]
+    known = [
+        bool((rates[..., part] > TRACE * (not others)).any())
+        for part, others in zip(TERMS_OF_LEVEL.values(), beyond, strict=True)
+    ]
     if not any(known):
         # One unit for all: their bytes count on the innermost level.
         return np.zeros_like(units)

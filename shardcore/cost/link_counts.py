@@ -19,8 +19,8 @@ uplink: the most of any inner unit, such as a host. Its devices may share an upl
 shared_uplink: the mean over inner units; of an all-to-all without the bytes for one other unit.
     A link that is busier than others is filled all the time. Equally busy links are not, if several units
     share them: TCP shares unevenly, so in the end some rest while others still carry.
-head_start: -1. Its rate stands for a link's burst after a pause, and for bytes sent before the last rank's
-  start.
+head_start: -1; of a ring, for each round. Its rate stands for a link's burst after a pause, and for bytes sent
+  before the last rank's start.
 
 All are 0 where a level joins no devices. Only a ring counts the innermost always.
 """
@@ -38,14 +38,14 @@ def link_counts(
     # [K] levels that join devices which no inner level joins. Others carry nothing.
     used = joins(units)
     if ring:
-        moved = owned * (units.shape[1] - 1) / units.shape[1]
-        levels = []
+        rounds = units.shape[1] - 1
+        moved, levels = owned * rounds / units.shape[1], []
         for k, joins_some in enumerate(used):
             # The innermost level always counts: a ring passes every device.
             x = moved * float(k == 0 or joins_some)
             of_ring = dict.fromkeys(("busiest", "port", "uplink", "shared_uplink"), x)
-            # 2 x: as much enters a device as leaves it.
-            levels.append({"bytes": 2 * x, "head_start": -float(k > 0 and joins_some), **of_ring})
+            # 2 x: as much enters a device as leaves it. A link rests before each round.
+            levels.append({"bytes": 2 * x, "head_start": -float(k > 0 and joins_some) * rounds, **of_ring})
         return levels
     # The innermost units are single devices.
     levels, inner, leaves_ports, enters_ports = [], np.arange(units.shape[1]), 0.0, 0.0

@@ -34,8 +34,10 @@ STEP_VERSION = 5
 each rank has a core of its own. In 5, ids of divided rows are put in buckets.
 """
 REPLAYS_JSON, PROBLEM_JSON = "replays.json", "problem.json"
-OVER_HOSTS_VERSION = 6
-"""Version of times of steps over several hosts. In 6, their ranks begin together."""
+OVER_HOSTS_VERSION = 7
+"""Version of times of steps over several hosts. In 6, their ranks begin together. In 7, all-reduces start before
+other exchanges of gradients, and are waited for last.
+"""
 MOST_SLOWDOWN = 1.5
 """Largest slowdown of a valid replay, and inverse of the least. Others were disturbed, and are run again."""
 Replay = Callable[[Sequence[Workload]], Sequence[StepSample]]

@@ -127,8 +127,7 @@ def _carried(into: torch.Tensor, source: torch.Tensor, payload: str, collective:
         return into
     # The casts are timed, as a step pays for them.
     sent = source.to(dtype)
-    # In place, as an all-reduce is: the cast tensor receives the result.
-    arrived = sent if into is source else torch.empty_like(into, dtype=dtype)
+    arrived = torch.empty_like(into, dtype=dtype)
     collective(arrived, sent)
     return into.copy_(arrived)
 
@@ -181,14 +180,27 @@ def _flat(tensor: torch.Tensor | None, buffer: torch.Tensor) -> torch.Tensor:
     return buffer if tensor is None or tensor.numel() < buffer.numel() else tensor.view(-1)[: buffer.numel()]
 
 
-class _AllReduce(Exchange):
-    """Dense gradients summed in place, backward only. A run's outputs do not enter."""
+class AllReduce(Exchange):
+    """Dense gradients summed in place, in FP32, backward only. A run's outputs do not enter."""
+
+    def __init__(self, n_gradients: int, group: dist.ProcessGroup | None, full: Full):
+        self.gradients, self._group, self._under_way = full((n_gradients,)), group, None
 
     def forward(self, outputs: torch.Tensor | None) -> torch.Tensor | None:
         return outputs
 
+    def launch(self) -> None:
+        """Start before other exchanges. `backward` then waits for the end only."""
+        # NCCL and gloo reduce in place: the tensor to send is the one to fill.
+        self._under_way = dist.all_reduce(self.gradients, group=self._group, async_op=True)
+
     def backward(self, gradients: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor:
-        return _carried(self.gradients, self.gradients, self._payloads[1], self._ways[1])
+        if self._under_way is None:
+            self.launch()
+        if self._under_way is not None:  # None where torch has nothing to wait for
+            self._under_way.wait()
+        self._under_way = None
+        return self.gradients
 
 
 def _all_to_all_of(
@@ -239,12 +251,7 @@ def _all_reduce_of(
     elements: Sequence[int], rank: int, group: Group, payloads: Payloads, full: Full
 ) -> Exchange:
     ranks, process_group = group
-
-    def reduce(into: torch.Tensor, source: torch.Tensor) -> None:
-        # NCCL and gloo reduce in place: the tensor to send is the one to fill.
-        dist.all_reduce(into, group=process_group)
-
-    return _AllReduce(0, elements[ranks.index(rank)], payloads, (reduce, reduce), full)
+    return AllReduce(elements[ranks.index(rank)], process_group, full)
 
 
 EXCHANGES = {"all_to_all": _all_to_all_of, "reduce_scatter": _reduce_scatter_of, "all_reduce": _all_reduce_of}
@@ -338,6 +345,20 @@ def forward(chain: Sequence[Exchange], outputs: torch.Tensor | None) -> torch.Te
     for exchange in chain:
         outputs = exchange.forward(outputs)
     return outputs
+
+
+def in_order(chains: Mapping[Layout, Sequence[Exchange]]) -> list[Layout]:
+    """Runs in the order of their exchanges of gradients. An all-reduce over the hosts of a box starts now.
+
+    So DDP has it: launched first in the backward pass, and waited for last.
+    On one host an all-reduce has its turn among the others, as in the steps of datasets.
+    """
+    if hosts.own_host() is None:
+        return list(chains)
+    of_replicas = {kind: x for kind, (x, *_) in chains.items() if isinstance(x, AllReduce)}
+    for exchange in of_replicas.values():
+        exchange.launch()
+    return sorted(chains, key=lambda kind: kind in of_replicas)
 
 
 def backward(chain: Sequence[Exchange], into: torch.Tensor | None) -> None:

@@ -318,8 +318,8 @@ class _Step:
                 self._exchange_ids()
                 informed = mark()
             # All ranks run the exchanges in this order, as collectives require.
-            for kind, chain in self._chains.items():
-                exchanges.backward(chain, self._compute.gradients.get(kind))
+            for kind in exchanges.in_order(self._chains):
+                exchanges.backward(self._chains[kind], self._compute.gradients.get(kind))
             received = mark()
         self._compute.backward()
         updated = mark()

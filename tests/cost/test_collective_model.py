@@ -117,7 +117,7 @@ def test_terms_of_rings_by_hand():
         "near_busiest_bytes": [6] * 3,
     }
     of_links = ("far_busiest_bytes", "port_busiest_bytes", "uplink_bytes", "shared_uplink_bytes")
-    apart = {"far_rounds": [2] * 3, "far_bytes": [12] * 3, "head_start": [-1] * 3}
+    apart = {"far_rounds": [2] * 3, "far_bytes": [12] * 3, "head_start": [-2] * 3}
     assert terms("reduce_scatter", [6, 0, 9]) == ring
     assert terms("reduce_scatter", [6, 0, 9], hosts=(0, 0, 1)) == ring | apart | dict.fromkeys(
         of_links, [6] * 3
@@ -233,6 +233,23 @@ def test_links_that_are_all_as_busy_may_take_longer_and_start_ahead():
     assert halved == pytest.approx([(6 * 0.8 + 3 * 0.2) / 2 - 1.5] * 3)  # half the bytes, the same head start
     two, _ = collective_model.collective_ms(laws, ALL_TO_ALL, np.array([8.0, 8.0]), on_hosts(1, 1))
     assert two == pytest.approx([4 * 0.8 - 1.5] * 2)
+
+
+def test_links_within_pods_that_never_decided_are_known_where_others_lie_beyond():
+    """Four hosts in two pods. A pod's link carries what both its hosts send, not a host's what leaves it."""
+    hosts, laws = Topology(tuple(Device(1, host=f"{pod}/{i}") for pod in "ab" for i in "xy")), {}
+    for of_pods, ms in (({"pod_busiest_bytes": collective_model.TRACE}, 8.0), ({}, 6.0)):
+        law = of_terms(uplink_bytes=1.0, **of_pods)
+        laws = {collective_model.rates_name(ALL_TO_ALL, way): law for way in ("forward", "backward")}
+        assert collective_model.collective_ms(laws, ALL_TO_ALL, np.full(4, 8.0), hosts)[0] == pytest.approx(
+            [ms] * 4
+        )
+    # Within a pod nothing lies beyond: its own bytes have the rate of the links that were measured.
+    laws |= {collective_model.rates_name(ALL_TO_ALL, "forward"): of_terms(uplink_bytes=1.0, pod_bytes=1e-12)}
+    in_pods = Channel(ALL_TO_ALL.collective, "pod")
+    assert collective_model.collective_ms(laws, in_pods, np.full(4, 8.0), hosts)[0] == pytest.approx(
+        [4.0] * 4
+    )
 
 
 # --- fit

@@ -25,6 +25,7 @@ from shardcore.io import files
 from shardcore.io.measurements import ComputeRequest
 from shardcore.measure import exchanges, local_ranks, own_core
 from shardcore.measure.collectives import CollectiveConfig, Rank
+from shardcore.measure.hosts import HOST_VARIABLE
 from shardcore.measure.kernels import KernelBench
 from shardcore.measure.replay import ReplayConfig, combine, combine_all, replay, replay_all
 from shardcore.measure.timing import Caches
@@ -341,6 +342,39 @@ def test_rows_over_a_host_are_summed_there_and_cross_hosts():
             first = 8 * i + 4 * h
             same(arrived.ravel(), np.concatenate([x[first : first + 4].ravel() for x in of_host]))
             same(back, np.concatenate([sent[k][g][h] for k in range(2) for g in range(2)]))
+
+
+def _gradients(rank, init_method, send, workload, in_a_box):
+    """Send the order of the runs, the sum of a replica's gradients, and gradients that came back."""
+    torch.set_num_threads(1)
+    if in_a_box:
+        os.environ[HOST_VARIABLE] = "0"
+
+    def full(shape):
+        return torch.zeros(tuple(shape))
+
+    with local_ranks.exchanging():
+        member = Rank(rank, 2, init_method, "cpu", CollectiveConfig(timeout_s=30.0))
+        chains = exchanges.chains(workload, rank, full, exchanges.groups(rank, workload.topology, []))
+        for (exchange,) in chains.values():
+            exchange.gradients.fill_(rank + 1.0)
+        order = exchanges.in_order(chains)
+        for kind in order:
+            exchanges.backward(chains[kind], None)
+    member.close()
+    columns, copied = (chains[LAYOUTS[name]][0] for name in ("column", "data_parallel"))
+    send(([kind.name for kind in order], set(copied.gradients.tolist()), set(columns.outputs.tolist())))
+
+
+@pytest.mark.parametrize("in_a_box", [True, False])
+def test_over_hosts_gradients_of_replicas_are_launched_first_and_waited_for_last(in_a_box):
+    copied, whole = Table("copied", 10, 8, 1.0), Table("whole", 10, 4, 1.0)
+    problem = Problem("replicas", (copied, whole), on_hosts("ab"), 16)
+    workload = lower(Plan((replica(copied, problem.topology), column(whole, 0))), problem)
+    last = dict(local_ranks.run("replay", _gradients, 2, (workload, in_a_box), 60.0))
+    # Each rank has the sum. The owner of `whole` has gradients of both ranks' samples, the other none.
+    assert [x[1:] for _, x in sorted(last.items())] == [({3.0}, {1.0, 2.0}), ({3.0}, set())]
+    assert not in_a_box or last[0][0] == ["column", "data_parallel"]
 
 
 # --- one rank -----------------------------------------------------------------------------------------------

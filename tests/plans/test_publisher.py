@@ -372,12 +372,12 @@ def test_plans_need_a_folder(plans):
 def test_a_plan_is_lowered_and_priced_once_on_its_way_to_the_store(
     problem, model, tmp_path, monkeypatch, algorithm
 ):
-    """Beside what searches lower: the plans of each that ran, the one before, and a new one that is found."""
-    counts = Counter()
+    """Beside what searches and moves on the page lower: each run's plan, the one before, and a new one."""
+    counts, others = Counter(), ("shardcore.search.state.shards", "shardcore.plans.what_if")
 
     def counted(name, original):
         def call(*args, **kwargs):
-            counts[name] += sys._getframe(1).f_globals["__name__"] != "shardcore.search.state.shards"
+            counts[name] += sys._getframe(1).f_globals["__name__"] not in others
             return original(*args, **kwargs)
 
         return call

@@ -13,7 +13,8 @@ NO_CACHES = Caches({})
 
 
 def account_of(limits: np.ndarray, base: np.ndarray) -> Account:
-    return Account(None, {}, base, np.zeros((0, 6, len(base))), limits, len(base))
+    coefficients, sent = np.zeros((0, 6, len(base))), np.zeros(len(base))
+    return Account(None, {}, base, coefficients, sent, limits, len(base))
 
 
 def test_a_packing_is_found_wherever_there_is_one_and_what_is_lacking_is_the_least():
