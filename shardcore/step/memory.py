@@ -149,7 +149,8 @@ def by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
     stages = tuple(stages_under(run.stages, pipeline) for run in local)
     # [phases] moments of a step, and [buffers, phases] how often each buffer counts in each.
     replicas = any(run.local_batch for run in local)
-    phases, (names, times) = (of(stages, pipeline, replicas) for of in (phases_of, times_of))
+    phases = phases_of(stages, pipeline, replicas)
+    names, times = times_of(stages, pipeline, replicas)
     # Buffers are keyed by run number: the timeline knows runs by their order only.
     numbers = {run: number for number, run in enumerate(local)}
     # Buffers that a device does not have count as 0 bytes.
