@@ -245,7 +245,7 @@ NOTHING_FITS = {
         ),
         [
             "4 columns of table 'small0' take 12.",
-            "may hold 7.",
+            "may hold 6.",
             "divides evenly over all 4 devices, take ",
             "more per device",
         ],

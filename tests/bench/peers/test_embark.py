@@ -114,8 +114,10 @@ def test_small_tables_are_replicated_as_far_as_that_is_allowed_and_fits():
 def test_replicas_take_room_from_what_is_placed():
     small, ample = Table("small", 20, 8, 1.0), problem_of(HOT)
     hot, copy = table_bytes(HOT, ample), replica_bytes(small, ample)
+    # Beside replicas a local batch stays longer in memory, which planners that add up numbers do not count.
+    kept = local_batch_bytes(ample)
     problem = exactly(
-        (hot, hot + copy - 1, hot + copy, hot),
+        (hot, hot + copy - 1, hot + copy + kept, hot),
         HOT,
         small,
         speeds=(2.0, 2.0, 1.0, 2.0),

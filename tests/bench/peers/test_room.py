@@ -30,8 +30,9 @@ def problem(kinds: dict[str, str] = ASKED, **asked):
 def test_tables_on_all_devices_leave_less():
     of, free = problem({"t0": "data_parallel"}), free_bytes(problem({}))
     assert free == [n - local_batch_bytes(of) for n in held_bytes(of)]
-    # Its weights, and its gradients twice: the kernel's own, and DDP's buckets.
-    assert [n - less for n, less in zip(free, free_bytes(of), strict=True)] == [3 * of.tables[0].bytes] * 2
+    # Its weights, its gradients twice (the kernel's own, and DDP's buckets), and offsets of its lookups.
+    taken = 3 * of.tables[0].bytes + 8 * of.local_batch
+    assert [n - less for n, less in zip(free, free_bytes(of), strict=True)] == [taken] * 2
 
 
 def test_a_bundle_takes_what_its_tables_do_and_goes_where_it_may_be():
