@@ -317,9 +317,9 @@ def test_in_a_large_problem_what_weighs_little_is_not_cut(monkeypatch):
     """Tables that have to be cut still are. Plans cost about as much as in a search of all cuts."""
     heavy = Table("heavy", 40_000, 64, 40.0, Zipf(0.4))
     light = tuple(Table(f"t{i}", 200 + i % 50, 16, 0.01) for i in range(600))
-    ample = Problem("large", (heavy, *light), Topology((Device(int(0.7 * heavy.bytes)),) * 4), BATCH)
+    ample = Problem("large", (heavy, *light), Topology((Device(int(0.5 * heavy.bytes)),) * 4), BATCH)
     more = sum(memory_account.table_bytes(t, ample) for t in light) // 4
-    problem = with_room(replace(ample, topology=Topology((Device(int(0.7 * heavy.bytes) + more),) * 4)))
+    problem = with_room(replace(ample, topology=Topology((Device(int(0.5 * heavy.bytes) + more),) * 4)))
     model, budget = model_for(problem), Budget(evals=20_000)
     small = anneal(problem, model, budget=budget, space="columns")
     monkeypatch.setattr(spaces, "LARGE", 1)
