@@ -68,6 +68,19 @@ def data_version() -> str:
         return "unversioned"
 
 
+def named(folders: Sequence[str], setting: Setting) -> list[Path]:
+    """Folders that train.datasets names. Those of other hardware only do not join, with a warning."""
+    joined = []
+    for folder in map(Path, folders):
+        hardware = {held.hardware for held in dataset.settings(folder)}
+        if hardware and setting.hardware not in hardware:
+            of = ", ".join(sorted(hardware))
+            get_run_logger().warning("%s is of %s, not of %s: it does not join", folder, of, setting.hardware)
+        else:
+            joined.append(folder)
+    return joined
+
+
 def of_same_hardware(setting: Setting, measurements: Path) -> tuple[list[Path], dict[str, str]]:
     """Shipped folders with samples of a setting that are added, and others of the setting, with the reason.
 
@@ -107,7 +120,7 @@ def train_model(
     shipped, refused = (
         of_same_hardware(setting, measurements)
         if config.datasets is None
-        else ([Path(f) for f in config.datasets], {})
+        else (named(config.datasets, setting), {})
     )
     for path, why in refused.items():
         logger.warning("%s is of the same hardware, but does not join: %s", path, why)

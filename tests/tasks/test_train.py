@@ -145,6 +145,15 @@ def test_shipped_samples_of_an_equally_fast_machine_join_unasked(joined):
     shutil.rmtree("datasets/slow")
 
 
+def test_a_named_dataset_of_other_hardware_does_not_join(place):
+    write(
+        Path("datasets/apart"), compute_samples(cache_law, 60, dataclasses.replace(SETTING, hardware="apart"))
+    )
+    train(datasets=("datasets/apart", str(SHIPPED)), learning_curve=False)
+    assert list(neural.load("data/model").meta["provenance"]["datasets"]) == ["datasets/x"]
+    shutil.rmtree("datasets/apart")
+
+
 @pytest.mark.long
 def test_traced_steps_of_jobs_join_unasked_and_are_on_record(joined):
     truth = corrected_model(neural.load("data/model"), factors_of(2.0, 2.0))
