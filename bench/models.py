@@ -36,6 +36,7 @@ import time
 import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,10 +51,9 @@ from shardcore.cost import accuracy, drift_correction, fit, study
 from shardcore.cost.metrics import coverage, kendall_tau, mape
 from shardcore.cost.model import group_costs
 from shardcore.cost.neural import NeuralModel
-from shardcore.io import dataset, writing
+from shardcore.io import dataset, files, writing
 from shardcore.io.measurements import ComputeRequest, ComputeSample
 from shardcore.measure.sampling.groups import GroupConfig, compute_request
-from shardcore.tables.generate import generate_pool
 
 ADDITIONS = 10_000
 
@@ -177,9 +177,10 @@ def read(args: argparse.Namespace) -> Data:
     setting = common.only_setting(args.dataset)
     known = drift_correction.read([args.dataset], setting)
     groups = [s for s in known.compute if s.error is None and s.request.batch == setting.batch]
-    from_plans = planned_ids(
-        generate_pool(), setting, args.draws, args.draw_seeds, int(args.arena_gib * 2**30)
-    )
+    # The pools that were measured: one that is generated on another machine differs in a few tables.
+    pools = [files.read_pool(path) for path in sorted(Path(args.dataset).glob("pool-*.json"))]
+    asked = setting, args.draws, args.draw_seeds, int(args.arena_gib * 2**30)
+    from_plans = set[str]().union(*(planned_ids(pool, *asked) for pool in pools))
     test = accuracy.held_out(groups)
     planned, random = ([s for s in test if (s.id in from_plans) == side] for side in (True, False))
     seen, unseen = study.split_by_table(groups)

@@ -92,7 +92,7 @@ class DynamicProgram:
     """
 
     bins = 100, 50
-    """Of HBM and DDR for each device, at most 1,024 of each."""
+    """Bins of HBM and of DDR for each device. All devices together have at most 1,024 of each."""
 
     def load(self, search_space: list[Any], enumerator: Any = None) -> None:
         self.options: dict[str, list[Any]] = {}

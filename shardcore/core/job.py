@@ -24,8 +24,8 @@ class Ids:
     batches: as they come.
     sent: in the order of the plan and in buckets, as they travel.
     arrived: on the devices of their tables.
-    replicas: what is sent more where there are replicas. They look up in the batch as it is sent, which therefore
-        lives until backward.
+    replicas: batches that stay besides as they are sent, if there are replicas. Replicas look up in such a batch, so
+        it lives until backward.
     """
 
     batches: int

@@ -195,7 +195,7 @@ def terms(n_bytes: np.ndarray, compute_ms: np.ndarray, host: np.ndarray) -> np.n
 
 
 def what_if(priced: PricedPlan, problem: Problem, model: CostModel, seed: int = 0) -> WhatIf:
-    """What moves of single shards of a plan would do.
+    """The sums and laws that tell the effect of moving single shards of a plan.
 
     problem: with the plan's towers, if it has some (decisions.towers.as_planned).
     model: what prices the plan.

@@ -1,4 +1,4 @@
-"""What a move of one shard does, from sums, against the price of the changed plan."""
+"""The predicted effect of a move of one shard, against the price of the changed plan."""
 
 from dataclasses import replace
 

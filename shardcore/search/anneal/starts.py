@@ -77,7 +77,7 @@ class Start:
 
     @property
     def by_columns(self) -> bool:
-        """Whether its space has whole tables and columns only."""
+        """True if its space has whole tables and columns only."""
         return not self.space.fixed.may_share.any()
 
 

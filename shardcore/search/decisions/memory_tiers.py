@@ -52,11 +52,11 @@ from shardcore.tables.host_rows import held_rows, link_bytes
 SHARES = (1.0, 0.97, 0.9, 0.75, 0.5)
 """Shares of the memory for rows that are given to tables before the search."""
 _EVERY = 4
-"""Of the memories of a cache that are known, one of so many is weighed. Between two of them cost is linear."""
+"""One of so many known memories of a cache is weighed. Between two of them cost is linear."""
 _STEPS = (8, 2, 1)
 """Memories of a cache are weighed in steps of the first, then around the best in smaller ones."""
 _HALVINGS = 30
-"""Of the price of host memory, until it holds what is there."""
+"""Bisections of the price of host memory, until hosts hold the tables that are in it."""
 
 
 class MemoryTiers(Decision):
