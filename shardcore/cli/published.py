@@ -252,11 +252,12 @@ def drift(args: DriftOptions) -> None:
 
 def _read(path: Path, problem: Path | None) -> tuple[Plan, Problem]:
     """A valid plan with its problem: the given one, or problem.json beside it."""
-    from shardcore.io import files
+    from shardcore.io import files, schema
     from shardcore.step.lower import require_plan
 
     beside = path.with_name("problem.json")
     if not problem and not beside.exists():
+        schema.read_bytes(path)  # a plan that is not there is named before its problem
         raise ShardCoreError(
             f"{path} has no problem.json beside it, its problem; give --problem, or "
             "the plans of published versions"

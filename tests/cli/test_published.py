@@ -40,6 +40,8 @@ def test_history_diff_and_drift(problem, now, model, tmp_path, capsys):
     alone = shutil.copy(tmp_path / "replan/plan.json", tmp_path / "alone")
     assert main(["diff", str(alone), str(alone)]) == 1
     assert f"{alone} has no problem.json beside it, its problem; give --problem" in capsys.readouterr().err
+    assert main(["view", str(tmp_path / "none.json")]) == 1
+    assert f"cannot read {tmp_path / 'none.json'}: No such file" in capsys.readouterr().err
     page = tmp_path / "page.html"
     given = f"diff {published} {again} --page {page}".split()
     assert main(given) == 1
