@@ -77,6 +77,8 @@ NO_FORMAT = {
     "flows/refresh.py:setting_of",
     # It opens a browser.
     "shardcore/cli/published.py:open_page",
+    # It asks whether the plan is there; files.read_plan reads it.
+    "shardcore/cli/published.py:_read",
     # It copies a page.
     "shardcore/cli/published.py:view",
     # Answers and tags of the stack's services.

@@ -257,7 +257,7 @@ def _read(path: Path, problem: Path | None) -> tuple[Plan, Problem]:
 
     beside = path.with_name("problem.json")
     if not problem and not beside.exists():
-        schema.read_bytes(path)  # a plan that is not there is named before its problem
+        schema.require_file(path)  # a plan that is not there is named before its problem
         raise ShardCoreError(
             f"{path} has no problem.json beside it, its problem; give --problem, or "
             "the plans of published versions"
