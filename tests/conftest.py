@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 HERE = Path(__file__).parent
@@ -52,6 +53,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest.register_assert_rewrite("shardcore.testing")
+hypothesis.settings.register_profile("any machine", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("any machine")
 
 from boxes import can_box  # noqa: E402
 from ray_fixtures import (  # noqa: E402, F401

@@ -63,7 +63,6 @@ def test_what_is_damaged_is_refused_in_a_line_or_can_be_used(sound, tmp_path, na
     @settings(
         max_examples=EXAMPLES,
         derandomize="SHARDCORE_EXAMPLES" not in os.environ,
-        deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
     )

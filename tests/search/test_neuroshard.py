@@ -25,7 +25,7 @@ from shardcore.step.memory import fits, held_bytes
 from shardcore.step.memory_account import table_bytes
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 10**6), rows=st.booleans())
 def test_columns_are_exchangeable_in_cost(seed, rows):
     rng = np.random.default_rng(seed)
@@ -37,7 +37,7 @@ def test_columns_are_exchangeable_in_cost(seed, rows):
     assert total_ms(dealt, devices, problem) == pytest.approx(total_ms(shards, devices, problem), rel=1e-9)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 10**6))
 def test_tables_kept_together_are_one_bundle_that_costs_what_they_cost_fused(seed):
     rng = np.random.default_rng(seed)
@@ -61,7 +61,7 @@ def test_tables_kept_together_are_one_bundle_that_costs_what_they_cost_fused(see
     assert state.cost_ms() == pytest.approx(total_ms(shards, where, problem), rel=1e-9)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 10**6),
     rows=st.booleans(),

@@ -33,7 +33,7 @@ def whole_bins(draw):
 
 
 @given(whole_bins())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_reference_counts_are_the_specified_bins(rows_in_bin):
     table = reuse_table(rows_in_bin)
     counts = access.reference_counts(table)
@@ -48,7 +48,7 @@ def test_reference_counts_are_the_specified_bins(rows_in_bin):
     lookups=st.integers(1, 200_000),
     rows=st.integers(1, 100_000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_histogram_gives_counts_that_add_up(bins, lookups, rows):
     """Also one that the lookups or the rows cannot hold, or that is not of whole rows."""
     table = Table("t", rows, 16, lookups / BATCH, Reuse(tuple(np.array(bins) / sum(bins)), BATCH))
@@ -64,7 +64,7 @@ def test_reuse_bin_edges():
 
 
 @given(whole_bins(), st.booleans(), st.integers(0, 3))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_stream_at_the_reference_batch_has_the_histogram_exactly(rows_in_bin, ordered, seed):
     table = reuse_table(rows_in_bin[:12] if any(rows_in_bin[:12]) else [1], ordered=ordered)
     ids, offsets = streams.stream(table, BATCH, seed)
@@ -124,7 +124,7 @@ TABLES = [
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda t: t.name)
 @given(cut=st.floats(0.01, 0.99), batch=st.sampled_from([512, BATCH]))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_row_ranges_partition_the_stream(table, cut, batch):
     at = max(1, int(cut * table.rows))
     low, high = Shard(table, 0, at, 0, table.dim), Shard(table, at, table.rows, 0, table.dim)

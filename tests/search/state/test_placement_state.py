@@ -39,7 +39,7 @@ def state_of(problem, shards, batch=()):
     return PlacementState(cache, keys, batch), keys
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 10**6), rows=st.booleans())
 def test_it_costs_what_its_plan_does_also_after_shards_were_elsewhere(seed, rows):
     rng = np.random.default_rng(seed)
