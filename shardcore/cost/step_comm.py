@@ -59,11 +59,15 @@ def channels_ms(
     compute_ms: [..., D].
     """
     skew_ms = np.ptp(compute_ms, axis=-1)
-    by_channel: dict[Channel, tuple[np.ndarray, np.ndarray]] = {}
+    nothing = np.zeros(np.shape(traffic)[1:])
+    by_channel = {channel: (nothing, nothing) for channel in channels_of(traffic)}
     for channel, sent_bytes in zip(channels_of(traffic), traffic, strict=True):
+        # Searches price thousands of plans, and most channels of a plan carry nothing.
+        if not sent_bytes.any():
+            continue
         forward, backward = transfers(channel, sent_bytes, skew_ms)
         # Runs exchange one after another.
-        before = by_channel.get(channel, (0.0, 0.0))
+        before = by_channel[channel]
         by_channel[channel] = before[0] + forward, before[1] + backward
         if "forward" in channel.row.ways:
             # A collective synchronises the devices: the next one starts without skew.

@@ -20,7 +20,6 @@ from shardcore.cost.model import CostModel
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.step.kinds import choices_of_rows, layout_of, row_unit_of
 
-
 _LONGER = 6
 """Seconds of the longer search, over those of a short one."""
 
