@@ -96,7 +96,7 @@ class Proposal:
     words: text for people, different for each proposal of a decision.
     problem: the proposed problem. For a refused proposal, it is not searched.
     refused: reason that it is refused. None: it is searched.
-    more: proposals that may follow it, at most. One that is to have n times its seconds counts n times.
+    more: proposals that may follow it, at most.
     model: cost model of its devices. None: the one of all.
     search: its sharder. None: the one of all.
     """

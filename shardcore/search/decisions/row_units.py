@@ -2,9 +2,6 @@
 
 A job divides rows over one of both: over pods if it has TORCHREC_RESOLVED_POD_SIZE. Over a pod, more devices
 share a table's lookups and memory, and its outputs cross fewer and slower links. So neither is always better.
-
-Seconds are not halved between both, as each search takes long to make its starts. A short search of each says
-which unit is better. A longer one of that unit gets the rest.
 """
 
 from __future__ import annotations
@@ -19,9 +16,6 @@ from shardcore.core.validation import require_types
 from shardcore.cost.model import CostModel
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.step.kinds import choices_of_rows, layout_of, row_unit_of
-
-_LONGER = 6
-"""Seconds of the longer search, over those of a short one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,26 +46,20 @@ class RowUnits(Decision):
     def proposals(
         self, problem: Problem, model: CostModel, seconds: float | None
     ) -> Generator[OverUnits, Outcome, None]:
-        """The problem with rows over hosts, and over pods where they are of one size. Then the better one again."""
+        """The problem with rows over hosts, and over pods where they are of one size."""
         topology = problem.topology
         units = choices_of_rows(topology)
         if self.start:
             units = (row_unit_of(topology, self.start.placements),)
-        longer = _LONGER if seconds is not None and len(units) > 1 else 0
-        outcomes: list[Outcome] = []
         for i, unit in enumerate(units):
             # Devices of a unit, as TorchRec's groups of ranks have them.
             size = len(topology.on_units(ROWS_OVER[unit])[0])
-            outcome = yield OverUnits(
+            yield OverUnits(
                 words=f"rows over {unit}s of {size} device{'s' * (size > 1)}",
                 problem=replace(problem, topology=replace(topology, rows_over=unit)),
-                more=len(units) - 1 - i + longer,
+                more=len(units) - 1 - i,
                 whole=problem,
             )
-            outcomes.append(outcome)
-        best = min(outcomes, key=lambda outcome: outcome.ms).proposal
-        if longer:
-            yield replace(best, words=f"{best.words}, longer", more=0)
 
     def adopt(self, proposal: OverUnits, found: Found | None, model: CostModel) -> Found | None:
         """The plan as one of the whole: its kinds say which units it has."""

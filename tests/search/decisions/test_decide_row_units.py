@@ -66,23 +66,6 @@ def test_a_topology_that_says_it_has_no_choice(unit):
     assert {p.kind for p in best.plan.placements} == {f"{unit}_row"}
 
 
-@pytest.mark.parametrize("within_pod, unit", [(40.0, "pod"), (2.0, "host")])
-def test_a_short_search_of_each_unit_says_which_gets_the_rest_of_the_seconds(within_pod, unit):
-    of, shares = problem(*BOTH, within_pod=within_pod), []
-
-    def search(proposed, model, *, seed, budget):
-        shares.append((proposed.topology.rows_over, budget.seconds))
-        return SHARDERS["anneal"](proposed, model, seed=seed, budget=Budget(evals=200))
-
-    best = decide(of, MODEL.for_problem(of), [RowUnits()], search, budget=Budget(seconds=800.0))
-    (first, short_s), (second, _), (longer, rest_s) = shares
-    assert (first, second, longer) == ("host", "pod", unit)
-    assert short_s == pytest.approx(100, rel=0.01) and rest_s > 6 * short_s
-    assert best.ledger.entries[-1].proposed.endswith(", longer") and best.ms == min(
-        x.ms for x in best.outcomes
-    )
-
-
 def test_a_plan_to_start_from_keeps_the_units_of_its_job():
     of = problem(*BOTH)
     over_hosts = found(replace(of, topology=replace(of.topology, rows_over="host"))).plan
