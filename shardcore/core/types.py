@@ -70,7 +70,7 @@ class Table:
         Each runs separate ops and exchanges. Pooled tables and sequences of one name are two.
     load_factor: share of its rows that a cache in device memory holds, while all are in `tier`. 1: all are in
         device memory, and there is no cache.
-    tier: memory that has all rows where load_factor is below 1, a name of step.tiers.BELOW.
+    tier: memory that has all rows where load_factor is below 1, a name of core.tiers.BELOW.
     strides: bags of each feature for a sample, where features have batches of their own (TorchRec's VBE), or
         several poolings. A device's batch of a feature is its stride times that of samples. (): one each. Of
         sequences, the largest of their collection for each, to which TorchRec pads.
@@ -122,10 +122,11 @@ class Table:
         require_known(self, t, precision=PRECISION_BYTES, tier=BELOW)
         if self.collection:
             require_name(self.collection, f"the collection of {t}")
+        most = TIERS[self.tier].most_cached
         require(
-            bool(self.kernel),
-            f"{t} has load_factor {self.load_factor:g} and tier {self.tier!r}; "
-            "TorchRec runs no table there without a cache, so it needs a share above 0",
+            bool(self.kernel) and (self.load_factor <= most or not self.in_host_memory),
+            f"{t} has load_factor {self.load_factor:g} and tier {self.tier!r}; TorchRec runs it there with a cache of "
+            f"at most {most:.0%} of its rows, so it needs a share above 0, at most {most:g}",
         )
         require(
             self.ordered or self.row_shares is None,
@@ -176,8 +177,13 @@ class Table:
 
     @property
     def in_host_memory(self) -> bool:
-        """True if its rows are in a tier below device memory, some of them cached or none."""
+        """True if its rows are in a tier below device memory, which hosts have: some of them cached or none."""
         return self.load_factor < 1
+
+    @property
+    def shares_cache(self) -> bool:
+        """True if some of its rows are in a cache of all tables of its op."""
+        return 0 < self.load_factor < 1 and TIERS[self.tier].shares_cache
 
     def cached(self, rows: int) -> int:
         """Rows in device memory among so many of its rows: all where it has no cache."""
@@ -445,6 +451,8 @@ class Problem:
                 f"{p} has rows of table {t.name!r} in {TIERS[t.tier].words}; its topology needs "
                 f"memory of tier {t.tier!r}",
             )
+            why_not = t.in_host_memory and TIERS[t.tier].why_not(t.precision, self.optimizer)
+            require(not why_not, f"{p} has rows of table {t.name!r} in {TIERS[t.tier].words}, and {why_not}")
         for t in self.tables:
             buckets = t.managed_collision.buckets if t.managed_collision else 1
             require(

@@ -1,15 +1,16 @@
-"""Traffic between a device and its host's memory, for tables with rows there.
+"""Traffic between a device and a tier of its host's memory, for tables with rows there.
 
 Bytes that cross their link in each step:
 
 - With a cache, a row that misses is fetched, and written back later. Optimizer state with a value for each cell is not
-  cached by FBGEMM, so it is read and written for each row that is touched.
+  cached by FBGEMM, so it is read and written for each row that is touched, where the tier has it.
 - Without a cache, each lookup reads its row. The update reads and writes each row that it touches, and its state of
   cells.
 
 Optimizer state with a value for each row is always in device memory.
 
 An op of FBGEMM has one cache. Its rows are those of all its tables' load factors together, and all compete for them.
+On SSD each table has a cache of its own. It is as FBGEMM's other caches are: sets of 32 rows, LRU.
 
 Shapes: N sizes of a cache, M memories of one (heat.py).
 """
@@ -24,7 +25,7 @@ from functools import lru_cache
 import numpy as np
 
 from shardcore.core.catalog import OPTIMIZERS
-from shardcore.core.tiers import BELOW
+from shardcore.core.tiers import BELOW, TIERS
 from shardcore.core.types import PRECISION_BYTES, Shard, Table
 from shardcore.step import access
 from shardcore.tables.heat import Heat, heat_of
@@ -43,7 +44,8 @@ def link_bytes(table: Table, cached: np.ndarray, batch: int, optimizer: str) -> 
     heat = _heat(_in_device_memory(table), batch)
     row = table.dim * PRECISION_BYTES[table.precision]
     # Read and written, so twice.
-    state = 2 * heat.unique_rows * table.dim * OPTIMIZERS[optimizer].state_bytes("cell")
+    a_cell = OPTIMIZERS[optimizer].state_bytes("cell") * TIERS[table.tier].holds_cells
+    state = 2 * heat.unique_rows * table.dim * a_cell
     has_cache = cached > 0
     # A miss fetches a row and writes back the one that it replaces.
     n_bytes[has_cache, 0] = 2 * row * heat.misses(cached[has_cache])
@@ -81,7 +83,7 @@ def in_one_cache(shards: Sequence[Shard], batch: int) -> tuple[Shard, ...]:
     caches: dict[str, list[int]] = defaultdict(list)
     for i, shard in enumerate(shards):
         # Rows without lookups never enter.
-        if 0 < shard.table.load_factor < 1 and access.lookups(shard.table, batch):
+        if shard.table.shares_cache and access.lookups(shard.table, batch):
             caches[shard.table.precision].append(i)
     found = list(shards)
     for of_cache in caches.values():

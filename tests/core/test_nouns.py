@@ -345,20 +345,44 @@ def test_kernels_tell_tiers_apart():
 
 @pytest.mark.parametrize("tier", BELOW)
 def test_rows_are_all_in_one_tier_and_some_in_a_cache(tier):
-    table = Table("t", 100, 8, 1.0, load_factor=0.25, tier=tier)
+    table = Table("t", 100, 8, 1.0, load_factor=0.2, tier=tier)
     assert table.kernel == TIERS[tier].cached_kernel
     assert Table("t", 100, 8, 1.0, tier=tier).kernel == TIERS[DEVICE].kernel
     if TIERS[tier].kernel:
         uncached = Table("t", 100, 8, 1.0, load_factor=0.0, tier=tier)
         assert uncached.kernel == TIERS[tier].kernel
     else:
-        with pytest.raises(ShardCoreError, match=f"tier {tier!r}; TorchRec runs no table there"):
+        with pytest.raises(ShardCoreError, match=f"tier {tier!r}; TorchRec runs it there with a cache"):
             Table("t", 100, 8, 1.0, load_factor=0.0, tier=tier)
     with pytest.raises(ShardCoreError, match=f"table 't' in .* memory of tier {tier!r}"):
         Problem("p", (table,), Topology((Device(GIB),)), 64)
     given = Topology((Device(GIB),) * 2, memory=(Memory(tier, GIB, 2.0),))
     assert given.memory_of(tier).gbps == 2 and given.among((0,)).memory_of(tier).bytes == GIB // 2
-    assert Problem("p", (table,), given, 64)
+    assert Problem("p", (table,), given, 64, "rowwise_adagrad")
+
+
+@pytest.mark.parametrize(
+    ("changes", "optimizer", "reason"),
+    [
+        (
+            {"load_factor": 0.25},
+            "rowwise_adagrad",
+            "load_factor 0.25 and tier 'ssd'; .* at most 20% of its rows",
+        ),
+        (
+            {},
+            "exact_sgd",
+            "table 't' in SSD, and TorchRec's key_value has no optimizer 'exact_sgd', only rowwise",
+        ),
+        ({}, "adam", "no optimizer 'adam'"),
+        ({"precision": "bf16"}, "rowwise_adagrad", "key_value has no weights 'bf16', only fp32, fp16"),
+    ],
+)
+def test_ssd_has_what_its_kernel_runs(changes, optimizer, reason):
+    given = Topology((Device(GIB),) * 2, memory=(Memory("ssd", GIB, 2.0),))
+    with pytest.raises(ShardCoreError, match=reason):
+        table = Table("t", 100, 8, 1.0, **{"load_factor": 0.1, "tier": "ssd"} | changes)
+        Problem("p", (table,), given, 64, optimizer)
 
 
 def test_some_devices_share_links_with_the_others():
