@@ -362,7 +362,7 @@ def test_rows_are_all_in_one_tier_and_some_in_a_cache(tier):
 
 
 @pytest.mark.parametrize(
-    ("changes", "optimizer", "reason"),
+    "changes, optimizer, reason",
     [
         (
             {"load_factor": 0.25},
