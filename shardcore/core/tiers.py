@@ -26,6 +26,8 @@ class MemoryTier:
     shares_cache: True if tables of an op share a cache, of whole sets. Else each table has its own, of whole MiB.
     row_bytes: bytes of device memory for each row, cached or not.
     holds_cells: True if optimizer state of cells is there, too. Else it is in device memory, for all rows.
+    holds_state: True if all state of a row lies behind its weights, there and in its cache, as FBGEMM packs it.
+    header_bytes: bytes of each row there, before its weights.
     is_synced: True if TorchRec's DMPCollection synchronises its tables among sharding groups.
     optimizers, precisions: those that its kernels run. (): all.
     """
@@ -39,6 +41,8 @@ class MemoryTier:
     shares_cache: bool = True
     row_bytes: int = 0
     holds_cells: bool = True
+    holds_state: bool = False
+    header_bytes: int = 0
     is_synced: bool = True
     optimizers: tuple[str, ...] = ()
     precisions: tuple[str, ...] = ()

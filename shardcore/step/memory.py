@@ -98,16 +98,19 @@ def resident_bytes(layout: Layout, shard: Shard, problem: Problem) -> tuple[int,
     table, (a_cell, a_row) = shard.table, STATE_BYTES[problem.optimizer]
     collision = table.managed_collision or _NO_COLLISION
     # Maps have an entry for every row, cached or not, so they do not shrink with the cache.
-    tier = TIERS[table.tier]
-    mapped = tier.row_bytes * (0 < table.load_factor < 1) + collision.row_bytes
+    tier = table.below
+    mapped = tier.row_bytes * (0 < table.load_factor < 1) + (collision.row_bytes or 0)
+    mapped += collision.known.slot_bytes / collision.known.slot_rows
     # Managed collision keeps ids that it saw since its last eviction. A row range has its share of them.
     seen = problem.global_batch * table.looked_up * collision.lookup_bytes
     mapping = collision.bytes + math.ceil(shard.rows * mapped + (seen and seen * access_share(shard)))
     # Device memory holds only the cache. State of rows stays there for all rows (see host_bytes).
     if table.in_host_memory:
-        cached = table.cached(shard.rows) if tier.shares_cache else own_cache_rows(shard)
-        state = a_row + shard.width * a_cell * (not tier.holds_cells)
-        return cached * _cached_row_bytes(shard) + mapping, shard.rows * state
+        if not tier.shares_cache:
+            a_cached = stored_row_bytes(shard, problem.optimizer) + CACHED_ROW_BYTES
+            state = (a_row + shard.width * a_cell * (not tier.holds_cells)) * (not tier.holds_state)
+            return own_cache_rows(shard) * a_cached + mapping, shard.rows * state
+        return table.cached(shard.rows) * _cached_row_bytes(shard) + mapping, shard.rows * a_row
     if layout.dense_gradient:
         # Torch's optimizers keep state of the weights' type.
         dense, each = DENSE_OPTIMIZERS[problem.replica_optimizer], PRECISION_BYTES[table.precision]
@@ -119,6 +122,17 @@ def resident_bytes(layout: Layout, shard: Shard, problem: Problem) -> tuple[int,
 def _cached_row_bytes(shard: Shard) -> int:
     """Bytes of a cached row of a shard, if no shard of its op is wider. Caches.padding has what is beyond."""
     return shard.width * PRECISION_BYTES[shard.table.precision] + CACHED_ROW_BYTES
+
+
+def stored_row_bytes(shard: Shard, optimizer: str) -> int:
+    """Bytes of a row of a shard in its tier and in its own cache: weights, and state that is packed behind them.
+
+    Source: cache_row_dim of FBGEMM's SSDTableBatchedEmbeddingBags.
+    """
+    table, each = shard.table, PRECISION_BYTES[shard.table.precision]
+    a_cell, a_row = STATE_BYTES[optimizer]
+    state = math.ceil((shard.width * a_cell + a_row) / each) * table.below.holds_state
+    return each * (shard.width + math.ceil(state / 4) * 4)
 
 
 def own_cache_mib(shard: Shard) -> int:
@@ -134,7 +148,7 @@ def own_cache_rows(shard: Shard) -> int:
 
     Source: _populate_ssd_tbe_params in batched_embedding_kernel.py of TorchRec 1.8.
     """
-    most = TIERS[shard.table.tier].most_cached
+    most = shard.table.below.most_cached
     a_set = CACHE_SET_ROWS * shard.width * PRECISION_BYTES[shard.table.precision]
     sets = max(int(most * shard.rows / CACHE_SET_ROWS), 1)
     return CACHE_SET_ROWS * min(sets, own_cache_mib(shard) * MIB // a_set)
@@ -148,8 +162,10 @@ def host_bytes(shard: Shard, problem: Problem) -> int:
     table = shard.table
     if not table.in_host_memory:
         return 0
-    a_cell, _ = STATE_BYTES[problem.optimizer]
-    return shard.bytes + shard.rows * shard.width * a_cell * TIERS[table.tier].holds_cells
+    tier, (a_cell, _) = table.below, STATE_BYTES[problem.optimizer]
+    if tier.shares_cache:
+        return shard.bytes + shard.rows * shard.width * a_cell * tier.holds_cells
+    return shard.rows * (stored_row_bytes(shard, problem.optimizer) + tier.header_bytes)
 
 
 def held_bytes(problem: Problem) -> list[int]:

@@ -138,12 +138,11 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
         f"{', '.join(name for name, o in OPTIMIZERS.items() if o.states in SYNCED_STATES)}, for TorchRec "
         "1.8 synchronises no other",
     )
-    apart = {name for name, tier in TIERS.items() if not tier.is_synced}
-    below = next((t for t in problem.tables if t.in_host_memory and t.tier in apart), None)
+    apart = next((t for t in problem.tables if t.in_host_memory and not t.below.is_synced), None)
     require(
-        below is None,
-        f"{p} has rows of table {below and below.name!r} in {', '.join(sorted(apart))}, which "
-        "TorchRec 1.8 does not synchronise among groups; it needs another tier",
+        apart is None,
+        f"{p} has table {apart and apart.name!r} with kernel {apart and apart.kernel}, which TorchRec 1.8 does not "
+        "synchronise among groups; it needs another tier",
     )
     # A pinned device would mean the device at its position in every group.
     pins = dict(problem.constraints.pinned)
@@ -183,7 +182,7 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
         tiers = tuple(
             replace(memory, bytes=int(memory.bytes * min(shares)))
             for memory in topology.memory
-            if memory.tier not in apart
+            if TIERS[memory.tier].is_synced
         )
         links = replace(links, memory=tiers)
     # Each device keeps its share of the batch; a group has the sum.

@@ -25,7 +25,7 @@ from functools import lru_cache
 import numpy as np
 
 from shardcore.core.catalog import OPTIMIZERS
-from shardcore.core.tiers import BELOW, TIERS
+from shardcore.core.tiers import BELOW
 from shardcore.core.types import PRECISION_BYTES, Shard, Table
 from shardcore.step import access
 from shardcore.tables.heat import Heat, heat_of
@@ -42,10 +42,13 @@ def link_bytes(table: Table, cached: np.ndarray, batch: int, optimizer: str) -> 
     if (lookups := access.lookups(table, batch)) == 0:
         return n_bytes
     heat = _heat(_in_device_memory(table), batch)
+    a_cell, a_row = (OPTIMIZERS[optimizer].state_bytes(each) for each in ("cell", "row"))
     row = table.dim * PRECISION_BYTES[table.precision]
     # Read and written, so twice.
-    a_cell = OPTIMIZERS[optimizer].state_bytes("cell") * TIERS[table.tier].holds_cells
-    state = 2 * heat.unique_rows * table.dim * a_cell
+    state = 2 * heat.unique_rows * table.dim * a_cell * table.below.holds_cells
+    if table.below.holds_state:
+        # State comes and goes with its row.
+        row, state = row + table.dim * a_cell + a_row, 0.0
     has_cache = cached > 0
     # A miss fetches a row and writes back the one that it replaces.
     n_bytes[has_cache, 0] = 2 * row * heat.misses(cached[has_cache])
@@ -103,7 +106,11 @@ def in_one_cache(shards: Sequence[Shard], batch: int) -> tuple[Shard, ...]:
 
 def _in_device_memory(table: Table) -> Table:
     """The table with all rows there: one key for all of its load factors."""
-    return replace(table, load_factor=1.0, tier=BELOW[0]) if table.in_host_memory else table
+    return (
+        replace(table, load_factor=1.0, tier=BELOW[0], managed_collision=None)
+        if table.in_host_memory
+        else table
+    )
 
 
 @lru_cache(maxsize=1 << 10)

@@ -1,6 +1,7 @@
 """Reading of a TorchRec model's modules."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -85,5 +86,7 @@ def test_managed_collision_takes_what_its_modules_hold(made):
     )
     if isinstance(module, HashZchManagedCollisionModule):
         assert (collision.buckets, collision.probes) == (module.buckets(), module.max_probe)
+    # The catalog of forms has the same bytes of a row.
+    assert replace(collision, row_bytes=None).row_bytes == collision.row_bytes
     if isinstance(getattr(module, "_eviction_policy", None), DistanceLFU_EvictionPolicy):
-        assert table.managed_collision.row_bytes == 32
+        assert (collision.row_bytes, collision.eviction) == (32, "distancelfu")

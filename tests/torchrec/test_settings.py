@@ -4,6 +4,7 @@ leaves them out."""
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ sys.path.append(str(Path(__file__).parent))
 import training
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
-from fbgemm_gpu.tbe.ssd import ASSOC
+from fbgemm_gpu.tbe.ssd import ASSOC, SSDTableBatchedEmbeddingBags
 from torchrec.distributed.batched_embedding_kernel import _populate_ssd_tbe_params
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_sharding import group_tables
@@ -23,9 +24,10 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.types import CacheParams, CacheStatistics, DataType, KeyValueParams, ShardingPlan
 from torchrec.distributed.utils import add_params_from_parameter_sharding
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType, TimestampBasedEvictionPolicy
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from shardcore.core.access_statistics import ManagedCollision
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
 from shardcore.core.tiers import Memory
@@ -35,7 +37,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.io import files
 from shardcore.search import Budget
 from shardcore.step.kinds import WHOLE_ROWS, shards_on
-from shardcore.step.memory import MIB, host_bytes, resident_bytes
+from shardcore.step.memory import MIB, host_bytes, own_cache_mib, resident_bytes
 from shardcore.torchrec.plan_files import read_qcomms, read_torchrec, write_torchrec
 from shardcore.torchrec.planner import ShardCorePlanner
 from shardcore.torchrec.settings import job_of, payloads_of, qcomms_of, settings_of, unpriced
@@ -403,3 +405,55 @@ def test_settings_of_tables_on_ssd_stay_and_are_written_again_the_same():
         n: s.key_value_params for n, s in of_module.items()
     }
     assert not unpriced(again, [], problem)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "partial_rowwise_adam", "adam"])
+def test_memory_of_kv_zch_is_that_of_its_op_and_its_blocks(optimizer, precision):
+    """By FBGEMM's own law of a row, and the header that TorchRec's eviction policies ask for."""
+    table = Table(
+        "t",
+        4_000_000,
+        68,
+        2.0,
+        precision=precision,
+        load_factor=0.01,
+        managed_collision=ManagedCollision(form="kv_zch", eviction="timestamp", buckets=20),
+    )
+    topology = Topology((Device(1 << 34),) * 2, memory=(Memory("host", 1 << 40, 20.0),))
+    problem, shard = Problem("kv", (table,), topology, 64, optimizer), Shard(table, 0, 2_000_000, 0, 68)
+    types = DataType[precision.upper()]
+    # A virtual table has as many rows as there may be ids.
+    virtual = ShardedEmbeddingTable(
+        num_embeddings=1 << 40,
+        embedding_dim=68,
+        name="t",
+        data_type=types,
+        feature_names=["t"],
+        embedding_names=["t"],
+        local_rows=1 << 39,
+        local_cols=68,
+        compute_kernel=EmbeddingComputeKernel(table.kernel),
+        use_virtual_table=True,
+        total_num_buckets=20,
+        fused_params={"max_l1_cache_size": own_cache_mib(shard)},
+    )
+    [[group]] = group_tables([[virtual]])
+    arguments = _populate_ssd_tbe_params(group)
+    theirs = EmbOptimType[{"rowwise_adagrad": "EXACT_ROWWISE_ADAGRAD"}.get(optimizer, optimizer.upper())]
+    each = arguments["weights_precision"].bit_rate() // 8
+    row = SSDTableBatchedEmbeddingBags.cache_row_dim.func(
+        SimpleNamespace(
+            max_D=68,
+            enable_optimizer_offloading=True,
+            load_ckpt_without_opt=False,
+            optimizer_state_dim=-(-theirs.state_size_nbytes(68) // each),
+        )
+    )
+    policy = TimestampBasedEvictionPolicy()
+    policy.init_metaheader_config(types, 68)
+    header = policy.get_meta_header_len() * each
+    on_device = sum(state.dev_size for state, _, _ in theirs.ssd_state_splits([(10, 68)], {}, True))
+    cached = arguments["cache_sets"] * ASSOC * (row * each + 2 * torch.int64.itemsize)
+    assert resident_bytes(WHOLE_ROWS, shard, problem) == (cached, on_device)
+    assert host_bytes(shard, problem) == 2_000_000 * (header + row * each)

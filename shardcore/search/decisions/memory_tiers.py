@@ -167,10 +167,11 @@ def tiered(problem: Problem, more_bytes: float = 0, model: CostModel | None = No
     )
     # Rows of all caches of an op are as wide as the widest: any table may have one.
     fastest = TIERS[problem.topology.memory[0].tier]
-    reasons = {t.name: fastest.why_not(t.precision, problem.optimizer) for t in problem.tables}
+    free = [t for t in problem.tables if t.fixed_tiers is None]
+    reasons = {t.name: fastest.why_not(t.precision, problem.optimizer) for t in free}
     able = {name: min(0.5, fastest.most_cached) for name, reason in reasons.items() if not reason}
     require(
-        bool(able),
+        bool(able or not free),
         f"problem {problem.name!r} has memory of tier {fastest.name!r}, and {max(reasons.values())}",
     )
     cached = with_load_factors(problem, able)
@@ -202,7 +203,10 @@ def tiered(problem: Problem, more_bytes: float = 0, model: CostModel | None = No
 def in_device_memory(problem: Problem) -> Problem:
     """The problem with all rows in device memory. Those that leave it go to the fastest tier below."""
     tier = next((memory.tier for memory in problem.topology.memory), BELOW[0])
-    return replace(problem, tables=tuple(replace(t, load_factor=1.0, tier=tier) for t in problem.tables))
+    tables = (
+        t if t.fixed_tiers is not None else replace(t, load_factor=1.0, tier=tier) for t in problem.tables
+    )
+    return replace(problem, tables=tuple(tables))
 
 
 def with_load_factors(problem: Problem, factors: Mapping[str, float]) -> Problem:
@@ -306,6 +310,8 @@ def _choices_of(table: Table, problem: Problem, among: tuple[str, ...]) -> Choic
 
     All of its rows in device memory only, if the problem asks for kinds that TorchRec does not cache.
     """
+    if table.fixed_tiers is not None:
+        return Choices((_tier_of(table, problem),))
     plain = [_tier_of(replace(table, load_factor=1.0), problem)]
     if (kinds := _kinds_of(table, problem)) and not any(layout.caches for layout in kinds):
         return Choices(tuple(plain))

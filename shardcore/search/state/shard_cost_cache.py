@@ -28,7 +28,6 @@ import numpy as np
 
 from shardcore.core.job import PIPELINES
 from shardcore.core.progress import tick, ticking
-from shardcore.core.tiers import TIERS
 from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.cost.model import CommCost, CostModel, step_ms
 from shardcore.search.state.shards import (
@@ -472,7 +471,7 @@ def encoded(shards: Sequence[Shard], model: CostModel, batch: int | None = None)
 
 def _apart(shard: Shard) -> int:
     """Width of a shard that has a cache of its own. 0: its memory is linear in columns."""
-    return shard.width if shard.table.load_factor < 1 and not TIERS[shard.table.tier].shares_cache else 0
+    return shard.width if shard.table.in_host_memory and not shard.table.below.shares_cache else 0
 
 
 def _cut_sequences(shards: Iterable[Shard]) -> frozenset[tuple[str, int]]:
