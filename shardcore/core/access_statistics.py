@@ -129,9 +129,8 @@ class HashForm:
 HASH_FORMS: Mapping[str, HashForm] = {
     # TorchRec's MCHManagedCollisionModule: sorted raw ids, rows, and counts or times of 8 bytes each.
     "managed_collision": HashForm({"lfu": 24, "lru": 24, "distancelfu": 32}),
-    # TorchRec's HashZchManagedCollisionModule (MPZCH): an id and a count of 8 bytes each, and an hour of 4 where it
-    # evicts. Without track_id_freq there is no count.
-    "mpzch": HashForm({"none": 16, "single_ttl": 20, "per_feature_ttl": 20, "lru": 20}),
+    # TorchRec's HashZchManagedCollisionModule (MPZCH): an id of 8 bytes, and an hour of 4 where it evicts.
+    "mpzch": HashForm({"none": 8, "single_ttl": 12, "per_feature_ttl": 12, "lru": 12}),
     # TorchRec's dram_virtual_table (KV-ZCH), whose rows FBGEMM keeps in blocks of host memory. A header has the id, a
     # time, a count and a flag (init_metaheader_config in embedding_configs.py; pytorch/FBGEMM 4187).
     "kv_zch": HashForm(

@@ -157,7 +157,8 @@ def _managed_collision(wrapper: nn.Module | None, config: Any) -> ManagedCollisi
 
     module = collection._managed_collision_modules[config.name]
     rows = config.num_embeddings
-    tensors = [*module.buffers(), *module.parameters()]
+    # A parameter of MPZCH is a buffer, too, by the same name: one tensor.
+    tensors = list((dict(module.named_buffers()) | dict(module.named_parameters())).values())
     # Tensors with an entry for each row: the maps from ids to rows, and what eviction needs.
     of_rows = sum(x.element_size() * x.numel() for x in tensors if len(x.shape) and x.shape[0] == rows)
     size = module.input_size()
