@@ -114,6 +114,11 @@ def to_torchrec(
                 f"plan places table {name!r} by {placements[name][0].kind}; its rows are hot, "
                 "so the model has them on every rank: plan them so (constraints.kinds)"
             )
+    if other := next((t for t in problem.tables if t.fixed_tiers is not None), None):
+        raise ShardCoreError(
+            f"table {other.name!r} is a hash table of form {other.managed_collision and other.managed_collision.form}, "
+            "which ShardCore prices and does not export; give TorchRec the plan of a problem without it"
+        )
     for number, (name, sharding) in enumerate(shardings.items()):
         table, if_cut = theirs[name], sharding.layout.torchrec_cut
         # Another table of the collection is cut: join its op.

@@ -457,3 +457,17 @@ def test_memory_of_kv_zch_is_that_of_its_op_and_its_blocks(optimizer, precision)
     cached = arguments["cache_sets"] * ASSOC * (row * each + 2 * torch.int64.itemsize)
     assert resident_bytes(WHOLE_ROWS, shard, problem) == (cached, on_device)
     assert host_bytes(shard, problem) == 2_000_000 * (header + row * each)
+
+
+def test_hash_tables_of_other_kernels_are_not_exported():
+    problem, module = ssd_problem()
+    other = ManagedCollision(form="dynamicemb", eviction="lfu")
+    tables = (*problem.tables[:-1], replace(problem.tables[-1], rows=1024, managed_collision=other))
+    configs = [config for config in module.embedding_bag_configs()]
+    configs[-1].num_embeddings = 1024
+    module = EmbeddingBagCollection(device=torch.device("meta"), tables=configs)
+    plan = Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in tables))
+    with pytest.raises(
+        ShardCoreError, match="'here' is a hash table of form dynamicemb, which ShardCore prices"
+    ):
+        to_torchrec(plan, replace(problem, tables=tables), module, "cuda")

@@ -443,7 +443,7 @@ def _between(less: Tier, more: Tier, part: float) -> Tier:
 
 def _within_hosts(choices: Sequence[Choices], budget: float, capacity: float) -> list[Tier]:
     """The best tiers that hosts hold. If none is found, those that come nearest to it."""
-    tiers = shared_out(choices, budget)
+    wanted = tiers = shared_out(choices, budget)
     low, high = -18.0, 6.0
     # The least price of host memory, by its logarithm, at which tables that are not worth it leave it.
     for _ in range(_HALVINGS if sum(tier.host_bytes for tier in tiers) > capacity else 0):
@@ -452,7 +452,23 @@ def _within_hosts(choices: Sequence[Choices], budget: float, capacity: float) ->
         if sum(tier.host_bytes for tier in found) <= capacity:
             tiers, high = found, middle
         else:
-            low = middle
+            wanted, low = found, middle
+    return _refilled(tiers, wanted, budget, capacity)
+
+
+def _refilled(tiers: list[Tier], wanted: Sequence[Tier], budget: float, capacity: float) -> list[Tier]:
+    """The tiers with tables back from slower ones, as far as memories go. At a price, equal tables leave together."""
+    tiers, on_device = list(tiers), sum(tier.device_bytes for tier in tiers)
+    on_host = sum(tier.host_bytes for tier in tiers)
+    back = [
+        (i, now, then)
+        for i, (now, then) in enumerate(zip(tiers, wanted, strict=True))
+        if now.table.in_host_memory and then.host_bytes > now.host_bytes
+    ]
+    for i, now, then in sorted(back, key=lambda x: (x[2].cost - x[1].cost) / x[2].host_bytes):
+        more_device, more_host = then.device_bytes - now.device_bytes, then.host_bytes - now.host_bytes
+        if then.cost < now.cost and on_device + more_device <= budget and on_host + more_host <= capacity:
+            tiers[i], on_device, on_host = then, on_device + more_device, on_host + more_host
     return tiers
 
 

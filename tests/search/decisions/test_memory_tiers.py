@@ -222,6 +222,16 @@ def test_tables_that_host_memory_does_not_hold_go_to_ssd(host_bytes, algorithm):
     assert all(0 < t.load_factor <= 0.2 for t in on_ssd)
 
 
+def test_equal_tables_fill_host_memory_before_ssd():
+    """At a price of host memory all of them leave it together."""
+    asked = with_ssd(4 << 20)
+    tables = tuple(Table(f"t{i}", 25_000, 16, 4.0, Zipf(0.8)) for i in range(20))
+    found = tiered(replace(asked, tables=tables))
+    host = [t for t in found.tables if t.in_host_memory and t.tier == "host"]
+    assert len(host) == (4 << 20) // tables[0].bytes
+    assert any(t.tier == "ssd" for t in found.tables)
+
+
 def test_without_a_model_bytes_of_a_slower_link_count_as_so_many_more():
     found = {t.name: t for t in tiered(with_ssd(4 << 20)).tables}
     assert {t.tier for t in found.values() if t.in_host_memory} == {"host", "ssd"}
