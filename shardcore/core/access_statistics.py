@@ -126,6 +126,7 @@ class HashForm:
     tiers: Mapping[str, MemoryTier] | None = None
 
 
+_NO_FORM = HashForm({})
 HASH_FORMS: Mapping[str, HashForm] = {
     # TorchRec's MCHManagedCollisionModule: sorted raw ids, rows, and counts or times of 8 bytes each.
     "managed_collision": HashForm({"lfu": 24, "lru": 24, "distancelfu": 32}),
@@ -223,4 +224,4 @@ class ManagedCollision:
     @property
     def known(self) -> HashForm:
         """Its form. Numbers alone: one that says nothing."""
-        return HASH_FORMS[self.form] if self.form else HashForm({})
+        return HASH_FORMS.get(self.form, _NO_FORM)
