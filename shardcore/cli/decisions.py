@@ -178,19 +178,22 @@ def require_agreeing(args: PlanOptions) -> None:
 def with_host_memory(
     problem: Problem, path: Path, host_gib: float | None, link_gbps: float | None
 ) -> Problem:
-    """The problem of a file, with the memory of hosts that --host-gib and --link-gbps give."""
-    known = next(iter(problem.topology.memory), None)
-    if host_gib:
-        tier, n_bytes = known.tier if known else BELOW[0], int(host_gib * 2**30)
-    elif known:
-        tier, n_bytes = known.tier, known.bytes
-    else:
+    """The problem of a file, with the memory of hosts that --host-gib and --link-gbps give.
+
+    Slower tiers are those of the file.
+    """
+    given = {memory.tier: memory for memory in problem.topology.memory}
+    known = given.get(BELOW[0])
+    if not (host_gib or known):
+        if given and link_gbps is None:
+            return problem
         raise ShardCoreError(
             f"{path} does not say how much memory hosts have for tables; give "
             "--host-gib, or memory in its topology"
         )
-    memory = Memory(tier, n_bytes, link_gbps or (known.gbps if known else 25.0))
-    topology = dataclasses.replace(problem.topology, memory=(memory, *problem.topology.memory[1:]))
+    n_bytes = int(host_gib * 2**30) if host_gib else known.bytes if known else 0
+    given[BELOW[0]] = Memory(BELOW[0], n_bytes, link_gbps or (known.gbps if known else 25.0))
+    topology = dataclasses.replace(problem.topology, memory=tuple(given.values()))
     return dataclasses.replace(problem, topology=topology)
 
 

@@ -5,9 +5,11 @@ Reuse or Zipf: how often rows are hit. RowShares: where they lie. ManagedCollisi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.tiers import BELOW, MemoryTier
 from shardcore.core.validation import (
     MOST_BATCH,
     require,
@@ -109,10 +111,64 @@ hashed: ids are hashed before.
 
 
 @dataclass(frozen=True)
+class HashForm:
+    """A form of hash table.
+
+    row_bytes: device memory for each row, by eviction policy: its raw id, and what eviction needs.
+    slot_rows, slot_bytes: rows that a device has in whole groups of so many, and device memory for each group.
+    tiers: tiers below device memory where all rows of such a table are, as its kernel has them. {}: they are in device
+        memory. None: as those of any table.
+    """
+
+    row_bytes: Mapping[str, int]
+    slot_rows: int = 1
+    slot_bytes: int = 0
+    tiers: Mapping[str, MemoryTier] | None = None
+
+
+_NO_FORM = HashForm({})
+HASH_FORMS: Mapping[str, HashForm] = {
+    # TorchRec's MCHManagedCollisionModule: sorted raw ids, rows, and counts or times of 8 bytes each.
+    "managed_collision": HashForm({"lfu": 24, "lru": 24, "distancelfu": 32}),
+    # TorchRec's HashZchManagedCollisionModule (MPZCH): an id of 8 bytes, and an hour of 4 where it evicts.
+    "mpzch": HashForm({"none": 8, "single_ttl": 12, "per_feature_ttl": 12, "lru": 12}),
+    # TorchRec's dram_virtual_table (KV-ZCH), whose rows FBGEMM keeps in blocks of host memory. A header has the id, a
+    # time, a count and a flag (init_metaheader_config in embedding_configs.py; pytorch/FBGEMM 4187).
+    "kv_zch": HashForm(
+        dict.fromkeys(("none", "count", "timestamp", "count_timestamp", "feature_score", "l2_norm"), 0),
+        tiers={
+            BELOW[0]: MemoryTier(
+                BELOW[0],
+                "host memory",
+                "",
+                "dram_virtual_table",
+                shares_cache=False,
+                holds_state=True,
+                header_bytes=16,
+                is_synced=False,
+                optimizers=("rowwise_adagrad", "partial_rowwise_adam", "adam"),
+                precisions=("fp32", "fp16"),
+            )
+        },
+    ),
+    # NVIDIA's dynamicemb (recsys-examples): id, digest and one or two scores of each row, and a size of each of its
+    # own buckets of 128 rows (scored_hashtable.py). A table that never evicts doubles, so it has no size to plan with.
+    "dynamicemb": HashForm(
+        {"timestamp": 17, "step": 17, "customized": 17, "lfu": 17, "timestamp_lfu": 25},
+        slot_rows=128,
+        slot_bytes=4,
+        tiers={},
+    ),
+}
+"""Forms of hash tables, by name. Eviction counts as bytes alone: tables count as full, and evicted rows are not priced.
+To add a form, add a row."""
+
+
+@dataclass(frozen=True)
 class ManagedCollision:
     """A hash table that maps raw ids to rows, and its device memory.
 
-    row_bytes: for each row: the raw id, and for some the row that it has, and when it was seen.
+    row_bytes: for each row: the raw id, and for some the row that it has, and when it was seen. None: its form's.
     lookup_bytes: for each lookup of a step: the ids seen since rows were last evicted.
     bytes: on each device, whatever its rows.
     buckets: equal ranges of rows. Devices that divide the rows have to divide them. 1: one for each device.
@@ -120,18 +176,33 @@ class ManagedCollision:
     input_size: raw ids are below it. Only for contiguous routing.
     probes: slots that an id tries before it shares a row (MPZCH's max_probe). 0: the map is exact, and ids beyond
         its rows share one.
+    form: a name of HASH_FORMS. "": numbers alone describe it.
+    eviction: policy by which ids make room, one of the form's.
     """
 
-    row_bytes: int
+    row_bytes: int | None = None
     lookup_bytes: int = 0
     bytes: int = 0
     buckets: int = 1
     routing: str = "round_robin"
     input_size: int = 0
     probes: int = 0
+    form: str = ""
+    eviction: str = ""
 
     def __post_init__(self) -> None:
         require_types(self, "managed collision")
+        if self.form:
+            require_known(self, "managed collision", form=HASH_FORMS)
+            known = HASH_FORMS[self.form].row_bytes
+            require_known(self, f"managed collision of form {self.form}", eviction=known)
+            if self.row_bytes is None:
+                object.__setattr__(self, "row_bytes", known[self.eviction])
+        require(
+            self.row_bytes is not None and bool(self.form) == bool(self.eviction),
+            f"managed collision has row_bytes {self.row_bytes}, form {self.form!r} and eviction {self.eviction!r}; it "
+            f"needs row_bytes, or a form ({', '.join(HASH_FORMS)}) and its eviction",
+        )
         ends = (0, MOST_COLLISION_BYTES)
         require_within(
             self,
@@ -149,3 +220,8 @@ class ManagedCollision:
             f"managed collision has routing 'contiguous' and input_size {self.input_size}; it needs the size of "
             "the range of raw ids",
         )
+
+    @property
+    def known(self) -> HashForm:
+        """Its form. Numbers alone: one that says nothing."""
+        return HASH_FORMS.get(self.form, _NO_FORM)

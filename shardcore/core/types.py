@@ -20,7 +20,7 @@ from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.html import shown as shown_html
 from shardcore.core.job import PIPELINES, Job
 from shardcore.core.payloads import Payload, payload_of, require_payloads, whole_blocks
-from shardcore.core.tiers import BELOW, DEVICE, TIERS
+from shardcore.core.tiers import BELOW, DEVICE, TIERS, MemoryTier
 from shardcore.core.topology import Topology
 from shardcore.core.validation import (
     MOST_BATCH,
@@ -70,7 +70,7 @@ class Table:
         Each runs separate ops and exchanges. Pooled tables and sequences of one name are two.
     load_factor: share of its rows that a cache in device memory holds, while all are in `tier`. 1: all are in
         device memory, and there is no cache.
-    tier: memory that has all rows where load_factor is below 1, a name of step.tiers.BELOW.
+    tier: memory that has all rows where load_factor is below 1, a name of core.tiers.BELOW.
     strides: bags of each feature for a sample, where features have batches of their own (TorchRec's VBE), or
         several poolings. A device's batch of a feature is its stride times that of samples. (): one each. Of
         sequences, the largest of their collection for each, to which TorchRec pads.
@@ -122,10 +122,21 @@ class Table:
         require_known(self, t, precision=PRECISION_BYTES, tier=BELOW)
         if self.collection:
             require_name(self.collection, f"the collection of {t}")
+        tiers = self.fixed_tiers
         require(
-            bool(self.kernel),
-            f"{t} has load_factor {self.load_factor:g} and tier {self.tier!r}; "
-            "TorchRec runs no table there without a cache, so it needs a share above 0",
+            tiers is None or (self.in_host_memory == bool(tiers) and self.tier in (tiers or BELOW)),
+            f"{t} has load_factor {self.load_factor:g} and tier {self.tier!r}; rows of its hash table are in "
+            + (
+                f"{', '.join(tiers)} memory, with a cache"
+                if tiers
+                else "device memory, so it needs load_factor 1"
+            ),
+        )
+        most = self.below.most_cached
+        require(
+            bool(self.kernel) and (self.load_factor <= most or not self.in_host_memory),
+            f"{t} has load_factor {self.load_factor:g} and tier {self.tier!r}; TorchRec runs it there with a cache of "
+            f"at most {most:.0%} of its rows, so it needs a share above 0, at most {most:g}",
         )
         require(
             self.ordered or self.row_shares is None,
@@ -176,8 +187,23 @@ class Table:
 
     @property
     def in_host_memory(self) -> bool:
-        """True if its rows are in a tier below device memory, some of them cached or none."""
+        """True if its rows are in a tier below device memory, which hosts have: some of them cached or none."""
         return self.load_factor < 1
+
+    @property
+    def fixed_tiers(self) -> Mapping[str, MemoryTier] | None:
+        """Tiers below device memory where a hash table has all rows. {}: in none. None: that is free."""
+        return self.managed_collision.known.tiers if self.managed_collision else None
+
+    @property
+    def below(self) -> MemoryTier:
+        """Its tier below device memory, as its kernel has it."""
+        return (self.fixed_tiers or TIERS)[self.tier]
+
+    @property
+    def shares_cache(self) -> bool:
+        """True if some of its rows are in a cache of all tables of its op."""
+        return 0 < self.load_factor < 1 and self.below.shares_cache
 
     def cached(self, rows: int) -> int:
         """Rows in device memory among so many of its rows: all where it has no cache."""
@@ -188,7 +214,7 @@ class Table:
         """TorchRec's compute kernel of its shards, where they are not replicas."""
         if not self.in_host_memory:
             return TIERS[DEVICE].kernel
-        return TIERS[self.tier].cached_kernel if self.load_factor else TIERS[self.tier].kernel
+        return self.below.cached_kernel if self.load_factor else self.below.kernel
 
     @property
     def bags(self) -> float:
@@ -445,12 +471,20 @@ class Problem:
                 f"{p} has rows of table {t.name!r} in {TIERS[t.tier].words}; its topology needs "
                 f"memory of tier {t.tier!r}",
             )
+            why_not = t.in_host_memory and t.below.why_not(t.precision, self.optimizer)
+            require(not why_not, f"{p} has rows of table {t.name!r} in {TIERS[t.tier].words}, and {why_not}")
         for t in self.tables:
             buckets = t.managed_collision.buckets if t.managed_collision else 1
             require(
                 buckets == 1 or buckets % n_devices == 0,
                 f"{p} has table {t.name!r} of {buckets} buckets, which {n_devices} devices do not divide; it needs a "
                 f"multiple, such as {-(-buckets // n_devices) * n_devices}",
+            )
+            unit = n_devices * (t.managed_collision.known.slot_rows if t.managed_collision else 1)
+            require(
+                unit == n_devices or t.rows % unit == 0,
+                f"{p} has table {t.name!r} of {t.rows} rows, of which {n_devices} devices do not have whole buckets of "
+                f"{unit // n_devices}; it needs a multiple, such as {-(-t.rows // unit) * unit}",
             )
         for name, codec in zip(self.job.payloads.values(), self.codecs, strict=True):
             require(

@@ -87,17 +87,25 @@ class Work:
     cache_bytes: np.ndarray
 
 
-def work_of(shards: Sequence[Shard], batch: int, optimizer: str, op_row_bytes: float = 0.0) -> Work:
+def work_of(
+    shards: Sequence[Shard],
+    batch: int,
+    optimizer: str,
+    op_row_bytes: float = 0.0,
+    slower: Mapping[str, float] | None = None,
+) -> Work:
     """Work of shards in an op over a batch.
 
     op_row_bytes: bytes of the distinct rows of the op, as far as they are known. Each shard has its own at
       least.
+    slower: GB/s of the link to host memory over those of another tier's, by tier. Its bytes count as so many more.
     """
     tables = [s.table for s in shards]
     lookups = batch * np.array([t.looked_up * access_share(s) for t, s in zip(tables, shards, strict=True)])
     width = np.array([s.width for s in shards], dtype=float)
     state = OPTIMIZERS[optimizer]
-    link = np.array([link_bytes_of(s, batch, optimizer) for s in shards]).reshape(-1, 2)
+    link = [link_bytes_of(s, batch, optimizer) * (slower or {}).get(s.table.tier, 1.0) for s in shards]
+    link = np.array(link).reshape(-1, 2)
     below = np.array([t.in_host_memory for t in tables], dtype=bool)
     has_cache = np.array([t.load_factor > 0 for t in tables], dtype=bool)
     unique = np.minimum(unique_rows_of(shards, batch), lookups)

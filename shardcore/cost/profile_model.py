@@ -9,7 +9,7 @@ Shapes: N shards, F = 3 features, G ops, D devices, K models; ... any leading di
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -42,6 +42,7 @@ class ProfileModel:
     setting: setting of the problem. Its hardware is the profile's name.
     replica_optimizer: dense optimizer of replicas, a name of catalog.DENSE_OPTIMIZERS.
     host_gbps: bandwidth to host memory that the topology gives. None: the profile's.
+    slower: GB/s of the link to host memory over those of another tier's, by tier.
     device_bytes: bytes of the distinct rows that a batch touches on a device, in the mean. They share its L2.
     at: values of the rates, in place of the profile's: floats, or [K, 1] of many models (steps_ms).
     """
@@ -50,6 +51,7 @@ class ProfileModel:
     setting: Setting
     replica_optimizer: str = "sgd"
     host_gbps: float | None = None
+    slower: Mapping[str, float] | None = None
     device_bytes: float = 0.0
     at: Rates | None = None
 
@@ -64,12 +66,15 @@ class ProfileModel:
                 f"problem {problem.name!r} is for hardware {hardware!r}, the profile for {self.profile.name!r}; give "
                 "that of the problem's hardware, or change its topology"
             )
-        memory = problem.topology.memory_of(BELOW[0])
+        gbps = {memory.tier: memory.gbps for memory in problem.topology.memory}
+        host_gbps = gbps.pop(BELOW[0], None)
+        of_host = host_gbps or self.profile.values["host_read_gbps"]
         return dataclasses.replace(
             self,
             setting=problem.setting(hardware),
             replica_optimizer=problem.replica_optimizer,
-            host_gbps=memory.gbps if memory else None,
+            host_gbps=host_gbps,
+            slower={tier: of_host / x for tier, x in gbps.items()},
             device_bytes=profile_law.distinct_bytes(problem.tables, problem.global_batch)
             / len(problem.topology),
         )
@@ -99,7 +104,8 @@ class ProfileModel:
         return codes
 
     def _work(self, shards: Sequence[Shard], batch: int) -> profile_law.Work:
-        return profile_law.work_of(shards, batch, self.setting.optimizer, self.device_bytes)
+        optimizer = self.setting.optimizer
+        return profile_law.work_of(shards, batch, optimizer, self.device_bytes, self.slower)
 
     @cached_property
     def _values(self) -> Rates:

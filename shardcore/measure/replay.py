@@ -198,7 +198,7 @@ def require_replayable(
     host_table = next((t.name for t in tables if t.in_host_memory), None)
     require(
         host_table is None,
-        f"table {host_table!r} has rows in host memory; a replay has all of them on the device, so far",
+        f"table {host_table!r} has rows below device memory; a replay has all of them on the device, so far",
     )
     require(
         job.tower_ratio is None or len(workload.lanes) <= 1,

@@ -383,7 +383,7 @@ def run_of(kind: str, table: Table) -> Layout:
     if table.in_host_memory and not layout.caches:
         raise ShardCoreError(
             f"plan places table {table.name!r} by {kind}, with load_factor {table.load_factor:g}; TorchRec has no "
-            "rows of it in host memory, so it needs another kind, or load_factor 1"
+            "rows of it below device memory, so it needs another kind, or load_factor 1"
         )
     if run is None:
         raise ShardCoreError(

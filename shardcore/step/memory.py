@@ -26,7 +26,7 @@ from shardcore.core.errors import Infeasible, Overfull
 from shardcore.core.job import PIPELINES
 from shardcore.core.progress import ticking
 from shardcore.core.tiers import TIERS
-from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Shard, Table
+from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Shard
 from shardcore.core.validation import require_type
 from shardcore.step.access import access_share
 from shardcore.step.kinds import Layout, merged, run_of, shards_on
@@ -66,9 +66,8 @@ CACHED_ROW_BYTES = 16
 FBGEMM's split_table_batched_embeddings_ops_training.py)."""
 CACHE_SET_ROWS = 32
 """Rows of a set of the cache, which has whole sets (DEFAULT_ASSOC, in the same file)."""
+MIB = 1 << 20
 _NO_COLLISION = ManagedCollision(0)
-MAPPED_ROW_BYTES = 4
-"""Bytes a row of a table with a cache, cached or not, in device memory: FBGEMM's map of rows to tables."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +98,18 @@ def resident_bytes(layout: Layout, shard: Shard, problem: Problem) -> tuple[int,
     table, (a_cell, a_row) = shard.table, STATE_BYTES[problem.optimizer]
     collision = table.managed_collision or _NO_COLLISION
     # Maps have an entry for every row, cached or not, so they do not shrink with the cache.
-    mapped = MAPPED_ROW_BYTES * _is_cached(table) + collision.row_bytes
+    tier = table.below
+    mapped = tier.row_bytes * (0 < table.load_factor < 1) + (collision.row_bytes or 0)
+    mapped += collision.known.slot_bytes / collision.known.slot_rows
     # Managed collision keeps ids that it saw since its last eviction. A row range has its share of them.
     seen = problem.global_batch * table.looked_up * collision.lookup_bytes
     mapping = collision.bytes + math.ceil(shard.rows * mapped + (seen and seen * access_share(shard)))
     # Device memory holds only the cache. State of rows stays there for all rows (see host_bytes).
     if table.in_host_memory:
+        if not tier.shares_cache:
+            a_cached = stored_row_bytes(shard, problem.optimizer) + CACHED_ROW_BYTES
+            state = (a_row + shard.width * a_cell * (not tier.holds_cells)) * (not tier.holds_state)
+            return own_cache_rows(shard) * a_cached + mapping, shard.rows * state
         return table.cached(shard.rows) * _cached_row_bytes(shard) + mapping, shard.rows * a_row
     if layout.dense_gradient:
         # Torch's optimizers keep state of the weights' type.
@@ -119,16 +124,48 @@ def _cached_row_bytes(shard: Shard) -> int:
     return shard.width * PRECISION_BYTES[shard.table.precision] + CACHED_ROW_BYTES
 
 
-def host_bytes(shard: Shard, problem: Problem) -> int:
-    """Bytes of a shard in its host's memory: all of its weights, and the optimizer's state of cells.
+def stored_row_bytes(shard: Shard, optimizer: str) -> int:
+    """Bytes of a row of a shard in its tier and in its own cache: weights, and state that is packed behind them.
 
-    Source: FBGEMM allocates both as UVM. State of rows is in device memory.
+    Source: cache_row_dim of FBGEMM's SSDTableBatchedEmbeddingBags.
     """
-    if not shard.table.in_host_memory:
+    table, each = shard.table, PRECISION_BYTES[shard.table.precision]
+    a_cell, a_row = STATE_BYTES[optimizer]
+    state = math.ceil((shard.width * a_cell + a_row) / each) * table.below.holds_state
+    return each * (shard.width + math.ceil(state / 4) * 4)
+
+
+def own_cache_mib(shard: Shard) -> int:
+    """MiB for weights in the cache of a shard that shares none: TorchRec's KeyValueParams.max_l1_cache_size."""
+    a_row = shard.width * PRECISION_BYTES[shard.table.precision]
+    # A cache has a set at least.
+    least = math.ceil(CACHE_SET_ROWS * a_row / MIB)
+    return max(round(shard.table.cached(shard.rows) * a_row / MIB), least)
+
+
+def own_cache_rows(shard: Shard) -> int:
+    """Rows of the cache of a shard that shares none.
+
+    Source: _populate_ssd_tbe_params in batched_embedding_kernel.py of TorchRec 1.8.
+    """
+    most = shard.table.below.most_cached
+    a_set = CACHE_SET_ROWS * shard.width * PRECISION_BYTES[shard.table.precision]
+    sets = max(int(most * shard.rows / CACHE_SET_ROWS), 1)
+    return CACHE_SET_ROWS * min(sets, own_cache_mib(shard) * MIB // a_set)
+
+
+def host_bytes(shard: Shard, problem: Problem) -> int:
+    """Bytes of a shard in its tier below device memory: all of its weights, and there may be the state of cells.
+
+    Source: FBGEMM allocates both as UVM. State of rows is in device memory. On SSD there are weights alone.
+    """
+    table = shard.table
+    if not table.in_host_memory:
         return 0
-    # State of cells lies with the weights in host memory.
-    a_cell, _ = STATE_BYTES[problem.optimizer]
-    return shard.bytes + shard.rows * shard.width * a_cell
+    tier, (a_cell, _) = table.below, STATE_BYTES[problem.optimizer]
+    if tier.shares_cache:
+        return shard.bytes + shard.rows * shard.width * a_cell * tier.holds_cells
+    return shard.rows * (stored_row_bytes(shard, problem.optimizer) + tier.header_bytes)
 
 
 def held_bytes(problem: Problem) -> list[int]:
@@ -195,8 +232,9 @@ def _whole(parts: Mapping[str, float]) -> dict[str, int]:
 class Caches:
     """Devices' caches, by counts that add up over shards.
 
-    An op has one cache for all of its shards of a precision. It has whole sets of rows, each as wide as the
-    widest shard with a cache (max_D_cache in FBGEMM's split_table_batched_embeddings_ops_training.py).
+    An op has one cache for all of its shards of a precision that have none of their own. It has whole sets of rows,
+    each as wide as the widest shard with a cache (max_D_cache in FBGEMM's
+    split_table_batched_embeddings_ops_training.py).
 
     Counts [..., C] are, in this order: bytes of caches that `resident_bytes` has; then of each cache its
     rows, and how many shards have each width.
@@ -212,7 +250,7 @@ class Caches:
         # Widths are known up front, so that counts are fixed-length vectors that add and subtract.
         widths: dict[tuple[Layout, str], set[int]] = defaultdict(set)
         for run, shard in shards:
-            if _is_cached(shard.table):
+            if shard.table.shares_cache:
                 widths[run, shard.table.precision].add(shard.width)
         # Column 0 is common to all caches. Then each cache has one column of rows, and one for each width.
         begins = np.cumsum([1, *(1 + len(of) for of in widths.values())]).tolist()
@@ -227,7 +265,7 @@ class Caches:
     def counts(self, run: Layout, shard: Shard) -> dict[int, float]:
         """A shard's counts, those that are not 0."""
         table = shard.table
-        if not _is_cached(table):
+        if not table.shares_cache:
             return {}
         # A shard's cache is that of its run and precision, as FBGEMM makes one op for each.
         at, widths = self.ops[run, table.precision]
@@ -260,10 +298,6 @@ class Caches:
         ops = self.ops.values()
         # Counts by width let a search remove a shard without a search for the next widest one.
         return [(widths * (counts[..., at + 1 : at + 1 + len(widths)] > 0)).max(-1) for at, widths in ops]
-
-
-def _is_cached(table: Table) -> bool:
-    return 0 < table.load_factor < 1
 
 
 def used_bytes(plan: Plan, problem: Problem) -> list[int]:

@@ -47,7 +47,7 @@ class Sums(NamedTuple):
     entered: bytes of outputs, or of a replica's gradient. They enter collectives.
     lookups: in a step.
     features: with pooled outputs.
-    on_host: bytes in the memory of the device's host.
+    on_host: bytes in the fastest tier of the memory of the device's host. Plans are checked for slower ones.
     """
 
     resident: float
@@ -69,14 +69,14 @@ def sums_of(run: Layout, shard: Shard, problem: Problem) -> Sums:
         gradient = shard.bytes * run.dense_gradient
         return Sums(resident + gradient, 0, gradient, lookups, features, 0)
     # Ids that are alive at all times count as resident.
-    arrived = received_bytes(shard, problem)
+    arrived, memory = received_bytes(shard, problem), problem.topology.memory
     return Sums(
         resident + PIPELINES[problem.job.pipeline].least_arrived * arrived,
         arrived,
         output_bytes(shard, problem.global_batch),
         lookups,
         features,
-        host_bytes(shard, problem),
+        host_bytes(shard, problem) * (not memory or table.tier == memory[0].tier),
     )
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from shardcore.core.catalog import OPTIMIZERS
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.links import ROWS_OVER, pod_of
+from shardcore.core.tiers import TIERS
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import require, require_known, require_types, require_within
@@ -137,6 +138,12 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
         f"{', '.join(name for name, o in OPTIMIZERS.items() if o.states in SYNCED_STATES)}, for TorchRec "
         "1.8 synchronises no other",
     )
+    apart = next((t for t in problem.tables if t.in_host_memory and not t.below.is_synced), None)
+    require(
+        apart is None,
+        f"{p} has table {apart and apart.name!r} with kernel {apart and apart.kernel}, which TorchRec 1.8 does not "
+        "synchronise among groups; it needs another tier",
+    )
     # A pinned device would mean the device at its position in every group.
     pins = dict(problem.constraints.pinned)
     require(
@@ -172,7 +179,11 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
             for host, here in zip(links.hosts, links.on_hosts, strict=True)
         ]
         # The smallest share fits on every host.
-        tiers = tuple(replace(tier, bytes=int(tier.bytes * min(shares))) for tier in topology.memory)
+        tiers = tuple(
+            replace(memory, bytes=int(memory.bytes * min(shares)))
+            for memory in topology.memory
+            if TIERS[memory.tier].is_synced
+        )
         links = replace(links, memory=tiers)
     # Each device keeps its share of the batch; a group has the sum.
     return replace(problem, name=name, topology=links, global_batch=problem.local_batch * grouping.size)

@@ -1,15 +1,16 @@
-"""Traffic between a device and its host's memory, for tables with rows there.
+"""Traffic between a device and a tier of its host's memory, for tables with rows there.
 
 Bytes that cross their link in each step:
 
 - With a cache, a row that misses is fetched, and written back later. Optimizer state with a value for each cell is not
-  cached by FBGEMM, so it is read and written for each row that is touched.
+  cached by FBGEMM, so it is read and written for each row that is touched, where the tier has it.
 - Without a cache, each lookup reads its row. The update reads and writes each row that it touches, and its state of
   cells.
 
 Optimizer state with a value for each row is always in device memory.
 
 An op of FBGEMM has one cache. Its rows are those of all its tables' load factors together, and all compete for them.
+On SSD each table has a cache of its own. It is as FBGEMM's other caches are: sets of 32 rows, LRU.
 
 Shapes: N sizes of a cache, M memories of one (heat.py).
 """
@@ -41,9 +42,13 @@ def link_bytes(table: Table, cached: np.ndarray, batch: int, optimizer: str) -> 
     if (lookups := access.lookups(table, batch)) == 0:
         return n_bytes
     heat = _heat(_in_device_memory(table), batch)
+    a_cell, a_row = (OPTIMIZERS[optimizer].state_bytes(each) for each in ("cell", "row"))
     row = table.dim * PRECISION_BYTES[table.precision]
     # Read and written, so twice.
-    state = 2 * heat.unique_rows * table.dim * OPTIMIZERS[optimizer].state_bytes("cell")
+    state = 2 * heat.unique_rows * table.dim * a_cell * table.below.holds_cells
+    if table.below.holds_state:
+        # State comes and goes with its row.
+        row, state = row + table.dim * a_cell + a_row, 0.0
     has_cache = cached > 0
     # A miss fetches a row and writes back the one that it replaces.
     n_bytes[has_cache, 0] = 2 * row * heat.misses(cached[has_cache])
@@ -81,7 +86,7 @@ def in_one_cache(shards: Sequence[Shard], batch: int) -> tuple[Shard, ...]:
     caches: dict[str, list[int]] = defaultdict(list)
     for i, shard in enumerate(shards):
         # Rows without lookups never enter.
-        if 0 < shard.table.load_factor < 1 and access.lookups(shard.table, batch):
+        if shard.table.shares_cache and access.lookups(shard.table, batch):
             caches[shard.table.precision].append(i)
     found = list(shards)
     for of_cache in caches.values():
@@ -101,7 +106,11 @@ def in_one_cache(shards: Sequence[Shard], batch: int) -> tuple[Shard, ...]:
 
 def _in_device_memory(table: Table) -> Table:
     """The table with all rows there: one key for all of its load factors."""
-    return replace(table, load_factor=1.0, tier=BELOW[0]) if table.in_host_memory else table
+    return (
+        replace(table, load_factor=1.0, tier=BELOW[0], managed_collision=None)
+        if table.in_host_memory
+        else table
+    )
 
 
 @lru_cache(maxsize=1 << 10)

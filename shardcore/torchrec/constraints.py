@@ -20,6 +20,7 @@ from shardcore.core.topology import Topology
 from shardcore.core.types import Plan, Table
 from shardcore.core.validation import require_type, shown
 from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, Layout, layout_of, layouts_of_torchrec
+from shardcore.step.memory import MIB
 from shardcore.torchrec import fields
 from shardcore.torchrec.modules import ModelTable, few
 from shardcore.torchrec.plan_files import modules_of
@@ -111,6 +112,12 @@ def _check(c: ParameterConstraints, what: str, features: list[str]) -> list[str]
             raise ShardCoreError(
                 f"{what} has {field} {shown(given)} for its {len(features)} features {', '.join(features)}; it "
                 "needs one above 0 for each"
+            )
+    if c.cache_params is not None and c.cache_params.load_factor is not None:
+        if any(not TIERS[KERNELS[k][0]].shares_cache for k in c.compute_kernels or () if k in KERNELS):
+            lines.append(
+                f"{what} has cache_params with load_factor {c.cache_params.load_factor:g}, which TorchRec 1.8 "
+                "drops for tables on SSD: caches have 20% of rows, or MiB of key_value_params' max_l1_cache_size"
             )
     kernels = {kernel.value for kernel in EmbeddingComputeKernel}
     for kernel in c.compute_kernels or ():
@@ -277,12 +284,21 @@ def with_constraints(tables: tuple[Table, ...], constraints: ByName, topology: T
             # Kernels with rows below device memory name the tier and whether a cache is used.
             tier, has_cache = KERNELS.get(kernel_of(c), ("", False))
             if topology.memory_of(tier):
-                # None is "not given"; 0 would be a value.
-                given = getattr(c.cache_params, "load_factor", None)
-                share = (CACHED if given is None else given) if has_cache else 0.0
+                share = _cached_share(table, c, tier) if has_cache else 0.0
                 table = replace(table, load_factor=share, tier=tier)
         changed.append(table)
     return tuple(changed)
+
+
+def _cached_share(table: Table, c: ParameterConstraints, tier: str) -> float:
+    """Share of a table's rows in a cache."""
+    # None is "not given"; 0 would be a value.
+    given = getattr(c.cache_params, "load_factor", None)
+    if TIERS[tier].shares_cache:
+        return CACHED if given is None else given
+    mib = getattr(c.key_value_params, "max_l1_cache_size", None)
+    most = TIERS[tier].most_cached
+    return most if mib is None else min(most, mib * MIB / table.bytes)
 
 
 # --- the plan's sharding types ------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ FIELDS: Mapping[str, Mapping[str, Treatment]] = {
         "sharding_types": _honoured("the kinds that the search may choose"),
         "compute_kernels": _honoured(
             "the first that is not dense runs the table; without 'dense' there are no replicas, and with nothing else "
-            "only they are. fused_uvm and fused_uvm_caching are priced with rows in host memory"
+            "only they are. fused_uvm and fused_uvm_caching are priced with rows in host memory, key_value on SSD"
         ),
         "min_partition": _honoured("fewest columns of a cut that the search may choose"),
         "pooling_factors": _priced("lookups a sample, an entry per feature"),
@@ -85,7 +85,7 @@ FIELDS: Mapping[str, Mapping[str, Treatment]] = {
         "feature_names": _honoured("they need to be the features of the table"),
         "output_dtype": _honoured(_PASSED_ON),
         "device_group": _honoured("it needs to be the topology's compute_device"),
-        "key_value_params": _honoured(_PASSED_ON),
+        "key_value_params": _priced("max_l1_cache_size: cache of a table on SSD. All of it is " + _PASSED_ON),
         "use_virtual_table": _refused(_VIRTUAL),
     },
     "Topology": {
@@ -93,12 +93,12 @@ FIELDS: Mapping[str, Mapping[str, Treatment]] = {
         "compute_device": _honoured("type of the devices in the plan"),
         "hbm_cap": _honoured("memory of a device"),
         "ddr_cap": _honoured("memory of a device on a CPU; elsewhere host memory for fused_uvm tables"),
-        "ssd_cap": _honoured("no plan has rows on SSD"),
+        "ssd_cap": _honoured("SSD of a device's host, for key_value tables"),
         "local_world_size": _honoured("devices of a host"),
         "pod_size": _honoured("hosts of a pod; pods need to be of one size"),
         "hbm_mem_bw": _refused(_MEASURED),
         "ddr_mem_bw": _refused(_MEASURED),
-        "ssd_mem_bw": _refused("no plan has rows on SSD: leave it at its default"),
+        "ssd_mem_bw": _priced("link of a device to its host's SSD, for key_value tables"),
         "hbm_to_ddr_mem_bw": _priced("link of a device to its host's memory, for fused_uvm tables"),
         "intra_host_bw": _priced("the topology's links of level within_host"),
         "inter_host_bw": _priced("the topology's links of level between_hosts"),

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardcore.core.access_statistics import ManagedCollision
+from shardcore.core.access_statistics import HASH_FORMS, ManagedCollision
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import require, require_type, shown
 from shardcore.tables.hot_rows import COLD, HOT, INSIDE
@@ -157,7 +157,8 @@ def _managed_collision(wrapper: nn.Module | None, config: Any) -> ManagedCollisi
 
     module = collection._managed_collision_modules[config.name]
     rows = config.num_embeddings
-    tensors = [*module.buffers(), *module.parameters()]
+    # A parameter of MPZCH is a buffer, too, by the same name: one tensor.
+    tensors = list((dict(module.named_buffers()) | dict(module.named_parameters())).values())
     # Tensors with an entry for each row: the maps from ids to rows, and what eviction needs.
     of_rows = sum(x.element_size() * x.numel() for x in tensors if len(x.shape) and x.shape[0] == rows)
     size = module.input_size()
@@ -167,6 +168,9 @@ def _managed_collision(wrapper: nn.Module | None, config: Any) -> ManagedCollisi
         "input_size": size,
         "routing": "contiguous" if size else "round_robin",
     }
+    form, eviction = _form(module)
+    if eviction in HASH_FORMS[form].row_bytes:
+        same |= {"form": form, "eviction": eviction}
     if not isinstance(module, MCHManagedCollisionModule):  # a hash table, which keeps no history
         return ManagedCollision(**same, buckets=module.buckets(), probes=module.max_probe)
     # Sharded, it has a bucket for each rank. An id is hashed before if the module has a function for it.
@@ -175,6 +179,17 @@ def _managed_collision(wrapper: nn.Module | None, config: Any) -> ManagedCollisi
     # Of each id of the history it keeps the id and the metadata that eviction needs, 8 bytes each.
     fields = 1 + sum(of_history for _, _, of_history in module._eviction_policy.metadata_info)
     return ManagedCollision(**same, lookup_bytes=math.ceil(_HISTORY * module._eviction_interval * fields * 8))
+
+
+def _form(module: nn.Module) -> tuple[str, str]:
+    """Form of a managed-collision module, and its eviction policy: a policy of the user's own may be unknown."""
+    from torchrec.modules.mc_modules import MCHManagedCollisionModule
+
+    if isinstance(module, MCHManagedCollisionModule):
+        policy = type(module._eviction_policy).__name__
+        return "managed_collision", policy.removesuffix("_EvictionPolicy").lower()
+    name = getattr(module, "_eviction_policy_name", None)
+    return "mpzch", name.value.removesuffix("_EVICTION").lower() if name else "none"
 
 
 def _inner() -> dict[type, str]:

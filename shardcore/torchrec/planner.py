@@ -273,12 +273,13 @@ class ShardCorePlanner:
         self.constraints = dict(constraints or {})
         # An iterator is consumed once, but several plans may be made.
         self.lookups = list(lookups) if isinstance(lookups, Iterator) else lookups
-        # Kernels with rows in host memory need its size and link.
-        in_host = any(constrained.kernel_of(c) in constrained.KERNELS for c in self.constraints.values())
+        # Kernels with rows below device memory need its size and link.
+        kernels = {constrained.kernel_of(c) for c in self.constraints.values()}
+        below = {tier for kernel, (tier, _) in constrained.KERNELS.items() if kernel in kernels}
         self.their_topology = None if isinstance(topology, Topology) else topology
         self.reserved = default_share(job) if reserved is None else reserved
         self.topology = (
-            topology if isinstance(topology, Topology) else our_topology(topology, self.reserved, in_host)
+            topology if isinstance(topology, Topology) else our_topology(topology, self.reserved, below)
         )
         require(
             self.their_topology is not None or reserved is None,
@@ -342,7 +343,7 @@ class ShardCorePlanner:
         if note := topologies.rows_note(problem.topology):
             notes.append(note)
         if self.their_topology is not None:
-            notes += topologies.notes(self.their_topology, bool(self.topology.memory))
+            notes += topologies.notes(self.their_topology, self.topology.memory)
         notes += unpriced_hardware(self.model.setting, self.compute_device)
         # A price beyond the measured range is a guess, so it is named.
         beyond = self._model_for(problem).out_of_range(lower(plan, problem))

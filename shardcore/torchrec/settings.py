@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
 from shardcore.core.payloads import PAYLOADS, payload_of
+from shardcore.core.tiers import TIERS
 from shardcore.core.types import Problem, Setting
 from shardcore.step.collectives import COLLECTIVES, carried_as
 from shardcore.step.kinds import layout_of_torchrec
@@ -187,25 +188,25 @@ def unpriced(
     """
     job = problem.job if problem else Job()
     # Names in the module, without the path that our names may have.
-    in_host = {
-        (t.collection, t.name.removeprefix(f"{t.collection}."))
+    below = {
+        (t.collection, t.name.removeprefix(f"{t.collection}.")): TIERS[t.tier].words
         for t in (problem.tables if problem else ())
         if t.in_host_memory
     }
     lines = [] if dense_update else _unpriced_replicas(plan, problem)
     for path, module in modules_of(plan).items():
         for name, sharding in module.items():
-            is_below = (path, name) in in_host
+            words = below.get((path, name))
             # A cache of a table below device memory is priced.
-            known = (*PLACEMENT, "compute_kernel", *(["cache_params"] if is_below else []))
+            known = (*PLACEMENT, "compute_kernel", *(["cache_params", "key_value_params"] if words else []))
             given = [
                 f"{f.name}={value}"
                 for f in fields(sharding)
                 if f.name not in known and (value := getattr(sharding, f.name)) is not None
             ]
-            is_plain = is_below or sharding.compute_kernel in PLAIN_KERNELS
+            is_plain = words or sharding.compute_kernel in PLAIN_KERNELS
             if given or not is_plain:
-                where = "with rows in host memory" if is_below else "in device memory"
+                where = f"with rows in {words}" if words else "in device memory"
                 lines.append(
                     f"table {name!r} of module {path!r} is priced as fused, {where}; it has "
                     + ", ".join([f"kernel {sharding.compute_kernel}", *given])

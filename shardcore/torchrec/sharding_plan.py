@@ -34,6 +34,7 @@ from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.search.state.shards import consolidate
 from shardcore.step.kinds import Layout, layout_of, layout_of_torchrec, shards_on
 from shardcore.step.lower import require_cover
+from shardcore.step.memory import MIB, own_cache_mib
 from shardcore.tables.hot_rows import INSIDE, REPLICA, is_hot
 from shardcore.torchrec.modules import ModelTable, tables_of
 from shardcore.torchrec.placements import placements_of
@@ -42,11 +43,13 @@ from shardcore.torchrec.settings import PLAIN_KERNELS, settings_of, with_setting
 
 if TYPE_CHECKING:
     from torch import nn
-    from torchrec.distributed.types import ParameterSharding, ShardingPlan
+    from torchrec.distributed.types import KeyValueParams, ParameterSharding, ShardingPlan
 
 
 _PATH = re.compile(r"[\w-]+(\.[\w-]+)*")
 """Names of modules, joined by dots. Those of a list are numbers."""
+_WRITE_BUFFER_BYTES = 2 << 30
+"""Size of RocksDB's write buffer where nobody gives one: the default of FBGEMM's SSDTableBatchedEmbeddingBags."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,12 @@ def to_torchrec(
                 f"plan places table {name!r} by {placements[name][0].kind}; its rows are hot, "
                 "so the model has them on every rank: plan them so (constraints.kinds)"
             )
-    for name, sharding in shardings.items():
+    if other := next((t for t in problem.tables if t.fixed_tiers is not None), None):
+        raise ShardCoreError(
+            f"table {other.name!r} is a hash table of form {other.managed_collision and other.managed_collision.form}, "
+            "which ShardCore prices and does not export; give TorchRec the plan of a problem without it"
+        )
+    for number, (name, sharding) in enumerate(shardings.items()):
         table, if_cut = theirs[name], sharding.layout.torchrec_cut
         # Another table of the collection is cut: join its op.
         if (table.path, if_cut) in cut:
@@ -130,7 +138,7 @@ def to_torchrec(
                 f"plan replicates table {name!r}, which has kernel {old.compute_kernel}; TorchRec replicates with "
                 "its dense kernel alone, in device memory: change the kernel to 'fused', or the plan"
             )
-        modules[table.path][table.name] = _sharding(sharding, problem.topology, compute_device, old)
+        modules[table.path][table.name] = _sharding(sharding, problem.topology, compute_device, old, number)
     _require_sequences(shardings, theirs, compute_device)
     return ShardingPlan({**modules})
 
@@ -251,7 +259,7 @@ def _matched(problem: Problem, module: nn.Module) -> dict[str, ModelTable]:
 
 
 def _sharding(
-    sharding: Sharded, topology: Topology, compute_device: str, old: ParameterSharding | None
+    sharding: Sharded, topology: Topology, compute_device: str, old: ParameterSharding | None, number: int
 ) -> ParameterSharding:
     from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
@@ -279,7 +287,9 @@ def _sharding(
     if table and table.in_host_memory:
         kernel = table.kernel
         cache = None
-        if table.load_factor:
+        if table.load_factor and not table.shares_cache:
+            base = replace(base, key_value_params=_own_cache(sharding, base, number))
+        elif table.load_factor:
             from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
             from torchrec.distributed.types import CacheParams
 
@@ -289,6 +299,19 @@ def _sharding(
     return replace(
         base, sharding_type=sharding.sharding_type, compute_kernel=kernel, ranks=ranks, sharding_spec=spec
     )
+
+
+def _own_cache(sharding: Sharded, base: ParameterSharding, number: int) -> KeyValueParams:
+    """KeyValueParams that give a table a cache of its own. number: that of the table."""
+    from torchrec.distributed.types import KeyValueParams
+
+    given = base.key_value_params or KeyValueParams()
+    largest = max((shard for _, shard in sharding.shards), key=lambda shard: shard.rows)
+    # TorchRec runs tables of one width and equal settings as one op, with one cache of max_l1_cache_size for all. So
+    # each gets another size of RocksDB's write buffer, by some bytes.
+    buffer = given.ssd_rocksdb_write_buffer_size or _WRITE_BUFFER_BYTES
+    apart = -(-buffer // MIB) * MIB - number
+    return replace(given, max_l1_cache_size=own_cache_mib(largest), ssd_rocksdb_write_buffer_size=apart)
 
 
 # --- from TorchRec ------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +23,11 @@ POD_SIZE = "TORCHREC_RESOLVED_POD_SIZE"
 """Environment variable from which TorchRec's jobs read how many hosts a pod has."""
 
 
-def our_topology(topology: TheirTopology, reserved: float = 0.0, host_memory: bool = False) -> Topology:
+def our_topology(topology: TheirTopology, reserved: float = 0.0, below: Collection[str] = ()) -> Topology:
     """TorchRec's devices and hosts as ours. On a CPU, DDR counts as memory of devices.
 
     reserved: share of a device's memory that stays free of embeddings.
-    host_memory: True if tables have rows in host memory. The topology then has DDR, and the link to it.
+    below: tiers below the devices where tables have rows. The topology has these, and the links to them.
 
     Bandwidths between devices that differ from TorchRec's defaults are the topology's. For others the cost
     model has its measured ones.
@@ -57,12 +57,16 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0, host_memory: bo
             host = f"pod-{d.rank // (topology.local_world_size * hosts_of_pod)}/{host}"
         devices.append(Device(int(capacity * (1 - reserved)), host=host))
     memory = []
-    for tier in (TIERS[name] for name in BELOW if host_memory and storage == "hbm"):
+    for tier in (TIERS[name] for name in BELOW if name in below and storage == "hbm"):
         if tier.torchrec is None:
             continue
         capacity, bandwidth = tier.torchrec
         # Our tiers have one size for all hosts, so the smallest counts.
         of_host = min(getattr(d.storage, capacity) for d in topology.devices) * topology.local_world_size
+        require(
+            of_host > 0,
+            f"topology has {capacity}_cap 0 on a rank, and tables have rows in {tier.words}; it needs bytes there",
+        )
         memory.append(Memory(tier.name, of_host, getattr(topology, bandwidth) / BYTES_PER_MS_PER_GBPS))
     # Only bandwidths that somebody gave. Others are the cost model's.
     gbps: dict[str, Any] = given_bandwidths(topology)
@@ -166,8 +170,11 @@ def default_memory(topology: TheirTopology) -> str:
     )
 
 
-def notes(topology: TheirTopology, host_memory: bool) -> list[str]:
-    """A line for each default of a topology that counts, or that the cost model replaces."""
+def notes(topology: TheirTopology, below: Iterable[Memory]) -> list[str]:
+    """A line for each default of a topology that counts, or that the cost model replaces.
+
+    below: tiers of the topology where tables have rows.
+    """
     inner = next(iter(LEVELS))
     several = topology.world_size > topology.local_world_size
     unused = [
@@ -182,9 +189,10 @@ def notes(topology: TheirTopology, host_memory: bool) -> list[str]:
             f"{' and '.join(unused)} of the topology {'is' if len(unused) == 1 else 'are'} "
             "TorchRec's default and not used: exchanges are priced as the cost model knows them"
         )
-    if host_memory:
-        lines.append(
-            f"host memory is TorchRec's ddr_cap of each device, its link "
-            f"{topology.hbm_to_ddr_mem_bw / BYTES_PER_MS_PER_GBPS:g} GB/s (hbm_to_ddr_mem_bw)"
-        )
+    for memory in below:
+        if names := TIERS[memory.tier].torchrec:
+            lines.append(
+                f"{TIERS[memory.tier].words} is TorchRec's {names[0]}_cap of each device, its link "
+                f"{memory.gbps:g} GB/s ({names[1]})"
+            )
     return [line for line in lines if line] + _treated(topology)

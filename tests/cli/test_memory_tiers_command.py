@@ -38,6 +38,21 @@ def test_it_decides_which_rows_lie_in_device_memory(asked, tmp_path, capsys):
     assert again.read_text() == out.read_text()
 
 
+def test_a_problem_may_have_an_ssd_beside_host_memory_or_alone(asked, tmp_path, capsys):
+    path, out = tmp_path / "p.json", tmp_path / "tiered.json"
+    given = files.read_problem(path)
+    on_ssd = replace(given.topology, memory=(Memory("ssd", 1 << 40, 1.0),))
+    files.write_problem(path, replace(given, topology=on_ssd, optimizer="rowwise_adagrad"))
+    assert main([*asked, "--out", str(out)]) == 0
+    assert re.search(r"t\d +key_value", capsys.readouterr().out)
+    assert files.read_problem(out).topology == on_ssd
+    # A table of 12.2 MiB, and some of another's rows, fit into host memory.
+    assert main([*asked, "--host-gib", "0.02", "--out", str(out)]) == 0
+    assert files.read_problem(out).topology.memory == (Memory("host", 21474836, 25.0), *on_ssd.memory)
+    assert main([*asked, "--link-gbps", "3"]) == 1
+    assert "give --host-gib, or memory in its topology" in capsys.readouterr().err
+
+
 def test_with_a_model_it_writes_a_plan_that_fits(asked, model, tmp_path, capsys):
     out, plan = tmp_path / "tiered.json", tmp_path / "plan.json"
     given = [*asked, "--host-gib", "1", "--model", str(model), "--budget-evals", "200"]

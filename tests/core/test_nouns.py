@@ -9,7 +9,7 @@ import pytest
 from refusals import INF, NAN, names, refused, rows
 
 from shardcore.core import constraints, topology, types
-from shardcore.core.access_statistics import MOST_RANGES, ManagedCollision, Reuse, RowShares, Zipf
+from shardcore.core.access_statistics import HASH_FORMS, MOST_RANGES, ManagedCollision, Reuse, RowShares, Zipf
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.job import PIPELINES, Job
@@ -110,6 +110,7 @@ REFUSED = {
         "probes": (-1,),
         "input_size": (-1,),
         "routing": ("sideways",),
+        "form": ("cuckoo",),
     },
     problem_of: {"global_batch": (0,), "optimizer": ("adagrad",)},
     constrained: {"reserved_bytes": (-1, 2**50 + 1)},
@@ -345,20 +346,93 @@ def test_kernels_tell_tiers_apart():
 
 @pytest.mark.parametrize("tier", BELOW)
 def test_rows_are_all_in_one_tier_and_some_in_a_cache(tier):
-    table = Table("t", 100, 8, 1.0, load_factor=0.25, tier=tier)
+    table = Table("t", 100, 8, 1.0, load_factor=0.2, tier=tier)
     assert table.kernel == TIERS[tier].cached_kernel
     assert Table("t", 100, 8, 1.0, tier=tier).kernel == TIERS[DEVICE].kernel
     if TIERS[tier].kernel:
         uncached = Table("t", 100, 8, 1.0, load_factor=0.0, tier=tier)
         assert uncached.kernel == TIERS[tier].kernel
     else:
-        with pytest.raises(ShardCoreError, match=f"tier {tier!r}; TorchRec runs no table there"):
+        with pytest.raises(ShardCoreError, match=f"tier {tier!r}; TorchRec runs it there with a cache"):
             Table("t", 100, 8, 1.0, load_factor=0.0, tier=tier)
     with pytest.raises(ShardCoreError, match=f"table 't' in .* memory of tier {tier!r}"):
         Problem("p", (table,), Topology((Device(GIB),)), 64)
     given = Topology((Device(GIB),) * 2, memory=(Memory(tier, GIB, 2.0),))
     assert given.memory_of(tier).gbps == 2 and given.among((0,)).memory_of(tier).bytes == GIB // 2
-    assert Problem("p", (table,), given, 64)
+    assert Problem("p", (table,), given, 64, "rowwise_adagrad")
+
+
+@pytest.mark.parametrize(
+    "changes, optimizer, reason",
+    [
+        (
+            {"load_factor": 0.25},
+            "rowwise_adagrad",
+            "load_factor 0.25 and tier 'ssd'; .* at most 20% of its rows",
+        ),
+        (
+            {},
+            "exact_sgd",
+            "table 't' in SSD, and TorchRec's key_value has no optimizer 'exact_sgd', only rowwise",
+        ),
+        ({}, "adam", "no optimizer 'adam'"),
+        ({"precision": "bf16"}, "rowwise_adagrad", "key_value has no weights 'bf16', only fp32, fp16"),
+    ],
+)
+def test_ssd_has_what_its_kernel_runs(changes, optimizer, reason):
+    given = Topology((Device(GIB),) * 2, memory=(Memory("ssd", GIB, 2.0),))
+    with pytest.raises(ShardCoreError, match=reason):
+        table = Table("t", 100, 8, 1.0, **{"load_factor": 0.1, "tier": "ssd"} | changes)
+        Problem("p", (table,), given, 64, optimizer)
+
+
+@pytest.mark.parametrize("form, eviction", [(f, e) for f, row in HASH_FORMS.items() for e in row.row_bytes])
+def test_a_form_of_hash_table_gives_the_bytes_of_a_row(form, eviction):
+    known = HASH_FORMS[form]
+    made = ManagedCollision(form=form, eviction=eviction)
+    assert made.row_bytes == known.row_bytes[eviction]
+    assert ManagedCollision(5, form=form, eviction=eviction).row_bytes == 5
+    # Its rows are in device memory, unless they never are.
+    share = 0.1 if known.tiers else 1.0
+    table = Table("t", 256, 8, 1.0, load_factor=share, managed_collision=made)
+    if known.tiers is not None:
+        with pytest.raises(ShardCoreError, match="'t' has load_factor .* rows of its hash table are in"):
+            replace(table, load_factor=1.1 - share)
+    if known.tiers:
+        assert table.kernel == "dram_virtual_table"
+        with pytest.raises(ShardCoreError, match="tier 'ssd'; rows of its hash table are in host memory"):
+            replace(table, tier="ssd")
+
+
+@pytest.mark.parametrize(
+    "make, reason",
+    [
+        (
+            lambda: ManagedCollision(),
+            "row_bytes None, form '' and eviction ''; it needs row_bytes, or a form",
+        ),
+        (lambda: ManagedCollision(8, eviction="lru"), "form '' and eviction 'lru'"),
+        (
+            lambda: ManagedCollision(form="mpzch", eviction="lfu"),
+            "form mpzch has eviction 'lfu'; known are none",
+        ),
+        (lambda: ManagedCollision(form="dynamicemb", eviction="no_eviction"), "known are timestamp, step"),
+        (lambda: hashed("kv_zch", "none", 90, buckets=9), "of 9 buckets, which 2 devices .* such as 10"),
+        (lambda: hashed("dynamicemb", "lfu", 1000), "1000 rows, .* whole buckets of 128; .* such as 1024"),
+    ],
+)
+def test_hash_tables_that_cannot_be_are_named(make, reason):
+    with pytest.raises(ShardCoreError, match=reason):
+        make()
+
+
+def hashed(form: str, eviction: str, rows: int, **fields) -> Problem:
+    """A problem of one hash table on two devices."""
+    collision = ManagedCollision(form=form, eviction=eviction, **fields)
+    share = 0.1 if HASH_FORMS[form].tiers else 1.0
+    table = Table("t", rows, 8, 1.0, load_factor=share, managed_collision=collision)
+    topology = Topology((Device(GIB),) * 2, memory=(Memory("host", GIB, 2.0),))
+    return Problem("p", (table,), topology, 64, "rowwise_adagrad")
 
 
 def test_some_devices_share_links_with_the_others():

@@ -42,6 +42,23 @@ def test_a_device_takes_as_much_longer_as_its_bytes_take_on_the_link():
     assert ms(faster) - ms(PLAIN) == pytest.approx(np.array(link[:2]) / 2)
 
 
+def test_rows_on_ssd_cross_its_own_link_and_bring_no_optimizer_state():
+    """A tier is as slow as its link. FBGEMM has state of cells in host memory, and none on SSD."""
+    memory = (*HOST["memory"], Memory("ssd", 1 << 30, 0.5))
+    rowwise = replace(PLAIN, optimizer="rowwise_adagrad", topology=replace(PLAIN.topology, memory=memory))
+    model = AnalyticModel(replace(MODEL.setting, optimizer="rowwise_adagrad"))
+    below = {
+        tier: replace(rowwise, tables=(replace(TABLES[0], load_factor=0.1, tier=tier), *TABLES[1:]))
+        for tier in ("host", "ssd")
+    }
+    more = {tier: (ms(of, model) - ms(rowwise, model))[0] for tier, of in below.items()}
+    assert 0 < more["ssd"] == pytest.approx(4 * more["host"])
+    warnings = model.for_problem(below["ssd"]).out_of_range(lower(plan(below["ssd"]), below["ssd"]))
+    assert (
+        "table 't0' has rows in SSD: the topology gives the 0.5 GB/s of their link, not measured" in warnings
+    )
+
+
 def test_problems_without_such_rows_keep_their_model():
     assert MODEL.for_problem(TIERED).for_problem(PLAIN) == MODEL.for_problem(PLAIN)
 

@@ -9,6 +9,7 @@ import pytest
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.job import Job
 from shardcore.core.links import links_of
+from shardcore.core.tiers import Memory
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost.model import group_costs, price, total_ms
 from shardcore.cost.profile import load_profile
@@ -130,6 +131,22 @@ def test_host_memory_follows_the_link_that_the_topology_gives():
         float(group_costs([[Shard.whole(far)]], H100.model().for_problem(p))[0]) for p in (own, slow)
     )
     assert fast_ms < slow_ms < 2 * fast_ms
+
+
+def test_rows_on_ssd_are_as_slow_as_the_link_to_it():
+    """As those in host memory behind a link of as many GB/s, whatever link host memory has itself."""
+    below = {t: dataclasses.replace(TABLE, load_factor=0.01, tier=t) for t in ("host", "ssd")}
+    topology = problem().topology
+
+    def ms_of(tier, **gbps):
+        memory = tuple(Memory(name, 1 << 40, x) for name, x in gbps.items())
+        of = dataclasses.replace(topology, memory=memory)
+        asked = Problem("p", (below[tier],), of, 65_536, "rowwise_adagrad")
+        return float(group_costs([[Shard.whole(below[tier])]], H100.model().for_problem(asked))[0])
+
+    slow = ms_of("ssd", ssd=2.0)
+    assert slow == pytest.approx(ms_of("host", host=2.0)) == pytest.approx(ms_of("ssd", host=40.0, ssd=2.0))
+    assert slow > 2 * ms_of("ssd", ssd=20.0)
 
 
 def transfers(collective, n_bytes, hosts=1, devices=8, job=Job(), **links):

@@ -491,7 +491,7 @@ def test_a_workload_of_another_setting_is_refused_before_anything_starts(tables)
     hosts = dataclasses.replace(problem.topology, memory=(Memory("host", 64 * MIB, 10.0),))
     large = dataclasses.replace(tables[0], name="large", load_factor=0.5)
     cached = dataclasses.replace(problem, tables=(large,), topology=hosts)
-    with pytest.raises(ShardCoreError, match="table 'large' has rows in host memory"):
+    with pytest.raises(ShardCoreError, match="table 'large' has rows below device memory"):
         replay(whole(cached), SETTING, CONFIG)
 
 

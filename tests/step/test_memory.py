@@ -431,6 +431,17 @@ def test_managed_collision_takes_bytes_for_each_row_and_lookup():
     assert table_bytes(table, problem) - table_bytes(TABLE, plain) == 1000 * 32 + 64 * 3 * 40
 
 
+@pytest.mark.parametrize("eviction, row_bytes", [("step", 17), ("timestamp_lfu", 25)])
+def test_dynamicemb_takes_its_id_digest_and_scores_and_a_size_of_each_bucket(eviction, row_bytes):
+    """As LinearBucketTable of recsys-examples allocates them: 8, 1 and 8 each; 4 for 128 rows."""
+    collision = ManagedCollision(form="dynamicemb", eviction=eviction)
+    plain, hashed = replace(TABLE, rows=1024), replace(TABLE, rows=1024, managed_collision=collision)
+    used = [
+        memory.used_bytes(Plan((row(t, problem_of(t).topology),)), problem_of(t)) for t in (hashed, plain)
+    ]
+    assert np.subtract(*used).tolist() == [512 * row_bytes + 4 * 4] * 2
+
+
 def test_a_host_that_cannot_hold_its_rows_is_named():
     table = replace(TABLE, load_factor=0.5)
     own = Topology(

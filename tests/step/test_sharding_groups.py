@@ -90,6 +90,17 @@ def test_groups_of_whole_pods_divide_rows_over_them():
         problem_of_group(problem(tuple(f"p{d // 3}/h{d}" for d in range(8))), Grouping(4, "contiguous"))
 
 
+def test_tables_that_torchrec_does_not_synchronise_have_no_groups():
+    """DMPCollection averages tables of SplitTableBatchedEmbeddingBagsCodegen alone."""
+    given = problem(optimizer="rowwise_adagrad")
+    memory = Memory("host", 1 << 30, 20.0), Memory("ssd", 1 << 30, 2.0)
+    given = replace(given, topology=replace(given.topology, memory=memory))
+    assert [m.tier for m in problem_of_group(given, Grouping(4, "strided")).topology.memory] == ["host"]
+    on_ssd = replace(given.tables[0], load_factor=0.1, tier="ssd")
+    with pytest.raises(ShardCoreError, match="table 't0' with kernel key_value, which TorchRec 1.8 does not"):
+        problem_of_group(replace(given, tables=(on_ssd, *given.tables[1:])), Grouping(4, "strided"))
+
+
 def test_a_device_of_a_group_is_the_least_of_its_replicas():
     given = problem(("h0",) * 4)
     devices = [

@@ -90,12 +90,15 @@ def planned(
     """asked: of table a. Lookups are LOOKUPS unless it has pooling_factors."""
     constraints = {"a": asked, "b": ParameterConstraints(pooling_factors=[2.0])} if asked else {}
     stated = asked is not None and asked.pooling_factors != [1.0]
+    # TorchRec has SSD under this optimizer alone.
+    on_ssd = asked is not None and "key_value" in (asked.compute_kernels or ())
+    optimizer = "rowwise_adagrad" if on_ssd else "exact_sgd"
     planner = ShardCorePlanner(
         on or topology(),
         LOCAL_BATCH,
         constraints,
         algorithm="size_greedy",
-        model=AnalyticModel(Setting("gpu", LOCAL_BATCH * DEVICES, precision)),
+        model=AnalyticModel(Setting("gpu", LOCAL_BATCH * DEVICES, precision, optimizer)),
         lookups=None if stated else LOOKUPS,
     )
     plan = planner.plan(module or model(), sharders)
@@ -151,7 +154,10 @@ def constraints_values() -> dict[str, tuple[Any, Obeys | None]]:
         "feature_names": (["f1", "f0"], None),
         "output_dtype": _kept("output_dtype", DataType.FP16),
         "device_group": ("cuda", None),
-        "key_value_params": _kept("key_value_params", KeyValueParams(ssd_storage_directory="/x")),
+        "key_value_params": (
+            {"compute_kernels": ["key_value"], "key_value_params": KeyValueParams("/x", max_l1_cache_size=1)},
+            lambda o: _first(o).key_value_params.ssd_storage_directory == "/x",
+        ),
         "use_virtual_table": (True, None),
     }
 
@@ -253,6 +259,8 @@ def _of_topology(field: str) -> tuple[Outcome, Outcome, Obeys | None]:
     given, asked = value if isinstance(value, dict) else {field: value}, None
     if field == "hbm_to_ddr_mem_bw":
         asked = ParameterConstraints(compute_kernels=["fused_uvm"])
+    if field == "ssd_mem_bw":
+        asked = ParameterConstraints(compute_kernels=["key_value"])
     if field in ("intra_host_bw", "inter_host_bw", "generalized_comms_bandwidths"):
         asked = ParameterConstraints(sharding_types=["row_wise"])
     return planned(asked=asked, on=topology(**given)), planned(asked=asked), obeys

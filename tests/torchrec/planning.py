@@ -43,7 +43,6 @@ def planner(constraints=CONSTRAINTS, topology=FOUR, **settings) -> ShardCorePlan
         topology,
         16,
         constraints,
-        model=MODEL,
         budget=Budget(evals=2000),
-        **{"algorithm": "anneal", **settings},
+        **{"algorithm": "anneal", "model": MODEL, **settings},
     )

@@ -4,6 +4,7 @@ leaves them out."""
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,19 +13,31 @@ pytest.importorskip("torchrec")
 sys.path.append(str(Path(__file__).parent))
 
 import training
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
+from fbgemm_gpu.tbe.ssd import ASSOC, SSDTableBatchedEmbeddingBags
+from torchrec.distributed.batched_embedding_kernel import _populate_ssd_tbe_params
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_sharding import group_tables
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardedEmbeddingTable
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.types import CacheParams, CacheStatistics, DataType, KeyValueParams, ShardingPlan
+from torchrec.distributed.utils import add_params_from_parameter_sharding
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType, TimestampBasedEvictionPolicy
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from shardcore.core.access_statistics import ManagedCollision
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
 from shardcore.core.tiers import Memory
-from shardcore.core.types import Placement, Plan, Setting, Shard
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.io import files
 from shardcore.search import Budget
+from shardcore.step.kinds import WHOLE_ROWS, shards_on
+from shardcore.step.memory import MIB, host_bytes, own_cache_mib, resident_bytes
 from shardcore.torchrec.plan_files import read_qcomms, read_torchrec, write_torchrec
 from shardcore.torchrec.planner import ShardCorePlanner
 from shardcore.torchrec.settings import job_of, payloads_of, qcomms_of, settings_of, unpriced
@@ -282,3 +295,179 @@ def test_index_deduplication_of_sharders_is_told():
     assert unpriced(plain, [EmbeddingCollectionSharder(use_index_dedup=True)]) == [
         "EmbeddingCollectionSharder has use_index_dedup, which sends each id once; ids are priced as if it sent all"
     ]
+
+
+def ssd_problem() -> tuple[Problem, EmbeddingBagCollection]:
+    """Tables of two widths and precisions on SSD, two of them equal, and one in device memory."""
+    shapes = {
+        "small": (1_000, 64, "fp32", 0.05),
+        "one": (3_000_000, 64, "fp32", 0.01),
+        "two": (3_000_000, 64, "fp32", 0.01),
+        "most": (700_001, 64, "fp32", 0.2),
+        "fp16": (2_000_000, 32, "fp16", 0.1),
+        "wide": (100_000, 512, "fp32", 0.001),
+        "here": (1_000, 64, "fp32", 1.0),
+    }
+    tables = tuple(
+        Table(
+            name, rows, dim, 2.0, precision=precision, load_factor=share, tier="ssd" if share < 1 else "host"
+        )
+        for name, (rows, dim, precision, share) in shapes.items()
+    )
+    types = {"fp32": DataType.FP32, "fp16": DataType.FP16}
+    configs = [
+        EmbeddingBagConfig(
+            name=t.name,
+            num_embeddings=t.rows,
+            embedding_dim=t.dim,
+            data_type=types[t.precision],
+            feature_names=[t.name],
+        )
+        for t in tables
+    ]
+    memory = (Memory("ssd", 1 << 34, 2.0),)
+    topology = Topology((Device(1 << 34),) * 2, memory=memory)
+    module = EmbeddingBagCollection(device=torch.device("meta"), tables=configs)
+    return Problem("ssd", tables, topology, 64, "rowwise_adagrad"), module
+
+
+def built(sharding_plan: ShardingPlan, problem: Problem, rank: int) -> list[tuple[list[str], dict]]:
+    """Tables of each op on SSD of a rank, and arguments of its SSDTableBatchedEmbeddingBags, as TorchRec makes them."""
+    ours, local = {t.name: t for t in problem.tables}, []
+    for name, sharding in sharding_plan.plan[""].items():
+        for shard in (s for s in sharding.sharding_spec.shards if s.placement.rank() == rank):
+            rows, columns = shard.shard_sizes
+            local.append(
+                ShardedEmbeddingTable(
+                    num_embeddings=ours[name].rows,
+                    embedding_dim=ours[name].dim,
+                    name=name,
+                    data_type=DataType[ours[name].precision.upper()],
+                    feature_names=[name],
+                    embedding_names=[name],
+                    pooling=PoolingType.SUM,
+                    local_rows=rows,
+                    local_cols=columns,
+                    compute_kernel=EmbeddingComputeKernel(sharding.compute_kernel),
+                    fused_params=add_params_from_parameter_sharding(None, sharding),
+                )
+            )
+    [groups] = group_tables([local])
+    return [
+        ([t.name for t in group.embedding_tables], _populate_ssd_tbe_params(group))
+        for group in groups
+        if group.compute_kernel is EmbeddingComputeKernel.KEY_VALUE
+    ]
+
+
+@pytest.mark.parametrize("kind", ["column", "row", "cut"])
+def test_memory_of_tables_on_ssd_is_that_of_the_ops_that_torchrec_makes(kind):
+    """Each table is an op with a cache of its own: weights, an id and a time of each cached row, and FBGEMM's state."""
+    problem, module = ssd_problem()
+    placements = []
+    for t in problem.tables:
+        whole = Shard.whole(t)
+        if kind == "row":
+            placements.append(Placement("row", whole, (0, 1)))
+        elif kind == "cut":
+            halves = replace(whole, col_hi=t.dim // 2), replace(whole, col_lo=t.dim // 2)
+            placements += [Placement("column", half, (d,)) for d, half in enumerate(halves)]
+        else:
+            placements.append(Placement("column", whole, (0,)))
+    plan = Plan(tuple(placements))
+    theirs = to_torchrec(plan, problem, module, "cuda")
+    held = {s.table.name: s for p in plan.placements for d, s in shards_on(p) if d == 0}
+    on_ssd = {name for name, s in held.items() if s.table.in_host_memory}
+    ops = built(theirs, problem, 0)
+    assert sorted(names for names, _ in ops) == sorted([name] for name in on_ssd)
+    for [name], arguments in ops:
+        shard, rows = held[name], arguments["cache_sets"] * ASSOC
+        a_row = shard.width * arguments["weights_precision"].bit_rate() // 8
+        [(state, _, dtype)] = EmbOptimType.EXACT_ROWWISE_ADAGRAD.ssd_state_splits([(shard.rows, shard.width)])
+        expected = rows * (a_row + 2 * torch.int64.itemsize), state.dev_size * dtype.itemsize
+        assert resident_bytes(WHOLE_ROWS, shard, problem) == expected, name
+        assert host_bytes(shard, problem) == shard.rows * a_row
+        # A whole set, or whole MiB, may be more than was asked for.
+        assert abs(rows * a_row - shard.table.load_factor * shard.rows * a_row) <= max(MIB, ASSOC * a_row)
+
+
+def test_settings_of_tables_on_ssd_stay_and_are_written_again_the_same():
+    problem, module = ssd_problem()
+    plan = Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in problem.tables))
+    theirs = to_torchrec(plan, problem, module, "cuda")
+    of_module = theirs.plan[""]
+    of_module["one"].key_value_params = replace(
+        of_module["one"].key_value_params, ssd_storage_directory="/ssd"
+    )
+    again = to_torchrec(from_torchrec(theirs, problem, module), problem, module, "cuda")
+    assert again.plan[""]["one"].key_value_params == of_module["one"].key_value_params
+    assert {n: s.key_value_params for n, s in again.plan[""].items()} == {
+        n: s.key_value_params for n, s in of_module.items()
+    }
+    assert not unpriced(again, [], problem)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "partial_rowwise_adam", "adam"])
+def test_memory_of_kv_zch_is_that_of_its_op_and_its_blocks(optimizer, precision):
+    """By FBGEMM's own law of a row, and the header that TorchRec's eviction policies ask for."""
+    table = Table(
+        "t",
+        4_000_000,
+        68,
+        2.0,
+        precision=precision,
+        load_factor=0.01,
+        managed_collision=ManagedCollision(form="kv_zch", eviction="timestamp", buckets=20),
+    )
+    topology = Topology((Device(1 << 34),) * 2, memory=(Memory("host", 1 << 40, 20.0),))
+    problem, shard = Problem("kv", (table,), topology, 64, optimizer), Shard(table, 0, 2_000_000, 0, 68)
+    types = DataType[precision.upper()]
+    # A virtual table has as many rows as there may be ids.
+    virtual = ShardedEmbeddingTable(
+        num_embeddings=1 << 40,
+        embedding_dim=68,
+        name="t",
+        data_type=types,
+        feature_names=["t"],
+        embedding_names=["t"],
+        local_rows=1 << 39,
+        local_cols=68,
+        compute_kernel=EmbeddingComputeKernel(table.kernel),
+        use_virtual_table=True,
+        total_num_buckets=20,
+        fused_params={"max_l1_cache_size": own_cache_mib(shard)},
+    )
+    [[group]] = group_tables([[virtual]])
+    arguments = _populate_ssd_tbe_params(group)
+    theirs = EmbOptimType[{"rowwise_adagrad": "EXACT_ROWWISE_ADAGRAD"}.get(optimizer, optimizer.upper())]
+    each = arguments["weights_precision"].bit_rate() // 8
+    row = SSDTableBatchedEmbeddingBags.cache_row_dim.func(
+        SimpleNamespace(
+            max_D=68,
+            enable_optimizer_offloading=True,
+            load_ckpt_without_opt=False,
+            optimizer_state_dim=-(-theirs.state_size_nbytes(68) // each),
+        )
+    )
+    policy = TimestampBasedEvictionPolicy()
+    policy.init_metaheader_config(types, 68)
+    header = policy.get_meta_header_len() * each
+    on_device = sum(state.dev_size for state, _, _ in theirs.ssd_state_splits([(10, 68)], {}, True))
+    cached = arguments["cache_sets"] * ASSOC * (row * each + 2 * torch.int64.itemsize)
+    assert resident_bytes(WHOLE_ROWS, shard, problem) == (cached, on_device)
+    assert host_bytes(shard, problem) == 2_000_000 * (header + row * each)
+
+
+def test_hash_tables_of_other_kernels_are_not_exported():
+    problem, module = ssd_problem()
+    other = ManagedCollision(form="dynamicemb", eviction="lfu")
+    tables = (*problem.tables[:-1], replace(problem.tables[-1], rows=1024, managed_collision=other))
+    configs = [config for config in module.embedding_bag_configs()]
+    configs[-1].num_embeddings = 1024
+    module = EmbeddingBagCollection(device=torch.device("meta"), tables=configs)
+    plan = Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in tables))
+    with pytest.raises(
+        ShardCoreError, match="'here' is a hash table of form dynamicemb, which ShardCore prices"
+    ):
+        to_torchrec(plan, replace(problem, tables=tables), module, "cuda")

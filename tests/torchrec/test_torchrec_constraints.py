@@ -1,6 +1,7 @@
 """TorchRec's ParameterConstraints in a plan: kinds, widths, kernels and lookups."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 pytest.importorskip("torchrec")
 sys.path.append(str(Path(__file__).parent))
 
-from planning import CONSTRAINTS, MODULE, planner, table_in
+from planning import CONSTRAINTS, MODEL, MODULE, planner, table_in
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -21,7 +22,9 @@ from torchrec.distributed.planner import Topology as TheirTopology
 from torchrec.modules.embedding_configs import DataType
 
 from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
+from shardcore.cost.analytic import AnalyticModel
 from shardcore.step.kinds import LAYOUTS
 from shardcore.torchrec.constraints import by_our_names, pooling_of
 from shardcore.torchrec.modules import tables_of
@@ -200,6 +203,34 @@ def test_pooling_factors_have_an_entry_for_each_feature():
     for wrong in ([5.0], [5.0, 1.0, 1.0], []):
         with pytest.raises(ShardCoreError, match="'b' has pooling_factors .* for its 2 features f1, f2; it"):
             lookups(wrong)
+
+
+def test_tables_on_ssd_have_the_cache_that_torchrec_gives_them():
+    from torchrec.distributed.types import CacheParams, KeyValueParams
+
+    rowwise = AnalyticModel(replace(MODEL.setting, optimizer="rowwise_adagrad"))
+    theirs = TheirTopology(4, "cuda", hbm_cap=10**9, ssd_cap=10**12, ssd_mem_bw=3e6)
+
+    def made(model=rowwise, topology=theirs, **asked):
+        found = planner(with_a(compute_kernels=["key_value"], **asked), topology, model=model)
+        sharding = found.plan(MODULE).plan["left"]["a"]
+        return found, {t.name: t for t in found.problem.tables}["a"], sharding
+
+    found, table, sharding = made()
+    assert (table.tier, table.load_factor, sharding.compute_kernel) == ("ssd", 0.2, "key_value")
+    assert found.topology.memory == (Memory("ssd", 4 * 10**12, 3.0),)
+    assert "SSD is TorchRec's ssd_cap of each device, its link 3 GB/s (ssd_mem_bw)" in found.unpriced
+    assert not any(line.startswith("table 'a'") for line in found.unpriced)
+    # A fifth of the rows is less than a MiB here, and settings that are no placement stay.
+    params = KeyValueParams(ssd_storage_directory="/ssd", max_l1_cache_size=7)
+    found, table, sharding = made(key_value_params=params, cache_params=CacheParams(load_factor=0.7))
+    assert table.load_factor == 0.2
+    assert sharding.key_value_params.ssd_storage_directory == "/ssd"
+    assert any("load_factor 0.7, which TorchRec 1.8 drops" in line for line in found.unpriced)
+    with pytest.raises(ShardCoreError, match="no optimizer 'exact_sgd', only rowwise_adagrad"):
+        made(MODEL)
+    with pytest.raises(ShardCoreError, match="ssd_cap 0 on a rank, and tables have rows in SSD"):
+        made(topology=TheirTopology(4, "cuda", hbm_cap=10**9, ssd_cap=0))
 
 
 def test_tables_in_host_memory_are_priced_there():

@@ -1,8 +1,8 @@
 """Memory tiers: the rows of each table that lie in device memory, if not all tables fit there.
 
-The load factor of a table says it (types.Table): 1 has all rows in device memory, a share has all rows in
-host memory and a cache of so many on the device, 0 has none there. TorchRec calls the kernels `fused`,
-`fused_uvm_caching` and `fused_uvm`. tables/host_rows.py tells what then crosses the link to host memory.
+The load factor of a table says it (types.Table): 1 has all rows in device memory, a share has all rows in a tier
+below (core/tiers.py) and a cache of so many on the device, 0 has none there. tables/host_rows.py tells what then
+crosses the link to that tier. A table goes to a slower one where the fastest does not hold it.
 
 Memory goes where a byte of it keeps most bytes off the link (RecShard, arXiv 2201.10095). It is counted over
 all devices together, before the search for places. At first less of it is shared out than there is, which
@@ -99,7 +99,12 @@ class MemoryTiers(Decision):
     def facts(self, outcome: Outcome) -> Mapping[str, Any]:
         problem = outcome.found.problem if outcome.found else outcome.proposal.problem
         return {
-            "tables in host memory": sum(table.in_host_memory for table in problem.tables),
+            **{
+                f"tables in {TIERS[memory.tier].words}": sum(
+                    t.in_host_memory and t.tier == memory.tier for t in problem.tables
+                )
+                for memory in problem.topology.memory
+            },
             "MB over the link": sum(tier.link_bytes for tier in tiers_of(problem)) / 1e6,
         }
 
@@ -110,9 +115,9 @@ class Tier:
 
     table: the table with its load factor.
     device_bytes: bytes of weights, cache and optimizer state in device memory.
-    host_bytes: bytes of weights and state in host memory.
+    host_bytes: bytes of weights and state in the fastest tier below the devices.
     link_bytes: bytes that cross the link in a step.
-    cost: what is to be least. link_bytes where no model tells ms.
+    cost: what is to be least. Where no model tells ms: link_bytes, those of slower links as so many more.
     """
 
     table: Table
@@ -160,31 +165,48 @@ def tiered(problem: Problem, more_bytes: float = 0, model: CostModel | None = No
         f"problem {problem.name!r} does not say what hosts have; its topology needs "
         f"memory of tier {' or '.join(map(repr, BELOW))}",
     )
-    # Rows of all caches are as wide as the widest: any table may have one.
-    cached = with_load_factors(problem, {table.name: 0.5 for table in problem.tables})
+    # Rows of all caches of an op are as wide as the widest: any table may have one.
+    fastest = TIERS[problem.topology.memory[0].tier]
+    free = [t for t in problem.tables if t.fixed_tiers is None]
+    reasons = {t.name: fastest.why_not(t.precision, problem.optimizer) for t in free}
+    able = {name: min(0.5, fastest.most_cached) for name, reason in reasons.items() if not reason}
+    require(
+        bool(able or not free),
+        f"problem {problem.name!r} has memory of tier {fastest.name!r}, and {max(reasons.values())}",
+    )
+    cached = with_load_factors(problem, able)
     choices = choices_of(cached.tables, cached, model)
-    if (missing := sum(choice.none.device_bytes for choice in choices) - budget) > 0:
+    if (missing := sum(choice.least.device_bytes for choice in choices) - budget) > 0:
         raise Infeasible(
             f"problem {problem.name!r} lacks at least {gib(missing)} of device memory for "
-            "inputs, outputs and optimizer state of rows, with all rows in host memory: it "
+            "inputs, outputs and optimizer state of rows, with all rows below device memory: it "
             "needs more devices, more memory, or a smaller batch"
         )
-    memory = problem.topology.memory[0]
-    capacity = len(problem.topology.hosts) * memory.bytes
-    tiers = _within_hosts(choices, budget, capacity)
-    if (in_host := sum(tier.host_bytes for tier in tiers)) > capacity:
-        raise Infeasible(
-            f"problem {problem.name!r} would have {gib(in_host)} of tables in {TIERS[memory.tier].words}, "
-            f"which may hold {gib(capacity)}; it needs {gib(in_host - capacity)} more of it, or "
-            "more device memory"
-        )
-    return with_load_factors(problem, {tier.table.name: tier.table.load_factor for tier in tiers})
+    n_hosts = len(problem.topology.hosts)
+    tiers = _within_hosts(choices, budget, n_hosts * problem.topology.memory[0].bytes)
+    for memory in problem.topology.memory:
+        there = (tier.table for tier in tiers if tier.table.tier == memory.tier)
+        used, capacity = sum(host_bytes(Shard.whole(t), problem) for t in there), n_hosts * memory.bytes
+        if used > capacity:
+            raise Infeasible(
+                f"problem {problem.name!r} would have {gib(used)} of tables in {TIERS[memory.tier].words}, "
+                f"which may hold {gib(capacity)}; it needs {gib(used - capacity)} more of it, or "
+                "more device memory"
+            )
+    found = {tier.table.name: tier.table for tier in tiers}
+    tables = (
+        replace(t, load_factor=found[t.name].load_factor, tier=found[t.name].tier) for t in problem.tables
+    )
+    return replace(problem, tables=tuple(tables))
 
 
 def in_device_memory(problem: Problem) -> Problem:
     """The problem with all rows in device memory. Those that leave it go to the fastest tier below."""
     tier = next((memory.tier for memory in problem.topology.memory), BELOW[0])
-    return replace(problem, tables=tuple(replace(t, load_factor=1.0, tier=tier) for t in problem.tables))
+    tables = (
+        t if t.fixed_tiers is not None else replace(t, load_factor=1.0, tier=tier) for t in problem.tables
+    )
+    return replace(problem, tables=tuple(tables))
 
 
 def with_load_factors(problem: Problem, factors: Mapping[str, float]) -> Problem:
@@ -209,14 +231,18 @@ def _tier_of(table: Table, problem: Problem) -> Tier:
     kinds = _kinds_of(table, problem)
     # Kinds over local batches are replicas: every device has the table.
     copies = len(problem.topology) if kinds and all(layout.local_batch for layout in kinds) else 1
-    on_host = host_bytes(Shard.whole(table), problem)
-    return Tier(table, copies * _rows_bytes(table, problem), on_host, link, link)
+    on_host, slower = host_bytes(Shard.whole(table), problem), 1.0
+    if table.in_host_memory:
+        fastest, own = problem.topology.memory[0], problem.topology.memory_of(table.tier)
+        assert own is not None  # a problem has the tiers of its tables
+        on_host, slower = on_host * (own is fastest), fastest.gbps / own.gbps
+    return Tier(table, copies * _rows_bytes(table, problem), on_host, link, slower * link)
 
 
 def _rows_bytes(table: Table, problem: Problem) -> int:
     """Bytes of a whole table in device memory, if its device has the widest table of its op, too."""
     resident = sum(resident_bytes(WHOLE_ROWS, Shard.whole(table), problem))
-    if not 0 < table.load_factor < 1:
+    if not table.shares_cache:
         return resident
     # All rows of an op's cache are as wide as its widest table.
     columns = _cache_widths(problem).get(_op_of(table), table.dim) - table.dim
@@ -227,7 +253,7 @@ def _rows_bytes(table: Table, problem: Problem) -> int:
 def _cache_widths(problem: Problem) -> Mapping[tuple[str, bool, str], int]:
     """Dim of the widest table with a cache, by op."""
     # By rising dim, so that the widest of each op is the one that stays.
-    cached = sorted((t for t in problem.tables if 0 < t.load_factor < 1), key=lambda t: t.dim)
+    cached = sorted((t for t in problem.tables if t.shares_cache), key=lambda t: t.dim)
     return {_op_of(table): table.dim for table in cached}
 
 
@@ -249,72 +275,118 @@ def _kinds_of(table: Table, problem: Problem) -> list[Layout]:
 class Choices:
     """The tiers that a table may have.
 
-    none: the one with the fewest device bytes: no rows of it there.
-    cached: [M] with a cache, by its memory. (): it needs none.
-    whole: with all rows in device memory.
+    plain: without a cache: no rows in device memory, and all of them there.
+    cached: [M] with a cache of the op, by its memory. (): it needs none.
+    own: by tier, with caches of the table's own, by rising size.
     """
 
-    none: Tier
-    cached: tuple[Tier, ...]
-    whole: Tier
+    plain: tuple[Tier, ...]
+    cached: tuple[Tier, ...] = ()
+    own: tuple[tuple[Tier, ...], ...] = ()
+
+    @property
+    def least(self) -> Tier:
+        """The one with the fewest device bytes."""
+        return min(self.at(0), key=lambda tier: tier.device_bytes)
 
     def at(self, memory: int) -> list[Tier]:
-        """Those where caches have one memory."""
-        return [self.none, *self.cached[memory : memory + 1], self.whole]
+        """Those where caches of ops have one memory."""
+        return [*self.plain, *self.cached[memory : memory + 1], *(tier for of in self.own for tier in of)]
 
 
-def choices_of(tables: Sequence[Table], problem: Problem, model: CostModel | None) -> list[Choices]:
-    """The tiers that each table may have."""
-    choices = [_choices_of(table, problem) for table in tables]
+def choices_of(
+    tables: Sequence[Table], problem: Problem, model: CostModel | None, moves: bool = True
+) -> list[Choices]:
+    """The tiers that each table may have. moves: False if those below device memory stay in theirs."""
+    every = tuple(memory.tier for memory in problem.topology.memory)
+    choices = [_choices_of(table, problem, every if moves else (table.tier,)) for table in tables]
     return choices if model is None else _in_ms(choices, problem, model.for_problem(problem))
 
 
 # Cached, as each share of the memory asks for the same.
 @lru_cache(maxsize=1 << 12)
-def _choices_of(table: Table, problem: Problem) -> Choices:
-    """The tiers that a table may have, by bytes over the link.
+def _choices_of(table: Table, problem: Problem, among: tuple[str, ...]) -> Choices:
+    """The tiers that a table may have, of some below the devices, by bytes over the link.
 
     All of its rows in device memory only, if the problem asks for kinds that TorchRec does not cache.
     """
-    whole = _tier_of(replace(table, load_factor=1.0), problem)
+    if table.fixed_tiers is not None:
+        return Choices((_tier_of(table, problem),))
+    plain = [_tier_of(replace(table, load_factor=1.0), problem)]
     if (kinds := _kinds_of(table, problem)) and not any(layout.caches for layout in kinds):
-        return Choices(whole, (), whole)
-    none = _tier_of(replace(table, load_factor=0.0), problem)
+        return Choices(tuple(plain))
+    cached, own, sizes = (), [], np.ones(1, int)
     # Nothing crosses the link for a table without lookups, so it needs no cache. One row is none or whole.
-    if table.rows == 1 or not access.lookups(table, problem.global_batch):
-        return Choices(none, (), whole)
-    held = held_rows(table, problem.global_batch)[::_EVERY]
-    sizes = np.clip(held.astype(int), 1, table.rows - 1)
+    if is_cached := table.rows > 1 and access.lookups(table, problem.global_batch) > 0:
+        sizes = held_rows(table, problem.global_batch)[::_EVERY].astype(int)
+    for name in among:
+        tier = TIERS[name]
+        if tier.why_not(table.precision, problem.optimizer):
+            continue
+        if tier.kernel:
+            plain.insert(0, _tier_of(replace(table, load_factor=0.0, tier=name), problem))
+        if not tier.shares_cache:
+            within = np.unique(np.clip(sizes, 1, max(int(tier.most_cached * table.rows), 1))).tolist()
+            shares = (min(n / table.rows, tier.most_cached) for n in within)
+            own.append(tuple(_tier_of(replace(table, load_factor=x, tier=name), problem) for x in shares))
+        elif is_cached:
+            cached = _cached_of(replace(table, tier=name), problem, sizes)
+    return Choices(tuple(plain), cached, tuple(own))
+
+
+def _cached_of(table: Table, problem: Problem, sizes: np.ndarray) -> tuple[Tier, ...]:
+    """[M] tiers of a table with so many rows [M] in the cache of its op."""
+    sizes = np.clip(sizes, 1, table.rows - 1)
     link = link_bytes(table, sizes, problem.global_batch, problem.optimizer).sum(1)
     least, most = (_tier_of(replace(table, load_factor=n / table.rows), problem) for n in (1, table.rows - 1))
     # Device bytes are linear in cached rows.
     n_bytes = (
         np.interp(sizes, (1, table.rows - 1), (least.device_bytes, most.device_bytes)).round().astype(int)
     )
-    cached = (
-        replace(least, table=replace(table, load_factor=n / table.rows), device_bytes=b, link_bytes=x, cost=x)
+    slower = least.cost / least.link_bytes if least.link_bytes else 1.0
+    return tuple(
+        replace(
+            least,
+            table=replace(table, load_factor=n / table.rows),
+            device_bytes=b,
+            link_bytes=x,
+            cost=slower * x,
+        )
         for n, b, x in zip(sizes.tolist(), n_bytes.tolist(), link.tolist(), strict=True)
     )
-    return Choices(none, tuple(cached), whole)
 
 
 def _in_ms(choices: Sequence[Choices], problem: Problem, model: CostModel) -> list[Choices]:
     """The choices by what they add to the ms of an op with an even share of all tables."""
     beside = model.encode([Shard.whole(t) for t in problem.tables]).sum(0) / len(problem.topology)
     # Those that stand for all: ms of other caches are linear in what crosses the link.
-    some = [(c.none, *(c.cached and (c.cached[0], c.cached[-1])), c.whole) for c in choices]
-    codes = model.encode([Shard.whole(tier.table) for tiers in some for tier in tiers])
+    some = [
+        tier
+        for c in choices
+        for tier in (
+            *c.plain,
+            *(end for caches in (c.cached, *c.own) if caches for end in (caches[0], caches[-1])),
+        )
+    ]
+    codes = model.encode([Shard.whole(tier.table) for tier in some])
     all_ms = iter((model.head(beside + codes) - model.head(beside[None])).tolist())
-    found = []
-    for choice, tiers in zip(choices, some, strict=True):
-        none, *caches, whole = (replace(tier, cost=next(all_ms)) for tier in tiers)
-        cached = choice.cached
-        if caches:
-            crossing, known = zip(*sorted((tier.link_bytes, tier.cost) for tier in caches), strict=True)
-            ms = np.interp([tier.link_bytes for tier in cached], crossing, known)
-            cached = tuple(replace(tier, cost=x) for tier, x in zip(cached, ms.tolist(), strict=True))
-        found.append(Choices(none, cached, whole))
-    return found
+
+    def priced_caches(caches: tuple[Tier, ...]) -> tuple[Tier, ...]:
+        if not caches:
+            return ()
+        ends = [(caches[i].link_bytes, next(all_ms)) for i in (0, -1)]
+        crossing, known = zip(*sorted(ends), strict=True)
+        ms = np.interp([tier.link_bytes for tier in caches], crossing, known)
+        return tuple(replace(tier, cost=x) for tier, x in zip(caches, ms.tolist(), strict=True))
+
+    return [
+        Choices(
+            tuple(replace(tier, cost=next(all_ms)) for tier in c.plain),
+            priced_caches(c.cached),
+            tuple(map(priced_caches, c.own)),
+        )
+        for c in choices
+    ]
 
 
 def shared_out(choices: Sequence[Choices], budget: float, host_price: float = 0.0) -> list[Tier]:
@@ -371,7 +443,7 @@ def _between(less: Tier, more: Tier, part: float) -> Tier:
 
 def _within_hosts(choices: Sequence[Choices], budget: float, capacity: float) -> list[Tier]:
     """The best tiers that hosts hold. If none is found, those that come nearest to it."""
-    tiers = shared_out(choices, budget)
+    wanted = tiers = shared_out(choices, budget)
     low, high = -18.0, 6.0
     # The least price of host memory, by its logarithm, at which tables that are not worth it leave it.
     for _ in range(_HALVINGS if sum(tier.host_bytes for tier in tiers) > capacity else 0):
@@ -380,7 +452,23 @@ def _within_hosts(choices: Sequence[Choices], budget: float, capacity: float) ->
         if sum(tier.host_bytes for tier in found) <= capacity:
             tiers, high = found, middle
         else:
-            low = middle
+            wanted, low = found, middle
+    return _refilled(tiers, wanted, budget, capacity)
+
+
+def _refilled(tiers: list[Tier], wanted: Sequence[Tier], budget: float, capacity: float) -> list[Tier]:
+    """The tiers with tables back from slower ones, as far as memories go. At a price, equal tables leave together."""
+    tiers, on_device = list(tiers), sum(tier.device_bytes for tier in tiers)
+    on_host = sum(tier.host_bytes for tier in tiers)
+    back = [
+        (i, now, then)
+        for i, (now, then) in enumerate(zip(tiers, wanted, strict=True))
+        if now.table.in_host_memory and then.host_bytes > now.host_bytes
+    ]
+    for i, now, then in sorted(back, key=lambda x: (x[2].cost - x[1].cost) / x[2].host_bytes):
+        more_device, more_host = then.device_bytes - now.device_bytes, then.host_bytes - now.host_bytes
+        if then.cost < now.cost and on_device + more_device <= budget and on_host + more_host <= capacity:
+            tiers[i], on_device, on_host = then, on_device + more_device, on_host + more_host
     return tiers
 
 
@@ -460,7 +548,7 @@ def filled(plan: Plan, problem: Problem, model: CostModel) -> tuple[Problem, Pla
         # Caches are allocated in whole sets: less than one of each op's is empty.
         widest = {_op_of(table): _a_set(table) for table in sorted(here, key=lambda t: t.dim)}
         budget = sum(_rows_bytes(table, problem) for table in here) + free[device] - sum(widest.values())
-        tiers = shared_out(choices_of(here, problem, model), budget)
+        tiers = shared_out(choices_of(here, problem, model, moves=False), budget)
         factors |= {tier.table.name: tier.table.load_factor for tier in tiers}
     # Placements name tables, so they change with them.
     better = with_load_factors(problem, factors)

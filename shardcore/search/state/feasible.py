@@ -111,7 +111,8 @@ def _dealt_to_hosts(problem: Problem) -> Problem | None:
     topology, constraints = problem.topology, problem.constraints
     if not topology.memory or len(topology.hosts) == 1:
         return None
-    on_host = {t.name: host_bytes(Shard.whole(t), problem) for t in problem.tables}
+    fastest = topology.memory[0].tier
+    on_host = {t.name: host_bytes(Shard.whole(t), problem) * (t.tier == fastest) for t in problem.tables}
     # What is pinned to devices of one host takes that host's memory already.
     room = np.full(len(topology.hosts), float(topology.memory[0].bytes))
     for name, devices in problem.pinned.items():

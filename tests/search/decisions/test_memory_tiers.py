@@ -169,6 +169,7 @@ def test_a_data_parallel_table_is_on_every_device_as_a_whole():
 # --- plans --------------------------------------------------------------------------------------------------
 
 MODEL = AnalyticModel(Setting("made-up", 1024))
+ROWWISE = AnalyticModel(replace(MODEL.setting, optimizer="rowwise_adagrad"))
 TABLES = tuple(Table(f"t{i}", 20_000 + 3_000 * i, 16, 4.0 + i, Zipf(0.6 + 0.1 * i)) for i in range(8))
 
 
@@ -198,6 +199,61 @@ def test_where_host_memory_holds_few_tables_whole_ones_stay_on_devices():
     found = tiered(Problem("two", tables, topology, 64))
     cached, whole = sorted(t.load_factor for t in found.tables)
     assert 0 < cached < whole == 1.0
+
+
+def with_ssd(host_bytes: int, ssd_bytes: int = 1 << 34) -> Problem:
+    """A problem whose hosts have an SSD. host_bytes: 0 for no host memory."""
+    sizes = {"host": (host_bytes, 5.0), "ssd": (ssd_bytes, 0.5)}
+    memory = tuple(Memory(tier, n, gbps) for tier, (n, gbps) in sizes.items() if n)
+    asked = replace(problem(), optimizer="rowwise_adagrad")
+    return replace(asked, topology=replace(asked.topology, memory=memory))
+
+
+@pytest.mark.parametrize("algorithm", ["anneal", "size_greedy"])
+@pytest.mark.parametrize("host_bytes", [1 << 30, 4 << 20, 0])
+def test_tables_that_host_memory_does_not_hold_go_to_ssd(host_bytes, algorithm):
+    asked = with_ssd(host_bytes)
+    best = decide(asked, ROWWISE, [MemoryTiers()], SHARDERS[algorithm], budget=Budget(evals=300))
+    lower(best.plan, best.problem)
+    below = [t for t in best.problem.tables if t.in_host_memory]
+    on_ssd = [t for t in below if t.tier == "ssd"]
+    assert below and bool(on_ssd) == (host_bytes < 1 << 30)
+    assert sum(t.bytes for t in below if t not in on_ssd) <= host_bytes
+    assert all(0 < t.load_factor <= 0.2 for t in on_ssd)
+
+
+def test_equal_tables_fill_host_memory_before_ssd():
+    """At a price of host memory all of them leave it together."""
+    asked = with_ssd(4 << 20)
+    tables = tuple(Table(f"t{i}", 25_000, 16, 4.0, Zipf(0.8)) for i in range(20))
+    found = tiered(replace(asked, tables=tables))
+    host = [t for t in found.tables if t.in_host_memory and t.tier == "host"]
+    assert len(host) == (4 << 20) // tables[0].bytes
+    assert any(t.tier == "ssd" for t in found.tables)
+
+
+def test_without_a_model_bytes_of_a_slower_link_count_as_so_many_more():
+    found = {t.name: t for t in tiered(with_ssd(4 << 20)).tables}
+    assert {t.tier for t in found.values() if t.in_host_memory} == {"host", "ssd"}
+    [on_ssd] = [
+        x
+        for x in tiers_of(
+            replace(with_ssd(4 << 20), tables=(replace(TABLES[0], load_factor=0.1, tier="ssd"),))
+        )
+    ]
+    assert on_ssd.cost == pytest.approx(10 * on_ssd.link_bytes) and on_ssd.host_bytes == 0
+
+
+def test_what_ssd_cannot_hold_or_run_is_refused():
+    with pytest.raises(Infeasible, match="of tables in SSD, which may hold 1.0 MiB"):
+        tiered(with_ssd(4 << 20, 1 << 20))
+    with pytest.raises(
+        ShardCoreError, match="has memory of tier 'ssd', and TorchRec's key_value has no optimizer"
+    ):
+        tiered(replace(with_ssd(0), optimizer="adam"))
+    # Where another tier is left, tables are there.
+    adam = replace(with_ssd(1 << 30), optimizer="adam")
+    assert {t.tier for t in tiered(adam).tables} == {"host"}
 
 
 def test_memory_that_is_left_on_a_device_goes_to_its_tables():

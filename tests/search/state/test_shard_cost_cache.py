@@ -19,11 +19,12 @@ TABLES = (
     Table("history", 500, 32, 9.0, sequence=True),
     Table("cached", 5003, 64, 3.0, load_factor=0.3),
     Table("below", 5003, 64, 3.0, load_factor=0.0),
+    Table("on SSD", 400_003, 64, 3.0, load_factor=0.1, tier="ssd"),
     Table("a", 90, 8, 1.0),
     Table("b", 91, 16, 2.0, collection="other"),
 )
 
-MEMORY = (Memory("host", 1 << 34, 25.0),)
+MEMORY = (Memory("host", 1 << 34, 25.0), Memory("ssd", 1 << 40, 2.0))
 
 
 def test_sums_of_any_number_of_columns_are_exactly_those_of_the_shard():
