@@ -70,7 +70,9 @@ class PredictedCost(StepCost):
 
     extrapolated: sentences on quantities of the step that the model has not measured (CostModel.out_of_range).
     fetch_wait_ms: [D] ms of waiting_ms for rows that caches fetch ahead (cost.model.fetch_wait_ms).
+    link_ms: [D] ms for which the link to host memory is busy before updates, if caches fetch ahead; else 0.
     """
 
     extrapolated: tuple[str, ...] = field(default=(), kw_only=True)
     fetch_wait_ms: tuple[float, ...] = field(default=(), kw_only=True)
+    link_ms: tuple[float, ...] = field(default=(), kw_only=True)

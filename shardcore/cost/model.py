@@ -369,6 +369,7 @@ def _predicted(workload: Workload, model: CostModel) -> PredictedCost:
         backward_comm_ms=tuple(comm.backward_ms.tolist()),
         waiting_ms=tuple((comm.waiting_ms + fetch_wait).tolist()),
         fetch_wait_ms=tuple(fetch_wait.tolist()),
+        link_ms=tuple(link.tolist()),
         # All devices wait for ids, so each has the same ms.
         input_ms=(float(exposed_input_ms(comm, workload.job)),) * n_devices,
         dense_ms=workload.job.dense_ms,
