@@ -93,7 +93,7 @@ def test_it_costs_what_its_plan_does_with_tables_of_fixed_kinds(seed):
 def test_it_costs_what_its_plan_does_if_caches_fetch_ahead(gbps):
     """One cached table a device: others of an op would change what its cache holds."""
     drawn = draw_problem(5, n_tables=12)
-    factors = [0.2, 0.3, 0.4, 0.5, *[0.0] * 4, *[1.0] * 4]
+    factors = [0.2, 0.3, 0.4, 0.5, *[1.0] * 4, 0.0, *[1.0] * 3]
     problem = replace(
         drawn,
         tables=tuple(
