@@ -211,7 +211,7 @@ def test_a_device_whose_cache_fetches_longest_is_the_last(dense_ms, limit):
     job = Job("prefetch", dense_forward_ms=dense_ms, dense_backward_ms=dense_ms)
     problem = with_room(Problem("fetches", tables, topology, BATCH, job=job))
     plan = Plan(tuple(column(t, i) for i, t in enumerate(tables)), {"algorithm": "size_greedy"})
-    result = explained(plan, problem, model_for(problem), SMALL, known={})
+    result = explained(plan, problem, model_for(problem).for_problem(problem), SMALL, known={})
     waits = limit == "fetching"
     assert (result.limit, any(result.cost.fetch_wait_ms)) == (limit, waits)
     assert result.device == 3 or not waits

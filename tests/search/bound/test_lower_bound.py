@@ -332,7 +332,7 @@ def hot_and_light() -> Problem:
 
 
 @pytest.mark.parametrize("gbps", [0.001, 1.0])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1])
 def test_no_plan_is_cheaper_if_caches_fetch_ahead(seed, gbps):
     """What they fetch is left out of the bound, whether it is hidden or not."""
     drawn = tiny(seed, memory=(Memory("host", MIB, gbps),))
