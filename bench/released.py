@@ -197,6 +197,10 @@ class Published:
         """[G] 0: it does not tell."""
         return np.zeros(len(sums))
 
+    def link_ms(self, sums: np.ndarray) -> np.ndarray:
+        """[G] 0: no rows are in host memory."""
+        return np.zeros(len(sums))
+
     def out_of_range(self, workload: Workload) -> list[str]:
         return ["priced by the released networks of NeuroShard, not measured"]
 
@@ -209,7 +213,8 @@ class Published:
         """`head` for one group at a time."""
         hidden, out = self.compute._cost_net.c_hidden
         weights = (hidden.weight.T, hidden.bias, out.weight, out.bias)
-        return Compiled(_head, np.concatenate([np.ravel(w.detach().double().numpy()) for w in weights]))
+        parameters = np.concatenate([np.ravel(w.detach().double().numpy()) for w in weights])
+        return Compiled(_head, parameters, parameters)
 
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         """[..., D]; all-to-alls among all devices only."""

@@ -1,6 +1,7 @@
 """Plans for tables that do not fit in device memory: ours against three other ways, and our law of a cache.
 
     python -m bench.tiers plans --problems 30 --out plans.jsonl
+    python -m bench.tiers ahead --problems 4 --out ahead.jsonl
     python -m bench.tiers misses --problems 30 --out misses.jsonl
 
 Run again, a part goes on from there. Nothing is measured: rows in host memory need a GPU.
@@ -18,6 +19,11 @@ plans: 12 to 24 tables on 4 H100 (profile nvidia-h100-sxm), half of the problems
 
     Both planners run with several load factors, sharding types and shares of the memory; the plan that is
     cheapest under our model counts. Its load factors get our search for places, too.
+ahead: our plans of the same problems for pipeline prefetch, with dense parts of 0 and 2 ms. Arms:
+
+    sparse_dist: nothing hides the link.
+    its plan: the same load factors and places, priced for prefetch.
+    prefetch: `plan --tiers` for it.
 misses: caches of 1 to 4 tables by power laws, predicted, and simulated row by row as FBGEMM has them: sets of
     32 ways, LRU, in 40 batches once they are full (600 batches at most). LFU is simulated too, not predicted.
 """
@@ -38,15 +44,17 @@ from bench.common import say
 from bench.peers.tiers import DynamicProgram, planned
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.job import Job
 from shardcore.core.topology import Device
 from shardcore.core.types import Problem, Shard, Table
-from shardcore.cost.model import CostModel
+from shardcore.cost.model import CostModel, price, total_ms
 from shardcore.cost.profile import load_profile
 from shardcore.report.text import markdown_table
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.memory_tiers import MemoryTiers, tier_bytes, tiers_of, with_load_factors
 from shardcore.search.state.shards import priced
+from shardcore.step.lower import lower
 from shardcore.step.memory import fits
 from shardcore.tables import streams
 from shardcore.tables.generate import generate_pool
@@ -187,6 +195,63 @@ def plans_report(rows: Sequence[Row]) -> str:
     return markdown_table(["arm", "ms over ours, median", "range", "faster than ours", "has a plan"], cells)
 
 
+# --- ahead --------------------------------------------------------------------------------------------------
+
+DENSE_MS = (0.0, 2.0)
+
+
+def ahead(seed: int) -> Row:
+    model, rows = load_profile(PROFILE).model(), {}
+    for dense_ms in DENSE_MS:
+        plain, fetching = (
+            replace(
+                drawn(seed), job=Job(name, dense_forward_ms=dense_ms / 3, dense_backward_ms=2 * dense_ms / 3)
+            )
+            for name in ("sparse_dist", "prefetch")
+        )
+        found, best = (
+            decide(of, model, [MemoryTiers()], SHARDERS["portfolio"], budget=Budget(EVALS))
+            for of in (plain, fetching)
+        )
+        same = replace(found.problem, job=fetching.job)
+        # It may not fit: this pipeline has more ids in memory.
+        its_ms = total_ms(lower(found.plan, same, fits=False), model.for_problem(same))
+        cost = price(lower(best.plan, best.problem), model.for_problem(best.problem))
+        rows[f"{dense_ms:g}"] = {
+            "sparse_dist": found.ms,
+            "its plan": its_ms,
+            "prefetch": best.ms,
+            "link": max(cost.link_ms),
+            "waited": max(cost.fetch_wait_ms),
+            "cached": [sum(0 < t.load_factor < 1 for t in of.problem.tables) for of in (found, best)],
+        }
+    return {"by_dense_ms": rows}
+
+
+def ahead_report(rows: Sequence[Row]) -> str:
+    cells = [
+        [
+            str(row["seed"]),
+            dense_ms,
+            *(f"{x[name]:.3f}" for name in ("sparse_dist", "its plan", "prefetch", "link", "waited")),
+            " and ".join(map(str, x["cached"])),
+        ]
+        for row in rows
+        for dense_ms, x in row["by_dense_ms"].items()
+    ]
+    head = [
+        "problem",
+        "dense part",
+        "sparse_dist",
+        "its plan",
+        "prefetch",
+        "link",
+        "waited for",
+        "cached tables",
+    ]
+    return markdown_table(head, cells)
+
+
 # --- misses -------------------------------------------------------------------------------------------------
 
 
@@ -266,6 +331,7 @@ def misses_report(rows: Sequence[Row]) -> str:
 
 PARTS: Mapping[str, tuple[Callable[[int], Row], Callable[[Sequence[Row]], str]]] = {
     "plans": (plans, plans_report),
+    "ahead": (ahead, ahead_report),
     "misses": (misses, misses_report),
 }
 """By name: what one drawn problem gives, and the report of all."""

@@ -42,6 +42,7 @@ class Pipeline:
     hides_ids: whether ids travel while the dense part runs.
     ids_arrive, lookups, outputs_arrive, dense, backward, update: ids in memory in these moments of a step.
     looks_up_ahead: whether the next batch is looked up between forward and backward.
+    fetches_ahead: whether caches fetch the next batch's rows meanwhile (cost.model.fetch_wait_ms).
     """
 
     theirs: str
@@ -53,6 +54,7 @@ class Pipeline:
     backward: Ids
     update: Ids
     looks_up_ahead: bool = False
+    fetches_ahead: bool = False
 
     @property
     def moments(self) -> tuple[Ids, ...]:
@@ -95,6 +97,7 @@ PIPELINES = {
         dense=Ids(3, 1, 3, replicas=1),
         backward=Ids(3, 0, 2, replicas=1),
         update=Ids(3, 1, 2),
+        fetches_ahead=True,
     ),
     # A batch's request, with what it sent and received, lives until the step ends.
     "fused": Pipeline(
@@ -125,8 +128,9 @@ none: ids of a batch travel right before their lookups, and the step waits for t
 sparse_dist: the next batch's ids travel once the forward pass is launched, before backward (`progress`, TorchRec 1.8).
     NCCL runs the collectives of a process group one after another. So ids travel after the exchange of outputs and
     before that of gradients: while the dense part runs.
-prefetch, fused, semi_sync: send ids as sparse_dist does, and have its price. What they hide besides is not priced: the
-    filling of caches; lookups beside the dense optimizer; lookups and outputs beside the backward pass.
+prefetch, fused, semi_sync: send ids as sparse_dist does, and have its price. prefetch fetches rows for caches, too
+    (cost.model.fetch_wait_ms). What the others hide besides is not priced: lookups beside the dense optimizer; lookups
+    and outputs beside the backward pass.
 
 Ids in memory are those that live tensors of TorchRec's CPU processes showed (docs/benchmarks/2026-11-26-pipelines.md).
 """
@@ -200,6 +204,11 @@ class Job:
     def dense_ms(self) -> float:
         """ms of the dense part of a step."""
         return (self.dense_forward_ms or 0.0) + (self.dense_backward_ms or 0.0)
+
+    @property
+    def fetches_ahead(self) -> bool:
+        """True if caches fetch the next batch's rows during a step."""
+        return PIPELINES[self.pipeline].fetches_ahead
 
     @property
     def hides_ids_ms(self) -> float:

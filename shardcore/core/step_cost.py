@@ -26,7 +26,7 @@ class StepCost:
 
     forward_compute_ms, backward_compute_ms: [D] ms of lookups, and of their gradients with the optimizer.
     forward_comm_ms, backward_comm_ms: [D] ms of transfers of outputs and gradients.
-    waiting_ms: [D] ms for the last device.
+    waiting_ms: [D] ms for the last device, and for rows that caches fetch ahead.
     input_ms: [D] ms that the step takes longer because ids travel. 0 if left out.
     dense_ms: ms of the dense part, on each device.
     """
@@ -69,6 +69,10 @@ class PredictedCost(StepCost):
     """A StepCost that a model predicts.
 
     extrapolated: sentences on quantities of the step that the model has not measured (CostModel.out_of_range).
+    fetch_wait_ms: [D] ms of waiting_ms for rows that caches fetch ahead (cost.model.fetch_wait_ms).
+    link_ms: [D] ms for which the link to host memory is busy before updates, if caches fetch ahead; else 0.
     """
 
     extrapolated: tuple[str, ...] = field(default=(), kw_only=True)
+    fetch_wait_ms: tuple[float, ...] = field(default=(), kw_only=True)
+    link_ms: tuple[float, ...] = field(default=(), kw_only=True)

@@ -110,7 +110,9 @@ class AnalyticModel:
         from shardcore.cost import compiled
 
         # The order is that of compiled.linear: launch, then rates.
-        return Compiled(compiled.ready(compiled.linear), np.concatenate([[self.launch_ms], self._rates()]))
+        parameters = np.concatenate([[self.launch_ms], self._rates()])
+        # All of an op counts as its update, as in `forward_share`.
+        return Compiled(compiled.ready(compiled.linear), parameters, parameters)
 
     def _rates(self) -> np.ndarray:
         """[4] ms per unit of each driver."""
@@ -125,6 +127,10 @@ class AnalyticModel:
 
     def forward_share(self, sums: np.ndarray) -> np.ndarray:
         """[G] zeros: this model does not divide costs into forward and backward."""
+        return np.zeros(np.shape(sums)[:-1])
+
+    def link_ms(self, sums: np.ndarray) -> np.ndarray:
+        """[G] zeros: rows below device memory are priced beside this model (composite.LinkHead)."""
         return np.zeros(np.shape(sums)[:-1])
 
     @property

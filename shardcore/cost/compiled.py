@@ -50,8 +50,9 @@ def contended(sums: np.ndarray, p: np.ndarray) -> float:
     p[1]: Q.
     p[2]: floor of loads.
     p[3]: error, the quantile of normalised errors; 0 for the prediction itself.
-    p[4:6]: launch ms, forward and backward.
-    p[6:6 + 2 Q]: log ms at the knots, then the widths there.
+    p[4]: 1 to count forward and backward, 0 for the share of backward in them.
+    p[5:7]: launch ms, forward and backward.
+    p[7:7 + 2 Q]: log ms at the knots, then the widths there.
     Then [K]: 1 / typical loads.
     Then [K, H] and [H]: weight and bias of contention.0.
     Then [H, 2]: weight of contention.1.
@@ -59,7 +60,8 @@ def contended(sums: np.ndarray, p: np.ndarray) -> float:
     # The last two sums are ms, forward and backward. The others are drivers.
     k, h, q = len(sums) - 2, int(p[0]), int(p[1])
     # Offsets into p.
-    typical = 6 + 2 * q
+    knots = 7
+    typical = knots + 2 * q
     weight = typical + k
     bias = weight + k * h
     out = bias + h
@@ -80,26 +82,25 @@ def contended(sums: np.ndarray, p: np.ndarray) -> float:
         forward += x * p[out + 2 * j]
         backward += x * p[out + 2 * j + 1]
     # Launch once, then both sums of ms, each times its contention.
-    ms = (
-        (p[4] + p[5]) * min(max(sums[0], 0.0), 1.0)
-        + sums[k] * math.exp(forward)
-        + sums[k + 1] * math.exp(backward)
-    )
+    launches, backward_ms = min(max(sums[0], 0.0), 1.0), sums[k + 1] * math.exp(backward)
+    ms = (p[5] + p[6]) * launches + sums[k] * math.exp(forward) + backward_ms
+    counted = ms if p[4] == 1.0 else p[6] * launches + backward_ms
     # An error of 0 stands for the mean. An empty op has no logarithm.
     if p[3] == 0.0 or ms <= 0.0:
-        return ms
+        return counted
     # Linear interpolation of the width between knots, constant beyond the first and the last.
     # A linear scan: Q is at most four (quantiles.py).
     log_ms, i = math.log(ms), 0
-    while i < q - 1 and log_ms > p[6 + i + 1]:
+    widths = knots + q
+    while i < q - 1 and log_ms > p[knots + i + 1]:
         i += 1
-    if i == q - 1 or log_ms <= p[6]:
-        width = p[6 + q + i]
+    if i == q - 1 or log_ms <= p[knots]:
+        width = p[widths + i]
     else:
-        width = p[6 + q + i] + (p[6 + q + i + 1] - p[6 + q + i]) * (log_ms - p[6 + i]) / (
-            p[6 + i + 1] - p[6 + i]
+        width = p[widths + i] + (p[widths + i + 1] - p[widths + i]) * (log_ms - p[knots + i]) / (
+            p[knots + i + 1] - p[knots + i]
         )
-    return ms * math.exp(width * p[3])
+    return counted * math.exp(width * p[3])
 
 
 @_compile
@@ -133,17 +134,18 @@ HEADS = (linear, contended, several)
 def beside_link(sums: np.ndarray, p: np.ndarray) -> float:
     """ms of an op with rows in host memory. See composite.LinkHead.
 
-    sums: those of another head, then ms of the link, forward and backward.
-    p[0]: which of HEADS that is. Then its parameters.
+    sums: those of another head, then ms of the link: forward, backward, and of rows fetched ahead.
+    p[0]: which of HEADS that is. p[1:4]: multiples of the link's ms. Then that head's parameters.
     """
-    n = len(sums) - 2
-    own, which = sums[:n], int(p[0])
+    n = len(sums) - 3
+    own, which, of_own = sums[:n], int(p[0]), p[4:]
     # Numbers of heads, not functions: parameters are floats only. The order is that of HEADS.
     if which == 0:
-        ms = linear(own, p[1:])
+        ms = linear(own, of_own)
     elif which == 1:
-        ms = contended(own, p[1:])
+        ms = contended(own, of_own)
     else:
-        ms = several(own, p[1:])
-    # The link is as if nothing hid it, so its ms add.
-    return ms + sums[n] + sums[n + 1]
+        ms = several(own, of_own)
+    for i in range(3):
+        ms += p[1 + i] * sums[n + i]
+    return ms

@@ -1,7 +1,7 @@
 """The composite cost model: heads whose ms add up.
 
 A model is trained for one precision. TorchRec runs the shards of a kind as one fused op for each precision,
-one after another. Rows below device memory cross a link, as if nothing hid it. So the cost of an op is a sum:
+one after another. Rows below device memory cross a link. So the cost of an op is a sum:
 of a model of each precision, over the shards that have it, and of the links over all shards.
 
 Shapes: N shards, F features of all heads side by side, G ops, D devices; ... any leading dimensions.
@@ -33,42 +33,50 @@ from shardcore.tables.host_rows import link_bytes_of
 if TYPE_CHECKING:
     from shardcore.cost.neural import NeuralModel
 
+LINK_FEATURES = 3
+
 
 @dataclass(frozen=True, eq=False)
 class LinkHead:
-    """A head of the links to memory below the devices. It encodes ms, forward and backward.
+    """A head of the links to memory below the devices. It encodes ms: forward, backward, and of rows fetched ahead.
 
     gbps: GB/s of a device, by tier.
     optimizer: optimizer of the embeddings.
     batch: samples of an op, where a call gives none.
+    fetches_ahead: whether caches fetch the next batch's rows during a step (model.fetch_wait_ms).
     """
 
     gbps: Mapping[str, float]
     optimizer: str
     batch: int
+    fetches_ahead: bool = False
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
-        """[N, 2] ms."""
-        # Shards without rows below device memory have no bytes on links, whatever GB/s stands in.
-        ms = [
-            link_bytes_of(shard, batch or self.batch, self.optimizer)
-            / (self.gbps.get(shard.table.tier, 1.0) * BYTES_PER_MS_PER_GBPS)
-            for shard in shards
-        ]
-        return np.array(ms).reshape(-1, 2)
+        """[N, 3] ms."""
+        codes = np.zeros((len(shards), LINK_FEATURES))
+        for i, shard in enumerate(shards):
+            # Shards without rows below device memory have no bytes on links, whatever GB/s stands in.
+            gbps = self.gbps.get(shard.table.tier, 1.0)
+            ms = link_bytes_of(shard, batch or self.batch, self.optimizer) / (gbps * BYTES_PER_MS_PER_GBPS)
+            # Without a cache, lookups themselves read the link, so nothing is fetched ahead.
+            codes[i, [2 if self.fetches_ahead and shard.table.load_factor > 0 else 0, 1]] = ms
+        return codes
 
     def head(self, sums: np.ndarray) -> np.ndarray:
-        return sums.sum(-1)
+        return sums[..., 0] + sums[..., 1]
 
     def quantile(self, sums: np.ndarray, level: float) -> np.ndarray:
         """The same as the mean: links have no spread."""
-        return sums.sum(-1)
+        return self.head(sums)
+
+    def link_ms(self, sums: np.ndarray) -> np.ndarray:
+        return sums[..., 0] * self.fetches_ahead + sums[..., 2]
 
     def is_above_head(self, level: float) -> bool:
         return True
 
     def forward_share(self, sums: np.ndarray) -> np.ndarray:
-        total = sums.sum(-1)
+        total = self.head(sums)
         # An op without link traffic has no forward part, and would divide 0 by 0.
         return np.divide(sums[..., 0], total, out=np.zeros_like(total), where=total > 0)
 
@@ -148,8 +156,9 @@ class Composite:
     def _split(self, sums: np.ndarray) -> Iterable[tuple[Any, np.ndarray]]:
         """The heads, and the sums [..., F] of each. All models have equally many features."""
         sums = np.asarray(sums, dtype=float)
-        # Encodings stand side by side. Those of links are two numbers, which stand last.
-        of_models, of_links = np.split(sums, [sums.shape[-1] - 2 * bool(self.links)], axis=-1)
+        # Encodings stand side by side. Those of links stand last.
+        n_models = sums.shape[-1] - LINK_FEATURES * bool(self.links)
+        of_models, of_links = np.split(sums, [n_models], axis=-1)
         parts = np.split(of_models, len(self.models), axis=-1)
         return zip(self._heads, [*parts, of_links], strict=False)
 
@@ -173,6 +182,9 @@ class Composite:
         forward = _total(head.forward_share(own) * head.head(own) for head, own in self._split(sums))
         return np.divide(forward, total, out=np.zeros_like(total), where=total > 0)
 
+    def link_ms(self, sums: np.ndarray) -> np.ndarray:
+        return _total(head.link_ms(own) for head, own in self._split(sums))
+
     def compiled(self, level: float | None = None) -> Compiled:
         from shardcore.cost import compiled  # numba compiles on import
 
@@ -181,14 +193,23 @@ class Composite:
         [one, *others] = heads
         if others:
             # Parameters of all heads in one flat array, with their lengths in front (compiled.several).
-            parameters = [head.parameters for head in heads]
-            numbers = np.array([len(parameters), *map(len, parameters)], dtype=float)
-            one = Compiled(compiled.ready(compiled.several), np.concatenate([numbers, *parameters]))
+            lengths = [float(len(head.parameters)) for head in heads]
+            one = Compiled(
+                compiled.ready(compiled.several),
+                *(
+                    np.concatenate([[len(heads), *lengths], *parameters])
+                    for parameters in zip(*(head[1:] for head in heads), strict=True)
+                ),
+            )
         if self.links is None:
             return one
         # The number of the inner head is its place in HEADS (compiled.beside_link).
         which = float(compiled.HEADS.index(one.head))
-        return Compiled(compiled.ready(compiled.beside_link), np.concatenate([[which], one.parameters]))
+        return Compiled(
+            compiled.ready(compiled.beside_link),
+            np.concatenate([[which, 1.0, 1.0, 0.0], one.parameters]),
+            np.concatenate([[which, float(self.links.fetches_ahead), 1.0, 1.0], one.fetched]),
+        )
 
     @property
     def exchange_model(self) -> Any:
@@ -228,7 +249,8 @@ class Composite:
     def rates(self, least: np.ndarray) -> np.ndarray:
         (model, own), *links = self._split(least)
         # Sums of links are ms already, so their rate is 1.
-        return np.concatenate([model.rates(own), *(np.ones_like(ms) for _, ms in links)], -1)
+        # What caches fetch ahead adds nothing to an op, so that a bound leaves it out.
+        return np.concatenate([model.rates(own), *(np.ones_like(ms) * (1, 1, 0) for _, ms in links)], -1)
 
     def has_equal_transfers(self, topology: Topology) -> bool:
         return self.models[0].has_equal_transfers(topology)
@@ -247,7 +269,7 @@ def composed(models: Sequence[Any], problem: Problem) -> Any:
     if len(models) == 1 and not below:
         return models[0]
     gbps = {memory.tier: memory.gbps for memory in problem.topology.memory}
-    links = LinkHead(gbps, problem.optimizer, problem.global_batch)
+    links = LinkHead(gbps, problem.optimizer, problem.global_batch, problem.job.fetches_ahead)
     # Without rows below device memory, links would only add columns of zeros.
     return Composite(tuple(models), links if below else None)
 

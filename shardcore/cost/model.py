@@ -57,6 +57,13 @@ class CostModel(Protocol):
         """
         ...
 
+    def link_ms(self, sums: np.ndarray) -> np.ndarray:
+        """[G] ms for which ops read host memory before their update, if caches fetch ahead (`fetch_wait_ms`).
+
+        `head` is without what caches fetch then. 0 in all other jobs.
+        """
+        ...
+
     def compiled(self) -> Compiled:
         """`head` for one op at a time, compiled. For searches that price millions of ops."""
         ...
@@ -86,10 +93,12 @@ class Compiled(NamedTuple):
     """A compiled head: head(sums [F], parameters [P]) -> ms of one op.
 
     Its numba type is float64(float64[::1], float64[::1]).
+    fetched: [P] the parameters with which it gives `fetched_ms` of the op.
     """
 
     head: Callable[[np.ndarray, np.ndarray], float]
     parameters: np.ndarray
+    fetched: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,6 +227,9 @@ class QuantileCostModel:
     def forward_share(self, sums: np.ndarray) -> np.ndarray:
         return self.model.forward_share(sums)
 
+    def link_ms(self, sums: np.ndarray) -> np.ndarray:
+        return self.model.link_ms(sums)
+
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         return self.model.comm(traffic, compute_ms, topology)
 
@@ -269,10 +281,39 @@ def exposed_input_ms(comm: CommCost, job: Job) -> np.ndarray:
     return np.maximum(comm.input_work_ms.max(-1), comm.input_ms.max(-1) - job.hides_ids_ms)
 
 
-def step_ms(compute_ms: np.ndarray, comm: CommCost, job: Job) -> np.ndarray:
-    """[...] ms of a step, dense part included. compute_ms: [..., D]."""
+def fetched_ms(model: CostModel, sums: np.ndarray, op_ms: np.ndarray) -> np.ndarray:
+    """[...] ms of ops from summed encodings [..., F]: the link's, then the update's. op_ms: [...] of `head`."""
+    return model.link_ms(sums) + (1 - model.forward_share(sums)) * op_ms
+
+
+def fetch_wait_ms(fetched_ms: np.ndarray, busy_ms: np.ndarray, job: Job) -> np.ndarray:
+    """[..., D] ms that devices wait for rows which their caches fetch ahead.
+
+    fetched_ms: [..., D] `fetched_ms` of each device's ops together.
+    busy_ms: [..., D] compute and exchanges, without what caches fetch.
+
+    PrefetchTrainPipelineSparseDist fetches a batch's rows on a stream of their own, while the batch before is looked
+    up, exchanged, and in the dense part. FBGEMM lets no update of rows run beside: its hook before backward waits for
+    the fetch (`_update_cache_counter_and_locations`), and the next fetch waits for that backward
+    (`_sync_stream_post_backward`). So of two chains, the longer one counts:
+
+        lookups, exchanges, dense part, update
+        fetch, update
+
+    Tables without a cache are looked up over the same link, which a fetch then does not have. Ids come before both.
+    A law by construction (torchrec 1.8.0, fbgemm_gpu 1.8.0): no GPU ran it.
+    """
+    return np.maximum(0.0, fetched_ms - busy_ms - job.dense_ms)
+
+
+def step_ms(
+    compute_ms: np.ndarray, comm: CommCost, job: Job, fetched_ms: np.ndarray | float = 0.0
+) -> np.ndarray:
+    """[...] ms of a step, dense part included. compute_ms: [..., D]. fetched_ms: as in `fetch_wait_ms`."""
+    busy_ms = compute_ms + comm.total_ms
     # Waiting is part of a device's sum, so the largest sum is the step.
-    return (compute_ms + comm.total_ms).max(-1) + exposed_input_ms(comm, job) + job.dense_ms
+    last_ms = (busy_ms + fetch_wait_ms(np.asarray(fetched_ms), busy_ms, job)).max(-1)
+    return last_ms + exposed_input_ms(comm, job) + job.dense_ms
 
 
 def require_model(model: object) -> None:
@@ -300,9 +341,9 @@ def total_ms(workload: Workload, model: CostModel) -> float:
 
 def _predicted(workload: Workload, model: CostModel) -> PredictedCost:
     n_devices = len(workload.ops)
-    forward, backward = np.zeros(n_devices), np.zeros(n_devices)
+    forward, backward, link = np.zeros((3, n_devices))
     # Devices that run the same shards share an Op. It is priced once.
-    priced: dict[int, tuple[float, float]] = {}
+    priced: dict[int, tuple[float, float, float]] = {}
     for device, ops in enumerate(workload.ops):
         for op in ops:
             if id(op) not in priced:
@@ -310,20 +351,25 @@ def _predicted(workload: Workload, model: CostModel) -> PredictedCost:
                 sums = model.encode(in_one_cache(op.shards, op.batch), op.batch).sum(0, keepdims=True)
                 # The op's forward part; the rest is backward.
                 share = float(model.forward_share(sums)[0])
-                priced[id(op)] = float(model.head(sums)[0]), share
-            op_ms, share = priced[id(op)]
+                priced[id(op)] = float(model.head(sums)[0]), share, float(model.link_ms(sums)[0])
+            op_ms, share, link_ms = priced[id(op)]
             # Speed scales compute, not communication.
-            cost = op_ms / workload.topology.devices[device].speed
-            forward[device] += share * cost
-            backward[device] += (1 - share) * cost
+            speed = workload.topology.devices[device].speed
+            forward[device] += share * (op_ms / speed)
+            backward[device] += (1 - share) * (op_ms / speed)
+            # An op's time on the link scales with it, as it does in `head`.
+            link[device] += link_ms / speed
     # Collectives depend on when devices arrive, so compute comes first.
     comm = model.comm(workload.traffic, forward + backward, workload.topology)
+    fetch_wait = fetch_wait_ms(link + backward, forward + backward + comm.total_ms, workload.job)
     return PredictedCost(
         forward_compute_ms=tuple(forward.tolist()),
         backward_compute_ms=tuple(backward.tolist()),
         forward_comm_ms=tuple(comm.forward_ms.tolist()),
         backward_comm_ms=tuple(comm.backward_ms.tolist()),
-        waiting_ms=tuple(comm.waiting_ms.tolist()),
+        waiting_ms=tuple((comm.waiting_ms + fetch_wait).tolist()),
+        fetch_wait_ms=tuple(fetch_wait.tolist()),
+        link_ms=tuple(link.tolist()),
         # All devices wait for ids, so each has the same ms.
         input_ms=(float(exposed_input_ms(comm, workload.job)),) * n_devices,
         dense_ms=workload.job.dense_ms,

@@ -127,7 +127,7 @@ class NeuralModel:
         w, error = self.weights, 0.0 if level is None else quantiles.error(self.weights, level)
         # The order of parameters is that of compiled.contended.
         # Sizes come first: compiled.contended computes offsets from them.
-        numbers = (w["contention.0.bias"].size, w["band.log_ms"].size, nets.LOAD_FLOOR, error)
+        numbers = [w["contention.0.bias"].size, w["band.log_ms"].size, nets.LOAD_FLOOR, error]
         arrays = (
             w["launch"],
             w["band.log_ms"],
@@ -137,10 +137,11 @@ class NeuralModel:
             w["contention.0.bias"],
             w["contention.1.weight"],
         )
-        return Compiled(
-            compiled.ready(compiled.contended),
-            np.concatenate([numbers, *(np.ravel(x) for x in arrays)], dtype=float),
+        parameters, fetched = (
+            np.concatenate([[*numbers, forward], *(np.ravel(x) for x in arrays)], dtype=float)
+            for forward in (True, False)
         )
+        return Compiled(compiled.ready(compiled.contended), parameters, fetched)
 
     def forward_share(self, sums: np.ndarray) -> np.ndarray:
         """[...] the share of forward in an op's ms. 0 for an empty op."""
@@ -148,6 +149,10 @@ class NeuralModel:
         total = both.sum(-1)
         # An empty op would divide 0 by 0.
         return np.divide(both[..., 0], total, out=np.zeros_like(total), where=total > 0)
+
+    def link_ms(self, sums: np.ndarray) -> np.ndarray:
+        """[...] zeros: rows below device memory are priced beside this model (composite.LinkHead)."""
+        return np.zeros(np.shape(sums)[:-1])
 
     def out_of_range(self, workload: Workload) -> list[str]:
         """See model.CostModel."""

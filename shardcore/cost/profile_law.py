@@ -169,6 +169,14 @@ def forward_ms(rates: Rates, work: Work) -> np.ndarray:
     )
 
 
+def link_ms(rates: Rates, work: Work) -> tuple[np.ndarray, np.ndarray]:
+    """[N] ms of `forward_ms` on the link to host memory: of lookups without a cache, and of what caches fetch."""
+    return (
+        rates["compute_factor"] * _ms_of(rates, "host_read_gbps", work.host_read_bytes),
+        rates["compute_factor"] * _ms_of(rates, "host_cache_gbps", work.cache_bytes),
+    )
+
+
 def backward_ms(rates: Rates, work: Work, sorts: bool = True) -> np.ndarray:
     """[N] ms of gradients and update, without the op's floor.
 

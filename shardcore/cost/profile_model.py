@@ -3,7 +3,7 @@
 An op takes its floor, forward and backward, and the ms of its shards (profile_law.py). Each shard is encoded
 as these ms. So an op costs their sum, and never less as work grows.
 
-Shapes: N shards, F = 3 features, G ops, D devices, K models; ... any leading dimensions.
+Shapes: N shards, F = 4 features, G ops, D devices, K models; ... any leading dimensions.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class ProfileModel:
     host_gbps: bandwidth to host memory that the topology gives. None: the profile's.
     slower: GB/s of the link to host memory over those of another tier's, by tier.
     device_bytes: bytes of the distinct rows that a batch touches on a device, in the mean. They share its L2.
+    fetches_ahead: whether caches fetch the next batch's rows during a step (model.fetch_wait_ms).
     at: values of the rates, in place of the profile's: floats, or [K, 1] of many models (steps_ms).
     """
 
@@ -53,6 +54,7 @@ class ProfileModel:
     host_gbps: float | None = None
     slower: Mapping[str, float] | None = None
     device_bytes: float = 0.0
+    fetches_ahead: bool = False
     at: Rates | None = None
 
     def for_problem(self, problem: Problem) -> ProfileModel:
@@ -77,6 +79,7 @@ class ProfileModel:
             slower={tier: of_host / x for tier, x in gbps.items()},
             device_bytes=profile_law.distinct_bytes(problem.tables, problem.global_batch)
             / len(problem.topology),
+            fetches_ahead=problem.job.fetches_ahead,
         )
 
     # --- uncertainty (see model.UncertainCostModel) -----------------------------------------------------------
@@ -94,14 +97,22 @@ class ProfileModel:
     # --- ops ------------------------------------------------------------------------------------------------
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
-        """[N, 3] 1 for a shard, and its ms forward and backward without the op's floor."""
-        codes = np.zeros((len(shards), 3))
+        """[N, 4] 1 for a shard, its ms forward and backward without the op's floor, and its `link_ms`."""
+        codes = np.zeros((len(shards), 4))
         if len(shards):
-            work = self._work(shards, batch or self.setting.batch)
             codes[:, 0] = 1
-            codes[:, 1] = profile_law.forward_ms(self._values, work)
-            codes[:, 2] = profile_law.backward_ms(self._values, work)
+            codes[:, 1:] = np.transpose(self._parts_ms(self._work(shards, batch or self.setting.batch)))
         return codes
+
+    def _parts_ms(self, work: profile_law.Work) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[..., N] ms of shards: forward, backward, and `link_ms`."""
+        forward, backward = (
+            law(self._values, work) for law in (profile_law.forward_ms, profile_law.backward_ms)
+        )
+        if not self.fetches_ahead:
+            return forward, backward, np.zeros_like(forward)
+        looked_up, fetched = profile_law.link_ms(self._values, work)
+        return forward - fetched, backward, looked_up + fetched
 
     def _work(self, shards: Sequence[Shard], batch: int) -> profile_law.Work:
         optimizer = self.setting.optimizer
@@ -122,7 +133,7 @@ class ProfileModel:
         return {name: np.asarray(value)[..., None] for name, value in self._values.items()}
 
     def head(self, sums: np.ndarray) -> np.ndarray:
-        """[G] ms of ops from summed encodings [G, 3]; 0 for an empty op."""
+        """[G] ms of ops from summed encodings [G, 4]; 0 for an empty op."""
         sums = np.asarray(sums, dtype=float)
         return self.launch_ms * np.minimum(1.0, sums[..., 0]) + sums[..., 1] + sums[..., 2]
 
@@ -133,11 +144,20 @@ class ProfileModel:
         forward = profile_law.floor_ms(self._values, "forward") * np.minimum(1.0, sums[..., 0]) + sums[..., 1]
         return np.divide(forward, total, out=np.zeros_like(total), where=total > 0)
 
+    def link_ms(self, sums: np.ndarray) -> np.ndarray:
+        """[G] See model.CostModel."""
+        return np.asarray(sums, dtype=float)[..., 3]
+
     def compiled(self) -> Compiled:
         """`head` for one op at a time."""
         from shardcore.cost import compiled
 
-        return Compiled(compiled.ready(compiled.linear), np.array([self.launch_ms, 0.0, 1.0, 1.0]))
+        backward_floor_ms = profile_law.floor_ms(self._values, "backward")
+        return Compiled(
+            compiled.ready(compiled.linear),
+            np.array([self.launch_ms, 0.0, 1.0, 1.0, 0.0]),
+            np.array([backward_floor_ms, 0.0, 0.0, 1.0, 1.0]),
+        )
 
     # --- bounds ---------------------------------------------------------------------------------------------
 
@@ -152,8 +172,8 @@ class ProfileModel:
         return sum(profile_law.floor_ms(self._values, part) for part in ("forward", "backward"))
 
     def rates(self, least: np.ndarray) -> np.ndarray:
-        """[..., 3] ms per unit of each feature (see model.BoundableCostModel)."""
-        return np.broadcast_to([0.0, 1.0, 1.0], np.shape(least))
+        """[..., 4] ms per unit of each feature (see model.BoundableCostModel)."""
+        return np.broadcast_to([0.0, 1.0, 1.0, 0.0], np.shape(least))
 
     def has_equal_transfers(self, topology: Topology) -> bool:
         """True: the busiest device's bytes count for all (see model.BoundableCostModel)."""
@@ -273,30 +293,33 @@ class ProfileModel:
             at={name: np.array([[model._values[name]] for model in models]) for name in RATES},
             host_gbps=None,  # already in these values
         )
-        compute_ms = many._compute_ms(workload)  # [K, D]
+        compute_ms, fetched_ms = many._compute_ms(workload)  # [K, D]
         # Bytes are the same under all models, and broadcast.
         comm = many.comm(workload.traffic[:, None], compute_ms, workload.topology)
-        return step_ms(compute_ms, comm, workload.job)
+        return step_ms(compute_ms, comm, workload.job, fetched_ms)
 
-    def _compute_ms(self, workload: Workload) -> np.ndarray:
-        """[..., D] ms of each device's ops, forward and backward."""
+    def _compute_ms(self, workload: Workload) -> tuple[np.ndarray, np.ndarray]:
+        """[..., D] ms of each device's ops, forward and backward; and their fetched_ms (model.fetch_wait_ms)."""
         # Devices that run the same shards share an Op.
         ops = list({id(op): op for of_device in workload.ops for op in of_device}.values())
-        floor_ms, op_ms = self.launch_ms, {}
+        backward_floor_ms, both_ms = profile_law.floor_ms(self._values, "backward"), {}
         for batch in {op.batch for op in ops}:
             some = [op for op in ops if op.batch == batch]
             work = self._work([shard for op in some for shard in in_one_cache(op.shards, batch)], batch)
-            shards_ms = profile_law.forward_ms(self._values, work) + profile_law.backward_ms(
-                self._values, work
-            )
+            forward, backward, link = self._parts_ms(work)
             starts = np.cumsum([0, *(len(op.shards) for op in some[:-1])])
-            sums_ms = np.add.reduceat(shards_ms, starts, axis=-1) + floor_ms
-            op_ms |= {id(op): sums_ms[..., i] for i, op in enumerate(some)}
-        zero = np.zeros(np.shape(floor_ms)[:-1])
-        return np.stack(
-            [
-                sum((op_ms[id(op)] for op in of_device), zero) / device.speed
-                for of_device, device in zip(workload.ops, workload.topology.devices, strict=True)
-            ],
-            axis=-1,
+            compute_ms = np.add.reduceat(forward + backward, starts, axis=-1) + self.launch_ms
+            fetched_ms = np.add.reduceat(link + backward, starts, axis=-1) + backward_floor_ms
+            both_ms |= {id(op): (compute_ms[..., i], fetched_ms[..., i]) for i, op in enumerate(some)}
+        zero = np.zeros(np.shape(backward_floor_ms)[:-1])
+        compute, fetched = (
+            np.stack(
+                [
+                    sum((both_ms[id(op)][which] for op in of_device), zero) / device.speed
+                    for of_device, device in zip(workload.ops, workload.topology.devices, strict=True)
+                ],
+                axis=-1,
+            )
+            for which in (0, 1)
         )
+        return compute, fetched

@@ -87,6 +87,7 @@ class WhatIf:
     compute_ms, forward_ms, backward_ms: [D] of the plan.
     output_bytes, id_bytes: [runs, D] of the plan, which runs exchange one after another.
     input_ms, dense_ms: of the step.
+    link_ms, forward_share: [D] see PredictedCost.link_ms; share of forward in compute.
     host: [D] number of a device's host.
     memory, limits: [D, P] bytes; what each may be.
     coefficients: [runs, F, P] bytes for each of a shard's sums.
@@ -101,6 +102,8 @@ class WhatIf:
     backward_ms: np.ndarray
     input_ms: float
     dense_ms: float
+    link_ms: np.ndarray
+    forward_share: np.ndarray
     output_bytes: np.ndarray
     id_bytes: np.ndarray
     host: np.ndarray
@@ -146,7 +149,10 @@ class WhatIf:
             self.backward_ms + of_outputs @ self.backward,
         )
         input_ms = self.input_ms + (self.changes(compute, ids, self.id_bytes) @ self.ids).max(-1)
-        return (compute + backward).max(-1) + forward.max(-1) + input_ms + self.dense_ms
+        # Tables with rows elsewhere stay, so caches fetch as much (cost.model.fetch_wait_ms).
+        fetched_ms = self.link_ms + (1 - self.forward_share) * compute - self.dense_ms
+        last_ms = np.maximum((compute + backward).max(-1) + forward.max(-1), fetched_ms.max(-1))
+        return last_ms + input_ms + self.dense_ms
 
     def memory_after(self, i: int, device: int) -> np.ndarray:
         """[D] bytes that devices need once shard i is on a device."""
@@ -224,6 +230,8 @@ def what_if(priced: PricedPlan, problem: Problem, model: CostModel, seed: int = 
         np.array(cost.backward_comm_ms),
         max(cost.input_ms),
         cost.dense_ms,
+        np.array(cost.link_ms),
+        np.array(cost.forward_compute_ms) / np.maximum(cost.compute_ms, 1e-300),
         outputs,
         ids,
         np.array([host_of[d.host] for d in problem.topology.devices]),

@@ -68,8 +68,9 @@
     const used = memory.map((of) => most(of.slice(0, law.phases)));
     const fits = data.devices.every((device, d) => used[d] <= device.free)
       && memory.every((of) => of.slice(law.phases).every((n, p) => n <= law.op_limits[p]));
-    return {total_ms: last + most(forward) + input + law.dense_ms, compute, forward, backward,
-      waiting: ready.map((t) => last - t), input, used, fits};
+    const fetched = compute.map((t, d) => law.link_ms[d] + (1 - law.forward_share[d]) * t - law.dense_ms);
+    return {total_ms: Math.max(last + most(forward), most(fetched)) + input + law.dense_ms, compute, forward, backward,
+      waiting: ready.map((t, d) => last - t + Math.max(0, fetched[d] - last - forward[d])), input, used, fits};
   }
   globalThis.whatIf = whatIf;
 

@@ -206,7 +206,7 @@ def _data(now: Version, problem: Problem, before: Version | None) -> dict[str, A
 def _what_if_data(x: WhatIf, problem: Problem) -> dict[str, Any]:
     numbers = {table.name: i for i, table in enumerate(problem.tables)}
     arrays = ("pace", "compute_ms", "forward_ms", "backward_ms", "output_bytes", "id_bytes", "host", "speed")
-    laws = ("memory", "coefficients", "forward", "backward", "ids")
+    laws = ("memory", "coefficients", "forward", "backward", "ids", "link_ms", "forward_share")
     return {
         "shards": [
             (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from shardcore.core.step_cost import StepCost
+from shardcore.core.step_cost import PredictedCost
 from shardcore.core.types import Placement
 from shardcore.plans.decisions import Decision
 from shardcore.plans.diff import Diff
@@ -55,7 +55,7 @@ def _bounding(x: Explanation) -> str:
         f"{x.total_ms:.3f} ms, most of it {x.limit}. Device {d} is ready last, after "
         f"{cost.forward_compute_ms[d]:.3f} ms of forward and {cost.backward_compute_ms[d]:.3f} ms of "
         f"backward compute\nand {cost.backward_comm_ms[d]:.3f} ms of backward exchange; then come "
-        f"{max(cost.forward_comm_ms):.3f} ms of forward exchange.{_ids(cost)}"
+        f"{max(cost.forward_comm_ms):.3f} ms of forward exchange.{_ids(cost)}{_fetched(cost)}"
     )
     if len(waiting) == 1:
         return last
@@ -67,12 +67,22 @@ def _bounding(x: Explanation) -> str:
     )
 
 
-def _ids(cost: StepCost) -> str:
+def _ids(cost: PredictedCost) -> str:
     """Time that ids and the dense part add to a step."""
     ids_ms = max(cost.input_ms)
     parts = [f"{ids_ms:.3f} ms until ids arrived"] if ids_ms else []
     parts += [f"{cost.dense_ms:.3f} ms of dense part"] if cost.dense_ms else []
     return f"\nAlso counted: {' and '.join(parts)}." if parts else ""
+
+
+def _fetched(cost: PredictedCost) -> str:
+    """Time that rows which caches fetch ahead add to a step, by a law that no GPU was timed for."""
+    if not any(cost.link_ms):
+        return ""
+    return (
+        f"\nCaches fetch the next batch's rows meanwhile (pipeline prefetch): {max(cost.link_ms):.3f} ms of the link "
+        f"to host memory at most, of which {max(cost.fetch_wait_ms):.3f} ms are waited for. No GPU was timed for that."
+    )
 
 
 def _exchange(x: Explanation) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 
 from shardcore.core import progress
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.step_cost import StepCost
+from shardcore.core.step_cost import PredictedCost
 from shardcore.core.types import Problem
 from shardcore.core.validation import MOST_BYTES
 from shardcore.cost.model import CostModel, PricedPlan
@@ -72,7 +72,7 @@ class Explanation:
     """An explanation as plain data. Tuples of numbers have one entry a device.
 
     device: the device that is ready last.
-    limit: "compute" or "exchange", whichever takes most of the step there.
+    limit: "compute", "exchange" or "fetching" (cost.model.fetch_wait_ms), whichever takes most of the step there.
     shards: shards on that device, by falling saves_ms.
     widest: the device that sends most.
     exchange_bytes: bytes of each device, in all collectives of outputs and gradients.
@@ -91,7 +91,7 @@ class Explanation:
     total_ms: float
     device: int
     limit: str
-    cost: StepCost
+    cost: PredictedCost
     shards: tuple[ShardCost, ...]
     widest: int
     exchange_bytes: tuple[int, ...]
@@ -162,9 +162,17 @@ def explain(
     changes = [searched(what, changed, kept_ms=cost.total_ms) for what, changed in _with_memory(problem)]
     changes += [searched(what, changed) for what, changed in _with_devices(problem)]
     # The forward exchange begins when the last device is ready.
+    # Where caches fetch ahead, a device may be ready last because of that.
     device = int(np.argmax(np.array(cost.compute_ms) + cost.backward_comm_ms))
+    if any(cost.fetch_wait_ms):
+        device = int(np.argmax(cost.device_ms))
     # The rest of the step counts as exchange, on the device that ends last.
-    compute_ms = cost.compute_ms[device]
+    compute_ms, fetch_wait_ms = cost.compute_ms[device], cost.fetch_wait_ms[device]
+    parts = {
+        "compute": compute_ms,
+        "exchange": cost.total_ms - compute_ms - fetch_wait_ms,
+        "fetching": fetch_wait_ms,
+    }
     # Bytes of ids, and of all other channels, [D].
     ids = workload.traffic[[c in ID_CHANNELS for c in workload.channels]].sum(0)
     sent = workload.traffic.sum(0) - ids
@@ -177,7 +185,7 @@ def explain(
         algorithm=algorithm,
         total_ms=cost.total_ms,
         device=device,
-        limit="compute" if compute_ms >= cost.total_ms - compute_ms else "exchange",
+        limit=max(parts, key=parts.__getitem__),
         cost=cost,
         shards=_shards(workload, device, model),
         widest=int(np.argmax(sent)),

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from shardcore.core.types import Plan, Problem, Shard
-from shardcore.cost.model import BoundableCostModel, CommCost, CostModel, price
+from shardcore.cost.model import BoundableCostModel, CommCost, CostModel, fetched_ms, price
 from shardcore.search import SHARDERS
 from shardcore.step.lower import lower
 from shardcore.testing.problems import with_slack
@@ -53,10 +53,12 @@ class CostModelConformance:
     def test_heads_of_many_ops_and_of_one_agree_compiled_too(self) -> None:
         model, codes = self._encoded()
         sums = np.array([codes[:n].sum(0) for n in range(len(codes) + 1)])
-        ms, (head, parameters) = model.head(sums), model.compiled()
+        ms, (head, parameters, fetched) = model.head(sums), model.compiled()
         assert ms[0] == 0 and (ms[1:] > 0).all() and np.isfinite(ms).all()
         np.testing.assert_allclose([model.head(s[None])[0] for s in sums], ms, rtol=self.tolerance)
         np.testing.assert_allclose([head(s, parameters) for s in sums[1:]], ms[1:], rtol=self.tolerance)
+        chain_ms = fetched_ms(model, sums[1:], ms[1:])
+        np.testing.assert_allclose([head(s, fetched) for s in sums[1:]], chain_ms, rtol=self.tolerance)
 
     def test_forward_is_a_share_of_an_op(self) -> None:
         model, codes = self._encoded()

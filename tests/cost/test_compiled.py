@@ -6,7 +6,7 @@ import pytest
 from shardcore.core.types import Setting, Shard
 from shardcore.cost import features
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.cost.model import CostModel, QuantileCostModel
+from shardcore.cost.model import CostModel, QuantileCostModel, fetched_ms
 from shardcore.cost.neural import NeuralModel
 
 DRIVERS = len(features.DRIVERS)
@@ -49,8 +49,11 @@ def test_the_compiled_head_is_the_head(name, tables):
     model: CostModel = MODELS[name]
     sums = np.cumsum(model.encode([Shard.whole(t) for t in tables] * 4), axis=0)
     sums = np.concatenate([np.zeros((1, sums.shape[1])), sums * np.geomspace(1e-3, 1e3, len(sums))[:, None]])
-    head, parameters = model.compiled()
+    head, parameters, fetched = model.compiled()
     assert [head(s, parameters) for s in np.ascontiguousarray(sums)] == pytest.approx(
         list(model.head(sums)), rel=1e-12
     )
-    assert head(sums[0], parameters) == 0
+    assert [head(s, fetched) for s in np.ascontiguousarray(sums)] == pytest.approx(
+        list(fetched_ms(model, sums, model.head(sums))), rel=1e-12
+    )
+    assert head(sums[0], parameters) == head(sums[0], fetched) == 0

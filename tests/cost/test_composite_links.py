@@ -67,7 +67,7 @@ def test_columns_and_row_ranges_have_their_share():
     model, table = MODEL.for_problem(TIERED), TIERED.tables[0]
     whole, half, range_ = model.encode(
         [Shard.whole(table), Shard(table, 0, table.rows, 0, 8), Shard(table, 0, table.rows // 2, 0, 16)]
-    )[:, -2:]
+    )[:, -3:]
     assert half == pytest.approx(whole / 2) and range_ == pytest.approx(whole / 2)
 
 
@@ -86,7 +86,7 @@ def test_a_cautious_model_takes_the_link_as_it_is(model):
     own = Composite((model,), LINKS)
     sums = own.encode([p.shard for p in plan(TIERED).placements]).sum(0, keepdims=True)
     cautious, inner = QuantileCostModel(own, 0.9), QuantileCostModel(model, 0.9)
-    assert cautious.head(sums)[0] == pytest.approx(inner.head(sums[:, :-2])[0] + sums[0, -2:].sum())
+    assert cautious.head(sums)[0] == pytest.approx(inner.head(sums[:, :-3])[0] + sums[0, -3:].sum())
     compiled = cautious.compiled()
     assert compiled.head(sums[0], compiled.parameters) == pytest.approx(cautious.head(sums)[0])
 

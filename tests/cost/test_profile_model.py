@@ -237,13 +237,18 @@ def test_the_band_has_each_rate_that_a_step_depends_on(kind):
 
 
 @pytest.mark.parametrize("algorithm", ["random", "portfolio"])
-def test_a_step_under_many_models_costs_what_each_of_them_says(algorithm):
+@pytest.mark.parametrize("pipeline", ["sparse_dist", "prefetch"])
+def test_a_step_under_many_models_costs_what_each_of_them_says(algorithm, pipeline):
     tables = [dataclasses.replace(TABLE, name=f"t{i}", dim=32 << i % 3, pooling=1.0 + i) for i in range(9)]
-    of = problem(2, 2, tables, global_batch=4096)
+    tables[3:5] = [dataclasses.replace(t, load_factor=0.01) for t in tables[3:5]]
+    of = problem(2, 2, tables, global_batch=4096, job=Job(pipeline))
+    slow = dataclasses.replace(of.topology.memory[0], gbps=1.0)
+    of = dataclasses.replace(of, topology=dataclasses.replace(of.topology, memory=(slow,)))
     model, rng = H100.model().for_problem(of), np.random.default_rng(0)
     workload = lower(SHARDERS[algorithm](of, model, budget=Budget(evals=200)), of)
     models = [model, *(model.drawn(rng) for _ in range(5)), model]
     several = model.steps_ms(workload, models)
+    assert any(price(workload, model.for_problem(of)).fetch_wait_ms) == (pipeline == "prefetch")
     assert several == pytest.approx([total_ms(workload, one) for one in models], rel=1e-12)
     assert several[0] == several[-1] == pytest.approx(model.steps_ms(workload, models)[0])
 

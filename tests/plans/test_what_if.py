@@ -8,6 +8,8 @@ from laws import SETTING, comm_samples, compute_samples, linear_law
 
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.constraints import Constraints
+from shardcore.core.job import Job
+from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost import fit
@@ -15,6 +17,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price_plan
 from shardcore.cost.profile import load_profile
 from shardcore.plans.what_if import what_if
+from shardcore.search.anneal.reshard import rebind_tables
 
 MIB = 1 << 20
 TABLES = (
@@ -96,3 +99,20 @@ def test_a_plan_without_shards_of_one_device_has_no_moves():
     plan = Plan((Placement("row", Shard.whole(TABLES[17]), (0, 1, 2, 3)),))
     known = what_if(price_plan(plan, problem, AnalyticModel(SETTING)), problem, AnalyticModel(SETTING))
     assert not known.shards and known.check is None
+
+
+@pytest.mark.parametrize("gbps", [1e-4, 10.0])
+def test_moves_of_other_tables_leave_what_a_cache_fetches(gbps):
+    cached = replace(TABLES[13], load_factor=0.1)
+    topology = replace(PROBLEM.topology, memory=(Memory("host", 1 << 30, gbps),))
+    problem = replace(
+        PROBLEM, tables=(*TABLES[:13], cached, *TABLES[14:]), topology=topology, job=Job("prefetch")
+    )
+    plan = rebind_tables(mixed_plan(), problem)
+    model = load_profile("nvidia-h100-sxm").model().for_problem(problem)
+    priced = price_plan(plan, problem, model)
+    known = what_if(priced, problem, model)
+    moves = all_moves(known, problem)
+    exact = [price_plan(known.moved(*m, plan), problem, model, fits=False).cost.total_ms for m in moves]
+    assert abs(known.totals_ms(moves) - exact).max() < 2e-3 * priced.cost.total_ms
+    assert any(priced.cost.fetch_wait_ms) == (gbps < 1)

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 from policies import untrained
-from shapes import column
+from shapes import column, with_room
 
 from shardcore.core import progress
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible
+from shardcore.core.job import Job
+from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Setting, Table
 from shardcore.core.validation import MOST_BYTES
@@ -196,3 +198,24 @@ def test_a_plan_that_does_not_fit_is_refused():
     plan = solved(PROBLEM)
     with pytest.raises(Infeasible):
         explained(plan, replace(PROBLEM, topology=Topology((Device(100),) * 2)), model_for(PROBLEM), SMALL)
+
+
+@pytest.mark.parametrize("dense_ms, limit", [(0.0, "fetching"), (1e4, "exchange")])
+def test_a_device_whose_cache_fetches_longest_is_the_last(dense_ms, limit):
+    """The dense part counts as exchange, in which it does not compute."""
+    tables = (
+        *(Table(f"t{i}", 1000, 16, 5.0) for i in range(3)),
+        Table("cached", 1000, 16, 5.0, load_factor=0.1),
+    )
+    topology = Topology((Device(MIB),) * 4, memory=(Memory("host", MIB, 0.001),))
+    job = Job("prefetch", dense_forward_ms=dense_ms, dense_backward_ms=dense_ms)
+    problem = with_room(Problem("fetches", tables, topology, BATCH, job=job))
+    plan = Plan(tuple(column(t, i) for i, t in enumerate(tables)), {"algorithm": "size_greedy"})
+    result = explained(plan, problem, model_for(problem).for_problem(problem), SMALL, known={})
+    waits = limit == "fetching"
+    assert (result.limit, any(result.cost.fetch_wait_ms)) == (limit, waits)
+    assert result.device == 3 or not waits
+    words = f"{max(result.cost.link_ms):.3f} ms of the link to host memory at most, of which "
+    assert (
+        words + f"{max(result.cost.fetch_wait_ms):.3f} ms are waited for." in plan_report.sentences(result)[0]
+    )

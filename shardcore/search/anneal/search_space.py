@@ -212,6 +212,7 @@ def search_space(
         host=np.array([problem.topology.hosts.index(d.host) for d in problem.topology.devices], np.int64),
         **{name: np.array([rates[name] for rates in exchanges]) for name in exchanges[0]},
         hides_ids_ms=problem.job.hides_ids_ms,
+        dense_ms=problem.job.dense_ms,
         **shared,
         shared_ids=shared_sums[..., 1].astype(np.int64),
         **memory,
@@ -227,6 +228,7 @@ def search_space(
         joint=np.zeros(0, np.int64),
         most_moved=np.zeros(2, np.int64),
         parameters=model.compiled().parameters,
+        fetched=model.compiled().fetched if problem.job.fetches_ahead else np.zeros(0),
         halves=halves,
     )
     # As cache.bytes: resident, and the largest multiple of what arrived, entered, and of lookups.

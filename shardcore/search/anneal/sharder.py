@@ -29,6 +29,7 @@ import numpy as np
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.progress import OutOfTime
 from shardcore.core.types import Placement, Problem
+from shardcore.cost import model as cost_model
 from shardcore.cost.model import CostModel, step_ms
 from shardcore.search.anneal import compiled
 from shardcore.search.anneal.compiled import State
@@ -227,7 +228,13 @@ class Search:
         # As compiled.load_of, but without exchanges, which the model itself prices.
         compute_ms = (state.ms.sum(1) + state.shared_ms) / fixed.speed
         comm = self.model.comm(traffic, compute_ms, self.problem.topology)
-        return float(step_ms(compute_ms, comm, self.problem.job))
+        fetched_ms = np.zeros(len(fixed.speed))
+        if len(fixed.fetched):
+            fetched_ms = cost_model.fetched_ms(self.model, state.sums, state.ms).sum(1)
+            of_groups = cost_model.fetched_ms(self.model, state.group_sums, state.group_ms)
+            for (_, devices), ms in zip(space.groups, of_groups, strict=True):
+                fetched_ms[list(devices)] += ms
+        return float(step_ms(compute_ms, comm, self.problem.job, fetched_ms / fixed.speed))
 
 
 def copy_of(state: State) -> State:

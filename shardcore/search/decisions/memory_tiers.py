@@ -12,6 +12,9 @@ An op has one cache (tables/host_rows.py), in which a row stays as long as any o
 shares that a cache of one memory gives them, and every device has those, whichever of the tables it has. What
 such a cache holds in vain, rows that rarely recur, is better left out of it, without a cache.
 
+Where caches fetch ahead (model.fetch_wait_ms), a step is the longer of two chains, and each has its own best tiers.
+So tiers are chosen by a weighted mean of both, with the weight that makes the longer one shortest.
+
 Shapes: M memories of a cache.
 """
 
@@ -29,13 +32,14 @@ from shardcore.core.errors import Infeasible
 from shardcore.core.tiers import BELOW, TIERS
 from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Shard, Table
 from shardcore.core.validation import require
-from shardcore.cost.model import CostModel
+from shardcore.cost.model import CostModel, fetched_ms
 from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.decisions.towers import as_planned
 from shardcore.search.state.shards import priced
 from shardcore.step import access
-from shardcore.step.kinds import WHOLE_ROWS, Layout, layout_of
+from shardcore.step.kinds import WHOLE_ROWS, Layout, layout_of, run_of
+from shardcore.step.lower import traffic_of_outputs
 from shardcore.step.memory import (
     CACHE_SET_ROWS,
     CACHED_ROW_BYTES,
@@ -47,6 +51,7 @@ from shardcore.step.memory import (
     used_bytes,
 )
 from shardcore.step.memory_account import local_batch_bytes, table_bytes
+from shardcore.step.output_bytes import output_bytes
 from shardcore.tables.host_rows import held_rows, link_bytes
 
 SHARES = (1.0, 0.97, 0.9, 0.75, 0.5)
@@ -57,6 +62,8 @@ _STEPS = (8, 2, 1)
 """Memories of a cache are weighed in steps of the first, then around the best in smaller ones."""
 _HALVINGS = 30
 """Bisections of the price of host memory, until hosts hold the tables that are in it."""
+_WEIGHINGS = 6
+"""Bisections of the weight of fetches and updates."""
 
 
 class MemoryTiers(Decision):
@@ -118,6 +125,7 @@ class Tier:
     host_bytes: bytes of weights and state in the fastest tier below the devices.
     link_bytes: bytes that cross the link in a step.
     cost: what is to be least. Where no model tells ms: link_bytes, those of slower links as so many more.
+    chains_ms: ms that it adds to the rest of a step, and to fetches and updates. (): caches fetch nothing ahead.
     """
 
     table: Table
@@ -125,6 +133,7 @@ class Tier:
     host_bytes: int
     link_bytes: float
     cost: float
+    chains_ms: tuple[float, ...] = ()
 
 
 def tiers_of(problem: Problem) -> list[Tier]:
@@ -183,7 +192,11 @@ def tiered(problem: Problem, more_bytes: float = 0, model: CostModel | None = No
             "needs more devices, more memory, or a smaller batch"
         )
     n_hosts = len(problem.topology.hosts)
-    tiers = _within_hosts(choices, budget, n_hosts * problem.topology.memory[0].bytes)
+    capacity = n_hosts * problem.topology.memory[0].bytes
+    if model is None or not problem.job.fetches_ahead:
+        tiers = _within_hosts(choices, budget, capacity)
+    else:
+        tiers = _tiers_of_both(choices, budget, capacity, problem, model.for_problem(cached))
     for memory in problem.topology.memory:
         there = (tier.table for tier in tiers if tier.table.tier == memory.tier)
         used, capacity = sum(host_bytes(Shard.whole(t), problem) for t in there), n_hosts * memory.bytes
@@ -358,7 +371,9 @@ def _cached_of(table: Table, problem: Problem, sizes: np.ndarray) -> tuple[Tier,
 
 def _in_ms(choices: Sequence[Choices], problem: Problem, model: CostModel) -> list[Choices]:
     """The choices by what they add to the ms of an op with an even share of all tables."""
-    beside = model.encode([Shard.whole(t) for t in problem.tables]).sum(0) / len(problem.topology)
+    beside = model.encode([Shard.whole(t) for t in problem.tables]).sum(0, keepdims=True) / len(
+        problem.topology
+    )
     # Those that stand for all: ms of other caches are linear in what crosses the link.
     some = [
         tier
@@ -369,24 +384,79 @@ def _in_ms(choices: Sequence[Choices], problem: Problem, model: CostModel) -> li
         )
     ]
     codes = model.encode([Shard.whole(tier.table) for tier in some])
-    all_ms = iter((model.head(beside + codes) - model.head(beside[None])).tolist())
+    chains = [model.head(beside + codes) - model.head(beside)]
+    if problem.job.fetches_ahead:
+        chains.append(np.subtract(*(fetched_ms(model, x, model.head(x)) for x in (beside + codes, beside))))
+    all_ms = iter(np.transpose(chains).tolist())
 
     def priced_caches(caches: tuple[Tier, ...]) -> tuple[Tier, ...]:
         if not caches:
             return ()
-        ends = [(caches[i].link_bytes, next(all_ms)) for i in (0, -1)]
-        crossing, known = zip(*sorted(ends), strict=True)
-        ms = np.interp([tier.link_bytes for tier in caches], crossing, known)
-        return tuple(replace(tier, cost=x) for tier, x in zip(caches, ms.tolist(), strict=True))
+        ends = [(caches[i].link_bytes, *next(all_ms)) for i in (0, -1)]
+        crossing, *known = zip(*sorted(ends), strict=True)
+        ms = [np.interp([tier.link_bytes for tier in caches], crossing, of_chain) for of_chain in known]
+        return tuple(map(_adding, caches, np.transpose(ms).tolist()))
 
     return [
         Choices(
-            tuple(replace(tier, cost=next(all_ms)) for tier in c.plain),
+            tuple(_adding(tier, next(all_ms)) for tier in c.plain),
             priced_caches(c.cached),
             tuple(map(priced_caches, c.own)),
         )
         for c in choices
     ]
+
+
+def _adding(tier: Tier, chains_ms: Sequence[float]) -> Tier:
+    return replace(tier, cost=chains_ms[0], chains_ms=tuple(chains_ms))
+
+
+def _weighed(choices: Sequence[Choices], weight: float) -> list[Choices]:
+    """The choices by a weighted mean of what they add to both chains. weight: of fetches and updates."""
+
+    def mean(tier: Tier) -> Tier:
+        return replace(tier, cost=float(np.dot(tier.chains_ms, (1 - weight, weight))))
+
+    return [
+        Choices(
+            tuple(map(mean, c.plain)),
+            tuple(map(mean, c.cached)),
+            tuple(tuple(map(mean, caches)) for caches in c.own),
+        )
+        for c in choices
+    ]
+
+
+def _tiers_of_both(
+    choices: Sequence[Choices], budget: float, capacity: float, problem: Problem, model: CostModel
+) -> list[Tier]:
+    """The tiers of the shortest step if caches fetch ahead, with all work divided evenly. As `_within_hosts`."""
+    outputs: dict[Layout, np.ndarray] = defaultdict(lambda: np.zeros(len(problem.topology)))
+    for table in problem.tables:
+        whole = output_bytes(Shard.whole(table), problem.global_batch)
+        outputs[run_of(WHOLE_ROWS.name, table)] += whole / len(problem.topology)
+    comm = model.comm(traffic_of_outputs(outputs, problem), np.zeros(len(problem.topology)), problem.topology)
+    # Exchanges and the dense part are in one chain only.
+    once_ms = np.array([comm.total_ms.max() + problem.job.dense_ms, 0.0])
+
+    def chains_ms(tiers: Sequence[Tier]) -> list[float]:
+        return (once_ms + np.sum([t.chains_ms for t in tiers], 0) / len(problem.topology)).tolist()
+
+    def at(weight: float) -> list[Tier]:
+        return _within_hosts(_weighed(choices, weight), budget, capacity)
+
+    # A little weight even where all is hidden: what is fetched is not divided evenly, and memory may be left.
+    low, high = 0.01, 1.0
+    tried = [at(low)]
+    if np.diff(chains_ms(tried[0]))[0] > 0:
+        tried.append(at(1.0))
+        for _ in range(_WEIGHINGS):
+            middle = (low + high) / 2
+            tried.append(at(middle))
+            waits = np.diff(chains_ms(tried[-1]))[0] > 0
+            low, high = (middle, high) if waits else (low, middle)
+    # Tiers that hosts do not hold come last.
+    return min(tried, key=lambda x: (max(0, sum(t.host_bytes for t in x) - capacity), max(chains_ms(x))))
 
 
 def shared_out(choices: Sequence[Choices], budget: float, host_price: float = 0.0) -> list[Tier]:
@@ -438,6 +508,7 @@ def _between(less: Tier, more: Tier, part: float) -> Tier:
         device_bytes=round(less.device_bytes + part * (more.device_bytes - less.device_bytes)),
         link_bytes=less.link_bytes + part * (more.link_bytes - less.link_bytes),
         cost=less.cost + part * (more.cost - less.cost),
+        chains_ms=tuple(a + part * (b - a) for a, b in zip(less.chains_ms, more.chains_ms, strict=True)),
     )
 
 
@@ -542,13 +613,28 @@ def filled(plan: Plan, problem: Problem, model: CostModel) -> tuple[Problem, Pla
         # A table on several devices would need the same load factor on all of them.
         if len(devices) == 1 and tables[name].in_host_memory:
             on_device[min(devices)].append(tables[name])
+    # A device waits for fetches or not, and its tiers follow from that. The plan that is faster counts.
+    weights = (None, 1.0) if problem.job.fetches_ahead else (None,)
+    found = [_filled(plan, problem, model, on_device, weight) for weight in weights]
+    return min(found, key=lambda x: x[1].provenance["predicted_ms"])
+
+
+def _filled(
+    plan: Plan,
+    problem: Problem,
+    model: CostModel,
+    on_device: Mapping[int, Sequence[Table]],
+    weight: float | None,
+) -> tuple[Problem, Plan]:
+    """As `filled`, by tables that are on one device each. weight: of fetches and updates."""
     free = [may - used for may, used in zip(held_bytes(problem), used_bytes(plan, problem), strict=True)]
     factors: dict[str, float] = {}
     for device, here in on_device.items():
         # Caches are allocated in whole sets: less than one of each op's is empty.
         widest = {_op_of(table): _a_set(table) for table in sorted(here, key=lambda t: t.dim)}
         budget = sum(_rows_bytes(table, problem) for table in here) + free[device] - sum(widest.values())
-        tiers = shared_out(choices_of(here, problem, model, moves=False), budget)
+        choices = choices_of(here, problem, model, moves=False)
+        tiers = shared_out(choices if weight is None else _weighed(choices, weight), budget)
         factors |= {tier.table.name: tier.table.load_factor for tier in tiers}
     # Placements name tables, so they change with them.
     better = with_load_factors(problem, factors)

@@ -29,7 +29,7 @@ import numpy as np
 from shardcore.core.job import PIPELINES
 from shardcore.core.progress import tick, ticking
 from shardcore.core.types import Placement, Problem, Shard, Table
-from shardcore.cost.model import CommCost, CostModel, step_ms
+from shardcore.cost.model import CommCost, CostModel, fetched_ms, step_ms
 from shardcore.search.state.shards import (
     IMPOSSIBLE,
     Bundle,
@@ -441,14 +441,30 @@ class ShardCostCache:
         """
         return self._numbers[strips, units]
 
-    def total_ms(self, compute_ms: np.ndarray, outputs: np.ndarray, id_bytes: np.ndarray) -> np.ndarray:
+    def total_ms(
+        self,
+        compute_ms: np.ndarray,
+        outputs: np.ndarray,
+        id_bytes: np.ndarray,
+        fetched_ms: np.ndarray | float = 0.0,
+    ) -> np.ndarray:
         """[...] ms of a step. Equal to price(lower(plan, problem), model).total_ms.
 
-        compute_ms: [..., D] at each device's speed.
+        compute_ms, fetched_ms: [..., D] at each device's speed. fetched_ms: see `fetched_ms`.
         outputs: [..., D, K] bytes of outputs.
         id_bytes: [..., D, K] that devices receive.
         """
-        return step_ms(compute_ms, self.comm(compute_ms, outputs, id_bytes), self.problem.job)
+        comm = self.comm(compute_ms, outputs, id_bytes)
+        return step_ms(compute_ms, comm, self.problem.job, fetched_ms)
+
+    def fetched_ms(self, sums: np.ndarray, op_ms: np.ndarray) -> np.ndarray | float:
+        """[..., D] as model.fetch_wait_ms takes them, from sums [..., D, K, F] and op_ms [..., D, K].
+
+        0 where nothing is fetched ahead.
+        """
+        if not self.problem.job.fetches_ahead:
+            return 0.0
+        return fetched_ms(self.model, sums, op_ms).sum(-1) / self.speed
 
     def comm(self, compute_ms: np.ndarray, outputs: np.ndarray, id_bytes: np.ndarray) -> CommCost:
         """The collectives of a step. Arguments as in `total_ms`."""

@@ -8,11 +8,12 @@ from shapes import on_hosts
 
 from shardcore.core.job import Job
 from shardcore.core.links import links_of
+from shardcore.core.tiers import Memory
 from shardcore.core.types import Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.search import Budget
-from shardcore.search.anneal import sharder
+from shardcore.search.anneal import compiled, sharder
 from shardcore.search.portfolio import annealing
 from shardcore.step.id_bytes import expected_bytes
 from shardcore.step.kinds import layout_of
@@ -67,6 +68,40 @@ def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(
     monkeypatch.setattr(sharder.Search, "_exact_ms", checked)
     annealing(problem, model, seed=1, budget=Budget(evals=5_000))
     assert len(seen) > 20 and max(seen) > 1
+
+
+@pytest.mark.parametrize("gbps", [0.001, 5.0])
+def test_fetches_ahead_are_those_of_the_plan_whatever_moved_before(gbps, monkeypatch):
+    """Exchanges of this model are linear, so that the compiled cost is exact. Caches are of equal tables."""
+    drawn = draw_tables(np.random.default_rng(1), 8)
+    hot = [Table(f"hot{i}", 1000, 16, 20.0, load_factor=0.1) for i in range(6)]
+    tables = (*hot, *(replace(t, load_factor=0.0) for t in drawn[:2]), *drawn[2:])
+    where = on_hosts("aaa", 1 << 40, memory=(Memory("host", 1 << 30, gbps),))
+    problem = Problem(
+        "p", tables, where, BATCH, job=Job("prefetch", dense_forward_ms=0.1, dense_backward_ms=0.1)
+    )
+    model, exact, waits = model_for(problem).for_problem(problem), sharder.Search._exact_ms, []
+
+    def checked(search, start):
+        ms = exact(search, start)
+        cost = price(lower(Plan(tuple(start.placements)), problem), model)
+        # All ranges of divided rows count as the first. The last one may have fewer rows.
+        divided = any(layout_of(p.kind).divides_rows for p in start.placements)
+        assert divided or ms == pytest.approx(cost.total_ms, rel=1e-9)
+        # The state's own log leads elsewhere: back to the best plan met.
+        copy = sharder.copy_of(start.state)
+        compiled_ms = compiled.refresh(search.head, start.fixed, copy) + problem.job.dense_ms
+        assert compiled_ms == pytest.approx(ms, rel=1e-6)
+        waits.append((max(cost.fetch_wait_ms), ms))
+        return ms
+
+    monkeypatch.setattr(sharder.Search, "_exact_ms", checked)
+    plan = annealing(problem, model, seed=1, budget=Budget(evals=5_000))
+    assert len(waits) > 20 and all(wait > 0 for wait, _ in waits) == (gbps < 1)
+    if gbps < 1:
+        # Six fetches on three devices: two on each, whatever else is there.
+        link = price(lower(plan, problem), model).link_ms
+        assert max(link) < 1.2 * np.mean(link)
 
 
 def test_columns_are_cut_only_where_that_is_worth_the_ids():

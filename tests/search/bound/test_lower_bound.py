@@ -13,6 +13,7 @@ from shardcore.core.constraints import Constraints
 from shardcore.core.errors import SettingMismatch
 from shardcore.core.job import Job
 from shardcore.core.links import links_of
+from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost import features
@@ -328,6 +329,22 @@ def hot_and_light() -> Problem:
         BATCH,
         constraints=Constraints(unsplit=("light",)),
     )
+
+
+@pytest.mark.parametrize("gbps", [0.001, 1.0])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_no_plan_is_cheaper_if_caches_fetch_ahead(seed, gbps):
+    """What they fetch is left out of the bound, whether it is hidden or not."""
+    drawn = tiny(seed, memory=(Memory("host", MIB, gbps),))
+    tables = tuple(replace(t, load_factor=x) for t, x in zip(drawn.tables, (0.5, 0.0, 1.0), strict=True))
+    for pipeline in ("prefetch", "sparse_dist"):
+        problem = replace(
+            drawn, tables=tables, job=Job(pipeline, dense_forward_ms=0.1, dense_backward_ms=0.1)
+        )
+        for model in (model_for(problem), contended(seed)):
+            own = model.for_problem(problem)
+            proved_ms = lower_bound.bound(problem, own, ()).proved_ms
+            assert proved_ms and 0 < proved_ms <= optimum_ms(problem, own, columns_alone=True)
 
 
 def test_what_one_host_shares_does_not_contend_on_others():

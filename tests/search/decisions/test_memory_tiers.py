@@ -9,11 +9,13 @@ import pytest
 from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.job import Job
 from shardcore.core.links import links_of
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.profile import load_profile
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.memory_tiers import (
@@ -164,6 +166,26 @@ def test_a_data_parallel_table_is_on_every_device_as_a_whole():
     [hot] = [tier for tier in tiers_of(found) if tier.table.name == "hot"]
     assert (hot.table.load_factor, hot.device_bytes) == (1.0, 2 * hot.table.bytes)
     assert any(table.in_host_memory for table in found.tables) and device_bytes(found) <= tier_bytes(asked)
+
+
+@pytest.mark.parametrize("dense_ms, hides", [(0.0, False), (50.0, True)])
+def test_caches_are_preferred_where_what_they_fetch_is_hidden(dense_ms, hides):
+    """Cold rows are not worth the room in a cache, until reading them there costs nothing."""
+    profile = load_profile("nvidia-h100-sxm")
+    hot = tuple(Table(f"hot{i}", 200_000, 64, 20.0, Zipf(1.1)) for i in range(4))
+    cold = tuple(Table(f"cold{i}", 3_000_000, 64, 1.0, Zipf(0.5)) for i in range(8))
+    topology = profile.topology(1, 4, 1 << 40)
+    of = Problem("cold", (*hot, *cold), topology, 16_384, "exact_sgd")
+    beside = 4 * topology.devices[0].memory_bytes - tier_bytes(of)
+    memory = int(beside + 0.02 * sum(t.bytes for t in of.tables)) // 4
+    of = replace(of, topology=replace(topology, devices=(Device(memory),) * 4))
+    cached = {}
+    for name in ("sparse_dist", "prefetch"):
+        job = Job(name, dense_forward_ms=dense_ms / 3, dense_backward_ms=dense_ms * 2 / 3)
+        chosen = tiered(replace(of, job=job), model=profile.model())
+        assert device_bytes(chosen) <= tier_bytes(replace(of, job=job))
+        cached[name] = sum(0 < t.load_factor < 1 for t in chosen.tables)
+    assert (cached["prefetch"] > cached["sparse_dist"]) == hides
 
 
 # --- plans --------------------------------------------------------------------------------------------------

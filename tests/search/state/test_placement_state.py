@@ -19,8 +19,12 @@ from cuts import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shapes import with_room
 
+from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.job import Job
+from shardcore.core.tiers import Memory
 from shardcore.core.types import Setting, Shard
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
@@ -83,6 +87,35 @@ def test_it_costs_what_its_plan_does_with_tables_of_fixed_kinds(seed):
         state.place(*key, device)
     ms = price(lower(plan_of(shards, devices, problem), problem), model).total_ms
     assert state.cost_ms() == pytest.approx(ms, rel=1e-9)
+
+
+@pytest.mark.parametrize("gbps", [0.001, 25.0])
+def test_it_costs_what_its_plan_does_if_caches_fetch_ahead(gbps):
+    """One cached table a device: others of an op would change what its cache holds."""
+    drawn = draw_problem(5, n_tables=12)
+    factors = [0.2, 0.3, 0.4, 0.5, *[1.0] * 4, 0.0, *[1.0] * 3]
+    problem = replace(
+        drawn,
+        tables=tuple(
+            replace(t, pooling=5.0, rows=1000, load_factor=x)
+            for t, x in zip(drawn.tables, factors, strict=True)
+        ),
+        constraints=Constraints(),
+        topology=replace(drawn.topology, memory=(Memory("host", 1 << 30, gbps),)),
+        job=Job("prefetch", dense_forward_ms=1.0, dense_backward_ms=1.0),
+    )
+    problem, shards = with_room(problem), list(map(Shard.whole, problem.tables))
+    model = MODEL.for_problem(problem)
+    cache = ShardCostCache(problem, model, shards)
+    keys = cache.keys(shards)
+    cache.add(keys)
+    state = PlacementState(cache, keys)
+    devices = [i % 4 for i in range(len(keys))]
+    for key, device in zip(keys, devices, strict=True):
+        state.place(*key, device)
+    cost = price(lower(plan_of(shards, devices, problem), problem), model)
+    assert state.cost_ms() == pytest.approx(cost.total_ms, rel=1e-9)
+    assert any(cost.fetch_wait_ms) == (gbps < 1)
 
 
 def test_plans_of_a_batch_are_kept_apart_and_as_single_ones():

@@ -59,6 +59,7 @@ class SearchProblem(NamedTuple):
     work_total: float64[::1]  # [X]
     work_once: float64[::1]  # [X]
     hides_ids_ms: float64  # for which ids travel without making the step longer
+    dense_ms: float64
     # Tables shared by groups of devices.
     group_layout: int64[::1]  # [G] number of the group's layout
     group_of: int64[:, ::1]  # [Y, D] the device's group in each layout; -1: none
@@ -114,6 +115,7 @@ class SearchProblem(NamedTuple):
     joint: int64[::1]  # [S] tables that move together: several where constraints keep them so
     most_moved: int64[::1]  # [2] limits: tables moved, bytes moved
     parameters: float64[::1]  # [P] of the model's head
+    fetched: float64[::1]  # [P] those with which it gives model.fetched_ms; none: nothing is fetched ahead
     halves: boolean  # whether columns may only be halved
 
 
@@ -125,40 +127,47 @@ class State(NamedTuple):
     strips: Array("DS", int32)  # which strips; the first `count` entries are valid
     sums: Array("DKF", float64)  # summed encodings of each fused op
     ms: Array("DK", float64)  # ms of each fused op at speed 1
+    fetched_ms: Array("DK", float64)  # of each fused op at speed 1, see model.fetched_ms
     carried: Array("DX", int64)  # bytes that exchanges carry: outputs of each kind, and ids
     memory: Array("DM", float64)  # sums over a device's shards, see RESIDENT
     # Bytes that a local batch may take, at least. Infinite: nothing is there; -inf: an op is too large.
     room: Array("D", float64)
     lack: Array("D", float64)  # bytes that it lacks
     load: Array("D", float64)  # ms
+    fetched: Array("D", float64)  # ms of its fetches and updates at its speed
     hosts: Array("HX", int64)  # bytes that each host's exchanges carry
     all_carried: Array("X", int64)  # those of all devices
-    # Rows: 0 loads in ms (only [0, 0] is used), 1 what devices carry, 2 what hosts carry.
+    # Rows: 0 ms of devices ([0, 0] load, [0, 1] fetched; X is 2 or more), 1 what devices carry, 2 what hosts carry.
     norm: Array("3X", float64)  # sums of p-th powers of value / ref
     ref: Array("3X", float64)  # means that the powers are relative to
     group: Array("S", int64)  # the group that shares the strip; -1: none
     shared: Array("S", int64)  # the shared strips; the first number[N_SHARED] are valid
     group_sums: Array("GF", float64)  # summed encodings
     group_ms: Array("G", float64)  # ms of the op on each of its devices, at speed 1
+    group_fetched_ms: Array("G", float64)  # the same of fetched_ms
     group_size: Array("G", float64)  # sum of shared_size
     group_memory: Array("2GM", float64)  # memory on each of its devices but the last, and on the last
     group_ids: Array("G", int64)  # bytes of ids that each of its devices receives
     shared_ms: Array("D", float64)  # ms of the ops of its groups, at speed 1
+    shared_fetched_ms: Array("D", float64)  # their fetched_ms
     own_ms: Array("D", float64)  # ms of exchanges set by its own groups' sizes
     moved: Array("S", int64)  # bytes of each table that moved
     trial_sums: Array("2KF", float64)
     trial_ms: Array("2K", float64)
+    trial_fetched_ms: Array("2K", float64)
     trial_carried: Array("2X", int64)
     on_host: Array("H", float64)  # bytes in the hosts' memory
     trial_memory: Array("2M", float64)
     trial_room: Array("2", float64)
     trial_lack: Array("2", float64)
     trial_load: Array("2", float64)
+    trial_fetched: Array("2", float64)
     trial_all_carried: Array("X", int64)
     trial_hosts: Array("H", int64)  # bytes of ids of each host
     trial_norm: Array("3X", float64)
     trial_group_sums: Array("2F", float64)  # of the two groups that a move changes
     trial_group_ms: Array("2", float64)
+    trial_group_fetched_ms: Array("2", float64)
     trial_group_size: Array("G", float64)
     # The local batch, see memory.frame.
     run_shards: Array("N", int64)  # shards

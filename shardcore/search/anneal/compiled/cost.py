@@ -113,6 +113,12 @@ def exposed_ids(fx, ids_ms, work_ms):
 
 
 @inner
+def longer_chain(fx, ms, fetched):
+    """ms of a step without the dense part and ids: at least those of fetches and updates (model.fetch_wait_ms)."""
+    return max(ms, fetched - fx.dense_ms) if len(fx.fetched) > 0 else ms
+
+
+@inner
 def energy_of(fx, ref, norm, all_carried, group_size):
     """The smooth cost in ms. It is `cost_of` with p-norms in place of maxima.
 
@@ -122,6 +128,7 @@ def energy_of(fx, ref, norm, all_carried, group_size):
     """
     # Norms are taken of ratios to ref, the means: p-th powers of ms would over- or underflow.
     cost = ref[0, 0] * root(norm[0, 0]) + shared_exchange(fx, group_size)
+    fetched = ref[0, 1] * root(norm[0, 1])
     ids_ms = work_ms = 0.0
     for x in range(len(all_carried)):
         # An exchange without bytes is not launched, so its fixed cost does not count either.
@@ -137,7 +144,7 @@ def energy_of(fx, ref, norm, all_carried, group_size):
             else:
                 ids_ms += ms
                 work_ms += fx.work_once[x] + fx.work_total[x] * all_carried[x] + fx.work_busiest[x] * busiest
-    return cost + exposed_ids(fx, ids_ms, work_ms)
+    return longer_chain(fx, cost, fetched) + exposed_ids(fx, ids_ms, work_ms)
 
 
 @inner
@@ -150,6 +157,11 @@ def cost_of(fx, st):
             worst = d
     st.number[WORST] = worst
     cost = st.load[worst] + shared_exchange(fx, st.group_size)
+    latest = 0
+    if len(fx.fetched) > 0:
+        for d in range(1, len(st.fetched)):
+            if st.fetched[d] > st.fetched[latest]:
+                latest = d
     ids_ms = work_ms = 0.0
     for x in range(len(st.all_carried)):
         if st.all_carried[x] > 0:
@@ -177,4 +189,7 @@ def cost_of(fx, st):
                     + fx.work_total[x] * st.all_carried[x]
                     + fx.work_busiest[x] * st.carried[busiest, x]
                 )
-    return cost + exposed_ids(fx, ids_ms, work_ms)
+    # Where the step waits for rows, less to fetch makes it shorter, so moves prefer that device.
+    if longer_chain(fx, cost, st.fetched[latest]) > cost:
+        st.number[WORST] = latest
+    return longer_chain(fx, cost, st.fetched[latest]) + exposed_ids(fx, ids_ms, work_ms)

@@ -260,6 +260,7 @@ def try_edits(head, fx, st, a, b, n):
         d = a if slot == 0 else b
         copy(st.trial_carried[slot], st.carried[d])
         copy(st.trial_ms[slot], st.ms[d])
+        copy(st.trial_fetched_ms[slot], st.fetched_ms[d])
     for i in range(n):
         s, d, now = st.edit[i, 0], st.edit[i, 1], st.edit[i, 2]
         slot = 0 if d == a else 1
@@ -287,16 +288,19 @@ def try_edits(head, fx, st, a, b, n):
             # An empty op costs exactly 0. Differences of encodings would leave rounding errors.
             if st.trial_carried[slot, k] == 0:
                 sums[:] = 0.0
-                st.trial_ms[slot, k] = 0.0
+                st.trial_ms[slot, k] = st.trial_fetched_ms[slot, k] = 0.0
                 continue
             for i in range(n):
                 s = st.edit[i, 0]
                 if st.edit[i, 1] == d and fx.kind[s] == k:
                     replace(sums, fx.codes[fx.shard[s, st.held[s, d]]], fx.codes[fx.shard[s, st.edit[i, 2]]])
             st.trial_ms[slot, k] = head(sums, fx.parameters)
+            if len(fx.fetched) > 0:
+                st.trial_fetched_ms[slot, k] = head(sums, fx.fetched)
         st.trial_load[slot] = load_of(
             fx, d, st.shared_ms[d], st.own_ms[d], total_of(st.trial_ms[slot]), st.trial_carried[slot]
         )
+        st.trial_fetched[slot] = (st.shared_fetched_ms[d] + total_of(st.trial_fetched_ms[slot])) / fx.speed[d]
     # Norms change by the two devices' terms only: constant time, whatever the number of devices.
     norm, ref = st.trial_norm, st.ref
     copy_norm(norm, st.norm)
@@ -304,6 +308,8 @@ def try_edits(head, fx, st, a, b, n):
     for slot in range(2):
         d = a if slot == 0 else b
         norm[0, 0] += power(st.trial_load[slot] / ref[0, 0]) - power(st.load[d] / ref[0, 0])
+        if len(fx.fetched) > 0:
+            norm[0, 1] += power(st.trial_fetched[slot] / ref[0, 1]) - power(st.fetched[d] / ref[0, 1])
         for x in range(n_exchanges):
             more = st.trial_carried[slot, x] - st.carried[d, x]
             if more != 0:
@@ -344,10 +350,11 @@ def accept(fx, st, a, b, n):
         replace(st.all_carried, st.carried[d], st.trial_carried[slot])
         copy(st.carried[d], st.trial_carried[slot])
         copy(st.ms[d], st.trial_ms[slot])
+        copy(st.fetched_ms[d], st.trial_fetched_ms[slot])
         for k in range(st.ms.shape[1]):
             copy(st.sums[d, k], st.trial_sums[slot, k])
         st.on_host[fx.host[d]] += st.trial_memory[slot, ON_HOST] - st.memory[d, ON_HOST]
         copy(st.memory[d], st.trial_memory[slot])
         st.room[d], st.lack[d] = st.trial_room[slot], st.trial_lack[slot]
-        st.load[d] = st.trial_load[slot]
+        st.load[d], st.fetched[d] = st.trial_load[slot], st.trial_fetched[slot]
     copy_norm(st.norm, st.trial_norm)

@@ -76,7 +76,10 @@ def try_group(head, fx, st, slot, g, leaves, comes):
         st.trial_group_size[g] += fx.shared_size[y, comes]
         add(sums, fx.shared_codes[y, comes])
     # Sizes are whole numbers, so that an empty group is exactly 0.
-    st.trial_group_ms[slot] = head(sums, fx.parameters) if st.trial_group_size[g] > 0.0 else 0.0
+    some = st.trial_group_size[g] > 0.0
+    st.trial_group_ms[slot] = head(sums, fx.parameters) if some else 0.0
+    if len(fx.fetched) > 0:
+        st.trial_group_fetched_ms[slot] = head(sums, fx.fetched) if some else 0.0
 
 
 @seldom
@@ -117,6 +120,7 @@ def change_shared(head, fx, st, threshold):
         for f in range(len(sums)):
             sums[f] -= fx.codes[shard, f]
     ms = head(sums, fx.parameters) if carried[k] > 0 else 0.0
+    fetched_ms = head(sums, fx.fetched) if len(fx.fetched) > 0 and carried[k] > 0 else 0.0
     # Bytes of ids that each device of group `start` loses, and of group `to` gains.
     out_ids = fx.shared_ids[y, leaves] if leaves >= 0 else 0
     in_ids = (fx.shared_ids[y, leaves] if moves else fx.shared_ids[y, comes]) if to >= 0 else 0
@@ -124,18 +128,23 @@ def change_shared(head, fx, st, threshold):
         out_ids, in_ids = out_ids - fx.shared_ids[y, back], in_ids - fx.shared_ids[y, back]
     copy_norm(norm, st.norm)
     # Every device of a group changes. So the norms of loads and of ids are summed anew.
-    norm[0, 0] = 0.0
+    norm[0, 0] = norm[0, 1] = 0.0
     for d in range(n):
         g = fx.group_of[y, d]
         shared_ms, own_ms = st.shared_ms[d], st.own_ms[d]
+        fetched = st.shared_fetched_ms[d] + total_of(st.fetched_ms[d])
         if g >= 0 and (g == start or g == to):
-            shared_ms += st.trial_group_ms[0 if g == start else 1] - st.group_ms[g]
+            slot = 0 if g == start else 1
+            shared_ms += st.trial_group_ms[slot] - st.group_ms[g]
+            fetched += st.trial_group_fetched_ms[slot] - st.group_fetched_ms[g]
             own_ms += fx.shared_own[y] * (st.trial_group_size[g] - st.group_size[g])
         if d == b:
             load = load_of(fx, d, shared_ms, own_ms, ms + total_of(st.ms[d]) - st.ms[d, k], carried)
+            fetched += fetched_ms - st.fetched_ms[d, k]
         else:
             load = load_of(fx, d, shared_ms, own_ms, total_of(st.ms[d]), st.carried[d])
         norm[0, 0] += power(load / ref[0, 0])
+        norm[0, 1] += power(fetched / fx.speed[d] / ref[0, 1])
     # The exchanges of ids, which follow those of outputs.
     for x in range(len(fx.ids_by), len(carried)):
         norm[1, x] = 0.0

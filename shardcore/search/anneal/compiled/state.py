@@ -131,15 +131,20 @@ def recompute_groups(head, fx, st):
         add(st.group_sums[g], fx.shared_codes[y, s])
     for g in range(len(st.group_size)):
         # A group without tables runs no op. All devices of a group run the same one.
-        st.group_ms[g] = head(st.group_sums[g], fx.parameters) if st.group_size[g] > 0.0 else 0.0
+        some = st.group_size[g] > 0.0
+        st.group_ms[g] = head(st.group_sums[g], fx.parameters) if some else 0.0
+        if len(fx.fetched) > 0:
+            st.group_fetched_ms[g] = head(st.group_sums[g], fx.fetched) if some else 0.0
     # In each layout a device is in one group at most. Over layouts its costs add up.
     st.shared_ms[:] = 0.0
+    st.shared_fetched_ms[:] = 0.0
     st.own_ms[:] = 0.0
     for y in range(len(fx.shared_once)):
         for d in range(len(st.load)):
             g = fx.group_of[y, d]
             if g >= 0:
                 st.shared_ms[d] += st.group_ms[g]
+                st.shared_fetched_ms[d] += st.group_fetched_ms[g]
                 st.own_ms[d] += fx.shared_own[y] * st.group_size[g]
 
 
@@ -185,14 +190,17 @@ def recompute(head, fx, st):
         for k in range(n_kinds):
             # An empty op is not launched, so it costs 0.
             st.ms[d, k] = head(st.sums[d, k], fx.parameters) if st.carried[d, k] > 0 else 0.0
+            if len(fx.fetched) > 0:
+                st.fetched_ms[d, k] = head(st.sums[d, k], fx.fetched) if st.carried[d, k] > 0 else 0.0
         add(st.hosts[fx.host[d]], st.carried[d])
         add(st.all_carried, st.carried[d])
         st.load[d] = load_of(fx, d, st.shared_ms[d], st.own_ms[d], total_of(st.ms[d]), st.carried[d])
+        st.fetched[d] = (st.shared_fetched_ms[d] + total_of(st.fetched_ms[d])) / fx.speed[d]
     # Only now all runs, and so the local batch, are known.
     frame(fx, st)
     all_lack(fx, st)
     # References are the means. The lower limits guard the division for empty plans.
-    st.ref[0, 0] = max(st.load.mean(), 1e-12)
+    st.ref[0, 0], st.ref[0, 1] = max(st.load.mean(), 1e-12), max(st.fetched.mean(), 1e-12)
     for x in range(n_exchanges):
         st.ref[1, x] = max(st.all_carried[x] / n_devices, 1.0)
         st.ref[2, x] = max(st.all_carried[x] / len(st.hosts), 1.0)
@@ -200,6 +208,7 @@ def recompute(head, fx, st):
     st.norm[:] = 0.0
     for d in range(n_devices):
         st.norm[0, 0] += power(st.load[d] / st.ref[0, 0])
+        st.norm[0, 1] += power(st.fetched[d] / st.ref[0, 1])
         for x in range(n_exchanges):
             st.norm[1, x] += power(st.carried[d, x] / st.ref[1, x])
     for h in range(len(st.hosts)):
