@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -232,11 +232,14 @@ class Browser:
 
 
 def _until(ready: Callable[[], Any], patience_s: float) -> Any:
-    """The first true result within this time, or the last one."""
+    """The first true result within this time, or None. A service that does not answer is asked again."""
     end = time.monotonic() + patience_s
-    while not (result := ready()) and time.monotonic() < end:
+    while time.monotonic() < end:
+        with suppress(OSError):
+            if result := ready():
+                return result
         time.sleep(0.5)
-    return result
+    return None
 
 
 if __name__ == "__main__":
