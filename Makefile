@@ -4,7 +4,7 @@
 # make test: the tests.  make test-long: slow ones, and those of the stack, of servers, clusters and failures.
 # make mutants ROOM=step: the mutation score of a room.
 # make figures: all figures of docs/benchmarks again, some 12 hours.
-# make reproduce: the headlines in some 3 minutes, each with a verdict.
+# make reproduce: the headlines within 15 minutes, each with a verdict.
 # make docs: the documentation site, in site/.  make screenshots: pictures of a run's pages.
 # make up, status, down: the long-lived services (docs/operations.md).
 # make release: sdist and wheel in dist/, checked in a bare environment.
@@ -59,7 +59,7 @@ docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 python -m mkdocs build  # with --quiet it would not count warnings, which fail it
 	@echo "site/index.html"
 
-# Of the stack's pages, after a run: make up, then prefect deployment run refresh/local --watch.
+# Of the stack's pages, beside a run that measures: make up, then prefect deployment run refresh/local.
 screenshots: setup
 	@[ -f .stack/env.sh ] && . .stack/env.sh; python -m docs.tools.screenshots
 

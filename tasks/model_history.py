@@ -29,6 +29,11 @@ def note_champion(client: mlflow.MlflowClient, version: ModelVersion) -> None:
         client.set_registered_model_tag(version.name, CHAMPIONS, json.dumps(kept, separators=(",", ":")))
 
 
+def went_back(client: mlflow.MlflowClient, champion: ModelVersion, version: str) -> bool:
+    """Tell if a person set the champion back from this version: plans were under it, and the champion is older."""
+    return int(champion.version) < int(version) and version in dict(_changes(client, champion.name))
+
+
 def history(client: mlflow.MlflowClient, name: str) -> list[ModelRecord]:
     """All versions of a model."""
     changes = _changes(client, name)

@@ -1,10 +1,11 @@
 """Screenshots of the pages of a real run: the plan page, Prefect's run, MLflow's model, Ray's dashboard.
 
-    make up && . .stack/env.sh && prefect deployment run refresh/local --watch
+    make up && . .stack/env.sh && prefect deployment run refresh/local
     make screenshots    # writes docs/pictures/screenshots/*.png, with Chromium
 
 Options: --plans FOLDER of published plans, --problem NAME of the plan that is shown, --only PAGE.
-Actors live while a run measures. So Ray's page is taken then: a first run, or one with more samples.
+Ray's actors live while a run measures. So this starts while the run is under way, takes Ray's page when it has
+actors, and the others when the run has completed. A run measures if it is the first, or has more samples.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,9 @@ from tasks.services import get
 
 FOLDER = ROOT / "docs/pictures/screenshots"
 PATIENCE_S = 60.0
-"""Longest wait until a page shows what it has to. Busy machines take a while."""
+"""Longest wait until Chromium starts, and until a page that is ready is drawn. Busy machines take a while."""
+RUN_S = 1800.0
+"""Longest wait for a run: until it measures, and until it has completed."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +68,15 @@ def main() -> int:
     parser.add_argument("--only", choices=sorted(PAGES), action="append", help="pages to take; default: all")
     args = parser.parse_args()
     failed = False
-    with browser() as chrome:
-        for name in args.only or PAGES:
-            try:
-                page = PAGES[name](args)
+    for name in args.only or PAGES:
+        try:
+            page = PAGES[name](args)
+            with browser() as chrome:  # one for each page: there may be minutes between them
                 write_atomic(FOLDER / f"{name}.png", chrome.picture(page))
-                print(FOLDER / f"{name}.png")
-            except (OSError, ShardCoreError) as error:
-                failed = True
-                print(f"error: {name} is not taken: {error}", file=sys.stderr)
+            print(FOLDER / f"{name}.png", flush=True)
+        except (OSError, ShardCoreError) as error:
+            failed = True
+            print(f"error: {name} is not taken: {error}", file=sys.stderr)
     return int(failed)
 
 
@@ -87,17 +91,15 @@ def plan(args: argparse.Namespace) -> Page:
 
 
 def prefect(_: argparse.Namespace) -> Page:
-    """The last flow run of `refresh`, of the stack."""
+    """The last flow run of `refresh`, of the stack, once it has completed."""
     api, login = _setting("PREFECT_API_URL"), _setting("PREFECT_API_AUTH_STRING")
-    request = {"flows": {"name": {"any_": ["refresh"]}}, "sort": "START_TIME_DESC", "limit": 1}
-    runs = Api(api, login).post("/flow_runs/filter", request)
-    if not runs:
-        raise ShardCoreError(
-            "no run of the flow refresh; first: prefect deployment run refresh/local --watch"
-        )
-    address = f"{api.removesuffix('/api')}/runs/flow-run/{runs[0]['id']}"
+    _until(lambda: _last_run()["end_time"], RUN_S)
+    run = _last_run()
+    if run["state_type"] != "COMPLETED":
+        raise ShardCoreError(f"run {run['name']} is {run['state_name']}; it has to be Completed")
+    address = f"{api.removesuffix('/api')}/runs/flow-run/{run['id']}"
     stored = {"prefect-password": json.dumps(_base64(login))}
-    return Page(address, runs[0]["name"], {"Authorization": f"Basic {_base64(login)}"}, stored)
+    return Page(address, run["name"], {"Authorization": f"Basic {_base64(login)}"}, stored)
 
 
 def mlflow(_: argparse.Namespace) -> Page:
@@ -107,23 +109,51 @@ def mlflow(_: argparse.Namespace) -> Page:
         f"{os.environ.get('MLFLOW_TRACKING_USERNAME', '')}:{os.environ.get('MLFLOW_TRACKING_PASSWORD', '')}"
     )
     headers = {"Authorization": f"Basic {_base64(login)}"}
+    # Its chat panel opens on a first visit, over a third of the page. Models are not of its side "GenAI".
+    stored = {
+        "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": "true",
+        "mlflow.workflowType_v1": json.dumps("machine_learning"),
+    }
     models = json.loads(get(f"{home}/api/2.0/mlflow/registered-models/search", headers)).get(
         "registered_models", []
     )
     if not models:
-        raise ShardCoreError("no registered model; first: prefect deployment run refresh/local --watch")
-    return Page(f"{home}/#/models/{models[0]['name']}", "champion", headers)
+        raise ShardCoreError("no registered model; first: prefect deployment run refresh/local")
+    return Page(f"{home}/#/models/{models[0]['name']}", "champion", headers, stored)
 
 
 def ray(_: argparse.Namespace) -> Page:
     """Actors that measure, in Ray's dashboard, of the stack."""
     home = _setting("RAY_API_SERVER_ADDRESS")
     token = Path(_setting("RAY_AUTH_TOKEN_PATH")).read_text().strip()
-    return Page(f"{home}/#/actors", "DeviceWorker", {"Authorization": f"Bearer {token}"})
+    headers = {"Authorization": f"Bearer {token}"}
+    # The page itself shows actors as alive for minutes after they have ended.
+    alive = f"{home}/api/v0/actors?filter_keys=state&filter_predicates=%3D&filter_values=ALIVE"
+    _until(lambda: b"measure[compute]" in get(alive, headers) or _last_run()["end_time"], RUN_S)
+    if (run := _last_run())["end_time"]:
+        raise ShardCoreError(
+            f"run {run['name']} has ended, and its actors with it; first: prefect deployment run refresh/local"
+        )
+    return Page(f"{home}/#/actors", "ALIVE", headers, height=520)
 
 
-PAGES = {"plan": plan, "prefect": prefect, "mlflow": mlflow, "ray": ray}
-"""Function that describes the page of each picture, by name of the picture."""
+PAGES = {"ray": ray, "prefect": prefect, "mlflow": mlflow, "plan": plan}
+"""Function that describes the page of each picture, by name of the picture, in the order of a run."""
+
+
+def _last_run() -> dict[str, Any]:
+    """The latest flow run of `refresh` that is due, as Prefect's API has it."""
+    api, login = _setting("PREFECT_API_URL"), _setting("PREFECT_API_AUTH_STRING")
+    due = {"expected_start_time": {"before_": datetime.now(UTC).isoformat()}}
+    request = {
+        "flows": {"name": {"any_": ["refresh"]}},
+        "flow_runs": due,
+        "sort": "EXPECTED_START_TIME_DESC",
+        "limit": 1,
+    }
+    if runs := Api(api, login).post("/flow_runs/filter", request):
+        return runs[0]
+    raise ShardCoreError("no run of the flow refresh; first: prefect deployment run refresh/local")
 
 
 def _base64(text: str) -> str:
@@ -152,7 +182,7 @@ def browser() -> Iterator[Browser]:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             place = Path(folder, "DevToolsActivePort")  # Chromium writes it when it listens
-            if not (port := _until(lambda: place.exists() and place.read_text())):
+            if not (port := _until(lambda: place.exists() and place.read_text(), PATIENCE_S)):
                 raise SystemExit(f"error: {program} does not start within {PATIENCE_S:.0f} s")
             address = f"http://127.0.0.1:{port.split()[0]}/json"
             [target] = [t for t in json.loads(get(address)) if t["type"] == "page"]
@@ -191,7 +221,7 @@ class Browser:
         )
         self.call("Page.addScriptToEvaluateOnNewDocument", source=stored)
         self.call("Page.navigate", url=page.address)
-        if not _until(lambda: page.shows in self._text()):
+        if not _until(lambda: page.shows in self._text(), PATIENCE_S):
             raise ShardCoreError(f"{page.address} does not show {page.shows!r} within {PATIENCE_S:.0f} s")
         time.sleep(3)  # for what is drawn after the text
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
@@ -201,12 +231,15 @@ class Browser:
         return str(result["result"].get("value", ""))
 
 
-def _until(ready: Any) -> Any:
-    """The first true result within PATIENCE_S, or the last one."""
-    end = time.monotonic() + PATIENCE_S
-    while not (result := ready()) and time.monotonic() < end:
-        time.sleep(0.2)
-    return result
+def _until(ready: Callable[[], Any], patience_s: float) -> Any:
+    """The first true result within this time, or None. A service that does not answer is asked again."""
+    end = time.monotonic() + patience_s
+    while time.monotonic() < end:
+        with suppress(OSError):
+            if result := ready():
+                return result
+        time.sleep(0.5)
+    return None
 
 
 if __name__ == "__main__":

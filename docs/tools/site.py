@@ -31,6 +31,7 @@ SOURCES = {
     "examples/torchrec_dlrm.md": "examples/torchrec_dlrm/README.md",
     "examples/torchrec_dlrmv3.md": "examples/torchrec_dlrmv3/README.md",
     "datasets/cpu-amd-epyc.md": "datasets/cpu-amd-epyc/README.md",
+    "datasets/emulated-hosts.md": "bench/emulated-hosts/README.md",
 }
 """Files of the repository that are pages of the site, by their address there."""
 _ADDRESS = {source: page for page, source in SOURCES.items()}

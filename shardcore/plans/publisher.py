@@ -213,8 +213,9 @@ class Publisher:
         """
 
         def is_same_model(decision: Decision) -> bool:
-            keys = "model", "model_version"
-            return all(decision.provenance.get(key) == self.provenance[key] for key in keys)
+            # Another registry counts versions from 1 too, so its data tells.
+            keys = "model", "model_version", "data"
+            return all(decision.provenance.get(key) == self.provenance.get(key) for key in keys)
 
         # Same model as last time: nothing to roll back to.
         if previous is None or is_same_model(previous.decision):

@@ -53,10 +53,11 @@ def drawn() -> Problem:
     return Problem("published", tables, Topology((Device(8 << 20),) * 4), SETTING.batch)
 
 
-def publish(root, problem, model, version=1, config=CONFIG):
+def publish(root, problem, model, version=1, config=CONFIG, data="d1"):
     provenance = {
         "model": "shardcore-cost-law",
         "model_version": str(version),
+        "data": data,
         "setting": str(model.setting),
         "algorithm": config.algorithm,
         "seed": config.seed,
@@ -110,7 +111,7 @@ def put(root, problem, plan, version=1):
             added,
             files.problem_digest(problem),
             parent=last and last.id,
-            provenance={"model": "shardcore-cost-law", "model_version": str(version)},
+            provenance={"model": "shardcore-cost-law", "model_version": str(version), "data": "d1"},
         ),
     )
 
@@ -322,6 +323,9 @@ def test_setting_the_champion_back_restores_its_plan(problem, model, tmp_path, f
     assert (
         store.load_plan(tmp_path, "published")[0] == store.load_plan(tmp_path, "published", first.current)[0]
     )
+    put(tmp_path, problem, worse(problem), 2)
+    elsewhere = publish(tmp_path, problem, model, 1, data="d2")  # version 1 of another registry
+    assert elsewhere.decision.outcome != "restored"
     livelier = replace(problem, tables=tuple(replace(t, pooling=2 * t.pooling) for t in problem.tables))
     assert publish(tmp_path, livelier, model, 2).decision.outcome != "restored"  # another problem than then
     third = publish(tmp_path, livelier, slow(model), 3).decision

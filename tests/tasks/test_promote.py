@@ -16,7 +16,7 @@ from shardcore.io import dataset, model_files, replays
 from shardcore.measure.replay import ReplayConfig
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search import SHARDERS
-from tasks import publish_claim, registry
+from tasks import model_history, publish_claim, registry
 from tasks.promote import PromoteConfig, promote_model, score
 
 
@@ -157,6 +157,20 @@ def test_the_same_model_is_one_version_and_scores_are_on_record(store, trained):
         "champion": "1",
     }
     assert publish_claim.read(client, name).publishing is None  # nobody said that they would publish
+
+
+def test_the_gate_leaves_alone_what_a_person_went_back_from(store, model):
+    measure(store / "measured", *measured_as_by(model, model))
+    client = registry.connect()
+    name = promote(store, scaled(model, 1.5)).model
+    for champion in (promote(store, model).champion, "1"):
+        client.set_registered_model_alias(name, registry.CHAMPION, champion)
+        model_history.note_champion(client, registry.find(client, name, registry.CHAMPION))
+    stays = promote(store, model)
+    assert stays.champion == "1" and "a person went back to it from version 2" in stays.reason
+    assert promote(store, scaled(model, 1.01)).champion == "3"  # a new one is judged
+    client.set_registered_model_alias(name, registry.CHAMPION, "1")
+    assert promote(store, model, approve=True).champion == "2"
 
 
 def test_the_champion_is_scored_on_the_data_of_now(store, model):
