@@ -62,6 +62,17 @@ def test_the_rows_of_a_long_sequence_are_divided_however_much_memory_there_is(me
     assert price(lower(plan, problem), gpu(problem)).total_ms < 10.5
 
 
+def test_a_long_sequence_is_divided_however_short_the_time_is():
+    history = Table("history", 1_000_000, 128, 1000.0, sequence=True)
+    tables = (history, *(Table(f"t{i}", 10_000, 64, 10.0) for i in range(8)))
+    problem = Problem("long", tables, on_hosts("a" * 8, 8 * GIB), 2048)
+    short, long = (
+        portfolio(problem, gpu(problem), budget=b) for b in (Budget(seconds=1e-3), Budget(evals=20_000))
+    )
+    assert {p.kind for p in short.placements if p.shard.table == history} == {"row"}
+    assert cost(short) < 3 * cost(long)
+
+
 def test_a_larger_budget_never_ends_dearer():
     problem = mixed(1)
     budgets = (1, 700, 2_000, 5_000, 13_000)

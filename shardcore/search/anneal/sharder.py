@@ -35,6 +35,7 @@ from shardcore.search.anneal import compiled
 from shardcore.search.anneal.compiled import State
 from shardcore.search.anneal.compiled.pointers import packed
 from shardcore.search.anneal.reshard import Reshard
+from shardcore.search.anneal.search_space import LARGE
 from shardcore.search.anneal.starts import Start, Starts
 from shardcore.search.budget import Meter
 from shardcore.search.state.feasible import feasible_shards, fitting
@@ -140,13 +141,18 @@ class Search:
         self._note([self.starts.of_plan(list(placements), space)])
 
     def _make(self, space: str) -> None:
-        """Make the starts of a space. In the whole space, those by columns come first.
+        """Make the starts of a space. In the whole space, those by columns come first, but for sequences.
 
         Raises Infeasible if there are none.
         """
         # A problem without a plan is refused before all else.
         self.meter.report("finding shards that fit")
         shards, whole_space = feasible_shards(self.problem), space == "all"
+        # By columns alone, sequences may take fifty times as long. So a short budget also has another plan.
+        sequences = any(table.sequence for table in self.problem.tables)
+        first = whole_space and sequences and len(shards) * len(self.problem.topology) <= LARGE
+        if first and (start := self.starts.by_kinds(shards)):
+            self._note([start])
         # Data-parallel tables may still fit where columns do not: outputs can take more than rows.
         before_s = self.meter.seconds()
         with suppress(Infeasible) if whole_space else nullcontext():
@@ -154,7 +160,7 @@ class Search:
         took_s = self.meter.seconds() - before_s
         # Very many tables take long to encode. Then a plan in time is worth more than one of the whole space.
         if whole_space and (self.best is None or self.meter.has_time(took_s)):
-            self._note(self.starts.shared(shards, fits=self.best is not None))
+            self._note(self.starts.shared(shards, fits=self.best is not None, kinds=not first))
         if self.best is None:
             fitting(self.problem)
         # Improving a hopeless start would waste its share of the budget.

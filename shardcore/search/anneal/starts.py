@@ -145,10 +145,11 @@ class Starts:
 
     # --- starts with shared tables ---
 
-    def shared(self, shards: Sequence[Shard], fits: bool) -> Iterator[Start]:
+    def shared(self, shards: Sequence[Shard], fits: bool, kinds: bool) -> Iterator[Start]:
         """Greedy plans of the whole space, with tables shared by groups of devices.
 
         fits: whether some plan by columns fits.
+        kinds: whether `by_kinds` is among them.
         """
         space = self._space(shards, "all")
         layouts = space.layouts if space.fixed.may_share.any() else ()
@@ -159,14 +160,17 @@ class Starts:
                 if start:
                     fits = True
                     yield start
-        if layouts and (start := self._by_kinds(space)):
+        if kinds and (start := self.by_kinds(shards)):
             yield start
 
-    def _by_kinds(self, space: SearchSpace) -> Start | None:
+    def by_kinds(self, shards: Sequence[Shard]) -> Start | None:
         """The cheapest start with all tables, pooled or not, on several devices. None if none fits.
 
         The smallest tables are copied, the others have their rows divided: more and more of the former.
         """
+        space = self._space(shards, "all")
+        if not space.fixed.may_share.any():
+            return None
         may_share, layouts, cuts = space.fixed.may_share, space.layouts, []
         # [S] the layout that copies a strip to all devices.
         copied = _first(may_share, [y for y, layout in enumerate(layouts) if layout.local_batch])
