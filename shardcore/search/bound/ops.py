@@ -163,8 +163,6 @@ class BoundShards:
                 i for i, c in zip(rows, channels, strict=True) if c.group != WORLD and not c.scope.across
             ]
             groups = groups_of(CHANNELS[within[0]].group if within else WORLD, topology)
-            # The slowest group may have all bytes. Its devices count least in the mean.
-            share = self.speed[groups].sum(1).min() * len(groups) / self.speed.sum()
             # [T] bytes of each device if all of a table is of the kind. One of several groups may have all tables.
             of_table, own = np.zeros(len(self.size)), self.kind == k
             of_table[self.table[own]] = (all_bytes / self.part)[own] / n
@@ -174,11 +172,32 @@ class BoundShards:
                 traffic[0, rows] = point * (entering / entering[0])[:, None]
                 traffic[1, within] = traffic[0, within]
                 of_all, of_groups = (self.model.comm(x, np.zeros(n), topology) for x in traffic)
-                ms.append(of_all.total_ms.max() - of_groups.backward_ms.max() * np.array([1 - share, 1.0]))
-            least[:, k], slope[:, k] = _line(points, *ms)
-            # At least one group is used. Devices of other groups may not wait at all.
-            least[:, k] = np.where(least[:, k] > 0, least[:, k] / len(groups), least[:, k])
+                within_ms = of_groups.forward_ms.max(), of_groups.backward_ms.max()
+                ms.append(np.array([of_all.total_ms.max(), *within_ms]))
+            least[:, k], slope[:, k] = self._apart(groups, *_line(points, *ms))
         return least, slope / n
+
+    def _apart(
+        self, groups: np.ndarray, once: np.ndarray, slope: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """[2] ms at least and [2] ms per byte: in the mean by speed, for every device; however groups divide the bytes.
+
+        once, slope: [3] of even bytes: all ms, those forward within groups, and backward.
+        Forward all wait for the group with most bytes, backward each for itself. So slow groups may have more.
+        """
+        n, (_, forward, backward) = len(groups), slope
+        # [2, G] of each group, the smallest first. A single device may be of the group that has nothing.
+        weight = np.stack([np.sort(self.speed[groups].sum(1)) / self.speed.sum(), np.arange(n) == n - 1])
+        # The least is where the first groups have equally many bytes, and the others none.
+        number = np.arange(1, n + 1)
+        apart = ((forward + backward * weight.cumsum(1)) * n / number).min(1)
+        sure = once[0] - once[2] * (1 - weight[:, 0])
+        # At least one group is used. Devices of other groups may not wait at all.
+        sure = np.minimum(sure, once[0] / n)
+        if self.problem.job.tower_ratio is not None:
+            # Several kinds exchange within groups, and differ in which has most.
+            apart, sure = forward + n * backward * weight[:, 0], (once[0] - once[2] * (1 - weight[:, 0])) / n
+        return np.where(once[0] > 0, sure, once[0]), slope[0] - np.maximum(0.0, forward + backward - apart)
 
     def _ids(self, all_bytes: np.ndarray) -> tuple[dict[Channel | None, float], np.ndarray]:
         """ms of each channel of ids at least, and [K] ms per byte, if all devices receive equally many.
