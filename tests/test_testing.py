@@ -81,7 +81,9 @@ def test_a_broken_model_is_noticed():
 class Convex(ProfileModel):
     """A model that says of its concave exchanges that they are convex."""
 
-    has_concave_exchanges = False
+    @property
+    def has_concave_exchanges(self):
+        return False
 
 
 def test_exchanges_that_are_not_as_declared_are_noticed():
