@@ -3,9 +3,9 @@
 A step takes max over devices of (compute + backward exchange), plus the longest exchanges forward and of ids.
 Each way to cut a table adds work to devices and bytes to exchanges. Each shard needs all ids of its rows.
 Both add up over tables. So no plan is cheaper than the least work of all tables divided by the devices'
-speeds, with exchanges of evenly divided bytes. These count by a line that is nowhere above the law: a tangent of a
-convex one, a chord of a concave one. Groups within units count by their worst division. The cheapest way to cut a table is a shortest path over
-widths.
+speeds, with exchanges of evenly divided bytes. These count by a line that is nowhere above the law: a tangent
+of a convex one, a chord of a concave one. Groups within units count by their worst division. The cheapest way
+to cut a table is a shortest path over widths.
 
 Nor is a plan cheaper than its most expensive shard. So the bound is the least time T in which the work fits
 when no shard takes longer than T.
