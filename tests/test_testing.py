@@ -7,6 +7,8 @@ from laws import by_hand
 
 from shardcore import SHARDERS, Constraints, ShardCoreError
 from shardcore.core.links import links_of
+from shardcore.cost.profile import load_profile
+from shardcore.cost.profile_model import ProfileModel
 from shardcore.search.decisions.groups import Groups
 from shardcore.search.decisions.memory_tiers import MemoryTiers
 from shardcore.search.decisions.row_units import RowUnits
@@ -74,6 +76,24 @@ def test_a_broken_model_is_noticed():
 
     with pytest.raises(AssertionError):
         Suite().test_heads_of_many_ops_and_of_one_agree_compiled_too()
+
+
+class Convex(ProfileModel):
+    """A model that says of its concave exchanges that they are convex."""
+
+    @property
+    def has_concave_exchanges(self):
+        return False
+
+
+def test_exchanges_that_are_not_as_declared_are_noticed():
+    class Suite(CostModelConformance):
+        def model(self):
+            honest = load_profile("cpu").model()
+            return Convex(honest.profile, honest.setting)
+
+    with pytest.raises(AssertionError, match="all_to_all"):
+        Suite().test_exchanges_are_as_the_model_for_bounds_says()
 
 
 def test_a_sharder_that_ignores_pins_is_noticed():

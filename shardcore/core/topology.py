@@ -258,6 +258,11 @@ class Topology:
         return len({len(devices) for devices in self.on_hosts}) == 1
 
     @property
+    def equal_units(self) -> bool:
+        """True if all hosts, and all pods, have the same number of devices: swapping units changes nothing."""
+        return all(len({len(devices) for devices in self.on_units(level)}) == 1 for level in LEVELS)
+
+    @property
     def on_cpu(self) -> bool:
         """True if its devices are CPUs. Hardware that is not named counts as a GPU."""
         return (self.hardware or "").startswith("cpu")

@@ -154,10 +154,15 @@ class AnalyticModel:
     def even_is_least(self, topology: Topology) -> bool:
         """The transfer is convex in the bytes, and the same for all devices.
 
-        With hosts of equal size, swapping devices does not change it. See model.BoundableCostModel.
+        With hosts and pods of equal size, swapping devices does not change it. See model.BoundableCostModel.
         """
-        # A device's bytes do not matter alone: the busiest decides for all, so hosts only have to be equal.
-        return topology.equal_hosts
+        # A device's bytes do not matter alone: the busiest decides for all, so units only have to be equal.
+        return topology.equal_units
+
+    @property
+    def has_concave_exchanges(self) -> bool:
+        """Linear (see model.BoundableCostModel)."""
+        return False
 
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         """Transfer and waiting, [..., D] ms."""

@@ -258,6 +258,10 @@ class Composite:
     def even_is_least(self, topology: Topology) -> bool:
         return self.models[0].even_is_least(topology)
 
+    @property
+    def has_concave_exchanges(self) -> bool:
+        return self.models[0].has_concave_exchanges
+
 
 def _total(parts: Iterable[np.ndarray]) -> np.ndarray:
     return reduce(np.add, parts)

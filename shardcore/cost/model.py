@@ -194,6 +194,11 @@ class BoundableCostModel(CostModel, Protocol):
         """
         ...
 
+    @property
+    def has_concave_exchanges(self) -> bool:
+        """True if the ms of evenly divided bytes are concave in these, False if convex. Either where linear."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class QuantileCostModel:

@@ -188,6 +188,11 @@ class NeuralModel:
         """See model.BoundableCostModel."""
         return collective_model.even_is_least(self.weights, topology, self.setting.backward_payload)
 
+    @property
+    def has_concave_exchanges(self) -> bool:
+        """Convex (see model.BoundableCostModel)."""
+        return False
+
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         """Costs [..., D] of the collectives, for any number of devices. See step_comm.
 

@@ -180,8 +180,16 @@ class ProfileModel:
         return True
 
     def even_is_least(self, topology: Topology) -> bool:
-        """True where hosts are equal: the law is convex (see model.BoundableCostModel)."""
-        return topology.equal_hosts
+        """True where units are equal: the ramp grows with the busiest, and the rest is convex.
+
+        See model.BoundableCostModel.
+        """
+        return topology.equal_units
+
+    @property
+    def has_concave_exchanges(self) -> bool:
+        """Concave: protocols ramp up (see model.BoundableCostModel)."""
+        return True
 
     # --- collectives ----------------------------------------------------------------------------------------
 

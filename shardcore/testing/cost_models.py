@@ -9,7 +9,9 @@ import numpy as np
 from shardcore.core.types import Plan, Problem, Shard
 from shardcore.cost.model import BoundableCostModel, CommCost, CostModel, fetched_ms, price
 from shardcore.search import SHARDERS
+from shardcore.step.kinds import CHANNELS, Channel
 from shardcore.step.lower import lower
+from shardcore.step.scopes import WORLD
 from shardcore.testing.problems import with_slack
 
 
@@ -98,3 +100,30 @@ class CostModelConformance:
         assert (bounding.launch_ms + sums @ rates <= bounding.head(sums) * slack).all()
         fused = bounding.head(codes.sum(0, keepdims=True))[0] - bounding.launch_ms
         assert fused * slack >= (bounding.head(codes) - bounding.launch_ms).sum()
+
+    def test_exchanges_are_as_the_model_for_bounds_says(self) -> None:
+        """Bounds price even exchanges by a line that is nowhere above them."""
+        model, _ = self._encoded()
+        topology, bounding = self.problem().topology, model.lower
+        if bounding is None or not bounding.even_is_least(topology):
+            return
+        n, rng, slack = len(topology), np.random.default_rng(0), 1 + 100 * self.tolerance
+        speed = np.array([device.speed for device in topology.devices])
+
+        def ends(each: np.ndarray, channel: Channel) -> np.ndarray:
+            """[2, P] ms of the last device forward, and of the devices' mean backward. each: [P, D] bytes."""
+            traffic = np.array([each * (c == channel) for c in CHANNELS])
+            comm = bounding.comm(traffic, np.zeros(each.shape), topology)
+            forward = (comm.forward_ms + comm.input_ms).max(-1)
+            return np.array([forward, comm.backward_ms @ speed / speed.sum()])
+
+        for channel in (c for c in CHANNELS if c.group == WORLD):
+            for n_bytes in 10.0 ** np.arange(2, 10):
+                few, middle, many = ends(n_bytes * np.outer([0.1, 0.55, 1.0], np.ones(n)), channel).sum(0)
+                chord = (few + many) / 2
+                low, high = (chord, middle) if bounding.has_concave_exchanges else (middle, chord)
+                assert low <= high * slack, (channel, n_bytes)
+                # Replicas are alike on all devices.
+                drawn = n_bytes * n * rng.dirichlet(np.ones(n), 8 * (not channel.row.dense))
+                even = ends(np.full((1, n), n_bytes), channel)
+                assert (even <= ends(drawn, channel) * slack).all(), (channel, n_bytes)

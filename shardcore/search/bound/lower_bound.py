@@ -3,8 +3,9 @@
 A step takes max over devices of (compute + backward exchange), plus the longest exchanges forward and of ids.
 Each way to cut a table adds work to devices and bytes to exchanges. Each shard needs all ids of its rows.
 Both add up over tables. So no plan is cheaper than the least work of all tables divided by the devices'
-speeds, with exchanges of evenly divided bytes. The cheapest way to cut a table is a shortest path over
-widths.
+speeds, with exchanges of evenly divided bytes. These count by a line that is nowhere above the law: a tangent
+of a convex one, a chord of a concave one. Groups within units count by their worst division. The cheapest way
+to cut a table is a shortest path over widths.
 
 Nor is a plan cheaper than its most expensive shard. So the bound is the least time T in which the work fits
 when no shard takes longer than T.
@@ -132,8 +133,8 @@ def _at_mean_load(shards: BoundShards, ops: Ops, usable: np.ndarray) -> float:
         return np.inf
     # The device of the mean load may be the slowest, which then has the least load of all.
     slowdown = curve.least(least * shards.speed.min() / total_speed)
-    least, _ = shards.cheapest(slowdown * load / total_speed + shards.exchange_ms, kinds)
-    return ops.model.launch_ms / shards.speed.max() + least + shards.latencies_ms(kinds)
+    least, _ = shards.cheapest(slowdown * load / total_speed + shards.wait_ms, kinds)
+    return ops.model.launch_ms / shards.speed.max() + least + shards.latencies_ms(kinds, every=True)
 
 
 def _estimated(shards: BoundShards) -> Price:
@@ -178,7 +179,7 @@ def _by_mix(shards: BoundShards, price: Price, equal_waits: bool) -> dict[tuple[
     mixes: list[tuple[float, str, list[int], float]] = []
     for mix in shards.mixes:
         # Any plan of the mix waits at least as long as the cuts with the cheapest exchanges do.
-        waits_ms = shards.cheapest(shards.exchange_ms, mix)[0] + shards.latencies_ms(mix)
+        waits_ms = shards.cheapest(shards.wait_ms, mix)[0] + shards.latencies_ms(mix, every=True)
         exchange_ms = max(0.0, waits_ms) if equal_waits else 0.0
         evenly_ms = price(mix, shards.within(np.full(len(shards.kind), True)))
         # Both are bounds, so the higher one counts.

@@ -25,12 +25,12 @@ from shardcore.cost.model import BoundableCostModel, CostModel
 from shardcore.step.id_bytes import received_bytes
 from shardcore.step.kinds import CHANNELS, ID_CHANNELS, LAYOUTS, WHOLE_ROWS, Channel, Layout, even_share
 from shardcore.step.output_bytes import output_bytes
+from shardcore.step.scopes import WORLD, groups_of
 
 MOST_SHARDS = 150_000
 """With more possible shards, only widths of powers of two are considered."""
-_EVEN_BYTES, _STEP, _ROUNDING = 2.0**24, 2.0**-20, 1e-9
-_MORE_BYTES = _EVEN_BYTES * (1 + _STEP)
-"""Bytes of each device at which exchanges are priced: two near points, whose line is a tangent (`_tangent`)."""
+_EVEN_BYTES, _LEAST_BYTES, _STEP, _ROUNDING = 2.0**24, 2.0**-10, 2.0**-20, 1e-9
+"""Bytes of each device at which exchanges are priced, and how near two such points are (`_points`)."""
 _INTERVALS = 80
 """Intervals of load, at most."""
 _FROM, _TO = 0.02, 3.0
@@ -58,13 +58,15 @@ class BoundShards:
     copies: [N] number of devices that have one.
     alone_ms: [N] cost of the shard alone at speed 1.
     fastest: [N] the highest speed it may find. For a group, the speed of its slowest device.
-    exchange_ms: [N] time that it adds to even exchanges, forward + backward.
+    exchange_ms: [N] time that it adds to even exchanges, forward + backward, in the mean of devices by speed.
+    wait_ms: [N] the same for every device: without what other groups may wait for by themselves, backward.
     part: [N] its fraction of the table. A kind's groups share a table as one.
     large: [N] True if it is at least an even share of the table. Every plan has such a shard.
     at: for each kind [T, U + 1], the shard of a number of units of a table; -1 for none.
     size: [T, K] units of the whole table.
     whole: [T] the uncut shards.
-    latency_ms: [K] ms of a kind's collectives of outputs and gradients, whatever they carry.
+    latency_ms: [2, K] ms of a kind's collectives of outputs and gradients, whatever they carry: in that mean, and
+      for every device.
     ids_ms: ms of each channel of ids, whatever it carries. Empty where ids are not counted.
     mixes: sets of kinds that plans may use.
     """
@@ -122,12 +124,15 @@ class BoundShards:
             first[k](float(s.bytes), output_bytes(s, problem.global_batch), problem)
             for s, k in zip(shards, self.kind, strict=True)
         ]
-        self.latency_ms, per_byte = self._exchanges()
-        self.exchange_ms = self.copies * np.array(n_bytes, dtype=float) * per_byte[self.kind]
-        self.ids_ms, per_id_byte = self._ids() if ids else ({}, np.zeros(len(self.kinds)))
-        if per_id_byte.any():
-            id_bytes = np.array([received_bytes(s, problem) for s in shards], dtype=float)
-            self.exchange_ms += self.copies * id_bytes * per_id_byte[self.kind]
+        all_bytes = self.copies * np.array(n_bytes, dtype=float)
+        self.latency_ms, per_byte = self._exchanges(all_bytes)
+        self.exchange_ms, self.wait_ms = all_bytes * per_byte[:, self.kind]
+        self.ids_ms: dict[Channel | None, float] = {}
+        if ids:
+            id_bytes = self.copies * np.array([received_bytes(s, problem) for s in shards], dtype=float)
+            self.ids_ms, per_id_byte = self._ids(id_bytes)
+            self.exchange_ms += id_bytes * per_id_byte[self.kind]
+            self.wait_ms += id_bytes * per_id_byte[self.kind]
         # Plans differ in which kinds they use at all: each costs its launches and latencies.
         kinds = [k for k in range(len(self.kinds)) if (self.at[k] >= 0).any()]
         self.mixes = [list(mix) for n in range(1, len(kinds) + 1) for mix in combinations(kinds, n)]
@@ -138,48 +143,100 @@ class BoundShards:
             return list(range(1, columns + 1))
         return sorted({columns, *(2**k for k in range(columns.bit_length()) if 2**k < columns)})
 
-    def _exchanges(self) -> tuple[np.ndarray, np.ndarray]:
-        """[K] ms of a kind's channels at least, and [K] ms per byte in the first of them.
+    def _exchanges(self, all_bytes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[2, K] ms of a kind's channels at least, and [2, K] ms per byte in the first of them.
 
+        Each for the mean of devices by speed, and for every device.
+        all_bytes: [N] such bytes of a shard, of all devices.
         The first holds if any group of the kind is used.
         The second includes the bytes in other channels, with all devices having equally many.
         """
-        n = len(self.speed)
-        if n == 1:  # nothing is exchanged
-            return np.zeros(1), np.zeros(1)
-        ms = np.zeros((2, len(self.kinds)))
-        for k, layout in enumerate(self.kinds):
+        n, topology = len(self.speed), self.problem.topology
+        least, slope = np.zeros((2, 2, len(self.kinds)))
+        for k, layout in enumerate(self.kinds if n > 1 else ()):  # one device exchanges nothing
             # Bytes of all channels are proportional to those of the first.
-            channels = layout.channels_in(self.problem.job, self.problem.topology)
+            channels = layout.channels_in(self.problem.job, topology)
             entering = np.array([bytes_of(1.0, 1.0, self.problem) for bytes_of in channels.values()])
             rows = [CHANNELS.index(c) for c in channels]
-            # Two points close to each other give the tangent.
-            for point, each in enumerate((_EVEN_BYTES, _MORE_BYTES)):
-                traffic = np.zeros((len(CHANNELS), n))
-                traffic[rows] = each * (entering / entering[0])[:, None]
-                comm = self.model.comm(traffic, np.zeros(n), self.problem.topology)
-                ms[point, k] = comm.total_ms.max()
-        least, slope = _tangent(*ms)
-        # At least one group is used. Devices of other groups may not wait at all.
-        used = np.where((np.arange(len(self.kinds)) > 0) & (least > 0), 1 / self.n_groups, 1.0)
-        return used * least, slope / n
+            # Groups within units exchange by themselves: backward, devices of others do not wait for them.
+            within = [
+                i for i, c in zip(rows, channels, strict=True) if c.group != WORLD and not c.scope.across
+            ]
+            groups = groups_of(CHANNELS[within[0]].group if within else WORLD, topology)
+            # [T] bytes of each device if all of a table is of the kind. One of several groups may have all tables.
+            of_table, own = np.zeros(len(self.size)), self.kind == k
+            of_table[self.table[own]] = (all_bytes / self.part)[own] / n
+            points, ms = self._points(of_table[of_table > 0], float(of_table.sum()) * len(groups)), []
+            for point in points:
+                traffic = np.zeros((2, len(CHANNELS), n))
+                traffic[0, rows] = point * (entering / entering[0])[:, None]
+                traffic[1, within] = traffic[0, within]
+                of_all, of_groups = (self.model.comm(x, np.zeros(n), topology) for x in traffic)
+                within_ms = of_groups.forward_ms.max(), of_groups.backward_ms.max()
+                ms.append(np.array([of_all.total_ms.max(), *within_ms]))
+            least[:, k], slope[:, k] = self._apart(groups, *_line(points, *ms))
+        return least, slope / n
 
-    def _ids(self) -> tuple[dict[Channel | None, float], np.ndarray]:
-        """ms of each channel of ids at least, and [K] ms per byte, if all devices receive equally many."""
+    def _apart(
+        self, groups: np.ndarray, once: np.ndarray, slope: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """[2] ms at least and [2] ms per byte: in the mean by speed, for every device; however groups divide the bytes.
+
+        once, slope: [3] of even bytes: all ms, those forward within groups, and backward.
+        Forward all wait for the group with most bytes, backward each for itself. So slow groups may have more.
+        """
+        n, (_, forward, backward) = len(groups), slope
+        # [2, G] of each group, the smallest first. A single device may be of the group that has nothing.
+        weight = np.stack([np.sort(self.speed[groups].sum(1)) / self.speed.sum(), np.arange(n) == n - 1])
+        # The least is where the first groups have equally many bytes, and the others none.
+        number = np.arange(1, n + 1)
+        apart = ((forward + backward * weight.cumsum(1)) * n / number).min(1)
+        sure = once[0] - once[2] * (1 - weight[:, 0])
+        # At least one group is used. Devices of other groups may not wait at all.
+        sure = np.minimum(sure, once[0] / n)
+        if self.problem.job.tower_ratio is not None:
+            # Several kinds exchange within groups, and differ in which has most.
+            apart, sure = forward + n * backward * weight[:, 0], (once[0] - once[2] * (1 - weight[:, 0])) / n
+        return np.where(once[0] > 0, sure, once[0]), slope[0] - np.maximum(0.0, forward + backward - apart)
+
+    def _ids(self, all_bytes: np.ndarray) -> tuple[dict[Channel | None, float], np.ndarray]:
+        """ms of each channel of ids at least, and [K] ms per byte, if all devices receive equally many.
+
+        all_bytes: [N] such bytes of a shard, of all devices.
+        """
         n, per_byte = len(self.speed), np.zeros(len(self.kinds))
         least: dict[Channel | None, float] = {}
+        # No device receives more than all ids of all tables.
+        most = float(sum(received_bytes(Shard.whole(t), self.problem) for t in self.problem.tables))
         for channel in ID_CHANNELS if n > 1 else ():
+            of_channel = np.array([layout.ids == channel for layout in self.kinds])
+            points = self._points(all_bytes[of_channel[self.kind]] / n, most)
             traffic = np.zeros((2, len(CHANNELS), n))
-            traffic[:, CHANNELS.index(channel)] = [[_EVEN_BYTES], [_MORE_BYTES]]
+            traffic[:, CHANNELS.index(channel)] = np.array(points)[:, None]
             comms = [self.model.comm(x, np.zeros(n), self.problem.topology) for x in traffic]
-            least[channel], slope = _tangent(*(float(comm.input_ms.max()) for comm in comms))
-            per_byte[[layout.ids == channel for layout in self.kinds]] = slope / n
+            least[channel], slope = _line(points, *(float(comm.input_ms.max()) for comm in comms))
+            per_byte[of_channel] = slope / n
         return least, per_byte
 
-    def latencies_ms(self, mix: list[int]) -> float:
-        """ms of the collectives of plans with these kinds, whatever they carry."""
+    def _points(self, each: np.ndarray, most: float) -> tuple[float, float]:
+        """Bytes of each device between which the line through the law of exchanges is not above it.
+
+        each: those of the shards or tables of which some are exchanged. most: of all plans.
+        A convex law is above all its tangents. A concave one is above the chord of all that plans may have.
+        """
+        lower = self.model.lower
+        if lower is None or not lower.has_concave_exchanges or not len(each):
+            return _EVEN_BYTES, _EVEN_BYTES * (1 + _STEP)
+        least = max(float(each.min()), _LEAST_BYTES)
+        return least, max(most, least * (1 + _STEP))
+
+    def latencies_ms(self, mix: list[int], every: bool = False) -> float:
+        """ms of the collectives of plans with these kinds, whatever they carry.
+
+        every: True for those that every device waits for. False: in the mean of devices by speed.
+        """
         channels = {self.kinds[k].ids for k in mix}
-        return float(self.latency_ms[mix].sum() + sum(self.ids_ms.get(c, 0.0) for c in channels))
+        return float(self.latency_ms[int(every), mix].sum() + sum(self.ids_ms.get(c, 0.0) for c in channels))
 
     def cheapest(self, price: np.ndarray, kinds: list[int]) -> tuple[float, np.ndarray | None]:
         """The least total price of shards of these kinds that make up all tables.
@@ -236,13 +293,10 @@ def _least_share(layout: Layout, table: Table, n: int, whole: bool) -> Shard | N
     return Shard(table, (n - 1) * each, table.rows, 0, table.dim) if each else None
 
 
-def _tangent(once: Any, more: Any) -> tuple[Any, Any]:
-    """Value at 0 and slope per byte, from ms at _EVEN_BYTES and _MORE_BYTES. Numbers or arrays.
-
-    The law of exchanges is convex, so a tangent is never above it. It is lowered a trace, for rounding.
-    """
-    slope = (more - once) / (_EVEN_BYTES * _STEP)
-    return once * (1 - _ROUNDING) - slope * _EVEN_BYTES, slope
+def _line(points: tuple[float, float], once: Any, more: Any) -> tuple[Any, Any]:
+    """Value at 0 and slope per byte, from ms at two points, lowered a trace, for rounding. Numbers or arrays."""
+    slope = (more - once) / (points[1] - points[0])
+    return once * (1 - _ROUNDING) - slope * points[0], slope
 
 
 def _compositions(

@@ -210,14 +210,14 @@ class Mix:
     ):
         shards = packing.shards
         self.shards, self.mix, self.high = shards, mix, high
-        exchange = shards.exchange_ms * packing.equal_waits  # [N]
+        exchange, wait = shards.exchange_ms * packing.equal_waits, shards.wait_ms * packing.equal_waits  # [N]
         # All others take longer than `high` even on the fastest device.
         usable = usable & (shards.alone_ms <= high * shards.speed.max())
-        least = shards.least_of_each(np.where(usable, exchange, np.inf), mix)  # [T]
+        least = shards.least_of_each(np.where(usable, wait, np.inf), mix)  # [T]
         self.possible = bool(np.isfinite(least).all())
         least = np.where(np.isfinite(least), least, 0.0)
         self.extra_ms = exchange - shards.part * least[shards.table]
-        self.fixed_ms = float(least.sum() + shards.latencies_ms(mix)) * packing.equal_waits
+        self.fixed_ms = float(least.sum() + shards.latencies_ms(mix, every=True)) * packing.equal_waits
         speeds, self.count = np.unique(shards.speed, return_counts=True)
         # Each step is one of the fastest device's compute. Slower devices have fewer, rounded up.
         self.fastest = float(speeds[-1])

@@ -21,6 +21,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.collective_model import EXCHANGE_TERMS, FAR
 from shardcore.cost.model import QuantileCostModel, price
 from shardcore.cost.neural import NeuralModel
+from shardcore.cost.profile import load_profile, profile_names
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.bound import lower_bound, ops, packing
 from shardcore.step.kinds import LAYOUTS
@@ -135,6 +136,56 @@ def test_no_plan_of_drawn_problems_of_other_shapes_is_cheaper(shape):
     assert len(ratios) >= 3 and max(ratios) <= 1 and np.mean(ratios) > 0.8, ratios
 
 
+@pytest.mark.parametrize(
+    "hosts, scale, links",
+    [
+        ("aabb", 100, ()),
+        ("aabb", 1, links_of(within_host=8.0, between_hosts=0.5)),
+        *(
+            pytest.param(hosts, scale, (), marks=pytest.mark.long)
+            for hosts, scale in (("abc", 1000), ("ab", 1), ("aa", 100), ("aabb", 10))
+        ),
+    ],
+)
+def test_no_plan_is_cheaper_under_any_hardware_profile(hosts, scale, links):
+    """Exchanges of profiles ramp up: the law is concave, and plans of few bytes pay little of it."""
+    tables = draw_tables(np.random.default_rng(scale), 2, dims=(4, 8))
+    problem = Problem("p", tables, on_hosts(hosts, 1 << 40, links=links), BATCH * scale)
+    models = [load_profile(name).model().for_problem(problem) for name in profile_names()]
+    least_ms = np.min([models[0].steps_ms(w, models) for w in every_workload(problem, False)], axis=0)
+    ratios = [lower_bound.bound(problem, m).proved_ms for m in models] / least_ms
+    assert max(ratios) <= 1 and np.mean(ratios) > 0.8, ratios
+
+
+def test_no_device_waits_for_rows_of_another_host_backward():
+    """Rows of a hot table on one host, and of wide ones on three: backward the first does not wait for these.
+
+    All-to-alls among all devices take long here, so that other kinds are no way out.
+    """
+    where = on_hosts("".join(h * 8 for h in "abcd"), 1 << 40)
+    hot, *wide = (
+        Table("hot", 40_000, 4, 1000.0, Zipf(0.0)),
+        *(Table(f"wide{i}", 400, 192, 0.01) for i in range(3)),
+    )
+    problem = Problem("rows", (hot, *wide), where, 2304)
+    given = load_profile("nvidia-h100-sxm")
+    slow = {"all_to_all_round_us": 50.0, "forward_lookup_ns": 4.0}
+    slow |= dict.fromkeys(("bucketize_gbps", "order_gbps"), 1e5)
+    slow |= dict.fromkeys((n for n in given.values if n.endswith("ramp_us")), 1e-6)
+    slow |= dict.fromkeys((n for n in given.values if n.endswith("latency_us")), 1e-3)
+    slow |= {f"all_to_all_{level}_gbps": 1000.0 for level in ("within_host", "between_hosts")}
+    slow |= {f"{ring}_within_host_gbps": 1.0 for ring in ("reduce_scatter", "all_gather")}
+    model = given.valued({**given.values, **slow}).model().for_problem(problem)
+    plan = Plan(
+        tuple(
+            host_row(t, group)
+            for t, group in zip(problem.tables, LAYOUTS["host_row"].groups(where), strict=True)
+        )
+    )
+    proved_ms = lower_bound.bound(problem, model, shared=[LAYOUTS["host_row"]]).proved_ms
+    assert 0.8 < proved_ms / price(lower(plan, problem), model).total_ms <= 1
+
+
 def test_hot_tables_that_do_not_fit_side_by_side_raise_the_bound():
     """Each of five fits on one of four devices, by itself. Two of them share a device in every plan."""
     hot = tuple(Table(f"hot{i}", 300 + i, 16, 200.0) for i in range(5))
@@ -199,8 +250,10 @@ def test_a_table_that_must_stay_whole_or_tables_kept_together_are_in_the_way():
 def test_where_nothing_can_be_proved_there_is_an_estimate():
     problem = tiny(1)
     unequal = replace(problem, topology=Topology((Device(MIB), Device(MIB), Device(MIB, host="b"))))
-    result = lower_bound.bound(unequal, model_for(unequal))
-    assert result.proved_ms is None and result.estimate_ms > 0
+    pods = on_hosts(["p/a", "p/b", "p/c", "q/d"], MIB, links=links_of(shared=True, between_hosts=3.0))
+    for of_unequal in (unequal, replace(problem, topology=pods)):
+        result = lower_bound.bound(of_unequal, model_for(of_unequal))
+        assert result.proved_ms is None and result.estimate_ms > 0
     model = contended(0)
     band = {
         "band.log_ms": np.zeros(1),
