@@ -120,6 +120,12 @@ class Topology:
             )
             # In one order: equal topologies have equal files.
             object.__setattr__(self, name, tuple(by_name[x] for x in known if x in by_name))
+        for above, below in pairwise(self.memory):
+            require(
+                below.gbps <= above.gbps,
+                f"topology has memory {below.tier} of {below.gbps:g} GB/s a device and {above.tier} of {above.gbps:g}; "
+                f"{below.tier} needs to be no faster",
+            )
         self._require_links()
         if why_not := self._why_not_rows_over(self.rows_over):
             raise ShardCoreError(f"topology has rows_over {self.rows_over!r}, and {why_not}")

@@ -124,10 +124,14 @@ class Table:
             require_name(self.collection, f"the collection of {t}")
         tiers = self.fixed_tiers
         require(
-            tiers is None or (self.in_host_memory == bool(tiers) and self.tier in (tiers or BELOW)),
+            tiers is None
+            or (
+                (0 < self.load_factor < 1 if tiers else not self.in_host_memory)
+                and self.tier in (tiers or BELOW)
+            ),
             f"{t} has load_factor {self.load_factor:g} and tier {self.tier!r}; rows of its hash table are in "
             + (
-                f"{', '.join(tiers)} memory, with a cache"
+                f"{', '.join(tiers)} memory, with a cache, so it needs that tier, and load_factor above 0, below 1"
                 if tiers
                 else "device memory, so it needs load_factor 1"
             ),

@@ -10,7 +10,7 @@ Shapes: N shards, F features of all heads side by side, G ops, D devices; ... an
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from pathlib import Path
@@ -162,24 +162,28 @@ class Composite:
         parts = np.split(of_models, len(self.models), axis=-1)
         return zip(self._heads, [*parts, of_links], strict=False)
 
+    def _parts(self, sums: np.ndarray, level: float | None) -> Iterator[tuple[Any, np.ndarray, np.ndarray]]:
+        """The heads, the sums of each, and its ms: the mean, or the quantile of a level."""
+        for head, own in self._split(sums):
+            ms = head.head(own) if level is None else head.quantile(own, level)
+            # An op without shards of a model costs nothing.
+            yield head, own, np.where((own[..., 0] > 0) | (head is self.links), ms, 0.0)
+
     def head(self, sums: np.ndarray) -> np.ndarray:
         return _total(head.head(own) for head, own in self._split(sums))
 
     def quantile(self, sums: np.ndarray, level: float) -> np.ndarray:
         """The sum of the models' quantiles, an upper bound: their errors rarely add up."""
-        # An op without shards of a model costs nothing.
-        return _total(
-            np.where((own[..., 0] > 0) | (head is self.links), head.quantile(own, level), 0.0)
-            for head, own in self._split(sums)
-        )
+        return _total(ms for _, _, ms in self._parts(sums, level))
 
     def is_above_head(self, level: float) -> bool:
         return all(head.is_above_head(level) for head in self._heads)
 
-    def forward_share(self, sums: np.ndarray) -> np.ndarray:
-        total = np.asarray(self.head(sums), dtype=float)
+    def forward_share(self, sums: np.ndarray, level: float | None = None) -> np.ndarray:
+        parts = list(self._parts(sums, level))
+        total = _total(ms for _, _, ms in parts)
         # Shares do not add up, ms do: weigh each head's share by its ms.
-        forward = _total(head.forward_share(own) * head.head(own) for head, own in self._split(sums))
+        forward = _total(head.forward_share(own) * ms for head, own, ms in parts)
         return np.divide(forward, total, out=np.zeros_like(total), where=total > 0)
 
     def link_ms(self, sums: np.ndarray) -> np.ndarray:

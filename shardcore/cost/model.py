@@ -134,6 +134,10 @@ class ProbabilisticCostModel(CostModel, Protocol):
         """`head` for one op at a time; with a level, `quantile`."""
         ...
 
+    def forward_share(self, sums: np.ndarray, level: float | None = None) -> np.ndarray:
+        """[G] the share of forward in an op's ms; with a level, in its `quantile`."""
+        ...
+
     def quantile(self, sums: np.ndarray, level: float) -> np.ndarray:
         """[G] ms. A measurement of the op lies below with probability `level`."""
         ...
@@ -230,7 +234,7 @@ class QuantileCostModel:
         return self.model.compiled(self.confidence)
 
     def forward_share(self, sums: np.ndarray) -> np.ndarray:
-        return self.model.forward_share(sums)
+        return self.model.forward_share(sums, self.confidence)
 
     def link_ms(self, sums: np.ndarray) -> np.ndarray:
         return self.model.link_ms(sums)

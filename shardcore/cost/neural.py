@@ -143,8 +143,8 @@ class NeuralModel:
         )
         return Compiled(compiled.ready(compiled.contended), parameters, fetched)
 
-    def forward_share(self, sums: np.ndarray) -> np.ndarray:
-        """[...] the share of forward in an op's ms. 0 for an empty op."""
+    def forward_share(self, sums: np.ndarray, level: float | None = None) -> np.ndarray:
+        """[...] the share of forward in an op's ms, equal at each level. 0 for an empty op."""
         both = nets.parts(self.weights, np.asarray(sums, dtype=float))
         total = both.sum(-1)
         # An empty op would divide 0 by 0.

@@ -158,8 +158,11 @@ def explain(
     again = "searched again, same memory" if searcher == algorithm else searcher
     if again not in (known or ()):
         baselines.append(searched(again, problem))
-    # The plan still fits with more memory, so a search that ends dearer does not count.
-    changes = [searched(what, changed, kept_ms=cost.total_ms) for what, changed in _with_memory(problem)]
+    # Plans still fit with more memory, so a search that ends dearer does not count.
+    changes, kept_ms = [], cost.total_ms
+    for what, changed in _with_memory(problem):
+        changes.append(searched(what, changed, kept_ms=kept_ms))
+        kept_ms = changes[-1].total_ms
     changes += [searched(what, changed) for what, changed in _with_devices(problem)]
     # The forward exchange begins when the last device is ready.
     # Where caches fetch ahead, a device may be ready last because of that.

@@ -104,6 +104,25 @@ def in_one_cache(shards: Sequence[Shard], batch: int) -> tuple[Shard, ...]:
     return tuple(found)
 
 
+def longest_held(tables: Sequence[Table], batch: int, parts: int) -> tuple[Table, ...]:
+    """The tables with load factors that `in_one_cache` never exceeds, whichever of them share a cache.
+
+    A cache of several tables remembers no longer than the longest of their own would.
+    parts: devices that may divide rows. Each rounds the size of its cache.
+    """
+    memories = {}
+    for i, table in enumerate(tables):
+        if table.shares_cache and access.lookups(table, batch):
+            held = held_rows(table, batch)
+            memories[i] = np.interp(table.cached(table.rows) + parts, held, np.arange(len(held)))
+    longest, found = max(memories.values(), default=0.0), list(tables)
+    for i in memories:
+        held = held_rows(tables[i], batch)
+        share = float(np.interp(longest, np.arange(len(held)), held)) / tables[i].rows
+        found[i] = replace(tables[i], load_factor=min(max(share, tables[i].load_factor), 1 - 1e-12))
+    return tuple(found)
+
+
 def _in_device_memory(table: Table) -> Table:
     """The table with all rows there: one key for all of its load factors."""
     return (

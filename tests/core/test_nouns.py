@@ -164,6 +164,10 @@ def test_a_value_that_cannot_be_is_named_with_its_field(make, field, value):
         (lambda: Topology((Device(1),) * 65537), "65537 devices"),
         (lambda: Topology((Device(1),), "../x"), "hardware '../x'"),
         (lambda: Topology((Device(1),), memory=(host_memory(),) * 2), "memory of host, host"),
+        (
+            lambda: Topology((Device(1),), memory=(Memory("ssd", 1, 3.0), Memory("host", 1, 2.0))),
+            "memory ssd of 3 GB/s a device and host of 2; ssd needs to be no faster",
+        ),
         (lambda: Topology((Device(1),), links=(link(), link())), "of within_host, within_host.*at most one"),
         (lambda: device(host="\x1b[31m"), "a device's host has name"),
         (lambda: Link("between_hosts", None, True), "shared True and gbps None"),
@@ -400,6 +404,9 @@ def test_a_form_of_hash_table_gives_the_bytes_of_a_row(form, eviction):
             replace(table, load_factor=1.1 - share)
     if known.tiers:
         assert table.kernel == "dram_virtual_table"
+        for outside in (0.0, 1.0):
+            with pytest.raises(ShardCoreError, match="needs that tier, and load_factor above 0, below 1"):
+                replace(table, load_factor=outside)
         with pytest.raises(ShardCoreError, match="tier 'ssd'; rows of its hash table are in host memory"):
             replace(table, tier="ssd")
 

@@ -1,12 +1,15 @@
 """Compiled heads say what their models' heads say."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 
-from shardcore.core.types import Setting, Shard
+from shardcore.core.types import Setting, Shard, Table
 from shardcore.cost import features
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.cost.model import CostModel, QuantileCostModel, fetched_ms
+from shardcore.cost.composite import Composite, LinkHead
+from shardcore.cost.model import CostModel, QuantileCostModel, at_confidence, fetched_ms
 from shardcore.cost.neural import NeuralModel
 
 DRIVERS = len(features.DRIVERS)
@@ -57,3 +60,24 @@ def test_the_compiled_head_is_the_head(name, tables):
         list(fetched_ms(model, sums, model.head(sums))), rel=1e-12
     )
     assert head(sums[0], parameters) == head(sums[0], fetched) == 0
+
+
+@pytest.mark.parametrize("confidence", [None, 0.2, 0.9])
+def test_the_compiled_head_is_the_head_beside_links_and_of_several_precisions(confidence):
+    """Links have no spread, and each precision one of its own."""
+    half = NeuralModel(Setting("made-up", 256, "fp16"), neural(1).weights, {})
+    links = LinkHead({"host": 2.0, "ssd": 0.5}, "exact_sgd", 256, fetches_ahead=True)
+    factors = ((0.1, "ssd"), (0.0, "host"), (1.0, "host"), (0.5, "host"))
+    tables = [
+        Table(f"t{i}", 5000, 16, 3.0, load_factor=share, tier=tier, precision=precision)
+        for i, ((share, tier), precision) in enumerate(product(factors, ("fp32", "fp16")))
+    ]
+    for models in ((neural(4),), (half, neural(4))):
+        model = at_confidence(Composite(models, links), confidence)
+        sums = np.cumsum(model.encode([Shard.whole(t) for t in tables]), axis=0)
+        head, parameters, fetched = model.compiled()
+        ms = model.head(sums)
+        assert [head(s, parameters) for s in sums] == pytest.approx(list(ms), rel=1e-12)
+        chain_ms = fetched_ms(model, sums, ms)
+        assert [head(s, fetched) for s in sums] == pytest.approx(list(chain_ms), rel=1e-12)
+        assert ((0 < chain_ms) & (chain_ms < ms + model.link_ms(sums))).all()

@@ -12,8 +12,8 @@ groups share; G intervals of load, W loads, B boxes, C ways to divide a box.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -26,6 +26,7 @@ from shardcore.step.id_bytes import received_bytes
 from shardcore.step.kinds import CHANNELS, ID_CHANNELS, LAYOUTS, WHOLE_ROWS, Channel, Layout, even_share
 from shardcore.step.output_bytes import output_bytes
 from shardcore.step.scopes import WORLD, groups_of
+from shardcore.tables.host_rows import longest_held
 
 MOST_SHARDS = 150_000
 """With more possible shards, only widths of powers of two are considered."""
@@ -89,7 +90,14 @@ class BoundShards:
             for u in [columns[i]] if whole[i] or n == 1 else self._widths(int(columns[i])):
                 self.at[0][i, u] = len(shards)
                 shards.append(Shard(t, 0, t.rows, 0, int(u) * MIN_WIDTH))
-        codes = [np.asarray(model.encode(shards), dtype=float)]
+        # No plan has tables share caches in which their rows stay longer.
+        longest = dict(zip(tables, longest_held(tables, problem.global_batch, n), strict=True))
+
+        def encoded(of: Iterable[Shard], batch: int | None = None) -> np.ndarray:
+            held = [replace(s, table=longest[s.table]) for s in of]
+            return np.asarray(model.encode(held, batch), dtype=float)
+
+        codes = [encoded(shards)]
         for kind, layout in enumerate(shared, 1):
             size = int(self.group_size[kind])
             # The smallest share of any device: what others of the group have costs no less.
@@ -97,7 +105,7 @@ class BoundShards:
             added = {i: shard for i, shard in least.items() if shard}
             self.at[kind][list(added), 1] = len(shards) + np.arange(len(added))
             if added:
-                codes.append(np.asarray(model.encode([*added.values()], layout.batch(problem)), dtype=float))
+                codes.append(encoded(added.values(), layout.batch(problem)))
                 shards += added.values()
         self.codes = np.concatenate(codes)
         self.whole = self.at[0][np.arange(len(tables)), columns]

@@ -149,9 +149,10 @@ def link_ms(problem: Problem) -> float:
 
 
 def gains_ms(problem: Problem, gibs: Sequence[float]) -> list[float]:
-    """ms of link that so many GiB more of device memory would save in a step, all devices together."""
-    now = link_ms(tiered(problem))
-    return [now - link_ms(tiered(problem, more * 2**30)) for more in gibs]
+    """ms of link that so many GiB more of device memory, rising, would save in a step, all devices together."""
+    found = [link_ms(tiered(problem, more * 2**30)) for more in (0, *gibs)]
+    # What is found with less memory may be better, and fits more, too.
+    return (found[0] - np.minimum.accumulate(found)[1:]).tolist()
 
 
 def tiered(problem: Problem, more_bytes: float = 0, model: CostModel | None = None) -> Problem:
@@ -197,14 +198,18 @@ def tiered(problem: Problem, more_bytes: float = 0, model: CostModel | None = No
         tiers = _within_hosts(choices, budget, capacity)
     else:
         tiers = _tiers_of_both(choices, budget, capacity, problem, model.for_problem(cached))
-    for memory in problem.topology.memory:
+    for i, memory in enumerate(problem.topology.memory, 1):
         there = (tier.table for tier in tiers if tier.table.tier == memory.tier)
         used, capacity = sum(host_bytes(Shard.whole(t), problem) for t in there), n_hosts * memory.bytes
         if used > capacity:
+            # A slower tier would take them, but for its kernels.
+            slower = [TIERS[other.tier] for other in problem.topology.memory[i:]]
+            unable = (tier.why_not(t.precision, problem.optimizer) for tier in slower for t in free)
+            reason = max(unable, default="")
             raise Infeasible(
                 f"problem {problem.name!r} would have {gib(used)} of tables in {TIERS[memory.tier].words}, "
                 f"which may hold {gib(capacity)}; it needs {gib(used - capacity)} more of it, or "
-                "more device memory"
+                f"more device memory{reason and f'; {reason}'}"
             )
     found = {tier.table.name: tier.table for tier in tiers}
     tables = (

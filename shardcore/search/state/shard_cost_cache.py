@@ -395,19 +395,25 @@ class ShardCostCache:
         They are linear in columns. So those of a row range follow from its narrowest and its widest shard. Caches of
         whole MiB are not, so shards that have one are counted each.
         """
+        apart = {t.name for t in self.problem.tables if t.in_host_memory and not t.below.shares_cache}
+        keys = [
+            (run, row_range(shard), shard.width if apart and shard.table.name in apart else 0)
+            for run, shard in shards
+        ]
         # Two exact counts for each row range, in place of one for each of its shards.
         groups: dict[tuple[Layout, RowRange, int], list[Shard]] = defaultdict(list)
-        for run, shard in shards:
-            groups[run, row_range(shard), _apart(shard)].append(shard)
+        for key, (_, shard) in zip(keys, shards, strict=True):
+            groups[key].append(shard)
         lines, width_of = {}, attrgetter("width")
-        for (run, rows, apart), group in ticking(groups.items()):
+        for key, group in ticking(groups.items()):
+            run = key[0]
             narrow, wide = min(group, key=width_of), max(group, key=width_of)
             # A line: sums of the narrowest shard, and their growth by column.
             sums, a_column = np.array(sums_of(run, narrow, self.problem)), np.zeros(6)
             if wide.width > narrow.width:
                 a_column = (sums_of(run, wide, self.problem) - sums) / (wide.width - narrow.width)
-            lines[run, rows, apart] = sums, a_column, narrow.width
-        of_shards = [(*lines[run, row_range(s), _apart(s)], s.width) for run, s in shards]
+            lines[key] = sums, a_column, narrow.width
+        of_shards = [(*lines[key], shard.width) for key, (_, shard) in zip(keys, shards, strict=True)]
         sums, a_column, narrow, width = map(np.array, zip(*of_shards, strict=True))
         return sums + a_column * (width - narrow)[:, None]
 
@@ -483,11 +489,6 @@ def encoded(shards: Sequence[Shard], model: CostModel, batch: int | None = None)
         tick()
         chunks.append(np.asarray(model.encode(shards[i : i + _ENCODED_AT_ONCE], batch), dtype=float))
     return np.concatenate(chunks)
-
-
-def _apart(shard: Shard) -> int:
-    """Width of a shard that has a cache of its own. 0: its memory is linear in columns."""
-    return shard.width if shard.table.in_host_memory and not shard.table.below.shares_cache else 0
 
 
 def _cut_sequences(shards: Iterable[Shard]) -> frozenset[tuple[str, int]]:

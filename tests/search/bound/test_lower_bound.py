@@ -400,6 +400,24 @@ def test_no_plan_is_cheaper_if_caches_fetch_ahead(seed, gbps):
             assert proved_ms and 0 < proved_ms <= optimum_ms(problem, own, columns_alone=True)
 
 
+@pytest.mark.parametrize("factors", [(0.02, 0.6), (0.3, 0.3), (0.6, 0.02)])
+def test_no_plan_is_cheaper_where_tables_share_a_cache(factors):
+    """One cache may miss less than two, in which rows of one table stay longer than those of the other."""
+    tables = tuple(
+        Table(name, 2000, 8, 10.0, Zipf(alpha), load_factor=x)
+        for (name, alpha), x in zip((("hot", 1.2), ("flat", 0.1)), factors, strict=True)
+    )
+    topology = Topology((Device(MIB),), memory=(Memory("host", MIB, 0.01),))
+    problem = Problem("p", tables, topology, BATCH)
+    model = model_for(problem).for_problem(problem)
+    proved_ms = lower_bound.bound(problem, model, ()).proved_ms
+    assert proved_ms and 0 < proved_ms <= optimum_ms(problem, model, columns_alone=True)
+    # Caches of one memory miss no less together.
+    alike = replace(problem, tables=tuple(replace(t, access=Zipf(1.2), load_factor=0.3) for t in tables))
+    proved_ms = lower_bound.bound(alike, model, ()).proved_ms
+    assert proved_ms == pytest.approx(optimum_ms(alike, model, columns_alone=True), rel=0.01)
+
+
 def test_what_one_host_shares_does_not_contend_on_others():
     """Each host shares one of the hot tables. Were both on all devices, they would take far longer."""
     given, model, shared = hot_and_light(), crowded(), LAYOUTS["host_row"]

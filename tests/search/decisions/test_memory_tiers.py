@@ -276,6 +276,24 @@ def test_what_ssd_cannot_hold_or_run_is_refused():
     # Where another tier is left, tables are there.
     adam = replace(with_ssd(1 << 30), optimizer="adam")
     assert {t.tier for t in tiered(adam).tables} == {"host"}
+    with pytest.raises(
+        Infeasible, match="of tables in host memory, .*; TorchRec's key_value has no optimizer"
+    ):
+        tiered(replace(with_ssd(4 << 20), optimizer="adam"))
+
+
+def test_more_memory_never_gains_less_where_few_large_tables_fill_host_memory():
+    shapes = ((200_000_000, 64, 1.0, 1.05), (400_000_000, 128, 10.0, 1.2), (600_000_000, 32, 3.0, 0.9))
+    tables = tuple(
+        Table(f"t{i}", rows, dim, pooling, Zipf(alpha))
+        for i, (rows, dim, pooling, alpha) in enumerate(shapes * 2)
+    )
+    memory = (Memory("host", 200 * 10**9, 25.0), Memory("ssd", 4 * 10**12, 2.0))
+    asked = Problem(
+        "p", tables, Topology((Device(19 * 10**9),) * 8, memory=memory), 8192, optimizer="rowwise_adagrad"
+    )
+    some, more = gains_ms(asked, (32, 64))
+    assert 0 < some <= more
 
 
 def test_memory_that_is_left_on_a_device_goes_to_its_tables():
