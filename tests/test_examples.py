@@ -1,6 +1,7 @@
 """The notebook of examples/ runs, and shows what it promises."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,8 @@ def test_the_first_plan_runs_and_its_stored_outputs_are_of_this_code():
     assert kinds(made) == kinds(NOTEBOOK)
     printed = ["".join(output["text"]) for output in outputs(made) if "text" in output]
     compared, what_if = printed
-    ms = {line.split()[0]: float(line.split()[1]) for line in compared.splitlines()}
+    # A library that other tests have set up may log between the lines.
+    ms = {name: float(value) for name, value in re.findall(r"^(\w+) +([\d.]+) ms ", compared, re.MULTILINE)}
     assert {"portfolio", "neuroshard", "size_greedy", "random"} <= set(ms)
     assert ms["portfolio"] == min(ms.values()) < ms["size_greedy"]
     assert what_if.count("million samples a second") == 8
