@@ -15,7 +15,7 @@ SETTING = Setting("cpu-amd-epyc", 2048)
 
 @pytest.mark.long
 def test_planned_groups_are_those_that_the_shipped_dataset_measured():
-    """Of the pool that was measured: one that is generated on another machine differs in a few tables."""
+    """The measured pool: one that is generated on another machine differs in a few tables."""
     [part], [pool] = SHIPPED.glob("compute-*.parquet"), SHIPPED.glob("pool-*.json")
     measured = set(pq.read_table(part, columns=["id"], use_threads=False)["id"].to_pylist())
     planned = models.planned_ids(files.read_pool(pool), SETTING, 60, [0], 4 << 30)

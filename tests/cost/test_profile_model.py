@@ -134,7 +134,7 @@ def test_host_memory_follows_the_link_that_the_topology_gives():
 
 
 def test_rows_on_ssd_are_as_slow_as_the_link_to_it():
-    """As those in host memory behind a link of as many GB/s, whatever link host memory has itself."""
+    """Prices are those of host memory behind a link of as many GB/s, whatever link it has itself."""
     below = {t: dataclasses.replace(TABLE, load_factor=0.01, tier=t) for t in ("host", "ssd")}
     topology = problem().topology
 

@@ -433,7 +433,7 @@ def test_managed_collision_takes_bytes_for_each_row_and_lookup():
 
 @pytest.mark.parametrize("eviction, row_bytes", [("step", 17), ("timestamp_lfu", 25)])
 def test_dynamicemb_takes_its_id_digest_and_scores_and_a_size_of_each_bucket(eviction, row_bytes):
-    """As LinearBucketTable of recsys-examples allocates them: 8, 1 and 8 each; 4 for 128 rows."""
+    """LinearBucketTable of recsys-examples allocates 8, 1 and 8 bytes a row, and 4 for 128 rows."""
     collision = ManagedCollision(form="dynamicemb", eviction=eviction)
     plain, hashed = replace(TABLE, rows=1024), replace(TABLE, rows=1024, managed_collision=collision)
     used = [

@@ -151,8 +151,8 @@ class Search:
         # By columns alone, sequences may take fifty times as long. So a short budget also has another plan.
         sequences = any(table.sequence for table in self.problem.tables)
         first = whole_space and sequences and len(shards) * len(self.problem.topology) <= LARGE
-        if first and (start := self.starts.by_kinds(shards)):
-            self._note([start])
+        if first:
+            self._note(self.starts.by_kinds(shards))
         # Data-parallel tables may still fit where columns do not: outputs can take more than rows.
         before_s = self.meter.seconds()
         with suppress(Infeasible) if whole_space else nullcontext():
@@ -160,7 +160,9 @@ class Search:
         took_s = self.meter.seconds() - before_s
         # Very many tables take long to encode. Then a plan in time is worth more than one of the whole space.
         if whole_space and (self.best is None or self.meter.has_time(took_s)):
-            self._note(self.starts.shared(shards, fits=self.best is not None, kinds=not first))
+            self._note(self.starts.shared(shards, fits=self.best is not None))
+            if not first:
+                self._note(self.starts.by_kinds(shards))
         if self.best is None:
             fitting(self.problem)
         # Improving a hopeless start would waste its share of the budget.

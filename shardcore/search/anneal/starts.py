@@ -108,6 +108,9 @@ class Starts:
         # One log for all: only a plan that is annealed has entries. To clear 12 MB for each start takes long.
         self._log = np.empty((_LOG, 3), np.int32)
         self._greedy_s: float | None = None  # seconds of the longest greedy plan so far, if there is one
+        self._last: tuple[Sequence[Shard], str, SearchSpace] | None = (
+            None  # the last space, and what it is of
+        )
 
     # --- starts by columns ---
 
@@ -145,11 +148,10 @@ class Starts:
 
     # --- starts with shared tables ---
 
-    def shared(self, shards: Sequence[Shard], fits: bool, kinds: bool) -> Iterator[Start]:
+    def shared(self, shards: Sequence[Shard], fits: bool) -> Iterator[Start]:
         """Greedy plans of the whole space, with tables shared by groups of devices.
 
-        fits: whether some plan by columns fits.
-        kinds: whether `by_kinds` is among them.
+        fits: whether some plan fits that is not among them.
         """
         space = self._space(shards, "all")
         layouts = space.layouts if space.fixed.may_share.any() else ()
@@ -160,17 +162,15 @@ class Starts:
                 if start:
                     fits = True
                     yield start
-        if kinds and (start := self.by_kinds(shards)):
-            yield start
 
-    def by_kinds(self, shards: Sequence[Shard]) -> Start | None:
-        """The cheapest start with all tables, pooled or not, on several devices. None if none fits.
+    def by_kinds(self, shards: Sequence[Shard]) -> Iterator[Start]:
+        """The cheapest start with all tables, pooled or not, on several devices, if one fits.
 
         The smallest tables are copied, the others have their rows divided: more and more of the former.
         """
         space = self._space(shards, "all")
         if not space.fixed.may_share.any():
-            return None
+            return
         may_share, layouts, cuts = space.fixed.may_share, space.layouts, []
         # [S] the layout that copies a strip to all devices.
         copied = _first(may_share, [y for y, layout in enumerate(layouts) if layout.local_batch])
@@ -189,7 +189,8 @@ class Starts:
                 if (chosen >= 0).any():
                     each = np.unique(chosen[chosen >= 0]).tolist()
                     cuts.append(_together(self._shared(space, np.flatnonzero(chosen == y), y) for y in each))
-        return self._cheapest(space, cuts)
+        if start := self._cheapest(space, cuts):
+            yield start
 
     def from_columns(self, columns: Sequence[Placement]) -> Iterator[Start]:
         """A plan by columns as a start in the whole space, and with tables on all devices where that pays."""
@@ -509,8 +510,13 @@ class Starts:
 
     def _space(self, shards: Sequence[Shard], name: str) -> SearchSpace:
         """The space of shards, by name. Row ranges become whole tables, shared by all devices, where possible."""
+        # Making one takes long in large problems.
+        if self._last and self._last[0] is shards and self._last[1] == name:
+            return self._last[2]
         whole, by_rows = without_ranges(shards, self.problem)
-        return search_space(self._cache_of(whole), whole, name == "all", name == "halves", by_rows)
+        space = search_space(self._cache_of(whole), whole, name == "all", name == "halves", by_rows)
+        self._last = shards, name, space
+        return space
 
     def _cache_of(self, shards: Sequence[Shard]) -> ShardCostCache:
         """A cache for the strips of these shards: the last one if it covers them.

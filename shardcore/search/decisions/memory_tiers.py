@@ -149,7 +149,10 @@ def link_ms(problem: Problem) -> float:
 
 
 def gains_ms(problem: Problem, gibs: Sequence[float]) -> list[float]:
-    """ms of link that so many GiB more of device memory, rising, would save in a step, all devices together."""
+    """ms of link that more device memory would save in a step.
+
+    gibs: GiB more of all devices together, rising.
+    """
     found = [link_ms(tiered(problem, more * 2**30)) for more in (0, *gibs)]
     # What is found with less memory may be better, and fits more, too.
     return (found[0] - np.minimum.accumulate(found)[1:]).tolist()
@@ -435,7 +438,10 @@ def _weighed(choices: Sequence[Choices], weight: float) -> list[Choices]:
 def _tiers_of_both(
     choices: Sequence[Choices], budget: float, capacity: float, problem: Problem, model: CostModel
 ) -> list[Tier]:
-    """The tiers of the shortest step if caches fetch ahead, with all work divided evenly. As `_within_hosts`."""
+    """The tiers of the shortest step if caches fetch ahead, with all work divided evenly.
+
+    Where hosts hold none, as `_within_hosts`.
+    """
     outputs: dict[Layout, np.ndarray] = defaultdict(lambda: np.zeros(len(problem.topology)))
     for table in problem.tables:
         whole = output_bytes(Shard.whole(table), problem.global_batch)
@@ -533,7 +539,10 @@ def _within_hosts(choices: Sequence[Choices], budget: float, capacity: float) ->
 
 
 def _refilled(tiers: list[Tier], wanted: Sequence[Tier], budget: float, capacity: float) -> list[Tier]:
-    """The tiers with tables back from slower ones, as far as memories go. At a price, equal tables leave together."""
+    """The tiers with tables back from slower ones, as far as memories go.
+
+    At a price of host memory, equal tables leave it together.
+    """
     tiers, on_device = list(tiers), sum(tier.device_bytes for tier in tiers)
     on_host = sum(tier.host_bytes for tier in tiers)
     back = [
@@ -631,7 +640,10 @@ def _filled(
     on_device: Mapping[int, Sequence[Table]],
     weight: float | None,
 ) -> tuple[Problem, Plan]:
-    """As `filled`, by tables that are on one device each. weight: of fetches and updates."""
+    """The problem and plan of `filled`, with tables by the one device that they are on.
+
+    weight: of fetches and updates.
+    """
     free = [may - used for may, used in zip(held_bytes(problem), used_bytes(plan, problem), strict=True)]
     factors: dict[str, float] = {}
     for device, here in on_device.items():

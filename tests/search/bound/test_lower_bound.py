@@ -387,7 +387,7 @@ def hot_and_light() -> Problem:
 @pytest.mark.parametrize("gbps", [0.001, 1.0])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_no_plan_is_cheaper_if_caches_fetch_ahead(seed, gbps):
-    """What they fetch is left out of the bound, whether it is hidden or not."""
+    """Fetches are left out of the bound, hidden or not."""
     drawn = tiny(seed, memory=(Memory("host", MIB, gbps),))
     tables = tuple(replace(t, load_factor=x) for t, x in zip(drawn.tables, (0.5, 0.0, 1.0), strict=True))
     for pipeline in ("prefetch", "sparse_dist"):
