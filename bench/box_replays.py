@@ -7,14 +7,14 @@ Compute of each device was measured before, and ranks sleep for it (shardcore/me
 Problems have 10 to 30 tables of the calibrated pool at dims up to 32. Links are slow, so that the network
 decides. Exchanges are priced by rates fitted to those in BOX, which `measure --hosts` made at the same rate
 of links (see bench.box); without BOX by given links, shared by the ranks of a host. STEPS, a FOLDER that
---known made, tells what exchanges take in a step. Without it they are priced as alone. All sharders get the same
-model and topology. `torchrec` is TorchRec's planner, swept; it knows hosts and pods. The rivals are it,
+--known made, tells what exchanges take in a step. Without it they are priced as alone. All sharders get the
+same model and topology. `torchrec` is TorchRec's planner, swept; it knows hosts and pods. The rivals are it,
 NeuroShard's search, and the greedy order that the model prefers. With --pods hosts are in pods, and links have
 three levels: every sharder plans with rows over hosts and with rows over pods, and has the cheaper by the model.
 Exchanges in pods are those in BOX/pods.
 
-With --known, drawn plans of several kinds are replayed on the shapes that exchanges are fitted to, and nothing is
-searched.
+With --known, drawn plans of several kinds are replayed on the shapes that exchanges are fitted to, and
+nothing is searched.
 
 FOLDER gets what bench.replays writes, and FOLDER-plans the plans. A rerun goes on after the problems done.
 """

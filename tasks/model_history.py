@@ -30,7 +30,7 @@ def note_champion(client: mlflow.MlflowClient, version: ModelVersion) -> None:
 
 
 def went_back(client: mlflow.MlflowClient, champion: ModelVersion, version: str) -> bool:
-    """Tell if a person set the champion back from this version: plans were under it, and the champion is older."""
+    """Tell if a person went back from this version: plans were under it, and the champion is older."""
     return int(champion.version) < int(version) and version in dict(_changes(client, champion.name))
 
 

@@ -123,7 +123,8 @@ def promote_model(
     if before and not approve and model_history.went_back(client, before, version):
         return end(
             champion,
-            f"version {champion} stays champion: a person went back to it from version {version}; --approve overrules",
+            f"version {champion} stays champion: a person went back to it from version {version}; "
+            "--approve overrules",
         )
     ours = [s for s in traced_samples.read_all([traced]) if traced_training.is_for(whole, s)]
     held_out = traced_training.split(ours).held_out

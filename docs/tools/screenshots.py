@@ -4,8 +4,8 @@
     make screenshots    # writes docs/pictures/screenshots/*.png, with Chromium
 
 Options: --plans FOLDER of published plans, --problem NAME of the plan that is shown, --only PAGE.
-Ray's actors live while a run measures. So this starts while the run is under way, takes Ray's page when it has
-actors, and the others when the run has completed. A run measures if it is the first, or has more samples.
+Ray's actors live while a run measures. So this starts while the run is under way, takes Ray's page when it
+has actors, and the others when the run has completed. A run measures if it is the first, or has more samples.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ def ray(_: argparse.Namespace) -> Page:
     _until(lambda: b"measure[compute]" in get(alive, headers) or _last_run()["end_time"], RUN_S)
     if (run := _last_run())["end_time"]:
         raise ShardCoreError(
-            f"run {run['name']} has ended, and its actors with it; first: prefect deployment run refresh/local"
+            f"run {run['name']} has ended, and its actors with it; first: "
+            "prefect deployment run refresh/local"
         )
     return Page(f"{home}/#/actors", "ALIVE", headers, height=520)
 

@@ -115,9 +115,10 @@ class HashForm:
     """A form of hash table.
 
     row_bytes: device memory for each row, by eviction policy: its raw id, and what eviction needs.
-    slot_rows, slot_bytes: rows that a device has in whole groups of so many, and device memory for each group.
-    tiers: tiers below device memory where all rows of such a table are, as its kernel has them. {}: they are in device
-        memory. None: as those of any table.
+    slot_rows, slot_bytes: rows that a device has in whole groups of so many, and device memory for each
+        group.
+    tiers: tiers below device memory where all rows of such a table are, as its kernel has them. {}: they are
+        in device memory. None: as those of any table.
     """
 
     row_bytes: Mapping[str, int]
@@ -132,8 +133,9 @@ HASH_FORMS: Mapping[str, HashForm] = {
     "managed_collision": HashForm({"lfu": 24, "lru": 24, "distancelfu": 32}),
     # TorchRec's HashZchManagedCollisionModule (MPZCH): an id of 8 bytes, and an hour of 4 where it evicts.
     "mpzch": HashForm({"none": 8, "single_ttl": 12, "per_feature_ttl": 12, "lru": 12}),
-    # TorchRec's dram_virtual_table (KV-ZCH), whose rows FBGEMM keeps in blocks of host memory. A header has the id, a
-    # time, a count and a flag (init_metaheader_config in embedding_configs.py; pytorch/FBGEMM 4187).
+    # TorchRec's dram_virtual_table (KV-ZCH), whose rows FBGEMM keeps in blocks of host memory. A header has
+    # the id, a time, a count and a flag (init_metaheader_config in embedding_configs.py; pytorch/FBGEMM
+    # 4187).
     "kv_zch": HashForm(
         dict.fromkeys(("none", "count", "timestamp", "count_timestamp", "feature_score", "l2_norm"), 0),
         tiers={
@@ -151,8 +153,9 @@ HASH_FORMS: Mapping[str, HashForm] = {
             )
         },
     ),
-    # NVIDIA's dynamicemb (recsys-examples): id, digest and one or two scores of each row, and a size of each of its
-    # own buckets of 128 rows (scored_hashtable.py). A table that never evicts doubles, so it has no size to plan with.
+    # NVIDIA's dynamicemb (recsys-examples): id, digest and one or two scores of each row, and a size of each
+    # of its own buckets of 128 rows (scored_hashtable.py). A table that never evicts doubles, so it has no
+    # size to plan with.
     "dynamicemb": HashForm(
         {"timestamp": 17, "step": 17, "customized": 17, "lfu": 17, "timestamp_lfu": 25},
         slot_rows=128,
@@ -160,15 +163,16 @@ HASH_FORMS: Mapping[str, HashForm] = {
         tiers={},
     ),
 }
-"""Forms of hash tables, by name. Eviction counts as bytes alone: tables count as full, and evicted rows are not priced.
-To add a form, add a row."""
+"""Forms of hash tables, by name. Eviction counts as bytes alone: tables count as full, and evicted rows are
+not priced. To add a form, add a row."""
 
 
 @dataclass(frozen=True)
 class ManagedCollision:
     """A hash table that maps raw ids to rows, and its device memory.
 
-    row_bytes: for each row: the raw id, and for some the row that it has, and when it was seen. None: its form's.
+    row_bytes: for each row: the raw id, and for some the row that it has, and when it was seen. None: its
+        form's.
     lookup_bytes: for each lookup of a step: the ids seen since rows were last evicted.
     bytes: on each device, whatever its rows.
     buckets: equal ranges of rows. Devices that divide the rows have to divide them. 1: one for each device.

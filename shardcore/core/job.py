@@ -24,8 +24,8 @@ class Ids:
     batches: as they come.
     sent: in the order of the plan and in buckets, as they travel.
     arrived: on the devices of their tables.
-    replicas: batches that stay besides as they are sent, if there are replicas. Replicas look up in such a batch, so
-        it lives until backward.
+    replicas: batches that stay besides as they are sent, if there are replicas. Replicas look up in such a
+        batch, so it lives until backward.
     """
 
     batches: int
@@ -128,9 +128,9 @@ none: ids of a batch travel right before their lookups, and the step waits for t
 sparse_dist: the next batch's ids travel once the forward pass is launched, before backward (`progress`, TorchRec 1.8).
     NCCL runs the collectives of a process group one after another. So ids travel after the exchange of outputs and
     before that of gradients: while the dense part runs.
-prefetch, fused, semi_sync: send ids as sparse_dist does, and have its price. prefetch fetches rows for caches, too
-    (cost.model.fetch_wait_ms). What the others hide besides is not priced: lookups beside the dense optimizer; lookups
-    and outputs beside the backward pass.
+prefetch, fused, semi_sync: send ids as sparse_dist does, and have its price. prefetch fetches rows for
+    caches, too (cost.model.fetch_wait_ms). What the others hide besides is not priced: lookups beside the
+    dense optimizer; lookups and outputs beside the backward pass.
 
 Ids in memory are those that live tensors of TorchRec's CPU processes showed (docs/benchmarks/2026-11-26-pipelines.md).
 """

@@ -23,10 +23,12 @@ class MemoryTier:
     cached_kernel: the same with a cache in device memory.
     torchrec: in TorchRec's topology, the memory of a device and the bandwidth to it. None: it has neither.
     most_cached: the largest load factor of a cache.
-    shares_cache: True if tables of an op share a cache, of whole sets. Else each table has its own, of whole MiB.
+    shares_cache: True if tables of an op share a cache, of whole sets. Else each table has its own, of whole
+        MiB.
     row_bytes: bytes of device memory for each row, cached or not.
     holds_cells: True if optimizer state of cells is there, too. Else it is in device memory, for all rows.
-    holds_state: True if all state of a row lies behind its weights, there and in its cache, as FBGEMM packs it.
+    holds_state: True if all state of a row lies behind its weights, there and in its cache, as FBGEMM packs
+        it.
     header_bytes: bytes of each row there, before its weights.
     is_synced: True if TorchRec's DMPCollection synchronises its tables among sharding groups.
     optimizers, precisions: those that its kernels run. (): all.
@@ -71,10 +73,11 @@ TIERS: Mapping[str, MemoryTier] = {
             ("ddr", "hbm_to_ddr_mem_bw"),
             row_bytes=4,
         ),
-        # FBGEMM's SSDTableBatchedEmbeddingBags, as TorchRec 1.8 builds it (batched_embedding_kernel.py). The cache
-        # has 20% of rows, or max_l1_cache_size: TorchRec drops load factors (_get_weighted_avg_cache_load_factor).
-        # KeyValueEmbeddingFusedOptimizer fails where an optimizer has two states. DMPCollection synchronises
-        # SplitTableBatchedEmbeddingBagsCodegen only (model_parallel.py).
+        # FBGEMM's SSDTableBatchedEmbeddingBags, as TorchRec 1.8 builds it (batched_embedding_kernel.py). The
+        # cache has 20% of rows, or max_l1_cache_size: TorchRec drops load factors
+        # (_get_weighted_avg_cache_load_factor). KeyValueEmbeddingFusedOptimizer fails where an optimizer has
+        # two states. DMPCollection synchronises SplitTableBatchedEmbeddingBagsCodegen only
+        # (model_parallel.py).
         MemoryTier(
             "ssd",
             "SSD",

@@ -123,8 +123,8 @@ class Topology:
         for above, below in pairwise(self.memory):
             require(
                 below.gbps <= above.gbps,
-                f"topology has memory {below.tier} of {below.gbps:g} GB/s a device and {above.tier} of {above.gbps:g}; "
-                f"{below.tier} needs to be no faster",
+                f"topology has memory {below.tier} of {below.gbps:g} GB/s a device and {above.tier} of "
+                f"{above.gbps:g}; {below.tier} needs to be no faster",
             )
         self._require_links()
         if why_not := self._why_not_rows_over(self.rows_over):
@@ -265,7 +265,7 @@ class Topology:
 
     @property
     def equal_units(self) -> bool:
-        """True if all hosts, and all pods, have the same number of devices: swapping units changes nothing."""
+        """True if all hosts, and all pods, have equally many devices: swapping units changes nothing."""
         return all(len({len(devices) for devices in self.on_units(level)}) == 1 for level in LEVELS)
 
     @property

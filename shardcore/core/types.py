@@ -191,7 +191,7 @@ class Table:
 
     @property
     def in_host_memory(self) -> bool:
-        """True if its rows are in a tier below device memory, which hosts have: some of them cached or none."""
+        """True if its rows are in a tier of hosts, below device memory: some of them cached or none."""
         return self.load_factor < 1
 
     @property

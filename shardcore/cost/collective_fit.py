@@ -128,15 +128,18 @@ def _fit_rates(terms: np.ndarray, measured: np.ndarray) -> np.ndarray:
     fits = [_fit_from(guess, terms, measured) for guess in different]
     best = min(fits, key=lambda rates: np.abs(transfer_ms(terms, rates) / measured - 1).mean())
     for level in LEVELS.values():
-        # A level that carried bytes and never decided takes no time. With no rate at all it would count as not
-        # measured, and its bytes on another level.
+        # A level that carried bytes and never decided takes no time. With no rate at all it would count as
+        # not measured, and its bytes on another level.
         if terms[TERMS_OF_LEVEL[level.name]].any() and not best[TERMS_OF_LEVEL[level.name]].any():
             best[EXCHANGE_TERMS.index(level.each)] = TRACE
     return best
 
 
 def _fit_from(decides: np.ndarray, terms: np.ndarray, measured: np.ndarray, rounds: int = 8) -> np.ndarray:
-    """[E] rates from a first guess [S] of the level that decides. Repeats until the guess agrees with the fit."""
+    """[E] rates from a first guess [S] of the level that decides.
+
+    It fits again until the guess agrees with the fit.
+    """
     parts, rates = list(TERMS_OF_LEVEL.values()), np.zeros(len(terms))
     for _ in range(rounds):
         # Only the terms of the guessed level count for a sample, and the latency.

@@ -374,8 +374,8 @@ def even_is_least(w: Mapping[str, np.ndarray], topology: Topology, payload: str)
     """True if an even division of a collective's bytes over devices is the cheapest.
 
     Forward the last device counts, backward the devices' mean weighted by speed. The law is convex. Where
-    hosts and pods are equal, swapping devices does not change it. Backward a device's bytes may count. Then all
-    devices have to be equal.
+    hosts and pods are equal, swapping devices does not change it. Backward a device's bytes may count. Then
+    all devices have to be equal.
     """
     # Equal devices are interchangeable, so even their own bytes do not break symmetry.
     equal = len(topology.hosts) == 1 and len({d.speed for d in topology.devices}) == 1

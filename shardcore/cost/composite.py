@@ -38,7 +38,8 @@ LINK_FEATURES = 3
 
 @dataclass(frozen=True, eq=False)
 class LinkHead:
-    """A head of the links to memory below the devices. It encodes ms: forward, backward, and of rows fetched ahead.
+    """A head of the links to memory below the devices. It encodes ms: forward, backward, and of rows fetched
+    ahead.
 
     gbps: GB/s of a device, by tier.
     optimizer: optimizer of the embeddings.

@@ -19,8 +19,8 @@ uplink: the most of any inner unit, such as a host. Its devices may share an upl
 shared_uplink: the mean over inner units; of an all-to-all without the bytes for one other unit.
     A link that is busier than others is filled all the time. Equally busy links are not, if several units
     share them: TCP shares unevenly, so in the end some rest while others still carry.
-head_start: -1; of a ring, for each round. Its rate stands for a link's burst after a pause, and for bytes sent
-  before the last rank's start.
+head_start: -1; of a ring, for each round. Its rate stands for a link's burst after a pause, and for bytes
+  sent before the last rank's start.
 
 All are 0 where a level joins no devices. Only a ring counts the innermost always.
 """

@@ -200,7 +200,7 @@ class BoundableCostModel(CostModel, Protocol):
 
     @property
     def has_concave_exchanges(self) -> bool:
-        """True if the ms of evenly divided bytes are concave in these, False if convex. Either where linear."""
+        """True if ms are concave in evenly divided bytes, False if they are convex. Either where linear."""
         ...
 
 
@@ -291,7 +291,10 @@ def exposed_input_ms(comm: CommCost, job: Job) -> np.ndarray:
 
 
 def fetched_ms(model: CostModel, sums: np.ndarray, op_ms: np.ndarray) -> np.ndarray:
-    """[...] ms of ops from summed encodings [..., F]: the link's, then the update's. op_ms: [...] of `head`."""
+    """[...] ms of ops from summed encodings [..., F]: the link's, then the update's.
+
+    op_ms: [...] of `head`.
+    """
     return model.link_ms(sums) + (1 - model.forward_share(sums)) * op_ms
 
 
@@ -301,16 +304,16 @@ def fetch_wait_ms(fetched_ms: np.ndarray, busy_ms: np.ndarray, job: Job) -> np.n
     fetched_ms: [..., D] `fetched_ms` of each device's ops together.
     busy_ms: [..., D] compute and exchanges, without what caches fetch.
 
-    PrefetchTrainPipelineSparseDist fetches a batch's rows on a stream of their own, while the batch before is looked
-    up, exchanged, and in the dense part. FBGEMM lets no update of rows run beside: its hook before backward waits for
-    the fetch (`_update_cache_counter_and_locations`), and the next fetch waits for that backward
-    (`_sync_stream_post_backward`). So of two chains, the longer one counts:
+    PrefetchTrainPipelineSparseDist fetches a batch's rows on a stream of their own, while the batch before is
+    looked up, exchanged, and in the dense part. FBGEMM lets no update of rows run beside: its hook before
+    backward waits for the fetch (`_update_cache_counter_and_locations`), and the next fetch waits for that
+    backward (`_sync_stream_post_backward`). So of two chains, the longer one counts:
 
         lookups, exchanges, dense part, update
         fetch, update
 
-    Tables without a cache are looked up over the same link, which a fetch then does not have. Ids come before both.
-    A law by construction (torchrec 1.8.0, fbgemm_gpu 1.8.0): no GPU ran it.
+    Tables without a cache are looked up over the same link, which a fetch then does not have. Ids come before
+    both. A law by construction (torchrec 1.8.0, fbgemm_gpu 1.8.0): no GPU ran it.
     """
     return np.maximum(0.0, fetched_ms - busy_ms - job.dense_ms)
 

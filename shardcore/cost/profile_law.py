@@ -98,7 +98,8 @@ def work_of(
 
     op_row_bytes: bytes of the distinct rows of the op, as far as they are known. Each shard has its own at
       least.
-    slower: GB/s of the link to host memory over those of another tier's, by tier. Its bytes count as so many more.
+    slower: GB/s of the link to host memory over those of another tier's, by tier. Its bytes count as so many
+        more.
     """
     tables = [s.table for s in shards]
     lookups = batch * np.array([t.looked_up * access_share(s) for t, s in zip(tables, shards, strict=True)])
@@ -170,7 +171,7 @@ def forward_ms(rates: Rates, work: Work) -> np.ndarray:
 
 
 def link_ms(rates: Rates, work: Work) -> tuple[np.ndarray, np.ndarray]:
-    """[N] ms of `forward_ms` on the link to host memory: of lookups without a cache, and of what caches fetch."""
+    """[N] ms of `forward_ms` on the link to host memory: lookups without a cache, and fetches of caches."""
     return (
         rates["compute_factor"] * _ms_of(rates, "host_read_gbps", work.host_read_bytes),
         rates["compute_factor"] * _ms_of(rates, "host_cache_gbps", work.cache_bytes),

@@ -307,7 +307,7 @@ class ProfileModel:
         return step_ms(compute_ms, comm, workload.job, fetched_ms)
 
     def _compute_ms(self, workload: Workload) -> tuple[np.ndarray, np.ndarray]:
-        """[..., D] ms of each device's ops, forward and backward; and their fetched_ms (model.fetch_wait_ms)."""
+        """[..., D] ms of each device's ops, forward and backward; and their model.fetched_ms."""
         # Devices that run the same shards share an Op.
         ops = list({id(op): op for of_device in workload.ops for op in of_device}.values())
         backward_floor_ms, both_ms = profile_law.floor_ms(self._values, "backward"), {}

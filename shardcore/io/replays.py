@@ -35,8 +35,8 @@ each rank has a core of its own. In 5, ids of divided rows are put in buckets.
 """
 REPLAYS_JSON, PROBLEM_JSON = "replays.json", "problem.json"
 OVER_HOSTS_VERSION = 7
-"""Version of times of steps over several hosts. In 6, their ranks begin together. In 7, all-reduces start before
-other exchanges of gradients, and are waited for last.
+"""Version of times of steps over several hosts. In 6, their ranks begin together. In 7, all-reduces start
+before other exchanges of gradients, and are waited for last.
 """
 MOST_SLOWDOWN = 1.5
 """Largest slowdown of a valid replay, and inverse of the least. Others were disturbed, and are run again."""

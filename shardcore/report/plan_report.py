@@ -80,8 +80,9 @@ def _fetched(cost: PredictedCost) -> str:
     if not any(cost.link_ms):
         return ""
     return (
-        f"\nCaches fetch the next batch's rows meanwhile (pipeline prefetch): {max(cost.link_ms):.3f} ms of the link "
-        f"to host memory at most, of which {max(cost.fetch_wait_ms):.3f} ms are waited for. No GPU was timed for that."
+        f"\nCaches fetch the next batch's rows meanwhile (pipeline prefetch): {max(cost.link_ms):.3f} ms of the "
+        f"link to host memory at most, of which {max(cost.fetch_wait_ms):.3f} ms are waited for. No GPU was timed "
+        "for that."
     )
 
 

@@ -72,7 +72,8 @@ class Explanation:
     """An explanation as plain data. Tuples of numbers have one entry a device.
 
     device: the device that is ready last.
-    limit: "compute", "exchange" or "fetching" (cost.model.fetch_wait_ms), whichever takes most of the step there.
+    limit: "compute", "exchange" or "fetching" (cost.model.fetch_wait_ms), whichever takes most of the step
+        there.
     shards: shards on that device, by falling saves_ms.
     widest: the device that sends most.
     exchange_bytes: bytes of each device, in all collectives of outputs and gradients.

@@ -125,7 +125,8 @@ def _cached_row_bytes(shard: Shard) -> int:
 
 
 def stored_row_bytes(shard: Shard, optimizer: str) -> int:
-    """Bytes of a row of a shard in its tier and in its own cache: weights, and state that is packed behind them.
+    """Bytes of a row of a shard in its tier and in its own cache: weights, and state that is packed behind
+    them.
 
     Source: cache_row_dim of FBGEMM's SSDTableBatchedEmbeddingBags.
     """
@@ -136,7 +137,7 @@ def stored_row_bytes(shard: Shard, optimizer: str) -> int:
 
 
 def own_cache_mib(shard: Shard) -> int:
-    """MiB for weights in the cache of a shard that shares none: TorchRec's KeyValueParams.max_l1_cache_size."""
+    """MiB of weights in the cache of a shard that shares none (KeyValueParams.max_l1_cache_size)."""
     a_row = shard.width * PRECISION_BYTES[shard.table.precision]
     # A cache has a set at least.
     least = math.ceil(CACHE_SET_ROWS * a_row / MIB)
@@ -155,7 +156,8 @@ def own_cache_rows(shard: Shard) -> int:
 
 
 def host_bytes(shard: Shard, problem: Problem) -> int:
-    """Bytes of a shard in its tier below device memory: all of its weights, and there may be the state of cells.
+    """Bytes of a shard in its tier below device memory: all of its weights, and there may be the state of
+    cells.
 
     Source: FBGEMM allocates both as UVM. State of rows is in device memory. On SSD there are weights alone.
     """
@@ -232,8 +234,8 @@ def _whole(parts: Mapping[str, float]) -> dict[str, int]:
 class Caches:
     """Devices' caches, by counts that add up over shards.
 
-    An op has one cache for all of its shards of a precision that have none of their own. It has whole sets of rows,
-    each as wide as the widest shard with a cache (max_D_cache in FBGEMM's
+    An op has one cache for all of its shards of a precision that have none of their own. It has whole sets of
+    rows, each as wide as the widest shard with a cache (max_D_cache in FBGEMM's
     split_table_batched_embeddings_ops_training.py).
 
     Counts [..., C] are, in this order: bytes of caches that `resident_bytes` has; then of each cache its

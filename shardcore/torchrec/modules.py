@@ -182,7 +182,7 @@ def _managed_collision(wrapper: nn.Module | None, config: Any) -> ManagedCollisi
 
 
 def _form(module: nn.Module) -> tuple[str, str]:
-    """Form of a managed-collision module, and its eviction policy: a policy of the user's own may be unknown."""
+    """Form of a managed-collision module, and its eviction policy, which may be the user's own."""
     from torchrec.modules.mc_modules import MCHManagedCollisionModule
 
     if isinstance(module, MCHManagedCollisionModule):

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 _PATH = re.compile(r"[\w-]+(\.[\w-]+)*")
 """Names of modules, joined by dots. Those of a list are numbers."""
 _WRITE_BUFFER_BYTES = 2 << 30
-"""Size of RocksDB's write buffer where nobody gives one: the default of FBGEMM's SSDTableBatchedEmbeddingBags."""
+"""Default of RocksDB's write buffer in FBGEMM's SSDTableBatchedEmbeddingBags."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,10 @@ def to_torchrec(
                 "so the model has them on every rank: plan them so (constraints.kinds)"
             )
     if other := next((t for t in problem.tables if t.fixed_tiers is not None), None):
+        form = other.managed_collision.form if other.managed_collision else ""
         raise ShardCoreError(
-            f"table {other.name!r} is a hash table of form {other.managed_collision and other.managed_collision.form}, "
-            "which ShardCore prices and does not export; give TorchRec the plan of a problem without it"
+            f"table {other.name!r} is a hash table of form {form}, which ShardCore prices and does not export; give "
+            "TorchRec the plan of a problem without it"
         )
     for number, (name, sharding) in enumerate(shardings.items()):
         table, if_cut = theirs[name], sharding.layout.torchrec_cut
@@ -307,8 +308,8 @@ def _own_cache(sharding: Sharded, base: ParameterSharding, number: int) -> KeyVa
 
     given = base.key_value_params or KeyValueParams()
     largest = max((shard for _, shard in sharding.shards), key=lambda shard: shard.rows)
-    # TorchRec runs tables of one width and equal settings as one op, with one cache of max_l1_cache_size for all. So
-    # each gets another size of RocksDB's write buffer, by some bytes.
+    # TorchRec runs tables of one width and equal settings as one op, with one cache of max_l1_cache_size for
+    # all. So each gets another size of RocksDB's write buffer, by some bytes.
     buffer = given.ssd_rocksdb_write_buffer_size or _WRITE_BUFFER_BYTES
     apart = -(-buffer // MIB) * MIB - number
     return replace(given, max_l1_cache_size=own_cache_mib(largest), ssd_rocksdb_write_buffer_size=apart)

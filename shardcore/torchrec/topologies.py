@@ -65,7 +65,8 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0, below: Collecti
         of_host = min(getattr(d.storage, capacity) for d in topology.devices) * topology.local_world_size
         require(
             of_host > 0,
-            f"topology has {capacity}_cap 0 on a rank, and tables have rows in {tier.words}; it needs bytes there",
+            f"topology has {capacity}_cap 0 on a rank, and tables have rows in {tier.words}; "
+            "it needs bytes there",
         )
         memory.append(Memory(tier.name, of_host, getattr(topology, bandwidth) / BYTES_PER_MS_PER_GBPS))
     # Only bandwidths that somebody gave. Others are the cost model's.

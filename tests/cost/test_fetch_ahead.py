@@ -1,4 +1,4 @@
-"""Pipeline prefetch: what caches fetch travels beside the step, and makes it longer only where it is not hidden."""
+"""Pipeline prefetch: fetches of caches travel beside the step, and lengthen it only where not hidden."""
 
 from dataclasses import replace
 
@@ -59,7 +59,7 @@ def any_model(request) -> CostModel:
 def test_a_step_is_shorter_by_the_fetch_or_by_what_it_hides_behind(
     any_model, optimizer, uncached, gbps, dense_ms
 ):
-    """On one device, which exchanges nothing: a fetch hides behind lookups in device memory and the dense part."""
+    """One device exchanges nothing: a fetch hides behind lookups in device memory and the dense part."""
     ahead = problem({**CACHED, **uncached}, dense_ms, gbps=gbps, optimizer=optimizer)
     plain = replace(ahead, job=replace(ahead.job, pipeline="sparse_dist"))
     was, now = cost(plain, any_model), cost(ahead, any_model)
@@ -123,7 +123,7 @@ def test_other_pipelines_hide_nothing(any_model):
 
 
 def test_devices_wait_for_the_one_that_fetches_longest(any_model):
-    """Its lookups are no longer late, so that the others wait less before the exchange, and then for its rows."""
+    """Its lookups are no longer late, so the others wait less before the exchange, and then for its rows."""
     ahead = problem(CACHED, gbps=0.05, devices=2)
     now = cost(ahead, any_model)
     chain_ms = np.array(now.link_ms) + now.backward_compute_ms

@@ -332,7 +332,7 @@ def ssd_problem() -> tuple[Problem, EmbeddingBagCollection]:
 
 
 def built(sharding_plan: ShardingPlan, problem: Problem, rank: int) -> list[tuple[list[str], dict]]:
-    """Tables of each op on SSD of a rank, and arguments of its SSDTableBatchedEmbeddingBags, as TorchRec makes them."""
+    """Tables of each op on SSD of a rank, and the arguments that TorchRec gives it."""
     ours, local = {t.name: t for t in problem.tables}, []
     for name, sharding in sharding_plan.plan[""].items():
         for shard in (s for s in sharding.sharding_spec.shards if s.placement.rank() == rank):
@@ -362,7 +362,7 @@ def built(sharding_plan: ShardingPlan, problem: Problem, rank: int) -> list[tupl
 
 @pytest.mark.parametrize("kind", ["column", "row", "cut"])
 def test_memory_of_tables_on_ssd_is_that_of_the_ops_that_torchrec_makes(kind):
-    """Each table is an op with a cache of its own: weights, an id and a time of each cached row, and FBGEMM's state."""
+    """Each table is an op with its own cache: weights, id and time of each cached row, and FBGEMM's state."""
     problem, module = ssd_problem()
     placements = []
     for t in problem.tables:

@@ -66,8 +66,8 @@ class BoundShards:
     at: for each kind [T, U + 1], the shard of a number of units of a table; -1 for none.
     size: [T, K] units of the whole table.
     whole: [T] the uncut shards.
-    latency_ms: [2, K] ms of a kind's collectives of outputs and gradients, whatever they carry: in that mean, and
-      for every device.
+    latency_ms: [2, K] ms of a kind's collectives of outputs and gradients, whatever they carry: in that mean,
+      and for every device.
     ids_ms: ms of each channel of ids, whatever it carries. Empty where ids are not counted.
     mixes: sets of kinds that plans may use.
     """
@@ -171,7 +171,8 @@ class BoundShards:
                 i for i, c in zip(rows, channels, strict=True) if c.group != WORLD and not c.scope.across
             ]
             groups = groups_of(CHANNELS[within[0]].group if within else WORLD, topology)
-            # [T] bytes of each device if all of a table is of the kind. One of several groups may have all tables.
+            # [T] bytes of each device if all of a table is of the kind. One of several groups may have all
+            # tables.
             of_table, own = np.zeros(len(self.size)), self.kind == k
             of_table[self.table[own]] = (all_bytes / self.part)[own] / n
             points, ms = self._points(of_table[of_table > 0], float(of_table.sum()) * len(groups)), []
@@ -188,10 +189,12 @@ class BoundShards:
     def _apart(
         self, groups: np.ndarray, once: np.ndarray, slope: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """[2] ms at least and [2] ms per byte: in the mean by speed, for every device; however groups divide the bytes.
+        """[2] ms at least and [2] ms per byte: in the mean by speed, for every device; however groups divide
+        the bytes.
 
         once, slope: [3] of even bytes: all ms, those forward within groups, and backward.
-        Forward all wait for the group with most bytes, backward each for itself. So slow groups may have more.
+        Forward all wait for the group with most bytes, backward each for itself. So slow groups may have
+        more.
         """
         n, (_, forward, backward) = len(groups), slope
         # [2, G] of each group, the smallest first. A single device may be of the group that has nothing.
@@ -302,7 +305,7 @@ def _least_share(layout: Layout, table: Table, n: int, whole: bool) -> Shard | N
 
 
 def _line(points: tuple[float, float], once: Any, more: Any) -> tuple[Any, Any]:
-    """Value at 0 and slope per byte, from ms at two points, lowered a trace, for rounding. Numbers or arrays."""
+    """Value at 0 and slope per byte, from ms at two points. Lowered a trace, for rounding."""
     slope = (more - once) / (points[1] - points[0])
     return once * (1 - _ROUNDING) - slope * points[0], slope
 

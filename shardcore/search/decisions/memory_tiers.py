@@ -1,8 +1,8 @@
 """Memory tiers: the rows of each table that lie in device memory, if not all tables fit there.
 
-The load factor of a table says it (types.Table): 1 has all rows in device memory, a share has all rows in a tier
-below (core/tiers.py) and a cache of so many on the device, 0 has none there. tables/host_rows.py tells what then
-crosses the link to that tier. A table goes to a slower one where the fastest does not hold it.
+The load factor of a table says it (types.Table): 1 has all rows in device memory, a share has all rows in a
+tier below (core/tiers.py) and a cache of so many on the device, 0 has none there. tables/host_rows.py tells
+what then crosses the link to that tier. A table goes to a slower one where the fastest does not hold it.
 
 Memory goes where a byte of it keeps most bytes off the link (RecShard, arXiv 2201.10095). It is counted over
 all devices together, before the search for places. At first less of it is shared out than there is, which
@@ -12,8 +12,8 @@ An op has one cache (tables/host_rows.py), in which a row stays as long as any o
 shares that a cache of one memory gives them, and every device has those, whichever of the tables it has. What
 such a cache holds in vain, rows that rarely recur, is better left out of it, without a cache.
 
-Where caches fetch ahead (model.fetch_wait_ms), a step is the longer of two chains, and each has its own best tiers.
-So tiers are chosen by a weighted mean of both, with the weight that makes the longer one shortest.
+Where caches fetch ahead (model.fetch_wait_ms), a step is the longer of two chains, and each has its own best
+tiers. So tiers are chosen by a weighted mean of both, with the weight that makes the longer one shortest.
 
 Shapes: M memories of a cache.
 """
@@ -125,7 +125,8 @@ class Tier:
     host_bytes: bytes of weights and state in the fastest tier below the devices.
     link_bytes: bytes that cross the link in a step.
     cost: what is to be least. Where no model tells ms: link_bytes, those of slower links as so many more.
-    chains_ms: ms that it adds to the rest of a step, and to fetches and updates. (): caches fetch nothing ahead.
+    chains_ms: ms that it adds to the rest of a step, and to fetches and updates. (): caches fetch nothing
+        ahead.
     """
 
     table: Table

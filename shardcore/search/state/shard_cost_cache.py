@@ -392,8 +392,8 @@ class ShardCostCache:
     def _sums_of(self, shards: Sequence[tuple[Layout, Shard]]) -> np.ndarray:
         """[N, 6] memory_account.Sums of shards and their runs.
 
-        They are linear in columns. So those of a row range follow from its narrowest and its widest shard. Caches of
-        whole MiB are not, so shards that have one are counted each.
+        They are linear in columns. So those of a row range follow from its narrowest and its widest shard.
+        Caches of whole MiB are not, so shards that have one are counted each.
         """
         apart = {t.name for t in self.problem.tables if t.in_host_memory and not t.below.shares_cache}
         keys = [

@@ -137,7 +137,8 @@ class State(NamedTuple):
     fetched: Array("D", float64)  # ms of its fetches and updates at its speed
     hosts: Array("HX", int64)  # bytes that each host's exchanges carry
     all_carried: Array("X", int64)  # those of all devices
-    # Rows: 0 ms of devices ([0, 0] load, [0, 1] fetched; X is 2 or more), 1 what devices carry, 2 what hosts carry.
+    # Rows: 0 ms of devices ([0, 0] load, [0, 1] fetched; X is 2 or more), 1 what devices carry, 2 what hosts
+    # carry.
     norm: Array("3X", float64)  # sums of p-th powers of value / ref
     ref: Array("3X", float64)  # means that the powers are relative to
     group: Array("S", int64)  # the group that shares the strip; -1: none

@@ -114,7 +114,7 @@ def exposed_ids(fx, ids_ms, work_ms):
 
 @inner
 def longer_chain(fx, ms, fetched):
-    """ms of a step without the dense part and ids: at least those of fetches and updates (model.fetch_wait_ms)."""
+    """ms of a step without the dense part and ids; fetches and updates may set it (model.fetch_wait_ms)."""
     return max(ms, fetched - fx.dense_ms) if len(fx.fetched) > 0 else ms
 
 
