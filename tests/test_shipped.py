@@ -14,7 +14,9 @@ from tasks.commit import git_commit
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = ROOT / ".dvc/shipped/files/md5"
-LOCK = yaml.safe_load((ROOT / "dvc.lock").read_text())["stages"]
+# The lock as committed, where git has it: a `make run` in the same clone writes its own.
+COMMITTED = subprocess.run(["git", "show", "HEAD:dvc.lock"], cwd=ROOT, capture_output=True, text=True)
+LOCK = yaml.safe_load(COMMITTED.stdout or (ROOT / "dvc.lock").read_text())["stages"]
 OUTS = {out["path"]: out for stage in LOCK.values() for out in stage["outs"]}
 MOST_BYTES = 4 << 20
 
