@@ -79,6 +79,7 @@ lint: setup
 	ruff check .
 	ruff format --check .
 	pyright
+	python .ci/sizes.py
 
 setup: .venv/.ready
 
