@@ -31,7 +31,7 @@ PAGES = {str(page.relative_to(ROOT)): page.read_text() for page in blocks.pages(
 BATCH = yaml.safe_load((ROOT / "params.yaml").read_text())["setting"]["batch"]
 RUN = {name: [b for b in blocks.blocks(text) if b.runs and not b.reason] for name, text in PAGES.items()}
 PROBLEM = next(b.code for b in blocks.blocks(PAGES["docs/plan.md"]) if "shardcore/problem" in b.code)
-OFFERS = next(b.code for b in blocks.blocks(PAGES["docs/plan.md"]) if "shardcore/offers" in b.code)
+OFFERS = next(b.code for b in blocks.blocks(PAGES["docs/plan_provision.md"]) if "shardcore/offers" in b.code)
 QUICK = Budget(evals=200)
 ROWWISE = Setting("gpu", 2048, optimizer="rowwise_adagrad")
 TIMINGS = "op,time_us,B,T,E,D,L\n" + "".join(
@@ -89,7 +89,7 @@ def test_code_of_a_page_runs(page, folder, capsys):
 
 def given(page: str) -> dict:
     """Names that a page's Python takes for granted."""
-    if page not in ("docs/plan.md", "docs/torchrec.md"):
+    if not page.startswith(("docs/plan", "docs/torchrec")):
         return {}
     pytest.importorskip("torchrec")
     import torch
@@ -117,7 +117,7 @@ def given(page: str) -> dict:
         "sharding_plan": planner().plan(MODULE),
         "ids": np.arange(4096) % 999,
         "rows": 5000,
-        "model": shardcore.load_model("model") if page == "docs/plan.md" else AnalyticModel(ROWWISE),
+        "model": shardcore.load_model("model") if page.startswith("docs/plan") else AnalyticModel(ROWWISE),
     }
 
 

@@ -199,7 +199,7 @@ def schemas() -> str:
         "# Schemas of files",
         "Records of each file with `schema` and `version`, from the classes that read them. "
         "[Files](../formats.md) says who writes and reads each. A problem's file writes some fields in another form: "
-        "[its keys](../plan.md#from-a-model-to-the-file).",
+        "[its keys](../plan_problem.md#from-a-model-to-the-file).",
         markdown_table(
             ("schema", "version"),
             [(f"[`shardcore/{name}`](#shardcore{name})", v) for name, v in VERSIONS.items()],

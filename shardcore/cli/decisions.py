@@ -90,7 +90,7 @@ class PlanOptions(SearchOptions, ModelOptions, HostMemoryOptions, TargetOptions)
     """Search a plan for a problem under a cost model. Options for decisions before the search can be combined;
     each decision has several problems searched.
 
-    offers: types of machines, with their models or profiles: choose the cluster, too (docs/plan.md); with a
+    offers: types of machines, with their models or profiles: choose the cluster, too (docs/plan_provision.md); with a
       target and --out-problem
     algorithm: portfolio, the default (the cheapest plan of several searches), anneal, anneal_columns (tables
       whole or cut by columns only), random, size_greedy, dim_greedy, lookup_greedy, size_lookup_greedy,
@@ -117,7 +117,7 @@ class PlanOptions(SearchOptions, ModelOptions, HostMemoryOptions, TargetOptions)
     sync_every: with --groups: steps from one synchronisation of the replicas to the next; default: 1
     hot_rows: have the hottest rows of sequence tables on every device, as separate tables; with --out-problem
     towers: file of tables that belong together on a host, and of the ratio by which a tower module compresses
-      what crosses hosts (docs/plan.md)
+      what crosses hosts (docs/plan_towers.md)
     tiers: decide which rows are in host memory, if not all fit in that of devices; with --out-problem
     host_gib: with --tiers: memory of each host that tables may take; default: that of the problem
     link_gbps: with --tiers: GB/s between a device and its host's memory, which is not measured; default: that

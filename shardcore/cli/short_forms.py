@@ -91,7 +91,7 @@ class ProvisionOptions(SearchOptions, deciding.TargetOptions):
     price. Every number of hosts of every offer is searched, if its devices divide the batch evenly. The
     problem's topology does not count. Short for `plan --offers`.
 
-    offers: types of machines, with devices, memory, links, price and cost model or profile (docs/plan.md)
+    offers: types of machines, with devices, memory, links, price and cost model or profile (docs/plan_provision.md)
     algorithm: algorithm that searches plans, any of `plan`; default: portfolio
     out: folder for problem.json and plan.json of the chosen cluster, clusters.json with all clusters, and
       curve.png; the last two are written even if no cluster meets the target

@@ -53,7 +53,7 @@ class HotRows(Decision):
         require(
             bool(known),
             f"problem {problem.name!r} has no sequence tables that are looked up; only "
-            "those may have hot rows (docs/plan.md)",
+            "those may have hot rows (docs/plan_hot_rows.md)",
         )
         outcomes: dict[float, Outcome] = {}
         searched: list[tuple[Mapping[str, int], Outcome]] = []
