@@ -36,7 +36,7 @@ import numpy as np
 
 from bench import common
 from shardcore import report
-from shardcore.cost import accuracy, collective_fit, collective_model, drift_correction
+from shardcore.cost import collective_fit, collective_model, drift_correction
 from shardcore.cost.metrics import mape
 from shardcore.io import dataset
 from shardcore.io.measurements import CollectiveSample
@@ -57,7 +57,7 @@ def measured_rows(
     """One row a collective and way."""
     comm = [s for s in collective_fit.priced(comm) if s.error is None]
     train, validation, test = (
-        [s for s in comm if accuracy.split_of(s.id) == side] for side in ("train", "validation", "test")
+        [s for s in comm if dataset.split_of(s.id) == side] for side in ("train", "validation", "test")
     )
     rates = collective_fit.fit(train, validation, lambda *_: None)
     as_all_to_all = {

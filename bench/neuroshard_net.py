@@ -20,8 +20,8 @@ import torch
 from shardcore.core.access_statistics import Reuse
 from shardcore.core.types import Shard
 from shardcore.cost import features, fit
-from shardcore.cost.accuracy import split_of
 from shardcore.cost.metrics import mape
+from shardcore.io.dataset import split_of
 from shardcore.io.measurements import ComputeRequest, ComputeSample
 from shardcore.step import access
 from shardcore.tables import streams

@@ -67,7 +67,7 @@ def main() -> None:
     [setting] = dataset.settings(args.measurements)
     groups = [s for s in drift_correction.read([args.measurements], setting).compute if s.error is None]
     groups.sort(key=lambda s: s.id)
-    test, rest = accuracy.held_out(groups), [s for s in groups if accuracy.split_of(s.id) != "test"]
+    test, rest = accuracy.held_out(groups), [s for s in groups if dataset.split_of(s.id) != "test"]
     profiles = [load_profile(name) for name in args.profiles]
     rows: dict[int, list[Arms]] = {}
     for draw in range(args.draws):

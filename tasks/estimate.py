@@ -15,6 +15,7 @@ import numpy as np
 from shardcore.core.types import OUTPUT_BYTES
 from shardcore.io import dataset, files, replays
 from shardcore.io.measurements import CollectiveRequest, ComputeRequest
+from shardcore.measure import kernels
 from shardcore.step.access import access_share, lookups
 from shardcore.step.lower import Workload, lower
 from tasks import console
@@ -58,10 +59,9 @@ class Estimate:
 
     def __str__(self) -> str:
         time = f"; about {console.duration(self.seconds)} ({self.basis})" if self.missing else ""
-        there = self.wanted - self.missing
         return (
-            f"{self.kind}: {self.wanted} samples wanted, {there} there already, {self.missing} missing, "
-            f"{self.devices} devices{time}"
+            f"{self.kind}: {self.wanted} samples wanted, {self.wanted - self.missing} there already, "
+            f"{self.missing} missing, {self.devices} devices{time}"
         )
 
 
@@ -85,7 +85,8 @@ def estimate(pool_path: Path, wanted: SettingConfig, config: MeasureConfig, fold
         for problem, plans in replays.missing(folder, steps, setting)
         for _, plan in plans
     ]
-    compute_ms = _compute_ms(compute, device) * (1 + config.max_repeats) / actors
+    # A fifth of the groups is held out, and runs more often.
+    runs = 1 + config.max_repeats * (0.8 + 0.2 * kernels.HELD_OUT_TIMES)
     comm_ms = _comm_ms(comm, device) * (config.comm().warmups + config.comm_repeats)
     step_ms = _step_ms(lacking, device) * (config.steps().warmups + config.step_repeats)
     compute_at = [s.measured_at for s in dataset.read_compute(folder, setting)]
@@ -93,7 +94,13 @@ def estimate(pool_path: Path, wanted: SettingConfig, config: MeasureConfig, fold
     building = f"{_PHYSICAL}, without what it takes to build the ops"
     n_steps = sum(len(plans) for _, plans in steps)
     return [
-        Estimate("compute", len(groups), len(compute), actors, *_time(len(compute), compute_at, compute_ms)),
+        Estimate(
+            "compute",
+            len(groups),
+            len(compute),
+            actors,
+            *_time(len(compute), compute_at, _compute_ms(compute, device) * runs / actors),
+        ),
         Estimate("comm", len(exchanges), len(comm), ranks, *_time(len(comm), comm_at, comm_ms)),
         Estimate("steps", n_steps, len(lacking), devices, len(lacking) * step_ms / 1e3, building),
     ]

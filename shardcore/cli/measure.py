@@ -63,7 +63,7 @@ class MeasureOptions:
     max_width: most columns of a shard
     sequences: share of groups whose lookups are not pooled, as in an EmbeddingCollection
     tolerance: relative confidence interval to reach for a median; default: 0.02 on cpu, 0.01 on cuda
-    max_repeats: most repeats of an op
+    max_repeats: most repeats of an op; three times as many where it is held out to judge models
     interleave: groups that run in turn
     chunk: samples that are written at once; a kill loses at most these and those that run
     hang_s: time without a finished op after which the measuring process is replaced, and its group recorded

@@ -156,8 +156,8 @@ def _fit_to_dataset(args: FitOptions, start: Profile) -> None:
     compute, comm = dataset.read_compute(args.timings), dataset.read_comm(args.timings)
     test = timings_of(accuracy.held_out(compute), accuracy.held_out(comm))
     known = timings_of(
-        [s for s in compute if accuracy.split_of(s.id) != "test"],
-        [s for s in comm if accuracy.split_of(s.id) != "test"],
+        [s for s in compute if dataset.split_of(s.id) != "test"],
+        [s for s in comm if dataset.split_of(s.id) != "test"],
     )
     if not known:
         raise ShardCoreError(f"{args.timings} has no timing that profile {start.name!r} can be fitted to")

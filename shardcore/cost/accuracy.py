@@ -5,7 +5,6 @@ Shapes: S samples.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -14,6 +13,7 @@ import numpy as np
 from shardcore.cost import collective_fit, features, nets
 from shardcore.cost.metrics import coverage, kendall_tau, mape
 from shardcore.cost.neural import NeuralModel
+from shardcore.io import dataset
 from shardcore.io.measurements import CollectiveSample, ComputeSample
 
 Sample = TypeVar("Sample", ComputeSample, CollectiveSample)
@@ -21,19 +21,9 @@ COVERAGES = (50, 80, 90, 95)
 """Nominal coverages in percent. `evaluate` reports the real share inside each interval."""
 
 
-def split_of(sample_id: str) -> str:
-    """ "train", "validation" or "test", in the ratio 8 : 1 : 1.
-
-    It depends on the id only. So a sample keeps its split as the dataset grows.
-    """
-    # A hash, not a random draw: no state, and the same on every machine.
-    part = int(hashlib.sha256(sample_id.encode()).hexdigest(), 16) % 10
-    return "train" if part < 8 else ("validation" if part == 8 else "test")
-
-
 def held_out(samples: Sequence[Sample]) -> list[Sample]:
     """The samples of the test split."""
-    return [s for s in samples if split_of(s.id) == "test"]
+    return [s for s in samples if dataset.split_of(s.id) == "test"]
 
 
 def predict(model: NeuralModel, samples: Sequence[ComputeSample]) -> np.ndarray:

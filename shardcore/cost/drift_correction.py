@@ -22,9 +22,9 @@ import numpy as np
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
 from shardcore.cost import collective_fit, features
-from shardcore.cost.accuracy import split_of
 from shardcore.cost.nnls import fit_law
 from shardcore.io import dataset, traced_samples
+from shardcore.io.dataset import split_of
 from shardcore.io.measurements import CollectiveSample, ComputeSample, Spread
 from shardcore.step.collectives import COLLECTIVES
 from shardcore.step.scopes import WORLD

@@ -22,7 +22,7 @@ import torch
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
 from shardcore.cost import collective_fit, collective_model, features, nets, quantiles, ranges
-from shardcore.cost.accuracy import Sample, evaluate, split_of
+from shardcore.cost.accuracy import Sample, evaluate
 from shardcore.cost.fit_config import (
     MIN_COMM,
     MIN_COMPUTE,
@@ -37,6 +37,7 @@ from shardcore.cost.neural import NeuralModel
 from shardcore.cost.nnls import fit_law
 from shardcore.cost.profile import Profile
 from shardcore.cost.profile_model import ProfileModel
+from shardcore.io.dataset import split_of
 from shardcore.io.measurements import CollectiveSample, ComputeRequest, ComputeSample
 
 _WHOLE, _PART = 1.0, 0.25

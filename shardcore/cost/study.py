@@ -15,6 +15,7 @@ from shardcore.core.types import Setting
 from shardcore.cost import accuracy, fit
 from shardcore.cost.metrics import mape
 from shardcore.cost.nnls import fit_law
+from shardcore.io import dataset
 from shardcore.io.measurements import ComputeSample
 from shardcore.tables.held_out import kept_for_testing
 
@@ -102,7 +103,7 @@ def learning_curve(
     """
     timed = sorted((s for s in compute if s.error is None), key=lambda s: s.id)
     # Sorted by id, which is random: each prefix is a random sample.
-    rest, test = [s for s in timed if accuracy.split_of(s.id) != "test"], accuracy.held_out(timed)
+    rest, test = [s for s in timed if dataset.split_of(s.id) != "test"], accuracy.held_out(timed)
     sizes = [n for part in _PARTS if (n := len(rest) // part) >= fit.MIN_COMPUTE]
     if len(sizes) < 3 or not test:
         return None

@@ -11,6 +11,7 @@ has the same id wherever and whenever it was measured.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +23,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting, Shard, Table
 from shardcore.core.validation import require, shown
 from shardcore.io import dataset_parts, files
-from shardcore.io.dataset_parts import Row
+from shardcore.io.dataset_parts import MEASUREMENT_VERSIONS, Row
 from shardcore.io.measurements import (
     CollectiveRequest,
     CollectiveSample,
@@ -59,8 +60,9 @@ def _setting_json(setting: Setting) -> dict[str, Any]:
 
 def compute_id(setting: Setting, request: ComputeRequest) -> str:
     shards = [[_table_digest(s.table), s.row_lo, s.row_hi, s.col_lo, s.col_hi] for s in request.shards]
-    version = dataset_parts.MEASUREMENT_VERSIONS["compute"]
-    return files.digest(["compute", version, _setting_json(setting), request.batch, shards])
+    return files.digest(
+        ["compute", MEASUREMENT_VERSIONS["compute"], _setting_json(setting), request.batch, shards]
+    )
 
 
 def comm_id(setting: Setting, request: CollectiveRequest) -> str:
@@ -75,8 +77,17 @@ def comm_id(setting: Setting, request: CollectiveRequest) -> str:
         }
     if request.hosts > 1:
         described["method"] = _OVER_HOSTS
-    version = dataset_parts.MEASUREMENT_VERSIONS["comm"]
-    return files.digest(["comm", version, _setting_json(setting), described])
+    return files.digest(["comm", MEASUREMENT_VERSIONS["comm"], _setting_json(setting), described])
+
+
+def split_of(sample_id: str) -> str:
+    """ "train", "validation" or "test", in the ratio 8 : 1 : 1.
+
+    It depends on the id only. So a sample keeps its split as the dataset grows.
+    """
+    # A hash, not a random draw: no state, and the same on every machine.
+    part = int(hashlib.sha256(sample_id.encode()).hexdigest(), 16) % 10
+    return "train" if part < 8 else ("validation" if part == 8 else "test")
 
 
 # --- writing ------------------------------------------------------------------------------------------------
@@ -148,7 +159,7 @@ def _common(sample: ComputeSample | CollectiveSample, kind: str) -> Row:
         "setting_batch": s.batch,
         "precision": s.precision,
         "optimizer": s.optimizer,
-        "measurement_version": dataset_parts.MEASUREMENT_VERSIONS[kind],
+        "measurement_version": MEASUREMENT_VERSIONS[kind],
         "measured_at": sample.measured_at,
         "error": sample.error,
         "batch": sample.request.batch,
@@ -238,8 +249,7 @@ def read_timings(folder: str | Path, setting: Setting | None = None) -> list[Com
                     raise ShardCoreError(
                         f"its pool is {shown(pool)}; it needs the 16 hex digits of a pool's digest"
                     )
-                tables_of_pool = files.read_pool(Path(folder) / f"pool-{pool}.json")
-                pools[pool] = {t.name: t for t in tables_of_pool}
+                pools[pool] = {t.name: t for t in files.read_pool(Path(folder) / f"pool-{pool}.json")}
             if name not in pools[pool]:
                 raise ShardCoreError(f"its pool {pool} has no table {shown(name)}")
             tables[key] = dataclasses.replace(
@@ -298,14 +308,13 @@ def _comm(folder: str | Path, setting: Setting | None) -> list[CollectiveSample]
             else EmulatedLinks(between, within, row["emulated_pods"] or 1, row["emulated_pod_gbit_s"]),
         )
         both = [row[k] and tuple(Spread(**x) for x in row[k]) for k in ("forward", "backward")]
-        waiting_ms = row["waiting_ms"] and tuple(row["waiting_ms"])
         read = CollectiveSample(
             row["id"],
             row["setting"],
             request,
             forward=both[0],
             backward=both[1],
-            waiting_ms=waiting_ms,
+            waiting_ms=row["waiting_ms"] and tuple(row["waiting_ms"]),
             measured_at=row["measured_at"],
             error=row["error"],
             order=row["order"],

@@ -53,15 +53,16 @@ def require_fbgemm(device: str) -> None:
     except ImportError as error:
         raise ShardCoreError(
             "FBGEMM is not installed: pip install 'shardcore[measure]' (or [measure-gpu] on a CUDA machine); "
-            f"importing it said: {_line(error)}"
+            f"importing it said: {one_line(error)}"
         ) from None
     except (AttributeError, OSError, RuntimeError) as error:
         # A mismatch shows as a missing symbol or operator, not as an ImportError.
         raise ShardCoreError(
             f"FBGEMM does not match torch {torch.__version__} (1.8 goes with 2.13, 1.7 with 2.12, 1.6 with 2.11): "
-            f"{_line(error)}"
+            f"{one_line(error)}"
         ) from None
 
 
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
+def one_line(error: BaseException | str) -> str:
+    """An error's message in one line of at most 300 characters."""
+    return " ".join(str(error).split())[:300]

@@ -44,6 +44,10 @@ from shardcore.step import access, memory
 from shardcore.step.lower import is_sequence
 
 T = TypeVar("T")
+HELD_OUT_TIMES = 3
+"""Most runs of a held-out op (dataset.split_of), in max_repeats."""
+_LONGEST_MS = 1000.0
+"""No op goes on once its runs took so long in all and are min_repeats: ten ops would take a third of the time."""
 _REFERENCE_RUNS = 48
 """Runs of the reference op that make one sample of it."""
 _SEED = 0
@@ -60,7 +64,8 @@ class KernelConfig:
     tolerance: repeats stop once the median of forward + backward is known to this fraction (95% interval).
         None: the device's default.
     min_repeats: fewest timed runs of an op.
-    max_repeats: most timed runs of an op.
+    max_repeats: most timed runs of an op that models train on. Held-out ops may run HELD_OUT_TIMES as often: their
+        noise adds to every error that is shown, while that of training ops averages out.
     interleave: ops that run in one round.
     state_rows: rows of the optimizer's state. Tables with more in all share them. None: as many as the arena
         has rows of the least width.
@@ -161,9 +166,9 @@ class KernelBench:
     def reference_ms(self, value: float | None) -> None:
         self._reference_ms = value
         # Twice the runs that an op's repeats span, so that each of these has neighbours on both sides.
-        kept = 2 * (self.config.interleave + 1) * max(self.config.max_repeats + 1, _REFERENCE_RUNS)
+        kept = 2 * max(HELD_OUT_TIMES * self.config.max_repeats + 1, _REFERENCE_RUNS)
         known = {self._reference.number: math.log(value)} if value and self._reference else None
-        self._log = timing.SlowdownLog(known, kept)
+        self._log = timing.SlowdownLog(known, kept * (self.config.interleave + 1))
 
     @property
     def active(self) -> list[ComputeRequest]:
@@ -270,16 +275,18 @@ class KernelBench:
         return work()
 
     def _settled(self) -> list[ComputeSample]:
-        """Samples of ops whose median is known to the tolerance, or that have max_repeats runs."""
+        """Samples of ops whose median is known to the tolerance, or that had their time."""
         # Fitting the slowdown is costly, so it waits until an op may be done.
         full = [run for run in self._active if len(run.times_ms) >= self.config.min_repeats]
         if not full:
             return []
         slowdown, finished = self._log.fit(), []
         for run in full:
-            totals = _at_usual_speed(run, slowdown).sum(1).tolist()
+            totals = _at_usual_speed(run, slowdown).sum(1)
             is_known = timing.relative_ci(totals) <= self.config.tolerance_on(self.device)
-            if is_known or len(totals) >= self.config.max_repeats:
+            is_trained_on = dataset.split_of(dataset.compute_id(self.setting, run.request)) == "train"
+            most = self.config.max_repeats * (1 if is_trained_on else HELD_OUT_TIMES)
+            if is_known or len(totals) >= most or totals.sum() >= _LONGEST_MS:
                 self._active.remove(run)
                 self.kept_s += sum(forward + backward for forward, backward, _ in run.times_ms) / 1e3
                 finished.append(self._sample(run, slowdown))
@@ -389,13 +396,12 @@ class KernelBench:
         """The sample of a run's timings, which are then forgotten."""
         times = _at_usual_speed(run, slowdown or self._log.fit())
         totals = times.sum(1)
-        clock = np.array([forward + backward for forward, backward, _ in run.times_ms])
         sample = dataclasses.replace(
             self._failed(run.request),
             error=None,
             forward=timing.spread(times[:, 0]),
             backward=timing.spread(times[:, 1]),
-            slowdown=float(np.median(clock / totals)),
+            slowdown=float(np.median(np.array(run.times_ms)[:, :2].sum(1) / totals)),
             relative_ci=timing.relative_ci(totals),
         )
         # The reference op runs on: its next sample is of later runs.
@@ -403,7 +409,6 @@ class KernelBench:
         return sample
 
     def _failed(self, request: ComputeRequest, error: Exception | str = "") -> ComputeSample:
-        reason = " ".join(str(error).split())[:300]
         self._finished += 1
         return ComputeSample(
             dataset.compute_id(self.setting, request),
@@ -412,7 +417,7 @@ class KernelBench:
             None,
             None,
             time.time(),
-            reason,
+            hardware.one_line(error),
             order=self._finished - 1,
             software=self._software,
         )
@@ -449,9 +454,8 @@ class Run:
 
 def _at_usual_speed(run: Run, slowdown: Callable[[int], float]) -> np.ndarray:
     """[repeats, 2] forward and backward ms, without the machine's slowdown."""
-    slowdowns = np.array([slowdown(number) for _, _, number in run.times_ms])
     # Forward and backward of a run have the same slowdown.
-    return np.array(run.times_ms)[:, :2] / slowdowns[:, None]
+    return np.array(run.times_ms)[:, :2] / [[slowdown(number)] for _, _, number in run.times_ms]
 
 
 class _Shape(NamedTuple):

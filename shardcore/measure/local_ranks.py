@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.measure import hosts, processes
+from shardcore.measure import hardware, hosts, processes
 from shardcore.measure.hosts import Place
 
 MOST_RANKS = 128
@@ -37,7 +37,7 @@ def exchanging() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise Lost(_line(error)) from None
+        raise Lost(hardware.one_line(error)) from None
 
 
 def run(
@@ -121,10 +121,10 @@ def _rank_process(
         work(rank, init_method, lambda value: pipe.send(("message", value)), *arguments)
         pipe.send(("done", None))
     except Lost as error:
-        pipe.send(("lost", _line(error)))
+        pipe.send(("lost", hardware.one_line(error)))
     # Any other error is a bug: it prints its traceback and ends the process.
     except (ShardCoreError, RuntimeError) as error:
-        pipe.send(("failed", _line(error)))
+        pipe.send(("failed", hardware.one_line(error)))
 
 
 def _messages(
@@ -182,7 +182,3 @@ def end_of(process: BaseProcess) -> str:
         killer = signal.Signals(-code).name
         return f"it was killed by {killer}" + (" (out of memory?)" if -code == signal.SIGKILL else "")
     return f"it ended with exit code {code}; what it wrote to standard error says why"
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]

@@ -9,8 +9,8 @@ from bench.neuroshard_net import RECIPES
 from shardcore.core.access_statistics import Reuse
 from shardcore.core.types import Setting, Shard, Table
 from shardcore.cost import features
-from shardcore.cost.accuracy import split_of
 from shardcore.cost.metrics import mape
+from shardcore.io.dataset import split_of
 from shardcore.io.measurements import ComputeRequest, ComputeSample, Spread
 
 SETTING = Setting("made-up", 64)

@@ -8,6 +8,7 @@ from laws import SETTING, by_hand, comm_samples, spread
 
 from shardcore.core.types import Shard, Table
 from shardcore.cost import accuracy, collective_fit
+from shardcore.io import dataset
 from shardcore.io.measurements import ComputeRequest, ComputeSample
 
 SHARD = Shard.whole(Table("t", 1000, 32, 1.0))
@@ -30,14 +31,14 @@ def sample(n: int, forward: float, backward: float, **fields) -> ComputeSample:
 
 
 def test_split_is_by_id_alone():
-    sides = [accuracy.split_of(f"{i:016x}") for i in range(5000)]
+    sides = [dataset.split_of(f"{i:016x}") for i in range(5000)]
     assert {s: round(sides.count(s) / 5000, 1) for s in set(sides)} == {
         "train": 0.8,
         "validation": 0.1,
         "test": 0.1,
     }
     # As it ever was, or what was held out of a model's training would be trained on by the next.
-    assert {i: accuracy.split_of(i) for i in SIDES} == SIDES
+    assert {i: dataset.split_of(i) for i in SIDES} == SIDES
     samples = [dataclasses.replace(sample(1, 1.0, 1.0), id=i) for i in SIDES]
     assert [s.id for s in accuracy.held_out(samples)] == [i for i, side in SIDES.items() if side == "test"]
 

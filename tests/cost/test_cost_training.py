@@ -50,7 +50,7 @@ def test_a_model_is_judged_by_groups_and_exchanges_of_one_split(measured):
     model = training.train(data, CONFIG).model
     for split in ("train", "test"):
         own = [
-            [s for s in samples if accuracy.split_of(s.id) == split]
+            [s for s in samples if dataset.split_of(s.id) == split]
             for samples in (data.known.compute, data.known.comm)
         ]
         found = training.judge(model, data.known, split)
@@ -62,7 +62,7 @@ def test_held_out_samples_of_datasets_that_joined_count_and_none_is_refused_by_n
     data = training.read([measured / "a"], SETTING)
     joined = training.train(data, CONFIG, provenance={"datasets": {str(measured / "b"): "of test"}}).model
     assert len(training.read_held_out(joined, measured / "a").compute) == 79
-    few = [s for s in data.known.compute if accuracy.split_of(s.id) == "train"]
+    few = [s for s in data.known.compute if dataset.split_of(s.id) == "train"]
     dataset.write_compute(measured / "c", few, dataset.write_pool(measured / "c", pool()))
     alone = training.train(data, CONFIG).model
     with pytest.raises(ShardCoreError, match=r"c holds no held-out samples for \(law.*measure more"):

@@ -15,7 +15,7 @@ from shardcore.core.types import Setting, Shard, Table
 from shardcore.cost import accuracy, collective_model, fit, quantiles
 from shardcore.cost.profile import load_profile
 from shardcore.cost.profile_model import ProfileModel
-from shardcore.io import schema
+from shardcore.io import dataset, schema
 from shardcore.io.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, ComputeSample
 from shardcore.step.access import access_share
 
@@ -49,7 +49,7 @@ def test_correction_learns_what_the_baseline_lacks():
 
 
 def split(samples, side):
-    return [s for s in samples if accuracy.split_of(s.id) == side]
+    return [s for s in samples if dataset.split_of(s.id) == side]
 
 
 def test_the_band_is_of_samples_left_out_of_training():
@@ -65,7 +65,7 @@ def test_few_groups_are_all_trained_on_in_the_end(monkeypatch):
     compute, fresh = compute_samples(cache_law, 60, noise=0.05), compute_samples(cache_law, 300)[60:]
     config = fit.FitConfig(epochs=20)
     both = fit.train(compute, [], SETTING, config).model
-    seen = [s for s in compute if accuracy.split_of(s.id) != "test"]
+    seen = [s for s in compute if dataset.split_of(s.id) != "test"]
     assert both.meta["ranges"]["op_bytes"] == fit.measured_ranges(seen, [])["op_bytes"]
     monkeypatch.setattr(fit, "_FEWEST_UNSEEN", 0)
     first = fit.train(compute, [], SETTING, config).model

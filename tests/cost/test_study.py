@@ -7,6 +7,7 @@ import pytest
 from laws import SETTING, cache_law, compute_samples, linear_law, spread
 
 from shardcore.cost import accuracy, fit, study
+from shardcore.io import dataset
 from shardcore.tables.held_out import kept_for_testing
 
 QUICK = fit.FitConfig(epochs=4)
@@ -76,7 +77,7 @@ def test_unseen_tables_are_judged_by_a_model_that_never_saw_them():
 def test_a_learning_curve_is_of_models_of_ever_more_samples_on_the_test_split():
     seen, compute = [], compute_samples(cache_law, 500)
     curve = study.learning_curve(compute, SETTING, fit.FitConfig(epochs=1), lambda *row: seen.append(row))
-    rest, test = [s for s in compute if accuracy.split_of(s.id) != "test"], accuracy.held_out(compute)
+    rest, test = [s for s in compute if dataset.split_of(s.id) != "test"], accuracy.held_out(compute)
     assert [n for n, _ in curve.rows] == [len(rest) // 8, len(rest) // 4, len(rest) // 2, len(rest)]
     assert seen == [("learning_curve", n, {"test_mape": error}) for n, error in curve.rows]
     for n, error in (curve.rows[0], curve.rows[-1]):

@@ -11,8 +11,8 @@ from prefect.logging import disable_run_logger
 from tracking import tracked
 
 from shardcore.cost import collective_fit, fit, neural
-from shardcore.cost.accuracy import split_of
 from shardcore.io import dataset, model_files, replays
+from shardcore.io.dataset import split_of
 from shardcore.measure.replay import ReplayConfig
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search import SHARDERS
