@@ -125,15 +125,12 @@ class PlanOptions(SearchOptions, ModelOptions, HostMemoryOptions, TargetOptions)
     out_problem: write the problem of the plan, if decisions change it
     confidence: take as an op's cost the time that its measurement stays below with this probability, such as
       0.9, instead of the expected time
-    robust: with --hardware: find the plan that loses least if the profile's rates are wrong, and the value of
-      a measurement; nine searches share the budget
     explain: show what bounds the plan, what other algorithms find, and what more memory or more devices would
       bring; each is searched with the same budget again
     """
 
     REQUIRED = (("model", "hardware", "offers"),)
-    # --robust draws rates, and a start is improved by a search without draws.
-    EXCLUSIVE = (*SearchOptions.EXCLUSIVE, _TARGET, ("start", "robust"))
+    EXCLUSIVE = (*SearchOptions.EXCLUSIVE, _TARGET)
     problem: ProblemFile
     _: KW_ONLY
     offers: Annotated[Path, "OFFERS.json"] | None = None
@@ -156,7 +153,6 @@ class PlanOptions(SearchOptions, ModelOptions, HostMemoryOptions, TargetOptions)
     tiers: bool = False
     out_problem: Annotated[ProblemFile, Output()] | None = None
     confidence: Annotated[PositiveFloat, "P"] | None = None
-    robust: bool = False
     explain: bool = False
     out: Annotated[PlanFile, Output()] | None
 

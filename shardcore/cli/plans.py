@@ -11,7 +11,6 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,14 +47,11 @@ def plan(args: PlanOptions, heard: Callable[[Outcome], None] = lambda outcome: N
     from shardcore.search.decisions.driver import decide
     from shardcore.search.decisions.provision import Cluster, Provision
     from shardcore.search.learned.policy import read_policy
-    from shardcore.search.robust import robust
 
     policy = read_policy(args.policy) if args.policy else None
     default = policy.name if policy else DEFAULT_SHARDER
     algorithm = known(default if args.algorithm is None else args.algorithm)
     args, search = dataclasses.replace(args, algorithm=algorithm), sharder(algorithm, policy)
-    if args.robust:
-        search = partial(robust, search=search)
     deciding.require_agreeing(args)
     with shown():
         report(f"reading {args.problem}")
@@ -119,7 +115,7 @@ def _print_planned(
     """Print the plan's cost, and all decisions. original: the problem before these."""
     from shardcore.cost import known_errors
     from shardcore.cost.model import at_confidence
-    from shardcore.report import decisions_report, plan_report
+    from shardcore.report import decisions_report
     from shardcore.search.decisions.groups import FoundGroups
 
     groups, cautious = (
@@ -136,9 +132,7 @@ def _print_planned(
         f"{deciding.start_text(args, found, decisions, original, cautious)}"
     )
     print(f"under {known_errors.label(model)}, model {found.plan.provenance['model_digest'][:8]}")
-    regret = found.plan.provenance.get("robust")
-    robust = [plan_report.robust_text(regret)] if regret else []
-    for text in filter(None, [*robust, *deciding.texts(decisions, found, original)]):
+    for text in filter(None, deciding.texts(decisions, found, original)):
         print(f"\n{text}")
     if args.explain:
         if groups:

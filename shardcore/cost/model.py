@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, Self, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -144,28 +144,6 @@ class ProbabilisticCostModel(CostModel, Protocol):
 
     def is_above_head(self, level: float) -> bool:
         """True if the quantile of this level is never below `head`."""
-        ...
-
-
-@runtime_checkable
-class UncertainCostModel(CostModel, Protocol):
-    """A CostModel that knows how uncertain each of its rates is."""
-
-    @property
-    def measurable(self) -> Sequence[str]:
-        """Names of measurements, each of which would tell some of the rates."""
-        ...
-
-    def drawn(self, rng: np.random.Generator) -> UncertainCostModel:
-        """The model with rates drawn within their uncertainty."""
-        ...
-
-    def informed(self, truth: UncertainCostModel, measured: str) -> UncertainCostModel:
-        """The model with the rates of `truth` for one that is `measurable`."""
-        ...
-
-    def steps_ms(self, workload: Workload, models: Sequence[Self]) -> np.ndarray:
-        """[K] ms of a step under models that differ in their rates only. Equal to their total_ms."""
         ...
 
 

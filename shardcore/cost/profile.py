@@ -94,14 +94,6 @@ RATES: Mapping[str, tuple[str, str]] = {
 """Unit of each rate of a profile, and words for it."""
 HOST_GBPS = ("host_read_gbps", "host_update_gbps", "host_cache_gbps")
 """Rates that scale with the link to host memory."""
-MEASURABLE: Mapping[str, tuple[str, ...]] = {
-    **{f"{collective.replace('_', '-')}s": (f"{collective}_",) for collective in PROFILED_COLLECTIVES},
-    "rows in host memory": ("host_",),
-    "replicas": ("dense_",),
-    "work on ids": ("bucketize_", "order_"),
-    "lookups": ("",),
-}
-"""Names of measurements, and prefixes of the rates that each would tell. The first that fits counts."""
 MOST_UNCERTAINTY = 3.0
 _DEFAULT_BATCH = 65_536
 """Batch of a model that is of no problem yet."""
@@ -189,15 +181,6 @@ class Profile:
         """The profile with rates drawn log-normally within their uncertainty."""
         factors = np.exp(rng.standard_normal(len(RATES)) * [rate.uncertainty for rate in self.rates.values()])
         return self.valued({n: v * float(f) for (n, v), f in zip(self.values.items(), factors, strict=True)})
-
-    def informed(self, truth: Profile, measured: str) -> Profile:
-        """The profile with the rates of another that one of MEASURABLE would tell."""
-
-        def measurement_of(rate: str) -> str:
-            return next(name for name, prefixes in MEASURABLE.items() if rate.startswith(prefixes))
-
-        rates = {n: (truth if measurement_of(n) == measured else self).rates[n] for n in RATES}
-        return dataclasses.replace(self, rates=rates)
 
     @property
     def values(self) -> dict[str, float]:

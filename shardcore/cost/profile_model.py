@@ -23,7 +23,7 @@ from shardcore.core.types import Problem, Setting, Shard
 from shardcore.cost import profile_law
 from shardcore.cost.known_errors import NOT_MEASURED
 from shardcore.cost.model import CommCost, Compiled, step_ms
-from shardcore.cost.profile import HOST_GBPS, MEASURABLE, RATES, Profile
+from shardcore.cost.profile import HOST_GBPS, RATES, Profile
 from shardcore.cost.profile_law import Rates
 from shardcore.cost.step_comm import Transfers, channels_ms, step_comm
 from shardcore.step.collectives import carried_as
@@ -81,18 +81,6 @@ class ProfileModel:
             / len(problem.topology),
             fetches_ahead=problem.job.fetches_ahead,
         )
-
-    # --- uncertainty (see model.UncertainCostModel) -----------------------------------------------------------
-
-    @property
-    def measurable(self) -> Sequence[str]:
-        return tuple(MEASURABLE)
-
-    def drawn(self, rng: np.random.Generator) -> ProfileModel:
-        return dataclasses.replace(self, profile=self.profile.drawn(rng))
-
-    def informed(self, truth: ProfileModel, measured: str) -> ProfileModel:
-        return dataclasses.replace(self, profile=self.profile.informed(truth.profile, measured))
 
     # --- ops ------------------------------------------------------------------------------------------------
 
@@ -292,7 +280,7 @@ class ProfileModel:
         return float(self.profile.band(prices))
 
     def steps_ms(self, workload: Workload, models: Sequence[ProfileModel]) -> np.ndarray:
-        """[K] ms of a step under models that differ in their rates only. See model.UncertainCostModel.
+        """[K] ms of a step under models that differ in their rates only. Equal to their total_ms.
 
         Work is counted once, and the law runs once over arrays: much faster than a model after another.
         """

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 from shardcore.core.step_cost import PredictedCost
 from shardcore.core.types import Placement
@@ -110,18 +109,6 @@ def towers_text(x: TowerTraffic) -> str:
         f"instead of {gib(x.plain_across_bytes)};\nwithin hosts {gib(x.within_bytes)} travel, instead of "
         f"{gib(x.plain_within_bytes)}. The tower modules' own work is not counted."
     )
-
-
-def robust_text(x: Mapping[str, Any]) -> str:
-    """Losses of a robust plan where rates are wrong, and the worth of measurements. x: its provenance "robust"."""
-    other, removes = x["of_cheapest"], sorted(x["measuring_removes"].items(), key=lambda pair: -pair[1])
-    words = (
-        f"{x['draws']} draws of the profile's rates: at worst the plan loses {x['worst_regret']:.1%} against the best "
-        f"plan of a draw, {x['mean_regret']:.1%} in the mean. The cheapest plan for the profile's rates loses "
-        f"{other['worst_regret']:.1%} and {other['mean_regret']:.1%}; this one costs {x['dearer']:.1%} more there."
-    )
-    worth = [f"measuring {campaign} would remove {share:.0%}" for campaign, share in removes if share >= 0.05]
-    return f"{words}\nOf the mean loss, {', '.join(worth)}." if worth else words
 
 
 def _memory(x: Explanation) -> str:

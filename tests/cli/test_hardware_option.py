@@ -122,13 +122,3 @@ def test_a_model_or_a_profile_is_given_not_both(here, given, capsys):
     with pytest.raises(SystemExit) as ended:
         main(f"plan problem.json {given} --out x.json".split())
     assert ended.value.code == 2 and "--hardware" in capsys.readouterr().err
-
-
-def test_a_robust_plan_says_what_it_may_lose(here, capsys, model):
-    assert main([*PLAN.split(), "--robust", "--budget-evals", "500"]) == 0
-    assert "draws of the profile's rates: at worst the plan loses" in capsys.readouterr().out
-    assert main(f"plan problem.json --model {model} --robust --budget-evals 500 --out plan.json".split()) == 1
-    assert "a robust plan needs a hardware profile's (--hardware)" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main([*PLAN.split(), "--robust", "--start", "plan.json"])
-    assert "argument --start: not allowed with argument --robust" in capsys.readouterr().err

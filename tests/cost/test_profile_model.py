@@ -246,7 +246,8 @@ def test_a_step_under_many_models_costs_what_each_of_them_says(algorithm, pipeli
     of = dataclasses.replace(of, topology=dataclasses.replace(of.topology, memory=(slow,)))
     model, rng = H100.model().for_problem(of), np.random.default_rng(0)
     workload = lower(SHARDERS[algorithm](of, model, budget=Budget(evals=200)), of)
-    models = [model, *(model.drawn(rng) for _ in range(5)), model]
+    drawn = [dataclasses.replace(model, profile=model.profile.drawn(rng)) for _ in range(5)]
+    models = [model, *drawn, model]
     several = model.steps_ms(workload, models)
     assert any(price(workload, model.for_problem(of)).fetch_wait_ms) == (pipeline == "prefetch")
     assert several == pytest.approx([total_ms(workload, one) for one in models], rel=1e-12)
