@@ -37,7 +37,7 @@ class Constraints:
 
     reserved_bytes: bytes kept free on every device for the dense part. Files of problems that lack it, and
       TorchRec's topologies, keep 15% of the smallest device.
-    unsplit: names of tables that stay whole.
+    unsplit: names of tables that neither columns nor rows cut. Each is whole on one device, or on all as replicas.
     pinned: devices that some tables may live on: indices, or names of hosts for all of theirs.
     together: groups of tables that live on one device, whole.
     kinds: kinds of sharding that may run some tables. Any may run the others.

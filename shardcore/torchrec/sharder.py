@@ -369,7 +369,16 @@ class _Theirs:
 
         def types_of(table: Table) -> list[str]:
             if table.name in self.problem.whole:
-                return [WHOLE_ROWS.torchrec_whole]
+                # Replicas are not cut. Kinds of `types` only, but for whole tables on one device.
+                return [
+                    layout.torchrec_whole
+                    for layout in LAYOUTS.values()
+                    if layout is WHOLE_ROWS
+                    or (
+                        (layout.local_batch and layout.torchrec_whole in types)
+                        and runs(layout.torchrec_whole, table)
+                    )
+                ]
             return [k for k in types if runs(k, table)] or [k for k in every_type if runs(k, table)]
 
         return {

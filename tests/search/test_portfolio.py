@@ -1,6 +1,7 @@
 """The default search: never dearer with a larger budget, and never above another search."""
 
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,12 +10,14 @@ import pytest
 from shapes import column, host_row, on_hosts, row
 
 from shardcore.core import progress
+from shardcore.core.access_statistics import Zipf
 from shardcore.core.constraints import Constraints
-from shardcore.core.errors import Infeasible
+from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.links import links_of
 from shardcore.core.types import Placement, Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
+from shardcore.cost.profile import load_profile
 from shardcore.plans.replan import ReplanConfig, forced_moves, replan
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal.reshard import Reshard
@@ -23,7 +26,7 @@ from shardcore.search.state.halves import halved, may_halve
 from shardcore.step.lower import lower
 from shardcore.step.memory import used_bytes
 from shardcore.tables.generate import generate_pool
-from shardcore.testing.plans import check_plan
+from shardcore.testing.plans import check_plan, every_plan
 from shardcore.testing.problems import draw_problem, model_for
 
 MIB, GIB = 2**20, 2**30
@@ -96,6 +99,40 @@ def test_columns_are_not_given_up_for_divided_rows():
         for name in ("portfolio", "anneal_columns")
     )
     assert by_all <= 1.01 * by_columns
+
+
+@pytest.mark.long
+def test_plans_by_columns_are_improved_as_long_as_they_may_become_the_best():
+    """On 64 devices they cost 14% more than others at first, and 5% less in the end."""
+    rng, profile = np.random.default_rng(1), load_profile("nvidia-h100-sxm")
+
+    def table(i: int) -> Table:
+        rows, dim = int(10 ** rng.uniform(2, 7)), int(rng.choice([8, 16, 32, 64, 128, 256]))
+        pooling, zipf = float(np.exp(rng.uniform(-1, 4))), Zipf(float(rng.uniform(0, 1.4)))
+        return Table(f"t{i}", rows, dim, pooling, zipf, collection="ab"[i % 2])
+
+    problem = Problem("wide", tuple(map(table, range(138))), profile.topology(8, 8), 65_536, "adam")
+    model, budget = profile.model().for_problem(problem), Budget(evals=1_000_000)
+    by_all, by_columns = (
+        cost(SHARDERS[name](problem, model, budget=budget)) for name in ("portfolio", "anneal_columns")
+    )
+    assert by_all <= 1.01 * by_columns
+
+
+@pytest.mark.parametrize("memory_mib", [0.6, 100])
+@pytest.mark.parametrize("unsplit", [("t1",), ("t0", "t1")])
+def test_a_table_that_stays_whole_may_have_replicas(unsplit, memory_mib):
+    tables = (Table("t0", 1000, 4, 30.0), Table("t1", 200, 8, 0.5))
+    given = Problem(
+        "kept", tables, on_hosts("aaa", int(memory_mib * MIB)), 768, constraints=Constraints(0, unsplit)
+    )
+    plan = portfolio(given, gpu(given), budget=Budget(evals=5_000))
+    check_plan(plan, given)
+    least_ms = np.inf
+    for other in every_plan(given):
+        with suppress(ShardCoreError):
+            least_ms = min(least_ms, price(lower(other, given), gpu(given)).total_ms)
+    assert cost(plan) == pytest.approx(least_ms)
 
 
 @pytest.mark.long

@@ -87,11 +87,12 @@ class Reshard:
             _require_whole(tables[name], placements, problem)
             # Constraints go before the plan: a table that it has where it may not be is placed anew.
             free = name not in problem.whole and name not in problem.pinned
-            if not placements or not (free or _allowed_there(placements, problem)):
+            shared = len(placements) == 1 and _may_be_shared(placements[0], problem)
+            if not placements or not (free or shared or _allowed_there(placements, problem)):
                 old.new.append(tables[name])
             elif all(layout_of(p.kind) is WHOLE_ROWS for p in placements):
                 old.placed.extend((p.shard, p.devices[0]) for p in placements)
-            elif len(placements) == 1 and free and _may_be_shared(placements[0], problem):
+            elif shared:
                 old.shared.setdefault((placements[0].kind, placements[0].devices), []).append(tables[name])
             # Divided rows that no group may share here stay row ranges, each on its device.
             elif placements == [division(tables[name], problem)]:
@@ -142,11 +143,13 @@ def _require_whole(table: Table, placements: Sequence[Placement], problem: Probl
 
 
 def _may_be_shared(placement: Placement, problem: Problem) -> bool:
-    """Tell if a placement's group exists, and its rows may be divided in this way."""
+    """Tell if a placement's group exists, and constraints let it share the table in this way."""
     layout, table = layout_of(placement.kind), placement.shard.table
-    # Pinned tables do not come here: they are never shared.
+    if table.name in problem.pinned or table.name in problem.bundle_of:
+        return False
     groups = possible_groups(layout, table.rows, problem.topology, None)
-    return placement.devices in groups and not (layout.divides_rows and table.ordered)
+    cuts = layout.divides_rows and (table.ordered or table.name in problem.whole)
+    return placement.devices in groups and not cuts
 
 
 def _allowed_there(placements: Sequence[Placement], problem: Problem) -> bool:

@@ -310,8 +310,8 @@ def _group_fields(
 
     The latter are [2, Y, S]: of each device but the last, and of the last.
 
-    Groups may share whole tables that no constraint concerns.
-    Kinds that divide rows need unordered rows, and at least one row for each device.
+    Groups may share whole tables, save pinned ones and those that are kept together.
+    Kinds that divide rows need unordered rows that may be divided, and at least one row for each device.
     They also need that no strip is a row range, as those would run in the same op.
 
     wanted: whether groups may share tables that need not be divided.
@@ -339,10 +339,9 @@ def _group_fields(
     if not wanted and not divided:
         return fields, parts
     whole = [Shard.whole(cache.table(s)) for s in range(len(cache))]
-    # Tables that constraints concern are not shared: kept together, whole, or on some devices.
-    is_bundle = np.array([w.width for w in whole]) != cache.unit * cache.size
-    bound = [w.table.name in problem.pinned or w.table.name in problem.whole for w in whole]
-    free = wanted & ~cache.is_range & ~is_bundle & ~np.array(bound, dtype=bool)
+    # Tables that constraints keep together or on some devices are not shared.
+    bound = [w.table.name in problem.pinned or w.table.name in problem.bundle_of for w in whole]
+    free = wanted & ~cache.is_range & ~np.array(bound, dtype=bool)
     for y, layout in enumerate(layouts):
         # With groups of unequal size, the smallest has the most of a table on each device.
         size = min(len(group) for other, group in groups if other is layout)
@@ -353,7 +352,10 @@ def _group_fields(
         if layout.divides_rows:
             # [S] rows on each device but the last. None: some device would have no row.
             rows = [even_share(shard.rows, size) for shard in whole]
-            divides = [not w.table.ordered and n is not None for w, n in zip(whole, rows, strict=True)]
+            divides = [
+                n is not None and not w.table.ordered and w.table.name not in problem.whole
+                for w, n in zip(whole, rows, strict=True)
+            ]
             may = np.array(may) & divides & (not cache.is_range.any())
             shards = [replace(w, row_hi=n or w.rows) for w, n in zip(whole, rows, strict=True)]
             # The last device of a group has the rows that are left.

@@ -56,8 +56,8 @@ _OF_BEST = 0.5
 """Trials of the best plan in a round, relative to those of all starts together."""
 _HALVED = 0.5
 """Starts that a round keeps: this share of the round before."""
-_NEAR = 1.03
-"""The cheapest start by columns stays in all rounds while it costs at most this multiple of the best plan."""
+_ROUNDS_AHEAD = 6
+"""Plans by columns are improved while they would be the best after so many more rounds like their last one."""
 _STAGES, _STAGE = 24, 100
 """Stages of a cooling, at most, and the fewest trials of one. After each, the budget is checked."""
 
@@ -82,6 +82,8 @@ class Search:
         self.problem, self.model, self.meter, self.allows = problem, model, meter, allows
         self.best: Start | None = None
         self._best_by_columns: Start | None = None
+        # The most that plans by columns may cost, relative to the best plan, to be improved further.
+        self._columns_limit = _HOPEFUL
         self._waiting: list[Start] = []
         self._ended = len(problem.topology) == 1  # there is nothing to try, or no budget left
 
@@ -110,18 +112,18 @@ class Search:
         fresh = not (reshard and (reshard.limited or reshard.alone))
         if fresh:
             self._make(space)
-        starts: list[Start] = []
+        starts, by_columns = list[Start](), list[Start]()
         trials = int(np.clip(_TRIALS_A_STRIP * len(self.problem.tables), _FEWEST, _MOST))
         for number in count():
             starts, self._waiting = sorted((*starts, *self._waiting), key=lambda s: s.ms), []
             if number > 0 and self.best is not None:
                 # Successive halving: the better half of the starts goes on, each with twice the trials.
                 trials *= 2
-                near = [start for start in starts if start.by_columns and start.ms <= _NEAR * self.best_ms]
+                by_columns = by_columns or [start for start in starts if start.by_columns][:1]
                 starts = starts[: int(np.ceil(len(starts) * _HALVED))]
-                # Trials seldom lead from divided rows to columns, so a start by columns stays.
-                if not any(start.by_columns for start in starts):
-                    starts += near[:1]
+                # Once plans by columns are the best, only their start goes on.
+                if self._improve_columns(trials):
+                    starts = by_columns or starts
                 # The best plan goes on in its whole space, not in the part in which its start began.
                 best = replace(self.best, fixed=self.best.space.fixed)
                 self._cool(best, int(trials * len(starts) * _OF_BEST), _WARM)
@@ -135,6 +137,21 @@ class Search:
             # Copies are chosen from an annealed plan by columns, so they come after the first round.
             if number == 0 and space == "all" and fresh and columns and columns.ms <= _HOPEFUL * self.best_ms:
                 self._note(self.starts.from_columns(columns.placements))
+
+    def _improve_columns(self, trials: int) -> bool:
+        """Improve the best plan by columns while it may become the best of all. True if it is.
+
+        Trials seldom lead from shared tables to columns, and plans by columns need more trials than others.
+        """
+        columns = self._best_by_columns
+        if columns is None or columns.ms > self._columns_limit * self.best_ms:
+            return False
+        if columns.ms > self.best_ms:
+            start = replace(columns)
+            self._cool(start, trials, _WARM)
+            # Relative to the plan after the round.
+            self._columns_limit = max(1.0, (columns.ms / start.ms) ** _ROUNDS_AHEAD)
+        return self._best_by_columns.ms <= self.best_ms
 
     def add(self, placements: Iterable[Placement], space: str) -> None:
         """Let the next round improve a plan by columns that another search found."""

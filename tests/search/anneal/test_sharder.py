@@ -106,7 +106,7 @@ def test_small_tables_live_everywhere_where_that_saves_an_exchange():
     everywhere = {p.shard.table.name for p in plan.placements if p.kind == "data_parallel"}
     assert everywhere and everywhere <= {t.name for t in small}
     assert cost(plan) < 0.8 * cost(anneal(problem, model, budget=Budget(evals=20_000), space="columns"))
-    kept = replace(problem, constraints=Constraints(unsplit=tuple(t.name for t in small)))
+    kept = replace(problem, constraints=Constraints(kinds=tuple((t.name, ("column",)) for t in small)))
     assert all(len(p.devices) == 1 for p in anneal(kept, model, budget=Budget(evals=5000)).placements)
 
 
