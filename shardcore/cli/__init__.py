@@ -18,9 +18,9 @@ from shardcore.cli import (
     policies,
     problems,
     profiles,
+    provisioning,
     published,
     replays,
-    short_forms,
     topologies,
 )
 from shardcore.cli.options import Formatter, build, require_outputs
@@ -54,7 +54,7 @@ def parser_of_all() -> argparse.ArgumentParser:
         plans,
         replays,
         problems,
-        short_forms,
+        provisioning,
         measure,
         measurements,
         policies,

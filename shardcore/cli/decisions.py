@@ -1,7 +1,4 @@
-"""Options of `plan` for decisions before the search, and texts about these.
-
-The commands hot-rows, tiers and provision are short forms of `plan` with these options.
-"""
+"""Options of `plan` for decisions before the search, and texts about these."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from shardcore.cli.models import ModelOptions, load
 from shardcore.cli.options import (
@@ -58,19 +55,6 @@ _NEEDS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostMemoryOptions:
-    """Options of a command that may keep rows in host memory.
-
-    host_gib: memory of each host that tables may take; default: that of the problem
-    link_gbps: GB/s between a device and its host's memory, which is not measured; default: that of the
-      problem, or 25
-    """
-
-    host_gib: PositiveGib | None = None
-    link_gbps: PositiveFloat | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class TargetOptions:
     """Options of a command that chooses a cluster.
 
@@ -86,7 +70,7 @@ class TargetOptions:
 
 
 @dataclass(frozen=True)
-class PlanOptions(SearchOptions, ModelOptions, HostMemoryOptions, TargetOptions):
+class PlanOptions(SearchOptions, ModelOptions, TargetOptions):
     """Search a plan for a problem under a cost model. Options for decisions before the search can be combined;
     each decision has several problems searched.
 
@@ -151,16 +135,12 @@ class PlanOptions(SearchOptions, ModelOptions, HostMemoryOptions, TargetOptions)
     hot_rows: bool = False
     towers: Annotated[Path, "TOWERS.json"] | None = None
     tiers: bool = False
+    host_gib: PositiveGib | None = None
+    link_gbps: PositiveFloat | None = None
     out_problem: Annotated[ProblemFile, Output()] | None = None
     confidence: Annotated[PositiveFloat, "P"] | None = None
     explain: bool = False
     out: Annotated[PlanFile, Output()] | None
-
-
-def plan_options(args: object, **changes: Any) -> PlanOptions:
-    """Options of `plan`, with the values that a short form of it has. Others have their defaults."""
-    names = {f.name for f in dataclasses.fields(PlanOptions)}
-    return PlanOptions(**{k: v for k, v in vars(args).items() if k in names} | changes)
 
 
 def require_agreeing(args: PlanOptions) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardcore.core.types import Problem
@@ -14,12 +15,11 @@ if TYPE_CHECKING:
 
 
 def price(grouped: GroupedPlan, problem: Problem, model: CostModel) -> dict[str, Any]:
-    """The cost of a step, as JSON. The parts and the memory are those of one group.
+    """The cost of a step in groups, as JSON, without its parts.
 
     model: model for the problem of a group.
     """
     from shardcore.search.decisions.groups import cost_of
-    from shardcore.step.lower import lower
 
     cost = cost_of(grouped, problem, model)
     return {
@@ -27,9 +27,17 @@ def price(grouped: GroupedPlan, problem: Problem, model: CostModel) -> dict[str,
         "groups": dataclasses.asdict(grouped.grouping),
         "step_ms": cost.step_ms,
         "sync_ms": cost.sync_ms,
-        **dataclasses.asdict(cost.step),
-        "memory_bytes": list(lower(grouped.plan, grouped.problem).memory_bytes),
     }
+
+
+def cost_words(priced: Mapping[str, Any], grouped: GroupedPlan, problem: Problem) -> str:
+    """The parts of a cost in groups, in words. priced: of `price`."""
+    from shardcore.step.sharding_groups import words
+
+    return (
+        f"{words(grouped.grouping, problem)}: {priced['step_ms']:.3f} ms in a group, and {priced['sync_ms']:.3f} ms "
+        f"to synchronise them, once in {grouped.grouping.sync_every} steps"
+    )
 
 
 def extrapolated(grouped: GroupedPlan, problem: Problem, model: CostModel) -> list[str]:
@@ -57,6 +65,6 @@ def export(args: ExportOptions, problem: Problem) -> None:
     grouped = read_grouped(args.plan, problem)
     write_dmp_collection(
         args.out,
-        to_dmp_collection(grouped, problem, args.module, args.compute_device),
+        to_dmp_collection(grouped, problem, str(args.module), args.compute_device),
         grouped.grouping.sync_every,
     )

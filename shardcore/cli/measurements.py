@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from shardcore.cli.options import (
     DatasetFolder,
@@ -23,6 +24,9 @@ from shardcore.core import progress
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
 from shardcore.io.model_files import MODEL_JSON, MODEL_WEIGHTS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
@@ -61,6 +65,7 @@ def train(args: TrainOptions) -> None:
     from shardcore.cost import fit, known_errors, neural, training
     from shardcore.cost.profile import load_profile
     from shardcore.io import schema
+    from shardcore.report.text import rounded_json
 
     # Samples of different settings must not train one model.
     settings = sorted({s for folder in args.datasets for s in _settings_in(folder)}, key=str)
@@ -96,7 +101,7 @@ def train(args: TrainOptions) -> None:
     ):
         if line:
             print(line, file=sys.stderr)
-    print(json.dumps(judged, indent=1))
+    print(rounded_json(judged))
 
 
 def _settings_in(folder: Path) -> list[Setting]:
@@ -134,9 +139,10 @@ class ReportOptions:
 
 
 def report(args: ReportOptions) -> None:
-    from shardcore.io import dataset, replays, traced_samples, writing
+    from shardcore.io import dataset, replays, traced_samples
     from shardcore.report import dataset_report, figures, text_table
 
+    pictures: dict[Path, Callable[[], Figure]] = {}
     for setting in _settings_in(args.dataset):
         with shown():
             progress.report(f"reading samples of {setting}")
@@ -151,8 +157,9 @@ def report(args: ReportOptions) -> None:
                 rows += dataset_report.traced_summary(traced)
         print(f"{setting}\n\n{text_table(('quantity', 'value'), rows, words=(1,))}\n")
         if args.out and samples:
-            figure = figures.png(dataset_report.dataset_figure(samples, repeats, str(setting)))
             named = setting.hardware, setting.batch, setting.precision, setting.optimizer
-            path = args.out / f"{'-'.join(map(str, named))}.png"
-            writing.write_atomic(path, figure)
-            print(path)
+            draw = partial(dataset_report.dataset_figure, samples, repeats, str(setting))
+            pictures[args.out / f"{'-'.join(map(str, named))}.png"] = draw
+    # Last, as they need a package that may not be there.
+    for path, draw in pictures.items():
+        print(figures.write_png(path, draw))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Plan
 
 if TYPE_CHECKING:
     from shardcore.cost.model import CostModel
@@ -29,6 +33,25 @@ class ModelOptions:
     def source(self) -> str | list[Path]:
         """The profile or the folders that were given. [] if none were."""
         return (self.model or []) if self.hardware is None else self.hardware
+
+
+def source_of(args: ModelOptions, path: Path, plan: Plan) -> str | list[Path]:
+    """The model or profile of the options, else the profile that ships with ShardCore and that made the plan.
+
+    path: file of the plan. Raises ShardCoreError if there is none.
+    """
+    from shardcore.cost.profile import load_profile, profile_names
+
+    if args.source:
+        return args.source
+    made_with = plan.provenance.get("model_digest")
+    name = next((n for n in profile_names() if load_profile(n).digest == made_with), None)
+    if name is None:
+        raise ShardCoreError(
+            f"{path} was not planned with a profile that ships with ShardCore; give --model or --hardware"
+        )
+    print(f"note: priced by profile {name}, with which {path} was planned", file=sys.stderr)
+    return name
 
 
 def load(source: str | Sequence[Path]) -> CostModel:

@@ -55,26 +55,18 @@ class Output:
     replaced: tuple[str, ...] | None = None
 
 
-def _number(
-    kind: type, is_valid: Callable[[Any], bool], expected: str, most: int
-) -> Callable[[str], int | float]:
+def _number(kind: type, most: int, positive: bool = False) -> Callable[[str], int | float]:
+    """A parser of numbers from 0 to `most`. positive: without 0."""
+    number = f"{'whole ' * (kind is int)}number"
+    expected = f"a positive {number} up to {most}" if positive else f"a {number} of 0 to {most}"
+
     def parse(text: str) -> int | float:
         with suppress(ValueError):
-            if is_valid(value := kind(text)) and value <= most:
+            if 0 <= (value := kind(text)) <= most and (value or not positive):
                 return value
         raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
 
     return parse
-
-
-def _natural(kind: type, most: int) -> Callable[[str], int | float]:
-    whole = "whole " * (kind is int)
-    return _number(kind, lambda value: value >= 0, f"a {whole}number of 0 to {most}", most)
-
-
-def _positive(kind: type, most: int) -> Callable[[str], int | float]:
-    whole = "whole " * (kind is int)
-    return _number(kind, lambda value: value > 0, f"a positive {whole}number up to {most}", most)
 
 
 def _duration(text: str) -> float:
@@ -92,13 +84,13 @@ def path(text: str) -> Path:
     return Path(text)
 
 
-Natural = Annotated[int, _natural(int, MOST_INT)]
-Positive = Annotated[int, _positive(int, MOST_INT)]
-Amount = Annotated[float, _natural(float, MOST_INT)]
-PositiveFloat = Annotated[float, _positive(float, MOST_INT)]
+Natural = Annotated[int, _number(int, MOST_INT)]
+Positive = Annotated[int, _number(int, MOST_INT, positive=True)]
+Amount = Annotated[float, _number(float, MOST_INT)]
+PositiveFloat = Annotated[float, _number(float, MOST_INT, positive=True)]
 Duration = Annotated[float, _duration]
-Gib = Annotated[float, _natural(float, MOST_GIB)]
-PositiveGib = Annotated[float, _positive(float, MOST_GIB)]
+Gib = Annotated[float, _number(float, MOST_GIB)]
+PositiveGib = Annotated[float, _number(float, MOST_GIB, positive=True)]
 ProblemFile = Annotated[Path, "PROBLEM.json"]
 PlanFile = Annotated[Path, "PLAN.json"]
 DatasetFolder = Annotated[Path, "DIR"]

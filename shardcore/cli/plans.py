@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from shardcore.cli import decisions as deciding
 from shardcore.cli import grouped
 from shardcore.cli.decisions import PlanOptions
-from shardcore.cli.models import ModelOptions, digest, load
+from shardcore.cli.models import ModelOptions, digest, load, source_of
 from shardcore.cli.options import Device, Output, PlanFile, PositiveFloat, ProblemFile, add_command
 from shardcore.cli.progress_line import shown
 from shardcore.core.errors import ShardCoreError
@@ -39,19 +38,24 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 # --- plan --------------------------------------------------------------------------------------------------
 
 
-def plan(args: PlanOptions, heard: Callable[[Outcome], None] = lambda outcome: None) -> Found:
-    """Search a plan. heard: called with each outcome of the outermost decision."""
+def plan(args: PlanOptions) -> None:
+    search(args, [])
+
+
+def search(args: PlanOptions, outcomes: list[Outcome]) -> Found:
+    """Search a plan, write and print it. outcomes: gets those of the outermost decision."""
     from shardcore.cost.model import at_confidence
     from shardcore.io import files
+    from shardcore.report import decisions_report
     from shardcore.search import DEFAULT_SHARDER, known, sharder
-    from shardcore.search.decisions.driver import decide
+    from shardcore.search.decisions.driver import decide, entries_of
     from shardcore.search.decisions.provision import Cluster, Provision
     from shardcore.search.learned.policy import read_policy
 
     policy = read_policy(args.policy) if args.policy else None
     default = policy.name if policy else DEFAULT_SHARDER
-    algorithm = known(default if args.algorithm is None else args.algorithm)
-    args, search = dataclasses.replace(args, algorithm=algorithm), sharder(algorithm, policy)
+    args = dataclasses.replace(args, algorithm=known(default if args.algorithm is None else args.algorithm))
+    sharding = sharder(str(args.algorithm), policy)
     deciding.require_agreeing(args)
     with shown():
         report(f"reading {args.problem}")
@@ -72,32 +76,40 @@ def plan(args: PlanOptions, heard: Callable[[Outcome], None] = lambda outcome: N
     if args.offers and isinstance(decisions[0], Provision):
         source = deciding.offer_source(args.offers, decisions[0].offers[0])
     # Searches use the model at the given confidence. Only the plain one shows what is extrapolated.
-    loaded, began, outcomes = load(source), clock(), []
-    with shown() as line:
+    loaded, began = load(source), clock()
+    try:
+        with shown() as line:
 
-        def hear(outcome: Outcome) -> None:
-            outcomes.append(outcome)
-            # A decision with a single proposal has no choice to show.
-            if outcome.proposal.more or len(outcomes) > 1:
-                line.say(outcome.text)
-            heard(outcome)
+            def hear(outcome: Outcome) -> None:
+                outcomes.append(outcome)
+                # A decision with a single proposal has no choice to show.
+                if outcome.proposal.more or len(outcomes) > 1:
+                    cost = f"{outcome.ms:.3f} ms" if outcome.found else "no plan"
+                    line.say(f"{outcome.proposal.words}: {cost}")
 
-        report(algorithm)
-        found = decide(
-            problem,
-            at_confidence(loaded, args.confidence),
-            decisions,
-            search,
-            seed=args.seed,
-            budget=_budget(args),
-            heard=hear,
-        )
-        seconds = clock() - began
-        if args.offers and isinstance(found.chosen, Cluster):
-            source = deciding.offer_source(args.offers, found.chosen.offer)
-            loaded = load(source)
-        provenance = {**found.plan.provenance, **_provenance(args, source)}
-        found = dataclasses.replace(found, plan=Plan(found.plan.placements, provenance))
+            report(str(args.algorithm))
+            found = decide(
+                problem,
+                at_confidence(loaded, args.confidence),
+                decisions,
+                sharding,
+                seed=args.seed,
+                budget=_budget(args),
+                heard=hear,
+            )
+    except ShardCoreError:
+        # What was searched is shown, even if it has no answer.
+        if len(outcomes) > 1:
+            outermost = min(decisions, key=lambda decision: decision.level)
+            print(decisions_report.entries_table(outermost.name, entries_of(outermost, outcomes)))
+        raise
+    seconds = clock() - began
+    if args.offers and isinstance(found.chosen, Cluster):
+        source = deciding.offer_source(args.offers, found.chosen.offer)
+        loaded = load(source)
+    provenance = {**found.plan.provenance, **_provenance(args, source)}
+    found = dataclasses.replace(found, plan=Plan(found.plan.placements, provenance))
+    with shown():
         report(f"writing {args.out}", found.ms)
         deciding.write(args, found)
     _print_planned(args, found, decisions, problem, loaded.for_problem(found.problem), seconds)
@@ -187,16 +199,21 @@ class PriceOptions(ModelOptions):
 
     confidence: take as an op's cost the time that its measurement stays below with this probability, such as
       0.9, instead of the expected time
-    explain: show what bounds the plan, what other algorithms find, and what more memory or more devices would
-      bring; standard output then has no JSON
-    out: write the JSON there; default: standard output
+    explain: also show what bounds the plan, what other algorithms find, and what more memory or more devices
+      would bring
+    json: show all numbers as JSON instead of a table
+    out: write the JSON there
     """
 
+    # Without either, a plan is priced by the profile that it was made with.
+    REQUIRED = ()
+    EXCLUSIVE = (*ModelOptions.REQUIRED, ("explain", "json"))
     plan: PlanFile
     _: KW_ONLY
     problem: ProblemFile
     confidence: Annotated[PositiveFloat, "P"] | None = None
     explain: bool = False
+    json: bool = False
     out: Annotated[Path, "COST.json", Output()] | None = None
 
 
@@ -205,7 +222,9 @@ def price(args: PriceOptions) -> None:
     from shardcore.cost.model import at_confidence
     from shardcore.cost.model import price as predicted
     from shardcore.io import files, grouped_plans, writing
-    from shardcore.report import decisions_report
+    from shardcore.plans.decisions import Version
+    from shardcore.report import decisions_report, plan_report
+    from shardcore.report.text import rounded_json
     from shardcore.search.decisions.driver import ledger_of
     from shardcore.search.decisions.towers import as_planned
     from shardcore.step.lower import lower, require_cover
@@ -214,31 +233,36 @@ def price(args: PriceOptions) -> None:
     of_groups = grouped_plans.read_grouped(args.plan, whole) if grouped_plans.is_grouped(args.plan) else None
     if of_groups:
         own = of_groups.problem
-    model = load(args.source).for_problem(own)
-    own.require_setting(model.setting)
     found = of_groups.plan if of_groups else files.read_plan(args.plan, own)
+    model = load(source_of(args, args.plan, found)).for_problem(own)
+    own.require_setting(model.setting)
     with files.validating(args.plan):
         if "tower_ratio" in found.provenance:
             require_cover(found, own)
         own = as_planned(found, own)
         workload, cautious = lower(found, own), at_confidence(model, args.confidence)
-    if of_groups:
-        body = grouped.price(of_groups, whole, cautious)
-        beyond = grouped.extrapolated(of_groups, whole, model)
+    cost, band = predicted(workload, cautious), known_errors.band_of(model, workload)
+    beyond = grouped.extrapolated(of_groups, whole, model) if of_groups else model.out_of_range(workload)
+    body = {
+        "total_ms": cost.total_ms,
+        **dataclasses.asdict(cost),
+        "memory_bytes": workload.memory_bytes,
+        "extrapolated": beyond,
+        **({"band": band} if band else {}),
+        **(grouped.price(of_groups, whole, cautious) if of_groups else {}),
+    }
+    if args.json:
+        print(rounded_json(body))
     else:
-        cost, beyond = predicted(workload, cautious), model.out_of_range(workload)
-        body = {
-            "total_ms": cost.total_ms,
-            **dataclasses.asdict(cost),
-            "memory_bytes": list(workload.memory_bytes),
-        }
-        if band := known_errors.band_of(model, workload):
-            body["band"] = band
-    body["extrapolated"] = beyond
+        sure = f" with {args.confidence:.0%} confidence in each op" if args.confidence else ""
+        error = f" ±{band:.0%}" if band else ""
+        of = f"; {grouped.cost_words(body, of_groups, whole)}" if of_groups else ""
+        print(f"{args.plan}: {body['total_ms']:.3f} ms a step predicted{sure}{error}{of}")
+        print(f"under {known_errors.label(model)}\n")
+        print(plan_report.cost_text(Version(str(args.plan), found, cost, workload.memory_bytes), own))
     if args.out:
-        writing.write_json(args.out, body)
-    elif not args.explain:
-        print(json.dumps(body, indent=1))
+        writing.write_atomic(args.out, f"{rounded_json(body)}\n".encode())
+        print(f"{args.out}: the cost as JSON", file=sys.stderr)
     if args.explain:
         if decided := decisions_report.ledger_text(ledger_of(found.provenance)):
             print(f"\n{decided}")
@@ -256,14 +280,14 @@ class ExportOptions:
     """Write a plan for TorchRec. shardcore.torchrec.plan_files.read_torchrec reads it for DistributedModelParallel;
     shardcore.torchrec.dmp_collection.read_dmp_collection reads a plan of groups for DMPCollection.
 
-    module: path in the model of the EmbeddingBagCollection that has the tables, such as
-      sparse_arch.embedding_bag_collection
+    module: path in the model of the collection of those tables that name none; default: the path in TorchRec's
+      DLRM, sparse_arch.embedding_bag_collection
     """
 
     plan: PlanFile
     _: KW_ONLY
     problem: ProblemFile
-    module: Annotated[str, "PATH"]
+    module: Annotated[str, "PATH"] | None = None
     compute_device: Device = "cuda"
     out: Annotated[Path, "TORCHREC.json", Output()]
 
@@ -278,6 +302,8 @@ def export(args: ExportOptions) -> None:
 
     torchrec.require_installed("a file for TorchRec is written with TorchRec")
     problem = files.read_problem(args.problem)
+    if args.module is None:
+        args = dataclasses.replace(args, module=_collection(problem))
     if is_grouped(args.plan):
         grouped.export(args, problem)
     else:
@@ -286,12 +312,29 @@ def export(args: ExportOptions) -> None:
             require_plan(plan, problem)
         with shown():
             report("writing TorchRec's plan")
-            write_torchrec(args.out, to_torchrec(plan, problem, args.module, args.compute_device))
+            write_torchrec(args.out, to_torchrec(plan, problem, str(args.module), args.compute_device))
         if note := deciding.pod_note(problem, plan):
             print(f"note: {note}", file=sys.stderr)
+    paths = dict.fromkeys(t.collection or str(args.module) for t in problem.tables)
+    print(f"{args.out}: {len(problem.tables)} tables of {', '.join(paths)}, for TorchRec")
     if not all(t.collection for t in problem.tables):
         print(
             f"note: nothing here knows whether the model has a module {args.module!r} with these tables; "
             "read_torchrec(FILE, model) checks",
             file=sys.stderr,
         )
+
+
+def _collection(problem: Problem) -> str:
+    """The path of a plan's only collection: the one that its tables name, or that of TorchRec's DLRM.
+
+    Raises ShardCoreError for several collections, some of them without a name.
+    """
+    named = {(t.collection, t.sequence) for t in problem.tables}
+    if len(named) > 1 and not all(path for path, _ in named):
+        unnamed = next(t.name for t in problem.tables if not t.collection)
+        raise ShardCoreError(
+            f"problem {problem.name!r} has several collections, and table {unnamed!r} names none; give its path in the "
+            "model by --module"
+        )
+    return problem.tables[0].collection or "sparse_arch.embedding_bag_collection"

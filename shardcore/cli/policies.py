@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -58,6 +57,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 def train_policy(args: TrainPolicyOptions) -> None:
     from shardcore.cost import neural
     from shardcore.io import files, model_files
+    from shardcore.report.text import rounded_json
     from shardcore.search.learned.policy import write_policy
     from shardcore.search.learned.training import PolicyConfig, PolicyProblems, make_policy
     from shardcore.tables.generate import generate_pool
@@ -85,4 +85,4 @@ def train_policy(args: TrainPolicyOptions) -> None:
         trained = make_policy(args.name, pool, model, problems, config, like, say_round)
     meta = {**trained.policy.meta, "provenance": {"model_digest": model_files.model_digest(args.model)}}
     write_policy(args.out, dataclasses.replace(trained.policy, meta=meta))
-    print(json.dumps(meta["metrics"], indent=1))
+    print(rounded_json(meta["metrics"]))

@@ -26,8 +26,8 @@ from shardcore.core.topology import Topology, default_reserve
 from shardcore.core.types import Problem, Setting
 from shardcore.core.validation import MOST_DEVICES, require_within
 
-_MEMORY_GIB = 80.0
-"""Memory of a device if neither a profile nor --memory-gib gives it."""
+_MEMORY_GIB = 80e9 / 2**30
+"""Memory of a device if neither a profile nor --memory-gib gives it: 80 GB, as in data sheets of A100 and H100."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ProblemOptions:
       them in the file
     hardware: profile of the devices, by name or file (`profile list`), which has their memory and links
     memory_gib: memory of a device, of which 15% is kept for the dense part, unless drawn from a pool;
-      default: the profile's, or 80
+      default: the profile's, or 74.5 (the 80 GB of an H100's data sheet)
     batch: global batch
     optimizer: optimizer of the embeddings; default: the one of the public list's reference, or exact_sgd
     precision: precision of the weights; default: as reported, or fp32
@@ -110,10 +110,28 @@ class CollisionsOptions:
     most: Annotated[float, "SHARE"] = 0.01
 
 
+@dataclass(frozen=True)
+class HotDriftOptions:
+    """Show how hot the hot rows of a job still are, and what other hot ids would save and move.
+
+    problem: problem that `plan --hot-rows` wrote
+    hot_ids: hot ids of the job (write_hot_ids)
+    row_counts: lookups of each row in present samples (write_row_counts)
+    out: write the present hot ids there
+    """
+
+    problem: Annotated[Path, "HOT.json"]
+    _: KW_ONLY
+    hot_ids: Annotated[Path, "IDS.safetensors"]
+    row_counts: Annotated[Path, "COUNTS.safetensors"]
+    out: Annotated[Path, "NEW.safetensors", Output()] | None = None
+
+
 def add_commands(commands: argparse._SubParsersAction) -> None:
     add_command(commands, ProblemOptions, problem)
     add_command(commands, HeatOptions, heat)
     add_command(commands, CollisionsOptions, collisions)
+    add_command(commands, HotDriftOptions, hot_drift)
 
 
 def heat(args: HeatOptions) -> None:
@@ -128,6 +146,21 @@ def collisions(args: CollisionsOptions) -> None:
     from shardcore.report.heat_report import collision_table
 
     print(collision_table(files.read_problem(args.problem), args.ids, args.lookups, args.most))
+
+
+def hot_drift(args: HotDriftOptions) -> None:
+    from shardcore.io import files
+    from shardcore.io.hot_ids import read_hot_ids, write_hot_ids
+    from shardcore.io.row_counts import read_row_counts
+    from shardcore.plans.hot_drift import hot_drift as drift_of
+    from shardcore.report.decisions_report import drift_table
+
+    found = drift_of(
+        files.read_problem(args.problem), read_hot_ids(args.hot_ids), read_row_counts(args.row_counts)
+    )
+    if args.out:
+        write_hot_ids(args.out, [one.new for one in found])
+    print(drift_table(found))
 
 
 def problem(args: ProblemOptions) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
+from weakref import WeakSet
 
 from shardcore.core import progress
 
@@ -17,6 +18,8 @@ _SILENT_S = 1.0
 """Work that ends sooner shows nothing."""
 _TERMINAL_S, _LINES_S = 0.5, 5.0
 """Seconds between two updates: of the line on a terminal, and of lines elsewhere."""
+_TOLD_OF_COMPILING: WeakSet[TextIO] = WeakSet()
+"""Streams in which it was said that the search is compiled. A command has several progress lines."""
 
 
 @contextmanager
@@ -40,6 +43,7 @@ class ProgressLine:
     def __init__(self, out: TextIO, silent_s: float) -> None:
         self.out, self.silent_s, self.rewrites = out, silent_s, out.isatty()
         self._report: tuple[str, float | None, float | None] | None = None
+        self._compiles = False
         self._began_s = self._heard_s = time.monotonic()
         self._ended, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._show_often, daemon=True)
@@ -48,12 +52,11 @@ class ProgressLine:
         self._thread.start()
 
     def heard(self, phase: str, best_ms: float | None, left_s: float | None) -> None:
-        """Take a report (see progress.Listener). Compiling is shown at once, as it takes long."""
-        starts_compiling = phase.endswith(progress.COMPILING) and not (
-            self._report and self._report[0].endswith(progress.COMPILING)
-        )
+        """Take a report (see progress.Listener). Compiling is shown at once, as it takes long, and in lines once."""
+        self._compiles = phase.endswith(progress.COMPILING)
         self._report, self._heard_s = (phase, best_ms, left_s), time.monotonic()
-        if starts_compiling:
+        if self._compiles and self.out not in _TOLD_OF_COMPILING:
+            _TOLD_OF_COMPILING.add(self.out)
             self._show()
 
     def say(self, text: str) -> None:
@@ -70,7 +73,9 @@ class ProgressLine:
     def _show_often(self) -> None:
         wait_s = self.silent_s
         while not self._ended.wait(wait_s):
-            self._show()
+            # Compiling was shown when it began.
+            if self.rewrites or not self._compiles:
+                self._show()
             wait_s = _TERMINAL_S if self.rewrites else _LINES_S
 
     def _show(self) -> None:

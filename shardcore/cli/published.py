@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from shardcore.cli.models import ModelOptions, load
+from shardcore.cli.models import ModelOptions, load, source_of
 from shardcore.cli.options import (
     Amount,
     Natural,
@@ -132,16 +132,15 @@ def diff(args: DiffOptions) -> None:
     from shardcore.plans.diff import diff as moves_of
     from shardcore.report import plan_report
 
-    if bool(args.page) != bool(args.source):
-        alone = "page" if args.page else "hardware" if args.hardware else "model"
-        raise ShardCoreError(
-            f"diff was given --{alone} alone; it needs --page and --model (or --hardware), or neither"
-        )
+    if args.source and not args.page:
+        given = "hardware" if args.hardware else "model"
+        raise ShardCoreError(f"diff was given --{given} without --page, whose plans it prices; give both")
     require_outputs(args, [] if args.problem else [p.with_name("problem.json") for p in (args.old, args.new)])
     (old, _), (new, problem) = (_read(path, args.problem) for path in (args.old, args.new))
     print(plan_report.diff_text(moves_of(old, new, problem)))
-    if args.page and args.source:
-        _write_comparison(args.page, load(args.source), ((args.new, new), (args.old, old)), problem)
+    if args.page:
+        model = load(source_of(args, args.new, new))
+        _write_comparison(args.page, model, ((args.new, new), (args.old, old)), problem)
         print(f"{args.page}: both plans, for a browser")
 
 
@@ -200,22 +199,9 @@ def _page_of(args: ViewOptions) -> str:
     from shardcore.search.decisions.towers import as_planned
 
     plan, problem = _read(args.plan, args.problem)
-    model = load(args.source or _profile_of(args.plan, plan)).for_problem(problem)
+    model = load(source_of(args, args.plan, plan)).for_problem(problem)
     problem.require_setting(model.setting)
     return plan_page.single(problem, _version(str(args.plan), plan, as_planned(plan, problem), model))
-
-
-def _profile_of(path: Path, plan: Plan) -> str:
-    """The shipped profile that a plan was made with. Raises ShardCoreError if there is none."""
-    from shardcore.cost.profile import load_profile, profile_names
-
-    made_with = plan.provenance.get("model_digest")
-    for name in profile_names():
-        if load_profile(name).digest == made_with:
-            return name
-    raise ShardCoreError(
-        f"{path} was not planned with a profile that ships with ShardCore; give --model or --hardware"
-    )
 
 
 def open_page(page: Path) -> bool:

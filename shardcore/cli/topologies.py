@@ -52,7 +52,6 @@ def measure(args: MeasureOptions) -> None:
     from shardcore.report import topology_report
 
     problem = files.read_problem(args.problem)
-    n = len(problem.topology)
     config = pairs.PairConfig(args.message_kib, repeats=args.repeats)
     pairs.require_links(problem)
     if "RANK" in os.environ:
@@ -61,7 +60,7 @@ def measure(args: MeasureOptions) -> None:
         if not first:
             return
     else:
-        found = pairs.measure(n, config, args.device, _print_turns)
+        found = pairs.measure(len(problem.topology), config, args.device, _print_turns)
     print(topology_report.write(found, problem, args.out, args.ranks))
 
 

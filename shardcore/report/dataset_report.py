@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardcore.io.dataset import has_reference_op
-from shardcore.io.measurements import CollectiveRequest, CollectiveSample, ComputeSample
+from shardcore.io.measurements import CollectiveSample, ComputeSample
 from shardcore.step.memory import gib
 from shardcore.step.scopes import WORLD
 
@@ -80,7 +80,9 @@ def dataset_summary(
 def exchange_summary(samples: Sequence[CollectiveSample]) -> list[tuple[str, str]]:
     """Coverage and noise of collectives: rows of name and value."""
     timed = [s for s in samples if s.error is None]
-    kinds = Counter(_kind(s.request) for s in timed)
+    kinds = Counter(
+        f"{r.collective}{f' {r.group}' * (r.group != WORLD)} {r.payload}" for r in (s.request for s in timed)
+    )
     emulated = Counter(f"{s.request.hosts} {s.request.emulated.words}" for s in timed if s.request.emulated)
     rows = [("exchanges", f"{len(timed)} timed, {len(samples) - len(timed)} failed")]
     if timed:
@@ -100,11 +102,6 @@ def exchange_summary(samples: Sequence[CollectiveSample]) -> list[tuple[str, str
             ("more ranks than cores", f"{sum(s.oversubscribed for s in timed)} exchanges"),
         ]
     return rows
-
-
-def _kind(request: CollectiveRequest) -> str:
-    group = "" if request.group == WORLD else f" {request.group}"
-    return f"{request.collective}{group} {request.payload}"
 
 
 def step_summary(kept: Sequence[ReplaySet]) -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardcore.core.types import Problem
 from shardcore.plans.hot_drift import HotDrift
 from shardcore.report.text import records_table, text_table
-from shardcore.search.decisions.driver import Found, Ledger, Outcome
+from shardcore.search.decisions.driver import Entry, Found, Ledger, Outcome
 from shardcore.search.decisions.memory_tiers import gains_ms, link_ms, tiers_of
 from shardcore.search.decisions.provision import Provision, best_of_each, frontier
 from shardcore.step.memory import gib
@@ -31,6 +31,13 @@ def ledger_text(ledger: Ledger | None) -> str:
     if ledger is None:
         return ""
     chosen, entries = ledger.best, ledger.entries
+    table = entries_table(ledger.decision, entries, chosen)
+    because = f"\n{ledger.chosen}: {ledger.because}" * (len(entries) > 1)
+    return f"{table}{because}\n\n{ledger_text(chosen.within)}".rstrip("\n")
+
+
+def entries_table(decision: str, entries: Sequence[Entry], chosen: Entry | None = None) -> str:
+    """A row for each proposal of a decision, up to a number. chosen: the one that won. None: none did."""
     names = dict.fromkeys(name for entry in entries for name in entry.facts)
     shown = [x for i, x in enumerate(entries) if i < MOST_ENTRIES or x is chosen]
     rows = [
@@ -44,10 +51,9 @@ def ledger_text(ledger: Ledger | None) -> str:
         )
         for entry in shown
     ]
-    table = text_table((ledger.decision, *names, "total ms", "s", "evaluations", "why not"), rows)
-    more = f"\n{len(entries) - len(shown)} more are in the plan's provenance" * (len(entries) > len(shown))
-    because = f"\n{ledger.chosen}: {ledger.because}" * (len(entries) > 1)
-    return f"{table}{more}{because}\n\n{ledger_text(chosen.within)}".rstrip("\n")
+    table = text_table((decision, *names, "total ms", "s", "evaluations", "why not"), rows)
+    more = f"\nand {len(entries) - len(shown)} more{', in the provenance of the plan' * (chosen is not None)}"
+    return table + more * (len(entries) > len(shown))
 
 
 def has_choice(ledger: Ledger | None) -> bool:

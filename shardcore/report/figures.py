@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from shardcore.core.extras import MissingExtra, extras_named
+from shardcore.io.writing import write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,6 +23,16 @@ def png(figure: Figure) -> bytes:
     content = io.BytesIO()
     _plain(figure).savefig(content, dpi=120, format="png")
     return content.getvalue()
+
+
+def write_png(path: Path, draw: Callable[[], Figure]) -> str:
+    """Write a picture, and give a line for people: its path, or why it was not drawn without matplotlib."""
+    try:
+        with extras_named():
+            write_atomic(path, png(draw()))
+    except MissingExtra as error:
+        return f"{path} was not drawn: {error}"
+    return str(path)
 
 
 def svg(figure: Figure) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from shardcore.core.types import Placement, Plan, Problem
+from shardcore.core.types import Placement, Problem
 from shardcore.plans.decisions import Version
 from shardcore.plans.diff import diff
 from shardcore.plans.what_if import MOST_SKEW_MS, WhatIf
@@ -97,17 +96,20 @@ def explorer(now: Version, problem: Problem, before: Version | None = None) -> s
         else ""
     )
     against = f" The line on a bar is {escape(before.name)}." if before else ""
+    highest_ms = max(sum(parts) for v in (now, before) if v for parts in _parts_ms(v))
+    shares = [u / max(f, 1) for u, f in zip(now.memory_bytes, held_bytes(problem), strict=True)]
+    legend = "".join(f'<span><i style="background:{color}"></i>{words}</span>' for words, _, color in PARTS)
     return "\n".join(
         [
             '<h2>Devices <button id="theme" type="button">light or dark</button></h2>',
             '<p class="note">A bar is a device. Hover, or walk with the arrow keys, to see what is on it; click, '
             f"or press Enter, to see only its tables.{against}</p>",
             '<div class="side"><div>',
-            f"<b>ms of a step</b>, the highest is {_highest_ms(now, before):.3f}",
+            f"<b>ms of a step</b>, the highest is {highest_ms:.3f}",
             '<svg id="devices" class="bars" preserveAspectRatio="none"></svg></div><div>',
-            f"<b>memory</b>, the fullest has {_fullest(now, problem)}",
+            f"<b>memory</b>, the fullest has {max(shares):.0%} of what it may",
             '<svg id="memory" class="bars" preserveAspectRatio="none"></svg></div></div>',
-            _legend(),
+            f'<div class="legend note">{legend}</div>',
             '<div id="device"></div>',
             _what_if_form(now.what_if) if now.what_if else "",
             "<h2>Tables</h2>",
@@ -121,11 +123,6 @@ def explorer(now: Version, problem: Problem, before: Version | None = None) -> s
             f"<script>{script()}</script>",
         ]
     )
-
-
-def _fullest(now: Version, problem: Problem) -> str:
-    shares = [u / max(f, 1) for u, f in zip(now.memory_bytes, held_bytes(problem), strict=True)]
-    return f"{max(shares):.0%} of what it may"
 
 
 def _what_if_form(known: WhatIf) -> str:
@@ -162,22 +159,13 @@ def _ms(ms: float) -> str:
     return "under 0.001" if ms < 0.001 else f"{ms:.3f}"
 
 
-def _legend() -> str:
-    shown = "".join(f'<span><i style="background:{color}"></i>{words}</span>' for words, _, color in PARTS)
-    return f'<div class="legend note">{shown}</div>'
-
-
-def _highest_ms(*versions: Version | None) -> float:
-    return max(sum(parts) for v in versions if v for parts in _parts_ms(v))
-
-
 def _parts_ms(version: Version) -> Iterable[tuple[float, ...]]:
     """ms of each device, in the order of PARTS."""
     return zip(*(getattr(version.cost, name) for _, name, _ in PARTS), strict=True)
 
 
 def _data(now: Version, problem: Problem, before: Version | None) -> dict[str, Any]:
-    is_, was = _by_table(now.plan), _by_table(before.plan) if before else {}
+    is_, was = now.plan.by_table(), before.plan.by_table() if before else {}
     changed = diff(before.plan, now.plan) if before else None
     moved = {m.table for m in changed.moves} | {*changed.added} if changed else set()
     n = len(problem.topology)
@@ -239,13 +227,6 @@ def _rounded(array: np.ndarray) -> Any:
 def _short(x: float) -> float:
     """A number in as few digits as its use needs."""
     return int(x) if x == int(x) else float(f"{x:.12g}")
-
-
-def _by_table(plan: Plan) -> dict[str, list[Placement]]:
-    found: dict[str, list[Placement]] = defaultdict(list)
-    for placement in plan.placements:
-        found[placement.shard.table.name].append(placement)
-    return found
 
 
 def _places(placements: Sequence[Placement], n: int) -> list[dict[str, Any]]:

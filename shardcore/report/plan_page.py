@@ -16,7 +16,7 @@ from shardcore.report.figures import svg
 from shardcore.report.html import document, note
 from shardcore.report.plan_explorer import STYLE, explorer, glance, policy
 from shardcore.report.text import percent_change
-from shardcore.search.explain import Alternative, Explanation
+from shardcore.search.explain import Explanation
 from shardcore.step.memory import gib
 
 MOST_ROWS = 12
@@ -136,14 +136,7 @@ def _memory(x: Explanation) -> str:
 
 
 def _alternatives(x: Explanation) -> str:
-    rows = [(a.what, *_against(a, x.total_ms)) for a in (*x.baselines, *x.changes)]
-    return table(("", "ms", "against this plan"), rows) + note(x.searched)
-
-
-def _against(a: Alternative, total_ms: float) -> tuple[str, str]:
-    if a.total_ms is None:
-        return "none", (a.error or "")[:80]
-    return f"{a.total_ms:.2f}", percent_change(a.total_ms, total_ms)
+    return table(("", "ms", "against this plan"), plan_report.alternative_rows(x)) + note(x.searched)
 
 
 def _moves(moves: Diff) -> str:

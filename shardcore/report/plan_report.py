@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from shardcore.core.step_cost import PredictedCost
-from shardcore.core.types import Placement
-from shardcore.plans.decisions import Decision
+from shardcore.core.types import Placement, Problem
+from shardcore.plans.decisions import Decision, Version
 from shardcore.plans.diff import Diff
 from shardcore.plans.drift import Drift
 from shardcore.plans.replan import ReplanConfig
 from shardcore.plans.words import count, moves_text, moves_words, threshold_words, when
-from shardcore.report.text import percent_change, text_table
+from shardcore.report.plan_explorer import PARTS, glance
+from shardcore.report.text import device_table, percent_change, text_table
 from shardcore.search.decisions.towers import TowerTraffic
-from shardcore.search.explain import Alternative, Explanation
+from shardcore.search.explain import Explanation
 from shardcore.step.kinds import device_names, layout_of
-from shardcore.step.memory import gib
+from shardcore.step.memory import gib, held_bytes
 
 MOST_SHARDS = 8
 """Shards of the bottleneck device that are shown."""
@@ -44,8 +45,7 @@ def _paragraphs(x: Explanation) -> Iterator[str]:
     if rows:
         yield text_table((f"on device {x.device}", "kind", "without it, ms less", "weights"), rows)
     yield f"{text_table(MEMORY_HEADERS, memory_rows(x))}\n({memory_note(x)})"
-    rows = [*_rows(x.baselines, x.total_ms), *_rows(x.changes, x.total_ms)]
-    yield f"{text_table(('instead', 'ms', 'against this plan'), rows)}\n({x.searched})"
+    yield f"{text_table(('instead', 'ms', 'against this plan'), alternative_rows(x))}\n({x.searched})"
 
 
 def _bounding(x: Explanation) -> str:
@@ -148,18 +148,37 @@ def _bound(x: Explanation) -> str:
         proved = f"This plan is of another kind than those of which none takes less than {b.proved_ms:.3f} ms (proved)"
     return (
         f"{proved}; estimated, about {b.estimate_ms:.3f} ms (this one: "
-        f"{percent_change(x.total_ms, b.estimate_ms)}).\nThe limit is {b.limit}.\nPlans meant: "
-        f"{b.space}; memory not counted."
+        f"{percent_change(x.total_ms, b.estimate_ms)}).\nThe limit is {b.limit}.\nThe bound "
+        f"is for plans of this kind: {b.space}; it ignores memory."
     )
 
 
-def _rows(alternatives: Sequence[Alternative], total_ms: float) -> list[tuple[str, str, str]]:
+def alternative_rows(x: Explanation) -> list[tuple[str, str, str]]:
+    """What other plans cost, or why there is none."""
     return [
-        (a.what, f"{a.total_ms:.3f}", percent_change(a.total_ms, total_ms))
+        (a.what, f"{a.total_ms:.3f}", percent_change(a.total_ms, x.total_ms))
         if a.total_ms is not None
         else (a.what, "none", (a.error or "")[:60])
-        for a in alternatives
+        for a in (*x.baselines, *x.changes)
     ]
+
+
+# --- cost ------------------------------------------------------------------------------------------------
+
+
+def cost_text(now: Version, problem: Problem) -> str:
+    """A row for each device, those that end last if there are many, and the bottleneck in a sentence."""
+    cost = now.cost
+    columns = {words: getattr(cost, name) for words, name, _ in PARTS} | {
+        "total ms": cost.device_ms,
+        "memory": [gib(used) for used in now.memory_bytes],
+        "of what it may": [
+            f"{used / max(1, most):.0%}"
+            for used, most in zip(now.memory_bytes, held_bytes(problem), strict=True)
+        ],
+    }
+    dense = f" The dense part adds {cost.dense_ms:.3f} ms." if cost.dense_ms else ""
+    return f"{device_table(columns, [-ms for ms in cost.waiting_ms])}\n\n{glance(now)}{dense}"
 
 
 # --- moves, drift ----------------------------------------------------------------------------------------

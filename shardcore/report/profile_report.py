@@ -25,7 +25,10 @@ def profiles_text(profiles: Iterable[Profile]) -> str:
         )
         for profile in profiles
     ]
-    return f"{text_table(headers, rows, words=(5,))}\n({NOT_MEASURED})"
+    return (
+        f"{text_table(headers, rows, words=(5,))}\n({NOT_MEASURED}; an op or a collective errs by so much, and a step "
+        "by more, as all its rates are uncertain: plan and price show it)"
+    )
 
 
 def profile_text(profile: Profile, before: Profile | None = None) -> str:

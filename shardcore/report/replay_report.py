@@ -6,10 +6,7 @@ from collections.abc import Sequence
 
 from shardcore.core.step_cost import StepCost
 from shardcore.io.measurements import StepSample
-from shardcore.report.text import percent_change, text_table
-
-MOST_DEVICES = 16
-"""Devices that are shown: those with the largest totals."""
+from shardcore.report.text import device_table, percent_change, text_table
 
 
 def replay_text(
@@ -42,22 +39,14 @@ def replay_text(
 
 
 def _devices(sample: StepSample, predicted: StepCost | None) -> str:
-    headers = ["device", "compute", "waiting", "exchange forward", "backward", "ids", "total"]
-    order = sorted(range(len(sample.device_ms)), key=lambda d: -sample.device_ms[d])
-    rows = []
-    for d in sorted(order[:MOST_DEVICES]):
-        parts = (
-            sample.compute_ms,
-            sample.waiting_ms,
-            sample.forward_comm_ms,
-            sample.backward_comm_ms,
-            sample.input_ms,
-            sample.device_ms,
-        )
-        rows.append([d, *(f"{part[d]:.3f}" for part in parts)])
+    columns = {
+        "compute": sample.compute_ms,
+        "waiting": sample.waiting_ms,
+        "exchange forward": sample.forward_comm_ms,
+        "backward": sample.backward_comm_ms,
+        "ids": sample.input_ms,
+        "total": sample.device_ms,
+    }
     if predicted:
-        headers += ["predicted compute", "total"]
-        for row in rows:
-            row += [f"{predicted.compute_ms[row[0]]:.3f}", f"{predicted.device_ms[row[0]]:.3f}"]
-    left = len(order) - MOST_DEVICES
-    return text_table(headers, rows) + f"\nand {left} faster devices" * (left > 0)
+        columns |= {"predicted compute": predicted.compute_ms, "predicted total": predicted.device_ms}
+    return device_table(columns, sample.device_ms)

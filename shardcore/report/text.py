@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,8 @@ from shardcore.core.errors import escaped
 _NUMBER = re.compile(r"[+-]?\d")
 _LONGEST_RULE = 40
 """Under a header, so that one long cell makes no rule over several lines."""
+MOST_DEVICES = 16
+"""Devices of a table."""
 
 
 def text_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], words: Container[int] = ()) -> str:
@@ -36,6 +39,21 @@ def text_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], words: Con
     return "\n".join([line(cells[0]), rule, *map(line, cells[1:])])
 
 
+def device_table(columns: Mapping[str, Sequence[float | str]], rank: Sequence[float]) -> str:
+    """A row for each device. Of many, those of the highest rank.
+
+    columns: [D] ms or texts by header.
+    rank: [D] of the devices.
+    """
+    highest = sorted(range(len(rank)), key=lambda d: -rank[d])[:MOST_DEVICES]
+    rows = [
+        (d, *(f"{x:.3f}" if isinstance(x, float) else x for x in (column[d] for column in columns.values())))
+        for d in sorted(highest)
+    ]
+    left = len(rank) - len(rows)
+    return text_table(["device", *columns], rows) + f"\nand {left} more devices" * (left > 0)
+
+
 def records_table(records: Sequence[Mapping[str, Any]]) -> str:
     """A table of one or more records. Their keys, all the same, are its headers."""
     return text_table(list(records[0]), [list(record.values()) for record in records])
@@ -47,6 +65,12 @@ def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str
     return "\n".join(
         "| " + " | ".join(escaped(str(c)).replace("|", "\\|") for c in line) + " |" for line in lines
     )
+
+
+def rounded_json(value: Any) -> str:
+    """JSON of several lines, with seven significant digits: more than any cost is known to."""
+    exact = json.dumps(value)
+    return json.dumps(json.loads(exact, parse_float=lambda text: float(f"{float(text):.7g}")), indent=1)
 
 
 def percent_change(new: float, old: float) -> str:

@@ -11,6 +11,9 @@ from shardcore.core import progress
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import require_types
 
+_KNOWN = 0.1
+"""Share of the evaluations after which their rate is known."""
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -48,11 +51,13 @@ class Meter:
     budget: the limits.
     started_s: time of the start, by `progress.clock`.
     evals: used so far.
+    counted_from: seconds and evaluations at the first report that had some. None: none had.
     """
 
     budget: Budget
     started_s: float
     evals: int = 0
+    counted_from: tuple[float, int] | None = None
 
     def affordable(self, wanted: int, evals_each: int, seconds_each: float = 0.0) -> int:
         """Repeats of some work that the budget still allows, at most `wanted`.
@@ -83,12 +88,16 @@ class Meter:
 
     def left_s(self) -> float | None:
         """Seconds until the budget is used. None without limits, or if the rate is not known yet."""
-        done, used_s = self.share_used(), self.seconds()
         # Seconds are the nearer limit: what is left is known, not estimated.
-        if self.budget.seconds is not None and done * self.budget.seconds <= used_s:
-            return max(0.0, self.budget.seconds - used_s)
-        # Evaluations are: as if they went on at the rate so far.
-        return used_s / done - used_s if done > 0 else None
+        if self.budget.seconds is not None and self.share_used() * self.budget.seconds <= self.seconds():
+            return max(0.0, self.budget.seconds - self.seconds())
+        if self.budget.evals is None or not self.evals:
+            return None
+        # Evaluations are. Their rate leaves out what came before the first ones, as that comes only once.
+        self.counted_from = self.counted_from or (self.seconds(), self.evals)
+        began_s, before = self.counted_from
+        counted, left = self.evals - before, max(0, self.budget.evals - self.evals)
+        return (self.seconds() - began_s) * left / counted if counted >= _KNOWN * self.budget.evals else None
 
     def report(self, phase: str, best_ms: float | None = None) -> None:
         """Report progress to whoever listens (see shardcore.core.progress).

@@ -78,13 +78,19 @@ def test_one_group_of_all_devices_is_a_plain_plan(asked, stored, capsys):
 
 def test_price_of_groups_is_what_plan_said(grouped, stored, model, capsys):
     price = ["price", str(grouped), "--problem", str(stored / "problem.json"), "--model", str(model)]
-    assert main(price) == 0
+    assert main([*price, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["groups"] == {"size": 2, "layout": found["groups"]["layout"], "sync_every": 20}
-    assert found["total_ms"] == pytest.approx(found["step_ms"] + found["sync_ms"] / 20)
+    assert found["total_ms"] == pytest.approx(found["step_ms"] + found["sync_ms"] / 20, rel=2e-6)
     assert found["sync_ms"] > 0
     assert found["extrapolated"][0].startswith("synchronising: ")
     assert len(found["memory_bytes"]) == len(found["waiting_ms"]) == 2
+    assert main(price) == 0
+    said = (
+        f"{found['total_ms']:.3f} ms a step predicted; 2 {found['groups']['layout']} groups of 2 devices: "
+        f"{found['step_ms']:.3f} ms in a group, and {found['sync_ms']:.3f} ms to synchronise them, once in 20 steps\n"
+    )
+    assert said in capsys.readouterr().out
     assert main([*price, "--explain"]) == 0
     assert re.search(
         r"^sharding groups .*2 strided groups of 2 devices.*^The plan of one group:$",

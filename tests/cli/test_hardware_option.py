@@ -1,6 +1,7 @@
 """A profile in place of a model, in every command that prices."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -55,6 +56,51 @@ def test_a_profile_prices_any_setting_and_says_what_it_is(here, problem, precisi
     assert cost["band"] > 0 and cost["extrapolated"][0].startswith(f"{SAID} (band ±")
 
 
+def test_the_profile_that_made_a_plan_prices_it_if_none_is_given(here, capsys):
+    capsys.readouterr()
+    for command in (
+        "price plan.json --problem problem.json",
+        "diff plan.json plan.json --problem problem.json --page page.html",
+        "view plan.json --problem problem.json --out view.html",
+    ):
+        assert main(command.split()) == 0
+        assert (
+            f"note: priced by profile {CARD}, with which plan.json was planned\n" in capsys.readouterr().err
+        )
+    write_profile("mine.json", replace(load_profile(CARD), name="mine"))
+    assert main(PLAN.replace(CARD, "mine.json").split()) == 0
+    assert main("price plan.json --problem problem.json".split()) == 1
+    said = "plan.json was not planned with a profile that ships with ShardCore; give --model or --hardware\n"
+    assert capsys.readouterr().err.endswith(f"error: {said}")
+
+
+def test_a_price_is_a_table_of_devices_their_bottleneck_and_memory(here, problem, capsys):
+    changed(problem, job=Job(dense_forward_ms=1.0, dense_backward_ms=2.0))
+    assert main(PLAN.split()) == 0
+    capsys.readouterr()
+    asked = f"price plan.json --problem problem.json --hardware {CARD}".split()
+    assert main([*asked, "--json"]) == 0
+    cost, (out, _) = json.loads(capsys.readouterr().out), (main(asked), capsys.readouterr())[1]
+    first, *_ = out.splitlines()
+    assert first == f"plan.json: {cost['total_ms']:.3f} ms a step predicted ±{cost['band']:.0%}"
+    rows = [line.split() for line in out.splitlines() if line[:1].isdigit()]
+    assert [row[0] for row in rows] == ["0", "1", "2", "3"]
+    for d, row in enumerate(rows):
+        assert row[1] == f"{cost['forward_compute_ms'][d]:.3f}" and row[-3:-1] == [
+            f"{cost['memory_bytes'][d] / 2**20:.1f}",
+            "MiB",
+        ]
+    assert "is the bottleneck, ready last: its compute takes" in out and "dense part adds 3.000 ms" in out
+
+
+def test_numbers_of_a_price_have_seven_digits(here, capsys):
+    capsys.readouterr()
+    assert main("price plan.json --problem problem.json --json --out cost.json".split()) == 0
+    out, _ = capsys.readouterr()
+    assert max(len(digits.strip("0")) for digits in re.findall(r"\.(\d+)", out)) <= 10
+    assert json.loads(out) == json.loads((here / "cost.json").read_text())
+
+
 def test_a_profile_s_file_may_be_given(here, capsys):
     write_profile("mine.json", replace(load_profile(CARD), name="mine"))
     assert main(PLAN.replace(CARD, "mine.json").split()) == 0
@@ -66,7 +112,7 @@ def test_the_other_commands_that_price_take_a_profile(here, problem, capsys):
     changed(problem, topology=host)
     by = f"--hardware {CARD}"
     for command in (
-        f"tiers problem.json {by} --algorithm size_greedy --out tiered.json --plan tiered-plan.json",
+        f"plan problem.json {by} --tiers --algorithm size_greedy --out tiered-plan.json --out-problem tiered.json",
         f"diff tiered-plan.json tiered-plan.json --problem tiered.json {by} --page page.html",
     ):
         assert main(command.split()) == 0, capsys.readouterr().err

@@ -53,7 +53,8 @@ def test_read_compares_with_a_model_and_writes_the_corrected_one(folder, model, 
     plan = tmp_path / "plan.json"
     given = files.read_problem(problem)
     files.write_plan(plan, rebind_tables(UNEVEN, given), given)
-    code, out, _ = output_of(capsys, "price", plan, "--problem", problem, "--model", tmp_path / "corrected")
+    asked = ("price", plan, "--problem", problem, "--model", tmp_path / "corrected", "--json")
+    code, out, _ = output_of(capsys, *asked)
     assert code == 0 and json.loads(out)["total_ms"] == pytest.approx(18.0, rel=0.01)
 
 

@@ -72,8 +72,10 @@ def content(folder):
         ("provision problem.json --offers offers.json --step-ms 1 --out m", "--out m/problem.json is in"),
         ("provision problem.json --offers offers.json --step-ms 1 --out .", "--out problem.json is"),
         ("problem old --out old/p.json", "--out old/p.json is in the tables that is read"),
-        ("hot-rows problem.json --model m --out x.json --plan m/p.json", "--plan m/p.json is in the model"),
-        ("tiers problem.json --host-gib 1 --model m --out x --plan x", "--out and --plan are both x; they"),
+        (
+            "plan problem.json --model m --hot-rows --out x.json --out-problem m/p.json",
+            "--out-problem m/p.json is in the model",
+        ),
         ("topology measure problem.json --out x --ranks problem.json", "--ranks problem.json is the"),
         ("export plan.json --problem problem.json --module x --out plan.json", "--out plan.json is the plan"),
         ("train absent --out x", "absent is no folder; it needs to be one of measurements"),
@@ -111,7 +113,7 @@ def test_an_output_that_cannot_be_written_or_lies_on_what_is_read_is_refused_fir
         ["plan", "problem.json", "--model", "m", "--out", "x.json", "--budget-evals", "1e9"],
         ["plan", "problem.json", "--model", "m", "--out", "x.json", "--budget-s", "ten"],
         ["problem", "mlperf-dlrm-dcnv2", "--memory-gib", "1e9", "--out", "x.json"],
-        ["tiers", "problem.json", "--host-gib", "1e300", "--out", "x.json"],
+        "plan problem.json --model m --tiers --host-gib 1e300 --out x.json --out-problem y.json".split(),
     ],
 )
 def test_an_empty_path_and_a_number_that_no_machine_has_are_bad_usage(here, capsys, asked):

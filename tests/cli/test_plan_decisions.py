@@ -51,7 +51,7 @@ def test_groups_and_memory_tiers_are_decided_together(large, model, tmp_path, ca
     assert grouped.problem.topology.memory_of("host").bytes == 1 << 29  # two groups share the host
     lower(grouped.plan, grouped.problem)
     price = ["price", str(tmp_path / "plan.json"), "--problem", str(tiered), "--model", str(model)]
-    assert main(price) == 0
+    assert main([*price, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["total_ms"]
     assert f"{found:.3f} ms predicted" in output
     assert main([*price, "--explain"]) == 0

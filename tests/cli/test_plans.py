@@ -157,9 +157,14 @@ def test_a_file_that_is_read_is_not_written_over(stored, model, capsys):
         ),
         ("plan problem.json --model m --start plan.json --out plan.json", "--out plan.json is the start"),
         ("diff plan.json other.json --page other.json", "--page other.json is the new that"),
-        ("hot-rows problem.json --model m --out hot.json --plan problem.json", "--plan problem.json is the"),
-        ("tiers problem.json --out tiers.json --plan problem.json", "--plan problem.json is the problem"),
-        ("tiers problem.json --out tiers.json --plan tiers.json", "--out and --plan are both tiers.json"),
+        (
+            "plan problem.json --model m --tiers --out x.json --out-problem problem.json",
+            "--out-problem problem.json is the problem",
+        ),
+        (
+            "plan problem.json --model m --tiers --out x.json --out-problem x.json",
+            "--out-problem and --out are both x.json",
+        ),
         (
             "topology measure problem.json --out found.json --ranks problem.json",
             "--ranks problem.json is the problem that",
@@ -192,6 +197,31 @@ def test_what_cannot_be_a_path_of_a_module_is_refused(stored, exporting, capsys,
     assert main([*exporting, module]) == 1
     assert "error: module is '" in capsys.readouterr().err
     assert not (stored / "torchrec.json").exists()
+
+
+def test_an_export_of_one_collection_needs_no_module_and_says_what_it_wrote(stored, exporting, capsys):
+    out, given = stored / "torchrec.json", files.read_problem(stored / "problem.json")
+    assert main(exporting[:-1]) == 0
+    said, note = capsys.readouterr()
+    path = "sparse_arch.embedding_bag_collection"
+    assert said == f"{out}: 24 tables of {path}, for TorchRec\n" and f"has a module {path!r}" in note
+    named = replace(given, tables=tuple(replace(t, collection="ebc") for t in given.tables))
+    write(stored, named)
+    assert main(exporting[:-1]) == 0
+    said, note = capsys.readouterr()
+    assert said == f"{out}: 24 tables of ebc, for TorchRec\n" and not note
+    write(stored, replace(named, tables=(replace(named.tables[0], collection=""), *named.tables[1:])))
+    out.unlink()
+    assert main(exporting[:-1]) == 1
+    said = "has several collections, and table 't0' names none; give its path in the model by --module\n"
+    assert capsys.readouterr().err == f"error: problem 'shifting' {said}" and not out.exists()
+
+
+def write(folder, problem):
+    """Write a problem, and a plan of whole tables."""
+    plan = Plan(tuple(column(t, i % len(problem.topology)) for i, t in enumerate(problem.tables)))
+    files.write_problem(folder / "problem.json", problem)
+    files.write_plan(folder / "plan.json", plan, problem)
 
 
 def test_an_export_says_that_nothing_knows_the_model(exporting, capsys):
@@ -257,8 +287,8 @@ def test_a_problem_says_how_a_step_runs_and_keeps_memory_for_the_dense_part(tmp_
 @pytest.mark.parametrize(
     "given, gib, setting",
     [
-        ("", 80, (None, "fp32", "exact_adagrad")),
-        ("--optimizer rowwise_adagrad --precision fp16", 80, (None, "fp16", "rowwise_adagrad")),
+        ("", 80e9 / 2**30, (None, "fp32", "exact_adagrad")),
+        ("--optimizer rowwise_adagrad --precision fp16", 80e9 / 2**30, (None, "fp16", "rowwise_adagrad")),
         ("--hardware nvidia-h100-sxm", 80e9 / 2**30, ("nvidia-h100-sxm", "fp32", "exact_adagrad")),
         ("--hardware nvidia-h100-sxm --memory-gib 40", 40, ("nvidia-h100-sxm", "fp32", "exact_adagrad")),
     ],

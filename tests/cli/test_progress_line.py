@@ -59,6 +59,19 @@ def test_compiling_is_announced_before_it_begins():
     )
 
 
+def test_compiling_is_announced_once_in_all_parts_of_a_command():
+    out = io.StringIO()
+    for silent_s in (3600, 0.0):
+        with shown(out, silent_s=silent_s):
+            for _ in range(3):
+                report(COMPILING)
+                time.sleep(0.02)
+                report("annealing")
+            report(COMPILING)
+            time.sleep(0.02)
+    assert out.getvalue().count(COMPILING) == 1
+
+
 def test_a_failure_ends_it():
     out = Terminal()
     with pytest.raises(ValueError), shown(out, silent_s=3600):

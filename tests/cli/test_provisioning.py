@@ -1,6 +1,8 @@
 """provision: the files it writes, and what it says."""
 
 import json
+import re
+import sys
 
 from offers import BOX, write_offers
 
@@ -72,6 +74,37 @@ def test_a_learned_algorithm_is_refused_in_one_line(problem, model, tmp_path, ca
 
 def test_a_target_out_of_reach_is_one_line_and_keeps_what_was_searched(problem, model, tmp_path, capsys):
     assert asked(tmp_path, model, problem, "--step-ms", "1e-9") == 1
-    assert "error: no cluster of 4 reaches step_ms 1e-09; the nearest, " in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "error: no cluster of 4 reaches step_ms 1e-09; the nearest, " in err
+    found = json.loads((tmp_path / "out/clusters.json").read_text())
+    for cluster in found:
+        price = rf"{cluster['price_per_hour']:.3f}"
+        cost = (
+            f"{cluster['samples_per_s']:,.3f} +{cluster['step_ms']:.3f}" if "step_ms" in cluster else "- +-"
+        )
+        assert re.search(rf"^{cluster['hosts']} x '{cluster['offer']}' +{price} +{cost} ", out, re.MULTILINE)
     assert len(json.loads((tmp_path / "out/clusters.json").read_text())) == 4
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"clusters.json", "curve.png"}
+
+
+def test_without_matplotlib_only_the_picture_is_missing(problem, model, tmp_path, monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"] or ["matplotlib"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert asked(tmp_path, model, problem, "--step-ms", "1e6") == 0
+    out, _ = capsys.readouterr()
+    assert out.splitlines()[-1] == (
+        f"{tmp_path}/out/curve.png was not drawn: this needs matplotlib, which is not installed: "
+        "pip install 'shardcore[report]'"
+    )
+    assert "1 x 'box', 3.00 an hour" in out
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"problem.json", "plan.json", "clusters.json"}
+
+
+def test_a_plan_whose_decision_has_no_answer_shows_what_was_searched(problem, model, tmp_path, capsys):
+    files.write_problem(tmp_path / "problem.json", problem)
+    (tmp_path / "model").symlink_to(model)
+    write_offers(tmp_path / "offers.json", BOX)
+    given = "plan {0}/problem.json --offers {0}/offers.json --step-ms 1e-9 --algorithm size_greedy"
+    assert main(f"{given} --out {{0}}/p.json --out-problem {{0}}/q.json".format(tmp_path).split()) == 1
+    out, err = capsys.readouterr()
+    assert "\n1 x 'box' " in out and "\n2 x 'box' " in out and "error: no cluster of 2 reaches" in err

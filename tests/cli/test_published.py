@@ -45,7 +45,11 @@ def test_history_diff_and_drift(problem, now, model, tmp_path, capsys):
     page = tmp_path / "page.html"
     given = f"diff {published} {again} --page {page}".split()
     assert main(given) == 1
-    assert "diff was given --page alone; it needs --page and --model" in capsys.readouterr().err
+    assert "was not planned with a profile that ships with ShardCore; give --model" in capsys.readouterr().err
+    assert main(["diff", str(published), str(again), "--model", str(model)]) == 1
+    assert (
+        "diff was given --model without --page, whose plans it prices; give both" in capsys.readouterr().err
+    )
     assert main([*given, "--model", str(model)]) == 0
     assert "only what differs from" in page.read_text() and "shifting: " in page.read_text()
     assert main(["history", str(plans), "shifting"]) == 0

@@ -32,4 +32,4 @@ def test_all_that_was_proposed_is_shown_and_what_is_within_the_best():
 def test_of_many_proposals_the_first_are_shown_and_the_best():
     lines = ledger_text(ledger(MOST_ENTRIES + 7)).split("\n\n")[0].splitlines()
     assert len(lines) == 2 + MOST_ENTRIES + 1 + 2 and lines[-3].startswith("last (best)")
-    assert lines[-2] == "7 more are in the plan's provenance"
+    assert lines[-2] == "and 7 more, in the provenance of the plan"

@@ -4,7 +4,8 @@ import pytest
 
 from shardcore.core.step_cost import StepCost
 from shardcore.io.measurements import Spread, StepSample
-from shardcore.report.replay_report import MOST_DEVICES, replay_text
+from shardcore.report.replay_report import replay_text
+from shardcore.report.text import MOST_DEVICES
 
 MEASURED = StepSample(
     (1.0, 2.0),
@@ -45,4 +46,4 @@ def test_of_many_devices_the_slowest_are_shown(n):
     text = replay_text(["a.json"], [many])
     shown = [int(line[0]) for line in lines(text) if line and line[0].isdigit()]
     assert shown == list(range(n - MOST_DEVICES, n))
-    assert ("and 3 faster devices" in text) == (n > MOST_DEVICES)
+    assert ("and 3 more devices" in text) == (n > MOST_DEVICES)

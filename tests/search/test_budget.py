@@ -45,9 +45,21 @@ def test_what_takes_longer_than_there_is_time_left_is_not_begun():
 def test_time_left_follows_the_limit_that_ends_first():
     half = used(Budget(evals=100, seconds=1000.0), evals=10, seconds=500)
     assert 499 <= half.left_s() <= 500
-    assert 499 <= used(Budget(evals=100, seconds=10_000.0), evals=50, seconds=500).left_s() <= 501
     assert used(Budget(seconds=50.0), seconds=51).left_s() == 0
     assert used(Budget(evals=100), seconds=5).left_s() is None and used(Budget(), 3).left_s() is None
+
+
+def test_the_rate_of_evaluations_leaves_out_what_came_before_them_and_is_unknown_at_first():
+    meter = used(Budget(evals=1000), evals=0, seconds=500)
+    assert meter.left_s() is None
+    meter.evals = 1  # after 500 s of other work
+    assert meter.left_s() is None
+    meter.evals, meter.started_s = 51, meter.started_s - 5
+    assert meter.left_s() is None  # too few to know their rate
+    meter.evals, meter.started_s = 401, meter.started_s - 35
+    assert 59 <= meter.left_s() <= 61  # 400 took 40 s
+    meter.evals = 1200
+    assert meter.left_s() == 0
 
 
 def test_seconds_while_the_clock_is_stopped_are_not_counted():

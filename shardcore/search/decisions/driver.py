@@ -148,11 +148,6 @@ class Outcome:
         """Infinite without a plan."""
         return self.found.ms if self.found else float("inf")
 
-    @property
-    def text(self) -> str:
-        """The outcome for people."""
-        return f"{self.proposal.words}: " + (f"{self.ms:.3f} ms" if self.found else "no plan")
-
 
 class Decision:
     """A choice that is made before a search.
@@ -337,7 +332,16 @@ def _chosen(decision: Decision, outcomes: Sequence[Outcome]) -> Found:
     # By the decision: not all choose the least ms.
     best = decision.best(outcomes)
     assert best.found is not None
-    entries = tuple(
+    entries = entries_of(decision, outcomes)
+    ledger = Ledger(decision.name, best.proposal.words, decision.because(outcomes), entries)
+    # Evaluations of all proposals led to this plan, not only those of the winner.
+    evals = sum(entry.evals for entry in entries)
+    return replace(best.found, ledger=ledger, outcomes=tuple(outcomes), evals=evals)
+
+
+def entries_of(decision: Decision, outcomes: Iterable[Outcome]) -> tuple[Entry, ...]:
+    """Outcomes of a decision as entries of a ledger."""
+    return tuple(
         Entry(
             proposed=outcome.proposal.words,
             ms=outcome.found.ms if outcome.found else None,
@@ -349,7 +353,3 @@ def _chosen(decision: Decision, outcomes: Sequence[Outcome]) -> Found:
         )
         for outcome in outcomes
     )
-    ledger = Ledger(decision.name, best.proposal.words, decision.because(outcomes), entries)
-    # Evaluations of all proposals led to this plan, not only those of the winner.
-    evals = sum(entry.evals for entry in entries)
-    return replace(best.found, ledger=ledger, outcomes=tuple(outcomes), evals=evals)

@@ -216,25 +216,31 @@ def tiered(problem: Problem, more_bytes: float = 0, model: CostModel | None = No
                 f"more device memory{reason and f'; {reason}'}"
             )
     found = {tier.table.name: tier.table for tier in tiers}
-    tables = (
-        replace(t, load_factor=found[t.name].load_factor, tier=found[t.name].tier) for t in problem.tables
+    return replace(
+        problem,
+        tables=tuple(
+            replace(t, load_factor=found[t.name].load_factor, tier=found[t.name].tier) for t in problem.tables
+        ),
     )
-    return replace(problem, tables=tuple(tables))
 
 
 def in_device_memory(problem: Problem) -> Problem:
     """The problem with all rows in device memory. Those that leave it go to the fastest tier below."""
     tier = next((memory.tier for memory in problem.topology.memory), BELOW[0])
-    tables = (
-        t if t.fixed_tiers is not None else replace(t, load_factor=1.0, tier=tier) for t in problem.tables
+    return replace(
+        problem,
+        tables=tuple(
+            t if t.fixed_tiers is not None else replace(t, load_factor=1.0, tier=tier) for t in problem.tables
+        ),
     )
-    return replace(problem, tables=tuple(tables))
 
 
 def with_load_factors(problem: Problem, factors: Mapping[str, float]) -> Problem:
     """The problem with load factors of some tables, by name."""
-    tables = (replace(t, load_factor=factors.get(t.name, t.load_factor)) for t in problem.tables)
-    return replace(problem, tables=tuple(tables))
+    return replace(
+        problem,
+        tables=tuple(replace(t, load_factor=factors.get(t.name, t.load_factor)) for t in problem.tables),
+    )
 
 
 def tier_bytes(problem: Problem) -> float:
@@ -277,11 +283,6 @@ def _cache_widths(problem: Problem) -> Mapping[tuple[str, bool, str], int]:
     # By rising dim, so that the widest of each op is the one that stays.
     cached = sorted((t for t in problem.tables if t.shares_cache), key=lambda t: t.dim)
     return {_op_of(table): table.dim for table in cached}
-
-
-def _a_set(table: Table) -> int:
-    """Bytes of a set of a cache that is as wide as a table."""
-    return CACHE_SET_ROWS * (table.dim * PRECISION_BYTES[table.precision] + CACHED_ROW_BYTES)
 
 
 def _op_of(table: Table) -> tuple[str, bool, str]:
@@ -649,7 +650,10 @@ def _filled(
     factors: dict[str, float] = {}
     for device, here in on_device.items():
         # Caches are allocated in whole sets: less than one of each op's is empty.
-        widest = {_op_of(table): _a_set(table) for table in sorted(here, key=lambda t: t.dim)}
+        widest = {
+            _op_of(t): CACHE_SET_ROWS * (t.dim * PRECISION_BYTES[t.precision] + CACHED_ROW_BYTES)
+            for t in sorted(here, key=lambda t: t.dim)
+        }
         budget = sum(_rows_bytes(table, problem) for table in here) + free[device] - sum(widest.values())
         choices = choices_of(here, problem, model, moves=False)
         tiers = shared_out(choices if weight is None else _weighed(choices, weight), budget)

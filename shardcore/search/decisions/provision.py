@@ -271,7 +271,8 @@ class Provision(Decision):
         return f"{'fastest' if key == 'price_per_hour' else 'cheapest'} with {key} {aim:g}"
 
     def facts(self, outcome: Outcome) -> Mapping[str, Any]:
-        return {"price_per_hour": outcome.proposal.price_per_hour}
+        samples_per_s = outcome.proposal.samples_per_s(outcome.ms) if outcome.found else None
+        return {"price_per_hour": outcome.proposal.price_per_hour, "samples_per_s": samples_per_s}
 
 
 def best_of_each(outcomes: Sequence[Outcome], target: Target) -> list[Outcome]:

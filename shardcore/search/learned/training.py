@@ -341,10 +341,6 @@ class Batch:
         zeros = torch.zeros(len(self.speed), latents.shape[1])
         return zeros.index_add(0, self.device, latents) / self.speed
 
-    def by_plan(self, sums: torch.Tensor) -> torch.Tensor:
-        """[plans, D, L] latents of devices [B, L]. Plans with fewer devices have zeros, like empty devices."""
-        return torch.nn.utils.rnn.pad_sequence(list(sums.split(self.sizes)), batch_first=True)
-
 
 # --- learners -----------------------------------------------------------------------------------------------
 
@@ -458,7 +454,9 @@ class DreamShardLearner(Learner):
         """Train the cost network on some priced plans. Returns the loss."""
         batch, sums = self.batch()
         parts = self.net.parts(self.w, sums) - batch.parts
-        overall = self.net.overall(self.w, batch.by_plan(sums), torch) - batch.total
+        # [plans, D, L]. Plans with fewer devices have zeros, like empty devices.
+        by_plan = torch.nn.utils.rnn.pad_sequence(list(sums.split(batch.sizes)), batch_first=True)
+        overall = self.net.overall(self.w, by_plan, torch) - batch.total
         return _step(optimizer, (parts**2).mean(0).sum() + (overall**2).mean())
 
     def policy_update(self) -> float:

@@ -88,7 +88,11 @@ class VectorPacking:
         if best[0] > 0:
             best = _better(best, self._greedy(True, min(most, best[0])))
         if best[0] > 0 and len(self.order) <= _FEW:
-            best = _better(best, self._depth_first(min(most, best[0])))
+            # All packings that lack less, as far as steps allow: it would take exponential time.
+            self._nodes = _NODES
+            self._best: Packed = min(most, best[0]), None
+            self._deepen(0, self.load.copy(), self.before, [0] * len(self.order))
+            best = _better(best, self._best)
         if best[0] > 0 and len(self.caches):
             # Wide caches together leave other devices narrow ones.
             widest = self.caches.widest(self.vectors[:, len(self.may_hold) :])
@@ -103,14 +107,6 @@ class VectorPacking:
         if len(self.caches):
             lacks[: self.phases] += self.caches.padding(load[len(self.may_hold) :].T)
         return lacks.max(0)
-
-    def _depth_first(self, most: float) -> Packed:
-        """Search all packings that lack less than `most`, as far as steps allow."""
-        # It would take exponential time, so its steps are limited.
-        self._nodes = _NODES
-        self._best: Packed = most, None
-        self._deepen(0, self.load.copy(), self.before, [0] * len(self.order))
-        return self._best
 
     def _after(self, i: int, load: np.ndarray, devices: Sequence[int], placed: int) -> np.ndarray:
         """[D] bytes that each device lacks with shard i on top of a load [P + C, D]. inf where it may not be."""

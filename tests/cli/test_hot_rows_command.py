@@ -1,4 +1,4 @@
-"""hot-rows and hot-drift, and what they refuse."""
+"""plan --hot-rows and hot-drift, and what they refuse."""
 
 from dataclasses import replace
 
@@ -16,8 +16,8 @@ from shardcore.tables.hot_rows import with_hot_rows
 
 def asked(folder, model) -> list[str]:
     return (
-        f"hot-rows {folder / 'problem.json'} --model {model} --budget-evals 200 --out "
-        f"{folder / 'hot.json'} --plan {folder / 'plan.json'}"
+        f"plan {folder / 'problem.json'} --model {model} --hot-rows --algorithm anneal --budget-evals 200 --out "
+        f"{folder / 'plan.json'} --out-problem {folder / 'hot.json'}"
     ).split()
 
 
