@@ -20,7 +20,7 @@ that counts as not solved: in all rows but ours for packing, and for cuts where 
 over the tasks that an arm solved. Ratios are over anneal_columns, our default, on the tasks that both
 solved, with a 95% interval (bootstrap over tasks). Seconds are of the processor.
 
-OUT keeps tasks.jsonl (a line a task), policies, and table.md. Killed, the same command goes on.
+OUT keeps tasks.jsonl (a line a task), policies, and table.md. After an interruption, the same command goes on.
 
 --replay: all arms' plans of tasks for 2 devices run on two real processes, in alternation, as in
 bench/replays.py; OUT gets its report too. MODEL must be of this machine. Nothing about links is given.

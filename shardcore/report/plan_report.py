@@ -172,7 +172,7 @@ def cost_text(now: Version, problem: Problem) -> str:
     columns = {words: getattr(cost, name) for words, name, _ in PARTS} | {
         "total ms": cost.device_ms,
         "memory": [gib(used) for used in now.memory_bytes],
-        "of what it may": [
+        "of its limit": [
             f"{used / max(1, most):.0%}"
             for used, most in zip(now.memory_bytes, held_bytes(problem), strict=True)
         ],

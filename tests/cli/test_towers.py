@@ -44,7 +44,7 @@ def test_plan_keeps_groups_on_hosts_and_says_what_crosses_them(on_two_hosts, mod
     price = [
         *f"price {on_two_hosts / 'plan.json'} --problem {on_two_hosts / 'problem.json'} --model {model}".split(),
     ]
-    assert main(price) == 0
+    assert main([*price, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["total_ms"] == pytest.approx(plan.provenance["predicted_ms"])
     again = (
         f"plan {on_two_hosts / 'problem.json'} --model {model} --out "
