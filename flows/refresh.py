@@ -15,6 +15,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.io import schema
 from tasks import console, links, params, paths, services
 from tasks.artifacts import create_markdown_artifact
+from tasks.commit import differs
 from tasks.evaluate import EvaluateConfig
 from tasks.measure import MeasureConfig
 from tasks.promote import PromoteConfig
@@ -129,6 +130,10 @@ Where to look next (each from this folder, after `. .venv/bin/activate`):
   flow runs    prefect server start                                  then http://127.0.0.1:4200
   Ray          ray start --head, then RAY_ADDRESS=auto make run      and http://127.0.0.1:8265
 """
+CHANGED_LOCK = f"""
+{paths.LOCK}, which git tracks, now names this machine's data. Commit it (and `dvc push` the data) to share them,
+or take the shipped one back by `git checkout {paths.LOCK}`.
+"""
 
 
 def setting_of(text: str) -> tuple[str, str, Any]:
@@ -187,7 +192,10 @@ def main() -> None:
         for section, key, value in map(setting_of, args.set):
             overrides.setdefault(section, {})[key] = value
         done = refresh(args.target, overrides, args.push)
-        table = f"Predicted cost of one training step, embeddings only\n\n{done}\n{LEGEND}{WHERE_NEXT}"
+        changed = CHANGED_LOCK if differs(str(paths.LOCK)) else ""
+        table = (
+            f"Predicted cost of one training step, embeddings only\n\n{done}\n{LEGEND}{WHERE_NEXT}{changed}"
+        )
         console.show("text", f"\n{table if args.target == STAGES[-1] else done}")
         if args.open:
             index = Path(params.section("publish", PublishConfig).plans, "index.html")

@@ -1,26 +1,48 @@
-"""The commit of this checkout, for provenance."""
+"""git: the commit of this checkout, for provenance, and commands."""
 
 from __future__ import annotations
 
+import os
 import subprocess
+from pathlib import Path
 
-_RUNS = ":(exclude)dvc.lock"
-"""Not of the code: a run writes there what it made."""
+from shardcore.core.errors import ShardCoreError
+from tasks.paths import LOCK
 
 
 def git_commit() -> str:
     """The commit of this folder, with "-dirty" if tracked files other than dvc.lock differ from it."""
-    commit = _git("rev-parse", "HEAD")
-    if not commit:
-        return "no git"
-    same = _git("diff", "--quiet", "HEAD", "--", ":/", _RUNS) is not None
-    return commit if same else f"{commit}-dirty"
-
-
-def _git(*arguments: str) -> str | None:
-    """The output of git. None: it failed."""
     try:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+        commit = git("rev-parse", "HEAD")
+    except ShardCoreError:
+        return "no git"
+    # A run writes into dvc.lock what it made. That is not of the code.
+    return f"{commit}-dirty" if differs(":/", f":(exclude){LOCK}") else commit
+
+
+def differs(*paths: str) -> bool:
+    """Tell if tracked files differ from the last commit, or there is none."""
+    return bool(_run(("diff", "--quiet", "HEAD", "--", *paths), None).returncode)
+
+
+def git(*arguments: str, cwd: Path | None = None) -> str:
+    """The output of a git command. Raises ShardCoreError with the last line of git if it fails."""
+    done = _run(arguments, cwd)
+    if done.returncode:
+        last = (done.stdout.strip().splitlines() or ["it said nothing"])[-1]
+        raise ShardCoreError(f"git {arguments[0]} failed in {cwd or os.getcwd()}: {last}")
+    return done.stdout.strip()
+
+
+def _run(arguments: tuple[str, ...], cwd: Path | None) -> subprocess.CompletedProcess:
+    try:
+        return subprocess.run(
+            ["git", *arguments],
+            cwd=cwd,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    except OSError as error:
+        raise ShardCoreError(f"git cannot be run: {error.strerror}") from None

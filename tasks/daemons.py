@@ -82,11 +82,12 @@ class Daemon:
         """Time of its start, Unix s, if it runs.
 
         This is the clock of files, which the records of services use, too. psutil's counts from the boot, whose time is
-        known to a second only, and less well if the clock was set since.
+        known to a second only. It decides if the clock was set back since.
         """
         try:
-            return self._id.stat().st_mtime if self.process() is not None else None
-        except FileNotFoundError:  # it was stopped meanwhile
+            process = self.process()
+            return process and min(self._id.stat().st_mtime, process.create_time() + 2 * _CLOCK_S)
+        except (FileNotFoundError, psutil.Error):  # it was stopped meanwhile
             return None
 
     def runs_as_configured(self) -> bool:

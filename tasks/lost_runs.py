@@ -103,12 +103,13 @@ def limit_runs(api: Api) -> None:
 def find(api: Api, worker_began: float, patience_s: float = 0.0) -> list[LostRun]:
     """Runs of the stack's pool that no process works on, and their subflows.
 
-    worker_began: time at which the present worker started, Unix s; infinite if there is none. Runs since then are its.
+    worker_began: time at which the present worker started, Unix s; infinite if there is none. Runs since then are its,
+      but not those of a clock that was ahead.
     patience_s: longest wait for processes that are starting. Without their worker, some of them go on and some end.
     """
     until = time.monotonic() + patience_s
     while True:
-        runs = [run for run in _left(api) if _since(run) < worker_began]
+        runs = [run for run in _left(api) if not worker_began <= _since(run) <= time.time()]
         # Processes are listed after runs. If one ended in between, its run has another state, which `end` sees.
         alive = _with_process()
         if time.monotonic() >= until or not any(

@@ -40,7 +40,7 @@ def register_policy(client: mlflow.MlflowClient, folder: Path) -> ModelVersion:
             f"which {cost_name!r} has no version; train it again (dvc repro train_policy)"
         )
     name = policy_name(policy.name, policy.setting.hardware)
-    version = registry.version_of(client, name, digest)
+    version = registry.version_of(client, name, digest, _policy_of)
     if version is None:
         tags = {
             DIGEST_TAG: digest,
@@ -58,13 +58,11 @@ def _upload_policy(
 ) -> ModelVersion:
     """A new version, from the training's run, or from a new run if MLflow does not have that."""
     run_id = registry.training_run(tags[DIGEST_TAG])
-    if run_id is None:
-        with registry.run(run_name="register-policy") as begun:
-            mlflow.log_artifacts(str(folder), POLICY)
-            run_id = begun.info.run_id
+    with registry.run(run_id=run_id, run_name=None if run_id else "register-policy") as begun:
+        mlflow.log_artifacts(str(folder), POLICY)  # the run's own files may be gone
     registry.require_model(client, name)
-    source = f"{client.get_run(run_id).info.artifact_uri}/{POLICY}"
-    return client.create_model_version(name, source, run_id, tags=tags)
+    source = f"{begun.info.artifact_uri}/{POLICY}"
+    return client.create_model_version(name, source, begun.info.run_id, tags=tags)
 
 
 def champion_policy(client: mlflow.MlflowClient, name: str, hardware: str) -> tuple[Policy, ModelVersion]:
@@ -78,4 +76,8 @@ def champion_policy(client: mlflow.MlflowClient, name: str, hardware: str) -> tu
             f"`python -m flows.promote` ({registered!r} has no alias {CHAMPION!r} at "
             f"{mlflow.get_tracking_uri()})"
         )
-    return registry.downloaded(version, POLICY_JSON, lambda found: read_policy(found[0])), version
+    return _policy_of(version), version
+
+
+def _policy_of(version: ModelVersion) -> Policy:
+    return registry.downloaded(version, POLICY_JSON, lambda found: read_policy(found[0]))

@@ -1,6 +1,19 @@
-"""State of a process of this machine."""
+"""State of a process of this machine, and a lock among processes."""
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
+
+
+@contextmanager
+def exclusive_lock(file: Path) -> Iterator[None]:
+    """Hold a file's lock while the context lasts, or until the process dies. Others wait for it."""
+    with open(file, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def is_running(process: psutil.Process) -> bool:

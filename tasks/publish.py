@@ -27,7 +27,7 @@ from shardcore.plans.decisions import Decision
 from shardcore.plans.publisher import PublishConfig, Published, Publisher
 from shardcore.report import index_page, models_page, plan_page, published_report
 from shardcore.search import DEFAULT_SHARDER, LEARNED
-from tasks import console, links, model_history, paths, policy_registry, publish_claim, registry
+from tasks import console, model_history, paths, policy_registry, publish_claim, registry
 from tasks.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
 from tasks.commit import git_commit
 from tasks.pricing import Pricing, pricing
@@ -108,8 +108,7 @@ def publish_plans(
             raise Unreachable(unreached)
     models = model_history.history(client, by.name) if by.champion else []
     first = known_errors.worse_than_usual(by.model)
-    models_html = models_page.page(by.name, models, first)
-    store.write(plans, store.MODELS, models_html.encode())
+    store.write(plans, store.MODELS, models_page.page(by.name, models, first).encode())
     title = f"Plans under {by.words}"
     notes = [f"{words}: {', '.join(of)}" for words, of in under.items()]
     table = report.markdown_table(published_report.HEADERS, rows)
@@ -131,11 +130,8 @@ def publish_plans(
         key="models",
         description=f"Versions of {by.name}",
     )
-    run = _log(plans, names, by, "\n".join(lines), models_html)
-    run_link = links.mlflow_run(run.info.experiment_id, run.info.run_id)
-    where = redacted(str(plans))
     create_markdown_artifact(
-        "\n\n".join([f"Under {by.link}, in {where}; pages in MLflow's {run_link}", table, *notes]),
+        "\n\n".join([f"Under {by.link}, in {redacted(str(plans))}", table, *notes]),
         key="published-plans",
         description=title,
     )
@@ -275,29 +271,3 @@ def _training(model: CostModel) -> dict[str, Any]:
         "model_seed": of_all("seed", None),
         **({"datasets": datasets} if datasets else {}),
     }
-
-
-def _log(plans: str | Path, names: Sequence[str], by: Pricing, table: str, models: str) -> mlflow.ActiveRun:
-    """Log an MLflow run with the pages of the published plans and of the models."""
-    with registry.run(run_name=f"publish-{by.name}-{by.version}") as run:
-        mlflow.set_tags(
-            {
-                "stage": "publish",
-                "model": by.name,
-                "model_version": by.version,
-                "plans": redacted(str(plans)),
-            }
-        )
-        mlflow.set_tag("mlflow.note.content", table)
-        mlflow.log_text(models, store.MODELS)
-        for name in names:
-            try:
-                decision = store.last(plans, name)
-                page = decision and store.load_page(plans, name, decision.current)
-            except ShardCoreError:  # it was reported when the plan was published
-                continue
-            if decision and decision.total_ms is not None:
-                mlflow.log_metric(f"{name}_ms", decision.total_ms)
-            if page:
-                mlflow.log_text(page.decode(errors="replace"), f"plans/{name}.html")
-    return run

@@ -23,6 +23,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.io import schema, writing
 from tasks import cache, console, owned, params, paths, processes
 from tasks.artifacts import create_progress_artifact, update_progress_artifact
+from tasks.commit import differs, git
 from tasks.usual_time import usual_s
 
 _PREFECT_PREFIX = re.compile(r"^\d\d:\d\d:\d\d\.\d+ \| \w+ +\| ((Task|Flow) run '[^']*' - )?")
@@ -252,11 +253,13 @@ def announce(stage: str, target: Stage, done: Sequence[StageRun], runs: bool = T
 
 def require_pushable() -> None:
     """Raise ShardCoreError unless DVC has a remote to push to and git a branch to commit on."""
-    if _git("symbolic-ref", "--quiet", "HEAD").returncode:
+    try:
+        git("symbolic-ref", "HEAD")
+    except ShardCoreError:
         raise ShardCoreError(
             f"{os.getcwd()} is on no branch of a git repository, so {paths.LOCK} cannot be "
             "committed; check one out, or refresh without push"
-        )
+        ) from None
     process = _dvc("config", "core.remote")
     found, _ = process.communicate()
     # The shipped one is a folder of the repository, for what a clone pulls.
@@ -277,12 +280,12 @@ def push_data(target: Stage) -> str | None:
     if process.returncode:
         raise ShardCoreError(f"dvc push ended with exit code {process.returncode}: {output[-1]}")
     kept = [str(paths.LOCK), str(paths.PARAMS)]
-    _require(_git("add", "--", *kept))
-    if _git("diff", "--cached", "--quiet", "HEAD", "--", *kept).returncode == 0:
+    git("add", "--", *kept)
+    if not differs(*kept):
         get_run_logger().info("%s are committed already", " and ".join(kept))
         return None
-    _require(_git("commit", "--quiet", "--only", "-m", f"Refresh of stage {target}", "--", *kept))
-    commit = _require(_git("rev-parse", "HEAD")).strip()
+    git("commit", "--quiet", "--only", "-m", f"Refresh of stage {target}", "--", *kept)
+    commit = git("rev-parse", "HEAD")
     get_run_logger().info("pushed the data, and committed %s as %s", " and ".join(kept), commit)
     return commit
 
@@ -297,19 +300,3 @@ def _dvc(*arguments: str, **env: str) -> subprocess.Popen:
         text=True,
         env={**os.environ, **env, "PATH": here},
     )
-
-
-def _git(*arguments: str) -> subprocess.CompletedProcess:
-    try:
-        return subprocess.run(
-            ["git", *arguments], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
-        )
-    except OSError as error:
-        raise ShardCoreError(f"git cannot be run: {error.strerror}") from None
-
-
-def _require(done: subprocess.CompletedProcess) -> str:
-    if done.returncode:
-        output = done.stdout.strip().splitlines() or ["it said nothing"]
-        raise ShardCoreError(f"git {done.args[1]} ended with exit code {done.returncode}: {output[-1]}")
-    return done.stdout

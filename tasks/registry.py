@@ -10,26 +10,28 @@ import logging
 import os
 import shutil
 import socket
+import sqlite3
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import mlflow
 import psutil
-from mlflow.artifacts import download_artifacts
+from mlflow.artifacts import download_artifacts, list_artifacts
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 from requests import RequestException
+from sqlalchemy import make_url
 
 from shardcore.core.errors import ShardCoreError, shortened
 from shardcore.cost import composite, neural
 from shardcore.cost.model import CostModel
 from shardcore.io import files, model_files, schema
-from tasks import owned, services
+from tasks import owned, paths, processes, services
 
 T = TypeVar("T")
 CHALLENGER, CHAMPION = "challenger", "champion"
@@ -38,6 +40,16 @@ CARD = "card.md"
 """Name of the card's file, beside a model's folder."""
 _ARTIFACT = "cost-model"
 """Artifact with a model's files."""
+_FOLDER_TAG = "shardcore.folder"
+"""Tag of the experiment in SQLite: folder of the database when it was last used."""
+_LOCATIONS = (
+    ("experiments", "artifact_location"),
+    ("runs", "artifact_uri"),
+    ("logged_models", "artifact_location"),
+    ("model_versions", "storage_location"),
+    ("model_versions", "source"),
+)
+"""Tables and columns of MLflow's database that hold absolute paths of artifacts."""
 DIGEST_TAG = "shardcore.model_digest"
 _PROCESS_TAG = "shardcore.process"
 
@@ -45,7 +57,7 @@ _PROCESS_TAG = "shardcore.process"
 def connect() -> mlflow.MlflowClient:
     """A client of MLFLOW_TRACKING_URI (default: mlflow.db in this folder).
 
-    It also ends runs of killed processes.
+    It also ends runs of killed processes. Artifacts of an SQLite database stay in its folder (see `_open_database`).
 
     Raises ShardCoreError if MLflow does not answer, or its store is a folder.
     """
@@ -66,12 +78,45 @@ def connect() -> mlflow.MlflowClient:
     if uri.startswith("http"):
         services.require_answer(uri, "MLflow (MLFLOW_TRACKING_URI)")
     try:
+        if scheme.startswith("sqlite") and (database := make_url(uri).database) not in (None, ":memory:"):
+            _open_database(Path(database).resolve())
         mlflow.set_experiment(EXPERIMENT)
         client = mlflow.MlflowClient()
         _end_left_runs(client)
     except (MlflowException, OSError) as error:
         raise ShardCoreError(f"MLflow cannot be used at {uri}: {_line(error)}") from None
     return client
+
+
+def _open_database(database: Path) -> None:
+    """Create an SQLite database unless it is there. If its folder was moved or copied, adjust paths of artifacts in it.
+
+    Artifacts are in `mlruns` beside the database. MLflow records absolute paths: a moved project would have lost its
+    models, and a copy would write into the original.
+    """
+    database.parent.mkdir(parents=True, exist_ok=True)
+    # MLflow creates tables and experiments without a lock, so a second process fails.
+    with processes.exclusive_lock(database.with_name(f"{database.name}.lock")):
+        client = mlflow.MlflowClient()
+        client.search_registered_models(max_results=1)  # creates the registry's tables, too
+        artifacts = database.parent / "mlruns"
+        if (found := client.get_experiment_by_name(EXPERIMENT)) is None:
+            experiment_id = client.create_experiment(EXPERIMENT, str(artifacts / EXPERIMENT))
+            before = database.parent
+        else:
+            experiment_id, location = found.experiment_id, Path(found.artifact_location)
+            # Without the tag, another program made the experiment, with MLflow's default for locations.
+            untagged = location.parents[1] if (artifacts / location.name).exists() else database.parent
+            before = Path(found.tags.get(_FOLDER_TAG, untagged))
+        if before != database.parent:
+            with closing(sqlite3.connect(database)) as connection, connection:
+                for table, column in _LOCATIONS:
+                    connection.execute(
+                        f"UPDATE {table} SET {column} = :now || substr({column}, length(:before) + 1)"
+                        f" WHERE substr({column}, 1, length(:before)) = :before",
+                        {"before": f"{before}{os.sep}", "now": f"{database.parent}{os.sep}"},
+                    )
+        client.set_experiment_tag(experiment_id, _FOLDER_TAG, str(database.parent))
 
 
 @contextmanager
@@ -121,10 +166,20 @@ def find(client: mlflow.MlflowClient, name: str, alias: str) -> ModelVersion | N
         ) from None
 
 
-def version_of(client: mlflow.MlflowClient, name: str, digest: str) -> ModelVersion | None:
-    """The version of a model whose files have this digest. None if there is none."""
+def version_of(
+    client: mlflow.MlflowClient, name: str, digest: str, read: Callable[[ModelVersion], object]
+) -> ModelVersion | None:
+    """The newest version of a model whose files have this digest. None if there is none.
+
+    read: function that raises ShardCoreError for a version whose files are gone or damaged. It does not count.
+    """
     versions = client.search_model_versions(f"name = '{name}'")
-    return next((v for v in versions if v.tags.get(DIGEST_TAG) == digest), None)
+    for version in sorted(versions, key=lambda v: -int(v.version)):
+        if version.tags.get(DIGEST_TAG) == digest:
+            with suppress(ShardCoreError):
+                read(version)
+                return version
+    return None
 
 
 def training_run(digest: str) -> str | None:
@@ -162,7 +217,7 @@ def register(
     digest = "+".join(map(model_files.model_digest, [folder, *also]))
     name = model_name(composite.load([folder, *also]).setting.hardware)
     # A rerun with the same files must not make a second version.
-    version = version_of(client, name, digest)
+    version = version_of(client, name, digest, download)
     if version is None:
         version = _upload(client, [folder, *also], name, run_id, {**tags, DIGEST_TAG: digest})
     client.set_registered_model_alias(name, CHALLENGER, version.version)
@@ -212,20 +267,22 @@ def download(version: ModelVersion) -> CostModel:
 
 def downloaded(version: ModelVersion, name: str, load: Callable[[Sequence[Path]], T]) -> T:
     """The content of a version, loaded from its folders that have a file of this name."""
+    what = f"version {version.version} of {version.name}"
     with tempfile.TemporaryDirectory() as temporary:
+        place = mlflow.MlflowClient().get_model_version_download_uri(version.name, version.version)
+        if not list_artifacts(place):
+            raise ShardCoreError(
+                f"the files of {what} are gone: {place} has none; put them back, or run `python -m flows.promote`, "
+                f"which registers those in {paths.MODEL.parent} again"
+            )
         path = download_artifacts(f"models:/{version.name}/{version.version}", dst_path=temporary)
         folders = [p.parent for p in Path(path).rglob(name)]
         if not folders:
-            raise ShardCoreError(
-                f"version {version.version} of {version.name} holds no {name}; "
-                "it was not registered by ShardCore"
-            )
+            raise ShardCoreError(f"{what} holds no {name}; it was not registered by ShardCore")
         try:
             return load(folders)
         except ShardCoreError as error:
-            raise ShardCoreError(
-                f"version {version.version} of {version.name} holds no model that works: {error}"
-            ) from None
+            raise ShardCoreError(f"{what} holds no model that works: {error}") from None
 
 
 def champion(client: mlflow.MlflowClient, hardware: str) -> tuple[CostModel, ModelVersion]:

@@ -8,7 +8,6 @@ services that die, and ends them all when it is ended. Containers and systemd us
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import math
 import os
@@ -27,7 +26,7 @@ import psutil
 
 from shardcore import report
 from shardcore.core.errors import ShardCoreError
-from tasks import daemons, lost_runs, owned, params, paths
+from tasks import daemons, lost_runs, owned, params, paths, processes
 from tasks.stack_config import StackConfig, require_usable
 from tasks.stack_services import (
     USER,
@@ -169,7 +168,9 @@ def _empty(folder: Path) -> None:
 
 def _forget_sessions(ray: Path) -> None:
     """Delete logs of Ray's sessions, except the last few."""
-    for session in sorted(ray.glob("session_2*"))[:-_KEPT_SESSIONS]:
+    # Names sort by time, and a clock may have been ahead: Ray's link names the last one.
+    others = set(ray.glob("session_2*")) - {(ray / "session_latest").resolve()}
+    for session in sorted(others)[: 1 - _KEPT_SESSIONS]:
         shutil.rmtree(session, ignore_errors=True)
 
 
@@ -209,7 +210,7 @@ def _lost_runs(
 
 
 def _deploy(config: StackConfig, folder: Path, env: dict[str, str]) -> bool:
-    """Deploy prefect.yaml if it, the flows or the database have changed since the last time. Returns True if so.
+    """Deploy prefect.yaml if it, the flows, this folder or the database have changed since. Returns True if so.
 
     Deploying each time would switch off a schedule that was switched on in Prefect's page.
     """
@@ -218,7 +219,8 @@ def _deploy(config: StackConfig, folder: Path, env: dict[str, str]) -> bool:
         raise ShardCoreError(
             f"prefect.yaml is not in {os.getcwd()}: the stack is started in the project's folder"
         )
-    texts = [config.prefect_database, *(p.read_text() for p in (file, *sorted(Path("flows").glob("*.py"))))]
+    sources = [path.read_text() for path in (file, *sorted(Path("flows").glob("*.py")))]
+    texts = [config.prefect_database, os.getcwd(), *sources]
     version = hashlib.sha256("\n".join(texts).encode()).hexdigest()
     if (known := folder / "deployed").exists() and known.read_text() == version:
         return False
@@ -273,8 +275,7 @@ def _holder(port: int) -> str:
 def _alone(folder: Path) -> Iterator[None]:
     """Hold the stack's lock, so that one command at a time changes a stack."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with processes.exclusive_lock(folder / "lock"):
         yield
 
 

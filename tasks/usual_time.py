@@ -7,14 +7,13 @@ The rates are those of one `make run` on two cores of an AMD EPYC (Zen 5) beside
 from __future__ import annotations
 
 from tasks import params, paths
+from tasks.estimate import USUAL_S
 from tasks.evaluate import EvaluateConfig
 from tasks.measure import MeasureConfig
 from tasks.train import TrainConfig
 
 START_S = 12.0
 """Start of a Ray cluster and its actors."""
-GROUP_S, EXCHANGE_S, STEP_S = 0.2, 0.4, 2.0
-"""A sample of each kind, with those that are disturbed and measured once more."""
 EPOCHS_S = 0.2
 """An epoch on this run's samples."""
 SHIPPED_S = 1.0
@@ -28,12 +27,14 @@ def usual_s() -> dict[str, float]:
     measure = params.section("measure", MeasureConfig)
     train = params.section("train", TrainConfig)
     evaluate = params.section("evaluate", EvaluateConfig)
-    samples_s = (
-        GROUP_S * measure.compute_samples + EXCHANGE_S * measure.comm_samples + STEP_S * measure.step_samples
-    )
+    samples = {
+        "compute": measure.compute_samples,
+        "comm": measure.comm_samples,
+        "steps": measure.step_samples,
+    }
     return {
         "tables": 7.0,
-        "measure": START_S + samples_s,
+        "measure": START_S + sum(USUAL_S[kind] * n for kind, n in samples.items()),
         "train": 7.0 + train.epochs * (SHIPPED_S if train.datasets else EPOCHS_S),
         "train_policy": 120.0,
         "evaluate": START_S + COMPARED_S * evaluate.problems + REPLAYED_S * evaluate.replay_problems,

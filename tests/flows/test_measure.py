@@ -107,7 +107,7 @@ def test_a_dry_run_estimates_and_takes_nothing(without_prefect, cluster, monkeyp
     assert (
         f"compute: {SAMPLES} samples wanted, 0 there already, {SAMPLES} missing, 2 devices; about " in output
     )
-    assert "a physical estimate" in output
+    assert "at the usual rate of two CPU cores" in output
     assert not (without_prefect.folder / "data/measurements").exists() and not workers(cluster)
 
 

@@ -26,6 +26,11 @@ NOW = 1000.0
         (PublishState("m", "2", "1", NOW, "1", NOW - 1), True),
         (PublishState("m", "2", "1", NOW, "2", None), True),  # a claim that says no time
         (PublishState("m", "1", "1", NOW, "2", NOW - 1), False),
+        # a publisher on another host, whose clock is some seconds ahead
+        (PublishState("m", "2", "1", NOW, "2", NOW + publish_claim.CLAIM_S + 5), False),
+        # claimed while the clock was a week, and two minutes, ahead
+        (PublishState("m", "2", "1", NOW, "2", NOW + 7 * 86400 + publish_claim.CLAIM_S), True),
+        (PublishState("m", "2", "1", NOW, "1", NOW + 120 + publish_claim.CLAIM_S), True),
     ],
 )
 def test_due_where_the_champion_is_another_version_and_nobody_is_at_it(state, due):

@@ -1,9 +1,13 @@
 """Models from the registry: one that works, or an error that names the version."""
 
+import contextlib
 import dataclasses
 import os
+import shutil
 import socket
 import subprocess
+import sys
+from pathlib import Path
 
 import mlflow
 import numpy as np
@@ -15,6 +19,8 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.cost import fit, neural
 from shardcore.io import model_files
 from tasks import registry
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -106,3 +112,118 @@ def test_a_store_that_is_a_folder_is_refused_in_a_whole_sentence(tmp_path, monke
     ):
         registry.connect()
     assert not list(tmp_path.iterdir())
+
+
+# --- projects that are moved or copied ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A function that enters a project of this name, in which a model was trained."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+    def enter(name):
+        monkeypatch.chdir(tmp_path / name)
+        return registry.connect()
+
+    (tmp_path / "first").mkdir()
+    client = enter("first")
+    model = fit.train(
+        compute_samples(linear_law, 60), comm_samples(20), SETTING, fit.FitConfig(epochs=1)
+    ).model
+    neural.save(dataclasses.replace(model, meta={**model.meta, "provenance": {}}), Path("data/model"))
+    with registry.run(run_name="train"):
+        mlflow.log_text("card", registry.CARD)
+        mlflow.set_tag(registry.DIGEST_TAG, model_files.model_digest(Path("data/model")))
+    promoted(client)
+    return enter
+
+
+def promoted(client):
+    """The version of data/model, which becomes champion."""
+    run_id = registry.training_run(model_files.model_digest(Path("data/model")))
+    version = registry.register(client, Path("data/model"), run_id, {})
+    client.set_registered_model_alias(version.name, registry.CHAMPION, version.version)
+    return str(version.version)
+
+
+def files_in(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file() and "mlflow.db" not in path.name)
+
+
+def log_something():
+    with registry.run(run_name="later") as run:
+        mlflow.log_text("later", "later.txt")
+    return Path(mlflow.MlflowClient().get_run(run.info.run_id).info.artifact_uri, "later.txt")
+
+
+@pytest.mark.parametrize("moved", ["second", "a b/thi rd"])
+def test_a_moved_project_keeps_its_champion_and_logs_into_its_own_folder(project, tmp_path, moved):
+    (tmp_path / moved).parent.mkdir(exist_ok=True)
+    (tmp_path / "first").rename(tmp_path / moved)
+    client = project(moved)
+    assert registry.champion(client, SETTING.hardware)[1].version == 1 and promoted(client) == "1"
+    assert log_something().is_relative_to(tmp_path / moved) and log_something().exists()
+    assert not (tmp_path / "first").exists()
+    (tmp_path / moved).rename(tmp_path / "first")  # and back
+    assert registry.champion(project("first"), SETTING.hardware)[1].version == 1
+
+
+def test_a_copied_project_leaves_the_original_alone_and_both_go_on(project, tmp_path):
+    shutil.copytree(tmp_path / "first", tmp_path / "first-copy")
+    before = files_in(tmp_path / "first")
+    client = project("first-copy")
+    assert promoted(client) == "1" and log_something().is_relative_to(tmp_path / "first-copy")
+    assert files_in(tmp_path / "first") == before
+    shutil.rmtree(tmp_path / "first-copy")
+    client = project("first")
+    assert registry.champion(client, SETTING.hardware)[1].version == 1
+    assert log_something().is_relative_to(tmp_path / "first")
+
+
+def test_artifacts_elsewhere_stay_there_when_the_project_is_moved(project, tmp_path):
+    (tmp_path / "other").mkdir()
+    with contextlib.chdir(tmp_path / "other"):
+        client = mlflow.MlflowClient()
+        client.create_experiment(registry.EXPERIMENT, str(tmp_path / "big/mlruns/1"))
+        registry.connect()
+    (tmp_path / "other").rename(tmp_path / "moved")
+    project("moved")
+    assert log_something().is_relative_to(tmp_path / "big/mlruns/1")
+
+
+@pytest.mark.parametrize("harm", ["gone", "damaged"])
+def test_files_that_are_gone_are_named_and_registered_again(project, tmp_path, harm):
+    client = project("first")
+    place = Path(client.get_model_version_download_uri(registry.model_name(SETTING.hardware), "1"))
+    if harm == "gone":
+        shutil.rmtree(tmp_path / "first/mlruns")
+        error = f"the files of version 1 .* are gone: {place} has none.*flows.promote"
+    else:
+        [weights] = place.rglob(model_files.MODEL_WEIGHTS)
+        weights.write_bytes(b"")
+        error = "version 1 .* holds no model that works"
+    with pytest.raises(ShardCoreError, match=error):
+        registry.champion(client, SETTING.hardware)
+    assert promoted(client) == "2" and promoted(client) == "2"
+    assert registry.champion(client, SETTING.hardware)[1].version == 2
+
+
+@pytest.mark.long
+def test_processes_that_make_a_database_at_once_all_get_it(tmp_path):
+    code = "from tasks import registry; registry.connect().create_registered_model('m' + __import__('sys').argv[1])"
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/new/mlflow.db",
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(i)], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True
+        )
+        for i in range(4)
+    ]
+    ended = [(process.communicate()[1], process.returncode) for process in started]
+    assert [code for _, code in ended] == [0] * 4, ended
+    found = mlflow.MlflowClient(env["MLFLOW_TRACKING_URI"]).search_registered_models()
+    assert {model.name for model in found} == {"m0", "m1", "m2", "m3"}

@@ -424,6 +424,15 @@ def test_the_last_sessions_of_ray_are_kept(tmp_path):
     assert sorted(tmp_path.iterdir()) == [*sessions[2:], tmp_path / "session_latest"]
 
 
+def test_rays_own_session_is_kept_though_its_clock_was_set_back(tmp_path):
+    sessions = [tmp_path / f"session_2026-0{month}-01_00-00-00_000000_1" for month in range(1, 6)]
+    for folder in sessions:
+        (folder / "logs").mkdir(parents=True)
+    (tmp_path / "session_latest").symlink_to(sessions[0])
+    stack._forget_sessions(tmp_path)
+    assert sorted(tmp_path.glob("session_2*")) == [sessions[0], *sessions[3:]]
+
+
 # --- up and status ------------------------------------------------------------------------------------------
 
 
