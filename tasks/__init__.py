@@ -13,7 +13,7 @@ def _is_installed(name: str) -> bool:
 if _missing := [name for name in ("prefect", "ray", "mlflow", "dvc") if not _is_installed(name)]:
     _message = (
         f"flows and tasks need {', '.join(_missing)}, not installed here: "
-        "pip install 'shardcore[pipeline]' (in a checkout: make setup)"
+        "pip install 'shardcore[measure,pipeline]' (in a checkout: make setup)"
     )
     # argv begins with "-m" while `python -m flows.STAGE` imports its package. A person then gets one line.
     raise SystemExit(f"error: {_message}") if sys.argv[:1] == ["-m"] else ImportError(_message)

@@ -198,7 +198,7 @@ def use_offers(folder: Path, sound: Sound) -> None:
 
 @reads(
     "plans",
-    *(f"shardcore/plans/store.py:{name}" for name in ("_read", "is_whole", "_pointer", "load_page")),
+    *(f"shardcore/plans/store.py:{name}" for name in ("_read", "is_whole", "_pointer")),
     parts=("plans",),
     damage=damage_decision,
 )
@@ -209,7 +209,6 @@ def use_plans(folder: Path, sound: Sound) -> None:
     plan, problem = store.load_plan(folder / "plans", name)
     assert problem.name == name, "the plan is another problem's"
     _priced(plan, problem, sound.model)
-    store.load_page(folder / "plans", name, sound.version)
     store.prune(folder / "plans", name, store.FEWEST_KEPT)
     assert store.load_plan(folder / "plans", name)[0] == plan, "pruning took the plan"
 

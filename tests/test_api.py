@@ -199,8 +199,7 @@ def test_the_nouns_print_a_line_however_large_they_are():
     assert all(len(repr(x)) < 200 for x in (large, plan, large.topology, lower(plan, large)))
     accesses = {"access": Reuse(np.ones(17) / 17, 64), "row_shares": RowShares((0.5,) * 2, (0.5,) * 2)}
     assert repr(table(**accesses, ordered=True)) == (
-        "Table('t', 5 x 64, pooling=1, access=Reuse(17 bins, batch=64), ordered=True, "
-        "row_shares=RowShares(2 ranges))"
+        "Table('t', 5 x 64, pooling=1, access=Reuse(batch=64), ordered=True, row_shares=RowShares(2 ranges))"
     )
     uneven = Topology((Device(1 << 30), Device(3 << 30)))
     assert repr(uneven) == "Topology(2 devices on 1 hosts, 1 to 3 GiB each)"

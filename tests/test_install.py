@@ -187,6 +187,6 @@ def test_without_the_pipeline_one_line_names_the_extra(tmp_path, arguments, firs
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
         f"{first}flows and tasks need prefect, ray, mlflow, dvc, not installed here: "
-        "pip install 'shardcore[pipeline]' (in a checkout: make setup)"
+        "pip install 'shardcore[measure,pipeline]' (in a checkout: make setup)"
     )
     assert first != "error: " or done.stderr.count("\n") == 1

@@ -105,7 +105,8 @@ def test_with_the_core_only_it_plans_prices_and_compares_and_names_missing_extra
     done = run(binaries / "shardcore", "train", ROOT / "datasets/cpu-amd-epyc", "--out", "trained")
     assert done.returncode == 1
     assert (
-        done.stderr == "error: this needs torch, which is not installed: pip install 'shardcore[measure]'\n"
+        done.stderr == "error: this needs torch, which is not installed (No module named 'torch'): "
+        "pip install 'shardcore[measure]'\n"
     )
     named = "import shardcore; shardcore.replay"
     assert "pip install 'shardcore[measure]'" in run(binaries / "python", "-c", named).stderr

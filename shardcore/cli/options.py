@@ -240,6 +240,7 @@ def require_outputs(options: Any, also_read: Iterable[Path] = ()) -> None:
     It is called before the work, which would be lost otherwise. also_read: inputs that options only imply.
     """
     from shardcore.io.writing import require_writable
+    from shardcore.plans.store import require_elsewhere
 
     written_by = outputs(type(options))
     given = [
@@ -248,13 +249,16 @@ def require_outputs(options: Any, also_read: Iterable[Path] = ()) -> None:
         for one in (value if isinstance(value, list) else [value])
         if (found := _local(one))
     ]
-    read = [(name, found) for name, found in given if name not in written_by]
-    read += [("file", found) for found in also_read]
+    read = [
+        *((name, found) for name, found in given if name not in written_by),
+        *(("file", found) for found in also_read),
+    ]
     written: list[tuple[str, Path]] = []
     for name, out in ((name, found) for name, found in given if name in written_by):
         replaced = written_by[name].replaced
         require_writable(out, f"--{_dashed(name)}", folder=replaced is not None)
         for place in [out / file for file in replaced or ()] or [out]:
+            require_elsewhere(place)
             for what, source in read:
                 if _replaces(place, source):
                     raise ShardCoreError(
@@ -284,9 +288,8 @@ def _local(value: object) -> Path | None:
 
 def _replaces(place: Path, source: Path) -> bool:
     """Tell if writing to a path would change a file or folder that is read."""
-    if place.is_file() and source.is_file() and place.samefile(source):
-        return True
-    return _real(place) == _real(source) or bool(_in(place, source))
+    same = place.is_file() and source.is_file() and place.samefile(source)
+    return same or _real(place) == _real(source) or bool(_in(place, source))
 
 
 def _in(place: Path, source: Path) -> str:

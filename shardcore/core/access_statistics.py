@@ -6,7 +6,7 @@ Reuse or Zipf: how often rows are hit. RowShares: where they lie. ManagedCollisi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.tiers import BELOW, MemoryTier
@@ -39,11 +39,8 @@ class Reuse:
     batch: samples of the batch that was counted. The bins mean nothing without it.
     """
 
-    bins: tuple[float, ...]
+    bins: tuple[float, ...] = field(repr=False)
     batch: int
-
-    def __repr__(self) -> str:
-        return f"Reuse({len(self.bins)} bins, batch={self.batch})"
 
     def __post_init__(self) -> None:
         require_types(self, "a reuse histogram")

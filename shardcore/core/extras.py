@@ -1,4 +1,4 @@
-"""Packages beyond the core, each with the extra of this package that installs it."""
+"""Packages beyond the core, each with the shell command that installs it."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from contextlib import contextmanager
 
 from shardcore.core.errors import ShardCoreError
 
-EXTRA_OF = {
-    "torch": "measure",
-    "pyarrow": "measure",
-    "fbgemm_gpu": "measure",
-    "matplotlib": "report",
-    "torchrec": "torchrec",
-    "fsspec": "s3",
-    "s3fs": "s3",
-    "yaml": "pipeline",
+# TorchRec asks for the CUDA build of FBGEMM by name, so it is installed without its dependencies.
+TORCHREC = "pip install 'shardcore[measure,torchrec]' && pip install --no-deps torchrec==1.8.0"
+"""Shell command that installs TorchRec, its dependencies, and the matching torch and FBGEMM for the CPU."""
+RECIPES = {
+    **dict.fromkeys(("torch", "pyarrow", "fbgemm_gpu"), "pip install 'shardcore[measure]'"),
+    **dict.fromkeys(
+        ("torchrec", "tensordict", "torchmetrics", "tqdm", "pyre_extensions", "iopath"), TORCHREC
+    ),
+    **dict.fromkeys(("fsspec", "s3fs"), "pip install 'shardcore[s3]'"),
+    "matplotlib": "pip install 'shardcore[report]'",
+    "yaml": "pip install PyYAML",
 }
-"""Extra by the name that is imported."""
+"""Shell command that installs a package and what it needs, by the name that is imported."""
 
 
 class MissingExtra(ShardCoreError, ImportError):
-    """A package is not installed. The message names the extra that brings it."""
+    """A package is not installed. The message has the command that installs it."""
 
 
 @contextmanager
@@ -30,9 +32,8 @@ def extras_named() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in EXTRA_OF:
+        if (package := (error.name or "").partition(".")[0]) not in RECIPES:
             raise
         raise MissingExtra(
-            f"this needs {package}, which is not installed: pip install 'shardcore[{EXTRA_OF[package]}]'"
+            f"this needs {package}, which is not installed ({error}): {RECIPES[package]}"
         ) from None

@@ -14,7 +14,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import os
 import shutil
+import stat
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,18 +99,14 @@ def entry(
 def ready(function: Dispatcher, signature: numba.core.typing.Signature) -> Dispatcher:
     """The function compiled for a signature, and for no other. No clock counts what that takes."""
     if not function.signatures:
-        if not _kept(function):
+        module = function.py_func.__module__.rpartition(".")[2]
+        index = f"{module}.{function.py_func.__qualname__}-*.nbi"
+        if not any(Path(numba.config.CACHE_DIR).glob(f"*/{index}")):  # it is not on disk
             progress.report(progress.COMPILING)
         with progress.stopped_clock(), rare_collections():
             function.compile(signature)
         function.disable_compile()
     return function
-
-
-def _kept(function: Dispatcher) -> bool:
-    """Tell if the function's code is on disk."""
-    name = f"{function.py_func.__module__.rpartition('.')[2]}.{function.py_func.__qualname__}-*.nbi"
-    return any(Path(numba.config.CACHE_DIR).glob(f"*/{name}"))
 
 
 def copy_compiled(package: Path, copy: Path) -> None:
@@ -124,19 +123,41 @@ def copy_compiled(package: Path, copy: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """The folder for compiled code: in the package's `__pycache__`, else in the user's cache."""
+    """A folder for compiled code: in the package's `__pycache__`, in the user's cache, or temporary.
+
+    Numba runs what it finds there, so it is never one that others may change, as the current folder may be.
+    """
     # A digest, not a time stamp: checkouts and copies change times.
     sources = sorted(path for pattern in _SOURCES for path in _PACKAGE.glob(pattern))
     name = f"numba-{hashlib.sha256(b''.join(path.read_bytes() for path in sources)).hexdigest()[:16]}"
-    for parent in (_PACKAGE / "__pycache__", Path.home() / ".cache/shardcore"):
+    parents = (
+        _PACKAGE / "__pycache__",
+        Path(os.path.expanduser("~"), ".cache/shardcore"),  # "~" where there is no home
+        Path(tempfile.gettempdir(), f"shardcore-numba-{os.geteuid()}"),
+    )
+    for folder in (parent / name for parent in parents if parent.is_absolute()):
         with contextlib.suppress(OSError):
-            (parent / name).mkdir(parents=True, exist_ok=True)
-            (parent / name).touch()  # those used last are kept
-            for old in sorted(parent.glob("numba-*"), key=lambda p: -p.stat().st_mtime)[_KEPT:]:
-                shutil.rmtree(old, ignore_errors=True)
-            return parent / name
-    # Neither folder can be written: numba falls back to its own default.
-    return Path()
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if _is_ours(folder.parent) and _is_ours(folder):
+                folder.touch()  # those used last are kept
+                # Others may have later times, of a clock that was ahead.
+                # This one stays, whatever the times of others: a clock may have been ahead.
+                for old in sorted(
+                    {*folder.parent.glob("numba-*")} - {folder}, key=lambda path: -path.stat().st_mtime
+                )[_KEPT - 1 :]:
+                    shutil.rmtree(old, ignore_errors=True)
+                return folder
+    return Path(tempfile.mkdtemp(prefix="shardcore-numba-"))
+
+
+def _is_ours(folder: Path) -> bool:
+    """Tell if a path is a folder, no link, that only root, this user or the package's owner may change."""
+    found = folder.lstat()
+    return (
+        stat.S_ISDIR(found.st_mode)
+        and not found.st_mode & stat.S_IWOTH
+        and found.st_uid in (0, os.geteuid(), _PACKAGE.stat().st_uid)
+    )
 
 
 # Numba reads this where a function is declared with cache=True.

@@ -172,21 +172,12 @@ class Job:
 
     def __post_init__(self) -> None:
         require_types(self, "job")
-        require_known(self, "job", pipeline=PIPELINES)
+        require_known(self, "job", pipeline=PIPELINES, replica_optimizer=DENSE_OPTIMIZERS)
         require_payloads(self, "job", "forward_payload", "backward_payload")
         ms = (0, MOST_MS)
         require_within(self, "job", dense_forward_ms=ms, dense_backward_ms=ms, tower_ratio=(1, MOST_RATIO))
-        n_bytes = (0, MOST_BYTES)
-        require_within(
-            self,
-            "job",
-            dense_bytes=n_bytes,
-            activation_bytes=n_bytes,
-            update_bytes=n_bytes,
-            input_bytes=n_bytes,
-        )
-        if self.replica_optimizer is not None:
-            require_known(self, "job", replica_optimizer=DENSE_OPTIMIZERS)
+        sizes = ("dense_bytes", "activation_bytes", "update_bytes", "input_bytes")
+        require_within(self, "job", **dict.fromkeys(sizes, (0, MOST_BYTES)))
         require(
             (self.dense_forward_ms is None) == (self.dense_backward_ms is None),
             f"job has dense_forward_ms {self.dense_forward_ms} and dense_backward_ms "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.kept_hash import KeptHash
 from shardcore.core.links import (
     DEFAULT_ROWS_OVER,
     LEVELS,
@@ -75,7 +76,7 @@ def default_reserve(devices: Sequence[Device]) -> int:
 
 
 @dataclass(frozen=True)
-class Topology:
+class Topology(KeptHash):
     """Devices and the links between them.
 
     devices: devices of all hosts, in the order of their numbers.
@@ -95,8 +96,7 @@ class Topology:
 
     def __post_init__(self) -> None:
         require_types(self, "topology")
-        if self.rows_over is not None:
-            require_known(self, "topology", rows_over=ROWS_OVER)
+        require_known(self, "topology", rows_over=ROWS_OVER)
         require(
             1 <= len(self.devices) <= MOST_DEVICES,
             f"a topology has {len(self.devices) or 'no'} devices; it needs 1 to {MOST_DEVICES}",
@@ -326,12 +326,4 @@ class Topology:
     def __len__(self) -> int:
         return len(self.devices)
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, f.name) for f in fields(self)))
-
-    def __hash__(self) -> int:  # of thousands of devices, and looked up often
-        return self._hash
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "_hash"}
+    __hash__ = KeptHash.__hash__

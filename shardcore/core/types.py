@@ -19,6 +19,7 @@ from shardcore.core.constraints import Constraints, devices_of_pins, require_tow
 from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.html import shown as shown_html
 from shardcore.core.job import PIPELINES, Job
+from shardcore.core.kept_hash import KeptHash
 from shardcore.core.payloads import Payload, payload_of, require_payloads, whole_blocks
 from shardcore.core.tiers import BELOW, DEVICE, TIERS, MemoryTier
 from shardcore.core.topology import Topology
@@ -49,7 +50,7 @@ MIN_WIDTH = 4
 
 
 @dataclass(frozen=True)
-class Table:
+class Table(KeptHash):
     """One embedding table.
 
     name: differs from those of the problem's other tables.
@@ -163,15 +164,7 @@ class Table:
                 f"{t} has pooling {self.pooling} but an empty reuse histogram",
             )
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, f.name) for f in fields(self)))
-
-    def __hash__(self) -> int:  # a table is part of every cache key, so its hash is kept
-        return self._hash
-
-    def __getstate__(self) -> dict[str, Any]:  # but not across processes, where strings hash otherwise
-        return {k: v for k, v in self.__dict__.items() if k != "_hash"}
+    __hash__ = KeptHash.__hash__
 
     @property
     def reuse(self) -> Reuse:
@@ -418,7 +411,7 @@ class Kind(Protocol):
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(KeptHash):
     """Tables to place on a topology.
 
     name: also that of the folder of its plans.
@@ -512,15 +505,7 @@ class Problem:
         ]
         return shown_html(repr(self), ("table", "rows", "dim", "lookups a sample", "GiB"), rows)
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, f.name) for f in fields(self)))
-
-    def __hash__(self) -> int:  # a problem is the key of some caches, so its hash is kept
-        return self._hash
-
-    def __getstate__(self) -> dict[str, Any]:  # as of a Table
-        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+    __hash__ = KeptHash.__hash__
 
     @property
     def local_batch(self) -> int:

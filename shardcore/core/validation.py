@@ -209,10 +209,10 @@ def require_within(record: object, what: str, **ends: tuple[float, float]) -> No
 
 
 def require_known(record: object, what: str, **known: Collection[str]) -> None:
-    """Raise ShardCoreError naming a field of a record that is none of the words that are known for it."""
+    """Raise ShardCoreError naming a field that is none of the words that are known for it; one that is None may be."""
     for name, words in known.items():
         value = getattr(record, name)
-        if value not in words:
+        if value is not None and value not in words:
             raise ShardCoreError(f"{what} has {name} {value!r}; known are {', '.join(words)}")
 
 

@@ -109,14 +109,6 @@ def _versions(home: Place) -> list[str]:
     return [n for n in places.listed(folder) if files.DIGEST.fullmatch(n) and places.is_folder(folder / n)]
 
 
-def load_page(root: str | Path, name: str, version: str) -> bytes | None:
-    """A version's report page. None: it has none."""
-    try:
-        return schema.read_bytes(_version(_home(root, name), version) / PAGE)
-    except ShardCoreError:
-        return None
-
-
 def current(root: str | Path, name: str) -> str:
     """A problem's current version. Raises ShardCoreError if nothing was published for it."""
     return current_decision(root, name).current
@@ -394,6 +386,16 @@ def write(root: str | Path, name: str, content: bytes) -> None:
 
 
 # --- folders of a problem --------------------------------------------------------------------------------
+
+
+def require_elsewhere(path: Path) -> None:
+    """Raise ShardCoreError for a path among a problem's versions and decisions, which only publishers write."""
+    for home in Path(os.path.realpath(path), "file").parents:
+        if (home / "versions").is_dir() and (home / "decisions").is_dir():
+            raise ShardCoreError(
+                f"{path} is in {home}, where published plans are kept, which nothing else may change; it needs to be "
+                "elsewhere"
+            )
 
 
 def jobs_folder(root: str | Path, name: str) -> Place:

@@ -111,9 +111,7 @@ def known(name: str) -> str:
         return name
     # It exists, but not here: the message says how to install it.
     if name == "torchrec":
-        raise ShardCoreError(
-            f"algorithm {name!r} needs TorchRec, which is not installed: {import_module(_TORCHREC).INSTALL}"
-        )
+        import_module(_TORCHREC).require_installed(f"algorithm {name!r} runs TorchRec's planner")
     raise ShardCoreError(
         f"algorithm {name!r} is not known; there are "
         f"{', '.join(SHARDERS)}; and with a policy {', '.join(LEARNED)}"

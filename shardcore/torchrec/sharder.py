@@ -1,7 +1,7 @@
 """TorchRec's own planner (EmbeddingShardingPlanner, wheel 1.8.0), with a sweep of its options, as a sharder.
 
 TorchRec depends on the CUDA build of FBGEMM by name. So no extra of ours can ask for it on a CPU machine
-(INSTALL says how to install it).
+(`core.extras.TORCHREC` installs it).
 
 By default the planner never cuts tables up to 128 columns wide. A careful user would sweep its options.
 So it runs with min_partition (the narrowest column cut) as it is, 4, 8, 16, 32 and 64. Each runs with
@@ -41,6 +41,7 @@ import numpy as np
 
 from shardcore.core.catalog import PRECISIONS
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.extras import TORCHREC
 from shardcore.core.links import LEVELS, ROWS_OVER
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
@@ -79,11 +80,6 @@ from shardcore.torchrec.planner_pieces import (
 )
 from shardcore.torchrec.rates import column_bytes, exchange_ms, lookup_ms
 
-INSTALL = (
-    "pip install --no-deps torchrec==1.8.0 && "
-    "pip install tensordict torchmetrics==1.0.3 tqdm pyre-extensions iopath"
-)
-
 _TRIES = 4
 """Sweeps, at most, each with less memory, until a plan fits."""
 
@@ -106,16 +102,23 @@ class TorchRecConfig:
             raise ShardCoreError(f"{self} needs one or more of what is swept, and a grid of 0 or more")
 
 
-def installed() -> bool:
-    """Tell if TorchRec and FBGEMM can be imported."""
+def missing() -> str:
+    """Python's words for what TorchRec's planner lacks of TorchRec and FBGEMM. "" if both are installed."""
     # A folder of the same name has no origin.
-    return all((spec := find_spec(name)) and spec.origin for name in ("torchrec", "fbgemm_gpu"))
+    return next(
+        (
+            f"No module named {name!r}"
+            for name in ("fbgemm_gpu", "torchrec")
+            if not ((spec := find_spec(name)) and spec.origin)
+        ),
+        "",
+    )
 
 
 def require_installed(what: str) -> None:
     """Raise ShardCoreError unless TorchRec is installed, with how to install it. what: what needs it."""
-    if not installed():
-        raise ShardCoreError(f"{what}, and it is not installed: {INSTALL}")
+    if missing():
+        raise ShardCoreError(f"{what}, and it is not installed ({missing()}): {TORCHREC}")
 
 
 def torchrec(

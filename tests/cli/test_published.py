@@ -120,3 +120,31 @@ def test_view_of_a_plan_without_page_model_or_profile_is_one_line(planned, capsy
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"error: {planned[1]} was not planned with a profile that ships with ShardCore; give --model or --hardware"
     )
+
+
+@pytest.mark.parametrize(
+    "out", ["versions/{}/cost.json", "versions/{}/new.html", "decisions/page.html", "current", "page.html"]
+)
+@pytest.mark.parametrize("through", ["", "link"])
+def test_no_output_lies_among_the_files_of_published_plans(problem, model, tmp_path, capsys, out, through):
+    plan = Plan(tuple(Placement("column", Shard.whole(t), (i % 4,)) for i, t in enumerate(problem.tables)))
+    plans = tmp_path / "plans"
+    version = store.add(plans, problem, plan, {}, "<html>")
+    store.record(
+        plans, Decision("shifting", "first", "a test's", version, version, files.problem_digest(problem), 1.0)
+    )
+    before = {path: path.read_bytes() for path in plans.rglob("*") if path.is_file()}
+    (tmp_path / "link").symlink_to(plans / "shifting")
+    place = (tmp_path / "link" if through else plans / "shifting") / out.format(version)
+    plan_file = plans / "shifting/versions" / version / "plan.json"
+    for command in (
+        f"view {plan_file} --out {place}",
+        f"plan {plan_file.with_name('problem.json')} --model {model} --budget-evals 10 --out {place}",
+        f"drift {plans} shifting --fresh {plan_file.with_name('problem.json')} --model {model} --out {place.parent}",
+    ):
+        assert main(command.split()) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and str(place.parent) in error and len(error.splitlines()) == 1
+        assert "published plans are kept" in error or "it needs to be" in error
+    assert {path: path.read_bytes() for path in plans.rglob("*") if path.is_file()} == before
+    assert store.is_whole(plans, "shifting", version)

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -66,11 +67,88 @@ def test_the_folders_used_last_are_kept(copy, monkeypatch):
     assert jit.cache_folder().exists() and [folder.exists() for folder in kept] == [True, False, True]
 
 
-def test_where_the_package_cannot_be_written_the_user_s_cache_has_it(copy, tmp_path, monkeypatch):
+def test_the_folder_of_now_is_kept_though_others_have_later_times(copy, monkeypatch):
     monkeypatch.setattr(jit, "_PACKAGE", copy)
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    for edit in range(jit._KEPT):
+        (copy / "core/jit.py").write_text(f"# {edit}")
+        os.utime(jit.cache_folder(), (2**32, 2**32))  # by a clock that was ahead
+    (copy / "core/jit.py").write_text("# of now")
+    assert jit.cache_folder().exists()
+
+
+@pytest.fixture
+def unwritable(copy, tmp_path, monkeypatch):
+    """A package, a home and a folder for temporary files, all below tmp_path. The package cannot be written."""
+    monkeypatch.setattr(jit, "_PACKAGE", copy)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (copy / "__pycache__").write_text("a file is in the way")
-    assert jit.cache_folder().parent == tmp_path / ".cache/shardcore"
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "current").mkdir()
+    monkeypatch.chdir(tmp_path / "current")
+    yield copy
+    assert not list((tmp_path / "current").iterdir())
+
+
+def test_where_the_package_cannot_be_written_the_user_s_cache_has_it(unwritable, tmp_path):
+    assert jit.cache_folder().parent == tmp_path / "home/.cache/shardcore"
+
+
+@pytest.mark.parametrize("home", ["/dev/null", ".", ""])
+def test_without_a_home_compiled_code_is_in_a_private_temporary_folder(
+    unwritable, tmp_path, monkeypatch, home
+):
+    monkeypatch.setenv("HOME", home)
+    if not home:  # root may write in /.cache
+        monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    folder = jit.cache_folder()
+    assert folder.is_relative_to(tmp_path / "tmp") and folder.stat().st_mode & 0o777 == 0o700
+    assert jit.cache_folder() == folder  # which the next process finds
+
+
+def link(place, tmp_path):
+    (tmp_path / "others").mkdir()
+    place.symlink_to(tmp_path / "others")
+
+
+def open_to_all(place, tmp_path):
+    place.mkdir(parents=True)
+    place.chmod(0o777)
+
+
+def another_user_s(place, tmp_path):
+    place.mkdir(parents=True)
+    os.chown(place, 12345, 12345)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        link,
+        open_to_all,
+        pytest.param(
+            another_user_s, marks=pytest.mark.skipif(os.geteuid() != 0, reason="root gives files away")
+        ),
+    ],
+)
+@pytest.mark.parametrize("whose", ["the parent", "the folder"])
+def test_folders_that_others_may_change_are_not_used(unwritable, tmp_path, monkeypatch, harm, whose):
+    def spoilt(parent):
+        place = parent if whose == "the parent" else parent / jit.cache_folder().name
+        shutil.rmtree(place, ignore_errors=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        harm(place, Path(tempfile.mkdtemp(dir=tmp_path)))
+        return parent
+
+    cache = spoilt(tmp_path / "home/.cache/shardcore")
+    temporary = jit.cache_folder().parent
+    assert temporary.parent == tmp_path / "tmp" and temporary != cache
+    spoilt(temporary)
+    last = jit.cache_folder()
+    assert (
+        last.parent == tmp_path / "tmp" and last.stat().st_mode & 0o777 == 0o700 and not list(last.iterdir())
+    )
+    assert jit.cache_folder() != last  # nobody can guess its name
 
 
 def run(code: str, package: Path) -> list[str]:

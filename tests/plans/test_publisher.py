@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law
+from stored_pages import stored_page
 
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import Infeasible, ShardCoreError
@@ -124,7 +125,7 @@ def test_a_first_plan_names_what_it_comes_from_and_has_a_page(problem, model, tm
     assert (
         plan.provenance["model_version"] == "1" and plan.provenance["predicted_ms"] == published.cost.total_ms
     )
-    page = store.load_page(tmp_path, "published", published.decision.current).decode()
+    page = stored_page(tmp_path, "published", published.decision.current).decode()
     assert "<svg" in page and "no plan was published" in page and f"{published.cost.total_ms:.2f} ms" in page
     cost = json.loads(
         (tmp_path / "published/versions" / published.decision.current / "cost.json").read_bytes()
@@ -135,7 +136,7 @@ def test_a_first_plan_names_what_it_comes_from_and_has_a_page(problem, model, tm
     assert row(published)[4] == f"{cost['baselines'][best]:.2f} {best}"
 
 
-@pytest.mark.skipif(not sharder.installed(), reason="TorchRec is not installed")
+@pytest.mark.skipif(bool(sharder.missing()), reason="TorchRec is not installed")
 def test_torchrecs_planner_is_compared_with_where_problems_are_small(problem, model, tmp_path):
     asked = replace(CONFIG, torchrec_s=5.0)
     ms = publish(tmp_path, problem, model, config=asked).baselines["torchrec"]
@@ -191,7 +192,7 @@ def test_a_better_plan_takes_the_place_and_a_plan_that_is_hardly_better_does_not
         f"gain {share:.1f}% ± {margin:.1f}% at 90% confidence: replaced" in better.reason
         and "to move" in better.reason
     )
-    page = store.load_page(tmp_path, "published", better.current).decode()
+    page = stored_page(tmp_path, "published", better.current).decode()
     assert f"gain {share:.1f}% ± {margin:.1f}%" in page
     kept = publish(tmp_path, problem, model).decision
     assert kept.outcome == "kept" and kept.current == better.current
@@ -281,7 +282,7 @@ def test_a_plan_kept_under_fresh_statistics_is_published_anew_for_them_and_nothi
     again = publish(tmp_path, busier, model, config=replace(CONFIG, algorithm="random")).decision
     assert again.outcome == "kept" and again.candidate != again.current != kept.current
     for version, taken in ((again.current, True), (again.candidate, False)):
-        page = store.load_page(tmp_path, "published", version).decode()
+        page = stored_page(tmp_path, "published", version).decode()
         assert f"version {version}" in page and ("(considered, not taken)" in page) is not taken
     skewed = replace(
         problem,
@@ -338,7 +339,7 @@ def test_old_versions_go_and_the_page_tells_the_history(problem, model, tmp_path
         put(tmp_path, problem, Plan(worse(problem).placements, {"algorithm": f"by hand {version}"}), version)
     newest = publish(tmp_path, problem, model, 3, few).decision
     assert len(list((tmp_path / "published/versions").iterdir())) == 2
-    page = store.load_page(tmp_path, "published", newest.current).decode()
+    page = stored_page(tmp_path, "published", newest.current).decode()
     assert page.count(">put<") == 2 and "version 3" in page and "to move" in page
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from publishing import plan, publish, sealed_decision
+from stored_pages import stored_page
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.plans import places, store
@@ -33,7 +34,7 @@ def test_versions_are_kept_and_the_pointer_moves(problem, root):
     assert store.load_plan(root, "small") == (plan(problem, 1), problem)
     assert store.load_plan(root, "small", first.current) == (plan(problem, 0), problem)
     assert read_cost(root, first.current) == {"total_ms": 0.0}
-    assert store.load_page(root, "small", second.current) == b"<html>1</html>"
+    assert stored_page(root, "small", second.current) == b"<html>1</html>"
     assert list(store.history(root, "small")) == [second, first] and second.parent == first.id
     with pytest.raises(ShardCoreError, match=f"no version 'other'.*{first.current}"):
         store.load_plan(root, "small", "other")
@@ -55,7 +56,9 @@ def test_a_job_that_follows_gets_the_gain_of_the_version_and_not_of_a_later_cand
 def test_the_same_plan_is_one_version_and_a_version_never_changes(problem, root):
     version = store.add(root, problem, plan(problem, 0), {"total_ms": 1.0})
     assert store.add(root, problem, plan(problem, 0), {"total_ms": 2.0}, "<html>") == version
-    assert read_cost(root, version) == {"total_ms": 1.0} and store.load_page(root, "small", version) is None
+    assert read_cost(root, version) == {"total_ms": 1.0} and not places.exists(
+        places.place(root) / "small/versions" / version / store.PAGE
+    )
 
 
 @pytest.mark.parametrize("file", ["report.html", "cost.json", "plan.json", "problem.json"])

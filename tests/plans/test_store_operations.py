@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from publishing import plan
+from stored_pages import stored_page
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.io import files
@@ -146,7 +147,7 @@ class Reader:
         self.number = decision.decided_at
         read, problem = store.load_plan(self.root, "small")
         assert problem == self.problem and store.version_of(read, problem) == decision.current
-        assert store.load_page(self.root, "small", decision.current) == b"<html>"
+        assert stored_page(self.root, "small", decision.current) == b"<html>"
 
 
 def ending(number, how):

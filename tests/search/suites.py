@@ -4,6 +4,7 @@ import pytest
 from policies import untrained
 
 from bench.peers import PEERS
+from shardcore.core.extras import TORCHREC
 from shardcore.search import LEARNED, SHARDERS, Budget, greedy
 from shardcore.search import sharder as sharder_of
 from shardcore.testing import SharderConformance
@@ -37,8 +38,8 @@ AT_MOST = {"portfolio": 1 + 1e-9, "anneal": 1 + 1e-9, "anneal_columns": 1 + 1e-9
 
 
 def suite(sharder: str) -> SharderConformance:
-    if sharder == "torchrec" and not torchrec_peer.installed():
-        pytest.skip(f"TorchRec is not installed: {torchrec_peer.INSTALL}")
+    if sharder == "torchrec" and torchrec_peer.missing():
+        pytest.skip(f"TorchRec is not installed: {TORCHREC}")
 
     class Suite(SharderConformance):
         name = sharder

@@ -9,6 +9,7 @@ from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 from mlflow.entities.model_registry import ModelVersion
 from prefect.logging import disable_run_logger
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from stored_pages import stored_page
 from tracking import tracked
 
 from shardcore import load_model
@@ -140,7 +141,7 @@ def test_problems_of_one_precision_and_of_several_are_published_under_one_champi
     model = load_model([mixed_champion / "of fp32", mixed_champion / "of fp16"])
     for p in problems:
         plan, its_problem = store.load_plan("plans", p.name)
-        assert its_problem == p and store.load_page("plans", p.name, store.current("plans", p.name))
+        assert its_problem == p and stored_page("plans", p.name, store.current("plans", p.name))
         assert plan.provenance["data"] == "of fp16+of fp32" and plan.provenance["model_version"] == "1"
         assert plan.provenance["predicted_ms"] == price(lower(plan, p), model.for_problem(p)).total_ms
 
@@ -192,7 +193,7 @@ def on_card(name):
 
 def published_of(name):
     plan, problem = store.load_plan("plans", name)
-    page = store.load_page("plans", name, store.current("plans", name)).decode()
+    page = stored_page("plans", name, store.current("plans", name)).decode()
     return plan, problem, page, store.last("plans", name)
 
 
@@ -250,5 +251,5 @@ def test_a_first_plan_needs_no_measurement_and_comes_once(registry):
     assert publish_first.fn(paths, "plans", config) == "cards"
     decision = store.last("plans", "cards")
     assert decision.outcome == "first" and decision.provenance["model"] == "nvidia-h100-sxm"
-    assert b"is the bottleneck" in store.load_page("plans", "cards", decision.current)
+    assert b"is the bottleneck" in stored_page("plans", "cards", decision.current)
     assert publish_first.fn(paths, "plans", config) is None

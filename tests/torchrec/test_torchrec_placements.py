@@ -4,12 +4,13 @@ import pytest
 from shapes import column, host_row, on_hosts, replica, row
 
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.extras import TORCHREC
 from shardcore.core.types import Table
 from shardcore.torchrec import sharder as peer
 from shardcore.torchrec.placements import placements_of
 
 WIDE = Table("a.wide", 1000, 64, 40.0)
-installed = pytest.mark.skipif(not peer.installed(), reason=f"TorchRec is not installed: {peer.INSTALL}")
+installed = pytest.mark.skipif(bool(peer.missing()), reason=f"TorchRec is not installed: {TORCHREC}")
 
 
 def sharding(kind: str, *parts):

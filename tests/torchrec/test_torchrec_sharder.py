@@ -6,6 +6,7 @@ import pytest
 from shapes import row, with_room
 
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.extras import TORCHREC
 from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Setting, Shard, Table
@@ -20,7 +21,7 @@ from shardcore.torchrec.sharder import TorchRecConfig
 BATCH, MIB = 64, 2**20
 WIDE, TINY = Table("a.wide", 1000, 64, 40.0), Table("b", 3, 8, 2.0)
 MODEL = AnalyticModel(Setting("made-up", BATCH))
-installed = pytest.mark.skipif(not peer.installed(), reason=f"TorchRec is not installed: {peer.INSTALL}")
+installed = pytest.mark.skipif(bool(peer.missing()), reason=f"TorchRec is not installed: {TORCHREC}")
 
 
 FOUR = (Device(MIB),) * 4
@@ -31,10 +32,11 @@ def problem_of(*tables, devices=FOUR, **links) -> Problem:
 
 
 def test_it_is_listed_where_it_is_installed_and_says_how_to_install_it(monkeypatch):
-    assert ("torchrec" in SHARDERS) == peer.installed()
+    assert ("torchrec" in SHARDERS) is not bool(peer.missing())
     monkeypatch.setattr(peer, "find_spec", lambda name: None)
     with pytest.raises(
-        ShardCoreError, match="pip install --no-deps torchrec==1.8.0 && pip install tensordict"
+        ShardCoreError,
+        match=r"it is not installed \(No module named 'fbgemm_gpu'\): pip install 'shardcore\[measure",
     ):
         peer.torchrec(problem_of(WIDE), MODEL)
 
