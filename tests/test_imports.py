@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shardcore.core.extras import EXTRA_OF
+from shardcore.core.extras import RECIPES
 from tasks import params, paths
 
 ROOT = Path(__file__).parent.parent
@@ -242,10 +242,12 @@ def test_stages_that_read_lists_of_public_tables_depend_on_them():
 def test_shardcore_uses_only_the_core_and_packages_whose_extra_it_names():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     core = {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]}
-    assert set(EXTRA_OF.values()) <= set(project["optional-dependencies"])
+    extras = re.findall(r"shardcore\[(.*?)\]", " ".join(RECIPES.values()))
+    named = {name for names in extras for name in names.split(",")}
+    assert named <= set(project["optional-dependencies"])
     for path in sorted((ROOT / "shardcore").rglob("*.py")):
         used = {name.split(".")[0] for name in imports(path)} - sys.stdlib_module_names
-        beyond = used - core - {"shardcore", "_typeshed", *EXTRA_OF}  # type checkers bring _typeshed
+        beyond = used - core - {"shardcore", "_typeshed", *RECIPES}  # type checkers bring _typeshed
         assert not beyond, f"{path} imports {beyond}, which neither the core nor an extra installs"
 
 
@@ -277,7 +279,7 @@ def test_planning_imports_no_package_of_an_extra():
             continue
         seen.add(path)
         names = imported_at_import(path)
-        assert not {name.split(".")[0] for name in names} & set(EXTRA_OF), path
+        assert not {name.split(".")[0] for name in names} & set(RECIPES), path
         waiting += [name for name in names if name.startswith("shardcore.")]
     assert len(seen) > 50
 

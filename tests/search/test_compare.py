@@ -57,6 +57,7 @@ def test_an_outcome_has_a_plan_or_says_why_there_is_none(tables):
 
 def test_where_torchrec_is_not_installed_its_planner_says_so(monkeypatch):
     monkeypatch.delitem(SHARDERS, "torchrec", raising=False)
+    monkeypatch.setattr("shardcore.torchrec.sharder.find_spec", lambda name: None)
     with pytest.raises(
         ShardCoreError,
         match="'torchrec' runs .*not installed .*: pip install .*torchrec==",
