@@ -9,10 +9,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from shardcore.core import progress
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.links import links_of
 from shardcore.core.types import Plan, Problem, Setting
@@ -121,11 +119,6 @@ def timed(
     except Infeasible:
         plan = None
     return plan, clock() - began
-
-
-def count_processor_seconds() -> None:
-    """From now on budgets count seconds of the processor: searches run in one thread."""
-    progress.time = SimpleNamespace(monotonic=time.process_time)
 
 
 def spoken(found: Interval, form: str = "{:.3f}") -> str:

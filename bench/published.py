@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from bench import common, published_plans
-from bench.published_cards import SHIPPED, card_of, profiles
+from bench.published_cards import SHIPPED, card_of, profile_of, profiles
 from shardcore import report
 from shardcore.core.types import PRECISION_BYTES
 from shardcore.cost.profile import Profile, load_profile, write_profile
@@ -43,6 +43,7 @@ ASKED = (
     "pytorch/FBGEMM PR 5712",
 )
 """Parts of the names of sources that are asked. All others are fitted."""
+JUDGED = (*QUALITIES, "C")
 LARGE_BYTES = 32 << 20
 HBM_GBPS, UVM_GBPS, CACHE_GBPS, NEAR_GBPS, FAR_GBPS = 963.0, 3.4, 22.0, 644.0, 13.4
 """TorchRec's constants: HBM_MEM_BW, and what caching and UVM get; INTRA_NODE_BANDWIDTH, CROSS_NODE_BANDWIDTH."""
@@ -55,7 +56,7 @@ _KEPT = (
     "ranks,hosts,interconnect,msg_bytes_per_rank,quality,notes"
 ).split(",")
 _PAIR, _SUM = "bwd kernel, rows hit ", "bwd kernels (CTA + warp)"
-_STEP = "training step (DLRM-DCNv2, whole model)"
+_FLAGGED = ", kernels behind a flag"
 _CACHED = {
     "cache_load_factor 0.1": "0.1",
     "1/8 of rows": "0.125",
@@ -70,45 +71,41 @@ def reduced(rows: Iterable[Mapping[str, str]]) -> list[dict[str, str]]:
     """Timings with the columns that are needed.
 
     Kernels that make one backward pass are added up. Of the ten runs of an MLPerf system, the median stays.
+    Kernels behind a flag are named so, and are no op of the law: users run the default ones.
     """
     made: list[dict[str, str]] = []
-    pairs: dict[tuple[str, ...], dict[str, str]] = {}
+    pairs: dict[tuple[str, ...], list[dict[str, str]]] = {}
     steps: dict[str, list[Mapping[str, str]]] = {}
-    for row in rows:
-        kept = {column: row.get(column, "") for column in _KEPT}
-        kept["cached"] = next((share for words, share in _CACHED.items() if words in row["notes"]), "")
-        if row["op"] == _STEP:
-            steps.setdefault(row["source"].rsplit("/", 1)[0], []).append(kept)
+    for raw in rows:
+        row = {column: raw.get(column) or "" for column in _KEPT}
+        row["cached"] = next(
+            (share for words, share in _CACHED.items() if words in row["notes"]), row["cached"]
+        )
+        if row["op"] == published_plans.STEP:
+            steps.setdefault(row["source"].rsplit("/", 1)[0], []).append(row)
         elif row["op"].startswith(_PAIR):
             key = row["source"], row["impl"], row["B"], row["D"]
-            if key in pairs:
-                both = float(pairs[key]["time_us"]) + float(row["time_us"])
-                pairs[key] |= {"op": _SUM, "time_us": f"{both:g}"}
-            else:
-                pairs[key] = kept
-                made.append(kept)
+            pairs.setdefault(key, []).append(row)
         else:
-            made.append(kept)
+            made.append(row)
+    for pair in pairs.values():
+        both_us = f"{sum(float(row['time_us']) for row in pair):g}"
+        made.append(pair[0] | ({"op": _SUM, "time_us": both_us} if len(pair) > 1 else {}))
     for source, runs in steps.items():
         times = sorted(float(run["time_us"]) for run in runs)
         made.append({**runs[0], "source": source, "time_us": f"{times[len(times) // 2]:g}"})
+    for row in made:
+        if "hip_" in row["notes"] and "default kernels" not in row["notes"]:
+            row["op"] = f"{row['op'].removesuffix(_FLAGGED)}{_FLAGGED}"
     return made
 
 
-def _other_kernels(row: Mapping[str, str]) -> bool:
-    """True for kernels that are not FBGEMM's default ones."""
-    return "hip_" in row["notes"] and "default kernels" not in row["notes"]
-
-
-def reduce(raw: Path) -> None:
+def reduce(raw: Path, path: Path = TIMINGS) -> None:
+    """Write the timings of a file, reduced."""
     with open(raw, encoding="utf-8") as lines:
         rows = reduced(csv.DictReader(lines))
-    for row in rows:
-        # Users run the default kernels. Of an eval pass nobody plans.
-        if _other_kernels(row):
-            row["op"] += ", kernels behind a flag"
-    writing.write_csv(TIMINGS, rows)
-    common.say(f"{len(rows)} timings in {TIMINGS}")
+    writing.write_csv(path, rows)
+    common.say(f"{len(rows)} timings of {raw}")
 
 
 # --- TorchRec's constants -----------------------------------------------------------------------------------
@@ -138,7 +135,7 @@ def torchrec_us(timing: Timing) -> float:
 class Asked:
     """A timing, and what profiles say of it.
 
-    card: name of the profile. part: "fitted" or "asked".
+    card: name of the profile. part: "fitted", or "asked" for rows that it was not fitted to.
     error: relative, of the prediction. band: that the profile expects. torchrec: error of TorchRec's
       constants.
     """
@@ -159,18 +156,18 @@ class Asked:
         return f"collectives, {'32 MiB and more' if t.bytes >= LARGE_BYTES else 'smaller'}"
 
 
-def ask(made: Mapping[str, Profile], timings: Sequence[Timing]) -> list[Asked]:
-    """Errors of profiles on the timings of their cards."""
+def ask(
+    made: Mapping[str, Profile], timings: Sequence[Timing], sources: Sequence[str] = ASKED
+) -> list[Asked]:
+    """Errors of profiles on the timings of their cards. sources: parts of the names of those that are asked."""
     asked = []
     for name, profile in made.items():
-        own = [t for t in timings if card_of(t) == name]
-        if not own:
-            continue
+        own = [t for t in timings if (card_of(t) or profile_of(t.gpu)) == name]
         predictor = Predictor(own)
         predicted = predictor.times_us(profile.values)
         bands = profile.band(lambda many, p=predictor: np.array([p.times_us(values) for values in many]))
         for t, us, band in zip(own, predicted, bands, strict=True):
-            part = "asked" if any(words in t.source for words in ASKED) else "fitted"
+            part = "asked" if any(words in t.source for words in sources) else "fitted"
             error, theirs = us / t.time_us - 1, torchrec_us(t) / t.time_us - 1
             asked.append(Asked(t, name, part, float(error), float(band), theirs))
     return asked
@@ -227,6 +224,7 @@ def tables(asked: Sequence[Asked]) -> Iterator[tuple[str, str]]:
     def table(rows: Iterable[tuple[str, ...]]) -> str:
         return report.markdown_table(HEADERS, list(rows))
 
+    yield "By source", table(by(good, lambda a: a.part, lambda a: a.timing.source, lambda a: a.card))
     yield "By card and op", table(by(good, lambda a: a.part, lambda a: a.card, lambda a: a.kind))
     yield (
         "Collectives",
@@ -281,7 +279,6 @@ def main() -> None:
         write=(False, "write the profiles"),
         plans=(Path, "folder of the public inputs"),
         only=("", "plans of problems with this word in their name"),
-        steps=(False, "steps of MLPerf's systems only"),
     )
     args = parser.parse_args()
     if args.reduce:
@@ -290,10 +287,11 @@ def main() -> None:
     if args.plans:
         published_plans.show(args.plans, args.only)
         return
-    timings, reasons = read_timings(TIMINGS)
-    if args.steps:
-        print(published_plans.steps(TIMINGS, {name: load_profile(name) for name in SHIPPED}))
-        return
+    path, folder = TIMINGS, TemporaryDirectory()
+    if args.ask:
+        path = Path(folder.name) / args.ask.name
+        reduce(args.ask, path)
+    timings, reasons = read_timings(path)
     if args.write:
         made = profiles(timings)
         for name in SHIPPED:
@@ -301,30 +299,36 @@ def main() -> None:
         return
     shipped = {name: load_profile(name) for name in SHIPPED}
     if args.ask:
-        with TemporaryDirectory() as folder, open(args.ask, encoding="utf-8") as lines:
-            raw = Path(folder) / args.ask.name
-            writing.write_csv(raw, reduced(csv.DictReader(lines)))
-            timings, reasons = read_timings(raw)
-        asked = ask(shipped, timings)
+        asked = ask(shipped, timings, sources=("",))
     else:
-        fitted = [t for t in timings if not any(words in t.source for words in ASKED)]
         common.say("fitting")
-        asked = ask(profiles(fitted), timings)
-    for title, text in tables(asked):
+        asked = ask(profiles([t for t in timings if not any(words in t.source for words in ASKED)]), timings)
+    predicted = {a.timing for a in asked}
+    reasons.update(
+        f"no profile is of card {t.gpu!r}{f' with links {t.network!r}' if t.network else ''} (quality {t.quality})"
+        for t in timings
+        if t not in predicted
+    )
+    judged = [a for a in asked if a.timing.quality in JUDGED]
+    reasons.update(f"quality {a.timing.quality}" for a in asked if a not in judged)
+    print(
+        f"{len(judged)} rows of {args.ask or TIMINGS} are judged, "
+        f"{reasons.total()} are left out for the reasons below.\n"
+    )
+    for title, text in tables(judged):
         print(f"## {title}\n\n{text}\n")
     print("## Calibration\n")
-    headers = ("", "rows", "mean band", "within one band", "within two")
-    print(report.markdown_table(headers, list(calibration(asked))), "\n")
-    print("## Rows without a prediction\n")
-    predicted = {a.timing for a in asked}
-    for t in (t for t in timings if t not in predicted):
-        with_links = f" with links {t.network!r}" if t.network else ""
-        reasons[f"no profile is of card {t.gpu!r}{with_links} (quality {t.quality})"] += 1
+    print(
+        report.markdown_table(
+            ("", "rows", "mean band", "within one band", "within two"), list(calibration(judged))
+        ),
+        "\n",
+    )
+    print("## Rows that are left out\n")
     print(
         report.markdown_table(("reason", "rows"), [(why, str(n)) for why, n in reasons.most_common()]), "\n"
     )
-    print("## Steps of MLPerf's DLRM-DCNv2\n")
-    print(published_plans.steps(TIMINGS, shipped))
+    print(f"## Steps of MLPerf's DLRM-DCNv2\n\n{published_plans.steps(path, shipped)}")
 
 
 if __name__ == "__main__":

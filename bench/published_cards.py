@@ -187,7 +187,7 @@ CARDS: Mapping[str, Card] = {
         "nvidia-h100-sxm",
         _spec(288, 8000, 614.4, 256, nvlink_gbps=537, **_AMD),
         ("MI350", "MI355"),
-        ("MI350",),
+        ("MI350", "MI355X"),
         error=0.15,
     ),
     "amd-mi300x": Card("amd-mi350", _spec(192, 5300, 638.4, 256, nvlink_gbps=448), ("MI300X",)),
@@ -213,6 +213,14 @@ def card_of(timing: Timing) -> str | None:
         ):
             return name
     return None
+
+
+def profile_of(gpu: str) -> str | None:
+    """The shipped profile of a card, by its name in timings, in torch.cuda or of the profile. None: there is none."""
+    names = {
+        name: (*card.gpus, *card.devices, name.partition("-")[2].upper()) for name, card in CARDS.items()
+    }
+    return next((name for name in SHIPPED if gpu in names[name]), None)
 
 
 def _spec_of(profile: Profile) -> dict[str, float]:

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from bench import common
+from bench.published_cards import profile_of
 from shardcore import report
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import Infeasible
@@ -33,6 +34,8 @@ from shardcore.step.kinds import WHOLE_ROWS
 from shardcore.step.lower import lower
 from shardcore.tables.public import public_pool
 
+STEP = "training step (DLRM-DCNv2, whole model)"
+"""Op of MLPerf's steps in tables of timings."""
 H100 = "nvidia-h100-sxm"
 _PCIE = {"switch_generation": 1, "network_gbps": 25}
 SHEETS: Mapping[str, Mapping[str, float]] = {
@@ -68,16 +71,22 @@ _BUDGETS = {"torchrec": Budget(seconds=1200)}
 
 
 def steps(timings: Path, shipped: Mapping[str, Profile]) -> str:
-    """A table of MLPerf's systems: the published step, and the predicted embeddings of our plan."""
+    """A table of MLPerf's systems in a file: the published step, and the predicted embeddings of our plan.
+
+    Each system is priced by its card's profile, or by its data sheet (SHEETS). Others are left out by name.
+    """
     with open(timings, encoding="utf-8") as lines:
-        rows = [row for row in csv.DictReader(lines) if row["op"].startswith("training step")]
+        rows = [row for row in csv.DictReader(lines) if row["op"] == STEP]
     seen: dict[tuple[str, ...], tuple[float, float]] = {}
-    cells, found = [], []
+    cells, found, left_out = [], [], Counter[str]()
     for row in rows:
         key = row["gpu"], row["hosts"], row["ranks"], row["B"]
+        sheet, name = SHEETS.get(row["gpu"]), profile_of(row["gpu"]) or ""
+        if not (sheet or name):
+            left_out[row["gpu"]] += 1
+            continue
         if key not in seen:
-            sheet = SHEETS.get(row["gpu"])
-            profile = scaled(shipped[H100], row["gpu"].replace(" ", "-"), **sheet) if sheet else shipped[H100]
+            profile = scaled(shipped[H100], row["gpu"].replace(" ", "-"), **sheet) if sheet else shipped[name]
             seen[key] = _step(profile, int(row["hosts"]), int(row["ranks"]), int(row["B"]))
         ms, band = seen[key]
         step_ms = float(row["time_us"]) / 1e3
@@ -98,15 +107,18 @@ def steps(timings: Path, shipped: Mapping[str, Profile]) -> str:
     pairs = [(a, b) for a, b in combinations(found, 2) if a[0] != b[0] and abs(np.log(a[2] / b[2])) > 0.05]
     right = sum((a[1] < b[1]) == (a[2] < b[2]) for a, b in pairs)
     headers = ("system", "devices", "batch", "published step, ms", "predicted embeddings, ms", "below")
-    table = report.markdown_table(headers, cells)
-    return f"{table}\n\n{right} of {len(pairs)} pairs of systems that differ by more than 5% are in order.\n"
+    order = f"{right} of {len(pairs)} pairs of systems that differ by more than 5% are in order."
+    left = "".join(f" No profile is of card {gpu!r}: {n} left out." for gpu, n in left_out.items())
+    return (
+        f"{report.markdown_table(headers, cells)}\n\n{order}{left}\n" if rows else "The file has no steps.\n"
+    )
 
 
 def _step(profile: Profile, hosts: int, ranks: int, batch: int) -> tuple[float, float]:
     """Predicted ms of our plan's embeddings, and the band."""
-    pool = public_pool("mlperf-dlrm-dcnv2")
+    tables = public_pool("mlperf-dlrm-dcnv2")
     problem = Problem(
-        "mlperf", pool, profile.topology(hosts, ranks // hosts), batch, "exact_adagrad", job=_FP16
+        "mlperf", tables, profile.topology(hosts, ranks // hosts), batch, "exact_adagrad", job=_FP16
     )
     model = profile.model().for_problem(problem)
     workload = lower(SHARDERS[DEFAULT_SHARDER](problem, model, budget=Budget(evals=_EVALS)), problem)

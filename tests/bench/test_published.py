@@ -1,0 +1,82 @@
+"""Published timings: rows that are asked, kernels behind a flag, and each card by its own profile."""
+
+import csv
+
+import pytest
+
+from bench import published, published_plans
+from bench.published_cards import SHIPPED, profile_of
+from shardcore.cost.profile import load_profile
+
+ROW = {
+    "source": "someone", "gpu": "H100", "op": "fwd", "B": "65536", "T": "1", "E": "1000000", "D": "128", "L": "20",
+    "weights_precision": "fp32", "optimizer": "sgd", "mode": "device", "time_us": "900", "quality": "A", "notes": "",
+    "ranks": "", "hosts": "", "interconnect": "", "msg_bytes_per_rank": "",
+}  # fmt: skip
+STEP = ROW | {
+    "op": published_plans.STEP, "time_us": "3500", "ranks": "8", "hosts": "1", "B": "55296",
+    "source": "v5.0/NAME/results/SYSTEM/dlrm/result_1.txt",
+}  # fmt: skip
+
+
+@pytest.fixture
+def ask(tmp_path, monkeypatch, capsys):
+    """The output of `bench.published --ask` on these rows."""
+
+    def run(*rows):
+        path = tmp_path / "other.csv"
+        with path.open("w") as file:
+            writer = csv.DictWriter(file, ROW)
+            writer.writeheader()
+            writer.writerows(rows)
+        monkeypatch.setattr("sys.argv", ["published", "--ask", str(path)])
+        monkeypatch.setattr(published_plans, "_EVALS", 20)
+        published.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_asked_rows_are_judged_alone_and_named_so(ask):
+    out = ask(ROW, ROW | {"time_us": "800"}, ROW | {"quality": "M"}, ROW | {"gpu": "H20"})
+    assert "2 rows of" in out and "other.csv are judged, 2 are left out for the reasons below" in out
+    assert "| asked \\| nvidia-h100-sxm \\| fwd, device | 2 |" in out and "fitted" not in out.replace(
+        "not fitted", ""
+    )
+    assert "| no profile is of card 'H20' (quality A) | 1 |" in out and "| quality M | 1 |" in out
+    # The repository's own file has steps; this one has none.
+    assert "The file has no steps." in out
+
+
+def test_kernels_behind_a_flag_are_left_out_by_name(ask):
+    out = ask(ROW, ROW | {"gpu": "MI350", "notes": "hip_warp flag"})
+    assert "1 rows of" in out and "kernels behind a flag" in out and "amd-mi350" not in out
+
+
+def test_each_card_is_priced_by_its_own_profile(ask):
+    out = ask(
+        STEP,
+        *(
+            STEP | {"gpu": gpu, "source": f"v5.0/{gpu}/dlrm/result_1.txt"}
+            for gpu in ("H200", "A100-80", "TPU")
+        ),
+    )
+    prices = {
+        cells[2].split(" x 8 ")[1]: cells[5]
+        for line in out.splitlines()
+        if len(cells := [cell.strip() for cell in line.split("|")]) > 6 and " x 8 " in cells[2]
+    }
+    assert set(prices) == {"H100", "H200", "A100-80"} and len(set(prices.values())) == 3
+    assert "No profile is of card 'TPU': 1 left out." in out
+
+
+@pytest.mark.parametrize(
+    "gpu, name",
+    [
+        ("H100", "nvidia-h100-sxm"), ("A100-40", "nvidia-a100-40"), ("A100-80", "nvidia-a100-80"),
+        ("MI355X", "amd-mi350"), ("H200", "nvidia-h200"), ("H200 NVL", None), ("TPU", None),
+    ],
+)  # fmt: skip
+def test_a_card_has_the_profile_of_its_name(gpu, name):
+    assert profile_of(gpu) == name
+    assert name is None or (name in SHIPPED and load_profile(name))
