@@ -376,7 +376,7 @@ def use_row_counts(folder: Path, sound: Sound) -> None:
 
 @reads(
     "batch",
-    *(f"shardcore/io/dlrm_datasets.py:{name}" for name in ("_read_batch", "_unpacked", "_require_stored")),
+    *(f"shardcore/io/dlrm_datasets.py:{name}" for name in ("_read_batch", "_unpacked")),
     parts=("batch.pt", "batch.pt.gz"),
     damage=damage_batch,
 )
@@ -453,7 +453,7 @@ def use_timings(folder: Path, sound: Sound) -> None:
 @reads(
     "job",
     *(f"shardcore/io/job_folder.py:{name}" for name in ("_lookups", "_read_facts", "read_step")),
-    *(f"shardcore/io/kineto.py:{name}" for name in ("__post_init__", "_add_header", "_chunks")),
+    *(f"shardcore/io/kineto.py:{name}" for name in ("__post_init__", "_add_header")),
     "shardcore/measure/traces/job.py:_digest",
     parts=("job",),
     damage=damage_job,

@@ -47,3 +47,29 @@ def write(folder, rank, events, world_size=2, base_ns=BASE_NS, zipped=False, **h
     content = json.dumps({**header, "traceEvents": events, "traceName": "x"}).encode()
     path.write_bytes(gzip.compress(content) if zipped else content)
     return path
+
+
+def ranks_of(ranks, own_ms, waits_ms):
+    """Events of a step of 20 ms by rank. Each enters an exchange, and waits in it for the last rank to come.
+
+    own_ms: ms of the exchange from then on. waits_ms: by rank; the last rank's is 0.
+    """
+    begins_ms = 14.0
+    return {
+        rank: [
+            event("ProfilerStep#3", 0, 20, "user_annotation"),
+            event("[lookup]_[tables]_[column_wise]", 1, 4, "user_annotation"),
+            event("fbgemm::split_embedding_codegen_lookup_sgd_function", 1, 4),
+            event("All2All_Pooled_Req", begins_ms - waits_ms[rank], 0.1),
+            event("c10d::alltoall_base_", begins_ms - waits_ms[rank], 0.1),
+            event(
+                "gloo:all_to_all",
+                begins_ms - waits_ms[rank],
+                waits_ms[rank] + own_ms,
+                "user_annotation",
+                thread=2,
+            ),
+            event("torch::autograd::CppNode<SplitLookupFunction_sgd_Op_pt2>", 16, 3),
+        ]
+        for rank in range(ranks)
+    }

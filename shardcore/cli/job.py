@@ -208,7 +208,7 @@ def _propose(args: ReadOptions, checked: CheckedJob, model: CostModel) -> None:
     (low, high), tables = found.interval_ms, [move.table for move in found.moved.moves]
     print(
         f"with the proposed plan {found.now.cost.total_ms:.1f} ms ({low:.1f} to {high:.1f}) in place of "
-        f"{now_ms:.1f}: {found.gain}"
+        f"{now_ms:.1f}: {found.gain}{', not worth it: within the error' * (not found.gain.worth_it())}"
     )
     print(
         f"{len(tables)} tables move, {found.moved.bytes:,} bytes, about {found.seconds:.2f} s: "

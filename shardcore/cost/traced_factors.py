@@ -6,13 +6,13 @@ A quantity of a step, q, is measured in a trace and predicted by the model:
 
 q is the lookups forward, or backward, or a collective in one direction. `common` is shared by all of a
 family, as a slower CPU slows all lookups. So one traced step corrects a collective that only other plans run,
-by what its family shows, with more doubt. One more observation is of all exchanges together, with waiting and
-dense gradients:
+by what its family shows, with more doubt. Where exchanges overlap in time, one more observation is of these
+together, with dense gradients:
 
     log(together) = log(sum_q exp(x_q) predicted_q) + noise
 
-Where exchanges overlap or wait, the sum is known, and what is one exchange's is not (traced_observations.py):
-the noise of y_q grows with that share. All terms are normal with mean 0. So the posterior is a ridge fit,
+Their sum is known, and what is one exchange's is not (traced_observations.py): the noise of y_q grows with the
+share of its ms that others share. All terms are normal with mean 0. So the posterior is a ridge fit,
 linearised for the sum, and shrunk towards a factor of 1.
 
 A collective takes at most MOST_FACTOR times as long for its bytes. What is measured beyond, up to
@@ -28,7 +28,7 @@ Shapes: Q quantities, U observed units (a rank in a step).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -84,7 +84,7 @@ MOST_LATENCY_MS = 4.0
 UNCLEAR = 2.0
 """Standard deviation of an exchange's logarithm, where all of its ms may be another's: such a part tells little."""
 TOGETHER = 0.2
-"""Standard deviation of the logarithm of all exchanges' ms, of one step for others."""
+"""Standard deviation of the logarithm of the ms of exchanges that overlap, of one step for others."""
 MOST_APART = 0.1
 """Most difference of bytes sent between a trace and its plan."""
 SLOW = 1.4
@@ -207,12 +207,19 @@ def correction(
     Raises TracesTellNothing where they tell nothing of lookups.
     """
     factors, covariance, refused = factors_of(observations(model, steps))
+    refused = (*missing_ranks(step for _, step in steps), *refused)
     fitted = corrected_model(model, factors)
     total_ms = step_ms or float(np.median([step.total_ms for _, step in steps]))
     inner_ms = float(
         np.median([price(workload, fitted).total_ms - workload.job.dense_ms for workload, _ in steps])
     )
     return Correction(factors, covariance, max(0.0, total_ms - inner_ms), refused)
+
+
+def missing_ranks(steps: Iterable[TracedStep]) -> list[str]:
+    """A line on each set of ranks without a trace: of exchanges such steps tell nothing."""
+    missing = dict.fromkeys(step.missing_ranks for step in steps if step.missing_ranks)
+    return [f"exchanges: traces of {words} missing; such steps correct no exchange" for words in missing]
 
 
 def factors_of(
@@ -230,7 +237,8 @@ def factors_of(
     silent = [
         q.words for i, q in enumerate(QUANTITIES) if seen.predicted[:, i].any() and not known[:, i].any()
     ]
-    refused = [f"the traces do not tell {', '.join(silent)}: corrected as their family is"] if silent else []
+    left = "corrected as their family is" if known[:, _EXCHANGES].any() else "not corrected"
+    refused = [f"the traces do not tell {', '.join(silent)}: {left}"] if silent else []
     evidence = _parts(seen)[0].and_(_sum_of(seen, np.zeros(len(QUANTITIES))))
     why_not = {}
     for name in FAMILIES:
@@ -349,7 +357,7 @@ def _parts(seen: Observations) -> tuple[_Linear, np.ndarray]:
     most_ms = _most_ms(measured, predicted)
     bounded = np.clip(measured, predicted / MOST_FACTOR, most_ms)
     mean, variance = _mean(np.log(np.where(_EXCHANGES, bounded, measured) / predicted), seen.predicted, known)
-    unclear, _ = _mean(np.where(_EXCHANGES, seen.unclear, 0.0), seen.predicted, known)
+    unclear, _ = _mean(seen.shared / measured, seen.predicted, known)
     # Units share the disturbances of their step, so their number reduces no floor.
     noise = _NOISE**2 + (UNCLEAR * unclear) ** 2 + variance
     latency_ms = np.zeros(len(QUANTITIES))
@@ -366,21 +374,19 @@ def _parts(seen: Observations) -> tuple[_Linear, np.ndarray]:
 
 
 def _sum_of(seen: Observations, at: np.ndarray) -> _Linear | None:
-    """Observation of all exchanges together, linear around logarithms `at` [Q]. None: units do not tell it."""
-    units = seen.together > 0
-    exchanged = np.where(_EXCHANGES, seen.predicted, 0.0)
-    if not exchanged[units].any():
+    """Observation of exchanges that overlap, linear around logarithms `at` [Q]. None: units do not tell it."""
+    exchanged = seen.predicted_together
+    units = exchanged.sum(1) > 0
+    if not units.any():
         return None
-    total = np.where(units, seen.predicted_together, 1.0)
-    measured = np.where(units, seen.together, 1.0)
-    runs = (exchanged > 0).sum(1) + (seen.dense > 0)
+    total = np.where(units, exchanged.sum(1), 1.0)
+    measured = np.where(units, seen.together.sum(1), 1.0)
+    runs = (exchanged > 0).sum(1)
     bounded = np.clip(measured, total / MOST_FACTOR, _most_ms(measured, total, runs))
     mean, variance = _mean(np.log(bounded / total), total, units)
     # The factor of all-reduces is that of the dense gradients, too.
-    by_factor = exchanged[units].mean(0)
-    by_factor[REDUCED] += seen.dense[units].mean()
-    by_factor = np.exp(at) * by_factor
-    sum_ms = by_factor.sum() + seen.waiting[units].mean()
+    by_factor = np.exp(at) * exchanged[units].mean(0)
+    sum_ms = by_factor.sum()
     slopes = by_factor / sum_ms
     value = mean + np.log(total[units].mean() / sum_ms) + slopes @ at
     return _Linear(slopes[None], np.array([value]), np.array([TOGETHER**2 + variance]))

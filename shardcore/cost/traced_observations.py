@@ -1,10 +1,11 @@
 """ms that traced steps of a running job measured, and those that a model predicts.
 
-A rank's step tells its lookups apart: nothing else runs on the device meanwhile. It does not tell exchanges
-apart where they overlap. Over one link, two transfers at once take as long as one after the other. Whose ms
-those are, no trace shows. Nor does it show who is waited for: a rank whose data came early waits in its next
-collective for those whose data came late. What all exchanges and the waiting take *together* is known well in
-both cases.
+A rank's step tells its lookups apart: nothing else runs on the device meanwhile. An exchange takes the time
+from its last rank's begin to its end: waiting before is no part of it, however long. Where a rank's trace is
+missing, that begin is not known, and the exchange tells nothing.
+
+Exchanges that overlap are not told apart. Over one link, two transfers at once take as long as one after the
+other. Whose ms those are, no trace shows. What they take *together* is known well.
 
 Shapes: U observed units (a rank in a step), Q quantities.
 """
@@ -56,30 +57,26 @@ QUANTITIES = (
     *LOOKUPS,
     *(Quantity(channel, way) for channel in CHANNELS for way in channel.row.ways),
 )
-_FIRST_EXCHANGE = len(LOOKUPS)
 ALL_REDUCE = Channel("all_reduce")
 """The collective that dense gradients travel in, with those of replicas."""
 REDUCED = QUANTITIES.index(Quantity(ALL_REDUCE, "backward"))
-MOST_UNCLEAR = 0.5
-"""An exchange is clear whose unclear share is below this."""
 
 
 class Observations(NamedTuple):
     """Measured and predicted ms of units.
 
     measured, predicted: [U, Q]. 0 where a trace does not tell.
-    unclear: [U, Q] share of the measured ms that other transfers, or waiting, may have taken.
-    together: [U] measured ms of all exchanges, and of waiting. 0 where a trace does not tell.
-    dense: [U] predicted ms of dense gradients, which are in `together`.
-    waiting: [U] predicted ms of waiting.
+    shared: [U, Q] of the measured ms, those in moments that other transfers share.
+    together: [U, Q] measured ms of exchanges that share moments, whose sum is known. That of REDUCED has dense
+      gradients, too. 0 for others.
+    dense: [U] predicted ms of dense gradients.
     """
 
     measured: np.ndarray
     predicted: np.ndarray
-    unclear: np.ndarray
+    shared: np.ndarray
     together: np.ndarray
     dense: np.ndarray
-    waiting: np.ndarray
 
     @property
     def known(self) -> np.ndarray:
@@ -88,22 +85,20 @@ class Observations(NamedTuple):
 
     @property
     def predicted_together(self) -> np.ndarray:
-        """[U] predicted ms of `together`."""
-        return self.predicted[:, _FIRST_EXCHANGE:].sum(1) + self.dense + self.waiting
+        """[U, Q] predicted ms of `together`."""
+        predicted = self.predicted.copy()
+        predicted[:, REDUCED] += self.dense
+        return np.where(self.together > 0, predicted, 0.0)
 
     def comparable(self, family: str | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Measured and predicted ms [U, K] of what units tell (of a family).
+        """Measured and predicted ms [U, Q + 1] of what units tell (of a family).
 
-        Exchanges that are not clear count together, with waiting.
+        Exchanges that overlap count together, as the last one.
         """
-        lookups = [(self.measured[:, :_FIRST_EXCHANGE], self.predicted[:, :_FIRST_EXCHANGE])]
-        measured, predicted = self.measured[:, _FIRST_EXCHANGE:], self.predicted[:, _FIRST_EXCHANGE:]
-        clear = (self.unclear[:, _FIRST_EXCHANGE:] < MOST_UNCLEAR) | (self.together[:, None] <= 0)
-        others = np.maximum(self.together - (clear * measured).sum(1), 0.0)
-        others_predicted = self.predicted_together - (clear * predicted).sum(1)
-        exchanges = [(clear * measured, predicted), (others[:, None], others_predicted[:, None])]
-        kept = {COMPUTE: lookups, EXCHANGE: exchanges, None: lookups + exchanges}[family]
-        measured, predicted = (np.concatenate(each, axis=1) for each in zip(*kept, strict=True))
+        of_family = [family in (None, q.family) for q in QUANTITIES]
+        alone = np.where(self.shared > 0, 0.0, self.measured * of_family)
+        measured = np.column_stack((alone, self.together.sum(1) * (family != COMPUTE)))
+        predicted = np.column_stack((self.predicted, self.predicted_together.sum(1)))
         return measured, np.where(measured > 0, predicted, 0.0)
 
 
@@ -117,10 +112,8 @@ def observations(model: CostModel, steps: Sequence[tuple[Workload, TracedStep]])
         for rank in step.ranks:
             device = workload.topology.ranks[rank.rank]
             predicted = [of_devices[q][device] for q in QUANTITIES]
-            measured, unclear, together = _measured(rank, workload, device, predicted)
-            units.append(
-                (measured, predicted, unclear, together, max(0.0, dense[device]), cost.waiting_ms[device])
-            )
+            measured, shared, together = _measured(rank, workload, device, predicted)
+            units.append((measured, predicted, shared, together, max(0.0, dense[device])))
     return Observations(*(np.array(values) for values in zip(*units, strict=True)))
 
 
@@ -175,6 +168,8 @@ def exchange_model(model: Any) -> NeuralModel | ProfileModel:
 
 _HIDDEN_MS = 1e-3
 """Least ms of an exchange that ran: one that is hidden as a whole was measured, too."""
+_MOST_FOREIGN = 0.5
+"""Share of the ms of overlapping exchanges, up to which transfers that no plan has may share moments with them."""
 RUN_AS = {
     ("all_to_all", "outputs"): ("all_to_all", "forward"),
     ("all_to_all", "gradients"): ("all_to_all", "backward"),
@@ -183,6 +178,13 @@ RUN_AS = {
     ("all_reduce", "reduce"): ("all_reduce", "backward"),
 }
 """Collective and direction of a channel, by the collective of a trace and its role."""
+_REDUCE = RUN_AS["all_reduce", "reduce"]
+_IDS = ("ids", "")
+_KEYS = tuple(
+    _IDS if q.channel in ID_CHANNELS else (q.channel.collective if q.channel else COMPUTE, q.way)
+    for q in QUANTITIES
+)
+"""For each of QUANTITIES, the collective and direction that a trace has. Those of one key share its ms as predicted."""
 
 
 def _reduced_bytes(rank: RankStep) -> int:
@@ -191,20 +193,20 @@ def _reduced_bytes(rank: RankStep) -> int:
 
 def _measured(
     rank: RankStep, workload: Workload, device: int, predicted: Sequence[float]
-) -> tuple[list[float], list[float], float]:
-    """ms of a rank by quantity, their unclear shares, and ms of all exchanges. 0 where a trace does not tell.
+) -> tuple[list[float], list[float], list[float]]:
+    """measured, shared and together of a rank, as Observations has them.
 
-    Work that splits and joins what travels counts in the exchange, in proportion to the ms. Of two kinds of
-    ids, a trace tells the sum; each has the share that is predicted.
+    Work that splits and joins what travels counts in the exchange, in proportion to the ms.
     """
     exposed: dict[tuple[str, str], float] = defaultdict(float)
     shared: dict[tuple[str, str], float] = defaultdict(float)
     for x in rank.exchanges:
-        if key := RUN_AS.get((x.collective, x.role)):
+        if x.is_aligned:
+            key = RUN_AS.get((x.collective, x.role), (x.role, ""))
             exposed[key] += max(_HIDDEN_MS, x.exposed_ms)
             shared[key] += x.shared_ms
     for way, part in (("forward", "outputs"), ("backward", "gradients")):
-        keys = [key for key in exposed if key[1] == way and key[0] != "all_reduce"]
+        keys = [key for key in exposed if key[1] == way and key != _REDUCE]
         total = sum(exposed[key] for key in keys)
         for key in keys:
             exposed[key] += exposed[key] / total * rank.ms.get(part, 0.0)
@@ -214,37 +216,24 @@ def _measured(
     reduced = _reduced_bytes(rank)
     # The gradients of the dense part travel in the same all-reduces.
     of_replicas = min(1.0, replicas / reduced) if reduced else 0.0
-    of_ids = sum(ms for q, ms in zip(QUANTITIES, predicted, strict=True) if q.channel in ID_CHANNELS)
     ids_ms = rank.ms.get("ids", 0.0) + rank.ms.get("ids_transfer", 0.0)
-    ids_shared = sum(x.shared_ms for x in rank.exchanges if x.role == "ids")
-    measured, unclear = [], []
-    for q, ms in zip(QUANTITIES, predicted, strict=True):
-        took_ms, shared_ms = 0.0, 0.0
-        if q.channel is None:
-            took_ms = rank.ms.get(f"lookup_{q.way}", 0.0)
-        elif q.channel in ID_CHANNELS:
-            share = ms / of_ids if of_ids else 0.0
-            took_ms, shared_ms = ids_ms * share, ids_shared * share
-        elif workload.traffic[[q.channel == c for c in workload.channels]].any():
-            key = (q.channel.collective, q.way)
-            share = of_replicas if q.channel.collective == "all_reduce" else 1.0
-            took_ms, shared_ms = exposed[key] * share, shared[key] * share
-        measured.append(took_ms)
-        unclear.append(shared_ms / took_ms if took_ms else 0.0)
-    together = _together_ms(rank, bool(of_ids), bool(reduced))
-    ran = [q.channel is not None and ms > 0 for q, ms in zip(QUANTITIES, predicted, strict=True)]
-    if together <= 0 or any(r and not took_ms for r, took_ms in zip(ran, measured, strict=True)):
-        return measured, unclear, 0.0  # the sum would lack what the trace does not show
-    waiting = rank.ms.get("waiting", 0.0) / together
-    return measured, [share + waiting * r for share, r in zip(unclear, ran, strict=True)], together
-
-
-def _together_ms(rank: RankStep, with_ids: bool, with_reduced: bool) -> float:
-    """ms of exchanges that nothing hides, with their work, and of waiting.
-
-    with_ids: True if the dense part does not hide ids.
-    with_reduced: True if the trace has the bytes of all-reduces, so that they are predicted.
-    """
-    parts = ["outputs", "outputs_transfer", "gradients", "gradients_transfer", "waiting"]
-    parts += ["ids", "ids_transfer"] * with_ids + ["reduce_transfer"] * with_reduced
-    return sum(rank.ms.get(part, 0.0) for part in parts)
+    exposed[_IDS] = ids_ms * all(x.is_aligned for x in rank.exchanges if x.role == "ids")
+    for q in LOOKUPS:
+        exposed[COMPUTE, q.way] = rank.ms.get(f"lookup_{q.way}", 0.0)
+    of_key: dict[tuple[str, str], float] = defaultdict(float)
+    for key, ms in zip(_KEYS, predicted, strict=True):
+        of_key[key] += ms
+    measured, shared_ms = [], []
+    for key, ms in zip(_KEYS, predicted, strict=True):
+        share = ms / of_key[key] * (of_replicas if key == _REDUCE else 1.0) if ms else 0.0
+        measured.append(exposed[key] * share)
+        shared_ms.append(shared[key] * share)
+    together = [took_ms if of_others else 0.0 for took_ms, of_others in zip(measured, shared_ms, strict=True)]
+    dense_ms = 0.0
+    if reduced and shared[_REDUCE]:
+        together[REDUCED] = exposed[_REDUCE]
+        dense_ms = shared[_REDUCE] - shared_ms[REDUCED]
+    foreign_ms = sum(x.shared_ms for x in rank.exchanges) - sum(shared_ms) - dense_ms
+    if foreign_ms > _MOST_FOREIGN * sum(together):
+        together = [0.0] * len(together)
+    return measured, shared_ms, together

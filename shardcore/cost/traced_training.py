@@ -143,12 +143,15 @@ def correct(model: Any, samples: Sequence[TracedSample]) -> Corrected:
         factors, _, refused = traced_factors.factors_of(observations(model, learned))
     except TracesTellNothing as nothing:
         return _uncorrected(model, before, f"{nothing}; the model is left as it is")
+    names = {sample.name for sample in learned}
+    # Of the steps as traced: each of `learned` may have every second rank.
+    missing = traced_factors.missing_ranks(s for one in samples if one.name in names for s in one.steps)
     jobs = " and ".join(dict.fromkeys(sample.job for sample in learned))
     lineage: dict[str, Any] = {
         "job": jobs,
         "steps": [*earlier["steps"], *(sample.name for sample in learned)],
         "traces": earlier["traces"] | {sample.name: dict(sample.traces) for sample in learned},
-        **traced_factors.document(factors, refused),
+        **traced_factors.document(factors, (*missing, *refused)),
     }
     words = f"the correction by {len(learned)} traced steps of {jobs}"
     if before is None:

@@ -5,10 +5,8 @@ Shapes: T tables, B samples of a batch.
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import tempfile
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,11 +14,8 @@ import torch
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Table
-from shardcore.io.schema import require_file
+from shardcore.io import schema
 from shardcore.step.access import reuse_of
-
-_MOST_RATIO, _LEAST_UNPACKED = 50, 1 << 24
-"""Most bytes of a gzipped batch, over its size (some 4 are usual); and bytes up to which any ratio is allowed."""
 
 
 def dlrm_datasets_pool(path: str | Path, dim: int = 64) -> tuple[Table, ...]:
@@ -52,11 +47,11 @@ def _read_batch(path: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if not path.exists():
         source = "github.com/facebookresearch/dlrm_datasets"
         raise ShardCoreError(f"{what} does not exist; download it from {source}")
-    require_file(path)
+    schema.require_file(path)
     with tempfile.TemporaryDirectory() as folder:
         try:
             plain = _unpacked(path, Path(folder))
-            _require_stored(plain)
+            schema.require_stored(plain)
             # A downloaded pickle must not run code.
             content = torch.load(plain, weights_only=True, map_location="cpu", mmap=True)
         except ShardCoreError:
@@ -103,33 +98,11 @@ def _batch_problems(indices: torch.Tensor, offsets: torch.Tensor, lengths: torch
 
 def _unpacked(path: Path, folder: Path) -> Path:
     """`path`, or a file of its unpacked content if it is gzipped, as torch.load needs to seek."""
-    with path.open("rb") as raw:
-        if raw.read(2) != b"\x1f\x8b":
-            return path
-        raw.seek(0)
-        most = max(_LEAST_UNPACKED, _MOST_RATIO * path.stat().st_size)
-        with gzip.open(raw) as packed, (folder / "batch.pt").open("wb") as plain:
-            while block := packed.read(1 << 20):
-                if plain.tell() + len(block) > most:
-                    raise ShardCoreError(
-                        f"dlrm_datasets file {str(path)!r} unpacks to more than {most:,} "
-                        f"bytes, over {_MOST_RATIO} times its size; no batch does"
-                    )
-                plain.write(block)
+    if not schema.is_gzip(path):
+        return path
+    with (folder / "batch.pt").open("wb") as plain:
+        plain.writelines(schema.unpacked_chunks(path))
     return folder / "batch.pt"
-
-
-def _require_stored(path: Path) -> None:
-    """Raise ShardCoreError for an archive that unpacks to more than its size. Those of torch.save do not."""
-    with zipfile.ZipFile(path) as archive:
-        entries = archive.infolist()
-    size = path.stat().st_size
-    packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
-    if packed or sum(entry.file_size for entry in entries) > size:
-        raise ShardCoreError(
-            f"{path.name} has packed or overlapping entries, and torch.save writes none; "
-            "write it with torch.save"
-        )
 
 
 def _kind(content: object) -> str:

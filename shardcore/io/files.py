@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.constraints import Constraints
@@ -274,15 +274,21 @@ class _Placement:
     devices: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """A plan's file."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForProblem:
+    """Content of a file that was written for a problem, with the problem's digests."""
 
     problem: str
     problem_digest: str
+    problem_parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Plan(ForProblem):
+    """A plan's file."""
+
     provenance: Mapping[str, Any]
     placements: tuple[_Placement, ...]
-    problem_parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 _PROVENANCE = {
@@ -325,18 +331,7 @@ def plan_from_json(data: Any, problem: Problem, what: str) -> Plan:
     return Plan(tuple(placements), read_plan.provenance)
 
 
-class _ForProblem(Protocol):
-    """Content of a file that was written for a problem, with the problem's digests."""
-
-    @property
-    def problem(self) -> str: ...
-    @property
-    def problem_digest(self) -> str: ...
-    @property
-    def problem_parts(self) -> Mapping[str, str]: ...
-
-
-def require_same_problem(written: _ForProblem, problem: Problem, what: str) -> None:
+def require_same_problem(written: ForProblem, problem: Problem, what: str) -> None:
     """Raise ShardCoreError unless a file was written for this problem. what: such as "x.json is a plan"."""
     if written.problem_digest != (own := problem_digest(problem)):
         raise ShardCoreError(

@@ -7,7 +7,7 @@ digest of the whole problem, and that of a group's problem, which follows from i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +64,9 @@ def read_grouped(path: str | Path, problem: Problem) -> GroupedPlan:
     return GroupedPlan(grouping, plan, of_group)
 
 
-@dataclass(frozen=True)
-class _GroupedPlan:
+@dataclass(frozen=True, kw_only=True)
+class _GroupedPlan(files.ForProblem):
     """A grouped plan's file."""
 
-    problem: str
-    problem_digest: str
     groups: Mapping[str, Any]
     plan: Mapping[str, Any]
-    problem_parts: Mapping[str, str] = field(default_factory=dict)

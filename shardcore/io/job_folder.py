@@ -1,6 +1,6 @@
 """A folder in which a running job leaves its traces (torchrec/profiler.py), one subfolder for each traced step.
 
-  step-00001000/
+  step-00000021/
     job.json                ranks, and the features of each table; rank 0 writes it and the next two
     problem.json            as files.write_problem; lookups are of rank 0's samples
     plan.json               the plan in use, as files.write_plan
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardcore.core.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError, shortened
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.io import files, schema, writing
 from shardcore.io.envelope import document, open_document, seal, unseal
@@ -134,6 +134,12 @@ def traced_steps(folder: str | Path) -> list[Path]:
     return sorted(found, key=step_number)
 
 
+def newest_step(folder: Path) -> Path:
+    """The newest traced step of all ranks in a job's folder, or else of some. A folder without any is its own."""
+    steps = sorted((folder / n for n in schema.names_in(folder) if is_step(n)), key=step_number)
+    return [folder, *steps, *traced_steps(folder)][-1]
+
+
 def read_step(folder: str | Path) -> JobStep:
     """A traced step's problem, with the lookups of all ranks, its plan and its times.
 
@@ -177,13 +183,14 @@ def _read_facts(folder: Path) -> JobFacts:
 
 def _with_lookups(folder: Path, problem: Problem, facts: JobFacts) -> tuple[Problem, tuple[str, ...]]:
     """The problem with pooling and reuse as all ranks' samples have them; as it is where some are missing."""
-    ranks = [
-        _lookups(path)
-        for rank in range(facts.world_size)
-        if (path := folder / f"rank-{rank}.lookups.npz").exists()
-    ]
-    if len(ranks) < facts.world_size:
-        return problem, (f"lookups of {len(ranks)} of {facts.world_size} ranks: reuse of ids is a guess",)
+    paths = [folder / f"rank-{rank}.lookups.npz" for rank in range(facts.world_size)]
+    there = [path for path in paths if path.exists()]
+    if missing := [path.name for path in paths if path not in there]:
+        return problem, (
+            f"lookups of {len(there)} of {len(paths)} ranks: {folder.name} has no "
+            f"{shortened(', '.join(missing), 80)}; reuse of ids is a guess",
+        )
+    ranks = [_lookups(path) for path in paths]
     try:
         tables = [_measured(t, facts.features[t.name], ranks) for t in problem.tables]
     except KeyError as error:
@@ -203,11 +210,15 @@ def _measured(
 
 def _lookups(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     try:
-        with np.load(io.BytesIO(schema.read_bytes(path)), allow_pickle=False) as arrays:
+        content = io.BytesIO(schema.read_bytes(path))
+        schema.require_stored(path)
+        with np.load(content, allow_pickle=False) as arrays:
             for name in arrays.files:
                 if arrays[name].ndim != 1 or arrays[name].dtype.kind not in "iu":
                     raise ValueError(f"{name} is no list of whole numbers")
             names = [name.removeprefix("ids:") for name in arrays.files if name.startswith("ids:")]
             return {name: (arrays[f"ids:{name}"], arrays[f"lengths:{name}"]) for name in names}
-    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except ShardCoreError:
+        raise
+    except (ValueError, KeyError, EOFError, MemoryError, zipfile.BadZipFile) as error:
         raise ShardCoreError(f"{path} has no lookups: {error}") from None

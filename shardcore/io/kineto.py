@@ -8,6 +8,7 @@ steps that it wants. Versions of torch that write the base time at the end cost 
 from __future__ import annotations
 
 import codecs
+import gzip
 import json
 import re
 import zlib
@@ -20,7 +21,6 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.io import schema
 
 SUFFIXES = (".json", ".json.gz")
-_CHUNK_BYTES = 1 << 20
 _MOST_CHARACTERS = 1 << 24
 """Most characters of an event, of the text before all events, and of the text after them."""
 _MOST_TIME = 1e19
@@ -61,8 +61,7 @@ class KinetoFile:
 
     def __post_init__(self) -> None:
         schema.require_file(self.path)
-        for _ in self._decoded(_Text(self.path), only_header=True):
-            break
+        next(self._decoded(_Text(self.path), only_header=True), None)
 
     @property
     def distributed(self) -> Mapping[str, Any]:
@@ -76,7 +75,8 @@ class KinetoFile:
         Raises ShardCoreError for a file that is no trace.
         """
         self.malformed = 0
-        base_ms = _number(self.header.get("baseTimeNanoseconds")) / 1e6
+        base_ns = self.header.get("baseTimeNanoseconds")
+        base_ms = base_ns / 1e6 if _is_time(base_ns) else 0.0
         for raw in self._decoded(_Text(self.path)):
             if not isinstance(raw, dict):
                 self.malformed += 1
@@ -151,27 +151,21 @@ class _Text:
         self._chunks = _chunks(path)
 
     def more(self) -> bool:
-        """Read another chunk into the buffer. False at the end."""
-        chunk = next(self._chunks, None)
-        self.buffer += self._decode(chunk or b"", final=chunk is None)
-        return chunk is not None
+        """Read another chunk into the buffer, or more if it is long, as it is searched again. False at the end."""
+        read: list[str] = []
+        for chunk in self._chunks:
+            read.append(self._decode(chunk))
+            if sum(map(len, read)) >= len(self.buffer):
+                break
+        self.buffer += "".join(read)
+        return bool(read)
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
     """The content of a file, plain or gzip. It ends early if a gzip file is damaged."""
     try:
-        with open(path, "rb") as file:
-            chunk = file.read(_CHUNK_BYTES)
-            unzip = zlib.decompressobj(zlib.MAX_WBITS | 16) if chunk[:2] == b"\x1f\x8b" else None
-            while chunk:
-                if unzip is None:
-                    yield chunk
-                else:
-                    yield unzip.decompress(chunk, _CHUNK_BYTES)
-                    while unzip.unconsumed_tail:
-                        yield unzip.decompress(unzip.unconsumed_tail, _CHUNK_BYTES)
-                chunk = file.read(_CHUNK_BYTES)
-    except zlib.error:
+        yield from schema.unpacked_chunks(path)
+    except (EOFError, zlib.error, gzip.BadGzipFile):
         return
     except OSError as error:
         raise ShardCoreError(f"cannot read {path}: {error.strerror}") from None
@@ -179,7 +173,3 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 def _is_time(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST_TIME
-
-
-def _number(value: object) -> float:
-    return float(value) if _is_time(value) else 0.0

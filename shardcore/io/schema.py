@@ -8,12 +8,14 @@ thing and its value.
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import itertools
 import json
 import math
 import os
 import re
 import stat
+import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +32,10 @@ MOST_FILE_BYTES = 1 << 29
 """Largest file. A problem of a million tables is smaller."""
 MOST_MAPPED_BYTES = 1 << 44
 """Largest file that is mapped into memory or read in pieces."""
+MOST_RATIO, LEAST_UNPACKED_BYTES = 50, 1 << 24
+"""Most bytes of unpacked content, over a file's size (batches of ids have 4, traces 15); and bytes up to which any
+ratio is allowed."""
+_CHUNK_BYTES = 1 << 20
 MOST_YAML_BYTES = 1 << 18
 """Largest YAML file. Parsing takes 14 s per MiB."""
 MOST_VALUES = 1 << 25
@@ -109,6 +115,44 @@ def _size_of(path: str | os.PathLike) -> int:
 def _at_once(path: str, flags: int) -> int:
     """Open without waiting for a writer, in case a pipe has replaced the file."""
     return os.open(path, flags | os.O_NONBLOCK)
+
+
+def is_gzip(path: Path) -> bool:
+    """True if a file begins as gzip does."""
+    with path.open("rb") as file:
+        return file.read(2) == b"\x1f\x8b"
+
+
+def unpacked_chunks(path: Path) -> Iterator[bytes]:
+    """The content of a file in chunks, unpacked if it is gzip. A few MB of gzip may hold gigabytes.
+
+    Raises ShardCoreError for gzip that unpacks to far more than its size, and EOFError, OSError or zlib.error after
+    what can be read of a file that is damaged.
+    """
+    packed, size, done = is_gzip(path), _size_of(path), 0
+    most = max(LEAST_UNPACKED_BYTES, MOST_RATIO * size)
+    with gzip.open(path) if packed else path.open("rb") as file:
+        # One chunk at a time, so that no content before a damage is lost.
+        while chunk := file.read1(_CHUNK_BYTES):
+            done += len(chunk)
+            if packed and done > most:
+                raise ShardCoreError(
+                    f"{path} has {size:,} bytes and unpacks to more than {most:,} bytes, over {MOST_RATIO} times its "
+                    "size; if it is sound, unpack it with gunzip"
+                )
+            yield chunk
+
+
+def require_stored(path: Path) -> None:
+    """Raise ShardCoreError for a zip archive of more than its size. torch.save and numpy.savez make none."""
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+    size, content = path.stat().st_size, sum(entry.file_size for entry in entries)
+    if content > size or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise ShardCoreError(
+            f"{path} has {size:,} bytes, and has packed or overlapping entries of {content:,} bytes; write it "
+            "unpacked, as torch.save and numpy.savez do"
+        )
 
 
 def names_in(folder: str | Path) -> list[str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from shardcore.core.types import Plan, Problem, Setting
 from shardcore.core.validation import MOST_MS, require, shown
@@ -69,19 +70,6 @@ class TracedSample:
         return f"{self.job}-{self.number:08d}"
 
 
-@dataclass(frozen=True)
-class _Body:
-    """The content of traced.json."""
-
-    setting: Setting
-    job: str
-    number: int
-    steps: tuple[TracedStep, ...]
-    step_ms: float
-    traces: Mapping[str, str]
-    digest: str
-
-
 def append(dataset: str | Path, sample: TracedSample) -> Path:
     """Add a sample to a dataset. Returns its folder. One that is there is written again as it is."""
     body = {
@@ -107,43 +95,41 @@ def read_all(datasets: Iterable[str | Path], setting: Setting | None = None) -> 
     Raises ShardCoreError naming one that is damaged or edited.
     """
     found = {
-        name: sample
+        folder.name: _sample(folder, body)
         for dataset in datasets
-        for name, body in _bodies(dataset)
-        if setting is None or body.setting == setting
-        for sample in [_sample(Path(dataset) / TRACES / name, body)]
+        for folder, of, body, _ in _bodies(dataset)
+        if setting is None or of == setting
     }
     return sorted(found.values(), key=lambda sample: (sample.job, sample.number))
 
 
 def settings(dataset: str | Path) -> list[Setting]:
     """Settings of a dataset's traced samples."""
-    return sorted({body.setting for _, body in _bodies(dataset)}, key=str)
+    return sorted({setting for _, setting, _, _ in _bodies(dataset)}, key=str)
 
 
 def digests(dataset: str | Path) -> list[str]:
     """Digests of a dataset's traced samples."""
-    return [body.digest for _, body in _bodies(dataset)]
+    return [digest for *_, digest in _bodies(dataset)]
 
 
-def _bodies(dataset: str | Path) -> Sequence[tuple[str, _Body]]:
+def _bodies(dataset: str | Path) -> Sequence[tuple[Path, Setting, dict[str, Any], str]]:
+    """The folder, setting, content of traced.json and its digest, of each sample."""
     found = []
     for name in schema.names_in(where := Path(dataset) / TRACES):
         path = where / name / _TRACED_JSON
         if path.exists():
             content = open_document(path, SCHEMA)
             body = unseal(dict(content), path)
-            found.append((name, schema.build(_Body, body, str(path), digest=content["digest"])))
+            setting = files.setting_from_json(body.get("setting"), f"{path}: setting")
+            found.append((path.parent, setting, body, content["digest"]))
     return found
 
 
-def _sample(folder: Path, body: _Body) -> TracedSample:
+def _sample(folder: Path, body: Mapping[str, Any]) -> TracedSample:
     problem = files.read_problem(folder / _PROBLEM_JSON)
     plan = files.read_plan(folder / _PLAN_JSON, problem)
     # A plan that ran has fitted, whatever ShardCore counts.
     with files.validating(folder / _PLAN_JSON):
         require_plan(plan, problem, fits=False)
-    with files.validating(folder / _TRACED_JSON):
-        return TracedSample(
-            body.setting, body.job, body.number, problem, plan, body.steps, body.step_ms, body.traces
-        )
+    return schema.build(TracedSample, body, str(folder / _TRACED_JSON), problem=problem, plan=plan)

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from shardcore.core.errors import shortened
+from shardcore.core.validation import MOST_DEVICES
+
 UNNAMED = "unnamed"
 
 
@@ -58,6 +61,8 @@ class TracedExchange:
     exposed_ms: of the transfer that nothing hides.
     shared_ms: of exposed_ms, in moments that other transfers share. Which of them takes that long, no trace
       tells.
+    is_aligned: True if the traces of all ranks tell when its last rank began. If not, transfer_ms may be
+      waiting.
     """
 
     collective: str
@@ -67,6 +72,7 @@ class TracedExchange:
     transfer_ms: float
     exposed_ms: float
     shared_ms: float = 0.0
+    is_aligned: bool = True
 
 
 @dataclass(frozen=True)
@@ -136,6 +142,13 @@ class TracedStep:
         """The slowest rank's."""
         return max(rank.total_ms for rank in self.ranks)
 
+    @property
+    def missing_ranks(self) -> str:
+        """The job's ranks that have no trace, in words: "ranks 4, 5 are". Empty where all have one."""
+        missing = set(range(min(self.world_size, MOST_DEVICES))) - {rank.rank for rank in self.ranks}
+        numbers = shortened(", ".join(map(str, sorted(missing))), 60)
+        return f"ranks {numbers} are" if len(missing) > 1 else f"rank {numbers} is" * len(missing)
+
     def without_tracing(self, step_ms: float | None) -> TracedStep:
         """The step as if it took as long as those without tracing. None: such were not timed.
 
@@ -143,8 +156,7 @@ class TracedStep:
         """
         if step_ms is None:
             return self
-        ranks = tuple(rank.slower(step_ms / self.total_ms) for rank in self.ranks)
-        return replace(self, ranks=ranks)
+        return replace(self, ranks=tuple(rank.slower(step_ms / self.total_ms) for rank in self.ranks))
 
 
 @dataclass(frozen=True)

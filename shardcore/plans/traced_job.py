@@ -96,10 +96,8 @@ def read(folder: str | Path, problem: Problem | None = None, plan: Plan | None =
 
     Raises ShardCoreError where no trace can be read.
     """
-    folder = Path(folder)
     # A folder of a job has a folder for each traced step. The newest counts.
-    if folder.is_dir() and (steps := job_folder.traced_steps(folder)):
-        folder = steps[-1]
+    folder = job_folder.newest_step(Path(folder))
     if (folder / job_folder.JOB_JSON).exists():
         of_job = job_folder.read_step(folder)
         # What the caller gives takes precedence over what the job wrote.

@@ -93,17 +93,15 @@ def figure(records: Sequence[JobRecord]) -> Figure:
     """Measured and predicted ms over time, and the factors of parts below."""
     from datetime import UTC, datetime
 
-    from matplotlib.dates import date2num
     from matplotlib.figure import Figure
 
     made = Figure(figsize=(11, 5.4), layout="constrained")
     steps, factors = made.subplots(2, 1, sharex=True)
     ordered = sorted(records, key=lambda x: x.at)
-    times = [date2num(datetime.fromtimestamp(x.at, UTC)) for x in ordered]
+    times = [datetime.fromtimestamp(x.at, UTC) for x in ordered]
     steps.plot(times, [x.measured_ms for x in ordered], "o-", color="#4477aa", label="measured")
     steps.plot(times, [x.predicted_ms for x in ordered], ".--", color="#ee6677", label="predicted")
     steps.set(ylabel="step, ms", ylim=(0, None))
-    steps.xaxis_date()
     for name in dict.fromkeys(name for x in ordered for name in x.factors):
         known = [(t, x.factors[name]) for t, x in zip(times, ordered, strict=True) if name in x.factors]
         factors.plot([t for t, _ in known], [v for _, v in known], ".-", label=name)

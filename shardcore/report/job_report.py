@@ -9,7 +9,7 @@ from shardcore.io.traced_steps import TRACED_PARTS, UNNAMED, RankStep, TracedJob
 from shardcore.report.text import percent_change, text_table
 
 MOST_RANKS = 4
-"""Ranks that are shown: those that wait least, which others wait for."""
+"""Ranks that are shown: those that wait least, which others wait for, and the one that waits most."""
 WORDS = {
     "forward_compute_ms": "lookups forward",
     "backward_compute_ms": "lookups backward and update",
@@ -38,7 +38,7 @@ def traced_text(job: TracedJob) -> str:
     rows.append(["hidden transfers", *(f"{rank.hidden_ms:.2f}" for rank in shown)])
     table = text_table(["ms", *(f"rank {rank.rank}" for rank in shown)], rows)
     left = len(step.ranks) - len(shown)
-    return table + f"\nand {left} more ranks" * (left > 0)
+    return table + f"\nand {left} more ranks" * (left > 0) + _missing(step, "\n")
 
 
 def predicted_text(step: TracedStep, before: StepCost, after: StepCost, ranks: Sequence[int]) -> str:
@@ -49,24 +49,26 @@ def predicted_text(step: TracedStep, before: StepCost, after: StepCost, ranks: S
         device = ranks[rank.rank]
         for name in (*PARTS, "dense_ms"):
             measured = rank.cost_ms(name)
-            values = [_value(cost, name, device) for cost in (before, after)]
+            both = [getattr(cost, name) for cost in (before, after)]
+            values = both if name == "dense_ms" else [of_devices[device] for of_devices in both]
             if measured or any(values):
                 cells = [x for ms in values for x in (f"{ms:.2f}", f"{ms - measured:+.2f}")]
                 rows.append([rank.rank, WORDS[name], f"{measured:.2f}", *cells])
-    return text_table(headers, rows, words=(1,))
+    return text_table(headers, rows, words=(1,)) + _missing(step, "\n")
 
 
-def _value(cost: StepCost, name: str, device: int) -> float:
-    value = getattr(cost, name)
-    return float(value if name == "dense_ms" else value[device])
+def _missing(step: TracedStep, before: str) -> str:
+    """Words on ranks without a trace, after the text before. Empty where all ranks have one."""
+    words = f"{before}{step.missing_ranks.capitalize()} missing: exchanges hold the waiting for them, uncorrected."
+    return words if step.missing_ranks else ""
 
 
 def bottleneck(step: TracedStep) -> str:
     """A sentence on what limits a step."""
     last = min(step.ranks, key=lambda rank: rank.cost_ms("waiting_ms"))
-    waits = [rank.cost_ms("waiting_ms") for rank in step.ranks if rank is not last]
+    others = [rank for rank in step.ranks if rank is not last]
+    waits, missing = [rank.cost_ms("waiting_ms") for rank in others], _missing(step, " ")
     if waits and max(waits) > _WAITS * step.total_ms:
-        others = [rank for rank in step.ranks if rank is not last]
         name, more_ms = max(
             (
                 (name, last.cost_ms(name) - sum(rank.cost_ms(name) for rank in others) / len(others))
@@ -77,12 +79,15 @@ def bottleneck(step: TracedStep) -> str:
         )
         first = f"Ranks wait up to {max(waits):.1f} ms of {step.total_ms:.1f} for rank {last.rank}"
         if more_ms < max(waits) / 2:
-            return f"{first}, which began the step later."
-        return f"{first}: its {WORDS[name]} took {more_ms:.1f} ms more than those of others."
+            return f"{first}, which began the step later.{missing}"
+        return f"{first}: its {WORDS[name]} took {more_ms:.1f} ms more than those of others.{missing}"
     parts = {name: part.words for name, part in TRACED_PARTS.items() if name != UNNAMED}
     name = max(parts, key=lambda name: _mean(step, name))
     ms = _mean(step, name)
-    return f"Most of the step goes to {parts[name]}: {ms:.1f} ms of {step.total_ms:.1f} ({ms / step.total_ms:.0%})."
+    return (
+        f"Most of the step goes to {parts[name]}: {ms:.1f} ms of {step.total_ms:.1f} "
+        f"({ms / step.total_ms:.0%}).{missing}"
+    )
 
 
 def unnamed_text(step: TracedStep) -> str:
@@ -100,8 +105,8 @@ def _mean(step: TracedStep, name: str) -> float:
 
 
 def _shown(step: TracedStep) -> list[RankStep]:
-    order = sorted(step.ranks, key=lambda rank: rank.cost_ms("waiting_ms"))[:MOST_RANKS]
-    return sorted(order, key=lambda rank: rank.rank)
+    order = sorted(step.ranks, key=lambda rank: rank.cost_ms("waiting_ms"))
+    return sorted([*order[: MOST_RANKS - 1], *order[MOST_RANKS - 1 :][-1:]], key=lambda rank: rank.rank)
 
 
 def headline(total_ms: float, predicted_ms: float, interval_ms: tuple[float, float]) -> str:

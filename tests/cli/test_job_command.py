@@ -1,11 +1,13 @@
 """The commands job read and job watch, on the folder that a job's profiler leaves."""
 
 import json
+import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from job_folders import UNEVEN, traced_step
-from kineto_traces import gloo_step, write
+from kineto_traces import gloo_step, ranks_of, write
 from laws import comm_samples, compute_samples, linear_law, pool
 from shapes import column
 
@@ -17,6 +19,7 @@ from shardcore.core.types import Plan
 from shardcore.cost import composite
 from shardcore.cost.profile import load_profile
 from shardcore.io import dataset, files, job_folder
+from shardcore.plans.gain import Gain
 from shardcore.search.anneal.reshard import rebind_tables
 
 
@@ -56,6 +59,61 @@ def test_read_compares_with_a_model_and_writes_the_corrected_one(folder, model, 
     asked = ("price", plan, "--problem", problem, "--model", tmp_path / "corrected", "--json")
     code, out, _ = output_of(capsys, *asked)
     assert code == 0 and json.loads(out)["total_ms"] == pytest.approx(18.0, rel=0.01)
+
+
+def test_a_folder_without_one_rank_is_read_with_its_plan_and_says_what_is_missing(model, tmp_path, capsys):
+    traced_step(tmp_path / "job", ranks=(0,))
+    out = tmp_path / "corrected"
+    code, text, err = output_of(capsys, "job", "read", tmp_path / "job", "--model", model, "--out", out)
+    missing = "Rank 1 is missing: exchanges hold the waiting for them, uncorrected."
+    # Below both tables, and in the sentence.
+    assert code == 0 and text.count(missing) == 3
+    assert "traces of 1 of 2 ranks: rank 1 is missing" in err
+    assert "lookups of 1 of 2 ranks: step-00001000 has no rank-1.lookups.npz" in err
+    assert "use ShardCoreProfiler" not in err
+    job = composite.load(out).meta["provenance"]["job"]
+    assert any(
+        "traces of rank 1 is missing; such steps correct no exchange" in line for line in job["refused"]
+    )
+    assert {name.split()[0] for name in job["factors"]} == {"lookups"}
+
+
+def test_a_whole_step_is_read_before_a_newer_one_without_a_rank(folder, capsys):
+    traced_step(folder, 2000, ranks=(0,))
+    code, out, err = output_of(capsys, "job", "read", folder)
+    assert code == 0 and "rank 1" in out and "missing" not in out + err
+
+
+def test_the_table_shows_the_rank_whose_waiting_the_sentence_quotes(tmp_path, capsys):
+    waits_ms = (9.0, 1.0, 1.2, 0.0, 1.1, 1.3, 1.4, 1.5)
+    for rank, events in ranks_of(8, 0.4, waits_ms).items():
+        write(tmp_path / "traces", rank, events, 8)
+    code, out, _ = output_of(capsys, "job", "read", tmp_path / "traces")
+    assert code == 0 and "Ranks wait up to 9.0 ms of 20.0 for rank 3" in out
+    headers, waiting = (
+        next(line for line in out.splitlines() if line.startswith(words)).split()
+        for words in ("ms ", "waiting for")
+    )
+    shown = [int(word) for word in headers if word.isdigit()]
+    assert {0, 3} < set(shown) and waiting[-len(shown)] == "9.00" and "and 4 more ranks" in out
+
+
+def test_a_gain_within_its_error_is_not_worth_it(folder, model, capsys, monkeypatch):
+    options = ("--model", model, "--propose", "--budget-evals", 300)
+    worth = output_of(capsys, "job", "read", folder, *options)[1]
+    gain, margin = map(float, re.search(r"gain ([\d.]+)% ± ([\d.]+)%", worth).groups())
+    assert ("not worth it" in worth) == (gain <= margin)
+    monkeypatch.setattr(Gain, "worth_it", lambda self: False)
+    doubtful = output_of(capsys, "job", "read", folder, *options)[1]
+    assert ", not worth it: within the error" in doubtful
+
+
+def test_a_packed_file_of_lookups_is_refused(folder):
+    path = job_folder.traced_steps(folder)[-1] / "rank-0.lookups.npz"
+    with np.load(path) as arrays:
+        np.savez_compressed(path, **{name: np.zeros(1 << 20, int) for name in arrays.files})
+    with pytest.raises(ShardCoreError, match=r"rank-0.lookups.npz has [\d,]+ bytes, and has packed"):
+        job_folder.read_step(path.parent)
 
 
 def test_a_trace_of_another_plan_is_read_and_corrects_nothing(model, tmp_path, capsys):

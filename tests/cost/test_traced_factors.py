@@ -31,7 +31,7 @@ from shardcore.cost.traced_factors import (
     correction,
     with_around,
 )
-from shardcore.io.traced_steps import RankStep, TracedStep
+from shardcore.io.traced_steps import RankStep, TracedExchange, TracedStep
 from shardcore.step.lower import lower
 
 
@@ -122,6 +122,70 @@ def test_overlapping_exchanges_are_corrected_by_their_sum(model, exchange, share
     found = correction(model, [(workload, step)])
     factors = [found.factors[Quantity(ALL_TO_ALL, way)].value for way in ("forward", "backward")]
     assert factors == pytest.approx([forward, backward], rel=0.2)
+
+
+def waiting(step, ms):
+    """The step, in which one rank waits so long before its exchanges."""
+    first, *others = step.ranks
+    parts = first.ms | {"waiting": first.ms["waiting"] + ms}
+    exchanges = tuple(dataclasses.replace(x, waiting_ms=ms / 2) for x in first.exchanges)
+    late = dataclasses.replace(first, total_ms=first.total_ms + ms, ms=parts, exchanges=exchanges)
+    return dataclasses.replace(step, ranks=(late, *others))
+
+
+@pytest.mark.parametrize("exchange", [1.0, 2.0])
+def test_waiting_is_not_learned_as_slow_exchanges(model, exchange):
+    """A rank waits ten times as long as its exchanges take."""
+    given = problem()
+    workload = lower(by_columns(given), given)
+    step = traced(workload, corrected_model(model, factors_of(1.0, exchange)))
+    waits_ms = 10 * sum(x.exposed_ms for x in step.ranks[0].exchanges)
+    quiet, late = (correction(model, [(workload, one)]) for one in (step, waiting(step, waits_ms)))
+    for way in ("forward", "backward"):
+        factor = late.factors[Quantity(ALL_TO_ALL, way)]
+        assert factor.value == pytest.approx(exchange, rel=0.1)
+        assert factor == quiet.factors[Quantity(ALL_TO_ALL, way)]
+
+
+def of_some_ranks(step, world_size):
+    """The step of a job of more ranks, whose traces are missing."""
+    ranks = tuple(
+        dataclasses.replace(r, exchanges=tuple(dataclasses.replace(x, is_aligned=False) for x in r.exchanges))
+        for r in step.ranks
+    )
+    return dataclasses.replace(step, ranks=ranks, world_size=world_size)
+
+
+def test_steps_without_some_ranks_correct_lookups_and_no_exchange(model):
+    given = problem()
+    workload = lower(by_columns(given), given)
+    step = of_some_ranks(traced(workload, corrected_model(model, factors_of(2.0, 4.0))), 5)
+    found = correction(model, [(workload, step)])
+    assert found.factors[Quantity(None, "forward")].value == pytest.approx(2.0, rel=0.1)
+    for q in QUANTITIES:
+        if q.family == EXCHANGE:
+            assert (found.factors[q].value, found.factors[q].units, found.factors[q].latency_ms) == (
+                1.0,
+                0,
+                0.0,
+            )
+    words = "exchanges: traces of ranks 2, 3, 4 are missing; such steps correct no exchange"
+    assert words in found.refused and words in found.document()["refused"]
+    assert any(line.endswith("all-to-all backward: not corrected") for line in found.refused)
+
+
+def test_moments_shared_with_transfers_that_no_plan_has_tell_no_sum(model):
+    """Of an exchange that runs beside another library's all day, a trace says little."""
+    given = problem()
+    workload = lower(by_columns(given), given)
+    step = overlapping(traced(workload, corrected_model(model, factors_of(1.0, 3.0))), 1.0)
+    other = TracedExchange("all_gather", "other", 0, 0.0, 99.0, 99.0, 99.0)
+    ranks = tuple(dataclasses.replace(r, exchanges=(*r.exchanges, other)) for r in step.ranks)
+    beside, alone = (
+        correction(model, [(workload, one)]) for one in (dataclasses.replace(step, ranks=ranks), step)
+    )
+    q = Quantity(ALL_TO_ALL, "forward")
+    assert beside.factors[q].sd > 2 * alone.factors[q].sd
 
 
 def test_a_collective_that_did_not_run_is_corrected_as_its_family_with_more_doubt(model):

@@ -1,13 +1,17 @@
 """Steps of a running job, from traces of its ranks."""
 
 import json
+import random
 import shutil
+import tracemalloc
+import zlib
 from pathlib import Path
 
 import pytest
-from kineto_traces import BASE_NS, event, gloo_step, write
+from kineto_traces import BASE_NS, event, gloo_step, ranks_of, write
 
 from shardcore.core.errors import ShardCoreError
+from shardcore.io import schema
 from shardcore.io.kineto import KinetoFile
 from shardcore.measure.traces.job import read_job
 from shardcore.measure.traces.names import NCCL_KERNEL, collective_of, name_of
@@ -189,8 +193,96 @@ def test_a_trace_cut_short_counts_as_far_as_whole_ones_show_that_it_is_whole(tmp
 def test_a_trace_of_one_rank_tells_all_but_waiting(tmp_path):
     write(tmp_path, 0, gloo_step())
     job = read_job(tmp_path)
-    assert job.remarks == ("traces of 1 of 2 ranks: waiting is not told from transfer",)
+    assert job.remarks == (
+        "traces of 1 of 2 ranks: rank 1 is missing; waiting for missing ranks counts as transfer",
+    )
     assert job.steps[0].ranks[0].ms["outputs_transfer"] == pytest.approx(5.0, abs=0.1)
+
+
+def of_ranks(folder, events, world_size=8, **of_third):
+    for rank, own in events.items():
+        write(folder, rank, own, world_size, **(of_third if rank == 2 else {}))
+    return read_job(folder)
+
+
+WAITS_MS = (9.0, 8.5, 7.0, 0.0, 8.0, 9.5, 3.0, 8.8)
+
+
+@pytest.mark.parametrize("seconds", [0, 5, -7200])
+def test_an_exchange_takes_the_time_since_its_last_rank_began(tmp_path, seconds):
+    """Seven of eight ranks wait most of the time. The clock of one may be off by seconds."""
+    job = of_ranks(tmp_path, ranks_of(8, 0.4, WAITS_MS), base_ns=BASE_NS + 1_000_000_000 * seconds)
+    assert job.remarks == ()
+    for rank, waits_ms in zip(job.steps[0].ranks, WAITS_MS, strict=True):
+        [sent] = rank.exchanges
+        assert (sent.waiting_ms, sent.transfer_ms) == pytest.approx((waits_ms, 0.4), abs=0.01)
+        assert sent.is_aligned
+
+
+def test_missing_ranks_are_named_and_exchanges_are_not_aligned(tmp_path):
+    events = ranks_of(8, 0.4, WAITS_MS)
+    job = of_ranks(tmp_path, {rank: events[rank] for rank in (0, 1, 2, 5, 7)})
+    assert job.remarks == (
+        "traces of 5 of 8 ranks: ranks 3, 4, 6 are missing; waiting for missing ranks counts as transfer",
+    )
+    assert job.steps[0].missing_ranks == "ranks 3, 4, 6 are"
+    for rank in job.steps[0].ranks:
+        assert not any(sent.is_aligned for sent in rank.exchanges)
+        assert rank.ms["outputs_transfer"] == pytest.approx(7.4, abs=0.01)  # rank 2 is the last one there
+
+
+def test_where_clocks_are_not_known_the_rank_that_is_shortest_tells_the_transfer(tmp_path):
+    events = ranks_of(3, 0.4, (9.0, 0.0, 5.0))
+    for i, at_ms in enumerate((2.0, 9.0)):  # more exchanges, whose ends say otherwise
+        for rank, apart in ((0, 0.0), (1, 7.0 * i), (2, 0.0)):
+            events[rank] += [
+                event("c10d::allreduce_", at_ms + apart, 0.1),
+                event("gloo:all_reduce", at_ms + apart, 0.2, "user_annotation", 2),
+            ]
+    job = of_ranks(tmp_path, events, 3)
+    assert any("clock of rank 1 is known to" in remark and "shortest" in remark for remark in job.remarks)
+    for rank in job.steps[0].ranks:
+        [sent] = (x for x in rank.exchanges if x.role == "outputs")
+        assert sent.is_aligned and sent.transfer_ms == pytest.approx(0.4, abs=0.01)
+
+
+def test_steps_that_overlap_end_where_the_next_one_begins_and_are_told(tmp_path):
+    """A step of 12.4 ms whose annotation lasts 19.8."""
+    events = []
+    for number in (3, 4, 5):
+        at_ms = 12.4 * number
+        own = [e for e in gloo_step(at_ms=at_ms, number=number) if e["ts"] + e["dur"] <= 1e3 * (at_ms + 12.4)]
+        events += [event(f"ProfilerStep#{number}", at_ms, 19.8, "user_annotation"), *own]
+    write(tmp_path, 0, events, 1)
+    job = read_job(tmp_path)
+    assert [(step.number, round(step.total_ms, 2)) for step in job.steps] == [(3, 12.4), (4, 12.4)]
+    [remark] = job.remarks
+    assert "ProfilerSteps that overlap the next one, by ms: {3: 7.4, 4: 7.4}" in remark
+    assert "the last one, 5, does not count" in remark
+
+
+def test_steps_that_other_ranks_lack_and_steps_without_ops_do_not_count(tmp_path):
+    empty = [event("ProfilerStep#6", 100, 0.5, "user_annotation")]
+    write(tmp_path, 0, gloo_step() + gloo_step(at_ms=30, number=4) + empty)
+    write(tmp_path, 1, gloo_step() + gloo_step(at_ms=30, number=4) + gloo_step(at_ms=60, number=5))
+    job = read_job(tmp_path)
+    assert [step.number for step in job.steps] == [3, 4]
+    assert "steps [5] do not count, as not all ranks have them" in job.remarks
+    assert "trace of rank 0 has steps without ops, which do not count: [6]" in job.remarks
+
+
+def test_a_trace_of_empty_steps_alone_is_refused(tmp_path):
+    write(tmp_path, 0, [event("ProfilerStep#6", 0, 5, "user_annotation"), event("aten::add", 9, 1)], 1)
+    with pytest.raises(ShardCoreError, match=r"rank-0.trace.json has no ops within its steps \[6\]"):
+        read_job(tmp_path)
+
+
+def test_a_second_trace_of_a_rank_leaves_another_one_missing(tmp_path):
+    write(tmp_path, 0, gloo_step())
+    write(tmp_path, 1, gloo_step(), distributedInfo={"rank": 0, "world_size": 2})
+    remarks = read_job(tmp_path).remarks
+    assert "rank 0 has several traces; the last one counts" in remarks
+    assert any("rank 1 is missing" in remark for remark in remarks)
 
 
 def test_a_trace_without_collectives_tells_the_rest(tmp_path):
@@ -215,6 +307,10 @@ def test_ranks_that_ran_other_collectives_are_named(tmp_path):
         (
             lambda folder: write(folder, 1, gloo_step(), distributedInfo={"rank": 7, "world_size": 2}),
             "traces of ranks 0, 7; a job of 2 has 0 to 1",
+        ),
+        (
+            lambda folder: [write(folder, rank, gloo_step(), world_size=10**15) for rank in (0, 1)],
+            "a job of 1000000000000000 has .*, and 65,536 ranks at most",
         ),
         (lambda folder: shutil.rmtree(folder) or folder.mkdir(), "has no traces; it needs files"),
     ],
@@ -246,9 +342,11 @@ def test_events_without_a_time_are_counted(tmp_path):
         {"ph": "X", "name": "a", "ts": "soon"},
         {"ph": "X", "ts": 1, "dur": -1, "name": "b"},
         {"ph": "X", "ts": 10**400, "name": "c"},
+        {"ph": "X", "ts": float("nan"), "dur": 1, "name": "d"},
+        {"ph": "X", "ts": 1, "dur": float("inf"), "name": "e"},
     ]
     write(tmp_path, 0, gloo_step() + broken, 1)
-    assert "trace of rank 0 has 3 events without a name or time" in read_job(tmp_path).remarks
+    assert "trace of rank 0 has 5 events without a name or time" in read_job(tmp_path).remarks
 
 
 @pytest.mark.parametrize(
@@ -268,8 +366,6 @@ def test_fields_of_other_kinds_are_left_out(tmp_path, more, header):
 
 
 def test_large_traces_are_read_in_bounded_memory(tmp_path):
-    import tracemalloc
-
     noise = [event("aten::view", 1000 + i, 0.1, "python_function", note="x" * 400) for i in range(20_000)]
     path = write(tmp_path, 0, gloo_step() + noise, 1)
     assert path.stat().st_size > 8 << 20
@@ -278,3 +374,46 @@ def test_large_traces_are_read_in_bounded_memory(tmp_path):
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < 8 << 20
+
+
+def test_a_gzip_bomb_is_refused_with_its_file_size_and_limit(tmp_path):
+    """128 MiB of spaces in 128 KiB."""
+    path = tmp_path / "rank-0.trace.json.gz"
+    packer = zlib.compressobj(9, wbits=31)
+    with path.open("wb") as file:
+        file.write(packer.compress(b'{"traceEvents": ['))
+        for _ in range(8):
+            file.write(packer.compress(b" " * (1 << 24)))
+        file.write(packer.flush())
+    size = path.stat().st_size
+    words = f"{path} has {size:,} bytes and unpacks to more than {schema.LEAST_UNPACKED_BYTES:,} bytes"
+    with pytest.raises(ShardCoreError, match=words):
+        read_job(tmp_path)
+
+
+def test_a_trace_that_packs_well_is_read(tmp_path):
+    """30 to 1, more than traces do."""
+    rng = random.Random(0)
+    notes = [f"{rng.getrandbits(256):064x}{'x' * 1400}" for _ in range(12_000)]
+    noise = [event("aten::view", 1000 + i, 0.1, "python_function", note=note) for i, note in enumerate(notes)]
+    size = write(tmp_path, 0, gloo_step() + noise, 1, zipped=True).stat().st_size
+    assert 25 < 18e6 / size < 45
+    assert read_job(tmp_path).steps[0].number == 3
+
+
+def test_many_collectives_take_time_and_memory_in_proportion(tmp_path):
+    """2,000 transfers among 2,000 ops: a table of transfers and moments would take 140 MB."""
+    events = [event("ProfilerStep#3", 0, 2_000, "user_annotation")]
+    for i in range(2_000):
+        events += [
+            event("aten::mul", i, 0.5),
+            event("c10d::broadcast_", i + 0.6, 0.1),
+            event("gloo:all_gather", i + 0.7, 0.2, "user_annotation", 2),
+        ]
+    write(tmp_path, 0, events, 1)
+    tracemalloc.start()
+    [rank] = read_job(tmp_path).steps[0].ranks
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert rank.ms["other_transfer"] == pytest.approx(0.2 * 2_000, rel=0.02)
+    assert peak_bytes < 60 << 20

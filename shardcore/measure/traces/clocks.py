@@ -2,12 +2,13 @@
 
 A collective ends on all ranks at about the same time. So the median difference of ends, over the collectives
 of a step, is the offset of two clocks. It is known as well as these differences agree. A collective begins to
-transfer when its last rank begins, so time before that is waiting.
+transfer when its last rank begins, so time before that is waiting. Where clocks cannot be aligned, the rank on
+which a collective is shortest came last.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,44 +30,33 @@ class Offset:
     spread_ms: float
 
 
-def matched(collectives: Mapping[int, Sequence[Collective]]) -> list[dict[int, Collective]]:
-    """Collectives of a step by rank, those of all ranks together.
+def matched(
+    collectives: Mapping[int, Sequence[Collective]],
+) -> tuple[list[dict[int, Collective]], list[str]]:
+    """Collectives of a step by rank, those of all ranks together, and words on kinds that do not match.
 
     Ranks start collectives of a kind and role in the same order. Only kinds that all ranks ran equally often
     match.
     """
-    by_kind: dict[tuple[str, str], dict[int, list[Collective]]] = defaultdict(lambda: defaultdict(list))
-    for rank, own in collectives.items():
-        for one in own:
-            by_kind[one.collective, one.role][rank].append(one)
-    result = []
-    for of_rank in by_kind.values():
-        counts = {len(of_rank.get(rank, ())) for rank in collectives}
-        if len(counts) == 1:
-            result += [
+    groups, unequal = [], []
+    for collective, role in sorted({(c.collective, c.role) for own in collectives.values() for c in own}):
+        of_rank = {
+            rank: [c for c in own if (c.collective, c.role) == (collective, role)]
+            for rank, own in collectives.items()
+        }
+        if len(set(map(len, of_rank.values()))) == 1:
+            groups += [
                 dict(zip(of_rank, group, strict=True)) for group in zip(*of_rank.values(), strict=True)
             ]
-    return result
+        else:
+            counts = ", ".join(f"rank {rank}: {len(own)}" for rank, own in of_rank.items())
+            unequal.append(f"{collective} of {role} ({counts})")
+    return groups, unequal
 
 
 def kinds(steps: Sequence[StepSpans]) -> dict[int, Counter[tuple[str, str]]]:
     """Counts of each kind of collective that a rank ran, by number of the step."""
-    return {step.number: _kinds(step.collectives) for step in steps}
-
-
-def _kinds(collectives: Sequence[Collective]) -> Counter[tuple[str, str]]:
-    return Counter((c.collective, c.role) for c in collectives)
-
-
-def unmatched(collectives: Mapping[int, Sequence[Collective]]) -> list[str]:
-    """Words on the kinds of collectives that ranks ran unequally often in a step."""
-    counts = {rank: _kinds(own) for rank, own in collectives.items()}
-    kinds = sorted({kind for of_rank in counts.values() for kind in of_rank})
-    return [
-        f"{collective} of {role} ({', '.join(f'rank {r}: {c[collective, role]}' for r, c in counts.items())})"
-        for collective, role in kinds
-        if len({c[collective, role] for c in counts.values()}) > 1
-    ]
+    return {step.number: Counter((c.collective, c.role) for c in step.collectives) for step in steps}
 
 
 def offsets(groups: Sequence[Mapping[int, Collective]], ranks: Sequence[int]) -> dict[int, Offset]:
@@ -82,10 +72,17 @@ def offsets(groups: Sequence[Mapping[int, Collective]], ranks: Sequence[int]) ->
     return found
 
 
-def mark_begins(groups: Sequence[Mapping[int, Collective]], clock: Mapping[int, Offset]) -> None:
-    """Set when the last rank of each collective began, by the clock of each rank."""
+def mark_begins(
+    groups: Sequence[Mapping[int, Collective]], clock: Mapping[int, Offset], world_size: int
+) -> None:
+    """Set when the last rank of each collective began, by the clock of each rank.
+
+    Where a clock is not known, the transfer takes as long on all ranks as on the one where it is shortest.
+    """
     for group in groups:
-        begins = [one.begin_ms - clock[rank].ms for rank, one in group.items() if rank in clock]
+        last_ms = max(one.begin_ms - clock[rank].ms for rank, one in group.items() if rank in clock)
+        shortest_ms = min(one.end_ms - one.begin_ms for one in group.values())
         for rank, one in group.items():
-            if rank in clock and len(begins) > 1:
-                one.began_ms = max(begins) + clock[rank].ms
+            known = len(clock) == len(group)
+            one.began_ms = last_ms + clock[rank].ms if known else one.end_ms - shortest_ms
+            one.is_aligned = len(group) == world_size

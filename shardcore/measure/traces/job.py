@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import MOST_DEVICES, shown
 from shardcore.io.kineto import SUFFIXES, KinetoFile
 from shardcore.io.traced_steps import UNNAMED, RankStep, TracedExchange, TracedJob, TracedStep
 from shardcore.measure.traces import clocks
@@ -76,18 +77,10 @@ def read_job(folder: str | Path, world_size: int | None = None) -> TracedJob:
             f"{folder} has traces of jobs of {' and '.join(map(str, sorted(sizes)))} ranks; they need to be of one job"
         )
     size = next(iter(sizes), max(traces) + 1)
-    if not 0 <= min(traces) <= max(traces) < size:
+    if not 0 <= min(traces) <= max(traces) < size <= MOST_DEVICES:
         raise ShardCoreError(
-            f"{folder} has traces of ranks {', '.join(map(str, sorted(traces)))}; a job of {size} has 0 to {size - 1}"
-        )
-    if len(traces) < size:
-        remarks.append(
-            f"traces of {len(traces)} of {size} ranks: "
-            + (
-                "waiting is not told from transfer"
-                if len(traces) == 1
-                else "waiting for other ranks counts as transfer"
-            )
+            f"{folder} has traces of ranks {', '.join(map(str, sorted(traces)))}; a job of {size} has 0 to {size - 1}, "
+            f"and {MOST_DEVICES:,} ranks at most"
         )
     numbers = sorted(set.intersection(*({step.number for step in t.steps} for t in traces.values())))
     if not numbers:
@@ -95,7 +88,14 @@ def read_job(folder: str | Path, world_size: int | None = None) -> TracedJob:
             f"{folder} has traces of no common step; ranks have "
             f"{'; '.join(f'{r}: {[s.number for s in t.steps]}' for r, t in sorted(traces.items())[:4])}"
         )
+    if more := sorted({step.number for t in traces.values() for step in t.steps} - set(numbers)):
+        remarks.append(f"steps {shown(more)} do not count, as not all ranks have them")
     steps = _steps(dict(sorted(traces.items())), numbers, size, remarks)
+    if missing := steps[-1].missing_ranks:
+        remarks.append(
+            f"traces of {len(traces)} of {size} ranks: {missing} missing; "
+            "waiting for missing ranks counts as transfer"
+        )
     return TracedJob(
         tuple(steps),
         next(iter(traces.values())).backend,
@@ -131,17 +131,18 @@ def _steps(
     on_gpu = any(trace.on_gpu for trace in traces.values())
     for number in numbers:
         spans = {rank: next(s for s in t.steps if s.number == number) for rank, t in traces.items()}
-        own = {rank: s.collectives for rank, s in spans.items()}
-        groups = clocks.matched(own)
-        if differ := clocks.unmatched(own):
-            remarks.append(f"ranks differ in collectives: {', '.join(differ)}; these are not aligned")
-        clock = clocks.offsets(groups, list(traces)) if len(traces) > 1 else {}
+        groups, unequal = clocks.matched({rank: s.collectives for rank, s in spans.items()})
+        if unequal:
+            remarks.append(
+                f"ranks differ in collectives: {', '.join(unequal)}; these are not aligned, and not corrected"
+            )
+        clock = clocks.offsets(groups, list(traces))
         length_ms = max(s.end_ms - s.begin_ms for s in spans.values())
         for rank, offset in list(clock.items()):
             if offset.spread_ms > clocks.MOST_SPREAD * length_ms:
                 remarks.append(
-                    f"clock of rank {rank} is known to {offset.spread_ms:.1f} ms only in step {number}: its waiting "
-                    "counts as transfer"
+                    f"clock of rank {rank} is known to {offset.spread_ms:.1f} ms only in step {number}: a transfer "
+                    "takes as long as on the rank where it is shortest"
                 )
                 del clock[rank]
             elif rank in before and abs(offset.ms - before[rank]) > clocks.JUMP * length_ms:
@@ -150,7 +151,7 @@ def _steps(
                     "is aligned alone"
                 )
             before[rank] = offset.ms
-        clocks.mark_begins(groups, clock)
+        clocks.mark_begins(groups, clock, size)
         steps.append(TracedStep(number, tuple(rank_step(rank, s, on_gpu) for rank, s in spans.items()), size))
     return steps
 
@@ -174,27 +175,21 @@ def rank_step(rank: int, spans: StepSpans, on_gpu: bool) -> RankStep:
         transfers,
         (spans.begin_ms, spans.end_ms),
     )
-    ms: dict[str, float] = defaultdict(float)
-    host_ms: dict[str, float] = {}
-    for c, value in zip(spans.collectives, exposed_ms, strict=True):
-        if value:
-            ms[f"{c.role}_transfer"] += value
-    for part, value in painted.items():
-        if part.startswith(_HOST):
-            ms["host"] += value
-            host_ms[part.removeprefix(_HOST)] = value
-        else:
-            ms[part] += value
-    names: dict[str, float] = defaultdict(float)
-    for s in (*spans.host, *spans.device):
-        if s.part == UNNAMED:
-            names[s.name] += s.end_ms - s.begin_ms
-    kernel_ms: dict[str, float] = defaultdict(float)
-    if on_gpu:
-        for s in spans.device:
-            kernel_ms[s.part] += s.end_ms - s.begin_ms
-        for c in spans.collectives:
-            kernel_ms[f"{c.role}_transfer"] += c.end_ms - c.begin_ms
+    exposed = zip(spans.collectives, exposed_ms, strict=True)
+    ms = _sums(
+        [
+            *((f"{c.role}_transfer", value) for c, value in exposed if value),
+            *(("host" if part.startswith(_HOST) else part, value) for part, value in painted.items()),
+        ]
+    )
+    host_ms = {part.removeprefix(_HOST): ms for part, ms in painted.items() if part.startswith(_HOST)}
+    names = _sums(
+        [(s.name, s.end_ms - s.begin_ms) for s in (*spans.host, *spans.device) if s.part == UNNAMED]
+    )
+    kernels = [
+        *((s.part, s.end_ms - s.begin_ms) for s in spans.device),
+        *((f"{c.role}_transfer", c.end_ms - c.begin_ms) for c in spans.collectives),
+    ]
     exchanges = tuple(
         TracedExchange(
             c.collective,
@@ -204,19 +199,28 @@ def rank_step(rank: int, spans: StepSpans, on_gpu: bool) -> RankStep:
             c.end_ms - c.transfer_from_ms,
             value,
             shared,
+            c.is_aligned,
         )
         for c, value, shared in zip(spans.collectives, exposed_ms, shared_ms, strict=True)
     )
     return RankStep(
         rank,
         spans.end_ms - spans.begin_ms,
-        dict(ms),
+        ms,
         sum(x.transfer_ms - x.exposed_ms for x in exchanges),
         exchanges,
         dict(sorted(names.items(), key=lambda x: -x[1])[:_MOST_NAMES]),
         host_ms,
-        dict(kernel_ms),
+        _sums(kernels) if on_gpu else {},
     )
+
+
+def _sums(values: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """The sum of the values of each name."""
+    sums: dict[str, float] = defaultdict(float)
+    for name, value in values:
+        sums[name] += value
+    return dict(sums)
 
 
 def _painted(
@@ -242,25 +246,24 @@ def _painted(
     widths = np.diff(edges)
     totals = dict(zip(parts, np.bincount(top, widths, len(parts)).tolist(), strict=True))
     totals.pop(_TRANSFER, None)
-    # [C, M] transfers under way where nothing hides them.
-    ends = np.array(transfers).reshape(-1, 2, 1)
-    shown = (ends[:, 0] <= edges[:-1]) & (edges[1:] <= ends[:, 1]) & (top == number.get(_TRANSFER, -1))
-    at_once = shown.sum(0)
-    share = shown / np.maximum(at_once, 1)
-    alone = at_once < 2
+    # [C] first and last moments of transfers; [M] transfers that are under way at once.
+    first, last = np.minimum(np.searchsorted(edges, np.reshape(transfers, (-1, 2))), len(widths)).T
+    changes = np.bincount(first, minlength=len(edges)) - np.bincount(last, minlength=len(edges))
+    at_once = np.cumsum(changes)[:-1]
+    exposed_ms = np.where(top == number.get(_TRANSFER, -1), widths, 0.0) / np.maximum(at_once, 1)
+    # [M + 1] sums of all moments before. A table of transfers by moments would fill memory.
+    sums = [np.append(0.0, np.cumsum(ms)) for ms in (exposed_ms, np.where(at_once > 1, exposed_ms, 0.0))]
     return (
         {part: ms for part, ms in totals.items() if ms > 0},
-        (share @ widths).tolist(),
-        (share @ np.where(alone, 0.0, widths)).tolist(),
+        (sums[0][last] - sums[0][first]).tolist(),
+        (sums[1][last] - sums[1][first]).tolist(),
     )
 
 
 def _rank_in(path: Path, otherwise: int) -> int:
     """The rank in the name of a file or of its folder. Files without one are counted."""
-    for name in (path.name, path.parent.name):
-        if match := _RANK.search(name):
-            return int(match[1])
-    return otherwise
+    match = _RANK.search(path.name) or _RANK.search(path.parent.name)
+    return int(match[1]) if match else otherwise
 
 
 def _digest(path: Path) -> str:

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 
-STEP = re.compile(r"ProfilerStep#(\d+)")
+STEP = re.compile(r"ProfilerStep#(\d{1,18})\b")
 STARTS_COLLECTIVE = re.compile(r"c10d::|nccl:|record_param_comms$")
 """Names of host frames that start a collective."""
 GLOO = re.compile(r"gloo:")

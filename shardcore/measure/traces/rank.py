@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import shown
 from shardcore.io.kineto import KinetoFile, TraceEvent
 from shardcore.io.traced_steps import UNNAMED
 from shardcore.measure.traces.names import (
@@ -30,6 +31,8 @@ from shardcore.measure.traces.names import (
 
 MOST_STEPS = 8
 """Steps of a trace that are read, the last ones."""
+_MOST_OVERLAP = 0.01
+"""Share of a step from which the next one counts as overlapping it: clocks are rounded."""
 _HOST = frozenset({"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver", "hip_runtime"})
 _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _ARGUMENTS = ("correlation", "Collective name", "In msg nelems", "dtype", "Input Dims", "Input type")
@@ -61,6 +64,7 @@ class Collective:
     """A collective of a rank.
 
     began_ms: when the last rank of it began, by this rank's clock. None where no other rank's trace has it.
+    is_aligned: True if all ranks of the job have it, so that this is known.
     """
 
     collective: str
@@ -69,6 +73,7 @@ class Collective:
     begin_ms: float
     end_ms: float
     began_ms: float | None = None
+    is_aligned: bool = False
 
     @property
     def transfer_from_ms(self) -> float:
@@ -118,8 +123,8 @@ def read_rank(file: KinetoFile) -> RankTrace:
     for e in file.events():
         if e.category in _HOST or e.category in _DEVICE:
             first, last = min(first, e.begin_ms), max(last, e.end_ms)
-            is_step = e.category == "user_annotation" and e.end_ms > e.begin_ms
-            if is_step and (match := STEP.match(e.name)):
+            match = STEP.match(e.name) if e.category == "user_annotation" else None
+            if match and e.end_ms > e.begin_ms:
                 windows[int(match[1])] = e.begin_ms, e.end_ms, e.thread
     if last <= first:
         raise ShardCoreError(f"{file.path.name} has no ops; trace the activities CPU, or CPU and CUDA")
@@ -127,6 +132,7 @@ def read_rank(file: KinetoFile) -> RankTrace:
         remarks.append("is cut short: its last events are missing")
     if file.malformed:
         remarks.append(f"has {file.malformed} events without a name or time")
+    windows = _separated(windows, remarks)
     if not windows:
         remarks.append("has no ProfilerStep: all of it counts as one step (call profiler.step() each step)")
         windows[0] = first, last, ()
@@ -143,25 +149,31 @@ def read_rank(file: KinetoFile) -> RankTrace:
             elif e.category in _DEVICE:
                 kernels.append(kept)
     main = next(iter(chosen.values()))[2] or max(threads, key=lambda t: len(threads[t]), default=())
-    host = {thread: _Frames(events, is_main=thread == main) for thread, events in threads.items()}
+    host = {thread: _Frames(events) for thread, events in threads.items()}
     launches = {k: v for frames in host.values() for k, v in frames.launches.items()}
     starts = sorted(
         itertools.chain.from_iterable(f.starts for f in host.values()), key=lambda start: start.begin_ms
     )
     device, collectives = _device_spans(kernels, launches)
     collectives += _of_gloo(threads, starts)
-    steps = []
-    for number, (from_ms, to_ms, _) in chosen.items():
-        steps.append(
-            StepSpans(
-                number,
-                from_ms,
-                to_ms,
-                _within(host[main].spans if main in host else [], from_ms, to_ms),
-                _within(device, from_ms, to_ms),
-                [c for start, c in sorted(collectives, key=lambda x: x[0]) if from_ms <= start < to_ms],
-            )
+    collectives.sort(key=lambda x: x[0])
+    steps = [
+        StepSpans(
+            number,
+            from_ms,
+            to_ms,
+            _within(host[main].spans if main in host else [], from_ms, to_ms),
+            _within(device, from_ms, to_ms),
+            [c for start, c in collectives if from_ms <= start < to_ms],
         )
+        for number, (from_ms, to_ms, _) in chosen.items()
+    ]
+    idle = [s.number for s in steps if not (s.collectives or any(x.works for x in (*s.host, *s.device)))]
+    if idle:
+        remarks.append(f"has steps without ops, which do not count: {idle}")
+        steps = [s for s in steps if s.number not in idle]
+    if not steps:
+        raise ShardCoreError(f"{file.path.name} has no ops within its steps {idle}; trace steps that train")
     if not any(step.collectives for step in steps):
         remarks.append("has no collectives: of exchanges it tells nothing")
     told = file.distributed
@@ -176,6 +188,29 @@ def read_rank(file: KinetoFile) -> RankTrace:
         remarks,
         file.cut_short,
     )
+
+
+def _separated(
+    windows: Mapping[int, tuple[float, float, tuple]], remarks: list[str]
+) -> dict[int, tuple[float, float, tuple]]:
+    """Steps of which none overlaps the next: each ends where the next one begins.
+
+    Where some overlap, the last one is left out, as nothing tells its end.
+    """
+    ordered = sorted(windows.items(), key=lambda item: item[1][:2])
+    pairs = [(number, window, after[0]) for (number, window), (_, after) in itertools.pairwise(ordered)]
+    longer = {
+        n: round(end - after, 1)
+        for n, (begin, end, _), after in pairs
+        if end - after > _MOST_OVERLAP * (end - begin)
+    }
+    if not longer:
+        return dict(windows)
+    remarks.append(
+        f"has ProfilerSteps that overlap the next one, by ms: {shown(longer)}. Each counts until the next one begins, "
+        f"and the last one, {ordered[-1][0]}, does not count"
+    )
+    return {n: (begin, min(end, after), t) for n, (begin, end, t), after in pairs if after > begin}
 
 
 def _within(spans: Iterable[Span], from_ms: float, to_ms: float) -> list[Span]:
@@ -213,12 +248,12 @@ _OUTSIDE = _Frame(math.inf, "host", False, "outside of frames", None)
 class _Frames:
     """The nested frames of a thread.
 
-    spans: its time, each in the innermost frame. Of the main thread only.
+    spans: its time, each in the innermost frame.
     launches: what was around the launch of a kernel, by its correlation.
     starts: of collectives.
     """
 
-    def __init__(self, events: Sequence[TraceEvent], is_main: bool) -> None:
+    def __init__(self, events: Sequence[TraceEvent]) -> None:
         self.spans: list[Span] = []
         self.launches: dict[int, _Frame] = {}
         self.starts: list[_Start] = []
@@ -233,8 +268,6 @@ class _Frames:
             stack.append(self._frame(e, stack[-1]))
         while len(stack) > 1:
             self._spend(frame := stack.pop(), frame.end_ms)
-        if not is_main:
-            self.spans.clear()
 
     def _spend(self, frame: _Frame, until_ms: float) -> None:
         """Add the time up to a moment, which was spent in a frame."""
@@ -308,14 +341,18 @@ def _device_spans(
         collective = collective_of(e.name) if NCCL_KERNEL.match(e.name) else None
         if collective or (around and around.start and NCCL_KERNEL.match(e.name)):
             start = around.start if around else None
-            kind = start.collective if start else collective or "other"
-            role = role_of(kind, start.part if start else "")
-            at_ms = start.begin_ms if start else e.begin_ms
-            n_bytes = start.n_bytes if start else 0
-            collectives.append((at_ms, Collective(kind, role, n_bytes, e.begin_ms, e.end_ms)))
+            collectives.append(
+                _run_of(e, start or _Start(e.begin_ms, e.end_ms, collective or "other", "", 0))
+            )
             continue
         spans.append(Span(e.begin_ms, e.end_ms, _part_of_kernel(e, around), True, e.name))
     return spans, collectives
+
+
+def _run_of(e: TraceEvent, start: _Start) -> tuple[float, Collective]:
+    """The collective that a kernel or thread of gloo ran, after its start by the host."""
+    role = role_of(start.collective, start.part)
+    return start.begin_ms, Collective(start.collective, role, start.n_bytes, e.begin_ms, e.end_ms)
 
 
 def _part_of_kernel(e: TraceEvent, around: _Frame | None) -> str:
@@ -333,30 +370,21 @@ def _of_gloo(
     """Collectives that gloo's threads ran, each with its start by the host.
 
     Gloo runs what a group was given in that order. So a collective is that of the first start which has none
-    yet.
+    yet. A reduce-scatter that gloo runs as an all-reduce keeps its name.
     """
     runs = sorted(
         (e for events in threads.values() for e in events if GLOO.match(e.name)), key=lambda e: e.begin_ms
     )
-    waiting, collectives = list(starts), []
+    waiting: dict[str, deque[_Start]] = defaultdict(deque)
+    for start in starts:
+        waiting[start.collective].append(start)
+    collectives = []
     for e in runs:
         kind = collective_of(e.name) or "other"
-        # Of those that were started before it ran.
-        own = next(
-            (
-                s
-                for s in waiting
-                if s.begin_ms <= e.begin_ms and kind in RUN_AS.get(s.collective, (s.collective,))
-            ),
-            None,
-        )
-        if own:
-            waiting.remove(own)
-        start_ms, part = (own.begin_ms, own.part) if own else (e.begin_ms, "")
-        # A reduce-scatter that gloo runs as an all-reduce keeps its name.
-        collective = own.collective if own else kind
-        n_bytes = own.n_bytes or _entered_bytes(e) if own else _entered_bytes(e)
-        collectives.append(
-            (start_ms, Collective(collective, role_of(collective, part), n_bytes, e.begin_ms, e.end_ms))
-        )
+        queues = [queue for name, queue in waiting.items() if queue and kind in RUN_AS.get(name, (name,))]
+        first = min(queues, key=lambda queue: queue[0].begin_ms, default=None)
+        # It was started before it ran.
+        started = first is not None and first[0].begin_ms <= e.begin_ms
+        start = first.popleft() if first and started else _Start(e.begin_ms, e.end_ms, kind, "", 0)
+        collectives.append(_run_of(e, start._replace(n_bytes=start.n_bytes or _entered_bytes(e))))
     return collectives
