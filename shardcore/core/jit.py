@@ -33,7 +33,13 @@ from shardcore.core import progress
 from shardcore.core.gc_pause import rare_collections
 
 _PACKAGE = Path(__file__).parents[1]
-_SOURCES = ("core/jit.py", "cost/compiled.py", "search/anneal/compiled/*.py", "search/bound/compiled.py")
+_SOURCES = (
+    "core/jit.py",
+    "cost/compiled.py",
+    "search/anneal/compiled/*.py",
+    "search/bound/compiled.py",
+    "search/ties.py",
+)
 _KEPT = 3
 """Number of cache folders to keep, one for each version of the sources."""
 

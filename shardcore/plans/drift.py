@@ -13,6 +13,7 @@ from shardcore.plans.diff import Diff, diff
 from shardcore.plans.gain import Gain, gain
 from shardcore.plans.replan import ReplanConfig, forced_moves, replan
 from shardcore.search.anneal.reshard import rebind_tables
+from shardcore.search.ties import least
 
 _FRESH = ("rows", "dim", "features", "pooling", "access")
 """Fields of a Table that change while a job runs, as pools have them."""
@@ -74,29 +75,27 @@ def drift(
 
     # A short search may end worse than its start, so the old plan competes too.
     def searched(limit: ReplanConfig) -> PricedPlan:
-        return min(price_plan(replan(plan, now, model, limit), now, model), current, key=_total_ms)
+        return least(
+            [price_plan(replan(plan, now, model, limit), now, model), current], lambda x: x.cost.total_ms
+        )
 
     # No limit on moves: the best plan is a yardstick, not a proposal.
     best = searched(replace(config, max_moved_tables=None, max_moved_bytes=None))
     replanned = searched(config) if config.limited else best
     # The unlimited search is heuristic as well. It can lose to the limited one.
-    best = min(best, replanned, key=_total_ms)
+    best = least([best, replanned], lambda x: x.cost.total_ms)
     return Drift(
-        planned_ms=_total_ms(planned),
-        now_ms=_total_ms(current),
-        best_ms=_total_ms(best),
+        planned_ms=planned.cost.total_ms,
+        now_ms=current.cost.total_ms,
+        best_ms=best.cost.total_ms,
         best=best.plan,
-        replan_ms=_total_ms(replanned),
+        replan_ms=replanned.cost.total_ms,
         replan=replanned.plan,
         moves=diff(plan, replanned.plan, now, forced_moves(plan, now)),
         gain=gain(current, replanned, now, model),
         most_tables=config.max_moved_tables,
         threshold=threshold,
     )
-
-
-def _total_ms(priced: PricedPlan) -> float:
-    return priced.cost.total_ms
 
 
 def refreshed_by(problem: Problem, fresh: Problem) -> Problem:

@@ -34,6 +34,7 @@ from shardcore.search.state.shards import (
     placed,
     priced,
 )
+from shardcore.search.ties import first_least, is_less, least, ranks, rising
 from shardcore.step.kinds import shards_on
 
 State = tuple[ShardKey, ...]
@@ -159,7 +160,7 @@ class Beam:
             start, beam_failed = self._start_from(plan), not best.devices
             if start is None and beam_failed:
                 return self._priced(plan.placements, packed=True, **provenance)
-            if start and start[1].ms < best.ms:
+            if start and is_less(start[1].ms, best.ms):
                 cache, packing = start
                 best = self._improved(cache, packing, state_s) if beam_failed else packing
         # Random plans have no end of their own.
@@ -188,7 +189,7 @@ class Beam:
                 [plan] = search(other_cache, [tuple(sorted(other_cache.keys(shards)))], self.inner)
                 self.meter.evals += self.inner.plans
                 # Where neither fits, the one that lacks less.
-                if (plan.ms, plan.over_bytes) < (first.ms, first.over_bytes):
+                if _rising([first, plan])[0] is plan:
                     cache, first = other_cache, plan
         return cache, first
 
@@ -206,7 +207,7 @@ class Beam:
             [plan] = search(cache, [best.state], sampled(n))
             self.meter.evals += n
             plan_s = (self.meter.seconds() - before_s) / n
-            best = min(best, plan, key=lambda p: p.ms)
+            best = least([best, plan], lambda p: p.ms)
         return best
 
     def _search_s(self, cache: ShardCostCache, state: State) -> float:
@@ -264,12 +265,17 @@ class Beam:
                 self.meter.evals += n * self.inner.plans
                 state_s = (self.meter.seconds() - before_s) / n
             # If none fits, those that lack least go on: more cuts may make them fit.
-            beam = [p.state for p in sorted(plans, key=lambda p: (p.ms, p.over_bytes))[: self.config.beam]]
-            best = min([best, *plans], key=lambda p: p.ms)
+            beam = [plan.state for plan in _rising(plans)[: self.config.beam]]
+            best = least([best, *plans], lambda p: p.ms)
             # The budget has ended, or there is nothing left to cut.
             if len(plans) < len(states) or not plans:
                 break
         return best
+
+
+def _rising(plans: Sequence[StatePlan]) -> list[StatePlan]:
+    """Plans by rising cost, then by rising bytes beyond the memory."""
+    return rising(sorted(plans, key=lambda plan: plan.over_bytes), lambda plan: plan.ms)
 
 
 def _halvings(cache: ShardCostCache, state: State, n: int) -> list[State]:
@@ -282,7 +288,7 @@ def _halvings(cache: ShardCostCache, state: State, n: int) -> list[State]:
     numbers = cache.numbers(*np.array(keys).T)
     # Large shards are hard to fit, costly ones hard to balance.
     largest = np.argsort(-cache.bytes[numbers], kind="stable")[:n]
-    costliest = np.argsort(-cache.single_ms[numbers], kind="stable")[:n]
+    costliest = np.argsort(ranks(-cache.single_ms[numbers]), kind="stable")[:n]
     states = []
     for strip, units in (keys[i] for i in sorted({*largest, *costliest})):
         rest = list(state)
@@ -300,7 +306,7 @@ def search(cache: ShardCostCache, states: Sequence[State], inner: InnerSearch) -
     of_states = inner(cache, np.array(states))
     plans = []
     for c, state in enumerate(states):
-        k = int(np.argmin(of_states.total_ms[c]))
+        k = first_least(of_states.total_ms[c])
         ms = float(of_states.total_ms[c, k])
         devices = tuple(map(int, of_states.devices[c, k])) if np.isfinite(ms) else ()
         plans.append(StatePlan(ms, state, devices, int(of_states.over_bytes[c].min())))

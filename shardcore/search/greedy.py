@@ -27,6 +27,7 @@ from shardcore.search.state.feasible import feasible_shards, fitting
 from shardcore.search.state.placement_state import PlacementState
 from shardcore.search.state.shard_cost_cache import ShardCostCache
 from shardcore.search.state.shards import bundles, divided_otherwise, divides_rows, priced
+from shardcore.search.ties import is_least, least, ranks
 
 Choose = Callable[[float, np.ndarray, np.ndarray], int]
 """(load, fits [D] bool, bytes left [D]) -> the device for a bundle."""
@@ -68,23 +69,23 @@ def _greedy(
     def balanced(problem: Problem) -> Plan:
         sums = np.zeros(len(speed))
 
-        def least(load: float, fits: np.ndarray, left: np.ndarray) -> int:
+        def least_loaded(load: float, fits: np.ndarray, left: np.ndarray) -> int:
             # Loads per speed, with the new bundle included: a fast device takes more.
             after = np.where(fits, (sums + load) / speed, np.inf)
-            lowest = (after == after.min()).nonzero()[0]
+            lowest = is_least(after).nonzero()[0]
             # Ties go to the device with most memory left.
             device = int(lowest[left[lowest].argmax()])
             sums[device] += load
             return device
 
-        return _place(name, problem, model, seed, load, least)
+        return _place(name, problem, model, seed, load, least_loaded)
 
     plans = [balanced(problem)]
     if divides_rows(plans[0], problem):
         for other in divided_otherwise(problem):
             with suppress(Infeasible):
                 plans.append(balanced(other))
-    return min(plans, key=lambda plan: plan.provenance["predicted_ms"])
+    return least(plans, lambda plan: plan.provenance["predicted_ms"])
 
 
 def _place(
@@ -104,7 +105,7 @@ def _place(
     state = PlacementState(cache, keys, priced=False)
     # Least freedom first, then the largest load, then the most bytes.
     n_bytes = cache.bytes[cache.numbers(strip, units)]
-    for i in ticking(np.lexsort((-n_bytes, -np.array(loads), cache.freedom[strip])).tolist()):
+    for i in ticking(np.lexsort((-n_bytes, ranks(-np.array(loads)), cache.freedom[strip])).tolist()):
         fits = state.fits(strip[i], units[i])
         if not fits.any():
             return priced(fitting(problem).placements, problem, model, algorithm=name, seed=seed, packed=True)

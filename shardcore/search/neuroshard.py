@@ -32,6 +32,7 @@ from shardcore.search.beam import Beam, BeamConfig, Placed
 from shardcore.search.budget import Budget
 from shardcore.search.state.placement_state import PlacementState
 from shardcore.search.state.shard_cost_cache import ShardCostCache
+from shardcore.search.ties import is_least, ranks
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,9 @@ class GreedyGrid:
     def __call__(self, cache: ShardCostCache, keys: np.ndarray) -> Placed:
         numbers = cache.numbers(keys[..., 0], keys[..., 1])  # [C, N]
         # Least freedom first, then the highest cost, then the most bytes.
-        order = np.lexsort((-cache.bytes[numbers], -cache.single_ms[numbers], cache.freedom[keys[..., 0]]))
+        order = np.lexsort(
+            (-cache.bytes[numbers], ranks(-cache.single_ms[numbers]), cache.freedom[keys[..., 0]])
+        )
         in_order = np.take_along_axis(keys, order[..., None], 1)  # [C, N, 2]
         return greedy_grid(cache, in_order, self._caps).reordered(order)
 
@@ -113,7 +116,9 @@ def greedy_grid(cache: ShardCostCache, keys: np.ndarray, caps: np.ndarray) -> Pl
         narrow = (placed + outputs[..., None] <= cap) | pinned[strip][..., None]  # [C, K, D]
         fits = state.fits(strip, units) & narrow
         # On equal devices single_ms is the same for all, and the published rule is left.
-        d = _least(np.where(fits, state.device_ms + single_ms, np.inf), state.used)  # [C, K]
+        cheapest = is_least(np.where(fits, state.device_ms + single_ms, np.inf))
+        # Ties go to the least used, then to the first.
+        d = np.where(cheapest, state.used, np.iinfo(np.int64).max).argmin(-1)  # [C, K]
         fits_all &= fits.any(-1)
         # Also where it does not fit: `over_bytes` then shows by how much.
         state.place(strip, units, d)
@@ -124,8 +129,3 @@ def greedy_grid(cache: ShardCostCache, keys: np.ndarray, caps: np.ndarray) -> Pl
         total_ms = np.where(fits_all, state.cost_ms(), np.inf)
     over_bytes = np.maximum(state.used - np.maximum(state.free, 0), 0).sum(-1)
     return Placed(total_ms, over_bytes, devices)
-
-
-def _least(costs: np.ndarray, used: np.ndarray) -> np.ndarray:
-    """Index of the least cost along the last axis. Ties go to the least used, then to the first."""
-    return np.where(costs == costs.min(-1, keepdims=True), used, np.iinfo(np.int64).max).argmin(-1)

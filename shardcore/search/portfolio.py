@@ -33,6 +33,7 @@ from shardcore.search.neuroshard import GreedyGrid, NeuroShardConfig
 from shardcore.search.state.feasible import fitting
 from shardcore.search.state.halves import Halves, halved, halves_of, may_halve
 from shardcore.search.state.shards import priced, searched_tables
+from shardcore.search.ties import is_less, ranks
 from shardcore.step.kinds import LAYOUTS
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ class _Anytime:
                 next(rounds)
                 if search.best is not None:
                     self._keep(halves.joined(search.placements), self.name, search.best_ms)
-                if self.best_ms < before_ms:
+                if is_less(self.best_ms, before_ms):
                     cheapest = search, halves, rounds
         return cheapest
 
@@ -186,7 +187,7 @@ class _Anytime:
         tables = searched_tables(self.problem)
         ms = group_costs([[Shard.whole(table)] for table in tables], self.model)
         least_ms = _HOT * ms.sum() / len(topology.hosts)
-        order = np.argsort(-ms, kind="stable").tolist()
+        order = np.argsort(ranks(-ms), kind="stable").tolist()
         return [tables[i].name for i in order if ms[i] > least_ms and may_halve(tables[i], self.problem)]
 
     def _add(self, name: str, other: Callable[[], Plan]) -> Plan | None:
@@ -210,7 +211,7 @@ class _Anytime:
         placements: of all tables, or of those that have no fixed kind.
         ms: lower bound on its cost.
         """
-        if ms >= self.best_ms:
+        if not is_less(ms, self.best_ms):
             return
         before_s = self.meter.seconds()
         try:
@@ -219,7 +220,7 @@ class _Anytime:
             self.error = self.error or error
             return
         self._keeping_s = max(self._keeping_s, self.meter.seconds() - before_s)
-        if plan.provenance["predicted_ms"] < self.best_ms:
+        if is_less(plan.provenance["predicted_ms"], self.best_ms):
             self.best, self.found_by = plan, found_by
 
 

@@ -63,6 +63,7 @@ from shardcore.search.state.shards import (
     priced,
     searched_tables,
 )
+from shardcore.search.ties import first_least
 from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, even_rows, layout_of_torchrec, pod_size, row_unit_of
 from shardcore.step.lower import require_plan
 from shardcore.step.memory import fits, held_bytes
@@ -237,14 +238,15 @@ def _constrained_first(problem: Problem, model: CostModel) -> _Given | None:
         if not roomy.any():
             return None
         # The device that is done first, of those with room.
-        device = int(np.argmin(np.where(roomy, busy + load(bundle), np.inf)))
+        device = first_least(np.where(roomy, busy + load(bundle), np.inf))
         devices.append(device)
         busy[device] += load(bundle)[device]
         state.place(*cache.key(bundle[0]), device)
     given = frozenset([*chosen, *(p.shard.table for p in fixed)])
-    # Before the local batch, of which TorchRec knows nothing.
-    left = np.array(held_bytes(problem)) - state.used
-    return _Given(given, [*placed(order, devices, problem), *fixed], left, busy)
+    # Memory before the local batch, of which TorchRec knows nothing.
+    return _Given(
+        given, [*placed(order, devices, problem), *fixed], np.array(held_bytes(problem)) - state.used, busy
+    )
 
 
 class _Theirs:

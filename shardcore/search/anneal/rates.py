@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import combinations
 
 import numpy as np
 
@@ -24,6 +25,8 @@ _TERMS = ("own", "busiest", "host_busiest", "total", "once")
 """Terms of an exchange in arrays.SearchProblem."""
 _WORK = ("busiest", "total", "once")
 """Terms of the work that devices have with ids: "work_busiest" and so on."""
+_TRACE = 1e-9
+"""Rates below this share of the largest are 0."""
 _PROBES = 64
 """Divisions of the columns that rates are fitted to."""
 
@@ -117,7 +120,24 @@ def _fitted(loads: np.ndarray, ms: np.ndarray, topology: Topology, names: Sequen
     # Scale columns to 1, so that the least squares are well conditioned.
     scale = np.maximum(terms.max(0), 1e-300)
     # No rate below 0: it would reward a search for bytes.
-    return dict(zip(names, map(float, nnls(terms / scale, ms.ravel())[0] / scale), strict=True))
+    # SciPy only says which rates are above 0, as the last bits of what it finds depend on the processor.
+    found = nnls(terms / scale, ms.ravel())[0]
+    above = found > _TRACE * found.max()
+    found[above] = _least_squares((terms / scale).T[above], ms.ravel())
+    return dict(zip(names, map(float, np.maximum(found * above, 0.0) / scale), strict=True))
+
+
+def _least_squares(terms: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """[K] rates of independent terms [K, N] nearest to values [N], by Gram and Schmidt's method."""
+    left = [*terms, values]
+    upper = np.zeros((len(terms), len(left)))
+    for i, j in combinations(range(len(left)), 2):
+        upper[i, j] = (left[i] * left[j]).sum() / (left[i] * left[i]).sum()
+        left[j] = left[j] - upper[i, j] * left[i]
+    rates = np.zeros(len(terms))
+    for i in reversed(range(len(terms))):
+        rates[i] = upper[i, -1] - (upper[i, :-1] * rates).sum()
+    return rates
 
 
 def shared_rates(problem: Problem, model: CostModel, layout: Layout, size: int) -> dict[str, float]:

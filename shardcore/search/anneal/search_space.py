@@ -26,6 +26,7 @@ from shardcore.search.anneal.rates import exchange_rates, id_rates, shared_rates
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.state.shard_cost_cache import ShardCostCache, encoded
 from shardcore.search.state.shards import placed, required_division
+from shardcore.search.ties import first_least, is_less, ranks
 from shardcore.step.kinds import Group, Layout, even_share, run_of, runs_of
 from shardcore.step.memory import held_bytes
 from shardcore.step.memory_account import StageCoefficients
@@ -410,7 +411,7 @@ def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
     # Each table's saving is that of leaving it out of the evenly divided work.
     saved_ms = divided_ms(all_codes[None]) - divided_ms(all_codes - codes[may]) + outputs_ms
     # By falling gain, so that any best number of strips is the first ones.
-    order = np.argsort(extra_ms - saved_ms, kind="stable")
+    order = np.argsort(ranks(extra_ms - saved_ms), kind="stable")
     # [N] cost of a step with the first, the first two, ... of these strips copied.
     step_ms = (
         divided_ms(all_codes - np.cumsum(codes[may[order]], 0))
@@ -421,4 +422,4 @@ def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
     )
     # Only if the best number of copies beats none at all.
     none_ms = divided_ms(all_codes[None])[0] + model.head(fixed_codes[None])[0] / slowest
-    return may[order[: int(step_ms.argmin()) + 1]] if step_ms.min() < none_ms else may[:0]
+    return may[order[: first_least(step_ms) + 1]] if is_less(step_ms.min(), none_ms) else may[:0]

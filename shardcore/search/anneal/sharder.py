@@ -39,6 +39,7 @@ from shardcore.search.anneal.search_space import LARGE
 from shardcore.search.anneal.starts import Start, Starts
 from shardcore.search.budget import Meter
 from shardcore.search.state.feasible import feasible_shards, fitting
+from shardcore.search.ties import is_less, rising
 from shardcore.step.lower import traffic_of_outputs
 
 SPACES = ("all", "columns", "halves")
@@ -115,7 +116,7 @@ class Search:
         starts, by_columns = list[Start](), list[Start]()
         trials = int(np.clip(_TRIALS_A_STRIP * len(self.problem.tables), _FEWEST, _MOST))
         for number in count():
-            starts, self._waiting = sorted((*starts, *self._waiting), key=lambda s: s.ms), []
+            starts, self._waiting = rising((*starts, *self._waiting), lambda start: start.ms), []
             if number > 0 and self.best is not None:
                 # Successive halving: the better half of the starts goes on, each with twice the trials.
                 trials *= 2
@@ -232,9 +233,9 @@ class Search:
         start.ms = min(start.ms, present.ms)
         # A space in which nothing may be shared has plans by columns only.
         columns = self._best_by_columns
-        if start.by_columns and (columns is None or present.ms < columns.ms):
+        if start.by_columns and (columns is None or is_less(present.ms, columns.ms)):
             self._best_by_columns = replace(present, state=copy_of(state))
-        if present.ms < self.best_ms and (self.allows is None or self.allows(present.placements)):
+        if is_less(present.ms, self.best_ms) and (self.allows is None or self.allows(present.placements)):
             self.best = replace(present, state=copy_of(state))
 
     def _exact_ms(self, start: Start) -> float:

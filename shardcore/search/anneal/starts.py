@@ -34,6 +34,7 @@ from shardcore.search.state.feasible import fitting
 from shardcore.search.state.refusal import shown
 from shardcore.search.state.shard_cost_cache import ShardCostCache
 from shardcore.search.state.shards import division, fixed_placements
+from shardcore.search.ties import first_least, is_less, least, ranks, rising
 from shardcore.step.kinds import shards_on
 from shardcore.step.memory import held_bytes
 
@@ -139,7 +140,7 @@ class Starts:
             with suppress(Infeasible):
                 # The greedy orders do not read the linear rates, which mislead the plans above here.
                 plans = [order(self.problem, self.model) for order in greedy.ORDERS.values()]
-                best = min(plans, key=lambda p: p.provenance["predicted_ms"])
+                best = least(plans, lambda p: p.provenance["predicted_ms"])
                 any_fits = True
                 yield self.of_plan(best.placements, name)
         # A packing counts memory only, but it fits.
@@ -274,10 +275,10 @@ class Starts:
         if not plans:
             return None
         # Refining makes a greedy plan for each cut it tries, so only the cheapest few get it.
-        plans.sort(key=lambda plan: _ms(plan[0]))
+        plans = rising(plans, lambda plan: _ms(plan[0]))
         if not space.is_large:
             plans = [(self._refined(space, *plan), plan[1]) for plan in plans[:_REFINED]]
-        best = min((state for state, _ in plans), key=_ms)
+        best = least((state for state, _ in plans), _ms)
         return Start(space, best, space.among_groups(best.group))
 
     def _greedy_plans(self, space: SearchSpace, cuts: Iterable[Cut]) -> list[tuple[State, Cut]]:
@@ -301,7 +302,7 @@ class Starts:
             # Only shared tables make this device the slowest, so cuts by columns do not help.
             if not len(strips):
                 break
-            costliest = strips[np.argmax(self._op_ms(fixed, strips, state.held[strips, worst]))]
+            costliest = strips[first_least(-self._op_ms(fixed, strips, state.held[strips, worst]))]
             # More parts than devices would meet on some device, where they are one shard again.
             most = min(len(fixed.free), fixed.size[costliest])
             if not fixed.may_split[costliest] or n[costliest] >= most:
@@ -310,7 +311,7 @@ class Starts:
             n[costliest] += 1
             state = self._greedy(space, Cut(n, cut.shared))
             misses += 1
-            if state is not None and _ms(state) < _ms(best):
+            if state is not None and is_less(_ms(state), _ms(best)):
                 best, misses = state, 0
         return best
 
@@ -346,12 +347,12 @@ class Starts:
             # Greedy starts from what all devices hold, and groups share.
             compiled.refresh(self.head, problem, words)
             # Strips with fewest devices go first.
-            order = np.ascontiguousarray(shards[np.lexsort((-key, space.choice[strips]))])
+            order = np.ascontiguousarray(shards[np.lexsort((ranks(-key), space.choice[strips]))])
             if compiled.greedy(self.head, problem, words, order):
                 compiled.refresh(self.head, problem, words)
                 plans.append(state)
                 self._greedy_s = max(self._greedy_s or 0.0, self.meter.seconds() - before_s)
-        return min(plans, key=_ms, default=None)
+        return least(plans, _ms) if plans else None
 
     def _has_time(self) -> bool:
         """Tell if one more greedy plan ends in the first half of the budget. There is always one."""
@@ -379,13 +380,13 @@ class Starts:
         # A strip takes as much on all devices of a group, so the tightest device decides.
         free = np.array([min(fixed.free[list(space.groups[g][1])]) for g in groups])
         chosen = np.zeros(len(strips), dtype=np.int64)
-        for order in (np.argsort(-cost, kind="stable"), np.argsort(-n_bytes, kind="stable")):
+        for order in (np.argsort(ranks(-cost), kind="stable"), np.argsort(-n_bytes, kind="stable")):
             load, room, chosen = np.zeros(len(groups)), free.copy(), np.zeros_like(chosen)
             # A single group has them all.
             for i in order if len(groups) > 1 else ():
                 fits = room >= n_bytes[i]
                 # Where it fits nowhere, the group with most room is nearest to it.
-                chosen[i] = np.where(fits, load, np.inf).argmin() if fits.any() else room.argmax()
+                chosen[i] = first_least(np.where(fits, load, np.inf)) if fits.any() else room.argmax()
                 load[chosen[i]] += cost[i]
                 room[chosen[i]] -= n_bytes[i]
             # By size only if the order by cost does not fit.

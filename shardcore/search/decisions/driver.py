@@ -28,6 +28,7 @@ from shardcore.cost.model import CostModel, require_model
 from shardcore.io.schema import build
 from shardcore.search.budget import Budget
 from shardcore.search.sharders import Sharder
+from shardcore.search.ties import least
 
 ENTRY = "decisions"
 """The ledger's name in a plan's provenance."""
@@ -184,7 +185,7 @@ class Decision:
 
     def best(self, outcomes: Sequence[Outcome]) -> Outcome:
         """The outcome that wins. At least one has a plan."""
-        return min(outcomes, key=lambda outcome: outcome.ms)
+        return least(outcomes, lambda outcome: outcome.ms)
 
     def because(self, outcomes: Sequence[Outcome]) -> str:
         """The reason that it wins."""

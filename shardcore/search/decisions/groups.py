@@ -33,6 +33,7 @@ from shardcore.core.validation import require_types
 from shardcore.cost.model import CostModel, price
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.sharders import SHARDERS
+from shardcore.search.ties import first_least
 from shardcore.step.kinds import CHANNELS, Channel, row_unit_of, shards_on
 from shardcore.step.lower import Workload, lower
 from shardcore.step.memory import held_bytes, host_bytes, used_bytes
@@ -172,7 +173,7 @@ class Groups(Decision):
                 plans.append(SHARDERS[EVEN_BYTES](decided, model))
         # The search minimised a step. What counts is a step with its share of a synchronisation.
         costs = [cost_of(GroupedPlan(grouping, plan, group), whole, model) for plan in plans]
-        best = min(range(len(plans)), key=lambda i: costs[i].total_ms)
+        best = first_least([cost.total_ms for cost in costs])
         chosen = {**vars(found), "plan": plans[best], "ms": costs[best].total_ms}
         # Inner decisions change tables and constraints, of the group and so of all.
         whole = replace(whole, tables=group.tables, constraints=group.constraints)

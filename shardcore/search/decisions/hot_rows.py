@@ -14,6 +14,7 @@ from shardcore.core.types import Problem
 from shardcore.core.validation import require
 from shardcore.cost.model import CostModel
 from shardcore.search.decisions.driver import Decision, Outcome, Proposal
+from shardcore.search.ties import least
 from shardcore.step.lower import lower
 from shardcore.step.memory import gib
 from shardcore.tables.hot_rows import heats, hot_counts, with_hot_rows
@@ -70,10 +71,10 @@ class HotRows(Decision):
             outcomes[threshold] = same
             return same
 
-        least = max(1.0, len(problem.topology) / 2)
+        lowest = max(1.0, len(problem.topology) / 2)
         # From above: a high threshold takes least memory, so it fits if any does.
-        falling = [max(least, max(float(heat.lookups.max()) for _, heat in known) / _FACTOR)]
-        while falling[-1] / _FACTOR >= least:
+        falling = [max(lowest, max(float(heat.lookups.max()) for _, heat in known) / _FACTOR)]
+        while falling[-1] / _FACTOR >= lowest:
             falling.append(falling[-1] / _FACTOR)
         if len(problem.topology) == 1:  # no other device to be on
             falling = []
@@ -83,7 +84,7 @@ class HotRows(Decision):
             outcome = yield from outcome_of(threshold, len(falling) - i + 1)
             if outcome.found is None:
                 break  # lower ones take more memory
-        best = min(outcomes, key=lambda threshold: outcomes[threshold].ms)
+        best = least(outcomes, lambda threshold: outcomes[threshold].ms)
         if best < math.inf:
             yield from outcome_of(best * _FACTOR**0.5, 1)
             yield from outcome_of(best / _FACTOR**0.5, 0)

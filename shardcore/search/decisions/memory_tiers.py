@@ -37,6 +37,7 @@ from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.decisions.towers import as_planned
 from shardcore.search.state.shards import priced
+from shardcore.search.ties import least, rising
 from shardcore.step import access
 from shardcore.step.kinds import WHOLE_ROWS, Layout, layout_of, run_of
 from shardcore.step.lower import traffic_of_outputs
@@ -425,7 +426,7 @@ def _weighed(choices: Sequence[Choices], weight: float) -> list[Choices]:
     """The choices by a weighted mean of what they add to both chains. weight: of fetches and updates."""
 
     def mean(tier: Tier) -> Tier:
-        return replace(tier, cost=float(np.dot(tier.chains_ms, (1 - weight, weight))))
+        return replace(tier, cost=tier.chains_ms[0] * (1 - weight) + tier.chains_ms[1] * weight)
 
     return [
         Choices(
@@ -488,7 +489,7 @@ def shared_out(choices: Sequence[Choices], budget: float, host_price: float = 0.
 
     best, low, high = 0, 0, max(n, 1)
     for step in _STEPS:
-        best = min((*range(low, high, step), best), key=lambda memory: at(memory)[0])
+        best = least((*range(low, high, step), best), lambda memory: at(memory)[0])
         low, high = max(best - step, 0), min(best + step + 1, max(n, 1))
     return at(best)[1]
 
@@ -552,7 +553,7 @@ def _refilled(tiers: list[Tier], wanted: Sequence[Tier], budget: float, capacity
         for i, (now, then) in enumerate(zip(tiers, wanted, strict=True))
         if now.table.in_host_memory and then.host_bytes > now.host_bytes
     ]
-    for i, now, then in sorted(back, key=lambda x: (x[2].cost - x[1].cost) / x[2].host_bytes):
+    for i, now, then in rising(back, lambda x: (x[2].cost - x[1].cost) / x[2].host_bytes):
         more_device, more_host = then.device_bytes - now.device_bytes, then.host_bytes - now.host_bytes
         if then.cost < now.cost and on_device + more_device <= budget and on_host + more_host <= capacity:
             tiers[i], on_device, on_host = then, on_device + more_device, on_host + more_host
@@ -577,7 +578,7 @@ def water_filled(choices: Sequence[Sequence[Tier]], budget: float, host_price: f
     ]
     filled, stuck = [hull[0] for hull in hulls], set[int]()
     left = budget - sum(tier.device_bytes for tier in filled)
-    for _, table, i in sorted(steps):
+    for _, table, i in rising(steps, lambda step: step[0]):
         now, then = filled[table], hulls[table][i + 1]
         if table in stuck:
             continue
@@ -585,7 +586,7 @@ def water_filled(choices: Sequence[Sequence[Tier]], budget: float, host_price: f
             # Later steps of this table need this one first.
             stuck.add(table)
             fitting = [tier for tier in choices[table] if tier.device_bytes <= now.device_bytes + left]
-            then = min(fitting, key=lambda tier: _cost(tier, host_price))
+            then = least(fitting, lambda tier: _cost(tier, host_price))
             if _cost(then, host_price) >= _cost(now, host_price):
                 continue
         left -= then.device_bytes - now.device_bytes
@@ -632,7 +633,7 @@ def filled(plan: Plan, problem: Problem, model: CostModel) -> tuple[Problem, Pla
     # A device waits for fetches or not, and its tiers follow from that. The plan that is faster counts.
     weights = (None, 1.0) if problem.job.fetches_ahead else (None,)
     found = [_filled(plan, problem, model, on_device, weight) for weight in weights]
-    return min(found, key=lambda x: x[1].provenance["predicted_ms"])
+    return least(found, lambda x: x[1].provenance["predicted_ms"])
 
 
 def _filled(

@@ -33,6 +33,7 @@ from shardcore.io.envelope import open_document
 from shardcore.io.schema import build
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.state.shards import priced
+from shardcore.search.ties import is_less
 from shardcore.step import memory
 
 MOST_PRICE = 1e9
@@ -259,7 +260,7 @@ class Provision(Decision):
                 kept = {k: v for k, v in plan.provenance.items() if k not in ("setting", "predicted_ms")}
                 plan = priced(plan.placements, problem, model, **kept)
                 ms = plan.provenance["predicted_ms"]
-                if found is None or ms < found.ms:
+                if found is None or is_less(ms, found.ms):
                     found = Found(problem=problem, plan=plan, ms=ms, evals=evals)
         return found
 
@@ -320,6 +321,6 @@ def frontier(outcomes: Sequence[Outcome]) -> list[Outcome]:
     planned = [x for x in outcomes if x.found]
     # By rising price, a cluster is kept if it is faster than all cheaper ones.
     for outcome in sorted(planned, key=lambda x: (x.proposal.price_per_hour, x.ms)):
-        if not kept or outcome.ms < kept[-1].ms:
+        if not kept or is_less(outcome.ms, kept[-1].ms):
             kept.append(outcome)
     return kept

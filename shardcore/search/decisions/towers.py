@@ -38,6 +38,7 @@ from shardcore.search.budget import Budget
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.state.refusal import shown
 from shardcore.search.state.shards import on_all_devices
+from shardcore.search.ties import first_least, least, ranks
 from shardcore.step.kinds import ID_CHANNELS
 from shardcore.step.lower import Workload, lower
 from shardcore.step.memory import gib, held_bytes
@@ -433,7 +434,7 @@ class Division:
         # A random start often ends better than the greedy one where units are many.
         while len(found) < starts and self._meter.left():
             found.append(self._improved(np.array([rng.choice(np.flatnonzero(w)) for w in self.allowed])))
-        return min(found, key=self.cost)
+        return least(found, self.cost)
 
     def cost(self, host: np.ndarray) -> float:
         """The sum that the search minimises: the aims of the module, weighted."""
@@ -467,14 +468,14 @@ class Division:
     def _greedy(self) -> np.ndarray:
         """[U] hosts: units by falling load, each where it costs least."""
         # Large units first: small ones even out the hosts at the end.
-        order = np.argsort(-(self.load / self.share.sum(0)).max(1), kind="stable")
+        order = np.argsort(ranks(-(self.load / self.share.sum(0)).max(1)), kind="stable")
         host, totals = np.full(len(self.load), -1), np.zeros_like(self.share)
         # [U, H] affinity to units that are placed already.
         near, per_unit = np.zeros(self.allowed.shape), 1 / (self.all_affinity or 1.0)
         for u in order:
             after = self._penalty(totals + self.load[u], self.hosts)
             grows = after - self._penalty(totals, self.hosts) - near[u] * per_unit
-            host[u] = h = int(np.argmin(np.where(self.allowed[u], grows, np.inf)))
+            host[u] = h = first_least(np.where(self.allowed[u], grows, np.inf))
             totals[h] += self.load[u]
             near[:, h] += self.affinity[:, u]
         return host
@@ -493,7 +494,7 @@ class Division:
                 here, now = host[u], self._penalty(totals, self.hosts)
                 by_move = self._by_move(u, here, totals, now, near)
                 by_swap = self._by_swap(u, host, totals, now, near)
-                v, to = int(np.argmin(by_swap)), int(np.argmin(by_move))
+                v, to = first_least(by_swap), first_least(by_move)
                 # Rounding errors of large penalties are no gain: the search would go round in circles.
                 if min(by_swap[v], by_move[to]) >= -(1e-12 + _ROUNDING * now.sum()):
                     continue

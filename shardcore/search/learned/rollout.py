@@ -17,6 +17,7 @@ from shardcore.search.beam import Placed
 from shardcore.search.learned.nets import PARTS, Net, PolicyInputs, Weights, features
 from shardcore.search.state.placement_state import PlacementState
 from shardcore.search.state.shard_cost_cache import ShardCostCache
+from shardcore.search.ties import is_least, ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +111,7 @@ class Rollouts:
             )
             scores = np.nan_to_num(self.net.scores(self.weights, inputs)) + noise[:, :, i]
             # Where no device is legal, the least used one shows by how much the plan is too large.
-            best = np.where(legal[:, :, i], scores, -np.inf).argmax(-1)
+            best = is_least(np.where(legal[:, :, i], -scores, np.inf)).argmax(-1)
             d = np.where(legal[:, :, i].any(-1), best, state.used.argmin(-1))  # [C, K]
             units_before = state.held[(*at, strip, d)]
             before[:, :, i] = cache.numbers(strip, units_before)
@@ -152,7 +153,7 @@ class Rollouts:
             single = cache.single_ms[numbers]
         else:
             single = np.nan_to_num(self.net.single(self.weights, latents[numbers]))
-        return np.lexsort((-cache.bytes[numbers], -single, cache.freedom[keys[..., 0]]))
+        return np.lexsort((-cache.bytes[numbers], ranks(-single), cache.freedom[keys[..., 0]]))
 
     def _noise(self, shape: tuple[int, int, int, int]) -> np.ndarray:
         if self.rng is None:

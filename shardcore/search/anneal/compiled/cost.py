@@ -11,6 +11,7 @@ import math
 
 from shardcore.core.jit import inner
 from shardcore.search.anneal.compiled.arrays import WIDEST, WORST
+from shardcore.search.ties import EQUAL
 
 POWERS = 5
 """log2 of the norm's exponent p. Here p = 32, as in `power`."""
@@ -31,6 +32,12 @@ def root(x):
     """x ** (1 / p), and 0 for 0 or for a sum that rounding made negative."""
     # Norms are sums of differences, so rounding can leave them just below zero.
     return math.exp(math.log(x) / (1 << POWERS)) if x > 0.0 else 0.0
+
+
+@inner
+def is_less(ms, other):
+    """True if a cost of 0 or more is less than another, not just by rounding (search/ties.py)."""
+    return ms * (1.0 + EQUAL) < other
 
 
 @inner
@@ -153,14 +160,14 @@ def cost_of(fx, st):
     # A step waits for its slowest device. Moves prefer that one, so it is noted.
     worst = 0
     for d in range(1, len(st.load)):
-        if st.load[d] > st.load[worst]:
+        if is_less(st.load[worst], st.load[d]):
             worst = d
     st.number[WORST] = worst
     cost = st.load[worst] + shared_exchange(fx, st.group_size)
     latest = 0
     if len(fx.fetched) > 0:
         for d in range(1, len(st.fetched)):
-            if st.fetched[d] > st.fetched[latest]:
+            if is_less(st.fetched[latest], st.fetched[d]):
                 latest = d
     ids_ms = work_ms = 0.0
     for x in range(len(st.all_carried)):

@@ -5,7 +5,7 @@ from numba import boolean, int64
 
 from shardcore.core.jit import seldom
 from shardcore.search.anneal.compiled.arrays import HEAD, problem_at, state_at
-from shardcore.search.anneal.compiled.cost import copy, replace, total_of
+from shardcore.search.anneal.compiled.cost import copy, is_less, replace, total_of
 from shardcore.search.anneal.compiled.memory import (
     change_parts,
     expect,
@@ -91,7 +91,7 @@ def greedy(head, problem, state, shards):
             shared = st.shared_ms[d]
             none = int64(0)
             lower = (shared + held_ms) / fx.speed[d] + st.own_ms[d] + exchange(fx, st, d, none, none, none)
-            if lower >= least:
+            if not is_less(lower, least):
                 continue
             # Only one fused op changes: the one of the strip's kind.
             sums = st.trial_sums[0, 0]
@@ -104,7 +104,7 @@ def greedy(head, problem, state, shards):
                 + st.own_ms[d]
                 + exchange(fx, st, d, k, fx.outputs[then] - fx.outputs[was], fx.ids[then] - fx.ids[was])
             )
-            if after < least:
+            if is_less(after, least):
                 least, best, best_ms = after, d, ms
         # The caller tries another order of placing, or cuts tables further.
         if best < 0:

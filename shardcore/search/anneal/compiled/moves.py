@@ -21,6 +21,7 @@ from shardcore.search.anneal.compiled.cost import (
     copy,
     copy_norm,
     energy_of,
+    is_less,
     load_of,
     power,
     replace,
@@ -101,7 +102,7 @@ def propose(fx, st):
     units, size = int(st.held[s, a]), fx.size[s]
     b = below(st, n)
     c = below(st, n)
-    if uniform(st) < 0.7 and st.load[c] < st.load[b]:
+    if uniform(st) < 0.7 and is_less(st.load[c], st.load[b]):
         b = c
     # One wide shard costs less than two narrow ones: prefer a device with the same strip.
     if units < size and uniform(st) < 0.25:

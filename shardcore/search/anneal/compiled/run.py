@@ -5,7 +5,7 @@ import math
 from numba import float64, int64
 
 from shardcore.search.anneal.compiled.arrays import BEST, ENERGY, HEAD, LOG, MOST_EDITS, problem_at, state_at
-from shardcore.search.anneal.compiled.cost import cost_of
+from shardcore.search.anneal.compiled.cost import cost_of, is_less
 from shardcore.search.anneal.compiled.moves import accept, fits, propose, try_edits, uniform
 from shardcore.search.anneal.compiled.pointers import WORDS, entry
 from shardcore.search.anneal.compiled.shared_moves import change_shared
@@ -44,7 +44,7 @@ def anneal(head, problem, state, trials, hot_ms, cold_ms):
             st.value[ENERGY] = energy
         # Moves follow the smooth energy; the best plan is chosen by the exact cost.
         cost = cost_of(fx, st)
-        if cost < st.value[BEST]:
+        if is_less(cost, st.value[BEST]):
             st.value[BEST] = cost
             # The log leads back to the best plan, which is now the present one.
             st.number[LOG] = 0

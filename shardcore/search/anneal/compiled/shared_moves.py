@@ -7,7 +7,16 @@ from numba import int64
 
 from shardcore.core.jit import seldom
 from shardcore.search.anneal.compiled.arrays import LOG, N_SHARED, OVER, WORST
-from shardcore.search.anneal.compiled.cost import add, copy, copy_norm, energy_of, load_of, power, total_of
+from shardcore.search.anneal.compiled.cost import (
+    add,
+    copy,
+    copy_norm,
+    energy_of,
+    is_less,
+    load_of,
+    power,
+    total_of,
+)
 from shardcore.search.anneal.compiled.moves import below, uniform
 from shardcore.search.anneal.compiled.state import hold, note, recompute, set_group, undo
 
@@ -31,7 +40,7 @@ def propose_shared(fx, st):
         y = fx.group_layout[st.group[leaves]]
         # A strip that leaves a group goes to the less loaded of two devices.
         c = below(st, n)
-        b = c if st.load[c] < st.load[b] else b
+        b = c if is_less(st.load[c], st.load[b]) else b
         # Some spaces let no strip change its group, or only some (SearchSpace.as_it_is, among_groups).
         if not fx.may_share[y, leaves]:
             return nothing
