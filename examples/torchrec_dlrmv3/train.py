@@ -1,4 +1,4 @@
-"""A small DLRMv3 trains with hot rows on every rank and warm ones on every host.
+"""A small DLRMv3 trains with hot rows on every rank.
 
     torchrun --standalone --nproc_per_node=4 train.py --check
 
@@ -6,7 +6,7 @@ The plans of TorchRec's planner train beside it, in alternation. Tables and feat
 (shardcore/tables/public_tables.json), with rows, columns and sequences scaled down. The 128 categories are a dense
 nn.Embedding. Its ranker is one layer of HSTU's pointwise attention: candidates over the history. Ids follow a
 power law, and lie anywhere in their tables. The clicks are synthetic: each item has a hidden score. --hosts
-divides the ranks over hosts, for the plans and warm rows. --check trains an unsharded copy too, on the batches of
+divides the ranks over hosts, for the plans. --check trains an unsharded copy too, on the batches of
 all ranks, and compares all rows at the end.
 """
 
@@ -19,7 +19,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from shardcore.core.constraints import Constraints
 from shardcore.core.job import Job
 from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
-from shardcore.core.types import Placement, Plan, Problem, Shard
+from shardcore.core.types import Plan, Problem
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CostModel
 from shardcore.io.hot_ids import HotIds
@@ -42,12 +42,11 @@ from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.hot_rows import HotRows
 from shardcore.tables.heat import row_counts
-from shardcore.tables.hot_rows import HOT, cold_names, divided, hot_counts
+from shardcore.tables.hot_rows import HOT, cold_names
 from shardcore.tables.public import public_pool
 from shardcore.torchrec.hot_cold import HotColdEmbeddingCollection
 from shardcore.torchrec.row_files import load_rows, save_rows
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
-from shardcore.torchrec.warm_rows import warm_parameter_names
 
 ROWS_SCALE, LENGTH_SCALE, DIM, CANDIDATES, LEARNING_RATE = 5000, 100, 32, 4, 1.0
 FEATURES = {"item_id": ("item_id", "item_candidate_id"), "user_id": ("user_id",)}
@@ -67,14 +66,10 @@ OTHER_BATCHES, SEEDS = 16, 1 << 20
 
 @dataclass(frozen=True)
 class Arm:
-    """A plan that trains, and its problem: hot rows are tables of their own.
-
-    warm: rows by table that each host has once. They are in neither.
-    """
+    """A plan that trains, and its problem: hot rows are tables of their own."""
 
     problem: Problem
     plan: Plan
-    warm: Mapping[str, int] = field(default_factory=dict)
 
 
 # --- the problem --------------------------------------------------------------------------------------------
@@ -146,10 +141,8 @@ def batch_of(problem: Problem, seed: int) -> tuple[Any, torch.Tensor]:
 # --- the model ----------------------------------------------------------------------------------------------
 
 
-def collection_of(
-    problem: Problem, hot: Mapping[str, HotIds], device: str, warm: Mapping[str, HotIds] | None = None
-) -> nn.Module:
-    """An EmbeddingCollection of the whole tables, with hot and warm rows where there are any."""
+def collection_of(problem: Problem, hot: Mapping[str, HotIds], device: str) -> nn.Module:
+    """An EmbeddingCollection of the whole tables, with hot rows where there are any."""
     from torchrec import EmbeddingCollection, EmbeddingConfig
 
     configs = [
@@ -164,7 +157,7 @@ def collection_of(
         for t in problem.tables
     ]
     if hot:
-        return HotColdEmbeddingCollection(configs, hot, device, warm)
+        return HotColdEmbeddingCollection(configs, hot, device)
     return EmbeddingCollection(configs, device=torch.device(device))
 
 
@@ -223,38 +216,7 @@ def arms_of(problem: Problem, model: CostModel, budget: Budget) -> dict[str, Arm
     arms["ours, no hot rows"] = Arm(problem, without.plan)
     if found.problem != problem:
         arms["ours, hot rows"] = Arm(found.problem, found.plan)
-        if len(problem.topology.on_hosts) > 1:
-            arms["ours, hot and warm rows"] = _with_warm(arms["ours, hot rows"], problem)
     return arms
-
-
-def _with_warm(arm: Arm, whole: Problem) -> Arm:
-    """The same with warm rows: those of the others that more lookups of a batch hit than there are hosts.
-
-    Between H hosts, n lookups of a row cross their links n (H - 1) / H times each way. The all-reduce of a warm row's
-    gradients crosses them 2 (H - 1) times. So a row is warm from n = H on (FlexShard, arXiv 2301.02959).
-    """
-    hosts, cold = len(whole.topology.on_hosts), cold_names(arm.problem)
-    known = {t.name: t for t in whole.tables}
-    rows = {t.name: t.rows for t in arm.problem.tables}
-    kept = {name: n for name, n in hot_counts(whole, hosts).items() if name in cold}
-    warm = {name: n - rows[name + HOT] for name, n in kept.items() if n > rows[name + HOT]}
-    # What is left of the cold part. Warm rows are in no plan.
-    left = {cold[name]: divided(known[name], kept[name], whole.global_batch)[1] for name in warm}
-    tables = tuple(
-        replace(t, rows=left[t.name].rows, pooling=left[t.name].pooling, access=left[t.name].access)
-        if t.name in left
-        else t
-        for t in arm.problem.tables
-    )
-    ranks = whole.topology.ranks
-    placements = [
-        Placement("row", Shard.whole(t), ranks)
-        if t.name in left
-        else next(p for p in arm.plan.placements if p.shard.table.name == t.name)
-        for t in tables
-    ]
-    return Arm(replace(arm.problem, tables=tables), Plan(tuple(placements)), warm)
 
 
 def _theirs(problem: Problem, types: Sequence[str]) -> Plan | None:
@@ -290,19 +252,16 @@ def _theirs(problem: Problem, types: Sequence[str]) -> Plan | None:
     return from_torchrec(plan, problem, model)
 
 
-def ids_of(arm: Arm, whole: Problem) -> tuple[dict[str, HotIds], dict[str, HotIds]]:
-    """The ids with the most lookups in other batches, as many as there are hot rows, and the next as warm ones."""
+def ids_of(arm: Arm, whole: Problem) -> dict[str, HotIds]:
+    """The ids with the most lookups in other batches, as many as there are hot rows."""
     names, rows = cold_names(arm.problem), {t.name: t.rows for t in arm.problem.tables}
     batches = [batch_of(whole, SEEDS + k)[0].to_dict() for k in range(OTHER_BATCHES)] if names else []
-    hot, warm = {}, {}
+    hot = {}
     for table in (t for t in whole.tables if t.name in names):
         name, n = table.name, rows[table.name + HOT]
         counts = sum(row_counts(table, b[f].values().numpy()) for b in batches for f in FEATURES[name])
-        hottest = np.argsort(-counts, kind="stable")
-        hot[name] = HotIds(name, table.rows, np.sort(hottest[:n]))
-        if name in arm.warm:
-            warm[name] = HotIds(name, table.rows, np.sort(hottest[n : n + arm.warm[name]]))
-    return hot, warm
+        hot[name] = HotIds(name, table.rows, np.sort(np.argsort(-counts, kind="stable")[:n]))
+    return hot
 
 
 # --- training -----------------------------------------------------------------------------------------------
@@ -315,11 +274,10 @@ class Trainer:
         from fbgemm_gpu.split_embedding_configs import EmbOptimType
         from torchrec.distributed import DistributedModelParallel
         from torchrec.distributed.embedding import EmbeddingCollectionSharder
-        from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 
         self.losses: list[float] = []
-        hot, warm = ids_of(arm, whole) if arm else ({}, {})
-        self.model: nn.Module = Ranker(collection_of(whole, hot, "cpu" if arm is None else "meta", warm))
+        hot = ids_of(arm, whole) if arm else {}
+        self.model: nn.Module = Ranker(collection_of(whole, hot, "cpu" if arm is None else "meta"))
         if arm is not None:
             fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LEARNING_RATE}
             self.model = DistributedModelParallel(
@@ -327,10 +285,6 @@ class Trainer:
                 device=torch.device("cpu"),
                 plan=to_torchrec(arm.plan, arm.problem, self.model, "cpu"),
                 sharders=[EmbeddingCollectionSharder(fused_params=fused)],  # pyright: ignore[reportArgumentType]
-                # Ranks of a host have different warm rows.
-                data_parallel_wrapper=DefaultDataParallelWrapper(
-                    params_to_ignore=warm_parameter_names(self.model)
-                ),
             )
         # Fused kernels update sharded tables in the backward pass. The rest is dense: hot rows, too.
         dense = [p for name, p in self.model.named_parameters() if arm is None or ".embeddings." not in name]
@@ -451,7 +405,7 @@ def main() -> None:
             )
             print(
                 f"{name:26} loss {first:.4f} -> {last:.4f}   step {found[2:].median():.1f} ms   "
-                f"{hot:,} hot, {sum(arm.warm.values()):,} warm{apart}",
+                f"{hot:,} hot{apart}",
                 flush=True,
             )
     dist.destroy_process_group()

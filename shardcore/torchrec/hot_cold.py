@@ -1,4 +1,4 @@
-"""HotColdEmbeddingCollection: an EmbeddingCollection whose hot rows are on every rank, and warm ones on every host.
+"""HotColdEmbeddingCollection: an EmbeddingCollection whose hot rows are on every rank.
 
     hot = HotIds.of_counts("history", counts, hot=20_000)
     model.history = HotColdEmbeddingCollection(configs, {"history": hot}, device="meta")
@@ -6,7 +6,7 @@
 
 Hot rows are plain parameters, so DistributedModelParallel gives them to DDP, and the job's dense optimizer
 updates them. The others are an EmbeddingCollection, `cold`, that TorchRec shards. Outputs are those of an
-EmbeddingCollection of the whole tables. Warm rows are those of warm_rows.py.
+EmbeddingCollection of the whole tables.
 
 Shapes: L ids of a feature, H of them hot, D columns.
 """
@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -26,22 +25,54 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.io.hot_ids import HotIds
 from shardcore.tables.hot_rows import COLD
 from shardcore.torchrec.agreement import rank_and_ranks
-from shardcore.torchrec.warm_rows import DenseRows, Unit, WarmRows
 
 if TYPE_CHECKING:
     from torchrec import EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 
 
+class DenseRows(nn.ParameterDict):
+    """Rows as plain parameters, by name of the table.
+
+    A separate module: DistributedModelParallel allocates what is on the meta device module by module, and
+    calls `reset_parameters` of those that have such parameters.
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[str, EmbeddingConfig],
+        rows: Mapping[str, int],
+        device: torch.device | str | None,
+    ) -> None:
+        """tables: the configs of the whole tables. rows: the number of hot rows, of some of them."""
+        from torchrec.modules.embedding_configs import data_type_to_dtype
+
+        super().__init__()
+        self._of = dict(tables)
+        for name, n in rows.items():
+            dtype = data_type_to_dtype(tables[name].data_type)
+            self[name] = nn.Parameter(torch.empty(n, tables[name].embedding_dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill them as an EmbeddingCollection fills its rows: within the range of the whole table."""
+        for name, weight in self.items():
+            config = self._of[name]
+            with torch.no_grad():
+                if config.init_fn is not None:
+                    config.init_fn(weight)
+                # Weights on the meta device have no memory to fill.
+                elif weight.device.type != "meta":
+                    weight.uniform_(config.get_weight_init_min(), config.get_weight_init_max())
+
+
 class HotColdEmbeddingCollection(nn.Module):
-    """A drop-in for an EmbeddingCollection. `hot_ids` and `kept_ids` (hot or warm) have ids by table.
+    """A drop-in for an EmbeddingCollection. `hot_ids` has the hot ids by table.
 
     tables: the configs of the whole tables.
     hot: hot ids by table. Tables without any are cold as a whole.
     device: device of the parameters, as for an EmbeddingCollection.
-    warm: ids by table, of tables with hot ids, that each unit of ranks has once.
-    unit_ranks: number of ranks of a unit: of a host, by default, or of a pod.
 
-    Raises ShardCoreError for hot or warm ids of another table, ids that are both, and for a feature of several tables.
+    Raises ShardCoreError for hot ids of another table, and for a feature of several tables.
     """
 
     def __init__(
@@ -49,14 +80,12 @@ class HotColdEmbeddingCollection(nn.Module):
         tables: Sequence[EmbeddingConfig],
         hot: Mapping[str, HotIds],
         device: torch.device | str | None = None,
-        warm: Mapping[str, HotIds] | None = None,
-        unit_ranks: int | None = None,
     ) -> None:
         from torchrec import EmbeddingCollection  # takes seconds
 
         super().__init__()
         self._tables = {config.name: config for config in tables}
-        self.hot_ids, self._warm_ids = dict(hot), dict(warm or {})
+        self.hot_ids = dict(hot)
         self._features: dict[str, str] = {}
         self._checked = False
         for config in tables:
@@ -67,63 +96,27 @@ class HotColdEmbeddingCollection(nn.Module):
                         "HotColdEmbeddingCollection needs one for each"
                     )
                 self._features[feature] = config.name
-        for what, name, ids in self._all_ids():
+        for name, ids in hot.items():
             if name not in self._tables:
-                raise ShardCoreError(
-                    f"{what} ids are given for table {name!r}, which is not among the tables"
-                )
+                raise ShardCoreError(f"hot ids are given for table {name!r}, which is not among the tables")
             rows = self._tables[name].num_embeddings
             if (ids.table, ids.rows) != (name, rows):
                 raise ShardCoreError(
-                    f"table {name!r} of {rows} rows was given the {what} ids of {ids.table!r} of {ids.rows} rows; it "
+                    f"table {name!r} of {rows} rows was given the hot ids of {ids.table!r} of {ids.rows} rows; it "
                     "needs its own"
                 )
-        if lacking := sorted(self._warm_ids.keys() - hot.keys()):
-            raise ShardCoreError(f"table {lacking[0]!r} has warm ids and no hot ones; it needs some")
-        self.hot = DenseRows(self._tables, {name: len(ids.ids) for name, ids in hot.items()}, device)
-        counts = {name: len(ids.ids) for name, ids in self._warm_ids.items()}
-        # Units need equal hosts, which rows that are only hot or cold do not.
-        unit = Unit.of_rank(unit_ranks) if counts else Unit()
-        self.warm = WarmRows(self._tables, counts, device, unit)
-        # Of each table, the ids that are hot or warm.
-        self.kept_ids = {name: self._kept(name) for name in hot}
-        for what, name, ids in self._all_ids():
             # Part of each checkpoint, so that weights of other ids are not loaded.
-            self.register_buffer(f"{what}_ids_{name}", torch.from_numpy(ids.ids.copy()))
-        for name in self._warm_ids:
-            kept = torch.from_numpy(self.kept_ids[name].ids.copy())
-            self.register_buffer(f"kept_ids_{name}", kept, persistent=False)
+            self.register_buffer(f"hot_ids_{name}", torch.from_numpy(ids.ids.copy()))
+        self.hot = DenseRows(self._tables, {name: len(ids.ids) for name, ids in hot.items()}, device)
         self.cold = EmbeddingCollection(
             [
-                replace(c, name=c.name + COLD, num_embeddings=self.kept_ids[c.name].cold_rows)
+                replace(c, name=c.name + COLD, num_embeddings=hot[c.name].cold_rows)
                 if c.name in hot
                 else c
                 for c in tables
             ],
             device=torch.device(device or "cpu"),
         )
-
-    def _all_ids(self) -> Iterator[tuple[str, str, HotIds]]:
-        """Ids that are given, as ("hot" or "warm", table, ids)."""
-        for what, of_tables in (("hot", self.hot_ids), ("warm", self._warm_ids)):
-            yield from ((what, name, ids) for name, ids in of_tables.items())
-
-    def _kept(self, name: str) -> HotIds:
-        """The ids of a table that are hot or warm."""
-        hot = self.hot_ids[name]
-        if name not in self._warm_ids:
-            return hot
-        warm = self._warm_ids[name].ids
-        if len(both := np.intersect1d(hot.ids, warm)):
-            raise ShardCoreError(
-                f"table {name!r} was given id {both[0]} as hot and as warm; it needs to be one of both"
-            )
-        return HotIds(name, hot.rows, np.union1d(hot.ids, warm))
-
-    def warm_ids_here(self) -> dict[str, np.ndarray]:
-        """[W / L] the ids of this rank's warm rows, by table."""
-        unit = self.warm.unit
-        return {name: ids.ids[unit.rank :: unit.size].copy() for name, ids in self._warm_ids.items()}
 
     def hot_tables(self) -> dict[str, EmbeddingConfig]:
         """The configs of hot rows, by name of the whole table."""
@@ -146,7 +139,6 @@ class HotColdEmbeddingCollection(nn.Module):
         # Once, as it is a collective: all ranks make their first call together.
         if not self._checked:
             self._require_same_everywhere()
-            self.warm.join()
             self._checked = True
         lookups = features.to_dict()
         # Only features of tables with hot rows are split.
@@ -161,34 +153,17 @@ class HotColdEmbeddingCollection(nn.Module):
         # Features without hot rows have their outputs as they are.
         outputs = {f: cold[f] for f in self._features}
         for f, parts in split.items():
-            kept = self._look_up(self._features[f], parts.hot_rows)
-            values = torch.cat([kept, outputs[f].values()])[parts.order]
+            hot = nn.functional.embedding(parts.hot_rows, self.hot[self._features[f]])
+            values = torch.cat([hot, outputs[f].values()])[parts.order]
             outputs[f] = JaggedTensor(
                 values=values, lengths=lookups[f].lengths(), offsets=lookups[f].offsets()
             )
         return outputs
 
-    def _look_up(self, name: str, kept: torch.Tensor) -> torch.Tensor:
-        """Hot rows, which are on every rank, and warm ones. kept: [H] numbers among the ids that are not cold."""
-        if name not in self._warm_ids:
-            return nn.functional.embedding(kept, self.hot[name])
-        warm_ids, hot_ids = getattr(self, f"warm_ids_{name}"), getattr(self, f"hot_ids_{name}")
-        ids = getattr(self, f"kept_ids_{name}")[kept]
-        at = torch.searchsorted(warm_ids, ids)
-        is_warm = warm_ids[at.clamp(max=len(warm_ids) - 1)] == ids
-        hot = nn.functional.embedding(torch.searchsorted(hot_ids, ids[~is_warm]), self.hot[name])
-        warm = self.warm.look_up(name, at[is_warm])
-        # Position of each among the hot ones, then the warm ones.
-        before = torch.cumsum(is_warm, 0)
-        order = torch.where(
-            is_warm, len(hot) + before - 1, torch.arange(len(ids), device=ids.device) - before
-        )
-        return torch.cat([hot, warm])[order]
-
     def _split(self, feature: JaggedTensor, name: str) -> _Split:
         # The buffer moves with the module to its device.
         ids = feature.values()
-        hot = getattr(self, f"{'kept' if name in self._warm_ids else 'hot'}_ids_{name}")
+        hot = getattr(self, f"hot_ids_{name}")
         # A check on a GPU would wait for the device at each step.
         if (
             ids.device.type == "cpu"
@@ -216,32 +191,31 @@ class HotColdEmbeddingCollection(nn.Module):
         )
 
     def _require_same_everywhere(self) -> None:
-        """Raise ShardCoreError on all ranks if they differ in hot or warm ids."""
+        """Raise ShardCoreError on all ranks if they differ in hot ids."""
         if (ranks := rank_and_ranks()[1]) == 1:
             return
         # Digests instead of ids: few bytes, and equal only for equal ids.
         digests: list[Any] = [None] * ranks
-        mine = {(what, name): ids.digest for what, name, ids in self._all_ids()}
-        dist.all_gather_object(digests, mine)
+        dist.all_gather_object(digests, {name: ids.digest for name, ids in self.hot_ids.items()})
         first = digests[0]
         for rank, theirs in enumerate(digests):
             if theirs != first:
                 # A rank may also have hot ids of fewer tables.
-                what, name = next(n for n in sorted({*theirs, *first}) if theirs.get(n) != first.get(n))
+                name = next(n for n in sorted({*theirs, *first}) if theirs.get(n) != first.get(n))
                 raise ShardCoreError(
-                    f"rank {rank} has other {what} ids of {name!r} than rank 0; all ranks need "
-                    f"the same, such as from one file of {what} ids"
+                    f"rank {rank} has other hot ids of {name!r} than rank 0; all ranks need "
+                    "the same, such as from one file of hot ids"
                 )
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        for what, name, _ in self._all_ids():
-            theirs = state_dict.get(f"{prefix}{what}_ids_{name}")
-            ours = getattr(self, f"{what}_ids_{name}")
+        for name in self.hot_ids:
+            theirs = state_dict.get(f"{prefix}hot_ids_{name}")
+            ours = getattr(self, f"hot_ids_{name}")
             if theirs is not None and not torch.equal(theirs.to(ours.device), ours):
                 raise ShardCoreError(
-                    f"a checkpoint has other {what} ids of table {name!r} than the module; make the module with those "
+                    f"a checkpoint has other hot ids of table {name!r} than the module; make the module with those "
                     "of the checkpoint, or load rows by ids (load_rows)"
                 )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -225,11 +225,6 @@ def _parts(model: nn.Module, optimizer: Any, replicas: bool, filling: bool = Fal
         for name, hot in module.hot_ids.items():
             part = _dense((path, name), module.hot[name], dense, filling)
             yield replace(_rows(part), ids=hot.ids)
-    for path, module in divided.items():
-        # Units have equal warm rows: the first one's ranks write theirs.
-        for name, ids in module.warm_ids_here().items() if replicas or module.warm.unit.first else ():
-            part = _dense((path, name), module.warm[name], dense, filling)
-            yield replace(_rows(part), ids=ids)
     for path, collection in collections.items():
         # None: the collection is not sharded, so all ranks have it.
         shardings = getattr(collection, "module_sharding_plan", None)
@@ -248,7 +243,7 @@ def _parts(model: nn.Module, optimizer: Any, replicas: bool, filling: bool = Fal
             name = table.removesuffix(COLD)
             if name != table and name in owner.hot_ids:
                 rows = _rows(replace(part, key=(outer, name)))
-                yield replace(rows, ids=owner.kept_ids[name].cold_ids(*part.rows))
+                yield replace(rows, ids=owner.hot_ids[name].cold_ids(*part.rows))
             else:
                 yield _rows(replace(part, key=(outer, table)))
 

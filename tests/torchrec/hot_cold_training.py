@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,12 +29,9 @@ from shardcore.torchrec import row_files
 from shardcore.torchrec.hot_cold import HotColdEmbeddingCollection
 from shardcore.torchrec.row_files import load_rows, save_rows
 from shardcore.torchrec.sharding_plan import to_torchrec
-from shardcore.torchrec.warm_rows import warm_parameter_names
 
 SHAPES = {"a": (60, 16, ["f0", "f1"]), "b": (41, 16, ["f2"]), "c": (30, 16, ["f3"])}
 HOT = {"a": (0, 3, 7, 8, 20, 59), "b": (5, 40)}
-WARM = {"a": (1, 2, 9, 10, 30), "b": (0, 1, 2)}
-"""Warm ids: on each host once. Of hosts of two ranks, one has a row more than the other."""
 OTHERS = {"a": (1, 3, 30), "c": (0, 1, 2, 3)}
 """Hot ids of tables, at first and later."""
 BATCH, STEPS, RATE = 8, 20, 0.3
@@ -60,14 +56,9 @@ def problem(n_hosts: int, per_host: int) -> Problem:
 
 
 class Model(nn.Module):
-    """hot, warm: ids by table. hot None: an EmbeddingCollection of whole tables."""
+    """hot: ids by table. None: an EmbeddingCollection of whole tables."""
 
-    def __init__(
-        self,
-        hot: dict[str, tuple[int, ...]] | None,
-        device: str = "cpu",
-        warm: dict[str, tuple[int, ...]] | None = None,
-    ) -> None:
+    def __init__(self, hot: dict[str, tuple[int, ...]] | None, device: str = "cpu") -> None:
         from torchrec import EmbeddingCollection, EmbeddingConfig
 
         super().__init__()
@@ -75,14 +66,11 @@ class Model(nn.Module):
             EmbeddingConfig(name=n, num_embeddings=r, embedding_dim=d, feature_names=f)
             for n, (r, d, f) in SHAPES.items()
         ]
-        ids, warm_ids = (
-            {name: HotIds(name, SHAPES[name][0], np.array(of)) for name, of in (some or {}).items()}
-            for some in (hot, warm)
-        )
+        ids = {name: HotIds(name, SHAPES[name][0], np.array(of)) for name, of in (hot or {}).items()}
         self.ec = (
             EmbeddingCollection(configs, device=torch.device(device))
             if hot is None
-            else HotColdEmbeddingCollection(configs, ids, device, warm_ids)
+            else HotColdEmbeddingCollection(configs, ids, device)
         )
         self.top = nn.Linear(16, 4, device=device)
 
@@ -116,31 +104,19 @@ def batch(seed: int) -> Any:
     )
 
 
-def sharded(
-    hot: dict[str, tuple[int, ...]],
-    given: Problem,
-    cut: bool,
-    optimizer: str,
-    warm: dict[str, tuple[int, ...]] | None = None,
-) -> nn.Module:
+def sharded(hot: dict[str, tuple[int, ...]], given: Problem, cut: bool, optimizer: str) -> nn.Module:
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
-    from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 
     of = with_hot_rows(given, {name: len(ids) for name, ids in hot.items()})
-    # Warm rows are in no plan.
-    rows = {f"{name}_cold": len(ids) for name, ids in (warm or {}).items()}
-    tables = tuple(replace(t, rows=t.rows - rows.get(t.name, 0)) for t in of.tables)
-    of = replace(of, tables=tables)
-    model = Model(hot, "meta", warm)
+    model = Model(hot, "meta")
     fused = {"optimizer": EmbOptimType[optimizer], "learning_rate": RATE, "eps": 1e-8}
     return DistributedModelParallel(
         model,
         device=torch.device("cpu"),
         plan=to_torchrec(plan(of, cut), of, model, "cpu"),
         sharders=[EmbeddingCollectionSharder(fused_params=fused)],
-        data_parallel_wrapper=DefaultDataParallelWrapper(params_to_ignore=warm_parameter_names(model)),
     )
 
 
@@ -158,14 +134,14 @@ def in_processes(n_hosts: int, per_host: int, work: Callable[..., str], *args: A
     return ["the rank died or hung" if words is None else words for words in found]
 
 
-def train_and_move(rank: int, given: Problem, folder: str, optimizer: str, warm: Any = None) -> str:
+def train_and_move(rank: int, given: Problem, folder: str, optimizer: str) -> str:
     """Train half of the steps, save, load with other hot ids and another plan, and train the others."""
     n = len(given.topology)
     torch.manual_seed(3)
     whole = Model(None)
     top = {k: v.clone() for k, v in whole.top.state_dict().items()}
     reference = dense_optimizer(whole.parameters(), optimizer)
-    model = sharded(HOT, given, True, optimizer, warm)
+    model = sharded(HOT, given, True, optimizer)
     for name, weight in _inner(model).ec.hot.items():
         # The model was made on the meta device.
         most = whole.ec.embeddings[name].weight.shape[0] ** -0.5
@@ -209,7 +185,7 @@ def _inner(model: nn.Module) -> Model:
 
 def _dense(model: nn.Module) -> list[nn.Parameter]:
     inner = _inner(model)
-    return [*inner.ec.hot.values(), *inner.ec.warm.values(), *inner.top.parameters()]
+    return [*inner.ec.hot.values(), *inner.top.parameters()]
 
 
 def _rows(model: nn.Module):
@@ -236,13 +212,6 @@ def _apart(model: nn.Module, whole: Model) -> float:
 def other_ids_on_a_rank(rank: int, given: Problem, folder: str) -> str:
     hot = HOT if rank == 0 else {**HOT, "b": (5, 39)}
     model = sharded(hot, given, True, "EXACT_SGD")
-    model(batch(0))
-    return ""
-
-
-def hot_ids_that_are_warm_on_a_rank(rank: int, given: Problem, folder: str) -> str:
-    some, others = ({"b": HOT["b"]}, {"b": WARM["b"][:2]})[:: 1 if rank == 0 else -1]
-    model = sharded(some, given, True, "EXACT_SGD", others)
     model(batch(0))
     return ""
 

@@ -26,7 +26,6 @@ from shardcore.torchrec.modules import tables_of
 from shardcore.torchrec.planner import problem_for
 from shardcore.torchrec.row_files import load_rows, save_rows
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
-from shardcore.torchrec.warm_rows import Unit, WarmRows
 
 CONFIGS = [
     EmbeddingConfig(name="h", num_embeddings=50, embedding_dim=8, feature_names=["f", "g"]),
@@ -60,55 +59,6 @@ def test_outputs_are_those_of_whole_tables():
 def test_twenty_steps_end_as_unsharded_across_a_change_of_hot_ids_and_plan(hosts, per_host, optimizer):
     said = training.in_processes(hosts, per_host, training.train_and_move, optimizer)
     assert not any(said), said
-
-
-@pytest.mark.parametrize("optimizer", ["EXACT_SGD", pytest.param("EXACT_ADAGRAD", marks=pytest.mark.long)])
-def test_warm_rows_train_as_unsharded_and_become_hot_or_cold(optimizer):
-    """Two hosts of two ranks; half-way warm rows end, and hot ids and the plan are others."""
-    said = training.in_processes(2, 2, training.train_and_move, optimizer, training.WARM)
-    assert not any(said), said
-
-
-@pytest.mark.parametrize(
-    "hot, warm, words",
-    [
-        ({"h": HOT}, HotIds("h", 50, np.array([1, 17])), "id 17 as hot and as warm"),
-        ({}, HotIds("h", 50, np.array([1])), "table 'h' has warm ids and no hot ones"),
-        ({"h": HOT}, HotIds("h", 51, np.array([1])), "was given the warm ids of 'h' of 51 rows"),
-    ],
-)
-def test_warm_ids_that_do_not_fit_are_refused(hot, warm, words):
-    with pytest.raises(ShardCoreError, match=words):
-        HotColdEmbeddingCollection(CONFIGS, hot, warm={"h": warm})
-
-
-def test_units_of_warm_rows_divide_the_ranks():
-    assert [Unit(3, rank).share(7) for rank in range(3)] == [3, 2, 2]
-    with pytest.raises(ShardCoreError, match="1 warm rows for the 2 ranks of a unit"):
-        WarmRows({"h": CONFIGS[0]}, {"h": 1}, "cpu", Unit(2))
-
-
-def test_only_warm_rows_need_hosts_of_equal_size(tmp_path, monkeypatch):
-    """A host of two ranks is no unit of the one rank that is here."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        HotColdEmbeddingCollection(CONFIGS, {"h": HOT})
-        with pytest.raises(
-            ShardCoreError, match="over units of 2 ranks, and there are 1; it needs a divisor"
-        ):
-            HotColdEmbeddingCollection(CONFIGS, {"h": HOT}, warm={"h": HotIds("h", 50, np.array([1, 2]))})
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_a_checkpoint_of_other_warm_ids_is_refused():
-    ours, theirs = (
-        HotColdEmbeddingCollection(CONFIGS, {"h": HOT}, warm={"h": HotIds("h", 50, np.array(ids))})
-        for ids in ([1, 2], [1, 5])
-    )
-    with pytest.raises(ShardCoreError, match="a checkpoint has other warm ids of table 'h' than the module"):
-        ours.load_state_dict(theirs.state_dict())
 
 
 def test_hot_rows_have_the_type_of_their_table():
@@ -150,12 +100,11 @@ def test_a_job_never_trains_with_other_hot_ids_in_silence():
         "save_over_other_rows": "has rows already, such as rows-00000-00000.safetensors",
         "full_disk_on_a_rank": "ShardCoreError: No space left on device",
         "other_ids_on_a_rank": "rank 1 has other hot ids of 'b' than rank 0",
-        "hot_ids_that_are_warm_on_a_rank": "rank 1 has other hot ids of 'b' than rank 0",
         "no_hot_ids_on_a_rank": "rank 1 has other hot ids of",
         "another_checkpoint": "a checkpoint has other hot ids of table 'b'",
     }
     for words in training.in_processes(1, 2, training.refusals, tuple(said)):
-        assert [a in b for a, b in zip(said.values(), words.splitlines(), strict=True)] == [True] * 6, words
+        assert [a in b for a, b in zip(said.values(), words.splitlines(), strict=True)] == [True] * 5, words
 
 
 @pytest.mark.parametrize(
