@@ -36,11 +36,8 @@ Choose = Callable[[float, np.ndarray, np.ndarray], int]
 def random(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
     """Place tables by falling size, each on a random device with memory."""
     rng = np.random.default_rng(seed)
-
-    def any_device(load: float, fits: np.ndarray, left: np.ndarray) -> int:
-        return int(rng.choice(np.flatnonzero(fits)))
-
-    return _place("random", problem, model, seed, lambda shard: 0.0, any_device)
+    choose: Choose = lambda load, fits, left: int(rng.choice(np.flatnonzero(fits)))  # noqa: E731
+    return _place("random", problem, model, seed, lambda shard: 0.0, choose)
 
 
 def looked_up(shard: Shard) -> float:

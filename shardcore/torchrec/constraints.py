@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from numbers import Real
 from types import NoneType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
@@ -79,9 +79,11 @@ def require_constraints(constraints: ByName | None) -> None:
 
 
 def by_our_names(
-    constraints: ByName, theirs: Tables, compute_device: str
+    constraints: ByName, theirs: Tables, compute_device: str, fused_params: Mapping[str, Mapping[str, Any]]
 ) -> tuple[dict[str, ParameterConstraints], list[str]]:
     """The constraints by our names, and a line for each effect that a price leaves out.
+
+    fused_params: of each table's sharder, by our names. Caches have their settings where constraints give none.
 
     Raises ShardCoreError for constraints that no plan of ours can keep, naming table, field and value.
     """
@@ -97,7 +99,48 @@ def by_our_names(
                 f"ParameterConstraints of table {name!r} has device_group {c.device_group!r}; the topology's "
                 f"compute_device is {compute_device!r}, and all tables of a plan live there"
             )
-    return {key: constraints[t.name] for key, t in theirs.items() if t.name in constraints}, lines
+    ours = {}
+    for key, table in theirs.items():
+        if table.name in constraints:
+            ours[key] = c = _with_fused_params(constraints[table.name], fused_params.get(key, {}))
+            what = f"of table {table.name!r}, by its constraints or fused_params,"
+            cache = fields.values_of(c.cache_params) if c.cache_params else {}
+            if cache.get("precision") == table.config.data_type:
+                del cache["precision"]
+            for field, values in (("cache_params", cache), ("key_value_params", None)):
+                if record := getattr(c, field):
+                    lines += fields.check(type(record), values or fields.values_of(record), f"{field} {what}")
+    return ours, lines
+
+
+_OF_FUSED_PARAMS = {
+    "algorithm": "cache_algorithm",
+    "load_factor": "cache_load_factor",
+    "reserved_memory": "cache_reserved_memory",
+}
+"""Fields of cache_params and key_value_params by their names in fused_params, where these differ."""
+
+
+def _with_fused_params(c: ParameterConstraints, given: Mapping[str, Any]) -> ParameterConstraints:
+    """The constraints with settings of a cache that only fused_params give, as TorchRec merges both."""
+    from torchrec.distributed.types import CacheParams, KeyValueParams
+
+    for field, kind in (("cache_params", CacheParams), ("key_value_params", KeyValueParams)):
+        own = getattr(c, field) or kind()
+        known = {name: given.get(_OF_FUSED_PARAMS.get(name, name)) for name in fields.defaults_of(kind)}
+        added = {name: x for name, x in known.items() if x is not None and getattr(own, name) is None}
+        if added and kernel_of(c) in KERNELS:
+            c = replace(c, **{field: replace(own, **added)})
+    return c
+
+
+def prefetching(constraints: ByName) -> dict[str, bool | None]:
+    """prefetch_pipeline of the tables whose kernel has a cache. None: nobody says."""
+    return {
+        name: getattr(c.cache_params, "prefetch_pipeline", None)
+        for name, c in constraints.items()
+        if KERNELS.get(kernel_of(c), ("", False))[1]
+    }
 
 
 def _check(c: ParameterConstraints, what: str, features: list[str]) -> list[str]:
@@ -216,15 +259,19 @@ def pooling_notes(constraints: ByName, has_lookups: bool) -> list[str]:
 
 
 def search_constraints(
-    constraints: ByName, theirs: Tables, topology: Topology, compute_device: str
+    constraints: ByName, theirs: Tables, topology: Topology, compute_device: str, replicas: bool
 ) -> Constraints:
-    """Constraints of a search: the kinds that may run each table, and the fewest columns of its shards."""
+    """Constraints of a search: the kinds that may run each table, and the fewest columns of its shards.
+
+    replicas: whether tables may be replicated whose constraints do not name it.
+    """
     kinds, widths = {}, {}
     for key, table in theirs.items():
         c = constraints.get(key)
         allowed = c and _kinds_on(c, topology, f"ParameterConstraints of table {table.name!r}")
-        if compute_device == "cpu" and not table.pooled:
-            # The dense kernel pools there, so sequences have no replicas.
+        named = c and ("data_parallel" in (c.sharding_types or ()) or "dense" in (c.compute_kernels or ()))
+        # On a CPU the dense kernel pools, so sequences have no replicas there.
+        if (compute_device == "cpu" and not table.pooled) or not (replicas or named or table.replica):
             allowed = tuple(kind for kind in allowed or LAYOUTS if kind not in REPLICAS) or allowed
         if allowed is not None:
             kinds[key] = allowed

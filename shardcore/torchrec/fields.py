@@ -29,11 +29,13 @@ class Treatment:
         it) or REFUSED.
     note: effect of the field. Of a refused one: the reason, and what would be right.
     unpriced: effect on a job that the price leaves out, for the planner's `unpriced`. "": none.
+    plain: names of values that count as the default.
     """
 
     how: str
     note: str
     unpriced: str = ""
+    plain: tuple[str, ...] = ()
 
 
 _honoured, _priced, _refused = (partial(Treatment, how) for how in (HONOURED, PRICED, REFUSED))
@@ -43,6 +45,12 @@ _OF_MODULE = "the module keeps it; neither plan nor price depends on it"
 _OF_JOB = "handed on to DMPCollection; neither plan nor price depends on it"
 _MEASURED = "the cost model measured this itself: leave it at its default"
 _VIRTUAL = "a virtual table has no rows to place before its ids come: leave it out"
+_VALUES = "values change; as many bytes"
+_OF_CACHE = "as in cache_params of a table, which come before it"
+_BY_TORCHREC = "TorchRec itself gives it to the op: leave it out"
+_FURTHER_STATE = "further state of rows is not counted: leave it out"
+_STREAMED = "rows that are sent away from the op are neither counted nor priced: leave it out"
+_ELSEWHERE = "rows on a parameter server are neither counted nor priced: leave it out"
 
 _CONFIG = {
     "num_embeddings": _priced("rows"),
@@ -66,6 +74,35 @@ _CONFIG = {
         "weights that leave the device between passes are neither counted nor priced: leave it out"
     ),
 }
+_LFU = {"plain": ("LRU",), "unpriced": "misses are priced as those of an LRU cache"}
+_PASSES = "rows are priced as fetched in one pass"
+_LESS = "where less memory is free, FBGEMM makes the cache smaller than it is priced"
+_KEY_VALUE = {
+    **dict.fromkeys(
+        (
+            "ssd_storage_directory",
+            "ssd_rocksdb_write_buffer_size",
+            "ssd_rocksdb_shards",
+            "gather_ssd_cache_stats",
+            "stats_reporter_config",
+            "use_passed_in_path",
+            "enable_async_update",
+            "bulk_init_chunk_size",
+            "lazy_bulk_init_enabled",
+            "res_store_shards",
+            "load_ckpt_without_opt",
+        ),
+        _honoured(_PASSED_ON),
+    ),
+    "l2_cache_size": _honoured(_PASSED_ON, "its host memory is not counted, nor its hits priced"),
+    "max_l1_cache_size": _priced("bytes of the cache in device memory"),
+    "enable_raw_embedding_streaming": _refused(_STREAMED),
+    "kvzch_tbe_config": _refused(_VIRTUAL),
+    **dict.fromkeys(
+        ("ps_hosts", "ps_client_thread_num", "ps_max_key_per_request", "ps_max_local_index_length"),
+        _refused(_ELSEWHERE),
+    ),
+}
 FIELDS: Mapping[str, Mapping[str, Treatment]] = {
     "ParameterConstraints": {
         "sharding_types": _honoured("the kinds that the search may choose"),
@@ -78,15 +115,97 @@ FIELDS: Mapping[str, Mapping[str, Treatment]] = {
         "num_poolings": _priced("bags of each feature for a sample of its batch"),
         "batch_sizes": _priced("samples of each feature on a rank (VBE), unless lookups have strides"),
         "is_weighted": _priced("weights of lookups travel with ids"),
-        "cache_params": _priced("load_factor: share of rows in device memory. All of it is " + _PASSED_ON),
+        "cache_params": _priced("each of its fields, those of CacheParams, is treated"),
         "enforce_hbm": _honoured(_PASSED_ON),
         "stochastic_rounding": _honoured(_PASSED_ON),
         "bounds_check_mode": _honoured(_PASSED_ON),
         "feature_names": _honoured("they need to be the features of the table"),
         "output_dtype": _honoured(_PASSED_ON),
         "device_group": _honoured("it needs to be the topology's compute_device"),
-        "key_value_params": _priced("max_l1_cache_size: cache of a table on SSD. All of it is " + _PASSED_ON),
+        "key_value_params": _priced("each of its fields, those of KeyValueParams, is treated"),
         "use_virtual_table": _refused(_VIRTUAL),
+    },
+    "CacheParams": {
+        "algorithm": _honoured(_PASSED_ON, **_LFU),
+        "load_factor": _priced("share of rows in device memory"),
+        "reserved_memory": _honoured(_PASSED_ON, _LESS),
+        "precision": _refused("caches are counted in their table's own: leave it out"),
+        "prefetch_pipeline": _priced("without a job of its own, the planner takes pipeline 'prefetch'"),
+        "stats": _honoured(_PASSED_ON + "; misses are priced by the table's own lookups"),
+        "multipass_prefetch_config": _honoured(_PASSED_ON, _PASSES),
+    },
+    "KeyValueParams": _KEY_VALUE,
+    # Keys of fused_params are arguments of FBGEMM's op, and some that TorchRec takes out.
+    "SplitTableBatchedEmbeddingBagsCodegen": {
+        **_KEY_VALUE,
+        **dict.fromkeys(
+            (
+                "embedding_specs",
+                "feature_table_map",
+                "weights_precision",
+                "pooling_mode",
+                "device",
+                "table_names",
+                "embedding_shard_info",
+                "res_params",
+                "is_qr_tbe",
+                "preallocated_host_buffers",
+            ),
+            _refused(_BY_TORCHREC),
+        ),
+        **dict.fromkeys(("cache_load_factor", "prefetch_pipeline"), _priced(_OF_CACHE)),
+        "cache_algorithm": _honoured(_OF_CACHE, **_LFU),
+        "cache_sets": _refused("caches are counted by their share of rows: give cache_load_factor"),
+        "cache_reserved_memory": _honoured(_OF_CACHE, _LESS),
+        "cache_precision": _refused("caches are counted in their tables' own: leave it out"),
+        "multipass_prefetch_config": _honoured(_OF_CACHE, _PASSES),
+        "optimizer": _priced("bytes of its state"),
+        **dict.fromkeys(
+            (
+                "learning_rate",
+                "lr",
+                "eps",
+                "beta1",
+                "beta2",
+                "betas",
+                "momentum",
+                "weight_decay",
+                "eta",
+                "gradient_clipping",
+                "max_gradient",
+                "max_norm",
+                "stochastic_rounding",
+                "bounds_check_mode",
+                "enforce_hbm",
+                "embedding_table_index_type",
+                "embedding_table_offset_type",
+                "uvm_host_mapped",
+                "tbe_input_multiplexer_config",
+            ),
+            _honoured(_VALUES),
+        ),
+        "output_dtype": _honoured("the op has it", "outputs are priced in FP32"),
+        "weight_decay_mode": _refused(_FURTHER_STATE, plain=("NONE", "L2", "DECOUPLE")),
+        **dict.fromkeys(
+            (
+                "ensemble_mode",
+                "emainplace_mode",
+                "counter_based_regularization",
+                "cowclip_regularization",
+                "global_weight_decay",
+                "extra_optimizer_config",
+            ),
+            _refused(_FURTHER_STATE),
+        ),
+        "optimizer_state_dtypes": _refused("state is counted in FP32: leave it out"),
+        "uvm_non_rowwise_momentum": _refused("state is counted beside its rows: leave it out"),
+        "use_experimental_tbe": _honoured("the op has it", "another kernel than the one that is priced"),
+        "use_one_tbe_per_table": _honoured("TorchRec has it", "tables are priced as one op"),
+        **dict.fromkeys(
+            ("record_cache_metrics", "gather_uvm_cache_stats"),
+            _honoured("the op has it", "what counting takes is not priced"),
+        ),
+        "res_enabled_tables": _honoured("it counts with enable_raw_embedding_streaming alone"),
     },
     "Topology": {
         "world_size": _honoured("devices"),
@@ -203,10 +322,12 @@ def check(kind: type, values: Mapping[str, Any], what: str) -> list[str]:
     """Do the same as `require_treated` for values by field."""
     treatments, defaults, lines = FIELDS[kind_of(kind)], defaults_of(kind), []
     for name, value in values.items():
-        # A field at its default has no effect, so it needs no treatment.
-        if _same(value, defaults.get(name, UNKNOWN)):
-            continue
         treatment = treatments.get(name)
+        # A field at its default has no effect, so it needs no treatment.
+        if _same(value, defaults.get(name, UNKNOWN)) or (
+            treatment and getattr(value, "name", None) in treatment.plain
+        ):
+            continue
         # An argument of a newer TorchRec that its object does not keep.
         if treatment is None and value is UNKNOWN:
             lines.append(f"{what} may have {name}, which ShardCore does not know and cannot read")
@@ -216,7 +337,7 @@ def check(kind: type, values: Mapping[str, Any], what: str) -> list[str]:
         elif treatment is None:
             raise ShardCoreError(
                 f"{what} has {name} {_shown(value)}, which this ShardCore does not know; "
-                f"leave it at its default, {_shown(defaults.get(name))}"
+                f"leave it {f'at its default, {_shown(defaults[name])}' if name in defaults else 'out'}"
             )
         elif treatment.how == REFUSED:
             raise ShardCoreError(f"{what} has {name} {_shown(value)}; {treatment.note}")

@@ -110,9 +110,7 @@ class HotColdEmbeddingCollection(nn.Module):
         self.hot = DenseRows(self._tables, {name: len(ids.ids) for name, ids in hot.items()}, device)
         self.cold = EmbeddingCollection(
             [
-                replace(c, name=c.name + COLD, num_embeddings=hot[c.name].cold_rows)
-                if c.name in hot
-                else c
+                replace(c, name=c.name + COLD, num_embeddings=hot[c.name].cold_rows) if c.name in hot else c
                 for c in tables
             ],
             device=torch.device(device or "cpu"),

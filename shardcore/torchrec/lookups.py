@@ -39,14 +39,16 @@ class Data:
 
     ids: [L] of all batches.
     lengths: [S] ids of each sample; of a variable feature, of each bag.
-    samples: S. A batch whose features differ in it (VBE) is a step of all ranks and counts as a global batch.
+    samples: S. A batch whose features differ in it (VBE) has as many local batches as ranks in its strides.
     variable: features of such batches.
+    weighted: features whose ids have weights.
     """
 
     ids: Mapping[str, np.ndarray]
     lengths: Mapping[str, np.ndarray]
     samples: Mapping[str, int]
     variable: tuple[str, ...]
+    weighted: frozenset[str]
 
     @property
     def bags(self) -> dict[str, float]:
@@ -54,14 +56,17 @@ class Data:
         return {f: len(self.lengths[f]) / self.samples[f] for f in self.variable}
 
 
-def read_lookups(lookups: Lookups | Data, global_batch: int) -> Means | str | Path | Data:
-    """Lookups with batches read into memory. Means and paths stay as they are."""
+def read_lookups(lookups: Lookups | Data, local_batch: int) -> Means | str | Path | Data:
+    """Lookups with batches read into memory. Means and paths stay as they are.
+
+    local_batch: samples of a rank.
+    """
     if isinstance(lookups, (str, Path, Mapping, Data)):
         return lookups  # type: ignore[return-value]  # no mapping is a KeyedJaggedTensor
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     ids, lengths = defaultdict[str, list[np.ndarray]](list), defaultdict[str, list[np.ndarray]](list)
-    samples, variable = defaultdict[str, int](int), dict[str, None]()
+    samples, variable, weighted = defaultdict[str, int](int), dict[str, None](), set[str]()
     # A single KeyedJaggedTensor is not an Iterable.
     for batch in lookups if isinstance(lookups, Iterable) else [lookups]:
         if not isinstance(batch, KeyedJaggedTensor):
@@ -72,11 +77,12 @@ def read_lookups(lookups: Lookups | Data, global_batch: int) -> Means | str | Pa
         is_variable = batch.variable_stride_per_key()
         # In a batch with different strides (VBE), all of its features count as variable.
         variable |= dict.fromkeys(batch.keys() if is_variable else ())
-        if is_variable:
-            _require_strides(batch)
+        n_samples = local_batch * _ranks_of(batch) if is_variable else batch.stride()
+        # TorchRec sends weights that are there, whether a collection uses them or not.
+        weighted.update(batch.keys() if batch.weights_or_none() is not None else ())
         # Weighted, plain and sequence features may come in separate tensors.
         for feature, values in batch.to_dict().items():
-            samples[feature] += global_batch if is_variable else batch.stride()
+            samples[feature] += n_samples
             ids[feature].append(values.values().cpu().numpy())
             lengths[feature].append(values.lengths().cpu().numpy())
     # One array for each feature: statistics are over all batches together.
@@ -86,17 +92,27 @@ def read_lookups(lookups: Lookups | Data, global_batch: int) -> Means | str | Pa
         {f: np.concatenate(parts) for f, parts in lengths.items()},
         samples,
         tuple(variable),
+        frozenset(weighted),
     )
 
 
-def _require_strides(batch: KeyedJaggedTensor) -> None:
-    """Raise ShardCoreError unless the strides of a batch are as many as its lengths."""
+def _ranks_of(batch: KeyedJaggedTensor) -> int:
+    """Number of ranks whose local batches a batch with strides (VBE) has.
+
+    Raises ShardCoreError if its features have strides of different ranks, or other strides than lengths.
+    """
+    of_ranks = batch.stride_per_key_per_rank()
+    if len(ranks := {len(of_key) for of_key in of_ranks}) != 1:
+        raise ShardCoreError(
+            f"lookups has stride_per_key_per_rank {shown(of_ranks)}; each feature needs a stride of each rank"
+        )
     strides, n_lengths = batch.stride_per_key(), batch.lengths().numel()
     if sum(strides) != n_lengths:
         raise ShardCoreError(
             f"lookups has strides {shown(strides)}, {sum(strides)} in all, and {n_lengths} lengths; they need to "
             "add up to as many"
         )
+    return ranks.pop()
 
 
 def strides_of(theirs: Mapping[str, ModelTable], bags: Mapping[str, float]) -> dict[str, tuple[float, ...]]:

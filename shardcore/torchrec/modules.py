@@ -66,7 +66,7 @@ def tables_of(module: nn.Module, whole: bool = False) -> dict[str, ModelTable]:
     count as they are without hot rows.
 
     Raises ShardCoreError for modules with tables that ShardCore cannot plan: embedding towers, those that
-    prune or evict rows, and collections of a class of the user's own.
+    prune or evict rows, collections of a class of the user's own, and those that are sharded already.
     """
     from torch import nn
 
@@ -89,7 +89,8 @@ def tables_of(module: nn.Module, whole: bool = False) -> dict[str, ModelTable]:
 
 
 def _tables(module: nn.Module, path: str, seen: set[int], whole: bool) -> Iterator[ModelTable]:
-    from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+    from torchrec.distributed.types import ShardedModule
+    from torchrec.modules import embedding_modules as plain
 
     from shardcore.torchrec.hot_cold import HotColdEmbeddingCollection
 
@@ -102,11 +103,18 @@ def _tables(module: nn.Module, path: str, seen: set[int], whole: bool) -> Iterat
         yield from _of_collection(getattr(module, inner), path, module)
         return
     # Exact types: a subclass may do anything to ids or weights.
-    if type(module) in (EmbeddingBagCollection, EmbeddingCollection):
+    if type(module) in (plain.EmbeddingBagCollection, plain.EmbeddingCollection):
         yield from _of_collection(module, path)
         return
+    if isinstance(module, ShardedModule):
+        raise ShardCoreError(
+            f"module {path!r} is a {type(module).__name__}, so it is sharded already; give the model as it was before "
+            "DistributedModelParallel"
+        )
     # A subclass may do anything to ids or weights.
-    if isinstance(module, (*_refused(), EmbeddingBagCollection, EmbeddingCollection)):
+    if isinstance(
+        module, (*_refused(), plain.EmbeddingBagCollectionInterface, plain.EmbeddingCollectionInterface)
+    ):
         raise ShardCoreError(
             f"module {path!r} is a {type(module).__name__}; ShardCore plans "
             f"{', '.join(_planned())}, and no subclasses of these"

@@ -6,25 +6,21 @@ of its sharder's fused_params, or else FBGEMM's default, EXACT_SGD.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardcore.core.catalog import OPTIMIZERS, named
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.job import Job
 from shardcore.cost.composite import Composite
 from shardcore.cost.model import CostModel, QuantileCostModel
+from shardcore.torchrec import fields
 from shardcore.torchrec.modules import ModelTable
 
 if TYPE_CHECKING:
     from torch import nn
     from torchrec.distributed.types import ModuleSharder
-
-PLAIN_PARAMS = frozenset(
-    "optimizer learning_rate lr eps beta1 beta2 betas weight_decay momentum eta gradient_clipping max_gradient "
-    "max_norm enforce_hbm stochastic_rounding bounds_check_mode prefetch_pipeline".split()
-)
-"""fused_params that change neither bytes nor, by much, time."""
 
 
 def optimizer_of(
@@ -63,8 +59,7 @@ def _optimizers_of(
     module: nn.Module, tables: Mapping[str, ModelTable], sharders: Iterable[ModuleSharder[Any]]
 ) -> dict[str, str | None]:
     """FBGEMM's name of the optimizer of each table that TorchRec shards. None: the job sets none."""
-    # Sharders are found by the type of module that they take.
-    by_type = {sharder.module_type: getattr(sharder, "fused_params", None) or {} for sharder in sharders}
+    fused_params = fused_params_of(module, tables, sharders)
     weights = dict(module.named_parameters())
     optimizers: dict[str, str | None] = {}
     for name, table in tables.items():
@@ -75,10 +70,19 @@ def _optimizers_of(
         ends = tuple(f"{bags}.{table.name}.weight" for bags in ("embedding_bags", "embeddings"))
         weight = next((w for n, w in weights.items() if n.startswith(prefix) and n.endswith(ends)), None)
         # What is set in backward takes precedence, as in TorchRec.
-        fused = by_type.get(type(module.get_submodule(table.path)), {}).get("optimizer")
+        fused = fused_params[name].get("optimizer")
         stated = None if fused is None else str(getattr(fused, "name", fused))
         optimizers[name] = _in_backward(name, weight) or stated
     return optimizers
+
+
+def fused_params_of(
+    module: nn.Module, tables: Mapping[str, ModelTable], sharders: Iterable[ModuleSharder[Any]]
+) -> dict[str, Mapping[str, Any]]:
+    """fused_params of the sharder of each table."""
+    # Sharders are found by the type of module that they take.
+    by_type = {sharder.module_type: getattr(sharder, "fused_params", None) or {} for sharder in sharders}
+    return {name: by_type.get(type(module.get_submodule(t.path)), {}) for name, t in tables.items()}
 
 
 def _in_backward(name: str, weight: Any) -> str | None:
@@ -111,10 +115,42 @@ def under(model: CostModel, optimizer: str) -> CostModel:
     return replace(model, setting=setting)  # type: ignore[type-var]  # all other models are dataclasses
 
 
-def notes(
-    model: CostModel, optimizer: str | None, counted: str, sharders: Sequence[ModuleSharder[Any]]
-) -> list[str]:
-    """Lines that say which optimizer counts, and which of its settings do not.
+def fused_params_notes(sharders: Iterable[ModuleSharder[Any]]) -> list[str]:
+    """A line for each of the sharders' fused_params whose effects a price leaves out.
+
+    Raises ShardCoreError for one that is refused (`fields.FIELDS`).
+    """
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+
+    return [
+        line
+        for sharder in sharders
+        for line in fields.check(
+            SplitTableBatchedEmbeddingBagsCodegen,
+            getattr(sharder, "fused_params", None) or {},
+            f"fused_params of {type(sharder).__name__}",
+        )
+    ]
+
+
+def replicas_train_alike(optimizer: str, job: Job) -> bool:
+    """Tell if replicas are known to train under the same optimizer as tables with a fused one."""
+    # FBGEMM's exact optimizers are torch's of the same name.
+    return optimizer.removeprefix("exact_") == job.replica_optimizer
+
+
+def replicas_note(optimizer: str, job: Job) -> str:
+    """A line that says why tables are not replicated, and what allows it."""
+    of_job = f"({job.replica_optimizer})" if job.replica_optimizer else "(nobody says which)"
+    return (
+        f"no table is replicated by default: replicas leave the fused {optimizer} for the job's dense optimizer "
+        f"{of_job}. Job(replica_optimizer={OPTIMIZERS[optimizer].dense!r}) says that it is the same, and "
+        "'data_parallel' among a table's sharding_types allows it in any case"
+    )
+
+
+def notes(model: CostModel, optimizer: str | None, counted: str) -> list[str]:
+    """Lines that say which optimizer counts.
 
     optimizer: the job's. None: it sets none.
     counted: the optimizer whose state memory counts.
@@ -130,9 +166,4 @@ def notes(
             f"tables are priced as under {model.setting.optimizer}, for which the cost model is; "
             f"they train under {optimizer}, whose state memory counts"
         )
-    for sharder in sharders:
-        other = sorted(set(getattr(sharder, "fused_params", None) or {}) - PLAIN_PARAMS)
-        lines += [
-            f"fused_params of {type(sharder).__name__} have {', '.join(other)}, which neither price nor memory counts"
-        ] * bool(other)
     return lines

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,9 @@ from shardcore.core.validation import require, require_type
 from shardcore.cost.known_errors import profile_of
 from shardcore.cost.model import CostModel
 from shardcore.search import DEFAULT_SHARDER, Budget, known, sharder
-from shardcore.step.kinds import LAYOUTS, kinds_on_all_devices, layout_of
+from shardcore.search.state.packing import roomiest
+from shardcore.search.state.refusal import refusal
+from shardcore.step.kinds import LAYOUTS, even_share, kinds_on_all_devices, layout_of, possible_groups
 from shardcore.step.lower import lower
 from shardcore.tables.hot_rows import with_hot_rows
 from shardcore.torchrec import constraints as constrained
@@ -38,6 +41,7 @@ from shardcore.torchrec.lookups import (
 )
 from shardcore.torchrec.modules import (
     ModelTable,
+    few,
     require_all,
     require_sharders,
     sharders_of,
@@ -87,9 +91,10 @@ def problem_for(
     lookups: one of three. Mean lookups per sample by feature, or by (table, feature): ids then follow
       DEFAULT_ACCESS. Batches of the model's data, a global batch or more of each feature, in one
       KeyedJaggedTensor or several: pooling and reuse are read from them, and where ids lie if that is uneven
-      (Table.row_shares). One whose features differ in samples (VBE) is a step of all ranks; its tables get
-      their features' strides, and no replicas, for TorchRec fails with them. A path of FBGEMM's reports (a
-      folder or a file): reuse is then an estimate (see `fbgemm_statistics`).
+      (Table.row_shares). One whose features differ in samples (VBE) says of how many ranks it is
+      (stride_per_key_per_rank); its tables get their features' strides, and no replicas, for TorchRec fails
+      with them. Weights of ids travel, whether the collection uses them or not. A path of FBGEMM's reports
+      (a folder or a file): reuse is then an estimate (see `fbgemm_statistics`).
     optimizer: None: the one that the model's weights have (apply_optimizer_in_backward), or else exact_sgd.
     job: properties of a step around the embeddings.
     deduplicated: groups of features that share an inverse index (see Table.dedup). Their tables stay together
@@ -115,14 +120,15 @@ def problem_for(
         raise ShardCoreError(
             f"optimizer is {optimizer!r}; the model's weights have {set_optimizer!r} in backward: leave it out"
         )
-    data = read_lookups(lookups, global_batch)
-    statistics = statistics_of(theirs, data, global_batch)
     ours = topology if isinstance(topology, Topology) else our_topology(topology, default_share(job))
     ours = topologies.as_job(ours)
+    data = read_lookups(lookups, max(1, global_batch // len(ours)))
+    statistics = statistics_of(theirs, data, global_batch)
     # Deduplication happens on a device, so within its share of the batch.
     factors, groups = deduplicated_of(theirs, data, deduplicated, global_batch // len(ours))
     bags = data.bags if isinstance(data, Data) and data.variable else bags or {}
     strides = strides_of(theirs, bags)
+    weighted = data.weighted if isinstance(data, Data) else frozenset[str]()
     tables = tuple(
         Table(
             key,
@@ -131,7 +137,7 @@ def problem_for(
             *statistics[key],
             precision=_precision(key, t.config.data_type.name),
             features=len(t.config.feature_names),
-            weighted=t.weighted,
+            weighted=t.weighted or not weighted.isdisjoint(t.config.feature_names),
             sequence=not t.pooled,
             dedup=factors.get(key, 1.0),
             collection=t.path,
@@ -307,23 +313,34 @@ class ShardCorePlanner:
             require_sharders(module, sharders)
         # Sharders without a module to take have settings that do not matter.
         used = sharders_of(module, theirs, sharders or ())
-        constraints, notes = constrained.by_our_names(self.constraints, theirs, self.compute_device)
+        fused_params = optimizers.fused_params_of(module, theirs, used)
+        constraints, notes = constrained.by_our_names(
+            self.constraints, theirs, self.compute_device, fused_params
+        )
+        notes += optimizers.fused_params_notes(used)
         for key, table in theirs.items():
             notes += fields.require_treated(table.config, f"config of table {key!r}")
-        optimizer, payloads = optimizers.optimizer_of(module, theirs, used), payloads_of(used)
+        optimizer = optimizers.optimizer_of(module, theirs, used)
+        job = self._job(constraints, payloads_of(used), notes)
+        # FBGEMM's own default trains tables of which nobody says more.
+        replicas = optimizers.replicas_train_alike(optimizer or "exact_sgd", job)
+        if not replicas and len(self.topology) > 1:
+            notes.append(optimizers.replicas_note(optimizer or "exact_sgd", job))
         # Ranks have equal batches.
         global_batch = self.batch_size * len(self.topology)
         bags = constrained.bags_of(constraints, theirs, self.batch_size)
         lookups = constrained.pooling_of(constraints, theirs, bags) if self.lookups is None else self.lookups
-        data = read_lookups(lookups, global_batch)
+        data = read_lookups(lookups, self.batch_size)
         problem = problem_for(
             module,
             self.topology,
             global_batch,
             data,
             optimizer or self.model.setting.optimizer,
-            constrained.search_constraints(constraints, theirs, self.topology, self.compute_device),
-            job=self.job or Job(forward_payload=payloads[0], backward_payload=payloads[1]),
+            constrained.search_constraints(
+                constraints, theirs, self.topology, self.compute_device, replicas or len(self.topology) == 1
+            ),
+            job=job,
             bags=bags,
         )
         # Constraints add weights of lookups, and memory tiers.
@@ -337,7 +354,7 @@ class ShardCorePlanner:
             # Only the written plan says which host_row tables are cut.
             constrained.require_no_grid(sharding_plan)
         require_all(sharding_plan, module, sharders or ())
-        notes += optimizers.notes(self.model.for_problem(problem), optimizer, problem.optimizer, used)
+        notes += optimizers.notes(self.model.for_problem(problem), optimizer, problem.optimizer)
         notes += unpriced_wrappers(theirs)
         notes += constrained.pooling_notes(constraints, has_lookups=self.lookups is not None)
         if note := topologies.rows_note(problem.topology):
@@ -352,6 +369,31 @@ class ShardCorePlanner:
         has_update = profile_of(self.model) is not None
         self.unpriced = [*unpriced(sharding_plan, used, problem, has_update), *notes]
         return sharding_plan
+
+    def _job(
+        self, constraints: Mapping[str, ParameterConstraints], payloads: tuple[str, str], notes: list[str]
+    ) -> Job:
+        """The job: the one that is given, or what sharders and constraints say of it. It adds to notes."""
+        flags = constrained.prefetching(constraints)
+        names = {
+            value: few([name for name, flag in flags.items() if flag is value]) for value in flags.values()
+        }
+        job = self.job
+        if job is None:
+            # Rows of all caches are fetched ahead, or of none.
+            pipeline = {"pipeline": "prefetch"} if True in names else {}
+            job = Job(forward_payload=payloads[0], backward_payload=payloads[1], **pipeline)
+        if job.fetches_ahead and False in names:
+            raise ShardCoreError(
+                f"tables {names[False]} have prefetch_pipeline False, and pipeline {job.pipeline!r} fetches rows of "
+                "all caches ahead: set it to True, or leave it out"
+            )
+        if True in names and not job.fetches_ahead:
+            notes.append(
+                f"tables {names[True]} have prefetch_pipeline True; they are priced under the job's pipeline "
+                f"{job.pipeline!r}, which fetches no rows ahead: Job(pipeline='prefetch')"
+            )
+        return job
 
     def _model_for(self, problem: Problem) -> CostModel:
         try:
@@ -377,11 +419,13 @@ class ShardCorePlanner:
             except Infeasible as error:
                 if self.their_topology is None:
                     raise
-                # Name defaults that nobody may have meant.
+                # Memory that is added has its share that stays free.
+                lacks = roomiest(problem)[1] > 0
                 reasons = (
-                    str(error),
+                    refusal(problem, self.reserved) if lacks else str(error),
+                    # Name defaults that nobody may have meant.
                     topologies.default_memory(self.their_topology),
-                    f"of a device's memory, {self.reserved:.0%} stays free (reserved)",
+                    f"of a device's memory, {100 * self.reserved:.6g}% stays free (reserved)",
                 )
                 raise Infeasible("; ".join(filter(None, reasons))) from None
             violated = constrained.violations(plan, constraints, self.topology)
@@ -443,13 +487,16 @@ def _kinds_in_wrappers(
             raise ShardCoreError(
                 f"{what}; constraints have it run by {', '.join(allowed[name])}: allow {', '.join(sorted(able))}"
             )
-        if (
-            name not in allowed
-            and len(kinds) == 1
-            and layout_of(kinds[0]) not in kinds_on_all_devices(topology)
-        ):
+        if len(kinds) == 1 and layout_of(kinds[0]) not in kinds_on_all_devices(topology):
             raise ShardCoreError(
                 f"{what}; the topology has {len(topology)} device, and it needs 2 or more to divide rows"
+            )
+        rows, n = table.config.num_embeddings, len(topology)
+        if not any(possible_groups(layout_of(kind), rows, topology, None) for kind in kinds):
+            right = next(more for more in count(rows) if even_share(more, n))
+            raise ShardCoreError(
+                f"{what}; it divides {rows} rows evenly, and the last of {n} devices would have none: give it {right} "
+                "rows, or another number of devices"
             )
         if kinds != tuple(LAYOUTS):
             restricted[name] = kinds

@@ -18,13 +18,18 @@ from shardcore.core.types import Problem, Setting
 from shardcore.step.collectives import COLLECTIVES, carried_as
 from shardcore.step.kinds import layout_of_torchrec
 from shardcore.torchrec import plan_files
-from shardcore.torchrec.fields import require_treated
+from shardcore.torchrec.fields import FIELDS, require_treated
 from shardcore.torchrec.modules import few
 from shardcore.torchrec.plan_files import modules_of
 
 if TYPE_CHECKING:
     from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
-    from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan
+    from torchrec.distributed.types import (
+        ModuleSharder,
+        ParameterSharding,
+        QuantizedCommCodecs,
+        ShardingPlan,
+    )
 
 PLACEMENT = ("sharding_type", "ranks", "sharding_spec")
 """Fields of a ParameterSharding that follow from our plan."""
@@ -74,13 +79,11 @@ def job_of(qcomms: QCommsConfig) -> Job:
 
     Raises ShardCoreError naming a field that is refused, or a precision that is not priced.
     """
+    from torchrec.distributed.fbgemm_qcomm_codec import get_qcomm_codecs
+
     require_treated(qcomms, "QCommsConfig")
-    named = {}
-    for way, of in (("forward", ""), ("backward", "_bwd")):
-        precision = getattr(qcomms, f"{way}_precision").value
-        block = getattr(qcomms, f"{precision}_quantize_dim{of}", None)
-        named[f"{way}_payload"] = _payload_name(precision, block, f"QCommsConfig has {way}_precision")
-    return Job(**named)
+    forward, backward = _carried(get_qcomm_codecs(qcomms), "QCommsConfig")
+    return Job(forward_payload=forward, backward_payload=backward)
 
 
 def qcomms_of(job: Job) -> QCommsConfig:
@@ -149,25 +152,46 @@ def _of_collection(sharder: ModuleSharder[Any]) -> ModuleSharder[Any]:
     return getattr(sharder, "_ebc_sharder", getattr(sharder, "_e_sharder", sharder))
 
 
-def _sent_payloads(sharder: ModuleSharder[Any]) -> dict[str, tuple[str, str]]:
-    """Payloads forward and backward by operation. Without codecs all is sent in FP32."""
+def _carried(codecs: QuantizedCommCodecs, what: str) -> tuple[str, str]:
+    """Payloads of TorchRec's codecs, forward and backward.
 
-    def payload(op: str, direction: str, codec: Any) -> str:
+    Raises ShardCoreError, beginning with `what`, for codecs whose outputs or payloads are not priced.
+    """
+
+    from torchrec.distributed.types import NoOpQuantizedCommCodec
+
+    def payload(way: str, codec: Any) -> str:
+        # Codecs do not know their config, so what that refuses is refused again.
+        if output := getattr(codec, "_output_dtype", None):
+            refused = FIELDS["QCommsConfig"]["output_dtype"].note
+            raise ShardCoreError(f"{what} has output_dtype {output}; {refused}")
+        if isinstance(codec, NoOpQuantizedCommCodec):
+            return "fp32"
         # Codecs name torch types. Payloads of 8 bits and fewer share one, so FBGEMM's own name decides.
         dtype = str(codec.quantized_dtype).removeprefix("torch.")
         if dtype in _TORCH:
             return _TORCH[dtype]
         precision = getattr(getattr(codec, "_comm_precision", None), "name", dtype).lower()
         block = max(getattr(codec, "_row_dim", 0), 0) if precision in ("fp8", "mx4") else None
-        return _payload_name(precision, block, f"{op} of {type(sharder).__name__} has {direction}_precision")
+        return _payload_name(precision, block, f"{what} has {way}_precision")
 
-    registry = getattr(_of_collection(sharder), "qcomm_codecs_registry", None) or {}
-    codecs = {op.lower(): pair for op, pair in registry.items()}
-    sent = {
-        op: (payload(op, "forward", pair.forward), payload(op, "backward", pair.backward))
-        for op, pair in codecs.items()
+    return payload("forward", codecs.forward), payload("backward", codecs.backward)
+
+
+def _sent_payloads(sharder: ModuleSharder[Any]) -> dict[str, tuple[str, str]]:
+    """Payloads forward and backward of each operation of a sharder's collections. Without codecs it sends FP32."""
+    from torchrec.distributed.types import CommOp, QuantizedCommCodecs
+
+    of_collection = _of_collection(sharder)
+    registry = getattr(of_collection, "qcomm_codecs_registry", None) or {}
+    form = "POOLED" if hasattr(of_collection.module_type, "embedding_bag_configs") else "SEQUENCE"
+    ops = [op.name for op in CommOp if op.name.startswith(form)]
+    return {
+        op.lower(): _carried(
+            registry.get(op, QuantizedCommCodecs()), f"{op.lower()} of {type(sharder).__name__}"
+        )
+        for op in ops
     }
-    return sent or {"output": ("fp32", "fp32")}
 
 
 def unpriced(
@@ -193,7 +217,7 @@ def unpriced(
         for t in (problem.tables if problem else ())
         if t.in_host_memory
     }
-    lines = [] if dense_update else _unpriced_replicas(plan, problem)
+    lines = _unpriced_replicas(plan, problem, dense_update)
     for path, module in modules_of(plan).items():
         for name, sharding in module.items():
             words = below.get((path, name))
@@ -234,17 +258,20 @@ def unpriced_hardware(setting: Setting, compute_device: str) -> list[str]:
     return [f"devices are of type {compute_device}; the cost model was measured on {setting.hardware}"]
 
 
-def _unpriced_replicas(plan: ShardingPlan, problem: Problem | None) -> list[str]:
+def _unpriced_replicas(plan: ShardingPlan, problem: Problem | None, dense_update: bool) -> list[str]:
     replicas = [
         name
         for module in modules_of(plan).values()
         for name, sharding in module.items()
         if (layout := layout_of_torchrec(sharding.sharding_type)) and layout.dense_gradient
     ]
-    under, by = (f", under {problem.optimizer}", f", {problem.replica_optimizer},") if problem else ("", "")
     if not replicas:
         return []
+    fused, dense = (f" ({problem.optimizer})", f" ({problem.replica_optimizer})") if problem else ("", "")
+    untimed = (
+        "; they are priced as if updated in backward, and its step over all of their weights is not timed"
+    )
     return [
-        f"replicas of {few(replicas)} are priced as if updated in backward{under}; a dense optimizer{by} steps "
-        "over all of their weights later, which is not timed"
+        f"replicas (data_parallel) of {few(replicas)} leave the fused optimizer{fused}: a dense optimizer of the job"
+        f"{dense} has to train them{'' if dense_update else untimed}"
     ]

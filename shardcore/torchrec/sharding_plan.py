@@ -139,7 +139,7 @@ def to_torchrec(
                 f"plan replicates table {name!r}, which has kernel {old.compute_kernel}; TorchRec replicates with "
                 "its dense kernel alone, in device memory: change the kernel to 'fused', or the plan"
             )
-        modules[table.path][table.name] = _sharding(sharding, problem.topology, compute_device, old, number)
+        modules[table.path][table.name] = _sharding(sharding, problem, compute_device, old, number)
     _require_sequences(shardings, theirs, compute_device)
     return ShardingPlan({**modules})
 
@@ -147,7 +147,8 @@ def to_torchrec(
 def _as_named(problem: Problem, path: str) -> dict[str, ModelTable]:
     """The tables of a model that is not here. path: the collection of those that name none.
 
-    Raises ShardCoreError for a path that no module of a model has, or that no table is in.
+    Raises ShardCoreError for a path that no module of a model has, or that no table is in, and for tables that
+    TorchRec does not build in one collection.
     """
     if not _PATH.fullmatch(path):
         raise ShardCoreError(
@@ -163,7 +164,7 @@ def _as_named(problem: Problem, path: str) -> dict[str, ModelTable]:
     hot = {t.name: t.collection or path for t in problem.tables if is_hot(t, problem)}
     # Hot rows name their collection, in which the others then lie as `cold`.
     divided = set(hot.values())
-    tables = {}
+    tables, forms = {}, dict[str, str]()
     for table in problem.tables:
         collection = table.collection or path
         # Names have the path of the module that divides tables, not of the collection within.
@@ -172,6 +173,12 @@ def _as_named(problem: Problem, path: str) -> dict[str, ModelTable]:
         # Rows that are not hot and name no collection lie in that of the hot rows.
         if collection in divided and table.sequence and table.name not in hot:
             collection += INSIDE
+        form = f"of sequences {table.dim} columns wide" if table.sequence else "pooled"
+        if (other := forms.setdefault(collection, form)) != form:
+            raise ShardCoreError(
+                f"table {table.name!r} is {form}, and another of the collection {collection!r} is {other}; TorchRec "
+                "builds a collection of pooled tables, or of sequences of one width: give each a collection"
+            )
         tables[table.name] = ModelTable(
             collection, name, None, not table.sequence, table.weighted, replica=table.name in hot
         )
@@ -260,13 +267,14 @@ def _matched(problem: Problem, module: nn.Module) -> dict[str, ModelTable]:
 
 
 def _sharding(
-    sharding: Sharded, topology: Topology, compute_device: str, old: ParameterSharding | None, number: int
+    sharding: Sharded, problem: Problem, compute_device: str, old: ParameterSharding | None, number: int
 ) -> ParameterSharding:
     from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
     from torchrec.distributed.sharding_plan import placement
     from torchrec.distributed.types import ParameterSharding
 
+    topology = problem.topology
     # Placements name devices by their number on a host.
     per_host = len(topology.on_hosts[0]) if topology.equal_hosts else len(topology)
     if sharding.layout.dense_gradient:
@@ -286,16 +294,21 @@ def _sharding(
     base = old or ParameterSharding(sharding.sharding_type, kernel)
     table = next((shard.table for _, shard in sharding.shards), None)
     if table and table.in_host_memory:
+        from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
+        from torchrec.distributed.types import CacheParams
+
         kernel = table.kernel
+        # The op has to be built for a pipeline that fetches ahead.
+        ahead = True if problem.job.fetches_ahead else None
         cache = None
         if table.load_factor and not table.shares_cache:
             base = replace(base, key_value_params=_own_cache(sharding, base, number))
+            cache = ahead and CacheParams(prefetch_pipeline=ahead)
         elif table.load_factor:
-            from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
-            from torchrec.distributed.types import CacheParams
-
             cache = base.cache_params or CacheParams(CacheAlgorithm.LRU)
-            cache = replace(cache, load_factor=table.load_factor)
+            cache = replace(
+                cache, load_factor=table.load_factor, prefetch_pipeline=ahead or cache.prefetch_pipeline
+            )
         base = replace(base, cache_params=cache)
     return replace(
         base, sharding_type=sharding.sharding_type, compute_kernel=kernel, ranks=ranks, sharding_spec=spec

@@ -49,7 +49,7 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0, below: Collecti
         require(
             capacity * (1 - reserved) >= 1,
             f"topology has {storage}_cap {capacity} on rank {d.rank}; it needs bytes, of which some are left with "
-            f"{reserved:.0%} reserved",
+            f"{100 * reserved:.6g}% reserved",
         )
         # TorchRec numbers ranks host by host, and pod by pod.
         host = f"host-{d.rank // topology.local_world_size}"

@@ -5,12 +5,19 @@ A field is set to another value than its default, and a small model is planned w
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm, MultiPassPrefetchConfig
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+    WeightDecayMode,
+)
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -19,7 +26,7 @@ from torchrec.distributed.model_parallel import DMPCollection
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner import Topology as TheirTopology
 from torchrec.distributed.planner import types as planner_types
-from torchrec.distributed.types import BoundsCheckMode, CacheParams, DataType, KeyValueParams
+from torchrec.distributed.types import BoundsCheckMode, CacheParams, CacheStatistics, DataType, KeyValueParams
 from torchrec.modules import embedding_configs
 
 from shardcore.core.errors import ShardCoreError
@@ -43,8 +50,9 @@ GIB = 2**30
 
 def records() -> dict[str, type]:
     """The classes of FIELDS, of the installed TorchRec."""
-    configs = EmbeddingBagConfig, EmbeddingConfig, QCommsConfig
-    return {c.__name__: c for c in (*configs, ParameterConstraints, TheirTopology, DMPCollection)}
+    configs = EmbeddingBagConfig, EmbeddingConfig, QCommsConfig, CacheParams, KeyValueParams
+    op = SplitTableBatchedEmbeddingBagsCodegen  # fused_params are its arguments
+    return {c.__name__: c for c in (*configs, ParameterConstraints, TheirTopology, DMPCollection, op)}
 
 
 @dataclass(frozen=True)
@@ -220,6 +228,60 @@ def config_values(record: str) -> dict[str, tuple[Any, Obeys | None]]:
     }
 
 
+def cache_values() -> dict[str, tuple[Any, Obeys | None]]:
+    return {
+        field: (value, lambda o, f=field, v=value: getattr(_first(o).cache_params, f) == v)
+        for field, value in {
+            "algorithm": CacheAlgorithm.LFU,
+            "load_factor": 0.5,
+            "reserved_memory": 1.0,
+            "precision": DataType.FP16,
+            "prefetch_pipeline": True,
+            "stats": Statistics(),
+            "multipass_prefetch_config": MultiPassPrefetchConfig(2),
+        }.items()
+    }
+
+
+class Statistics(CacheStatistics):
+    expected_lookups, cacheability = 1.0, 0.5
+
+    def expected_miss_rate(self, clf: float) -> float:
+        return 1 - clf
+
+
+_VALUES: dict[type, Any] = {bool: True, int: 1, float: 0.5, str: "/x"}
+"""A value of each type, for fields whose own does not matter."""
+
+
+def key_value_values() -> dict[str, tuple[Any, Obeys | None]]:
+    own: dict[str, Any] = {"use_passed_in_path": False, "ps_hosts": (("::1", 1),), "max_l1_cache_size": 1}
+    values = {}
+    for f in dataclasses.fields(KeyValueParams):
+        kind = next(k for k in (bool, int, str, object) if k is object or k.__name__ in str(f.type))
+        values[f.name] = own.get(f.name, _VALUES.get(kind, "object"))
+    # The plan gives each table a cache and a write buffer of its own size.
+    decided = ("max_l1_cache_size", "ssd_rocksdb_write_buffer_size")
+    return {
+        name: (value, lambda o, f=name, v=value: f in decided or getattr(_first(o).key_value_params, f) == v)
+        for name, value in values.items()
+    }
+
+
+def fused_value(field: str) -> Any:
+    """Another value than the default of an argument of FBGEMM's op."""
+    own = {
+        "optimizer": EmbOptimType.EXACT_ADAGRAD,
+        "cache_algorithm": CacheAlgorithm.LFU,
+        "weight_decay_mode": WeightDecayMode.COUNTER,
+        "bounds_check_mode": BoundsCheckMode.FATAL,
+    }
+    default = defaults_of(SplitTableBatchedEmbeddingBagsCodegen)[field]
+    if field in own or type(default) not in _VALUES:
+        return own.get(field, "object")
+    return not default if isinstance(default, bool) else default + 1 if default else _VALUES[type(default)]
+
+
 def qcomms_values() -> dict[str, dict[str, Any]]:
     fp8, mx4 = (
         {"forward_precision": kind, "backward_precision": kind} for kind in (CommType.FP8, CommType.MX4)
@@ -252,6 +314,34 @@ def _of_constraints(field: str) -> tuple[Outcome, Outcome, Obeys | None]:
     # What is compared has the same kernel.
     usual = planned(asked=ParameterConstraints(**{k: v for k, v in given.items() if k != field}))
     return planned(asked=ParameterConstraints(**given)), usual, obeys
+
+
+def _of_cache(field: str) -> tuple[Outcome, Outcome, Obeys | None]:
+    value, obeys = cache_values()[field]
+    uvm = {"compute_kernels": ["fused_uvm_caching"]}
+    on = topology(hbm_cap=8 * GIB, ddr_cap=64 * GIB)
+    usual = planned(asked=ParameterConstraints(**uvm), on=on)
+    return (
+        planned(asked=ParameterConstraints(**uvm, cache_params=CacheParams(**{field: value})), on=on),
+        usual,
+        obeys,
+    )
+
+
+def _of_key_value(field: str) -> tuple[Outcome, Outcome, Obeys | None]:
+    value, obeys = key_value_values()[field]
+    ssd = {"compute_kernels": ["key_value"]}
+    asked = ParameterConstraints(**ssd, key_value_params=KeyValueParams(**{field: value}))
+    return planned(asked=asked), planned(asked=ParameterConstraints(**ssd)), obeys
+
+
+def _of_fused(field: str) -> tuple[Outcome, Outcome, Obeys | None]:
+    asked = ParameterConstraints(compute_kernels=["fused_uvm_caching"])
+    given = [{field: fused_value(field)}, {}]
+    found, usual = (
+        planned(asked=asked, sharders=[EmbeddingBagCollectionSharder(fused_params=fused)]) for fused in given
+    )
+    return found, usual, lambda o: o.ms == usual.ms and o.held == usual.held
 
 
 def _of_topology(field: str) -> tuple[Outcome, Outcome, Obeys | None]:
@@ -326,6 +416,9 @@ def check(record: str, field: str) -> str:
         "ParameterConstraints": _of_constraints,
         "Topology": _of_topology,
         "QCommsConfig": _of_qcomms,
+        "CacheParams": _of_cache,
+        "KeyValueParams": _of_key_value,
+        "SplitTableBatchedEmbeddingBagsCodegen": _of_fused,
         "EmbeddingBagConfig": lambda f: _of_config("EmbeddingBagConfig", f),
         "EmbeddingConfig": lambda f: _of_config("EmbeddingConfig", f),
     }[record]

@@ -36,14 +36,14 @@ def model(rows: int = 1000) -> nn.Module:
     )
 
 
-def batch(first: int, second: int) -> KeyedJaggedTensor:
-    """first samples of f0 with 5 ids each, second of f1 with 3."""
+def batch(first: int, second: int, ranks: int = 2) -> KeyedJaggedTensor:
+    """Of all ranks, first samples of f0 with 5 ids each, second of f1 with 3."""
     lengths = torch.tensor([5] * first + [3] * second)
     return KeyedJaggedTensor(
         keys=["f0", "f1"],
         values=torch.arange(int(lengths.sum())),
         lengths=lengths,
-        stride_per_key_per_rank=[[first], [second]],
+        stride_per_key_per_rank=[[(n + r) // ranks for r in range(ranks)] for n in (first, second)],
     )
 
 
@@ -83,7 +83,7 @@ def test_rows_are_divided_over_a_host_only_whole():
             2,
             asked,
             model=AnalyticModel(Setting("gpu", 8)),
-            lookups=batch(2, 8),
+            lookups=batch(2, 8, ranks=4),
             algorithm="size_greedy",
         )
         return made.plan(model()).plan["m"], made.problem
@@ -158,3 +158,31 @@ def test_strides_that_do_not_add_up_are_refused():
 def test_data_is_deduplicated_once():
     with pytest.raises(ShardCoreError, match=r"deduplicated has \['f0'\], but feature 'f0' has a number of"):
         problem_for(model(), TWO, 8, batch(2, 8), deduplicated=[["f0"]])
+
+
+def test_a_batch_says_of_how_many_ranks_it_is():
+    """Local batches of a data loader, each of one rank, give what a step of all ranks gives."""
+    step, local = batch(4, 8), batch(2, 4, ranks=1)
+    whole = problem_for(model(), TWO, 8, step).tables
+    for given in ([local, local], [step, local, local], [step, step]):
+        found = problem_for(model(), TWO, 8, given).tables
+        assert [(t.pooling, t.strides) for t in found] == [(t.pooling, t.strides) for t in whole]
+    with pytest.raises(
+        ShardCoreError, match="lookups has 4 samples of feature 'f0'; it needs a global batch"
+    ):
+        problem_for(model(), TWO, 8, local)
+    odd = batch(4, 8)
+    odd._stride_per_key_per_rank = torch.tensor([[4], [8]])
+    object.__setattr__(odd, "stride_per_key_per_rank", lambda: [[2, 2], [8]])
+    with pytest.raises(
+        ShardCoreError, match=r"stride_per_key_per_rank \[\[2, 2\], \[8\]\]; each feature needs"
+    ):
+        problem_for(model(), TWO, 8, odd)
+
+
+def test_weights_of_ids_travel_where_the_collection_does_not_use_them():
+    """TorchRec sends what the batch has."""
+    ids = {"keys": ["f0", "f1"], "values": torch.arange(16), "lengths": torch.ones(16, dtype=torch.int64)}
+    plain, weighted = KeyedJaggedTensor(**ids), KeyedJaggedTensor(**ids, weights=torch.ones(16))
+    for batches, counted in ((plain, False), (weighted, True), ([plain, weighted], True)):
+        assert [t.weighted for t in problem_for(model(), TWO, 8, batches).tables] == [counted] * 2

@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("torchrec")
 
+from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, JaggedTensor
 from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
@@ -20,9 +21,11 @@ from torchrec.modules.mc_modules import (
     MCHManagedCollisionModule,
 )
 
+from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Shard
 from shardcore.step import memory
+from shardcore.torchrec.modules import tables_of
 from shardcore.torchrec.planner import problem_for
 
 ROWS, LOOKUPS, CPU = 10_000, 640, torch.device("cpu")
@@ -91,3 +94,24 @@ def test_managed_collision_takes_what_its_modules_hold(made):
     assert replace(collision, row_bytes=None).row_bytes == collision.row_bytes
     if isinstance(getattr(module, "_eviction_policy", None), DistanceLFU_EvictionPolicy):
         assert (collision.row_bytes, collision.eviction) == (32, "distancelfu")
+
+
+def test_a_collection_that_is_sharded_already_is_refused_by_name(tmp_path):
+    """It would vanish from the problem, and from memory."""
+    import torch.distributed as dist
+    from torchrec.distributed import DistributedModelParallel
+
+    def bags(name: str) -> EmbeddingBagCollection:
+        config = EmbeddingBagConfig(name=name, num_embeddings=8, embedding_dim=4, feature_names=[name])
+        return EmbeddingBagCollection(tables=[config], device=torch.device("meta"))
+
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        job = DistributedModelParallel(nn.ModuleDict({"x": bags("t")}), device=torch.device("cpu"))
+        for module in (job, nn.ModuleDict({"a": job, "b": bags("u")})):
+            with pytest.raises(
+                ShardCoreError, match="x' is a ShardedEmbeddingBagCollection, so it is sharded already"
+            ):
+                tables_of(module)
+    finally:
+        dist.destroy_process_group()

@@ -15,14 +15,17 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner import Topology as TheirTopology
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from shardcore.core.catalog import OPTIMIZERS
 from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.job import Job
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
+from shardcore.search import Budget
 from shardcore.step import memory
 from shardcore.tables.public import public_pool
 from shardcore.torchrec.planner import ShardCorePlanner, plan_for, problem_for
@@ -48,13 +51,14 @@ def model(rows=(1000, 2000), dim=64) -> nn.Module:
     )
 
 
-def planned(module, sharders=(), optimizer="exact_sgd", hbm_cap=GIB, devices=2) -> ShardCorePlanner:
+def planned(module, sharders=(), optimizer="exact_sgd", hbm_cap=GIB, devices=2, job=None) -> ShardCorePlanner:
     made = ShardCorePlanner(
         TheirTopology(devices, "cuda", hbm_cap=hbm_cap),
         1024,
         algorithm="size_greedy",
         model=AnalyticModel(Setting("gpu", 1024 * devices, "fp32", optimizer)),
         lookups={f"f{i}": 1.0 for i in range(26)},
+        job=job,
     )
     made.plan(module, sharders)
     return made
@@ -99,10 +103,12 @@ def test_what_counts_as_the_optimizer_is_told():
         "exact_adagrad, whose state memory counts"
     )
     assert line in planned(module).unpriced
-    assert not [s for s in planned(module, optimizer="exact_adagrad").unpriced if "adagrad" in s]
-    fused = {"optimizer": EmbOptimType.ADAM, "weight_decay_mode": 1, "eps": 1e-8}
+    job = Job(replica_optimizer="adagrad")
+    assert not [s for s in planned(module, optimizer="exact_adagrad", job=job).unpriced if "adagrad" in s]
+    fused = {"optimizer": EmbOptimType.ADAM, "gather_uvm_cache_stats": True, "eps": 1e-8}
     assert (
-        "fused_params of EmbeddingBagCollectionSharder have weight_decay_mode, which neither price nor memory counts"
+        "fused_params of EmbeddingBagCollectionSharder has gather_uvm_cache_stats True; what counting takes is not "
+        "priced"
     ) in planned(model(), [EmbeddingBagCollectionSharder(fused_params=fused)]).unpriced
 
 
@@ -182,3 +188,43 @@ def test_state_is_counted_as_fbgemm_allocates_it(optimizer, device):
     kept = [*op.parameters(), *op.buffers(), *(x for of in op.split_optimizer_states() for x in of)]
     storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in kept}
     assert parts["weights"] + parts["optimizer state"] == pytest.approx(sum(storages.values()), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "fused, dense, same",
+    [
+        ("EXACT_SGD", "sgd", True),
+        ("EXACT_ROWWISE_ADAGRAD", "rowwise_adagrad", True),
+        ("ADAM", "adam", True),
+        ("EXACT_ADAGRAD", "adam", False),
+        ("EXACT_ROWWISE_ADAGRAD", "adagrad", False),
+        ("PARTIAL_ROWWISE_ADAM", "adam", False),
+        ("EXACT_SGD", None, False),
+    ],
+)
+def test_tables_are_replicated_by_default_only_where_their_optimizer_stays(fused, dense, same):
+    """A dense optimizer of the job trains replicas, not the fused one."""
+    sharders = [EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType[fused]})]
+
+    def made(constraints=None):
+        planner = ShardCorePlanner(
+            TheirTopology(2, "cuda", hbm_cap=GIB),
+            1024,
+            constraints,
+            model="nvidia-h100-sxm",
+            lookups={"f0": 2.0},
+            job=Job(replica_optimizer=dense),
+            budget=Budget(evals=200),
+        )
+        kinds = {s.sharding_type for s in planner.plan(model((10_000,), 64), sharders).plan["m"].values()}
+        return kinds, [line for line in planner.unpriced if "replica" in line]
+
+    kinds, lines = made()
+    assert (kinds == {"data_parallel"}) == same
+    if same:
+        assert lines[0].startswith("replicas (data_parallel) of 't0' leave the fused optimizer (")
+    else:
+        assert lines[0].startswith("no table is replicated by default: replicas leave the fused ")
+    # Who names the kind has it, and is told.
+    kinds, lines = made({"t0": ParameterConstraints(sharding_types=["data_parallel"])})
+    assert kinds == {"data_parallel"} and "of 't0' leave the fused optimizer" in lines[0]

@@ -1,6 +1,7 @@
 """Planning from a TorchRec model: its tables as a problem, and the planner in the place of TorchRec's."""
 
 import dataclasses
+import re
 import sys
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from torchrec.distributed.types import ShardingPlan, ShardingPlanner
 from torchrec.modules.embedding_configs import DataType
 
 from shardcore.core.constraints import Constraints
-from shardcore.core.errors import SettingMismatch, ShardCoreError
+from shardcore.core.errors import Infeasible, SettingMismatch, ShardCoreError
 from shardcore.core.job import Job
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Setting
@@ -306,8 +307,7 @@ def test_managed_collision_on_one_device_is_refused_by_its_own_rule():
         "has 1 device, and it needs 2 or more to divide rows$",
     ):
         wrapped_training.planner(1).plan(WRAPPED)
-    # A kind that the user gives goes first.
-    with pytest.raises(ShardCoreError, match="runs table 'e' by row .constraints.kinds.: no devices"):
+    with pytest.raises(ShardCoreError, match="the topology has 1 device, and it needs 2 or more"):
         plan_for(
             WRAPPED,
             Topology((Device(10**9),)),
@@ -339,8 +339,7 @@ def test_a_module_that_a_sharder_takes_and_no_plan_has_is_refused():
     constraints = {"t": ParameterConstraints(pooling_factors=[1.0])}
     with pytest.raises(
         ShardCoreError,
-        match=r"modules \['inner.fused'\] are not present in the sharding "
-        "plan; ShardCore plans EmbeddingBagCollection, ",
+        match=r"module 'inner.fused' is a FusedEmbeddingBagCollection; ShardCore plans EmbeddingBagCollection, ",
     ):
         planner(constraints).plan(
             torch.nn.ModuleDict(
@@ -415,3 +414,67 @@ def test_features_may_be_in_tensors_of_their_own():
         problem_for(MODULE, FOUR, 64, apart[1:])
     with pytest.raises(ShardCoreError, match="68 samples of feature 'f2' and 64 of 'f1'; table 'b' needs as"):
         problem_for(MODULE, FOUR, 64, [*batches, KeyedJaggedTensor.from_jt_dict({"f2": batches[0]["f2"]})])
+
+
+def test_rows_of_managed_collision_that_ranks_do_not_divide_are_refused_with_rows_that_they_do():
+    from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+    from torchrec.modules.mc_modules import (
+        DistanceLFU_EvictionPolicy,
+        ManagedCollisionCollection,
+        MCHManagedCollisionModule,
+    )
+
+    def plan(rows: int, ranks: int) -> str:
+        bags = EmbeddingBagCollection(
+            device=torch.device("meta"),
+            tables=[EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=4, feature_names=["f"])],
+        )
+        collided = MCHManagedCollisionModule(
+            zch_size=rows,
+            device=torch.device("meta"),
+            eviction_interval=2,
+            eviction_policy=DistanceLFU_EvictionPolicy(),
+        )
+        module = ManagedCollisionEmbeddingBagCollection(
+            bags, ManagedCollisionCollection({"t": collided}, bags.embedding_bag_configs())
+        )
+        made = planner(
+            {}, TheirTopology(ranks, "cuda", hbm_cap=10**9), lookups={"f": 2.0}, algorithm="size_greedy"
+        )
+        return made.plan(module).plan[""]["t"].sharding_type
+
+    with pytest.raises(
+        ShardCoreError, match="row_wise only; .*the last of 4 devices would have none: give it 7 rows"
+    ):
+        plan(5, 4)
+    assert plan(7, 4) == "row_wise"
+
+
+@pytest.mark.parametrize("types", [None, ["table_wise"]])
+@pytest.mark.parametrize("reserved", [None, 0.5, 0.0])
+def test_the_memory_that_a_refusal_asks_for_is_enough_and_near_the_least(types, reserved):
+    """A reserve is a share, so it grows with the memory."""
+    module = EmbeddingBagCollection(
+        device=torch.device("meta"),
+        tables=[EmbeddingBagConfig(name="t", num_embeddings=10**8, embedding_dim=128, feature_names=["f"])],
+    )
+    asked = {"t": ParameterConstraints(pooling_factors=[2.0], sharding_types=types)}
+
+    def plan(gib: float, ranks: int = 2):
+        on = TheirTopology(ranks, "cuda", hbm_cap=int(gib * 2**30))
+        planner(asked, on, reserved=reserved, algorithm="size_greedy").plan(module)
+
+    with pytest.raises(Infeasible) as raised:
+        plan(16)
+    more = float(re.search(r"fit with ([\d.]+) GiB more per device", str(raised.value))[1])
+    plan(16 + more)
+    with pytest.raises(Infeasible):
+        plan(16 + more * 0.9)
+    if found := re.search(r"or (\d+) more devices?", str(raised.value)):
+        plan(16, 2 + int(found[1]))
+
+
+def test_a_reserve_is_told_as_it_is():
+    with pytest.raises(Infeasible, match="of a device's memory, 99.9% stays free"):
+        on = TheirTopology(2, "cuda", hbm_cap=10**5)
+        planner(topology=on, reserved=0.999, algorithm="size_greedy").plan(MODULE)

@@ -13,7 +13,7 @@ pytest.importorskip("torchrec")
 sys.path.append(str(Path(__file__).parent))
 
 import training
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
 from fbgemm_gpu.tbe.ssd import ASSOC, SSDTableBatchedEmbeddingBags
 from torchrec.distributed.batched_embedding_kernel import _populate_ssd_tbe_params
@@ -22,7 +22,14 @@ from torchrec.distributed.embedding_sharding import group_tables
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardedEmbeddingTable
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
-from torchrec.distributed.types import CacheParams, CacheStatistics, DataType, KeyValueParams, ShardingPlan
+from torchrec.distributed.types import (
+    CacheParams,
+    CacheStatistics,
+    CommOp,
+    DataType,
+    KeyValueParams,
+    ShardingPlan,
+)
 from torchrec.distributed.utils import add_params_from_parameter_sharding
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType, TimestampBasedEvictionPolicy
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -182,11 +189,10 @@ def test_what_a_price_leaves_out_is_named():
     sharder = sender()
     assert unpriced(to_torchrec(whole(), GIVEN, MODULE), [EmbeddingBagCollectionSharder()]) == []
     said = unpriced(tiered(), [sharder])
-    assert len(said) == 7
-    assert said[0] == (
-        "replicas of 'b' are priced as if updated in backward; a dense optimizer "
-        "steps over all of their weights later, which is not timed"
-    )
+    assert len(said) == 6
+    leave = "replicas (data_parallel) of 'b' leave the fused optimizer: a dense optimizer of the job has to train them"
+    assert said[0].startswith(f"{leave}; they are priced as if updated in backward, and its step")
+    assert unpriced(tiered(), [sharder], dense_update=True)[0] == leave
     said = said[1:]
     assert said[0].startswith(
         "table 'a' of module 'left' is priced as fused, in device memory; "
@@ -197,17 +203,18 @@ def test_what_a_price_leaves_out_is_named():
         "forward, fp32 backward; it sends fp16 forward, bf16 backward"
     )
     adam = replace(GIVEN, optimizer="adam", job=Job(replica_optimizer="adagrad"))
-    assert "in backward, under adam; a dense optimizer, adagrad, steps" in unpriced(tiered(), [], adam)[0]
-    assert "optimizer, adam, steps" in unpriced(tiered(), [], replace(adam, job=Job()))[0]
+    assert "fused optimizer (adam): a dense optimizer of the job (adagrad)" in unpriced(tiered(), [], adam)[0]
+    assert "the job (adam) has to train" in unpriced(tiered(), [], replace(adam, job=Job()))[0]
     of_plan = said[:3]
     plain = to_torchrec(whole(), GIVEN, MODULE)
     as_sent = Job(forward_payload="fp16", backward_payload="bf16")
     sending = replace(GIVEN, job=as_sent)
     assert unpriced(tiered(), [sharder], sending)[1:] == of_plan
-    assert len(unpriced(tiered(), [sharder], replace(GIVEN, job=Job(forward_payload="fp16")))) == 7
+    assert len(unpriced(tiered(), [sharder], replace(GIVEN, job=Job(forward_payload="fp16")))) == 6
     assert unpriced(plain, [EmbeddingBagCollectionSharder()], sending) == [
-        "output of EmbeddingBagCollectionSharder is priced with fp16 forward, bf16 backward; it sends "
-        "fp32 forward, fp32 backward"
+        f"pooled_embeddings_{op} of EmbeddingBagCollectionSharder is priced with fp16 forward, bf16 backward; it "
+        "sends fp32 forward, fp32 backward"
+        for op in ("all_to_all", "reduce_scatter")
     ]
 
 
@@ -241,7 +248,6 @@ def test_the_payloads_of_sharders_are_priced():
         assert [line.split()[0] for line in said if "it sends" in line] == [
             "pooled_embeddings_all_to_all",
             "pooled_embeddings_reduce_scatter",
-            "sequence_embeddings_all_to_all",
         ]
 
 
@@ -471,3 +477,22 @@ def test_hash_tables_of_other_kernels_are_not_exported():
         ShardCoreError, match="'here' is a hash table of form dynamicemb, which ShardCore prices"
     ):
         to_torchrec(plan, replace(problem, tables=tables), module, "cuda")
+
+
+@pytest.mark.parametrize("precision", [CommType.FP8, CommType.FP16, CommType.MX4])
+@pytest.mark.parametrize("field", ["output_dtype", "fp8_output_dtype"])
+def test_output_types_are_refused_wherever_they_arrive(field, precision):
+    """Codecs are read as their config is."""
+    config = QCommsConfig(precision, precision, **{field: SparseType.BF16})
+    for read in (lambda: job_of(config), lambda: payloads_of([sender(config)])):
+        with pytest.raises(ShardCoreError, match="output_dtype .*outputs are priced in FP32 at both ends"):
+            read()
+
+
+def test_operations_without_a_codec_send_fp32():
+    registry = get_qcomm_codecs_registry(QCOMMS, [CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL], torch.device("cuda"))
+    some = EmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)
+    assert payloads_of([some]) == ("fp32", "fp32")
+    assert payloads_of([EmbeddingCollectionSharder(qcomm_codecs_registry=registry)]) == ("fp32", "fp32")
+    said = unpriced(to_torchrec(whole(), GIVEN, MODULE), [some], GIVEN)
+    assert [line.split()[0] for line in said] == ["pooled_embeddings_all_to_all"]

@@ -10,12 +10,15 @@ import pytest
 pytest.importorskip("torchrec")
 sys.path.append(str(Path(__file__).parent))
 
+import torch
 import training
 from shapes import column, host_row, on_hosts, replica, row
+from torchrec import EmbeddingCollection, EmbeddingConfig
 
 from shardcore.cli import main
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.types import Placement, Plan, Shard, Table
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.io import files
 from shardcore.search.state.shards import consolidate
 from shardcore.torchrec.modules import tables_of
@@ -367,3 +370,38 @@ def test_command_writes_what_a_job_reads(tmp_path, capsys):
         "a[0:24, 0:8] by row on devices 0, 1, 2, 3; it needs all rows and all columns"
         in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    "other, said",
+    [
+        (
+            {"dim": 48},
+            "of sequences 48 columns wide, and another of the collection 'm' is of sequences 32 columns",
+        ),
+        ({"sequence": False}, "pooled, and another of the collection 'm' is of sequences 32 columns wide"),
+    ],
+)
+def test_tables_that_torchrec_builds_in_no_collection_are_not_exported(other, said):
+    tables = (
+        Table("a", 100, 32, 2.0, sequence=True),
+        replace(Table("b", 100, 32, 2.0, sequence=True), **other),
+    )
+    given = Problem("p", tables, Topology((Device(1 << 30),) * 2), 8)
+    plan = Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in tables))
+    with pytest.raises(ShardCoreError, match=f"table 'b' is {said}"):
+        to_torchrec(plan, given, "m")
+    apart = replace(given, tables=(tables[0], replace(tables[1], collection="n")))
+    placed = Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in apart.tables))
+    assert set(to_torchrec(placed, apart, "m").plan) == {"m", "n"}
+    if "dim" in other:
+        with pytest.raises(ValueError, match="required to have same embedding dimension"):
+            EmbeddingCollection(
+                [
+                    EmbeddingConfig(
+                        name=t.name, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[t.name]
+                    )
+                    for t in tables
+                ],
+                device=torch.device("meta"),
+            )

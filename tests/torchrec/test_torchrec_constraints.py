@@ -10,6 +10,9 @@ import torch
 pytest.importorskip("torchrec")
 sys.path.append(str(Path(__file__).parent))
 
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from planning import CONSTRAINTS, MODEL, MODULE, planner, table_in
 from torchrec import (
     EmbeddingBagCollection,
@@ -17,11 +20,14 @@ from torchrec import (
     EmbeddingCollection,
     EmbeddingConfig,
 )
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner import Topology as TheirTopology
+from torchrec.distributed.types import CacheParams
 from torchrec.modules.embedding_configs import DataType
 
 from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.job import Job
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.cost.analytic import AnalyticModel
@@ -86,7 +92,8 @@ def test_the_search_chooses_among_the_sharding_types_that_are_allowed():
     def kind(types, **given):
         return of_one_table(types, pooling=5000.0, **given).sharding_type
 
-    assert kind(None) == "data_parallel"
+    assert kind(None) == "row_wise"  # replicas change the optimizer, so somebody has to name them
+    assert kind(["data_parallel", "row_wise", "table_wise"]) == "data_parallel"
     assert kind(["table_wise", "row_wise"]) == "row_wise"  # too narrow for columns
     assert kind(["table_wise", "column_wise"]) == "table_wise"
     assert kind(["column_wise"]) == "column_wise"
@@ -335,7 +342,7 @@ def test_a_stated_pooling_factor_of_a_shared_feature_beats_the_default_of_anothe
     asked = {**CONSTRAINTS, "c": ParameterConstraints(min_partition=8)}
     theirs = tables_of(MODULE)
     assert theirs["left.c"].config.feature_names == ["f0"] and theirs["a"].config.feature_names == ["f0"]
-    assert pooling_of(by_our_names(asked, theirs, "cuda")[0], theirs, {})["f0"] == 10.0
+    assert pooling_of(by_our_names(asked, theirs, "cuda", {})[0], theirs, {})["f0"] == 10.0
 
 
 def test_pooling_factors_beside_lookups_are_told():
@@ -352,9 +359,89 @@ def test_sequences_have_no_replicas_on_a_cpu(device, replicated):
         device=torch.device("meta"),
         tables=[EmbeddingConfig(name="t", num_embeddings=8, embedding_dim=4, feature_names=["f"])],
     )
-    made = planner({}, TheirTopology(2, device, hbm_cap=10**9, ddr_cap=10**9), lookups={"f": 500.0})
+    job = Job(replica_optimizer="sgd")
+    made = planner({}, TheirTopology(2, device, hbm_cap=10**9, ddr_cap=10**9), lookups={"f": 500.0}, job=job)
     made.plan(module)
     assert ("data_parallel" in made.problem.kinds_of.get("t", LAYOUTS)) == replicated
     asked = {"t": ParameterConstraints(sharding_types=["data_parallel"])}
     with pytest.raises(ShardCoreError, match="plan replicates table 't' of the EmbeddingCollection ''; on a"):
         planner(asked, TheirTopology(2, "cpu")).plan(module)
+
+
+def cached(fused=None, **given):
+    """The planner of a table in host memory with a cache, and the table's sharding. fused: fused_params."""
+    on = TheirTopology(2, "cuda", hbm_cap=1 << 30, ddr_cap=1 << 33)
+    job = given.pop("job", None)
+    kernels = given.pop("compute_kernels", ["fused_uvm_caching"])
+    asked = {"t": ParameterConstraints(compute_kernels=kernels, pooling_factors=[5.0], **given)}
+    made = planner(asked, on, algorithm="size_greedy", job=job)
+    fused = {"optimizer": EmbOptimType.EXACT_SGD, **(fused or {})}
+    return made, made.plan(table_in(DataType.FP32), [EmbeddingBagCollectionSharder(fused_params=fused)]).plan[
+        ""
+    ]["t"]
+
+
+def test_a_cache_has_the_settings_that_only_fused_params_give():
+    """As TorchRec merges both: a table's own come first."""
+    for fused, own, counted in (
+        ({}, None, 0.2),
+        ({"cache_load_factor": 0.9}, None, 0.9),
+        ({"cache_load_factor": 0.9}, CacheParams(load_factor=0.4), 0.4),
+        ({"cache_load_factor": 0.9}, CacheParams(precision=DataType.FP32), 0.9),
+    ):
+        made, sharding = cached(fused, cache_params=own)
+        assert made.problem.tables[0].load_factor == sharding.cache_params.load_factor == counted
+    _, sharding = cached({"cache_algorithm": CacheAlgorithm.LFU})
+    assert sharding.cache_params.algorithm == CacheAlgorithm.LFU
+
+
+@pytest.mark.parametrize(
+    "fused, own, named",
+    [
+        ({"cache_sets": 7}, None, "fused_params of EmbeddingBagCollectionSharder has cache_sets 7"),
+        ({"cache_precision": DataType.FP16}, None, "has cache_precision"),
+        (
+            {"weight_decay_mode": WeightDecayMode.COUNTER},
+            None,
+            "has weight_decay_mode .*further state of rows",
+        ),
+        ({"uvm_non_rowwise_momentum": True}, None, "has uvm_non_rowwise_momentum True; state is counted"),
+        ({"colour": 1}, None, "has colour 1, which this ShardCore does not know; leave it out"),
+        ({}, CacheParams(precision=DataType.FP16), "cache_params of table 't', .* has precision"),
+    ],
+)
+def test_settings_of_caches_that_no_price_has_are_refused_by_name(fused, own, named):
+    with pytest.raises(ShardCoreError, match=named):
+        cached(fused, cache_params=own)
+
+
+def test_settings_of_caches_that_a_price_leaves_out_are_told():
+    made, _ = cached({"cache_algorithm": CacheAlgorithm.LFU, "weight_decay_mode": WeightDecayMode.DECOUPLE})
+    assert [line.split("; ")[1] for line in made.unpriced if "LFU" in line and "; misses" in line] == [
+        "misses are priced as those of an LRU cache"
+    ] * 2
+    assert not any("weight_decay_mode" in line for line in made.unpriced)
+    made, _ = cached(cache_params=CacheParams(reserved_memory=1.0))
+    assert any("reserved_memory 1.0; where less memory is free" in line for line in made.unpriced)
+
+
+def test_caches_that_fetch_ahead_are_priced_so():
+    for fused, own in (
+        ({}, CacheParams(prefetch_pipeline=True)),
+        ({"prefetch_pipeline": True}, None),
+    ):
+        made, sharding = cached(fused, cache_params=own)
+        assert made.problem.job.pipeline == "prefetch" and sharding.cache_params.prefetch_pipeline
+        made, _ = cached(fused, cache_params=own, job=Job("fused"))
+        assert any(
+            "'t' have prefetch_pipeline True; they are priced under the job's pipeline 'fused'" in line
+            for line in made.unpriced
+        )
+    made, sharding = cached()
+    assert made.problem.job.pipeline == "sparse_dist" and sharding.cache_params.prefetch_pipeline is None
+    # TorchRec's pipeline needs ops that are built for it.
+    assert cached(job=Job("prefetch"))[1].cache_params.prefetch_pipeline
+    with pytest.raises(
+        ShardCoreError, match="tables 't' have prefetch_pipeline False, and pipeline 'prefetch'"
+    ):
+        cached(cache_params=CacheParams(prefetch_pipeline=False), job=Job("prefetch"))

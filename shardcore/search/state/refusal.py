@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
+from itertools import islice
 
 import numpy as np
 
@@ -13,7 +15,7 @@ from shardcore.core.topology import DEFAULT_RESERVE, default_reserve
 from shardcore.core.types import Problem, Shard, Table
 from shardcore.search.state.cuts import Cuts, cuts_of
 from shardcore.search.state.packing import LARGE, roomiest
-from shardcore.search.state.shards import Bundle, division, equal_parts, why_not
+from shardcore.search.state.shards import division, equal_parts, why_not
 from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, device_names, even_share
 from shardcore.step.memory import gib, held_bytes
 
@@ -21,25 +23,34 @@ MOST_DEVICES = 256
 """The largest number of further devices that a remedy suggests."""
 
 
-def refusal(problem: Problem) -> str:
-    """The first thing that is too large, and remedies. The problem must not fit."""
+def refusal(problem: Problem, planned_share: float | None = None) -> str:
+    """The first thing that is too large, and remedies. The problem must not fit.
+
+    planned_share: share of memory that TorchRec's planner keeps free, which devices do not have. Further devices then
+        bring their local batch. None: there is no such planner.
+    """
     reserved = problem.constraints.reserved_bytes
     kept = f" ({gib(reserved)} of each stays free: constraints.reserved_bytes)" if reserved else ""
     cuts = cuts_of(problem)
     reason = _fixed_too_large(cuts)
     if cuts.fixed and not reason:
-        of_fixed = gib(held_bytes(problem)[0] - cuts.may_hold[0])
-        kept += f" ({of_fixed} of each is for tables on all devices: constraints.kinds)"
+        kept += (
+            f" ({gib(held_bytes(problem)[0] - cuts.may_hold[0])} of each is for tables on all devices: "
+            "constraints.kinds)"
+        )
     # From the simplest reason on: the first that holds is the message.
-    checks = (_sum_too_large, _one_too_large, _pins_too_large, _whole_too_large)
+    checks = (_sum_too_large, _one_too_large, _pins_too_large)
     reason = reason or next(filter(None, (check(cuts) for check in checks)), None)
     if not reason:
+        whole = [t.name for t in problem.tables if t.name in problem.whole]
+        why = ", ".join(sorted({str(problem.kept_whole_by(name)) for name in whole}))
         reason = (
             f"no way was found to pack it: its tables, {gib(sum(t.bytes for t in problem.tables))} of weights, "
-            f"leave gaps that are too small on its {len(problem.topology)} devices. Tried: tables whole, cut by "
-            "columns, divided by rows and on all devices"
+            f"leave gaps that are too small on its {len(problem.topology)} devices. "
+            + (f"Tables {shown(whole)} must stay whole ({why}). " if whole else "")
+            + "Tried: tables whole, cut by columns, divided by rows and on all devices"
         )
-    return f"problem {problem.name!r} does not fit: {reason}{kept}. {_remedy(problem)}"
+    return f"problem {problem.name!r} does not fit: {reason}{kept}. {_remedy(problem, planned_share)}"
 
 
 # --- reasons: each says what is too large. "": nothing is ---------------------------------------------------
@@ -89,7 +100,13 @@ def _one_too_large(cuts: Cuts) -> str:
         where = " where it may live" if table.name in problem.pinned else ""
         if table.name in problem.whole or len(bundle) > 1:
             n_bytes = cuts.needed(bundle, 1)
-            what, why = f"{_describe(bundle, problem)} takes", ""
+            what = f"table {table.name!r}, which must stay whole ({problem.kept_whole_by(table.name)}), takes"
+            if len(bundle) > 1:
+                what = (
+                    f"the group {shown(s.table.name for s in bundle)}, kept on one device "
+                    "(constraints.together), takes"
+                )
+            why = ""
         elif why_not(WHOLE_ROWS, table, problem) is not None:
             cause = problem.why_no_codec(WHOLE_ROWS, table) or "constraints.kinds"
             return (
@@ -159,35 +176,8 @@ def _pins_too_large(cuts: Cuts) -> str:
     return ""
 
 
-def _whole_too_large(cuts: Cuts) -> str:
-    """Tables that must stay whole, if no packing of them alone is found."""
-    problem = cuts.problem
-    tables = tuple(t for t in problem.tables if t.name in problem.whole)
-    if not tables:
-        return ""
-    names = [t.name for t in tables]
-    # If these tables pack without all others, being whole is not the reason.
-    if len(tables) < len(problem.tables):
-        these = replace(problem, tables=tables, constraints=problem.constraints.among(set(names)))
-        if roomiest(these, quick=True)[1] <= 0:
-            return ""
-    why = ", ".join(sorted({str(problem.kept_whole_by(name)) for name in names}))
-    return (
-        f"tables {shown(names)} must stay whole ({why}) and no way was found to pack them side by side"
-        f"{' where they may live' if problem.pinned else ''}"
-    )
-
-
 def _available(may_hold: Iterable[int]) -> int:
     return sum(max(0, n) for n in may_hold)
-
-
-def _describe(bundle: Bundle, problem: Problem) -> str:
-    """A bundle in the words of an error message."""
-    name = bundle[0].table.name
-    if len(bundle) > 1:
-        return f"the group {shown(s.table.name for s in bundle)}, kept on one device (constraints.together),"
-    return f"table {name!r}, which must stay whole ({problem.kept_whole_by(name)}),"
 
 
 def shown(names: Iterable[str]) -> str:
@@ -196,32 +186,31 @@ def shown(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-# --- remedies -----------------------------------------------------------------------------------------------
+# --- remedies: each was tried --------------------------------------------------------------------------------
 
 
-def _remedy(problem: Problem) -> str:
-    """The least memory per device, or number of devices, that has to be added."""
-    lacks = roomiest(problem)[1]
-    reserved_by_default = problem.constraints.reserved_bytes == default_reserve(problem.topology.devices)
+def _remedy(problem: Problem, planned_share: float | None) -> str:
+    """The least memory per device, or number of devices, that has to be added, and what else would do."""
+    share = planned_share or 0.0
     # A default reserve is a share of the memory, so it grows with more memory.
-    more = round(lacks / (1 - DEFAULT_RESERVE)) if reserved_by_default else lacks
-    remedies = [f"{_enough(more)} more per device"]
-    if n := _more_devices(problem):
-        remedies.append(f"{n} more device{'s' * (n > 1)} like the largest")
-    # Would it fit without pins and bundles?
-    # (Towers are pins, too, so their ratio goes with them.)
-    loose = replace(
-        problem,
-        job=replace(problem.job, tower_ratio=None),
-        constraints=Constraints(problem.constraints.reserved_bytes, problem.constraints.unsplit),
-    )
-    eased = loose.constraints != problem.constraints and _fits(loose)
-    all_on_devices = not any(t.in_host_memory for t in problem.tables)
-    return (
-        f"It would fit with {' or '.join(remedies)}, "
-        "or with less in the tables"
-        + ", or without its pins and groups" * eased
-        + ", or with rows in host memory (python -m shardcore tiers)" * all_on_devices
+    if problem.constraints.reserved_bytes == default_reserve(problem.topology.devices) > 0:
+        share = DEFAULT_RESERVE
+    more = _more_bytes(problem)
+    remedies = [f"{_enough(math.ceil(more / (1 - share)) + (share > 0))} more per device"]
+    remedies += _more_devices(problem, planned_share is not None)
+    # Would it fit without constraints? (Towers are pins, too, so their ratio goes with them.)
+    kept = Constraints(problem.constraints.reserved_bytes, problem.constraints.unsplit)
+    loose = replace(problem, job=replace(problem.job, tower_ratio=None), constraints=kept)
+    # TorchRec's planner has constraints that nobody gave.
+    if planned_share is None and kept != problem.constraints and _fits(loose):
+        given = [
+            f.name for f in fields(kept) if getattr(kept, f.name) != getattr(problem.constraints, f.name)
+        ]
+        remedies.append(f"without constraints.{' and constraints.'.join(given)}")
+    return f"It would fit with {', or '.join(remedies)}" + (
+        ""
+        if any(t.in_host_memory for t in problem.tables)
+        else "; `python -m shardcore tiers` tries host memory"
     )
 
 
@@ -230,37 +219,55 @@ def _fits(problem: Problem) -> bool:
     return plan is not None and lacks <= 0
 
 
-def _more_devices(problem: Problem) -> int | None:
-    """The least number of further devices like the largest that divide the batch. None if too many.
+def _more_bytes(problem: Problem) -> int:
+    """Bytes that each device needs beyond what it may hold: near the fewest that are enough."""
+    most, devices = roomiest(problem)[1], problem.topology.devices
+    # Tries of a large problem take long.
+    if len(problem.tables) * len(devices) > LARGE:
+        return most
+    # What all devices lack together, each lacks in the mean.
+    least = max(0, cuts_of(problem).lacking_together() // len(devices))
+    steps = [least + (most - least) * k // 16 for k in range(17)]
 
-    Each number is tried, so large problems get none.
+    def enough(n_bytes: int) -> bool:
+        larger = [replace(device, memory_bytes=device.memory_bytes + n_bytes) for device in devices]
+        return _fits(replace(problem, topology=problem.topology.of_devices(larger)))
+
+    return steps[bisect_left(steps[:-1], True, key=enough)]
+
+
+def _more_devices(problem: Problem, grows: bool) -> list[str]:
+    """The least number of further devices like the largest, in words. Empty if none was found.
+
+    The global batch has to divide evenly. If it does not grow, a number may need the next smaller batch.
+
+    grows: whether further devices keep the local batch and come in whole hosts.
     """
-    if len(problem.tables) * len(problem.topology) > LARGE:
-        return None
-    devices = problem.topology.devices
-    # On an existing host, so that no further link between hosts comes in.
-    largest = replace(max(devices, key=lambda d: d.memory_bytes), host=devices[-1].host)
-    # The global batch has to divide evenly.
-    numbers = [n for n in range(1, MOST_DEVICES + 1) if problem.global_batch % (len(devices) + n) == 0]
+    topology, batch = problem.topology, problem.global_batch
+    devices, hosts = topology.devices, len(topology.hosts)
+    each = len(devices) // hosts if grows else 1
+    largest = max(devices, key=lambda d: d.memory_bytes)
 
-    def enough(n: int) -> bool:
-        return _fits(replace(problem, topology=problem.topology.of_devices([*devices, *[largest] * n])))
+    def with_more(n: int) -> Problem:
+        # Otherwise on an existing host, so that no further link between hosts comes in.
+        names = (f"more-{i // each}" if grows and hosts > 1 else devices[-1].host for i in range(n))
+        every = (*devices, *(replace(largest, host=name) for name in names))
+        local = problem.local_batch if grows else batch // len(every)
+        return replace(problem, topology=topology.of_devices(every), global_batch=local * len(every))
 
-    # Weights alone need so many devices. More and more are tried from there, as each try takes long.
-    room = sum(held_bytes(problem)), largest.memory_bytes - problem.constraints.reserved_bytes
-    lacks = sum(t.bytes for t in problem.tables if not t.in_host_memory) - room[0]
-    least = low = sum(n * room[1] < lacks for n in numbers)
-    high = low + 1
-    # Doubling steps up to a number that is enough, and then a bisection below it.
-    while high <= len(numbers) and not enough(numbers[high - 1]):
-        low, high = high, 2 * high - least
-    high = min(high, len(numbers))
-    if high <= low or (low > least and not enough(numbers[high - 1])):
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(numbers[middle - 1]) else (middle, high)
-    return numbers[high - 1]
+    # Tries of a large problem take long.
+    most = min(MOST_DEVICES, LARGE // len(problem.tables) - len(devices), batch - len(devices))
+    # Each number about 10% larger than the one before.
+    numbers = sorted({each * round(1.1**k) for k in range(60)})
+    found = next((n for n in numbers if n <= most and _fits(with_more(n))), None)
+    if found is None:
+        return []
+    words = f"{found} more device{'s' * (found > 1)} like the largest"
+    if grows or batch % (len(devices) + found) == 0:
+        return [words]
+    words += f" at a batch of {with_more(found).global_batch:,}, which they divide"
+    even = (n for n in range(found, most + 1) if batch % (len(devices) + n) == 0 and _fits(with_more(n)))
+    return [words, *(f"{n} at this batch" for n in islice(even, 1))]
 
 
 def _enough(n_bytes: int) -> str:

@@ -243,11 +243,16 @@ def _require_possible(table: Table, problem: Problem) -> None:
         return
     # The message names the kinds that would do without this constraint.
     free = replace(problem, constraints=replace(constraints, kinds=()))
-    others = [name for name, layout in LAYOUTS.items() if why_not(layout, table, free) is None]
+    others = [
+        name
+        for name, layout in LAYOUTS.items()
+        # TorchRec maps raw ids to rows only where these are divided.
+        if (layout.divides_rows or not table.managed_collision) and why_not(layout, table, free) is None
+    ]
     raise ShardCoreError(
         f"problem {problem.name!r} runs table {table.name!r} by {' or '.join(kinds)} "
         f"(constraints.kinds): {'; '.join(dict.fromkeys(reasons))}. It needs "
-        f"{' or '.join(others) or 'other constraints'}"
+        f"{' or '.join(others) or 'other rows, devices or constraints'}"
     )
 
 

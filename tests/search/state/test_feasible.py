@@ -102,20 +102,25 @@ def test_what_is_said_to_be_enough_is_enough(n, n_tables):
 
     tables = tuple(Table(f"t{i}", 50_000 + i, 64, 5.0) for i in range(n_tables))
 
-    def of(devices: tuple[Device, ...]) -> Problem:
+    def of(devices: tuple[Device, ...], batch: int = BATCH) -> Problem:
         reserved = Constraints(reserved_bytes=default_reserve(devices))
-        return Problem("tight", tables, Topology(devices), BATCH, constraints=reserved)
+        return Problem("tight", tables, Topology(devices), batch, constraints=reserved)
 
     devices = (Device(20_000_000),) * n
     with pytest.raises(Infeasible) as raised:
         SHARDERS["size_greedy"](of(devices), MODEL)
-    remedy = re.search(r"with ([\d.]+) MiB more per device or (\d+) more devices", str(raised.value))
-    more, others = float(remedy[1]), int(remedy[2])
-    for enough in (
-        (Device(devices[0].memory_bytes + round(more * 2**20)),) * n,
-        devices * ((n + others) // n) + devices[: (n + others) % n],
+    remedy = re.search(
+        r"with ([\d.]+) MiB more per device, or (\d+) more devices? like the largest"
+        r"(?: at a batch of (\d+), which they divide(?:, or (\d+) at this batch)?)?",
+        str(raised.value),
+    )
+    more, (others, batch, at_this) = float(remedy[1]), (int(x or 0) for x in remedy.groups()[1:])
+    for enough, n_samples in (
+        ((Device(devices[0].memory_bytes + round(more * 2**20)),) * n, BATCH),
+        (devices[:1] * (n + others), batch or BATCH),
+        (devices[:1] * (n + (at_this or others)), BATCH if at_this else batch or BATCH),
     ):
-        assert SHARDERS["size_greedy"](of(enough), MODEL)
+        assert SHARDERS["size_greedy"](of(enough, n_samples), MODEL)
 
 
 def test_memory_that_stays_free_is_told_where_it_is_missed():
@@ -129,7 +134,7 @@ def test_a_large_problem_is_refused_with_memory_that_is_enough():
     short = problem_of(tables, [EACH] * 48)
     with pytest.raises(Infeasible) as raised:
         fitting(short)
-    more = float(re.search(r"It would fit with ([\d.]+) MiB more per device, or", str(raised.value))[1])
+    more = float(re.search(r"It would fit with ([\d.]+) MiB more per device", str(raised.value))[1])
     enough = problem_of(tables, [EACH + round(more * 2**20)] * 48)
     assert fits(fitting(enough), enough)
     assert more * 2**20 < 1.05 * max(used_bytes(fitting(enough), enough))
