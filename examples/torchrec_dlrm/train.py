@@ -29,6 +29,7 @@ from torchrec.models.dlrm import DLRM_DCN
 
 import shardcore
 from shardcore import Setting
+from shardcore.core.job import Job
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import Budget
 from shardcore.tables import streams
@@ -121,6 +122,8 @@ def plans(rank: int, world: int, model, out: str | None) -> dict:
         model=model,
         budget=Budget(evals=100_000),
         lookups=[batch(seed, samples)[1] for seed in range(world)],
+        # Replicas train under the same optimizer as other tables (Trainer), so there may be some.
+        job=Job(replica_optimizer="sgd"),
     )
     found = {
         "shardcore": ours.collective_plan(module, sharders),

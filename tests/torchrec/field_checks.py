@@ -273,6 +273,7 @@ def fused_value(field: str) -> Any:
     own = {
         "optimizer": EmbOptimType.EXACT_ADAGRAD,
         "cache_algorithm": CacheAlgorithm.LFU,
+        "cache_load_factor": 0.5,
         "weight_decay_mode": WeightDecayMode.COUNTER,
         "bounds_check_mode": BoundsCheckMode.FATAL,
     }

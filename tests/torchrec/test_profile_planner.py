@@ -111,3 +111,18 @@ def test_a_profile_of_other_hardware_than_the_topology_s_is_refused():
         ShardCoreError, match="is for hardware 'nvidia-a100-80', the profile for 'nvidia-h100"
     ):
         ShardCorePlanner(topology, 64, CONSTRAINTS, model=CARD).plan(MODULE)
+
+
+def test_the_call_in_the_readme_plans():
+    call = re.search(
+        r"`(ShardCorePlanner\(topology[^`]+\))`", Path(__file__).parents[2].joinpath("README.md").read_text()
+    )
+    assert call
+    tables = [
+        EmbeddingBagConfig(name=name, num_embeddings=1000, embedding_dim=64, feature_names=[name])
+        for name in ("user", "item")
+    ]
+    topology = TheirTopology(8, "cuda", hbm_cap=80 * 10**9)
+    planner = eval(call[1], {"ShardCorePlanner": ShardCorePlanner, "topology": topology})
+    planner.budget = Budget(evals=100)
+    assert planner.plan(EmbeddingBagCollection(tables=tables, device=torch.device("meta"))).plan
