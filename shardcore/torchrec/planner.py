@@ -381,8 +381,8 @@ class ShardCorePlanner:
         job = self.job
         if job is None:
             # Rows of all caches are fetched ahead, or of none.
-            pipeline = {"pipeline": "prefetch"} if True in names else {}
-            job = Job(forward_payload=payloads[0], backward_payload=payloads[1], **pipeline)
+            pipeline = "prefetch" if True in names else Job.pipeline
+            job = Job(pipeline, forward_payload=payloads[0], backward_payload=payloads[1])
         if job.fetches_ahead and False in names:
             raise ShardCoreError(
                 f"tables {names[False]} have prefetch_pipeline False, and pipeline {job.pipeline!r} fetches rows of "

@@ -88,7 +88,7 @@ def test_a_capacity_that_nobody_gave_is_told():
         "hbm_cap is not given: .*; of a device's memory, 15% stays free",
     ):
         planner(theirs(), rows=1_000_000_000)
-    with pytest.raises(Infeasible, match="tiers.; of a device's memory, 15% stays free .reserved.$"):
+    with pytest.raises(Infeasible, match="host memory; of a device's memory, 15% stays free .reserved.$"):
         planner(theirs(hbm_cap=GIB), rows=1_000_000_000)
 
 

@@ -120,7 +120,8 @@ def test_what_is_said_to_be_enough_is_enough(n, n_tables):
         (devices[:1] * (n + others), batch or BATCH),
         (devices[:1] * (n + (at_this or others)), BATCH if at_this else batch or BATCH),
     ):
-        assert SHARDERS["size_greedy"](of(enough, n_samples), MODEL)
+        model = AnalyticModel(Setting("made-up", n_samples))
+        assert SHARDERS["size_greedy"](of(enough, n_samples), model)
 
 
 def test_memory_that_stays_free_is_told_where_it_is_missed():
