@@ -36,8 +36,14 @@ Choose = Callable[[float, np.ndarray, np.ndarray], int]
 def random(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
     """Place tables by falling size, each on a random device with memory."""
     rng = np.random.default_rng(seed)
-    choose: Choose = lambda load, fits, left: int(rng.choice(np.flatnonzero(fits)))  # noqa: E731
-    return _place("random", problem, model, seed, lambda shard: 0.0, choose)
+    return _place(
+        "random",
+        problem,
+        model,
+        seed,
+        lambda shard: 0.0,
+        lambda load, fits, left: int(rng.choice(np.flatnonzero(fits))),
+    )
 
 
 def looked_up(shard: Shard) -> float:
