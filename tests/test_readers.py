@@ -51,6 +51,7 @@ NO_FORMAT = {
     "shardcore/io/schema.py",
     "shardcore/io/envelope.py",
     # They only write.
+    "shardcore/report/text.py:rounded_json",
     "shardcore/io/writing.py:_held",
     "shardcore/io/writing.py:remove_unfinished",
     "shardcore/io/writing.py:_no_link",
