@@ -37,7 +37,7 @@ from shardcore.core.job import Job
 from shardcore.core.links import host_names, links_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
-from shardcore.cost import collective_fit, neural, replay_metrics, replay_records, step_factors
+from shardcore.cost import collective_fit, metrics, neural, replay_metrics, replay_records, step_factors
 from shardcore.cost.collective_model import OWN_WORK
 from shardcore.cost.model import CostModel, price
 from shardcore.io import dataset, files, replays
@@ -185,7 +185,7 @@ def summary(rows: Sequence[replay_metrics.ReplayRecord]) -> str:
 
 
 def _said(ratios: Sequence[float]) -> str:
-    found = replay_metrics.bootstrap(np.array(ratios))
+    found = metrics.mean_interval(np.array(ratios))
     return f"{found.mean:.3f} ({found.low:.3f} to {found.high:.3f}), worst {max(ratios):.3f}"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.links import links_of
 from shardcore.core.types import Plan, Problem, Setting
-from shardcore.cost.replay_metrics import Interval
+from shardcore.cost.metrics import MeanInterval
 from shardcore.io import dataset, writing
 
 LINKS = {"links": links_of(within_host=1.0, latency_ms=0.2)}
@@ -121,5 +121,5 @@ def timed(
     return plan, clock() - began
 
 
-def spoken(found: Interval, form: str = "{:.3f}") -> str:
+def spoken(found: MeanInterval, form: str = "{:.3f}") -> str:
     return f"{form.format(found.mean)} ({form.format(found.low)} to {form.format(found.high)})"

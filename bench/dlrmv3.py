@@ -34,9 +34,9 @@ from shardcore.core.errors import Infeasible
 from shardcore.core.topology import default_reserve
 from shardcore.core.types import Problem
 from shardcore.cost import composite
+from shardcore.cost.metrics import mean_interval
 from shardcore.cost.model import CostModel
 from shardcore.cost.profile import load_profile
-from shardcore.cost.replay_metrics import bootstrap
 from shardcore.report.text import markdown_table
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide
@@ -177,7 +177,7 @@ def steps_table(rows: Sequence[Row]) -> str:
         ],
     )
     for name, ms in list(arms.items())[:-1]:
-        ratio = bootstrap(np.array(ms) / np.array(ours))
+        ratio = mean_interval(np.array(ms) / np.array(ours))
         shown += f"\n\n{name} over ours, hot rows: {ratio.mean:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
     return shown
 

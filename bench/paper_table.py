@@ -18,7 +18,7 @@ Memory holds outputs and ids, too. An arm has solved a task if its own algorithm
 device holds a table, or a placing finds no memory, ours cut the table or pack; the published ones fail. So
 that counts as not solved: in all rows but ours for packing, and for cuts where tables stay whole. Means are
 over the tasks that an arm solved. Ratios are over anneal_columns, our default, on the tasks that both
-solved, with a 95% interval (bootstrap over tasks). Seconds are of the processor.
+solved, with a 95% interval (Student's t over tasks). Seconds are of the processor.
 
 OUT keeps tasks.jsonl (a line a task), policies, and table.md. After an interruption, the same command goes on.
 
@@ -46,9 +46,9 @@ from bench.peers import PEERS
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Setting, Shard, Table
-from shardcore.cost import neural, replay_records
+from shardcore.cost import metrics, neural, replay_records
 from shardcore.cost.neural import NeuralModel
-from shardcore.cost.replay_metrics import OURS, ReplayRecord, bootstrap
+from shardcore.cost.replay_metrics import OURS, ReplayRecord
 from shardcore.io import dataset, model_files, replays, writing
 from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.measure.sampling.problems import DIMS
@@ -193,7 +193,7 @@ class Cell:
         both = np.isfinite(self.ms) & np.isfinite(self.ours_ms)
         if not both.any():
             return "-"
-        found = bootstrap(self.ms[both] / self.ours_ms[both])
+        found = metrics.mean_interval(self.ms[both] / self.ours_ms[both])
         return f"{found.mean:.3f} ({found.low:.3f} to {found.high:.3f})"
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,7 @@ from bench.common import say
 from shardcore import report
 from shardcore.core.job import Job
 from shardcore.core.types import Plan, Problem
-from shardcore.cost import neural, replay_metrics, replay_records
+from shardcore.cost import metrics, neural, replay_metrics, replay_records
 from shardcore.cost.model import at_confidence, price
 from shardcore.io import dataset, replays, writing
 from shardcore.measure.replay import ReplayConfig, replay_all
@@ -105,7 +105,7 @@ def plans(problem: Problem, model: neural.NeuralModel) -> list[tuple[str, Plan]]
     return [*found.items(), *(("random", SHARDERS["random"](problem, model, seed=seed)) for seed in range(3))]
 
 
-def text(rows: Sequence[replay_metrics.ReplayRecord], parts: Mapping[str, float], head: str) -> str:
+def text(rows: Sequence[replay_metrics.ReplayRecord], head: str) -> str:
     """The report: Markdown with two tables and the plots that lie beside it."""
     found = replay_metrics.by_problem(rows, replay_metrics.OURS)
     kinds = [
@@ -129,17 +129,11 @@ def text(rows: Sequence[replay_metrics.ReplayRecord], parts: Mapping[str, float]
             "## Do predictions hold, and does the search exploit the model's errors?",
             report.markdown_table(("plans of", "replays", "predicted against replayed", "bias"), held),
             "![predicted against replayed](predicted.png)",
-            "Replayed over predicted, all steps together: "
-            + ", ".join(
-                f"{name.removesuffix('_ms').replace('_', ' ')} {ratio:.2f}" for name, ratio in parts.items()
-            )
-            + ".",
             "Among the plans of a problem (mean over problems, 95% interval): "
             + "; ".join(
-                f"{words} {common.spoken(replay_metrics.bootstrap(found[name]), *form)}"
+                f"{words} {common.spoken(metrics.mean_interval(found[name]), *form)}"
                 for name, words, *form in (
                     ("kendall_tau", "Kendall's tau"),
-                    ("spearman", "Spearman's rho"),
                     ("tau_beyond_noise", "tau of pairs that differ beyond noise"),
                     ("regret", "regret of the plan that the model prefers", "{:.1f}%"),
                     ("ours_regret", f"of {replay_metrics.OURS}'s", "{:.1f}%"),
@@ -164,7 +158,6 @@ def _rivals_table(rivals: dict[str, replay_metrics.SharderComparison]) -> str:
                 name,
                 f"{r.predicted:.3f}",
                 common.spoken(r.cost),
-                common.spoken(r.gap_closed, "{:.0%}") if r.gap_closed else "-",
                 f"{len(r.losses)} of {r.problems}",
                 sum(loss > LOSS for loss in r.losses.values()),
                 f"{worst:.1%}" if worst else "-",
@@ -175,7 +168,6 @@ def _rivals_table(rivals: dict[str, replay_metrics.SharderComparison]) -> str:
             "plans of",
             f"predicted cost over {replay_metrics.OURS}'s",
             "replayed",
-            "its gap to the best, closed",
             "losses beyond noise",
             f"above {LOSS:.0%}",
             "worst",
@@ -196,7 +188,7 @@ def write(folder: Path, kept: Sequence[replays.ReplaySet], model: neural.NeuralM
         ),
     ):
         common.write_png(folder / f"{name}.png", figure)
-    page = text(rows, replay_records.parts(kept, model), head)
+    page = text(rows, head)
     writing.write_atomic(folder / "report.md", page.encode())
     return page
 

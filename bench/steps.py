@@ -47,7 +47,7 @@ from bench.steps_training import LARGE, TIMEOUT_S, TURN, Steps, combine, work
 from shardcore import report
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Setting
-from shardcore.cost import neural, replay_metrics, replay_records
+from shardcore.cost import metrics, neural, replay_metrics, replay_records
 from shardcore.io import dataset, files, replays, schema, writing
 from shardcore.io.dataset import ReferenceOp
 from shardcore.io.measurements import Spread
@@ -56,7 +56,7 @@ from shardcore.step.lower import lower
 from shardcore.torchrec.sharding_plan import to_torchrec
 
 ALGORITHMS = (replay_metrics.OURS, "neuroshard", "torchrec", "best greedy", replay_metrics.RANDOM)
-RANKING = {"kendall_tau": "{:.3f}", "tau_beyond_noise": "{:.3f}", "spearman": "{:.3f}", "regret": "{:.1f}%"}
+RANKING = {"kendall_tau": "{:.3f}", "tau_beyond_noise": "{:.3f}", "regret": "{:.1f}%"}
 """What of replay_metrics.by_problem is reported, and how."""
 
 
@@ -207,7 +207,7 @@ def text(
             (
                 words,
                 *(
-                    common.spoken(replay_metrics.bootstrap(found[name]), form)
+                    common.spoken(metrics.mean_interval(found[name]), form)
                     if np.isfinite(found[name]).any()
                     else "-"
                     for name, form in RANKING.items()
@@ -239,7 +239,7 @@ def text(
                 ),
                 ranks,
             ),
-            "Mean over problems, with the 95% interval of a bootstrap over them. Pairs differ beyond the noise "
+            "Mean over problems, with the 95% interval (Student's t) over them. Pairs differ beyond the noise "
             "of what is named second; where replays are named first their noise counts against them.",
             f"## Cost over {replay_metrics.OURS}'s",
             report.markdown_table(

@@ -5,6 +5,8 @@ from contextlib import nullcontext
 
 from prefect import flow, get_run_logger
 
+from shardcore.cost.accuracy import summary
+from shardcore.cost.replay_metrics import verdict
 from tasks import console, params, paths, services
 from tasks.evaluate import EvaluateConfig, compare_sharders, evaluate_model, replay_plans, write_metrics
 from tasks.ray_cluster import ray_cluster
@@ -19,27 +21,8 @@ def evaluate() -> None:
     with ray_cluster() if config.replay_problems else nullcontext():
         replayed = replay_plans(paths.MODEL, paths.POOL, paths.MEASUREMENTS, config, paths.REPLAYS)
     write_metrics(paths.EVALUATION, accuracy, sharders, replayed)
-    get_run_logger().info("%s", result(accuracy, replayed), extra=console.RESULT)
-    if replayed:
-        get_run_logger().info(
-            "replayed plans: %s",
-            ", ".join(
-                f"{k} {replayed[k]:.3g}"
-                for k in ("mape", "bias", "kendall_tau", "regret", "torchrec_relative_cost")
-                if k in replayed
-            ),
-        )
-
-
-def result(accuracy: dict[str, float], replayed: dict[str, float]) -> str:
-    """The result in one line: errors of predicted ms in percent, and rank correlations."""
-    text = (
-        f"held-out groups: error {accuracy['compute_mape']:.1f}%, Kendall tau "
-        f"{accuracy['compute_kendall_tau']:.2f}"
-    )
-    if replayed:
-        text += f"; replayed plans: error {replayed['mape']:.1f}%, Kendall tau {replayed['kendall_tau']:.2f}"
-    return text
+    steps = f"; replayed plans: {verdict(replayed)}" if replayed else ""
+    get_run_logger().info("%s%s", summary(accuracy), steps, extra=console.RESULT)
 
 
 if __name__ == "__main__":

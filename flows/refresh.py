@@ -85,8 +85,9 @@ def refresh(
         # Promote and publish change the registry and the plans, so DVC does not run them.
         announce("promote", target, stages)
         champion = promote(will_publish=True)
-        done = "no model is champion yet: the challenger awaits approval"
-        if champion:
+        done = "no model is champion yet: the line of stage promote says what the challenger waits for"
+        # Without a champion, a profile prices plans, and they come with the reason why the challenger was refused.
+        if champion or not params.section("promote", PromoteConfig).approval:
             announce("publish", target, stages)
             done = publish()
     create_markdown_artifact(
@@ -117,8 +118,8 @@ def page(
 
 LEGEND = """
 against it, against random: the published plan's cost relative to theirs. balance: mean over largest compute
-of the devices. extrapolated: the plan goes beyond what was measured (its cost.json says where); the models'
-own error is in data/evaluation/.
+of the devices. extrapolated: the plan goes beyond what was measured (its cost.json says where). kept: nothing
+is cheaper than the plan before, or by less than the error of the difference, which follows in percent.
 """
 WHERE_NEXT = """
 Where to look next (each from this folder, after `. .venv/bin/activate`):

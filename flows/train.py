@@ -4,6 +4,7 @@ import argparse
 
 from prefect import flow, get_run_logger
 
+from shardcore.cost import accuracy
 from tasks import console, params, paths, services
 from tasks.setting import SettingConfig
 from tasks.train import TrainConfig, train_model
@@ -16,7 +17,7 @@ def train() -> None:
     metrics = train_model(paths.MEASUREMENTS, setting, config, paths.MODEL)
     logger = get_run_logger()
     logger.info("on the test split: %s", ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
-    logger.info("error on held-out groups %.1f%%", metrics["compute_mape"], extra=console.RESULT)
+    logger.info("%s", accuracy.summary(metrics), extra=console.RESULT)
 
 
 if __name__ == "__main__":

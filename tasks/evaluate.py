@@ -15,7 +15,7 @@ from prefect import get_run_logger, task
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem, Setting, Table
 from shardcore.core.validation import MOST_COUNT, MOST_REPEATS, MOST_SEED, require_within
-from shardcore.cost import accuracy, neural, replay_metrics, replay_records, training
+from shardcore.cost import accuracy, neural, replay_metrics, replay_records, study, training
 from shardcore.io import dataset, files, replays, writing
 from shardcore.measure.replay import ReplayConfig
 from shardcore.measure.sampling import MOST_DRAWS
@@ -31,7 +31,7 @@ from tasks.setting import SettingConfig
 HEADLINES = {
     "accuracy": ("compute_mape", "forward_comm_mape", "backward_comm_mape"),
     "sharders": (f"{DEFAULT_SHARDER}_solved", f"{DEFAULT_SHARDER}_relative_cost", "neuroshard_relative_cost"),
-    "replays": ("mape", "kendall_tau", "regret", "noise"),
+    "replays": ("mape", "bias", "noise", "explained_mape", "kendall_tau", "regret"),
 }
 """The figures, of some hundred, that show how good a model is."""
 COMPARED = tuple(name for name in SHARDERS if name != "torchrec")
@@ -82,7 +82,7 @@ class EvaluateConfig:
 
 @task(task_run_name="evaluate-model")
 def evaluate_model(folder: Path, measurements: Path, out: Path) -> dict[str, float]:
-    """Accuracy on the test split of the measurements and of the joined datasets.
+    """Accuracy on the test split of the measurements, which are of this machine.
 
     Writes predictions.csv and predictions.png to `out`.
     """
@@ -100,11 +100,13 @@ def evaluate_model(folder: Path, measurements: Path, out: Path) -> dict[str, flo
         for s, m, p in zip(compute, measured, predicted, strict=True)
     ]
     writing.write_csv(out / "predictions.csv", rows)
-    _write_figure(
+    writing.write_atomic(
         out / "predictions.png",
-        model_report.predicted_against_measured(measured, predicted, "held-out groups"),
+        figures.png(
+            model_report.predicted_against_measured(measured, predicted, "held-out groups of this machine")
+        ),
     )
-    return training.judge(model, known)
+    return study.judge_test_split(model, known)
 
 
 @task(task_run_name="compare-sharders")
@@ -193,9 +195,9 @@ def replay_plans(
         _replayed(model, problems, dataset.reference_op(measurements, model.setting), config, out), model
     )
     writing.write_csv(out / "replays.csv", replay_records.csv_rows(rows))
-    _write_figure(
+    writing.write_atomic(
         out / "replays.png",
-        model_report.predicted_against_replayed(rows, f"Replayed, {model.setting.hardware}"),
+        figures.png(model_report.predicted_against_replayed(rows, f"Replayed, {model.setting.hardware}")),
     )
     return replay_metrics.figures(rows)
 
@@ -248,7 +250,7 @@ def _replayed(
                 continue
             found = replay_metrics.figures(replay_records.judge(kept[-1:], model))
             get_run_logger().info(
-                "problem %d of %d %s: %d plans of %d tables on %d devices, error %.1f%%, regret %.1f%%",
+                "problem %d of %d %s: %d plans of %d tables on %d devices, error %.1f%%, bias %+.1f%%, noise %.1f%%",
                 i + 1,
                 len(problems),
                 "as kept" if is_kept else "replayed",
@@ -256,7 +258,8 @@ def _replayed(
                 len(problem.tables),
                 len(problem.topology),
                 found["mape"],
-                found["regret"],
+                found["bias"],
+                found["noise"],
             )
             work.done(i + 1)
     return kept
@@ -291,7 +294,3 @@ def write_metrics(
             for section, found in sections.items()
         },
     )
-
-
-def _write_figure(path: Path, figure: Any) -> None:
-    writing.write_atomic(path, figures.png(figure))

@@ -12,11 +12,13 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from shardcore.core.validation import MOST_UNIX_S
+from shardcore.cost import replay_metrics
 from shardcore.report.models_page import ModelRecord
+from tasks import registry
 
 CHAMPIONS = "shardcore.champions"
-NOISE = "noise"
-"""Tag of a version: mean spread of the measurements that it was judged on, percent."""
+NOISE, ACCURACY, GATE = "noise", "accuracy", "gate"
+"""Tags of a version: error of a timing itself in percent, errors of its model in words, and the gate's reason."""
 _MOST = 100
 """Most changes that are kept, as MLflow limits the size of a tag."""
 
@@ -47,16 +49,27 @@ def history(client: mlflow.MlflowClient, name: str) -> list[ModelRecord]:
             registered_at=v.creation_timestamp / 1000,
             error=_number(v.tags.get("score")),
             noise=_number(v.tags.get(NOISE)),
-            replay_error=_number(metrics.get("replays/mape")),
-            replay_noise=_number(metrics.get("replays/noise")),
-            gate=v.tags.get("gate", ""),
+            replay_error=metrics.get("mape"),
+            replay_noise=metrics.get("noise"),
+            gate=v.tags.get(GATE, ""),
+            accuracy=v.tags.get(ACCURACY, ""),
+            replays=replay_metrics.verdict(metrics) if "explained_mape" in metrics else "",
             setting=v.tags.get("setting", ""),
             reigns=tuple(reigns.get(str(v.version), ())),
             data=v.tags.get("data", ""),
         )
         for v in client.search_model_versions(f"name = '{name}'")
-        for metrics in [_metrics(client, v)]
+        for metrics in [_replay_figures(client, v)]
     ]
+
+
+def refusal(client: mlflow.MlflowClient, name: str) -> str | None:
+    """The reason why a model's challenger is not champion, while there is no champion. None: there is none."""
+    challenger = registry.find(client, name, registry.CHALLENGER)
+    if challenger is None or registry.find(client, name, registry.CHAMPION):
+        return None
+    gate = challenger.tags.get(GATE, "was not judged")
+    return f"no version of {name} is champion: challenger {challenger.version} {gate}"
 
 
 def _changes(client: mlflow.MlflowClient, name: str) -> list[tuple[str, float]]:
@@ -67,12 +80,14 @@ def _changes(client: mlflow.MlflowClient, name: str) -> list[tuple[str, float]]:
         return []
 
 
-def _metrics(client: mlflow.MlflowClient, version: ModelVersion) -> Mapping[str, float]:
-    """Metrics of a version's run. {} if there is none, or it was deleted."""
+def _replay_figures(client: mlflow.MlflowClient, version: ModelVersion) -> Mapping[str, float]:
+    """Figures of replays in a version's run. {} if there is none, or it was deleted."""
     try:
-        return client.get_run(version.run_id).data.metrics if version.run_id else {}
+        metrics = client.get_run(version.run_id).data.metrics if version.run_id else {}
     except MlflowException:
         return {}
+    figures = {k.removeprefix("replays/"): v for k, v in metrics.items() if k.startswith("replays/")}
+    return figures if all(map(math.isfinite, figures.values())) else {}
 
 
 def _number(value: str | float | None) -> float | None:

@@ -8,10 +8,11 @@ from pathlib import Path
 import mlflow
 from mlflow.entities.model_registry import ModelVersion
 
+from shardcore.core.errors import ShardCoreError
 from shardcore.cost.known_errors import NOT_MEASURED
 from shardcore.cost.model import CostModel
 from shardcore.cost.profile import load_profile, profile_names
-from tasks import links, registry
+from tasks import links, model_history, registry
 
 
 @dataclass(frozen=True)
@@ -52,5 +53,7 @@ def pricing(client: mlflow.MlflowClient, hardware: str, profile: Path | None = N
         for name in sorted(profile_names(), key=lambda name: name != hardware):
             if (shipped := load_profile(name)).is_of(hardware):
                 return Pricing(shipped.model(), name, shipped.digest)
+        if refused := model_history.refusal(client, registry.model_name(hardware)):
+            raise ShardCoreError(f"{refused}; no profile is of {hardware}, so nothing prices its plans")
     model, champion = registry.champion(client, hardware)  # raises if there is none
     return Pricing(model, champion.name, str(champion.version), champion)

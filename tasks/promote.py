@@ -22,6 +22,7 @@ from shardcore.cost import (
     neural,
     replay_metrics,
     replay_records,
+    study,
     traced_training,
     training,
 )
@@ -40,7 +41,8 @@ _REPLAYS_TAG, _PRECISIONS_TAG = "shardcore.replays_digest", "precisions"
 class PromoteConfig:
     """Conditions under which a challenger becomes champion.
 
-    may_lose: points of score that a challenger may lose and still pass.
+    may_lose: points of score that a challenger may lose, and by which its error of replayed plans may be beyond the
+      explained one (see replay_metrics.excess), and still pass.
     approval: True if a challenger that passed waits for a person's approval.
     also: folders of models for other precisions of weights, of the same hardware and optimizer. They become part of the
       version without being judged, so that tables of several precisions can be planned.
@@ -94,7 +96,8 @@ def promote_model(
     config: with config.approval, a challenger that passed becomes champion only with `approve`.
     approve: True if a person approves.
     will_publish: True if the caller publishes afterwards, so that nobody else has to.
-    replayed: replays by `evaluate`. The champion is also better if it surely chooses better among their plans.
+    replayed: replays by `evaluate`. A model that errs more on them than its errors of ops and exchanges explain does
+      not pass. The champion is also better if it surely errs less, or chooses better among their plans.
     traced: dataset of traced steps of running jobs. If some are held out, they decide in place of the measurements, as
       the purpose of a model is to predict jobs.
     """
@@ -126,10 +129,15 @@ def promote_model(
             f"version {champion} stays champion: a person went back to it from version {version}; "
             "--approve overrules",
         )
-    ours = [s for s in traced_samples.read_all([traced]) if traced_training.is_for(whole, s)]
-    held_out = traced_training.split(ours).held_out
-    judge = _by_traces if held_out else _by_measurements
-    new = judge(client, (model, whole), Evidence(measurements, held_out), challenger)
+    held_out = traced_training.split(
+        [s for s in traced_samples.read_all([traced]) if traced_training.is_for(whole, s)]
+    ).held_out
+    if held_out:
+        if dataset.settings(measurements):  # this score decides nothing, and is recorded for people
+            _by_measurements(client, model, measurements, challenger)
+        new = _by_traces(client, whole, held_out, challenger)
+    else:
+        new = _by_measurements(client, model, measurements, challenger)
     passed, reason = _verdict(new, kept, before, config)
     dropped = {*(before.tags.get(_PRECISIONS_TAG, "").split("+") if before else ()), ""} - {
         "",
@@ -140,9 +148,10 @@ def promote_model(
             f"; it has no model for {' and '.join(sorted(dropped))}, as champion {champion} has: name "
             "one in promote.also"
         )
-    client.set_model_version_tag(name, version, "gate", ("passed, " if passed else "") + reason)
+    client.set_model_version_tag(name, version, model_history.GATE, ("passed, " if passed else "") + reason)
     if not passed:
-        return end(champion, f"version {champion} stays champion; challenger {version} {reason}")
+        stays = f"version {champion} stays champion" if champion else "no version is champion yet"
+        return end(champion, f"{stays}; challenger {version} {reason}")
     if config.approval and not approve:
         return end(champion, f"challenger {version} awaits approval; {reason}")
     # Publishing is claimed before the alias is set. Else the watch could see the new champion and publish, too.
@@ -191,28 +200,18 @@ def _log_replay_metrics(
     client: mlflow.MlflowClient, version: ModelVersion, rows: Sequence[replay_metrics.ReplayRecord]
 ) -> None:
     """Log a model's replay metrics (replays/*) and a plot to its run, once for each set of replays."""
-    known, run_id = files.digest(replay_records.csv_rows(rows)), version.run_id
-    if version.tags.get(_REPLAYS_TAG) == known or run_id is None:
+    known = files.digest(replay_records.csv_rows(rows))
+    if version.tags.get(_REPLAYS_TAG) == known or version.run_id is None:
         return
     now_ms = int(1000 * time.time())
     client.log_batch(
-        run_id,
+        version.run_id,
         [Metric(f"replays/{k}", v, now_ms, 0) for k, v in replay_metrics.figures(rows).items()],
     )
-    client.log_figure(run_id, model_report.predicted_against_replayed(rows, "Replayed plans"), "replays.png")
+    client.log_figure(
+        version.run_id, model_report.predicted_against_replayed(rows, "Replayed plans"), "replays.png"
+    )
     client.set_model_version_tag(version.name, version.version, _REPLAYS_TAG, known)
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """Samples on which no model was trained, by which a challenger is judged.
-
-    measurements: dataset whose held-out samples count.
-    traced: held-out steps of running jobs.
-    """
-
-    measurements: Path
-    traced: Sequence[TracedSample]
 
 
 @dataclass(frozen=True)
@@ -232,40 +231,34 @@ class Score:
 
 
 def _by_traces(
-    client: mlflow.MlflowClient,
-    models: tuple[neural.NeuralModel, Any],
-    evidence: Evidence,
-    challenger: ModelVersion,
+    client: mlflow.MlflowClient, whole: Any, held_out: Sequence[TracedSample], challenger: ModelVersion
 ) -> Score:
     """A challenger's score by held-out steps of running jobs."""
-    whole = models[1]
-    if dataset.settings(evidence.measurements):  # this score decides nothing, and is recorded for people
-        _by_measurements(client, models, evidence, challenger)
-    jobs = " and ".join(dict.fromkeys(sample.job for sample in evidence.traced))
-    error = traced_training.error(whole, evidence.traced)
+    jobs = " and ".join(dict.fromkeys(sample.job for sample in held_out))
+    error = traced_training.error(whole, held_out)
     client.set_model_version_tag(challenger.name, challenger.version, TRACED_ERROR, f"{error:.4f}")
 
     def of(champion: Any) -> tuple[float, Any] | None:
-        if not all(traced_training.is_for(champion, sample) for sample in evidence.traced):
+        if not all(traced_training.is_for(champion, sample) for sample in held_out):
             return None
-        return traced_training.error(champion, evidence.traced), champion
+        return traced_training.error(champion, held_out), champion
 
     return Score(error, f"error {error:.2f}% on held-out traces of {jobs}", whole, of)
 
 
 def _by_measurements(
-    client: mlflow.MlflowClient,
-    models: tuple[neural.NeuralModel, Any],
-    evidence: Evidence,
-    challenger: ModelVersion,
+    client: mlflow.MlflowClient, model: neural.NeuralModel, measurements: Path, challenger: ModelVersion
 ) -> Score:
     """A challenger's score by held-out measurements, which becomes a tag of its version."""
-    model = models[0]
-    known = training.read_held_out(model, evidence.measurements)
-    error = score(training.judge(model, known))
-    noise = accuracy.noise(accuracy.held_out(known.compute))
-    for tag, value in (("score", error), (model_history.NOISE, noise)):
-        client.set_model_version_tag(challenger.name, challenger.version, tag, f"{value:.4f}")
+    known = training.read_held_out(model, measurements)
+    found = study.judge_test_split(model, known)
+    error, noise = score(found), found.get("repeatability", "")
+    for tag, value in (
+        ("score", f"{error:.4f}"),
+        (model_history.NOISE, str(noise)),
+        (model_history.ACCURACY, accuracy.summary(found)),
+    ):
+        client.set_model_version_tag(challenger.name, challenger.version, tag, value)
 
     def of(champion: Any) -> tuple[float, Any] | None:
         # Errors of different settings cannot be compared.
@@ -273,7 +266,7 @@ def _by_measurements(
         like = next((m for m in trained if m.setting == model.setting), None)
         return like and (score(training.judge(like, known)), like)
 
-    text = f"score {error:.2f}% (mean error on held-out groups and exchanges)"
+    text = f"score {error:.2f}% (mean error on this machine's held-out groups and exchanges)"
     return Score(error, text, model, of)
 
 
@@ -281,6 +274,10 @@ def _verdict(
     new: Score, kept: Sequence[replays.ReplaySet], before: ModelVersion | None, config: PromoteConfig
 ) -> tuple[bool, str]:
     """True if a challenger passes the gate, and the reason."""
+    rows = replay_records.judge(kept, new.model)
+    found = replay_metrics.figures(rows) if rows else None
+    if found and replay_metrics.excess(found) > config.may_lose:
+        return False, f"errs on replayed plans: {replay_metrics.verdict(found)}"
     if before is None:
         return True, f"{new.text}, the first"
     try:
@@ -292,6 +289,6 @@ def _verdict(
     old_error, old_model = judged
     if new.error > old_error + config.may_lose:
         return False, f"lost by {new.error - old_error:.2f} points: {new.text} against {old_error:.2f}%"
-    if lost := kept and replay_metrics.lost(*(replay_records.judge(kept, m) for m in (new.model, old_model))):
+    if lost := kept and replay_metrics.lost(rows, replay_records.judge(kept, old_model)):
         return False, f"lost by replayed plans: {lost}"
     return True, f"{new.text} against {old_error:.2f}% of champion {before.version}"

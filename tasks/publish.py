@@ -28,7 +28,7 @@ from shardcore.plans.publisher import PublishConfig, Published, Publisher
 from shardcore.report import index_page, models_page, plan_page, published_report
 from shardcore.search import DEFAULT_SHARDER, LEARNED
 from tasks import console, model_history, paths, policy_registry, publish_claim, registry
-from tasks.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
+from tasks.artifacts import create_markdown_artifact
 from tasks.commit import git_commit
 from tasks.pricing import Pricing, pricing
 from tasks.setting import SettingConfig
@@ -61,7 +61,6 @@ def publish_plans(
     here = wanted.of_dataset_or_local(paths.MEASUREMENTS).hardware
     publisher_of = cache(lambda hardware: _publisher(client, hardware, profile, plans, config))
     by, _ = publisher_of(here)
-    progress = create_progress_artifact(0.0, key="publish-progress", description=f"{len(problems)} problems")
     rows, failures, failed, names, unreached = [], [], [], list[str](), None
     under: dict[str, list[str]] = {}  # names of problems, by the profile that prices them
     work = console.Work("problems", len(problems))
@@ -101,14 +100,15 @@ def publish_plans(
                 decision.reason,
                 extra={"problem": decision.problem},
             )
-            done = f"{i + 1} of {len(problems)} problems"
-            update_progress_artifact(progress, 100.0 * (i + 1) / len(problems), description=done)
         # Raised here, so that the version does not count as published and the watch tries again.
         if unreached:
             raise Unreachable(unreached)
-    models = model_history.history(client, by.name) if by.champion else []
-    first = known_errors.worse_than_usual(by.model)
-    store.write(plans, store.MODELS, models_page.page(by.name, models, first).encode())
+    # Before the first champion, the page is of the challenger that waits or was refused.
+    name, refused = registry.model_name(here), model_history.refusal(client, registry.model_name(here))
+    models = model_history.history(client, name) if by.champion or refused else []
+    first = [*([refused] if refused else []), *known_errors.worse_than_usual(by.model)]
+    errors = [models_page.errors_of(x) for x in models if by.champion and x.version == by.version]
+    store.write(plans, store.MODELS, models_page.page(name, models, first).encode())
     title = f"Plans under {by.words}"
     notes = [f"{words}: {', '.join(of)}" for words, of in under.items()]
     table = report.markdown_table(published_report.HEADERS, rows)
@@ -117,6 +117,7 @@ def publish_plans(
         "",
         *(f"**{x}.**\n" for x in first),
         f"Model: {known_errors.label(by.model)}",
+        *(f"\n{x}." for x in errors),
         "",
         table,
         "",
@@ -125,11 +126,6 @@ def publish_plans(
     ]
     store.write(plans, store.REPORT, "\n".join(lines).encode(errors="replace"))
     store.write(plans, store.INDEX, index_page.page(_last_decisions(plans)).encode())
-    create_markdown_artifact(
-        report.markdown_table(models_page.HEADERS, models_page.rows(models)),
-        key="models",
-        description=f"Versions of {by.name}",
-    )
     create_markdown_artifact(
         "\n\n".join([f"Under {by.link}, in {redacted(str(plans))}", table, *notes]),
         key="published-plans",
@@ -142,7 +138,7 @@ def publish_plans(
         raise ShardCoreError(
             f"{len(failures)} of {len(problems)} problems have no new plan: {failures[0]}{others}"
         )
-    outcomes = Counter(row[-1] for row in rows)
+    outcomes = Counter(row[-1].split(",")[0] for row in rows)
     logger.info(
         "%d plans under %s: %s",
         len(rows),
@@ -153,6 +149,7 @@ def publish_plans(
     head = [
         *(f"{x}." for x in first),
         f"Model: {by.name} version {by.version}, {known_errors.label(by.model)}",
+        *(f"{x}." for x in errors),
     ]
     return "\n".join([*head, "", report.text_table(published_report.HEADERS, rows), *notes])
 

@@ -45,7 +45,12 @@ class SettingConfig:
         With hardware "auto", a single match may also be of another device.
         """
         settings = dataset.settings(folder)
-        matching = [s for s in settings if self.hardware in (AUTO, s.hardware) and self._agrees(s)]
+        matching = [
+            s
+            for s in settings
+            if self.hardware in (AUTO, s.hardware)
+            and dataclasses.replace(s, hardware=self.hardware) == Setting(**vars(self))
+        ]
         if len(matching) == 1:
             return matching[0]
         # If several devices were measured, the one at hand is meant.
@@ -56,6 +61,3 @@ class SettingConfig:
             f"parameters ask for ({local}): run the measure stage for it, or set `setting` "
             "in params.yaml to one of them"
         )
-
-    def _agrees(self, setting: Setting) -> bool:
-        return dataclasses.replace(setting, hardware=self.hardware) == Setting(**vars(self))

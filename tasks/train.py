@@ -171,7 +171,12 @@ def train_model(
             },
         )
         model = trained.model
-        _log_best(trained.curves)
+        epochs = [r for r in trained.curves if r["model"] == "compute"]
+        if min(epochs, key=lambda r: r["validation_mape"])["epoch"] == 0:
+            logger.warning(
+                "the learned correction did not improve on the physical baseline, which is kept: "
+                "measure more, or on a quieter machine"
+            )
         if trained.of_steps:
             logger.info("%s", trained.of_steps)
         if trained.of_traces:
@@ -185,7 +190,7 @@ def train_model(
         card = model_report.model_card(model, studied, registry.model_name(setting.hardware))
         mlflow.log_metrics(studied.flat())
         _log_curves(client, run.info.run_id, trained.curves, studied.curve)
-        _log_figures(model, accuracy.held_out(data.known.compute), trained.curves, studied)
+        _log_figures(model, accuracy.held_out(data.known.compute), studied)
         mlflow.log_text(card, registry.CARD)
         mlflow.set_tag("mlflow.note.content", card)  # the run's description
         # Files come last, so that a failed run leaves no model that looks trained.
@@ -194,24 +199,6 @@ def train_model(
         writing.write_atomic(folder.with_name(registry.CARD), card.encode())
         mlflow.set_tag(registry.DIGEST_TAG, model_files.model_digest(folder))
     return dict(studied.metrics["test"])
-
-
-def _log_best(curves: Sequence[Mapping[str, Any]]) -> None:
-    logger = get_run_logger()
-    epochs = [r for r in curves if r["model"] == "compute"]
-    best = min(epochs, key=lambda r: r["validation_mape"])
-    mlflow.log_metric("compute/best_epoch", best["epoch"])
-    logger.info(
-        "compute: best after epoch %d of %d, validation error %.1f%%",
-        best["epoch"],
-        epochs[-1]["epoch"],
-        best["validation_mape"],
-    )
-    if best["epoch"] == 0:
-        logger.warning(
-            "the learned correction did not improve on the physical baseline, which is kept: "
-            "measure more, or on a quieter machine"
-        )
 
 
 def _study(
@@ -225,7 +212,8 @@ def _study(
             "learning curve, trained on %d groups: held-out error %.1f%%", samples, values["test_mape"]
         )
 
-    metrics = {split: training.judge(model, known, split) for split in ("train", "validation", "test")}
+    metrics = {split: training.judge(model, known, split) for split in ("train", "validation")}
+    metrics["test"] = study.judge_test_split(model, known)
     curve = (
         study.learning_curve(known.compute, model.setting, config.fit, progress)
         if config.learning_curve
@@ -234,7 +222,7 @@ def _study(
     studied = model_report.Studied(
         metrics,
         study.unseen_tables(known.compute, model.setting, config.fit),
-        study.repeatability(known.repeats),
+        metrics["test"].get("repeatability"),
         curve,
     )
     if curve:
@@ -288,13 +276,9 @@ def _log_curves(
 def _log_figures(
     model: neural.NeuralModel,
     held_out: Sequence[ComputeSample],
-    rows: Sequence[Mapping[str, Any]],
     studied: model_report.Studied,
 ) -> None:
     timed, of = [s for s in held_out if s.error is None], f", {model.setting.hardware}"
-    mlflow.log_figure(
-        model_report.training_curves(rows, "validation_mape", f"Training{of}"), "training_curves.png"
-    )
     if studied.curve:
         figure = model_report.learning_curve(studied.curve, studied.repeatability, f"Learning curve{of}")
         mlflow.log_figure(figure, "learning_curve.png")

@@ -62,7 +62,7 @@ class TrainOptions:
 
 
 def train(args: TrainOptions) -> None:
-    from shardcore.cost import fit, known_errors, neural, training
+    from shardcore.cost import accuracy, fit, known_errors, neural, study, training
     from shardcore.cost.profile import load_profile
     from shardcore.io import schema
     from shardcore.report.text import rounded_json
@@ -91,12 +91,13 @@ def train(args: TrainOptions) -> None:
         progress.report("training")
         trained = training.train(data, config, _report_epoch, start)
         progress.report("judging the model")
-        judged = training.judge(trained.model, data.known)
+        judged = study.judge_test_split(trained.model, data.known)
     neural.save(trained.model, args.out)
     for line in (
         trained.of_steps,
         trained.of_traces,
         f"{args.out}: {known_errors.label(trained.model)}",
+        accuracy.summary(judged),
         *known_errors.worse_than_usual(trained.model),
     ):
         if line:

@@ -5,13 +5,13 @@ Shapes: S samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
 
 from shardcore.cost import collective_fit, features, nets
-from shardcore.cost.metrics import coverage, kendall_tau, mape
+from shardcore.cost.metrics import coverage, kendall_tau, mape, mean_interval
 from shardcore.cost.neural import NeuralModel
 from shardcore.io import dataset
 from shardcore.io.measurements import CollectiveSample, ComputeSample
@@ -19,6 +19,8 @@ from shardcore.io.measurements import CollectiveSample, ComputeSample
 Sample = TypeVar("Sample", ComputeSample, CollectiveSample)
 COVERAGES = (50, 80, 90, 95)
 """Nominal coverages in percent. `evaluate` reports the real share inside each interval."""
+FEWEST = 10
+"""With fewer held-out samples a mean error is no figure: only its interval is shown."""
 
 
 def held_out(samples: Sequence[Sample]) -> list[Sample]:
@@ -29,14 +31,6 @@ def held_out(samples: Sequence[Sample]) -> list[Sample]:
 def predict(model: NeuralModel, samples: Sequence[ComputeSample]) -> np.ndarray:
     """[S] predicted ms, forward + backward."""
     return model.head(_sums(model, samples))
-
-
-def noise(samples: Sequence[ComputeSample]) -> float:
-    """Percent, mean interquartile range over median of the timings of samples. 0 for none."""
-    parts = [part for s in samples if s.error is None for part in (s.forward, s.backward)]
-    # A median of 0 has no relative spread.
-    spreads = [(part.q3_ms - part.q1_ms) / part.median_ms for part in parts if part and part.median_ms]
-    return 100 * float(np.mean(spreads)) if spreads else 0.0
 
 
 def intervals(
@@ -60,8 +54,10 @@ def evaluate(
     """Accuracy on measurements, as flat metrics. Errors are in percent.
 
     compute_*: errors of forward + backward of fused ops.
+    all_to_all_*: errors of FP32 all-to-alls, mean of both ways.
+    *_low, *_high: the 95% interval of a mean error.
     compute_coverage_*: percent of measurements inside the interval of that nominal coverage.
-    Exchanges: see collective_fit.errors.
+    Exchanges: see collective_fit.errors and counts.
 
     A kind without samples has no metrics.
     """
@@ -75,7 +71,7 @@ def evaluate(
         predicted, timed = nets.parts(model.weights, sums), features.measured_ms(compute)
         total, measured = predicted.sum(1), timed.sum(1)
         metrics |= {
-            "compute_mape": mape(total, measured),
+            **_mean_error("compute", 100 * np.abs(total / measured - 1)),
             "forward_compute_mape": mape(predicted[:, 0], timed[:, 0]),
             "backward_compute_mape": mape(predicted[:, 1], timed[:, 1]),
             "compute_mse_ms2": float(((total - measured) ** 2).mean()),
@@ -83,4 +79,36 @@ def evaluate(
         }
         for percent in COVERAGES:
             metrics[f"compute_coverage_{percent}"] = coverage(*model.interval(sums, percent / 100), measured)
-    return metrics | collective_fit.errors(model.weights, comm)
+    if (of_each := collective_fit.all_to_all_errors(model.weights, comm)).size:
+        metrics |= _mean_error("all_to_all", of_each)
+    return metrics | collective_fit.errors(model.weights, comm) | collective_fit.counts(comm)
+
+
+def _mean_error(kind: str, percent: np.ndarray) -> dict[str, float]:
+    """Metrics of the mean of absolute errors [S]. One sample has no interval."""
+    found = mean_interval(percent)
+    ends = {f"{kind}_mape_low": max(0.0, found.low), f"{kind}_mape_high": found.high}
+    count = {f"n_{kind}": float(len(percent)), f"{kind}_mape": found.mean}
+    return count | (ends if np.isfinite(found.high) else {})
+
+
+def error_words(found: Mapping[str, float], kind: str = "compute", samples: str = "groups") -> str:
+    """The mean error of a kind in metrics of `evaluate`, in words, with the number of samples and the 95% interval.
+
+    With fewer than FEWEST samples the interval alone is said.
+    """
+    n = int(found.get(f"n_{kind}", 0))
+    if f"{kind}_mape_high" not in found:
+        return f"unknown, as {n or 'no'} {samples} are held out"
+    interval = f"{found[f'{kind}_mape_low']:.1f} to {found[f'{kind}_mape_high']:.1f}%"
+    figure = f"{found[f'{kind}_mape']:.1f}% ({interval}) on {n:,} {samples}"
+    return figure if n >= FEWEST else f"{interval}, as only {n} {samples} are held out"
+
+
+def summary(found: Mapping[str, float]) -> str:
+    """Metrics of `study.judge_test_split` in a line."""
+    timing = f"; a timing itself is off by {found['repeatability']:.1f}%" if "repeatability" in found else ""
+    return (
+        f"error on this machine's held-out samples: ops {error_words(found)}, exchanges "
+        f"{error_words(found, 'all_to_all', 'all-to-alls')}{timing}"
+    )

@@ -273,6 +273,26 @@ def errors(w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample]) -> 
     }
 
 
+def counts(samples: Sequence[CollectiveSample]) -> dict[str, float]:
+    """Number of exchanges behind each of `errors`, as flat metrics: "n_<way>_comm" and so on."""
+    return {
+        f"n_{_metric(row.name, way, payload)}": float(len(of_kind))
+        for row, payload in _MEASURED
+        if (of_kind := _samples_of(samples, row.name, payload))
+        for way in row.ways
+    }
+
+
+def all_to_all_errors(w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample]) -> np.ndarray:
+    """[S] mean absolute error of both ways, in percent, of each FP32 all-to-all."""
+    return np.array(
+        [
+            np.mean([mape(*predicted(w, [sample], way)) for way in ALL_TO_ALL.row.ways])
+            for sample in _samples_of(samples, ALL_TO_ALL.collective, "fp32")
+        ]
+    )
+
+
 def _samples_of(
     samples: Sequence[CollectiveSample], collective: str, payload: str, group: str = WORLD
 ) -> list[CollectiveSample]:

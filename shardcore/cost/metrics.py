@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+
+@dataclass(frozen=True)
+class MeanInterval:
+    """A mean of some values with its 95% interval. With fewer than two values it is infinite."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def mean_interval(values: np.ndarray) -> MeanInterval:
+    """The mean of independent values [N], with Student's interval. nan are left out."""
+    from scipy.special import stdtrit
+
+    known = values[np.isfinite(values)]
+    mean = float(known.mean()) if known.size else np.nan
+    if len(known) < 2:
+        return MeanInterval(mean, -np.inf, np.inf)
+    half = float(stdtrit(len(known) - 1, 0.975) * known.std(ddof=1)) / len(known) ** 0.5
+    return MeanInterval(mean, mean - half, mean + half)
 
 
 def mape(predicted: np.ndarray, measured: np.ndarray) -> float:
@@ -17,15 +39,6 @@ def kendall_tau(x: np.ndarray, y: np.ndarray) -> float:
     from scipy.stats import kendalltau
 
     result: Any = kendalltau(x, y) if np.ptp(x) and np.ptp(y) else None  # scipy does not name its type
-    return float(result.statistic) if result else 0.0
-
-
-def spearman(x: np.ndarray, y: np.ndarray) -> float:
-    """Spearman's rank correlation of two arrays [S]. Ties get their mean rank; 0 where either is constant."""
-    from scipy.stats import spearmanr
-
-    # A constant array has no ranks to correlate, and scipy would warn.
-    result: Any = spearmanr(x, y) if np.ptp(x) and np.ptp(y) else None
     return float(result.statistic) if result else 0.0
 
 

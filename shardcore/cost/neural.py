@@ -279,10 +279,7 @@ def load(folder: str | Path) -> NeuralModel:
     # Weights are matrices by position, so names have to agree in order too.
     for noun, names in _NAMES.items():
         trained_on = meta.pop(noun, None)
-        # Levels of links were added later: a model that lacks their terms still prices others.
-        if noun == "exchange_terms" and weight_checks.lack_some(trained_on):
-            weights = weight_checks.with_all_terms(weights, trained_on)
-        elif trained_on != names:
+        if trained_on != names:
             raise ShardCoreError(
                 f"model in {folder} was trained on {noun} {shown(trained_on)}; this ShardCore computes "
                 f"{shown(names)}: train again"

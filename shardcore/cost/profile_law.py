@@ -303,12 +303,14 @@ def collective_ms(
     more = (n / _RAMP_DEVICES) ** 0.5 if level == FAR else 1.0
     ramp = more * busiest / (busiest + rates[f"{collective}_{level}_ramp_bytes"])
     fixed_us = exchanges * once_us + ramp * rates[f"{collective}_{level}_ramp_us"]
-    slowest = reduce(_smooth_max, (_ms_at(g, n * u) for g, n, u in zip(gbps, carried, used, strict=True)))
+    slowest = reduce(
+        _smooth_max,
+        (
+            np.asarray(n * u / (g * BYTES_PER_MS_PER_GBPS))
+            for g, n, u in zip(gbps, carried, used, strict=True)
+        ),
+    )
     return rates["exchange_factor"] * (fixed_us * MS_PER_US + slowest)
-
-
-def _ms_at(gbps: np.ndarray | float, n_bytes: np.ndarray | float) -> np.ndarray:
-    return np.asarray(n_bytes / (gbps * BYTES_PER_MS_PER_GBPS))
 
 
 def _rounds(collective: str, n: int, hosts: int) -> float:

@@ -19,13 +19,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardcore.cost.metrics import kendall_tau, mape, spearman
+from shardcore.cost.metrics import MeanInterval, kendall_tau, mape, mean_interval
 from shardcore.io.measurements import Spread
 
 OURS, RANDOM = "portfolio", "random"
 FEWEST = 5
-"""The fewest problems that can refuse a model. With fewer, a bootstrap interval means too little."""
-_DRAWS = 4000
+"""The fewest problems on which a challenger can choose surely worse than a champion."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,7 @@ class ReplayRecord:
     plan: its name. Equal plans of several algorithms share one.
     predicted_ms, replayed_ms: ms of a step.
     noise_ms: half the 95% interval of replayed_ms.
+    explained_ms: mean absolute error of predicted_ms that the model's errors of ops and exchanges explain.
     """
 
     problem: str
@@ -43,15 +43,7 @@ class ReplayRecord:
     predicted_ms: float
     replayed_ms: float
     noise_ms: float
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean over problems with its 95% interval."""
-
-    mean: float
-    low: float
-    high: float
+    explained_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -60,14 +52,12 @@ class SharderComparison:
 
     predicted: its predicted cost over ours, the mean over problems.
     cost: its replayed cost over ours.
-    gap_closed: share of its regret that ours avoids. None where it has no regret.
     losses: by problem, the share by which ours was slower, beyond noise.
     """
 
     problems: int
     predicted: float
-    cost: Interval
-    gap_closed: Interval | None
+    cost: MeanInterval
     losses: Mapping[str, float]
 
 
@@ -95,14 +85,15 @@ def errors(rows: Sequence[ReplayRecord]) -> tuple[float, float]:
 def by_problem(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, np.ndarray]:
     """Quality of a model's choice among the plans of each problem. Figures are [N].
 
-    kendall_tau, spearman: rank correlation of predicted and replayed.
+    error: mean absolute error in percent.
+    kendall_tau: rank correlation of predicted and replayed.
     tau_beyond_noise: as Kendall's tau, over the pairs that differ beyond noise only.
     regret: percent by which the plan that the model prefers is slower than the best.
     ours_regret: the same for the plan of `ours`.
 
     nan where a problem has too few plans.
     """
-    names = "kendall_tau", "spearman", "tau_beyond_noise", "regret", "ours_regret"
+    names = "error", "kendall_tau", "tau_beyond_noise", "regret", "ours_regret"
     figures: dict[str, list[float]] = {name: [] for name in names}
     for rows_of_problem in _grouped(rows).values():
         # Algorithms may find equal plans, which must not count twice in a rank correlation.
@@ -112,8 +103,8 @@ def by_problem(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, np.n
         several = len(plans) > 1
         # From all records, not distinct plans: an equal plan may be listed under another algorithm.
         our_ms = [r.replayed_ms for r in rows_of_problem if r.algorithm == ours]
+        figures["error"].append(mape(predicted, replayed))
         figures["kendall_tau"].append(kendall_tau(predicted, replayed) if several else np.nan)
-        figures["spearman"].append(spearman(predicted, replayed) if several else np.nan)
         figures["tau_beyond_noise"].append(_tau_beyond_noise(plans))
         # The plan that the model would choose, against the best one replayed.
         figures["regret"].append(100 * (replayed[predicted.argmin()] / best_ms - 1))
@@ -134,22 +125,15 @@ def rivals(rows: Sequence[ReplayRecord]) -> dict[str, SharderComparison]:
                 their_predicted_ms, their_ms, their_noise_ms = _means(theirs)
                 our_predicted_ms, our_ms, our_noise_ms = _means(mine)
                 predicted.append(their_predicted_ms / our_predicted_ms)
-                # The best of all algorithms, so that ratios of different rivals have one base.
-                costs.append((their_ms, our_ms, min(r.replayed_ms for r in own)))
+                costs.append(their_ms / our_ms)
                 # Two independent errors add in quadrature.
                 if our_ms - their_ms > math.hypot(their_noise_ms, our_noise_ms):
                     losses[problem] = our_ms / their_ms - 1
         if costs:
-            their, our, best = np.array(costs).T
-            # Both relative to the best plan replayed, so that problems weigh equally.
-            lacked, gained = their / best - 1, (their - our) / best
-            # A ratio of means, not a mean of ratios: a problem without regret would divide by 0.
-            closed = bootstrap(gained, over=lacked) if name != OURS and lacked.sum() > 0 else None
             comparisons[name] = SharderComparison(
                 problems=len(costs),
                 predicted=float(np.mean(predicted)),
-                cost=bootstrap(their / our),
-                gap_closed=closed,
+                cost=mean_interval(np.array(costs)),
                 losses=losses,
             )
     return comparisons
@@ -160,44 +144,30 @@ def _means(rows: Sequence[ReplayRecord]) -> list[float]:
     return np.mean([(r.predicted_ms, r.replayed_ms, r.noise_ms) for r in rows], axis=0).tolist()
 
 
-def bootstrap(values: np.ndarray, over: np.ndarray | None = None) -> Interval:
-    """The mean of values [N], or the ratio of their mean to the mean of `over`. nan are left out.
-
-    With one value the interval is infinite.
-    """
-    known = np.isfinite(values)
-    values, over = values[known], np.ones(known.sum()) if over is None else over[known]
-    # One problem has no spread to draw from.
-    if len(values) == 1:
-        return Interval(float(values[0] / over[0]), -np.inf, np.inf)
-    # A fixed seed: the same records give the same interval.
-    # [draws, N] problems drawn with replacement.
-    drawn = np.random.default_rng(0).integers(len(values), size=(_DRAWS, len(values)))
-    below = over[drawn].mean(1)
-    # A draw whose denominator is 0 has no ratio.
-    means = values[drawn].mean(1)[below > 0] / below[below > 0]
-    # The mean itself is not drawn. Percentiles of draws give the interval.
-    return Interval(float(values.mean() / over.mean()), *map(float, np.percentile(means, [2.5, 97.5])))
-
-
 def figures(rows: Sequence[ReplayRecord]) -> dict[str, float]:
     """Flat metrics. Unknown ones are left out.
 
     Errors, bias, regrets and noise are in percent. Costs are relative to ours.
+
+    explained_mape, explained_bias: the largest error and bias that the model's errors of ops and exchanges, the noise
+      of the replays and chance explain.
     """
+    plans, problems = distinct(rows), len(_grouped(rows))
+    _, replayed = _arrays(plans)
+    noise, explained = np.mean([(r.noise_ms, r.explained_ms) for r in plans] / replayed[:, None], axis=0)
+    # Mean absolute errors of a normal distribution: 0.8 of its deviation, of which the noise is 1.96.
+    usual = math.hypot(100 * explained, 100 * noise * 0.8 / 1.96)
     metrics = {
-        "problems": float(len(_grouped(rows))),
-        "plans": float(len(distinct(rows))),
-        "noise": float(100 * np.mean([r.noise_ms / r.replayed_ms for r in distinct(rows)])),
+        "problems": float(problems),
+        "plans": float(len(plans)),
+        "noise": float(100 * noise),
+        # Plans of a problem err together, so each problem is one draw. A mean of n absolute errors deviates
+        # by 0.755 / √n of itself.
+        "explained_mape": usual * (1 + 1.96 * 0.755 / problems**0.5),
+        # All steps may be off to one side by as much as the mean error. A mean of n draws adds chance.
+        "explained_bias": usual * math.hypot(1, 1.96 * 1.25 / problems**0.5),
     }
-    for kind, chosen in (
-        ("", distinct(rows)),
-        ("ours_", [r for r in rows if r.algorithm == OURS]),
-        # Random plans show errors away from the plans that a search prefers.
-        ("random_", [r for r in rows if r.algorithm == RANDOM]),
-    ):
-        if chosen:
-            metrics[f"{kind}mape"], metrics[f"{kind}bias"] = errors(chosen)
+    metrics["mape"], metrics["bias"] = errors(plans)
     metrics |= {name: float(np.nanmean(v)) for name, v in by_problem(rows).items() if np.isfinite(v).any()}
     for name, rival in rivals(rows).items():
         if name != OURS:
@@ -207,27 +177,49 @@ def figures(rows: Sequence[ReplayRecord]) -> dict[str, float]:
                 f"{name}_relative_cost_high": rival.cost.high,
                 f"{name}_losses": float(len(rival.losses)),
             }
-            metrics |= {f"{name}_gap_closed": rival.gap_closed.mean} if rival.gap_closed else {}
     # Infinite intervals of single problems are no metrics.
     return {name: value for name, value in metrics.items() if np.isfinite(value)}
+
+
+def excess(found: Mapping[str, float]) -> float:
+    """Points by which the error or the bias in `figures` is beyond the explained one. 0: neither is."""
+    return max(0.0, found["mape"] - found["explained_mape"], abs(found["bias"]) - found["explained_bias"])
+
+
+def verdict(found: Mapping[str, float]) -> str:
+    """The error of replayed plans in `figures` in words, whether it is explained, and if not, what to do."""
+    all_alike = (
+        f"ops ran {'slower' if found['bias'] > 0 else 'faster'} when they were measured than they do in steps: move "
+        "data/measurements away, and `make run` on a quiet machine"
+    )
+    each_otherwise = (
+        "steps take other time than their ops and exchanges do alone: raise measure.step_samples in params.yaml, and "
+        "`make run` again"
+    )
+    return (
+        f"error {found['mape']:.1f}% (bias {found['bias']:+.1f}%, noise {found['noise']:.1f}%) on {found['plans']:.0f} "
+        f"plans of {found['problems']:.0f} problems, {'more than' if excess(found) else 'within'} what errors of ops "
+        f"and exchanges explain: {found['explained_mape']:.1f}%, bias {found['explained_bias']:.1f}%"
+    ) + f"; {all_alike if abs(found['bias']) > found['mape'] / 2 else each_otherwise}" * bool(excess(found))
 
 
 def lost(challenger: Sequence[ReplayRecord], champion: Sequence[ReplayRecord]) -> str | None:
     """The reason why a challenger may not replace a champion. None: it may.
 
-    It loses if its regret is larger, or its tau_beyond_noise smaller, on the same replays. The 95% interval
-    of the difference has to exclude 0. FEWEST problems are needed.
+    It loses if its regret or its error is larger, or its tau_beyond_noise smaller, on the same replays. The 95%
+    interval of the difference has to exclude 0. FEWEST problems are needed.
     """
     new, old = by_problem(challenger), by_problem(champion)
     # Sign: a larger regret is worse, a larger tau is better.
     for name, words, sign, form in (
         ("regret", "regret", 1, "{:.1f}%"),
         ("tau_beyond_noise", "Kendall tau", -1, "{:.3f}"),
+        ("error", "error", 1, "{:.1f}%"),
     ):
         # The same problems in both, so differences are paired.
         worse_by = sign * (new[name] - old[name])
         # Worse beyond doubt: even the low end of the interval is above 0.
-        if np.isfinite(worse_by).sum() >= FEWEST and (by := bootstrap(worse_by)).low > 0:
+        if np.isfinite(worse_by).sum() >= FEWEST and (by := mean_interval(worse_by)).low > 0:
             ours, theirs = (form.format(np.nanmean(x[name])) for x in (new, old))
             low, high = form.format(by.low), form.format(by.high)
             return (

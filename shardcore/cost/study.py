@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardcore.core.types import Setting
-from shardcore.cost import accuracy, fit
+from shardcore.cost import accuracy, drift_correction, fit
 from shardcore.cost.metrics import mape
+from shardcore.cost.neural import NeuralModel
 from shardcore.cost.nnls import fit_law
 from shardcore.io import dataset
 from shardcore.io.measurements import ComputeSample
@@ -38,6 +39,12 @@ def repeatability(repeats: Sequence[Sequence[ComputeSample]]) -> float | None:
     pairs = [sorted(g, key=lambda s: math.inf if s.relative_ci is None else s.relative_ci)[:2] for g in often]
     errors = [abs(b.total_ms / a.total_ms - 1) for a, b in pairs]
     return 100 * float(np.mean(errors)) / math.sqrt(2) if errors else None
+
+
+def judge_test_split(model: NeuralModel, known: drift_correction.Measurements) -> dict[str, float]:
+    """Accuracy on the test split (accuracy.evaluate), and the repeatability of the timings if it is known."""
+    found, timing = accuracy.evaluate(model, *known.split("test")), repeatability(known.repeats)
+    return found | ({} if timing is None else {"repeatability": timing})
 
 
 def split_by_table(compute: Sequence[ComputeSample]) -> tuple[list[ComputeSample], list[ComputeSample]]:

@@ -29,24 +29,6 @@ _MOST_LAYERS = 8
 """Layers of the network. With more, products of weights within _ANY may overflow."""
 
 
-def lack_some(terms: object) -> bool:
-    """True if these are exchange terms, and not all: levels of links were added since."""
-    names = collective_model.EXCHANGE_TERMS
-    # Fewer names, all known: a model of an earlier version. Anything else is refused.
-    return isinstance(terms, list) and 0 < len(terms) < len(names) and all(term in names for term in terms)
-
-
-def with_all_terms(w: Mapping[str, np.ndarray], known: Sequence[str]) -> dict[str, np.ndarray]:
-    """The weights of a model that knew only some exchange terms. The others cost nothing."""
-    weights = dict(w)
-    for name, law in w.items():
-        # Absent terms get a rate of 0, so prices stay as they were.
-        if name.startswith("exchange_") and law.shape == (len(known),):
-            weights[name] = np.zeros(len(collective_model.EXCHANGE_TERMS))
-            weights[name][[collective_model.EXCHANGE_TERMS.index(term) for term in known]] = law
-    return weights
-
-
 def require(w: Mapping[str, np.ndarray]) -> None:
     """Raise ShardCoreError for a weight that is missing, unknown, of another shape, or out of range."""
     k, c, e = len(features.DRIVERS), len(features.CONDITIONS), len(collective_model.EXCHANGE_TERMS)

@@ -18,7 +18,7 @@ from shardcore.core.validation import MOST_COUNT, MOST_MS, MOST_SEED, require, r
 from shardcore.cost.model import CostModel, PricedPlan, price_plan
 from shardcore.io import files
 from shardcore.plans import store
-from shardcore.plans.decisions import Decision, Version, version_name
+from shardcore.plans.decisions import ROLLED_BACK, Decision, Version, version_name
 from shardcore.plans.diff import Diff, diff, relabel_devices
 from shardcore.plans.gain import CONFIDENCE, Gain, gain
 from shardcore.plans.replan import ReplanConfig, forced_moves, replan
@@ -37,6 +37,8 @@ _FOR_TORCHREC = 4_096
 """The most tables times devices for which TorchRec's planner runs: it takes about a second for these."""
 _EXPLAIN = Budget(evals=10_000)
 """Budget of each search for the alternatives on a report page."""
+_TIE = 1e-9
+"""Costs that differ by less than this share are equal."""
 _EARLIER = 12
 """Earlier decisions that a page is handed."""
 
@@ -247,7 +249,8 @@ class Publisher:
     # --- a new plan --------------------------------------------------------------------------------------
 
     def _searched(self, problem: Problem, previous: _Previous | None) -> Published:
-        others, candidate = self._others(problem), self._search(problem, previous)
+        others = self._others(problem)
+        candidate = self._candidate(problem, previous, others)
         outcome, reason, gained, chosen = "first", "no plan was published for this problem", None, candidate
         if previous and previous.priced:
             # The gain counts only against a plan that is still valid.
@@ -294,60 +297,83 @@ class Publisher:
                 outcomes[name] = compare.Outcome(name, 0.0, error=str(error))
         return outcomes
 
-    def _search(self, problem: Problem, previous: _Previous | None) -> PricedPlan:
+    def _candidate(
+        self, problem: Problem, previous: _Previous | None, others: Mapping[str, compare.Outcome]
+    ) -> PricedPlan:
         """A plan by the config's algorithm, with the publisher's provenance, or the published one.
+
+        A baseline's plan is taken where it is cheaper, unless moves are limited.
 
         Annealing starts from the published plan, if there is one. So noise of the search does not look like
         an improvement, and few tables move when some are new.
         """
-        config, budget = self.config, Budget(evals=self.config.budget_evals)
-        old = previous.plan if previous else None
-        plan, priced, space = None, None, SPACE_OF.get(config.algorithm)
+        config = self.config
+        old, replanned, space = previous and previous.plan, None, SPACE_OF.get(config.algorithm)
         if previous and old and space:
-            limits = ReplanConfig(config.max_moved_tables, space=space, seed=config.seed, budget=budget)
+            limits = ReplanConfig(
+                config.max_moved_tables,
+                space=space,
+                seed=config.seed,
+                budget=Budget(evals=config.budget_evals),
+            )
             try:
-                plan = replan(old, problem, self.model, limits)
+                replanned = replan(old, problem, self.model, limits)
             except ShardCoreError:
                 # A limit on moves from a plan that no longer fits means nothing.
                 if previous.priced or config.max_moved_tables is None:
                     raise
-        if plan is None:
-            outcome = compare.run(config.algorithm, problem, self.model, config.seed, budget, self.policy)
-            if outcome.plan is None:
-                raise Infeasible(outcome.error or f"{config.algorithm} finds no plan")
-            plan, priced = outcome.plan, outcome.priced
-            if old:
-                # A fresh search ignores where tables were, so devices are renumbered to move less.
-                plan, priced = relabel_devices(plan, old, problem), None
-        # The same placements keep their provenance, hence their version.
-        if previous and previous.priced and set(plan.placements) == set(previous.priced.plan.placements):
-            return previous.priced
+
+        def priced(plan: Plan) -> PricedPlan:
+            # The same placements keep their provenance, hence their version.
+            if previous and previous.priced and set(plan.placements) == set(previous.priced.plan.placements):
+                return previous.priced
+            return price_plan(plan, problem, self.model)
+
+        algorithm = config.algorithm
+        if replanned:
+            found = priced(replanned)
+        else:
+            outcome = compare.run(
+                algorithm, problem, self.model, config.seed, Budget(evals=config.budget_evals), self.policy
+            )
+            if outcome.priced is None:
+                raise Infeasible(outcome.error or f"{algorithm} finds no plan")
+            found = outcome.priced
+        # A greedy order or another baseline that is asked for by name is published as it is.
+        may_take_baseline = space and not (old and config.max_moved_tables is not None)
+        for name, other in others.items() if may_take_baseline else ():
+            if other.priced and other.priced.cost.total_ms < found.cost.total_ms * (1 - _TIE):
+                found, algorithm = other.priced, name
+        if old and not (replanned and algorithm == config.algorithm):
+            # A fresh search ignores where tables were, so devices are renumbered to move less.
+            found = priced(relabel_devices(found.plan, old, problem))
+        if found.plan is old:
+            return found
         # Signed with the origin of model and data, which is part of the version.
-        signed = Plan(plan.placements, {**plan.provenance, **self.provenance})
-        return dataclasses.replace(priced, plan=signed) if priced else price_plan(signed, problem, self.model)
+        origin = {**found.plan.provenance, **self.provenance, "algorithm": algorithm}
+        return dataclasses.replace(found, plan=Plan(found.plan.placements, origin))
 
     def _judged(self, plan: Plan, previous: _Previous, gained: Gain, problem: Problem) -> tuple[str, str]:
         """The outcome of a candidate with its reason. gained: over a plan that is still valid."""
         if plan is previous.plan:
             return "kept", "the search finds no other plan"
-        threshold, moves = self.config.threshold, previous.moves(plan, problem)
-        is_better = gained.worth_it(threshold)
+        moves, is_better = previous.moves(plan, problem), gained.worth_it(self.config.threshold)
         return "better" if is_better else "kept", (
-            f"{gained} at {CONFIDENCE:.0%} confidence{threshold_words(threshold)}: "
+            f"{gained} at {CONFIDENCE:.0%} confidence{threshold_words(self.config.threshold)}: "
             f"{'replaced' if is_better else 'kept'}; {gained.before_ms - gained.ms:.3f} ms instead of "
             f"{gained.before_ms:.3f} ms; {moves_text(moves) if moves else ''}"
         )
 
     def _slower_in_a_job(self, plan: Plan, problem: Problem) -> str:
         """The reason why a job rolled back a plan of the same placements. "": none did."""
-        for version, why in store.rolled_back(self.plans, problem.name).items():
+        for decision in (x for x in store.history(self.plans, problem.name) if x.outcome == ROLLED_BACK):
             try:
-                measured, _ = store.read_plan(self.plans, problem.name, version)
+                measured, _ = store.read_plan(self.plans, problem.name, decision.candidate)
             except ShardCoreError:  # pruned
                 continue
             # Placements only: the same plan may come from another search.
             if set(measured.placements) == set(plan.placements):
-                return why
+                return decision.reason
         return ""
 
     def _add(

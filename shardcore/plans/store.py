@@ -350,11 +350,6 @@ def roll_back(root: str | Path, name: str, version: str, reason: str) -> Decisio
         return decision
 
 
-def rolled_back(root: str | Path, name: str) -> dict[str, str]:
-    """Versions that jobs rolled back, and why."""
-    return {d.candidate: d.reason for d in history(root, name) if d.outcome == ROLLED_BACK}
-
-
 def prune(root: str | Path, name: str, keep: int) -> list[str]:
     """Remove versions that none of the last `keep` decisions names. Returns them.
 

@@ -154,12 +154,6 @@ class WhatIf:
         last_ms = np.maximum((compute + backward).max(-1) + forward.max(-1), fetched_ms.max(-1))
         return last_ms + input_ms + self.dense_ms
 
-    def memory_after(self, i: int, device: int) -> np.ndarray:
-        """[D] bytes that devices need once shard i is on a device."""
-        x, memory = self.shards[i], self.memory.copy()
-        memory[[x.device, device]] += np.outer([-1, 1], np.array(x.sums, float) @ self.coefficients[x.run])
-        return memory[:, : self.phases].max(1)
-
     def moved(self, i: int, device: int, plan: Plan) -> Plan:
         """The plan with shard i on a device."""
         x, placements = self.shards[i].placement, merged(plan.placements)

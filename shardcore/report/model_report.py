@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardcore.core import links
-from shardcore.cost import collective_model, known_errors, ranges, replay_metrics
+from shardcore.cost import accuracy, collective_model, known_errors, ranges, replay_metrics
 from shardcore.cost.metrics import kendall_tau, mape
 from shardcore.cost.neural import NeuralModel
 from shardcore.report.text import markdown_table
@@ -32,7 +32,7 @@ LEVELS = (50, 60, 70, 80, 90, 95, 99)
 class Studied:
     """Results of studying a model. None: too few samples.
 
-    metrics: by split, the result of accuracy.evaluate.
+    metrics: by split, the result of accuracy.evaluate; that of "test" is of study.judge_test_split.
     unseen_tables: percent error on groups of tables that a training never saw (see study).
     repeatability: percent error of a timing itself (see study).
     curve: errors over the number of training samples.
@@ -169,20 +169,6 @@ def learning_curve(curve: LearningCurve, repeatability: float | None, title: str
     _plain_ticks(axes)
     axes.legend(frameon=False)
     figure.supxlabel(doubling(curve, repeatability).replace("; ", ";\n"), fontsize=9)
-    return figure
-
-
-def training_curves(rows: Sequence[Mapping[str, Any]], metric: str, title: str) -> Figure:
-    """One metric over epochs, a line for each "model" with several rows. The best epoch is marked."""
-    figure, (axes,) = _figure(title)
-    for model in dict.fromkeys(r["model"] for r in rows):
-        points = np.array([(r["epoch"], r[metric]) for r in rows if r["model"] == model and metric in r])
-        if len(points) > 1:
-            axes.plot(*points.T, label=model)
-            best = points[points[:, 1].argmin()]
-            axes.plot(*best, "o", color="C1", label=f"best: {best[1]:.2f} after epoch {best[0]:.0f}")
-    axes.set(xlabel="epoch", ylabel=metric.replace("_", " "))
-    axes.legend(frameon=False)
     return figure
 
 
@@ -446,13 +432,14 @@ def _proxies(model: NeuralModel) -> list[str]:
 
 def _how_good(studied: Studied) -> str:
     rows = [
-        (words, *(form.format(found[key]) if key in found else "-" for found in studied.metrics.values()))
+        (words, *(_split_cell(found, key, form) for found in studied.metrics.values()))
         for words, key, form in _SPLIT_ROWS
         if any(key in found for found in studied.metrics.values())
     ]
     sentences = [
-        "Errors are mean absolute ones, relative to what was measured; the test split was kept out of "
-        "training, and judges which version is promoted."
+        "Errors are mean absolute ones, relative to what was measured on this machine, of so many samples in brackets; "
+        "the test split was kept out of training, and judges which version is promoted. In short, with 95% intervals: "
+        f"{accuracy.summary(studied.metrics['test'])}."
     ]
     if studied.unseen_tables is not None:
         sentences.append(
@@ -465,6 +452,11 @@ def _how_good(studied: Studied) -> str:
     if studied.curve is not None:
         sentences.append(doubling(studied.curve, None))
     return markdown_table(("", *studied.metrics), rows) + "\n\n" + " ".join(sentences)
+
+
+def _split_cell(found: Mapping[str, float], key: str, form: str) -> str:
+    count = found.get(f"n_{key.removesuffix('_mape')}") if "comm" in key else None
+    return "-" if key not in found else form.format(found[key]) + (f" ({count:.0f})" if count else "")
 
 
 _USE = """```

@@ -29,6 +29,10 @@ HEADERS = (
 )
 
 
+_EXPLAINED = 3
+"""Newest versions whose errors are also in words."""
+
+
 @dataclass(frozen=True)
 class ModelRecord:
     """A version of a model.
@@ -36,9 +40,10 @@ class ModelRecord:
     registered_at: Unix s.
     error: its score where it was judged: percent, mean error on held-out groups and exchanges. None: unknown.
     replay_error: percent, mean error of replayed plans. None: there were none.
-    noise: percent, mean spread (interquartile range) of the measurements that it was judged on. No model errs
-      by much less. None: unknown.
-    replay_noise: the same of replayed plans.
+    noise: percent, mean error of a timing itself. No model can be shown to err less. None: unknown.
+    replay_noise: percent, half the 95% interval of a replay, in the mean.
+    accuracy: errors on held-out samples in words. "": unknown.
+    replays: error of replayed plans in words, with a verdict. "": there were none.
     gate: what the gate said.
     reigns: from when to when plans were published under it, Unix s. None: still.
     data: digest of what it was trained on. "": unknown.
@@ -54,6 +59,8 @@ class ModelRecord:
     data: str = ""
     noise: float | None = None
     replay_noise: float | None = None
+    accuracy: str = ""
+    replays: str = ""
 
 
 def rows(records: Sequence[ModelRecord]) -> list[tuple[str, ...]]:
@@ -66,7 +73,8 @@ def rows(records: Sequence[ModelRecord]) -> list[tuple[str, ...]]:
             _percent(x.noise),
             _percent(x.replay_error),
             _percent(x.replay_noise),
-            "; ".join(_reign(*reign) for reign in x.reigns) or "never",
+            "; ".join(f"{when(begin)} to {when(end) if end else 'now'}" for begin, end in x.reigns)
+            or "never",
             x.gate or "-",
             x.setting,
             x.data[:8] or "unknown",
@@ -75,21 +83,29 @@ def rows(records: Sequence[ModelRecord]) -> list[tuple[str, ...]]:
     ]
 
 
+def errors_of(record: ModelRecord) -> str:
+    """Errors of a version on single ops and exchanges, and on whole steps: a sentence."""
+    steps = f"; replayed steps of plans: {record.replays}" if record.replays else ""
+    return f"Version {record.version}: {record.accuracy or 'its errors are not known'}{steps}"
+
+
 def page(name: str, records: Sequence[ModelRecord], first: Sequence[str] = ()) -> str:
     """The page as one self-contained HTML file.
 
     first: sentences about the champion, which come first.
     """
+    newest = sorted(records, key=lambda x: -x.registered_at)[:_EXPLAINED]
     return document(
         name,
         [
             f"<h1>{escape(name)}</h1>",
             *(f"<p><b>{escape(x)}.</b></p>" for x in first),
             note(
-                "Each version was judged on the held-out data of its time. Dashed: the noise of those "
+                "Each version was judged on this machine's held-out data of its time. Dashed: the noise of those "
                 "measurements, which a busy machine raises, and errors with it. Shaded: plans were published "
                 "under it."
             ),
+            *(f"<p>{escape(errors_of(x))}.</p>" for x in newest if x.accuracy or x.replays),
             f"<figure>{svg(figure(records))}</figure>",
             table(HEADERS, rows(records), words=(1, 6, 7, 8)),
         ],
@@ -133,10 +149,6 @@ def figure(records: Sequence[ModelRecord]) -> Figure:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     return made
-
-
-def _reign(begin: float, end: float | None) -> str:
-    return f"{when(begin)} to {'now' if end is None else when(end)}"
 
 
 def _percent(x: float | None) -> str:

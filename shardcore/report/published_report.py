@@ -24,8 +24,11 @@ HEADERS = (
 
 
 def row(published: Published) -> tuple[Any, ...]:
-    """A row under HEADERS."""
-    total = published.cost.total_ms
+    """A row under HEADERS. A plan kept beside a cheaper one has the margin of the gain, which it is within."""
+    decision, total = published.decision, published.cost.total_ms
+    # A candidate that is cheaper, but not surely, is not current.
+    margin_ms = (decision.margin_ms or 0.0) if (decision.candidate_ms or total) < total else 0.0
+    within = f", ±{margin_ms / total:.1%}" if margin_ms else ""
     costs = {k: v for k, v in published.baselines.items() if isinstance(v, float)}
     best = min(costs, key=lambda name: costs[name], default=None)
     extrapolated = "yes" if published.cost.extrapolated else "no"
@@ -38,6 +41,6 @@ def row(published: Published) -> tuple[Any, ...]:
         percent_change(total, costs[best]) if best else "-",
         percent_change(total, costs["random"]) if "random" in costs else "-",
         f"{100 * compare.balance(published.cost):.0f}%",
-        "a profile" if "profile" in published.decision.provenance else extrapolated,
-        published.decision.outcome,
+        "a profile" if "profile" in decision.provenance else extrapolated,
+        decision.outcome + within,
     )

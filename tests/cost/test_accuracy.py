@@ -62,6 +62,9 @@ def test_metrics_by_hand():
     found = accuracy.evaluate(by_hand(), measured, [])
     total = [ONE[0] + ONE[1] / 2, TWO[0] * 2.5 + TWO[1]]
     off = [sum(ONE) - total[0], sum(TWO) - total[1]]
+    mean = 50 * (off[0] / total[0] - off[1] / total[1])
+    # The 97.5% quantile of one degree of freedom, times the deviation of two values over √2.
+    half = 12.7062 * 50 * abs(off[0] / total[0] + off[1] / total[1])
     # Measured are e^-0.38 and e^0.41 times as much as predicted; 80% lie within e^±0.4, 90% within e^±0.45.
     assert found == pytest.approx(
         {
@@ -69,7 +72,9 @@ def test_metrics_by_hand():
             "n_comm": 0,
             "forward_compute_mape": 30,
             "backward_compute_mape": 50,
-            "compute_mape": 50 * (off[0] / total[0] - off[1] / total[1]),
+            "compute_mape": mean,
+            "compute_mape_low": 0,
+            "compute_mape_high": mean + half,
             "compute_mse_ms2": (off[0] ** 2 + off[1] ** 2) / 2,
             "compute_kendall_tau": 1,
             "compute_coverage_50": 0,
@@ -80,8 +85,23 @@ def test_metrics_by_hand():
     )
     comm = comm_samples(3, collective="all_reduce", payload="bf16")
     assert accuracy.evaluate(by_hand(), [], comm) == {"n_compute": 0, "n_comm": 0}
-    assert accuracy.evaluate(by_hand(), [], comm_samples(3)) == {
-        "n_compute": 0,
-        "n_comm": 3,
-        **collective_fit.errors(by_hand().weights, comm_samples(3)),
-    }
+    found = accuracy.evaluate(by_hand(), [], comm_samples(3))
+    ways = collective_fit.errors(by_hand().weights, comm_samples(3)) | collective_fit.counts(comm_samples(3))
+    of_all = {k: v for k, v in found.items() if "all_to_all" in k}
+    assert found == {"n_compute": 0, "n_comm": 3, **of_all, **ways} and ways["n_forward_comm"] == 3
+    assert found["n_all_to_all"] == 3 and found["all_to_all_mape"] == pytest.approx(100)
+
+
+def test_errors_in_words_have_the_number_of_samples_and_their_interval():
+    found = {"n_compute": 31.0, "compute_mape": 5.73, "compute_mape_low": 4.2, "compute_mape_high": 7.26}
+    assert accuracy.error_words(found) == "5.7% (4.2 to 7.3%) on 31 groups"
+    # Too few for a figure.
+    assert accuracy.error_words({**found, "n_compute": 9.0}) == "4.2 to 7.3%, as only 9 groups are held out"
+    assert (
+        accuracy.error_words({"n_compute": 1.0, "compute_mape": 3.0}) == "unknown, as 1 groups are held out"
+    )
+    assert accuracy.error_words({"n_compute": 0.0}) == "unknown, as no groups are held out"
+    assert accuracy.summary({**found, "repeatability": 6.74}) == (
+        "error on this machine's held-out samples: ops 5.7% (4.2 to 7.3%) on 31 groups, exchanges unknown, as no "
+        "all-to-alls are held out; a timing itself is off by 6.7%"
+    )

@@ -15,7 +15,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Shard, Table
 from shardcore.cost import collective_model, neural
 from shardcore.cost.model import QuantileCostModel, at_confidence, group_costs, price
-from shardcore.io import files, model_files
+from shardcore.io import model_files
 from shardcore.step.lower import lower
 
 GIB = 1 << 30
@@ -174,31 +174,6 @@ def test_a_model_of_other_features_is_refused(model, tmp_path):
     model_files.write_model(tmp_path, {**body, "drivers": ["lookups"]}, weights)
     with pytest.raises(ShardCoreError, match=r"was trained on drivers \['lookups'\]; .*train again"):
         neural.load(tmp_path)
-
-
-def test_a_model_that_knows_fewer_terms_of_exchanges_prices_as_before(model, tmp_path):
-    known = collective_model.EXCHANGE_TERMS.index("shared_uplink_bytes")
-    laws = {
-        name
-        for name, law in model.weights.items()
-        if len(law) == len(collective_model.EXCHANGE_TERMS) and name.startswith("exchange_")
-    }
-    short = {name: law[:known] if name in laws else law for name, law in model.weights.items()}
-    body = {k: v for k, v in model.meta.items() if k != "provenance"}
-    model_files.write_model(
-        tmp_path,
-        {
-            **body,
-            "setting": files.setting_to_json(model.setting),
-            **neural._NAMES,
-            "exchange_terms": list(collective_model.EXCHANGE_TERMS[:known]),
-        },
-        short,
-    )
-    old = neural.load(tmp_path).weights
-    assert laws and all(
-        (old[name][:known] == short[name]).all() and not old[name][known:].any() for name in laws
-    )
 
 
 def test_a_model_prices_problems_of_all_batches_between_those_that_were_measured():

@@ -17,7 +17,7 @@ from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost import fit
-from shardcore.cost.model import price
+from shardcore.cost.model import price, price_plan
 from shardcore.io import files
 from shardcore.plans import publisher, store
 from shardcore.plans.diff import diff
@@ -402,3 +402,27 @@ def test_a_plan_is_lowered_and_priced_once_on_its_way_to_the_store(
         assert found.outcome == outcome and counts["run"] >= len(BASELINES)
         more = 0 if before is None else 1 + (found.candidate != before.current)
         assert counts["lower"] == counts["price"] == counts["run"] + more
+
+
+def test_a_cheaper_baseline_is_published_in_place_of_the_plan_that_the_search_finds(
+    problem, model, tmp_path, monkeypatch
+):
+    run = compare.run
+
+    def run_badly(name, *args, **kwargs):
+        outcome = run(name, *args, **kwargs)
+        bad = price_plan(worse(problem), problem, model)
+        return replace(outcome, priced=bad) if name == CONFIG.algorithm else outcome
+
+    monkeypatch.setattr(compare, "run", run_badly)
+    published = publish(tmp_path, problem, model)
+    costs = {name: ms for name, ms in published.baselines.items() if isinstance(ms, float)}
+    best = min(costs, key=lambda name: costs[name])
+    assert published.decision.outcome == "first" and published.cost.total_ms == costs[best]
+    assert store.load_plan(tmp_path, "published")[0].provenance["algorithm"] == best
+    monkeypatch.undo()
+    again = publish(tmp_path, problem, model)
+    assert again.cost.total_ms <= costs[best] and row(again)[5] == "+0.0%"
+    # A baseline that is asked for by name is published as it is.
+    asked = publish(tmp_path / "asked", problem, model, config=replace(CONFIG, algorithm="random"))
+    assert asked.cost.total_ms > costs[best]

@@ -94,15 +94,6 @@ FIGURES = {
         lambda: model_report.learning_curve(CURVE, None, "title"),
         "Twice the groups (800 instead of 400)",
     ),
-    "training": (
-        lambda: model_report.training_curves(
-            [{"model": "compute", "epoch": i, "validation_mape": 9.0 - i} for i in range(3)]
-            + [{"model": "forward_comm", "epoch": 0, "validation_mape": 1.0}],
-            "validation_mape",
-            "title",
-        ),
-        "best: 7.00 after epoch 2",
-    ),
 }
 
 

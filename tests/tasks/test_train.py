@@ -90,7 +90,6 @@ def test_the_run_holds_parameters_curves_metrics_figures_and_the_card(joined):
         "error_by_size",
         "calibration",
         "learning_curve",
-        "training_curves",
     )
     assert {a.path for a in client.list_artifacts(run_id)} == {"card.md", *(f"{n}.png" for n in names)}
     card = Path("data/card.md").read_text()
