@@ -36,7 +36,7 @@ import numpy as np
 
 from bench import common
 from shardcore import report
-from shardcore.cost import collective_fit, collective_model, drift_correction
+from shardcore.cost import collective_fit, collective_model
 from shardcore.cost.metrics import mape
 from shardcore.io import dataset
 from shardcore.io.measurements import CollectiveSample
@@ -189,7 +189,7 @@ def main() -> None:
         parser.error("give a folder of measurements, --simulate, or both")
     if args.dataset:
         setting = common.only_setting(args.dataset)
-        comm = drift_correction.as_in_a_step(dataset.read_comm(args.dataset))
+        comm = dataset.read_comm(args.dataset)
         rows = measured_rows(comm, dataset.read_comm_repeats(args.dataset))
         print(f"{setting}: error in percent on the test split\n")
         print(

@@ -175,7 +175,7 @@ def planned_ids(
 
 def read(args: argparse.Namespace) -> Data:
     setting = common.only_setting(args.dataset)
-    known = drift_correction.read([args.dataset], setting)
+    known = drift_correction.read(args.dataset, setting)
     groups = [s for s in known.compute if s.error is None and s.request.batch == setting.batch]
     # The pools that were measured: one that is generated on another machine differs in a few tables.
     pools = [files.read_pool(path) for path in sorted(Path(args.dataset).glob("pool-*.json"))]

@@ -65,7 +65,7 @@ def main() -> None:
     args = parser.parse_args()
     fit.MIN_COMPUTE = fit.MIN_STARTED
     [setting] = dataset.settings(args.measurements)
-    groups = [s for s in drift_correction.read([args.measurements], setting).compute if s.error is None]
+    groups = [s for s in drift_correction.read(args.measurements, setting).compute if s.error is None]
     groups.sort(key=lambda s: s.id)
     test, rest = accuracy.held_out(groups), [s for s in groups if dataset.split_of(s.id) != "test"]
     profiles = [load_profile(name) for name in args.profiles]

@@ -282,7 +282,7 @@ def groups(folder: str, setting: Setting) -> tuple[list[list[int]], list[float],
     """X, y and table features of the released compute model's train()."""
     samples = [
         s
-        for s in drift_correction.read([folder], setting).compute
+        for s in drift_correction.read(folder, setting).compute
         if s.error is None and s.request.batch == setting.batch
     ]
     x, features = [], []

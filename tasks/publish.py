@@ -260,7 +260,7 @@ def _training(model: CostModel) -> dict[str, Any]:
         values = list(dict.fromkeys(each.get(name, default) for each in of_each))
         return values[0] if len(values) == 1 else "+".join(map(str, values))
 
-    datasets = {name: digest for each in of_each for name, digest in each.get("datasets", {}).items()}
+    datasets = {name: one["digest"] for each in of_each for name, one in each.get("lent", {}).items()}
     return {
         "data_version": of_all("data_version", "unversioned"),
         "data": of_all("data", "unknown"),

@@ -19,7 +19,7 @@ from prefect import get_run_logger, task
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
-from shardcore.cost import accuracy, drift_correction, fit, known_errors, neural, pace, study, training
+from shardcore.cost import accuracy, drift_correction, fit, known_errors, neural, study, training
 from shardcore.cost.metrics import coverage
 from shardcore.io import dataset, model_files, replays, schema, traced_samples, writing
 from shardcore.io.measurements import ComputeSample
@@ -33,8 +33,8 @@ from tasks.setting import SettingConfig
 class TrainConfig(fit.FitConfig):
     """FitConfig, and fields of the stage.
 
-    datasets: shipped folders whose samples of the same setting are added, for training and evaluation. None: all that
-      have any, unless their machine is faster or slower (see cost/pace.py), and traced steps of jobs.
+    datasets: shipped folders whose samples lend the shape of costs (cost/lending.py). None: all whose settings differ
+      from this one in hardware only, and traced steps of jobs on this hardware.
     learning_curve: True to also train on parts of the samples. That takes as long as two further trainings.
     """
 
@@ -68,41 +68,14 @@ def data_version() -> str:
         return "unversioned"
 
 
-def named(folders: Sequence[str], setting: Setting) -> list[Path]:
-    """Folders that train.datasets names. Those of other hardware only do not join, with a warning."""
-    joined = []
-    for folder in map(Path, folders):
-        hardware = {held.hardware for held in dataset.settings(folder)}
-        if hardware and setting.hardware not in hardware:
-            of = ", ".join(sorted(hardware))
-            get_run_logger().warning("%s is of %s, not of %s: it does not join", folder, of, setting.hardware)
-        else:
-            joined.append(folder)
-    return joined
-
-
-def of_same_hardware(setting: Setting, measurements: Path) -> tuple[list[Path], dict[str, str]]:
-    """Shipped folders with samples of a setting that are added, and others of the setting, with the reason.
-
-    Two machines may have one name. So a folder whose ops take much longer or shorter than here is not added. A folder
-    of only traced steps is added: the speed of jobs is what it shows.
-    """
-    joined, refused = [], {}
-    own = dataset.read_compute(measurements, setting)
-    for folder in sorted(p for p in paths.DATASETS.glob("*") if p.is_dir()):
-        if setting not in dataset.settings(folder):
-            if setting in traced_samples.settings(folder):
-                joined.append(folder)
-            continue
-        ratio = pace.pace(own, dataset.read_compute(folder, setting))
-        if pace.is_equal(ratio):
-            joined.append(folder)
-        else:
-            refused[str(folder)] = (
-                f"ops take {ratio:.2f} times as long here; measure on a quiet machine, "
-                "or name it in train.datasets"
-            )
-    return joined, refused
+def lenders(setting: Setting) -> list[Path]:
+    """Shipped folders with samples that differ from a setting in hardware only, or with traced steps of its jobs."""
+    return [
+        folder
+        for folder in sorted(p for p in paths.DATASETS.glob("*") if p.is_dir())
+        if any(training.is_alike(held, setting) for held in dataset.settings(folder))
+        or setting in traced_samples.settings(folder)
+    ]
 
 
 @task(task_run_name="train-model")
@@ -117,20 +90,8 @@ def train_model(
     logger = get_run_logger()
     client = registry.connect()
     setting = wanted.of_dataset(measurements)
-    shipped, refused = (
-        of_same_hardware(setting, measurements)
-        if config.datasets is None
-        else (named(config.datasets, setting), {})
-    )
-    for path, why in refused.items():
-        logger.warning("%s is of the same hardware, but does not join: %s", path, why)
-    for path in shipped:
-        if not (dataset.settings(path) or replays.digests(path) or traced_samples.digests(path)):
-            raise ShardCoreError(
-                f"{path} holds neither samples nor replays nor traced steps; train.datasets in params.yaml "
-                "names dataset folders"
-            )
-    data = training.read([measurements, *shipped], setting)
+    shipped = lenders(setting) if config.datasets is None else list(map(Path, config.datasets))
+    data = training.read(measurements, setting, shipped)
     for warning in data.warnings:
         logger.warning("%s", warning)
     logger.info("%s", data)
@@ -148,7 +109,8 @@ def train_model(
 
     with registry.run(run_name=f"train-{setting.hardware}") as run:
         version, commit = data_version(), git_commit()
-        versions = {measurements: version, **{path: replays.parts_digest(path) for path in shipped}}
+        own = {measurements: (version, data.known.compute)}
+        lent = {Path(x.name): (replays.parts_digest(Path(x.name)), x.known.compute) for x in data.lent}
         mlflow.log_params(
             {
                 **dataclasses.asdict(config),
@@ -156,8 +118,7 @@ def train_model(
             }
         )
         mlflow.set_tags({"git_commit": commit, "data_version": version})
-        _log_datasets(data.known.compute, versions)
-        joined = {"datasets": {str(path): versions[path] for path in shipped}} if shipped else {}
+        _log_datasets({**own, **lent})
         trained = training.train(
             data,
             config.fit,
@@ -166,8 +127,6 @@ def train_model(
                 "data_version": version,
                 "git_commit": commit,
                 "seed": config.seed,
-                **joined,
-                **({"not_joined": refused} if refused else {}),
             },
         )
         model = trained.model
@@ -177,10 +136,9 @@ def train_model(
                 "the learned correction did not improve on the physical baseline, which is kept: "
                 "measure more, or on a quieter machine"
             )
-        if trained.of_steps:
-            logger.info("%s", trained.of_steps)
-        if trained.of_traces:
-            logger.info("%s", trained.of_traces)
+        for line in (*trained.of_lent, trained.of_steps, trained.of_traces):
+            if line:
+                logger.info("%s", line)
         if trained.traced_errors:
             before, after = trained.traced_errors
             mlflow.log_metrics({"traced/error_before": before, "traced/error": after})
@@ -233,11 +191,9 @@ def _study(
 # --- MLflow -------------------------------------------------------------------------------------------------
 
 
-def _log_datasets(compute: Sequence[ComputeSample], versions: Mapping[Path, str]) -> None:
+def _log_datasets(folders: Mapping[Path, tuple[str, Sequence[ComputeSample]]]) -> None:
     """Log each folder as an input of the run, with its version."""
-    for folder, version in versions.items():
-        ids = dataset.read_ids(folder, "compute")
-        own = [s for s in compute if s.id in ids]
+    for folder, (version, own) in folders.items():
         frame = pd.DataFrame(
             {
                 "id": [s.id for s in own],

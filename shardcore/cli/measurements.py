@@ -39,12 +39,13 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Train cost models on the samples of one setting in dataset folders.
+    """Train cost models on the samples of one setting in a dataset folder.
 
-    hardware: hardware of the setting, if datasets have several settings
-    batch: global batch of the setting, if datasets have several
-    precision: precision of the setting, if datasets have several
-    optimizer: optimizer of the setting, if datasets have several
+    datasets: this machine's folder, then those of other machines or sessions, whose samples lend their shape
+    hardware: hardware of the setting, if the folder has several settings
+    batch: global batch of the setting, if the folder has several
+    precision: precision of the setting, if the folder has several
+    optimizer: optimizer of the setting, if the folder has several
     start: if samples are few, fine-tune this model of another batch, optimizer or machine, or a hardware
       profile, by name or file
     out: folder to write
@@ -67,8 +68,8 @@ def train(args: TrainOptions) -> None:
     from shardcore.io import schema
     from shardcore.report.text import rounded_json
 
-    # Samples of different settings must not train one model.
-    settings = sorted({s for folder in args.datasets for s in _settings_in(folder)}, key=str)
+    # Samples of different settings must not train one model. The first folder's are this machine's.
+    settings = _settings_in(args.datasets[0])
     chosen = [
         s
         for s in settings
@@ -78,11 +79,11 @@ def train(args: TrainOptions) -> None:
     ]
     if len(chosen) != 1:
         raise ShardCoreError(
-            f"{', '.join(map(str, args.datasets))}: samples for "
+            f"{args.datasets[0]}: samples for "
             f"[{'; '.join(map(str, settings))}]; "
             "choose one with --hardware, --batch, --precision and --optimizer"
         )
-    data, start = training.read(args.datasets, chosen[0]), None
+    data, start = training.read(args.datasets[0], chosen[0], args.datasets[1:]), None
     if args.start is not None:
         start = neural.load(args.start) if Path(args.start).is_dir() else load_profile(args.start)
     config = schema.build(fit.FitConfig, {"seed": args.seed}, "train")
@@ -94,6 +95,7 @@ def train(args: TrainOptions) -> None:
         judged = study.judge_test_split(trained.model, data.known)
     neural.save(trained.model, args.out)
     for line in (
+        *trained.of_lent,
         trained.of_steps,
         trained.of_traces,
         f"{args.out}: {known_errors.label(trained.model)}",

@@ -10,13 +10,13 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import LEVELS, joins
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import PRECISION_BYTES, Problem, Setting, Shard
+from shardcore.core.validation import require
 from shardcore.cost.composite import Composite, composed
 from shardcore.cost.link_counts import link_counts
-from shardcore.cost.model import CommCost, Compiled
+from shardcore.cost.model import CommCost, Compiled, Law
 from shardcore.cost.step_comm import step_comm
 from shardcore.step.access import access_share, unique_rows_of
 from shardcore.step.collectives import carried_as
@@ -31,7 +31,7 @@ MS_PER_US = 1e-3
 
 
 @dataclass(frozen=True)
-class AnalyticModel:
+class AnalyticModel(Law):
     """Costs from the work of an op, each driver at a constant rate.
 
     compute = launch (once for a fused op, which is why fusing pays) + tables + lookups + bytes gathered + bytes updated
@@ -58,10 +58,10 @@ class AnalyticModel:
     def __post_init__(self) -> None:
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
-            if not (value > 0 if field.name.endswith("gbps") else value >= 0):
-                raise ShardCoreError(
-                    f"analytic model has {field.name} {value}; bandwidths need to be positive, costs 0 or more"
-                )
+            require(
+                value > 0 if field.name.endswith("gbps") else value >= 0,
+                f"analytic model has {field.name} {value}; bandwidths need to be positive, costs 0 or more",
+            )
 
     def for_problem(self, problem: Problem) -> AnalyticModel | Composite:
         """See model.CostModel."""
@@ -129,15 +129,6 @@ class AnalyticModel:
         """[G] zeros: this model does not divide costs into forward and backward."""
         return np.zeros(np.shape(sums)[:-1])
 
-    def link_ms(self, sums: np.ndarray) -> np.ndarray:
-        """[G] zeros: rows below device memory are priced beside this model (composite.LinkHead)."""
-        return np.zeros(np.shape(sums)[:-1])
-
-    @property
-    def lower(self) -> AnalyticModel:
-        """Itself (see model.CostModel)."""
-        return self
-
     @property
     def launch_ms(self) -> float:
         """Exact ms that fusing two ops saves (see model.BoundableCostModel)."""
@@ -146,23 +137,6 @@ class AnalyticModel:
     def rates(self, least: np.ndarray) -> np.ndarray:
         """[..., 4] ms per unit of each driver, whatever the load (see model.BoundableCostModel)."""
         return np.broadcast_to(self._rates(), np.shape(least))
-
-    def has_equal_transfers(self, topology: Topology) -> bool:
-        """See model.BoundableCostModel."""
-        return True
-
-    def even_is_least(self, topology: Topology) -> bool:
-        """The transfer is convex in the bytes, and the same for all devices.
-
-        With hosts and pods of equal size, swapping devices does not change it. See model.BoundableCostModel.
-        """
-        # A device's bytes do not matter alone: the busiest decides for all, so units only have to be equal.
-        return topology.equal_units
-
-    @property
-    def has_concave_exchanges(self) -> bool:
-        """Linear (see model.BoundableCostModel)."""
-        return False
 
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         """Transfer and waiting, [..., D] ms."""

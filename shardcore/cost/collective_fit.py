@@ -10,7 +10,7 @@ Shapes: D devices, E exchange terms, S samples, R ranks that count of all sample
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -44,6 +44,10 @@ In published logs of nccl-tests on A100, all-to-alls of small messages take 3.7 
 on 8, all-gathers 2.7 and all-reduces 2.1 times. With this share it is 2.7 times
 (docs/decisions/latency-of-more-devices.md).
 """
+MOST_LENT = 15
+"""Exchanges of another machine that join those of a kind."""
+_PRIOR = 4
+"""Own timings of a kind that weigh as much as the level of all kinds."""
 FEWEST_SAMPLES = 4
 """A collective with fewer samples gets no rates."""
 _SHORT = (0.2, 0.4, 0.6)
@@ -52,35 +56,36 @@ _MEASURED = [(row, payload) for row in COLLECTIVES.values() for payload in row.p
 """Collectives with their payloads."""
 
 
-def fit(
-    train_side: Sequence[CollectiveSample],
-    validation: Sequence[CollectiveSample],
-    note: Callable[[str, int, dict[str, float]], None],
-) -> dict[str, np.ndarray]:
-    """[E] rates of each measured collective, group, payload and direction, named by `rates_name`."""
+def fit(samples: Sequence[CollectiveSample], lent: Sequence[CollectiveSample] = ()) -> dict[str, np.ndarray]:
+    """[E] rates of each measured collective, group, payload and direction, named by `rates_name`.
+
+    lent: samples of another machine (lending.py). Some of each kind join at the level of this machine's.
+    """
     rates: dict[str, np.ndarray] = {}
+    # Logarithms of own over the other machine's times. Before any is known: as long.
+    levels = np.zeros(1)
     for (row, payload), group in itertools.product(_MEASURED, SCOPES):
-        # Train and validation samples of one collective, payload and scope, which have separate rates.
-        known, unseen = (_samples_of(side, row.name, payload, group) for side in (train_side, validation))
+        # Samples of one collective, payload and scope, which have separate rates.
+        known, theirs = (_samples_of(some, row.name, payload, group) for some in (samples, lent))
         # Ids with work before have the rates of other ids.
-        for way in row.ways if len(known) >= FEWEST_SAMPLES and not row.work else ():
-            terms, measured = observed(known, way)
-            # Without validation samples, training samples stand in for the report.
-            unseen_terms, unseen_measured = observed(unseen or known, way)
-            rates[rates_name(Channel(row.name, group), way, payload)] = law = _fit_rates(terms, measured)
-            # The floor keeps the logarithm finite where a law predicts 0.
-            log_error = np.log(np.maximum(transfer_ms(terms, law), 1e-9) / measured)
-            losses = {
-                "train_loss": float(np.abs(log_error).mean()),
-                "validation_mape": mape(transfer_ms(unseen_terms, law), unseen_measured),
-            }
-            note(_metric(row.name, way, payload) + f"_{group}" * (group != WORLD), 0, losses)
+        for way in row.ways if len(known) + len(theirs) >= FEWEST_SAMPLES and not row.work else ():
+            terms, measured = observed([*known, *theirs[:MOST_LENT]], way)
+            if theirs:
+                own = sum(len(_counting(s, way)) for s in known)
+                there = transfer_ms(terms[:, :own], _fit_rates(*observed(theirs[: 4 * MOST_LENT], way)))
+                logs = np.log(measured[:own] / np.maximum(there, 1e-9))
+                levels = np.concatenate([levels, logs])
+                # Few of a kind are near the level of all so far.
+                measured[own:] *= np.exp(
+                    (own * (np.median(logs) if own else 0.0) + _PRIOR * np.median(levels)) / (own + _PRIOR)
+                )
+            rates[rates_name(Channel(row.name, group), way, payload)] = _fit_rates(terms, measured)
     # Laws of own work need the rates of ids, so they are fitted last.
     works: dict[str, np.ndarray] = {}
     for row in COLLECTIVES.values():
-        works |= _fit_work(rates, row, _samples_of(train_side, row.name, "fp32"))
+        works |= _fit_work(rates, row, _samples_of(samples, row.name, "fp32"))
     # Ids without work before: their own work is the order alone.
-    plain_ids = [s for s in train_side if s.request.row.ids and not s.request.row.work]
+    plain_ids = [s for s in samples if s.request.row.ids and not s.request.row.work]
     return rates | works | _fit_ordering(plain_ids)
 
 
@@ -187,7 +192,7 @@ def priced(samples: Sequence[CollectiveSample]) -> list[CollectiveSample]:
 
 def observed(samples: Sequence[CollectiveSample], way: str) -> tuple[np.ndarray, np.ndarray]:
     """Terms [E, R] and measured transfer ms [R]."""
-    terms, measured = [], []
+    terms, measured = [np.zeros((len(EXCHANGE_TERMS), 0))], [np.zeros(0)]
     for s in samples:
         # Only the ranks that count: on several hosts the last one, else all.
         ranks = _counting(s, way)

@@ -19,18 +19,15 @@ from pathlib import Path
 
 import numpy as np
 
-from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
-from shardcore.cost import collective_fit, features
+from shardcore.core.validation import require
+from shardcore.cost import features
 from shardcore.cost.nnls import fit_law
 from shardcore.io import dataset, traced_samples
 from shardcore.io.dataset import split_of
 from shardcore.io.measurements import CollectiveSample, ComputeSample, Spread
-from shardcore.step.collectives import COLLECTIVES
 from shardcore.step.scopes import WORLD
 
-FEWEST_BUSY = 20
-"""From this number on, collectives between busy ranks replace those between idle ranks."""
 NEIGHBOURS = 12
 """Samples on each side in time."""
 REACH_S = 60.0
@@ -59,57 +56,47 @@ class Measurements:
         )
 
 
-def read(folders: Sequence[str | Path], setting: Setting) -> Measurements:
-    """The measurements of one setting, from several dataset folders together.
+@dataclass(frozen=True, eq=False)
+class Lent:
+    """The samples of another machine, or of another session.
+
+    name: their folder.
+    """
+
+    name: str
+    hardware: str
+    known: Measurements
+
+
+def read(folder: str | Path, setting: Setting) -> Measurements:
+    """The measurements of one setting in a dataset folder, which is of one machine.
 
     Raises ShardCoreError for a folder without measurements, and for one whose compute samples are all of
     other settings.
     """
-    # Refuse a wrong folder before samples of the others are read.
-    for folder in folders:
-        parts = (Path(folder) / dataset.REPLAYS, Path(folder) / traced_samples.TRACES)
-        if not any(Path(folder).glob("*.parquet")) and not any(part.is_dir() for part in parts):
-            raise ShardCoreError(f"{folder} holds no measurements; it needs to be a dataset folder")
-        # A folder may hold exchanges or replays only, which name no setting of groups.
-        others = dataset.settings(folder)
-        if others and setting not in others:
-            held = "; ".join(map(str, others))
-            raise ShardCoreError(f"{folder} holds samples for ({held}), none for ({setting})")
-    # Each folder comes from one machine: drift is shared within a folder only.
-    each = [corrected(dataset.read_timings(f, setting)) for f in folders]
-    # One sample for each time of measurement: folders may overlap.
-    known = list({(s.id, s.measured_at): s for samples in each for s in samples}.values())
-    # Emulated links are no links of the setting's hardware. And no law of groups is fitted.
-    comm = {
-        (s.id, s.measured_at): s
-        for f in folders
-        for s in dataset.read_comm(f, setting)
-        if s.request.emulated is None and s.request.group == WORLD
-    }
+    parts = (Path(folder) / dataset.REPLAYS, Path(folder) / traced_samples.TRACES)
+    require(
+        any(Path(folder).glob("*.parquet")) or any(part.is_dir() for part in parts),
+        f"{folder} holds no measurements; it needs to be a dataset folder",
+    )
+    # A folder may hold exchanges or replays only, which name no setting of groups.
+    others = dataset.settings(folder)
+    require(
+        not others or setting in others,
+        f"{folder} holds samples for ({'; '.join(map(str, others))}), none for ({setting})",
+    )
+    known = corrected(dataset.read_timings(folder, setting))
     return Measurements(
         # Models train on one timing of each sample, the best known. Repeats show how far timings agree.
         compute=dataset.best_known(known),
         repeats=dataset.repeated(known),
-        comm=as_in_a_step(dataset.best_known(comm.values())),
+        # Emulated links are no links of the setting's hardware. And no law of groups is fitted.
+        comm=[
+            s
+            for s in dataset.read_comm(folder, setting)
+            if s.request.emulated is None and s.request.group == WORLD
+        ],
     )
-
-
-def as_in_a_step(comm: Sequence[CollectiveSample]) -> list[CollectiveSample]:
-    """Prefer collectives timed between busy ranks, which is how training steps run them.
-
-    That needs FEWEST_BUSY of them, or no others. Otherwise those between idle ranks stay.
-    """
-
-    def chosen(collective: str) -> list[CollectiveSample]:
-        mine = [s for s in comm if s.request.collective == collective]
-        # busy_ms 0: ranks were idle before the exchange.
-        busy, idle = ([s for s in mine if bool(s.request.busy_ms) == kind] for kind in (True, False))
-        timed = [s for s in collective_fit.priced(busy) if s.error is None]
-        # Busy ranks alone suffice if there are enough, or if there is nothing else.
-        return busy if not idle or len(timed) >= FEWEST_BUSY else idle
-
-    kept = {s.id for c in COLLECTIVES for s in chosen(c)}
-    return [s for s in comm if s.id in kept]
 
 
 def corrected(samples: Sequence[ComputeSample]) -> list[ComputeSample]:
@@ -124,8 +111,14 @@ def corrected(samples: Sequence[ComputeSample]) -> list[ComputeSample]:
     if len(timed) < _LEAST:
         return list(samples)
     # By identity: several timings of one id are separate samples.
-    slower = dict(zip(map(id, timed), np.exp(_drift(timed)), strict=True))
-    return [_at_faster_pace(s, float(slower[id(s)])) if id(s) in slower else s for s in samples]
+    slower = dict(zip(map(id, timed), np.exp(_drift(timed)).tolist(), strict=True))
+    # As timed on a machine faster by this factor. The slowdown says by how much in all.
+    return [
+        dataclasses.replace(rescaled(s, 1 / by, 1 / by), slowdown=s.slowdown * by)
+        if (by := slower.get(id(s)))
+        else s
+        for s in samples
+    ]
 
 
 def _drift(timed: Sequence[ComputeSample]) -> np.ndarray:
@@ -180,13 +173,11 @@ def _neighbours_median(
     return medians
 
 
-def _at_faster_pace(sample: ComputeSample, by: float) -> ComputeSample:
-    """The sample as if timed on a machine faster by this factor."""
-
-    def divided(part: Spread | None) -> Spread | None:
+def rescaled(sample: ComputeSample, forward: float, backward: float) -> ComputeSample:
+    """The sample with both directions multiplied."""
+    changed = {}
+    for way, by in (("forward", forward), ("backward", backward)):
+        part = getattr(sample, way)
         # Quartiles scale with the median. The number of repeats stays.
-        return part and Spread(part.median_ms / by, part.q1_ms / by, part.q3_ms / by, part.repeats)
-
-    forward, backward = divided(sample.forward), divided(sample.backward)
-    # The slowdown says by how much timings were divided in all.
-    return dataclasses.replace(sample, forward=forward, backward=backward, slowdown=sample.slowdown * by)
+        changed[way] = Spread(part.median_ms * by, part.q1_ms * by, part.q3_ms * by, part.repeats)
+    return dataclasses.replace(sample, **changed)

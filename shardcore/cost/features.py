@@ -136,8 +136,6 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
 
 def launch_and_drivers(samples: Sequence[ComputeSample]) -> np.ndarray:
     """[S, K + 1] terms of a linear law of ops: 1 for the launch, and the op's drivers."""
-    if not samples:
-        return np.zeros((0, 1 + len(DRIVERS)))
     # An op's drivers are sums over its shards, so one row stands for the op.
     drivers = [features(s.request.shards, s.request.batch)[0].sum(0) for s in samples]
     return np.concatenate([np.ones((len(samples), 1)), np.stack(drivers)], 1)

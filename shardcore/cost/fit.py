@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
+from shardcore.core.validation import require
 from shardcore.cost import collective_fit, collective_model, features, nets, quantiles, ranges
 from shardcore.cost.accuracy import Sample, evaluate
 from shardcore.cost.fit_config import (
@@ -29,6 +29,7 @@ from shardcore.cost.fit_config import (
     MIN_STARTED,
     FitConfig,
     Progress,
+    Shape,
     TrainedModel,
 )
 from shardcore.cost.known_errors import NOT_MEASURED
@@ -48,8 +49,6 @@ _FEWEST_AT_BATCH = 8
 """Groups at a batch, for it to count as measured."""
 _OF_EXCHANGES = ("devices", "exchange_bytes", "exchange_id_bytes")
 """Names of ranges.RANGES that concern exchanges."""
-_DISTILLED = 600
-"""Groups, priced by a profile, that a model learns from before it is fine-tuned."""
 _CONTENTIONS = 8
 """Hidden units of the contention network."""
 _FEWEST_UNSEEN = 30
@@ -67,7 +66,7 @@ def train(
     setting: Setting,
     config: FitConfig | None = None,
     progress: Progress | None = None,
-    start: NeuralModel | Profile | None = None,
+    start: NeuralModel | Profile | Shape | None = None,
 ) -> TrainedModel:
     """Train a model for `setting` on the train and validation splits. The test split is not used.
 
@@ -78,7 +77,7 @@ def train(
 
     progress: called as progress(model, epoch, values), once an epoch.
     start: a model to fine-tune, of another batch, optimizer or machine; or a hardware profile. Some dozens of
-      samples then suffice.
+      samples then suffice. Or what other machines lend.
 
     Without measured exchanges, fine-tuning on the same hardware keeps those of `start`.
     Otherwise the model prices only topologies that state their links.
@@ -87,12 +86,14 @@ def train(
     """
     # A no-op progress saves checks for None at each call.
     config, progress = config or FitConfig(), progress or (lambda model, epoch, values: None)
-    least = MIN_COMPUTE if start is None else MIN_STARTED
-    # Few groups suffice for fine-tuning: most weights are known.
+    shape = start if isinstance(start, Shape) else Shape(None)
+    start = shape.law if isinstance(start, Shape) else start
+    # Few groups suffice for fine-tuning: most weights are known. None have to, where others join.
+    least = 0 if shape.compute else MIN_COMPUTE if start is None else MIN_STARTED
     compute = _usable(compute, setting, least, "measured groups")
     comm = collective_fit.priced(comm)
     # No exchanges at all are fine. Some, but too few, are an error.
-    comm = _usable(comm, setting, MIN_COMM, "measured exchanges") if comm else []
+    comm = _usable(comm, setting, 0 if shape.comm else MIN_COMM, "measured exchanges") if comm else []
     curves: list[dict[str, Any]] = []
 
     def note(model: str, epoch: int, values: dict[str, float]) -> None:
@@ -101,20 +102,19 @@ def train(
 
     # Training sees `known`. `unseen` decides when to stop, and gives error quantiles.
     (seen, validation), (seen_comm, unseen_comm) = _sides(compute), _sides(comm)
-    known, unseen = _groups_of(seen), _groups_of(validation)
-    rate = config.learning_rate * (1 if start is None else _FINE_TUNING)
-    schedule = dataclasses.replace(config, learning_rate=rate)
+    known, unseen = _groups_of([*seen, *shape.compute]), _groups_of(validation or shape.compute)
+    schedule = _schedule(config, start)
     with _one_thread():
         if isinstance(start, Profile):
             # Its shards are those of the measured groups, at the same batches.
             start = _distilled_model(start, [s.request for s in compute], setting, config)
         weights = {
             **_fit_compute(known, unseen, schedule, note, start),
-            **collective_fit.fit(seen_comm, unseen_comm, note),
+            **collective_fit.fit(seen_comm, shape.comm),
         }
     # Ranges are those of training samples: the model knows no others.
-    measured, carried, provenance = measured_ranges(seen, seen_comm), {}, {}
-    if start is not None:
+    measured, carried, provenance = measured_ranges(seen or shape.compute, seen_comm), {}, {}
+    if start is not None and start is not shape.law:
         # Keep the origin of the model that was fine-tuned.
         provenance = {"start": {"setting": str(start.setting), **start.meta["provenance"]}}
         # Exchanges belong to the hardware, not to the batch or the optimizer.
@@ -148,13 +148,41 @@ def train(
     if len(validation) < _FEWEST_UNSEEN:
         # The two sides are the same groups where one of them was empty.
         learned = {s.id: s for s in (*seen, *validation)}.values()
-        everything = _groups_of(list(learned))
-        with _one_thread():
-            again = _fit_compute(everything, everything, schedule, lambda *_: None, start)
+        again = fitted(list(learned), setting, config, Shape(start, shape.compute)).weights
         # Errors on groups that were trained on would be too small.
         weights |= {k: v for k, v in again.items() if not k.startswith("band.")}
-        meta["ranges"] = measured | measured_ranges(list(learned), [])
+        meta["ranges"] = measured | measured_ranges(list(learned) or shape.compute, [])
     return TrainedModel(dataclasses.replace(model, weights=weights, meta=meta), curves)
+
+
+def fitted(
+    compute: Sequence[ComputeSample], setting: Setting, config: FitConfig, start: Shape | None = None
+) -> NeuralModel:
+    """A model of ops, trained on all of these groups to the end. It knows no exchanges."""
+    start = start or Shape(None)
+    groups = _groups_of([*compute, *start.compute])
+    with _one_thread():
+        weights = _fit_compute(groups, groups, _schedule(config, start.law), lambda *_: None, start.law)
+    return NeuralModel(setting, weights, {"ranges": {}})
+
+
+def refitted(law: NeuralModel, compute: Sequence[ComputeSample]) -> NeuralModel:
+    """The law with launch and rates fitted anew to these groups, under its correction and contention."""
+    return dataclasses.replace(law, weights={**law.weights, **_refitted(_groups_of(compute), law)})
+
+
+def predicted_ms(model: NeuralModel, compute: Sequence[ComputeSample]) -> np.ndarray:
+    """[S, 2] ms of groups, forward and backward."""
+    groups = _groups_of(compute)
+    return nets.parts(
+        model.weights, groups.sums(nets.encode(model.weights, groups.drivers, groups.conditions))
+    )
+
+
+def _schedule(config: FitConfig, start: object) -> FitConfig:
+    return dataclasses.replace(
+        config, learning_rate=config.learning_rate * (1 if start is None else _FINE_TUNING)
+    )
 
 
 def _groups_of(samples: Sequence[ComputeSample]) -> _Groups:
@@ -179,17 +207,18 @@ def _one_thread() -> Iterator[None]:
 def _usable(samples: Sequence[Sample], setting: Setting, least: int, what: str) -> list[Sample]:
     """Samples without an error, sorted by id. Raises ShardCoreError for another setting, or too few."""
     # A model is for one hardware, optimizer and precision. Mixed timings would average them.
-    if other := next((s for s in samples if s.setting != setting), None):
-        raise ShardCoreError(
-            f"sample {other.id} was measured for ({other.setting}); the model is for ({setting})"
+    for s in samples:
+        require(
+            s.setting == setting,
+            f"sample {s.id} was measured for ({s.setting}); the model is for ({setting})",
         )
     # Sorted by id, so that the order of files does not matter.
     usable = sorted((s for s in samples if s.error is None), key=lambda s: s.id)
-    if len(usable) < least:
-        failed = f" ({len(samples) - len(usable)} more failed)" if len(usable) < len(samples) else ""
-        raise ShardCoreError(
-            f"there are {len(usable)} {what}{failed} for ({setting}); training needs at least {least}"
-        )
+    failed = f" ({len(samples) - len(usable)} more failed)" if len(usable) < len(samples) else ""
+    require(
+        len(usable) >= least,
+        f"there are {len(usable)} {what}{failed} for ({setting}); training needs at least {least}",
+    )
     return usable
 
 
@@ -379,30 +408,19 @@ def _distilled_model(
 ) -> NeuralModel:
     """A model that prices ops about as a profile does, to be fine-tuned. It knows no exchanges.
 
-    requests: ops of the measured groups. It learns from other groups of their shards, priced by the profile.
+    requests: ops of the measured groups. It learns from them and from each of their shards alone, priced by the
+      profile.
     """
-    rng = np.random.default_rng(config.seed)
     # Shards by the batch of their op: replicas run at the local batch.
     shards = {s: r.batch for r in requests for s in r.shards}
-    of_batch = {b: [s for s, batch in shards.items() if batch == b] for b in shards.values()}
-    # Groups of as many shards, so that the profile's ops have the loads of measured ones.
-    drawn = []
-    for like in (requests[i] for i in rng.integers(len(requests), size=_DISTILLED)):
-        pool = of_batch[like.batch]
-        # Without replacement: an op runs a shard once.
-        chosen = rng.choice(len(pool), min(len(like.shards), len(pool)), replace=False)
-        drawn.append(ComputeRequest(tuple(pool[i] for i in chosen), like.batch))
+    drawn = [*requests, *(ComputeRequest((s,), batch) for s, batch in shards.items())]
     model = ProfileModel(profile, dataclasses.replace(setting, hardware=profile.name))
     # Encodings add up, so an op is the sum over its shards.
     sums = np.stack([model.encode(r.shards, r.batch).sum(0) for r in drawn])
     share, total = model.forward_share(sums), model.head(sums)
     # [S, 2] ms: the profile gives the total, and the share of forward.
-    ms = np.stack([share * total, (1 - share) * total], 1)
-    # A tenth is kept for early stopping.
-    n = _DISTILLED - _DISTILLED // 10
-    weights = _fit_compute(
-        _Groups.of(drawn[:n], ms[:n]), _Groups.of(drawn[n:], ms[n:]), config, lambda *_: None, None
-    )
+    groups = _Groups.of(drawn, np.stack([share * total, (1 - share) * total], 1))
+    weights = _fit_compute(groups, groups, config, lambda *_: None, None)
     provenance = {"profile": NOT_MEASURED, "profile_digest": profile.digest}
     # No ranges and no exchanges: both have to come from measurements.
     return NeuralModel(model.setting, weights, {"ranges": {}, "provenance": provenance})
@@ -411,12 +429,20 @@ def _distilled_model(
 def _continued_weights(
     known: _Groups, start: NeuralModel
 ) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
-    """Weights that stay fixed, and weights to train, of a trained model.
+    """Weights that stay fixed, and weights to train, of a trained model."""
+    weights = {**start.weights, **_refitted(known, start)}
+    raw = {}
+    for k, v in weights.items():
+        if k == "launch" or k.startswith(("network.", "contention.")):
+            name, values = (f"log.{k}", np.log(v)) if k in _LOGS else (k, np.array(v))
+            raw[name] = torch.from_numpy(values).requires_grad_()
+    names = ("rates", "condition_low", "condition_high", "condition_mean", "condition_sd", "load_typical")
+    return {k: weights[k] for k in names}, raw
 
-    Rates and launch are fitted anew under the old correction and contention. These then apply over both
-    measured ranges.
-    """
-    old = start.weights
+
+def _refitted(known: _Groups, law: NeuralModel) -> dict[str, np.ndarray]:
+    """Launch and rates fitted anew under the old correction and contention, which apply over both ranges."""
+    old = law.weights
     # Under both, costs are linear in rates and launch. So least squares still applies.
     # [N, 2] and [S, 2] factors that stay as learned.
     correction = nets.correction(old, known.conditions)
@@ -426,20 +452,14 @@ def _continued_weights(
         # Factors differ by direction, so terms do, too.
         terms = known.sums(known.drivers * correction[:, way : way + 1]) * contention[:, way : way + 1]
         laws.append(fit_law(np.concatenate([np.ones((len(terms), 1)), terms], 1), known.measured[:, way]))
-    launch, rates = np.array([law[0] for law in laws]), np.stack([law[1:] for law in laws], 1)
-    fixed = {k: old[k] for k in ("condition_mean", "condition_sd", "load_typical")} | {
-        "rates": rates,
+    return {
+        # Least squares may give 0, which has no logarithm.
+        "launch": np.maximum([law[0] for law in laws], 1e-4),
+        "rates": np.stack([law[1:] for law in laws], 1),
         # Both ranges: the old correction stays valid where it was learned.
         "condition_low": np.minimum(old["condition_low"], known.conditions.min(0)),
         "condition_high": np.maximum(old["condition_high"], known.conditions.max(0)),
     }
-    trained = {k: v for k, v in old.items() if k.startswith(("network.", "contention."))}
-    raw = {}
-    # Least squares may give 0, which has no logarithm.
-    for k, v in {**trained, "launch": np.maximum(launch, 1e-4)}.items():
-        name, values = (f"log.{k}", np.log(v)) if k in _LOGS else (k, np.array(v))
-        raw[name] = torch.from_numpy(values).requires_grad_()
-    return fixed, raw
 
 
 def _positive(raw: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -455,7 +475,12 @@ def _predict(
 ) -> torch.Tensor:
     """[S, 2] ms, forward and backward, of all ops or the chosen ones."""
     chosen = np.arange(len(groups.measured)) if chosen is None else chosen
-    rows, group = _shards_of(groups, chosen)
+    # Number of shards of each chosen op, and for each shard the position of its op in `chosen`.
+    sizes = np.diff(groups.starts)[chosen]
+    group = np.repeat(np.arange(len(chosen)), sizes)
+    # 0, 1, 2, ... within each op, after its first row.
+    within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    rows = groups.starts[chosen][group] + within
     # Exponentials keep launch and contention positive, as proofs of bounds need.
     w = {**fixed, **_positive(raw)}
     drivers, conditions = torch.from_numpy(groups.drivers[rows]), torch.from_numpy(groups.conditions[rows])
@@ -463,17 +488,6 @@ def _predict(
     # Sum shards by op. index_add is torch's form of np.add.at.
     sums = torch.zeros(len(chosen), codes.shape[1], dtype=codes.dtype)
     return nets.parts(w, sums.index_add(0, torch.from_numpy(group), codes), torch)
-
-
-def _shards_of(groups: _Groups, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of the chosen ops' shards, and for each row the position of its op in `chosen`."""
-    # Number of shards of each chosen op.
-    sizes = np.diff(groups.starts)[chosen]
-    group = np.repeat(np.arange(len(chosen)), sizes)
-    # 0, 1, 2, ... within each op.
-    within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    # First row of the op, plus the position within it.
-    return groups.starts[chosen][group] + within, group
 
 
 def _epoch(

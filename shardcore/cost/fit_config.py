@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shardcore.core.validation import MOST_COUNT, MOST_SEED, require, require_within
 from shardcore.cost.neural import NeuralModel
+from shardcore.io.measurements import CollectiveSample, ComputeSample
 
 Progress = Callable[[str, int, dict[str, float]], None]
 
@@ -64,3 +65,17 @@ class TrainedModel:
 
     model: NeuralModel
     curves: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """What other machines lend to a training (lending.py).
+
+    law: a model to fine-tune. None: there is none.
+    compute: groups at this machine's level, which join the train side.
+    comm: exchanges, see collective_fit.fit.
+    """
+
+    law: NeuralModel | None
+    compute: Sequence[ComputeSample] = ()
+    comm: Sequence[CollectiveSample] = ()

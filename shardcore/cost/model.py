@@ -8,9 +8,10 @@ Shapes: N shards, F features, G ops, C channels, L lanes, D devices.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 
@@ -35,58 +36,58 @@ class CostModel(Protocol):
     @property
     def setting(self) -> Setting: ...
 
+    @abstractmethod
     def for_problem(self, problem: Problem) -> CostModel:
         """The model at the batch of a problem, and with its job's payloads.
 
         Raises SettingMismatch for a batch beyond those that it was measured at.
         """
-        ...
 
+    @abstractmethod
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
         """[N, F] float64 encodings of shards in an op over `batch` samples (None: the setting's)."""
-        ...
 
+    @abstractmethod
     def head(self, sums: np.ndarray) -> np.ndarray:
         """[G] ms, forward + backward, of ops from summed encodings [G, F]. A row of zeros costs 0."""
-        ...
 
+    @abstractmethod
     def forward_share(self, sums: np.ndarray) -> np.ndarray:
         """[G] the share of forward in an op's ms.
 
         0 where a model does not know it, as backward is the costlier one.
         """
-        ...
 
+    @abstractmethod
     def link_ms(self, sums: np.ndarray) -> np.ndarray:
         """[G] ms for which ops read host memory before their update, if caches fetch ahead (`fetch_wait_ms`).
 
         `head` is without what caches fetch then. 0 in all other jobs.
         """
-        ...
 
+    @abstractmethod
     def compiled(self) -> Compiled:
         """`head` for one op at a time, compiled. For searches that price millions of ops."""
-        ...
 
+    @abstractmethod
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         """Costs of the collectives.
 
         traffic: [L C, ..., D] bytes of each of kinds.CHANNELS, in each lane, as in Workload.
         compute_ms: [..., D] of each device. It sets the skew with which devices arrive.
         """
-        ...
 
+    @abstractmethod
     def out_of_range(self, workload: Workload) -> list[str]:
         """Sentences on the parts of a step beyond the measured range. Empty where there is none."""
-        ...
 
     @property
+    @abstractmethod
     def lower(self) -> BoundableCostModel | None:
         """A model that never costs more and allows lower bounds to be proved. Usually the model itself.
 
         None where nothing can be proved.
         """
-        ...
 
 
 class Compiled(NamedTuple):
@@ -130,21 +131,21 @@ class ProbabilisticCostModel(CostModel, Protocol):
 
     def for_problem(self, problem: Problem) -> ProbabilisticCostModel: ...
 
+    @abstractmethod
     def compiled(self, level: float | None = None) -> Compiled:
         """`head` for one op at a time; with a level, `quantile`."""
-        ...
 
+    @abstractmethod
     def forward_share(self, sums: np.ndarray, level: float | None = None) -> np.ndarray:
         """[G] the share of forward in an op's ms; with a level, in its `quantile`."""
-        ...
 
+    @abstractmethod
     def quantile(self, sums: np.ndarray, level: float) -> np.ndarray:
         """[G] ms. A measurement of the op lies below with probability `level`."""
-        ...
 
+    @abstractmethod
     def is_above_head(self, level: float) -> bool:
         """True if the quantile of this level is never below `head`."""
-        ...
 
 
 class BoundableCostModel(CostModel, Protocol):
@@ -158,28 +159,54 @@ class BoundableCostModel(CostModel, Protocol):
     @property
     def launch_ms(self) -> float: ...
 
+    @abstractmethod
     def rates(self, least: np.ndarray) -> np.ndarray:
         """[..., F] ms, 0 or more. They do not fall as `least` [..., F] grows.
 
         head(sums) >= launch_ms + rates · sums, wherever sums >= least.
         """
-        ...
 
+    @abstractmethod
     def has_equal_transfers(self, topology: Topology) -> bool:
         """True if a backward exchange takes all devices the same time."""
-        ...
 
+    @abstractmethod
     def even_is_least(self, topology: Topology) -> bool:
         """True if an even division of a collective's bytes makes the exchanges of a step cheapest.
 
         Forward the last device counts, backward the devices' mean weighted by speed.
         """
-        ...
+
+    @property
+    @abstractmethod
+    def has_concave_exchanges(self) -> bool:
+        """True if ms are concave in evenly divided bytes, False if they are convex. Either where linear."""
+
+
+class Law:
+    """What most laws of costs have in common: they prove bounds of themselves, and know nothing of slower links."""
+
+    def link_ms(self, sums: np.ndarray) -> np.ndarray:
+        """[...] zeros: rows below device memory are priced beside the model (composite.LinkHead)."""
+        return np.zeros(np.shape(sums)[:-1])
+
+    @property
+    def lower(self) -> Self:
+        """Itself (see CostModel)."""
+        return self
+
+    def has_equal_transfers(self, topology: Topology) -> bool:
+        """True: the busiest device's bytes count for all (see BoundableCostModel)."""
+        return True
+
+    def even_is_least(self, topology: Topology) -> bool:
+        """True where units are equal: swapping devices then changes nothing (see BoundableCostModel)."""
+        return topology.equal_units
 
     @property
     def has_concave_exchanges(self) -> bool:
-        """True if ms are concave in evenly divided bytes, False if they are convex. Either where linear."""
-        ...
+        """Convex (see BoundableCostModel)."""
+        return False
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ from shardcore.core.types import Problem, Setting, Shard
 from shardcore.core.validation import require_type, shown
 from shardcore.cost import collective_model, features, nets, quantiles, ranges, weight_checks
 from shardcore.cost.composite import Composite, composed
-from shardcore.cost.model import CommCost, Compiled
+from shardcore.cost.model import CommCost, Compiled, Law
 from shardcore.cost.step_comm import Transfers, channels_ms, step_comm
 from shardcore.io import files, model_files, schema
 from shardcore.step.kinds import Channel
@@ -36,7 +36,7 @@ _AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
-class NeuralModel:
+class NeuralModel(Law):
     """A CostModel with the formulas of nets.py.
 
     weights: arrays by name.
@@ -150,18 +150,9 @@ class NeuralModel:
         # An empty op would divide 0 by 0.
         return np.divide(both[..., 0], total, out=np.zeros_like(total), where=total > 0)
 
-    def link_ms(self, sums: np.ndarray) -> np.ndarray:
-        """[...] zeros: rows below device memory are priced beside this model (composite.LinkHead)."""
-        return np.zeros(np.shape(sums)[:-1])
-
     def out_of_range(self, workload: Workload) -> list[str]:
         """See model.CostModel."""
         return ranges.out_of_range(self, workload)
-
-    @property
-    def lower(self) -> NeuralModel:
-        """Itself (see model.CostModel)."""
-        return self
 
     @property
     def launch_ms(self) -> float:
@@ -187,11 +178,6 @@ class NeuralModel:
     def even_is_least(self, topology: Topology) -> bool:
         """See model.BoundableCostModel."""
         return collective_model.even_is_least(self.weights, topology, self.setting.backward_payload)
-
-    @property
-    def has_concave_exchanges(self) -> bool:
-        """Convex (see model.BoundableCostModel)."""
-        return False
 
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         """Costs [..., D] of the collectives, for any number of devices. See step_comm.
@@ -228,28 +214,6 @@ def _with_lookups(shard: Shard, pooling: float) -> Shard:
     return dataclasses.replace(shard, table=dataclasses.replace(shard.table, pooling=pooling, access=access))
 
 
-def physical(model: NeuralModel) -> NeuralModel:
-    """An ablation: the same measurements without learned correction and contention. Rates and launch only.
-
-    Raises ShardCoreError for a fine-tuned model: its rates mean nothing without the correction.
-    """
-    if "start" in model.meta.get("provenance", {}):
-        raise ShardCoreError(
-            f"the cost model for ({model.setting}) was fine-tuned: its rates mean nothing without its correction; "
-            "give the folder of another model"
-        )
-    n = len(features.CONDITIONS)
-    learned = ("network.", "contention.1.")
-    weights = {k: v for k, v in model.weights.items() if not k.startswith(learned)}
-    # A last layer of zeros gives a correction of 1, and no contention.
-    weights |= {
-        "network.0.weight": np.zeros((n, 2)),
-        "network.0.bias": np.zeros(2),
-        "contention.1.weight": np.zeros_like(model.weights["contention.1.weight"]),
-    }
-    return NeuralModel(model.setting, weights, model.meta)
-
-
 # --- files --------------------------------------------------------------------------------------------------
 
 _NAMES = {
@@ -262,7 +226,7 @@ _NAMES = {
 def save(model: NeuralModel, folder: str | Path) -> None:
     """Write model.json and weights.safetensors. Raises ShardCoreError for weights that `load` would refuse."""
     # What load would refuse is refused here, while the training's results still exist.
-    weight_checks.require(model.weights)
+    weight_checks.require_weights(model.weights)
     meta = {**model.meta, **_NAMES, "setting": files.setting_to_json(model.setting)}
     model_files.write_model(folder, meta, model.weights)
 
@@ -287,7 +251,7 @@ def load(folder: str | Path) -> NeuralModel:
     # Building _Meta checks types. Only provenance has further rules.
     files.require_provenance(schema.build(_Meta, meta, str(folder)).provenance, f"{folder}: provenance")
     try:
-        weight_checks.require(weights)
+        weight_checks.require_weights(weights)
     except ShardCoreError as error:
         # from None: the file is at fault, and a trace of the check would not help.
         raise ShardCoreError(f"model in {folder}: {error}") from None

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import host_names
 from shardcore.core.tiers import BELOW, Memory
 from shardcore.core.topology import Device, Topology
@@ -264,9 +263,9 @@ def profile_of_device(device_name: str) -> Profile:
     """
     names = [(part.lower(), name) for name in profile_names() for part in _shipped(name).device_names]
     matches = [(len(part), name) for part, name in names if part in device_name.lower()]
-    if not matches:
-        raise ShardCoreError(
-            f"device {device_name!r} has no profile; known are {', '.join(profile_names())} (or make one from its "
-            "data sheet: shardcore profile new)"
-        )
+    require(
+        bool(matches),
+        f"device {device_name!r} has no profile; known are {', '.join(profile_names())} (or make one from its data "
+        "sheet: shardcore profile new)",
+    )
     return _shipped(max(matches)[1])

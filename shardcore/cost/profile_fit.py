@@ -223,8 +223,8 @@ def read_timings(path: str | Path) -> tuple[list[Timing], Counter[str]]:
     named = {row["op"] for row in rows}
     for known, columns in ((OPS, _OP_COLUMNS), (EXCHANGES, _EXCHANGE_COLUMNS)):
         if some := sorted(named & known.keys()):
-            for column in (c for c in columns if c not in rows[0]):
-                raise ShardCoreError(f"{path} has {some[0]!r} timings and lacks the column {column!r}")
+            for column in columns:
+                require(column in rows[0], f"{path} has {some[0]!r} timings and lacks the column {column!r}")
     timings, reasons = [], Counter[str]()
     for i, row in enumerate(rows):
         what = f"{path}, line {i + 2}"

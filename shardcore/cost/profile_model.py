@@ -22,7 +22,7 @@ from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import Problem, Setting, Shard
 from shardcore.cost import profile_law
 from shardcore.cost.known_errors import NOT_MEASURED
-from shardcore.cost.model import CommCost, Compiled, step_ms
+from shardcore.cost.model import CommCost, Compiled, Law, step_ms
 from shardcore.cost.profile import HOST_GBPS, RATES, Profile
 from shardcore.cost.profile_law import Rates
 from shardcore.cost.step_comm import Transfers, channels_ms, step_comm
@@ -35,7 +35,7 @@ from shardcore.tables.host_rows import in_one_cache
 
 
 @dataclass(frozen=True, eq=False)
-class ProfileModel:
+class ProfileModel(Law):
     """A CostModel and BoundableCostModel from a hardware profile. It holds for any problem.
 
     profile: the rates.
@@ -150,11 +150,6 @@ class ProfileModel:
     # --- bounds ---------------------------------------------------------------------------------------------
 
     @property
-    def lower(self) -> ProfileModel:
-        """Itself (see model.CostModel)."""
-        return self
-
-    @property
     def launch_ms(self) -> float:
         """Exact ms that fusing two ops saves (see model.BoundableCostModel)."""
         return sum(profile_law.floor_ms(self._values, part) for part in ("forward", "backward"))
@@ -162,17 +157,6 @@ class ProfileModel:
     def rates(self, least: np.ndarray) -> np.ndarray:
         """[..., 4] ms per unit of each feature (see model.BoundableCostModel)."""
         return np.broadcast_to([0.0, 1.0, 1.0, 0.0], np.shape(least))
-
-    def has_equal_transfers(self, topology: Topology) -> bool:
-        """True: the busiest device's bytes count for all (see model.BoundableCostModel)."""
-        return True
-
-    def even_is_least(self, topology: Topology) -> bool:
-        """True where units are equal: the ramp grows with the busiest, and the rest is convex.
-
-        See model.BoundableCostModel.
-        """
-        return topology.equal_units
 
     @property
     def has_concave_exchanges(self) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import require
 
 LEVELS = np.concatenate([[0.005, 0.01, 0.025], np.arange(0.05, 0.951, 0.025), [0.975, 0.99, 0.995]])
 _KNOTS = 4
@@ -75,9 +75,9 @@ def quantile(w: Mapping[str, np.ndarray], predicted_ms: np.ndarray, level: float
 
 def error(w: Mapping[str, np.ndarray], level: float) -> float:
     """The quantile of the errors at a level. Raises as `quantile` does."""
-    if not LEVELS[0] <= level <= LEVELS[-1]:
-        raise ShardCoreError(
-            f"confidence leads to level {level:g} of the costs' distribution; known are those within {LEVELS[0]} and "
-            f"{LEVELS[-1]}"
-        )
+    require(
+        LEVELS[0] <= level <= LEVELS[-1],
+        f"confidence leads to level {level:g} of the costs' distribution; known are those within {LEVELS[0]} and "
+        f"{LEVELS[-1]}",
+    )
     return float(np.interp(level, w["band.level"], w["band.error"]))

@@ -23,9 +23,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import LEVELS, Link
 from shardcore.core.step_cost import StepCost
+from shardcore.core.validation import require
 from shardcore.cost import collective_model
 from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
@@ -64,19 +64,22 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
     isolated = dataclasses.replace(model, weights={k: v for k, v in model.weights.items() if k not in _NAMES})
     on_one = [s for s in steps if len(s[0].topology.hosts) == 1]
     over_several = [s for s in steps if len(s[0].topology.hosts) > 1]
-    if on_one and over_several:
-        raise ShardCoreError(
-            f"{len(on_one)} steps ran on one host and {len(over_several)} over several; a "
-            "model has one factor for a collective in both: give steps of one kind"
-        )
+    require(
+        not (on_one and over_several),
+        f"{len(on_one)} steps ran on one host and {len(over_several)} over several; a model has one factor for a "
+        "collective in both: give steps of one kind",
+    )
     # On one host each part of a step is measured apart. Over several hosts only their sum is.
     of_parts = [_factors_of_part(isolated, on_one, part) for part in _PARTS]
     of_sums, used_over_several = _factors_of_sums(isolated, over_several)
-    least, most = collective_model.LEAST_IN_STEP, collective_model.MOST_IN_STEP
     factors = {}
     for fitted in (*(fitted for fitted, _ in of_parts), of_sums):
         # An extreme factor means a fit gone wrong, not a slow exchange.
-        factors |= {name: np.array([factor]) for name, factor in fitted.items() if least <= factor <= most}
+        factors |= {
+            name: np.array([factor])
+            for name, factor in fitted.items()
+            if collective_model.LEAST_IN_STEP <= factor <= collective_model.MOST_IN_STEP
+        }
     if not factors:
         return model
     used = max(n for _, n in of_parts) + used_over_several

@@ -8,36 +8,42 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
+from shardcore.core.validation import require
 from shardcore.cost import accuracy, drift_correction, step_factors, traced_training
-from shardcore.cost.fit_config import FitConfig, Progress, TrainedModel
+from shardcore.cost.drift_correction import Lent
+from shardcore.cost.fit_config import FitConfig, Progress, Shape, TrainedModel
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.profile import Profile
-from shardcore.io import replays, traced_samples
+from shardcore.io import dataset, replays, traced_samples
 from shardcore.io.traced_samples import TracedSample
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingData:
-    """The samples of one setting in dataset folders.
+    """The samples of one setting in this machine's folder, and what other machines lend.
 
     known: groups and exchanges.
     steps: replayed steps.
-    traced: steps of running jobs.
+    traced: steps of running jobs on this hardware, also those in other folders.
+    lent: samples of the other folders.
     """
 
-    folders: tuple[Path, ...]
+    folder: Path
     setting: Setting
     known: drift_correction.Measurements
     steps: Sequence[step_factors.Step]
     traced: Sequence[TracedSample] = ()
+    lent: tuple[Lent, ...] = ()
 
     def __str__(self) -> str:
         return (
             f"training for {self.setting} on {len(self.known.compute)} groups, {len(self.known.comm)} "
-            f"exchanges, {len(self.steps)} replayed and {len(self.traced)} traced steps of "
-            f"{' and '.join(map(str, self.folders))}"
+            f"exchanges, {len(self.steps)} replayed and {len(self.traced)} traced steps of {self.folder}"
+        ) + "".join(
+            f"; {len(x.known.compute)} groups and {len(x.known.comm)} exchanges of {x.name} ({x.hardware}) may lend "
+            "their shape"
+            for x in self.lent
         )
 
     @property
@@ -52,12 +58,36 @@ class TrainingData:
         ]
 
 
-def read(folders: Sequence[str | Path], setting: Setting) -> TrainingData:
-    """Read the samples of a setting. Raises as drift_correction.read, replays.steps and traced_samples.read_all."""
-    paths = tuple(map(Path, folders))
-    # All are read with the same setting, so that factors fit the model.
-    known, steps = drift_correction.read(paths, setting), replays.steps(paths, setting)
-    return TrainingData(paths, setting, known, steps, traced_samples.read_all(paths, setting))
+def read(folder: str | Path, setting: Setting, lenders: Sequence[str | Path] = ()) -> TrainingData:
+    """Read this machine's samples of a setting, and samples of other folders that differ in hardware only.
+
+    Raises as drift_correction.read, replays.steps and traced_samples.read_all, and ShardCoreError for a lender
+    without samples.
+    """
+    own, others = Path(folder), [path for path in map(Path, lenders) if path != Path(folder)]
+    known, steps = drift_correction.read(own, setting), replays.steps([own], setting)
+    traced = traced_samples.read_all([own, *others], setting)
+    lent = [
+        Lent(str(path), held.hardware, drift_correction.read(path, held))
+        for path in others
+        for held in dataset.settings(path)
+        if is_alike(held, setting)
+    ]
+    for path in others:
+        require(
+            any(x.name == str(path) for x in lent) or bool(traced_samples.digests(path)),
+            f"{path} holds samples for ({'; '.join(map(str, dataset.settings(path))) or 'nothing'}); to lend their "
+            f"shape to ({setting}), samples may differ from it in hardware only, as of a CPU or of a GPU",
+        )
+    return TrainingData(own, setting, known, steps, traced, tuple(lent))
+
+
+def is_alike(other: Setting, setting: Setting) -> bool:
+    """True for settings that differ in hardware only, both of a CPU or both of a GPU."""
+    return (
+        other.hardware.startswith("cpu-") == setting.hardware.startswith("cpu-")
+        and dataclasses.replace(other, hardware=setting.hardware) == setting
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,11 +97,15 @@ class Trained(TrainedModel):
     of_steps: a sentence on the replayed steps. "": there were none.
     of_traces: the same of traced steps.
     traced_errors: in percent on held-out traces, before and after they joined. None: none is held out.
+    of_lent: a sentence on each lender.
+    start: what other machines lent. None: nothing.
     """
 
     of_steps: str = ""
     of_traces: str = ""
     traced_errors: tuple[float, float] | None = None
+    of_lent: tuple[str, ...] = ()
+    start: Shape | None = None
 
 
 def train(
@@ -89,21 +123,46 @@ def train(
 
     Raises as fit.train.
     """
-    from shardcore.cost import fit  # imports torch, which judging does not need
+    from shardcore.cost import fit, lending  # they import torch, which judging does not need
 
-    fitted = fit.train(data.known.compute, data.known.comm, data.setting, config, progress, start)
+    shape, lent = None, {}
+    if data.lent and start is None:
+        fitted, shape, words = lending.train(
+            data.known, data.setting, data.lent, config or FitConfig(), progress
+        )
+        lent = {
+            x.name: {
+                "digest": replays.parts_digest(Path(x.name)),
+                "hardware": x.hardware,
+                "groups": len(x.known.compute),
+                "exchanges": len(x.known.comm),
+                "words": words.get(x.name, "lends ops nothing"),
+            }
+            for x in data.lent
+        }
+    else:
+        fitted = fit.train(data.known.compute, data.known.comm, data.setting, config, progress, start)
     # Factors need the trained model's prices of exchanges, so they come after it.
     model = step_factors.fit(fitted.model, data.steps)
     # Traces tell what a step takes, factors included, so they come last.
     corrected = traced_training.correct(model, data.traced) if data.traced else None
     model = corrected.model if corrected else model
     # The digest ties a model to the data that it was trained on.
-    about = {**model.meta["provenance"], "data": replays.data_digest(data.folders), **(provenance or {})}
-    of_steps = step_factors.summary(fitted.model, model, len(data.steps)) if data.steps else ""
-    model = dataclasses.replace(model, meta={**model.meta, "provenance": about})
-    if corrected is None:
-        return Trained(model, fitted.curves, of_steps)
-    return Trained(model, fitted.curves, of_steps, corrected.words, corrected.errors)
+    about = {
+        **model.meta["provenance"],
+        "data": replays.data_digest([data.folder, *(Path(x.name) for x in data.lent)]),
+        **({"lent": lent} if lent else {}),
+        **(provenance or {}),
+    }
+    return Trained(
+        dataclasses.replace(model, meta={**model.meta, "provenance": about}),
+        fitted.curves,
+        step_factors.summary(fitted.model, model, len(data.steps)) if data.steps else "",
+        corrected.words if corrected else "",
+        corrected.errors if corrected else None,
+        tuple(f"{name} {one['words']}" for name, one in lent.items()),
+        shape,
+    )
 
 
 def judge(model: NeuralModel, known: drift_correction.Measurements, split: str = "test") -> dict[str, float]:
@@ -112,14 +171,13 @@ def judge(model: NeuralModel, known: drift_correction.Measurements, split: str =
 
 
 def read_held_out(model: NeuralModel, folder: Path) -> drift_correction.Measurements:
-    """Measurements to judge a model by, from a folder and the datasets that joined its training.
+    """Measurements of this machine's folder to judge a model by.
 
     Raises ShardCoreError where none of the groups is held out.
     """
-    # A model that joined datasets is judged on held-out samples of all of them.
-    known = drift_correction.read([folder, *model.meta["provenance"].get("datasets", {})], model.setting)
-    if all(s.error is not None for s in accuracy.held_out(known.compute)):
-        raise ShardCoreError(
-            f"{folder} holds no held-out samples for ({model.setting}) to judge a model by; measure more"
-        )
+    known = drift_correction.read(folder, model.setting)
+    require(
+        any(s.error is None for s in accuracy.held_out(known.compute)),
+        f"{folder} holds no held-out samples for ({model.setting}) to judge a model by; measure more",
+    )
     return known

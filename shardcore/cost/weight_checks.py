@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import require
 from shardcore.cost import collective_model, features, quantiles
 from shardcore.step.kinds import CHANNELS
 
@@ -29,7 +29,7 @@ _MOST_LAYERS = 8
 """Layers of the network. With more, products of weights within _ANY may overflow."""
 
 
-def require(w: Mapping[str, np.ndarray]) -> None:
+def require_weights(w: Mapping[str, np.ndarray]) -> None:
     """Raise ShardCoreError for a weight that is missing, unknown, of another shape, or out of range."""
     k, c, e = len(features.DRIVERS), len(features.CONDITIONS), len(collective_model.EXCHANGE_TERMS)
     hidden, knots, levels = (_length(w, name) for name in ("contention.0.bias", "band.log_ms", "band.level"))
@@ -63,31 +63,36 @@ def require(w: Mapping[str, np.ndarray]) -> None:
     optional |= {collective_model.step_factor_name(*x): ((1,), in_step) for x in ran}
     optional |= {name: ((2,), _RATE) for name in collective_model.OWN_WORK}
     # An unknown weight would be ignored silently, so refuse it.
-    for name in sorted(set(w) - set(rules) - set(optional)):
-        raise ShardCoreError(f"weight {name!r} is not known")
+    unknown = sorted(set(w) - set(rules) - set(optional))
+    require(not unknown, f"weight {', '.join(map(repr, unknown))} is not known")
     # Optional weights are checked only where they are present.
     for name, (shape, ends) in {**rules, **{n: r for n, r in optional.items() if n in w}}.items():
         _require(w, name, shape, ends)
-    if (w["condition_low"] > w["condition_high"]).any():
-        raise ShardCoreError("weight 'condition_low' lies above 'condition_high'")
+    require(
+        not (w["condition_low"] > w["condition_high"]).any(),
+        "weight 'condition_low' lies above 'condition_high'",
+    )
     _require_band(w["band.log_ms"], w["band.width"], w["band.level"], w["band.error"])
 
 
 def _require_band(log_ms: np.ndarray, width: np.ndarray, level: np.ndarray, error: np.ndarray) -> None:
     """Quantiles have to rise with the level and with the cost, and stay finite."""
     lowest, highest = quantiles.LEVELS[0], quantiles.LEVELS[-1]
-    if level[0] > lowest or level[-1] < highest:
-        raise ShardCoreError(
-            f"weight 'band.level' goes from {level[0]:g} to {level[-1]:g}; it needs to reach from {lowest} to {highest}"
-        )
+    require(
+        level[0] <= lowest and level[-1] >= highest,
+        f"weight 'band.level' goes from {level[0]:g} to {level[-1]:g}; it needs to reach from {lowest} to {highest}",
+    )
     rising = (("band.log_ms", log_ms, 1e-9), ("band.level", level, 1e-9), ("band.error", error, 0.0))
     for name, values, least in rising:
-        if (np.diff(values) < least).any():
-            raise ShardCoreError(f"weight {name!r} falls; it needs to rise")
-    if not quantiles.rises(log_ms, width, error):
-        raise ShardCoreError("weights 'band.width' and 'band.error' mean quantiles that fall as costs grow")
-    if np.abs(error).max() * width.max() > _BAND:
-        raise ShardCoreError(f"weights 'band.error' and 'band.width' mean factors beyond e^{_BAND:g}")
+        require(not (np.diff(values) < least).any(), f"weight {name!r} falls; it needs to rise")
+    require(
+        quantiles.rises(log_ms, width, error),
+        "weights 'band.width' and 'band.error' mean quantiles that fall as costs grow",
+    )
+    require(
+        np.abs(error).max() * width.max() <= _BAND,
+        f"weights 'band.error' and 'band.width' mean factors beyond e^{_BAND:g}",
+    )
 
 
 def _network(
@@ -96,8 +101,9 @@ def _network(
     """Rules of the correction network's layers. Each takes what the one before gives; the last gives 2."""
     layers = (re.fullmatch(r"network\.(\d{1,3})\..*", name) for name in w)
     rules, last = {}, max((int(layer[1]) for layer in layers if layer), default=0)
-    if last >= _MOST_LAYERS:
-        raise ShardCoreError(f"weights 'network' have {last + 1} layers; they need {_MOST_LAYERS} at most")
+    require(
+        last < _MOST_LAYERS, f"weights 'network' have {last + 1} layers; they need {_MOST_LAYERS} at most"
+    )
     # The name of a layer gives its number: network.0, network.1, ...
     for i in range(last + 1):
         outputs = 2 if i == last else _length(w, f"network.{i}.bias")
@@ -112,16 +118,12 @@ def _length(w: Mapping[str, np.ndarray], name: str) -> int:
 
 
 def _require(w: Mapping[str, np.ndarray], name: str, shape: Sequence[int], ends: tuple[float, float]) -> None:
-    if name not in w:
-        raise ShardCoreError(f"weight {name!r} is missing")
+    require(name in w, f"weight {name!r} is missing")
     values = w[name]
-    if values.shape != tuple(shape) or values.dtype != np.float64:
-        raise ShardCoreError(
-            f"weight {name!r} is {values.dtype} {list(values.shape)}; it needs to be float64 {list(shape)}"
-        )
+    require(
+        values.shape == tuple(shape) and values.dtype == np.float64,
+        f"weight {name!r} is {values.dtype} {list(values.shape)}; it needs to be float64 {list(shape)}",
+    )
     # Negated, so that comparisons with NaN, which are False, count as wrong.
-    wrong = ~((values >= ends[0]) & (values <= ends[1]))  # also NaN
-    if wrong.any():
-        raise ShardCoreError(
-            f"weight {name!r} has {float(values[wrong][0]):g}; it needs {ends[0]:g} to {ends[1]:g}"
-        )
+    wrong = values[~((values >= ends[0]) & (values <= ends[1]))].tolist()
+    require(not wrong, f"weight {name!r} has {sum(wrong[:1]):g}; it needs {ends[0]:g} to {ends[1]:g}")

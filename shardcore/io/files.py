@@ -300,6 +300,7 @@ _PROVENANCE = {
     "tower_ratio": float,
     "extrapolated": tuple[str, ...],
     "datasets": Mapping[str, str],
+    "lent": Mapping[str, Mapping[str, Any]],
     "torchrec": Mapping[str, Mapping[str, Any]],
 }
 """Types of the entries of provenance that code reads. Others are for people."""

@@ -324,15 +324,10 @@ def model_card(model: NeuralModel, studied: Studied, name: str) -> str:
     """
     # The page must stay below 5,000 characters, which is all that a model registry keeps.
     use = _USE.replace("NAME", name).replace("BATCH", str(model.setting.batch))
-    refused = model.meta["provenance"].get("not_joined", {})
-    first = [
-        *known_errors.worse_than_usual(model),
-        *(f"{folder} is of the same hardware, but did not join: {why}" for folder, why in refused.items()),
-    ]
     return "\n\n".join(
         [
             f"# Cost model of {model.setting.hardware}",
-            *(f"**{x}.**" for x in first),
+            *(f"**{x}.**" for x in known_errors.worse_than_usual(model)),
             known_errors.label(model),
             "Predicts what the embedding tables of a recommendation model cost in one training step: the ms of fused "
             f"FBGEMM lookups, forward and backward, and of exchanges between devices. Valid for ({model.setting}); "
@@ -369,7 +364,10 @@ def _trained_on(model: NeuralModel) -> str:
                 else []
             ),
             ("measurements, DVC version", provenance.get("data_version", "-")),
-            *((f"joined: {name}, version", of) for name, of in provenance.get("datasets", {}).items()),
+            *(
+                (f"{name} ({of['hardware']}), version {of['digest']}", of["words"])
+                for name, of in provenance.get("lent", {}).items()
+            ),
             ("code, git commit", provenance.get("git_commit", "-")),
             ("seed", model.meta["config"]["seed"]),
         ],

@@ -240,7 +240,7 @@ def test_groups_of_a_collective_have_rates_of_their_own():
     within, all_ranks = (
         [sample(w, group, factor) for w in widths] for group, factor in (("host", 1.0), ("world", 10.0))
     )
-    rates = collective_fit.fit([*within, *all_ranks], [], lambda *_: None)
+    rates = collective_fit.fit([*within, *all_ranks])
     for samples, group in ((within, "host"), (all_ranks, "world")):
         assert collective_model.rates_name(Channel("reduce_scatter", group), "forward") in rates
         predicted, found = collective_fit.predicted(rates, samples, "forward")

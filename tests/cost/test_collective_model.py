@@ -25,9 +25,7 @@ QUICK = fit.FitConfig(epochs=3)
 
 
 def fitted(*samples) -> neural.NeuralModel:
-    return neural.NeuralModel(
-        SETTING, collective_fit.fit([x for s in samples for x in s], [], lambda *_: None), {"ranges": {}}
-    )
+    return neural.NeuralModel(SETTING, collective_fit.fit([x for s in samples for x in s]), {"ranges": {}})
 
 
 def on_hosts(*devices: int, **given) -> Topology:

@@ -4,10 +4,10 @@ judged."""
 import dataclasses
 
 import pytest
-from laws import SETTING, comm_samples, compute_samples, linear_law, pool
+from laws import SETTING, cache_law, comm_samples, compute_samples, linear_law, pool
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.cost import accuracy, fit, training
+from shardcore.cost import accuracy, fit, neural, training
 from shardcore.io import dataset, replays
 
 CONFIG = fit.FitConfig(epochs=1, hidden=(4,))
@@ -15,22 +15,30 @@ CONFIG = fit.FitConfig(epochs=1, hidden=(4,))
 
 @pytest.fixture
 def measured(tmp_path):
-    # One of them was drawn twice.
+    """Folder a of this machine, b of a slower one, c of a GPU, and d of no machine: it is empty."""
     compute = [
         dataclasses.replace(s, software=f"torch {i % 2}")
-        for i, s in enumerate(compute_samples(linear_law, 80))
+        for i, s in enumerate(compute_samples(linear_law, 60))
     ]
-    for folder, some in (("a", compute[:60]), ("b", compute[60:])):
-        dataset.write_compute(tmp_path / folder, some, dataset.write_pool(tmp_path / folder, pool()))
-    dataset.write_comm(tmp_path / "a", comm_samples(40))
+    write(tmp_path / "a", compute, comm_samples(40))
+    for folder, hardware in (("b", "cpu-slower"), ("c", "gpu")):
+        setting = dataclasses.replace(SETTING, hardware=hardware)
+        write(tmp_path / folder, compute_samples(cache_law, 80, setting), comm_samples(40, setting=setting))
+    (tmp_path / "d").mkdir()
     return tmp_path
 
 
+def write(folder, compute, comm=()):
+    dataset.write_compute(folder, compute, dataset.write_pool(folder, pool()))
+    if comm:
+        dataset.write_comm(folder, comm)
+
+
 def test_a_model_names_its_data_and_what_its_trainer_adds(measured):
-    folders, said = [measured / "a", str(measured / "b")], []
-    data = training.read(folders, SETTING)
-    assert str(data).startswith(
-        f"training for {SETTING} on 79 groups, 40 exchanges, 0 replayed and 0 traced steps of "
+    said = []
+    data = training.read(measured / "a", SETTING)
+    assert str(data) == (
+        f"training for {SETTING} on 59 groups, 40 exchanges, 0 replayed and 0 traced steps of {measured / 'a'}"
     )
     assert data.warnings == [
         "samples were measured with different software: torch 0; torch 1; if their "
@@ -39,14 +47,38 @@ def test_a_model_names_its_data_and_what_its_trainer_adds(measured):
     found = training.train(
         data, CONFIG, lambda model, epoch, values: said.append((model, epoch)), provenance={"seed": 3}
     )
-    assert found.model.meta["provenance"] == {"data": replays.data_digest(data.folders), "seed": 3}
-    assert ("compute", 1) in said and found.of_steps == ""
+    assert found.model.meta["provenance"] == {"data": replays.data_digest([data.folder]), "seed": 3}
+    assert ("compute", 1) in said and found.of_steps == "" and found.of_lent == ()
     alone = fit.train(data.known.compute, data.known.comm, SETTING, CONFIG).model
     assert all((found.model.weights[name] == w).all() for name, w in alone.weights.items())
 
 
-def test_a_model_is_judged_by_groups_and_exchanges_of_one_split(measured):
-    data = training.read([measured / "a", measured / "b"], SETTING)
+def test_samples_of_other_hardware_of_the_same_kind_lend_and_are_on_record(measured):
+    data = training.read(measured / "a", SETTING, [measured / "c"])
+    assert [x.hardware for x in data.lent] == ["gpu"] and len(data.known.compute) == 59
+    n = len(data.lent[0].known.compute)
+    assert str(data).endswith(f"; {n} groups and 40 exchanges of {measured / 'c'} (gpu) may lend their shape")
+    found = training.train(data, CONFIG)
+    lent = found.model.meta["provenance"]["lent"][str(measured / "c")]
+    assert (lent["hardware"], lent["groups"], lent["exchanges"]) == ("gpu", n, 40)
+    assert lent["digest"] == replays.parts_digest(measured / "c")
+    assert found.of_lent == (f"{measured / 'c'} {lent['words']}",)
+    assert found.model.meta["samples"]["compute_train"] < 60
+    for folder in ("a", "c"):
+        neural.save(found.model, measured / folder / "model")
+    assert neural.load(measured / "a" / "model").meta == found.model.meta
+
+
+@pytest.mark.parametrize("folder, held", [("b", "cpu-slower, .*"), ("d", "nothing")])
+def test_a_folder_that_can_lend_nothing_is_named(measured, folder, held):
+    with pytest.raises(
+        ShardCoreError, match=rf"{folder} holds samples for \({held}\); to lend their shape to"
+    ):
+        training.read(measured / "a", SETTING, [measured / folder])
+
+
+def test_a_model_is_judged_by_own_groups_and_exchanges_of_one_split(measured):
+    data = training.read(measured / "a", SETTING, [measured / "c"])
     model = training.train(data, CONFIG).model
     for split in ("train", "test"):
         own = [
@@ -58,12 +90,13 @@ def test_a_model_is_judged_by_groups_and_exchanges_of_one_split(measured):
         assert found == accuracy.evaluate(model, *own)
 
 
-def test_held_out_samples_of_datasets_that_joined_count_and_none_is_refused_by_name(measured):
-    data = training.read([measured / "a"], SETTING)
-    joined = training.train(data, CONFIG, provenance={"datasets": {str(measured / "b"): "of test"}}).model
-    assert len(training.read_held_out(joined, measured / "a").compute) == 79
+def test_held_out_samples_are_own_ones_and_a_folder_without_any_is_named(measured):
+    data = training.read(measured / "a", SETTING, [measured / "c"])
+    model = training.train(data, CONFIG).model
+    assert {s.id for s in training.read_held_out(model, measured / "a").compute} == {
+        s.id for s in data.known.compute
+    }
     few = [s for s in data.known.compute if dataset.split_of(s.id) == "train"]
-    dataset.write_compute(measured / "c", few, dataset.write_pool(measured / "c", pool()))
-    alone = training.train(data, CONFIG).model
-    with pytest.raises(ShardCoreError, match=r"c holds no held-out samples for \(law.*measure more"):
-        training.read_held_out(alone, measured / "c")
+    write(measured / "e", few)
+    with pytest.raises(ShardCoreError, match=r"e holds no held-out samples for \(law.*measure more"):
+        training.read_held_out(model, measured / "e")

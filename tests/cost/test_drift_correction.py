@@ -11,13 +11,12 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
 from shardcore.cost import accuracy
 from shardcore.cost.drift_correction import (
-    FEWEST_BUSY,
     NEIGHBOURS,
     REACH_S,
     _neighbours_median,
-    as_in_a_step,
     corrected,
     read,
+    rescaled,
 )
 from shardcore.io import dataset
 from shardcore.io.measurements import EmulatedLinks
@@ -127,27 +126,21 @@ def test_failures_and_few_samples_stay_as_they_are():
     ] == failed
 
 
-def test_folders_are_read_together_each_sample_once(tmp_path):
+def test_the_samples_of_a_folder_are_read_each_once(tmp_path):
     samples = in_turn({s.id: s for s in compute_samples(linear_law, 60)}.values(), lambda s: 1.0)
     tables = list({t.name: t for s in samples for t in (x.table for x in s.request.shards)}.values())
-    for folder, part in (("a", samples[:40]), ("b", samples[30:])):
-        dataset.write_compute(tmp_path / folder, part, dataset.write_pool(tmp_path / folder, tables))
-    known = read([tmp_path / "a", tmp_path / "b"], SETTING)
+    for part in (samples[:40], samples[30:]):
+        dataset.write_compute(tmp_path, part, dataset.write_pool(tmp_path, tables))
+    known = read(tmp_path, SETTING)
     assert sorted({s.id for s in samples}) == [s.id for s in known.compute] and not known.comm
     assert known.repeats == []
 
 
-def test_exchanges_of_a_collective_are_those_between_busy_ranks_once_there_are_enough():
-    idle = [*comm_samples(40), *comm_samples(30, collective="all_reduce")]
-    few, enough = comm_samples(FEWEST_BUSY // 2, busy_ms=20.0), comm_samples(2 * FEWEST_BUSY, busy_ms=20.0)
-    assert as_in_a_step(few) == few and as_in_a_step(idle) == idle
-    assert as_in_a_step([*idle, *few]) == idle
-    assert {(s.request.collective, s.request.busy_ms) for s in as_in_a_step([*idle, *enough])} == {
-        ("all_to_all", 20.0),
-        ("all_reduce", 0.0),
-    }
-    failed = [dataclasses.replace(s, forward=None, backward=None, error="a rank died") for s in enough]
-    assert as_in_a_step([*idle, *failed]) == idle
+def test_a_rescaled_sample_takes_so_many_times_as_long_in_each_direction():
+    [sample] = compute_samples(linear_law, 1)
+    found = rescaled(sample, 2.0, 0.5)
+    assert found.forward.q3_ms == 2 * sample.forward.q3_ms and found.id == sample.id
+    assert found.total_ms == 2 * sample.forward.median_ms + sample.backward.median_ms / 2
 
 
 def test_exchanges_over_emulated_links_and_within_groups_are_left_out(tmp_path):
@@ -156,7 +149,7 @@ def test_exchanges_over_emulated_links_and_within_groups_are_left_out(tmp_path):
         for more in ({}, {"emulated": EmulatedLinks(0.4)}, {"group": "cross"})
     )
     dataset.write_comm(tmp_path, [s for some in (real, *others) for s in some])
-    assert {s.id for s in read([tmp_path], SETTING).comm} == {s.id for s in real}
+    assert {s.id for s in read(tmp_path, SETTING).comm} == {s.id for s in real}
 
 
 def test_a_folder_of_another_setting_is_named(tmp_path):
@@ -164,4 +157,4 @@ def test_a_folder_of_another_setting_is_named(tmp_path):
     tables = list({t.name: t for s in samples for t in (x.table for x in s.request.shards)}.values())
     dataset.write_compute(tmp_path, samples, dataset.write_pool(tmp_path, tables))
     with pytest.raises(ShardCoreError, match="holds samples for .*batch 256.*, none for .*batch 512"):
-        read([tmp_path], Setting("law", 512))
+        read(tmp_path, Setting("law", 512))

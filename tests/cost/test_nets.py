@@ -9,7 +9,6 @@ from laws import SETTING, by_hand
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.types import Shard, Table
 from shardcore.cost import features, nets
-from shardcore.cost.neural import physical
 
 BATCH = SETTING.batch
 SHARD = Shard.whole(Table("t", 1000, 32, 2.0, Zipf(0.0)))
@@ -98,8 +97,6 @@ def test_contention_grows_with_the_loads_against_typical_ones():
     )
     head, parameters, _ = model.compiled()
     assert head(sums, parameters) == pytest.approx(sum(expected))
-    plain = physical(model)
-    assert plain.head(sums) == pytest.approx(0.5 + 8 * (FORWARD + BACKWARD))
 
 
 @pytest.mark.parametrize("confidence, reach", [(0.8, 0.4), (0.5, 0.25)])

@@ -39,7 +39,7 @@ ALONE = {(c, way): 1.0 for c in CHANNELS for way in COLLECTIVES[c.collective].wa
 def model(model):
     """With rates of all collectives."""
     samples = [s for c in COLLECTIVES for s in comm_samples(collective=c)]
-    law = collective_fit.fit(samples, [], lambda *_: None)
+    law = collective_fit.fit(samples)
     return dataclasses.replace(model, weights={**model.weights, **law})
 
 

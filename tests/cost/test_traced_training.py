@@ -91,12 +91,12 @@ def test_training_joins_traced_with_measured_samples(tmp_path):
     compute, comm = compute_samples(linear_law, 80), comm_samples(40)
     dataset.write_compute(tmp_path, compute, dataset.write_pool(tmp_path, pool()))
     dataset.write_comm(tmp_path, comm)
-    measured = training.train(training.read([tmp_path], SETTING), CONFIG)
+    measured = training.train(training.read(tmp_path, SETTING), CONFIG)
     digest = replays.parts_digest(tmp_path)
     truth = true_machine(measured.model)
     for number, plan in ((1000, by_columns), (2000, others), (2000, others)):  # read twice: kept once
         traced_samples.append(tmp_path, sample(truth, number, plan))
-    data = training.read([tmp_path], SETTING)
+    data = training.read(tmp_path, SETTING)
     assert len(data.traced) == 2 and "2 traced steps" in str(data)
     joined = training.train(data, CONFIG)
     before, after = joined.traced_errors

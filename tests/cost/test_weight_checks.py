@@ -23,7 +23,7 @@ def with_value(w, name, value):
 
 
 def test_what_training_makes_is_right(trained, tmp_path):
-    weight_checks.require(trained.weights)
+    weight_checks.require_weights(trained.weights)
     neural.save(trained, tmp_path)
     assert neural.load(tmp_path).weights.keys() == trained.weights.keys()
 
@@ -50,7 +50,7 @@ def test_what_training_makes_is_right(trained, tmp_path):
 )
 def test_a_number_out_of_its_range_is_named(trained, name, value, said):
     with pytest.raises(ShardCoreError, match=said):
-        weight_checks.require(with_value(trained.weights, name, value))
+        weight_checks.require_weights(with_value(trained.weights, name, value))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_number_out_of_its_range_is_named(trained, name, value, said):
 )
 def test_a_weight_that_is_missing_unknown_or_of_another_shape_is_named(trained, change, said):
     with pytest.raises(ShardCoreError, match=said):
-        weight_checks.require(change(trained.weights))
+        weight_checks.require_weights(change(trained.weights))
 
 
 def test_a_model_is_checked_when_it_is_read(trained, tmp_path):
@@ -121,4 +121,4 @@ def test_a_network_of_many_layers_is_refused(trained):
     }
     w = {**{k: v for k, v in trained.weights.items() if not k.startswith("network.")}, **layers}
     with pytest.raises(ShardCoreError, match="9 layers"):
-        weight_checks.require(w)
+        weight_checks.require_weights(w)

@@ -107,7 +107,7 @@ def test_of_replayed_plans_that_replace_others_nine_in_ten_are_faster():
     from shardcore.step.lower import lower
 
     setting = Setting("cpu-amd-epyc", 2048)
-    known = drift_correction.read(["datasets/cpu-amd-epyc"], setting)
+    known = drift_correction.read("datasets/cpu-amd-epyc", setting)
     model = fit.train(known.compute[:1500], known.comm, setting, fit.FitConfig(epochs=5)).model
     box = Path("bench/emulated-hosts")
     alone, pairs = box_replays.of_box(model, box, pods=True), []

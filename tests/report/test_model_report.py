@@ -26,7 +26,9 @@ def model(comm):
             "provenance": {
                 "data_version": "md5-of-the-data",
                 "git_commit": "abc",
-                "datasets": {"datasets/x": "digest-of-x"},
+                "lent": {
+                    "datasets/x": {"hardware": "other", "digest": "of-x", "words": "lends ops their shape"}
+                },
             },
         },
     )
@@ -135,7 +137,7 @@ def test_the_card_says_what_it_was_trained_on_where_to_trust_it_how_good_it_is_a
     for said in (
         "Valid for (law, batch 256, fp32, exact_sgd)",
         "| measurements, DVC version | md5-of-the-data |",
-        "| joined: datasets/x, version | digest-of-x |",
+        "| datasets/x (other), version of-x | lends ops their shape |",
         "| groups: train / validation / test | ",
         "- a shard is 4 to 64 columns wide",
         "- a device runs 1 to 8 shards in one op",

@@ -191,20 +191,6 @@ def test_the_champion_is_scored_on_the_data_of_now(store, model):
 
 
 @pytest.mark.long
-def test_datasets_that_joined_in_training_count(store, model):
-    """The challenger would lose by the measurements alone."""
-    other = scaled(model, 1.5)
-    compute, comm = measured_as_by(model, model)
-    rest = [s for s in compute if split_of(s.id) != "test"]
-    one = next(s for s in compute if split_of(s.id) == "test")
-    measure(store / "measured", [*rest, one], comm)
-    measure(store / "datasets/x", [s for s in measured_as_by(other, other)[0] if s.id != one.id], comm)
-    joined = dataclasses.replace(other, meta={**other.meta, "provenance": {"datasets": {"datasets/x": "v"}}})
-    assert promote(store, model).champion == "1"
-    assert promote(store, other).champion == "1" and promote(store, joined).champion == "2"
-
-
-@pytest.mark.long
 def test_a_champion_of_another_batch_is_no_measure(store, model, trained):
     other = dataclasses.replace(model, setting=dataclasses.replace(SETTING, batch=64))
     neural.save(other, store / "old")

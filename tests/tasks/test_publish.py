@@ -47,7 +47,7 @@ def test_a_plan_names_its_model_the_data_and_the_search(limit):
                 "git_commit": "c1",
                 "seed": 5,
                 "data": "0123456789abcdef",
-                "datasets": {"datasets/x": "digest"},
+                "lent": {"datasets/x": {"digest": "digest", "hardware": "other"}},
             }
         },
     )

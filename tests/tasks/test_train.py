@@ -1,5 +1,5 @@
 """The train and evaluate tasks on synthetic measurements: what the run in MLflow holds, and datasets that
-join."""
+lend the shape of costs."""
 
 import dataclasses
 import re
@@ -28,11 +28,12 @@ from shardcore.search import SHARDERS
 from tasks import registry
 from tasks.evaluate import evaluate_model
 from tasks.setting import SettingConfig
-from tasks.train import TrainConfig, data_version, of_same_hardware, train_model
+from tasks.train import TrainConfig, data_version, lenders, train_model
 
 WANTED = SettingConfig(SETTING.hardware, SETTING.batch)
 MEASUREMENTS, SHIPPED = Path("data/measurements"), Path("datasets/x")
 QUICK = {"epochs": 2, "hidden": (4,)}
+OTHER = Setting("other", SETTING.batch)
 SAMPLES = list({s.id: s for s in compute_samples(cache_law, 260, noise=0.05)}.values())
 
 
@@ -45,12 +46,11 @@ def write(folder, compute, comm=()):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """The current folder of these tests; its MLflow holds their runs. Half of the dataset's samples were
-    measured here too."""
+    """The current folder of these tests; its MLflow holds their runs. The dataset is of another machine."""
     folder = tmp_path_factory.mktemp("place")
     with tracked(folder), disable_run_logger():
-        write(MEASUREMENTS, SAMPLES[:180], comm_samples(30))
-        write(SHIPPED, SAMPLES[100:])
+        write(MEASUREMENTS, SAMPLES, comm_samples(30))
+        write(SHIPPED, compute_samples(cache_law, 200, OTHER, noise=0.05))
         write(Path("datasets/other"), compute_samples(cache_law, 60, Setting("law", 64)))
         yield folder
 
@@ -100,56 +100,31 @@ def test_the_run_holds_parameters_curves_metrics_figures_and_the_card(joined):
     )
 
 
-def test_datasets_join_what_was_measured_and_count_once(joined):
+def test_a_dataset_of_another_machine_lends_and_counts_nowhere(joined):
     _, run = joined
     model = neural.load("data/model")
-    assert sum(v for k, v in model.meta["samples"].items() if k.startswith("compute")) == len(SAMPLES)
+    own = [s for s in dataset.read_compute(MEASUREMENTS)]
+    assert sum(v for k, v in model.meta["samples"].items() if k.startswith("compute")) == len(own)
     inputs = {d.dataset.name: d.dataset.digest for d in run.inputs.dataset_inputs}
     version = files.digest(sorted(p.name for p in SHIPPED.iterdir()))
     assert inputs == {"measurements": "unversioned", "x": version}
-    assert model.meta["provenance"]["datasets"] == {"datasets/x": version}
-    assert f"| joined: datasets/x, version | {version} |" in Path("data/card.md").read_text()
+    lent = model.meta["provenance"]["lent"]["datasets/x"]
+    assert (lent["digest"], lent["hardware"], lent["exchanges"]) == (version, "other", 0)
+    assert f"| datasets/x (other), version {version} | lends ops " in Path("data/card.md").read_text()
 
 
-def test_a_model_is_evaluated_on_what_it_was_trained_on(joined):
+def test_a_model_is_evaluated_on_own_samples(joined):
     metrics = evaluate_model.fn(Path("data/model"), MEASUREMENTS, Path("data/evaluation"))
     assert metrics == joined[0] and metrics["n_compute"] == len(accuracy.held_out(SAMPLES))
     assert len(Path("data/evaluation/predictions.csv").read_text().splitlines()) == metrics["n_compute"] + 1
 
 
-def test_shipped_samples_of_an_equally_fast_machine_join_unasked(joined):
-    """One folder is as fast, one has another batch, and one is of a machine three times as slow."""
-
-    def slower(spread):
-        return dataclasses.replace(
-            spread, **{k: 3 * getattr(spread, k) for k in ("median_ms", "q1_ms", "q3_ms")}
-        )
-
-    slow = [
-        dataclasses.replace(s, forward=slower(s.forward), backward=slower(s.backward)) for s in SAMPLES[200:]
-    ]
-    write(Path("datasets/slow"), slow)
-    join, refused = of_same_hardware(SETTING, MEASUREMENTS)
-    assert join == [SHIPPED] and list(refused) == ["datasets/slow"]
-    assert refused["datasets/slow"].startswith("ops take 0.35 times as long here; ")
-    metrics = train(learning_curve=False)
-    assert metrics["n_compute"] == joined[0]["n_compute"]
-    provenance = neural.load("data/model").meta["provenance"]
-    assert list(provenance["datasets"]) == ["datasets/x"]
-    assert (
-        "datasets/slow is of the same hardware, but did not join: ops take 0.35"
-        in Path("data/card.md").read_text().partition("Predicts what")[0]
-    )
-    assert provenance["data"] == replays.data_digest([MEASUREMENTS, SHIPPED])
-    shutil.rmtree("datasets/slow")
-
-
-def test_a_named_dataset_of_other_hardware_does_not_join(place):
-    write(
-        Path("datasets/apart"), compute_samples(cache_law, 60, dataclasses.replace(SETTING, hardware="apart"))
-    )
-    train(datasets=("datasets/apart", str(SHIPPED)), learning_curve=False)
-    assert list(neural.load("data/model").meta["provenance"]["datasets"]) == ["datasets/x"]
+def test_shipped_samples_that_differ_in_hardware_only_lend_unasked(place):
+    """One folder has another batch, and one is of another kind of device."""
+    apart = compute_samples(cache_law, 60, dataclasses.replace(SETTING, hardware="cpu-apart"))
+    write(Path("datasets/apart"), apart)
+    assert lenders(SETTING) == [SHIPPED]
+    assert lenders(apart[0].setting) == [Path("datasets/apart")]
     shutil.rmtree("datasets/apart")
 
 
@@ -160,7 +135,7 @@ def test_traced_steps_of_jobs_join_unasked_and_are_on_record(joined):
         traced_samples.append("datasets/jobs", sample(truth, number))
     train(learning_curve=False)
     provenance = neural.load("data/model").meta["provenance"]
-    assert list(provenance["datasets"]) == ["datasets/jobs", "datasets/x"]
+    assert list(provenance["lent"]) == ["datasets/x"]
     assert provenance["job"]["steps"] == ["dlrm-00001000"]
     [run, *_] = mlflow.search_runs(output_format="list", max_results=1)
     assert run.data.metrics["traced/error"] < run.data.metrics["traced/error_before"] / 2
@@ -170,15 +145,15 @@ def test_traced_steps_of_jobs_join_unasked_and_are_on_record(joined):
 @pytest.mark.long
 def test_without_datasets_and_learning_curve_there_is_neither(joined):
     metrics = train(learning_curve=False, datasets=())
-    assert metrics["n_compute"] == len(accuracy.held_out(SAMPLES[:180]))
+    assert metrics["n_compute"] == len(accuracy.held_out(SAMPLES))
     assert (
-        "datasets" not in neural.load("data/model").meta["provenance"]
+        "lent" not in neural.load("data/model").meta["provenance"]
         and "Twice" not in Path("data/card.md").read_text()
     )
 
 
 @pytest.mark.long
-def test_replays_in_a_dataset_tell_what_exchanges_take_in_steps(place):
+def test_own_replays_tell_what_exchanges_take_in_steps(place):
     train(learning_curve=False, datasets=())
     model, topology = neural.load("data/model"), Topology((Device(1 << 30),) * 2)
     problem = Problem("p", tuple(pool(12)), topology, SETTING.batch)
@@ -198,13 +173,11 @@ def test_replays_in_a_dataset_tell_what_exchanges_take_in_steps(place):
             for c, comm in zip(costs, longer, strict=True)
         ]
 
-    replays.append(Path("datasets/steps"), problem, made, SETTING, ReplayConfig(), replay)
-    train(learning_curve=False, datasets=("datasets/steps",))
+    replays.append(MEASUREMENTS, problem, made, SETTING, ReplayConfig(), replay)
+    train(learning_curve=False, datasets=())
     found = neural.load("data/model")
-    version = files.digest(replays.digests(Path("datasets/steps")))
-    assert found.meta["steps"] == FEWEST_STEPS and found.meta["provenance"]["datasets"] == {
-        "datasets/steps": version
-    }
+    shutil.rmtree(MEASUREMENTS / dataset.REPLAYS)
+    assert found.meta["steps"] == FEWEST_STEPS
     assert collective_model.in_step(found.weights, collective_model.ALL_TO_ALL, "forward") == pytest.approx(
         1.4, rel=1e-3
     )
@@ -228,9 +201,9 @@ def test_the_stage_s_own_options_do_not_change_the_model(place):
     [
         (
             ("datasets/other",),
-            r"datasets/other holds samples for \(law, batch 64, .*\), none for \(law, batch 256, ",
+            r"datasets/other holds samples for \(law, batch 64, .*\); to lend their shape to \(law, batch 256, ",
         ),
-        (("datasets/none",), "datasets/none holds neither samples nor replays nor traced steps"),
+        (("datasets/none",), r"datasets/none holds samples for \(nothing\)"),
         (("data/x",), "has the dataset 'data/x'; it needs to be a folder in datasets/"),
         (("datasets/../x",), "it needs to be a folder in datasets/"),
         (("/datasets/x",), "it needs to be a folder in datasets/"),

@@ -1,0 +1,138 @@
+"""Ways to use the samples of another machine: error on own groups and exchanges that were not trained on.
+
+    python -m bench.lending data/measurements datasets/cpu-amd-epyc --out lending.jsonl
+
+OWN are samples of this machine, LENDER those of another one. Machines that differ by a known amount are made of the
+lender's: some of its samples are own ones, rescaled, and the others are lent. `sizes` are 1.2 times as slow for the
+smallest tenth of ops and 1.7 times for the largest, with exchanges 0.8 times as long. Each row draws own groups for
+training and at most 400 others to judge by; of exchanges as many as own groups, at most 120.
+
+  own         own samples alone; `-` with fewer than 50
+  one factor  the lender's law times the median ratio on own groups
+  lending     what training does (cost/lending.py)
+
+Errors are means over --seeds draws, in percent; floor: the mean interquartile range of the timings judged by. Rows are
+kept in OUT: killed, it goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from bench import common
+from shardcore import report
+from shardcore.cost import accuracy, collective_fit, features, fit, lending
+from shardcore.cost.drift_correction import Lent, Measurements, read, rescaled
+from shardcore.cost.fit_config import MIN_COMPUTE
+from shardcore.cost.metrics import mape
+from shardcore.cost.neural import NeuralModel
+from shardcore.io import dataset
+from shardcore.io.measurements import CollectiveSample, Spread
+
+WAYS = ("own", "one factor", "lending", "exchanges: own", "exchanges: lending")
+
+
+def changed(some: Measurements, small: float, large: float, exchanges: float) -> Measurements:
+    """On a machine that takes so many times as long for the smallest tenth of ops, the largest, and exchanges."""
+    ms = np.log([s.total_ms for s in some.compute])
+    low, high = np.quantile(ms, (0.1, 0.9))
+    factors = small * (large / small) ** np.clip((ms - low) / (high - low), 0, 1)
+    compute = [rescaled(s, x, x) for s, x in zip(some.compute, factors.tolist(), strict=True)]
+    return Measurements(compute, [exchange(s, exchanges) for s in some.comm], [])
+
+
+def exchange(sample: CollectiveSample, factor: float) -> CollectiveSample:
+    def times(spreads: tuple[Spread, ...] | None) -> tuple[Spread, ...] | None:
+        return spreads and tuple(
+            Spread(x.median_ms * factor, x.q1_ms * factor, x.q3_ms * factor, x.repeats) for x in spreads
+        )
+
+    return dataclasses.replace(sample, forward=times(sample.forward), backward=times(sample.backward))
+
+
+def errors(own: Measurements, test: Measurements, lender: Lent) -> dict[str, float]:
+    setting, measured = test.compute[0].setting, features.measured_ms(test.compute).sum(1)
+    law = fit.fitted(lender.known.compute, setting, fit.FitConfig(epochs=30))
+    # Without own groups the lender's level stands.
+    some = own.compute or lender.known.compute
+    level = features.measured_ms(some).sum(1) / fit.predicted_ms(law, some).sum(1)
+
+    def of_exchanges(model: NeuralModel) -> float:
+        pairs = (
+            collective_fit.predicted(model.weights, [s], way) for s in test.comm for way in s.request.row.ways
+        )
+        return float(100 * np.mean(np.concatenate([np.abs(ms / took - 1) for ms, took in pairs])))
+
+    models = {"lending": lending.train(own, setting, [lender], fit.FitConfig(), None)[0].model}
+    if len(own.compute) >= MIN_COMPUTE:
+        models["own"] = fit.train(own.compute, own.comm, setting).model
+    return {
+        "floor": accuracy.noise(test.compute),
+        "one factor": mape(np.median(level) * accuracy.predict(law, test.compute), measured),
+        **{name: mape(accuracy.predict(model, test.compute), measured) for name, model in models.items()},
+        **{f"exchanges: {name}": of_exchanges(model) for name, model in models.items()},
+    }
+
+
+def drawn(some: Measurements, n: int, seed: int) -> tuple[Measurements, Measurements, Measurements]:
+    """n groups with exchanges, others to judge by, and the rest."""
+    rng = np.random.default_rng(seed)
+    compute = [some.compute[i] for i in rng.permutation(len(some.compute))]
+    comm = [some.comm[i] for i in rng.permutation(len(some.comm))]
+    known = min(n, 120)
+    return (
+        Measurements(dataset.best_known(compute[:n]), dataset.best_known(comm[:known]), []),
+        Measurements(compute[n : n + 400], comm[known : known + 60], []),
+        Measurements(dataset.best_known(compute[n + 400 :]), dataset.best_known(comm[known + 60 :]), []),
+    )
+
+
+def timed(folder: Path) -> Measurements:
+    known = read(folder, common.only_setting(folder))
+    comm = [s for s in collective_fit.priced(known.comm) if s.error is None]
+    return Measurements([s for s in known.compute if s.error is None], comm, [])
+
+
+def main() -> None:
+    parser = common.parser(
+        __doc__,
+        {"own": (Path, "measurements of this machine"), "lender": (Path, "those of another one")},
+        groups=([0, 60, 320], "numbers of own groups"),
+        factors=([0.4, 1.6, 2.5], "of machines made of the lender's samples"),
+        seeds=(2, "draws of each row"),
+        out=(..., "file of rows"),
+    )
+    args = parser.parse_args()
+    here, there = timed(args.own), timed(args.lender)
+    hardware = there.compute[0].setting.hardware
+    machines: dict[str, tuple[float, float, float] | None] = {here.compute[0].setting.hardware: None}
+    machines |= {f"{hardware} × {x:g}": (x, x, x) for x in args.factors}
+    machines[f"{hardware}, sizes"] = (1.2, 1.7, 0.8)
+    rows = common.lines_of(args.out)
+    for machine, change in machines.items():
+        for n, seed in ((n, seed) for n in args.groups for seed in range(args.seeds)):
+            if any((r["machine"], r["groups"], r["seed"]) == (machine, n, seed) for r in rows):
+                continue
+            own, test, rest = drawn(here if change is None else there, n, seed)
+            lender = Lent(str(args.lender), hardware, there if change is None else rest)
+            if change is not None:
+                own, test = (changed(some, *change) if some.compute else some for some in (own, test))
+            rows.append({"machine": machine, "groups": n, "seed": seed, **errors(own, test, lender)})
+            common.write_lines(args.out, rows)
+            common.say(rows[-1])
+    cells = []
+    for machine, n in dict.fromkeys((r["machine"], r["groups"]) for r in rows):
+        of_row = [r for r in rows if (r["machine"], r["groups"]) == (machine, n)]
+        means = [
+            f"{np.mean([r[way] for r in of_row]):.1f}" if way in of_row[0] else "-"
+            for way in ("floor", *WAYS)
+        ]
+        cells.append((machine, str(n), *means))
+    print(report.markdown_table(("machine", "own groups", "floor", *WAYS), cells))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Samples of other machines lend the shape of costs. This machine's own samples give their level.
+
+The groups of a lender train a law. Its launch and rates are fitted anew to own groups, and to some of the lender's as
+a prior: the more of them, the less a few own groups move the law. The lender's are brought to the own level first, op
+by op: by what the refitted law takes here over what the law takes there. Training goes on from there.
+Cross-validation on own groups chooses the lender, and how many of its groups join. Own groups alone are one of the
+choices, so a lender that does not help lends nothing.
+
+Exchanges join at the own level of their collective, payload and direction, if own ones are predicted better then
+(collective_fit.fit).
+
+Shapes: S samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import NormalDist
+
+import numpy as np
+
+from shardcore.core.types import Setting
+from shardcore.cost import collective_fit, features, fit, quantiles
+from shardcore.cost.drift_correction import Lent, Measurements, rescaled
+from shardcore.cost.fit_config import MIN_COMPUTE, MIN_STARTED, FitConfig, Progress, Shape, TrainedModel
+from shardcore.cost.neural import NeuralModel
+from shardcore.io.dataset import Sample, split_of
+from shardcore.io.measurements import CollectiveSample, ComputeSample
+
+JOINED = (0, 30, 120, 480)
+"""Numbers of a lender's groups that may join own ones."""
+_FOLDS = 4
+_EPOCHS_OF_LAW = 0.5
+"""Share of the epochs that train a lender's law. It is trained further on own groups."""
+_LEVEL = 0.56
+"""Standard deviation of the logarithm of a machine's level that no own sample tells. 90% take 0.4 to 2.5 times as long
+as the lender."""
+_SHAPE = 0.15
+"""The same of ops around their machine's level (datasets/cpu-amd-epyc for an Intel Xeon)."""
+
+
+def train(
+    own: Measurements, setting: Setting, lenders: Sequence[Lent], config: FitConfig, progress: Progress | None
+) -> tuple[TrainedModel, Shape, dict[str, str]]:
+    """A model at the level of own samples, what was lent to it, and words on each lender.
+
+    Its quantiles and its error are those of cross-validation on own groups. With fewer than 20, they are as wide as
+    the level is uncertain. Raises as fit.train. With a lender few own groups suffice, or none.
+    """
+    mine = [s for s in own.compute if s.error is None and split_of(s.id) != "test"]
+    tune = partial(fit.fitted, setting=setting, config=config)
+    quick = dataclasses.replace(config, epochs=math.ceil(_EPOCHS_OF_LAW * config.epochs))
+    # Ops that were timed here, too, would make a lender look better than it is on others.
+    asked = {s.request for s in own.compute}
+    theirs = {
+        x.name: [s for s in x.known.compute if s.error is None and s.request not in asked] for x in lenders
+    }
+    laws = [
+        _Law(name, fit.fitted(groups, setting, quick), groups)
+        for name, groups in theirs.items()
+        if len(groups) >= MIN_COMPUTE
+    ]
+    # Without many own groups the prior counts as much as it can, and nothing is chosen.
+    best, words = (laws[0].shape(JOINED[-1], mine) if laws else Shape(None)), {}
+    if len(mine) < (MIN_STARTED if laws else MIN_COMPUTE):
+        words = {
+            law.lender: f"lends ops their shape; {len(mine)} own groups tell the level" for law in laws[:1]
+        }
+        # The level is known as far as they tell it.
+        spread = math.hypot(_SHAPE, 1 / math.sqrt(_LEVEL**-2 + len(mine) * _SHAPE**-2))
+        logs = spread * np.array([NormalDist().inv_cdf(x / 50) for x in range(1, 50)])
+        band = quantiles.fit(np.ones(len(logs)), np.exp(logs))
+    else:
+        tried: list[tuple[Shape, np.ndarray]] = []
+        if len(mine) >= MIN_COMPUTE:
+            tried.append((Shape(None), _held_out(mine, lambda some, rest: _logs(tune(some), rest))))
+        alone = "".join(f", {_percent(logs):.1f}% without" for _, logs in tried)
+        for law in laws:
+            # Refitted laws are quick to judge, and rank as trained ones do.
+            n = min(JOINED, key=lambda n: _percent(_held_out(mine, partial(law.refitted_logs, n))))
+            logs = _held_out(
+                mine, lambda some, rest, x=law, n=n: _logs(tune(some, start=x.shape(n, some)), rest)
+            )
+            tried.append((law.shape(n, mine), logs))
+            words[law.lender] = f": own groups err by {_percent(logs):.1f}% with it{alone}"
+        best, logs = min(tried, key=lambda way: _percent(way[1]))
+        words = {
+            law.lender: f"lends ops {'their shape' if law.model is best.law else 'nothing'}{words[law.lender]}"
+            for law in laws
+        }
+        measured = features.measured_ms([s for k in range(_FOLDS) for s in mine[k::_FOLDS]]).sum(1)
+        band = quantiles.fit(measured / np.exp(logs), measured)
+    offers = [[s for s in collective_fit.priced(x.known.comm) if s.error is None] for x in lenders]
+    known = [s for s in collective_fit.priced(own.comm) if s.error is None and split_of(s.id) != "test"]
+    # Without own exchanges, the lender's level is all that is known.
+    comm = min([[], *offers] if known else offers, key=partial(_exchange_error, known), default=())
+    best = dataclasses.replace(best, comm=comm)
+    trained = fit.train(own.compute, own.comm, setting, config, progress, best)
+    meta = dict(trained.model.meta)
+    meta["metrics"] = {
+        **meta["metrics"],
+        "compute_mape": _percent(logs),
+        "n_compute": float(len(mine)),
+        # Of a level that no own exchange tells.
+        **({"forward_comm_mape": 100 * _LEVEL} if comm and not known else {}),
+    }
+    model = dataclasses.replace(trained.model, weights={**trained.model.weights, **band}, meta=meta)
+    return TrainedModel(model, trained.curves), best, words
+
+
+@dataclass(frozen=True, eq=False)
+class _Law:
+    """A lender's law of ops, and the groups that it was trained on."""
+
+    lender: str
+    model: NeuralModel
+    groups: Sequence[ComputeSample]
+
+    def shape(self, n: int, own: Sequence[ComputeSample]) -> Shape:
+        """The law with n of its groups, at the level of own groups."""
+        joined = self.groups[:n]
+        if not joined:
+            return Shape(self.model)
+        # One factor at first, then one for each op and direction.
+        level = math.exp(float(np.median(_logs(self.model, own)))) if own else 1.0
+        refitted = fit.refitted(self.model, [*own, *(rescaled(s, level, level) for s in joined)])
+        factors = fit.predicted_ms(refitted, joined) / fit.predicted_ms(self.model, joined)
+        return Shape(self.model, [rescaled(s, *x) for s, x in zip(joined, factors.tolist(), strict=True)])
+
+    def refitted_logs(
+        self, n: int, own: Sequence[ComputeSample], others: Sequence[ComputeSample]
+    ) -> np.ndarray:
+        """`_logs` of the law with launch and rates of own groups, and of n of its groups."""
+        return _logs(fit.refitted(self.model, [*own, *self.shape(n, own).compute]), others)
+
+
+def _held_out(
+    own: Sequence[Sample], logs_of: Callable[[list[Sample], Sequence[Sample]], np.ndarray]
+) -> np.ndarray:
+    """Logarithms of measured over predicted, of each fold by a model of the others."""
+    # Samples are sorted by id, which is random.
+    return np.concatenate(
+        [
+            logs_of([s for i, s in enumerate(own) if i % _FOLDS != k], fold)
+            for k in range(_FOLDS)
+            if (fold := own[k::_FOLDS])
+        ]
+    )
+
+
+def _logs(model: NeuralModel, groups: Sequence[ComputeSample]) -> np.ndarray:
+    return np.log(features.measured_ms(groups).sum(1) / fit.predicted_ms(model, groups).sum(1))
+
+
+def _percent(logs: np.ndarray) -> float:
+    """Mean absolute error relative to the measurement."""
+    return float(100 * np.abs(np.exp(-logs) - 1).mean())
+
+
+def _exchange_error(own: Sequence[CollectiveSample], lent: Sequence[CollectiveSample]) -> float:
+    """Error in percent on own exchanges, each by laws of the other folds and of what is lent."""
+
+    def logs(some: Sequence[CollectiveSample], rest: Sequence[CollectiveSample]) -> np.ndarray:
+        law = collective_fit.fit(some, lent)
+        both = [collective_fit.predicted(law, [s], way) for s in rest for way in s.request.row.ways]
+        return np.concatenate([np.log(measured / np.maximum(ms, 1e-9)) for ms, measured in both])
+
+    return _percent(_held_out(own, logs)) if own else 0.0

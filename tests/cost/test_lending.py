@@ -1,0 +1,141 @@
+"""Samples of other machines lend the shape of costs, and this machine's give the level."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from laws import SETTING, cache_law, comm_samples, compute_samples, linear_law
+
+from shardcore.cost import accuracy, collective_fit, fit, lending
+from shardcore.cost.drift_correction import Lent, Measurements, rescaled
+from shardcore.cost.metrics import mape
+from shardcore.io import dataset
+from shardcore.io.measurements import Spread
+
+CONFIG = fit.FitConfig(epochs=12, hidden=(8,))
+OTHER = dataclasses.replace(SETTING, hardware="other")
+
+
+def measurements(compute, comm=()):
+    return Measurements(dataset.best_known(compute), list(comm), [])
+
+
+def lender(compute, comm=(), name="datasets/x"):
+    return Lent(name, "other", measurements(compute, comm))
+
+
+def machine(small: float, large: float, samples):
+    """The samples on a machine that takes so many times as long for the smallest and the largest ops."""
+    ms = np.log([s.total_ms for s in samples])
+    share = (ms - ms.min()) / np.ptp(ms)
+    factors = np.exp((1 - share) * math.log(small) + share * math.log(large)).tolist()
+    return [rescaled(s, by, by) for s, by in zip(samples, factors, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    return compute_samples(cache_law, 400, OTHER, noise=0.03)
+
+
+@pytest.fixture(scope="module")
+def here():
+    """Groups that the lender does not have."""
+    samples = {s.id: s for s in compute_samples(cache_law, 700, noise=0.03)}
+    return list(samples.values())[400:]
+
+
+def error(model, samples) -> float:
+    return mape(accuracy.predict(model, samples), np.array([s.total_ms for s in samples]))
+
+
+@pytest.mark.parametrize("small, large", [(0.4, 0.4), (2.5, 2.5), (1.2, 1.7)])
+def test_few_own_groups_bring_a_lenders_shape_to_their_level(theirs, here, small, large):
+    mine = machine(small, large, here)
+    own, test = measurements(mine[:60]), mine[60:]
+    trained, _, words = lending.train(own, SETTING, [lender(theirs)], CONFIG, None)
+    assert words["datasets/x"].startswith("lends ops their shape: own groups err by ")
+    alone = fit.train(own.compute, [], SETTING, CONFIG).model
+    assert error(trained.model, test) < min(15, error(alone, test))
+    # The error that the model states is one on own groups, and so are its intervals.
+    stated = trained.model.meta["metrics"]
+    assert stated["n_compute"] == sum(dataset.split_of(s.id) != "test" for s in own.compute)
+    assert 0.5 < stated["compute_mape"] / error(trained.model, test) < 2
+    low, high = accuracy.intervals(trained.model, test, 0.9)
+    inside = [x <= s.total_ms <= y for s, x, y in zip(test, low, high, strict=True)]
+    assert np.mean(inside) > 0.75
+
+
+def test_a_lender_whose_timings_mean_nothing_lends_nothing(theirs, here):
+    shuffled = np.random.default_rng(0).permutation(len(theirs))
+    noise = [
+        dataclasses.replace(s, forward=theirs[i].forward, backward=theirs[i].backward)
+        for s, i in zip(theirs, shuffled, strict=True)
+    ]
+    own = measurements(here[:100])
+    trained, shape, words = lending.train(
+        own, SETTING, [lender(noise), lender(theirs, name="datasets/y")], CONFIG, None
+    )
+    assert words["datasets/x"].startswith("lends ops nothing: own groups err by ")
+    assert words["datasets/y"].startswith("lends ops their shape: own groups err by ")
+    [(_, alone, _)] = [lending.train(own, SETTING, [lender(noise)], CONFIG, None)]
+    assert alone.law is None and shape.law is not None
+    assert error(trained.model, here[100:]) < 10
+
+
+def test_without_own_groups_the_level_is_unknown_and_intervals_say_so(theirs, here):
+    trained, _, words = lending.train(measurements([]), SETTING, [lender(theirs)], CONFIG, None)
+    assert words["datasets/x"] == "lends ops their shape; 0 own groups tell the level"
+    model = trained.model
+    assert error(model, here) < 15 and model.meta["metrics"]["compute_mape"] > 30
+    for times in (0.5, 1.0, 2.0):
+        slower = machine(times, times, here)
+        low, high = accuracy.intervals(model, slower, 0.9)
+        assert np.mean([x <= s.total_ms <= y for s, x, y in zip(slower, low, high, strict=True)]) > 0.9
+    few = machine(2.0, 2.0, here)[:10]
+    told = lending.train(measurements(few), SETTING, [lender(theirs)], CONFIG, None)[0].model
+    assert error(told, machine(2.0, 2.0, here)) < 20
+    low, high = (accuracy.intervals(m, here[:1], 0.9) for m in (told, model))
+    assert low[1] / low[0] < high[1] / high[0] / 2
+
+
+def scaled(samples, by: float):
+    """Exchanges that take so many times as long."""
+
+    def times(spreads):
+        return spreads and tuple(
+            Spread(x.median_ms * by, x.q1_ms * by, x.q3_ms * by, x.repeats) for x in spreads
+        )
+
+    return [dataclasses.replace(s, forward=times(s.forward), backward=times(s.backward)) for s in samples]
+
+
+def test_exchanges_of_a_kind_that_is_rare_here_join_at_its_level(here):
+    kinds = {kind: comm_samples(60, collective=kind) for kind in ("all_to_all", "reduce_scatter")}
+    theirs = [s for kind in kinds.values() for s in scaled(kind, 1.25)]
+    own = [*kinds["all_to_all"][:20], *kinds["reduce_scatter"][:3]]
+    test = kinds["reduce_scatter"][40:]
+    compute = here[:60]
+    found = lending.train(measurements(compute, own), SETTING, [lender([], theirs)], CONFIG, None)[0].model
+    predicted, measured = collective_fit.predicted(found.weights, test, "forward")
+    assert mape(predicted, measured) < 10
+    alone = collective_fit.predicted(collective_fit.fit(own), test, "forward")[0]
+    assert mape(predicted, measured) < mape(alone, measured)
+
+
+def test_exchanges_that_mean_nothing_do_not_join(here):
+    own = comm_samples(40)
+    wrong = scaled(comm_samples(60)[::-1], 1.0)
+    noise = [
+        dataclasses.replace(s, forward=scaled([s], by)[0].forward)
+        for s, by in zip(wrong, np.geomspace(0.05, 20, len(wrong)).tolist(), strict=True)
+    ]
+    _, shape, _ = lending.train(measurements(here[:60], own), SETTING, [lender([], noise)], CONFIG, None)
+    assert shape.comm == []
+
+
+def test_few_groups_without_a_lender_of_ops_are_too_few(theirs):
+    with pytest.raises(Exception, match="there are 29 measured groups.*needs at least 50"):
+        lending.train(
+            measurements(compute_samples(linear_law, 30)), SETTING, [lender(theirs[:9])], CONFIG, None
+        )
