@@ -29,7 +29,7 @@ from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.portfolio import annealing
 from shardcore.search.sharders import DEFAULT_SHARDER, SPACE_OF
 from shardcore.search.state.halves import halves_of
-from shardcore.search.state.shards import on_all_devices, priced
+from shardcore.search.state.shards import CONCESSION, on_all_devices, priced
 from shardcore.step.kinds import WHOLE_ROWS, device_names, shards_on
 from shardcore.step.lower import require_plan
 from shardcore.step.memory import fits, held_bytes, require_fits, used_bytes
@@ -274,7 +274,8 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
         if kept is None:
             raise
         return kept
-    if kept and kept.provenance["predicted_ms"] <= searched.provenance["predicted_ms"]:
+    # Plans that cost about the same: nothing moves for one of them.
+    if kept and kept.provenance["predicted_ms"] <= (1 + CONCESSION) * searched.provenance["predicted_ms"]:
         return kept
     return searched
 

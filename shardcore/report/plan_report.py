@@ -44,6 +44,10 @@ def _paragraphs(x: Explanation) -> Iterator[str]:
         rows.append((f"{len(rest)} more", "", f"{saves_ms:.3f}", gib(n_bytes)))
     if rows:
         yield text_table((f"on device {x.device}", "kind", "without it, ms less", "weights"), rows)
+    if x.cuts_ms:
+        dearest = sorted(x.cuts_ms.items(), key=lambda cut: -cut[1])
+        rows = [(name, f"{ms:+.3f} ({ms / x.total_ms:+.1%})") for name, ms in dearest[:MOST_SHARDS]]
+        yield text_table(("in parts", "whole where its widest part is, ms"), rows)
     yield f"{text_table(MEMORY_HEADERS, memory_rows(x))}\n({memory_note(x)})"
     yield f"{text_table(('instead', 'ms', 'against this plan'), alternative_rows(x))}\n({x.searched})"
 

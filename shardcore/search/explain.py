@@ -17,16 +17,16 @@ import numpy as np
 from shardcore.core import progress
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.step_cost import PredictedCost
-from shardcore.core.types import Problem
+from shardcore.core.types import Plan, Problem, Shard
 from shardcore.core.validation import MOST_BYTES
-from shardcore.cost.model import CostModel, PricedPlan
+from shardcore.cost.model import CostModel, PricedPlan, total_ms
 from shardcore.search import compare
 from shardcore.search.bound.lower_bound import Bound, bound
 from shardcore.search.budget import Budget
 from shardcore.search.decisions.towers import TowerTraffic, tower_traffic
 from shardcore.search.sharders import BASELINES, SHARDERS, SPACE_OF
-from shardcore.step.kinds import ID_CHANNELS
-from shardcore.step.lower import Workload
+from shardcore.step.kinds import ID_CHANNELS, layout_of
+from shardcore.step.lower import Workload, lower
 from shardcore.step.memory import DeviceMemory, by_part, held_bytes
 
 MORE_MEMORY = (0.1, 0.5)
@@ -35,6 +35,8 @@ MOST_TIMES_DEVICES = 4
 """The largest factor by which devices are added."""
 DEFAULT_EVALS = 20_000
 """Evaluations of each alternative, where the plan does not tell how many its own search took."""
+_MOST_CUTS = 64
+"""Cut tables that are priced whole, at most."""
 FALLBACK = "anneal"
 """Algorithm of alternatives where SHARDERS lacks the plan's own."""
 
@@ -85,6 +87,7 @@ class Explanation:
     reserved_bytes: bytes kept free on every device.
     balance: mean over largest compute.
     searched: search of the alternatives, in words.
+    cuts_ms: for each table in parts, ms that the step takes more if all of it is where its widest part is.
     towers: changes that towers make in the exchange. None: the job has none.
     """
 
@@ -107,6 +110,7 @@ class Explanation:
     baselines: tuple[Alternative, ...]
     changes: tuple[Alternative, ...]
     searched: str
+    cuts_ms: Mapping[str, float]
     towers: TowerTraffic | None = None
 
 
@@ -204,9 +208,30 @@ def explain(
         bound=bound(problem, model),
         baselines=tuple(baselines),
         changes=tuple(changes),
+        cuts_ms=_cuts_ms(priced, problem, model),
         searched=f"{searcher}, seed {seed}, {' or '.join(limits) or 'no limit'} each",
         towers=tower_traffic(plan, problem),
     )
+
+
+def _cuts_ms(priced: PricedPlan, problem: Problem, model: CostModel) -> dict[str, float]:
+    """See Explanation.cuts_ms. Of the first _MOST_CUTS tables in parts. Memory does not count."""
+    widest = {
+        name: max(parts, key=lambda p: p.shard.width)
+        for name, parts in priced.plan.by_table().items()
+        if len(parts) > 1 and problem.may_run(layout_of(parts[0].kind), parts[0].shard.table)
+    }
+    plans = {
+        name: Plan(
+            (
+                *(p for p in priced.plan.placements if p.shard.table.name != name),
+                replace(part, shard=Shard.whole(part.shard.table)),
+            )
+        )
+        for name, part in [*widest.items()][:_MOST_CUTS]
+    }
+    costs_ms = {name: total_ms(lower(plan, problem, fits=False), model) for name, plan in plans.items()}
+    return {name: ms - priced.cost.total_ms for name, ms in costs_ms.items()}
 
 
 def _shards(workload: Workload, device: int, model: CostModel) -> tuple[ShardCost, ...]:

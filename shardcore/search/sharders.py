@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
@@ -11,12 +12,13 @@ from typing import Any, Protocol
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.gc_pause import rare_collections
+from shardcore.core.progress import stopped_clock
 from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import MOST_SEED, require, require_type
 from shardcore.cost.model import CostModel, require_model
 from shardcore.search import greedy, neuroshard
 from shardcore.search.beam import BeamConfig
-from shardcore.search.budget import Budget
+from shardcore.search.budget import Budget, Meter
 from shardcore.search.learned.policy import NETS, TABLE_WISE, Policy, place
 from shardcore.search.portfolio import annealing, portfolio
 
@@ -48,8 +50,23 @@ BASELINES = ("random", *greedy.ORDERS)
 """Sharders without a search. Published plans are shown against these."""
 
 
+_SIMPLIFYING = 0.05
+"""Share of a budget in seconds that making a plan simpler has, and trials for it, relative to the search's."""
+
+
+def simplified(plan: Plan, problem: Problem, model: CostModel, seed: int, meter: Meter) -> Plan:
+    """See anneal.sharder.simplified. Plans without cut tables, or with cut tables that devices share, stay."""
+    if len(plan.placements) == len(problem.tables) or any(
+        len(p.devices) > 1 and p.shard.width < p.shard.table.dim for p in plan.placements
+    ):
+        return plan
+    with stopped_clock():  # numba takes a second to import
+        from shardcore.search.anneal import sharder as anneal
+    return anneal.simplified(plan, problem, model, seed, meter)
+
+
 def _checked(search: Callable[..., Plan]) -> Sharder:
-    """A search that refuses arguments of another type, and collects garbage rarely."""
+    """A search that refuses arguments of another type, collects garbage rarely, and ends with a simple plan."""
 
     @wraps(search)
     def checked(
@@ -62,7 +79,12 @@ def _checked(search: Callable[..., Plan]) -> Sharder:
         require(0 <= seed <= MOST_SEED, f"seed is {seed}; it needs to be 0 to {MOST_SEED}")
         # Searches make millions of objects, and collections of garbage would look at all of them.
         with rare_collections():
-            return search(problem, model, seed=seed, budget=budget, **options)
+            meter = (budget or Budget()).start()
+            if budget and budget.seconds:
+                budget = replace(budget, seconds=(1 - _SIMPLIFYING) * budget.seconds)
+            meter.evals = round((1 - _SIMPLIFYING) * (meter.budget.evals or 0))
+            plan = search(problem, model, seed=seed, budget=budget, **options)
+            return simplified(plan, problem, model, seed, meter)
 
     return checked
 

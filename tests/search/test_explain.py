@@ -14,7 +14,7 @@ from shardcore.core.errors import Infeasible
 from shardcore.core.job import Job
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
-from shardcore.core.types import Plan, Problem, Setting, Table
+from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.core.validation import MOST_BYTES
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CommCost, CostModel, price, price_plan
@@ -219,3 +219,15 @@ def test_a_device_whose_cache_fetches_longest_is_the_last(dense_ms, limit):
     assert (
         words + f"{max(result.cost.fetch_wait_ms):.3f} ms are waited for." in plan_report.sentences(result)[0]
     )
+
+
+def test_each_cut_says_what_the_step_costs_without_it():
+    table, other = Table("cut", 1000, 16, 9.0), Table("whole", 1000, 16, 5.0)
+    problem = with_room(Problem("two", (table, other), Topology((Device(MIB),) * 2), BATCH))
+    parts = [replace(column(table, d), shard=Shard(table, 0, 1000, 4 * d, 4 + 12 * d)) for d in (0, 1)]
+    plan, uncut = (Plan((*some, column(other, 0))) for some in (parts, [column(table, 1)]))
+    model = model_for(problem)
+    result = explained(plan, problem, model, SMALL)
+    costs_ms = [price(lower(p, problem), model).total_ms for p in (plan, uncut)]
+    assert result.cuts_ms == {"cut": pytest.approx(costs_ms[1] - costs_ms[0])}
+    assert "whole where its widest part is" in plan_report.text(result)

@@ -45,7 +45,6 @@ class Reshard:
     plan: the plan to start from.
     tables: the most tables that come to devices that did not have them. None: any number.
     bytes: the most bytes of weights that do so. None: any number.
-    alone: True if the search starts from this plan only, and makes no other starts.
 
     A table whose statistics or shape have changed is the same table.
     New or disallowed tables are placed freely, outside the limits.
@@ -55,7 +54,6 @@ class Reshard:
     plan: Plan
     tables: int | None = None
     bytes: int | None = None
-    alone: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tables", "bytes"):

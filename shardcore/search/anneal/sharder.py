@@ -28,7 +28,7 @@ import numpy as np
 
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.progress import OutOfTime
-from shardcore.core.types import Placement, Problem
+from shardcore.core.types import Placement, Plan, Problem
 from shardcore.cost import model as cost_model
 from shardcore.cost.model import CostModel, step_ms
 from shardcore.search.anneal import compiled
@@ -39,6 +39,7 @@ from shardcore.search.anneal.search_space import LARGE
 from shardcore.search.anneal.starts import Start, Starts
 from shardcore.search.budget import Meter
 from shardcore.search.state.feasible import feasible_shards, fitting
+from shardcore.search.state.shards import CONCESSION, priced
 from shardcore.search.ties import is_less, rising
 from shardcore.step.lower import traffic_of_outputs
 
@@ -59,6 +60,8 @@ _HALVED = 0.5
 """Starts that a round keeps: this share of the round before."""
 _ROUNDS_AHEAD = 6
 """Plans by columns are improved while they would be the best after so many more rounds like their last one."""
+_JOINED, _TRIALS_JOINED = 32, 2_000
+"""Joins of parts, at most, and trials after each."""
 _STAGES, _STAGE = 24, 100
 """Stages of a cooling, at most, and the fewest trials of one. After each, the budget is checked."""
 
@@ -110,7 +113,7 @@ class Search:
         if reshard:
             self._note([self.starts.resharded(reshard, space)])
         # Fresh starts would move more than the limits.
-        fresh = not (reshard and (reshard.limited or reshard.alone))
+        fresh = not (reshard and reshard.limited)
         if fresh:
             self._make(space)
         starts, by_columns = list[Start](), list[Start]()
@@ -261,6 +264,42 @@ class Search:
             for (_, devices), ms in zip(space.groups, of_groups, strict=True):
                 fetched_ms[list(devices)] += ms
         return float(step_ms(compute_ms, comm, self.problem.job, fetched_ms / fixed.speed))
+
+
+def simplified(plan: Plan, problem: Problem, model: CostModel, seed: int, meter: Meter) -> Plan:
+    """A plan with its tables in fewer parts, at most CONCESSION dearer. The same plan if none is found.
+
+    The narrowest part of all joins the widest of its table. Then parts and tables move, without being cut, until the
+    plan costs little enough again. If it does not, the table stays as it is.
+
+    meter: has the trials and seconds that this may take.
+    """
+    search, limit_ms = Search(problem, model, meter, seed), (1 + CONCESSION) * plan.provenance["predicted_ms"]
+    with suppress(OutOfTime, ShardCoreError), meter.enforced():
+        start = best = search.starts.of_plan(plan.placements, "columns")
+        uncut, cache = start.fixed._replace(may_split=np.zeros_like(start.fixed.may_split)), start.space.cache
+        # Parts of a sequence have to stay equally wide.
+        stays = np.array([cache.table(s).sequence for s in range(len(cache))])
+        for _ in range(_JOINED):
+            # [S, D] columns of tables that are cut. Row ranges are strips on one device each.
+            columns = best.state.held * cache.unit[:, None]
+            columns[((columns > 0).sum(1) < 2) | stays] = 0
+            if search._ended or not columns.any():
+                break
+            narrowest = np.where(columns > 0, columns, np.iinfo(columns.dtype).max).argmin()
+            s, d = np.unravel_index(narrowest, columns.shape)
+            state, units, columns[s, d] = copy_of(best.state), best.state.held[s, d], 0
+            joined = [[s, d, -units], [s, columns[s].argmax(), units]]
+            compiled.place(uncut, state, np.array(joined, dtype=np.int64))
+            compiled.refresh(search.head, uncut, state)
+            search.best, stays[s] = None, True
+            if state.value[compiled.OVER] == 0:
+                search._cool(replace(start, state=state, fixed=uncut), _TRIALS_JOINED, _WARM)
+            if search.best is not None and search.best.ms <= limit_ms:
+                best, stays[s] = search.best, False
+        if best is not start:
+            return priced(best.placements, problem, model, fits=True, **plan.provenance)
+    return plan
 
 
 def copy_of(state: State) -> State:

@@ -45,6 +45,12 @@ from shardcore.step.memory_account import account_of
 RowRange = tuple[Table, int, int]
 Bundle = tuple[Shard, ...]
 """Shards that one device holds together."""
+CONCESSION = 1e-3
+"""Share of its cost that a plan may lose to a simpler one, or to the plan in use.
+
+Models err more in a difference of two plans (plans/gain.py). More is not conceded, for then a sharder that is better by
+little would look worse than others.
+"""
 IMPOSSIBLE = 1 << 51
 """Bytes of shards that may not be on a device at all: more than any has."""
 _KINDS = tuple(LAYOUTS)

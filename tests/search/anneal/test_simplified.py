@@ -1,0 +1,84 @@
+"""The last step of every sharder: tables in fewer parts, for a tenth of a percent at most."""
+
+from dataclasses import replace
+
+import pytest
+from shapes import column, on_hosts
+
+from shardcore.core.constraints import Constraints
+from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.profile import load_profile
+from shardcore.search import SHARDERS, Budget, sharders
+from shardcore.search.anneal.sharder import simplified
+from shardcore.search.state.shards import CONCESSION, priced
+from shardcore.step.memory import used_bytes
+from shardcore.tables.public import public_optimizer, public_pool
+from shardcore.testing.plans import check_plan
+
+GIB = 2**30
+HOT = Table("hot", 100_000, 64, 80.0)
+SMALL = tuple(Table(f"t{i}", 1000, 16, 4.0 + i) for i in range(6))
+PROBLEM = Problem("cut", (HOT, *SMALL), on_hosts("aaaa", GIB), 4096)
+MODEL = AnalyticModel(Setting("gpu", PROBLEM.global_batch))
+
+
+def parts(table: Table, widths: dict[int, int]) -> list[Placement]:
+    """The table cut by columns: columns of each device."""
+    placements, low = [], 0
+    for device, width in widths.items():
+        shard = Shard(table, 0, table.rows, low, low + width)
+        placements.append(Placement("column", shard, (device,)))
+        low += width
+    return placements
+
+
+def given(problem: Problem = PROBLEM) -> Plan:
+    """A hot table over all devices, and a small one in two parts for nothing."""
+    placements = [*parts(HOT, dict.fromkeys(range(4), 16)), *parts(SMALL[0], {0: 4, 1: 12})]
+    placements += [column(table, i % 4) for i, table in enumerate(SMALL[1:])]
+    return priced(placements, problem, MODEL)
+
+
+def parts_of(plan: Plan) -> dict[str, int]:
+    return {name: len(placements) for name, placements in plan.by_table().items()}
+
+
+def test_a_part_that_saves_nothing_goes_and_a_hot_table_stays_cut():
+    plan = simplified(given(), PROBLEM, MODEL, 0, Budget().start())
+    check_plan(plan, PROBLEM)
+    assert parts_of(plan)["t0"] == 1 and parts_of(plan)["hot"] > 1
+    assert plan.provenance["predicted_ms"] <= (1 + CONCESSION) * given().provenance["predicted_ms"]
+
+
+def test_the_same_seed_makes_the_same_simple_plan():
+    first, second = (simplified(given(), PROBLEM, MODEL, 3, Budget().start()) for _ in range(2))
+    assert first == second
+
+
+def test_without_time_a_plan_stays_as_it_is():
+    assert simplified(given(), PROBLEM, MODEL, 0, Budget(seconds=1e-9).start()) == given()
+
+
+def test_a_simple_plan_fits_to_the_byte():
+    tight = replace(PROBLEM, topology=on_hosts("aaaa", max(used_bytes(given(), PROBLEM))))
+    check_plan(simplified(given(tight), tight, MODEL, 0, Budget().start()), tight)
+
+
+def test_every_sharder_ends_with_it(monkeypatch):
+    simple = []
+    monkeypatch.setattr(sharders, "simplified", lambda plan, *_: simple.append(plan) or plan)
+    for name in ("portfolio", "anneal_columns", "neuroshard", "size_greedy", "random"):
+        SHARDERS[name](PROBLEM, MODEL, budget=Budget(evals=300))
+    assert len(simple) == 5
+
+
+@pytest.mark.long
+def test_the_plan_of_the_readme_has_no_narrow_parts():
+    profile = load_profile("nvidia-h100-sxm")
+    tables, optimizer = public_pool("mlperf-dlrm-dcnv2"), public_optimizer("mlperf-dlrm-dcnv2")
+    problem = Problem(
+        "mlperf", tuple(tables), profile.topology(1, 8), 65_536, optimizer, Constraints(11 * GIB)
+    )
+    plan = SHARDERS["portfolio"](problem, profile.model().for_problem(problem))
+    assert min(p.shard.width for p in plan.placements) > 4
