@@ -1,0 +1,108 @@
+"""The default search on fresh problems: against every shipped search, and with more memory.
+
+    python -m bench.default_search --problems 20 --evals 20000 --out rows.jsonl
+
+Problem i is of one of four classes: pooled tables, sequences, several collections, few huge tables; on 4 to 64 devices,
+under the H100 profile or given rates. Every search has as many evaluations. A row has the cost of each over the
+default's, the default's parts, and its cost with twice and four times the even share of memory. Costs are predicted.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import common
+from bench.kept import with_memory
+from shardcore import report
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Problem, Setting, Table
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.profile import load_profile
+from shardcore.search import SHARDERS, Budget
+
+CLASSES = ("pooled", "sequences", "collections", "huge")
+MORE = 1e-3
+"""Share by which a rival is cheaper, or a cost with more memory is higher, before it counts."""
+
+
+def drawn(i: int) -> Problem:
+    """Problem i, with memory that is never short."""
+    rng, kind = np.random.default_rng([54, i]), CLASSES[i % 4]
+    hosts, each = ((1, 4), (1, 8), (2, 8), (8, 8))[int(rng.integers(4))]
+    n_tables = 11 if kind == "huge" else int(hosts * each * rng.uniform(1, 2.2)) + 4
+
+    def table(j: int) -> Table:
+        rows = int(10 ** (rng.uniform(7, 8) if kind == "huge" else rng.uniform(2, 7)))
+        dim, pooling = int(rng.choice([16, 32, 64, 128])), float(np.exp(rng.uniform(-1, 4)))
+        sequence, of = kind == "sequences" and j % 3 == 0, "ab"[j % 2] if kind == "collections" else ""
+        return Table(
+            f"t{j}", rows, 32 if sequence else dim, pooling, Zipf(1.05), sequence=sequence, collection=of
+        )
+
+    topology = load_profile("nvidia-h100-sxm").topology(hosts, each)
+    many = replace(topology, devices=tuple(replace(d, memory_bytes=1 << 50) for d in topology.devices))
+    return Problem(
+        f"{i:02}-{kind}-{hosts}x{each}", tuple(map(table, range(n_tables))), many, 1024 * hosts * each
+    )
+
+
+def searched(i: int, budget: Budget) -> dict[str, Any]:
+    """A row of problem i."""
+    given, profile = drawn(i), load_profile("nvidia-h100-sxm")
+    costs, parts = dict[str, float](), 0
+    for name, times in (*((name, 4.0) for name in SHARDERS if name != "torchrec"), ("twice", 2.0)):
+        problem = with_memory(given, times)
+        model = AnalyticModel(Setting("nvidia-h100-sxm", problem.global_batch)) if i % 2 else profile.model()
+        try:
+            search = SHARDERS[name if name in SHARDERS else "portfolio"]
+            plan = search(problem, model.for_problem(problem), budget=budget)
+        except ShardCoreError as error:
+            common.say(problem.name, name, str(error)[:100])
+            continue
+        costs[name] = plan.provenance["predicted_ms"]
+        parts = len(plan.placements) if name == "portfolio" else parts
+    return {"problem": given.name, "tables": len(given.tables), "parts": parts, "ms": costs}
+
+
+def table_of(rows: list[dict[str, Any]]) -> str:
+    """A row for each problem: the default, its best rival, and the default with half of the memory."""
+    shown = []
+    for row in rows:
+        ms = row["ms"]
+        own, rivals = ms["portfolio"], {n: v for n, v in ms.items() if n not in ("portfolio", "twice")}
+        best, less = min(rivals, key=rivals.__getitem__), ms.get("twice", np.inf)
+        marks = ("loses " * (rivals[best] < own * (1 - MORE))) + ("rises" * (less < own * (1 - MORE)))
+        shown.append(
+            (
+                row["problem"],
+                f"{row['tables']}",
+                f"{row['parts']}",
+                f"{own:.4g}",
+                f"{best} {rivals[best] / own - 1:+.2%}",
+                f"{less / own - 1:+.2%}",
+                marks,
+            )
+        )
+    headers = ("problem", "tables", "parts", "default, ms", "best rival", "with half the memory", "")
+    return report.text_table(headers, shown)
+
+
+def main() -> int:
+    parser = common.parser(__doc__, problems=20, evals=20_000, out=(Path, "a line of JSON for each problem"))
+    args = parser.parse_args()
+    rows = common.lines_of(args.out)
+    for i in range(len(rows), args.problems):
+        rows.append(searched(i, Budget(evals=args.evals)))
+        common.write_lines(args.out, rows)
+    print(table_of(rows[: args.problems]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
