@@ -150,12 +150,12 @@ class Search:
         columns = self._best_by_columns
         if columns is None or columns.ms > self._columns_limit * self.best_ms:
             return False
+        start = replace(columns)
         if columns.ms > self.best_ms:
-            start = replace(columns)
             self._cool(start, trials, _WARM)
             # Relative to the plan after the round.
-            self._columns_limit = max(1.0, (columns.ms / start.ms) ** _ROUNDS_AHEAD)
-        return self._best_by_columns.ms <= self.best_ms
+            self._columns_limit = max(1.0, (columns.ms / max(start.ms, 1e-300)) ** _ROUNDS_AHEAD)
+        return start.ms <= self.best_ms
 
     def add(self, placements: Iterable[Placement], space: str) -> None:
         """Let the next round improve a plan by columns that another search found."""
