@@ -38,7 +38,7 @@ _SOURCES = (
     "cost/compiled.py",
     "search/anneal/compiled/*.py",
     "search/bound/compiled.py",
-    "search/ties.py",
+    "cost/model.py",
 )
 _KEPT = 3
 """Number of cache folders to keep, one for each version of the sources."""

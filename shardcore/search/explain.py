@@ -230,8 +230,10 @@ def _cuts_ms(priced: PricedPlan, problem: Problem, model: CostModel) -> dict[str
         )
         for name, part in [*widest.items()][:_MOST_CUTS]
     }
-    costs_ms = {name: total_ms(lower(plan, problem, fits=False), model) for name, plan in plans.items()}
-    return {name: ms - priced.cost.total_ms for name, ms in costs_ms.items()}
+    return {
+        name: total_ms(lower(plan, problem, fits=False), model) - priced.cost.total_ms
+        for name, plan in plans.items()
+    }
 
 
 def _shards(workload: Workload, device: int, model: CostModel) -> tuple[ShardCost, ...]:

@@ -45,7 +45,7 @@ from shardcore.core.extras import TORCHREC
 from shardcore.core.links import LEVELS, ROWS_OVER
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.cost.model import CostModel
+from shardcore.cost.model import CostModel, first_least
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.greedy import looked_up
 from shardcore.search.state.feasible import feasible_shards, fitting
@@ -63,7 +63,6 @@ from shardcore.search.state.shards import (
     priced,
     searched_tables,
 )
-from shardcore.search.ties import first_least
 from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, even_rows, layout_of_torchrec, pod_size, row_unit_of
 from shardcore.step.lower import require_plan
 from shardcore.step.memory import fits, held_bytes

@@ -16,7 +16,7 @@ import numpy as np
 
 from shardcore.core.errors import Infeasible
 from shardcore.core.types import Placement, Problem, Shard
-from shardcore.cost.model import CostModel
+from shardcore.cost.model import CostModel, first_least, least, ranks
 from shardcore.search import greedy
 from shardcore.search.anneal import compiled
 from shardcore.search.anneal.compiled import SearchProblem, State
@@ -34,16 +34,11 @@ from shardcore.search.state.feasible import fitting
 from shardcore.search.state.refusal import shown
 from shardcore.search.state.shard_cost_cache import ShardCostCache
 from shardcore.search.state.shards import division, fixed_placements
-from shardcore.search.ties import first_least, is_less, least, ranks, rising
 from shardcore.step.kinds import shards_on
 from shardcore.step.memory import held_bytes
 
 _SPLITS = (np.inf, 1.2, 1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 """Greedy starts cut tables that cost more than one of these shares of a device's mean load."""
-_REFINED = 3
-"""Greedy plans of a kind that are refined."""
-_MISSES = 5
-"""Cuts in a row without a cheaper greedy plan, after which refining ends."""
 _DIVIDED = (1.0, 0.5, 0.25, 0.1, 0.03)
 """Other starts divide the rows of tables that cost more than one of these shares of a device's mean load."""
 _COPIED = tuple(eighths / 8 for eighths in range(9))
@@ -274,46 +269,13 @@ class Starts:
             plans = self._greedy_plans(space, smaller)
         if not plans:
             return None
-        # Refining makes a greedy plan for each cut it tries, so only the cheapest few get it.
-        plans = rising(plans, lambda plan: _ms(plan[0]))
-        if not space.is_large:
-            plans = [(self._refined(space, *plan), plan[1]) for plan in plans[:_REFINED]]
-        best = least((state for state, _ in plans), _ms)
+        best = least(plans, _ms)
         return Start(space, best, space.among_groups(best.group))
 
-    def _greedy_plans(self, space: SearchSpace, cuts: Iterable[Cut]) -> list[tuple[State, Cut]]:
+    def _greedy_plans(self, space: SearchSpace, cuts: Iterable[Cut]) -> list[State]:
         """Greedy plans of those cuts that fit. Strips that are always shared are among the shared ones."""
-        plans = []
-        for cut in (Cut(cut.n, space.sharing(cut.shared)) for cut in cuts):
-            if (state := self._greedy(space, cut)) is not None:
-                plans.append((state, cut))
-        return plans
-
-    def _refined(self, space: SearchSpace, best: State, cut: Cut) -> State:
-        """A greedy plan refined, as EMBark's planner does.
-
-        The costliest strip on the slowest device is cut once more, as long as that helps.
-        """
-        fixed, n, misses = space.fixed, cut.n.copy(), 0
-        state: State | None = best
-        while state is not None and misses < _MISSES:
-            worst = state.number[compiled.WORST]
-            strips = state.strips[worst, : state.count[worst]]
-            # Only shared tables make this device the slowest, so cuts by columns do not help.
-            if not len(strips):
-                break
-            costliest = strips[first_least(-self._op_ms(fixed, strips, state.held[strips, worst]))]
-            # More parts than devices would meet on some device, where they are one shard again.
-            most = min(len(fixed.free), fixed.size[costliest])
-            if not fixed.may_split[costliest] or n[costliest] >= most:
-                break
-            # A cut may pay only together with the next one, so some may miss.
-            n[costliest] += 1
-            state = self._greedy(space, Cut(n, cut.shared))
-            misses += 1
-            if state is not None and is_less(_ms(state), _ms(best)):
-                best, misses = state, 0
-        return best
+        plans = (self._greedy(space, Cut(cut.n, space.sharing(cut.shared))) for cut in cuts)
+        return [state for state in plans if state is not None]
 
     def _greedy(self, space: SearchSpace, cut: Cut) -> State | None:
         """Place strips by falling cost; if that fails, by falling size.

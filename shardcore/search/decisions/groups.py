@@ -30,10 +30,9 @@ from shardcore.core.step_cost import StepCost
 from shardcore.core.topology import Topology
 from shardcore.core.types import Problem
 from shardcore.core.validation import require_types
-from shardcore.cost.model import CostModel, price
+from shardcore.cost.model import CostModel, first_least, price
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.sharders import SHARDERS
-from shardcore.search.ties import first_least
 from shardcore.step.kinds import CHANNELS, Channel, row_unit_of, shards_on
 from shardcore.step.lower import Workload, lower
 from shardcore.step.memory import held_bytes, host_bytes, used_bytes

@@ -28,12 +28,11 @@ from shardcore.core.validation import (
     require_name,
     require_within,
 )
-from shardcore.cost.model import CostModel
+from shardcore.cost.model import CostModel, is_less
 from shardcore.io.envelope import open_document
 from shardcore.io.schema import build
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.state.shards import priced
-from shardcore.search.ties import is_less
 from shardcore.step import memory
 
 MOST_PRICE = 1e9

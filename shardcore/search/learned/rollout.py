@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardcore.cost.model import is_least, ranks
 from shardcore.search.beam import Placed
 from shardcore.search.learned.nets import PARTS, Net, PolicyInputs, Weights, features
 from shardcore.search.state.placement_state import PlacementState
 from shardcore.search.state.shard_cost_cache import ShardCostCache
-from shardcore.search.ties import is_least, ranks
 
 
 @dataclass(frozen=True, eq=False)

@@ -143,14 +143,6 @@ class PlacementState:
             fits &= self._on_host @ self._same_host + more_on_host <= memory[0].bytes
         return fits & cache.allowed[strip]
 
-    def peak_bytes(self) -> np.ndarray:
-        """[..., D] peak memory of devices in bytes. Equal to memory.used_bytes(plan).
-
-        A device without a shard counts the local batch.
-        """
-        load = self._bytes(self.load, self._cut[..., None, :], np.asarray(self._ids)[..., None])
-        return load[..., : self._account.phases].max(-1).astype(np.int64)
-
     def _within_limits(
         self, load: np.ndarray, cut: np.ndarray, ids: np.ndarray, devices: np.ndarray
     ) -> np.ndarray:

@@ -10,8 +10,8 @@ All costs are in ms. Exchanges carry bytes.
 import math
 
 from shardcore.core.jit import inner
+from shardcore.cost.model import EQUAL
 from shardcore.search.anneal.compiled.arrays import WIDEST, WORST
-from shardcore.search.ties import EQUAL
 
 POWERS = 5
 """log2 of the norm's exponent p. Here p = 32, as in `power`."""
@@ -36,7 +36,7 @@ def root(x):
 
 @inner
 def is_less(ms, other):
-    """True if a cost of 0 or more is less than another, not just by rounding (search/ties.py)."""
+    """True if a cost of 0 or more is less than another, not just by rounding (cost/model.py)."""
     return ms * (1.0 + EQUAL) < other
 
 
