@@ -25,6 +25,15 @@ from shardcore.step.lower import Workload, lower
 from shardcore.tables.host_rows import in_one_cache
 
 
+def rounded(codes: np.ndarray) -> np.ndarray:
+    """Encodings with the 24 significant bits of float32, as float64.
+
+    The last bits of a matrix product or a logarithm depend on the processor. Searches amplify them: one trial that is
+    accepted elsewhere leads to another plan. Rounded encodings are the same on all processors.
+    """
+    return codes.astype(np.float32).astype(float)
+
+
 @runtime_checkable
 class CostModel(Protocol):
     """Costs of fused ops and collectives, in ms. All methods are pure.
@@ -45,7 +54,7 @@ class CostModel(Protocol):
 
     @abstractmethod
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
-        """[N, F] float64 encodings of shards in an op over `batch` samples (None: the setting's)."""
+        """[N, F] float64 encodings of shards in an op over `batch` samples (None: the setting's), `rounded`."""
 
     @abstractmethod
     def head(self, sums: np.ndarray) -> np.ndarray:
@@ -430,14 +439,14 @@ EQUAL = 1e-9
 """Relative difference below which costs are equal."""
 
 
-def is_less(cost: Any, other: Any) -> Any:
-    """[...] bool: costs that are less than others, not just by rounding."""
-    return cost + EQUAL * np.abs(cost) < other
+def is_less(cost: Any, other: Any, equal: float = EQUAL) -> Any:
+    """[...] bool: costs that are less than others, not just by rounding. equal: relative difference of equal costs."""
+    return cost + equal * np.abs(cost) < other
 
 
-def is_least(costs: np.ndarray) -> np.ndarray:
-    """[..., N] bool: costs that equal the least one along the last axis."""
-    return ~is_less(costs.min(-1, keepdims=True), costs)
+def is_least(costs: np.ndarray, equal: float = EQUAL) -> np.ndarray:
+    """[..., N] bool: costs that equal the least one along the last axis. equal: as in is_less."""
+    return ~is_less(costs.min(-1, keepdims=True), costs, equal)
 
 
 def first_least(costs: Any) -> int:

@@ -57,7 +57,10 @@ def test_the_band_is_of_samples_left_out_of_training():
     model = fit.train(compute, [], SETTING, QUICK).model
     unseen = split(compute, "validation")
     expected = quantiles.fit(accuracy.predict(model, unseen), np.array([s.total_ms for s in unseen]))
-    assert expected and all(model.weights[name] == pytest.approx(value) for name, value in expected.items())
+    # Encodings are rounded to 24 bits, those of the training are not.
+    assert expected and all(
+        model.weights[name] == pytest.approx(value, abs=1e-6) for name, value in expected.items()
+    )
 
 
 def test_few_groups_are_all_trained_on_in_the_end(monkeypatch):

@@ -233,7 +233,9 @@ def test_the_band_has_each_rate_that_a_step_depends_on(kind):
         ).model()
         moved = H100.valued({**H100.values, name: rate.value * math.exp(0.3)}).model()
         error = abs(math.log(total_ms(workload, moved.for_problem(of)) / base_ms))
-        assert one.for_problem(of).band(workload) == pytest.approx(error, abs=1e-9), name
+        assert one.for_problem(of).band(workload) == pytest.approx(error, abs=1e-7), (
+            name
+        )  # encodings are rounded
 
 
 @pytest.mark.parametrize("algorithm", ["random", "portfolio"])
@@ -250,7 +252,9 @@ def test_a_step_under_many_models_costs_what_each_of_them_says(algorithm, pipeli
     models = [model, *drawn, model]
     several = model.steps_ms(workload, models)
     assert any(price(workload, model.for_problem(of)).fetch_wait_ms) == (pipeline == "prefetch")
-    assert several == pytest.approx([total_ms(workload, one) for one in models], rel=1e-12)
+    assert several == pytest.approx(
+        [total_ms(workload, one) for one in models], rel=1e-7
+    )  # encodings are rounded
     assert several[0] == several[-1] == pytest.approx(model.steps_ms(workload, models)[0])
 
 

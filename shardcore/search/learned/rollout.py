@@ -19,6 +19,9 @@ from shardcore.search.learned.nets import PARTS, Net, PolicyInputs, Weights, fea
 from shardcore.search.state.placement_state import PlacementState
 from shardcore.search.state.shard_cost_cache import ShardCostCache
 
+_EQUAL = 1e-5
+"""Relative difference below which scores are equal: they are float32."""
+
 
 @dataclass(frozen=True, eq=False)
 class Rollout(Placed):
@@ -111,8 +114,8 @@ class Rollouts:
             )
             scores = np.nan_to_num(self.net.scores(self.weights, inputs)) + noise[:, :, i]
             # Where no device is legal, the least used one shows by how much the plan is too large.
-            best = is_least(np.where(legal[:, :, i], -scores, np.inf)).argmax(-1)
-            d = np.where(legal[:, :, i].any(-1), best, state.used.argmin(-1))  # [C, K]
+            best = is_least(np.where(legal[:, :, i], -scores.astype(float), np.inf), _EQUAL)
+            d = np.where(legal[:, :, i].any(-1), best.argmax(-1), state.used.argmin(-1))  # [C, K]
             units_before = state.held[(*at, strip, d)]
             before[:, :, i] = cache.numbers(strip, units_before)
             after[:, :, i] = cache.numbers(strip, units_before + units)
@@ -122,9 +125,8 @@ class Rollouts:
             devices[:, :, i] = d
 
         fits = legal.any(-1).all(-1)
-        total_ms = np.full(fits.shape, np.inf)
-        if fits.any():
-            total_ms = np.where(fits, state.cost_ms() if self.priced else 0.0, np.inf)
+        priced_ms = state.cost_ms() if self.priced and fits.any() else 0.0
+        total_ms = np.where(fits, priced_ms, np.inf)
         over = np.maximum(state.used - np.maximum(state.free, 0), 0).sum(-1)
         parts_ms = state.parts_ms() if state.priced else np.zeros((*sums.shape[:-1], PARTS))
         return Rollout(
@@ -137,8 +139,8 @@ class Rollouts:
         new = cache.made[sum(map(len, kept)) :]
         if not new and kept:
             return kept[0]
-        x = features([s for bundle in new for s in bundle], cache.problem.global_batch)
-        latents = self.net.latents(self.weights, x)
+        shards = [s for bundle in new for s in bundle]
+        latents = self.net.latents(self.weights, features(shards, cache.problem.global_batch))
         latents = np.add.reduceat(latents, np.cumsum([0, *map(len, new[:-1])]))
         if not kept:
             latents[0] = 0  # number 0 is nothing
