@@ -174,7 +174,7 @@ NOTHING_FITS = {
             "'p1'",
             "'p2'",
             "must stay whole",
-            "no way was found to pack them side by side",
+            "no way was found to pack it",
             "more per device",
             "1 more device like",
         ],
@@ -192,7 +192,7 @@ NOTHING_FITS = {
             "with their outputs; it may hold",
             "bytes too little",
             "more per device",
-            "or without its pins and groups",
+            "or without constraints.pinned",
         ],
     ),
     "pinned to a host": (
@@ -204,7 +204,7 @@ NOTHING_FITS = {
             "tables pinned to devices 3, 4, 5 (constraints.pinned), 'huge', 'small0', take 1.3 MiB",
             "they may hold",
             "more per device",
-            "without its pins and groups",
+            "without constraints.pinned",
         ],
     ),
     "a group too large": (
@@ -218,7 +218,7 @@ NOTHING_FITS = {
         [
             "the group 'small0', 'small1', 'small2', 'small3', kept on one device (constraints.together)",
             "the largest device may hold",
-            "or without its pins and groups",
+            "or without constraints.together",
         ],
     ),
     "a pinned table too large": (
@@ -233,7 +233,7 @@ NOTHING_FITS = {
             BATCH,
             constraints=Constraints(together=(("p0", "p1"), ("p2", "p3"), ("p4", "p5"))),
         ),
-        ["must stay whole (constraints.together)", "side by side"],
+        ["must stay whole (constraints.together)", "no way was found to pack it"],
     ),
     "outputs": (
         Problem(
@@ -269,7 +269,7 @@ NOTHING_FITS = {
             "4 columns of table 'deep' take 3.1 MiB",
             "where it may live may hold 2.0 MiB",
             "TorchRec divides rows over all devices, or a whole host",
-            "without its pins",
+            "without constraints.pinned",
         ],
     ),
     "fewer rows than devices": (

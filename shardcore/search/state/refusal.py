@@ -210,7 +210,7 @@ def _remedy(problem: Problem, planned_share: float | None) -> str:
     return f"It would fit with {', or '.join(remedies)}" + (
         ""
         if any(t.in_host_memory for t in problem.tables)
-        else "; `python -m shardcore tiers` tries host memory"
+        else "; `python -m shardcore plan --tiers` tries host memory"
     )
 
 
