@@ -12,16 +12,18 @@ from typing import Any
 import numpy as np
 from prefect import get_run_logger, task
 
+from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem, Setting, Table
 from shardcore.core.validation import MOST_COUNT, MOST_REPEATS, MOST_SEED, require_within
 from shardcore.cost import accuracy, neural, replay_metrics, replay_records, study, training
+from shardcore.cost.model import CostModel
 from shardcore.io import dataset, files, replays, writing
 from shardcore.measure.replay import ReplayConfig
 from shardcore.measure.sampling import MOST_DRAWS
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.report import figures, model_report
-from shardcore.search import DEFAULT_SHARDER, SHARDERS, compare
+from shardcore.search import BASELINES, DEFAULT_SHARDER, SHARDERS, compare
 from shardcore.search.budget import Budget
 from tasks import console
 from tasks.measure import cluster_setting
@@ -36,6 +38,14 @@ HEADLINES = {
 """The figures, of some hundred, that show how good a model is."""
 COMPARED = tuple(name for name in SHARDERS if name != "torchrec")
 """Sharders that are compared. TorchRec's planner takes up to minutes a problem, so bench/search.py compares it."""
+WORTH_REPLAYING = (
+    DEFAULT_SHARDER,
+    "anneal_columns",
+    "neuroshard",
+    *(n for n in BASELINES if n != "random"),
+    *(n for n in SHARDERS if n == "torchrec"),
+)
+"""Sharders whose plans are worth a replay on devices."""
 ARENA_BYTES = 512 << 20
 """Memory for weights of a rank that replays. Larger tables of a problem are left out."""
 MOST_TABLES = 24
@@ -121,8 +131,16 @@ def compare_sharders(folder: Path, pool_path: Path, config: EvaluateConfig, out:
     problems = [draw_problem(pool, i, model.setting, config.seed, shape) for i in range(config.problems)]
     rows: list[dict[str, Any]] = []
     console.progress(0.0, "compiling the searches: a quarter of a minute, once for an installation")
-    # Compilation must not count as search time.
-    compare.compile_searches(problems[0], model)
+    # Compilation must not count as search time. One table and no constraints: any sharder solves this.
+    few = dataclasses.replace(
+        problems[0],
+        name="compile",
+        tables=problems[0].tables[:1],
+        constraints=Constraints(),
+        job=dataclasses.replace(problems[0].job, tower_ratio=None),
+    )
+    for name in COMPARED:
+        compare.run(name, few, model, budget=Budget(evals=1))
     work = console.Work("problems compared", len(problems))
     for i, problem in enumerate(problems):
         outcomes = [
@@ -225,6 +243,19 @@ def _to_replay(
     return [dataclasses.replace(p, tables=tables) for p, tables in zip(drawn, fitting, strict=True) if tables]
 
 
+def plans_to_replay(
+    problem: Problem, model: CostModel, seed: int = 0, budget: Budget | None = None, random: int = 3
+) -> list[compare.Outcome]:
+    """Plans of each of WORTH_REPLAYING, and `random` random ones. Sharders without a plan are left out.
+
+    The same seed gives the same plans.
+    """
+    # Other seeds give other random plans. All else is searched once.
+    wanted = [(name, seed) for name in WORTH_REPLAYING] + [("random", seed + i) for i in range(random)]
+    outcomes = [compare.run(name, problem, model, s, budget) for name, s in wanted]
+    return [o for o in outcomes if o.plan]
+
+
 def _replayed(
     model: neural.NeuralModel,
     problems: Sequence[Problem],
@@ -235,7 +266,7 @@ def _replayed(
     """Replays of all problems, stored or run now. Replays of other problems in `out` are removed."""
     budget = Budget(evals=config.budget_evals)
     plans_of = [
-        [(o.algorithm, o.plan) for o in compare.plans(p, model, config.seed, budget) if o.plan]
+        [(o.algorithm, o.plan) for o in plans_to_replay(p, model, config.seed, budget) if o.plan]
         for p in problems
     ]
     _remove(out, but=[p.name for p in problems])

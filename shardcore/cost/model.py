@@ -9,7 +9,7 @@ Shapes: N shards, F features, G ops, C channels, L lanes, D devices.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
@@ -452,24 +452,3 @@ def is_least(costs: np.ndarray, equal: float = EQUAL) -> np.ndarray:
 def first_least(costs: Any) -> int:
     """The number of the first of the least costs [N]."""
     return int(is_least(np.asarray(costs, dtype=float)).argmax())
-
-
-def least(items: Iterable[Any], cost: Callable[[Any], float]) -> Any:
-    """The first item of least cost."""
-    return rising(items, cost)[0]
-
-
-def rising(items: Iterable[Any], cost: Callable[[Any], float]) -> list[Any]:
-    """Items by rising cost. Those of equal cost stay in order."""
-    items = list(items)
-    return [items[i] for i in np.argsort(ranks([cost(item) for item in items]), kind="stable")]
-
-
-def ranks(costs: Any) -> np.ndarray:
-    """[..., N] places of costs [..., N] by rising cost. Equal costs share one, so that other keys of a sort decide."""
-    order = np.argsort(costs, axis=-1, kind="stable")
-    sorted_costs = np.take_along_axis(np.asarray(costs, dtype=float), order, -1)
-    # A place begins where a cost is more than the one before. The first has none before.
-    begins = is_less(sorted_costs, np.roll(sorted_costs, -1, -1))
-    places = np.cumsum(np.roll(begins, 1, -1), axis=-1)
-    return np.take_along_axis(places, np.argsort(order, axis=-1), -1)

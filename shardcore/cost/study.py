@@ -37,14 +37,19 @@ def repeatability(repeats: Sequence[Sequence[ComputeSample]]) -> float | None:
     often = [g for g in repeats if 3 <= len(g) <= CONTROL] or [g for g in repeats if len(g) == 2]
     # Both timings have equal errors, so their difference has √2 times the error of one.
     pairs = [sorted(g, key=lambda s: math.inf if s.relative_ci is None else s.relative_ci)[:2] for g in often]
-    errors = [abs(b.total_ms / a.total_ms - 1) for a, b in pairs]
-    return 100 * float(np.mean(errors)) / math.sqrt(2) if errors else None
+    return (
+        100 * float(np.mean([abs(b.total_ms / a.total_ms - 1) for a, b in pairs])) / math.sqrt(2)
+        if pairs
+        else None
+    )
 
 
 def judge_test_split(model: NeuralModel, known: drift_correction.Measurements) -> dict[str, float]:
     """Accuracy on the test split (accuracy.evaluate), and the repeatability of the timings if it is known."""
-    found, timing = accuracy.evaluate(model, *known.split("test")), repeatability(known.repeats)
-    return found | ({} if timing is None else {"repeatability": timing})
+    timing = repeatability(known.repeats)
+    return accuracy.evaluate(model, *known.split("test")) | (
+        {} if timing is None else {"repeatability": timing}
+    )
 
 
 def split_by_table(compute: Sequence[ComputeSample]) -> tuple[list[ComputeSample], list[ComputeSample]]:

@@ -50,12 +50,11 @@ class TrainingData:
     def warnings(self) -> list[str]:
         # Timings of different kernels would be averaged, so say so and let the user decide.
         software = sorted({s.software for s in self.known.compute if s.software})
-        if len(software) < 2:
-            return []
-        return [
+        words = (
             f"samples were measured with different software: {'; '.join(software)}; if their timings differ, train on "
             "those of one"
-        ]
+        )
+        return [words] if len(software) > 1 else []
 
 
 def read(folder: str | Path, setting: Setting, lenders: Sequence[str | Path] = ()) -> TrainingData:

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem, Table
-from shardcore.cost.model import CostModel, PricedPlan, least, price_plan
+from shardcore.cost.model import CostModel, PricedPlan, price_plan
 from shardcore.io.problem_parts import parts_of, refusal
 from shardcore.plans.diff import Diff, diff
 from shardcore.plans.gain import Gain, gain
 from shardcore.plans.replan import ReplanConfig, forced_moves, replan
 from shardcore.search.anneal.reshard import rebind_tables
+from shardcore.search.ties import least
 
 _FRESH = ("rows", "dim", "features", "pooling", "access")
 """Fields of a Table that change while a job runs, as pools have them."""

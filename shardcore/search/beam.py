@@ -21,7 +21,7 @@ import numpy as np
 
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.types import Placement, Plan, Problem
-from shardcore.cost.model import CostModel, first_least, is_less, least, ranks, rising
+from shardcore.cost.model import CostModel, first_least, is_less
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.state.feasible import feasible_shards, fitting
 from shardcore.search.state.placement_state import PlacementState
@@ -34,6 +34,7 @@ from shardcore.search.state.shards import (
     placed,
     priced,
 )
+from shardcore.search.ties import least, ranks, rising
 from shardcore.step.kinds import shards_on
 
 State = tuple[ShardKey, ...]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible
 from shardcore.core.progress import clock
 from shardcore.core.step_cost import PredictedCost, StepCost
@@ -15,7 +14,7 @@ from shardcore.core.types import Plan, Problem
 from shardcore.cost.model import CostModel, PricedPlan, price_plan
 from shardcore.search.budget import Budget
 from shardcore.search.learned.policy import Policy
-from shardcore.search.sharders import BASELINES, DEFAULT_SHARDER, SHARDERS, sharder
+from shardcore.search.sharders import sharder
 
 
 @dataclass(frozen=True)
@@ -59,51 +58,8 @@ def run(
         plan = sharder(algorithm, policy)(problem, model, seed=seed, budget=budget)
     except Infeasible as error:
         return Outcome(algorithm, clock() - began, error=str(error))
-    # Pricing for the report does not count as the search's time.
-    seconds = clock() - began
-    return Outcome(algorithm, seconds, price_plan(plan, problem, model))
-
-
-def compile_searches(problem: Problem, model: CostModel) -> None:
-    """Compile and import what searches under a model need, before anyone times them.
-
-    Every sharder except TorchRec's runs once on one of the problem's tables.
-    Otherwise the first sharder's seconds would be numba's.
-    """
-    # One table and no constraints: any sharder solves this.
-    few = replace(
-        problem,
-        name="compile",
-        tables=problem.tables[:1],
-        constraints=Constraints(),
-        job=replace(problem.job, tower_ratio=None),
-    )
-    for name in SHARDERS:
-        if name != "torchrec":
-            run(name, few, model, budget=Budget(evals=1))
-
-
-def plans(
-    problem: Problem, model: CostModel, seed: int = 0, budget: Budget | None = None, random: int = 3
-) -> list[Outcome]:
-    """Plans of each of WORTH_REPLAYING, and `random` random ones. Sharders without a plan are left out.
-
-    The same seed gives the same plans.
-    """
-    # Other seeds give other random plans. All else is searched once.
-    wanted = [(name, seed) for name in WORTH_REPLAYING] + [("random", seed + i) for i in range(random)]
-    outcomes = [run(name, problem, model, s, budget) for name, s in wanted]
-    return [o for o in outcomes if o.plan]
-
-
-WORTH_REPLAYING = (
-    DEFAULT_SHARDER,
-    "anneal_columns",
-    "neuroshard",
-    *(n for n in BASELINES if n != "random"),
-    *(n for n in SHARDERS if n == "torchrec"),
-)
-"""Sharders whose plans are worth a replay on devices."""
+    # Seconds are taken first: pricing for the report does not count as the search's time.
+    return Outcome(algorithm, clock() - began, price_plan(plan, problem, model))
 
 
 @dataclass(frozen=True)
@@ -141,10 +97,10 @@ def standings(
     common = np.isfinite(table).all(0)
     compared = {}
     for i, name in enumerate(costs):
-        # Without itself: otherwise no ratio could be below 1.
-        others = [k for k in range(len(table)) if k != i] or [i]
-        if reference:
-            others = [list(costs).index(reference)]
+        # Others without itself: otherwise no ratio could be below 1.
+        others = (
+            [list(costs).index(reference)] if reference else [k for k in range(len(table)) if k != i] or [i]
+        )
         # [common] cost over the cheapest of the others on the same problem.
         ratios = table[i, common] / table[others][:, common].min(0) if common.any() else np.full(1, np.nan)
         # Of the same problems as the costs: hard ones take longer, and some sharders do not solve them.

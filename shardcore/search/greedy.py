@@ -21,12 +21,13 @@ import numpy as np
 from shardcore.core.errors import Infeasible
 from shardcore.core.progress import ticking
 from shardcore.core.types import Plan, Problem, Shard
-from shardcore.cost.model import CostModel, is_least, least, ranks
+from shardcore.cost.model import CostModel, is_least
 from shardcore.search.budget import Budget
 from shardcore.search.state.feasible import feasible_shards, fitting
 from shardcore.search.state.placement_state import PlacementState
 from shardcore.search.state.shard_cost_cache import ShardCostCache
 from shardcore.search.state.shards import bundles, divided_otherwise, divides_rows, priced
+from shardcore.search.ties import least, ranks
 
 Choose = Callable[[float, np.ndarray, np.ndarray], int]
 """(load, fits [D] bool, bytes left [D]) -> the device for a bundle."""

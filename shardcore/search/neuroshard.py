@@ -27,11 +27,12 @@ import numpy as np
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem
-from shardcore.cost.model import CostModel, is_least, ranks
+from shardcore.cost.model import CostModel, is_least
 from shardcore.search.beam import Beam, BeamConfig, Placed
 from shardcore.search.budget import Budget
 from shardcore.search.state.placement_state import PlacementState
 from shardcore.search.state.shard_cost_cache import ShardCostCache
+from shardcore.search.ties import ranks
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import numpy as np
 from shardcore.core.errors import Infeasible
 from shardcore.core.progress import OutOfTime, stopped_clock
 from shardcore.core.types import Placement, Plan, Problem, Shard
-from shardcore.cost.model import CostModel, group_costs, is_less, ranks
+from shardcore.cost.model import CostModel, group_costs, is_less
 from shardcore.search import greedy
 from shardcore.search.anneal.reshard import Reshard, rebind_tables
 from shardcore.search.beam import Beam
@@ -33,6 +33,7 @@ from shardcore.search.neuroshard import GreedyGrid, NeuroShardConfig
 from shardcore.search.state.feasible import fitting
 from shardcore.search.state.halves import Halves, halved, halves_of, may_halve
 from shardcore.search.state.shards import priced, searched_tables
+from shardcore.search.ties import ranks
 from shardcore.step.kinds import LAYOUTS
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from shardcore.cost.model import price
 from shardcore.io import replays
 from shardcore.io.measurements import Spread, StepSample
 from shardcore.measure.replay import ReplayConfig
-from shardcore.search import Budget, compare
+from shardcore.search import SHARDERS, Budget
 
 MIB = 1 << 20
 SETTING = Setting("test", 240)
@@ -33,10 +33,9 @@ def problem(tables) -> Problem:
 
 @cache
 def plans_of(problem):
-    return tuple(
-        (o.algorithm, o.plan)
-        for o in compare.plans(problem, MODEL, seed=3, budget=Budget(evals=200), random=2)
-    )
+    names = ["portfolio", "neuroshard", "size_greedy", "dim_greedy", "random"]
+    plans = [(n, SHARDERS[n](problem, MODEL, seed=3, budget=Budget(evals=200))) for n in names]
+    return (*plans, ("random", SHARDERS["random"](problem, MODEL, seed=4)))
 
 
 @pytest.fixture

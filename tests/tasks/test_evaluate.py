@@ -10,8 +10,10 @@ import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool, replayed_as_priced
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.types import Table
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem, Setting, Table
 from shardcore.cost import fit, neural
+from shardcore.cost.analytic import AnalyticModel
 from shardcore.io import files, replays
 from shardcore.measure import hardware
 from shardcore.measure.replay import ReplayConfig
@@ -104,7 +106,7 @@ def test_what_was_replayed_is_not_run_again_and_what_else_is_there_goes(model, t
     for problem in problems:
         made = [
             (o.algorithm, o.plan)
-            for o in compare.plans(problem, model, SMALL.seed, Budget(evals=SMALL.budget_evals))
+            for o in evaluate.plans_to_replay(problem, model, SMALL.seed, Budget(evals=SMALL.budget_evals))
         ]
         replays.keep(tmp_path / problem.name, problem, made, model.setting, steps, run)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*.json")}
@@ -146,3 +148,15 @@ def test_bad_values_are_refused(values):
         ShardCoreError, match=f"evaluate config has {name} {value}; it needs [01] to 1,000,000"
     ):
         EvaluateConfig(**values)
+
+
+def test_plans_worth_a_replay_are_the_same_for_a_seed_and_of_every_kind(tables):
+    problem = Problem("p", tables, Topology((Device(1 << 26),) * 2), 240)
+    model = AnalyticModel(Setting("test", 240))
+    outcomes, again = (
+        evaluate.plans_to_replay(problem, model, 3, Budget(evals=200), random=2) for _ in range(2)
+    )
+    assert [o.plan for o in outcomes] == [o.plan for o in again]
+    names = [o.algorithm for o in outcomes]
+    assert set(evaluate.WORTH_REPLAYING) < set(names)
+    assert names.count("random") == 2 and names[0] == "portfolio"

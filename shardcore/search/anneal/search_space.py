@@ -19,13 +19,14 @@ import numpy as np
 
 from shardcore.core.progress import tick
 from shardcore.core.types import Placement, Problem, Shard, Table
-from shardcore.cost.model import CostModel, first_least, is_less, ranks
+from shardcore.cost.model import CostModel, first_least, is_less
 from shardcore.search.anneal.compiled import SearchProblem
 from shardcore.search.anneal.memory_columns import Columns, batch_memory, fixed_memory, shards_memory
 from shardcore.search.anneal.rates import exchange_rates, id_rates, shared_rates
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.state.shard_cost_cache import ShardCostCache, encoded
 from shardcore.search.state.shards import placed, required_division
+from shardcore.search.ties import ranks
 from shardcore.step.kinds import Group, Layout, even_share, run_of, runs_of
 from shardcore.step.memory import held_bytes
 from shardcore.step.memory_account import StageCoefficients

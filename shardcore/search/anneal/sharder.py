@@ -30,7 +30,7 @@ from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.progress import OutOfTime
 from shardcore.core.types import Placement, Plan, Problem
 from shardcore.cost import model as cost_model
-from shardcore.cost.model import CostModel, is_less, rising, step_ms
+from shardcore.cost.model import CostModel, is_less, step_ms
 from shardcore.search.anneal import compiled
 from shardcore.search.anneal.compiled import State
 from shardcore.search.anneal.compiled.pointers import packed
@@ -40,6 +40,7 @@ from shardcore.search.anneal.starts import Start, Starts
 from shardcore.search.budget import Meter
 from shardcore.search.state.feasible import feasible_shards, fitting
 from shardcore.search.state.shards import CONCESSION, priced
+from shardcore.search.ties import rising
 from shardcore.step.lower import traffic_of_outputs
 
 SPACES = ("all", "columns", "halves")

@@ -16,7 +16,7 @@ import numpy as np
 
 from shardcore.core.errors import Infeasible
 from shardcore.core.types import Placement, Problem, Shard
-from shardcore.cost.model import CostModel, first_least, least, ranks
+from shardcore.cost.model import CostModel, first_least
 from shardcore.search import greedy
 from shardcore.search.anneal import compiled
 from shardcore.search.anneal.compiled import SearchProblem, State
@@ -34,6 +34,7 @@ from shardcore.search.state.feasible import fitting
 from shardcore.search.state.refusal import shown
 from shardcore.search.state.shard_cost_cache import ShardCostCache
 from shardcore.search.state.shards import division, fixed_placements
+from shardcore.search.ties import least, ranks
 from shardcore.step.kinds import shards_on
 from shardcore.step.memory import held_bytes
 

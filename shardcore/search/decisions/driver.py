@@ -24,10 +24,11 @@ from shardcore.core import progress
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import require, require_type, shown
-from shardcore.cost.model import CostModel, least, require_model
+from shardcore.cost.model import CostModel, require_model
 from shardcore.io.schema import build
 from shardcore.search.budget import Budget
 from shardcore.search.sharders import Sharder
+from shardcore.search.ties import least
 
 ENTRY = "decisions"
 """The ledger's name in a plan's provenance."""

@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 
 from shardcore.core.types import Problem
 from shardcore.core.validation import require
-from shardcore.cost.model import CostModel, least
+from shardcore.cost.model import CostModel
 from shardcore.search.decisions.driver import Decision, Outcome, Proposal
+from shardcore.search.ties import least
 from shardcore.step.lower import lower
 from shardcore.step.memory import gib
 from shardcore.tables.hot_rows import heats, hot_counts, with_hot_rows

@@ -32,11 +32,12 @@ from shardcore.core.errors import Infeasible
 from shardcore.core.tiers import BELOW, TIERS
 from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Shard, Table
 from shardcore.core.validation import require
-from shardcore.cost.model import CostModel, fetched_ms, least, rising
+from shardcore.cost.model import CostModel, fetched_ms
 from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.decisions.towers import as_planned
 from shardcore.search.state.shards import priced
+from shardcore.search.ties import least, rising
 from shardcore.step import access
 from shardcore.step.kinds import WHOLE_ROWS, Layout, layout_of, run_of
 from shardcore.step.lower import traffic_of_outputs

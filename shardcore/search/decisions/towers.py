@@ -32,12 +32,13 @@ from shardcore.core.links import LEVELS, ROWS_OVER
 from shardcore.core.topology import Topology
 from shardcore.core.types import Plan, Problem, Shard, Table
 from shardcore.core.validation import require, require_types
-from shardcore.cost.model import CostModel, first_least, least, ranks
+from shardcore.cost.model import CostModel, first_least
 from shardcore.io.towers import Towers
 from shardcore.search.budget import Budget
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.state.refusal import shown
 from shardcore.search.state.shards import on_all_devices
+from shardcore.search.ties import least, ranks
 from shardcore.step.kinds import ID_CHANNELS
 from shardcore.step.lower import Workload, lower
 from shardcore.step.memory import gib, held_bytes

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardcore.cost.model import is_least, ranks
+from shardcore.cost.model import is_least
 from shardcore.search.beam import Placed
 from shardcore.search.learned.nets import PARTS, Net, PolicyInputs, Weights, features
 from shardcore.search.state.placement_state import PlacementState
 from shardcore.search.state.shard_cost_cache import ShardCostCache
+from shardcore.search.ties import ranks
 
 _EQUAL = 1e-5
 """Relative difference below which scores are equal: they are float32."""

@@ -25,7 +25,8 @@ from typing import Any
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.progress import ticking
 from shardcore.core.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
-from shardcore.cost.model import CostModel, price, rising
+from shardcore.cost.model import CostModel, price
+from shardcore.search.ties import rising
 from shardcore.step import memory
 from shardcore.step.kinds import (
     LAYOUTS,

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from shardcore.cost.model import first_least, is_least, is_less, least, ranks, rising
+from shardcore.cost.model import first_least, is_least, is_less
+from shardcore.search.ties import least, ranks, rising
 
 NEAR = 1 + 1e-12
 

@@ -1,0 +1,28 @@
+"""Orders by cost in which costs that are equal (cost.model.EQUAL) stay as they stand, or leave it to other keys."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from shardcore.cost.model import is_less
+
+
+def least(items: Iterable[Any], cost: Callable[[Any], float]) -> Any:
+    """The first item of least cost."""
+    return rising(items, cost)[0]
+
+
+def rising(items: Iterable[Any], cost: Callable[[Any], float]) -> list[Any]:
+    """Items by rising cost. Those of equal cost stay in order."""
+    items = list(items)
+    return [items[i] for i in np.argsort(ranks([cost(item) for item in items]), kind="stable")]
+
+
+def ranks(costs: Any) -> np.ndarray:
+    """[..., N] places of costs [..., N] by rising cost. Equal costs share one, so that other keys of a sort decide."""
+    order = np.argsort(costs, axis=-1, kind="stable")
+    sorted_costs = np.take_along_axis(np.asarray(costs, dtype=float), order, -1)
+    # A place begins where a cost is more than the one before. The first has none before.
+    begins = np.roll(is_less(sorted_costs, np.roll(sorted_costs, -1, -1)), 1, -1)
+    return np.take_along_axis(np.cumsum(begins, axis=-1), np.argsort(order, axis=-1), -1)
