@@ -36,12 +36,13 @@ from shardcore.core.types import Plan, Problem, Table
 from shardcore.cost import neural
 from shardcore.cost.neural import NeuralModel
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
-from shardcore.search import SHARDERS, Budget, compare, sharder
+from shardcore.search import SHARDERS, Budget, sharder
 from shardcore.search.greedy import ORDERS
 from shardcore.search.learned.policy import NETS, Policy, read_policy, write_policy
 from shardcore.search.learned.training import PolicyConfig, train
 from shardcore.tables.generate import generate_pool
 from shardcore.tables.held_out import kept_for_testing
+from tasks import evaluate
 
 TRAIN, VALIDATION, SEED = 60, 15, 2026
 MANY = Budget(evals=32)
@@ -134,7 +135,7 @@ def compared(args: argparse.Namespace, model: NeuralModel) -> None:
             for kept, found in zip((cost, seconds), ms_of(arm, problem), strict=True):
                 kept[name].append(found)
         say(f"problem {i + 1} of {len(drawn)}: {len(problem.tables)} tables")
-    found = compare.standings(cost, seconds, "anneal_columns")
+    found = evaluate.standings(cost, seconds, "anneal_columns")
     print(
         f"{model.setting}; {len(drawn)} unseen problems of {args.devices} devices; policies of "
         f"{args.trained_on} devices\n"

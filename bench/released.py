@@ -62,12 +62,13 @@ from shardcore.cost.collective_model import ALL_TO_ALL
 from shardcore.cost.model import CommCost, Compiled, price
 from shardcore.io import writing
 from shardcore.measure.sampling.collectives import comm_request
-from shardcore.search import Budget, compare
+from shardcore.search import Budget
 from shardcore.search.neuroshard import neuroshard
 from shardcore.search.portfolio import annealing as anneal
 from shardcore.search.state.shards import placed, priced
 from shardcore.step.kinds import CHANNELS
 from shardcore.step.lower import Workload, lower
+from tasks import evaluate
 
 DEVICES = 4
 TIGHT = 1.02
@@ -362,7 +363,7 @@ def rows(memory: str, found: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     ms, seconds = (
         {name: [f[figure].get(name) for f in found] for name in names} for figure in ("ms", "seconds")
     )
-    standings = compare.standings(ms, seconds, "released")
+    standings = evaluate.standings(ms, seconds, "released")
     counted = [f for f in found if len(f["ms"]) == len(names)]
     searched = {name: [f["ms"][name] / f["as_searched_ms"] for f in counted] or [math.nan] for name in names}
     return [

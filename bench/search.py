@@ -41,12 +41,13 @@ from shardcore.cost import neural
 from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
-from shardcore.search import SHARDERS, Budget, compare, greedy
+from shardcore.search import SHARDERS, Budget, greedy
 from shardcore.search.bound.lower_bound import bound
 from shardcore.search.portfolio import annealing as anneal
 from shardcore.step.lower import lower
 from shardcore.tables.generate import generate_pool
 from shardcore.torchrec.sharder import TorchRecConfig
+from tasks import evaluate
 
 EVALS = (2_000, 20_000, 200_000)
 FROM_16 = TorchRecConfig(min_partition=(None, 16, 32, 64))
@@ -153,7 +154,7 @@ def main() -> None:
         add_best_greedy(cost, seconds)
     if None in cost.get("lower bound", []):
         del cost["lower bound"]
-    found = compare.standings(cost, seconds, "neuroshard")
+    found = evaluate.standings(cost, seconds, "neuroshard")
     theirs = found["neuroshard"]
     rows = [
         (

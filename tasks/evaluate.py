@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -169,16 +169,69 @@ def compare_sharders(folder: Path, pool_path: Path, config: EvaluateConfig, out:
     return summary(rows)
 
 
+@dataclass(frozen=True)
+class Standing:
+    """One sharder over several problems.
+
+    solved: the share of problems with a plan.
+    common: the number of problems that every sharder solved. The other fields cover only these.
+    cost: mean cost relative to the reference. nan if there are no common problems.
+    worst: the largest relative cost.
+    seconds: mean time.
+    """
+
+    solved: float
+    common: int
+    cost: float
+    worst: float
+    seconds: float
+
+
+def standings(
+    costs: Mapping[str, Sequence[float | None]],
+    seconds: Mapping[str, Sequence[float]],
+    reference: str | None = None,
+) -> dict[str, Standing]:
+    """Comparison of sharders on several problems.
+
+    costs: ms of each sharder on each problem; None or nan for no plan.
+    seconds: search time of each; [] if unknown.
+    reference: the sharder whose cost is 1. None: the best of the others, on each problem.
+    """
+    # [sharders, problems], nan without a plan.
+    table = np.array([[np.nan if ms is None else ms for ms in row] for row in costs.values()], dtype=float)
+    # Only problems that all solved compare fairly.
+    common = np.isfinite(table).all(0)
+    compared = {}
+    for i, name in enumerate(costs):
+        # Others without itself: otherwise no ratio could be below 1.
+        others = (
+            [list(costs).index(reference)] if reference else [k for k in range(len(table)) if k != i] or [i]
+        )
+        # [common] cost over the cheapest of the others on the same problem.
+        ratios = table[i, common] / table[others][:, common].min(0) if common.any() else np.full(1, np.nan)
+        # Of the same problems as the costs: hard ones take longer, and some sharders do not solve them.
+        took_s = np.array(seconds[name], dtype=float)
+        compared[name] = Standing(
+            solved=float(np.isfinite(table[i]).mean()),
+            common=int(common.sum()),
+            cost=float(ratios.mean()),
+            worst=float(ratios.max()),
+            seconds=float(took_s[common].mean()) if len(took_s) and common.any() else float("nan"),
+        )
+    return compared
+
+
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Flat metrics of sharders.csv. Costs are compared on problems that all sharders solved."""
     rows_of = {name: [r for r in rows if r["algorithm"] == name] for name in COMPARED}
-    standings = compare.standings(
+    found = standings(
         {n: [None if r["total_ms"] == "" else r["total_ms"] for r in own] for n, own in rows_of.items()},
         {n: [r["seconds"] for r in own] for n, own in rows_of.items()},
     )
     metrics = {
         f"{name}_{key}": value
-        for name, s in standings.items()
+        for name, s in found.items()
         for key, value in (("solved", s.solved), ("seconds", s.seconds), ("relative_cost", s.cost))
     }
     return {name: value for name, value in metrics.items() if np.isfinite(value)}

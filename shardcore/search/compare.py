@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from shardcore.core.errors import Infeasible
 from shardcore.core.progress import clock
@@ -60,59 +57,6 @@ def run(
         return Outcome(algorithm, clock() - began, error=str(error))
     # Seconds are taken first: pricing for the report does not count as the search's time.
     return Outcome(algorithm, clock() - began, price_plan(plan, problem, model))
-
-
-@dataclass(frozen=True)
-class Standing:
-    """One sharder over several problems.
-
-    solved: the share of problems with a plan.
-    common: the number of problems that every sharder solved. The other fields cover only these.
-    cost: mean cost relative to the reference. nan if there are no common problems.
-    worst: the largest relative cost.
-    seconds: mean time.
-    """
-
-    solved: float
-    common: int
-    cost: float
-    worst: float
-    seconds: float
-
-
-def standings(
-    costs: Mapping[str, Sequence[float | None]],
-    seconds: Mapping[str, Sequence[float]],
-    reference: str | None = None,
-) -> dict[str, Standing]:
-    """Comparison of sharders on several problems.
-
-    costs: ms of each sharder on each problem; None or nan for no plan.
-    seconds: search time of each; [] if unknown.
-    reference: the sharder whose cost is 1. None: the best of the others, on each problem.
-    """
-    # [sharders, problems], nan without a plan.
-    table = np.array([[np.nan if ms is None else ms for ms in row] for row in costs.values()], dtype=float)
-    # Only problems that all solved compare fairly.
-    common = np.isfinite(table).all(0)
-    compared = {}
-    for i, name in enumerate(costs):
-        # Others without itself: otherwise no ratio could be below 1.
-        others = (
-            [list(costs).index(reference)] if reference else [k for k in range(len(table)) if k != i] or [i]
-        )
-        # [common] cost over the cheapest of the others on the same problem.
-        ratios = table[i, common] / table[others][:, common].min(0) if common.any() else np.full(1, np.nan)
-        # Of the same problems as the costs: hard ones take longer, and some sharders do not solve them.
-        took_s = np.array(seconds[name], dtype=float)
-        compared[name] = Standing(
-            solved=float(np.isfinite(table[i]).mean()),
-            common=int(common.sum()),
-            cost=float(ratios.mean()),
-            worst=float(ratios.max()),
-            seconds=float(took_s[common].mean()) if len(took_s) and common.any() else float("nan"),
-        )
-    return compared
 
 
 def balance(cost: StepCost) -> float:

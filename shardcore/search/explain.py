@@ -216,23 +216,19 @@ def explain(
 
 def _cuts_ms(priced: PricedPlan, problem: Problem, model: CostModel) -> dict[str, float]:
     """See Explanation.cuts_ms. Of the first _MOST_CUTS tables in parts. Memory does not count."""
-    widest = {
-        name: max(parts, key=lambda p: p.shard.width)
-        for name, parts in priced.plan.by_table().items()
-        if len(parts) > 1 and problem.may_run(layout_of(parts[0].kind), parts[0].shard.table)
-    }
     plans = {
         name: Plan(
             (
                 *(p for p in priced.plan.placements if p.shard.table.name != name),
-                replace(part, shard=Shard.whole(part.shard.table)),
+                replace(max(parts, key=lambda p: p.shard.width), shard=Shard.whole(parts[0].shard.table)),
             )
         )
-        for name, part in [*widest.items()][:_MOST_CUTS]
+        for name, parts in priced.plan.by_table().items()
+        if len(parts) > 1 and problem.may_run(layout_of(parts[0].kind), parts[0].shard.table)
     }
     return {
         name: total_ms(lower(plan, problem, fits=False), model) - priced.cost.total_ms
-        for name, plan in plans.items()
+        for name, plan in [*plans.items()][:_MOST_CUTS]
     }
 
 

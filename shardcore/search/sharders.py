@@ -18,7 +18,7 @@ from shardcore.core.validation import MOST_SEED, require, require_type
 from shardcore.cost.model import CostModel, require_model
 from shardcore.search import greedy, neuroshard
 from shardcore.search.beam import BeamConfig
-from shardcore.search.budget import Budget, Meter
+from shardcore.search.budget import Budget
 from shardcore.search.learned.policy import NETS, TABLE_WISE, Policy, place
 from shardcore.search.portfolio import annealing, portfolio
 
@@ -54,17 +54,6 @@ _SIMPLIFYING = 0.05
 """Share of a budget in seconds that making a plan simpler has, and trials for it, relative to the search's."""
 
 
-def simplified(plan: Plan, problem: Problem, model: CostModel, seed: int, meter: Meter) -> Plan:
-    """See anneal.sharder.simplified. Plans without cut tables, or with cut tables that devices share, stay."""
-    if len(plan.placements) == len(problem.tables) or any(
-        len(p.devices) > 1 and p.shard.width < p.shard.table.dim for p in plan.placements
-    ):
-        return plan
-    with stopped_clock():  # numba takes a second to import
-        from shardcore.search.anneal import sharder as anneal
-    return anneal.simplified(plan, problem, model, seed, meter)
-
-
 def _checked(search: Callable[..., Plan]) -> Sharder:
     """A search that refuses arguments of another type, collects garbage rarely, and ends with a simple plan."""
 
@@ -84,7 +73,14 @@ def _checked(search: Callable[..., Plan]) -> Sharder:
                 budget = replace(budget, seconds=(1 - _SIMPLIFYING) * budget.seconds)
             meter.evals = round((1 - _SIMPLIFYING) * (meter.budget.evals or 0))
             plan = search(problem, model, seed=seed, budget=budget, **options)
-            return simplified(plan, problem, model, seed, meter)
+            # Plans without cut tables stay as they are, and those with cut tables that devices share.
+            if len(plan.placements) == len(problem.tables) or any(
+                len(p.devices) > 1 and p.shard.width < p.shard.table.dim for p in plan.placements
+            ):
+                return plan
+            with stopped_clock():  # numba takes a second to import
+                from shardcore.search.anneal import sharder as anneal
+            return anneal.simplified(plan, problem, model, seed, meter)
 
     return checked
 
@@ -97,15 +93,6 @@ class _Sharders(dict[str, Sharder]):
         return sharder(name)  # raises: the name is unknown, or needs a policy
 
 
-def _is_installed(package: str) -> bool:
-    spec = find_spec(package)
-    return spec is not None and spec.origin is not None  # a folder of the same name has no origin
-
-
-def _torchrec(problem: Problem, model: CostModel, **options: Any) -> Plan:
-    return import_module(_TORCHREC).torchrec(problem, model, **options)
-
-
 _searches: dict[str, Callable[..., Plan]] = {
     "portfolio": portfolio,
     "anneal": annealing,
@@ -115,8 +102,9 @@ _searches: dict[str, Callable[..., Plan]] = {
     "neuroshard": neuroshard.neuroshard,
 }
 # Listed only where it can run, so that comparisons need no exception for it.
-if _is_installed("torchrec") and _is_installed("fbgemm_gpu"):
-    _searches["torchrec"] = _torchrec
+# A folder of the same name has no origin.
+if all((spec := find_spec(name)) and spec.origin for name in ("torchrec", "fbgemm_gpu")):
+    _searches["torchrec"] = lambda *given, **options: import_module(_TORCHREC).torchrec(*given, **options)
 SHARDERS: dict[str, Sharder] = _Sharders({name: _checked(search) for name, search in _searches.items()})
 """Searches by name. An unknown name raises ShardCoreError."""
 

@@ -1,6 +1,5 @@
-"""Comparison of sharders over problems, some of which only some solved."""
+"""Outcomes of sharders."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -12,37 +11,10 @@ from shardcore.core.types import Problem, Setting
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import DEFAULT_SHARDER, SHARDERS, compare, known
 
-COSTS = {"a": [1.0, 2.0, None, 4.0], "b": [2.0, 2.0, 3.0, 2.0], "c": [4.0, 1.0, 5.0, math.nan]}
-SECONDS = {"a": [1.0, 3.0, 100.0, 9.0], "b": [2.0, 2.0, 2.0, 2.0], "c": []}
-
 
 def solvable(tables) -> tuple[Problem, AnalyticModel]:
     problem = Problem("p", tables, Topology((Device(1 << 26),) * 2), 240)
     return problem, AnalyticModel(Setting("test", 240))
-
-
-def test_costs_are_compared_where_all_solved_and_the_share_solved_stands_beside_them():
-    standings = compare.standings(COSTS, SECONDS, "b")
-    assert [s.solved for s in standings.values()] == [0.75, 1.0, 0.75]
-    assert {s.common for s in standings.values()} == {2}
-    a, b, c = standings.values()
-    assert (a.cost, a.worst, a.seconds) == (pytest.approx((0.5 + 1) / 2), 1.0, 2.0)
-    assert b.cost == b.worst == 1.0 and c.cost == pytest.approx((2 + 0.5) / 2)
-    assert math.isnan(c.seconds)
-
-
-def test_without_a_reference_each_is_held_against_the_best_of_the_others():
-    standings = compare.standings(COSTS, SECONDS)
-    assert standings["a"].cost == pytest.approx((1 / 2 + 2 / 1) / 2)
-    assert standings["b"].cost == pytest.approx((2 / 1 + 2 / 1) / 2)
-    assert compare.standings({"a": [2.0]}, {"a": [1.0]})["a"].cost == 1.0
-
-
-def test_where_no_problem_was_solved_by_all_there_are_shares_alone():
-    costs, seconds = {"a": [1.0, None], "b": [None, 1.0]}, {"a": [1.0, 1.0], "b": [1.0, 1.0]}
-    for standing in compare.standings(costs, seconds, "a").values():
-        assert (standing.solved, standing.common) == (0.5, 0)
-        assert math.isnan(standing.cost) and math.isnan(standing.seconds)
 
 
 def test_an_outcome_has_a_plan_or_says_why_there_is_none(tables):

@@ -289,8 +289,9 @@ def simplified(plan: Plan, problem: Problem, model: CostModel, seed: int, meter:
             narrowest = np.where(columns > 0, columns, np.iinfo(columns.dtype).max).argmin()
             s, d = np.unravel_index(narrowest, columns.shape)
             state, units, columns[s, d] = copy_of(best.state), best.state.held[s, d], 0
-            joined = [[s, d, -units], [s, columns[s].argmax(), units]]
-            compiled.place(uncut, state, np.array(joined, dtype=np.int64))
+            compiled.place(
+                uncut, state, np.array([[s, d, -units], [s, columns[s].argmax(), units]], np.int64)
+            )
             compiled.refresh(search.head, uncut, state)
             search.best, stays[s] = None, True
             if state.value[compiled.OVER] == 0:

@@ -9,7 +9,8 @@ from shardcore.core.constraints import Constraints
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.profile import load_profile
-from shardcore.search import SHARDERS, Budget, sharders
+from shardcore.search import SHARDERS, Budget
+from shardcore.search.anneal import sharder
 from shardcore.search.anneal.sharder import simplified
 from shardcore.search.state.shards import CONCESSION, priced
 from shardcore.step.memory import used_bytes
@@ -66,10 +67,16 @@ def test_a_simple_plan_fits_to_the_byte():
 
 
 def test_every_sharder_ends_with_it(monkeypatch):
-    simple = []
-    monkeypatch.setattr(sharders, "simplified", lambda plan, *_: simple.append(plan) or plan)
+    """The hot table fits on no device."""
+    narrow = Table("hot", 400_000, 64, 80.0)
+    kinds = Constraints(kinds=(("hot", ("column",)),))
+    tight = replace(
+        PROBLEM, tables=(narrow, *SMALL), topology=on_hosts("aaaa", 90 * 2**20), constraints=kinds
+    )
+    simple: list[Plan] = []
+    monkeypatch.setattr(sharder, "simplified", lambda plan, *_: simple.append(plan) or plan)
     for name in ("portfolio", "anneal_columns", "neuroshard", "size_greedy", "random"):
-        SHARDERS[name](PROBLEM, MODEL, budget=Budget(evals=300))
+        assert SHARDERS[name](tight, MODEL, budget=Budget(evals=300)) is simple[-1]
     assert len(simple) == 5
 
 
