@@ -77,7 +77,7 @@ RECORDS: dict[str, tuple[str, ...]] = {
     "replays": ("io.replays:_Body", "io.replays:_Row"),
     "decision": ("plans.decisions:Decision",),
     "job": ("io.job_folder:JobFacts",),
-    "traced": ("io.traced_samples:_Body",),
+    "traced": ("io.traced_samples:TracedSample",),
     "torchrec-plan": ("torchrec.plan_files:_File",),
     "dmp-collection": ("torchrec.dmp_collection:_File", "torchrec.dmp_collection:Arguments"),
     "profile": ("cost.profile:Profile", "cost.profile:Rate"),
