@@ -131,7 +131,9 @@ def train_model(
         )
         model = trained.model
         epochs = [r for r in trained.curves if r["model"] == "compute"]
-        if min(epochs, key=lambda r: r["validation_mape"])["epoch"] == 0:
+        # A law of other machines may be as good as it is.
+        from_nothing = trained.start is None or trained.start.law is None
+        if from_nothing and min(epochs, key=lambda r: r["validation_mape"])["epoch"] == 0:
             logger.warning(
                 "the learned correction did not improve on the physical baseline, which is kept: "
                 "measure more, or on a quieter machine"

@@ -74,9 +74,9 @@ def read(folder: str | Path, setting: Setting) -> Measurements:
     Raises ShardCoreError for a folder without measurements, and for one whose compute samples are all of
     other settings.
     """
-    parts = (Path(folder) / dataset.REPLAYS, Path(folder) / traced_samples.TRACES)
     require(
-        any(Path(folder).glob("*.parquet")) or any(part.is_dir() for part in parts),
+        any(Path(folder).glob("*.parquet"))
+        or any((Path(folder) / part).is_dir() for part in (dataset.REPLAYS, traced_samples.TRACES)),
         f"{folder} holds no measurements; it needs to be a dataset folder",
     )
     # A folder may hold exchanges or replays only, which name no setting of groups.

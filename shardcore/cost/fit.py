@@ -103,13 +103,12 @@ def train(
     # Training sees `known`. `unseen` decides when to stop, and gives error quantiles.
     (seen, validation), (seen_comm, unseen_comm) = _sides(compute), _sides(comm)
     known, unseen = _groups_of([*seen, *shape.compute]), _groups_of(validation or shape.compute)
-    schedule = _schedule(config, start)
     with _one_thread():
         if isinstance(start, Profile):
             # Its shards are those of the measured groups, at the same batches.
             start = _distilled_model(start, [s.request for s in compute], setting, config)
         weights = {
-            **_fit_compute(known, unseen, schedule, note, start),
+            **_fit_compute(known, unseen, config, note, start, shape.is_final),
             **collective_fit.fit(seen_comm, shape.comm),
         }
     # Ranges are those of training samples: the model knows no others.
@@ -148,7 +147,7 @@ def train(
     if len(validation) < _FEWEST_UNSEEN:
         # The two sides are the same groups where one of them was empty.
         learned = {s.id: s for s in (*seen, *validation)}.values()
-        again = fitted(list(learned), setting, config, Shape(start, shape.compute)).weights
+        again = fitted(list(learned), setting, config, dataclasses.replace(shape, law=start)).weights
         # Errors on groups that were trained on would be too small.
         weights |= {k: v for k, v in again.items() if not k.startswith("band.")}
         meta["ranges"] = measured | measured_ranges(list(learned) or shape.compute, [])
@@ -162,7 +161,7 @@ def fitted(
     start = start or Shape(None)
     groups = _groups_of([*compute, *start.compute])
     with _one_thread():
-        weights = _fit_compute(groups, groups, _schedule(config, start.law), lambda *_: None, start.law)
+        weights = _fit_compute(groups, groups, config, lambda *_: None, start.law, start.is_final)
     return NeuralModel(setting, weights, {"ranges": {}})
 
 
@@ -176,12 +175,6 @@ def predicted_ms(model: NeuralModel, compute: Sequence[ComputeSample]) -> np.nda
     groups = _groups_of(compute)
     return nets.parts(
         model.weights, groups.sums(nets.encode(model.weights, groups.drivers, groups.conditions))
-    )
-
-
-def _schedule(config: FitConfig, start: object) -> FitConfig:
-    return dataclasses.replace(
-        config, learning_rate=config.learning_rate * (1 if start is None else _FINE_TUNING)
     )
 
 
@@ -305,19 +298,25 @@ def _fit_compute(
     config: FitConfig,
     note: Progress,
     start: NeuralModel | None,
+    is_final: bool = False,
 ) -> dict[str, np.ndarray]:
     """The weights of nets.encode and nets.parts, and of the error quantiles (quantiles.py)."""
-    fixed, raw = _initial_weights(known, config) if start is None else _continued_weights(known, start)
+    fixed, raw = (
+        _initial_weights(known, config)
+        if start is None
+        else _continued_weights(start, {} if is_final else _refitted(known, start))
+    )
     # Fixed weights are constants of the formulas; raw ones are trained.
     tensors = {k: torch.from_numpy(v) for k, v in fixed.items()}
     # Enough steps an epoch, even for small datasets.
     n_known = len(known.measured)
     batch_size = max(1, min(config.batch_size, n_known // _LEAST_STEPS))
     # One cycle: the rate rises for a tenth of the steps, then falls to next to nothing.
-    optimizer = torch.optim.Adam(raw.values(), lr=config.learning_rate)
+    rate = config.learning_rate * (1 if start is None else _FINE_TUNING)
+    optimizer = torch.optim.Adam(raw.values(), lr=rate)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer,
-        config.learning_rate,
+        rate,
         pct_start=0.1,
         total_steps=1 + config.epochs * math.ceil(n_known / batch_size),
     )
@@ -325,7 +324,8 @@ def _fit_compute(
     rng = np.random.default_rng(config.seed)
     best, best_epoch, kept, loss = np.inf, 0, {}, np.nan
     # Early stopping: keep the weights with the best validation error.
-    for epoch in range(config.epochs + 1):  # epoch 0 is the physical baseline, or the model to start from
+    # Epoch 0 is the physical baseline, or the model to start from.
+    for epoch in range(1 if is_final else config.epochs + 1):
         if epoch:
             loss = _epoch(known, raw, tensors, optimizer, schedule, batch_size, rng)
         with torch.no_grad():
@@ -427,10 +427,10 @@ def _distilled_model(
 
 
 def _continued_weights(
-    known: _Groups, start: NeuralModel
+    start: NeuralModel, refitted: dict[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
     """Weights that stay fixed, and weights to train, of a trained model."""
-    weights = {**start.weights, **_refitted(known, start)}
+    weights = {**start.weights, **refitted}
     raw = {}
     for k, v in weights.items():
         if k == "launch" or k.startswith(("network.", "contention.")):

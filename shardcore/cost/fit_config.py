@@ -74,8 +74,10 @@ class Shape:
     law: a model to fine-tune. None: there is none.
     compute: groups at this machine's level, which join the train side.
     comm: exchanges, see collective_fit.fit.
+    is_final: True if the law is trained no further.
     """
 
     law: NeuralModel | None
     compute: Sequence[ComputeSample] = ()
     comm: Sequence[CollectiveSample] = ()
+    is_final: bool = False

@@ -2,8 +2,10 @@
 
 The groups of a lender train a law. Its launch and rates are fitted anew to own groups, and to some of the lender's as
 a prior: the more of them, the less a few own groups move the law. The lender's are brought to the own level first, op
-by op: by what the refitted law takes here over what the law takes there. Training goes on from there.
-Cross-validation on own groups chooses the lender, and how many of its groups join. Own groups alone are one of the
+by op: by what the refitted law takes here over what the law takes there. Training goes on from there. Or the law takes
+one factor, which is best where machines differ in speed only.
+
+Cross-validation on own groups chooses the lender, the way, and how many groups join. Own groups alone are one of the
 choices, so a lender that does not help lends nothing.
 
 Exchanges join at the own level of their collective, payload and direction, if own ones are predicted better then
@@ -31,7 +33,7 @@ from shardcore.cost.neural import NeuralModel
 from shardcore.io.dataset import Sample, split_of
 from shardcore.io.measurements import CollectiveSample, ComputeSample
 
-JOINED = (0, 30, 120, 480)
+JOINED = (0, 30, 240)
 """Numbers of a lender's groups that may join own ones."""
 _FOLDS = 4
 _LEVEL = 0.56
@@ -55,41 +57,38 @@ def train(
     quick = dataclasses.replace(config, epochs=math.ceil(config.epochs / 2))
     # Ops that were timed here, too, would make a lender look better than it is on others.
     asked = {s.request for s in own.compute}
-    theirs = {
-        x.name: [s for s in x.known.compute if s.error is None and s.request not in asked] for x in lenders
-    }
     laws = [
-        _Law(name, fit.fitted(groups, setting, quick), groups)
-        for name, groups in theirs.items()
-        if len(groups) >= MIN_COMPUTE
+        _Law(x.name, fit.fitted(theirs, setting, quick), theirs)
+        for x in lenders
+        if len(theirs := [s for s in x.known.compute if s.error is None and s.request not in asked])
+        >= MIN_COMPUTE
     ]
     # Without many own groups the prior counts as much as it can, and nothing is chosen.
-    best, words = (laws[0].shape(JOINED[-1], mine) if laws else Shape(None)), {}
+    best = laws[0].shape(JOINED[-1], mine) if laws else Shape(None)
     if len(mine) < (MIN_STARTED if laws else MIN_COMPUTE):
         words = {
             law.lender: f"lends ops their shape; {len(mine)} own groups tell the level" for law in laws[:1]
         }
         # The level is known as far as they tell it.
-        spread = math.hypot(_SHAPE, 1 / math.sqrt(_LEVEL**-2 + len(mine) * _SHAPE**-2))
-        logs = spread * np.array([NormalDist().inv_cdf(x / 50) for x in range(1, 50)])
+        normal = NormalDist(0, math.hypot(_SHAPE, 1 / math.sqrt(_LEVEL**-2 + len(mine) * _SHAPE**-2)))
+        logs = np.array([normal.inv_cdf(x / 50) for x in range(1, 50)])
         band = quantiles.fit(np.ones(len(logs)), np.exp(logs))
     else:
-        tried: list[tuple[Shape, np.ndarray]] = []
+        tried: list[tuple[str, Shape, np.ndarray]] = []
         if len(mine) >= MIN_COMPUTE:
-            tried.append((Shape(None), _held_out(mine, lambda some, rest: _logs(tune(some), rest))))
-        alone = "".join(f", {_percent(logs):.1f}% without" for _, logs in tried)
+            tried.append(("", Shape(None), _held_out(mine, lambda some, rest: _logs(tune(some), rest))))
+        alone = "".join(f", {_percent(logs):.1f}% without" for _, _, logs in tried)
         for law in laws:
             # Refitted laws are quick to judge, and rank as trained ones do.
             n = min(JOINED, key=lambda n: _percent(_held_out(mine, partial(law.refitted_logs, n))))
-            logs = _held_out(
-                mine, lambda some, rest, x=law, n=n: _logs(tune(some, start=x.shape(n, some)), rest)
-            )
-            tried.append((law.shape(n, mine), logs))
-            words[law.lender] = f": own groups err by {_percent(logs):.1f}% with it{alone}"
-        best, logs = min(tried, key=lambda way: _percent(way[1]))
+            for of in (partial(law.shape, n), law.scaled):
+                logs = _held_out(mine, lambda some, rest, of=of: _logs(tune(some, start=of(some)), rest))
+                tried.append((law.lender, of(mine), logs))
+        lender, best, logs = min(tried, key=lambda one: _percent(one[2]))
         words = {
-            law.lender: f"lends ops {'their shape' if law.model is best.law else 'nothing'}{words[law.lender]}"
-            for law in laws
+            name: f"lends ops {'their shape' if name == lender else 'nothing'}: own groups err by "
+            f"{min(_percent(x) for of, _, x in tried if of == name):.1f}% with it{alone}"
+            for name in (law.lender for law in laws)
         }
         measured = features.measured_ms([s for k in range(_FOLDS) for s in mine[k::_FOLDS]]).sum(1)
         band = quantiles.fit(measured / np.exp(logs), measured)
@@ -122,13 +121,22 @@ class _Law:
     model: NeuralModel
     groups: Sequence[ComputeSample]
 
+    def level(self, own: Sequence[ComputeSample]) -> float:
+        """What own groups take over what the law says, in the median."""
+        return math.exp(float(np.median(_logs(self.model, own)))) if own else 1.0
+
+    def scaled(self, own: Sequence[ComputeSample]) -> Shape:
+        """The law at the level of own groups, as it is. Best where machines differ by one factor."""
+        scaled = {name: self.level(own) * self.model.weights[name] for name in ("launch", "rates")}
+        return Shape(dataclasses.replace(self.model, weights={**self.model.weights, **scaled}), is_final=True)
+
     def shape(self, n: int, own: Sequence[ComputeSample]) -> Shape:
         """The law with n of its groups, at the level of own groups."""
         joined = self.groups[:n]
         if not joined:
             return Shape(self.model)
         # One factor at first, then one for each op and direction.
-        level = math.exp(float(np.median(_logs(self.model, own)))) if own else 1.0
+        level = self.level(own)
         refitted = fit.refitted(self.model, [*own, *(rescaled(s, level, level) for s in joined)])
         factors = fit.predicted_ms(refitted, joined) / fit.predicted_ms(self.model, joined)
         return Shape(self.model, [rescaled(s, *x) for s, x in zip(joined, factors.tolist(), strict=True)])
@@ -168,7 +176,7 @@ def _exchange_error(own: Sequence[CollectiveSample], lent: Sequence[CollectiveSa
 
     def logs(some: Sequence[CollectiveSample], rest: Sequence[CollectiveSample]) -> np.ndarray:
         law = collective_fit.fit(some, lent)
-        both = [collective_fit.predicted(law, [s], way) for s in rest for way in s.request.row.ways]
+        both = (collective_fit.predicted(law, [s], way) for s in rest for way in s.request.row.ways)
         return np.concatenate([np.log(measured / np.maximum(ms, 1e-9)) for ms, measured in both])
 
     return _percent(_held_out(own, logs)) if own else 0.0

@@ -64,8 +64,7 @@ def read(folder: str | Path, setting: Setting, lenders: Sequence[str | Path] = (
     without samples.
     """
     own, others = Path(folder), [path for path in map(Path, lenders) if path != Path(folder)]
-    known, steps = drift_correction.read(own, setting), replays.steps([own], setting)
-    traced = traced_samples.read_all([own, *others], setting)
+    known, traced = drift_correction.read(own, setting), traced_samples.read_all([own, *others], setting)
     lent = [
         Lent(str(path), held.hardware, drift_correction.read(path, held))
         for path in others
@@ -78,7 +77,7 @@ def read(folder: str | Path, setting: Setting, lenders: Sequence[str | Path] = (
             f"{path} holds samples for ({'; '.join(map(str, dataset.settings(path))) or 'nothing'}); to lend their "
             f"shape to ({setting}), samples may differ from it in hardware only, as of a CPU or of a GPU",
         )
-    return TrainingData(own, setting, known, steps, traced, tuple(lent))
+    return TrainingData(own, setting, known, replays.steps([own], setting), traced, tuple(lent))
 
 
 def is_alike(other: Setting, setting: Setting) -> bool:
