@@ -205,7 +205,7 @@ def test_prices_are_kept(which, now):
     kept = {name: ms for name, ms in json.loads(KEPT.read_text()).items() if name.startswith(which)}
     assert kept.keys() == {name for name in now if name.startswith(which)}
     for name, ms in kept.items():
-        np.testing.assert_allclose(now[name], ms, rtol=1e-9, err_msg=name)
+        np.testing.assert_allclose(now[name], ms, rtol=1e-7, err_msg=name)
 
 
 if __name__ == "__main__":

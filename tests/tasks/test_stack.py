@@ -418,8 +418,9 @@ def test_a_temporary_folder_of_ray_that_others_may_have_is_not_used_again(short,
 
 def test_the_last_sessions_of_ray_are_kept(tmp_path):
     sessions = [tmp_path / f"session_2026-0{month}-01_00-00-00_000000_1" for month in range(1, 6)]
-    for folder in (*sessions, tmp_path / "session_latest"):
+    for folder in sessions:
         (folder / "logs").mkdir(parents=True)
+    (tmp_path / "session_latest").symlink_to(sessions[-1])
     stack._forget_sessions(tmp_path)
     assert sorted(tmp_path.iterdir()) == [*sessions[2:], tmp_path / "session_latest"]
 
