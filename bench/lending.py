@@ -11,8 +11,7 @@ training and at most 400 others to judge by; of exchanges as many as own groups,
   one factor  the lender's law times the median ratio on own groups
   lending     what training does (cost/lending.py)
 
-Errors are means over --seeds draws, in percent; floor: the mean interquartile range of the timings judged by. Rows are
-kept in OUT: killed, it goes on.
+Errors are means over --seeds draws, in percent. Rows are kept in OUT: killed, it goes on.
 """
 
 from __future__ import annotations
@@ -70,7 +69,6 @@ def errors(own: Measurements, test: Measurements, lender: Lent) -> dict[str, flo
     if len(own.compute) >= MIN_COMPUTE:
         models["own"] = fit.train(own.compute, own.comm, setting).model
     return {
-        "floor": accuracy.noise(test.compute),
         "one factor": mape(np.median(level) * accuracy.predict(law, test.compute), measured),
         **{name: mape(accuracy.predict(model, test.compute), measured) for name, model in models.items()},
         **{f"exchanges: {name}": of_exchanges(model) for name, model in models.items()},
@@ -126,12 +124,9 @@ def main() -> None:
     cells = []
     for machine, n in dict.fromkeys((r["machine"], r["groups"]) for r in rows):
         of_row = [r for r in rows if (r["machine"], r["groups"]) == (machine, n)]
-        means = [
-            f"{np.mean([r[way] for r in of_row]):.1f}" if way in of_row[0] else "-"
-            for way in ("floor", *WAYS)
-        ]
+        means = [f"{np.mean([r[way] for r in of_row]):.1f}" if way in of_row[0] else "-" for way in WAYS]
         cells.append((machine, str(n), *means))
-    print(report.markdown_table(("machine", "own groups", "floor", *WAYS), cells))
+    print(report.markdown_table(("machine", "own groups", *WAYS), cells))
 
 
 if __name__ == "__main__":
