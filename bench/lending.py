@@ -24,7 +24,7 @@ import numpy as np
 from bench import common
 from shardcore import report
 from shardcore.cost import accuracy, collective_fit, features, fit, lending
-from shardcore.cost.drift_correction import Lent, Measurements, read, rescaled
+from shardcore.cost.drift_correction import Lent, Measurements, read, rescale_sample
 from shardcore.cost.fit_config import MIN_COMPUTE
 from shardcore.cost.metrics import mape
 from shardcore.cost.neural import NeuralModel
@@ -39,7 +39,7 @@ def changed(some: Measurements, small: float, large: float, exchanges: float) ->
     ms = np.log([s.total_ms for s in some.compute])
     low, high = np.quantile(ms, (0.1, 0.9))
     factors = small * (large / small) ** np.clip((ms - low) / (high - low), 0, 1)
-    compute = [rescaled(s, x, x) for s, x in zip(some.compute, factors.tolist(), strict=True)]
+    compute = [rescale_sample(s, x, x) for s, x in zip(some.compute, factors.tolist(), strict=True)]
     return Measurements(compute, [exchange(s, exchanges) for s in some.comm], [])
 
 
@@ -54,7 +54,7 @@ def exchange(sample: CollectiveSample, factor: float) -> CollectiveSample:
 
 def errors(own: Measurements, test: Measurements, lender: Lent) -> dict[str, float]:
     setting, measured = test.compute[0].setting, features.measured_ms(test.compute).sum(1)
-    law = fit.fitted(lender.known.compute, setting, fit.FitConfig(epochs=30))
+    law = fit.fit_ops(lender.known.compute, setting, fit.FitConfig(epochs=30))
     # Without own groups the lender's level stands.
     some = own.compute or lender.known.compute
     level = features.measured_ms(some).sum(1) / fit.predicted_ms(law, some).sum(1)

@@ -88,8 +88,11 @@ def _mean_error(kind: str, percent: np.ndarray) -> dict[str, float]:
     """Metrics of the mean of absolute errors [S]. One sample has no interval."""
     found = mean_interval(percent)
     ends = {f"{kind}_mape_low": max(0.0, found.low), f"{kind}_mape_high": found.high}
-    count = {f"n_{kind}": float(len(percent)), f"{kind}_mape": found.mean}
-    return count | (ends if np.isfinite(found.high) else {})
+    return {
+        f"n_{kind}": float(len(percent)),
+        f"{kind}_mape": found.mean,
+        **(ends if np.isfinite(found.high) else {}),
+    }
 
 
 def error_words(found: Mapping[str, float], kind: str = "compute", samples: str = "groups") -> str:

@@ -16,7 +16,7 @@ from shardcore.core.types import PRECISION_BYTES, Problem, Setting, Shard
 from shardcore.core.validation import require
 from shardcore.cost.composite import Composite, composed
 from shardcore.cost.link_counts import link_counts
-from shardcore.cost.model import CommCost, Compiled, Law, rounded
+from shardcore.cost.model import CommCost, Compiled, Law, round_encodings
 from shardcore.cost.step_comm import step_comm
 from shardcore.step.access import access_share, unique_rows_of
 from shardcore.step.collectives import carried_as
@@ -94,7 +94,7 @@ class AnalyticModel(Law):
             lookups = batch * looked_up * np.array([access_share(s) for s in shards], dtype=float)
             updated_bytes = unique_rows_of(shards, batch) * row_bytes
             drivers[:, 1:] = np.stack([lookups, lookups * row_bytes, updated_bytes], 1)
-        return rounded(drivers)
+        return round_encodings(drivers)
 
     def head(self, sums: np.ndarray) -> np.ndarray:
         """[G] ms of ops from summed encodings [G, 4]; 0 for an empty op.

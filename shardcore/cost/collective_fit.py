@@ -61,25 +61,28 @@ def fit(samples: Sequence[CollectiveSample], lent: Sequence[CollectiveSample] = 
 
     lent: samples of another machine (lending.py). Some of each kind join at the level of this machine's.
     """
-    rates: dict[str, np.ndarray] = {}
-    # Logarithms of own over the other machine's times. Before any is known: as long.
-    levels = np.zeros(1)
+    kinds: list[tuple[str, np.ndarray, np.ndarray, int, np.ndarray]] = []
     for (row, payload), group in itertools.product(_MEASURED, SCOPES):
         # Samples of one collective, payload and scope, which have separate rates.
         known, theirs = (_samples_of(some, row.name, payload, group) for some in (samples, lent))
         # Ids with work before have the rates of other ids.
         for way in row.ways if len(known) + len(theirs) >= FEWEST_SAMPLES and not row.work else ():
             terms, measured = observed([*known, *theirs[:MOST_LENT]], way)
+            own, logs = sum(len(_counting(s, way)) for s in known), np.zeros(0)
             if theirs:
-                own = sum(len(_counting(s, way)) for s in known)
+                # Logarithms of own times over those of the other machine's law.
                 there = transfer_ms(terms[:, :own], _fit_rates(*observed(theirs[: 4 * MOST_LENT], way)))
                 logs = np.log(measured[:own] / np.maximum(there, 1e-9))
-                levels = np.concatenate([levels, logs])
-                # Few of a kind are near the level of all so far.
-                measured[own:] *= np.exp(
-                    (own * (np.median(logs) if own else 0.0) + _PRIOR * np.median(levels)) / (own + _PRIOR)
-                )
-            rates[rates_name(Channel(row.name, group), way, payload)] = _fit_rates(terms, measured)
+            kinds.append((rates_name(Channel(row.name, group), way, payload), terms, measured, own, logs))
+    # The level of all kinds. Without own exchanges it is the other machine's: a logarithm of 0.
+    level = np.median(np.concatenate([np.zeros(1), *(logs for *_, logs in kinds)]))
+    rates: dict[str, np.ndarray] = {}
+    for name, terms, measured, own, logs in kinds:
+        # A kind with few own timings, or none, is near the level of all kinds.
+        measured[own:] *= np.exp(
+            (own * (np.median(logs) if len(logs) else level) + _PRIOR * level) / (own + _PRIOR)
+        )
+        rates[name] = _fit_rates(terms, measured)
     # Laws of own work need the rates of ids, so they are fitted last.
     works: dict[str, np.ndarray] = {}
     for row in COLLECTIVES.values():

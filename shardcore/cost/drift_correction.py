@@ -114,7 +114,7 @@ def corrected(samples: Sequence[ComputeSample]) -> list[ComputeSample]:
     slower = dict(zip(map(id, timed), np.exp(_drift(timed)).tolist(), strict=True))
     # As timed on a machine faster by this factor. The slowdown says by how much in all.
     return [
-        dataclasses.replace(rescaled(s, 1 / by, 1 / by), slowdown=s.slowdown * by)
+        dataclasses.replace(rescale_sample(s, 1 / by, 1 / by), slowdown=s.slowdown * by)
         if (by := slower.get(id(s)))
         else s
         for s in samples
@@ -173,7 +173,7 @@ def _neighbours_median(
     return medians
 
 
-def rescaled(sample: ComputeSample, forward: float, backward: float) -> ComputeSample:
+def rescale_sample(sample: ComputeSample, forward: float, backward: float) -> ComputeSample:
     """The sample with both directions multiplied."""
     changed = {}
     for way, by in (("forward", forward), ("backward", backward)):

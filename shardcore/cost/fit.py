@@ -147,14 +147,14 @@ def train(
     if len(validation) < _FEWEST_UNSEEN:
         # The two sides are the same groups where one of them was empty.
         learned = {s.id: s for s in (*seen, *validation)}.values()
-        again = fitted(list(learned), setting, config, dataclasses.replace(shape, law=start)).weights
+        again = fit_ops(list(learned), setting, config, dataclasses.replace(shape, law=start)).weights
         # Errors on groups that were trained on would be too small.
         weights |= {k: v for k, v in again.items() if not k.startswith("band.")}
         meta["ranges"] = measured | measured_ranges(list(learned) or shape.compute, [])
     return TrainedModel(dataclasses.replace(model, weights=weights, meta=meta), curves)
 
 
-def fitted(
+def fit_ops(
     compute: Sequence[ComputeSample], setting: Setting, config: FitConfig, start: Shape | None = None
 ) -> NeuralModel:
     """A model of ops, trained on all of these groups to the end. It knows no exchanges."""
@@ -165,9 +165,11 @@ def fitted(
     return NeuralModel(setting, weights, {"ranges": {}})
 
 
-def refitted(law: NeuralModel, compute: Sequence[ComputeSample]) -> NeuralModel:
+def refit_rates(law: NeuralModel, compute: Sequence[ComputeSample]) -> NeuralModel:
     """The law with launch and rates fitted anew to these groups, under its correction and contention."""
-    return dataclasses.replace(law, weights={**law.weights, **_refitted(_groups_of(compute), law)})
+    return dataclasses.replace(
+        law, weights={**law.weights, **_fit_launch_and_rates(_groups_of(compute), law)}
+    )
 
 
 def predicted_ms(model: NeuralModel, compute: Sequence[ComputeSample]) -> np.ndarray:
@@ -304,7 +306,7 @@ def _fit_compute(
     fixed, raw = (
         _initial_weights(known, config)
         if start is None
-        else _continued_weights(start, {} if is_final else _refitted(known, start))
+        else _continued_weights(start, {} if is_final else _fit_launch_and_rates(known, start))
     )
     # Fixed weights are constants of the formulas; raw ones are trained.
     tensors = {k: torch.from_numpy(v) for k, v in fixed.items()}
@@ -440,7 +442,7 @@ def _continued_weights(
     return {k: weights[k] for k in names}, raw
 
 
-def _refitted(known: _Groups, law: NeuralModel) -> dict[str, np.ndarray]:
+def _fit_launch_and_rates(known: _Groups, law: NeuralModel) -> dict[str, np.ndarray]:
     """Launch and rates fitted anew under the old correction and contention, which apply over both ranges."""
     old = law.weights
     # Under both, costs are linear in rates and launch. So least squares still applies.

@@ -69,7 +69,7 @@ class TrainedModel:
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """What other machines lend to a training (lending.py).
+    """A law and samples that other machines lend to a training (lending.py).
 
     law: a model to fine-tune. None: there is none.
     compute: groups at this machine's level, which join the train side.

@@ -27,7 +27,7 @@ import numpy as np
 
 from shardcore.core.types import Setting
 from shardcore.cost import collective_fit, features, fit, quantiles
-from shardcore.cost.drift_correction import Lent, Measurements, rescaled
+from shardcore.cost.drift_correction import Lent, Measurements, rescale_sample
 from shardcore.cost.fit_config import MIN_COMPUTE, MIN_STARTED, FitConfig, Progress, Shape, TrainedModel
 from shardcore.cost.neural import NeuralModel
 from shardcore.io.dataset import Sample, split_of
@@ -52,13 +52,16 @@ def train(
     the level is uncertain. Raises as fit.train. With a lender few own groups suffice, or none.
     """
     mine = [s for s in own.compute if s.error is None and split_of(s.id) != "test"]
-    tune = partial(fit.fitted, setting=setting, config=config)
-    # Half the epochs, as a law is trained further on own groups.
-    quick = dataclasses.replace(config, epochs=math.ceil(config.epochs / 2))
+    tune = partial(fit.fit_ops, setting=setting, config=config)
     # Ops that were timed here, too, would make a lender look better than it is on others.
     asked = {s.request for s in own.compute}
     laws = [
-        _Law(x.name, fit.fitted(theirs, setting, quick), theirs)
+        # Half the epochs, as a law is trained further on own groups.
+        _Law(
+            x.name,
+            fit.fit_ops(theirs, setting, dataclasses.replace(config, epochs=math.ceil(config.epochs / 2))),
+            theirs,
+        )
         for x in lenders
         if len(theirs := [s for s in x.known.compute if s.error is None and s.request not in asked])
         >= MIN_COMPUTE
@@ -81,7 +84,7 @@ def train(
         for law in laws:
             # Refitted laws are quick to judge, and rank as trained ones do.
             n = min(JOINED, key=lambda n: _percent(_held_out(mine, partial(law.refitted_logs, n))))
-            for of in (partial(law.shape, n), law.scaled):
+            for of in (partial(law.shape, n), law.scaled_shape):
                 logs = _held_out(mine, lambda some, rest, of=of: _logs(tune(some, start=of(some)), rest))
                 tried.append((law.lender, of(mine), logs))
         lender, best, logs = min(tried, key=lambda one: _percent(one[2]))
@@ -98,17 +101,19 @@ def train(
     comm = min([[], *offers] if known else offers, key=partial(_exchange_error, known), default=())
     best = dataclasses.replace(best, comm=comm)
     trained = fit.train(own.compute, own.comm, setting, config, progress, best)
-    metrics = {
-        **trained.model.meta["metrics"],
-        "compute_mape": _percent(logs),
-        "n_compute": float(len(mine)),
-        # Of a level that no own exchange tells.
-        **({"forward_comm_mape": 100 * _LEVEL} if comm and not known else {}),
-    }
     model = dataclasses.replace(
         trained.model,
         weights={**trained.model.weights, **band},
-        meta={**trained.model.meta, "metrics": metrics},
+        meta={
+            **trained.model.meta,
+            "metrics": {
+                **trained.model.meta["metrics"],
+                "compute_mape": _percent(logs),
+                "n_compute": float(len(mine)),
+                # Of a level that no own exchange tells.
+                **({"forward_comm_mape": 100 * _LEVEL} if comm and not known else {}),
+            },
+        },
     )
     return TrainedModel(model, trained.curves), best, words
 
@@ -122,10 +127,10 @@ class _Law:
     groups: Sequence[ComputeSample]
 
     def level(self, own: Sequence[ComputeSample]) -> float:
-        """What own groups take over what the law says, in the median."""
+        """Median ratio of the times of own groups to those that the law predicts."""
         return math.exp(float(np.median(_logs(self.model, own)))) if own else 1.0
 
-    def scaled(self, own: Sequence[ComputeSample]) -> Shape:
+    def scaled_shape(self, own: Sequence[ComputeSample]) -> Shape:
         """The law at the level of own groups, as it is. Best where machines differ by one factor."""
         scaled = {name: self.level(own) * self.model.weights[name] for name in ("launch", "rates")}
         return Shape(dataclasses.replace(self.model, weights={**self.model.weights, **scaled}), is_final=True)
@@ -137,15 +142,17 @@ class _Law:
             return Shape(self.model)
         # One factor at first, then one for each op and direction.
         level = self.level(own)
-        refitted = fit.refitted(self.model, [*own, *(rescaled(s, level, level) for s in joined)])
+        refitted = fit.refit_rates(self.model, [*own, *(rescale_sample(s, level, level) for s in joined)])
         factors = fit.predicted_ms(refitted, joined) / fit.predicted_ms(self.model, joined)
-        return Shape(self.model, [rescaled(s, *x) for s, x in zip(joined, factors.tolist(), strict=True)])
+        return Shape(
+            self.model, [rescale_sample(s, *x) for s, x in zip(joined, factors.tolist(), strict=True)]
+        )
 
     def refitted_logs(
         self, n: int, own: Sequence[ComputeSample], others: Sequence[ComputeSample]
     ) -> np.ndarray:
         """`_logs` of the law with launch and rates of own groups, and of n of its groups."""
-        return _logs(fit.refitted(self.model, [*own, *self.shape(n, own).compute]), others)
+        return _logs(fit.refit_rates(self.model, [*own, *self.shape(n, own).compute]), others)
 
 
 def _held_out(

@@ -25,7 +25,7 @@ from shardcore.step.lower import Workload, lower
 from shardcore.tables.host_rows import in_one_cache
 
 
-def rounded(codes: np.ndarray) -> np.ndarray:
+def round_encodings(codes: np.ndarray) -> np.ndarray:
     """Encodings with the 24 significant bits of float32, as float64.
 
     The last bits of a matrix product or a logarithm depend on the processor. Searches amplify them: one trial that is
@@ -54,7 +54,10 @@ class CostModel(Protocol):
 
     @abstractmethod
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
-        """[N, F] float64 encodings of shards in an op over `batch` samples (None: the setting's), `rounded`."""
+        """[N, F] float64 encodings of shards in an op over `batch` samples (None: the setting's).
+
+        Those of `round_encodings`.
+        """
 
     @abstractmethod
     def head(self, sums: np.ndarray) -> np.ndarray:
@@ -193,7 +196,7 @@ class BoundableCostModel(CostModel, Protocol):
 
 
 class Law:
-    """What most laws of costs have in common: they prove bounds of themselves, and know nothing of slower links."""
+    """Defaults of most cost models: they bound themselves, and leave slower links to others."""
 
     def link_ms(self, sums: np.ndarray) -> np.ndarray:
         """[...] zeros: rows below device memory are priced beside the model (composite.LinkHead)."""

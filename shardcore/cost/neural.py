@@ -23,7 +23,7 @@ from shardcore.core.types import Problem, Setting, Shard
 from shardcore.core.validation import require_type, shown
 from shardcore.cost import collective_model, features, nets, quantiles, ranges, weight_checks
 from shardcore.cost.composite import Composite, composed
-from shardcore.cost.model import CommCost, Compiled, Law, rounded
+from shardcore.cost.model import CommCost, Compiled, Law, round_encodings
 from shardcore.cost.step_comm import Transfers, channels_ms, step_comm
 from shardcore.io import files, model_files, schema
 from shardcore.step.kinds import Channel
@@ -89,7 +89,7 @@ class NeuralModel(Law):
         batch = batch or self.setting.batch
 
         def encoded(some: Sequence[Shard]) -> np.ndarray:
-            return rounded(nets.encode(self.weights, *features.features(some, batch)))
+            return round_encodings(nets.encode(self.weights, *features.features(some, batch)))
 
         # In chunks, which bound the memory (see _AT_ONCE).
         # At least one chunk, so that no shards give an array of the right width.

@@ -22,7 +22,7 @@ from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import Problem, Setting, Shard
 from shardcore.cost import profile_law
 from shardcore.cost.known_errors import NOT_MEASURED
-from shardcore.cost.model import CommCost, Compiled, Law, rounded, step_ms
+from shardcore.cost.model import CommCost, Compiled, Law, round_encodings, step_ms
 from shardcore.cost.profile import HOST_GBPS, RATES, Profile
 from shardcore.cost.profile_law import Rates
 from shardcore.cost.step_comm import Transfers, channels_ms, step_comm
@@ -90,7 +90,7 @@ class ProfileModel(Law):
         if len(shards):
             codes[:, 0] = 1
             codes[:, 1:] = np.transpose(self._parts_ms(self._work(shards, batch or self.setting.batch)))
-        return rounded(codes)
+        return round_encodings(codes)
 
     def _parts_ms(self, work: profile_law.Work) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """[..., N] ms of shards: forward, backward, and `link_ms`."""

@@ -15,7 +15,7 @@ from shardcore.core.errors import Infeasible, ShardCoreError, Unreachable
 from shardcore.core.step_cost import PredictedCost
 from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import MOST_COUNT, MOST_MS, MOST_SEED, require, require_within
-from shardcore.cost.model import CostModel, PricedPlan, price_plan
+from shardcore.cost.model import CostModel, PricedPlan, is_less, price_plan
 from shardcore.io import files
 from shardcore.plans import store
 from shardcore.plans.decisions import ROLLED_BACK, Decision, Version, version_name
@@ -37,8 +37,6 @@ _FOR_TORCHREC = 4_096
 """The most tables times devices for which TorchRec's planner runs: it takes about a second for these."""
 _EXPLAIN = Budget(evals=10_000)
 """Budget of each search for the alternatives on a report page."""
-_TIE = 1e-9
-"""Costs that differ by less than this share are equal."""
 _EARLIER = 12
 """Earlier decisions that a page is handed."""
 
@@ -342,7 +340,7 @@ class Publisher:
         # A greedy order or another baseline that is asked for by name is published as it is.
         may_take_baseline = space and not (old and config.max_moved_tables is not None)
         for name, other in others.items() if may_take_baseline else ():
-            if other.priced and other.priced.cost.total_ms < found.cost.total_ms * (1 - _TIE):
+            if other.priced and is_less(other.priced.cost.total_ms, found.cost.total_ms):
                 found, algorithm = other.priced, name
         if old and not (replanned and algorithm == config.algorithm):
             # A fresh search ignores where tables were, so devices are renumbered to move less.

@@ -38,7 +38,7 @@ def traced_text(job: TracedJob) -> str:
     rows.append(["hidden transfers", *(f"{rank.hidden_ms:.2f}" for rank in shown)])
     table = text_table(["ms", *(f"rank {rank.rank}" for rank in shown)], rows)
     left = len(step.ranks) - len(shown)
-    return table + f"\nand {left} more ranks" * (left > 0) + _missing(step, "\n")
+    return table + f"\nand {left} more ranks" * (left > 0) + _missing_ranks_text(step, "\n")
 
 
 def predicted_text(step: TracedStep, before: StepCost, after: StepCost, ranks: Sequence[int]) -> str:
@@ -54,10 +54,10 @@ def predicted_text(step: TracedStep, before: StepCost, after: StepCost, ranks: S
             if measured or any(values):
                 cells = [x for ms in values for x in (f"{ms:.2f}", f"{ms - measured:+.2f}")]
                 rows.append([rank.rank, WORDS[name], f"{measured:.2f}", *cells])
-    return text_table(headers, rows, words=(1,)) + _missing(step, "\n")
+    return text_table(headers, rows, words=(1,)) + _missing_ranks_text(step, "\n")
 
 
-def _missing(step: TracedStep, before: str) -> str:
+def _missing_ranks_text(step: TracedStep, before: str) -> str:
     """Words on ranks without a trace, after the text before. Empty where all ranks have one."""
     words = f"{before}{step.missing_ranks.capitalize()} missing: exchanges hold the waiting for them, uncorrected."
     return words if step.missing_ranks else ""
@@ -67,7 +67,7 @@ def bottleneck(step: TracedStep) -> str:
     """A sentence on what limits a step."""
     last = min(step.ranks, key=lambda rank: rank.cost_ms("waiting_ms"))
     others = [rank for rank in step.ranks if rank is not last]
-    waits, missing = [rank.cost_ms("waiting_ms") for rank in others], _missing(step, " ")
+    waits, missing = [rank.cost_ms("waiting_ms") for rank in others], _missing_ranks_text(step, " ")
     if waits and max(waits) > _WAITS * step.total_ms:
         name, more_ms = max(
             (

@@ -158,7 +158,7 @@ def _bound(x: Explanation) -> str:
 
 
 def alternative_rows(x: Explanation) -> list[tuple[str, str, str]]:
-    """What other plans cost, or why there is none."""
+    """Costs of other plans, or the reason why there is none."""
     return [
         (a.what, f"{a.total_ms:.3f}", percent_change(a.total_ms, x.total_ms))
         if a.total_ms is not None

@@ -34,7 +34,7 @@ from shardcore.search.state.shards import (
     placed,
     priced,
 )
-from shardcore.search.ties import least, ranks, rising
+from shardcore.search.ties import least, ranks, sort_by_cost
 from shardcore.step.kinds import shards_on
 
 State = tuple[ShardKey, ...]
@@ -189,7 +189,7 @@ class Beam:
                 [plan] = search(other_cache, [tuple(sorted(other_cache.keys(shards)))], self.inner)
                 self.meter.evals += self.inner.plans
                 # Where neither fits, the one that lacks less.
-                if _rising([first, plan])[0] is plan:
+                if _sort_plans([first, plan])[0] is plan:
                     cache, first = other_cache, plan
         return cache, first
 
@@ -265,7 +265,7 @@ class Beam:
                 self.meter.evals += n * self.inner.plans
                 state_s = (self.meter.seconds() - before_s) / n
             # If none fits, those that lack least go on: more cuts may make them fit.
-            beam = [plan.state for plan in _rising(plans)[: self.config.beam]]
+            beam = [plan.state for plan in _sort_plans(plans)[: self.config.beam]]
             best = least([best, *plans], lambda p: p.ms)
             # The budget has ended, or there is nothing left to cut.
             if len(plans) < len(states) or not plans:
@@ -273,9 +273,9 @@ class Beam:
         return best
 
 
-def _rising(plans: Sequence[StatePlan]) -> list[StatePlan]:
+def _sort_plans(plans: Sequence[StatePlan]) -> list[StatePlan]:
     """Plans by rising cost, then by rising bytes beyond the memory."""
-    return rising(sorted(plans, key=lambda plan: plan.over_bytes), lambda plan: plan.ms)
+    return sort_by_cost(sorted(plans, key=lambda plan: plan.over_bytes), lambda plan: plan.ms)
 
 
 def _halvings(cache: ShardCostCache, state: State, n: int) -> list[State]:

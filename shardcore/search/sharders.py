@@ -80,7 +80,7 @@ def _checked(search: Callable[..., Plan]) -> Sharder:
                 return plan
             with stopped_clock():  # numba takes a second to import
                 from shardcore.search.anneal import sharder as anneal
-            return anneal.simplified(plan, problem, model, seed, meter)
+            return anneal.simplify(plan, problem, model, seed, meter)
 
     return checked
 

@@ -10,10 +10,10 @@ from shardcore.cost.model import is_less
 
 def least(items: Iterable[Any], cost: Callable[[Any], float]) -> Any:
     """The first item of least cost."""
-    return rising(items, cost)[0]
+    return sort_by_cost(items, cost)[0]
 
 
-def rising(items: Iterable[Any], cost: Callable[[Any], float]) -> list[Any]:
+def sort_by_cost(items: Iterable[Any], cost: Callable[[Any], float]) -> list[Any]:
     """Items by rising cost. Those of equal cost stay in order."""
     items = list(items)
     return [items[i] for i in np.argsort(ranks([cost(item) for item in items]), kind="stable")]

@@ -134,7 +134,7 @@ def _with_fused_params(c: ParameterConstraints, given: Mapping[str, Any]) -> Par
     return c
 
 
-def prefetching(constraints: ByName) -> dict[str, bool | None]:
+def prefetch_flags(constraints: ByName) -> dict[str, bool | None]:
     """prefetch_pipeline of the tables whose kernel has a cache. None: nobody says."""
     return {
         name: getattr(c.cache_params, "prefetch_pipeline", None)

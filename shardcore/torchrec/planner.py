@@ -374,7 +374,7 @@ class ShardCorePlanner:
         self, constraints: Mapping[str, ParameterConstraints], payloads: tuple[str, str], notes: list[str]
     ) -> Job:
         """The job: the one that is given, or what sharders and constraints say of it. It adds to notes."""
-        flags = constrained.prefetching(constraints)
+        flags = constrained.prefetch_flags(constraints)
         names = {
             value: few([name for name, flag in flags.items() if flag is value]) for value in flags.values()
         }

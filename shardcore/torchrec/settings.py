@@ -82,7 +82,7 @@ def job_of(qcomms: QCommsConfig) -> Job:
     from torchrec.distributed.fbgemm_qcomm_codec import get_qcomm_codecs
 
     require_treated(qcomms, "QCommsConfig")
-    forward, backward = _carried(get_qcomm_codecs(qcomms), "QCommsConfig")
+    forward, backward = _payloads_of_codecs(get_qcomm_codecs(qcomms), "QCommsConfig")
     return Job(forward_payload=forward, backward_payload=backward)
 
 
@@ -152,7 +152,7 @@ def _of_collection(sharder: ModuleSharder[Any]) -> ModuleSharder[Any]:
     return getattr(sharder, "_ebc_sharder", getattr(sharder, "_e_sharder", sharder))
 
 
-def _carried(codecs: QuantizedCommCodecs, what: str) -> tuple[str, str]:
+def _payloads_of_codecs(codecs: QuantizedCommCodecs, what: str) -> tuple[str, str]:
     """Payloads of TorchRec's codecs, forward and backward.
 
     Raises ShardCoreError, beginning with `what`, for codecs whose outputs or payloads are not priced.
@@ -187,7 +187,7 @@ def _sent_payloads(sharder: ModuleSharder[Any]) -> dict[str, tuple[str, str]]:
     form = "POOLED" if hasattr(of_collection.module_type, "embedding_bag_configs") else "SEQUENCE"
     ops = [op.name for op in CommOp if op.name.startswith(form)]
     return {
-        op.lower(): _carried(
+        op.lower(): _payloads_of_codecs(
             registry.get(op, QuantizedCommCodecs()), f"{op.lower()} of {type(sharder).__name__}"
         )
         for op in ops

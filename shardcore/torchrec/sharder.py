@@ -102,7 +102,7 @@ class TorchRecConfig:
             raise ShardCoreError(f"{self} needs one or more of what is swept, and a grid of 0 or more")
 
 
-def missing() -> str:
+def missing_package() -> str:
     """Python's words for what TorchRec's planner lacks of TorchRec and FBGEMM. "" if both are installed."""
     # A folder of the same name has no origin.
     return next(
@@ -117,8 +117,8 @@ def missing() -> str:
 
 def require_installed(what: str) -> None:
     """Raise ShardCoreError unless TorchRec is installed, with how to install it. what: what needs it."""
-    if missing():
-        raise ShardCoreError(f"{what}, and it is not installed ({missing()}): {TORCHREC}")
+    if missing_package():
+        raise ShardCoreError(f"{what}, and it is not installed ({missing_package()}): {TORCHREC}")
 
 
 def torchrec(

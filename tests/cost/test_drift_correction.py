@@ -16,7 +16,7 @@ from shardcore.cost.drift_correction import (
     _neighbours_median,
     corrected,
     read,
-    rescaled,
+    rescale_sample,
 )
 from shardcore.io import dataset
 from shardcore.io.measurements import EmulatedLinks
@@ -138,7 +138,7 @@ def test_the_samples_of_a_folder_are_read_each_once(tmp_path):
 
 def test_a_rescaled_sample_takes_so_many_times_as_long_in_each_direction():
     [sample] = compute_samples(linear_law, 1)
-    found = rescaled(sample, 2.0, 0.5)
+    found = rescale_sample(sample, 2.0, 0.5)
     assert found.forward.q3_ms == 2 * sample.forward.q3_ms and found.id == sample.id
     assert found.total_ms == 2 * sample.forward.median_ms + sample.backward.median_ms / 2
 

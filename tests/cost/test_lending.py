@@ -8,7 +8,7 @@ import pytest
 from laws import SETTING, cache_law, comm_samples, compute_samples, linear_law
 
 from shardcore.cost import accuracy, collective_fit, fit, lending
-from shardcore.cost.drift_correction import Lent, Measurements, rescaled
+from shardcore.cost.drift_correction import Lent, Measurements, rescale_sample
 from shardcore.cost.metrics import mape
 from shardcore.io import dataset
 from shardcore.io.measurements import Spread
@@ -30,7 +30,7 @@ def machine(small: float, large: float, samples):
     ms = np.log([s.total_ms for s in samples])
     share = (ms - ms.min()) / np.ptp(ms)
     factors = np.exp((1 - share) * math.log(small) + share * math.log(large)).tolist()
-    return [rescaled(s, by, by) for s, by in zip(samples, factors, strict=True)]
+    return [rescale_sample(s, by, by) for s, by in zip(samples, factors, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +132,16 @@ def test_exchanges_of_a_kind_that_is_rare_here_join_at_its_level(here):
     assert mape(predicted, measured) < 10
     alone = collective_fit.predicted(collective_fit.fit(own), test, "forward")[0]
     assert mape(predicted, measured) < mape(alone, measured)
+
+
+@pytest.mark.parametrize(
+    "missing, measured", [("all_to_all", "reduce_scatter"), ("reduce_scatter", "all_to_all")]
+)
+def test_a_kind_of_exchange_that_was_not_measured_here_joins_at_the_level_of_the_others(missing, measured):
+    theirs = [s for kind in (missing, measured) for s in scaled(comm_samples(60, collective=kind), 2.5)]
+    weights = collective_fit.fit(comm_samples(40, collective=measured), theirs)
+    predicted, truth = collective_fit.predicted(weights, comm_samples(60, collective=missing)[40:], "forward")
+    assert mape(predicted, truth) < 10
 
 
 def test_exchanges_that_mean_nothing_do_not_join(here):

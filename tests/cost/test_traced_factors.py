@@ -175,7 +175,7 @@ def test_steps_without_some_ranks_correct_lookups_and_no_exchange(model):
 
 
 def test_moments_shared_with_transfers_that_no_plan_has_tell_no_sum(model):
-    """Of an exchange that runs beside another library's all day, a trace says little."""
+    """A trace says little about an exchange that always overlaps another library's."""
     given = problem()
     workload = lower(by_columns(given), given)
     step = overlapping(traced(workload, corrected_model(model, factors_of(1.0, 3.0))), 1.0)

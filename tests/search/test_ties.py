@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shardcore.cost.model import first_least, is_least, is_less
-from shardcore.search.ties import least, ranks, rising
+from shardcore.search.ties import least, ranks, sort_by_cost
 
 NEAR = 1 + 1e-12
 
@@ -37,4 +37,4 @@ def test_equal_costs_share_a_rank_and_stay_in_order():
     assert ranks([2, NEAR, 5, 1, 2 * NEAR]).tolist() == [1, 0, 2, 0, 1]
     assert ranks([[1, 2], [2, 1], [np.inf, np.inf]]).tolist() == [[0, 1], [1, 0], [0, 0]]
     assert ranks([]).tolist() == []
-    assert rising([2.0, NEAR, 1.0], lambda x: x) == [NEAR, 1.0, 2.0]
+    assert sort_by_cost([2.0, NEAR, 1.0], lambda x: x) == [NEAR, 1.0, 2.0]

@@ -37,7 +37,7 @@ def model(rows: int = 1000) -> nn.Module:
 
 
 def batch(first: int, second: int, ranks: int = 2) -> KeyedJaggedTensor:
-    """Of all ranks, first samples of f0 with 5 ids each, second of f1 with 3."""
+    """A batch of all ranks: samples of f0 have 5 ids each, those of f1 have 3."""
     lengths = torch.tensor([5] * first + [3] * second)
     return KeyedJaggedTensor(
         keys=["f0", "f1"],

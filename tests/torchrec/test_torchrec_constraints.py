@@ -382,7 +382,7 @@ def cached(fused=None, **given):
 
 
 def test_a_cache_has_the_settings_that_only_fused_params_give():
-    """As TorchRec merges both: a table's own come first."""
+    """TorchRec merges both; a table's own come first."""
     for fused, own, counted in (
         ({}, None, 0.2),
         ({"cache_load_factor": 0.9}, None, 0.9),

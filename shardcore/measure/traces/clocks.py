@@ -30,7 +30,7 @@ class Offset:
     spread_ms: float
 
 
-def matched(
+def match_collectives(
     collectives: Mapping[int, Sequence[Collective]],
 ) -> tuple[list[dict[int, Collective]], list[str]]:
     """Collectives of a step by rank, those of all ranks together, and words on kinds that do not match.

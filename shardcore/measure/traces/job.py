@@ -131,7 +131,7 @@ def _steps(
     on_gpu = any(trace.on_gpu for trace in traces.values())
     for number in numbers:
         spans = {rank: next(s for s in t.steps if s.number == number) for rank, t in traces.items()}
-        groups, unequal = clocks.matched({rank: s.collectives for rank, s in spans.items()})
+        groups, unequal = clocks.match_collectives({rank: s.collectives for rank, s in spans.items()})
         if unequal:
             remarks.append(
                 f"ranks differ in collectives: {', '.join(unequal)}; these are not aligned, and not corrected"

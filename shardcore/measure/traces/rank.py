@@ -132,7 +132,7 @@ def read_rank(file: KinetoFile) -> RankTrace:
         remarks.append("is cut short: its last events are missing")
     if file.malformed:
         remarks.append(f"has {file.malformed} events without a name or time")
-    windows = _separated(windows, remarks)
+    windows = _cut_overlaps(windows, remarks)
     if not windows:
         remarks.append("has no ProfilerStep: all of it counts as one step (call profiler.step() each step)")
         windows[0] = first, last, ()
@@ -190,7 +190,7 @@ def read_rank(file: KinetoFile) -> RankTrace:
     )
 
 
-def _separated(
+def _cut_overlaps(
     windows: Mapping[int, tuple[float, float, tuple]], remarks: list[str]
 ) -> dict[int, tuple[float, float, tuple]]:
     """Steps of which none overlaps the next: each ends where the next one begins.

@@ -40,7 +40,7 @@ from shardcore.search.anneal.starts import Start, Starts
 from shardcore.search.budget import Meter
 from shardcore.search.state.feasible import feasible_shards, fitting
 from shardcore.search.state.shards import CONCESSION, priced
-from shardcore.search.ties import rising
+from shardcore.search.ties import sort_by_cost
 from shardcore.step.lower import traffic_of_outputs
 
 SPACES = ("all", "columns", "halves")
@@ -119,7 +119,7 @@ class Search:
         starts, by_columns = list[Start](), list[Start]()
         trials = int(np.clip(_TRIALS_A_STRIP * len(self.problem.tables), _FEWEST, _MOST))
         for number in count():
-            starts, self._waiting = rising((*starts, *self._waiting), lambda start: start.ms), []
+            starts, self._waiting = sort_by_cost((*starts, *self._waiting), lambda start: start.ms), []
             if number > 0 and self.best is not None:
                 # Successive halving: the better half of the starts goes on, each with twice the trials.
                 trials *= 2
@@ -266,7 +266,7 @@ class Search:
         return float(step_ms(compute_ms, comm, self.problem.job, fetched_ms / fixed.speed))
 
 
-def simplified(plan: Plan, problem: Problem, model: CostModel, seed: int, meter: Meter) -> Plan:
+def simplify(plan: Plan, problem: Problem, model: CostModel, seed: int, meter: Meter) -> Plan:
     """A plan with its tables in fewer parts, at most CONCESSION dearer. The same plan if none is found.
 
     The narrowest part of all joins the widest of its table. Then parts and tables move, without being cut, until the

@@ -34,7 +34,7 @@ from shardcore.search.state.feasible import fitting
 from shardcore.search.state.refusal import shown
 from shardcore.search.state.shard_cost_cache import ShardCostCache
 from shardcore.search.state.shards import division, fixed_placements
-from shardcore.search.ties import least, ranks, rising
+from shardcore.search.ties import least, ranks, sort_by_cost
 from shardcore.step.kinds import shards_on
 from shardcore.step.memory import held_bytes
 
@@ -275,7 +275,7 @@ class Starts:
         if not plans:
             return None
         # Refining makes a greedy plan for each cut it tries, so only the cheapest few get it.
-        plans = rising(plans, lambda plan: _ms(plan[0]))[: 1 if space.is_large else _REFINED]
+        plans = sort_by_cost(plans, lambda plan: _ms(plan[0]))[: 1 if space.is_large else _REFINED]
         best = least((self._refined(space, *plan) for plan in plans), _ms)
         return Start(space, best, space.among_groups(best.group))
 

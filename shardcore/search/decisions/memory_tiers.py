@@ -37,7 +37,7 @@ from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.decisions.towers import as_planned
 from shardcore.search.state.shards import priced
-from shardcore.search.ties import least, rising
+from shardcore.search.ties import least, sort_by_cost
 from shardcore.step import access
 from shardcore.step.kinds import WHOLE_ROWS, Layout, layout_of, run_of
 from shardcore.step.lower import traffic_of_outputs
@@ -553,7 +553,7 @@ def _refilled(tiers: list[Tier], wanted: Sequence[Tier], budget: float, capacity
         for i, (now, then) in enumerate(zip(tiers, wanted, strict=True))
         if now.table.in_host_memory and then.host_bytes > now.host_bytes
     ]
-    for i, now, then in rising(back, lambda x: (x[2].cost - x[1].cost) / x[2].host_bytes):
+    for i, now, then in sort_by_cost(back, lambda x: (x[2].cost - x[1].cost) / x[2].host_bytes):
         more_device, more_host = then.device_bytes - now.device_bytes, then.host_bytes - now.host_bytes
         if then.cost < now.cost and on_device + more_device <= budget and on_host + more_host <= capacity:
             tiers[i], on_device, on_host = then, on_device + more_device, on_host + more_host
@@ -578,7 +578,7 @@ def water_filled(choices: Sequence[Sequence[Tier]], budget: float, host_price: f
     ]
     filled, stuck = [hull[0] for hull in hulls], set[int]()
     left = budget - sum(tier.device_bytes for tier in filled)
-    for _, table, i in rising(steps, lambda step: step[0]):
+    for _, table, i in sort_by_cost(steps, lambda step: step[0]):
         now, then = filled[table], hulls[table][i + 1]
         if table in stuck:
             continue

@@ -26,7 +26,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.progress import ticking
 from shardcore.core.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.cost.model import CostModel, price
-from shardcore.search.ties import rising
+from shardcore.search.ties import sort_by_cost
 from shardcore.step import memory
 from shardcore.step.kinds import (
     LAYOUTS,
@@ -384,7 +384,7 @@ def placed(bundles: Sequence[Bundle], devices: Sequence[int], problem: Problem) 
 
 def cheapest(plans: Iterable[Plan], problem: Problem) -> Plan:
     """The cheapest plan that fits. If none does, the cheapest of all."""
-    by_cost = rising(plans, lambda plan: plan.provenance["predicted_ms"])
+    by_cost = sort_by_cost(plans, lambda plan: plan.provenance["predicted_ms"])
     return next((plan for plan in by_cost if memory.fits(plan, problem)), by_cost[0])
 
 

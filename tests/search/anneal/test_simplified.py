@@ -11,7 +11,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.profile import load_profile
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal import sharder
-from shardcore.search.anneal.sharder import simplified
+from shardcore.search.anneal.sharder import simplify
 from shardcore.search.state.shards import CONCESSION, priced
 from shardcore.step.memory import used_bytes
 from shardcore.tables.public import public_optimizer, public_pool
@@ -46,24 +46,24 @@ def parts_of(plan: Plan) -> dict[str, int]:
 
 
 def test_a_part_that_saves_nothing_goes_and_a_hot_table_stays_cut():
-    plan = simplified(given(), PROBLEM, MODEL, 0, Budget().start())
+    plan = simplify(given(), PROBLEM, MODEL, 0, Budget().start())
     check_plan(plan, PROBLEM)
     assert parts_of(plan)["t0"] == 1 and parts_of(plan)["hot"] > 1
     assert plan.provenance["predicted_ms"] <= (1 + CONCESSION) * given().provenance["predicted_ms"]
 
 
 def test_the_same_seed_makes_the_same_simple_plan():
-    first, second = (simplified(given(), PROBLEM, MODEL, 3, Budget().start()) for _ in range(2))
+    first, second = (simplify(given(), PROBLEM, MODEL, 3, Budget().start()) for _ in range(2))
     assert first == second
 
 
 def test_without_time_a_plan_stays_as_it_is():
-    assert simplified(given(), PROBLEM, MODEL, 0, Budget(seconds=1e-9).start()) == given()
+    assert simplify(given(), PROBLEM, MODEL, 0, Budget(seconds=1e-9).start()) == given()
 
 
 def test_a_simple_plan_fits_to_the_byte():
     tight = replace(PROBLEM, topology=on_hosts("aaaa", max(used_bytes(given(), PROBLEM))))
-    check_plan(simplified(given(tight), tight, MODEL, 0, Budget().start()), tight)
+    check_plan(simplify(given(tight), tight, MODEL, 0, Budget().start()), tight)
 
 
 def test_every_sharder_ends_with_it(monkeypatch):
@@ -74,7 +74,7 @@ def test_every_sharder_ends_with_it(monkeypatch):
         PROBLEM, tables=(narrow, *SMALL), topology=on_hosts("aaaa", 90 * 2**20), constraints=kinds
     )
     simple: list[Plan] = []
-    monkeypatch.setattr(sharder, "simplified", lambda plan, *_: simple.append(plan) or plan)
+    monkeypatch.setattr(sharder, "simplify", lambda plan, *_: simple.append(plan) or plan)
     for name in ("portfolio", "anneal_columns", "neuroshard", "size_greedy", "random"):
         assert SHARDERS[name](tight, MODEL, budget=Budget(evals=300)) is simple[-1]
     assert len(simple) == 5
