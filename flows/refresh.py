@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.io import schema
 from tasks import console, links, params, paths, services
 from tasks.artifacts import create_markdown_artifact
-from tasks.commit import differs
+from tasks.commit import git
 from tasks.evaluate import EvaluateConfig
 from tasks.measure import MeasureConfig
 from tasks.promote import PromoteConfig
@@ -193,7 +194,10 @@ def main() -> None:
         for section, key, value in map(setting_of, args.set):
             overrides.setdefault(section, {})[key] = value
         done = refresh(args.target, overrides, args.push)
-        changed = CHANGED_LOCK if differs(str(paths.LOCK)) else ""
+        changed = ""
+        # Outside of a checkout nothing is tracked, and the run has its result all the same.
+        with suppress(ShardCoreError):
+            changed = CHANGED_LOCK if git("diff", "--name-only", "HEAD", "--", str(paths.LOCK)) else ""
         table = (
             f"Predicted cost of one training step, embeddings only\n\n{done}\n{LEGEND}{WHERE_NEXT}{changed}"
         )

@@ -50,7 +50,8 @@ NO_FORMAT = {
     # The door itself, and what is shared by all that goes through it.
     "shardcore/io/schema.py",
     "shardcore/io/envelope.py",
-    # They only write.
+    # They only write, or lock.
+    "tasks/processes.py:exclusive_lock",
     "shardcore/report/text.py:rounded_json",
     "shardcore/io/writing.py:_held",
     "shardcore/io/writing.py:remove_unfinished",
