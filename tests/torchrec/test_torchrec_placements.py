@@ -10,7 +10,7 @@ from shardcore.torchrec import sharder as peer
 from shardcore.torchrec.placements import placements_of
 
 WIDE = Table("a.wide", 1000, 64, 40.0)
-installed = pytest.mark.skipif(bool(peer.missing()), reason=f"TorchRec is not installed: {TORCHREC}")
+installed = pytest.mark.skipif(bool(peer.missing_package()), reason=f"TorchRec is not installed: {TORCHREC}")
 
 
 def sharding(kind: str, *parts):

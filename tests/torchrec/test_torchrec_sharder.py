@@ -21,7 +21,7 @@ from shardcore.torchrec.sharder import TorchRecConfig
 BATCH, MIB = 64, 2**20
 WIDE, TINY = Table("a.wide", 1000, 64, 40.0), Table("b", 3, 8, 2.0)
 MODEL = AnalyticModel(Setting("made-up", BATCH))
-installed = pytest.mark.skipif(bool(peer.missing()), reason=f"TorchRec is not installed: {TORCHREC}")
+installed = pytest.mark.skipif(bool(peer.missing_package()), reason=f"TorchRec is not installed: {TORCHREC}")
 
 
 FOUR = (Device(MIB),) * 4
@@ -32,7 +32,7 @@ def problem_of(*tables, devices=FOUR, **links) -> Problem:
 
 
 def test_it_is_listed_where_it_is_installed_and_says_how_to_install_it(monkeypatch):
-    assert ("torchrec" in SHARDERS) is not bool(peer.missing())
+    assert ("torchrec" in SHARDERS) is not bool(peer.missing_package())
     monkeypatch.setattr(peer, "find_spec", lambda name: None)
     with pytest.raises(
         ShardCoreError,
