@@ -70,7 +70,7 @@ def test_a_machine_that_differs_by_one_factor_gets_it_and_nothing_else(theirs, h
     mine = machine(0.5, 0.5, here)
     _, shape, _ = lending.train(measurements(mine[:30]), SETTING, [lender(theirs)], CONFIG, None)
     law = lending._Law("x", shape.law, theirs)
-    again = law.scaled(measurements(mine[:30]).compute)
+    again = law.scaled_shape(measurements(mine[:30]).compute)
     assert again.is_final and 0.9 < law.level(mine) / law.level(mine[:30]) < 1.1
     kept = fit.train(mine[:60], [], SETTING, CONFIG, start=again).model
     assert all(
