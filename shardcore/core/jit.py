@@ -24,8 +24,8 @@ from typing import Any
 
 import numba
 from numba import njit
+from numba.core import codegen
 from numba.core.caching import UserProvidedCacheLocator as Locator
-from numba.core.codegen import CPUCodeLibrary
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import Dispatcher
 
@@ -47,8 +47,12 @@ _KEPT = 3
 # nogil: other threads, such as a progress line, run meanwhile.
 OPTIONS = {"cache": True, "error_model": "numpy", "_nrt": False, "nogil": True, "no_cfunc_wrapper": True}
 """For functions that Python calls: kept on disk, no Python errors, no reference counts."""
-_PASSES = CPUCodeLibrary._optimize_final_module
-"""LLVM's passes over a function and all that it calls. No public option of numba skips them."""
+_LIBRARY: Any = getattr(codegen, "CPUCodeLibrary", None)
+_PASSES = getattr(_LIBRARY, "_optimize_final_module", None)
+"""LLVM's passes over a function and all that it calls. No public option of numba skips them.
+
+None: this numba has no such hook, and functions compile with its own passes.
+"""
 
 
 def inner(function: Callable) -> Dispatcher:
@@ -62,21 +66,21 @@ def seldom(function: Callable) -> Dispatcher:
     return _declared(function, lambda library: None)
 
 
-def _declared(function: Callable, passes: Callable) -> Dispatcher:
+def _declared(function: Callable, passes: Callable | None) -> Dispatcher:
     made = njit(error_model="numpy", _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
-    compile_it = made.compile
-
-    def compile_with_passes(signature: Any) -> Any:
-        # Functions that this one calls are compiled meanwhile, with passes of their own.
-        with global_compiler_lock:
-            before, CPUCodeLibrary._optimize_final_module = CPUCodeLibrary._optimize_final_module, passes
-            try:
-                return compile_it(signature)
-            finally:
-                CPUCodeLibrary._optimize_final_module = before
-
-    made.compile = compile_with_passes
+    if _PASSES:
+        made.compile = functools.partial(_compile_with_passes, passes, made.compile)
     return made
+
+
+@global_compiler_lock
+def _compile_with_passes(passes: Callable, compile_it: Callable, signature: Any) -> Any:
+    # Functions that this one calls are compiled meanwhile, with passes of their own.
+    before, _LIBRARY._optimize_final_module = _LIBRARY._optimize_final_module, passes
+    try:
+        return compile_it(signature)
+    finally:
+        _LIBRARY._optimize_final_module = before
 
 
 def entry(
@@ -146,7 +150,6 @@ def cache_folder() -> Path:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if _is_ours(folder.parent) and _is_ours(folder):
                 folder.touch()  # those used last are kept
-                # Others may have later times, of a clock that was ahead.
                 # This one stays, whatever the times of others: a clock may have been ahead.
                 for old in sorted(
                     {*folder.parent.glob("numba-*")} - {folder}, key=lambda path: -path.stat().st_mtime

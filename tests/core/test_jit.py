@@ -31,6 +31,26 @@ SHARDERS["anneal_columns"](problem, AnalyticModel(Setting("made-up", 64)), budge
 from shardcore.core import jit
 print(*sorted(path.name.partition("-")[0] for path in jit.cache_folder().glob("*/*.nbi")))
 """
+COMPUTED = """
+from numba import float64
+from numba.core import codegen
+{hook}
+from shardcore.core import jit
+
+@jit.inner
+def squared(x):
+    return x * x
+
+@jit.seldom
+def halved(x):
+    return x / 2
+
+@jit.entry(float64(float64))
+def computed(x):
+    return squared(x) + halved(x)
+
+print(computed(3.0), "own passes" if jit._PASSES else "numba's passes")
+"""
 
 
 @pytest.fixture
@@ -179,3 +199,22 @@ def test_a_search_compiles_only_what_it_runs(copy):
         "run.anneal",
         *(f"state.{name}" for name in ("refresh", "share")),
     }
+
+
+@pytest.mark.parametrize(
+    "hook, passes",
+    [
+        ("", "own passes"),
+        # The method is another class's.
+        (
+            "codegen.JITCodeLibrary._optimize_final_module = codegen.CPUCodeLibrary._optimize_final_module\n"
+            "del codegen.CPUCodeLibrary._optimize_final_module",
+            "numba's passes",
+        ),
+        ("del codegen.CPUCodeLibrary", "numba's passes"),
+    ],
+    ids=["numba of today", "no method", "no class"],
+)
+def test_where_numba_has_no_hook_for_passes_functions_compile_with_its_own(copy, hook, passes):
+    (copy.parent / "computed.py").write_text(COMPUTED.format(hook=hook))  # a file, as compiled code is kept
+    assert run("import computed", copy) == [f"10.5 {passes}"]
