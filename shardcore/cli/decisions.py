@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 from shardcore.cli.models import ModelOptions, load
 from shardcore.cli.options import (
+    DatasetFolder,
     Duration,
     Gib,
     Natural,
@@ -29,7 +30,7 @@ from shardcore.core.types import Plan, Problem
 if TYPE_CHECKING:
     from shardcore.cost.model import CostModel
     from shardcore.plans.replan import Start
-    from shardcore.search.decisions.driver import Decision, Found
+    from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
     from shardcore.search.decisions.provision import Offer
 
 _TARGET = ("step_ms", "samples_per_s", "price_per_hour")
@@ -49,33 +50,23 @@ _NEEDS = {
         ),
         ("start", "the plan to start from"),
     ),
-    **dict.fromkeys(_TARGET, ("offers", "of which a cluster is chosen")),
+    **dict.fromkeys((*_TARGET, "clusters"), ("offers", "of which a cluster is chosen")),
 }
 """Options that mean nothing without another: the other one, and its description for messages."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TargetOptions:
-    """Options of a command that chooses a cluster.
-
-    step_ms: longest step that is fast enough
-    samples_per_s: fewest samples a second that are fast enough
-    price_per_hour: highest price of the cluster, of which the fastest is chosen
-    """
-
-    REQUIRED: ClassVar[tuple[tuple[str, ...], ...]] = (_TARGET,)
-    step_ms: PositiveFloat | None = None
-    samples_per_s: PositiveFloat | None = None
-    price_per_hour: PositiveFloat | None = None
-
-
 @dataclass(frozen=True)
-class PlanOptions(SearchOptions, ModelOptions, TargetOptions):
+class PlanOptions(SearchOptions, ModelOptions):
     """Search a plan for a problem under a cost model. Options for decisions before the search can be combined;
     each decision has several problems searched.
 
     offers: types of machines, with their models or profiles: choose the cluster, too (docs/plan_provision.md); with a
       target and --out-problem
+    step_ms: with --offers: longest step that is fast enough; the cheapest cluster is chosen
+    samples_per_s: with --offers: fewest samples a second that are fast enough; the cheapest cluster is chosen
+    price_per_hour: with --offers: highest price of the cluster; the fastest is chosen
+    clusters: with --offers: write clusters.json, all clusters that were searched, and curve.png (with matplotlib)
+      into this folder, even if no cluster meets the target
     algorithm: portfolio, the default (the cheapest plan of several searches), anneal, anneal_columns (tables
       whole or cut by columns only), random, size_greedy, dim_greedy, lookup_greedy, size_lookup_greedy,
       neuroshard or torchrec (where installed); with --policy: dreamshard, dreamshard_direct or autoshard
@@ -118,6 +109,10 @@ class PlanOptions(SearchOptions, ModelOptions, TargetOptions):
     problem: ProblemFile
     _: KW_ONLY
     offers: Annotated[Path, "OFFERS.json"] | None = None
+    step_ms: PositiveFloat | None = None
+    samples_per_s: PositiveFloat | None = None
+    price_per_hour: PositiveFloat | None = None
+    clusters: Annotated[DatasetFolder, Output(("clusters.json", "curve.png"))] | None = None
     algorithm: str | None = None
     policy: Annotated[Path, "POLICY"] | None = None
     start: Annotated[Path, "PLAN"] | None = None
@@ -360,3 +355,31 @@ def write(args: PlanOptions, found: Found) -> None:
         write_grouped(args.out, grouped.grouped, whole)
     elif args.out:
         files.write_plan(args.out, found.plan, whole)
+
+
+def write_clusters(folder: Path, outcomes: Sequence[Outcome], chosen: Proposal | None) -> None:
+    """Write all clusters that were searched, and draw them. chosen: None if none meets the target."""
+    from shardcore.io import writing
+    from shardcore.report import decisions_report, figures
+
+    writing.write_json(
+        folder / "clusters.json",
+        [
+            {
+                "offer": x.proposal.offer.name,
+                "hosts": x.proposal.hosts,
+                "devices": len(x.proposal.problem.topology),
+                "price_per_hour": x.proposal.price_per_hour,
+                "watts": x.proposal.watts,
+                **(
+                    {"step_ms": x.ms, "samples_per_s": x.proposal.samples_per_s(x.ms)}
+                    if x.found
+                    else {"why": str(x.error)}
+                ),
+            }
+            for x in outcomes
+        ],
+    )
+    best = next((x for x in outcomes if x.proposal is chosen), None)
+    # Last, as it needs a package that may not be there.
+    print(figures.write_png(folder / "curve.png", lambda: decisions_report.clusters_figure(outcomes, best)))

@@ -39,11 +39,6 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 
 def plan(args: PlanOptions) -> None:
-    search(args, [])
-
-
-def search(args: PlanOptions, outcomes: list[Outcome]) -> Found:
-    """Search a plan, write and print it. outcomes: gets those of the outermost decision."""
     from shardcore.cost.model import at_confidence
     from shardcore.io import files
     from shardcore.report import decisions_report
@@ -77,6 +72,7 @@ def search(args: PlanOptions, outcomes: list[Outcome]) -> Found:
         source = deciding.offer_source(args.offers, decisions[0].offers[0])
     # Searches use the model at the given confidence. Only the plain one shows what is extrapolated.
     loaded, began = load(source), clock()
+    outcomes: list[Outcome] = []  # of the outermost decision
     try:
         with shown() as line:
 
@@ -102,6 +98,8 @@ def search(args: PlanOptions, outcomes: list[Outcome]) -> Found:
         if len(outcomes) > 1:
             outermost = min(decisions, key=lambda decision: decision.level)
             print(decisions_report.entries_table(outermost.name, entries_of(outermost, outcomes)))
+        if args.clusters and outcomes:
+            deciding.write_clusters(args.clusters, outcomes, None)
         raise
     seconds = clock() - began
     if args.offers and isinstance(found.chosen, Cluster):
@@ -113,7 +111,8 @@ def search(args: PlanOptions, outcomes: list[Outcome]) -> Found:
         report(f"writing {args.out}", found.ms)
         deciding.write(args, found)
     _print_planned(args, found, decisions, problem, loaded.for_problem(found.problem), seconds)
-    return found
+    if args.clusters:
+        deciding.write_clusters(args.clusters, outcomes, found.chosen)
 
 
 def _print_planned(

@@ -120,21 +120,20 @@ def test_the_other_commands_that_price_take_a_profile(here, problem, capsys):
 
 
 def test_an_offer_may_have_a_profile(here, capsys):
-    def provision(**more):
+    def planned(**more):
         write_offers("offers.json", LEAST | more)
-        return main(
-            "provision problem.json --offers offers.json --step-ms 9 --algorithm size_greedy --out o".split()
-        )
+        given = "plan problem.json --offers offers.json --step-ms 9 --algorithm size_greedy"
+        return main(f"{given} --out o/plan.json --out-problem o/problem.json".split())
 
-    assert provision(hardware=CARD) == 0
+    assert planned(hardware=CARD) == 0
     out, err = capsys.readouterr()
     assert SAID in out and f"extrapolated: {SAID}" in err
     plan = files.read_plan("o/plan.json", files.read_problem("o/problem.json"))
     assert plan.provenance["profile"] == SAID
     write_profile("mine.json", replace(load_profile(CARD), name="mine"))
-    assert provision(hardware="mine.json") == 0 and "under mine, " in capsys.readouterr().out
+    assert planned(hardware="mine.json") == 0 and "under mine, " in capsys.readouterr().out
     for wrong in ({}, {"hardware": CARD, "model": "m"}):
-        assert provision(**wrong) == 1
+        assert planned(**wrong) == 1
         assert "offer 'box' has model " in capsys.readouterr().err
 
 

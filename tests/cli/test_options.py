@@ -15,6 +15,8 @@ from shardcore.io import files, writing
 from shardcore.plans import store
 from shardcore.plans.decisions import Decision
 
+CLUSTER = "plan problem.json --offers offers.json --step-ms 1"
+
 
 @pytest.fixture
 def here(stored, problem, model, monkeypatch):
@@ -69,8 +71,8 @@ def content(folder):
         ("train-policy dreamshard --model m --out m", "--out m/policy.json is in the model that is read"),
         ("report old --out plan.json", "--out plan.json is a file; it needs to be a folder"),
         ("measure --out plan.json", "--out plan.json is a file; it needs to be a folder"),
-        ("provision problem.json --offers offers.json --step-ms 1 --out m", "--out m/problem.json is in"),
-        ("provision problem.json --offers offers.json --step-ms 1 --out .", "--out problem.json is"),
+        (f"{CLUSTER} --out new.json --out-problem x.json --clusters m", "--clusters m/clusters.json is in"),
+        (f"{CLUSTER} --out new.json --out-problem problem.json", "--out-problem problem.json is the problem"),
         ("problem old --out old/p.json", "--out old/p.json is in the tables that is read"),
         (
             "plan problem.json --model m --hot-rows --out x.json --out-problem m/p.json",

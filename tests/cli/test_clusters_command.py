@@ -1,4 +1,4 @@
-"""provision: the files it writes, and what it says."""
+"""plan --offers: the files of all clusters, and what it says."""
 
 import json
 import re
@@ -16,9 +16,11 @@ def asked(folder, model, problem, *target):
     poor = {"name": "poor", "memory_bytes": 1000, "price_per_hour": 1.0}
     write_offers(folder / "offers.json", BOX, BOX | poor)
     given = (
-        f"provision {folder}/problem.json --offers {folder}/offers.json --budget-evals 500 --out {folder}/out"
+        "plan {0}/problem.json --offers {0}/offers.json --clusters {0}/out --out {0}/out/plan.json "
+        "--out-problem {0}/out/problem.json"
     )
-    return main([*given.split(), *target])
+    limited = any(option.startswith("--budget") for option in target)
+    return main([*given.format(folder).split(), *([] if limited else ["--budget-evals", "500"]), *target])
 
 
 def test_it_writes_the_cheapest_clusters_plan_and_all_that_it_searched(problem, model, tmp_path, capsys):
@@ -53,18 +55,6 @@ def test_an_offer_whose_name_looks_like_a_formula_is_drawn_as_it_is(problem, mod
         "clusters.json",
         "curve.png",
     }
-
-
-def test_a_folder_whose_problem_is_read_is_refused_before_any_search(problem, model, tmp_path, capsys):
-    assert asked(tmp_path, model, problem, "--step-ms", "1") == 1  # no cluster is so fast
-    capsys.readouterr()
-    command = (
-        f"provision {tmp_path / 'problem.json'} --offers {tmp_path / 'offers.json'} --step-ms "
-        f"1000 --out {tmp_path}"
-    ).split()
-    before = (tmp_path / "problem.json").read_text()
-    assert main(command) == 1 and "problem.json is the problem that is read" in capsys.readouterr().err
-    assert (tmp_path / "problem.json").read_text() == before
 
 
 def test_a_learned_algorithm_is_refused_in_one_line(problem, model, tmp_path, capsys):
