@@ -106,7 +106,7 @@ def judge(folders: Sequence[Path], again: Sequence[Path], latency_ms: float) -> 
     known = [s for shape, samples in by_shape.items() if shape[:3] in KNOWN for s in samples]
     slowest = min(shape[3].between_gbit_s for shape in by_shape)
     known = [s for s in known if s.request.emulated.between_gbit_s == slowest]
-    rates = collective_fit.fit(known, known, lambda *_: None)
+    rates = collective_fit.fit(known)
     twice = repeatability(by_shape, read(again))
     rows, of_kind = [], defaultdict(list)
     for shape, samples in by_shape.items():

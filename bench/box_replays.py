@@ -81,7 +81,7 @@ def of_box(
         for s in samples
         if shape[:3] in box.KNOWN and shape[3].between_gbit_s == BETWEEN_GBIT_S
     ]
-    alone = dataclasses.replace(model, weights=compute | collective_fit.fit(measured, [], lambda *_: None))
+    alone = dataclasses.replace(model, weights=compute | collective_fit.fit(measured))
     if steps is None:
         return alone
     told = [

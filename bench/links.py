@@ -56,10 +56,8 @@ def measured_rows(
 ) -> list[tuple[str, ...]]:
     """One row a collective and way."""
     comm = [s for s in collective_fit.priced(comm) if s.error is None]
-    train, validation, test = (
-        [s for s in comm if dataset.split_of(s.id) == side] for side in ("train", "validation", "test")
-    )
-    rates = collective_fit.fit(train, validation, lambda *_: None)
+    train, test = ([s for s in comm if dataset.split_of(s.id) == side] for side in ("train", "test"))
+    rates = collective_fit.fit(train)
     as_all_to_all = {
         k: v
         for k, v in rates.items()
@@ -101,7 +99,7 @@ def _fold_errors(comm: Sequence[CollectiveSample]) -> dict[tuple[str, str], str]
     """The error on held-out folds, by collective and way."""
     both: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray]]] = {}
     for k in range(FOLDS):
-        rates = collective_fit.fit([s for i, s in enumerate(comm) if i % FOLDS != k], [], lambda *_: None)
+        rates = collective_fit.fit([s for i, s in enumerate(comm) if i % FOLDS != k])
         for collective, row in COLLECTIVES.items():
             for way, left_out in (
                 (way, [s for s in comm[k::FOLDS] if s.request.collective == collective]) for way in row.ways
@@ -154,7 +152,7 @@ def _repeatability(repeats: Sequence[Sequence[CollectiveSample]], way: str) -> s
 def simulated_rows(cluster: Cluster, n: int, seed: int) -> list[tuple[str, ...]]:
     """One row a number of ranks and hosts, and one of all that training did not have."""
     known = simulated(cluster, KNOWN, n, seed)
-    rates = collective_fit.fit(known, known, lambda *_: None)
+    rates = collective_fit.fit(known)
     tests = {shape: simulated(cluster, [shape], n // 2, seed + 1) for shape in (*KNOWN, *UNKNOWN)}
     rows = [
         (

@@ -103,34 +103,35 @@ def publish_plans(
         # Raised here, so that the version does not count as published and the watch tries again.
         if unreached:
             raise Unreachable(unreached)
-    # Before the first champion, the page is of the challenger that waits or was refused.
-    name, refused = registry.model_name(here), model_history.refusal(client, registry.model_name(here))
-    models = model_history.history(client, name) if by.champion or refused else []
-    first = [*([refused] if refused else []), *known_errors.worse_than_usual(by.model)]
-    errors = [models_page.errors_of(x) for x in models if by.champion and x.version == by.version]
-    store.write(plans, store.MODELS, models_page.page(name, models, first).encode())
-    title = f"Plans under {by.words}"
-    notes = [f"{words}: {', '.join(of)}" for words, of in under.items()]
-    table = report.markdown_table(published_report.HEADERS, rows)
-    lines = [
-        f"# {title}",
-        "",
-        *(f"**{x}.**\n" for x in first),
-        f"Model: {known_errors.label(by.model)}",
-        *(f"\n{x}." for x in errors),
-        "",
-        table,
-        "",
-        *(f"- {note}" for note in notes),
-        *(f"- no new plan: {f}" for f in failures),
-    ]
-    store.write(plans, store.REPORT, "\n".join(lines).encode(errors="replace"))
-    store.write(plans, store.INDEX, index_page.page(_last_decisions(plans)).encode())
-    create_markdown_artifact(
-        "\n\n".join([f"Under {by.link}, in {redacted(str(plans))}", table, *notes]),
-        key="published-plans",
-        description=title,
-    )
+        # The pages come before the version counts as published.
+        # Before the first champion, the page is of the challenger that waits or was refused.
+        name, refused = registry.model_name(here), model_history.refusal(client, registry.model_name(here))
+        models = model_history.history(client, name) if by.champion or refused else []
+        first = [*([refused] if refused else []), *known_errors.worse_than_usual(by.model)]
+        errors = [models_page.errors_of(x) for x in models if by.champion and x.version == by.version]
+        store.write(plans, store.MODELS, models_page.page(name, models, first).encode())
+        title = f"Plans under {by.words}"
+        notes = [f"{words}: {', '.join(of)}" for words, of in under.items()]
+        table = report.markdown_table(published_report.HEADERS, rows)
+        lines = [
+            f"# {title}",
+            "",
+            *(f"**{x}.**\n" for x in first),
+            f"Model: {known_errors.label(by.model)}",
+            *(f"\n{x}." for x in errors),
+            "",
+            table,
+            "",
+            *(f"- {note}" for note in notes),
+            *(f"- no new plan: {f}" for f in failures),
+        ]
+        store.write(plans, store.REPORT, "\n".join(lines).encode(errors="replace"))
+        store.write(plans, store.INDEX, index_page.page(_last_decisions(plans)).encode())
+        create_markdown_artifact(
+            "\n\n".join([f"Under {by.link}, in {redacted(str(plans))}", table, *notes]),
+            key="published-plans",
+            description=title,
+        )
     if failures:
         logger.info("published:\n%s", report.text_table(published_report.HEADERS, rows))
         named = f"{', '.join(failed[1:4])}{' ...' * (len(failed) > 4)}"

@@ -21,7 +21,7 @@ PLAN = f"shardcore plan {PROBLEM} --hardware nvidia-h100-sxm --budget-evals 4 --
     "command, lacking",
     [
         (f"{PLAN} --algorithm torchrec", "fbgemm_gpu"),
-        ("shardcore train samples --out model", "torch"),
+        ("shardcore train samples --out model", "pyarrow"),
         ("shardcore history memory://plans name", "fsspec"),
         (
             "python -c 'from shardcore.core.extras import extras_named\nwith extras_named(): import matplotlib.figure'",

@@ -105,7 +105,7 @@ def test_with_the_core_only_it_plans_prices_and_compares_and_names_missing_extra
     done = run(binaries / "shardcore", "train", ROOT / "datasets/cpu-amd-epyc", "--out", "trained")
     assert done.returncode == 1
     assert (
-        done.stderr == "error: this needs torch, which is not installed (No module named 'torch'): "
+        done.stderr == "error: this needs pyarrow, which is not installed (No module named 'pyarrow'): "
         "pip install 'shardcore[measure]'\n"
     )
     named = "import shardcore; shardcore.replay"

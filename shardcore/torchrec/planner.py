@@ -25,7 +25,7 @@ from shardcore.cost.model import CostModel
 from shardcore.search import DEFAULT_SHARDER, Budget, known, sharder
 from shardcore.search.state.packing import roomiest
 from shardcore.search.state.refusal import refusal
-from shardcore.step.kinds import LAYOUTS, even_share, kinds_on_all_devices, layout_of, possible_groups
+from shardcore.step.kinds import LAYOUTS, even_share, layout_of, possible_groups
 from shardcore.step.lower import lower
 from shardcore.tables.hot_rows import with_hot_rows
 from shardcore.torchrec import constraints as constrained
@@ -487,7 +487,7 @@ def _kinds_in_wrappers(
             raise ShardCoreError(
                 f"{what}; constraints have it run by {', '.join(allowed[name])}: allow {', '.join(sorted(able))}"
             )
-        if len(kinds) == 1 and layout_of(kinds[0]) not in kinds_on_all_devices(topology):
+        if len(topology) == 1 and all(layout_of(kind).divides_rows for kind in kinds):
             raise ShardCoreError(
                 f"{what}; the topology has {len(topology)} device, and it needs 2 or more to divide rows"
             )

@@ -38,6 +38,7 @@ def plans(folder: Path, env: dict[str, str], rows: str) -> dict[str, str]:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_a_seed_gives_one_plan_on_all_processors(tmp_path):
     comm = [*comm_samples(), *comm_samples(collective="all_to_all_ids")]
     model = fit.train(compute_samples(cache_law), comm, SETTING, fit.FitConfig(epochs=10)).model

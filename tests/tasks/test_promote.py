@@ -210,7 +210,8 @@ def test_a_challenger_that_chooses_worse_among_replayed_plans_does_not_follow(st
     found = promote(store, worse, may_lose=1000.0)
     assert (found.challenger, found.champion) == ("2", "1")
     assert re.search(
-        "lost by replayed plans: (regret|Kendall tau) of .* on the same replays of 6 problems", found.reason
+        "lost by replayed plans: (error|regret|Kendall tau) of .* on the same replays of 6 problems",
+        found.reason,
     )
     runs = [client.get_run(client.get_model_version(found.model, v).run_id) for v in ("1", "2")]
     assert "replays/regret" not in runs[0].data.metrics and runs[1].data.metrics["replays/regret"] > 0

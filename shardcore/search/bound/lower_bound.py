@@ -40,6 +40,8 @@ from shardcore.step.kinds import Layout
 _EVENLY = "the work of all tables, divided evenly"
 _PRECISION, _NOTHING_MS = 1e-3, 1e-9
 """Relative and absolute precision of a bisection."""
+_ROUNDING = 2.0**-23
+"""Share by which a cost may be off as encodings are rounded to 24 bits (cost.model.round_encodings)."""
 
 Price = Callable[[list[int], np.ndarray], float]
 """ms of plans of a mix of kinds, using only some shards [N] bool. inf if there are none."""
@@ -89,7 +91,7 @@ def bound(problem: Problem, model: CostModel, shared: Sequence[Layout] | None = 
             by_mix = _by_mix(least, _proved(least, ops, equal_waits), equal_waits)
             packed_ms = least_ms(least, ops, {mix: ms for mix, (ms, _) in by_mix.items()}, equal_waits)
             # Subtract a trace for rounding errors.
-            proved_ms = packed_ms * (1 - 1e-9) + more_ms
+            proved_ms = packed_ms * (1 - _ROUNDING) + more_ms
         estimate_ms, limit = min(_by_mix(shards, _estimated(shards), True).values())
         bounds.append(Bound(proved_ms, max(estimate_ms + more_ms, proved_ms or 0.0), limit, shards.space()))
     # Both ways to count ids leave out costs that a plan has, so the higher one counts.
