@@ -1,10 +1,9 @@
-"""Exchanges among ranks on several hosts: a cluster in a box (shardcore/measure/hosts.py), whose hosts and
+"""Exchanges among ranks on several hosts: a cluster in a box (bench/hosts.py), whose hosts and
 links are emulated. Processes, gloo and TCP are real.
 
-    python -m shardcore measure --device cpu --samples 0 --batch 512 --out DIR --exchanges 60 \\
-        --hosts H --ranks R --between-gbit-s RATE [--pods P --pod-gbit-s RATE]   # each shape; the same into AGAIN
+    sudo python -m bench.box measure DIR --exchanges 60 --hosts H --ranks-per-host R \\
+        --between-gbit-s RATE [--pods P --pod-gbit-s RATE]   # each shape; the same into AGAIN
     python -m bench.box judge DIR ... --again AGAIN    # the law, fitted to some shapes and asked for others
-    python -m bench.box shuffles --times 20            # whether shuffled ranks are found
 
 `judge` compares predictions of exchanges that nothing was fitted to: of the last rank of each, for which a
 step waits. The law is fitted to shapes in KNOWN at the lowest rate. Rates of links between hosts are scaled
@@ -15,27 +14,43 @@ share of its host's link, or all share it. `twice` says how far two measurements
 from __future__ import annotations
 
 import itertools
+import math
+import os
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 
-from bench import common
+from bench import common, hosts
 from shardcore import report
 from shardcore.core.links import host_names, links_of
 from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Setting
 from shardcore.cost import collective_fit, collective_model
 from shardcore.cost.metrics import mape
 from shardcore.io import dataset
-from shardcore.io.measurements import CollectiveSample, EmulatedLinks
-from shardcore.measure import hosts, pairs
+from shardcore.io.measurements import CollectiveRequest, CollectiveSample, EmulatedLinks
+from shardcore.measure import collectives, hardware, run
+from shardcore.measure.sampling import different
+from shardcore.measure.sampling.collectives import comm_request
+from shardcore.measure.sampling.problems import DIMS
 from shardcore.step.collectives import COLLECTIVES
 from shardcore.step.kinds import Channel
-from shardcore.step.scopes import WORLD
+from shardcore.step.scopes import CROSS, CROSS_POD, HOST, POD, SCOPES, WORLD, groups_among
 
 KNOWN = {(2, 4, 1), (4, 8, 1), (2, 8, 1), (8, 16, 1), (16, 16, 1), (4, 4, 2), (4, 8, 2)}
 """Hosts, ranks and pods that the law is fitted to, at the lowest rate there is."""
+_CHUNK = 64
+"""Samples that are written at once."""
+_EVEN = 0.25
+"""Share of draws over emulated hosts with equal loads on all ranks, as in plans of good searches. Links that are
+equally busy reach a lower rate than one link that is busier than the others."""
+_OF_PODS = {HOST: POD, CROSS: CROSS_POD}
+"""Scopes of pods that take the place of scopes of hosts."""
+_IN_PODS = 0.5
+"""Share of draws over hosts in pods in which a scope of hosts becomes one of pods."""
 SMALL_BYTES = 100 << 10
 WITHIN_GBPS = 0.5
 """Given to the explicit link model for links within a host: loopback among ranks that share cores."""
@@ -177,29 +192,62 @@ def repeatability(
     return {kind: float(np.median(found)) for kind, found in apart.items()}
 
 
-def shuffles(times: int, seed: int) -> None:
-    """Ranks of a gang shuffled over hosts: whether times of pairs tell the hosts."""
-    found = 0
-    boxes = [hosts.Box(*shape) for shape in ((2, 4, 0.4), (4, 2, 1.0), (3, 3, 0.2), (2, 2, 2.0))]
-    for k in range(times):
-        box = boxes[k % len(boxes)]
-        dealt = np.random.default_rng([seed, k]).permutation(box.ranks)
+# --- exchanges are measured ---------------------------------------------------------------------------------
+
+
+def emulated_request(
+    index: int, ranks_on: tuple[int, int], batch: int, links: EmulatedLinks, seed: int = 0
+) -> CollectiveRequest:
+    """Collective `index` among the ranks of emulated hosts, as comm_request draws them.
+
+    Some are within a host or across hosts, and some have equal loads. No rank computes before the collective,
+    as all share this machine's cores.
+
+    ranks_on: number of hosts, and ranks of each.
+    """
+    hosts, ranks = ranks_on[0], ranks_on[0] * ranks_on[1]
+    request = replace(comm_request(index, ranks, batch, seed, hosts=hosts), busy_ms=0.0, emulated=links)
+
+    def uniform(stream: int) -> float:
+        return np.random.default_rng([stream, seed, index, ranks]).random()
+
+    if uniform(9) < _EVEN:
+        request = replace(request, widths=(max(1, round(np.mean(request.widths))),) * ranks)
+    group, units = request.row.draw.scope, hosts
+    if links.pods > 1 and uniform(11) < _IN_PODS:
+        group, units = _OF_PODS.get(group, ""), links.pods
+    # Without a scope, or with one rank in each unit, the collective is among all ranks.
+    if not group or units == ranks or uniform(7) >= request.row.draw.scope_share:
+        return request
+    # What travels across units is the rows that a reduce-scatter within units leaves to each rank.
+    batch = request.batch // (ranks // units) if SCOPES[group].across else request.batch
+    members = groups_among(request.host_names, group)
+    # A group without bytes would not run its collective, so one of its ranks gets the least width.
+    idle = [ranks[0] for ranks in members if not any(request.widths[r] for r in ranks)]
+    widths = tuple(min(DIMS) if r in idle else w for r, w in enumerate(request.widths))
+    return replace(request, widths=widths, group=group, batch=batch)
+
+
+def measure(out: Path, box: hosts.Box, n: int, batch: int, seed: int) -> None:
+    """Measure those of the first n exchanges over a box's links that a dataset lacks."""
+    setting = Setting(hardware.hardware_name("cpu"), batch)
+
+    def draw(i: int) -> CollectiveRequest:
+        return emulated_request(i, (box.hosts, box.ranks_per_host), batch, box.links, seed)
+
+    wanted = different(draw, lambda request: dataset.comm_id(setting, request), n)
+    missing = list(run.lacking(wanted, dataset.read_ids(out, "comm")))
+    config = collectives.CollectiveConfig()
+    # Ranks share cores, also while they start.
+    config = replace(config, timeout_s=config.timeout_s * math.ceil(box.ranks / (os.cpu_count() or 1)))
+    if missing:
         with hosts.box_of(box) as places:
-            where = [places[i] for i in dealt]
-            near = pairs.measure(box.ranks, pairs.PairConfig(), on=where)
-        truth: dict[int, list[int]] = defaultdict(list)
-        for rank, place in enumerate(where):
-            truth[place.host].append(rank)
-        right = near.levels == [tuple(map(tuple, truth.values()))]
-        found += right
-        outcome = "found" if right else f"{near.levels} instead of {list(truth.values())}"
-        print(
-            f"{k}: {box.hosts} x {box.ranks_per_host}, {box.between_gbit_s:g} Gbit/s: {outcome}; "
-            f"{near.links.within_gbps or 0:.3f} and {near.links.outward[0].gbps:.4f} GB/s a rank, "
-            f"{near.links.latency_ms:.1f} ms",
-            flush=True,
-        )
-    print(f"hosts found in {found} of {times} shuffles")
+            samples = collectives.measure_all(missing, box.ranks, setting, config, on=places)
+            run.measure_exchanges(samples, out, lambda sample: common.say(sample.request.collective), _CHUNK)
+    dataset.merge_parts(out)
+    print(
+        f"{len(missing)} of {n} exchanges measured among {box.ranks} ranks of {box.hosts} {box.links.words}"
+    )
 
 
 def main() -> None:
@@ -209,14 +257,20 @@ def main() -> None:
     p.add_argument("folders", type=Path, nargs="+", help="datasets of emulated exchanges")
     p.add_argument("--again", type=Path, nargs="+", default=(), help="datasets of the same, measured again")
     p.add_argument("--latency-ms", type=float, default=2.0, help="given to the explicit link model (2)")
-    p = commands.add_parser("shuffles")
-    p.add_argument("--times", type=int, default=20)
-    p.add_argument("--seed", type=int, default=0)
+    p = commands.add_parser("measure", description=hosts.Box.__doc__, formatter_class=parser.formatter_class)
+    p.add_argument("out", type=Path, help="dataset, which only grows")
+    for name, default in (("exchanges", 60), ("batch", 512), ("seed", 0)):
+        p.add_argument(f"--{name}", type=int, default=default)
+    of_box = {field.name: field.default for field in fields(hosts.Box)}
+    for name, default in of_box.items():
+        kind = int if isinstance(default, int) else float
+        p.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default)
     args = parser.parse_args()
-    if args.what == "shuffles":
-        shuffles(args.times, args.seed)
-    else:
+    if args.what == "judge":
         judge(args.folders, args.again, args.latency_ms)
+    else:
+        box = hosts.Box(**{name: getattr(args, name) for name in of_box})
+        measure(args.out, box, args.exchanges, args.batch, args.seed)
 
 
 if __name__ == "__main__":

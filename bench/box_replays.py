@@ -5,7 +5,7 @@ Compute of each device was measured before, and ranks sleep for it (shardcore/me
         --out FOLDER [--pods]
 
 Problems have 10 to 30 tables of the calibrated pool at dims up to 32. Links are slow, so that the network
-decides. Exchanges are priced by rates fitted to those in BOX, which `measure --hosts` made at the same rate
+decides. Exchanges are priced by rates fitted to those in BOX, which `bench.box measure` made at the same rate
 of links (see bench.box); without BOX by given links, shared by the ranks of a host. STEPS, a FOLDER that
 --known made, tells what exchanges take in a step. Without it they are priced as alone. All sharders get the
 same model and topology. `torchrec` is TorchRec's planner, swept; it knows hosts and pods. The rivals are it,
@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench import box, common
+from bench import box, common, hosts
 from bench import replays as one_host
 from bench.common import say
 from shardcore.core import validation
@@ -42,7 +42,6 @@ from shardcore.cost.collective_model import OWN_WORK
 from shardcore.cost.model import CostModel, price
 from shardcore.io import dataset, files, replays
 from shardcore.io.envelope import opened, unseal
-from shardcore.measure import hosts
 from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.measure.sampling.steps import random_plans

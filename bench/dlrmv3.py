@@ -29,6 +29,7 @@ import numpy as np
 
 from bench import common
 from bench.common import say
+from bench.hosts import Box, box_of
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible
 from shardcore.core.topology import default_reserve
@@ -138,7 +139,6 @@ def measured(seed: int, alpha: float, model: CostModel, gbit: float, repeats: in
     """Medians of the steps of all arms, in ms. seed: moves the batches."""
     from examples.torchrec_dlrmv3 import train
     from shardcore.measure import local_ranks
-    from shardcore.measure.hosts import Box, box_of
     from shardcore.torchrec.planner_pieces import quiet
 
     topology = train.topology_of(HOSTS, RANKS, WITHIN_GBPS, gbit / 8)

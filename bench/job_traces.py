@@ -3,7 +3,7 @@
     python -m bench.job_traces MODEL --jobs 10 --out FOLDER
     python -m bench.job_traces MODEL --jobs 10 --shapes 1x4 1x8 2x2 2x4 --out FOLDER  # as root: emulated hosts
 
-A shape is hosts x ranks of each. Several hosts are emulated (measure/hosts.py): processes, gloo and TCP are
+A shape is hosts x ranks of each. Several hosts are emulated (bench/hosts.py): processes, gloo and TCP are
 real, links between hosts have the rate of bench/box_replays.py, and its tables. There MODEL has rates of
 exchanges that were measured in such boxes (--exchanges). More ranks than cores share these: a step is what
 the scheduler makes of it.
@@ -41,7 +41,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import box_replays, common
+from bench import box_replays, common, hosts
 from bench.common import say
 from bench.job_traces_training import TURN, Job, work
 from shardcore import report
@@ -55,7 +55,7 @@ from shardcore.cost.model import price
 from shardcore.cost.profile import load_profile
 from shardcore.cost.traced_factors import QUANTITIES, with_around, with_traced_dense
 from shardcore.io import files, writing
-from shardcore.measure import hosts, local_ranks
+from shardcore.measure import local_ranks
 from shardcore.measure.sampling.steps import random_plans, step_plans
 from shardcore.plans import traced_job
 from shardcore.search import SHARDERS, Budget

@@ -1,11 +1,11 @@
-"""Check that this machine can emulate hosts (measure/hosts.py), and the mark of tests that need it."""
+"""Check that this machine can emulate hosts (bench/hosts.py), and the mark of tests that need it."""
 
 from functools import cache
 
 import pytest
 
+from bench.hosts import Box, box_of
 from shardcore.core.errors import ShardCoreError
-from shardcore.measure.hosts import Box, box_of
 
 
 @cache
@@ -17,4 +17,4 @@ def can_box() -> bool:
         return False
 
 
-boxed = pytest.mark.skipif(not can_box(), reason="needs root, and Linux' ip, tc and tbf (measure/hosts.py)")
+boxed = pytest.mark.skipif(not can_box(), reason="needs root, and Linux' ip, tc and tbf (bench/hosts.py)")

@@ -69,7 +69,6 @@ NO_FORMAT = {
     # The kernel's.
     "shardcore/measure/hosts.py:enter",
     "shardcore/measure/hosts.py:machine_id",
-    "shardcore/measure/hosts.py:_new_network",
     "shardcore/measure/devices.py:product",
     "shardcore/measure/own_core.py:let_network_wait",
     # Lines of our own processes, a command's argument, and a value written and read again.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +28,6 @@ from shardcore.core.types import PRECISION_BYTES, Problem, Setting
 if TYPE_CHECKING:
     from shardcore.cost.profile import Profile
     from shardcore.io.measurements import CollectiveRequest, CollectiveSample, ComputeRequest
-    from shardcore.measure.hosts import Box
     from shardcore.measure.replay import ReplayConfig
     from shardcore.measure.supervise import Finished, Supervisor
 
@@ -70,11 +67,6 @@ class MeasureOptions:
       as failed
     ranks: processes (GPUs) of an exchange or a step
     exchanges: afterwards measure the first M exchanges among --ranks of this machine, into the same dataset
-    hosts: spread --ranks evenly over H hosts that this machine emulates, for exchanges only (Linux, as root)
-    between_gbit_s: rate of each emulated host's link, Gbit/s each way
-    within_gbit_s: rate of each emulated host's loopback, Gbit/s; default: not limited
-    pods: divide emulated hosts into P pods; --between-gbit-s is then the rate of each pod's link
-    pod_gbit_s: rate of each emulated host's link in its pod, Gbit/s each way
     steps: afterwards replay a step of each of the first P plans among --ranks, for the times of exchanges in
       steps
     held_out: draw groups only from the tables that are kept for testing, a twentieth of all
@@ -102,11 +94,6 @@ class MeasureOptions:
     hang_s: PositiveFloat = 60.0
     ranks: Positive = 2
     exchanges: Annotated[Natural, "M"] = 0
-    hosts: Annotated[Positive, "H"] | None = None
-    between_gbit_s: Annotated[PositiveFloat, "RATE"] | None = None
-    within_gbit_s: Annotated[PositiveFloat, "RATE"] | None = None
-    pods: Annotated[Positive, "P"] = 1
-    pod_gbit_s: Annotated[PositiveFloat, "RATE"] | None = None
     steps: Annotated[Natural, "P"] = 0
     held_out: bool = False
     dry_run: bool = False
@@ -161,10 +148,7 @@ def measure(args: MeasureOptions) -> None:
     )
     if args.exchanges or args.steps:
         _require_ranks(args, setting, device)
-    box = _box(args, device)
-    wanted = run.wanted_exchanges(
-        setting, args.exchanges, args.ranks, args.seed, args.hosts or 1, box and box.links
-    )
+    wanted = run.wanted_exchanges(setting, args.exchanges, args.ranks, args.seed)
     exchanges = list(run.lacking(wanted, dataset.read_ids(args.out, "comm")))
     of_steps = of_samples(arena_bytes, args.hang_s)
     steps = (
@@ -218,7 +202,7 @@ def measure(args: MeasureOptions) -> None:
                 print(f"{n} of the first {total} {kind} are missing")
         return
     if exchanges:
-        _measure_exchanges(args, exchanges, setting, device, box)
+        _measure_exchanges(args, exchanges, setting, device)
     if steps:
         _measure_steps(args, steps, setting, device, of_steps)
     dataset.merge_parts(args.out)
@@ -333,54 +317,24 @@ def _require_ranks(args: MeasureOptions, setting: Setting, device: str) -> None:
         )
 
 
-def _box(args: MeasureOptions, device: str) -> Box | None:
-    """The hosts to emulate. None: the option is not given."""
-    from shardcore.measure.hosts import Box
-
-    if args.hosts is None:
-        if args.between_gbit_s or args.within_gbit_s or args.pods > 1 or args.pod_gbit_s:
-            raise ShardCoreError(
-                "--between-gbit-s, --within-gbit-s, --pods and --pod-gbit-s are of emulated hosts; they need --hosts"
-            )
-        return None
-    if args.between_gbit_s is None:
-        raise ShardCoreError(
-            f"--hosts is {args.hosts}; emulated hosts need --between-gbit-s, the rate of their links"
-        )
-    if not args.exchanges or args.steps or device != "cpu":
-        raise ShardCoreError(
-            f"--hosts is {args.hosts}; emulated hosts only have exchanges on cpu: it needs "
-            "--exchanges, no --steps, and --device cpu"
-        )
-    if args.ranks % args.hosts:
-        raise ShardCoreError(f"--ranks is {args.ranks}; each of {args.hosts} hosts needs as many")
-    rates = args.between_gbit_s, args.within_gbit_s
-    return Box(args.hosts, args.ranks // args.hosts, *rates, args.pods, args.pod_gbit_s)
-
-
 def _measure_exchanges(
     args: MeasureOptions,
     missing: Sequence[CollectiveRequest],
     setting: Setting,
     device: str,
-    box: Box | None,
 ) -> None:
     from shardcore.measure import collectives, run
 
     began, done = time.monotonic(), 0
-    among = f" among {args.ranks} ranks of {box.hosts} {box.links.words}" if box else ""
 
     def print_progress(_: CollectiveSample) -> None:
         nonlocal done
         done += 1
         if done % args.chunk == 0 or done == len(missing):
             rate = done / (time.monotonic() - began)
-            print(f"{done} of {len(missing)} exchanges{among}, {rate:.1f} a second", flush=True)
+            print(f"{done} of {len(missing)} exchanges, {rate:.1f} a second", flush=True)
 
-    config = collectives.CollectiveConfig()
-    if box:  # its ranks share cores, also while they start
-        config = replace(config, timeout_s=config.timeout_s * math.ceil(args.ranks / (os.cpu_count() or 1)))
-    samples = collectives.measure_all(missing, args.ranks, setting, config, device, box)
+    samples = collectives.measure_all(missing, args.ranks, setting, device=device)
     run.measure_exchanges(samples, args.out, print_progress, args.chunk)
 
 

@@ -92,7 +92,7 @@ class ComputeRequest:
 
 @dataclass(frozen=True)
 class EmulatedLinks:
-    """Links of hosts that one machine emulates (measure/hosts.py).
+    """Links of hosts that one machine emulates (docs/measure.md).
 
     between_gbit_s: rate of each host's link, Gbit/s each way. With pods: of each pod's link to the others.
     within_gbit_s: rate of each host's loopback, Gbit/s. None: not limited.

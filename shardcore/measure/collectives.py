@@ -9,7 +9,7 @@ it slept, and the caches hold other data. So requests may keep ranks busy before
 
 Starts of different ranks are compared on rank 0's clock. The ranks of one host share its monotonic clock. The
 clock of another host is corrected by its offset, from ping-pongs over the process group. NCCL is written for
-the same interface and has not been run here. Several hosts were emulated only (hosts.Box).
+the same interface and has not been run here. Several hosts were emulated only (docs/measure.md).
 
 Shapes: D ranks, B batch rows, R repeats.
 """
@@ -22,7 +22,7 @@ import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -41,6 +41,7 @@ from shardcore.io.measurements import CollectiveRequest, CollectiveSample
 from shardcore.measure import hosts, local_ranks, own_core
 from shardcore.measure.devices import device_of
 from shardcore.measure.exchanges import exchange_of, own_group
+from shardcore.measure.hosts import Place
 from shardcore.measure.id_transfer import Parts, transfer_of
 from shardcore.measure.timing import spread
 from shardcore.step.scopes import WORLD
@@ -98,25 +99,27 @@ def measure_all(
     setting: Setting,
     config: CollectiveConfig | None = None,
     device: str = "cpu",
-    box: hosts.Box | None = None,
+    on: Sequence[Place] = (),
 ) -> Iterator[CollectiveSample]:
     """Measure requests in order, by a gang of local processes.
 
     Yields a sample as soon as all ranks have it.
     device: "cpu" (one core each) or "cuda" (one GPU each).
-    box: the hosts to emulate, with as many ranks in all. None: one host, this machine.
+    on: emulated host of each rank. (): one host, this machine.
 
     Raises ShardCoreError before anything starts if a request does not fit this gang or the machine lacks the
     GPUs. Raises it later if a rank dies or hangs, with rank and reason. No process stays behind; earlier
     samples are valid.
     """
     config = config or CollectiveConfig()
-    links = box.links if box else None
     # Before any process starts, as a gang of ranks takes seconds to connect.
     for request in requests:
-        _require_fits(request, ranks, box.hosts if box else 1)
-        require(request.emulated == links, f"exchange has links {request.emulated}; those here are {links}")
-    require(not box or box.ranks == ranks, f"box has {box and box.ranks} ranks; the gang has {ranks}")
+        _require_fits(request, ranks, len({place.host for place in on}) or 1)
+        require(
+            bool(request.emulated) == bool(on),
+            f"exchange has links {request.emulated}; it needs {'emulated' if on else 'real'} ones here",
+        )
+    require(len(on) in (0, ranks), f"{len(on)} places of ranks are given; the gang has {ranks} ranks")
     if device == "cuda" and (there := device_of(device).count()) < ranks:
         raise ShardCoreError(f"exchanges among {ranks} ranks need as many GPUs; here are {there}")
 
@@ -125,16 +128,13 @@ def measure_all(
         # A queue for each rank: ranks send their times at different moments.
         waiting: list[deque[RankTimes]] = [deque() for _ in range(ranks)]
         order, task = 0, (ranks, list(requests), config, device)
-        with hosts.box_of(box) if box else nullcontext() as places:
-            with closing(
-                local_ranks.run("exchange", _work, ranks, task, config.timeout_s, places)
-            ) as messages:
-                for rank, times in messages:
-                    waiting[rank].append(times)
-                    # A sample needs the times of all ranks.
-                    if all(waiting):
-                        yield combine(setting, requests[order], [queue.popleft() for queue in waiting], order)
-                        order += 1
+        with closing(local_ranks.run("exchange", _work, ranks, task, config.timeout_s, on)) as messages:
+            for rank, times in messages:
+                waiting[rank].append(times)
+                # A sample needs the times of all ranks.
+                if all(waiting):
+                    yield combine(setting, requests[order], [queue.popleft() for queue in waiting], order)
+                    order += 1
 
     return samples() if requests else iter(())
 

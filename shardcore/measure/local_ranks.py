@@ -55,7 +55,7 @@ def run(
       place.
     work, arguments: picklable.
     timeout_s: longest time without a message of any rank.
-    places: emulated host of each rank (hosts.box_of). None: this machine.
+    places: emulated host of each rank. None or empty: this machine.
 
     Raises ShardCoreError for more than MOST_RANKS ranks, and where a rank fails (with a ShardCoreError or
     RuntimeError), dies or hangs. It names the rank and the reason. No process is left when the iterator ends,

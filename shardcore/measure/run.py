@@ -22,11 +22,10 @@ from shardcore.io.measurements import (
     CollectiveSample,
     ComputeRequest,
     ComputeSample,
-    EmulatedLinks,
 )
 from shardcore.measure.replay import ReplayConfig
 from shardcore.measure.sampling import Request, different
-from shardcore.measure.sampling.collectives import comm_request, emulated_request
+from shardcore.measure.sampling.collectives import comm_request
 from shardcore.measure.sampling.groups import GroupConfig, compute_request
 from shardcore.measure.sampling.steps import Plans
 from shardcore.measure.supervise import Finished, Supervisor
@@ -65,14 +64,12 @@ def wanted_groups(
 
 
 def wanted_exchanges(
-    setting: Setting, n: int, ranks: int, seed: int, hosts: int = 1, links: EmulatedLinks | None = None
+    setting: Setting, n: int, ranks: int, seed: int, hosts: int = 1
 ) -> Iterator[tuple[str, CollectiveRequest]]:
-    """The first n different exchanges of a seed, with their ids. links: emulated ones. None: those of real hosts."""
+    """The first n different exchanges of a seed, with their ids."""
 
     def draw(i: int) -> CollectiveRequest:
-        if links is None:
-            return comm_request(i, ranks, setting.batch, seed, hosts=hosts)
-        return emulated_request(i, (hosts, ranks // hosts), setting.batch, links, seed)
+        return comm_request(i, ranks, setting.batch, seed, hosts=hosts)
 
     return different(draw, lambda r: dataset.comm_id(setting, r), n)
 

@@ -13,20 +13,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from boxes import boxed
 
 from shardcore.cli import main
 from shardcore.cli import measure as measuring
 from shardcore.core.types import Setting
 from shardcore.io import dataset, files, replays
-from shardcore.io.measurements import CollectiveSample, ComputeSample, EmulatedLinks, Spread
+from shardcore.io.measurements import CollectiveSample, ComputeSample, Spread
 from shardcore.measure.sampling import different
-from shardcore.measure.sampling.collectives import comm_request, emulated_request
+from shardcore.measure.sampling.collectives import comm_request
 from shardcore.measure.sampling.groups import GroupConfig, compute_request, reference_request
 
 ROOT = Path(__file__).parents[2]
 SETTING = Setting("law", 64)
-BOXED = ["--ranks", "4", "--between-gbit-s", "1"]
 SHAPE = GroupConfig(max_shards=4, max_shard_bytes=8 << 20)
 
 
@@ -44,15 +42,6 @@ def folder(tmp_path):
         (["--hang-s", "1e12"], "measure has hang_s 1000000000000.0; it needs 0.001 to 1,000,000"),
         (["--max-repeats", "1000000000000"], "max_repeats 1000000000000; it needs 6 to 1,000,000"),
         (["--max-shards", "1000000000000"], "group config has max_shards 1000000000000"),
-        (["--between-gbit-s", "1"], "--pod-gbit-s are of emulated hosts; they need --hosts"),
-        (["--exchanges", "1", "--hosts", "2"], "hosts need --between-gbit-s"),
-        ([*BOXED, "--hosts", "2"], "it needs --exchanges, no --steps"),
-        ([*BOXED, "--exchanges", "1", "--hosts", "3"], "--ranks is 4; each of 3 hosts needs as many"),
-        ([*BOXED, "--exchanges", "1", "--hosts", "1"], "box has hosts 1; it needs 2 to 64"),
-        (
-            [*BOXED, "--exchanges", "1", "--hosts", "2", "--within-gbit-s", "1e9"],
-            "within_gbit_s 1000000000.0",
-        ),
         (["--device", "cuda"], "there is no CUDA device here"),
         (["--device", "cuda", "--hardware", "nvidia-h200"], "there is no CUDA device here"),
     ],
@@ -204,20 +193,6 @@ def test_nothing_starts_where_nothing_is_missing_or_the_machine_lacks_what_is_as
     assert "divides the batch of 64" in capsys.readouterr().err
     assert main([*command, "--samples", "6", "--ranks", "64", "--steps", "4"]) == 1
     assert "need as many cores" in capsys.readouterr().err
-
-
-@boxed
-def test_exchanges_over_emulated_hosts_are_measured_once_and_say_so(command, folder, capsys):
-    asked = [*command, "--samples", "0", *BOXED, "--hosts", "2", "--exchanges", "3"]
-    assert main(asked) == 0
-    assert "3 of 3 exchanges among 4 ranks of 2 emulated hosts, between 1 Gbit/s, " in capsys.readouterr().out
-    found = dataset.read_comm(folder)
-    links = EmulatedLinks(1.0)
-    assert {s.request for s in found} == {emulated_request(i, (2, 2), 64, links) for i in range(3)}
-    assert all(s.error is None for s in found)
-    assert main(asked) == 0 and capsys.readouterr().out == ""
-    assert main([*asked, "--within-gbit-s", "2", "--dry-run"]) == 0  # other links, other exchanges
-    assert capsys.readouterr().out == "3 of the first 3 exchanges are missing\n"
 
 
 # --- stopped, killed ----------------------------------------------------------------------------------------

@@ -6,12 +6,12 @@ import pytest
 from boxes import boxed
 from shapes import column, host_row, on_hosts, replica
 
+from bench.hosts import Box, box_of
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.io.measurements import ComputeRequest
 from shardcore.measure import pairs
-from shardcore.measure.hosts import Box, box_of
 from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.step.kinds import CHANNELS, Channel
 from shardcore.step.lower import lower

@@ -10,7 +10,8 @@ import sys
 import pytest
 from boxes import boxed
 
-from shardcore.measure.hosts import HOST_VARIABLE, Box, box_of
+from bench.hosts import Box, box_of
+from shardcore.measure.hosts import HOST_VARIABLE
 
 BOX = Box(hosts=2, ranks_per_host=2, between_gbit_s=0.04)
 DRIVER = """

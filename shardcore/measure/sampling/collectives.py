@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from shardcore.core.payloads import CASTS
-from shardcore.io.measurements import CollectiveRequest, EmulatedLinks
+from shardcore.io.measurements import CollectiveRequest
 from shardcore.measure.sampling.problems import DIMS
 from shardcore.step.collectives import COLLECTIVES
-from shardcore.step.scopes import CROSS, CROSS_POD, HOST, POD, SCOPES, groups_among
 
 _PLAIN = 0.5
 """Share of draws that are all-to-alls at the full batch."""
@@ -18,13 +15,6 @@ BUSY_MS = 20.0
 """Time for which ranks compute before a collective: about as long as in steps of plans."""
 _VARIED = {name: row.draw.share for name, row in COLLECTIVES.items() if not row.draw.stream}
 """Shares of collectives among the other draws. Collectives with a stream of their own then replace some of all."""
-_EVEN = 0.25
-"""Share of draws over emulated hosts with equal loads on all ranks, as in plans of good searches. Links that are
-equally busy reach a lower rate than one link that is busier than the others."""
-_OF_PODS = {HOST: POD, CROSS: CROSS_POD}
-"""Scopes of pods that take the place of scopes of hosts."""
-_IN_PODS = 0.5
-"""Share of draws over hosts in pods in which a scope of hosts becomes one of pods."""
 _FP32 = 0.75
 """Share of draws in FP32. Others are in FP16 or BF16, as TorchRec can send outputs and gradients."""
 
@@ -72,36 +62,3 @@ def comm_request(
             break
     widths = COLLECTIVES[collective].draw.loads(widths, rng)
     return CollectiveRequest(tuple(widths), batch, start_ms, collective, payload, hosts, BUSY_MS)
-
-
-def emulated_request(
-    index: int, ranks_on: tuple[int, int], batch: int, links: EmulatedLinks, seed: int = 0
-) -> CollectiveRequest:
-    """Collective `index` among the ranks of emulated hosts, as comm_request draws them.
-
-    Some are within a host or across hosts, and some have equal loads. No rank computes before the collective,
-    as all share this machine's cores.
-
-    ranks_on: number of hosts, and ranks of each.
-    """
-    hosts, ranks = ranks_on[0], ranks_on[0] * ranks_on[1]
-    request = replace(comm_request(index, ranks, batch, seed, hosts=hosts), busy_ms=0.0, emulated=links)
-
-    def uniform(stream: int) -> float:
-        return np.random.default_rng([stream, seed, index, ranks]).random()
-
-    if uniform(9) < _EVEN:
-        request = replace(request, widths=(max(1, round(np.mean(request.widths))),) * ranks)
-    group, units = request.row.draw.scope, hosts
-    if links.pods > 1 and uniform(11) < _IN_PODS:
-        group, units = _OF_PODS.get(group, ""), links.pods
-    # Without a scope, or with one rank in each unit, the collective is among all ranks.
-    if not group or units == ranks or uniform(7) >= request.row.draw.scope_share:
-        return request
-    # What travels across units is the rows that a reduce-scatter within units leaves to each rank.
-    batch = request.batch // (ranks // units) if SCOPES[group].across else request.batch
-    members = groups_among(request.host_names, group)
-    # A group without bytes would not run its collective, so one of its ranks gets the least width.
-    idle = [ranks[0] for ranks in members if not any(request.widths[r] for r in ranks)]
-    widths = tuple(min(DIMS) if r in idle else w for r, w in enumerate(request.widths))
-    return replace(request, widths=widths, group=group, batch=batch)

@@ -1,6 +1,5 @@
 import dataclasses
 import itertools
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -9,9 +8,8 @@ from shapes import entering
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
 from shardcore.io import dataset, files
-from shardcore.io.measurements import EmulatedLinks
 from shardcore.measure.sampling import different
-from shardcore.measure.sampling.collectives import comm_request, emulated_request
+from shardcore.measure.sampling.collectives import comm_request
 from shardcore.measure.sampling.groups import (
     REPLICATED_BYTES,
     GroupConfig,
@@ -212,29 +210,6 @@ def test_exchanges_vary_in_balance_and_skew():
     ratios = [max(r.widths) / max(1, min(r.widths)) for r in requests]
     assert min(ratios) < 1.1 and max(ratios) > 1.5
     assert all(min(r.start_ms) == 0 for r in requests) and sum(max(r.start_ms) > 0 for r in requests) == 50
-
-
-def test_exchanges_over_emulated_hosts_are_of_all_groups():
-    links = EmulatedLinks(0.4)
-    requests = [emulated_request(i, (4, 2), 256, links) for i in range(200)]
-    kinds = Counter((r.collective, r.group) for r in requests)
-    assert set(kinds) == {
-        ("all_to_all", "world"),
-        ("all_to_all", "cross"),
-        ("reduce_scatter", "world"),
-        ("reduce_scatter", "host"),
-        ("all_reduce", "world"),
-        *((c, "world") for c, row in COLLECTIVES.items() if row.ids),
-    }
-    assert min(kinds.values()) >= 8
-    assert {(r.hosts, r.emulated, r.busy_ms, len(r.widths)) for r in requests} == {(4, links, 0.0, 8)}
-    # rows that reduce-scatters within hosts of two left
-    assert {r.batch for r in requests if r.group == "cross"} <= {128, 64, 32, 16}
-    assert {emulated_request(i, (8, 1), 256, links).group for i in range(50)} == {"world"}
-    even = Counter(r.collective for r in requests if len(set(r.widths)) == 1)
-    assert even["all_to_all"] >= 10 and even["all_to_all_ids"] >= 3
-    plain = comm_request(3, 8, 256, hosts=4)
-    assert (requests[3].widths, requests[3].start_ms) == (plain.widths, plain.start_ms)
 
 
 def test_steps_are_of_random_plans_of_all_ways_that_run(tables):

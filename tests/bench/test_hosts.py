@@ -15,15 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from boxes import boxed
-from test_local_ranks import wait_forever
 
+from bench.hosts import Box, box_of
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
 from shardcore.io.measurements import CollectiveRequest
 from shardcore.measure import local_ranks
 from shardcore.measure.collectives import CollectiveConfig, Rank, measure_all
 from shardcore.measure.exchanges import all_to_all, exchange_of
-from shardcore.measure.hosts import Box, box_of
+from shardcore.measure.hosts import Place
 
 ROOT = Path(__file__).parents[2]
 SENT_BYTES = 1 << 20
@@ -83,11 +83,15 @@ def test_over_hosts_an_all_to_all_delivers_what_gloo_s_own_does():
 
 
 MAKER = """
-import sys, time
+import os, sys, time
 from shardcore.core.errors import ShardCoreError
 from shardcore.measure import local_ranks
-from shardcore.measure.hosts import Box, box_of
-from test_local_ranks import wait_forever
+from bench.hosts import Box, box_of
+
+def wait_forever(rank, init_method, send):
+    send(os.getpid())
+    time.sleep(600)
+
 if __name__ == "__main__":
     try:
         with box_of(Box()) as places:
@@ -103,7 +107,7 @@ if __name__ == "__main__":
 def maker(tmp_path):
     """Starts a process that makes a box, with a gang in it."""
     (tmp_path / "maker.py").write_text(MAKER)
-    path = os.pathsep.join(map(str, [ROOT, ROOT / "tests/measure", ROOT / "tests"]))
+    path = os.pathsep.join(map(str, [ROOT, ROOT / "tests"]))
 
     def start(**options):
         return subprocess.Popen(
@@ -126,7 +130,7 @@ def test_without_its_tools_it_says_so(maker, tmp_path):
 @pytest.mark.skipif(os.geteuid() != 0, reason="is root nowhere")
 def test_without_root_it_says_so():
     code = (
-        "import os\nfrom shardcore.measure.hosts import Box, box_of\nos.setuid(65534)\n"
+        "import os\nfrom bench.hosts import Box, box_of\nos.setuid(65534)\n"
         "try:\n    box_of(Box()).__enter__()\nexcept Exception as error:\n    print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
@@ -243,7 +247,8 @@ def test_exchanges_over_emulated_hosts_are_measured_at_their_rate():
     request = CollectiveRequest((64,) * 4, 2048, (0.0, 0.0, 0.0, 5.0), hosts=2, emulated=box.links)
     grouped = [dataclasses.replace(over_links(*kind), emulated=box.links) for kind in GROUPED]
     config = CollectiveConfig(repeats=1)
-    samples = list(measure_all([request, *grouped], 4, Setting("test", 2048), config, box=box))
+    with box_of(box) as places:
+        samples = list(measure_all([request, *grouped], 4, Setting("test", 2048), config, on=places))
     assert [s.request for s in samples] == [request, *grouped]
     # each host sends half of two ranks' outputs
     physics_ms = (2 * 64 * 2048 * 4 / 2 - 64e3) * 8 / 0.1e9 * 1e3
@@ -253,16 +258,22 @@ def test_exchanges_over_emulated_hosts_are_measured_at_their_rate():
 
 
 @pytest.mark.parametrize(
-    "box, message",
+    "of_hosts, links, message",
     [
-        (None, "hosts 2 does not fit"),
-        (Box(2, 4), "4 widths"),
-        (Box(between_gbit_s=0.2), "between_gbit_s=0.4.*between_gbit_s=0.2"),
+        ((), Box().links, "hosts 2 does not fit"),
+        ((0, 0, 1), Box().links, "3 places of ranks are given; the gang has 4 ranks"),
+        ((0, 0, 1, 1), None, "exchange has links None; it needs emulated ones here"),
     ],
 )
-def test_exchanges_of_another_box_are_refused(box, message):
+def test_exchanges_of_other_hosts_are_refused(of_hosts, links, message):
+    request = dataclasses.replace(over_links("all_to_all", "world"), emulated=links)
     with pytest.raises(ShardCoreError, match=message):
-        measure_all([over_links("all_to_all", "world")], box.ranks if box else 4, Setting("test", 4), box=box)
+        measure_all([request], 4, Setting("test", 4), on=[Place(host, "", "") for host in of_hosts])
+
+
+def wait_forever(rank, init_method, send):
+    send(os.getpid())
+    time.sleep(600)
 
 
 @boxed
