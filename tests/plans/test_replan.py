@@ -48,6 +48,19 @@ def test_no_more_tables_move_than_may_and_the_plan_is_no_dearer(problem, old, mo
     )
 
 
+def test_for_a_thousandth_of_the_cost_nothing_moves(problem):
+    problem = replace(problem, tables=(*problem.tables, Table("crumb", 100, 4, 0.05)))
+    best = SHARDERS["portfolio"](problem, MODEL, budget=BUDGET)
+    slowest = int(np.argmax(price(lower(best, problem), MODEL).compute_ms))
+    old = Plan(
+        tuple(
+            replace(p, devices=(slowest,)) if p.shard.table.name == "crumb" else p for p in best.placements
+        )
+    )
+    assert 1 + 1e-6 < cost(old, problem) / cost(best, problem) < 1.001
+    assert set(replan(old, problem, MODEL, ReplanConfig(budget=BUDGET)).placements) == set(old.placements)
+
+
 def test_no_more_bytes_move_than_may(problem, old):
     found = replan(old, problem, MODEL, ReplanConfig(max_moved_bytes=100_000, budget=BUDGET))
     assert 0 < diff(old, found).bytes <= 100_000
