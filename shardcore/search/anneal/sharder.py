@@ -60,6 +60,8 @@ _HALVED = 0.5
 """Starts that a round keeps: this share of the round before."""
 _ROUNDS_AHEAD = 6
 """Plans by columns are improved while they would be the best after so many more rounds like their last one."""
+_CHEAP, _TRIALS_WHOLE = 0.3, 20_000
+"""Tables that cost less than this share of a device's mean load become whole at once, with so many trials after it."""
 _JOINED, _TRIALS_JOINED = 32, 2_000
 """Joins of parts, at most, and trials after each."""
 _STAGES, _STAGE = 24, 100
@@ -269,8 +271,9 @@ class Search:
 def simplify(plan: Plan, problem: Problem, model: CostModel, seed: int, meter: Meter) -> Plan:
     """A plan with its tables in fewer parts, at most CONCESSION dearer. The same plan if none is found.
 
-    The narrowest part of all joins the widest of its table. Then parts and tables move, without being cut, until the
-    plan costs little enough again. If it does not, the table stays as it is.
+    At first all tables that cost little become whole. Then the narrowest part of all joins the widest of its table.
+    Each time parts and tables move, without being cut, until the plan costs little enough again. If it does not, the
+    tables stay as they are.
 
     meter: has the trials and seconds that this may take.
     """
@@ -278,24 +281,32 @@ def simplify(plan: Plan, problem: Problem, model: CostModel, seed: int, meter: M
     with suppress(OutOfTime, ShardCoreError), meter.enforced():
         start = best = search.starts.of_plan(plan.placements, "columns")
         uncut, cache = start.fixed._replace(may_split=np.zeros_like(start.fixed.may_split)), start.space.cache
+        # [S] whether a whole table takes few ms.
+        is_cheap = (
+            uncut.added_ms[uncut.shard[np.arange(len(uncut.size)), uncut.size]]
+            < _CHEAP * start.state.load.mean()
+        )
         # Parts of a sequence have to stay equally wide.
         stays = np.array([cache.table(s).sequence for s in range(len(cache))])
-        for _ in range(_JOINED):
+        for number in range(1 + _JOINED):
             # [S, D] columns of tables that are cut. Row ranges are strips on one device each.
             columns = best.state.held * cache.unit[:, None]
             columns[((columns > 0).sum(1) < 2) | stays] = 0
-            if search._ended or not columns.any():
+            widest = columns.argmax(1)
+            narrower = (columns > 0) & (np.arange(columns.shape[1]) != widest[:, None])
+            if search._ended or not narrower.any():
                 break
-            narrowest = np.where(columns > 0, columns, np.iinfo(columns.dtype).max).argmin()
-            s, d = np.unravel_index(narrowest, columns.shape)
-            state, units, columns[s, d] = copy_of(best.state), best.state.held[s, d], 0
-            compiled.place(
-                uncut, state, np.array([[s, d, -units], [s, columns[s].argmax(), units]], np.int64)
-            )
+            s, d = np.nonzero(narrower & is_cheap[:, None])
+            if number:
+                s, d = np.divmod([np.where(narrower, columns, np.inf).argmin()], columns.shape[1])
+            state, units = copy_of(best.state), best.state.held[s, d]
+            moved = np.stack([s, d, -units, s, widest[s], units], 1, dtype=np.int64)
+            compiled.place(uncut, state, moved.reshape(-1, 3))
             compiled.refresh(search.head, uncut, state)
-            search.best, stays[s] = None, True
-            if state.value[compiled.OVER] == 0:
-                search._cool(replace(start, state=state, fixed=uncut), _TRIALS_JOINED, _WARM)
+            search.best, stays[s] = None, number > 0
+            if len(s) and state.value[compiled.OVER] == 0:
+                trials = _TRIALS_JOINED if number else meter.affordable(3 * _TRIALS_WHOLE, 1) // 3
+                search._cool(replace(start, state=state, fixed=uncut), trials, _WARM)
             if search.best is not None and search.best.ms <= limit_ms:
                 best, stays[s] = search.best, False
         if best is not start:

@@ -45,11 +45,6 @@ def fields_of(record: type) -> dict[str, Any]:
     }
 
 
-@cache
-def _dtype(kind: types.Array) -> np.dtype:
-    return np.dtype(kind.dtype.name)
-
-
 class Record(types.Type):
     """numba's type of a pointer to a record.
 
@@ -87,7 +82,7 @@ def packed(record: Any) -> Any:
             )
             continue
         # Compiled code trusts these: any other array would be read wrongly.
-        if value.dtype != _dtype(kind) or value.ndim != kind.ndim or not value.flags.c_contiguous:
+        if value.dtype != kind.dtype.name or value.ndim != kind.ndim or not value.flags.c_contiguous:
             raise TypeError(f"{name} is {value.ndim}-d {value.dtype}; it needs to be {kind}")
         words += (value.ctypes.data, *value.shape)
     return np.array(words, np.int64)
