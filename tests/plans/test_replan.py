@@ -50,13 +50,12 @@ def test_no_more_tables_move_than_may_and_the_plan_is_no_dearer(problem, old, mo
 
 def test_for_a_thousandth_of_the_cost_nothing_moves(problem):
     heavy = (replace(t, pooling=200 * t.pooling) for t in problem.tables)
-    problem = replace(problem, tables=(*heavy, Table("crumb", 100, 4, 0.05)))
+    tables = (*heavy, Table("crumb", 100, 4, 0.05))
+    problem = replace(problem, tables=tables, topology=Topology((Device(1 << 30),) * 4))
     best = SHARDERS["portfolio"](problem, MODEL, budget=BUDGET)
     slowest = int(np.argmax(price(lower(best, problem), MODEL).compute_ms))
     old = Plan(
-        tuple(
-            replace(p, devices=(slowest,)) if p.shard.table.name == "crumb" else p for p in best.placements
-        )
+        tuple(replace(p, devices=(slowest,)) if p.shard.table.name == "crumb" else p for p in best.placements)
     )
     assert 1 + 1e-6 < cost(old, problem) / cost(best, problem) < 1.001
     assert set(replan(old, problem, MODEL, ReplanConfig(budget=BUDGET)).placements) == set(old.placements)
