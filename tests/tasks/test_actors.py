@@ -44,7 +44,7 @@ def ends(member) -> bool:
 
 def test_a_gang_is_spread_over_its_hosts_evenly_in_order_and_ends():
     with actors.gang(Member, "member", 4, "cpu", hosts=2) as members:
-        found = actors.answers("gang", [m.host.remote() for m in members], timeout_s=60)
+        found = actors.answers("gang", [m.host.remote() for m in members], timeout_s=300)
         assert found[0] == found[1] != found[2] == found[3]
         assert {a["name"] for a in ray.util.list_named_actors(all_namespaces=True)} >= {
             f"member rank {i}" for i in range(4)

@@ -82,7 +82,7 @@ def test_a_workload_of_another_setting_is_refused(workload):
     "number, timeout_s, message",
     [
         (signal.SIGKILL, 60, "rank [01] of 2 failed: its process died"),
-        (signal.SIGSTOP, 2, "does not answer|no word for"),
+        (signal.SIGSTOP, 10, "does not answer|no word for"),
     ],
     ids=["dies", "hangs"],
 )
