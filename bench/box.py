@@ -205,15 +205,15 @@ def emulated_request(
 
     ranks_on: number of hosts, and ranks of each.
     """
-    hosts, ranks = ranks_on[0], ranks_on[0] * ranks_on[1]
-    request = replace(comm_request(index, ranks, batch, seed, hosts=hosts), busy_ms=0.0, emulated=links)
+    n_hosts, ranks = ranks_on[0], ranks_on[0] * ranks_on[1]
+    request = replace(comm_request(index, ranks, batch, seed, hosts=n_hosts), busy_ms=0.0, emulated=links)
 
     def uniform(stream: int) -> float:
         return np.random.default_rng([stream, seed, index, ranks]).random()
 
     if uniform(9) < _EVEN:
         request = replace(request, widths=(max(1, round(np.mean(request.widths))),) * ranks)
-    group, units = request.row.draw.scope, hosts
+    group, units = request.row.draw.scope, n_hosts
     if links.pods > 1 and uniform(11) < _IN_PODS:
         group, units = _OF_PODS.get(group, ""), links.pods
     # Without a scope, or with one rank in each unit, the collective is among all ranks.

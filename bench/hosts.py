@@ -25,7 +25,7 @@ from pathlib import Path
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import LINK_GBIT_S, require, require_within
 from shardcore.io.measurements import EmulatedLinks
-from shardcore.measure.hosts import INTERFACE, NETWORK, Place, call_libc, in_thread
+from shardcore.measure.hosts import CLONE_NEWNET, INTERFACE, Place, call_libc, in_thread
 
 _BRIDGE = "bridge0"
 _GBIT = 1e9
@@ -111,7 +111,7 @@ def box_of(config: Box) -> Iterator[list[Place]]:
         # Processes of any parent can open these, as long as this process has them open.
         switch, *of_hosts = (f"/proc/{os.getpid()}/fd/{network}" for network in networks)
         _join(config, switch, of_hosts)
-        places = [Place(i, _address(i), namespace) for i, namespace in enumerate(of_hosts)]
+        places = [Place(i, _address(i), namespace, config.links) for i, namespace in enumerate(of_hosts)]
         yield [place for place in places for _ in range(config.ranks_per_host)]
     # Closing the last file of a network removes it with its links.
     finally:
@@ -122,7 +122,7 @@ def box_of(config: Box) -> Iterator[list[Place]]:
 def _new_network() -> int:
     """Move the calling thread to a new network namespace. Returns an open file, which keeps the namespace alive."""
     try:
-        call_libc("unshare", NETWORK)
+        call_libc("unshare", CLONE_NEWNET)
     except OSError as error:
         raise _cannot("unshare", str(error)) from None
     # These settings belong to a namespace, so they are written from within it.

@@ -103,8 +103,8 @@ def publish_plans(
         # Raised here, so that the version does not count as published and the watch tries again.
         if unreached:
             raise Unreachable(unreached)
-        # The pages come before the version counts as published.
-        # Before the first champion, the page is of the challenger that waits or was refused.
+        # Pages are written before the claim ends: once a version counts as published, its pages are there.
+        # Without a champion, the page of models shows the challenger that waits or was refused.
         name, refused = registry.model_name(here), model_history.refusal(client, registry.model_name(here))
         models = model_history.history(client, name) if by.champion or refused else []
         first = [*([refused] if refused else []), *known_errors.worse_than_usual(by.model)]

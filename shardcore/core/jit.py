@@ -51,22 +51,22 @@ _LIBRARY: Any = getattr(codegen, "CPUCodeLibrary", None)
 _PASSES = getattr(_LIBRARY, "_optimize_final_module", None)
 """LLVM's passes over a function and all that it calls. No public option of numba skips them.
 
-None: this numba has no such hook, and functions compile with its own passes.
+None: this numba has no such hook, and each function compiles with the usual passes.
 """
 
 
 def inner(function: Callable) -> Dispatcher:
     """Declare a function that only compiled ones call. It needs no cache entry, and no way in for Python."""
-    return _declared(function, _PASSES)
+    return _dispatcher_with_passes(function, _PASSES)
 
 
 def seldom(function: Callable) -> Dispatcher:
     """Declare an `inner` function that is called seldom. It compiles faster, and runs slower."""
     # The caller's passes optimize it, once it is linked in.
-    return _declared(function, lambda library: None)
+    return _dispatcher_with_passes(function, lambda library: None)
 
 
-def _declared(function: Callable, passes: Callable | None) -> Dispatcher:
+def _dispatcher_with_passes(function: Callable, passes: Callable | None) -> Dispatcher:
     made = njit(error_model="numpy", _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
     if _PASSES:
         made.compile = functools.partial(_compile_with_passes, passes, made.compile)

@@ -36,7 +36,7 @@ from shardcore.io.measurements import CollectiveSample, ComputeSample
 JOINED = (0, 30, 240)
 """Numbers of a lender's groups that may join own ones."""
 _OF_LAW = 2_000
-"""A lender's groups that train its law, at most. With 9,000 it takes half a minute longer and is no better here."""
+"""A lender's groups that train its law, at most: more take longer, and help little (docs/decisions/cost-models.md)."""
 _FOLDS = 4
 _LEVEL = 0.56
 """Standard deviation of the logarithm of a machine's level that no own sample tells. 90% take 0.4 to 2.5 times as long

@@ -112,13 +112,11 @@ def measure_all(
     samples are valid.
     """
     config = config or CollectiveConfig()
+    links = on[0].links if on else None
     # Before any process starts, as a gang of ranks takes seconds to connect.
     for request in requests:
         _require_fits(request, ranks, len({place.host for place in on}) or 1)
-        require(
-            bool(request.emulated) == bool(on),
-            f"exchange has links {request.emulated}; it needs {'emulated' if on else 'real'} ones here",
-        )
+        require(request.emulated == links, f"exchange has links {request.emulated}; those here are {links}")
     require(len(on) in (0, ranks), f"{len(on)} places of ranks are given; the gang has {ranks} ranks")
     if device == "cuda" and (there := device_of(device).count()) < ranks:
         raise ShardCoreError(f"exchanges among {ranks} ranks need as many GPUs; here are {there}")

@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from shardcore.core.errors import ShardCoreError
+from shardcore.io.measurements import EmulatedLinks
 
 T = TypeVar("T")
 HOST_VARIABLE = "SHARDCORE_BOX_HOST"
 """Environment variable of processes in a box: the number of their host."""
 INTERFACE = "eth0"
 """The network card of an emulated host."""
-NETWORK = 0x40000000
-"""Linux' CLONE_NEWNET."""
+CLONE_NEWNET = 0x40000000
+"""Linux' number for network namespaces, of setns and unshare."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,13 @@ class Place:
     host: its number.
     address: its address.
     namespace: file of its network, which the maker of the host holds open.
+    links: those of all emulated hosts.
     """
 
     host: int
     address: str
     namespace: str
+    links: EmulatedLinks
 
     def enter(self) -> None:
         """Move the calling thread, and all that it starts from now on, to this host.
@@ -47,7 +50,7 @@ class Place:
         # setns moves the calling thread only. Threads that it starts later follow.
         try:
             with open(self.namespace) as network:
-                call_libc("setns", network.fileno(), NETWORK)
+                call_libc("setns", network.fileno(), CLONE_NEWNET)
         except FileNotFoundError:
             raise ShardCoreError(f"host {self.host} of the box is gone: its maker ended") from None
         except OSError as error:

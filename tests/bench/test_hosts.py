@@ -262,13 +262,19 @@ def test_exchanges_over_emulated_hosts_are_measured_at_their_rate():
     [
         ((), Box().links, "hosts 2 does not fit"),
         ((0, 0, 1), Box().links, "3 places of ranks are given; the gang has 4 ranks"),
-        ((0, 0, 1, 1), None, "exchange has links None; it needs emulated ones here"),
+        ((0, 0, 1, 1), None, "exchange has links None; those here are EmulatedLinks"),
+        (
+            (0, 0, 1, 1),
+            Box(between_gbit_s=0.1).links,
+            "between_gbit_s=0.1.*those here are .*between_gbit_s=0.4",
+        ),
     ],
 )
 def test_exchanges_of_other_hosts_are_refused(of_hosts, links, message):
     request = dataclasses.replace(over_links("all_to_all", "world"), emulated=links)
+    places = [Place(host, "", "", Box().links) for host in of_hosts]
     with pytest.raises(ShardCoreError, match=message):
-        measure_all([request], 4, Setting("test", 4), on=[Place(host, "", "") for host in of_hosts])
+        measure_all([request], 4, Setting("test", 4), on=places)
 
 
 def wait_forever(rank, init_method, send):

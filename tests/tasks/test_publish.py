@@ -1,6 +1,7 @@
 """Provenance of published plans."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,9 +26,11 @@ from shardcore.plans import store
 from shardcore.plans.publisher import PublishConfig
 from shardcore.search import DEFAULT_SHARDER
 from shardcore.step.lower import lower
+from tasks import publish_claim
 from tasks.pricing import Pricing
 from tasks.promote import PromoteConfig, promote_model
 from tasks.publish import _provenance, publish_first, publish_plans
+from tasks.registry import connect, model_name
 from tasks.setting import SettingConfig
 
 pytestmark = pytest.mark.usefixtures("short_explanations")
@@ -235,6 +238,18 @@ def test_the_first_measured_model_replaces_a_profile(registry):
 def test_hardware_without_a_champion_or_a_profile_says_what_to_do(registry):
     with pytest.raises(ShardCoreError, match="'shardcore-cost-law' has no version with the alias 'champion'"):
         publish(of_precisions("any", "fp32"))
+
+
+def test_a_version_counts_as_published_once_its_pages_are_there(mixed_champion):
+    problem, index = of_precisions("one", "fp32"), Path("plans/index.html")
+    index.mkdir(parents=True)  # a folder in its place: the page cannot be written
+    with pytest.raises(ShardCoreError, match=r"index\.html"):
+        publish(problem)
+    published = partial(publish_claim.read, connect(), model_name(SETTING.hardware))
+    assert store.last("plans", "one") is not None and published().published is None
+    index.rmdir()
+    publish(problem)
+    assert index.is_file() and published().published == "1"
 
 
 def test_a_first_plan_needs_no_measurement_and_comes_once(registry):

@@ -61,7 +61,7 @@ _HALVED = 0.5
 _ROUNDS_AHEAD = 6
 """Plans by columns are improved while they would be the best after so many more rounds like their last one."""
 _CHEAP, _TRIALS_WHOLE = 0.3, 20_000
-"""Tables that cost less than this share of a device's mean load become whole at once, with so many trials after it."""
+"""Tables that cost less than this share of a device's mean load become whole at once. Trials after it, at most."""
 _JOINED, _TRIALS_JOINED = 32, 2_000
 """Joins of parts, at most, and trials after each."""
 _STAGES, _STAGE = 24, 100
@@ -281,34 +281,42 @@ def simplify(plan: Plan, problem: Problem, model: CostModel, seed: int, meter: M
     with suppress(OutOfTime, ShardCoreError), meter.enforced():
         start = best = search.starts.of_plan(plan.placements, "columns")
         uncut, cache = start.fixed._replace(may_split=np.zeros_like(start.fixed.may_split)), start.space.cache
-        # [S] whether a whole table takes few ms.
+        # [S] whether the whole table costs little.
         is_cheap = (
             uncut.added_ms[uncut.shard[np.arange(len(uncut.size)), uncut.size]]
             < _CHEAP * start.state.load.mean()
         )
         # Parts of a sequence have to stay equally wide.
         stays = np.array([cache.table(s).sequence for s in range(len(cache))])
+        n_devices = len(problem.topology)
         for number in range(1 + _JOINED):
             # [S, D] columns of tables that are cut. Row ranges are strips on one device each.
             columns = best.state.held * cache.unit[:, None]
             columns[((columns > 0).sum(1) < 2) | stays] = 0
-            widest = columns.argmax(1)
-            narrower = (columns > 0) & (np.arange(columns.shape[1]) != widest[:, None])
+            # [S] device of each table's widest part. Equal parts take turns, or all tables would meet on device 0.
+            widest = (columns + np.indices(columns.shape).sum(0) % n_devices / (2 * n_devices)).argmax(1)
+            narrower = (columns > 0) & (np.arange(n_devices) != widest[:, None])
             if search._ended or not narrower.any():
                 break
             s, d = np.nonzero(narrower & is_cheap[:, None])
             if number:
-                s, d = np.divmod([np.where(narrower, columns, np.inf).argmin()], columns.shape[1])
+                s, d = np.divmod([np.where(narrower, columns, np.inf).argmin()], n_devices)
             state, units = copy_of(best.state), best.state.held[s, d]
-            moved = np.stack([s, d, -units, s, widest[s], units], 1, dtype=np.int64)
-            compiled.place(uncut, state, moved.reshape(-1, 3))
+            compiled.place(
+                uncut, state, np.stack([s, d, -units, s, widest[s], units], 1, dtype=np.int64).reshape(-1, 3)
+            )
             compiled.refresh(search.head, uncut, state)
             search.best, stays[s] = None, number > 0
             if len(s) and state.value[compiled.OVER] == 0:
-                trials = _TRIALS_JOINED if number else meter.affordable(3 * _TRIALS_WHOLE, 1) // 3
-                search._cool(replace(start, state=state, fixed=uncut), trials, _WARM)
+                search._cool(
+                    replace(start, state=state, fixed=uncut),
+                    _TRIALS_JOINED if number else meter.affordable(3 * _TRIALS_WHOLE, 1) // 3,
+                    _WARM,
+                )
             if search.best is not None and search.best.ms <= limit_ms:
                 best, stays[s] = search.best, False
+                # Of a cheaper plan, fewer parts may not cost what it has saved.
+                limit_ms = min(limit_ms, (1 + CONCESSION) * best.ms)
         if best is not start:
             return priced(best.placements, problem, model, fits=True, **plan.provenance)
     return plan

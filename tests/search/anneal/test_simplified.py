@@ -52,6 +52,20 @@ def test_a_part_that_saves_nothing_goes_and_a_hot_table_stays_cut():
     assert plan.provenance["predicted_ms"] <= (1 + CONCESSION) * given().provenance["predicted_ms"]
 
 
+def test_small_tables_in_parts_become_whole_at_once():
+    """With fewer trials than it would take to join their parts one by one."""
+    small = tuple(Table(f"t{i}", 1000, 16, 4.0) for i in range(24))
+    problem = replace(PROBLEM, tables=(HOT, *small))
+    placements = [p for t in problem.tables for p in parts(t, dict.fromkeys(range(4), t.dim // 4))]
+    cut = priced(placements, problem, MODEL)
+    plan = simplify(cut, problem, MODEL, 0, Budget(evals=100).start())
+    check_plan(plan, problem)
+    assert {parts_of(plan)[t.name] for t in small} == {1} and parts_of(plan)["hot"] > 1
+    # What that saves is not spent on fewer parts of the hot table.
+    longer = simplify(cut, problem, MODEL, 0, Budget(evals=20_000).start())
+    assert longer.provenance["predicted_ms"] <= (1 + CONCESSION) * plan.provenance["predicted_ms"]
+
+
 def test_the_same_seed_makes_the_same_simple_plan():
     first, second = (simplify(given(), PROBLEM, MODEL, 3, Budget().start()) for _ in range(2))
     assert first == second
