@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from prefect import get_run_logger, task
 
-from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.progress import listening
 from shardcore.core.types import Problem, Setting, Table
 from shardcore.core.validation import MOST_COUNT, MOST_REPEATS, MOST_SEED, require_within
 from shardcore.cost import accuracy, neural, replay_metrics, replay_records, study, training
@@ -130,23 +130,14 @@ def compare_sharders(folder: Path, pool_path: Path, config: EvaluateConfig, out:
     shape = config.shape()
     problems = [draw_problem(pool, i, model.setting, config.seed, shape) for i in range(config.problems)]
     rows: list[dict[str, Any]] = []
-    console.progress(0.0, "compiling the searches: a quarter of a minute, once for an installation")
-    # Compilation must not count as search time. One table and no constraints: any sharder solves this.
-    few = dataclasses.replace(
-        problems[0],
-        name="compile",
-        tables=problems[0].tables[:1],
-        constraints=Constraints(),
-        job=dataclasses.replace(problems[0].job, tower_ratio=None),
-    )
-    for name in COMPARED:
-        compare.run(name, few, model, budget=Budget(evals=1))
     work = console.Work("problems compared", len(problems))
     for i, problem in enumerate(problems):
-        outcomes = [
-            compare.run(name, problem, model, config.seed, Budget(evals=config.budget_evals))
-            for name in COMPARED
-        ]
+        with listening(work.heard):
+            # Their seconds are without compilation.
+            outcomes = [
+                compare.run(name, problem, model, config.seed, Budget(evals=config.budget_evals))
+                for name in COMPARED
+            ]
         rows += [
             {
                 "problem": problem.name,

@@ -71,7 +71,7 @@ def read_traces(folder: Path, out: Path, wanted: SettingConfig, traced: Path = p
     by = pricing(client, wanted.of_dataset_or_local(paths.MEASUREMENTS).hardware)
     new: dict[int, tuple[ReadJob, CheckedJob]] = {}
     errors = []
-    with registry.run(run_id=_run_of(client, folder), run_name=f"job-{name}") as run:
+    with registry.run(run_id=_run_of(folder), run_name=f"job-{name}") as run:
         mlflow.set_tags({"stage": "job", JOB_TAG: str(folder.resolve()), "model": by.name})
         known = {m.step for m in client.get_metric_history(run.info.run_id, MEASURED)}
         for step in steps:
@@ -125,13 +125,12 @@ def _keep(out: Path, by: Pricing, corrected: Corrected) -> Path | None:
     return out / MODEL
 
 
-def _run_of(client: mlflow.MlflowClient, folder: Path) -> str | None:
+def _run_of(folder: Path) -> str | None:
     """The run of a job's folder. None if there is none yet."""
-    experiment = client.get_experiment_by_name(registry.EXPERIMENT)
-    if experiment is None:
-        return None
     wanted = str(folder.resolve()).replace("'", "\\'")
-    runs = client.search_runs([experiment.experiment_id], f"tags.`{JOB_TAG}` = '{wanted}'", max_results=1)
+    runs = mlflow.search_runs(
+        filter_string=f"tags.`{JOB_TAG}` = '{wanted}'", max_results=1, output_format="list"
+    )
     return runs[0].info.run_id if runs else None
 
 
@@ -203,7 +202,7 @@ def log_steps(folder: Path, out: Path, steps: JobSteps, notes: Sequence[str]) ->
     Call it last: until then a rerun reads the steps again.
     """
     client, name = registry.connect(), folder.resolve().name
-    with registry.run(run_id=_run_of(client, folder), run_name=f"job-{name}") as run:
+    with registry.run(run_id=_run_of(folder), run_name=f"job-{name}") as run:
         for number, ms in steps.measured_ms.items():
             at_ms = _at_ms(job_folder.step_folder(folder, number))
             _log_metrics(client, {MEASURED: ms}, number, at_ms)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext, suppress
 from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ from shardcore.plans.decisions import Decision
 from shardcore.plans.publisher import PublishConfig, Published, Publisher
 from shardcore.report import index_page, models_page, plan_page, published_report
 from shardcore.search import DEFAULT_SHARDER, LEARNED
-from tasks import console, model_history, paths, policy_registry, publish_claim, registry
+from tasks import console, model_history, owned, paths, policy_registry, publish_claim, registry
 from tasks.artifacts import create_markdown_artifact
 from tasks.commit import git_commit
 from tasks.pricing import Pricing, pricing
@@ -61,48 +64,58 @@ def publish_plans(
     here = wanted.of_dataset_or_local(paths.MEASUREMENTS).hardware
     publisher_of = cache(lambda hardware: _publisher(client, hardware, profile, plans, config))
     by, _ = publisher_of(here)
-    rows, failures, failed, names, unreached = [], [], [], list[str](), None
+    rows, failures = dict[int, list[Any]](), dict[int, str]()  # by number of the problem
+    unreached, items = list[str](), dict[int, tuple[Publisher, Problem]]()
     under: dict[str, list[str]] = {}  # names of problems, by the profile that prices them
     work = console.Work("problems", len(problems))
     if by.champion:
         model_history.note_champion(client, by.champion)
-    # Under a profile nothing is claimed: plans are published again under the first champion.
-    with publish_claim.publishing(client, by.champion, everything) if by.champion else nullcontext():
-        for i, path in enumerate(problems):
-            work.done(i)
-            try:
-                with listening(work.heard):
-                    problem = _read(path, names)
-                    own, publisher = publisher_of(problem.topology.hardware or here)
-                    published = _publish(publisher, problem)
-                rows.append(published_report.row(published))
-                if not own.champion:
-                    under.setdefault(own.words, []).append(problem.name)
-            # One problem's error must not stop the others.
-            except Exception as error:
-                plain = isinstance(error, ShardCoreError)
-                message = str(error) if plain else repr(error)
-                failures.append(
-                    str(ShardCoreError(message if message.startswith(str(path)) else f"{path}: {message}"))
+
+    def settle(i: int, found: Published | BaseException) -> None:
+        """Note a problem's decision, or why there is none, which must not stop the others."""
+        path = problems[i]
+        if isinstance(found, BaseException):
+            plain = isinstance(found, ShardCoreError)
+            message = str(found) if plain else repr(found)
+            failures[i] = str(
+                ShardCoreError(message if message.startswith(str(path)) else f"{path}: {message}")
+            )
+            unreached.extend([failures[i]] if isinstance(found, Unreachable) else [])
+            logger.warning("%s", failures[i], extra={"problem": path.stem}, exc_info=None if plain else found)
+        else:
+            decision, rows[i] = found.decision, published_report.row(found)
+            if "profile" in decision.provenance:
+                under.setdefault(f"{decision.provenance['model']}, {NOT_MEASURED}", []).append(
+                    decision.problem
                 )
-                failed.append(path.stem)
-                unreached = unreached or (failures[-1] if isinstance(error, Unreachable) else None)
-                logger.warning(
-                    "%s", failures[-1], extra={"problem": path.stem}, exc_info=None if plain else error
-                )
-                continue
-            decision = published.decision
             logger.info(
                 "%s: %s, %s ms: %s",
                 decision.problem,
                 decision.outcome,
-                rows[-1][3],
+                rows[i][3],
                 decision.reason,
                 extra={"problem": decision.problem},
             )
+        work.done(len(rows) + len(failures))
+
+    # Under a profile nothing is claimed: plans are published again under the first champion.
+    with publish_claim.publishing(client, by.champion, everything) if by.champion else nullcontext():
+        for i, path in enumerate(problems):
+            try:
+                problem = files.read_problem(path)
+                if problem.name in (other.name for _, other in items.values()):
+                    raise ShardCoreError(
+                        f"another problem of this run is named {problem.name!r} too; give it a name of its own"
+                    )
+                items[i] = publisher_of(problem.topology.hardware or here)[1], problem
+            except Exception as error:
+                settle(i, error)
+        for i, found in _published(items, config.processes, work):
+            settle(i, found)
+        table_rows = [rows[i] for i in sorted(rows)]
         # Raised here, so that the version does not count as published and the watch tries again.
         if unreached:
-            raise Unreachable(unreached)
+            raise Unreachable(unreached[0])
         # Pages are written before the claim ends: once a version counts as published, its pages are there.
         # Without a champion, the page of models shows the challenger that waits or was refused.
         name, refused = registry.model_name(here), model_history.refusal(client, registry.model_name(here))
@@ -112,7 +125,7 @@ def publish_plans(
         store.write(plans, store.MODELS, models_page.page(name, models, first).encode())
         title = f"Plans under {by.words}"
         notes = [f"{words}: {', '.join(of)}" for words, of in under.items()]
-        table = report.markdown_table(published_report.HEADERS, rows)
+        table = report.markdown_table(published_report.HEADERS, table_rows)
         lines = [
             f"# {title}",
             "",
@@ -123,7 +136,7 @@ def publish_plans(
             table,
             "",
             *(f"- {note}" for note in notes),
-            *(f"- no new plan: {f}" for f in failures),
+            *(f"- no new plan: {failures[i]}" for i in sorted(failures)),
         ]
         store.write(plans, store.REPORT, "\n".join(lines).encode(errors="replace"))
         store.write(plans, store.INDEX, index_page.page(_last_decisions(plans)).encode())
@@ -133,18 +146,18 @@ def publish_plans(
             description=title,
         )
     if failures:
-        logger.info("published:\n%s", report.text_table(published_report.HEADERS, rows))
-        named = f"{', '.join(failed[1:4])}{' ...' * (len(failed) > 4)}"
-        others = f"; {store.REPORT} and the log say why also of {named}" if len(failed) > 1 else ""
+        logger.info("published:\n%s", report.text_table(published_report.HEADERS, table_rows))
+        first_failed, *others = sorted(failures)
+        named = f"{', '.join(problems[i].stem for i in others[:3])}{' ...' * (len(others) > 3)}"
+        more = f"; {store.REPORT} and the log say why also of {named}" if others else ""
         raise ShardCoreError(
-            f"{len(failures)} of {len(problems)} problems have no new plan: {failures[0]}{others}"
+            f"{len(failures)} of {len(problems)} problems have no new plan: {failures[first_failed]}{more}"
         )
-    outcomes = Counter(row[-1].split(",")[0] for row in rows)
     logger.info(
         "%d plans under %s: %s",
-        len(rows),
+        len(table_rows),
         by.words,
-        ", ".join(f"{n} {outcome}" for outcome, n in outcomes.items()),
+        ", ".join(f"{n} {x}" for x, n in Counter(row[-1].split(",")[0] for row in table_rows).items()),
         extra=console.RESULT,
     )
     head = [
@@ -152,7 +165,7 @@ def publish_plans(
         f"Model: {by.name} version {by.version}, {known_errors.label(by.model)}",
         *(f"{x}." for x in errors),
     ]
-    return "\n".join([*head, "", report.text_table(published_report.HEADERS, rows), *notes])
+    return "\n".join([*head, "", report.text_table(published_report.HEADERS, table_rows), *notes])
 
 
 @task(task_run_name="publish-first")
@@ -216,17 +229,6 @@ def _last_decisions(plans: str | Path) -> dict[str, Decision | None]:
     return decisions
 
 
-def _read(path: Path, names: list[str]) -> Problem:
-    """The problem of a file. names: names of this run's problems so far, to which its name is added."""
-    problem = files.read_problem(path)
-    if problem.name in names:
-        raise ShardCoreError(
-            f"another problem of this run is named {problem.name!r} too; give it a name of its own"
-        )
-    names.append(problem.name)
-    return problem
-
-
 def _publish(publisher: Publisher, problem: Problem) -> Published:
     model = publisher.model.for_problem(problem)
     problem.require_setting(model.setting)
@@ -234,6 +236,27 @@ def _publish(publisher: Publisher, problem: Problem) -> Published:
     if "profile" in provenance:  # a profile gets its setting from the problem
         provenance = {**provenance, "setting": str(model.setting)}
     return dataclasses.replace(publisher, model=model, provenance=provenance).publish(problem)
+
+
+def _published(
+    items: Mapping[int, tuple[Publisher, Problem]], processes: int | None, work: console.Work
+) -> Iterator[tuple[int, Published | BaseException]]:
+    """What is published of each item, or why nothing is, as they end. processes: see PublishConfig."""
+    count = min(processes or len(os.sched_getaffinity(0)), len(items))
+    if count > 1:
+        # Not forked, as a fork would take locks of Prefect's threads along.
+        with ProcessPoolExecutor(count, get_context("spawn"), owned.end_with_parent) as pool:
+            numbers = {pool.submit(_publish, *item): i for i, item in items.items()}
+            # A future has no result where its process was killed.
+            yield from ((numbers[x], x.exception() or x.result()) for x in as_completed(numbers))
+        return
+    for i, item in items.items():
+        try:
+            with listening(work.heard):
+                found = _publish(*item)
+        except Exception as error:
+            found = error
+        yield i, found
 
 
 def _provenance(by: Pricing, config: PublishConfig) -> dict[str, Any]:

@@ -85,7 +85,8 @@ def read(client: mlflow.MlflowClient, model: str) -> PublishState:
 
 def claim(client: mlflow.MlflowClient, model: str, version: str) -> None:
     """Claim publishing under a version, for the next CLAIM_S."""
-    _set(client, model, PUBLISHING, {"version": str(version), "until": time.time() + CLAIM_S})
+    value = json.dumps({"version": str(version), "until": time.time() + CLAIM_S})
+    client.set_registered_model_tag(model, PUBLISHING, value)
 
 
 @contextmanager
@@ -111,15 +112,12 @@ def publishing(client: mlflow.MlflowClient, version: ModelVersion, everything: b
     renewing.start()
     try:
         yield
-        _set(client, model, PUBLISHED, {"version": str(version.version), "at": time.time()})
+        value = json.dumps({"version": str(version.version), "at": time.time()})
+        client.set_registered_model_tag(model, PUBLISHED, value)
     finally:
         ended.set()
         renewing.join()
         client.delete_registered_model_tag(model, PUBLISHING)
-
-
-def _set(client: mlflow.MlflowClient, model: str, tag: str, value: dict) -> None:
-    client.set_registered_model_tag(model, tag, json.dumps(value))
 
 
 def _tag(tags: dict[str, str], name: str) -> dict:

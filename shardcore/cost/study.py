@@ -72,8 +72,7 @@ def unseen_tables(
     seen, unseen = split_by_table([s for s in compute if s.error is None])
     if not unseen or len(seen) < fit.MIN_COMPUTE:
         return None
-    # No exchanges: only ops are judged here.
-    model = fit.train(seen, [], setting, config).model
+    model = fit.fit_ops(seen, setting, config or fit.FitConfig())
     return mape(accuracy.predict(model, unseen), np.array([s.total_ms for s in unseen]))
 
 
@@ -109,7 +108,7 @@ def learning_curve(
     config: fit.FitConfig | None = None,
     progress: fit.Progress | None = None,
 ) -> LearningCurve | None:
-    """Train on a sixteenth of the samples, and so on up to all. It takes as long as two trainings.
+    """Train on a sixteenth of the samples, and so on up to all. It takes as long as two trainings of ops.
 
     Each subset contains the smaller ones. None with too few samples for three points.
     """
@@ -121,7 +120,7 @@ def learning_curve(
         return None
     rows, measured = [], np.array([s.total_ms for s in test])
     for n in sizes:
-        model = fit.train(rest[:n], [], setting, config).model
+        model = fit.fit_ops(rest[:n], setting, config or fit.FitConfig())
         rows.append((n, mape(accuracy.predict(model, test), measured)))
         if progress:
             progress("learning_curve", n, {"test_mape": rows[-1][1]})

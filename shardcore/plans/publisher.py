@@ -59,6 +59,7 @@ class PublishConfig:
     plans: the folder or object-store URL to publish in.
     torchrec_s: seconds for TorchRec's planner as a baseline, where it is installed and problems are small. 0:
       leave it out.
+    processes: problems that are searched at once. null: as many as this process may use cores.
     """
 
     algorithm: str = DEFAULT_SHARDER
@@ -69,6 +70,7 @@ class PublishConfig:
     max_moved_tables: int | None = None
     plans: str = "plans"
     torchrec_s: float = 10.0
+    processes: int | None = 1
 
     def __post_init__(self) -> None:
         known(self.algorithm)
@@ -80,6 +82,7 @@ class PublishConfig:
             keep_versions=(store.FEWEST_KEPT, MOST_COUNT),
             max_moved_tables=(0, MOST_COUNT),
             torchrec_s=(0, MOST_MS),
+            processes=(1, MOST_COUNT),
         )
         require(
             bool(self.plans) and self.plans.isprintable(),

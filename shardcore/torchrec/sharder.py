@@ -43,6 +43,7 @@ from shardcore.core.catalog import PRECISIONS
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.extras import TORCHREC
 from shardcore.core.links import LEVELS, ROWS_OVER
+from shardcore.core.progress import stopped_clock
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost.model import CostModel, first_least
@@ -140,6 +141,8 @@ def torchrec(
     require_installed("sharder 'torchrec' runs TorchRec's planner")
     problem.require_setting(model.setting)
     feasible_shards(problem)  # for its refusals
+    with stopped_clock():  # it takes seconds to import
+        import torchrec.distributed.planner  # noqa: F401  # pyright: ignore[reportUnusedImport]
     meter, plans = (budget or Budget()).start(), list[Plan]()
 
     def priced_plan(placements: Sequence[Placement], **settings: Any) -> Plan:

@@ -59,7 +59,7 @@ def test_unseen_tables_are_judged_by_a_model_that_never_saw_them():
     alone = [s for s in compute if all(kept_for_testing(x.table) for x in s.request.shards)]
     seen = [s for s in compute if not any(kept_for_testing(x.table) for x in s.request.shards)]
     assert alone and len(seen) + len(alone) < len(compute)
-    found, model = study.unseen_tables(compute, SETTING, QUICK), fit.train(seen, [], SETTING, QUICK).model
+    found, model = study.unseen_tables(compute, SETTING, QUICK), fit.fit_ops(seen, SETTING, QUICK)
     errors = [
         abs(float(model.head(model.encode(s.request.shards, s.request.batch).sum(0))) / s.total_ms - 1)
         for s in alone
@@ -81,7 +81,7 @@ def test_a_learning_curve_is_of_models_of_ever_more_samples_on_the_test_split():
     assert [n for n, _ in curve.rows] == [len(rest) // 8, len(rest) // 4, len(rest) // 2, len(rest)]
     assert seen == [("learning_curve", n, {"test_mape": error}) for n, error in curve.rows]
     for n, error in (curve.rows[0], curve.rows[-1]):
-        model = fit.train(sorted(rest, key=lambda s: s.id)[:n], [], SETTING, fit.FitConfig(epochs=1)).model
+        model = fit.fit_ops(sorted(rest, key=lambda s: s.id)[:n], SETTING, fit.FitConfig(epochs=1))
         assert error == pytest.approx(accuracy.evaluate(model, test, [])["compute_mape"])
 
 

@@ -1,10 +1,12 @@
 """Outcomes of sharders."""
 
+import time
 from dataclasses import replace
 
 import pytest
 
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.progress import stopped_clock
 from shardcore.core.step_cost import StepCost
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Setting
@@ -25,6 +27,18 @@ def test_an_outcome_has_a_plan_or_says_why_there_is_none(tables):
     assert none.plan is none.cost is None and "does not fit" in none.error
     with pytest.raises(ShardCoreError, match="'best' is not known; there are portfolio, anneal"):
         compare.run("best", problem, model)
+
+
+def test_seconds_of_a_search_are_without_compilation(tables, monkeypatch):
+    problem, model = solvable(tables)
+
+    def search(*given, **options):
+        with stopped_clock():
+            time.sleep(0.5)
+        return SHARDERS["random"](*given, **options)
+
+    monkeypatch.setitem(SHARDERS, "compiled", search)
+    assert compare.run("compiled", problem, model).seconds < 0.5
 
 
 def test_where_torchrec_is_not_installed_its_planner_says_so(monkeypatch):

@@ -1,5 +1,6 @@
 """Provenance of published plans."""
 
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -118,16 +119,34 @@ def of_precisions(name, *precisions):
     return Problem(name, tables, Topology((Device(1 << 30),) * 2), SETTING.batch)
 
 
-def publish(*problems, hardware=SETTING.hardware, algorithm="anneal"):
+def publish(*problems, hardware=SETTING.hardware, algorithm="anneal", processes=1):
     for one in problems:
         files.write_problem(f"{one.name}.json", one)
     return publish_plans.fn(
         [Path(f"{p.name}.json") for p in problems],
         "plans",
         SettingConfig(hardware, SETTING.batch),
-        PublishConfig(algorithm, budget_evals=300, torchrec_s=0),
+        PublishConfig(algorithm, budget_evals=300, torchrec_s=0, processes=processes),
         everything=True,
     )
+
+
+@pytest.mark.long
+def test_problems_are_published_side_by_side_with_the_plans_of_one_after_another(mixed_champion):
+    """One of them fits nowhere."""
+    one, other, full = (of_precisions(name, "fp32") for name in ("one", "other", "full"))
+    other = replace(other, tables=other.tables[:2])
+    full = replace(full, topology=Topology((Device(1),) * 2))
+    plans = []
+    for processes in (1, 2):
+        with pytest.raises(
+            ShardCoreError, match="1 of 3 problems have no new plan: full.json: .*does not fit"
+        ):
+            publish(one, full, other, processes=processes)
+        plans.append({name: store.read_plan("plans", name)[0] for name in ("one", "other")})
+        assert store.names("plans") == ["one", "other"]
+        shutil.rmtree("plans")
+    assert plans[0] == plans[1]
 
 
 def test_problems_of_one_precision_and_of_several_are_published_under_one_champion(mixed_champion):

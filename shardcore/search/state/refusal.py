@@ -215,7 +215,8 @@ def _remedy(problem: Problem, planned_share: float | None) -> str:
 
 
 def _fits(problem: Problem) -> bool:
-    plan, lacks = roomiest(problem, quick=True)
+    # Nothing is packed where all devices together lack memory, which is quick to tell.
+    plan, lacks = roomiest(problem, quick=True) if Cuts(problem).lacking_together() <= 0 else (None, 0)
     return plan is not None and lacks <= 0
 
 

@@ -14,6 +14,7 @@ from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import SHARDERS
 from shardcore.search.budget import Budget
+from shardcore.search.state import refusal
 from shardcore.search.state.feasible import feasible_shards, fitting
 from shardcore.step.memory import fits, used_bytes
 from shardcore.step.memory_account import table_bytes
@@ -150,3 +151,14 @@ def test_a_table_that_may_only_be_replicated_has_no_place_under_a_pipeline_that_
     free = replace(ahead, constraints=Constraints())
     found = SHARDERS["anneal"](free, MODEL, seed=0, budget=Budget(evals=500))
     assert "data_parallel" not in {p.kind for p in found.placements}
+
+
+def test_devices_that_lack_memory_together_are_not_packed_for_a_refusal(monkeypatch):
+    """A memory of 80 bytes, where 80 GB were meant: packing hundreds of such devices takes minutes."""
+    tried, roomiest = [], refusal.roomiest
+    monkeypatch.setattr(
+        refusal, "roomiest", lambda *a, **k: tried.append(len(a[0].topology)) or roomiest(*a, **k)
+    )
+    with pytest.raises(Infeasible, match="It would fit with .* more per device"):
+        fitting(problem_of(TABLES, [80, 80]))
+    assert set(tried) == {2}
