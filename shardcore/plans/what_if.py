@@ -1,248 +1,107 @@
-"""Moving one shard to another device: what a step and memory become, from sums that a page can carry.
+"""What moving one shard to another device does to a step: each move is priced as the plan after it.
 
-Memory is exact: in each phase it is a sum over shards (step/memory_account.py). Compute is exact where a cost
-model adds ms up. Exchanges follow a linear law in a few sums of bytes, fitted to moves that the model prices.
-What all of this is off by is found on other moves, each priced as a plan of its own.
+A move changes an op on two devices, the bytes that these enter into exchanges, and their memory. So many moves are
+priced in one call, from the sums of the plan.
 
 Only shards of one device move: of kinds that divide rows or replicate them, each device has its share.
 
-Shapes: N shards, D devices, P phases (and limits of ops), K moves, Q terms of an exchange.
+Shapes: K moves, D devices, F numbers of an encoding, P phases (and limits of ops).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardcore.core.types import Placement, Plan, Problem, Table
-from shardcore.cost.model import CostModel, PricedPlan, exposed_input_ms, total_ms
+from shardcore.core.types import Problem, Shard, Table
+from shardcore.cost.model import CostModel, PricedPlan, step_ms
 from shardcore.step.id_bytes import received_bytes
-from shardcore.step.kinds import CHANNELS, WHOLE_ROWS, Layout, merged, run_of
-from shardcore.step.lower import Workload, entering_bytes, lower
-from shardcore.step.memory_account import Sums, account_of, sums_of
-from shardcore.step.output_bytes import output_bytes
+from shardcore.step.kinds import CHANNELS, WHOLE_ROWS, merged, run_of
+from shardcore.step.lower import entering_bytes
+from shardcore.step.memory import gib
+from shardcore.step.memory_account import account_of
 from shardcore.step.traffic import row_in, shared_on_units
+from shardcore.tables.host_rows import in_one_cache
 
-_FITTED, _CHECKED, _PROBES = 200, 24, 64
-"""Moves of the fit, moves of the check, and shards that tell a device's pace."""
-MOST_SKEW_MS = 10.0
-"""Later starts cost an exchange no more (cost/collective_model.py)."""
-Move = tuple[int, int]
-"""Numbers of a shard and of the device that it moves to."""
-
-
-@dataclass(frozen=True)
-class OneDeviceShard:
-    """A shard of a kind that has all rows on one device.
-
-    run: number of its op and collectives.
-    saves_ms: compute that its device loses with it.
-    adds_ms: compute that it adds to a device of mean load and speed 1, if its op is there.
-    alone_ms: compute of an op of it alone, at speed 1.
-    output_bytes, id_bytes: it enters into exchanges.
-    sums: of its memory (step/memory_account.py).
-    stays: reason why it may not move. "": it may.
-    """
-
-    placement: Placement
-    run: int
-    saves_ms: float
-    adds_ms: float
-    alone_ms: float
-    output_bytes: float
-    id_bytes: float
-    sums: Sums
-    stays: str
-
-    @property
-    def device(self) -> int:
-        return self.placement.devices[0]
+BEST, OF_TABLE = 20, 3
+"""Moves that are kept: the best of all, and the best of each table."""
+_WORK = 1 << 26
+"""Most numbers of traffic that pricing looks at, as far as each shard has OF_TABLE devices to move to."""
+_AT_ONCE = 1 << 21
+"""Numbers of traffic that one call prices."""
 
 
 @dataclass(frozen=True)
-class Check:
-    """Differences from prices, over some moves: all in ms.
+class Changed:
+    """A device after a move. busy_ms: its compute and exchanges, without waiting and ids."""
 
-    moves: their number.
-    median_ms, most_ms: of the step.
-    change_ms: median change of the step by these moves.
+    device: int
+    busy_ms: float
+    used_bytes: int
+
+
+@dataclass(frozen=True)
+class Move:
+    """A move of one shard, priced.
+
+    shard: what moves.
+    devices: the one it leaves, and the one it moves to.
+    total_ms: the step after the move.
+    refused: reason why the plan does not fit then. "": it fits.
+    changed: these two devices, and the one that is ready last then.
     """
 
-    moves: int
-    median_ms: float
-    most_ms: float
-    change_ms: float
+    shard: Shard
+    devices: tuple[int, int]
+    total_ms: float
+    refused: str
+    changed: tuple[Changed, ...]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class WhatIf:
-    """All that says what a move of one shard does.
+    """What moves of single shards do.
 
-    shards: [N] shards of one device.
-    pace: [runs, D] ms that a shard adds to a device's op, over its adds_ms.
-    compute_ms, forward_ms, backward_ms: [D] of the plan.
-    output_bytes, id_bytes: [runs, D] of the plan, which runs exchange one after another.
-    input_ms, dense_ms: of the step.
-    link_ms, forward_share: [D] see PredictedCost.link_ms; share of forward in compute.
-    host: [D] number of a device's host.
-    memory, limits: [D, P] bytes; what each may be.
-    coefficients: [runs, F, P] bytes for each of a shard's sums.
-    phases: the first columns of P that are bytes. Others are limits of ops.
-    forward, backward, ids: [Q] ms for each of `terms`.
+    best: moves that fit, the cheapest first.
+    of_table: moves of each table: those that fit first, then the cheapest.
+    stays: reasons why tables with shards of one device may not move.
+    heaviest: table of the shard that takes most compute of the device that is ready last, and these ms. None: no
+      shard is on that device alone.
     """
 
-    shards: tuple[OneDeviceShard, ...]
-    pace: np.ndarray
-    compute_ms: np.ndarray
-    forward_ms: np.ndarray
-    backward_ms: np.ndarray
-    input_ms: float
-    dense_ms: float
-    link_ms: np.ndarray
-    forward_share: np.ndarray
-    output_bytes: np.ndarray
-    id_bytes: np.ndarray
-    host: np.ndarray
-    memory: np.ndarray
-    limits: np.ndarray
-    coefficients: np.ndarray
-    phases: int
-    speed: np.ndarray
-    forward: np.ndarray
-    backward: np.ndarray
-    ids: np.ndarray
-    check: Check | None = None
-
-    @cached_property
-    def counts(self) -> np.ndarray:
-        """[runs, D] shards of each device's op."""
-        counts = np.zeros(self.pace.shape, dtype=int)
-        np.add.at(counts, ([x.run for x in self.shards], [x.device for x in self.shards]), 1)
-        return counts
-
-    def after(self, moves: Sequence[Move]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[K, D] compute ms, and [K, runs, D] bytes of outputs and of ids, after each of some moves."""
-        compute = np.tile(self.compute_ms, (len(moves), 1))
-        outputs, ids = (np.tile(x, (len(moves), 1, 1)) for x in (self.output_bytes, self.id_bytes))
-        for k, (i, device) in enumerate(moves):
-            x = self.shards[i]
-            added = x.adds_ms * self.pace[x.run, device] if self.counts[x.run, device] else x.alone_ms
-            compute[k, [x.device, device]] += [-x.saves_ms, added / self.speed[device]]
-            outputs[k, x.run, [x.device, device]] += [-x.output_bytes, x.output_bytes]
-            ids[k, x.run, [x.device, device]] += [-x.id_bytes, x.id_bytes]
-        return compute, outputs, ids
-
-    def changes(self, compute: np.ndarray, n_bytes: np.ndarray, before: np.ndarray) -> np.ndarray:
-        """[K, D, Q] changes of the terms of exchanges. n_bytes, before: [K, runs, D] and [runs, D]."""
-        return terms(n_bytes, compute, self.host) - terms(before, self.compute_ms, self.host)
-
-    def totals_ms(self, moves: Sequence[Move]) -> np.ndarray:
-        """[K] ms of the step after each of some moves. The page's script has the same formula."""
-        compute, outputs, ids = self.after(moves)
-        of_outputs = self.changes(compute, outputs, self.output_bytes)
-        forward, backward = (
-            self.forward_ms + of_outputs @ self.forward,
-            self.backward_ms + of_outputs @ self.backward,
-        )
-        input_ms = self.input_ms + (self.changes(compute, ids, self.id_bytes) @ self.ids).max(-1)
-        # Tables with rows elsewhere stay, so caches fetch as much (cost.model.fetch_wait_ms).
-        fetched_ms = self.link_ms + (1 - self.forward_share) * compute - self.dense_ms
-        last_ms = np.maximum((compute + backward).max(-1) + forward.max(-1), fetched_ms.max(-1))
-        return last_ms + input_ms + self.dense_ms
-
-    def moved(self, i: int, device: int, plan: Plan) -> Plan:
-        """The plan with shard i on a device."""
-        x, placements = self.shards[i].placement, merged(plan.placements)
-        at = next(k for k, p in enumerate(placements) if (p.shard, p.devices) == (x.shard, x.devices))
-        return Plan((*placements[:at], replace(x, devices=(device,)), *placements[at + 1 :]))
-
-    @cached_property
-    def devices_of(self) -> Mapping[str, set[int]]:
-        """Devices that have one of these shards, by table."""
-        devices = defaultdict(set)
-        for x in self.shards:
-            devices[x.placement.shard.table.name].add(x.device)
-        return devices
-
-    def targets(self, i: int, problem: Problem) -> list[int]:
-        """Devices that a shard may move to, but those with other columns of its table: these would merge."""
-        table = self.shards[i].placement.shard.table.name
-        if self.shards[i].stays:
-            return []
-        return [d for d in problem.allowed_devices(table) if d not in self.devices_of[table]]
+    best: tuple[Move, ...] = ()
+    of_table: Mapping[str, tuple[Move, ...]] = field(default_factory=dict)
+    stays: Mapping[str, str] = field(default_factory=dict)
+    heaviest: tuple[str, float] | None = None
 
 
-def terms(n_bytes: np.ndarray, compute_ms: np.ndarray, host: np.ndarray) -> np.ndarray:
-    """[..., D, Q] terms of exchanges.
+def what_if(priced: PricedPlan, problem: Problem, model: CostModel) -> WhatIf:
+    """The best moves of single shards of a plan.
 
-    MB of a device, of the busiest, of its host and of the busiest host, summed over runs; and the skew, ms.
-    n_bytes: [..., runs, D]. compute_ms: [..., D].
-    """
-    mb = n_bytes / 1e6
-    of_host = np.stack([mb[..., host == h].sum(-1) for h in range(host.max() + 1)], -1)
-    each = mb.sum(-2), of_host[..., host].sum(-2)
-    busiest = (
-        mb.max(-1).sum(-1),
-        of_host.max(-1).sum(-1),
-        np.minimum(np.ptp(compute_ms, axis=-1), MOST_SKEW_MS),
-    )
-    most, most_host, skew = (np.broadcast_to(x[..., None], each[0].shape) for x in busiest)
-    return np.stack([each[0], most, each[1], most_host, skew], -1)
-
-
-def what_if(priced: PricedPlan, problem: Problem, model: CostModel, seed: int = 0) -> WhatIf:
-    """The sums and laws that tell the effect of moving single shards of a plan.
+    Of very large plans, a shard's moves to the devices that are ready first are looked at.
 
     problem: with the plan's towers, if it has some (decisions.towers.as_planned).
     model: what prices the plan.
     """
-    placements = merged(priced.plan.placements)
-    account = account_of(placements, problem)
-    runs = [run for run in account.runs if run.name == WHOLE_ROWS.name]
-    n, cost = len(problem.topology), priced.cost
-    (outputs, ids), pace, shards = np.zeros((2, len(runs), n)), np.ones((len(runs), n)), []
-    speed = np.array([d.speed for d in problem.topology.devices])
-    for r, run in enumerate(runs):
-        held = [p for p in placements if run_of(p.kind, p.shard.table) is run]
-        pace[r], *ms = _compute(held, run, speed, problem, model)
-        for p, saves, adds, alone in zip(held, *(x.tolist() for x in ms), strict=True):
-            n_out, n_ids = output_bytes(p.shard, problem.global_batch), received_bytes(p.shard, problem)
-            outputs[r, p.devices[0]] += n_out
-            ids[r, p.devices[0]] += n_ids
-            sums, stays = sums_of(run, p.shard, problem), _stays(p.shard.table, problem)
-            shards.append(OneDeviceShard(p, r, saves, adds, alone, n_out, n_ids, sums, stays))
-    host_of = {host: i for i, host in enumerate(problem.topology.hosts)}
-    known = WhatIf(
-        tuple(shards),
-        pace,
-        np.array(cost.compute_ms),
-        np.array(cost.forward_comm_ms),
-        np.array(cost.backward_comm_ms),
-        max(cost.input_ms),
-        cost.dense_ms,
-        np.array(cost.link_ms),
-        np.array(cost.forward_compute_ms) / np.maximum(cost.compute_ms, 1e-300),
-        outputs,
-        ids,
-        np.array([host_of[d.host] for d in problem.topology.devices]),
-        account.base + account.loads(placements),
-        account.limits,
-        account.coefficients[[account.runs[run] for run in runs]],
-        account.phases,
-        speed,
-        forward=np.zeros(5),
-        backward=np.zeros(5),
-        ids=np.zeros(5),
+    plan = _PlanSums.of(priced, problem, model)
+    stays = {s.table.name: why for s in plan.shards if (why := _stays(s.table, problem))}
+    moves = plan.moves([i for i, s in enumerate(plan.shards) if s.table.name not in stays])
+    total_ms = np.concatenate([plan.after(some).total_ms for some in plan.parts(moves)] or [np.zeros(0)])
+    order = np.lexsort((total_ms, plan.excess(moves).max(1) > 0)).tolist()
+    of_table: dict[str, list[int]] = defaultdict(list)
+    for k in order:
+        of_table[plan.shards[moves[k, 0]].table.name].append(k)
+    kept = {*order[:BEST], *(k for ks in of_table.values() for k in ks[:OF_TABLE])}
+    known = {k: plan.move(moves[k]) for k in kept}
+    return WhatIf(
+        tuple(known[k] for k in order[:BEST] if not known[k].refused),
+        {name: tuple(known[k] for k in ks[:OF_TABLE]) for name, ks in of_table.items()},
+        stays,
+        plan.heaviest(),
     )
-    moves = _drawn(known, problem, np.random.default_rng(seed))
-    if not moves:
-        return known
-    fitted = _fitted(known, moves[_CHECKED:] or moves, priced.workload, problem, model, runs)
-    return replace(fitted, check=_checked(fitted, moves[:_CHECKED], priced, problem, model))
 
 
 def _stays(table: Table, problem: Problem) -> str:
@@ -253,84 +112,194 @@ def _stays(table: Table, problem: Problem) -> str:
     return "some of its rows are not in device memory" if table.in_host_memory else ""
 
 
-def _compute(
-    held: Sequence[Placement], run: Layout, speed: np.ndarray, problem: Problem, model: CostModel
-) -> tuple[np.ndarray, ...]:
-    """[D] the pace, and [N] saves_ms, adds_ms and alone_ms, of a run's shards."""
-    codes = np.asarray(model.encode([p.shard for p in held], run.batch(problem)), dtype=float)
-    at, sums = np.array([p.devices[0] for p in held]), np.zeros((len(speed), codes.shape[1]))
-    np.add.at(sums, at, codes)
-    counts, ops = np.bincount(at, minlength=len(speed)), model.head(sums)
-    # A shard's code does not always subtract to 0 exactly, and an empty op costs nothing.
-    without = np.where(counts[at] > 1, model.head(sums[at] - codes), 0.0)
-    typical = sums[counts > 0].mean(0, keepdims=True)
-    adds = model.head(typical + codes) - model.head(typical)
-    some = np.linspace(0, len(held) - 1, min(_PROBES, len(held))).astype(int)
-    added = model.head((sums[:, None] + codes[some]).reshape(-1, codes.shape[1])).reshape(len(speed), -1)
-    # A device without the op pays for a launch, too, which alone_ms has.
-    pace = np.where(counts > 0, (added - ops[:, None]).sum(1) / max(adds[some].sum(), 1e-12), 1.0)
-    return pace, (ops[at] - without) / speed[at], adds, model.head(codes)
+@dataclass(frozen=True, eq=False)
+class _After:
+    """Steps after moves. total_ms: [K]. compute_ms, exchange_ms, ready_ms: [K, D]."""
+
+    total_ms: np.ndarray
+    compute_ms: np.ndarray
+    exchange_ms: np.ndarray
+    ready_ms: np.ndarray
 
 
-def _drawn(known: WhatIf, problem: Problem, rng: np.random.Generator) -> list[Move]:
-    """Different moves. Every other one leaves the device that is ready last."""
-    last = int(np.argmax(known.compute_ms + known.backward_ms))
-    free = [i for i, x in enumerate(known.shards) if not x.stays]
-    own, moves = [i for i in free if known.shards[i].device == last], {}
-    for k in range(_FITTED + _CHECKED) if free else ():
-        i = int(rng.choice(own if own and k % 2 else free))
-        if targets := known.targets(i, problem):
-            moves[i, int(rng.choice(targets))] = None
-    return list(moves)
+@dataclass(frozen=True, eq=False)
+class _PlanSums:
+    """A plan as sums over its shards, of which a move changes few.
 
+    shards: [N] of one device. at: [N] their devices. run: [N] their runs, by number.
+    codes: [N, F] encodings. sums, counts: [runs, D, F] and [runs, D] of each device's ops of them.
+    entering: [N, L C] bytes that a shard enters into each row of traffic.
+    columns: [N, P] bytes of a shard in each phase. memory: [D, P] of the plan.
+    """
 
-def _fitted(
-    known: WhatIf,
-    moves: Sequence[Move],
-    work: Workload,
-    problem: Problem,
-    model: CostModel,
-    runs: Sequence[Layout],
-) -> WhatIf:
-    """The same with a law of exchanges: least squares over moves, as the model prices their bytes."""
-    compute, outputs, ids = known.after(moves)
-    change = np.zeros((len(work.traffic), *compute.shape))
-    for k, (i, device) in enumerate(moves):
-        x, run = known.shards[i], runs[known.shards[i].run]
-        entering = dict(zip(CHANNELS, entering_bytes(run, (x.placement.shard,), problem), strict=True))
-        entering |= {run.ids: x.id_bytes} if run.ids else {}
-        for channel, n_bytes in entering.items():
-            change[row_in(work.lanes[run], channel), k, [x.device, device]] += [-n_bytes, n_bytes]
-    traffic = np.maximum(work.traffic[:, None] + shared_on_units(change, problem), 0.0)
-    comm = model.comm(traffic, compute, problem.topology)
-    # The ids of all devices take as long as those of the slowest.
-    input_ms = np.broadcast_to(exposed_input_ms(comm, problem.job)[:, None], compute.shape)
-    of_outputs = known.changes(compute, outputs, known.output_bytes)
-    return replace(
-        known,
-        forward=_least_squares(of_outputs, comm.forward_ms - known.forward_ms),
-        backward=_least_squares(of_outputs, comm.backward_ms - known.backward_ms),
-        ids=_least_squares(known.changes(compute, ids, known.id_bytes), input_ms - known.input_ms),
-    )
+    priced: PricedPlan
+    problem: Problem
+    model: CostModel
+    shards: tuple[Shard, ...]
+    at: np.ndarray
+    run: np.ndarray
+    codes: np.ndarray
+    sums: np.ndarray
+    counts: np.ndarray
+    entering: np.ndarray
+    columns: np.ndarray
+    memory: np.ndarray
+    limits: np.ndarray
+    phases: int
 
+    @classmethod
+    def of(cls, priced: PricedPlan, problem: Problem, model: CostModel) -> _PlanSums:
+        placements, work = merged(priced.plan.placements), priced.workload
+        account = account_of(placements, problem)
+        runs = [run for run in account.runs if run.name == WHOLE_ROWS.name]
+        held = [(run_of(p.kind, p.shard.table), p) for p in placements]
+        held = [(runs.index(run), p) for run, p in held if run in runs]
+        shards = tuple(p.shard for _, p in held)
+        run, at = (
+            np.array([r for r, _ in held], dtype=int),
+            np.array([p.devices[0] for _, p in held], dtype=int),
+        )
+        entering = np.zeros((len(shards), len(work.traffic)))
+        for i, shard in enumerate(shards):
+            lane, of = work.lanes[runs[run[i]]], runs[run[i]]
+            bytes_of = dict(zip(CHANNELS, entering_bytes(of, (shard,), problem), strict=True))
+            bytes_of |= {of.ids: received_bytes(shard, problem)} if of.ids else {}
+            for channel, n_bytes in bytes_of.items():
+                entering[i, row_in(lane, channel)] += n_bytes
+        memory = account.base + account.loads(placements)
+        # What caches round up stays, as their tables do.
+        memory[:, : account.phases] += (work.memory_bytes - memory[:, : account.phases].max(1))[:, None]
+        batch = [of.batch(problem) for of in runs]
+        codes = [model.encode([s], batch[r])[0] for s, r in zip(shards, run, strict=True)]
+        n_runs, n = max(len(runs), 1), len(problem.topology)
+        width = len(codes[0]) if codes else 1
+        sums, counts = np.zeros((n_runs, n, width)), np.zeros((n_runs, n), dtype=int)
+        np.add.at(counts, (run, at), 1)
+        for device, ops in enumerate(work.ops):
+            for op in ops:
+                if op.run in runs:
+                    sums[runs.index(op.run), device] = model.encode(
+                        in_one_cache(op.shards, op.batch), op.batch
+                    ).sum(0)
+        return cls(
+            priced,
+            problem,
+            model,
+            shards,
+            at,
+            run,
+            np.array(codes).reshape(-1, width),
+            sums,
+            counts,
+            entering,
+            np.array([account.vector(runs[r], s) for s, r in zip(shards, run, strict=True)]).reshape(
+                -1, len(account.base)
+            ),
+            memory,
+            account.limits,
+            account.phases,
+        )
 
-def _least_squares(changes: np.ndarray, ms: np.ndarray) -> np.ndarray:
-    """[Q] ms for each term. Terms that never change count 0."""
-    terms = changes.reshape(-1, changes.shape[-1])
-    scale = terms.std(0)
-    # Sums of bytes that stay change by rounding only.
-    varies, law = scale > 1e-9, np.zeros(len(scale))
-    law[varies] = np.linalg.lstsq(terms[:, varies] / scale[varies], ms.ravel())[0] / scale[varies]
-    return law
+    def moves(self, free: list[int]) -> np.ndarray:
+        """[K, 2] a shard and a device that it may move to, but not one with other columns of its table.
 
+        These would merge. free: numbers of shards that may move.
+        """
+        n, cost = len(self.problem.topology), self.priced.cost
+        most = max(OF_TABLE, _WORK // max(1, len(free) * n * len(self.priced.workload.traffic)))
+        first = np.argsort(np.array(cost.compute_ms) + cost.backward_comm_ms, kind="stable").tolist()
+        taken: dict[str, set[int]] = defaultdict(set)
+        for shard, device in zip(self.shards, self.at.tolist(), strict=True):
+            taken[shard.table.name].add(device)
+        moves = []
+        for i in free:
+            name = self.shards[i].table.name
+            allowed = {*self.problem.allowed_devices(name)} - taken[name]
+            moves += [(i, d) for d in [d for d in first if d in allowed][:most]]
+        return np.array(moves, dtype=int).reshape(-1, 2)
 
-def _checked(
-    known: WhatIf, moves: Sequence[Move], priced: PricedPlan, problem: Problem, model: CostModel
-) -> Check:
-    # To price plans of thousands of tables takes seconds each.
-    moves, exact = moves[: _CHECKED if len(priced.plan.placements) < 1000 else _CHECKED // 3], []
-    for move in moves:
-        plan = known.moved(*move, priced.plan)
-        exact.append(total_ms(lower(plan, problem, fits=False), model))
-    off, change = abs(known.totals_ms(moves) - exact), abs(np.array(exact) - priced.cost.total_ms)
-    return Check(len(moves), float(np.median(off)), float(off.max()), float(np.median(change)))
+    def parts(self, moves: np.ndarray) -> Iterator[np.ndarray]:
+        """The moves, as many at once as one call prices."""
+        at_once = max(1, _AT_ONCE // (len(self.problem.topology) * len(self.priced.workload.traffic)))
+        for k in range(0, len(moves), at_once):
+            yield moves[k : k + at_once]
+
+    def after(self, moves: np.ndarray) -> _After:
+        """Steps after moves [K, 2]."""
+        cost, work, k = self.priced.cost, self.priced.workload, np.arange(len(moves))
+        # [3, K, D] forward and backward compute, and time on slower links.
+        compute = np.tile(
+            np.array([cost.forward_compute_ms, cost.backward_compute_ms, cost.link_ms])[:, None],
+            (len(moves), 1),
+        )
+        change = np.zeros((len(work.traffic), len(moves), len(self.problem.topology)))
+        i, code, run = moves[:, 0], self.codes[moves[:, 0]], self.run[moves[:, 0]]
+        for sign, device in ((-1, self.at[i]), (1, moves[:, 1])):
+            count, sums = self.counts[run, device], self.sums[run, device]
+            compute[:, k, device] += self._ops_ms(sums + sign * code, count + sign, device)
+            compute[:, k, device] -= self._ops_ms(sums, count, device)
+            change[:, k, device] += sign * self.entering[i].T
+        traffic = np.maximum(work.traffic[:, None] + shared_on_units(change, self.problem), 0.0)
+        forward, backward, link = compute
+        comm = self.model.comm(traffic, forward + backward, self.problem.topology)
+        total_ms = step_ms(forward + backward, comm, work.job, link + backward)
+        exchange_ms = comm.forward_ms + comm.backward_ms
+        return _After(total_ms, forward + backward, exchange_ms, forward + backward + comm.backward_ms)
+
+    def _ops_ms(self, sums: np.ndarray, counts: np.ndarray, devices: np.ndarray) -> np.ndarray:
+        """[3, K] ms of ops with summed encodings [K, F]: forward, backward, and on slower links."""
+        share, ms, link_ms = (
+            f(sums) for f in (self.model.forward_share, self.model.head, self.model.link_ms)
+        )
+        speed = np.array([d.speed for d in self.problem.topology.devices])[devices]
+        # An empty op costs nothing. Differences of sums may leave it some rounding.
+        return np.where(counts > 0, np.stack([share * ms, (1 - share) * ms, link_ms]) / speed, 0.0)
+
+    def excess(self, moves: np.ndarray) -> np.ndarray:
+        """[K, D] the most bytes (or what limits of ops count) that a device has beyond its limit after a move."""
+        columns, k = self.columns[moves[:, 0]], np.arange(len(moves))
+        excess = np.tile((self.memory - self.limits).max(1), (len(moves), 1))
+        for sign, device in ((-1, self.at[moves[:, 0]]), (1, moves[:, 1])):
+            excess[k, device] = (self.memory[device] + sign * columns - self.limits[device]).max(1)
+        return excess
+
+    def move(self, move: np.ndarray) -> Move:
+        """A move [2] as what a page shows."""
+        i, to = move.tolist()
+        after, excess, device = self.after(move[None]), self.excess(move[None])[0], int(self.at[i])
+        last, used = int(after.ready_ms[0].argmax()), self.memory[:, : self.phases].copy()
+        used[[device, to]] += np.outer([-1, 1], self.columns[i, : self.phases])
+        bytes_over = np.ceil(used.max(1) - self.limits[:, 0]).astype(int)
+        refused = (
+            f"device {bytes_over.argmax()} lacks {gib(bytes_over.max())}" if bytes_over.max() > 0 else ""
+        )
+        if excess.max() > 0 and not refused:
+            refused = "an op would have more ids or features than FBGEMM runs"
+        busy_ms = (after.compute_ms + after.exchange_ms)[0]
+        return Move(
+            self.shards[i],
+            (device, to),
+            float(after.total_ms[0]),
+            refused,
+            tuple(
+                Changed(d, float(busy_ms[d]), round(used[d].max())) for d in dict.fromkeys((device, to, last))
+            ),
+        )
+
+    def heaviest(self) -> tuple[str, float] | None:
+        """See WhatIf."""
+        ready = np.array(self.priced.cost.compute_ms) + self.priced.cost.backward_comm_ms
+        own = np.flatnonzero(self.at == ready.argmax())
+        if not len(own):
+            return None
+        sums, counts, at = (
+            self.sums[self.run[own], self.at[own]],
+            self.counts[self.run[own], self.at[own]],
+            self.at[own],
+        )
+        with_ms, without_ms = (
+            self._ops_ms(x, n, at)[:2].sum(0)
+            for x, n in ((sums, counts), (sums - self.codes[own], counts - 1))
+        )
+        first = int((with_ms - without_ms).argmax())
+        return self.shards[own[first]].table.name, float((with_ms - without_ms)[first])

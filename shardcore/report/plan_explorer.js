@@ -1,10 +1,10 @@
 "use strict";
-// The tables and devices of a plan: sorted, filtered, hovered over, compared to the plan before, and what the move of
-// one shard would do. It only reads the page's own data, and writes text, never markup.
+// The tables and devices of a plan: sorted, filtered, hovered over, compared to the plan before, and what moves of single
+// shards do. It only reads the page's own data, and writes text, never markup.
 (() => {
-  const data = JSON.parse(document.getElementById("plan-data").textContent), law = data.what_if;
+  const data = JSON.parse(document.getElementById("plan-data").textContent), priced = data.what_if;
   const MOST_ROWS = 500, HEIGHT = 150, SVG = "http://www.w3.org/2000/svg";
-  const state = {sort: "bytes", down: true, text: "", kind: "", device: null, moved: false, shard: null, to: null};
+  const state = {sort: "bytes", down: true, text: "", kind: "", device: null, moved: false};
   const byId = (id) => document.getElementById(id);
   const made = (tag, text, parent) => {
     const element = document.createElement(tag);
@@ -35,120 +35,50 @@
     return `${p.kind} on ${shown}${columns}`;
   }).join("; ");
 
-  // --- what a move would do: the formulas of shardcore/plans/what_if.py -------------------------------------------
+  // --- what a move does: each as the library has priced it ----------------------------------------------------------
 
-  const shards = law ? law.shards.map(([table, device, lo, hi, run, saves, adds, alone, outputs, ids, stays, ...sums]) =>
-    ({table, device, lo, hi, run, saves, adds, alone, outputs, ids, stays, sums})) : [];
-  const counts = law ? law.pace.map((of, run) => of.map((_, d) => shards.filter((x) => x.run === run && x.device === d).length)) : [];
-  // Terms of exchanges: MB of each device, of the busiest, of each host, of the busiest host; and skew in ms.
-  const terms = (bytes, compute) => {
-    const hosts = bytes.map((of) => of.reduce((sums, x, d) => { sums[law.host[d]] = (sums[law.host[d]] || 0) + x; return sums; }, []));
-    const each = (d) => [sum(bytes.map((of) => of[d])), sum(hosts.map((of) => of[law.host[d]]))].map((x) => x / 1e6);
-    const busiest = [bytes, hosts].map((runs) => sum(runs.map(most)) / 1e6);
-    const skew = Math.min(most(compute) - -most(compute.map((x) => -x)), law.most_skew_ms);
-    return compute.map((_, d) => { const [own, host] = each(d); return [own, busiest[0], host, busiest[1], skew]; });
+  const moves = priced ? priced.moves.map(([table, lo, hi, from, to, total_ms, refused, changed]) =>
+    ({table, lo, hi, from, to, total_ms, refused, changed})) : [];
+  const step_ms = data.total_ms;
+  const change = (move) => percent(move.total_ms / step_ms - 1);
+  const part = (move) => {
+    const table = data.tables[move.table];
+    return move.hi - move.lo < table.dim ? `columns ${move.lo}:${move.hi} of ${table.name}` : table.name;
   };
-  const was = law && {outputs: terms(law.output_bytes, law.compute_ms), ids: terms(law.id_bytes, law.compute_ms)};
-
-  function whatIf(shard, to) {
-    const x = shards[shard], compute = [...law.compute_ms];
-    compute[x.device] -= x.saves;
-    compute[to] += (counts[x.run][to] ? x.adds * law.pace[x.run][to] : x.alone) / law.speed[to];
-    const changed = (bytes, own) => bytes.map((of, run) => run !== x.run ? of
-      : of.map((b, d) => b + own * ((d === to) - (d === x.device))));
-    const now = {outputs: terms(changed(law.output_bytes, x.outputs), compute), ids: terms(changed(law.id_bytes, x.ids), compute)};
-    const added = (which, rates, d) => sum(rates.map((rate, q) => rate * (now[which][d][q] - was[which][d][q])));
-    const forward = law.forward_ms.map((t, d) => t + added("outputs", law.forward, d));
-    const backward = law.backward_ms.map((t, d) => t + added("outputs", law.backward, d));
-    const input = law.input_ms + most(compute.map((_, d) => added("ids", law.ids, d)));
-    const ready = compute.map((t, d) => t + backward[d]), last = most(ready);
-    // [P] bytes of the shard in each phase, and what limits of its op count.
-    const columns = law.coefficients[x.run][0].map((_, p) => sum(x.sums.map((of, f) => of * law.coefficients[x.run][f][p])));
-    const memory = law.memory.map((of, d) => of.map((b, p) => b + columns[p] * ((d === to) - (d === x.device))));
-    const used = memory.map((of) => most(of.slice(0, law.phases)));
-    const fits = data.devices.every((device, d) => used[d] <= device.free)
-      && memory.every((of) => of.slice(law.phases).every((n, p) => n <= law.op_limits[p]));
-    const fetched = compute.map((t, d) => law.link_ms[d] + (1 - law.forward_share[d]) * t - law.dense_ms);
-    return {total_ms: Math.max(last + most(forward), most(fetched)) + input + law.dense_ms, compute, forward, backward,
-      waiting: ready.map((t, d) => last - t + Math.max(0, fetched[d] - last - forward[d])), input, used, fits};
-  }
-  globalThis.whatIf = whatIf;
-
-  const step_ms = most(data.devices.map((d) => sum(d.ms))) + (law ? law.dense_ms : 0);
-  const targets = (shard) => {
-    const x = shards[shard], taken = shards.filter((y) => y.table === x.table).map((y) => y.device);
-    return x.stays ? [] : (law.allowed[x.table] || data.devices.map((_, d) => d)).filter((d) => !taken.includes(d));
-  };
-  const label = (x) => {
-    const table = data.tables[x.table];
-    return x.hi - x.lo < table.dim ? `columns ${x.lo}:${x.hi}, on device ${x.device}` : `all of it, on device ${x.device}`;
-  };
-  const choices = (select, options, chosen) => {
-    select.replaceChildren();
-    for (const [value, text] of options) made("option", text, select).value = value;
-    if (chosen !== null && chosen !== undefined) select.value = chosen;
-    select.disabled = !options.length;
-  };
-
-  function choose(table) {
-    const name = data.tables[table].name, own = shards.map((x, i) => [i, x]).filter(([, x]) => x.table === table);
-    byId("what-if-table").textContent = name;
-    choices(byId("what-if-shard"), own.map(([i, x]) => [i, label(x)]));
-    state.to = state.shard = null;
-    if (!own.length) {
-      choices(byId("what-if-device"), []);
-      showDevices();
-      const kinds = [...new Set(data.tables[table].is.map((p) => p.kind))].join(", ");
-      return say(`${name} is on several devices (${kinds}), which share its exchanges: this page cannot tell what a move `
-        + "would do. Change the plan, and run shardcore price.");
-    }
-    const last = data.bottleneck, here = own.find(([, x]) => x.device === last) || own[0];
-    chooseShard(here[0]);
-  }
-
-  function chooseShard(shard) {
-    state.shard = shard;
-    byId("what-if-shard").value = shard;
-    const found = targets(shard).map((d) => [d, whatIf(shard, d)]).sort((a, b) => b[1].fits - a[1].fits || a[1].total_ms - b[1].total_ms);
-    choices(byId("what-if-device"), found.map(([d, after]) =>
-      [d, `${d}: ${percent(after.total_ms / step_ms - 1)}${after.fits ? "" : ", does not fit"}`]));
-    state.to = found.length ? found[0][0] : null;
-    showMove();
-  }
+  const says = (move) => `${part(move)}: device ${move.from} to ${move.to}, ${change(move)}${move.refused ? ", does not fit" : ""}`;
 
   function say(text) { byId("what-if-says").textContent = text; byId("what-if-rows").replaceChildren(); }
 
-  function showMove() {
-    const x = shards[state.shard], name = data.tables[x.table].name;
-    showDevices();
-    if (state.to === null) return say(`${name} cannot move: ${x.stays || "no other device may have it"}.`);
-    const after = whatIf(state.shard, state.to);
-    const over = data.devices.map((device, d) => [d, after.used[d] - device.free]).filter(([, n]) => n > 0);
-    const fits = after.fits ? "It fits." : over.length ? `It does not fit: device ${over[0][0]} lacks ${size(Math.ceil(over[0][1]))}.`
-      : "It does not fit: an op would have more ids or features than FBGEMM runs.";
-    say(`With ${name} (${label(x)}) on device ${state.to}, a step takes ${ms(after.total_ms)} ms instead of ${ms(step_ms)}: `
-      + `${percent(after.total_ms / step_ms - 1)}. ${fits}`);
-    const slowest = (ready) => ready.indexOf(most(ready));
-    const last = slowest(after.compute.map((t, d) => t + after.backward[d]));
-    for (const d of [...new Set([x.device, state.to, data.bottleneck, last])]) {
+  // The moves of a table, or the best of all, where none is chosen.
+  function choose(table) {
+    const shown = table === null ? priced.best : moves.map((_, k) => k).filter((k) => moves[k].table === table);
+    const select = byId("what-if-move");
+    select.replaceChildren();
+    for (const k of shown) made("option", says(moves[k]), select).value = k;
+    select.disabled = !shown.length;
+    byId("what-if-table").textContent = table === null ? "the best moves" : data.tables[table].name;
+    if (table === null) {
+      select.value = "";
+      return say("");
+    }
+    if (shown.length) return showMove(shown[0]);
+    const {name, is} = data.tables[table], kinds = [...new Set(is.map((p) => p.kind))].join(", ");
+    say(`${name} cannot move: ${priced.stays[table] || (is.some((p) => all(p.on) || p.on.length > 1)
+      ? `it is on several devices (${kinds}), which share its exchanges` : "no other device may have it")}.`);
+  }
+
+  function showMove(k) {
+    const move = moves[k];
+    say(`With ${part(move)} on device ${move.to} instead of ${move.from}, a step takes ${ms(move.total_ms)} ms instead of `
+      + `${ms(step_ms)}: ${change(move)}. ${move.refused ? `It does not fit: ${move.refused}.` : "It fits."}`);
+    for (const [d, busy_ms, used] of move.changed) {
       const row = made("tr", "", byId("what-if-rows")), device = data.devices[d];
-      const role = [d === x.device && "from", d === state.to && "to", d === data.bottleneck && "ready last before",
-        d === last && "ready last after"].filter(Boolean).join(", ");
-      const busy = (compute, forward, backward) => compute[d] + forward[d] + backward[d];
-      for (const cell of [`device ${d}: ${role}`, ms(busy(law.compute_ms, law.forward_ms, law.backward_ms)),
-        ms(busy(after.compute, after.forward, after.backward)), size(device.used), size(Math.round(after.used[d])), size(device.free)]) {
+      const role = [d === move.from && "from", d === move.to && "to", d === data.bottleneck && "ready last before",
+        d === move.changed.at(-1)[0] && "ready last after"].filter(Boolean).join(", ");
+      for (const cell of [`device ${d}: ${role}`, ms(device.busy_ms), ms(busy_ms), size(device.used), size(used), size(device.free)]) {
         made("td", cell, row);
       }
     }
-  }
-
-  function putBack() {
-    state.shard = state.to = null;
-    byId("what-if-table").textContent = "no table yet";
-    choices(byId("what-if-shard"), []);
-    choices(byId("what-if-device"), []);
-    say("");
-    showDevices();
   }
 
   // --- tables -----------------------------------------------------------------------------------------------------
@@ -271,19 +201,10 @@
   }
 
   function showDevices() {
-    const after = state.to === null ? null : whatIf(state.shard, state.to);
-    const before = after ? data.devices : data.before ? data.before.devices : [];
+    const before = data.before ? data.before.devices : [];
     const lines = (value) => data.devices.map((_, d) => (before[d] ? [value(before[d])] : []));
-    const times = data.devices.map(({ms: was}, d) => {
-      if (!after) return was;
-      const share = law.compute_ms[d] > 0 ? was[0] / law.compute_ms[d] : 0;
-      return [share * after.compute[d], (1 - share) * after.compute[d], after.waiting[d], after.forward[d], after.backward[d], after.input];
-    });
-    bars(byId("devices"), times, data.parts.map((_, k) => `part-${k}`), lines((d) => sum(d.ms)));
-    bars(byId("memory"), data.devices.map((d, i) => {
-      const used = after ? after.used[i] : d.used;
-      return [used, Math.max(0, d.free - used)];
-    }), ["used", "free"], lines((d) => d.used));
+    bars(byId("devices"), data.devices.map((d) => d.ms), data.parts.map((_, k) => `part-${k}`), lines((d) => sum(d.ms)));
+    bars(byId("memory"), data.devices.map((d) => [d.used, Math.max(0, d.free - d.used)]), ["used", "free"], lines((d) => d.used));
   }
 
   const kinds = byId("kind");
@@ -294,16 +215,15 @@
   byId("filter").oninput = (event) => { state.text = event.target.value; showTables(); };
   if (data.before) byId("moved").onchange = (event) => { state.moved = event.target.checked; showTables(); };
   byId("tables-body").onkeydown = (event) => { if (event.target.tagName === "TR") walk(event, "ArrowUp", "ArrowDown"); };
-  if (law) {
+  if (priced) {
     byId("tables-body").onclick = (event) => {
       const row = event.target.closest("tr");
       if (row) choose(+row.dataset.table);
     };
-    byId("what-if-shard").onchange = (event) => chooseShard(+event.target.value);
-    byId("what-if-device").onchange = (event) => { state.to = +event.target.value; showMove(); };
-    byId("what-if-back").onclick = putBack;
-    document.addEventListener("keydown", (event) => { if (event.key === "Escape") putBack(); });
-    putBack();
+    byId("what-if-move").onchange = (event) => showMove(+event.target.value);
+    byId("what-if-back").onclick = () => choose(null);
+    document.addEventListener("keydown", (event) => { if (event.key === "Escape") choose(null); });
+    choose(null);
   }
   byId("theme").onclick = () => {
     const root = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)").matches;

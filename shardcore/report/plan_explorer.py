@@ -13,12 +13,10 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-import numpy as np
-
 from shardcore.core.types import Placement, Problem
 from shardcore.plans.decisions import Version
 from shardcore.plans.diff import diff
-from shardcore.plans.what_if import MOST_SKEW_MS, WhatIf
+from shardcore.plans.what_if import OF_TABLE, WhatIf
 from shardcore.step.memory import held_bytes
 
 PARTS = (
@@ -30,6 +28,8 @@ PARTS = (
     ("ids", "input_ms", "#aa3377"),
 )
 """Parts of a step: their words, the field of StepCost, and the color."""
+_BUSY = (0, 1, 3, 4)
+"""Numbers of the parts that are work of a device: all but waiting and ids."""
 MOST_TABLES, MOST_DEVICES = 20_000, 2_000
 """Limit of a page. Larger plans have no such part, as browsers would take too long."""
 _COLORS = "".join(f".part-{k} {{ fill: {color}; }} " for k, (_, _, color) in enumerate(PARTS))
@@ -67,12 +67,11 @@ def glance(now: Version) -> str:
     """One sentence: the bottleneck device, and why it is that."""
     cost, d = now.cost, _last(now)
     others = [ms for i, ms in enumerate(cost.waiting_ms) if i != d]
-    on_it = [x for x in now.what_if.shards if x.device == d] if now.what_if else []
-    largest = max(on_it, key=lambda x: x.saves_ms, default=None)
     compute, exchange = cost.compute_ms[d], max(cost.forward_comm_ms) + cost.backward_comm_ms[d]
     why = f"its compute takes {compute:.3f} ms, with a mean of {sum(cost.compute_ms) / len(cost.compute_ms):.3f}"
-    if largest:
-        why += f" ({largest.saves_ms:.3f} for table {largest.placement.shard.table.name})"
+    if now.what_if and now.what_if.heaviest:
+        name, saves_ms = now.what_if.heaviest
+        why += f" ({saves_ms:.3f} for table {name})"
     waits = f"; the others wait {sum(others) / len(others):.3f} ms for it on average" if others else ""
     share = f"; exchanges take {exchange / cost.total_ms:.0%} of the step" if exchange else ""
     return f"Device {d} is the bottleneck, ready last: {why}{waits}{share}."
@@ -126,37 +125,21 @@ def explorer(now: Version, problem: Problem, before: Version | None = None) -> s
 
 
 def _what_if_form(known: WhatIf) -> str:
+    if not known.of_table:
+        return '<p class="note">No table of this plan is on one device alone and may move.</p>'
     return "\n".join(
         [
             '<section id="what-if"><h2>What if one table moved?</h2>',
-            f'<p class="note">{escape(what_if_error(known))}</p>',
-            '<div class="tools"><b id="what-if-table"></b><select id="what-if-shard" aria-label="part of the '
-            'table"></select><label>to device <select id="what-if-device"></select></label>'
-            '<button id="what-if-back" type="button">put it back</button></div>',
+            '<p class="note">Choose a move here, or a table below: click its row, or press Enter on it. The '
+            f"best {len(known.best)} that fit and up to {OF_TABLE} of each table are priced as plans are.</p>",
+            '<div class="tools"><b id="what-if-table"></b><select id="what-if-move" aria-label="move"></select>'
+            '<button id="what-if-back" type="button">the best moves</button></div>',
             '<p id="what-if-says" aria-live="polite"></p><table><thead><tr><th></th>'
             "<th>ms, without waiting and ids</th><th>then</th>"
             "<th>memory</th><th>then</th><th>it may have</th></tr></thead>",
             '<tbody id="what-if-rows"></tbody></table></section>',
         ]
     )
-
-
-def what_if_error(known: WhatIf) -> str:
-    """How to ask, and how far the page's answers are from the library's prices."""
-    ask = "Choose a table below: click its row, or press Enter on it. Memory is counted as the library counts it. "
-    if known.check is None:
-        return "No table of this plan is on one device alone: this page cannot tell what moves would do."
-    x = known.check
-    return ask + (
-        f"Time is an estimate. On {x.moves} moves drawn at random it was {_ms(x.median_ms)} ms off the library's price "
-        f"of a step in the median, and {_ms(x.most_ms)} ms at most; they changed the step by {_ms(x.change_ms)} ms in "
-        "the median. For a move that matters, run shardcore price on the changed plan. The line on a bar is then the "
-        "plan as it is."
-    )
-
-
-def _ms(ms: float) -> str:
-    return "under 0.001" if ms < 0.001 else f"{ms:.3f}"
 
 
 def _parts_ms(version: Version) -> Iterable[tuple[float, ...]]:
@@ -173,7 +156,8 @@ def _data(now: Version, problem: Problem, before: Version | None) -> dict[str, A
         "parts": [(words, color) for words, _, color in PARTS],
         "devices": _devices(now, problem),
         "bottleneck": _last(now),
-        "what_if": now.what_if and _what_if_data(now.what_if, problem),
+        "total_ms": now.cost.total_ms,
+        "what_if": _what_if_data(now.what_if, problem) if now.what_if and now.what_if.of_table else None,
         "before": before and {"version": before.name, "devices": _devices(before, problem)},
         "tables": [
             {
@@ -191,42 +175,25 @@ def _data(now: Version, problem: Problem, before: Version | None) -> dict[str, A
     }
 
 
-def _what_if_data(x: WhatIf, problem: Problem) -> dict[str, Any]:
+def _what_if_data(known: WhatIf, problem: Problem) -> dict[str, Any]:
     numbers = {table.name: i for i, table in enumerate(problem.tables)}
-    arrays = ("pace", "compute_ms", "forward_ms", "backward_ms", "output_bytes", "id_bytes", "host", "speed")
-    laws = ("memory", "coefficients", "forward", "backward", "ids", "link_ms", "forward_share")
+    moves = list(dict.fromkeys((*known.best, *(move for of in known.of_table.values() for move in of))))
     return {
-        "shards": [
+        "best": list(range(len(known.best))),
+        "moves": [
             (
-                numbers[shard.table.name],
-                of.device,
-                shard.col_lo,
-                shard.col_hi,
-                of.run,
-                *map(_short, (of.saves_ms, of.adds_ms, of.alone_ms, of.output_bytes, of.id_bytes)),
-                of.stays,
-                *map(_short, of.sums),
+                numbers[x.shard.table.name],
+                x.shard.col_lo,
+                x.shard.col_hi,
+                *x.devices,
+                round(x.total_ms, 9),
+                x.refused,
+                [(c.device, round(c.busy_ms, 6), c.used_bytes) for c in x.changed],
             )
-            for of in x.shards
-            for shard in [of.placement.shard]
+            for x in moves
         ],
-        **{name: _rounded(getattr(x, name)) for name in (*arrays, *laws)},
-        "input_ms": x.input_ms,
-        "dense_ms": x.dense_ms,
-        "phases": x.phases,
-        "most_skew_ms": MOST_SKEW_MS,
-        "op_limits": x.limits[0, x.phases :].tolist(),
-        "allowed": {numbers[name]: devices for name, devices in problem.pinned.items()},
+        "stays": {numbers[name]: why for name, why in known.stays.items()},
     }
-
-
-def _rounded(array: np.ndarray) -> Any:
-    return [*map(_rounded, array)] if array.ndim > 1 else [*map(_short, array.tolist())]
-
-
-def _short(x: float) -> float:
-    """A number in as few digits as its use needs."""
-    return int(x) if x == int(x) else float(f"{x:.12g}")
 
 
 def _places(placements: Sequence[Placement], n: int) -> list[dict[str, Any]]:
@@ -244,7 +211,13 @@ def _places(placements: Sequence[Placement], n: int) -> list[dict[str, Any]]:
 
 def _devices(version: Version, problem: Problem) -> list[dict[str, Any]]:
     return [
-        {"host": device.host, "ms": [round(ms, 6) for ms in of], "used": used, "free": free}
+        {
+            "host": device.host,
+            "ms": [round(ms, 6) for ms in of],
+            "busy_ms": round(sum(of[k] for k in _BUSY), 6),
+            "used": used,
+            "free": free,
+        }
         for device, of, used, free in zip(
             problem.topology.devices,
             _parts_ms(version),

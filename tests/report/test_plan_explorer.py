@@ -18,7 +18,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price, price_plan
 from shardcore.cost.profile import load_profile
 from shardcore.plans.decisions import Version
-from shardcore.plans.what_if import what_if
+from shardcore.plans.what_if import WhatIf, what_if
 from shardcore.report import plan_explorer, plan_page
 from shardcore.report.plan_explorer import explorer, policy
 from shardcore.step.lower import lower
@@ -211,43 +211,39 @@ def page_of(now: Version) -> str:
 
 @needs_browser
 @pytest.mark.long
-def test_the_page_answers_what_the_library_prices(tmp_path):
-    model = load_profile("nvidia-h100-sxm").model().for_problem(PROBLEM)
-    now = asked(model)
-    moves = [(i, d) for i in range(len(now.what_if.shards)) for d in now.what_if.targets(i, PROBLEM)]
-    with opened(page_of(now), tmp_path) as evaluate:
-        answers = evaluate(f"{json.dumps(moves)}.map(([i, d]) => whatIf(i, d))")
-    assert len(answers) == 15
-    for move, answer in zip(moves, answers, strict=True):
-        priced = price_plan(now.what_if.moved(*move, now.plan), PROBLEM, model, fits=False)
-        assert answer["total_ms"] == pytest.approx(now.what_if.totals_ms([move])[0], rel=1e-7)
-        assert answer["total_ms"] == pytest.approx(priced.cost.total_ms, rel=1e-3)
-        np.testing.assert_allclose(answer["compute"], priced.cost.compute_ms, rtol=1e-6)
-        np.testing.assert_allclose(answer["used"], priced.workload.memory_bytes, atol=2)
-        assert answer["fits"]
-
-
-@needs_browser
-@pytest.mark.long
-def test_a_table_is_chosen_and_moved_by_keys_and_put_back(tmp_path):
+def test_a_table_s_moves_are_shown_as_the_library_prices_them(tmp_path):
+    now = asked(load_profile("nvidia-h100-sxm").model().for_problem(PROBLEM))
     key = "new KeyboardEvent('keydown', {{key: '{}', bubbles: true, cancelable: true}})"
     says = "document.getElementById('what-if-says').textContent"
-    with opened(page_of(asked(AnalyticModel(Setting("made-up", 64)))), tmp_path) as evaluate:
+    options = "[...document.getElementById('what-if-move').options].map((x) => x.textContent)"
+    with opened(page_of(now), tmp_path) as evaluate:
+        assert len(evaluate(options)) == len(now.what_if.best) and evaluate(says) == ""
         evaluate("document.querySelector('#tables-body tr').focus()")
         evaluate(f"document.activeElement.dispatchEvent({key.format('Enter')})")
-        assert "t5 is on several devices (row), which share its exchanges" in evaluate(says)
+        assert evaluate(says) == "t5 cannot move: it is on several devices (row), which share its exchanges."
         evaluate(f"document.activeElement.dispatchEvent({key.format('ArrowDown')})")
         assert evaluate("document.activeElement.firstChild.textContent") == "t4"
         evaluate(f"document.activeElement.dispatchEvent({key.format('Enter')})")
-        assert re.fullmatch(r"With t4 .* on device [123], a step takes .* It fits\.", evaluate(says))
-        assert evaluate("document.querySelectorAll('#what-if-rows tr').length") >= 2
+        first, *_ = of_table = now.what_if.of_table["t4"]
+        assert len(evaluate(options)) == len(of_table) == 3
+        assert evaluate(says).startswith(
+            f"With t4 on device {first.devices[1]} instead of {first.devices[0]}, a step takes {first.total_ms:.3f} ms"
+        ) and evaluate(says).endswith(" It fits.")
+        rows = "[...document.querySelectorAll('#what-if-rows tr')].map((row) => row.children[2].textContent)"
+        assert evaluate(rows) == [f"{x.busy_ms:.3f}" for x in first.changed]
         evaluate(f"document.dispatchEvent({key.format('Escape')})")
-        assert evaluate(says) == ""
+        assert evaluate(says) == "" and len(evaluate(options)) == len(now.what_if.best)
         evaluate("document.getElementById('theme').click()")
         dark = "getComputedStyle(document.body).backgroundColor"
         assert evaluate(dark) == "rgb(22, 25, 29)"
         evaluate("document.getElementById('theme').click()")
         assert evaluate(dark) == "rgb(255, 255, 255)"
+
+
+def test_a_plan_without_moves_says_so():
+    assert "No table of this plan is on one device alone" in explorer(
+        replace(version("v"), what_if=WhatIf()), PROBLEM
+    )
 
 
 def test_a_sentence_names_the_bottleneck_and_why():
