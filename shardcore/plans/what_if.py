@@ -28,7 +28,7 @@ from shardcore.tables.host_rows import in_one_cache
 
 BEST, OF_TABLE = 20, 3
 """Moves that are kept: the best of all, and the best of each table."""
-_WORK = 1 << 26
+_WORK = 1 << 25
 """Most numbers of traffic that pricing looks at, as far as each shard has OF_TABLE devices to move to."""
 _AT_ONCE = 1 << 21
 """Numbers of traffic that one call prices."""
@@ -94,8 +94,8 @@ def what_if(priced: PricedPlan, problem: Problem, model: CostModel) -> WhatIf:
     of_table: dict[str, list[int]] = defaultdict(list)
     for k in order:
         of_table[plan.shards[moves[k, 0]].table.name].append(k)
-    kept = {*order[:BEST], *(k for ks in of_table.values() for k in ks[:OF_TABLE])}
-    known = {k: plan.move(moves[k]) for k in kept}
+    kept = sorted({*order[:BEST], *(k for ks in of_table.values() for k in ks[:OF_TABLE])})
+    known = dict(zip(kept, plan.described(moves[kept]), strict=True))
     return WhatIf(
         tuple(known[k] for k in order[:BEST] if not known[k].refused),
         {name: tuple(known[k] for k in ks[:OF_TABLE]) for name, ks in of_table.items()},
@@ -263,28 +263,29 @@ class _PlanSums:
             excess[k, device] = (self.memory[device] + sign * columns - self.limits[device]).max(1)
         return excess
 
-    def move(self, move: np.ndarray) -> Move:
-        """A move [2] as what a page shows."""
-        i, to = move.tolist()
-        after, excess, device = self.after(move[None]), self.excess(move[None])[0], int(self.at[i])
-        last, used = int(after.ready_ms[0].argmax()), self.memory[:, : self.phases].copy()
-        used[[device, to]] += np.outer([-1, 1], self.columns[i, : self.phases])
-        bytes_over = np.ceil(used.max(1) - self.limits[:, 0]).astype(int)
-        refused = (
-            f"device {bytes_over.argmax()} lacks {gib(bytes_over.max())}" if bytes_over.max() > 0 else ""
-        )
-        if excess.max() > 0 and not refused:
-            refused = "an op would have more ids or features than FBGEMM runs"
-        busy_ms = (after.compute_ms + after.exchange_ms)[0]
-        return Move(
-            self.shards[i],
-            (device, to),
-            float(after.total_ms[0]),
-            refused,
-            tuple(
-                Changed(d, float(busy_ms[d]), round(used[d].max())) for d in dict.fromkeys((device, to, last))
-            ),
-        )
+    def described(self, moves: np.ndarray) -> Iterator[Move]:
+        """Moves [K, 2] as a page shows them."""
+        used, free_bytes = self.memory[:, : self.phases], self.limits[:, 0]
+        for part in self.parts(moves):
+            after, excess = self.after(part), self.excess(part)
+            busy_ms = after.compute_ms + after.exchange_ms
+            for k, (i, to) in enumerate(part.tolist()):
+                device, last, own = (
+                    int(self.at[i]),
+                    int(after.ready_ms[k].argmax()),
+                    self.columns[i, : self.phases],
+                )
+                n_bytes = used.max(1)
+                n_bytes[device], n_bytes[to] = (used[device] - own).max(), (used[to] + own).max()
+                over = np.ceil(n_bytes - free_bytes)
+                refused = f"device {over.argmax()} lacks {gib(over.max())}" if over.max() > 0 else ""
+                if excess[k].max() > 0 and not refused:
+                    refused = "an op would have more ids or features than FBGEMM runs"
+                changed = (
+                    Changed(d, float(busy_ms[k, d]), round(n_bytes[d]))
+                    for d in dict.fromkeys((device, to, last))
+                )
+                yield Move(self.shards[i], (device, to), float(after.total_ms[k]), refused, tuple(changed))
 
     def heaviest(self) -> tuple[str, float] | None:
         """See WhatIf."""
