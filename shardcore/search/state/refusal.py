@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import fields, replace
+from functools import lru_cache
 from itertools import islice
 
 import numpy as np
@@ -23,6 +24,7 @@ MOST_DEVICES = 256
 """The largest number of further devices that a remedy suggests."""
 
 
+@lru_cache(maxsize=4)  # several sharders refuse one problem, and remedies take seconds to find
 def refusal(problem: Problem, planned_share: float | None = None) -> str:
     """The first thing that is too large, and remedies. The problem must not fit.
 
@@ -39,8 +41,7 @@ def refusal(problem: Problem, planned_share: float | None = None) -> str:
             "constraints.kinds)"
         )
     # From the simplest reason on: the first that holds is the message.
-    checks = (_sum_too_large, _one_too_large, _pins_too_large)
-    reason = reason or next(filter(None, (check(cuts) for check in checks)), None)
+    reason = reason or _sum_too_large(cuts) or _one_too_large(cuts) or _pins_too_large(cuts)
     if not reason:
         whole = [t.name for t in problem.tables if t.name in problem.whole]
         why = ", ".join(sorted({str(problem.kept_whole_by(name)) for name in whole}))
