@@ -28,6 +28,13 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
+def few_epochs(monkeypatch):
+    """Trainings by default settings take two epochs. What they learn is not looked at."""
+    initial = fit.FitConfig.__init__
+    monkeypatch.setattr(initial, "__defaults__", (2, *initial.__defaults__[1:]))
+
+
+@pytest.fixture
 def problem() -> Problem:
     rng = np.random.default_rng(0)
     tables = tuple(

@@ -257,6 +257,7 @@ def test_a_damaged_file_of_a_step_is_named(folder, name, content):
         job_folder.read_step(where)
 
 
+@pytest.mark.usefixtures("few_epochs")
 def test_a_traced_step_joins_a_dataset_and_training_on_it(folder, model, tmp_path, capsys):
     data = tmp_path / "data"
     compute = compute_samples(linear_law, 60)

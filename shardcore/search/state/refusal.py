@@ -246,21 +246,27 @@ def _more_devices(problem: Problem, grows: bool) -> list[str]:
     grows: whether further devices keep the local batch and come in whole hosts.
     """
     topology, batch = problem.topology, problem.global_batch
-    devices, hosts = topology.devices, len(topology.hosts)
-    each = len(devices) // hosts if grows else 1
+    devices = topology.devices
+    each = len(devices) // len(topology.hosts) if grows else 1
     largest = max(devices, key=lambda d: d.memory_bytes)
 
     def with_more(n: int) -> Problem:
         # Otherwise on an existing host, so that no further link between hosts comes in.
-        names = (f"more-{i // each}" if grows and hosts > 1 else devices[-1].host for i in range(n))
+        names = (
+            f"more-{i // each}" if grows and len(topology.hosts) > 1 else devices[-1].host for i in range(n)
+        )
         every = (*devices, *(replace(largest, host=name) for name in names))
         local = problem.local_batch if grows else batch // len(every)
         return replace(problem, topology=topology.of_devices(every), global_batch=local * len(every))
 
     # Tries of a large problem take long.
     most = min(MOST_DEVICES, LARGE // len(problem.tables) - len(devices), batch - len(devices))
+    # No number of devices helps a table that stays whole and is larger than each.
+    whole = (t.bytes for t in problem.tables if t.name in problem.whole and not t.in_host_memory)
     # Each number about 10% larger than the one before.
-    numbers = sorted({each * round(1.1**k) for k in range(60)})
+    numbers = sorted(
+        {each * round(1.1**k) for k in range(60 * (max(whole, default=0) <= largest.memory_bytes))}
+    )
     found = next((n for n in numbers if n <= most and _fits(with_more(n))), None)
     if found is None:
         return []
