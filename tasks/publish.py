@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -160,12 +160,16 @@ def publish_plans(
         ", ".join(f"{n} {x}" for x, n in Counter(row[-1].split(",")[0] for row in table_rows).items()),
         extra=console.RESULT,
     )
-    head = [
-        *(f"{x}." for x in first),
-        f"Model: {by.name} version {by.version}, {known_errors.label(by.model)}",
-        *(f"{x}." for x in errors),
-    ]
-    return "\n".join([*head, "", report.text_table(published_report.HEADERS, table_rows), *notes])
+    return "\n".join(
+        [
+            *(f"{x}." for x in first),
+            f"Model: {by.name} version {by.version}, {known_errors.label(by.model)}",
+            *(f"{x}." for x in errors),
+            "",
+            report.text_table(published_report.HEADERS, table_rows),
+            *notes,
+        ]
+    )
 
 
 @task(task_run_name="publish-first")
@@ -245,7 +249,12 @@ def _published(
     count = min(processes or len(os.sched_getaffinity(0)), len(items))
     if count > 1:
         # Not forked, as a fork would take locks of Prefect's threads along.
-        with ProcessPoolExecutor(count, get_context("spawn"), owned.end_with_parent) as pool:
+        with (
+            ProcessPoolExecutor(count, get_context("spawn"), owned.end_with_parent) as pool,
+            ExitStack() as stack,
+        ):
+            # Where this run is stopped, problems that have not begun do not begin.
+            stack.callback(pool.shutdown, wait=False, cancel_futures=True)
             numbers = {pool.submit(_publish, *item): i for i, item in items.items()}
             # A future has no result where its process was killed.
             yield from ((numbers[x], x.exception() or x.result()) for x in as_completed(numbers))
