@@ -248,12 +248,15 @@ def _published(
     """What is published of each item, or why nothing is, as they end. processes: see PublishConfig."""
     count = min(processes or len(os.sched_getaffinity(0)), len(items))
     if count > 1:
-        # Not forked, as a fork would take locks of Prefect's threads along.
+        # Not forked, as a fork would take locks of Prefect's threads along. An owned run's guardian ends them, too, and
+        # `end_with_parent` would not know a process that owns itself.
         with (
-            ProcessPoolExecutor(count, get_context("spawn"), owned.end_with_parent) as pool,
+            ProcessPoolExecutor(
+                count, get_context("spawn"), None if owned.RUN in os.environ else owned.end_with_parent
+            ) as pool,
             ExitStack() as stack,
         ):
-            # Where this run is stopped, problems that have not begun do not begin.
+            # Where this run is stopped, most problems that have not begun do not begin.
             stack.callback(pool.shutdown, wait=False, cancel_futures=True)
             numbers = {pool.submit(_publish, *item): i for i, item in items.items()}
             # A future has no result where its process was killed.

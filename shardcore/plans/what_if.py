@@ -52,6 +52,7 @@ class Move:
     total_ms: the step after the move.
     refused: reason why the plan does not fit then. "": it fits.
     changed: these two devices, and the one that is ready last then.
+    last: the latter's number.
     """
 
     shard: Shard
@@ -59,6 +60,7 @@ class Move:
     total_ms: float
     refused: str
     changed: tuple[Changed, ...]
+    last: int
 
 
 @dataclass(frozen=True)
@@ -268,7 +270,6 @@ class _PlanSums:
         used, free_bytes = self.memory[:, : self.phases], self.limits[:, 0]
         for part in self.parts(moves):
             after, excess = self.after(part), self.excess(part)
-            busy_ms = after.compute_ms + after.exchange_ms
             for k, (i, to) in enumerate(part.tolist()):
                 device, last, own = (
                     int(self.at[i]),
@@ -282,10 +283,12 @@ class _PlanSums:
                 if excess[k].max() > 0 and not refused:
                     refused = "an op would have more ids or features than FBGEMM runs"
                 changed = (
-                    Changed(d, float(busy_ms[k, d]), round(n_bytes[d]))
+                    Changed(d, float(after.compute_ms[k, d] + after.exchange_ms[k, d]), round(n_bytes[d]))
                     for d in dict.fromkeys((device, to, last))
                 )
-                yield Move(self.shards[i], (device, to), float(after.total_ms[k]), refused, tuple(changed))
+                yield Move(
+                    self.shards[i], (device, to), float(after.total_ms[k]), refused, tuple(changed), last
+                )
 
     def heaviest(self) -> tuple[str, float] | None:
         """See WhatIf."""

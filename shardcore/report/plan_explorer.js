@@ -37,8 +37,8 @@
 
   // --- what a move does: each as the library has priced it ----------------------------------------------------------
 
-  const moves = priced ? priced.moves.map(([table, lo, hi, from, to, total_ms, refused, changed]) =>
-    ({table, lo, hi, from, to, total_ms, refused, changed})) : [];
+  const moves = priced ? priced.moves.map(([table, lo, hi, from, to, total_ms, refused, changed, last]) =>
+    ({table, lo, hi, from, to, total_ms, refused, changed, last})) : [];
   const step_ms = data.total_ms;
   const change = (move) => percent(move.total_ms / step_ms - 1);
   const part = (move) => {
@@ -74,7 +74,7 @@
     for (const [d, busy_ms, used] of move.changed) {
       const row = made("tr", "", byId("what-if-rows")), device = data.devices[d];
       const role = [d === move.from && "from", d === move.to && "to", d === data.bottleneck && "ready last before",
-        d === move.changed.at(-1)[0] && "ready last after"].filter(Boolean).join(", ");
+        d === move.last && "ready last after"].filter(Boolean).join(", ");
       for (const cell of [`device ${d}: ${role}`, ms(device.busy_ms), ms(busy_ms), size(device.used), size(used), size(device.free)]) {
         made("td", cell, row);
       }

@@ -189,6 +189,7 @@ def _what_if_data(known: WhatIf, problem: Problem) -> dict[str, Any]:
                 round(x.total_ms, 9),
                 x.refused,
                 [(c.device, round(c.busy_ms, 6), c.used_bytes) for c in x.changed],
+                x.last,
             )
             for x in moves
         ],

@@ -216,8 +216,13 @@ def _remedy(problem: Problem, planned_share: float | None) -> str:
 
 
 def _fits(problem: Problem) -> bool:
-    # Nothing is packed where all devices together lack memory, which is quick to tell.
-    plan, lacks = roomiest(problem, quick=True) if Cuts(problem).lacking_together() <= 0 else (None, 0)
+    # Each weight is somewhere, in every plan. Where not even weights fit, nothing is packed, which is quick to tell.
+    plan, lacks = (
+        roomiest(problem, quick=True)
+        if sum(t.bytes for t in problem.tables if not t.in_host_memory)
+        <= sum(max(0, n) for n in held_bytes(problem))
+        else (None, 0)
+    )
     return plan is not None and lacks <= 0
 
 
