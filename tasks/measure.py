@@ -53,9 +53,9 @@ class MeasureConfig:
     Other fields are as in KernelConfig, GroupConfig, CollectiveConfig and, for steps, ReplayConfig.
     """
 
-    compute_samples: int = 400
+    compute_samples: int = 300
     comm_samples: int = 150
-    step_samples: int = 30
+    step_samples: int = 16
     seed: int = 0
     actors: int = 0
     ranks: int = 0

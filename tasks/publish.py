@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, nullcontext, suppress
 from functools import cache
 from multiprocessing import get_context
@@ -35,6 +35,10 @@ from tasks.artifacts import create_markdown_artifact
 from tasks.commit import git_commit
 from tasks.pricing import Pricing, pricing
 from tasks.setting import SettingConfig
+
+_KILLED = (
+    "a process that searches plans was killed, as for lack of memory; lower publish.processes, publish again"
+)
 
 
 @task(task_run_name="publish-plans")
@@ -76,7 +80,7 @@ def publish_plans(
         path = problems[i]
         if isinstance(found, BaseException):
             plain = isinstance(found, ShardCoreError)
-            message = str(found) if plain else repr(found)
+            message = _KILLED if isinstance(found, BrokenExecutor) else str(found) if plain else repr(found)
             failures[i] = str(
                 ShardCoreError(message if message.startswith(str(path)) else f"{path}: {message}")
             )
@@ -110,7 +114,7 @@ def publish_plans(
                 items[i] = publisher_of(problem.topology.hardware or here)[1], problem
             except Exception as error:
                 settle(i, error)
-        for i, found in _published(items, config.processes, work):
+        for i, found in _publish_each(items, config.processes, work):
             settle(i, found)
         table_rows = [rows[i] for i in sorted(rows)]
         # Raised here, so that the version does not count as published and the watch tries again.
@@ -123,11 +127,10 @@ def publish_plans(
         first = [*([refused] if refused else []), *known_errors.worse_than_usual(by.model)]
         errors = [models_page.errors_of(x) for x in models if by.champion and x.version == by.version]
         store.write(plans, store.MODELS, models_page.page(name, models, first).encode())
-        title = f"Plans under {by.words}"
-        notes = [f"{words}: {', '.join(of)}" for words, of in under.items()]
+        notes = [f"{words}: {', '.join(sorted(of))}" for words, of in sorted(under.items())]
         table = report.markdown_table(published_report.HEADERS, table_rows)
         lines = [
-            f"# {title}",
+            f"# Plans under {by.words}",
             "",
             *(f"**{x}.**\n" for x in first),
             f"Model: {known_errors.label(by.model)}",
@@ -143,7 +146,7 @@ def publish_plans(
         create_markdown_artifact(
             "\n\n".join([f"Under {by.link}, in {redacted(str(plans))}", table, *notes]),
             key="published-plans",
-            description=title,
+            description=f"Plans under {by.words}",
         )
     if failures:
         logger.info("published:\n%s", report.text_table(published_report.HEADERS, table_rows))
@@ -187,13 +190,12 @@ def publish_first(problems: Sequence[Path], plans: str | Path, config: PublishCo
             continue
         by, publisher = _publisher(registry.connect(), problem.topology.hardware, None, plans, config)
         decision = _publish(publisher, problem).decision
-        page = f"{redacted(str(plans))}/{problem.name}/versions/{decision.current}/{store.PAGE}"
         get_run_logger().info(
             "a first plan, under %s: %s, %.2f ms a step; %s",
             by.words,
             problem.name,
             decision.total_ms,
-            page,
+            f"{redacted(str(plans))}/{problem.name}/versions/{decision.current}/{store.PAGE}",
             extra=console.RESULT,
         )
         return problem.name
@@ -242,24 +244,23 @@ def _publish(publisher: Publisher, problem: Problem) -> Published:
     return dataclasses.replace(publisher, model=model, provenance=provenance).publish(problem)
 
 
-def _published(
+def _publish_each(
     items: Mapping[int, tuple[Publisher, Problem]], processes: int | None, work: console.Work
 ) -> Iterator[tuple[int, Published | BaseException]]:
-    """What is published of each item, or why nothing is, as they end. processes: see PublishConfig."""
+    """Publish items, at most so many at once (see PublishConfig.processes).
+
+    Yields the number of each item with its result or its error, in the order in which they end.
+    """
     count = min(processes or len(os.sched_getaffinity(0)), len(items))
     if count > 1:
-        # Not forked, as a fork would take locks of Prefect's threads along. An owned run's guardian ends them, too, and
-        # `end_with_parent` would not know a process that owns itself.
-        with (
-            ProcessPoolExecutor(
-                count, get_context("spawn"), None if owned.RUN in os.environ else owned.end_with_parent
-            ) as pool,
-            ExitStack() as stack,
-        ):
-            # Where this run is stopped, most problems that have not begun do not begin.
+        # In an owned run the guardian ends them, and `end_with_parent` would not know a parent that owns itself.
+        begin = None if owned.RUN in os.environ else owned.end_with_parent
+        # Spawned, as a fork would copy locks that Prefect's threads hold.
+        with ProcessPoolExecutor(count, get_context("spawn"), begin) as pool, ExitStack() as stack:
+            # If this run is stopped, items that wait do not begin. One that was handed to a process may.
             stack.callback(pool.shutdown, wait=False, cancel_futures=True)
             numbers = {pool.submit(_publish, *item): i for i, item in items.items()}
-            # A future has no result where its process was killed.
+            # A future has no result if a process was killed.
             yield from ((numbers[x], x.exception() or x.result()) for x in as_completed(numbers))
         return
     for i, item in items.items():

@@ -35,7 +35,7 @@ class TrainConfig(fit.FitConfig):
 
     datasets: shipped folders whose samples lend the shape of costs (cost/lending.py). None: all whose settings differ
       from this one in hardware only, and traced steps of jobs on this hardware.
-    learning_curve: True to also train on parts of the samples. That takes as long as two further trainings.
+    learning_curve: True to also train on parts of the samples. That takes as long as two further trainings of ops.
     """
 
     datasets: tuple[str, ...] | None = None

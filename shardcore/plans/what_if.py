@@ -1,4 +1,4 @@
-"""What moving one shard to another device does to a step: each move is priced as the plan after it.
+"""Moves of single shards to other devices, each priced as the plan after it.
 
 A move changes an op on two devices, the bytes that these enter into exchanges, and their memory. So many moves are
 priced in one call, from the sums of the plan.
@@ -27,16 +27,20 @@ from shardcore.step.traffic import row_in, shared_on_units
 from shardcore.tables.host_rows import in_one_cache
 
 BEST, OF_TABLE = 20, 3
-"""Moves that are kept: the best of all, and the best of each table."""
+"""Number of moves that are kept: of all tables, and of each table."""
 _WORK = 1 << 25
-"""Most numbers of traffic that pricing looks at, as far as each shard has OF_TABLE devices to move to."""
+"""Entries of arrays of traffic over all moves, about. More moves are priced only if a shard had less than OF_TABLE."""
 _AT_ONCE = 1 << 21
-"""Numbers of traffic that one call prices."""
+"""Entries of the array of traffic of one call."""
 
 
 @dataclass(frozen=True)
 class Changed:
-    """A device after a move. busy_ms: its compute and exchanges, without waiting and ids."""
+    """A device after a move.
+
+    busy_ms: compute and exchanges, without waiting and ids.
+    used_bytes: memory in its largest phase.
+    """
 
     device: int
     busy_ms: float
@@ -47,12 +51,12 @@ class Changed:
 class Move:
     """A move of one shard, priced.
 
-    shard: what moves.
-    devices: the one it leaves, and the one it moves to.
-    total_ms: the step after the move.
-    refused: reason why the plan does not fit then. "": it fits.
-    changed: these two devices, and the one that is ready last then.
-    last: the latter's number.
+    shard: the shard.
+    devices: number of the device before the move, and after it.
+    total_ms: time of the step after the move.
+    refused: reason why the plan after the move does not fit. "": it fits.
+    changed: the two devices, and the device that is ready last after the move.
+    last: number of the device that is ready last after the move.
     """
 
     shard: Shard
@@ -65,12 +69,12 @@ class Move:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """What moves of single shards do.
+    """Priced moves of single shards of a plan.
 
     best: moves that fit, the cheapest first.
     of_table: moves of each table: those that fit first, then the cheapest.
     stays: reasons why tables with shards of one device may not move.
-    heaviest: table of the shard that takes most compute of the device that is ready last, and these ms. None: no
+    heaviest: on the device that is ready last, the table of the shard that takes most compute, and its ms. None: no
       shard is on that device alone.
     """
 
@@ -83,7 +87,7 @@ class WhatIf:
 def what_if(priced: PricedPlan, problem: Problem, model: CostModel) -> WhatIf:
     """The best moves of single shards of a plan.
 
-    Of very large plans, a shard's moves to the devices that are ready first are looked at.
+    In very large plans, only moves to the devices that are ready first are priced.
 
     problem: with the plan's towers, if it has some (decisions.towers.as_planned).
     model: what prices the plan.
@@ -91,13 +95,14 @@ def what_if(priced: PricedPlan, problem: Problem, model: CostModel) -> WhatIf:
     plan = _PlanSums.of(priced, problem, model)
     stays = {s.table.name: why for s in plan.shards if (why := _stays(s.table, problem))}
     moves = plan.moves([i for i, s in enumerate(plan.shards) if s.table.name not in stays])
-    total_ms = np.concatenate([plan.after(some).total_ms for some in plan.parts(moves)] or [np.zeros(0)])
-    order = np.lexsort((total_ms, plan.excess(moves).max(1) > 0)).tolist()
+    # [K, 2] whether a move does not fit, then its ms.
+    keys = [(plan.excess(part).max(1) > 0, plan.after(part).total_ms) for part in plan.parts(moves)]
+    order = np.lexsort(np.hstack(keys)[::-1]).tolist() if keys else []
     of_table: dict[str, list[int]] = defaultdict(list)
     for k in order:
         of_table[plan.shards[moves[k, 0]].table.name].append(k)
     kept = sorted({*order[:BEST], *(k for ks in of_table.values() for k in ks[:OF_TABLE])})
-    known = dict(zip(kept, plan.described(moves[kept]), strict=True))
+    known = dict(zip(kept, plan.priced_moves(moves[kept]), strict=True))
     return WhatIf(
         tuple(known[k] for k in order[:BEST] if not known[k].refused),
         {name: tuple(known[k] for k in ks[:OF_TABLE]) for name, ks in of_table.items()},
@@ -107,11 +112,13 @@ def what_if(priced: PricedPlan, problem: Problem, model: CostModel) -> WhatIf:
 
 
 def _stays(table: Table, problem: Problem) -> str:
-    """The reason why no shard of a table may move alone, or what it does is not known. "": it may."""
+    """Reason why no shard of a table may move alone, or why its moves cannot be priced. "": it may move."""
     others = [name for name in problem.bundle_of.get(table.name, ()) if name != table.name]
     if others:
         return f"it needs to stay together with {others[0]} (constraints.together)"
-    return "some of its rows are not in device memory" if table.in_host_memory else ""
+    # A codec may refuse the columns that are left on a device (lower.require_plan).
+    codecs = "the job's codecs carry only some columns of a device" if problem.codecs_fail else ""
+    return "some of its rows are not in device memory" if table.in_host_memory else codecs
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,10 +135,17 @@ class _After:
 class _PlanSums:
     """A plan as sums over its shards, of which a move changes few.
 
-    shards: [N] of one device. at: [N] their devices. run: [N] their runs, by number.
-    codes: [N, F] encodings. sums, counts: [runs, D, F] and [runs, D] of each device's ops of them.
+    shards: [N] shards of one device, by runs.
+    at: [N] devices of the shards.
+    run: [N] numbers of the shards' runs.
+    codes: [N, F] encodings of the shards.
+    sums: [runs, D, F] summed encodings of the devices' ops.
+    counts: [runs, D] shards in the devices' ops.
     entering: [N, L C] bytes that a shard enters into each row of traffic.
-    columns: [N, P] bytes of a shard in each phase. memory: [D, P] of the plan.
+    columns: [N, P] bytes of a shard in each phase.
+    memory: [D, P] bytes of the devices in each phase.
+    limits: [D, P] bytes that a device may have.
+    phases: number of the first columns of P that are bytes. Others are limits of ops.
     """
 
     priced: PricedPlan
@@ -155,7 +169,7 @@ class _PlanSums:
         account = account_of(placements, problem)
         runs = [run for run in account.runs if run.name == WHOLE_ROWS.name]
         held = [(run_of(p.kind, p.shard.table), p) for p in placements]
-        held = [(runs.index(run), p) for run, p in held if run in runs]
+        held = sorted(((runs.index(run), p) for run, p in held if run in runs), key=lambda x: x[0])
         shards = tuple(p.shard for _, p in held)
         run, at = (
             np.array([r for r, _ in held], dtype=int),
@@ -171,11 +185,15 @@ class _PlanSums:
         memory = account.base + account.loads(placements)
         # What caches round up stays, as their tables do.
         memory[:, : account.phases] += (work.memory_bytes - memory[:, : account.phases].max(1))[:, None]
-        batch = [of.batch(problem) for of in runs]
-        codes = [model.encode([s], batch[r])[0] for s, r in zip(shards, run, strict=True)]
+        codes = np.concatenate(
+            [
+                model.encode([p.shard for i, p in held if i == r], of.batch(problem))
+                for r, of in enumerate(runs)
+            ]
+            or [np.zeros((0, 1))]
+        )
         n_runs, n = max(len(runs), 1), len(problem.topology)
-        width = len(codes[0]) if codes else 1
-        sums, counts = np.zeros((n_runs, n, width)), np.zeros((n_runs, n), dtype=int)
+        sums, counts = np.zeros((n_runs, n, codes.shape[1])), np.zeros((n_runs, n), dtype=int)
         np.add.at(counts, (run, at), 1)
         for device, ops in enumerate(work.ops):
             for op in ops:
@@ -190,7 +208,7 @@ class _PlanSums:
             shards,
             at,
             run,
-            np.array(codes).reshape(-1, width),
+            codes,
             sums,
             counts,
             entering,
@@ -203,9 +221,11 @@ class _PlanSums:
         )
 
     def moves(self, free: list[int]) -> np.ndarray:
-        """[K, 2] a shard and a device that it may move to, but not one with other columns of its table.
+        """[K, 2] numbers of a shard and of a device that it may move to.
 
-        These would merge. free: numbers of shards that may move.
+        A device with other columns of the table is none: the two shards would become one.
+
+        free: numbers of shards that may move.
         """
         n, cost = len(self.problem.topology), self.priced.cost
         most = max(OF_TABLE, _WORK // max(1, len(free) * n * len(self.priced.workload.traffic)))
@@ -221,7 +241,7 @@ class _PlanSums:
         return np.array(moves, dtype=int).reshape(-1, 2)
 
     def parts(self, moves: np.ndarray) -> Iterator[np.ndarray]:
-        """The moves, as many at once as one call prices."""
+        """Moves in parts that are small enough for one call."""
         at_once = max(1, _AT_ONCE // (len(self.problem.topology) * len(self.priced.workload.traffic)))
         for k in range(0, len(moves), at_once):
             yield moves[k : k + at_once]
@@ -265,8 +285,8 @@ class _PlanSums:
             excess[k, device] = (self.memory[device] + sign * columns - self.limits[device]).max(1)
         return excess
 
-    def described(self, moves: np.ndarray) -> Iterator[Move]:
-        """Moves [K, 2] as a page shows them."""
+    def priced_moves(self, moves: np.ndarray) -> Iterator[Move]:
+        """Moves [K, 2] with all that a page shows."""
         used, free_bytes = self.memory[:, : self.phases], self.limits[:, 0]
         for part in self.parts(moves):
             after, excess = self.after(part), self.excess(part)
@@ -293,7 +313,9 @@ class _PlanSums:
     def heaviest(self) -> tuple[str, float] | None:
         """See WhatIf."""
         ready = np.array(self.priced.cost.compute_ms) + self.priced.cost.backward_comm_ms
-        own = np.flatnonzero(self.at == ready.argmax())
+        # The encoding of a cached table depends on those that share its cache.
+        cached = np.array([s.table.in_host_memory for s in self.shards], dtype=bool)
+        own = np.flatnonzero((self.at == ready.argmax()) & ~cached)
         if not len(own):
             return None
         sums, counts, at = (

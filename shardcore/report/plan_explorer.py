@@ -125,13 +125,14 @@ def explorer(now: Version, problem: Problem, before: Version | None = None) -> s
 
 
 def _what_if_form(known: WhatIf) -> str:
-    if not known.of_table:
+    if not (known.of_table or known.stays):
         return '<p class="note">No table of this plan is on one device alone and may move.</p>'
     return "\n".join(
         [
             '<section id="what-if"><h2>What if one table moved?</h2>',
-            '<p class="note">Choose a move here, or a table below: click its row, or press Enter on it. The '
-            f"best {len(known.best)} that fit and up to {OF_TABLE} of each table are priced as plans are.</p>",
+            f'<p class="note">Of all moves, {len(known.best) or "none"} that fit are listed, the best first. For up to '
+            f"{OF_TABLE} moves of a table choose it below: click its row, or press Enter on it. Each move is priced as "
+            "the plan after it.</p>",
             '<div class="tools"><b id="what-if-table"></b><select id="what-if-move" aria-label="move"></select>'
             '<button id="what-if-back" type="button">the best moves</button></div>',
             '<p id="what-if-says" aria-live="polite"></p><table><thead><tr><th></th>'
@@ -157,7 +158,9 @@ def _data(now: Version, problem: Problem, before: Version | None) -> dict[str, A
         "devices": _devices(now, problem),
         "bottleneck": _last(now),
         "total_ms": now.cost.total_ms,
-        "what_if": _what_if_data(now.what_if, problem) if now.what_if and now.what_if.of_table else None,
+        "what_if": _what_if_data(now.what_if, problem)
+        if now.what_if and (now.what_if.of_table or now.what_if.stays)
+        else None,
         "before": before and {"version": before.name, "devices": _devices(before, problem)},
         "tables": [
             {

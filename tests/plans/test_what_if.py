@@ -83,6 +83,7 @@ def require_priced(moves, plan, problem, model) -> None:
                 and abs(x.used_bytes - used[x.device]) <= 1
             )
         last = int(np.argmax(np.array(cost.compute_ms) + cost.backward_comm_ms))
+        assert move.last == last
         assert [x.device for x in move.changed] == [*dict.fromkeys((*move.devices, last))]
         assert bool(move.refused) == (not fits(after.plan, problem))
 

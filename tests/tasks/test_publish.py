@@ -1,6 +1,8 @@
 """Provenance of published plans."""
 
+import os
 import shutil
+import signal
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,9 +27,10 @@ from shardcore.cost.profile import load_profile
 from shardcore.io import dataset, files
 from shardcore.plans import store
 from shardcore.plans.publisher import PublishConfig
+from shardcore.report import plan_page
 from shardcore.search import DEFAULT_SHARDER
 from shardcore.step.lower import lower
-from tasks import publish_claim
+from tasks import owned, publish_claim
 from tasks.pricing import Pricing
 from tasks.promote import PromoteConfig, promote_model
 from tasks.publish import _provenance, publish_first, publish_plans
@@ -132,13 +135,15 @@ def publish(*problems, hardware=SETTING.hardware, algorithm="anneal", processes=
 
 
 @pytest.mark.long
-def test_problems_are_published_side_by_side_with_the_plans_of_one_after_another(mixed_champion):
-    """One of them fits nowhere."""
+def test_problems_are_published_side_by_side_with_the_plans_of_one_after_another(mixed_champion, monkeypatch):
+    """One of them fits nowhere. Of an owned run, as `flows.publish` is one, the guardian ends the processes."""
     one, other, full = (of_precisions(name, "fp32") for name in ("one", "other", "full"))
     other = replace(other, tables=other.tables[:2])
     full = replace(full, topology=Topology((Device(1),) * 2))
     plans = []
-    for processes in (1, 2):
+    for processes, run in ((1, None), (2, None), (2, str(mixed_champion))):
+        if run:
+            monkeypatch.setenv(owned.RUN, run)
         with pytest.raises(
             ShardCoreError, match="1 of 3 problems have no new plan: full.json: .*does not fit"
         ):
@@ -146,7 +151,23 @@ def test_problems_are_published_side_by_side_with_the_plans_of_one_after_another
         plans.append({name: store.read_plan("plans", name)[0] for name in ("one", "other")})
         assert store.names("plans") == ["one", "other"]
         shutil.rmtree("plans")
-    assert plans[0] == plans[1]
+    assert plans[0] == plans[1] == plans[2]
+
+
+def killed(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.long
+def test_a_killed_process_is_named_with_what_to_do(mixed_champion, monkeypatch):
+    monkeypatch.setattr(plan_page, "page", killed)
+    problems = [of_precisions(name, "fp32") for name in ("one", "other")]
+    with pytest.raises(
+        ShardCoreError,
+        match="2 of 2 problems .* one.json: a process .* was killed.*; lower publish.processes",
+    ):
+        publish(*problems, processes=2)
+    assert store.names("plans") == []
 
 
 def test_problems_of_one_precision_and_of_several_are_published_under_one_champion(mixed_champion):

@@ -192,12 +192,10 @@ def shown(names: Iterable[str]) -> str:
 
 def _remedy(problem: Problem, planned_share: float | None) -> str:
     """The least memory per device, or number of devices, that has to be added, and what else would do."""
-    share = planned_share or 0.0
     # A default reserve is a share of the memory, so it grows with more memory.
-    if problem.constraints.reserved_bytes == default_reserve(problem.topology.devices) > 0:
-        share = DEFAULT_RESERVE
-    more = _more_bytes(problem)
-    remedies = [f"{_enough(math.ceil(more / (1 - share)) + (share > 0))} more per device"]
+    grows = problem.constraints.reserved_bytes == default_reserve(problem.topology.devices) > 0
+    share = DEFAULT_RESERVE if grows else planned_share or 0.0
+    remedies = [f"{_enough(math.ceil(_more_bytes(problem) / (1 - share)) + (share > 0))} more per device"]
     remedies += _more_devices(problem, planned_share is not None)
     # Would it fit without constraints? (Towers are pins, too, so their ratio goes with them.)
     kept = Constraints(problem.constraints.reserved_bytes, problem.constraints.unsplit)
@@ -216,13 +214,13 @@ def _remedy(problem: Problem, planned_share: float | None) -> str:
 
 
 def _fits(problem: Problem) -> bool:
-    # Each weight is somewhere, in every plan. Where not even weights fit, nothing is packed, which is quick to tell.
-    plan, lacks = (
-        roomiest(problem, quick=True)
-        if sum(t.bytes for t in problem.tables if not t.in_host_memory)
-        <= sum(max(0, n) for n in held_bytes(problem))
-        else (None, 0)
-    )
+    on_devices, may_hold = [t for t in problem.tables if not t.in_host_memory], held_bytes(problem)
+    # Quick to tell: each weight is on some device, and all of a table that stays whole is on one.
+    if sum(t.bytes for t in on_devices) > sum(max(0, n) for n in may_hold) or any(
+        t.bytes > max(may_hold) for t in on_devices if t.name in problem.whole
+    ):
+        return False
+    plan, lacks = roomiest(problem, quick=True)
     return plan is not None and lacks <= 0
 
 
@@ -250,8 +248,7 @@ def _more_devices(problem: Problem, grows: bool) -> list[str]:
 
     grows: whether further devices keep the local batch and come in whole hosts.
     """
-    topology, batch = problem.topology, problem.global_batch
-    devices = topology.devices
+    topology, devices = problem.topology, problem.topology.devices
     each = len(devices) // len(topology.hosts) if grows else 1
     largest = max(devices, key=lambda d: d.memory_bytes)
 
@@ -261,25 +258,25 @@ def _more_devices(problem: Problem, grows: bool) -> list[str]:
             f"more-{i // each}" if grows and len(topology.hosts) > 1 else devices[-1].host for i in range(n)
         )
         every = (*devices, *(replace(largest, host=name) for name in names))
-        local = problem.local_batch if grows else batch // len(every)
+        local = problem.local_batch if grows else problem.global_batch // len(every)
         return replace(problem, topology=topology.of_devices(every), global_batch=local * len(every))
 
     # Tries of a large problem take long.
-    most = min(MOST_DEVICES, LARGE // len(problem.tables) - len(devices), batch - len(devices))
-    # No number of devices helps a table that stays whole and is larger than each.
-    whole = (t.bytes for t in problem.tables if t.name in problem.whole and not t.in_host_memory)
+    most = min(MOST_DEVICES, LARGE // len(problem.tables) - len(devices), problem.global_batch - len(devices))
     # Each number about 10% larger than the one before.
-    numbers = sorted(
-        {each * round(1.1**k) for k in range(60 * (max(whole, default=0) <= largest.memory_bytes))}
-    )
+    numbers = sorted({each * round(1.1**k) for k in range(60)})
     found = next((n for n in numbers if n <= most and _fits(with_more(n))), None)
     if found is None:
         return []
     words = f"{found} more device{'s' * (found > 1)} like the largest"
-    if grows or batch % (len(devices) + found) == 0:
+    if grows or problem.global_batch % (len(devices) + found) == 0:
         return [words]
     words += f" at a batch of {with_more(found).global_batch:,}, which they divide"
-    even = (n for n in range(found, most + 1) if batch % (len(devices) + n) == 0 and _fits(with_more(n)))
+    even = (
+        n
+        for n in range(found, most + 1)
+        if problem.global_batch % (len(devices) + n) == 0 and _fits(with_more(n))
+    )
     return [words, *(f"{n} at this batch" for n in islice(even, 1))]
 
 

@@ -162,3 +162,14 @@ def test_devices_that_lack_memory_together_are_not_packed_for_a_refusal(monkeypa
     with pytest.raises(Infeasible, match="It would fit with .* more per device"):
         fitting(problem_of(TABLES, [80, 80]))
     assert set(tried) == {2}
+
+
+def test_a_remedy_by_replicas_is_found_where_all_outputs_do_not_fit_together():
+    """Of few rows and large outputs, copies take less than shards, whose outputs are of the global batch."""
+    tables = tuple(Table(f"t{i}", 50, 64, 5.0) for i in range(4))
+    kinds = tuple((t.name, ("column",)) for t in tables)
+    problem = Problem(
+        "p", tables, Topology((Device(3 << 20),) * 4), 4096, constraints=Constraints(kinds=kinds)
+    )
+    with pytest.raises(Infeasible, match="or without constraints.kinds"):
+        fitting(problem)
