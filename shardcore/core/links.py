@@ -181,5 +181,5 @@ def host_names(n_devices: int, hosts: int, pods: int = 1) -> list[str]:
 
 def joins(units: np.ndarray) -> list[bool]:
     """[K] True if a level joins devices that no inner level joins. units: [K, n]."""
-    parts = [units.shape[1], *(len(np.unique(of)) for of in units)]
+    parts = [units.shape[1], *(len(set(of)) for of in units.tolist())]
     return [outer < inner for inner, outer in itertools.pairwise(parts)]

@@ -79,8 +79,18 @@ def evaluate(
         }
         for percent in COVERAGES:
             metrics[f"compute_coverage_{percent}"] = coverage(*model.interval(sums, percent / 100), measured)
-    if (of_each := collective_fit.all_to_all_errors(model.weights, comm)).size:
-        metrics |= _mean_error("all_to_all", of_each)
+    # Of each all-to-all, the mean of both ways.
+    of_each = [
+        np.mean(
+            [
+                mape(*collective_fit.predicted(model.weights, [s], way))
+                for way in collective_fit.ALL_TO_ALL.row.ways
+            ]
+        )
+        for s in collective_fit.samples_of(comm, collective_fit.ALL_TO_ALL.collective, "fp32")
+    ]
+    if of_each:
+        metrics |= _mean_error("all_to_all", np.array(of_each))
     return metrics | collective_fit.errors(model.weights, comm) | collective_fit.counts(comm)
 
 

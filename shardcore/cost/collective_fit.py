@@ -64,7 +64,7 @@ def fit(samples: Sequence[CollectiveSample], lent: Sequence[CollectiveSample] = 
     kinds: list[tuple[str, np.ndarray, np.ndarray, int, np.ndarray]] = []
     for (row, payload), group in itertools.product(_MEASURED, SCOPES):
         # Samples of one collective, payload and scope, which have separate rates.
-        known, theirs = (_samples_of(some, row.name, payload, group) for some in (samples, lent))
+        known, theirs = (samples_of(some, row.name, payload, group) for some in (samples, lent))
         # Ids with work before have the rates of other ids.
         for way in row.ways if len(known) + len(theirs) >= FEWEST_SAMPLES and not row.work else ():
             terms, measured = observed([*known, *theirs[:MOST_LENT]], way)
@@ -86,7 +86,7 @@ def fit(samples: Sequence[CollectiveSample], lent: Sequence[CollectiveSample] = 
     # Laws of own work need the rates of ids, so they are fitted last.
     works: dict[str, np.ndarray] = {}
     for row in COLLECTIVES.values():
-        works |= _fit_work(rates, row, _samples_of(samples, row.name, "fp32"))
+        works |= _fit_work(rates, row, samples_of(samples, row.name, "fp32"))
     # Ids without work before: their own work is the order alone.
     plain_ids = [s for s in samples if s.request.row.ids and not s.request.row.work]
     return rates | works | _fit_ordering(plain_ids)
@@ -210,11 +210,9 @@ def _measured_ms(sample: CollectiveSample, way: str) -> np.ndarray:
 
 
 def _counting(sample: CollectiveSample, way: str) -> list[int]:
-    """The ranks of a sample that count."""
-    if sample.request.hosts == 1:
-        return list(range(len(sample.request.widths)))
-    # The last rank: the step waits for it.
-    return [int(_measured_ms(sample, way).argmax())]
+    """The ranks of a sample that count. On several hosts the last one, as the step waits for it."""
+    ms = _measured_ms(sample, way)
+    return list(range(len(ms))) if sample.request.hosts == 1 else [int(ms.argmax())]
 
 
 def _sample_terms(sample: CollectiveSample, way: str) -> np.ndarray:
@@ -276,7 +274,7 @@ def errors(w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample]) -> 
     return {
         f"{_metric(row.name, way, payload)}_mape": mape(*predicted(w, of_kind, way))
         for row, payload in _MEASURED
-        if (of_kind := _samples_of(samples, row.name, payload))
+        if (of_kind := samples_of(samples, row.name, payload))
         for way in row.ways
     }
 
@@ -286,22 +284,12 @@ def counts(samples: Sequence[CollectiveSample]) -> dict[str, float]:
     return {
         f"n_{_metric(row.name, way, payload)}": float(len(of_kind))
         for row, payload in _MEASURED
-        if (of_kind := _samples_of(samples, row.name, payload))
+        if (of_kind := samples_of(samples, row.name, payload))
         for way in row.ways
     }
 
 
-def all_to_all_errors(w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample]) -> np.ndarray:
-    """[S] mean absolute error of both ways, in percent, of each FP32 all-to-all."""
-    return np.array(
-        [
-            np.mean([mape(*predicted(w, [sample], way)) for way in ALL_TO_ALL.row.ways])
-            for sample in _samples_of(samples, ALL_TO_ALL.collective, "fp32")
-        ]
-    )
-
-
-def _samples_of(
+def samples_of(
     samples: Sequence[CollectiveSample], collective: str, payload: str, group: str = WORLD
 ) -> list[CollectiveSample]:
     kind = (collective, payload, group)

@@ -126,29 +126,20 @@ def transfer_ms(terms: Terms, rates: np.ndarray) -> np.ndarray:
     return latency + reduce(np.maximum, levels)
 
 
-def collective_ms(
-    w: Mapping[str, np.ndarray],
-    channel: Channel,
-    owned_bytes: np.ndarray,
-    topology: Topology,
-    skew_ms: np.ndarray | float = 0.0,
-    payloads: Mapping[str, str] = FP32,
-) -> tuple[np.ndarray, np.ndarray]:
-    """[..., D] ms of a channel, forward and backward.
+ChannelRates = tuple[Mapping[str, np.ndarray], np.ndarray]
+"""Rates of a channel in a topology: [E] by way, and [K, n] units of the devices of a group.
 
-    skew_ms: skew of the start of the forward exchange. No backward rate depends on it.
-    payloads: by way.
-    0 where a group has nothing to run: no device owns bytes, or it has one device.
-    """
-    owned = np.asarray(owned_bytes, dtype=float)
-    forward, backward = np.zeros_like(owned), np.zeros_like(owned)
-    members = groups_of(channel.group, topology)
-    # A group of one device sends nothing, and a channel without bytes makes no call.
-    if members.shape[1] < 2 or not owned.any():
-        return forward, backward
-    # [K, n] of the first group. All groups of a channel have the same shape.
-    units = topology.units[:, members[0]]
-    rates = {
+Of the units, levels that no rates know are merged with those that some do.
+"""
+
+
+def channel_rates(
+    w: Mapping[str, np.ndarray], channel: Channel, topology: Topology, payloads: Mapping[str, str] = FP32
+) -> ChannelRates:
+    """Rates of a channel among groups of two or more devices. payloads: by way."""
+    # All groups of a channel have the same shape, so the first one's units stand for all.
+    units = topology.units[:, groups_of(channel.group, topology)[0]]
+    by_way = {
         # A factor in steps scales measured rates. A topology's links then replace them, without a factor.
         way: explicit_links(
             in_step(w, channel, way) * rates_of(w, channel, way, payloads[way]),
@@ -158,18 +149,40 @@ def collective_ms(
         )
         for way in channel.row.ways
     }
+    return by_way, _counted(units, np.stack(list(by_way.values())))
+
+
+def collective_ms(
+    w: Mapping[str, np.ndarray],
+    channel: Channel,
+    owned_bytes: np.ndarray,
+    topology: Topology,
+    skew_ms: np.ndarray | float = 0.0,
+    rates: Callable[[], ChannelRates] | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """[..., D] ms of a channel, forward and backward.
+
+    skew_ms: skew of the start of the forward exchange. No backward rate depends on it.
+    rates: the channel's. None: those of FP32 payloads.
+    0 where a group has nothing to run: no device owns bytes, or it has one device.
+    """
+    owned = np.asarray(owned_bytes, dtype=float)
+    forward, backward = np.zeros_like(owned), np.zeros_like(owned)
+    members = groups_of(channel.group, topology)
+    # A group of one device sends nothing, and a channel without bytes makes no call.
+    if members.shape[1] < 2 or not owned.any():
+        return forward, backward
+    by_way, units = rates() if rates else channel_rates(w, channel, topology)
     # [..., G, n]: price all groups of the channel at once.
     grouped = owned[..., members]
-    skew = np.asarray(skew_ms, dtype=float)[..., None]
-    # Levels that no rates know are merged with those that some do, for both directions together.
-    terms = exchange_terms(channel, grouped, _counted(units, np.stack(list(rates.values()))), skew)
+    terms = exchange_terms(channel, grouped, units, np.asarray(skew_ms, dtype=float)[..., None])
     # If any device of a group owns bytes, all take part. Of dense gradients: owners only.
     all_run = np.broadcast_to((grouped > 0).any(-1, keepdims=True), grouped.shape)
     runs = grouped > 0 if channel.row.dense else all_run
     for ms, way in ((forward, "forward"), (backward, "backward")):
-        if way in rates:
+        if way in by_way:
             # Devices that take no part spend no time in this channel.
-            ms[..., members] = np.where(runs, transfer_ms(terms, rates[way]), 0.0)
+            ms[..., members] = np.where(runs, transfer_ms(terms, by_way[way]), 0.0)
     if channel.row.ids:
         # Rates of measured links include the time to put ids in order. Given links do not.
         given = topology.slowest

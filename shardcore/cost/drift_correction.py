@@ -141,7 +141,11 @@ def _drift(timed: Sequence[ComputeSample]) -> np.ndarray:
 
 def _residual(timed: Sequence[ComputeSample], trusted: np.ndarray) -> np.ndarray:
     """[S] log of measured / predicted, for a linear law of the drivers. The trusted median is 0."""
-    terms, measured = features.launch_and_drivers(timed), features.measured_ms(timed).sum(1)
+    # An op's drivers are sums over its shards, so one row stands for the op.
+    drivers = [features.features(s.request.shards, s.request.batch)[0].sum(0) for s in timed]
+    # 1 for the launch, then the drivers, [S, K + 1].
+    terms = np.concatenate([np.ones((len(timed), 1)), np.stack(drivers)], 1)
+    measured = features.measured_ms(timed).sum(1)
     # The law is fitted without the test split, and predicts it too.
     law = fit_law(terms[trusted], measured[trusted])
     residual = np.log(measured / np.maximum(terms @ law, 1e-9))

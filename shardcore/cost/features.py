@@ -134,13 +134,6 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
     return columns[:, : len(DRIVERS)], columns[:, len(DRIVERS) :]
 
 
-def launch_and_drivers(samples: Sequence[ComputeSample]) -> np.ndarray:
-    """[S, K + 1] terms of a linear law of ops: 1 for the launch, and the op's drivers."""
-    # An op's drivers are sums over its shards, so one row stands for the op.
-    drivers = [features(s.request.shards, s.request.batch)[0].sum(0) for s in samples]
-    return np.concatenate([np.ones((len(samples), 1)), np.stack(drivers)], 1)
-
-
 def measured_ms(samples: Sequence[ComputeSample]) -> np.ndarray:
     """[S, 2] measured ms, forward and backward, of samples without an error."""
     medians = [[part.median_ms for part in (s.forward, s.backward) if part] for s in samples]

@@ -9,7 +9,7 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -185,9 +185,12 @@ class NeuralModel(Law):
         A collective that was not measured is priced with the all-to-all's rates.
         Raises ShardCoreError if all-to-alls were not measured and the topology states no links.
         """
-        measured = collective_model.is_measured(self.weights, collective_model.ALL_TO_ALL)
         # One device exchanges nothing, so it needs no measured exchanges.
-        if len(topology) > 1 and not measured and not topology.link(first := next(iter(LEVELS))).gbps:
+        if (
+            len(topology) > 1
+            and not collective_model.is_measured(self.weights, collective_model.ALL_TO_ALL)
+            and not topology.link(first := next(iter(LEVELS))).gbps
+        ):
             raise ShardCoreError(
                 f"the cost model for ({self.setting}) has no measured exchanges: give the topology's links (of level "
                 f"{first!r}, and of others that it has), or measure exchanges and train again"
@@ -197,7 +200,7 @@ class NeuralModel(Law):
 
     def _transfers(self, topology: Topology) -> Transfers:
         return lambda channel, sent_bytes, skew_ms: collective_model.collective_ms(
-            self.weights, channel, sent_bytes, topology, skew_ms, self.setting.payloads
+            self.weights, channel, sent_bytes, topology, skew_ms, partial(_rates, self, channel, topology)
         )
 
     def collectives(
@@ -205,6 +208,12 @@ class NeuralModel(Law):
     ) -> dict[Channel, tuple[np.ndarray, np.ndarray]]:
         """Transfers of each channel. See step_comm.channels_ms."""
         return channels_ms(self._transfers(topology), traffic, compute_ms)
+
+
+@lru_cache(maxsize=256)
+def _rates(model: NeuralModel, channel: Channel, topology: Topology) -> collective_model.ChannelRates:
+    """Rates of a channel. Kept, as searches price thousands of plans of a problem."""
+    return collective_model.channel_rates(model.weights, channel, topology, model.setting.payloads)
 
 
 def _with_lookups(shard: Shard, pooling: float) -> Shard:

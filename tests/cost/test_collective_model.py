@@ -225,8 +225,11 @@ def test_links_that_are_all_as_busy_may_take_longer_and_start_ahead():
     # Of 6 bytes that leave a host, 3 share links with those of a third host.
     assert even == pytest.approx([6 * 0.8 + 3 * 0.2 - 1.5] * 3)
     assert uneven == pytest.approx([6 * 0.8 + 1 * 0.2 - 1.5] * 3) and few.tolist() == [0.0] * 3
+    of_fp16 = collective_model.channel_rates(
+        laws, ALL_TO_ALL, hosts, dict.fromkeys(("forward", "backward"), "fp16")
+    )
     halved, _ = collective_model.collective_ms(
-        laws, ALL_TO_ALL, np.array([9.0] * 3), hosts, payloads={"forward": "fp16", "backward": "fp16"}
+        laws, ALL_TO_ALL, np.array([9.0] * 3), hosts, rates=lambda: of_fp16
     )
     assert halved == pytest.approx([(6 * 0.8 + 3 * 0.2) / 2 - 1.5] * 3)  # half the bytes, the same head start
     two, _ = collective_model.collective_ms(laws, ALL_TO_ALL, np.array([8.0, 8.0]), on_hosts(1, 1))
