@@ -85,16 +85,13 @@ class AnalyticModel(Law):
         """
         # Ops of replicas run over the local batch, so callers may pass another one.
         batch = batch or self.setting.batch
-        drivers = np.ones((len(shards), 4))
-        if len(shards):
-            # Columns: a table, lookups, bytes gathered, bytes updated. The first stays 1.
-            row_bytes = np.array([s.width * PRECISION_BYTES[s.table.precision] for s in shards], dtype=float)
-            looked_up = np.array([s.table.looked_up for s in shards], dtype=float)
-            # A shard of a row range only sees the lookups of its rows.
-            lookups = batch * looked_up * np.array([access_share(s) for s in shards], dtype=float)
-            updated_bytes = unique_rows_of(shards, batch) * row_bytes
-            drivers[:, 1:] = np.stack([lookups, lookups * row_bytes, updated_bytes], 1)
-        return round_encodings(drivers)
+        row_bytes = np.array([s.width * PRECISION_BYTES[s.table.precision] for s in shards], dtype=float)
+        # A shard of a row range only sees the lookups of its rows.
+        lookups = batch * np.array([s.table.looked_up * access_share(s) for s in shards], dtype=float)
+        updated_bytes = unique_rows_of(shards, batch) * row_bytes
+        return round_encodings(
+            np.stack([np.ones(len(shards)), lookups, lookups * row_bytes, updated_bytes], 1)
+        )
 
     def head(self, sums: np.ndarray) -> np.ndarray:
         """[G] ms of ops from summed encodings [G, 4]; 0 for an empty op.

@@ -285,16 +285,19 @@ def at_confidence(model: CostModel, confidence: float | None) -> CostModel:
 
 def group_costs(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int | None = None) -> np.ndarray:
     """[G] ms of groups of shards, each run as one fused op. 0 for an empty group."""
-    flat = [s for g in groups for s in g]
-    if not flat:
+    if not any(groups):
         return np.zeros(len(groups))
-    codes = model.encode(flat, batch)
-    # Sum encodings by group: the model encodes all shards in one call.
-    sums = np.zeros((len(groups), codes.shape[1]))
-    np.add.at(sums, np.repeat(np.arange(len(groups)), [len(g) for g in groups]), codes)
-    costs = np.asarray(model.head(sums), dtype=float)
+    costs = np.asarray(model.head(group_sums(groups, model, batch)), dtype=float)
     # An empty group has no op, so no launch.
     return np.where([len(g) > 0 for g in groups], costs, 0.0)
+
+
+def group_sums(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int | None = None) -> np.ndarray:
+    """[G, F] summed encodings of groups of shards, one of which is not empty. All are encoded in one call."""
+    codes = model.encode([s for g in groups for s in g], batch)
+    sums = np.zeros((len(groups), codes.shape[1]))
+    np.add.at(sums, np.repeat(np.arange(len(groups)), [len(g) for g in groups]), codes)
+    return sums
 
 
 def exposed_input_ms(comm: CommCost, job: Job) -> np.ndarray:
@@ -371,16 +374,17 @@ def total_ms(workload: Workload, model: CostModel) -> float:
 def _predicted(workload: Workload, model: CostModel) -> PredictedCost:
     n_devices = len(workload.ops)
     forward, backward, link = np.zeros((3, n_devices))
-    # Devices that run the same shards share an Op. It is priced once.
-    priced: dict[int, tuple[float, float, float]] = {}
+    # Devices that run the same shards share an Op. It is priced once, and all of a batch in one call.
+    ops_by_id = {id(op): op for ops in workload.ops for op in ops}
+    priced = dict[int, list[float]]()
+    for batch in dict.fromkeys(op.batch for op in ops_by_id.values()):
+        some = {i: in_one_cache(op.shards, batch) for i, op in ops_by_id.items() if op.batch == batch}
+        sums = group_sums([*some.values()], model, batch)
+        # Of each op: ms, the share of forward in it (the rest is backward), and ms on slower links.
+        parts = np.stack([model.head(sums), model.forward_share(sums), model.link_ms(sums)], 1)
+        priced |= zip(some, parts.tolist(), strict=True)
     for device, ops in enumerate(workload.ops):
         for op in ops:
-            if id(op) not in priced:
-                # Encodings add up over the shards of an op.
-                sums = model.encode(in_one_cache(op.shards, op.batch), op.batch).sum(0, keepdims=True)
-                # The op's forward part; the rest is backward.
-                share = float(model.forward_share(sums)[0])
-                priced[id(op)] = float(model.head(sums)[0]), share, float(model.link_ms(sums)[0])
             op_ms, share, link_ms = priced[id(op)]
             # Speed scales compute, not communication.
             speed = workload.topology.devices[device].speed

@@ -99,13 +99,13 @@ class Meter:
         counted, left = self.evals - before, max(0, self.budget.evals - self.evals)
         return (self.seconds() - began_s) * left / counted if counted >= _KNOWN * self.budget.evals else None
 
-    def report(self, phase: str, best_ms: float | None = None) -> None:
+    def report(self, phase: str, best_ms: float = math.inf) -> None:
         """Report progress to whoever listens (see shardcore.core.progress).
 
         phase: present work, in a few words.
-        best_ms: cost of the best plan so far.
+        best_ms: cost of the best plan so far, infinite before the first.
         """
-        progress.report(phase, best_ms, self.left_s())
+        progress.report(phase, best_ms if best_ms < math.inf else None, self.left_s())
 
     @contextmanager
     def enforced(self, spare_s: float = 0.0) -> Iterator[None]:

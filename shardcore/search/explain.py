@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
@@ -189,6 +190,15 @@ def explain(
     fullest = int(np.argmax(np.where(may_hold > 0, workload.memory_bytes / np.maximum(may_hold, 1), 0.0)))
     limits = [f"{budget.evals:,} evaluations"] if budget.evals else []
     limits += [f"{budget.seconds:g} s"] if budget.seconds else []
+    # The plan with all of a table where its widest part is, for each table in parts.
+    uncut = {
+        name: (
+            *(p for p in plan.placements if p.shard.table.name != name),
+            replace(max(parts, key=lambda p: p.shard.width), shard=Shard.whole(parts[0].shard.table)),
+        )
+        for name, parts in plan.by_table().items()
+        if len(parts) > 1 and problem.may_run(layout_of(parts[0].kind), parts[0].shard.table)
+    }
     return Explanation(
         algorithm=algorithm,
         total_ms=cost.total_ms,
@@ -208,28 +218,14 @@ def explain(
         bound=bound(problem, model),
         baselines=tuple(baselines),
         changes=tuple(changes),
-        cuts_ms=_cuts_ms(priced, problem, model),
+        # Memory does not count.
+        cuts_ms={
+            name: total_ms(lower(Plan(whole), problem, fits=False), model) - cost.total_ms
+            for name, whole in islice(uncut.items(), _MOST_CUTS)
+        },
         searched=f"{searcher}, seed {seed}, {' or '.join(limits) or 'no limit'} each",
         towers=tower_traffic(plan, problem),
     )
-
-
-def _cuts_ms(priced: PricedPlan, problem: Problem, model: CostModel) -> dict[str, float]:
-    """See Explanation.cuts_ms. Of the first _MOST_CUTS tables in parts. Memory does not count."""
-    plans = {
-        name: Plan(
-            (
-                *(p for p in priced.plan.placements if p.shard.table.name != name),
-                replace(max(parts, key=lambda p: p.shard.width), shard=Shard.whole(parts[0].shard.table)),
-            )
-        )
-        for name, parts in priced.plan.by_table().items()
-        if len(parts) > 1 and problem.may_run(layout_of(parts[0].kind), parts[0].shard.table)
-    }
-    return {
-        name: total_ms(lower(plan, problem, fits=False), model) - priced.cost.total_ms
-        for name, plan in [*plans.items()][:_MOST_CUTS]
-    }
 
 
 def _shards(workload: Workload, device: int, model: CostModel) -> tuple[ShardCost, ...]:

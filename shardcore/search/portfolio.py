@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 DEFAULT_EVALS = 1_000_000
 DEFAULT = Budget(evals=DEFAULT_EVALS)
 """The budget where none is given."""
+_BEAM = NeuroShardConfig()
 _HALVED, _HOT = 2, 0.5
 """The most tables in halves. Each costs more than this share of a host's mean load."""
 _GRIDS = tuple(layout for layout in LAYOUTS.values() if layout.divides_rows and layout.cuts_columns)
@@ -192,7 +193,7 @@ class _Anytime:
 
     def _add(self, name: str, other: Callable[[], Plan]) -> Plan | None:
         """Keep the plan of another search. None if it has none, or not in time."""
-        self.meter.report(name, self.best_ms if self.best else None)
+        self.meter.report(name, self.best_ms)
         with suppress(Infeasible, OutOfTime):
             with self.meter.enforced(self._keeping_s) if self.best else nullcontext():
                 plan = other()
@@ -202,8 +203,7 @@ class _Anytime:
     def _beam(self) -> Plan:
         # The beam counts its own evaluations, but keeps to the same seconds.
         meter = Meter(Budget(seconds=self.meter.budget.seconds), self.meter.started_s)
-        config = NeuroShardConfig()
-        return Beam(self.problem, self.model, GreedyGrid(config.caps), config, meter).plan()
+        return Beam(self.problem, self.model, GreedyGrid(_BEAM.caps), _BEAM, meter).plan()
 
     def _keep(self, placements: Sequence[Placement], found_by: str, ms: float = 0.0) -> None:
         """Keep a plan if it fits and is the cheapest so far.
@@ -226,6 +226,5 @@ class _Anytime:
 
 def _beam_evals(problem: Problem) -> float:
     """Trials of annealing that take about as long as the beam: passes × states × shards, on few devices."""
-    config = NeuroShardConfig()
-    states = 1 + 2 * config.candidates * (1 + config.beam * (config.steps - 1))
-    return len(config.caps) * states * len(problem.tables) * (1 + len(problem.topology) / 32)
+    states = 1 + 2 * _BEAM.candidates * (1 + _BEAM.beam * (_BEAM.steps - 1))
+    return len(_BEAM.caps) * states * len(problem.tables) * (1 + len(problem.topology) / 32)

@@ -43,19 +43,16 @@ _WORTH = 0.01
 class SearchSpace:
     """The moves that annealing may make in a problem.
 
-    problem, cache: the tables and their strips.
+    cache: the problem's tables, and their strips.
     fixed: what stays the same during a search, as arrays for the compiled code.
-    bytes: [R] estimated memory of a shard.
     shared_bytes: [Y, S] estimated memory of a strip on each device of a group.
     groups: [G] a kind and its devices, which may share whole tables.
     divided: [N] strips whose rows are always divided over all devices.
     runs: [X - K] runs that ids travel for, each with its exchange: of kinds, then of groups.
     """
 
-    problem: Problem
     cache: ShardCostCache
     fixed: SearchProblem
-    bytes: np.ndarray
     shared_bytes: np.ndarray
     groups: tuple[tuple[Layout, Group], ...]
     divided: np.ndarray
@@ -66,11 +63,6 @@ class SearchSpace:
         """[Y] layouts of the groups."""
         return tuple(dict.fromkeys(layout for layout, _ in self.groups))
 
-    @property
-    def is_large(self) -> bool:
-        """Large problems make the search selective."""
-        return is_large(self.cache)
-
     def pair(self, kind: str, devices: Group, table: Table) -> tuple[int, int]:
         """A table's strip, and the number of the group that shares it by a kind."""
         return self.cache.strip_by_name[table.name], self.groups.index((run_of(kind, table), devices))
@@ -79,7 +71,7 @@ class SearchSpace:
         """[N, 2] strips that groups share, and the divided strips that are not among them."""
         # A divided strip that `pairs` already give a group keeps that one.
         tables = [self.cache.table(s) for s in self.divided if s not in pairs[:, 0]]
-        ways = [required_division(table, self.problem) for table in tables]
+        ways = [required_division(table, self.cache.problem) for table in tables]
         always = [self.pair(way.kind, way.devices, way.shard.table) for way in ways]
         return np.concatenate([pairs, np.array(always, dtype=np.int64).reshape(-1, 2)])
 
@@ -104,7 +96,7 @@ class SearchSpace:
     @property
     def whole_bytes(self) -> np.ndarray:
         """[S] estimated bytes of each strip uncut."""
-        return self.bytes[self.fixed.shard[np.arange(len(self.fixed.size)), self.fixed.size]]
+        return self.cache.bytes[self.fixed.shard[np.arange(len(self.fixed.size)), self.fixed.size]]
 
     @property
     def choice(self) -> np.ndarray:
@@ -119,7 +111,7 @@ class SearchSpace:
         """Placements of held [S, D] units, and of the strips that groups share, group [S]."""
         strips, devices = np.nonzero(held)
         keys = list(zip(strips.tolist(), held[strips, devices].tolist(), strict=True))
-        placements = placed(self.cache.bundles(keys), devices.tolist(), self.problem)
+        placements = placed(self.cache.bundles(keys), devices.tolist(), self.cache.problem)
         for s in np.flatnonzero(group >= 0).tolist():
             layout, on = self.groups[group[s]]
             placements.append(Placement(layout.name, Shard.whole(self.cache.table(s)), on))
@@ -237,9 +229,7 @@ def search_space(
     shared_bytes = shared_sums[..., 0] + fixed.moments[0, -1, 2] * shared_sums[..., 1]
     shared_bytes += (shared_sums[..., 2:4] * multiples).sum(-1)
     divided = np.array([cache.strip_by_name[t.name] for t in by_rows], dtype=np.int64)
-    return SearchSpace(
-        problem, cache, fixed, cache.bytes, shared_bytes.astype(np.int64), groups, divided, id_runs
-    )
+    return SearchSpace(cache, fixed, shared_bytes.astype(np.int64), groups, divided, id_runs)
 
 
 def is_large(cache: ShardCostCache) -> bool:
@@ -392,7 +382,7 @@ def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
     codes = fixed.codes[fixed.shard[np.arange(len(fixed.size)), fixed.size]]
     copies, all_codes, size = fixed.shared_codes[y, may], codes.sum(0), fixed.shared_size[y, may]
     # Of evenly divided bytes, the busiest host sends what its devices send together.
-    host_share = n / len(space.problem.topology.hosts)
+    host_share = n / len(space.cache.problem.topology.hosts)
     byte_ms = (fixed.own + fixed.busiest + fixed.host_busiest * host_share) / n + fixed.total
     # A copy sends no outputs, so their exchange is saved.
     outputs_ms = byte_ms[fixed.kind[may]] * fixed.outputs[fixed.shard[may, fixed.size[may]]]

@@ -19,7 +19,7 @@ Shapes: S strips, D devices. Strips and units are defined in search/state/shard_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import count
@@ -66,6 +66,8 @@ _JOINED, _TRIALS_JOINED = 32, 2_000
 """Joins of parts, at most, and trials after each."""
 _STAGES, _STAGE = 24, 100
 """Stages of a cooling, at most, and the fewest trials of one. After each, the budget is checked."""
+_MOST_BYTES = 1 << 25
+"""Bytes of the plans of stages, at most, that wait to be priced together."""
 
 
 class Search:
@@ -193,12 +195,12 @@ class Search:
 
     def _note(self, starts: Iterable[Start]) -> None:
         """Let the next round improve starts."""
-        self._report("making plans to start from")
+        self.meter.report("making plans to start from", self.best_ms)
         # Only once there is a plan may the budget cut this short.
         with suppress(OutOfTime), self.meter.enforced() if self.best else nullcontext():
             for start in starts:
-                self._keep(start, start.state)
-                self._report("making plans to start from")
+                self._keep(start, [start.state])
+                self.meter.report("making plans to start from", self.best_ms)
                 self._waiting.append(start)
 
     def _cool(self, start: Start, trials: int, hot: float) -> None:
@@ -208,7 +210,7 @@ class Search:
         """
         # Compiled code cannot watch the clock, so it runs a stage at a time.
         n_stages = int(np.clip(trials // _STAGE, 1, _STAGES))
-        each, state = max(1, trials // n_stages), copy_of(start.state)
+        each, state, met = max(1, trials // n_stages), copy_of(start.state), list[State]()
         # Packed once, for it takes as long as hundreds of trials.
         problem, words = packed(start.fixed), packed(state)
         # Relative to a device's share: relative to the whole cost, many devices ran too hot.
@@ -217,55 +219,63 @@ class Search:
             # Never a part of a stage: a larger budget then goes through the same stages, and more.
             self._ended = self._ended or self.meter.affordable(each, 1) < each
             if self._ended:
-                return
+                break
             # One geometric cooling over all stages, and each stage a part of it.
             hot_ms, cold_ms = (mean_ms * hot * (_COLD / hot) ** (x / n_stages) for x in (stage, stage + 1))
-            self._report("annealing")
+            self.meter.report("annealing", self.best_ms)
             compiled.anneal(self.head, problem, words, each, hot_ms, cold_ms)
             self.meter.evals += each
-            self._keep(start, state)
-        # After the last stage the state is any plan. `refresh` leads it back to the best one met.
-        compiled.refresh(self.head, problem, words)
-        self._keep(start, state)
+            met.append(copy_of(state))
+            if sum(plan.held.nbytes for plan in met) > _MOST_BYTES:
+                self._keep(start, met)
+                met.clear()
+        else:
+            # After the last stage the state is any plan. `refresh` leads it back to the best one met.
+            compiled.refresh(self.head, problem, words)
+            met.append(state)
+        if met:
+            self._keep(start, met)
 
-    def _report(self, phase: str) -> None:
-        self.meter.report(phase, None if self.best is None else self.best.ms)
+    def _keep(self, start: Start, states: Sequence[State]) -> None:
+        """Keep the cheapest of the plans that a start led to, if it is the cheapest so far."""
+        for state, ms in zip(states, self._exact_ms(start, states), strict=True):
+            present = replace(start, state=state, ms=ms)
+            start.ms = min(start.ms, ms)
+            # A space in which nothing may be shared has plans by columns only.
+            if start.by_columns and (self._best_by_columns is None or is_less(ms, self._best_by_columns.ms)):
+                self._best_by_columns = replace(present, state=copy_of(state))
+            if is_less(ms, self.best_ms) and (self.allows is None or self.allows(present.placements)):
+                self.best = replace(present, state=copy_of(state))
 
-    def _keep(self, start: Start, state: State) -> None:
-        """Keep a plan that a start led to if it is the cheapest so far."""
-        present = replace(start, state=state)
-        present.ms = self._exact_ms(present)
-        start.ms = min(start.ms, present.ms)
-        # A space in which nothing may be shared has plans by columns only.
-        columns = self._best_by_columns
-        if start.by_columns and (columns is None or is_less(present.ms, columns.ms)):
-            self._best_by_columns = replace(present, state=copy_of(state))
-        if is_less(present.ms, self.best_ms) and (self.allows is None or self.allows(present.placements)):
-            self.best = replace(present, state=copy_of(state))
+    def _exact_ms(self, start: Start, states: Sequence[State]) -> list[float]:
+        """Costs of plans by the model itself, not by the linear exchanges."""
+        space = start.space
 
-    def _exact_ms(self, start: Start) -> float:
-        """The plan's cost by the model itself, not by the linear exchanges."""
-        state, fixed, space = start.state, start.fixed, start.space
-        # [D] bytes of outputs of each run, summed over the kind's strips and the groups.
-        carried = {run: np.zeros(len(fixed.speed)) for run in space.runs}
-        for run, n_bytes in zip(space.cache.kinds, state.carried.T, strict=False):
-            carried[run] += n_bytes
+        def stacked(name: str) -> np.ndarray:
+            return np.stack([getattr(state, name) for state in states])
+
+        # Of many plans at once, for a call of the model takes as long as thousands of trials.
+        # [X, N, D]: outputs of kinds, then ids of runs.
+        carried = np.moveaxis(stacked("carried"), -1, 0)
+        compute_ms = stacked("ms").sum(-1) + stacked("shared_ms")
+        # [N, D] bytes of outputs of each run, summed over the kind's strips and the groups.
+        outputs = {run: np.zeros(compute_ms.shape) for run in space.runs}
+        for run, n_bytes in zip(space.cache.kinds, carried, strict=False):
+            outputs[run] += n_bytes
         # Each device of a group exchanges as many bytes.
-        for (run, devices), size in zip(space.groups, state.group_size, strict=True):
-            carried[run][list(devices)] += size
-        # Columns of `carried` are X: outputs of kinds, then ids of runs.
-        ids = dict(zip(space.runs, state.carried.T[len(space.cache.kinds) :], strict=True))
-        traffic = traffic_of_outputs(carried, self.problem, ids)
+        for (run, devices), n_bytes in zip(space.groups, stacked("group_size").T, strict=True):
+            outputs[run][:, devices] += n_bytes[:, None]
+        ids = dict(zip(space.runs, carried[len(space.cache.kinds) :], strict=True))
+        traffic, speed = traffic_of_outputs(outputs, self.problem, ids), start.fixed.speed
         # As compiled.load_of, but without exchanges, which the model itself prices.
-        compute_ms = (state.ms.sum(1) + state.shared_ms) / fixed.speed
-        comm = self.model.comm(traffic, compute_ms, self.problem.topology)
-        fetched_ms = np.zeros(len(fixed.speed))
-        if len(fixed.fetched):
-            fetched_ms = cost_model.fetched_ms(self.model, state.sums, state.ms).sum(1)
-            of_groups = cost_model.fetched_ms(self.model, state.group_sums, state.group_ms)
-            for (_, devices), ms in zip(space.groups, of_groups, strict=True):
-                fetched_ms[list(devices)] += ms
-        return float(step_ms(compute_ms, comm, self.problem.job, fetched_ms / fixed.speed))
+        comm = self.model.comm(traffic, compute_ms / speed, self.problem.topology)
+        fetched_ms = np.zeros(compute_ms.shape)
+        if len(start.fixed.fetched):
+            fetched_ms = cost_model.fetched_ms(self.model, stacked("sums"), stacked("ms")).sum(-1)
+            of_groups = cost_model.fetched_ms(self.model, stacked("group_sums"), stacked("group_ms"))
+            for (_, devices), ms in zip(space.groups, of_groups.T, strict=True):
+                fetched_ms[:, devices] += ms[:, None]
+        return step_ms(compute_ms / speed, comm, self.problem.job, fetched_ms / speed).tolist()
 
 
 def simplify(plan: Plan, problem: Problem, model: CostModel, seed: int, meter: Meter) -> Plan:

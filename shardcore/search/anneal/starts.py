@@ -24,6 +24,7 @@ from shardcore.search.anneal.compiled.pointers import packed
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.search_space import (
     SearchSpace,
+    is_large,
     keeping,
     search_space,
     without_ranges,
@@ -126,10 +127,10 @@ class Starts:
         """
         space, any_fits = self._space(shards, name), False
         # Each greedy plan of a large problem takes long, so it gets two.
-        shares = _SPLITS[2:5:2] if space.is_large else _SPLITS
+        shares = _SPLITS[2:5:2] if is_large(space.cache) else _SPLITS
         series = [[Cut(self._n_by_cost(space, share), _pairs()) for share in shares]]
         tight = space.whole_bytes.sum() > _TIGHT * sum(held_bytes(self.problem))
-        if tight and not space.is_large:
+        if tight and not is_large(space.cache):
             series.append([Cut(self._n_by_size(space, share), _pairs()) for share in _SMALL])
         for cuts in series:
             if start := self._cheapest(space, cuts):
@@ -179,7 +180,7 @@ class Starts:
         size = np.where(copied >= 0, space.shared_bytes[copied, np.arange(len(copied))], np.inf)
         smallest, n_copies = np.argsort(size, kind="stable"), int((copied >= 0).sum())
         # In large problems only the ends: none copied, and all that may be.
-        shares = _COPIED[:: len(_COPIED) - 1] if space.is_large else _COPIED
+        shares = _COPIED[:: len(_COPIED) - 1] if is_large(space.cache) else _COPIED
         for name in dict.fromkeys(layout.name for layout in layouts if layout.divides_rows):
             divided = _first(may_share, [y for y, layout in enumerate(layouts) if layout.name == name])
             for share in shares:
@@ -256,7 +257,7 @@ class Starts:
     def _copies(self, space: SearchSpace, y: int) -> list[np.ndarray]:
         """Strips that are better on all devices in layout y, and shares of them, as all may not fit."""
         worth = worth_copying(space, self.model, y)
-        shares = _COPIED[::4] if space.is_large else _COPIED
+        shares = _COPIED[::4] if is_large(space.cache) else _COPIED
         # The strips are by falling gain, so the first n of them are the best n to copy.
         numbers = dict.fromkeys(math.ceil(share * len(worth)) for share in reversed(shares))
         return [worth[:n] for n in numbers if n]
@@ -267,7 +268,7 @@ class Starts:
         """The cheapest greedy plan of some cuts. If none fits, the same with tables cut further, or None."""
         plans = self._greedy_plans(space, cuts)
         # Cuts by cost may leave gaps on devices that no shard fits. Smaller shards fill them.
-        if not plans and not space.is_large:
+        if not plans and not is_large(space.cache):
             smaller = (
                 Cut(self._n_by_size(space, share, cut.n), cut.shared) for cut in cuts for share in _SMALL
             )
@@ -275,7 +276,7 @@ class Starts:
         if not plans:
             return None
         # Refining makes a greedy plan for each cut it tries, so only the cheapest few get it.
-        plans = sort_by_cost(plans, lambda plan: _ms(plan[0]))[: 1 if space.is_large else _REFINED]
+        plans = sort_by_cost(plans, lambda plan: _ms(plan[0]))[: 1 if is_large(space.cache) else _REFINED]
         best = least((self._refined(space, *plan) for plan in plans), _ms)
         return Start(space, best, space.among_groups(best.group))
 
@@ -289,7 +290,7 @@ class Starts:
 
         The costliest strip on the slowest device that may be cut is cut once more, as long as that helps.
         """
-        fixed, n, misses, state = space.fixed, cut.n.copy(), 0, None if space.is_large else best
+        fixed, n, misses, state = space.fixed, cut.n.copy(), 0, None if is_large(space.cache) else best
         # More parts than devices would meet on some device, where they are one shard again.
         most = np.where(fixed.may_split, np.minimum(len(fixed.free), fixed.size), 0)
         while state is not None and misses < _MISSES:
@@ -323,11 +324,11 @@ class Starts:
         units = fixed.size[strips] * (i + 1) // n - fixed.size[strips] * i // n
         shards = np.stack([strips, units], 1).astype(np.int64)
         costs = [self._op_ms(fixed, strips, units)]
-        if not space.is_large:
+        if not is_large(space.cache):
             costs.append(self._step_ms(fixed, strips, units))
         # Packed once, for it takes longer than what is compiled here.
         problem = packed(fixed)
-        for i, key in enumerate([*costs, space.bytes[fixed.shard[strips, units]]]):
+        for i, key in enumerate([*costs, space.cache.bytes[fixed.shard[strips, units]]]):
             # By size only if no order by cost fits, as that order ignores the load.
             if plans and (i == len(costs) or not self._has_time()):
                 break
@@ -351,8 +352,8 @@ class Starts:
 
     def _state(self, space: SearchSpace) -> State:
         """A State with nothing placed."""
-        state = compiled.empty(space.fixed, len(self.problem.topology.hosts), 0, self.seed)
-        return state._replace(log=self._log)
+        n_hosts = len(self.problem.topology.hosts)
+        return compiled.empty(space.fixed, n_hosts, 0, self.seed)._replace(log=self._log)
 
     # --- cuts ---
 

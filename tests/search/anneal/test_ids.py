@@ -44,7 +44,16 @@ def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(
     model, seen = model_for(problem), []
     exact = sharder.Search._exact_ms
 
-    def checked(search, start):
+    def checked(search, start, states):
+        names = ("carried", "hosts", "all_carried", "held", "group")
+        kept = [[getattr(state, name).copy() for name in names] for state in states]
+        costs = exact(search, start, states)
+        for state, was, ms in zip(states, kept, costs, strict=True):
+            assert all(map(np.array_equal, was, (getattr(state, name) for name in names)))
+            require_exact(replace(start, state=state), ms)
+        return costs
+
+    def require_exact(start, ms):
         state, fixed = start.state, start.fixed
         plan = Plan(tuple(start.placements))
         # All ranges of divided rows count as the first. The last one may have fewer rows.
@@ -53,17 +62,12 @@ def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(
         more = state.carried[:, -len(runs) :].T - np.array([expected.get(run, nothing) for run in runs])
         divided = any(layout_of(p.kind).divides_rows for p in plan.placements)
         assert (more >= 0).all() and (divided or not more.any())
-        kept = {name: getattr(state, name).copy() for name in ("carried", "hosts", "all_carried")}
-        ms = exact(search, start)
         assert divided or ms == pytest.approx(price(lower(plan, problem), model).total_ms, rel=1e-9)
-        for name, was in kept.items():
-            assert np.array_equal(getattr(state, name), was)
         of_hosts = np.zeros_like(state.hosts)
         np.add.at(of_hosts, fixed.host, state.carried)
         assert np.array_equal(state.hosts, of_hosts)
         assert np.array_equal(state.all_carried, state.carried.sum(0))
         seen.append(len({p.kind for p in plan.placements}))
-        return ms
 
     monkeypatch.setattr(sharder.Search, "_exact_ms", checked)
     annealing(problem, model, seed=1, budget=Budget(evals=5_000))
@@ -82,8 +86,13 @@ def test_fetches_ahead_are_those_of_the_plan_whatever_moved_before(gbps, monkeyp
     )
     model, exact, waits = model_for(problem).for_problem(problem), sharder.Search._exact_ms, []
 
-    def checked(search, start):
-        ms = exact(search, start)
+    def checked(search, start, states):
+        costs = exact(search, start, states)
+        for state, ms in zip(states, costs, strict=True):
+            require_exact(search, replace(start, state=state), ms)
+        return costs
+
+    def require_exact(search, start, ms):
         cost = price(lower(Plan(tuple(start.placements)), problem), model)
         # All ranges of divided rows count as the first. The last one may have fewer rows.
         divided = any(layout_of(p.kind).divides_rows for p in start.placements)
@@ -93,7 +102,6 @@ def test_fetches_ahead_are_those_of_the_plan_whatever_moved_before(gbps, monkeyp
         compiled_ms = compiled.refresh(search.head, start.fixed, copy) + problem.job.dense_ms
         assert compiled_ms == pytest.approx(ms, rel=1e-6)
         waits.append((max(cost.fetch_wait_ms), ms))
-        return ms
 
     monkeypatch.setattr(sharder.Search, "_exact_ms", checked)
     plan = annealing(problem, model, seed=1, budget=Budget(evals=5_000))
