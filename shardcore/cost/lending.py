@@ -5,8 +5,9 @@ speed only. Launch and rates fitted anew are best where ops differ, but few grou
 less than either chosen by few groups would (docs/decisions/cost-models.md). It brings some of the lender's groups here,
 op by op: by what it takes here over what the law takes there. They join own ones, and training goes on from the law.
 
-Cross-validation on own groups chooses the lender. Own groups alone are one of the choices, so a lender that does not
-help lends nothing. With very few own groups nothing is chosen, and the law takes one factor.
+Cross-validation on own groups chooses the lender, and whether its law takes one factor and nothing else. Own groups
+alone are one of the choices, so a lender that does not help lends nothing. With very few own groups nothing is chosen,
+and the law takes one factor.
 
 Exchanges join at the own level of their collective, payload and direction, if own ones are predicted better then
 (collective_fit.fit).
@@ -88,11 +89,13 @@ def train(
         )
         alone = "".join(f", {_percent(logs):.1f}% without" for _, _, logs in tried)
         for law in laws:
-            logs = _held_out(mine, lambda some, rest, of=law.shape: _logs(tune(some, start=of(some)), rest))
-            tried.append((law.lender, law.shape(mine), logs))
+            for of in (law.shape, law.scaled_shape):
+                logs = _held_out(mine, lambda some, rest, of=of: _logs(tune(some, start=of(some)), rest))
+                tried.append((law.lender, of(mine), logs))
         # Own groups tell an error to about this share only. Where they cannot tell, a lender errs less.
-        unsure = len(mine) ** -0.5
-        lender, best, logs = min(tried, key=lambda one: _percent(one[2]) * (1 if one[0] else 1 + unsure))
+        lender, best, logs = min(
+            tried, key=lambda one: _percent(one[2]) * (1 if one[0] else 1 + len(mine) ** -0.5)
+        )
         words = {
             name: f"lends ops {'their shape' if name == lender else 'nothing'}: own groups err by "
             f"{min(_percent(x) for of, _, x in tried if of == name):.1f}% with it{alone}"
