@@ -128,9 +128,8 @@ class Composite:
     def for_problem(self, problem: Problem) -> CostModel:
         """The models of the problem's precisions (see model.CostModel); a single model where it has one."""
         models = [m.in_device_memory(problem) for m in self.models]
-        wanted = problem.precision.split("+")
         # Models of precisions that the problem lacks would only cost time.
-        needed = [m for m in models if m.setting.precision in wanted]
+        needed = [m for m in models if m.setting.precision in problem.precision.split("+")]
         # Exchanges may have been measured for another precision's model only.
         measured = [m for m in models if len(models) > 1 and is_measured(m.weights, ALL_TO_ALL)]
         if not needed or (len(needed) > 1 and measured and not any(m in measured for m in needed)):

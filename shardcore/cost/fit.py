@@ -55,6 +55,15 @@ _FEWEST_UNSEEN = 30
 """Validation groups that early stopping needs. Fewer stop it by chance, and training groups are scarce then."""
 _FINE_TUNING = 0.2
 """Share of the learning rate that fine-tuning takes, as most weights are known."""
+_SEQUENCES = 5
+"""Groups of sequences that their rates need. With fewer, what a pooled op takes tells these rates, too."""
+_PRIOR = (
+    ("unpooled_cells", "lookup_cells", (1.0, 0.3)),
+    ("unpooled_unique_rows", "unique_rows", (1.0, 20.0)),
+)
+"""What a sequence takes on a CPU on top of a pooled op, for each of its cells and distinct rows (features.DRIVERS): so
+many times the ms of pooled ops for each of theirs, forward and backward. It is right to a factor of two or so. Rates of
+few small sequences alone are off by ten."""
 
 
 # --- training -----------------------------------------------------------------------------------------------
@@ -118,8 +127,11 @@ def train(
         provenance = {"start": {"setting": str(start.setting), **start.meta["provenance"]}}
         # Exchanges belong to the hardware, not to the batch or the optimizer.
         if not comm and start.setting.hardware == setting.hardware:
-            own_work = collective_model.OWN_WORK
-            weights |= {k: v for k, v in start.weights.items() if k.startswith("exchange") or k in own_work}
+            weights |= {
+                k: v
+                for k, v in start.weights.items()
+                if k.startswith("exchange") or k in collective_model.OWN_WORK
+            }
             measured |= {k: v for k, v in start.meta["ranges"].items() if k in _OF_EXCHANGES}
             carried = {k: v for k, v in start.meta.items() if k == "steps"}
     # Counts of samples by kind and split, for the model's file.
@@ -181,7 +193,11 @@ def predicted_ms(model: NeuralModel, compute: Sequence[ComputeSample]) -> np.nda
 
 
 def _groups_of(samples: Sequence[ComputeSample]) -> _Groups:
-    return _Groups.of([s.request for s in samples], features.measured_ms(samples))
+    return _Groups.of(
+        [s.request for s in samples],
+        features.measured_ms(samples),
+        on_cpu=samples[0].setting.hardware.startswith("cpu-"),
+    )
 
 
 @contextmanager
@@ -219,8 +235,9 @@ def _usable(samples: Sequence[Sample], setting: Setting, least: int, what: str) 
 
 def _sides(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
     """Train and validation samples. In a tiny dataset an empty side takes the other's."""
-    sides = ("train", "validation")
-    train_side, validation = ([s for s in samples if split_of(s.id) == side] for side in sides)
+    train_side, validation = (
+        [s for s in samples if split_of(s.id) == side] for side in ("train", "validation")
+    )
     # Never empty: a side without samples falls back on the other, then on all.
     return train_side or validation or list(samples), validation or train_side or list(samples)
 
@@ -269,15 +286,17 @@ class _Groups:
     conditions: [N, C] of all shards.
     starts: [S + 1] first row of each op.
     measured: [S, 2] ms, forward and backward.
+    on_cpu: True if a CPU ran them.
     """
 
     drivers: np.ndarray
     conditions: np.ndarray
     starts: np.ndarray
     measured: np.ndarray
+    on_cpu: bool = False
 
     @classmethod
-    def of(cls, requests: Sequence[ComputeRequest], ms: np.ndarray) -> _Groups:
+    def of(cls, requests: Sequence[ComputeRequest], ms: np.ndarray, on_cpu: bool = False) -> _Groups:
         """Groups with the ms [S, 2] that they take."""
         rows = [features.features(request.shards, request.batch) for request in requests]
         return cls(
@@ -286,6 +305,7 @@ class _Groups:
             # Rows are in the order of ops, so sums over [start, next start) are those of an op.
             starts=np.concatenate([[0], np.cumsum([len(drivers) for drivers, _ in rows])]),
             measured=ms,
+            on_cpu=on_cpu,
         )
 
     def sums(self, per_shard: np.ndarray) -> np.ndarray:
@@ -370,7 +390,7 @@ def _initial_weights(
     # The column of ones fits the launch.
     terms = np.concatenate([np.ones((len(drivers), 1)), drivers], 1)
     # One linear law for each direction: launch, then a rate for each driver.
-    laws = np.stack([fit_law(terms, known.measured[:, way]) for way in (0, 1)], 1)
+    laws = np.stack([_fit_direction(known, terms, way) for way in (0, 1)], 1)
     spread = known.conditions.std(0)
     # Conditions are standardised, and loads are relative to the median op.
     fixed = {
@@ -423,9 +443,12 @@ def _distilled_model(
     # [S, 2] ms: the profile gives the total, and the share of forward.
     groups = _Groups.of(drawn, np.stack([share * total, (1 - share) * total], 1))
     weights = _fit_compute(groups, groups, config, lambda *_: None, None)
-    provenance = {"profile": NOT_MEASURED, "profile_digest": profile.digest}
     # No ranges and no exchanges: both have to come from measurements.
-    return NeuralModel(model.setting, weights, {"ranges": {}, "provenance": provenance})
+    return NeuralModel(
+        model.setting,
+        weights,
+        {"ranges": {}, "provenance": {"profile": NOT_MEASURED, "profile_digest": profile.digest}},
+    )
 
 
 def _continued_weights(
@@ -449,19 +472,39 @@ def _fit_launch_and_rates(known: _Groups, law: NeuralModel) -> dict[str, np.ndar
     # [N, 2] and [S, 2] factors that stay as learned.
     correction = nets.correction(old, known.conditions)
     contention = nets.contention(old, known.sums(known.drivers))
-    laws = []
-    for way in (0, 1):
-        # Factors differ by direction, so terms do, too.
-        terms = known.sums(known.drivers * correction[:, way : way + 1]) * contention[:, way : way + 1]
-        laws.append(fit_law(np.concatenate([np.ones((len(terms), 1)), terms], 1), known.measured[:, way]))
+    # Factors differ by direction, so terms do, too.
+    terms = [
+        known.sums(known.drivers * c[:, None]) * by[:, None]
+        for c, by in zip(correction.T, contention.T, strict=True)
+    ]
+    laws = np.stack(
+        [
+            _fit_direction(known, np.concatenate([np.ones((len(x), 1)), x], 1), way)
+            for way, x in enumerate(terms)
+        ],
+        1,
+    )
     return {
         # Least squares may give 0, which has no logarithm.
-        "launch": np.maximum([law[0] for law in laws], 1e-4),
-        "rates": np.stack([law[1:] for law in laws], 1),
+        "launch": np.maximum(laws[0], 1e-4),
+        "rates": laws[1:],
         # Both ranges: the old correction stays valid where it was learned.
         "condition_low": np.minimum(old["condition_low"], known.conditions.min(0)),
         "condition_high": np.maximum(old["condition_high"], known.conditions.max(0)),
     }
+
+
+def _fit_direction(known: _Groups, terms: np.ndarray, way: int) -> np.ndarray:
+    """[K + 1] launch and rates of a direction, from terms [S, K + 1]. On a CPU, few sequences get a prior."""
+    measured, column = known.measured[:, way], ("launch", *features.DRIVERS).index
+    pooled = terms[:, column("unpooled_cells")] == 0
+    prior = np.zeros((len(_PRIOR), terms.shape[1]))
+    if known.on_cpu and pooled.any() and np.sum(~pooled) < _SEQUENCES:
+        per_ms = np.median(terms[pooled] / measured[pooled, None], 0)
+        # Each row is an op of 1 ms, of a sequence's cells or distinct rows only. A row of zeros tells nothing.
+        for row, (name, of_pooled, times) in zip(prior, _PRIOR, strict=True):
+            row[column(name)] = per_ms[column(of_pooled)] / times[way]
+    return fit_law(np.concatenate([terms, prior]), np.concatenate([measured, np.ones(len(prior))]))
 
 
 def _positive(raw: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

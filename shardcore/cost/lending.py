@@ -1,12 +1,12 @@
 """Samples of other machines lend the shape of costs. This machine's own samples give their level.
 
-The groups of a lender train a law. Its launch and rates are fitted anew to own groups, and to some of the lender's as
-a prior: the more of them, the less a few own groups move the law. The lender's are brought to the own level first, op
-by op: by what the refitted law takes here over what the law takes there. Training goes on from there. Or the law takes
-one factor, which is best where machines differ in speed only.
+The groups of a lender train a law. Own groups bring it here in two ways. One factor is best where machines differ in
+speed only. Launch and rates fitted anew are best where ops differ, but few groups fit them badly. The mean of both errs
+less than either chosen by few groups would (docs/decisions/cost-models.md). It brings some of the lender's groups here,
+op by op: by what it takes here over what the law takes there. They join own ones, and training goes on from the law.
 
-Cross-validation on own groups chooses the lender, the way, and how many groups join. Own groups alone are one of the
-choices, so a lender that does not help lends nothing.
+Cross-validation on own groups chooses the lender. Own groups alone are one of the choices, so a lender that does not
+help lends nothing. With very few own groups nothing is chosen, and the law takes one factor.
 
 Exchanges join at the own level of their collective, payload and direction, if own ones are predicted better then
 (collective_fit.fit).
@@ -33,10 +33,14 @@ from shardcore.cost.neural import NeuralModel
 from shardcore.io.dataset import Sample, split_of
 from shardcore.io.measurements import CollectiveSample, ComputeSample
 
-JOINED = (0, 30, 240)
-"""Numbers of a lender's groups that may join own ones."""
+_JOINED = 120
+"""A lender's groups that join own ones."""
 _OF_LAW = 2_000
 """A lender's groups that train its law, at most: more take longer, and help little (docs/decisions/cost-models.md)."""
+_LINEAR = ("launch", "rates")
+"""Weights that an op's ms are linear in: their mean gives the mean of ms."""
+_FAVOUR = 4
+"""Own samples alone have to err less by this over the number of own groups: 8% with 50, 1% with 400."""
 _FOLDS = 4
 _LEVEL = 0.56
 """Standard deviation of the logarithm of a machine's level that no own sample tells. 90% take 0.4 to 2.5 times as long
@@ -68,9 +72,9 @@ def train(
         if len(theirs := [s for s in x.known.compute if s.error is None and s.request not in asked][:_OF_LAW])
         >= MIN_COMPUTE
     ]
-    # Without many own groups the prior counts as much as it can, and nothing is chosen.
-    best = laws[0].shape(JOINED[-1], mine) if laws else Shape(None)
     if len(mine) < (MIN_STARTED if laws else MIN_COMPUTE):
+        # Nothing is chosen, and nothing but the level is fitted.
+        best = laws[0].scaled_shape(mine) if laws else Shape(None)
         words = {
             law.lender: f"lends ops their shape; {len(mine)} own groups tell the level" for law in laws[:1]
         }
@@ -86,12 +90,12 @@ def train(
         )
         alone = "".join(f", {_percent(logs):.1f}% without" for _, _, logs in tried)
         for law in laws:
-            # Refitted laws are quick to judge, and rank as trained ones do.
-            n = min(JOINED, key=lambda n: _percent(_held_out(mine, partial(law.refitted_logs, n))))
-            for of in (partial(law.shape, n), law.scaled_shape):
-                logs = _held_out(mine, lambda some, rest, of=of: _logs(tune(some, start=of(some)), rest))
-                tried.append((law.lender, of(mine), logs))
-        lender, best, logs = min(tried, key=lambda one: _percent(one[2]))
+            logs = _held_out(mine, lambda some, rest, of=law.shape: _logs(tune(some, start=of(some)), rest))
+            tried.append((law.lender, law.shape(mine), logs))
+        # Few own groups cannot tell errors of some percent more. A lender errs less then, mostly.
+        lender, best, logs = min(
+            tried, key=lambda one: _percent(one[2]) * (1 if one[0] else 1 + _FAVOUR / len(mine))
+        )
         words = {
             name: f"lends ops {'their shape' if name == lender else 'nothing'}: own groups err by "
             f"{min(_percent(x) for of, _, x in tried if of == name):.1f}% with it{alone}"
@@ -135,28 +139,29 @@ class _Law:
         return math.exp(float(np.median(_logs(self.model, own)))) if own else 1.0
 
     def scaled_shape(self, own: Sequence[ComputeSample]) -> Shape:
-        """The law at the level of own groups, as it is. Best where machines differ by one factor."""
-        scaled = {name: self.level(own) * self.model.weights[name] for name in ("launch", "rates")}
-        return Shape(dataclasses.replace(self.model, weights={**self.model.weights, **scaled}), is_final=True)
+        """The law times one factor, and groups of the lender times it."""
+        scaled = self._scaled(own)
+        return Shape(scaled, self._brought(scaled), is_final=True)
 
-    def shape(self, n: int, own: Sequence[ComputeSample]) -> Shape:
-        """The law with n of its groups, at the level of own groups."""
-        joined = self.groups[:n]
-        if not joined:
-            return Shape(self.model)
-        # One factor at first, then one for each op and direction.
-        level = self.level(own)
-        refitted = fit.refit_rates(self.model, [*own, *(rescale_sample(s, level, level) for s in joined)])
-        factors = fit.predicted_ms(refitted, joined) / fit.predicted_ms(self.model, joined)
+    def shape(self, own: Sequence[ComputeSample]) -> Shape:
+        """The law, and groups of the lender times a factor for each op and direction."""
+        refitted, scaled = fit.refit_rates(self.model, own), self._scaled(own)
+        mean = {name: (refitted.weights[name] + scaled.weights[name]) / 2 for name in _LINEAR}
         return Shape(
-            self.model, [rescale_sample(s, *x) for s, x in zip(joined, factors.tolist(), strict=True)]
+            self.model,
+            self._brought(dataclasses.replace(refitted, weights={**refitted.weights, **mean})),
         )
 
-    def refitted_logs(
-        self, n: int, own: Sequence[ComputeSample], others: Sequence[ComputeSample]
-    ) -> np.ndarray:
-        """`_logs` of the law with launch and rates of own groups, and of n of its groups."""
-        return _logs(fit.refit_rates(self.model, [*own, *self.shape(n, own).compute]), others)
+    def _scaled(self, own: Sequence[ComputeSample]) -> NeuralModel:
+        """The law at the level of own groups."""
+        scaled = {name: self.level(own) * self.model.weights[name] for name in _LINEAR}
+        return dataclasses.replace(self.model, weights={**self.model.weights, **scaled})
+
+    def _brought(self, here: NeuralModel) -> list[ComputeSample]:
+        """Groups of the lender, times what the law takes `here` over what it takes there."""
+        joined = self.groups[:_JOINED]
+        factors = fit.predicted_ms(here, joined) / fit.predicted_ms(self.model, joined)
+        return [rescale_sample(s, *x) for s, x in zip(joined, factors.tolist(), strict=True)]
 
 
 def _held_out(

@@ -208,11 +208,16 @@ class Profile:
         host_memory_bytes: memory of each host for tables. 0: none may have rows there.
         pods: number of pods that hosts are divided into evenly. 1: none.
         """
-        names = host_names(hosts * devices_per_host, hosts, pods)
-        device = [Device(self.memory_bytes, host=name) for name in names]
-        gbps = self.rates["host_read_gbps"].value
-        memory = (Memory(BELOW[0], host_memory_bytes, gbps),) if host_memory_bytes else ()
-        return Topology(tuple(device), hardware=self.name, memory=memory)
+        return Topology(
+            tuple(
+                Device(self.memory_bytes, host=name)
+                for name in host_names(hosts * devices_per_host, hosts, pods)
+            ),
+            hardware=self.name,
+            memory=(Memory(BELOW[0], host_memory_bytes, self.rates["host_read_gbps"].value),)
+            if host_memory_bytes
+            else (),
+        )
 
 
 # --- files --------------------------------------------------------------------------------------------------

@@ -262,8 +262,13 @@ def _timing(row: Mapping[str, str], what: str) -> Timing | str:
         )
         if ranks < 2:
             return "one rank exchanges nothing"
-        sent = _number(row, "msg_bytes_per_rank", what)
-        return Timing(**common, ranks=ranks, hosts=hosts, bytes=sent, network=row.get("interconnect", ""))
+        return Timing(
+            **common,
+            ranks=ranks,
+            hosts=hosts,
+            bytes=_number(row, "msg_bytes_per_rank", what),
+            network=row.get("interconnect", ""),
+        )
     precision = row.get("weights_precision") or "fp32"
     optimizer = _OPTIMIZERS.get(row.get("optimizer", ""), row.get("optimizer") or "exact_sgd")
     mode, tables = row.get("mode") or "device", _count(row, "T", what, _MOST_TABLES) if row.get("T") else 1
@@ -492,5 +497,4 @@ def scaled(profile: Profile, name: str, **spec: float) -> Profile:
                 uncertainty=math.hypot(rate.uncertainty, more),
                 source=f"scaled from {profile.name} by {by}" if by else f"as {profile.name}",
             )
-    memory = int(spec.get("memory_bytes", profile.memory_bytes))
-    return Profile(name, (), memory, rates)
+    return Profile(name, (), int(spec.get("memory_bytes", profile.memory_bytes)), rates)

@@ -103,8 +103,7 @@ class ProfileModel(Law):
         return forward - fetched, backward, looked_up + fetched
 
     def _work(self, shards: Sequence[Shard], batch: int) -> profile_law.Work:
-        optimizer = self.setting.optimizer
-        return profile_law.work_of(shards, batch, optimizer, self.device_bytes, self.slower)
+        return profile_law.work_of(shards, batch, self.setting.optimizer, self.device_bytes, self.slower)
 
     @cached_property
     def _values(self) -> Rates:

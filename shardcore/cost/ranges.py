@@ -192,7 +192,7 @@ def _unmeasured_tables(model: NeuralModel, workload: Workload) -> Iterable[str]:
     for names, words in (
         (
             [name for name, table in tables.items() if table.sequence and unseen],
-            "is a sequence: its lookups are priced as pooled ones with an output for each",
+            "is a sequence: its lookups are priced from pooled ones with an output for each",
         ),
         (
             list(dict.fromkeys(s.table.name for s, run in shards if run.dense_gradient)),

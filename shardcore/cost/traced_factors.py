@@ -321,8 +321,7 @@ class _Linear(NamedTuple):
 
         A correction costs: a wide prior makes any value unlikely. So what noise explains corrects nothing.
         """
-        with_factors, without = self._covariance(), np.diag(self.noise)
-        return self._log_density(with_factors) > self._log_density(without)
+        return self._log_density(self._covariance()) > self._log_density(np.diag(self.noise))
 
     def _covariance(self) -> np.ndarray:
         return self.terms @ _PRIOR @ self.terms.T + np.diag(self.noise)

@@ -5,13 +5,14 @@ import math
 
 import numpy as np
 import pytest
-from laws import SETTING, cache_law, comm_samples, compute_samples, linear_law
+from laws import COLD, SETTING, cache_law, comm_samples, compute_samples, linear_law, spread
 
+from shardcore.core.types import Shard, Table
 from shardcore.cost import accuracy, collective_fit, fit, lending
 from shardcore.cost.drift_correction import Lent, Measurements, rescale_sample
 from shardcore.cost.metrics import mape
 from shardcore.io import dataset
-from shardcore.io.measurements import Spread
+from shardcore.io.measurements import ComputeRequest, ComputeSample, Spread
 
 CONFIG = fit.FitConfig(epochs=6, hidden=(4,))
 OTHER = dataclasses.replace(SETTING, hardware="other")
@@ -103,11 +104,52 @@ def test_without_own_groups_the_level_is_unknown_and_intervals_say_so(theirs, he
         slower = machine(times, times, here)
         low, high = accuracy.intervals(model, slower, 0.9)
         assert np.mean([x <= s.total_ms <= y for s, x, y in zip(slower, low, high, strict=True)]) > 0.9
+    # The lender's law at the own level, no worse and no better.
+    law = fit.fit_ops(measurements(theirs).compute, SETTING, dataclasses.replace(CONFIG, epochs=3))
+    assert error(model, here) == pytest.approx(error(law, here))
     few = machine(2.0, 2.0, here)[:10]
     told = lending.train(measurements(few), SETTING, [lender(theirs)], CONFIG, None)[0].model
     assert error(told, machine(2.0, 2.0, here)) < 20
     low, high = (accuracy.intervals(m, here[:1], 0.9) for m in (told, model))
     assert low[1] / low[0] < high[1] / high[0] / 2
+
+
+def sequence_group(rows: int, pooling: float, setting, batch: int = 256) -> ComputeSample:
+    """A sequence that takes 20 times as long backward as its pooled op, and 0.5 ms more once."""
+    table = Table("s", rows, 16, pooling, COLD, sequence=True)
+    request = ComputeRequest((Shard.whole(table),), batch)
+    forward, backward = linear_law(request.shards, batch)
+    return ComputeSample(
+        dataset.compute_id(setting, request),
+        setting,
+        request,
+        spread(forward),
+        spread(20 * backward + 0.5),
+        0.0,
+    )
+
+
+@pytest.mark.parametrize("few", [0, 2])
+def test_few_small_sequences_do_not_tell_what_large_ones_take_on_a_cpu(few):
+    def ratio(hardware: str) -> float:
+        setting = dataclasses.replace(SETTING, hardware=hardware)
+        small = [sequence_group(rows, 0.2, setting, 64) for rows in (40_000, 50_000)]
+        large = [sequence_group(rows, 40.0, setting) for rows in (60_000, 90_000)]
+        own = [*compute_samples(linear_law, 60, setting), *small[:few]]
+        model = fit.fit_ops(own, setting, CONFIG)
+        return float(np.mean(accuracy.predict(model, large) / [s.total_ms for s in large]))
+
+    # Elsewhere nothing is known of them but what they took here, or what pooled ops do.
+    assert 1 / 3 < ratio("cpu-x") < 3 and not 1 / 3 < ratio("x") < 3
+
+
+def test_sequences_that_were_measured_often_take_what_they_took():
+    setting = dataclasses.replace(SETTING, hardware="cpu-x")
+    seen = [sequence_group(10_000 * i, 2.0 * i, setting) for i in range(1, 9)]
+    for way in (1.0, 0.1):
+        known = [dataclasses.replace(s, backward=spread(way * s.backward.median_ms)) for s in seen]
+        model = fit.fit_ops([*compute_samples(linear_law, 60, setting), *known], setting, CONFIG)
+        assert error(model, known) < 20
 
 
 def scaled(samples, by: float):

@@ -82,7 +82,7 @@ def test_a_price_says_what_was_not_measured(model):
     "kind, sequence, said",
     [
         ("row", False, "row shards: their reduce-scatter is priced with the rates of the all-to-all"),
-        ("row", True, "table 't' is a sequence: its lookups are priced as pooled ones"),
+        ("row", True, "table 't' is a sequence: its lookups are priced from pooled ones"),
         ("data_parallel", False, "table 't' is replicated: its dense kernel is priced as a fused op"),
         ("data_parallel", False, "data_parallel shards: their all-reduce is priced with the rates"),
     ],

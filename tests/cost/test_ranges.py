@@ -73,7 +73,7 @@ def test_the_slack_of_a_range_and_its_two_ends():
         (
             "op_batch",
             [
-                "table 't' is a sequence: its lookups are priced as pooled ones with an output for each, not measured"
+                "table 't' is a sequence: its lookups are priced from pooled ones with an output for each, not measured"
             ],
         ),
         ("op_sequences", []),
