@@ -48,7 +48,7 @@ _HALVED, _HOT = 2, 0.5
 _GRIDS = tuple(layout for layout in LAYOUTS.values() if layout.divides_rows and layout.cuts_columns)
 """Kinds by which a group may share the half of a table."""
 _SPARE = 3.0
-"""A round with tables in halves begins if there is this multiple of the first round's seconds left."""
+"""A greedy baseline, and a round with tables in halves, begin with this multiple of the first round's seconds left."""
 
 
 def portfolio(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
@@ -145,7 +145,8 @@ class _Anytime:
             if number == 0 and len(self.problem.topology) > 1:
                 took_s = self.meter.seconds() - began_s
                 for name, sharder in greedy.ORDERS.items() if others else ():
-                    if self.meter.left():
+                    # Where time is short, annealing has better use for it: its starts are greedy plans, too.
+                    if self.meter.left() and self.meter.has_time(_SPARE * took_s):
                         self._add(name, partial(sharder, self.problem, self.model, seed=self.seed))
                 if space == "all" and reshard is None:
                     search, halves, rounds = self._in_halves(took_s) or (search, halves, rounds)

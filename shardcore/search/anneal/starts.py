@@ -16,7 +16,7 @@ import numpy as np
 
 from shardcore.core.errors import Infeasible
 from shardcore.core.types import Placement, Problem, Shard
-from shardcore.cost.model import CostModel, first_least, is_less
+from shardcore.cost.model import CostModel, first_least
 from shardcore.search import greedy
 from shardcore.search.anneal import compiled
 from shardcore.search.anneal.compiled import SearchProblem, State
@@ -35,16 +35,12 @@ from shardcore.search.state.feasible import fitting
 from shardcore.search.state.refusal import shown
 from shardcore.search.state.shard_cost_cache import ShardCostCache
 from shardcore.search.state.shards import division, fixed_placements
-from shardcore.search.ties import least, ranks, sort_by_cost
+from shardcore.search.ties import least, ranks
 from shardcore.step.kinds import shards_on
 from shardcore.step.memory import held_bytes
 
 _SPLITS = (np.inf, 1.2, 1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 """Greedy starts cut tables that cost more than one of these shares of a device's mean load."""
-_REFINED = 3
-"""Greedy plans of a kind that are refined."""
-_MISSES = 5
-"""Cuts in a row without a cheaper greedy plan, after which refining ends."""
 _DIVIDED = (1.0, 0.5, 0.25, 0.1, 0.03)
 """Other starts divide the rows of tables that cost more than one of these shares of a device's mean load."""
 _COPIED = tuple(eighths / 8 for eighths in range(9))
@@ -275,37 +271,13 @@ class Starts:
             plans = self._greedy_plans(space, smaller)
         if not plans:
             return None
-        # Refining makes a greedy plan for each cut it tries, so only the cheapest few get it.
-        plans = sort_by_cost(plans, lambda plan: _ms(plan[0]))[: 1 if is_large(space.cache) else _REFINED]
-        best = least((self._refined(space, *plan) for plan in plans), _ms)
+        best = least(plans, _ms)
         return Start(space, best, space.among_groups(best.group))
 
-    def _greedy_plans(self, space: SearchSpace, cuts: Iterable[Cut]) -> list[tuple[State, Cut]]:
+    def _greedy_plans(self, space: SearchSpace, cuts: Iterable[Cut]) -> list[State]:
         """Greedy plans of those cuts that fit. Strips that are always shared are among the shared ones."""
-        shared = (Cut(cut.n, space.sharing(cut.shared)) for cut in cuts)
-        return [(state, cut) for cut in shared if (state := self._greedy(space, cut)) is not None]
-
-    def _refined(self, space: SearchSpace, best: State, cut: Cut) -> State:
-        """A greedy plan refined, as EMBark's planner does. In a large problem, the plan itself.
-
-        The costliest strip on the slowest device that may be cut is cut once more, as long as that helps.
-        """
-        fixed, n, misses, state = space.fixed, cut.n.copy(), 0, None if is_large(space.cache) else best
-        # More parts than devices would meet on some device, where they are one shard again.
-        most = np.where(fixed.may_split, np.minimum(len(fixed.free), fixed.size), 0)
-        while state is not None and misses < _MISSES:
-            worst = state.number[compiled.WORST]
-            strips = state.strips[worst, : state.count[worst]]
-            strips = strips[n[strips] < most[strips]]
-            # Only shared tables make this device the slowest, or parts that cannot be cut.
-            if not len(strips):
-                break
-            # A cut may pay only together with the next one, so some may miss.
-            n[strips[first_least(-self._op_ms(fixed, strips, state.held[strips, worst]))]] += 1
-            state, misses = self._greedy(space, Cut(n, cut.shared)), misses + 1
-            if state is not None and is_less(_ms(state), _ms(best)):
-                best, misses = state, 0
-        return best
+        plans = (self._greedy(space, Cut(cut.n, space.sharing(cut.shared))) for cut in cuts)
+        return [state for state in plans if state is not None]
 
     def _greedy(self, space: SearchSpace, cut: Cut) -> State | None:
         """Place strips by falling cost; if that fails, by falling size.
@@ -347,8 +319,8 @@ class Starts:
         return least(plans, _ms) if plans else None
 
     def _has_time(self) -> bool:
-        """Tell if one more greedy plan ends in the first half of the budget. There is always one."""
-        return self._greedy_s is None or self.meter.has_time(self.meter.seconds() + 2 * self._greedy_s)
+        """Tell if one more greedy plan ends in the first quarter of the budget. There is always one."""
+        return self._greedy_s is None or self.meter.has_time(3 * self.meter.seconds() + 4 * self._greedy_s)
 
     def _state(self, space: SearchSpace) -> State:
         """A State with nothing placed."""

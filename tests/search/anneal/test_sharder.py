@@ -268,9 +268,9 @@ class Clock:
 
 
 @pytest.mark.parametrize("algorithm", ["anneal", "anneal_columns"])
-@pytest.mark.parametrize("each_s, greedy_plans, annealed", [(100.0, 1, 0), (2.0, 2, 1), (0.01, 8, 2)])
+@pytest.mark.parametrize("each_s, greedy_plans, annealed", [(100.0, 1, 0), (1.0, 2, 1), (0.01, 8, 2)])
 def test_a_budget_in_seconds_bounds_the_starts_too(algorithm, each_s, greedy_plans, annealed, monkeypatch):
-    """The first greedy plan may take any time. All others end in the first half of the budget."""
+    """The first greedy plan may take any time. All others end in the first quarter of the budget."""
     clock, begun = Clock(), []
     monkeypatch.setattr(progress, "time", clock)
     greedy, anneal = compiled.greedy, compiled.anneal
@@ -292,9 +292,9 @@ def test_a_budget_in_seconds_bounds_the_starts_too(algorithm, each_s, greedy_pla
     plan = SHARDERS[algorithm](problem, model_for(problem), budget=Budget(seconds=10.0))
     check_plan(plan, problem)
     starts = begun[: begun.index("anneal")] if annealed else begun
-    assert len(starts) == greedy_plans if each_s > 1 else len(starts) >= greedy_plans, starts
+    assert len(starts) == greedy_plans if each_s >= 1 else len(starts) >= greedy_plans, starts
     assert begun.count("anneal") >= annealed
-    assert all(s + each_s <= 5 for s in starts[1:])
+    assert all(s + each_s <= 2.5 for s in starts[1:])
 
 
 def test_the_parts_of_tables_are_priced_once(monkeypatch):
