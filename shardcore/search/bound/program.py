@@ -6,7 +6,7 @@ its constraints hold for plans that take at most `top` ms:
 
 - The parts of a table sum to 1.
 - A run is there if any part of a table is. The program has at least that fraction of it, and so of its latencies and
-  of launches of groups.
+  of launches of runs that are on all devices.
 - Compute of a class of devices is at least rates times features. By load it is convex (ops.Curve), so lines below it
   hold for the sum over devices. A launch serves no more than fits until `top`, so launches count in proportion.
 - A step takes at least the mean over devices, by speed, of compute and even exchanges (ops.BoundShards). Ids add to
@@ -93,12 +93,12 @@ class Options:
 class _Run:
     """A kind of a collection.
 
-    shared: True if groups share its shards.
+    everywhere: True if all devices have all its shards, so that each has an op.
     dense: True for replicas. All gradients of replicas are reduced together.
     curve: of its ops.
     """
 
-    shared: bool
+    everywhere: bool
     dense: bool
     curve: Curve
 
@@ -186,7 +186,9 @@ class Program:
                     latency[-1] = np.zeros(3)
                 if kind == 0:
                     laws |= self._laws(own, layout, at, len(self.runs))
-                self.runs.append(_Run(kind > 0, dense, op_curve(own, model, kind)))
+                self.runs.append(
+                    _Run(own.group_size[kind] == len(shards.speed), dense, op_curve(own, model, kind))
+                )
                 columns = {
                     "run": np.full(len(at), len(self.runs) - 1),
                     "table": number[own.table[at]],
@@ -313,10 +315,12 @@ class Program:
             latency_ms[without[1], [2] if without[0] == "ids" else [0, 1]] = 0.0
         every, runs = np.arange(present), present + np.arange(n_runs + 1)
         per_ms = 1 / (self.speed @ self.count)
-        means = [(compute.ravel(), per_ms, options.exchange_ms, 0)]
-        means += [
+        means = [
             (compute[:, c], 1 / (self.speed[c] * self.count[c]), options.wait_ms, 1) for c in range(n_classes)
         ]
+        # Beside the compute of one device counts what every device waits for, not the mean.
+        if without != _COMPUTE:
+            means.append((compute.ravel(), per_ms, options.exchange_ms, 0))
         for columns, share, ms, which in means:
             # In the mean over devices, a step takes at least so long.
             terms = (columns, -share), (every, -ms * counts["outputs"]), (runs, -latency_ms[:, which])
@@ -365,15 +369,16 @@ class Program:
             )
             if most <= 0:
                 continue
-            # Groups have a launch on each device if the run is there, and others in proportion to their work.
-            alone = 1.0 if run.shared else 1 + launch_ms / most
+            # Launches of all devices if the run is there, else in proportion to their work.
+            alone = 1.0 if run.everywhere else 1 + launch_ms / most
             work = [(alone, 0.0, options.alone_ms)]
             work += [
-                (*line, options.load) for line in lines_below(run.curve, most, launch_ms * (not run.shared))
+                (*line, options.load)
+                for line in lines_below(run.curve, most, launch_ms * (not run.everywhere))
             ]
             for slope, once, per in work:
                 terms = [(column, 1.0), (at, -slope * per[at] * options.on[at, c])]
-                if run.shared:
+                if run.everywhere:
                     rows.add(0.0, *terms, (present + r, -self.count[c] * (launch_ms + once)))
                 else:
                     rows.add(float(self.count[c]) * once, *terms)
