@@ -274,10 +274,11 @@ class Program:
         for _ in range(_TOPS):
             value = self._value(top, rest)
             if value < top:
-                # What the rest of a step takes at least holds for all lower tops, too.
                 parts = {room.part for room in self.rooms} - {_NO_PART}
-                rest = {part: self._value(top, rest, part) * (1 - _TRACE) for part in parts}
-                value = self._value(top, rest)
+                tighter = {part: self._value(top, rest, part) * (1 - _TRACE) for part in parts}
+                value = self._value(top, tighter)
+                # What the rest takes in plans up to `top` holds for lower ones, but not beyond.
+                rest = tighter if value < top else rest
             low = max(low, min(top, value))
             high = high if value >= top else top
             if high <= low * (1 + _PRECISION):
