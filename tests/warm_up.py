@@ -6,7 +6,6 @@ conftest.py runs this while workers collect.
 
 from shardcore.cost import compiled
 from shardcore.search.anneal import compiled as annealing
-from shardcore.search.bound import compiled as bound_compiled
 
 
 def warm_up() -> list[str]:
@@ -14,8 +13,7 @@ def warm_up() -> list[str]:
     heads = {head.__name__: head for head in (*compiled.HEADS, compiled.beside_link)}
     for head in heads.values():
         compiled.ready(head)
-    functions = {**vars(annealing), **vars(bound_compiled)}
-    entries = {name: f for name, f in functions.items() if hasattr(f, "ready")}
+    entries = {name: f for name, f in vars(annealing).items() if hasattr(f, "ready")}
     for entry in entries.values():
         entry.ready()
     return sorted({**heads, **entries})

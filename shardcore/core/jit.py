@@ -37,7 +37,6 @@ _SOURCES = (
     "core/jit.py",
     "cost/compiled.py",
     "search/anneal/compiled/*.py",
-    "search/bound/compiled.py",
     "cost/model.py",
 )
 _KEPT = 3

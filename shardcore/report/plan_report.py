@@ -153,7 +153,7 @@ def _bound(x: Explanation) -> str:
     return (
         f"{proved}; estimated, about {b.estimate_ms:.3f} ms (this one: "
         f"{percent_change(x.total_ms, b.estimate_ms)}).\nThe limit is {b.limit}.\nThe bound "
-        f"is for plans of this kind: {b.space}; it ignores memory."
+        f"is for plans of this kind: {b.space}; of memory it counts what is there at all times."
     )
 
 

@@ -4,22 +4,19 @@ A step takes max over devices of (compute + backward exchange), plus the longest
 Each way to cut a table adds work to devices and bytes to exchanges. Each shard needs all ids of its rows.
 Both add up over tables. So no plan is cheaper than the least work of all tables divided by the devices'
 speeds, with exchanges of evenly divided bytes. These count by a line that is nowhere above the law: a tangent
-of a convex one, a chord of a concave one. Groups within units count by their worst division. The cheapest way
-to cut a table is a shortest path over widths.
+of a convex one, a chord of a concave one. Groups within units count by their worst division.
 
-Nor is a plan cheaper than its most expensive shard. So the bound is the least time T in which the work fits
-when no shard takes longer than T.
+The proof is a linear program over options (program.py). It holds for sequences, several collections and too little
+memory, too. Where an even division may not be the cheapest one, it is without exchanges and ids.
 
-The proof counts a shard at its cost alone, less the launch that fusing saves (model.BoundableCostModel). For
-plans of one kind it counts more: the rate of an op with the mean load. Some device has at least that.
-Contention in mixes of kinds, and shards that fit only alone, raise it further (packing.py).
-
-The estimate prices all tables as one op, divided evenly over the devices. It is higher where shards contend.
+The estimate prices all tables as one op, divided evenly over the devices. It is higher where shards contend. The
+cheapest way to cut a table is a shortest path over widths. No plan is cheaper than its most expensive shard, so the
+estimate is the least time T in which the work fits when no shard takes longer than T.
 It is no bound: a device may hold tables that contend less than the mean.
 
 Plans in which groups share halves of tables (search/state/halves.py) are outside of the space, and may cost less.
 
-Memory is ignored. So are constraints, except those that keep tables whole, together or on some devices.
+Constraints count that keep tables whole, together or on some devices, or that name kinds. The estimate ignores memory.
 
 Shapes: T tables, N shards, F features, D devices; K kinds: whole rows, and those that groups share.
 """
@@ -27,14 +24,14 @@ Shapes: T tables, N shards, F features, D devices; K kinds: whole rows, and thos
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from shardcore.core.types import Problem
 from shardcore.cost.model import CostModel
-from shardcore.search.bound.ops import BoundShards, Ops, shared_layouts
-from shardcore.search.bound.packing import least_ms
+from shardcore.search.bound.ops import BoundShards, shared_layouts
+from shardcore.search.bound.program import Program
 from shardcore.step.kinds import Layout
 
 _EVENLY = "the work of all tables, divided evenly"
@@ -72,71 +69,26 @@ def bound(problem: Problem, model: CostModel, shared: Sequence[Layout] | None = 
     """
     problem.require_setting(model.setting)
     kinds = shared_layouts(problem.topology) if shared is None else shared
-    job, topology, lower = problem.job, problem.topology, model.lower
-    # Sequences run collectives that the bound does not know. Several collections run several ops on a device.
-    pooled = {(t.collection, t.sequence) for t in problem.tables} <= {(problem.tables[0].collection, False)}
-    if lower and not (pooled and lower.even_is_least(topology)):
-        # Exchanges are priced as evenly divided, which is no bound where that is not the cheapest.
-        lower = None
-    bounds: list[Bound] = []
+    job, proved_ms = problem.job, None
+    of_ids = [
+        BoundShards(problem, model, kinds, ids) for ids in ((True, False) if job.hides_ids_ms else (True,))
+    ]
     # A step is no shorter than without ids, nor than with them less what the dense part hides.
-    for ids in (True, False) if job.hides_ids_ms else (True,):
-        # BoundShards prices ids in full, so what the dense part hides comes off.
-        more_ms = job.dense_ms - (job.hides_ids_ms if ids else 0.0)
-        shards, proved_ms = BoundShards(problem, model, kinds, ids), None
-        if lower:
-            least = shards if lower is model else BoundShards(problem, lower, kinds, ids)
-            ops = [Ops(least, lower, k) for k in range(len(least.kinds))]
-            equal_waits = lower.has_equal_transfers(topology)
-            by_mix = _by_mix(least, _proved(least, ops, equal_waits), equal_waits)
-            packed_ms = least_ms(least, ops, {mix: ms for mix, (ms, _) in by_mix.items()}, equal_waits)
-            # Subtract a trace for rounding errors.
-            proved_ms = packed_ms * (1 - _ROUNDING) + more_ms
-        estimate_ms, limit = min(_by_mix(shards, _estimated(shards), True).values())
-        bounds.append(Bound(proved_ms, max(estimate_ms + more_ms, proved_ms or 0.0), limit, shards.space()))
-    # Both ways to count ids leave out costs that a plan has, so the higher one counts.
-    best = max(bounds, key=lambda x: x.estimate_ms)
-    return replace(
-        best, proved_ms=max((x.proved_ms for x in bounds if x.proved_ms is not None), default=None)
-    )
-
-
-def _proved(shards: BoundShards, ops: Sequence[Ops], equal_waits: bool) -> Price:
-    """A price that no plan undercuts: the least work, divided by all speeds.
-
-    A shared table brings a launch on each device of its group. Columns bring one on at least one device.
-    """
-    launch_ms, total_speed = ops[0].model.launch_ms, shards.speed.sum()
-    # [N] without launches, which fusing may save.
-    work = shards.copies * np.maximum(0.0, shards.alone_ms - launch_ms) / total_speed + shards.exchange_ms
-
-    def price(mix: list[int], usable: np.ndarray) -> float:
-        shared = sum(int(shards.group_size[k]) for k in mix if k)  # launches on the devices of a group
-        launches = (shared + (0 in mix)) / total_speed if shared else 1 / shards.speed.max()
-        least, _ = shards.cheapest(np.where(usable, work, np.inf), mix)
-        ms = launch_ms * launches + least + shards.latencies_ms(mix)
-        # With several kinds a device has several ops, and nothing tells how its load divides over them.
-        one_op = len(mix) == 1 and equal_waits
-        return max(ms, _at_mean_load(shards, ops[mix[0]], usable)) if one_op else ms
-
-    return price
-
-
-def _at_mean_load(shards: BoundShards, ops: Ops, usable: np.ndarray) -> float:
-    """A higher price for plans of one kind, which run one op on each device.
-
-    Some device has at least the mean load by speed. It takes at least the slowdown of that load.
-    """
-    curve, kinds, total_speed = ops.every, [int(shards.kind[ops.number[0]])], shards.speed.sum()
-    load = np.where(usable, shards.copies * curve.load, np.inf)
-    # The least load of all tables together, however each is cut.
-    least, _ = shards.cheapest(load, kinds)
-    if not np.isfinite(least):
-        return np.inf
-    # The device of the mean load may be the slowest, which then has the least load of all.
-    slowdown = curve.least(least * shards.speed.min() / total_speed)
-    least, _ = shards.cheapest(slowdown * load / total_speed + shards.wait_ms, kinds)
-    return ops.model.launch_ms / shards.speed.max() + least + shards.latencies_ms(kinds, every=True)
+    estimates = [
+        (ms + job.dense_ms - job.hides_ids_ms * bool(shards.ids_ms), limit)
+        for shards in of_ids
+        for ms, limit in [_least_of_mixes(shards, _estimated(shards))]
+    ]
+    estimate_ms, limit = max(estimates)
+    if lower := model.lower:
+        shards = of_ids[0] if lower is model else BoundShards(problem, lower, kinds, True)
+        found_ms = Program(shards, lower, kinds).least_ms(max(estimate_ms - job.dense_ms, _NOTHING_MS))
+        # Bundles of several collections have several ops, which may cost less than one.
+        if len({(t.collection, t.sequence) for t in problem.tables}) == 1:
+            found_ms = max(found_ms, _together(shards)[0])
+        # Subtract a trace for rounding errors.
+        proved_ms = found_ms * (1 - _ROUNDING) + job.dense_ms
+    return Bound(proved_ms, max(estimate_ms, proved_ms or 0.0), limit, of_ids[0].space())
 
 
 def _estimated(shards: BoundShards) -> Price:
@@ -171,27 +123,24 @@ def _estimated(shards: BoundShards) -> Price:
     return price
 
 
-def _by_mix(shards: BoundShards, price: Price, equal_waits: bool) -> dict[tuple[int, ...], tuple[float, str]]:
-    """The least ms of each mix of kinds, and the limit that prevents less. Exact for the lowest only.
+def _least_of_mixes(shards: BoundShards, price: Price) -> tuple[float, str]:
+    """The least ms of all mixes of kinds, and the limit that prevents less.
 
     No shard may take longer than the result. Each kind in a mix adds its launches and latencies.
-    equal_waits: True if the device with any one shard waits for the same exchanges as all others.
     """
     together_ms, together = _together(shards)
     mixes: list[tuple[float, str, list[int], float]] = []
     for mix in shards.mixes:
         # Any plan of the mix waits at least as long as the cuts with the cheapest exchanges do.
         waits_ms = shards.cheapest(shards.wait_ms, mix)[0] + shards.latencies_ms(mix, every=True)
-        exchange_ms = max(0.0, waits_ms) if equal_waits else 0.0
+        exchange_ms = max(0.0, waits_ms)
         evenly_ms = price(mix, shards.within(np.full(len(shards.kind), True)))
-        # Both are bounds, so the higher one counts.
         low, limit = max((evenly_ms, _EVENLY), (together_ms + exchange_ms, together))
         mixes.append((low, limit, mix, exchange_ms))
-    by_mix = {tuple(mix): (low, limit) for low, limit, mix, _ in mixes}
-    best = np.inf
+    best = np.inf, ""
     # From the lowest on: once a mix starts above the best, all later ones do.
     for low, limit, mix, exchange_ms in sorted(mixes):
-        if low >= best:
+        if low >= best[0]:
             break
         # The device with a shard takes at least this long, whatever else it holds.
         shard_ms = shards.alone_ms / shards.fastest + exchange_ms
@@ -206,9 +155,8 @@ def _by_mix(shards: BoundShards, price: Price, equal_waits: bool) -> dict[tuple[
             # More shards only lower the price, and all of them give `evenly_ms`: it is no higher there.
             high = min(above, float(shard_ms.max()))
             low = _crossing(lambda ms, m=mix, p=shard_ms: price(m, shards.within(p <= ms)), low, high)
-        by_mix[tuple(mix)] = float(low), limit
-        best = min(best, float(low))
-    return by_mix
+        best = min(best, (float(low), limit))
+    return best
 
 
 def _crossing(falling: Callable[[float], float], low: float, high: float) -> float:

@@ -72,12 +72,25 @@ class BoundShards:
     mixes: sets of kinds that plans may use.
     """
 
-    def __init__(self, problem: Problem, model: CostModel, shared: Sequence[Layout], ids: bool) -> None:
-        self.problem, self.model, self.kinds = problem, model, (WHOLE_ROWS, *shared)
+    def __init__(
+        self,
+        problem: Problem,
+        model: CostModel,
+        shared: Sequence[Layout],
+        ids: bool,
+        tables: Sequence[Table] | None = None,
+    ) -> None:
+        self.problem, self.model, self.tables = problem, model, problem.tables if tables is None else tables
+        kinds = (WHOLE_ROWS, *shared)
+        # The runs of sequences have other channels.
+        self.kinds = (
+            tuple(k for k in (x.as_sequence for x in kinds) if k) if tables and tables[0].sequence else kinds
+        )
+        shared = self.kinds[1:]
         self.speed = np.array([d.speed for d in problem.topology.devices])
         groups = [layout.groups(problem.topology) for layout in self.kinds]
         self.n_groups, self.group_size = np.array([(len(g), len(g[0])) for g in groups]).T
-        n, tables = len(self.speed), problem.tables
+        n, tables = len(self.speed), self.tables
         columns = np.array([t.dim // MIN_WIDTH for t in tables])  # [T] in units
         whole = [t.name in problem.whole for t in tables]
         # The sum is the number of shards, so it limits time and memory.
@@ -107,7 +120,7 @@ class BoundShards:
             if added:
                 codes.append(encoded(added.values(), layout.batch(problem)))
                 shards += added.values()
-        self.codes = np.concatenate(codes)
+        self.shards, self.codes = shards, np.concatenate(codes)
         self.whole = self.at[0][np.arange(len(tables)), columns]
         self.kind, self.table, units = np.zeros((3, len(shards)), dtype=int)
         for kind, at in enumerate(self.at):
@@ -132,15 +145,18 @@ class BoundShards:
             first[k](float(s.bytes), output_bytes(s, problem.global_batch), problem)
             for s, k in zip(shards, self.kind, strict=True)
         ]
-        all_bytes = self.copies * np.array(n_bytes, dtype=float)
+        all_bytes = self.all_bytes = self.copies * np.array(n_bytes, dtype=float)
         self.latency_ms, per_byte = self._exchanges(all_bytes)
         self.exchange_ms, self.wait_ms = all_bytes * per_byte[:, self.kind]
         self.ids_ms: dict[Channel | None, float] = {}
         if ids:
-            id_bytes = self.copies * np.array([received_bytes(s, problem) for s in shards], dtype=float)
+            self.id_bytes = id_bytes = self.copies * np.array(
+                [received_bytes(s, problem) for s in shards], dtype=float
+            )
             self.ids_ms, per_id_byte = self._ids(id_bytes)
-            self.exchange_ms += id_bytes * per_id_byte[self.kind]
-            self.wait_ms += id_bytes * per_id_byte[self.kind]
+            self.id_ms = id_bytes * per_id_byte[self.kind]
+            self.exchange_ms += self.id_ms
+            self.wait_ms += self.id_ms
         # Plans differ in which kinds they use at all: each costs its launches and latencies.
         kinds = [k for k in range(len(self.kinds)) if (self.at[k] >= 0).any()]
         self.mixes = [list(mix) for n in range(1, len(kinds) + 1) for mix in combinations(kinds, n)]
@@ -218,7 +234,7 @@ class BoundShards:
         n, per_byte = len(self.speed), np.zeros(len(self.kinds))
         least: dict[Channel | None, float] = {}
         # No device receives more than all ids of all tables.
-        most = float(sum(received_bytes(Shard.whole(t), self.problem) for t in self.problem.tables))
+        most = float(sum(received_bytes(Shard.whole(t), self.problem) for t in self.tables))
         for channel in ID_CHANNELS if n > 1 else ():
             of_channel = np.array([layout.ids == channel for layout in self.kinds])
             points = self._points(all_bytes[of_channel[self.kind]] / n, most)
@@ -261,10 +277,6 @@ class BoundShards:
         if not np.isfinite(least):
             return least, None
         return least, np.sum([way(best == i) for i, way in enumerate(ways)], axis=0)
-
-    def least_of_each(self, price: np.ndarray, kinds: list[int]) -> np.ndarray:
-        """[T] the least total price of shards of these kinds that make up each table. inf for none."""
-        return np.min([_compositions(self.at[k], price, self.size[:, k])[0] for k in kinds], axis=0)
 
     def within(self, usable: np.ndarray) -> np.ndarray:
         """[N] bool: those of the usable shards that can be in a plan.
@@ -359,10 +371,6 @@ class Curve:
     ends: np.ndarray
     slowdown: np.ndarray
 
-    def least(self, load: float) -> float:
-        """The least slowdown of an op of this load or more."""
-        return float(self.slowdown[np.searchsorted(self.ends[:-1], load, side="right") - 1])
-
     def most(self, ms: np.ndarray) -> np.ndarray:
         """The largest load of an op that takes at most `ms`. 0 for less than 0 ms."""
         ms = np.maximum(0.0, ms)
@@ -371,86 +379,48 @@ class Curve:
         return np.minimum(ms / self.slowdown[g], self.ends[g + 1])
 
 
-class Ops:
-    """Ops of one kind of sharding.
+def op_curve(shards: BoundShards, model: BoundableCostModel, kind: int) -> Curve:
+    """The curve of ops of a kind. Any loads give valid bounds. Those at the rates of a usual op give near ones."""
+    number = np.flatnonzero(shards.kind == kind)
+    # A usual op has an even part of the tables. Of a kind that groups share, about half of the tables.
+    whole = np.isin(number, shards.at[kind][np.arange(len(shards.size)), shards.size[:, kind]])
+    n_ops = 2 * shards.n_groups[kind] if kind else len(shards.speed)
+    codes, table = shards.codes[number], shards.table[number]
 
-    number: [n] numbers of their shards.
-    load: [n] ms of each at the rates of a usual op. Any loads give valid bounds; these give near ones.
-    ends: [G + 1] loads, rising from 0 to that of all tables.
-    rates: [G, F] rates of any op of load ends[g] or more, at least.
-    every: the curve of ops that may have any shards.
-    """
-
-    def __init__(self, shards: BoundShards, model: BoundableCostModel, kind: int):
-        self.shards, self.model, self.number = shards, model, np.flatnonzero(shards.kind == kind)
-        # A usual op has an even part of the tables. Of a kind that groups share, about half of the tables.
-        whole = np.isin(self.number, shards.at[kind][np.arange(len(shards.size)), shards.size[:, kind]])
-        ops = 2 * shards.n_groups[kind] if kind else len(shards.speed)
-        codes, table = shards.codes[self.number], shards.table[self.number]
-        usual = codes[whole].sum(0) / ops
-        # Loads count at the least rates of a usual load, so that such an op's slowdown is near 1.
-        rates = model.rates(usual)
-        rates = self._least_rates(codes @ rates, np.array([usual @ rates]))[0]
-        self.load = codes @ rates
-        # Slowdowns change fast near a usual load, so intervals there are a few per cent.
-        inner = max(float(usual @ rates), 1e-12) * np.geomspace(_FROM, _TO, _INTERVALS - 1)
-        # An op has at most one shard of a table.
-        most = np.zeros(int(table.max(initial=-1)) + 1)
-        np.maximum.at(most, table, self.load)
-        top = max(float(most.sum()), 1e-12) * (1 + 1e-9)
-        self.ends = np.concatenate([[0.0], inner[inner < top], [top]])
-        # Rates of an interval hold for all ops in it, as they are those at its lower end.
-        self.rates = self._least_rates(self.load, self.ends[:-1])
-        all_ = np.ones(len(shards.kind), dtype=bool)
-        self.every = self.curve(all_, ~all_)
-
-    def _least_rates(self, load: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    def least(load: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         """[W, F] rates of any op of these loads [W] or more, if its shards have loads [n]."""
-        shards, busy = self.shards, load > 0
+        busy = load > 0
         if not busy.any():  # no lookups, so no contention
-            return self.model.rates(np.zeros((len(wanted), shards.codes.shape[1])))
-        number = self.number[busy]
-        return least_rates(self.model, shards.codes[number], load[busy], shards.table[number], wanted)
+            return model.rates(np.zeros((len(wanted), codes.shape[1])))
+        return least_rates(model, codes[busy], load[busy], table[busy], wanted)
 
-    def curve(self, usable: np.ndarray, certain: np.ndarray) -> Curve:
-        """The curve of ops that have only usable shards, [N] bool.
-
-        certain: [N] bool, shards that every op has.
-        A shard counts at the rates of its op's least features, or of its features if these are higher.
-        """
-        shards, model = self.shards, self.model
-        usable, certain = usable[self.number], certain[self.number]
-        number, load, certain = self.number[usable], self.load[usable], certain[usable]
-        codes = shards.codes[number]
-        alone, all_load = np.zeros((2, len(shards.kind)))
-        # [F] features that every op of this curve has.
-        base = codes[certain].sum(0)
-        # Whatever else an op has, its features are at least these.
-        alone[number] = (model.rates(np.maximum(codes, base)) * codes).sum(1)
-        all_load[number] = load
-        busy, rates, slowdown = load > 0, self.rates, np.ones(len(self.ends) - 1)
-        # Shards that are in every op raise the rates of all others.
-        if certain.any():
-            rates = np.maximum(rates, model.rates(base + self._least_others(number, load, certain)))
-        if busy.any():
-            single = model.rates(codes[busy])
-            # One interval after the other: of all together there are too many numbers.
-            slowdown = np.array(
-                [((np.maximum(single, least) * codes[busy]).sum(-1) / load[busy]).min() for least in rates]
-            )
-        # An op of a later interval has at least the load of all earlier ones, so their slowdowns hold, too.
-        return Curve(alone, all_load, self.ends, np.maximum.accumulate(slowdown))
-
-    def _least_others(self, number: np.ndarray, load: np.ndarray, certain: np.ndarray) -> np.ndarray:
-        """[G, F] least features that ops have without the certain shards, at the ends of intervals."""
-        codes, table = self.shards.codes[number], self.shards.table[number]
-        # An op has one shard of a table, so those with a certain one have no other.
-        free = (load > 0) & ~np.isin(table, table[certain])
-        if not free.any():
-            return np.zeros((len(self.ends) - 1, codes.shape[1]))
-        # The certain shards bring a part of the load themselves.
-        wanted = np.maximum(0.0, self.ends[:-1] - load[certain].sum())
-        return least_sums(codes[free], load[free], table[free], wanted)
+    usual = codes[whole].sum(0) / n_ops
+    # Loads count at the least rates of a usual load, so that such an op's slowdown is near 1.
+    rates = model.rates(usual)
+    rates = least(codes @ rates, np.array([usual @ rates]))[0]
+    load = codes @ rates
+    # Slowdowns change fast near a usual load, so intervals there are a few per cent.
+    inner = max(float(usual @ rates), 1e-12) * np.geomspace(_FROM, _TO, _INTERVALS - 1)
+    # An op has at most one shard of a table.
+    most = np.zeros(int(table.max(initial=-1)) + 1)
+    np.maximum.at(most, table, load)
+    top = max(float(most.sum()), 1e-12) * (1 + 1e-9)
+    ends = np.concatenate([[0.0], inner[inner < top], [top]])
+    own, busy, slowdown = model.rates(codes), load > 0, np.ones(len(ends) - 1)
+    if busy.any():
+        # Rates of an interval hold for all ops in it, as they are those at its lower end. A shard counts at these, or
+        # at those of its own features if they are higher. One interval after the other: together they are too many.
+        slowdown = np.array(
+            [
+                ((np.maximum(own, interval) * codes).sum(-1)[busy] / load[busy]).min()
+                for interval in least(load, ends[:-1])
+            ]
+        )
+    alone, loads = np.zeros((2, len(shards.kind)))
+    # Whatever else an op has, its features are at least these.
+    alone[number], loads[number] = (own * codes).sum(1), load
+    # An op of a later interval has at least the load of all earlier ones, so their slowdowns hold, too.
+    return Curve(alone, loads, ends, np.maximum.accumulate(slowdown))
 
 
 # --- contention ---------------------------------------------------------------------------------------------

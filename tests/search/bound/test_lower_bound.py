@@ -23,7 +23,7 @@ from shardcore.cost.model import QuantileCostModel, price
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.profile import load_profile, profile_names
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.bound import lower_bound, ops, packing
+from shardcore.search.bound import lower_bound, ops
 from shardcore.step.kinds import LAYOUTS
 from shardcore.step.lower import Workload, lower
 from shardcore.testing.plans import every_plan
@@ -110,7 +110,9 @@ def test_the_bound_is_near_good_plans_of_many_tables():
     ],
 )
 def test_no_plan_of_drawn_problems_of_other_shapes_is_cheaper(shape):
-    """With links and without, where a device's own bytes may count; several speeds; rows over one host."""
+    """With links and without, where a device's own bytes may count; several speeds; rows over one host.
+
+    Where even exchanges are not the cheapest they are left out, and the bound is as low as 0.31 of the optimum."""
     ratios = []
     for seed in range(2):
         rng = np.random.default_rng([seed, 5])
@@ -131,9 +133,8 @@ def test_no_plan_of_drawn_problems_of_other_shapes_is_cheaper(shape):
         for model in (model_for(problem), contended(seed)):
             result = lower_bound.bound(problem, model)
             assert ("rows divided over one host" in result.space) == ("hosts" in shape)
-            if result.proved_ms is not None:
-                ratios.append(result.proved_ms / optimum_ms(problem, model))
-    assert len(ratios) >= 3 and max(ratios) <= 1 and np.mean(ratios) > 0.8, ratios
+            ratios.append(result.proved_ms / optimum_ms(problem, model))
+    assert max(ratios) <= 1 and np.mean(ratios) > 0.75, ratios
 
 
 @pytest.mark.parametrize(
@@ -196,24 +197,6 @@ def test_hot_tables_that_do_not_fit_side_by_side_raise_the_bound():
     assert 0.97 < lower_bound.bound(problem, model, shared=()).proved_ms / ms <= 1
 
 
-@pytest.mark.parametrize("share", [0.5, 0.8, 0.97])
-def test_worths_of_shards_that_fit_within_a_time_prove_no_more_than_that(share):
-    """Whole, each table takes all of the best step. Within less, only halves fit, of 70% of its work each.
-
-    Two halves of both tables take 140% of that step. But a plan that takes as long may have whole tables.
-    """
-    hot = tuple(Table(f"hot{i}", 300, 8, 200.0) for i in range(2))
-    problem = Problem(
-        "hot", hot, Topology((Device(64 * MIB),) * 2, links=links_of(0.0001, within_host=80.0)), BATCH
-    )
-    model = AnalyticModel(Setting("made-up", BATCH), lookup_ns=10, gather_gbps=2, update_gbps=1000)
-    best_ms = optimum_ms(problem, model, columns_alone=True)
-    shards = ops.BoundShards(problem, model, (), False)
-    packed, every = packing.Packing(shards, [ops.Ops(shards, model, 0)], True), shards.kind == 0
-    mix = packing.Mix(packed, [0], every, ~every, 2 * best_ms)
-    assert 0.97 < mix.by_price(share * best_ms) / best_ms <= 1
-
-
 def test_a_mix_of_kinds_contends_too():
     """Many tables: what is proved of all kinds is near what is proved of columns."""
     problem = Problem(
@@ -247,13 +230,14 @@ def test_a_table_that_must_stay_whole_or_tables_kept_together_are_in_the_way():
     assert result.proved_ms >= model.head(model.encode(shards).sum(0, keepdims=True))[0] * (1 - 1e-9)
 
 
-def test_where_nothing_can_be_proved_there_is_an_estimate():
+def test_what_cannot_be_proved_is_left_out_and_there_is_an_estimate():
     problem = tiny(1)
     unequal = replace(problem, topology=Topology((Device(MIB), Device(MIB), Device(MIB, host="b"))))
     pods = on_hosts(["p/a", "p/b", "p/c", "q/d"], MIB, links=links_of(shared=True, between_hosts=3.0))
     for of_unequal in (unequal, replace(problem, topology=pods)):
         result = lower_bound.bound(of_unequal, model_for(of_unequal))
-        assert result.proved_ms is None and result.estimate_ms > 0
+        # Exchanges of unequal hosts are left out of the proof.
+        assert 0 < result.proved_ms < result.estimate_ms
     model = contended(0)
     band = {
         "band.log_ms": np.zeros(1),
@@ -270,11 +254,8 @@ def test_where_nothing_can_be_proved_there_is_an_estimate():
     )
     # what its model proves of itself holds for what is never cheaper
     result = lower_bound.bound(problem, above)
-    assert (
-        result.proved_ms
-        == lower_bound.bound(problem, model).proved_ms
-        < min(result.estimate_ms, optimum_ms(problem, above))
-    )
+    assert result.proved_ms == pytest.approx(lower_bound.bound(problem, model).proved_ms, rel=2e-3)
+    assert result.proved_ms < min(result.estimate_ms, optimum_ms(problem, above))
 
 
 def test_the_last_rows_may_be_few_and_their_device_slow():
@@ -441,7 +422,7 @@ def test_no_op_has_more_load_than_its_ms_allow(made):
         rng, model = np.random.default_rng(seed), made(seed)
         given = Problem("ops", draw_tables(rng, 8, dims=(4, 8, 12)), Topology((Device(MIB),) * 2), BATCH)
         shards = ops.BoundShards(given, model, (), False)
-        curve = ops.Ops(shards, model, 0).every
+        curve = ops.op_curve(shards, model, 0)
         for _ in range(300):
             tables = rng.permutation(8)[: rng.integers(1, 9)]
             op = [int(rng.choice(np.flatnonzero(shards.table == t))) for t in tables]

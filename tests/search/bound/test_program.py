@@ -1,0 +1,183 @@
+"""The linear program's bound against all plans of tiny problems that had no proof before, and its parts."""
+
+from contextlib import suppress
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from scipy import optimize
+from shapes import on_hosts
+from test_contention import shards_of
+from test_lower_bound import contended, crowded
+
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.job import Job
+from shardcore.core.links import links_of
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem
+from shardcore.cost.model import price
+from shardcore.cost.profile import load_profile
+from shardcore.search.bound import ops, program
+from shardcore.search.bound.lower_bound import bound
+from shardcore.step.lower import Workload, lower
+from shardcore.testing.plans import every_plan
+from shardcore.testing.problems import BATCH, MIB, draw_tables, model_for
+
+SHAPES = ("sequences", "collections", "collections with sequences")
+
+
+def drawn(shape: str, seed: int, memory_bytes: int = 1 << 40, n_tables: int = 2, **fields) -> Problem:
+    """Two tables on four devices of two hosts, or more of them on two devices, every third time of other speeds."""
+    rng = np.random.default_rng([seed, 31])
+    tables = draw_tables(rng, n_tables, dims=(4, 8))
+    tables = tuple(
+        replace(
+            t,
+            rows=t.rows * 10 + 8,
+            pooling=max(1.0, t.pooling),
+            sequence=shape == "sequences" or (shape.endswith("with sequences") and i % 2 == 0),
+            collection="" if shape in ("sequences", "pooled") else "ab"[i % 2],
+        )
+        for i, t in enumerate(tables)
+    )
+    links = links_of(0.001, within_host=2.0, between_hosts=0.5) if seed % 2 else ()
+    where = on_hosts("aabb" if n_tables == 2 else "aa", memory_bytes, links=links if n_tables == 2 else ())
+    speeds = rng.choice([0.5, 1.0, 2.0], len(where)) if seed % 3 == 2 else np.ones(len(where))
+    devices = tuple(replace(d, speed=float(s)) for d, s in zip(where.devices, speeds, strict=True))
+    return Problem("drawn", tables, replace(where, devices=devices), BATCH, **fields)
+
+
+def models_of(problem: Problem, seed: int) -> list:
+    return [model_for(problem), contended(seed), load_profile("nvidia-h100-sxm").model().for_problem(problem)]
+
+
+def workloads_of(problem: Problem) -> list[Workload]:
+    """Those of every plan that fits and that TorchRec runs."""
+    workloads = []
+    for plan in every_plan(problem):
+        with suppress(ShardCoreError):
+            workloads.append(lower(plan, problem))
+    return workloads
+
+
+def optima_ms(problem: Problem, models: list) -> np.ndarray:
+    """The least ms of any plan, by each model."""
+    workloads = workloads_of(problem)
+    return np.array([min(price(w, model).total_ms for w in workloads) for model in models])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("n_tables", [2, 3])
+def test_no_plan_of_sequences_or_of_several_collections_is_cheaper(shape, n_tables):
+    ratios = []
+    for seed in (1, 2):
+        jobs = {"job": Job(dense_forward_ms=0.01, dense_backward_ms=0.01)} if seed % 2 else {}
+        problem = drawn(shape, seed, n_tables=n_tables, **jobs)
+        models = models_of(problem, seed)
+        ratios.append([bound(problem, m).proved_ms for m in models] / optima_ms(problem, models))
+    assert np.max(ratios) <= 1 and np.mean(ratios) > 0.7, ratios
+
+
+@pytest.mark.parametrize("shape", ["pooled", *SHAPES])
+def test_too_little_memory_for_the_best_plan_raises_the_bound(shape):
+    raised = []
+    for seed in range(3):
+        ample = drawn(shape, seed, n_tables=3)
+        models = models_of(ample, seed)
+        # Just enough for the plan whose fullest device has least.
+        most = min(max(w.memory_bytes) for w in workloads_of(ample))
+        devices = tuple(replace(d, memory_bytes=most) for d in ample.topology.devices)
+        tight = replace(ample, topology=replace(ample.topology, devices=devices))
+        before, after = ([bound(p, m).proved_ms for m in models] for p in (ample, tight))
+        assert (np.array(after) <= optima_ms(tight, models)).all()
+        assert (np.array(after) >= np.array(before) * (1 - 2e-3)).all()
+        raised.append(np.array(after) > np.array(before) * 1.01)
+    assert np.any(raised)
+
+
+def test_more_tables_than_devices_that_hold_one_each_have_no_cheap_plan():
+    """Three whole tables on two devices that hold one each: nothing fits, so the bound may be anything."""
+    problem = drawn("pooled", 0, n_tables=3)
+    large = tuple(replace(t, rows=50_000, dim=8) for t in problem.tables)
+    names = tuple(t.name for t in large)
+    kinds = Constraints(unsplit=names, kinds=tuple((name, ("column",)) for name in names))
+    found = []
+    for memory in (1.5, 4.0):
+        devices = tuple(Device(int(memory * large[0].bytes)) for _ in range(2))
+        asked = replace(problem, tables=large, topology=Topology(devices), constraints=kinds)
+        found.append(bound(asked, model_for(asked)).proved_ms)
+    assert found[0] > 1.4 * found[1]
+
+
+def test_kinds_that_constraints_leave_out_do_not_count():
+    problem = drawn("sequences", 0)
+    model = model_for(problem)
+    name = max(problem.tables, key=lambda t: t.pooling).name
+    given = replace(problem, constraints=Constraints(kinds=((name, ("data_parallel",)),)))
+    assert bound(given, model).proved_ms >= bound(problem, model).proved_ms * (1 - 2e-3)
+    assert bound(given, model).proved_ms <= optima_ms(given, [model])[0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_prices_of_a_solver_that_is_wrong_prove_less_but_nothing_false(seed, monkeypatch):
+    problem = drawn("collections", seed, n_tables=3)
+    model, solve, rng = model_for(problem), optimize.linprog, np.random.default_rng(seed)
+    right, best_ms = bound(problem, model).proved_ms, optima_ms(problem, [model])[0]
+
+    def wrong(*args, **options):
+        result = solve(*args, **options)
+        noise = rng.normal(0, 0.05, len(result.ineqlin.marginals))
+        marginals = result.ineqlin.marginals * (1 + noise) + 0.02 * noise
+        return SimpleNamespace(status=result.status, ineqlin=SimpleNamespace(marginals=marginals))
+
+    monkeypatch.setattr(optimize, "linprog", wrong)
+    assert bound(problem, model).proved_ms < right <= best_ms
+    # Nothing is proved where the solver gives up.
+    monkeypatch.setattr(optimize, "linprog", lambda *args, **options: SimpleNamespace(status=4))
+    assert bound(problem, model).proved_ms == 0
+
+
+def test_sums_of_dual_feasible_functions_are_at_most_1():
+    rng, most = np.random.default_rng(0), 0.0
+    for n in range(1, 12):
+        for _ in range(300):
+            size = rng.dirichlet(rng.uniform(0.1, 3, n)) * rng.choice([1.0, rng.random()])
+            # Sizes that are shares of a device, too.
+            size = np.full(n, 1 / n) if rng.random() < 0.1 else size
+            sums = [f.sum() for f in program.dual_feasible(size)]
+            assert max(sums) <= 1 + 1e-9
+            most = max(most, sums[1])
+    assert most == 1
+
+
+@pytest.mark.parametrize(
+    "model", [contended(1), crowded(0.3), crowded()], ids=["contended", "crowded", "steep"]
+)
+def test_lines_are_below_all_ops(model):
+    rng, shards = np.random.default_rng(0), shards_of(model)
+    curve = ops.op_curve(shards, model, 0)
+    most_ms = float(model.head(shards.codes[shards.whole].sum(0)[None])[0])
+    lines = program.lines_below(curve, most_ms, model.launch_ms)
+    near = []
+    for _ in range(300):
+        tables = rng.permutation(8)[: rng.integers(1, 9)]
+        op = [int(rng.choice(np.flatnonzero(shards.table == t))) for t in tables]
+        ms = float(model.head(shards.codes[op].sum(0)[None])[0])
+        if ms - model.launch_ms <= most_ms:
+            below = max(slope * curve.load[op].sum() + once for slope, once in lines)
+            assert below <= ms * (1 + 1e-9)
+            near.append(below / ms)
+    assert max(near) > 0.8
+    assert program.lines_below(curve, 0.0, model.launch_ms) == []
+
+
+def test_a_table_that_must_stay_on_slow_devices_takes_longer():
+    where = Topology(tuple(Device(64 * MIB, speed) for speed in (1.0, 0.1)))
+    free = Problem("pins", draw_tables(np.random.default_rng(4), 3, dims=(8,)), where, BATCH)
+    model = model_for(free)
+    pins = tuple((t.name, (1,)) for t in free.tables)
+    pinned = replace(free, constraints=Constraints(pinned=pins))
+    ms = [bound(p, model, shared=()).proved_ms for p in (free, pinned)]
+    assert ms[1] > 3 * ms[0]
