@@ -69,7 +69,7 @@ def optima_ms(problem: Problem, models: list) -> np.ndarray:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("n_tables", [2, 3])
+@pytest.mark.parametrize("n_tables", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_no_plan_of_sequences_or_of_several_collections_is_cheaper(shape, n_tables):
     ratios = []
     for seed in (1, 2):
@@ -80,7 +80,7 @@ def test_no_plan_of_sequences_or_of_several_collections_is_cheaper(shape, n_tabl
     assert np.max(ratios) <= 1 and np.mean(ratios) > 0.7, ratios
 
 
-@pytest.mark.parametrize("shape", ["pooled", *SHAPES])
+@pytest.mark.parametrize("shape", ["pooled", *(pytest.param(x, marks=pytest.mark.long) for x in SHAPES)])
 def test_too_little_memory_for_the_best_plan_raises_the_bound(shape):
     raised = []
     for seed in range(3):
