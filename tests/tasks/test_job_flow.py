@@ -28,8 +28,15 @@ PARAMS = {
 }
 
 
+@pytest.fixture(scope="module")
+def model():
+    return fit.train(
+        compute_samples(linear_law, 60), comm_samples(20), SETTING, fit.FitConfig(epochs=1)
+    ).model
+
+
 @pytest.fixture
-def project(tmp_path, monkeypatch):
+def project(tmp_path, monkeypatch, model):
     """A folder with a champion, and a job that traced a step. Its tasks run in this process, without Prefect."""
     for task in (read_traces, promote_model, keep_problem, publish_plans, log_steps):
         monkeypatch.setitem(job.fn.__globals__, task.fn.__name__, task.fn)
@@ -39,7 +46,7 @@ def project(tmp_path, monkeypatch):
         compute, comm = compute_samples(linear_law, 60), comm_samples(20)
         dataset.write_compute("data/measurements", compute, dataset.write_pool("data/measurements", pool()))
         dataset.write_comm("data/measurements", comm)
-        neural.save(fit.train(compute, comm, SETTING, fit.FitConfig(epochs=1)).model, "data/model")
+        neural.save(model, "data/model")
         promote_model.fn(tmp_path / "data/model", tmp_path / "data/measurements", PromoteConfig())
         traced_step(tmp_path / "dlrm")
         yield tmp_path

@@ -117,8 +117,15 @@ def test_a_store_that_is_a_folder_is_refused_in_a_whole_sentence(tmp_path, monke
 # --- projects that are moved or copied ------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def model():
+    return fit.train(
+        compute_samples(linear_law, 60), comm_samples(20), SETTING, fit.FitConfig(epochs=1)
+    ).model
+
+
 @pytest.fixture
-def project(tmp_path, monkeypatch):
+def project(tmp_path, monkeypatch, model):
     """A function that enters a project of this name, in which a model was trained."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
@@ -128,9 +135,6 @@ def project(tmp_path, monkeypatch):
 
     (tmp_path / "first").mkdir()
     client = enter("first")
-    model = fit.train(
-        compute_samples(linear_law, 60), comm_samples(20), SETTING, fit.FitConfig(epochs=1)
-    ).model
     neural.save(dataclasses.replace(model, meta={**model.meta, "provenance": {}}), Path("data/model"))
     with registry.run(run_name="train"):
         mlflow.log_text("card", registry.CARD)
