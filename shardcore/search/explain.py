@@ -246,11 +246,12 @@ def _shards(workload: Workload, device: int, model: CostModel) -> tuple[ShardCos
 def _with_memory(problem: Problem) -> Iterator[tuple[str, Problem]]:
     """The problem with more memory on each device, in words and as a problem. The plan stays possible."""
     for share in MORE_MEMORY:
-        topology = problem.topology
-        # A problem may not state more memory than that.
-        larger = [min(MOST_BYTES, int(d.memory_bytes * (1 + share))) for d in topology.devices]
-        devices = [replace(d, memory_bytes=n) for d, n in zip(topology.devices, larger, strict=True)]
-        changed = replace(problem, topology=replace(topology, devices=tuple(devices)))
+        devices = tuple(
+            # A problem may not state more memory than that.
+            replace(d, memory_bytes=min(MOST_BYTES, int(d.memory_bytes * (1 + share))))
+            for d in problem.topology.devices
+        )
+        changed = replace(problem, topology=replace(problem.topology, devices=devices))
         yield f"{share:.0%} more memory on each device", changed
 
 

@@ -3,7 +3,7 @@
 1. The first round of annealing (anneal/), in the whole space.
 2. The greedy baselines.
 3. The first round again with the hottest table in halves, and with the two hottest, where one host is too few for
-   them (state/halves.py).
+   them, or one device for sequences (state/halves.py).
 4. Further rounds of annealing, in whichever of these spaces has the cheapest plan, each with twice the trials.
 5. NeuroShard's beam, once annealing has taken about as long as the beam takes. Annealing improves its plan.
 
@@ -35,6 +35,7 @@ from shardcore.search.state.halves import Halves, halved, halves_of, may_halve
 from shardcore.search.state.shards import priced, searched_tables
 from shardcore.search.ties import ranks
 from shardcore.step.kinds import LAYOUTS
+from shardcore.step.output_bytes import output_bytes
 
 if TYPE_CHECKING:
     from shardcore.search.anneal.sharder import Search
@@ -44,7 +45,7 @@ DEFAULT = Budget(evals=DEFAULT_EVALS)
 """The budget where none is given."""
 _BEAM = NeuroShardConfig()
 _HALVED, _HOT = 2, 0.5
-"""The most tables in halves. Each costs more than this share of a host's mean load."""
+"""The most tables in halves. Each is more than this share of the mean load of a host, or of a device for sequences."""
 _GRIDS = tuple(layout for layout in LAYOUTS.values() if layout.divides_rows and layout.cuts_columns)
 """Kinds by which a group may share the half of a table."""
 _SPARE = 3.0
@@ -182,15 +183,21 @@ class _Anytime:
         return cheapest
 
     def _hottest(self) -> list[str]:
-        """Tables that are hot for one host and may be in halves, the costliest first."""
-        topology = self.problem.topology
-        if not any(1 < len(group) < len(topology) for y in _GRIDS for group in y.groups(topology)):
-            return []
-        tables = searched_tables(self.problem)
-        ms = group_costs([[Shard.whole(table)] for table in tables], self.model)
-        least_ms = _HOT * ms.sum() / len(topology.hosts)
-        order = np.argsort(ranks(-ms), kind="stable").tolist()
-        return [tables[i].name for i in order if ms[i] > least_ms and may_halve(tables[i], self.problem)]
+        """Tables that may be in halves and are hot: for one host, or sequences for one device; the hottest first."""
+        topology, tables = self.problem.topology, searched_tables(self.problem)
+        in_grids = any(1 < len(group) < len(topology) for y in _GRIDS for group in y.groups(topology))
+        is_sequence = np.array([table.sequence for table in tables])
+        whole = [Shard.whole(table) for table in tables]
+        ms = group_costs([[shard] for shard in whole], self.model)
+        # What of a sequence is most in its way: compute, or bytes of outputs, which are not pooled.
+        n_bytes = np.array([output_bytes(shard, self.problem.global_batch) for shard in whole])
+        of_sequence = np.maximum(ms / ms.sum(), n_bytes / n_bytes.sum()) * len(topology)
+        share = np.where(is_sequence, of_sequence, ms / ms.sum() * len(topology.hosts) * in_grids)
+        return [
+            tables[i].name
+            for i in np.argsort(ranks(-share), kind="stable").tolist()
+            if share[i] > _HOT and may_halve(tables[i], self.problem)
+        ]
 
     def _add(self, name: str, other: Callable[[], Plan]) -> Plan | None:
         """Keep the plan of another search. None if it has none, or not in time."""
@@ -227,5 +234,10 @@ class _Anytime:
 
 def _beam_evals(problem: Problem) -> float:
     """Trials of annealing that take about as long as the beam: passes × states × shards, on few devices."""
-    states = 1 + 2 * _BEAM.candidates * (1 + _BEAM.beam * (_BEAM.steps - 1))
-    return len(_BEAM.caps) * states * len(problem.tables) * (1 + len(problem.topology) / 32)
+    # States of the first step, and of all others.
+    return (
+        len(_BEAM.caps)
+        * (1 + 2 * _BEAM.candidates * (1 + _BEAM.beam * (_BEAM.steps - 1)))
+        * len(problem.tables)
+        * (1 + len(problem.topology) / 32)
+    )

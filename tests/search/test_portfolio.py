@@ -212,6 +212,30 @@ def test_two_hosts_share_the_halves_of_a_table_that_is_hot_for_one():
     assert cost(plan) < 0.95 * cost(portfolio(whole, gpu(whole), budget=budget))
 
 
+def test_a_sequence_that_is_hot_for_a_device_is_in_halves():
+    """Its outputs are not pooled, so they take most of the exchange."""
+    profile, costs = load_profile("nvidia-h100-sxm"), []
+    sequences = Table("hot", 1_000, 32, 40.0, sequence=True), Table("cold", 50_000, 32, 4.0, sequence=True)
+    tables = (*sequences, *(Table(f"t{i}", 100_000, 64, 10.0) for i in range(7)))
+    for constraints in (Constraints(), Constraints(min_widths=(("hot", 32),))):
+        problem = Problem("hot", tables, profile.topology(1, 4), 4096, constraints=constraints)
+        plan = portfolio(problem, profile.model().for_problem(problem), budget=Budget(evals=6_000))
+        check_plan(plan, problem)
+        costs.append(cost(plan))
+        widths = [p.shard.width for p in plan.placements if p.shard.table.name == "hot"]
+        assert widths == ([32] if constraints.min_widths else [16, 16])
+    assert costs[0] < 0.95 * costs[1]
+
+
+def test_halves_of_sequences_are_as_wide_as_those_of_others():
+    """TorchRec needs all parts of cut sequences of a collection equally wide."""
+    wide, narrow = (Table(f"{dim}", 1_000, dim, 9.0, sequence=True) for dim in (32, 16))
+    halves = halved(Problem("two", (wide, narrow), on_hosts("aaa", GIB), 96), ["32", "16"])
+    first, second, third, fourth = halves.problem.tables
+    assert halves.may_run([column(first, 0), column(second, 1), column(third, 2), column(fourth, 2)])
+    assert not halves.may_run([column(first, 0), column(second, 1), column(third, 1), column(fourth, 2)])
+
+
 def test_halves_of_a_table_run_by_one_kind():
     """TorchRec shards a table by one."""
     halves = halved(skewed(), ["hot"])

@@ -83,7 +83,7 @@ class Search:
         model: CostModel,
         meter: Meter,
         seed: int,
-        allows: Callable[[Iterable[Placement]], bool] | None = None,
+        allows: Callable[[Sequence[Placement]], bool] | None = None,
     ) -> None:
         self.starts = Starts(problem, model, meter, seed)
         self.head = self.starts.head

@@ -1,18 +1,20 @@
 """Tables cut into halves by columns, each half a table like any other.
 
 Annealing lets groups of devices share whole tables only. Where a table is too hot for one host, its halves may be
-shared by the groups of two (TorchRec's grid_shard).
+shared by the groups of two (TorchRec's grid_shard). Annealing never cuts sequences that fit whole, either: their parts
+have to be equally wide. Halves of one that is too hot for a device are.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardcore.core.types import MIN_WIDTH, Placement, Plan, Problem, Table
 from shardcore.core.validation import MOST_NAME
 from shardcore.cost.model import CostModel
+from shardcore.search.state.packing import equally_wide
 from shardcore.search.state.shards import consolidate, priced
 from shardcore.step.kinds import LAYOUTS, layout_of
 
@@ -31,13 +33,15 @@ class Halves:
     problem: Problem
     tables: Mapping[str, tuple[Table, int]]
 
-    def may_run(self, placements: Iterable[Placement]) -> bool:
-        """Tell if the halves of each table run by one kind. TorchRec shards a table by one."""
+    def may_run(self, placements: Sequence[Placement]) -> bool:
+        """Tell if TorchRec runs the placements: halves of a table by one kind, cut sequences in parts of one width."""
         kinds: dict[str, set[str]] = defaultdict(set)
         for p in placements:
             if p.shard.table.name in self.tables:
                 kinds[self.tables[p.shard.table.name][0].name].add(p.kind)
-        return all(len(of_table) == 1 for of_table in kinds.values())
+        return all(len(of_table) == 1 for of_table in kinds.values()) and equally_wide(
+            [tuple(p.shard for p in self.joined(placements))]
+        )
 
     def joined(self, placements: Iterable[Placement]) -> tuple[Placement, ...]:
         """The placements with whole tables in place of halves."""
@@ -95,12 +99,11 @@ def may_halve(table: Table, problem: Problem) -> bool:
     constraints = problem.constraints
     pairs = (*constraints.pinned, *constraints.kinds, *constraints.min_widths)
     named = {*constraints.unsplit, *problem.bundle_of, *(name for name, _ in pairs)}
-    # TorchRec needs the parts of a sequence equally wide, and each of its maps of ids once.
-    plain = not table.sequence and table.managed_collision is None
     halves = {_half_name(table, column) for column in (0, table.dim // 2)}
     fits = table.dim % (2 * MIN_WIDTH) == 0 and max(map(len, halves)) <= MOST_NAME
     is_new = not any(other.name in halves for other in problem.tables)
-    return plain and fits and is_new and table.name not in named
+    # TorchRec needs each map of ids once.
+    return table.managed_collision is None and fits and is_new and table.name not in named
 
 
 def halves_of(plan: Plan, problem: Problem) -> Halves | None:
