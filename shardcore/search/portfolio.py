@@ -189,10 +189,12 @@ class _Anytime:
         is_sequence = np.array([table.sequence for table in tables])
         whole = [Shard.whole(table) for table in tables]
         ms = group_costs([[shard] for shard in whole], self.model)
-        # What of a sequence is most in its way: compute, or bytes of outputs, which are not pooled.
         n_bytes = np.array([output_bytes(shard, self.problem.global_batch) for shard in whole])
-        of_sequence = np.maximum(ms / ms.sum(), n_bytes / n_bytes.sum()) * len(topology)
-        share = np.where(is_sequence, of_sequence, ms / ms.sum() * len(topology.hosts) * in_grids)
+        work, outputs = (x / max(x.sum(), 1e-300) for x in (ms, n_bytes))
+        # Outputs of a sequence are not pooled, so it may be hot by these as well as by compute.
+        share = np.where(
+            is_sequence, np.maximum(work, outputs) * len(topology), work * len(topology.hosts) * in_grids
+        )
         return [
             tables[i].name
             for i in np.argsort(ranks(-share), kind="stable").tolist()

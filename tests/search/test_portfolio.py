@@ -13,6 +13,7 @@ from shardcore.core import progress
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.job import Job
 from shardcore.core.links import links_of
 from shardcore.core.types import Placement, Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
@@ -225,6 +226,27 @@ def test_a_sequence_that_is_hot_for_a_device_is_in_halves():
         widths = [p.shard.width for p in plan.placements if p.shard.table.name == "hot"]
         assert widths == ([32] if constraints.min_widths else [16, 16])
     assert costs[0] < 0.95 * costs[1]
+
+
+@pytest.mark.parametrize(
+    "dim, payload, may", [(32, "int8", False), (64, "int8", True), (48, "mx4", False), (48, "fp16", True)]
+)
+def test_a_table_is_in_halves_only_where_codecs_take_them(dim, payload, may):
+    """Codecs take whole blocks of columns of a sequence."""
+    profile = load_profile("nvidia-h100-sxm")
+    hot = Table("hot", 1_000, dim, 40.0, sequence=True)
+    tables = (hot, *(Table(f"t{i}", 100_000, 64, 10.0) for i in range(7)))
+    problem = Problem("hot", tables, profile.topology(1, 4), 4096, job=Job(forward_payload=payload))
+    plan = portfolio(problem, profile.model().for_problem(problem), budget=Budget(evals=2_000))
+    check_plan(plan, problem)
+    assert may_halve(hot, problem) == may
+
+
+def test_tables_without_lookups_are_not_hot():
+    profile = load_profile("nvidia-h100-sxm")
+    tables = tuple(Table(f"t{i}", 1_000, 32, 0.0, sequence=True) for i in range(3))
+    problem = Problem("idle", tables, profile.topology(1, 4), 4096)
+    check_plan(portfolio(problem, profile.model().for_problem(problem), budget=Budget(evals=500)), problem)
 
 
 def test_halves_of_sequences_are_as_wide_as_those_of_others():

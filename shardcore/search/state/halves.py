@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardcore.core.types import MIN_WIDTH, Placement, Plan, Problem, Table
+from shardcore.core.types import Placement, Plan, Problem, Table
 from shardcore.core.validation import MOST_NAME
 from shardcore.cost.model import CostModel
 from shardcore.search.state.packing import equally_wide
@@ -94,13 +94,14 @@ def halved(problem: Problem, names: Collection[str]) -> Halves:
 def may_halve(table: Table, problem: Problem) -> bool:
     """Tell if a table may be in halves.
 
-    No constraint names it, FBGEMM and files take halves of it, and no other table has the name of one.
+    No constraint names it, FBGEMM, files and codecs take halves of it, and no other table has the name of one.
     """
     constraints = problem.constraints
     pairs = (*constraints.pinned, *constraints.kinds, *constraints.min_widths)
     named = {*constraints.unsplit, *problem.bundle_of, *(name for name, _ in pairs)}
     halves = {_half_name(table, column) for column in (0, table.dim // 2)}
-    fits = table.dim % (2 * MIN_WIDTH) == 0 and max(map(len, halves)) <= MOST_NAME
+    # A half is whole units, which the job's codecs take.
+    fits = table.dim % (2 * problem.unit_width(table)) == 0 and max(map(len, halves)) <= MOST_NAME
     is_new = not any(other.name in halves for other in problem.tables)
     # TorchRec needs each map of ids once.
     return table.managed_collision is None and fits and is_new and table.name not in named
