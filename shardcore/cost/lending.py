@@ -140,25 +140,25 @@ class _Law:
 
     def scaled_shape(self, own: Sequence[ComputeSample]) -> Shape:
         """The law times one factor, and groups of the lender times it."""
-        scaled = self._scaled(own)
-        return Shape(scaled, self._brought(scaled), is_final=True)
+        scaled = self._scaled_law(own)
+        return Shape(scaled, self._rescaled_groups(scaled), is_final=True)
 
     def shape(self, own: Sequence[ComputeSample]) -> Shape:
         """The law, and groups of the lender times a factor for each op and direction."""
-        refitted, scaled = fit.refit_rates(self.model, own), self._scaled(own)
+        refitted, scaled = fit.refit_rates(self.model, own), self._scaled_law(own)
         mean = {name: (refitted.weights[name] + scaled.weights[name]) / 2 for name in _LINEAR}
         return Shape(
             self.model,
-            self._brought(dataclasses.replace(refitted, weights={**refitted.weights, **mean})),
+            self._rescaled_groups(dataclasses.replace(refitted, weights={**refitted.weights, **mean})),
         )
 
-    def _scaled(self, own: Sequence[ComputeSample]) -> NeuralModel:
+    def _scaled_law(self, own: Sequence[ComputeSample]) -> NeuralModel:
         """The law at the level of own groups."""
         scaled = {name: self.level(own) * self.model.weights[name] for name in _LINEAR}
         return dataclasses.replace(self.model, weights={**self.model.weights, **scaled})
 
-    def _brought(self, here: NeuralModel) -> list[ComputeSample]:
-        """Groups of the lender, times what the law takes `here` over what it takes there."""
+    def _rescaled_groups(self, here: NeuralModel) -> list[ComputeSample]:
+        """Groups of the lender, rescaled by the ms of the law `here` over those of the lender's law."""
         joined = self.groups[:_JOINED]
         factors = fit.predicted_ms(here, joined) / fit.predicted_ms(self.model, joined)
         return [rescale_sample(s, *x) for s, x in zip(joined, factors.tolist(), strict=True)]

@@ -200,7 +200,12 @@ class NeuralModel(Law):
 
     def _transfers(self, topology: Topology) -> Transfers:
         return lambda channel, sent_bytes, skew_ms: collective_model.collective_ms(
-            self.weights, channel, sent_bytes, topology, skew_ms, partial(_rates, self, channel, topology)
+            self.weights,
+            channel,
+            sent_bytes,
+            topology,
+            skew_ms,
+            partial(_channel_rates, self, channel, topology),
         )
 
     def collectives(
@@ -211,8 +216,8 @@ class NeuralModel(Law):
 
 
 @lru_cache(maxsize=256)
-def _rates(model: NeuralModel, channel: Channel, topology: Topology) -> collective_model.ChannelRates:
-    """Rates of a channel. Kept, as searches price thousands of plans of a problem."""
+def _channel_rates(model: NeuralModel, channel: Channel, topology: Topology) -> collective_model.ChannelRates:
+    """Rates of a channel in a topology. Cached, as searches price thousands of plans of a problem."""
     return collective_model.channel_rates(model.weights, channel, topology, model.setting.payloads)
 
 

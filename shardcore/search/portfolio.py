@@ -45,11 +45,11 @@ DEFAULT = Budget(evals=DEFAULT_EVALS)
 """The budget where none is given."""
 _BEAM = NeuroShardConfig()
 _HALVED, _HOT = 2, 0.5
-"""The most tables in halves. Each is more than this share of the mean load of a host, or of a device for sequences."""
+"""The most tables in halves, and the least share of a host's mean load, or of a device's for sequences."""
 _GRIDS = tuple(layout for layout in LAYOUTS.values() if layout.divides_rows and layout.cuts_columns)
 """Kinds by which a group may share the half of a table."""
 _SPARE = 3.0
-"""A greedy baseline, and a round with tables in halves, begin with this multiple of the first round's seconds left."""
+"""Greedy baselines and rounds with tables in halves need this multiple of the first round's seconds."""
 
 
 def portfolio(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
@@ -183,7 +183,7 @@ class _Anytime:
         return cheapest
 
     def _hottest(self) -> list[str]:
-        """Tables that may be in halves and are hot: for one host, or sequences for one device; the hottest first."""
+        """Tables too hot for a host, and sequences too hot for a device, that may be in halves. The hottest first."""
         topology, tables = self.problem.topology, searched_tables(self.problem)
         in_grids = any(1 < len(group) < len(topology) for y in _GRIDS for group in y.groups(topology))
         is_sequence = np.array([table.sequence for table in tables])

@@ -251,19 +251,19 @@ class Search:
         """Costs of plans by the model itself, not by the linear exchanges."""
         space = start.space
 
-        def stacked(name: str) -> np.ndarray:
+        def stacked_field(name: str) -> np.ndarray:
             return np.stack([getattr(state, name) for state in states])
 
         # Of many plans at once, for a call of the model takes as long as thousands of trials.
         # [X, N, D]: outputs of kinds, then ids of runs.
-        carried = np.moveaxis(stacked("carried"), -1, 0)
-        compute_ms = stacked("ms").sum(-1) + stacked("shared_ms")
+        carried = np.moveaxis(stacked_field("carried"), -1, 0)
+        compute_ms = stacked_field("ms").sum(-1) + stacked_field("shared_ms")
         # [N, D] bytes of outputs of each run, summed over the kind's strips and the groups.
         outputs = {run: np.zeros(compute_ms.shape) for run in space.runs}
         for run, n_bytes in zip(space.cache.kinds, carried, strict=False):
             outputs[run] += n_bytes
         # Each device of a group exchanges as many bytes.
-        for (run, devices), n_bytes in zip(space.groups, stacked("group_size").T, strict=True):
+        for (run, devices), n_bytes in zip(space.groups, stacked_field("group_size").T, strict=True):
             outputs[run][:, devices] += n_bytes[:, None]
         ids = dict(zip(space.runs, carried[len(space.cache.kinds) :], strict=True))
         traffic, speed = traffic_of_outputs(outputs, self.problem, ids), start.fixed.speed
@@ -271,8 +271,10 @@ class Search:
         comm = self.model.comm(traffic, compute_ms / speed, self.problem.topology)
         fetched_ms = np.zeros(compute_ms.shape)
         if len(start.fixed.fetched):
-            fetched_ms = cost_model.fetched_ms(self.model, stacked("sums"), stacked("ms")).sum(-1)
-            of_groups = cost_model.fetched_ms(self.model, stacked("group_sums"), stacked("group_ms"))
+            fetched_ms = cost_model.fetched_ms(self.model, stacked_field("sums"), stacked_field("ms")).sum(-1)
+            of_groups = cost_model.fetched_ms(
+                self.model, stacked_field("group_sums"), stacked_field("group_ms")
+            )
             for (_, devices), ms in zip(space.groups, of_groups.T, strict=True):
                 fetched_ms[:, devices] += ms[:, None]
         return step_ms(compute_ms / speed, comm, self.problem.job, fetched_ms / speed).tolist()

@@ -84,8 +84,8 @@ class Options:
     received: np.ndarray
     on: np.ndarray
 
-    def taken(self, at: np.ndarray) -> Options:
-        """Some of them."""
+    def subset(self, at: np.ndarray) -> Options:
+        """The options of some numbers."""
         return Options(**{field.name: getattr(self, field.name)[at] for field in fields(self)})
 
 
@@ -105,7 +105,7 @@ class _Run:
 
 @dataclass(frozen=True, eq=False)
 class _Room:
-    """What devices have room for.
+    """Limit of a part of a step on each device, or of its memory.
 
     part: the part of a step whose time limits it.
     size: [N] that an option takes on each of its devices.
@@ -299,7 +299,7 @@ class Program:
         # An option takes no more than there is on each device that has it.
         fits = [(r.on == 0) | (r.size <= m * (1 + _TRACE)) for r, m in zip(self.rooms, most, strict=True)]
         at = np.flatnonzero(np.all(fits, axis=0))
-        options, n_runs, n_classes = self.options.taken(at), len(self.runs), len(self.speed)
+        options, n_runs, n_classes = self.options.subset(at), len(self.runs), len(self.speed)
         # Variables: options; runs that are there, and replicas; ms of each run on each class; ids, step; tables left
         # out.
         present = len(at)
