@@ -8,8 +8,7 @@ import yaml
 from job_folders import traced_step
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 from prefect.logging import disable_run_logger
-from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
-from tracking import tracked
+from tracking import no_pages, tracked
 
 from flows.job import job
 from shardcore.core.errors import ShardCoreError
@@ -40,8 +39,7 @@ def project(tmp_path, monkeypatch, model):
     """A folder with a champion, and a job that traced a step. Its tasks run in this process, without Prefect."""
     for task in (read_traces, promote_model, keep_problem, publish_plans, log_steps):
         monkeypatch.setitem(job.fn.__globals__, task.fn.__name__, task.fn)
-    no_server = {PREFECT_API_URL: "http://127.0.0.1:9", PREFECT_CLIENT_MAX_RETRIES: 0}
-    with tracked(tmp_path), disable_run_logger(), temporary_settings(no_server):
+    with tracked(tmp_path), disable_run_logger(), no_pages():
         (tmp_path / "params.yaml").write_text(yaml.safe_dump(PARAMS))
         compute, comm = compute_samples(linear_law, 60), comm_samples(20)
         dataset.write_compute("data/measurements", compute, dataset.write_pool("data/measurements", pool()))

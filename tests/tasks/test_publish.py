@@ -12,9 +12,8 @@ import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 from mlflow.entities.model_registry import ModelVersion
 from prefect.logging import disable_run_logger
-from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from stored_pages import stored_page
-from tracking import tracked
+from tracking import no_pages, tracked
 
 from shardcore import load_model
 from shardcore.core.errors import SettingMismatch, ShardCoreError
@@ -88,9 +87,7 @@ def test_a_model_without_provenance_says_so():
 @pytest.fixture
 def registry(tmp_path):
     """A folder with an empty registry."""
-    # A run can do without pages.
-    without_pages = temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9", PREFECT_CLIENT_MAX_RETRIES: 0})
-    with tracked(tmp_path), disable_run_logger(), without_pages:
+    with tracked(tmp_path), disable_run_logger(), no_pages():  # a run can do without pages
         yield tmp_path
 
 

@@ -13,7 +13,7 @@ import mlflow
 import numpy as np
 import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law
-from tracking import tracked
+from tracking import empty_database, quick_mlflow, tracked
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.cost import fit, neural
@@ -134,13 +134,15 @@ def project(tmp_path, monkeypatch, model):
         return registry.connect()
 
     (tmp_path / "first").mkdir()
+    (tmp_path / "first/mlflow.db").write_bytes(empty_database())
     client = enter("first")
     neural.save(dataclasses.replace(model, meta={**model.meta, "provenance": {}}), Path("data/model"))
     with registry.run(run_name="train"):
         mlflow.log_text("card", registry.CARD)
         mlflow.set_tag(registry.DIGEST_TAG, model_files.model_digest(Path("data/model")))
-    promoted(client)
-    return enter
+    with quick_mlflow():
+        promoted(client)
+        yield enter
 
 
 def promoted(client):

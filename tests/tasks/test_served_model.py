@@ -69,7 +69,7 @@ def registered(tmp_path_factory):
     neural.save(trained, folder / "model")
     (folder / "card.md").write_text("# A card")
     uri = f"sqlite:///{folder}/mlflow.db"
-    with tracked(folder):
+    with tracked(folder, code=True):
         version = registry.register(registry.connect(), folder / "model", None, {"data_version": "v"})
         again = registry.register(registry.connect(), folder / "model", None, {"data_version": "v"})
         assert again.version == version.version and again.description == "# A card"
