@@ -51,6 +51,7 @@ def test_a_search_that_knows_of_collections_finds_better_plans(name):
     assert blind_ms > blind.provenance["predicted_ms"]
 
 
+@pytest.mark.long
 def test_what_is_proved_of_several_collections_and_of_sequences_is_below_plans_and_near():
     given = problem()
     sequences = replace(given, tables=tuple(replace(t, sequence=True, collection="") for t in given.tables))

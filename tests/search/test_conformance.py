@@ -164,6 +164,7 @@ def tight(seed: int) -> Problem:
     )
 
 
+@pytest.mark.long
 def test_none_is_infeasible_where_another_finds_a_plan():
     """Some may find plans where others do not: those that TRIES_MORE_CUTS and TRIES_REPLICAS name, and no others."""
     with_a_plan, only_exceptions = 0, 0

@@ -3,8 +3,28 @@
 import pytest
 from suites import CHECKS, SHIPPED, suite
 
+from shardcore.search import greedy
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("sharder", SHIPPED)
+KIN = {*greedy.ORDERS, "anneal_columns", "torchrec", "dreamshard_direct_columns", "autoshard"}
+LONG = {
+    "test_plans_are_valid_and_say_where_they_come_from": KIN | {"anneal"},
+    "test_infeasible_names_what_does_not_fit_and_what_would_help": KIN | {"random", "portfolio"},
+}
+"""What takes longest of sharders that share the code in question with another."""
+
+
+def longest(sharder: str, check: str) -> bool:
+    # That of "size_greedy" runs in tests/test_testing.py too.
+    return sharder == "size_greedy" or sharder in LONG.get(check, ())
+
+
+@pytest.mark.parametrize(
+    "sharder, check",
+    [
+        pytest.param(sharder, check, marks=[pytest.mark.long] if longest(sharder, check) else [])
+        for sharder in SHIPPED
+        for check in CHECKS
+    ],
+)
 def test_sharder(sharder, check):
     getattr(suite(sharder), check)()

@@ -85,6 +85,7 @@ def test_a_larger_budget_never_ends_dearer():
     assert costs[-1] < costs[0]
 
 
+@pytest.mark.long
 def test_columns_are_not_given_up_for_divided_rows():
     """Its hottest table costs less by rows at first, and less by columns in the end."""
     live = [table for table in generate_pool() if table.pooling > 0]
@@ -295,14 +296,16 @@ def clock_of_calls(monkeypatch):
     sys.setprofile(None)
 
 
-def test_very_many_tables_keep_the_budget_and_are_not_silent(clock_of_calls):
+@pytest.mark.parametrize("n_tables, budget_s", [(60, 4.0), pytest.param(200, 12.0, marks=pytest.mark.long)])
+def test_very_many_tables_keep_the_budget_and_are_not_silent(n_tables, budget_s, clock_of_calls):
     live = [t for t in generate_pool() if t.pooling > 0]
     rng = np.random.default_rng(0)
     tables = tuple(
-        replace(live[i % len(live)], name=f"t{i}", dim=int(rng.choice([16, 32, 64, 128]))) for i in range(200)
+        replace(live[i % len(live)], name=f"t{i}", dim=int(rng.choice([16, 32, 64, 128])))
+        for i in range(n_tables)
     )
     problem = Problem("p", tables, on_hosts("a" * 8, 1 << 40), 2048)
-    began, heard, budget_s = progress.clock(), [], 12.0
+    began, heard = progress.clock(), []
     with progress.listening(lambda phase, ms, left_s: heard.append((progress.clock() - began, ms, left_s))):
         plan = portfolio(problem, gpu(problem), budget=Budget(evals=20_000, seconds=budget_s))
     used = progress.clock() - began
@@ -311,4 +314,4 @@ def test_very_many_tables_keep_the_budget_and_are_not_silent(clock_of_calls):
     times = [0.0, *(at for at, _, _ in heard), used]
     assert max(np.diff(times)) < 3.0
     assert all(left_s <= budget_s - at + 0.1 for at, _, left_s in heard if left_s)
-    assert next(at for at, ms, _ in heard if ms) < 10.0  # a first plan
+    assert next(at for at, ms, _ in heard if ms) < 0.8 * budget_s  # a first plan

@@ -231,8 +231,14 @@ def with_ssd(host_bytes: int, ssd_bytes: int = 1 << 34) -> Problem:
     return replace(asked, topology=replace(asked.topology, memory=memory))
 
 
-@pytest.mark.parametrize("algorithm", ["anneal", "size_greedy"])
-@pytest.mark.parametrize("host_bytes", [1 << 30, 4 << 20, 0])
+@pytest.mark.parametrize(
+    "host_bytes, algorithm",
+    [
+        (0, "anneal"),
+        *((n, "size_greedy") for n in (1 << 30, 4 << 20, 0)),
+        *(pytest.param(n, "anneal", marks=pytest.mark.long) for n in (1 << 30, 4 << 20)),
+    ],
+)
 def test_tables_that_host_memory_does_not_hold_go_to_ssd(host_bytes, algorithm):
     asked = with_ssd(host_bytes)
     best = decide(asked, ROWWISE, [MemoryTiers()], SHARDERS[algorithm], budget=Budget(evals=300))

@@ -30,7 +30,10 @@ FEW = PolicyProblems(
 QUICK = PolicyConfig(rounds=3, priced=4, cost_updates=3, policy_updates=2, problems_at_once=2, plans_each=4)
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name == "dreamshard" else [pytest.mark.long]) for name in NETS],
+)
 def test_the_same_seed_gives_the_same_policy_with_metrics_and_curves(name):
     rounds = []
     configs = (replace(QUICK, seed=seed) for seed in (0, 0, 1))
