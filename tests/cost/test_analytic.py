@@ -17,7 +17,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import group_costs, price
 from shardcore.step.access import unique_rows
 from shardcore.step.lower import lower
-from shardcore.tables.generate import generate_pool
+from shardcore.tables.generate import PoolConfig, generate_pool
 
 MODEL = AnalyticModel(
     Setting("made-up", 1000),
@@ -159,7 +159,7 @@ def test_rows_over_a_host_and_over_all_devices():
 
 
 def test_shards_encoded_at_once_are_the_same_shards_one_by_one():
-    some = (*generate_pool()[:4], Table("idle", 1000, 16, 0.0), Table("few", 9, 16, 3.0))
+    some = (*generate_pool(PoolConfig(tables=60))[:4], Table("idle", 1000, 16, 0.0), Table("few", 9, 16, 3.0))
     tables = [dataclasses.replace(t, name=f"t{i}", ordered=i % 2 == 1) for i, t in enumerate(some)]
     shards = [
         Shard(t, lo, hi, 0, width)

@@ -15,6 +15,7 @@ from shardcore.io import dataset
 from shardcore.io.measurements import ComputeRequest, ComputeSample, Spread
 
 CONFIG = fit.FitConfig(epochs=6, hidden=(4,))
+QUICK = dataclasses.replace(CONFIG, epochs=1)  # where exchanges matter and ops do not
 OTHER = dataclasses.replace(SETTING, hardware="other")
 
 
@@ -50,7 +51,9 @@ def error(model, samples) -> float:
     return mape(accuracy.predict(model, samples), np.array([s.total_ms for s in samples]))
 
 
-@pytest.mark.parametrize("small, large", [(0.4, 0.4), (2.5, 2.5), (1.2, 1.7)])
+@pytest.mark.parametrize(
+    "small, large", [(1.2, 1.7), *(pytest.param(by, by, marks=pytest.mark.long) for by in (0.4, 2.5))]
+)
 def test_few_own_groups_bring_a_lenders_shape_to_their_level(theirs, here, small, large):
     mine = machine(small, large, here)
     own, test = measurements(mine[:60]), mine[60:]
@@ -169,7 +172,7 @@ def test_exchanges_of_a_kind_that_is_rare_here_join_at_its_level(here):
     own = [*kinds["all_to_all"][:20], *kinds["reduce_scatter"][:3]]
     test = kinds["reduce_scatter"][40:]
     compute = here[:60]
-    found = lending.train(measurements(compute, own), SETTING, [lender([], theirs)], CONFIG, None)[0].model
+    found = lending.train(measurements(compute, own), SETTING, [lender([], theirs)], QUICK, None)[0].model
     predicted, measured = collective_fit.predicted(found.weights, test, "forward")
     assert mape(predicted, measured) < 10
     alone = collective_fit.predicted(collective_fit.fit(own), test, "forward")[0]
@@ -193,7 +196,7 @@ def test_exchanges_that_mean_nothing_do_not_join(here):
         dataclasses.replace(s, forward=scaled([s], by)[0].forward)
         for s, by in zip(wrong, np.geomspace(0.05, 20, len(wrong)).tolist(), strict=True)
     ]
-    _, shape, _ = lending.train(measurements(here[:60], own), SETTING, [lender([], noise)], CONFIG, None)
+    _, shape, _ = lending.train(measurements(here[:60], own), SETTING, [lender([], noise)], QUICK, None)
     assert shape.comm == []
 
 

@@ -26,7 +26,7 @@ from shardcore.search.portfolio import annealing, portfolio
 from shardcore.search.state.halves import halved, may_halve
 from shardcore.step.lower import lower
 from shardcore.step.memory import used_bytes
-from shardcore.tables.generate import generate_pool
+from shardcore.tables.generate import PoolConfig, generate_pool
 from shardcore.testing.plans import check_plan, every_plan
 from shardcore.testing.problems import draw_problem, model_for
 
@@ -298,7 +298,7 @@ def clock_of_calls(monkeypatch):
 
 @pytest.mark.parametrize("n_tables, budget_s", [(60, 4.0), pytest.param(200, 12.0, marks=pytest.mark.long)])
 def test_very_many_tables_keep_the_budget_and_are_not_silent(n_tables, budget_s, clock_of_calls):
-    live = [t for t in generate_pool() if t.pooling > 0]
+    live = [t for t in generate_pool(PoolConfig(tables=60)) if t.pooling > 0]
     rng = np.random.default_rng(0)
     tables = tuple(
         replace(live[i % len(live)], name=f"t{i}", dim=int(rng.choice([16, 32, 64, 128])))
