@@ -2,6 +2,7 @@
 problems."""
 
 import fcntl
+import gc
 import importlib.util
 import os
 import random
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,17 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             env={**os.environ, "PYTHONPATH": str(HERE.parent)},
             pass_fds=[lock.fileno()],
         )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect without looking for garbage, and never look through what was imported then: it stays to the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:
