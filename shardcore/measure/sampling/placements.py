@@ -20,7 +20,7 @@ import numpy as np
 
 from shardcore.core.types import MIN_WIDTH, PRECISION_BYTES, Problem, Setting, Shard, Table
 from shardcore.io import files
-from shardcore.measure.sampling.problems import DEVICES, ProblemConfig, draw_problem, drawn_bytes, sized
+from shardcore.measure.sampling.problems import DEVICES, ProblemConfig, draw_problem, drawn_bytes
 
 NEUROSHARD = "neuroshard"
 PLANNERS = ("random", "size_greedy", "dim_greedy", "lookup_greedy", "size_lookup_greedy", NEUROSHARD)
@@ -44,8 +44,8 @@ def planned(pool: Sequence[Table], rng: np.random.Generator, setting: Setting) -
     shape = ProblemConfig(int(rng.choice(DEVICES)), min(10, live), 60, int(rng.choice([32, 64, 128])))
     if setting.batch % shape.devices:
         return None
-    drawn = draw_problem(pool, int(rng.integers(1 << 31)), setting, _PLANNED_SEED, shape)
-    return sized(drawn, shape.slack, drawn_bytes), str(rng.choice(PLANNERS))
+    drawn = draw_problem(pool, int(rng.integers(1 << 31)), setting, _PLANNED_SEED, shape, drawn_bytes)
+    return drawn, str(rng.choice(PLANNERS))
 
 
 def place(drawn: Problem, planner: str) -> list[tuple[Shard, ...]] | None:

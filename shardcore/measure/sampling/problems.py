@@ -51,9 +51,17 @@ class ProblemConfig:
 
 
 def draw_problem(
-    pool: Sequence[Table], index: int, setting: Setting, seed: int = 0, config: ProblemConfig | None = None
+    pool: Sequence[Table],
+    index: int,
+    setting: Setting,
+    seed: int = 0,
+    config: ProblemConfig | None = None,
+    bytes_of: Callable[[Table, Problem, int], int] = table_bytes,
 ) -> Problem:
-    """Problem `index` of a setting: tables of the pool without replacement, each at a random dim of DIMS."""
+    """Problem `index` of a setting: tables of the pool without replacement, each at a random dim of DIMS.
+
+    bytes_of: bytes of a table's columns (see `sized`), if not those of a plan with its local batch.
+    """
     config = config or ProblemConfig()
     # Tables without lookups take no time, so placing them is no problem.
     live = [t for t in pool if t.pooling > 0]
@@ -71,7 +79,7 @@ def draw_problem(
     # Devices of one byte for now: their memory follows from the tables (`sized`).
     topology = Topology((Device(1),) * config.devices)
     drawn = Problem(f"pool-{seed}-{index:02d}", tables, topology, setting.batch, setting.optimizer)
-    return sized(drawn, config.slack, table_bytes, local_batch_bytes(drawn))
+    return sized(drawn, config.slack, bytes_of, local_batch_bytes(drawn) if bytes_of is table_bytes else 0)
 
 
 def sized(
