@@ -211,7 +211,8 @@ def problem(tables) -> Problem:
 
 @pytest.fixture(scope="session")
 def bound_once() -> Callable[..., Any]:
-    """The bound of a problem under a model, found once however many pages show it."""
+    """The bound of a problem under a model, found once however many pages show it. It is one of plans by columns,
+    which takes least time."""
     from shardcore.search.bound.lower_bound import bound
 
     found: dict[tuple[Problem, int], Any] = {}
@@ -219,7 +220,7 @@ def bound_once() -> Callable[..., Any]:
     def once(problem: Problem, model: Any) -> Any:
         key = problem, id(model)
         if key not in found:
-            found[key] = bound(problem, model), model  # kept, so that no other model gets its id
+            found[key] = bound(problem, model, ()), model  # kept, so that no other model gets its id
         return found[key][0]
 
     return once
