@@ -24,7 +24,8 @@ NOT_READ = {"report.html", "cost.json", ".turn"}
 """Files of a store that loading a plan does not read."""
 NAME_NO_FILE = {"batch", "hot_ids", "request", "users"}
 """Formats of which some refusals name the table, or the part of a request."""
-EXAMPLES = int(os.environ.get("SHARDCORE_EXAMPLES", 12))
+EXAMPLES = os.environ.get("SHARDCORE_EXAMPLES")
+"""Random cases of each format. If none are given, some, and more in the long tests."""
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +57,14 @@ def refusal(name: str, sound: fuzz_files.Sound, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_damaged_is_refused_in_a_line_or_can_be_used(sound, tmp_path, name):
+@pytest.mark.parametrize("examples", [int(EXAMPLES or 6), pytest.param(12, marks=pytest.mark.long)])
+def test_what_is_damaged_is_refused_in_a_line_or_can_be_used(sound, tmp_path, name, examples):
     one, refused = FORMATS[name], []
     assert refusal(name, sound, copied(one, sound, tmp_path / "whole")) == ""
 
     @settings(
-        max_examples=EXAMPLES,
-        derandomize="SHARDCORE_EXAMPLES" not in os.environ,
+        max_examples=examples,
+        derandomize=not EXAMPLES,
         database=None,
         suppress_health_check=list(HealthCheck),
     )

@@ -99,6 +99,9 @@ NO_FORMAT = {
 """Files, or functions of them, that call what reads and read no file that anybody may have written."""
 
 
+LAST = DOOR | {name.rpartition(".")[2] for name in RAW}
+
+
 def readers(text: str, file: str) -> set[str]:
     """FILE:FUNCTION of each outermost function that calls what reads; FILE: of a module itself."""
     found = set()
@@ -107,8 +110,10 @@ def readers(text: str, file: str) -> set[str]:
         for child in ast.iter_child_nodes(node):
             is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
             inner = (owner or child.name) if is_function else owner
-            if isinstance(child, ast.Call):
-                name = ast.unparse(child.func)
+            called = getattr(child, "func", None)
+            # Only then, for `unparse` takes long.
+            if getattr(called, "attr", getattr(called, "id", None)) in LAST:
+                name = ast.unparse(called)
                 if name in RAW or name.rpartition(".")[2] in DOOR | {x for x in RAW if "." not in x}:
                     found.add(f"{file}:{inner}")
             walk(child, inner)
