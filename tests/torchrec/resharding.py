@@ -124,8 +124,11 @@ def move_both(rank: int, given: Any, folder: str, seeds: list[tuple[int, str]], 
     return [move_and_compare(rank, given, folder, seeds, steps), move_a_pipeline(rank, given, folder)]
 
 
-def refusals(rank: int, given: Any, folder: str) -> dict[str, str]:
-    """The refusal of each move that cannot be made. After each the job is as before, and at last it moves."""
+def refusals(rank: int, given: Any, folder: str, waits: bool) -> dict[str, str]:
+    """The refusal of each move that cannot be made. After each the job is as before, and at last it moves.
+
+    waits: moves are made too for which one rank waits in vain.
+    """
     before, after = jobs.pair(given, "EXACT_ADAGRAD", np.random.default_rng([7, 1]))
     job = jobs.Job.of(given, before, jobs.Settings("EXACT_ADAGRAD"))
     for step in range(2):
@@ -179,17 +182,19 @@ def refusals(rank: int, given: Any, folder: str) -> dict[str, str]:
             raise OSError("the memory of this rank is broken")
         write(self, piece, value)
 
-    with mock.patch.object(Exchange, "_write", fail):
-        refused("a rank that fails", config=MoveConfig(piece_mib=2**-10, timeout_s=1))
+    if waits:
+        with mock.patch.object(Exchange, "_write", fail):
+            refused("a rank that fails", config=MoveConfig(piece_mib=2**-10, timeout_s=1))
 
     def alter(self: Any, piece: Any, value: torch.Tensor) -> None:
         write(self, piece, value + 2.0**-10 if rank == 1 and piece.name == "sum" else value)
 
     with mock.patch.object(Exchange, "_write", alter):
         refused("other rows")
-    if rank == 1:
-        time.sleep(3)
-    refused("a rank that comes late", config=MoveConfig(timeout_s=0.1))
+    if waits:
+        if rank == 1:
+            time.sleep(3)
+        refused("a rank that comes late", config=MoveConfig(timeout_s=0.1))
     moved = reshard(job.model, new, job.optimizer, config=QUICK)
     found["at last"] = f"moved {len(moved.tables)} tables, {jobs.apart(job.whole(), whole)} apart"
     return found
