@@ -154,16 +154,20 @@ FIRST = (
     *RAY,
     "measure",
     "torchrec",
+    "cost",
     "search/test_conformance_sharders.py",
+    "test_testing.py",
     "flows",
     "tasks",
+    "search",
 )
 """The longest begin first, so that the workers end together."""
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Tests of a file stay on one worker, which has the fixtures that they share; so do all that use Ray, all
-    that use one Prefect server, and all that train in processes, which are forked from one server."""
+    that use one Prefect server, all that train in processes, which are forked from one server, those of the
+    room cost, which use one model, and those that compare with the cheapest of all plans."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByGroup(LoadScopeScheduling):
@@ -173,6 +177,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 return "ray"
             if file.startswith("flows/") and file != "flows/test_failures.py":  # which kills its own servers
                 return "prefect"
+            if file in ("test_testing.py", "search/test_conformance_sharders.py"):
+                return "optima"
+            if file.startswith("cost/"):
+                return "cost"
             return "torchrec" if file.startswith("torchrec/") or file == "step/test_memory.py" else file
 
     return ByGroup(config, log)

@@ -27,7 +27,7 @@ def heard(monkeypatch):
 
 
 @pytest.mark.usefixtures("few_epochs")
-def test_a_trained_model_names_its_data_whatever_the_order_of_folders(tmp_path, capsys, heard):
+def test_a_trained_model_names_its_data_whatever_the_order_of_folders(tmp_path, capsys, heard, few_epochs):
     folders = [tmp_path / name for name in ("a", "b")]
     samples = list({s.id: s for s in compute_samples(linear_law, 120)}.values())
     for folder, some in zip(folders, (samples[::2], samples[1::2]), strict=True):

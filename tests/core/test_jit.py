@@ -206,10 +206,11 @@ def test_a_search_compiles_only_what_it_runs(copy):
     [
         ("", "own passes"),
         # The method is another class's.
-        (
+        pytest.param(
             "codegen.JITCodeLibrary._optimize_final_module = codegen.CPUCodeLibrary._optimize_final_module\n"
             "del codegen.CPUCodeLibrary._optimize_final_module",
             "numba's passes",
+            marks=pytest.mark.long,
         ),
         ("del codegen.CPUCodeLibrary", "numba's passes"),
     ],

@@ -9,6 +9,7 @@ import subprocess
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from html.parser import HTMLParser
 from http.server import BaseHTTPRequestHandler
 
@@ -32,9 +33,16 @@ MODEL = AnalyticModel(Setting("made-up", 256))
 BUDGET = Budget(evals=300)
 
 
+@cache
+def searched(problem):
+    """A greedy plan, a searched one and its explanation."""
+    old, new = (SHARDERS[name](problem, MODEL, budget=BUDGET) for name in ("size_greedy", "neuroshard"))
+    return old, new, explain(price_plan(new, problem, MODEL), problem, MODEL, BUDGET, {})
+
+
 def made(problem, **fields) -> str:
     """The page of a searched plan that took the place of a greedy one."""
-    old, new = (SHARDERS[name](problem, MODEL, budget=BUDGET) for name in ("size_greedy", "neuroshard"))
+    old, new, explained = searched(problem)
     first = Decision(
         problem.name,
         "first",
@@ -56,7 +64,6 @@ def made(problem, **fields) -> str:
         **fields,
         provenance={"model_version": "7", "git_commit": "abc"},
     )
-    explained = explain(price_plan(new, problem, MODEL), problem, MODEL, BUDGET, {})
     beyond = ("a table is <huge>", "2 is much", "3 is more", "4 is most")
     now = Version(
         version_name(version), new, replace(explained.cost, extrapolated=beyond), explained.memory_bytes
@@ -142,7 +149,9 @@ def test_the_figure_stacks_the_parts_of_a_step_and_shows_memory_used_of_memory_f
 
 
 def test_the_same_plan_gives_the_same_page(problem):
-    assert made(problem) == made(problem)
+    page = made(problem)
+    searched.cache_clear()
+    assert made(problem) == page
 
 
 def test_a_candidate_that_was_not_taken_says_so(problem):
@@ -201,6 +210,7 @@ def pixels_of(shot: np.ndarray, color: str) -> int:
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium on this machine")
+@pytest.mark.long
 def test_a_browser_shows_the_figures_and_sends_no_request(problem, tmp_path):
     path, frame = tmp_path / "page.html", tmp_path / "frame.html"
     path.write_text(made(problem).replace("<h1>", '<img src="http://page.test/injected.png"><h1>'))

@@ -68,9 +68,9 @@ def test_streams_of_a_whole_pool_meet_the_published_statistics():
 
 def test_same_config_same_pool():
     config = PoolConfig(tables=60, seed=4, dim=32)
-    assert generate_pool(config) == generate_pool(config)
-    assert {t.dim for t in generate_pool(config)} == {32}
-    assert generate_pool(config) != generate_pool(PoolConfig(tables=60, seed=5, dim=32))
+    pool = generate_pool(config)
+    assert pool == generate_pool(config) and {t.dim for t in pool} == {32}
+    assert pool != generate_pool(PoolConfig(tables=60, seed=5, dim=32))
 
 
 @pytest.mark.parametrize("tables", [1, 2, 8, 24, 100])
