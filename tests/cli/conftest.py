@@ -1,12 +1,14 @@
 """A problem and a model as files, for the commands."""
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law
 
+from shardcore import cli
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Table
@@ -14,6 +16,14 @@ from shardcore.cost import fit, neural
 from shardcore.io import files
 
 MIB = 1 << 20
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_parser():
+    """Commands of these tests share a parser, which takes 30 ms to make."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli, "parser_of_all", cache(cli.parser_of_all))
+        yield
 
 
 @pytest.fixture(scope="session")
