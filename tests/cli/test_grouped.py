@@ -60,7 +60,7 @@ def test_all_sizes_and_layouts_are_shown_and_the_best_is_written(asked, stored, 
     assert found.grouping.sync_every == 1_000_000 and "model_digest" in found.plan.provenance
 
 
-def test_groups_are_planned_with_confidence_and_explained(asked, stored, capsys):
+def test_groups_are_planned_with_confidence_and_explained(asked, stored, capsys, short_explanations):
     assert main([*asked, "--groups", "2", "--confidence", "0.9", "--explain"]) == 0
     assert "\nThe plan of one group:\n" in capsys.readouterr().out
     found = read_grouped(stored / "grouped.json", files.read_problem(stored / "problem.json"))
@@ -76,7 +76,7 @@ def test_one_group_of_all_devices_is_a_plain_plan(asked, stored, capsys):
     assert files.read_plan(stored / "grouped.json", problem) == plain
 
 
-def test_price_of_groups_is_what_plan_said(grouped, stored, model, capsys):
+def test_price_of_groups_is_what_plan_said(grouped, stored, model, capsys, short_explanations):
     price = ["price", str(grouped), "--problem", str(stored / "problem.json"), "--model", str(model)]
     assert main([*price, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -39,7 +39,7 @@ def large(problem):
     )
 
 
-def test_groups_and_memory_tiers_are_decided_together(large, model, tmp_path, capsys):
+def test_groups_and_memory_tiers_are_decided_together(large, model, tmp_path, capsys, short_explanations):
     tiered = tmp_path / "tiered.json"
     asked = stored(large, tmp_path, model, "--groups", "1", "--tiers", "--out-problem", str(tiered))
     assert main(asked) == 0

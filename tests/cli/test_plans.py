@@ -124,7 +124,7 @@ def test_a_plan_that_fits_no_more_is_named_and_can_be_a_start(stored, model, cap
     assert main(["price", str(new), *asked]) == 0
 
 
-def test_plan_and_price_explain(stored, model, capsys):
+def test_plan_and_price_explain(stored, model, capsys, short_explanations):
     problem, plan = (str(stored / n) for n in ("problem.json", "plan.json"))
     asked = f"plan {problem} --model {model} --algorithm neuroshard --budget-evals 400 --out {plan}".split()
     assert main([*asked, "--explain"]) == 0

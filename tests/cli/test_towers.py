@@ -29,7 +29,9 @@ def asked(folder, model, towers) -> list[str]:
     ).split()
 
 
-def test_plan_keeps_groups_on_hosts_and_says_what_crosses_them(on_two_hosts, model, capsys):
+def test_plan_keeps_groups_on_hosts_and_says_what_crosses_them(
+    on_two_hosts, model, capsys, short_explanations
+):
     groups = [[f"t{i}" for i in range(k, 24, 4)] for k in range(4)]
     command = asked(on_two_hosts, model, {"compression_ratio": 8, "towers": groups})
     assert main([*command, "--explain"]) == 0
