@@ -8,7 +8,7 @@ from shardcore.search import greedy
 KIN = {*greedy.ORDERS, "anneal_columns", "torchrec", "dreamshard_direct_columns", "autoshard"}
 LONG = {
     "test_plans_are_valid_and_say_where_they_come_from": KIN | {"anneal"},
-    "test_infeasible_names_what_does_not_fit_and_what_would_help": KIN | {"random", "portfolio"},
+    "test_infeasible_names_what_does_not_fit_and_what_would_help": KIN | {"random", "portfolio", "anneal"},
 }
 """What takes longest of sharders that share the code in question with another."""
 

@@ -229,7 +229,12 @@ def replay_slower(model, store, by, problems=5):
 
 @pytest.mark.parametrize(
     "by, problems, champion",
-    [(0.6, 5, None), (1.04, 5, "1"), (0.9, 1, "1"), (0.6, 1, None)],
+    [
+        (0.6, 5, None),
+        (1.04, 5, "1"),
+        pytest.param(0.9, 1, "1", marks=pytest.mark.long),
+        pytest.param(0.6, 1, None, marks=pytest.mark.long),
+    ],
     ids=["41% too dear", "usual", "few", "one problem, far off"],
 )
 def test_the_first_model_has_to_predict_replays_as_well_as_its_errors_explain(

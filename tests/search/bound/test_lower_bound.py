@@ -75,7 +75,11 @@ def contended(seed: int) -> NeuralModel:
 
 
 @pytest.mark.parametrize(
-    "made", [lambda p, seed: model_for(p), lambda p, seed: contended(seed)], ids=["linear", "contended"]
+    "made",
+    [
+        pytest.param(lambda p, seed: model_for(p), id="linear"),
+        pytest.param(lambda p, seed: contended(seed), id="contended", marks=pytest.mark.long),
+    ],
 )
 def test_no_plan_is_cheaper_than_the_proved_bound_and_it_is_near(made):
     ratios = []

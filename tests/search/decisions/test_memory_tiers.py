@@ -235,8 +235,11 @@ def with_ssd(host_bytes: int, ssd_bytes: int = 1 << 34) -> Problem:
     "host_bytes, algorithm",
     [
         (0, "anneal"),
-        *((n, "size_greedy") for n in (1 << 30, 4 << 20, 0)),
-        *(pytest.param(n, "anneal", marks=pytest.mark.long) for n in (1 << 30, 4 << 20)),
+        *((n, "size_greedy") for n in (1 << 30, 0)),
+        *(
+            pytest.param(n, algorithm, marks=pytest.mark.long)
+            for n, algorithm in ((4 << 20, "size_greedy"), (1 << 30, "anneal"), (4 << 20, "anneal"))
+        ),
     ],
 )
 def test_tables_that_host_memory_does_not_hold_go_to_ssd(host_bytes, algorithm):
