@@ -40,6 +40,11 @@ def exchange_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[s
     topology, n = problem.topology, len(problem.topology)
     if n == 1:
         return _NOTHING
+    if layout.dense_gradient:
+        # An all-reduce is linear in its bytes: two points give its rate and its fixed cost.
+        low, high = spread_ms(problem, model, layout, np.array([2.0**22, 2.0**24])).max(1)
+        rate = max(0.0, high - low) / (2.0**24 - 2.0**22)
+        return {**_NOTHING, "total": rate / n, "once": max(0.0, low - rate * 2.0**22)}
     # Loads around an even division: the rates are for the plans that a search ends with.
     outputs = _probes(_output_bytes(problem)[layout.collection, layout.sequence] / n, n)
     # Devices of a group share the same tables, so they send equally much. A single group keeps its uneven probes.
@@ -47,10 +52,13 @@ def exchange_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[s
         outputs[:, group] = outputs[:, group[:1]]
     cost = model.comm(traffic_of_outputs({layout: outputs}, problem), np.zeros(outputs.shape), topology)
     # A step waits for backward on each device, and for the longest forward.
-    return {
-        **_NOTHING,
-        **_fitted(outputs, cost.backward_ms + cost.forward_ms.max(1, keepdims=True), topology, _TERMS),
-    }
+    rates = _fitted(outputs, cost.backward_ms + cost.forward_ms.max(1, keepdims=True), topology, _TERMS)
+    if layout.groups(topology) == (tuple(range(n)),):
+        # All devices have the same bytes. Each is the busiest, and has an n-th of the total.
+        most = max(map(len, topology.on_hosts))
+        each = rates["own"] + rates["busiest"] + rates["host_busiest"] * most
+        rates = {"total": rates["total"] + each / n, "once": rates["once"]}
+    return {**_NOTHING, **rates}
 
 
 def id_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[str, float]:
@@ -138,27 +146,6 @@ def _least_squares(terms: np.ndarray, values: np.ndarray) -> np.ndarray:
     for i in reversed(range(len(terms))):
         rates[i] = upper[i, -1] - (upper[i, :-1] * rates).sum()
     return rates
-
-
-def shared_rates(problem: Problem, model: CostModel, layout: Layout, size: int) -> dict[str, float]:
-    """ms of a layout's exchanges per byte that each device of its groups of `size` devices sends.
-
-    Keys are those of arrays.SearchProblem without "shared_". Those that are 0 may be missing.
-    """
-    n = len(problem.topology)
-    if layout.dense_gradient:
-        # An all-reduce is linear in its bytes: two points give its rate and its fixed cost.
-        low, high = spread_ms(problem, model, layout, np.array([2.0**22, 2.0**24])).max(1)
-        rate = max(0.0, high - low) / (2.0**24 - 2.0**22)
-        return {"total": rate, "once": max(0.0, low - rate * 2.0**22)}
-    rates = exchange_rates(problem, model, layout)
-    own, busiest, host_busiest, total, once = (rates[name] for name in _TERMS)
-    # A host's link carries the bytes of all of the group's devices there.
-    if size < n:
-        return {"own": own, "busiest": busiest + host_busiest * size, "total": total * size, "once": once}
-    # One group of all devices: each has the same bytes, which are the most, and an n-th of the total.
-    most = max(map(len, problem.topology.on_hosts))
-    return {"total": own + busiest + host_busiest * most + total * n, "once": once}
 
 
 def spread_ms(problem: Problem, model: CostModel, layout: Layout, n_bytes: np.ndarray) -> np.ndarray:

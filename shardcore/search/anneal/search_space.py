@@ -5,9 +5,8 @@ The latter needs a kind whose groups have several devices: all of them, or those
 
 Strips and units are defined in search/state/shard_cost_cache.py.
 
-Shapes: S strips, U units of the largest strip, R shards of the cache, D devices, F features.
-K kinds of what single devices hold (cache.kinds). Y layouts of what groups share, G groups.
-X exchanges: of outputs of each kind, then of ids of each run (arrays.SearchProblem).
+Shapes: S strips, U units of the largest strip, D devices, F features, N runs.
+Y layouts of what groups share, G groups. X exchanges (arrays.SearchProblem).
 """
 
 from __future__ import annotations
@@ -20,9 +19,26 @@ import numpy as np
 from shardcore.core.progress import tick
 from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.cost.model import CostModel, first_least, is_less
-from shardcore.search.anneal.compiled import SearchProblem
-from shardcore.search.anneal.memory_columns import Columns, batch_memory, fixed_memory, shards_memory
-from shardcore.search.anneal.rates import exchange_rates, id_rates, shared_rates
+from shardcore.search.anneal.compiled.arrays import (
+    ARRIVED,
+    BUSIEST,
+    ENTERED,
+    HOST_BUSIEST,
+    JOINT,
+    LAYOUT_OF,
+    LOOKUPS,
+    ONCE,
+    OWN,
+    RESIDENT,
+    RUN,
+    SPEED,
+    TOTAL,
+    WEIGHT,
+    SearchProblem,
+)
+from shardcore.search.anneal.local_batch import batch_fields, first_run, fixed_fields, table_ranks
+from shardcore.search.anneal.options import option_fields
+from shardcore.search.anneal.rates import exchange_rates, id_rates
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.state.shard_cost_cache import ShardCostCache, encoded
 from shardcore.search.state.shards import placed, required_division
@@ -30,8 +46,7 @@ from shardcore.search.ties import ranks
 from shardcore.step.kinds import Group, Layout, even_share, run_of, runs_of
 from shardcore.step.memory import held_bytes
 from shardcore.step.memory_account import StageCoefficients
-from shardcore.step.op_limits import may_bind
-from shardcore.step.output_bytes import output_bytes
+from shardcore.step.op_limits import may_bind, most_features
 
 LARGE = 1 << 19
 """Strips × devices of a large problem."""
@@ -48,7 +63,7 @@ class SearchSpace:
     shared_bytes: [Y, S] estimated memory of a strip on each device of a group.
     groups: [G] a kind and its devices, which may share whole tables.
     divided: [N] strips whose rows are always divided over all devices.
-    runs: [X - K] runs that ids travel for, each with its exchange: of kinds, then of groups.
+    runs: [N] runs of ops: kinds of what single devices hold (cache.kinds), then others.
     """
 
     cache: ShardCostCache
@@ -87,21 +102,22 @@ class SearchSpace:
         """
         fixed, may = self.fixed, np.zeros_like(self.fixed.may_share)
         shared = np.flatnonzero(group >= 0)
-        y = fixed.group_layout[group[shared]]
+        layout_of = fixed.groups[:, LAYOUT_OF]
+        y = layout_of[group[shared]]
         # A layout with a single group has no other that could take a table.
-        several = np.bincount(fixed.group_layout, minlength=len(may)) > 1
+        several = np.bincount(layout_of, minlength=len(may)) > 1
         may[y, shared] = fixed.may_share[y, shared] & several[y]
         return fixed._replace(may_share=may)
 
     @property
     def whole_bytes(self) -> np.ndarray:
         """[S] estimated bytes of each strip uncut."""
-        return self.cache.bytes[self.fixed.shard[np.arange(len(self.fixed.size)), self.fixed.size]]
+        return self.cache.bytes[self.fixed.whole()]
 
     @property
     def choice(self) -> np.ndarray:
         """[S] number of devices to choose from. 0 everywhere if nothing is pinned."""
-        return self.fixed.allowed.sum(1) if len(self.fixed.allowed) else np.zeros(len(self.fixed.size))
+        return self.fixed.allowed.sum(1) if len(self.fixed.allowed) else np.zeros(len(self.cache))
 
     def keys(self, shards: Sequence[Shard]) -> np.ndarray:
         """[N, 2] strips and units of shards. Of a bundle, all tables or none have to be among them."""
@@ -171,65 +187,88 @@ def search_space(
         if len(group) > 1
     )
     layouts = tuple(dict.fromkeys(layout for layout, _ in groups))
-    # Kinds come first: runs 0 to K - 1 are theirs, as `ids_by` has it.
+    # Kinds come first: runs 0 to K - 1 are theirs.
     of_strips = (run for parts in cache.parts for run, _ in parts)
-    id_runs = tuple(dict.fromkeys((*cache.kinds, *of_strips, *layouts)))
-    # In the order of X: outputs of each kind, then ids of each run.
-    exchanges = [exchange_rates(problem, model, layout) for layout in cache.kinds]
-    exchanges += [id_rates(problem, model, layout) for layout in id_runs]
-    coefficients = StageCoefficients.of(id_runs, problem)
+    runs = tuple(dict.fromkeys((*cache.kinds, *of_strips, *layouts)))
+    exchanges = [rates(problem, model, run) for rates in (exchange_rates, id_rates) for run in runs]
+    coefficients = StageCoefficients.of(runs, problem)
     # Rates and coefficients may have taken long: report, or end if the time is over.
     tick()
-    shared, parts = _group_fields(cache, groups, everywhere, {t.name for t in by_rows}, id_runs)
-    columns = Columns(problem, id_runs, cache.caches, may_bind(problem))
-    memory = shards_memory(cache, columns, layouts, parts)
-    # Of each device but the last, which has no more.
-    shared_sums = memory["sums"][len(cache.made) :].reshape(2, len(layouts), len(cache), 6)[0]
+    may_share, parts, shared_codes = _shared(cache, groups, everywhere, {t.name for t in by_rows})
+    options = option_fields(cache, runs, layouts, parts, shared_codes)
+    rank = table_ranks(problem)
+    collections = sorted({(run.collection, run.sequence) for run in runs})
+    head = model.compiled()
     fixed = SearchProblem(
         shard=np.ascontiguousarray(number_of, dtype=np.int32),
-        codes=np.ascontiguousarray(cache.codes),
-        added_ms=added(cache.codes, model),
-        outputs=cache.outputs,
-        ids=cache.id_bytes,
-        ids_by=np.arange(len(cache.kinds)) + len(cache.kinds),
-        kind=cache.kind.astype(np.int64),
-        size=cache.size.astype(np.int64),
-        # One number for a table: its row ranges are several strips, but move as one table.
-        table=np.array([cache.strip_by_name[cache.table(s).name] for s in range(len(cache))]),
+        **options,
+        added_ms=added(options["vectors"][:, options["first_code"] :], model),
+        strips=np.array(
+            [
+                cache.kind,
+                cache.size,
+                # One number for a table: its row ranges are several strips, but move as one table.
+                [cache.strip_by_name[cache.table(s).name] for s in range(len(cache))],
+                [min(rank[shard.table.name] for shard in first_run(parts)) for parts in cache.parts],
+                # No limits of re-sharding: `keeping` puts them in.
+                np.zeros(len(cache)),
+                np.zeros(len(cache)),
+            ],
+            np.int64,
+        ).T.copy(),
         may_split=may_split,
         # No rows if nothing is restricted: the compiled search then skips the check.
         allowed=cache.allowed[:0] if cache.allowed.all() else cache.allowed,
         # The local batch comes off in the search, as it changes with the plan.
-        free=np.array(held_bytes(problem), float),
-        speed=cache.speed,
+        devices=np.stack([cache.speed, held_bytes(problem)], 1).astype(float),
         host=np.array([problem.topology.hosts.index(d.host) for d in problem.topology.devices], np.int64),
-        **{name: np.array([rates[name] for rates in exchanges]) for name in exchanges[0]},
+        rates=np.array([list(of_exchange.values()) for of_exchange in exchanges]),
+        n_kinds=len(cache.kinds),
         hides_ids_ms=problem.job.hides_ids_ms,
         dense_ms=problem.job.dense_ms,
-        **shared,
-        shared_ids=shared_sums[..., 1].astype(np.int64),
-        **memory,
-        **batch_memory(cache, groups, columns),
-        **fixed_memory(cache, groups, columns),
+        halves=halves,
+        heads=np.array([head.parameters, *([head.fetched] if problem.job.fetches_ahead else [])]),
+        groups=np.array(
+            [(layouts.index(layout), group[0], group[-1]) for layout, group in groups], np.int64
+        ).reshape(-1, 3),
+        group_of=_group_of(groups, layouts, len(problem.topology)),
+        layout_run=np.array([runs.index(layout) for layout in layouts], np.int64),
+        may_share=may_share,
+        **batch_fields(cache, groups),
+        **fixed_fields(cache, runs),
+        # Outputs of a collection's runs are joined to one tensor, so the local batch looks at them together.
+        runs=np.array(
+            [
+                (
+                    collections.index((run.collection, run.sequence)),
+                    run.sequence,
+                    run.local_batch,
+                    layouts.index(run) if run in layouts and run not in cache.kinds else -1,
+                )
+                for run in runs
+            ],
+            np.int64,
+        ),
         stage_sums=coefficients.sums,
         stage_batch=coefficients.batch,
         stage_phases=coefficients.phases,
         sums_most=coefficients.most,
-        # No limits of re-sharding: `keeping` puts them in.
+        # Empty where no limit may bind: the compiled search then skips the check.
+        most_features=np.array(
+            [most_features(run.batch(problem)) for run in runs if may_bind(problem)], float
+        ),
         kept=np.zeros((0, len(problem.topology)), np.int16),
-        weight=np.zeros(0, np.int64),
-        joint=np.zeros(0, np.int64),
         most_moved=np.zeros(2, np.int64),
-        parameters=model.compiled().parameters,
-        fetched=model.compiled().fetched if problem.job.fetches_ahead else np.zeros(0),
-        halves=halves,
     )
     # As cache.bytes: resident, and the largest multiple of what arrived, entered, and of lookups.
-    multiples = coefficients.most[[id_runs.index(layout) for layout in layouts]].reshape(-1, 1, 2)
-    shared_bytes = shared_sums[..., 0] + fixed.moments[0, -1, 2] * shared_sums[..., 1]
-    shared_bytes += (shared_sums[..., 2:4] * multiples).sum(-1)
+    of_groups = fixed.vectors[fixed.first_shared :][: may_share.size].reshape(
+        *may_share.shape, fixed.vectors.shape[1]
+    )
+    multiples = coefficients.most[fixed.layout_run].reshape(-1, 1, 2)
+    shared_bytes = of_groups[..., RESIDENT] + fixed.moments[0, -1, 2] * of_groups[..., ARRIVED]
+    shared_bytes += (of_groups[..., [ENTERED, LOOKUPS]] * multiples).sum(-1)
     divided = np.array([cache.strip_by_name[t.name] for t in by_rows], dtype=np.int64)
-    return SearchSpace(cache, fixed, shared_bytes.astype(np.int64), groups, divided, id_runs)
+    return SearchSpace(cache, fixed, shared_bytes.astype(np.int64), groups, divided, runs)
 
 
 def is_large(cache: ShardCostCache) -> bool:
@@ -276,11 +315,11 @@ def keeping(space: SearchSpace, held: np.ndarray, reshard: Reshard, new: Sequenc
         weight = [sum(s.bytes for s in unit) * (unit[0].table.name not in free) for unit in units]
         limits = {
             "kept": held.copy(),
-            "weight": np.array(weight, np.int64),
-            "joint": np.array(list(map(len, units)), np.int64),
+            "strips": space.fixed.strips.copy(),
             "most_moved": np.array(most, np.int64),
             "may_share": np.zeros_like(space.fixed.may_share),
         }
+        limits["strips"][:, [WEIGHT, JOINT]] = np.stack([weight, list(map(len, units))], 1)
     if cache.is_range.any():
         # No device is allowed to gain a row range, so they stay.
         limits["allowed"] = cache.allowed & ~cache.is_range[:, None]
@@ -290,16 +329,22 @@ def keeping(space: SearchSpace, held: np.ndarray, reshard: Reshard, new: Sequenc
 # --- tables that groups of devices share --------------------------------------------------------------------
 
 
-def _group_fields(
-    cache: ShardCostCache,
-    groups: Sequence[tuple[Layout, Group]],
-    wanted: bool,
-    divided: Collection[str],
-    id_runs: Sequence[Layout],
-) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """The fields of arrays.SearchProblem about groups, and the shards that devices of a group have.
+def _group_of(
+    groups: Sequence[tuple[Layout, Group]], layouts: Sequence[Layout], n_devices: int
+) -> np.ndarray:
+    """[Y, D] the device's group in each layout. -1: a device that is alone on its host shares nothing there."""
+    group_of = np.full((len(layouts), n_devices), -1)
+    for g, (layout, group) in enumerate(groups):
+        group_of[layouts.index(layout), list(group)] = g
+    return group_of
 
-    The latter are [2, Y, S]: of each device but the last, and of the last.
+
+def _shared(
+    cache: ShardCostCache, groups: Sequence[tuple[Layout, Group]], wanted: bool, divided: Collection[str]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What groups may share: [Y, S] whether a strip, [2, Y, S] its shards, and [Y, S, F] their encodings.
+
+    Shards are those of each device but the last, and of the last.
 
     Groups may share whole tables, save pinned ones and those that are kept together.
     Kinds that divide rows need unordered rows that may be divided, and at least one row for each device.
@@ -307,28 +352,15 @@ def _group_fields(
 
     wanted: whether groups may share tables that need not be divided.
     divided: names of tables that are always divided.
-    id_runs: the runs of the exchanges of ids.
     """
     problem, model = cache.problem, cache.model
-    topology, layouts = problem.topology, tuple(dict.fromkeys(layout for layout, _ in groups))
-    # -1: a device that is alone on its host shares nothing there.
-    group_of = np.full((len(layouts), len(topology)), -1)
-    for g, (layout, group) in enumerate(groups):
-        group_of[layouts.index(layout), list(group)] = g
+    layouts = tuple(dict.fromkeys(layout for layout, _ in groups))
     shape = (len(layouts), len(cache))
-    fields = {
-        "group_layout": np.array([layouts.index(layout) for layout, _ in groups], np.int64),
-        "group_of": group_of,
-        "may_share": np.zeros(shape, dtype=bool),
-        "shared_codes": np.zeros((*shape, cache.codes.shape[1])),
-        "shared_ids_by": np.array([len(cache.kinds) + id_runs.index(y) for y in layouts], np.int64),
-        "shared_size": np.zeros(shape),
-        **{f"shared_{name}": np.zeros(len(layouts)) for name in ("own", "busiest", "total", "once")},
-    }
+    may_share, codes = np.zeros(shape, dtype=bool), np.zeros((*shape, cache.codes.shape[1]))
     parts = np.full((2, *shape), None)
     # Plans by columns only: encodings of shared tables would take long for nothing.
     if not wanted and not divided:
-        return fields, parts
+        return may_share, parts, codes
     whole = [Shard.whole(cache.table(s)) for s in range(len(cache))]
     # Tables that constraints keep together or on some devices are not shared.
     bound = [w.table.name in problem.pinned or w.table.name in problem.bundle_of for w in whole]
@@ -357,16 +389,10 @@ def _group_fields(
         # One op runs a collection's tables. Those of others have no shard here.
         parts[:, y] = shards, last
         parts[:, y, ~runs_it] = None
-        fields["may_share"][y] = free & runs_it & may
+        may_share[y] = free & runs_it & may
         # Replicas look up a local batch, other kinds the global one.
-        fields["shared_codes"][y] = encoded(shards, model, layout.batch(problem))
-        fields["shared_size"][y] = [
-            shard.bytes if layout.dense_gradient else output_bytes(shard, problem.global_batch)
-            for shard in shards
-        ]
-        for name, rate in shared_rates(problem, model, layout, size).items():
-            fields[f"shared_{name}"][y] = rate
-    return fields, parts
+        codes[y] = encoded(shards, model, layout.batch(problem))
+    return may_share, parts, codes
 
 
 def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
@@ -377,27 +403,31 @@ def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
     fixed, may = space.fixed, np.flatnonzero(space.fixed.may_share[y])
     if not len(may):
         return may
-    n, total_speed, slowest = len(fixed.speed), fixed.speed.sum(), fixed.speed.min()
+    speed, rates, r = fixed.devices[:, SPEED], fixed.rates, fixed.layout_run[y]
+    n, total_speed, slowest = len(speed), speed.sum(), speed.min()
     # [S, F] of uncut tables: what they add is compared to what a copy on all devices adds.
-    codes = fixed.codes[fixed.shard[np.arange(len(fixed.size)), fixed.size]]
-    copies, all_codes, size = fixed.shared_codes[y, may], codes.sum(0), fixed.shared_size[y, may]
+    whole, shared = fixed.whole(), fixed.shared(y, may)
+    codes, copies = fixed.codes(whole), fixed.codes(shared)
+    all_codes, size = codes.sum(0), fixed.vectors[shared, ENTERED]
     # Of evenly divided bytes, the busiest host sends what its devices send together.
     host_share = n / len(space.cache.problem.topology.hosts)
-    byte_ms = (fixed.own + fixed.busiest + fixed.host_busiest * host_share) / n + fixed.total
+    byte_ms = (rates[:, OWN] + rates[:, BUSIEST] + rates[:, HOST_BUSIEST] * host_share) / n + rates[:, TOTAL]
     # A copy sends no outputs, so their exchange is saved.
-    outputs_ms = byte_ms[fixed.kind[may]] * fixed.outputs[fixed.shard[may, fixed.size[may]]]
+    outputs_ms = byte_ms[fixed.strips[may, RUN]] * fixed.vectors[whole[may], ENTERED]
+    # Copies are on all devices.
+    copy_ms = byte_ms[r] * n
 
     def divided_ms(left: np.ndarray) -> np.ndarray:
         """Cost of these encodings, divided evenly over the devices."""
         return model.head(np.maximum(left, 0) / n) * n / total_speed
 
-    [group] = np.flatnonzero(fixed.group_layout == y)
     # Fixed tables of this group pay the exchange's fixed cost in any case.
-    fixed_codes, once = fixed.fixed_codes[group], fixed.shared_once[y] * (fixed.fixed_size[group] == 0)
+    fixed_op = fixed.fixed_ops[0, r]
+    fixed_codes, once = fixed_op[fixed.first_code :], rates[r, ONCE] * (fixed_op[ENTERED] == 0)
     # Price a copy among all others, as they share one op.
     all_copies = fixed_codes + copies.sum(0)
     without = model.head(np.maximum(all_copies - copies, 0))
-    extra_ms = (model.head(all_copies[None]) - without) / slowest + fixed.shared_total[y] * size
+    extra_ms = (model.head(all_copies[None]) - without) / slowest + copy_ms * size
     # Each table's saving is that of leaving it out of the evenly divided work.
     saved_ms = divided_ms(all_codes[None]) - divided_ms(all_codes - codes[may]) + outputs_ms
     # By falling gain, so that any best number of strips is the first ones.
@@ -408,7 +438,7 @@ def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
         - np.cumsum(outputs_ms[order])
         + model.head(fixed_codes + np.cumsum(copies[order], 0)) / slowest
         + once
-        + fixed.shared_total[y] * np.cumsum(size[order])
+        + copy_ms * np.cumsum(size[order])
     )
     # Only if the best number of copies beats none at all.
     none_ms = divided_ms(all_codes[None])[0] + model.head(fixed_codes[None])[0] / slowest

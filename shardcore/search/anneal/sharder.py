@@ -29,10 +29,10 @@ import numpy as np
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.progress import OutOfTime
 from shardcore.core.types import Placement, Plan, Problem
-from shardcore.cost import model as cost_model
 from shardcore.cost.model import CostModel, is_less, step_ms
 from shardcore.search.anneal import compiled
 from shardcore.search.anneal.compiled import State
+from shardcore.search.anneal.compiled.arrays import ARRIVED, ENTERED, LOAD, LOG, OVER, SPEED
 from shardcore.search.anneal.compiled.pointers import packed
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.search_space import LARGE
@@ -249,35 +249,19 @@ class Search:
 
     def _exact_ms(self, start: Start, states: Sequence[State]) -> list[float]:
         """Costs of plans by the model itself, not by the linear exchanges."""
-        space = start.space
-
-        def stacked_field(name: str) -> np.ndarray:
-            return np.stack([getattr(state, name) for state in states])
-
         # Of many plans at once, for a call of the model takes as long as thousands of trials.
-        # [X, N, D]: outputs of kinds, then ids of runs.
-        carried = np.moveaxis(stacked_field("carried"), -1, 0)
-        compute_ms = stacked_field("ms").sum(-1) + stacked_field("shared_ms")
-        # [N, D] bytes of outputs of each run, summed over the kind's strips and the groups.
-        outputs = {run: np.zeros(compute_ms.shape) for run in space.runs}
-        for run, n_bytes in zip(space.cache.kinds, carried, strict=False):
-            outputs[run] += n_bytes
-        # Each device of a group exchanges as many bytes.
-        for (run, devices), n_bytes in zip(space.groups, stacked_field("group_size").T, strict=True):
-            outputs[run][:, devices] += n_bytes[:, None]
-        ids = dict(zip(space.runs, carried[len(space.cache.kinds) :], strict=True))
-        traffic, speed = traffic_of_outputs(outputs, self.problem, ids), start.fixed.speed
+        # [N, D] without the rows of trials.
+        n_devices, by_run = len(self.problem.topology), list(enumerate(start.space.runs))
+        ops = np.stack([state.ops[:n_devices] for state in states])
+        ms = np.stack([state.ms[:n_devices].sum(1) for state in states]) / start.fixed.devices[:, SPEED, None]
+        outputs, ids = ({run: ops[:, :, r, entry] for r, run in by_run} for entry in (ENTERED, ARRIVED))
         # As compiled.load_of, but without exchanges, which the model itself prices.
-        comm = self.model.comm(traffic, compute_ms / speed, self.problem.topology)
-        fetched_ms = np.zeros(compute_ms.shape)
-        if len(start.fixed.fetched):
-            fetched_ms = cost_model.fetched_ms(self.model, stacked_field("sums"), stacked_field("ms")).sum(-1)
-            of_groups = cost_model.fetched_ms(
-                self.model, stacked_field("group_sums"), stacked_field("group_ms")
-            )
-            for (_, devices), ms in zip(space.groups, of_groups.T, strict=True):
-                fetched_ms[:, devices] += ms[:, None]
-        return step_ms(compute_ms / speed, comm, self.problem.job, fetched_ms / speed).tolist()
+        comm = self.model.comm(
+            traffic_of_outputs(outputs, self.problem, ids), ms[..., 0], self.problem.topology
+        )
+        # The second head, where there is one, is that of rows that caches fetch.
+        fetched_ms = ms[..., 1] if ms.shape[-1] > 1 else np.zeros(ms.shape[:-1])
+        return step_ms(ms[..., 0], comm, self.problem.job, fetched_ms).tolist()
 
 
 def simplify(plan: Plan, problem: Problem, model: CostModel, seed: int, meter: Meter) -> Plan:
@@ -295,8 +279,7 @@ def simplify(plan: Plan, problem: Problem, model: CostModel, seed: int, meter: M
         uncut, cache = start.fixed._replace(may_split=np.zeros_like(start.fixed.may_split)), start.space.cache
         # [S] whether the whole table costs little.
         is_cheap = (
-            uncut.added_ms[uncut.shard[np.arange(len(uncut.size)), uncut.size]]
-            < _CHEAP * start.state.load.mean()
+            uncut.added_ms[uncut.whole()] < _CHEAP * start.state.devices[: len(problem.topology), LOAD].mean()
         )
         # Parts of a sequence have to stay equally wide.
         stays = np.array([cache.table(s).sequence for s in range(len(cache))])
@@ -319,7 +302,7 @@ def simplify(plan: Plan, problem: Problem, model: CostModel, seed: int, meter: M
             )
             compiled.refresh(search.head, uncut, state)
             search.best, stays[s] = None, number > 0
-            if len(s) and state.value[compiled.OVER] == 0:
+            if len(s) and state.value[OVER] == 0:
                 search._cool(
                     replace(start, state=state, fixed=uncut),
                     _TRIALS_JOINED if number else meter.affordable(3 * _TRIALS_WHOLE, 1) // 3,
@@ -339,5 +322,5 @@ def copy_of(state: State) -> State:
     arrays = {name: array for name, array in state._asdict().items() if name not in ("log", "random")}
     copy = state._replace(**{name: array.copy() for name, array in arrays.items()})
     # The log leads back to the original's best plan. The copy's begins with the copy.
-    copy.number[compiled.LOG] = 0
+    copy.number[LOG] = 0
     return copy

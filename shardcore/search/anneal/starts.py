@@ -20,6 +20,20 @@ from shardcore.cost.model import CostModel, first_least
 from shardcore.search import greedy
 from shardcore.search.anneal import compiled
 from shardcore.search.anneal.compiled import SearchProblem, State
+from shardcore.search.anneal.compiled.arrays import (
+    ARRIVED,
+    BEST,
+    BUSIEST,
+    ENTERED,
+    FREE,
+    HOST_BUSIEST,
+    LAYOUT_OF,
+    OVER,
+    OWN,
+    RUN,
+    SIZE,
+    SPEED,
+)
 from shardcore.search.anneal.compiled.pointers import packed
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.search_space import (
@@ -207,8 +221,8 @@ class Starts:
         """
         fixed, whole = space.fixed, np.flatnonzero(space.fixed.may_share[y])
         # With the exchange: of a sequence it costs more than the op.
-        step_ms = self._step_ms(fixed, np.arange(len(fixed.size)), fixed.size)
-        mean_ms = step_ms.sum() / fixed.speed.sum()
+        step_ms = self._step_ms(fixed, fixed.whole(), fixed.strips[:, RUN])
+        mean_ms = step_ms.sum() / fixed.devices[:, SPEED].sum()
         # Shares that choose the same number of tables choose the same tables: one start for them.
         large = {len(s): s for s in (whole[step_ms[whole] > share * mean_ms] for share in _DIVIDED) if len(s)}
         yield self._cheapest(space, [self._shared(space, s, y) for s in large.values()])
@@ -225,14 +239,14 @@ class Starts:
 
     def _copied(self, space: SearchSpace, placed: Sequence[tuple[Shard, int]], y: int) -> Start | None:
         """A plan by columns, with as many tables on all devices as pays and fits. None if none do."""
-        [group] = np.flatnonzero(space.fixed.group_layout == y).tolist()
+        [group] = np.flatnonzero(space.fixed.groups[:, LAYOUT_OF] == y).tolist()
         # Most copies first, so the first plan that fits has as many as fit.
         for strips in self._copies(space, y):
             copied = {space.cache.table(s).name for s in [*strips, *space.divided]}
             # All other shards stay where the annealed plan has them.
             left = [(shard, d) for shard, d in placed if shard.table.name not in copied]
             start = self._placed(space, left, space.sharing(_pairs((s, group) for s in strips)))
-            if start.state.value[compiled.OVER] == 0:
+            if start.state.value[OVER] == 0:
                 return start
         return None
 
@@ -293,14 +307,16 @@ class Starts:
         strips = np.repeat(np.arange(len(cut.n)), cut.n)
         # Shard i of n has units from size * i // n on, so shards differ by a unit at most.
         i, n = np.arange(len(strips)) - np.repeat(np.cumsum(cut.n) - cut.n, cut.n), cut.n[strips]
-        units = fixed.size[strips] * (i + 1) // n - fixed.size[strips] * i // n
+        size = fixed.strips[strips, SIZE]
+        units = size * (i + 1) // n - size * i // n
         shards = np.stack([strips, units], 1).astype(np.int64)
-        costs = [self._op_ms(fixed, strips, units)]
+        options = fixed.shard[strips, units]
+        costs = [self._op_ms(fixed, options)]
         if not is_large(space.cache):
-            costs.append(self._step_ms(fixed, strips, units))
+            costs.append(self._step_ms(fixed, options, fixed.strips[strips, RUN]))
         # Packed once, for it takes longer than what is compiled here.
         problem = packed(fixed)
-        for i, key in enumerate([*costs, space.cache.bytes[fixed.shard[strips, units]]]):
+        for i, key in enumerate([*costs, space.cache.bytes[options]]):
             # By size only if no order by cost fits, as that order ignores the load.
             if plans and (i == len(costs) or not self._has_time()):
                 break
@@ -335,14 +351,15 @@ class Starts:
         The costliest strips go first, each to the group with least load that has room; the largest go first
         if that fails. Other strips are cut if they cost more than a share of a device's mean load.
         """
-        fixed, groups = space.fixed, np.flatnonzero(space.fixed.group_layout == y)
+        fixed, groups = space.fixed, np.flatnonzero(space.fixed.groups[:, LAYOUT_OF] == y)
         # Cost of a strip in a group: its op, and the exchange that its bytes set.
-        size = fixed.shared_size[y, strips]
-        cost = self.model.head(fixed.shared_codes[y, strips])
-        cost = cost + (fixed.shared_own[y] + fixed.shared_busiest[y]) * size
+        options, rates = fixed.shared(y, strips), fixed.rates[fixed.layout_run[y]]
+        # The devices of a group on a host are as many as the group has.
+        each_ms = rates[OWN] + rates[BUSIEST] + rates[HOST_BUSIEST] * len(space.groups[groups[0]][1])
+        cost = self._op_ms(fixed, options) + each_ms * fixed.vectors[options, ENTERED]
         n_bytes = space.shared_bytes[y][strips]
         # A strip takes as much on all devices of a group, so the tightest device decides.
-        free = np.array([min(fixed.free[list(space.groups[g][1])]) for g in groups])
+        free = np.array([min(fixed.devices[list(space.groups[g][1]), FREE]) for g in groups])
         chosen = np.zeros(len(strips), dtype=np.int64)
         for order in (np.argsort(ranks(-cost), kind="stable"), np.argsort(-n_bytes, kind="stable")):
             load, room, chosen = np.zeros(len(groups)), free.copy(), np.zeros_like(chosen)
@@ -368,10 +385,10 @@ class Starts:
         0 for strips that are always shared.
         """
         # At least a byte: free memory may be 0, and is divided by.
-        fixed, most_bytes = space.fixed, max(1, int(share * space.fixed.free.mean()))
+        fixed, most_bytes = space.fixed, max(1, int(share * space.fixed.devices[:, FREE].mean()))
         wanted = -(-space.whole_bytes // most_bytes)
         # No fewer shards than memory forces, and none narrower than a unit.
-        n = np.where(fixed.may_split, np.clip(wanted, space.cache.least_parts, fixed.size), 1)
+        n = np.where(fixed.may_split, np.clip(wanted, space.cache.least_parts, fixed.strips[:, SIZE]), 1)
         n[space.divided] = 0
         return n if least is None else np.where(least > 0, np.maximum(n, least), 0)
 
@@ -381,28 +398,28 @@ class Starts:
         0 for the shared strips, and for those that always are.
         """
         fixed = space.fixed
-        op_ms = self._op_ms(fixed, np.arange(len(fixed.size)), fixed.size)
+        op_ms = self._op_ms(fixed, fixed.whole())
         n = np.ones(len(op_ms), dtype=np.int64)
         n[space.divided] = 0
         if shared is not None:
             n[shared] = 0
         # Only strips by columns count: the shared ones are not in these devices' load.
-        limit = share * max(op_ms[n > 0].sum() / fixed.speed.sum(), 1e-300)
+        limit = share * max(op_ms[n > 0].sum() / fixed.devices[:, SPEED].sum(), 1e-300)
         # No more shards than devices: two on one device are one shard.
-        most = np.where(fixed.may_split, np.minimum(len(fixed.free), fixed.size), 1)
+        most = np.where(fixed.may_split, np.minimum(len(fixed.devices), fixed.strips[:, SIZE]), 1)
         parts = np.ceil(np.minimum(op_ms / limit, most)).astype(np.int64)
         return n * np.maximum(parts, space.cache.least_parts)
 
-    def _op_ms(self, fixed: SearchProblem, strips: np.ndarray, units: np.ndarray) -> np.ndarray:
-        """[N] cost of ops with one shard each, at speed 1."""
-        return np.asarray(self.model.head(fixed.codes[fixed.shard[strips, units]]))
+    def _op_ms(self, fixed: SearchProblem, options: np.ndarray) -> np.ndarray:
+        """[N] cost of ops with one option each, at speed 1."""
+        return np.asarray(self.model.head(fixed.codes(options)))
 
-    def _step_ms(self, fixed: SearchProblem, strips: np.ndarray, units: np.ndarray) -> np.ndarray:
-        """[N] cost of steps with one shard each: its op, and the exchange of its outputs and ids."""
-        shard, kind, each_ms = fixed.shard[strips, units], fixed.kind[strips], fixed.own + fixed.busiest
-        outputs_ms = each_ms[kind] * fixed.outputs[shard]
-        ids_ms = each_ms[fixed.ids_by[kind]] * fixed.ids[shard]
-        return self._op_ms(fixed, strips, units) + outputs_ms + ids_ms
+    def _step_ms(self, fixed: SearchProblem, options: np.ndarray, runs: np.ndarray) -> np.ndarray:
+        """[N] cost of steps with one option each: its op, and the exchange of its outputs and ids."""
+        each_ms, n_runs = fixed.rates[:, OWN] + fixed.rates[:, BUSIEST], len(fixed.runs)
+        outputs_ms = each_ms[runs] * fixed.vectors[options, ENTERED]
+        ids_ms = each_ms[n_runs + runs] * fixed.vectors[options, ARRIVED]
+        return self._op_ms(fixed, options) + outputs_ms + ids_ms
 
     # --- starts from a plan ---
 
@@ -495,7 +512,7 @@ class Starts:
 
 def _ms(state: State) -> float:
     """Cost of the best plan that a state met."""
-    return state.value[compiled.BEST]
+    return state.value[BEST]
 
 
 def _first(may_share: np.ndarray, layouts: Sequence[int]) -> np.ndarray:

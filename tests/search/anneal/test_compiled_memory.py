@@ -14,7 +14,7 @@ from shardcore.core.topology import Memory
 from shardcore.core.types import Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search.anneal import compiled
-from shardcore.search.anneal.compiled import SUMS
+from shardcore.search.anneal.compiled.arrays import FEATURES, FREE, LACK, LOOKUPS
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import Search, copy_of
 from shardcore.search.budget import Budget
@@ -43,15 +43,16 @@ def require_exact(search: Search) -> Plan:
     plan = priced(search.placements, problem, search.model)
     assert fits(plan, problem)
     # With no free byte, a device lacks all that it takes.
-    none_free = np.full(len(problem.topology), -1e-300)
+    none_free, n = search.best.fixed.devices.copy(), len(problem.topology)
+    none_free[:, FREE] = -1e-300
     state = copy_of(search.best.state)
-    compiled.refresh(search.head, search.best.fixed._replace(free=none_free), state)
-    assert state.lack.tolist() == used_bytes(plan, problem)
+    compiled.refresh(search.head, search.best.fixed._replace(devices=none_free), state)
+    assert state.devices[:n, LACK].tolist() == used_bytes(plan, problem)
     on_host = Counter({host: 0 for host in problem.topology.hosts})
     for placement in plan.placements:
         for d, shard in shards_on(placement):
             on_host[problem.topology.devices[d].host] += host_bytes(shard, problem)
-    assert state.on_host.tolist() == list(on_host.values())
+    assert state.hosts[0, :-1, -1].tolist() == list(on_host.values())
     return plan
 
 
@@ -81,9 +82,8 @@ def test_a_plan_takes_what_annealing_counts_to_the_byte(seed):
 def test_a_plan_costs_what_annealing_counts_with_tables_of_fixed_kinds(seed):
     """Some tables of fixed kinds share an op, and collectives, with tables that annealing places."""
     drawn = draw_all_kinds(seed, caches=seed % 2)
-    # Ranges of rows are equal. A bundle runs as its first table in annealing's cost.
-    tables = tuple(replace(t, rows=-(-t.rows // 4) * 4) for t in drawn.tables)
-    problem = replace(drawn, tables=tables, constraints=replace(drawn.constraints, together=()))
+    # Ranges of rows are equal.
+    problem = replace(drawn, tables=tuple(replace(t, rows=-(-t.rows // 4) * 4) for t in drawn.tables))
     search = annealed(problem, seed)
     plan = priced(search.placements, problem, search.model)
     assert search.best.ms == pytest.approx(plan.provenance["predicted_ms"], rel=1e-9)
@@ -141,15 +141,13 @@ def test_an_op_has_no_more_features_and_ids_than_fbgemm_runs(seed, kind):
     search = annealed(problem, seed, kind)
     plan = require_exact(search)
     require_ops(plan, problem)
-    counted, fixed = search.best.state.memory, search.best.fixed
-    n, first = len(search.best.space.runs), SUMS
-    features, ids = np.zeros((2, len(topology), n))
+    counted, runs = search.best.state.ops[: len(topology)], search.best.space.runs
+    features, ids = np.zeros((2, len(topology), len(runs)))
     for placement in merged(plan.placements):
         for d, shard in shards_on(placement):
             run = run_of(placement.kind, shard.table)
-            r = search.best.space.runs.index(run)
-            features[d, r] += shard.table.features
-            ids[d, r] += op_ids(run, shard, problem)
-    assert counted[:, first + n : first + 2 * n] == pytest.approx(ids)
-    assert counted[:, first + 2 * n :].tolist() == features.tolist()
-    assert len(fixed.most_features) == n
+            features[d, runs.index(run)] += shard.table.features
+            ids[d, runs.index(run)] += op_ids(run, shard, problem)
+    assert counted[..., LOOKUPS] == pytest.approx(ids)
+    assert counted[..., FEATURES].tolist() == features.tolist()
+    assert len(search.best.fixed.most_features) == len(runs)

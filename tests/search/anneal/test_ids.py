@@ -14,6 +14,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.search import Budget
 from shardcore.search.anneal import compiled, sharder
+from shardcore.search.anneal.compiled.arrays import ARRIVED, ENTERED
 from shardcore.search.portfolio import annealing
 from shardcore.step.id_bytes import expected_bytes
 from shardcore.step.kinds import layout_of
@@ -45,7 +46,7 @@ def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(
     exact = sharder.Search._exact_ms
 
     def checked(search, start, states):
-        names = ("carried", "hosts", "all_carried", "held", "group")
+        names = ("ops", "hosts", "held", "group")
         kept = [[getattr(state, name).copy() for name in names] for state in states]
         costs = exact(search, start, states)
         for state, was, ms in zip(states, kept, costs, strict=True):
@@ -59,15 +60,17 @@ def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(
         plan = Plan(tuple(start.placements))
         # All ranges of divided rows count as the first. The last one may have fewer rows.
         runs, expected = start.space.runs, expected_bytes(plan, problem)
-        nothing = 0 * fixed.speed
-        more = state.carried[:, -len(runs) :].T - np.array([expected.get(run, nothing) for run in runs])
+        nothing = np.zeros(len(fixed.host))
+        ops = state.ops[: len(fixed.host)]
+        more = ops[..., ARRIVED].T - np.array([expected.get(run, nothing) for run in runs])
         divided = any(layout_of(p.kind).divides_rows for p in plan.placements)
         assert (more >= 0).all() and (divided or not more.any())
         assert divided or ms == pytest.approx(price(lower(plan, problem), model).total_ms, rel=1e-9)
-        of_hosts = np.zeros_like(state.hosts)
-        np.add.at(of_hosts, fixed.host, state.carried)
-        assert np.array_equal(state.hosts, of_hosts)
-        assert np.array_equal(state.all_carried, state.carried.sum(0))
+        carried = np.concatenate([ops[..., ENTERED], ops[..., ARRIVED]], 1)
+        of_hosts = np.zeros_like(state.hosts[0, :, :-1])
+        np.add.at(of_hosts, fixed.host, carried)
+        of_hosts[-1] = carried.sum(0)
+        assert np.array_equal(state.hosts[0, :, :-1], of_hosts)
         seen.append(len({p.kind for p in plan.placements}))
 
     monkeypatch.setattr(sharder.Search, "_exact_ms", checked)

@@ -9,38 +9,13 @@ Nothing in these functions may allocate. They are compiled without numba's refer
 Records are passed as pointers (pointers.py). Each function is compiled when it is first called.
 
 Names in all files: `fx` is the SearchProblem, `st` the State.
-s and r are strips; a, b, c and d devices; h a host; g a group; y a layout.
-k is a kind, f a feature. `was` is before a change, `then` after it.
+s is a strip; a, b, c and d devices; h a host; g a group; y a layout; r and k runs; x an exchange.
+`was` is before a change, `then` after it.
 """
 
-from shardcore.search.anneal.compiled.arrays import (
-    BEST,
-    ENERGY,
-    LOG,
-    OVER,
-    SUMS,
-    WORST,
-    SearchProblem,
-    State,
-    empty,
-)
+from shardcore.search.anneal.compiled.arrays import SearchProblem, State, empty
 from shardcore.search.anneal.compiled.greedy import greedy
 from shardcore.search.anneal.compiled.run import anneal
 from shardcore.search.anneal.compiled.state import place, refresh, share
 
-__all__ = [
-    "BEST",
-    "ENERGY",
-    "LOG",
-    "OVER",
-    "SUMS",
-    "WORST",
-    "SearchProblem",
-    "State",
-    "anneal",
-    "empty",
-    "greedy",
-    "place",
-    "refresh",
-    "share",
-]
+__all__ = ["SearchProblem", "State", "anneal", "empty", "greedy", "place", "refresh", "share"]

@@ -11,7 +11,23 @@ import math
 
 from shardcore.core.jit import inner
 from shardcore.cost.model import EQUAL
-from shardcore.search.anneal.compiled.arrays import WIDEST, WORST
+from shardcore.search.anneal.compiled.arrays import (
+    ARRIVED,
+    BUSIEST,
+    ENTERED,
+    FETCHED,
+    HOST_BUSIEST,
+    LOAD,
+    ONCE,
+    OWN,
+    SPEED,
+    TOTAL,
+    WIDEST,
+    WORK_BUSIEST,
+    WORK_ONCE,
+    WORK_TOTAL,
+    WORST,
+)
 
 POWERS = 5
 """log2 of the norm's exponent p. Here p = 32, as in `power`."""
@@ -41,15 +57,6 @@ def is_less(ms, other):
 
 
 @inner
-def total_of(x):
-    """The sum of a vector, by a loop that allocates nothing."""
-    total = 0.0
-    for i in range(len(x)):
-        total += x[i]
-    return total
-
-
-@inner
 def copy(to, source):
     """Copy a vector. A slice assignment would allocate."""
     for i in range(len(to)):
@@ -64,52 +71,43 @@ def add(to, source):
 
 
 @inner
-def replace(to, was, then):
-    """Subtract one vector from another, and add a third."""
-    for i in range(len(to)):
-        to[i] += then[i] - was[i]
+def n_devices_of(st):
+    """D."""
+    return st.held.shape[1]
 
 
 @inner
-def copy_norm(to, source):
-    """Copy the norms of loads, and of bytes that devices and hosts carry, [3, X]."""
-    for i in range(3):
-        copy(to[i], source[i])
+def total_of(st, d, entry):
+    """The sum of an entry of the vectors of a device's ops."""
+    total = 0.0
+    for r in range(st.row.shape[1]):
+        total += st.ops[st.row[d, r], r, entry]
+    return total
 
 
 @inner
-def shared_exchange(fx, size):
-    """ms of the collectives for tables that groups share. size: [G] bytes that each group exchanges.
+def carried(st, d, x):
+    """Bytes that a device carries in exchange x."""
+    n = st.row.shape[1]
+    if x < n:
+        return st.ops[st.row[d, x], x, ENTERED]
+    return st.ops[st.row[d, x - n], x - n, ARRIVED]
 
-    The share that depends on a group's own size is not included. State.own_ms holds it for each device.
+
+@inner
+def load_of(fx, st, d, row, a):
+    """ms of a device by head a: its ops at its speed, and of the first head the exchanges that its own bytes cause.
+
+    row: the row of State.row with its ops.
     """
-    ms = 0.0
-    # The collectives of layouts run one after the other.
-    for y in range(len(fx.shared_once)):
-        # Groups of a layout exchange at the same time: the largest of them counts, and their sum.
-        total = most = 0.0
-        for g in range(len(size)):
-            if fx.group_layout[g] == y:
-                total += size[g]
-                most = max(most, size[g])
-        # A collective with nothing to exchange does not run, so it has no fixed cost.
-        if total > 0.0:
-            ms += fx.shared_once[y] + fx.shared_total[y] * total + fx.shared_busiest[y] * most
-    return ms
-
-
-@inner
-def load_of(fx, d, shared_ms, own_ms, ms, carried):
-    """ms of a device: its ops at its speed, and the exchanges that its own loads cause.
-
-    ms: of the ops of its own strips, at speed 1. carried: [X].
-    """
+    ms = exchanges_ms = 0.0
+    for r in range(st.row.shape[1]):
+        ms += st.ms[st.row[row, r], r, a]
+        # Only this device's own part of each exchange. Parts of the busiest or of all are added once a plan.
+        if a == LOAD and fx.rates[r, OWN] > 0.0:
+            exchanges_ms += fx.rates[r, OWN] * st.ops[st.row[row, r], r, ENTERED]
     # Ops scale with the device's speed. Exchanges do not.
-    load = (shared_ms + ms) / fx.speed[d] + own_ms
-    # Only this device's own part of each exchange. Parts of the busiest or of all are added once a plan.
-    for x in range(len(carried)):
-        load += fx.own[x] * carried[x]
-    return load
+    return ms / fx.devices[d, SPEED] + exchanges_ms
 
 
 @inner
@@ -122,81 +120,89 @@ def exposed_ids(fx, ids_ms, work_ms):
 @inner
 def longer_chain(fx, ms, fetched):
     """ms of a step without the dense part and ids; fetches and updates may set it (model.fetch_wait_ms)."""
-    return max(ms, fetched - fx.dense_ms) if len(fx.fetched) > 0 else ms
+    return max(ms, fetched - fx.dense_ms) if len(fx.heads) > 1 else ms
 
 
 @inner
-def energy_of(fx, ref, norm, all_carried, group_size):
+def has_busiest(fx, x):
+    """Tell if exchange x takes longer the more its busiest device carries."""
+    return fx.rates[x, BUSIEST] > 0.0 or fx.rates[x, WORK_BUSIEST] > 0.0
+
+
+@inner
+def energy_of(fx, st, t):
     """The smooth cost in ms. It is `cost_of` with p-norms in place of maxima.
 
-    norm: [3, X] sums of p-th powers, relative to ref.
-    all_carried: [X] of all devices.
-    group_size: [G] bytes that each group exchanges.
+    t: 0 for the present plan, 1 for that of a trial.
     """
     # Norms are taken of ratios to ref, the means: p-th powers of ms would over- or underflow.
-    cost = ref[0, 0] * root(norm[0, 0]) + shared_exchange(fx, group_size)
-    fetched = ref[0, 1] * root(norm[0, 1])
-    ids_ms = work_ms = 0.0
-    for x in range(len(all_carried)):
+    norm, all_carried = st.norm[t], st.hosts[t, -1]
+    cost, ids_ms, work_ms = st.ref[0, LOAD] * root(norm[0, LOAD]), 0.0, 0.0
+    for x in range(len(fx.rates)):
         # An exchange without bytes is not launched, so its fixed cost does not count either.
-        if all_carried[x] > 0:
+        if all_carried[x] > 0.0:
             # In bytes again. At least the largest load, and at most D ** (1 / p) times it.
-            busiest = ref[1, x] * root(norm[1, x])
-            ms = fx.once[x] + fx.total[x] * all_carried[x] + fx.busiest[x] * busiest
-            if fx.host_busiest[x] > 0.0:
-                ms += fx.host_busiest[x] * ref[2, x] * root(norm[2, x])
+            busiest = st.ref[1, x] * root(norm[1, x]) if has_busiest(fx, x) else 0.0
+            rates = fx.rates[x]
+            ms = rates[ONCE] + rates[TOTAL] * all_carried[x] + rates[BUSIEST] * busiest
+            if rates[HOST_BUSIEST] > 0.0:
+                ms += rates[HOST_BUSIEST] * st.ref[2, x] * root(norm[2, x])
             # Exchanges of outputs come first. Those of ids may hide behind the dense part.
-            if x < len(fx.ids_by):
+            if x < len(fx.runs):
                 cost += ms
             else:
                 ids_ms += ms
-                work_ms += fx.work_once[x] + fx.work_total[x] * all_carried[x] + fx.work_busiest[x] * busiest
+                work_ms += (
+                    rates[WORK_ONCE] + rates[WORK_TOTAL] * all_carried[x] + rates[WORK_BUSIEST] * busiest
+                )
+    fetched = st.ref[0, FETCHED] * root(norm[0, FETCHED])
     return longer_chain(fx, cost, fetched) + exposed_ids(fx, ids_ms, work_ms)
+
+
+@inner
+def largest(st, column):
+    """The device with most in a column of State.devices, the first of equal ones."""
+    found = 0
+    for d in range(1, n_devices_of(st)):
+        if is_less(st.devices[found, column], st.devices[d, column]):
+            found = d
+    return found
 
 
 @inner
 def cost_of(fx, st):
     """The exact cost in ms, with maxima. Also notes the slowest and the busiest devices in st.number."""
     # A step waits for its slowest device. Moves prefer that one, so it is noted.
-    worst = 0
-    for d in range(1, len(st.load)):
-        if is_less(st.load[worst], st.load[d]):
-            worst = d
+    worst, latest = largest(st, LOAD), largest(st, FETCHED) if len(fx.heads) > 1 else 0
     st.number[WORST] = worst
-    cost = st.load[worst] + shared_exchange(fx, st.group_size)
-    latest = 0
-    if len(fx.fetched) > 0:
-        for d in range(1, len(st.fetched)):
-            if is_less(st.fetched[latest], st.fetched[d]):
-                latest = d
-    ids_ms = work_ms = 0.0
-    for x in range(len(st.all_carried)):
-        if st.all_carried[x] > 0:
+    cost, ids_ms, work_ms = st.devices[worst, LOAD], 0.0, 0.0
+    for x in range(len(fx.rates)):
+        rates, total = fx.rates[x], st.hosts[0, -1, x]
+        if total > 0.0:
             # Where no cost depends on the busiest device, the search for it is skipped.
-            busiest = 0
-            if fx.busiest[x] > 0.0 or fx.work_busiest[x] > 0.0:
-                for d in range(1, len(st.load)):
-                    if st.carried[d, x] > st.carried[busiest, x]:
-                        busiest = d
+            busiest, most = 0, 0.0
+            if has_busiest(fx, x):
+                r, entry = (x, ENTERED) if x < len(fx.runs) else (x - len(fx.runs), ARRIVED)
+                for d in range(n_devices_of(st)):
+                    n_bytes = st.ops[d, r, entry]
+                    if n_bytes > most:
+                        busiest, most = d, n_bytes
             # Moves prefer this device, too: only a change there makes the exchange shorter.
             st.number[WIDEST + x] = busiest
-            ms = fx.once[x] + fx.total[x] * st.all_carried[x] + fx.busiest[x] * st.carried[busiest, x]
-            if fx.host_busiest[x] > 0.0:
+            ms = rates[ONCE] + rates[TOTAL] * total + rates[BUSIEST] * most
+            if rates[HOST_BUSIEST] > 0.0:
                 # A host's link is shared by its devices: the host that sends most decides.
-                most = 0
-                for h in range(len(st.hosts)):
-                    most = max(most, st.hosts[h, x])
-                ms += fx.host_busiest[x] * most
-            if x < len(fx.ids_by):
+                of_host = 0.0
+                for h in range(st.hosts.shape[1] - 1):
+                    of_host = max(of_host, st.hosts[0, h, x])
+                ms += rates[HOST_BUSIEST] * of_host
+            if x < len(fx.runs):
                 cost += ms
             else:
                 ids_ms += ms
-                work_ms += (
-                    fx.work_once[x]
-                    + fx.work_total[x] * st.all_carried[x]
-                    + fx.work_busiest[x] * st.carried[busiest, x]
-                )
+                work_ms += rates[WORK_ONCE] + rates[WORK_TOTAL] * total + rates[WORK_BUSIEST] * most
+    step = longer_chain(fx, cost, st.devices[latest, FETCHED])
     # Where the step waits for rows, less to fetch makes it shorter, so moves prefer that device.
-    if longer_chain(fx, cost, st.fetched[latest]) > cost:
+    if step > cost:
         st.number[WORST] = latest
-    return longer_chain(fx, cost, st.fetched[latest]) + exposed_ids(fx, ids_ms, work_ms)
+    return step + exposed_ids(fx, ids_ms, work_ms)

@@ -1,7 +1,7 @@
 """Memory of devices, equal to that of the finished plan (step/memory_account.py, memory_timeline).
 
-A device has a row: a few sums over its shards. Some sums count in all phases of a step. Of the others, each
-phase has multiples. The local batch is the same on all devices (the frame). It depends on the runs of the
+Sums over a device's shards are entries of its ops' vectors. Resident bytes count in all phases of a step. Of other
+sums, each phase has multiples. The local batch is the same on all devices (the frame). It depends on the runs of the
 plan, on their order, and on which of them have tables cut by columns.
 
 A step has four stages. In each, one run follows another. Before and after its phases a run has buffers, too.
@@ -9,7 +9,7 @@ So one pass over the runs gives all phases: no list of them is needed.
 
 Caches count in all phases. FBGEMM's limits of an op count as bytes, as in step/memory_account.py.
 
-t is a stage, i a run's place in the order.
+t is a stage, i a run's place in the order. row is the row of State.row that has a device's ops.
 """
 
 import math
@@ -19,63 +19,58 @@ import numpy as np
 from shardcore.core.jit import inner, seldom
 from shardcore.search.anneal.compiled.arrays import (
     ARRIVED,
+    CACHED,
+    COLLECTION,
     DENSE_PART,
+    ENTERED,
+    FEATURES,
+    FIRST_RANK,
+    FRAME_MOST,
+    FREE,
+    HELD,
     JOINED,
+    LACK,
+    LOOKUPS,
     N_RUNS,
     ON_HOST,
+    OUTPUTS,
     OVER,
+    PARTIAL,
+    RANK,
     REPLICAS,
+    REPLICAS_RUN,
     RESIDENT,
+    ROOM,
+    RUN,
     SCRATCH,
     SENT,
+    SEQUENCE,
+    SHARDS,
+    SIZE,
     SLOT_AFTER,
     SLOT_BEFORE,
     SLOT_FREED_LATE,
     SLOT_PHASES,
-    SUMS,
 )
+from shardcore.search.anneal.compiled.cost import add, n_devices_of, total_of
 from shardcore.step.memory import CACHE_SET_ROWS
 from shardcore.step.memory_account import OF_OP
 from shardcore.step.op_limits import MOST_IDS
 
 
-@seldom
-def shared_row(fx, e, y, s):
-    """Row in fx.sums of strip s, shared in layout y: on each device of a group but the last
-    (e = 0), or on the last."""
-    # fx.sums has the R shards of strips first, then those that groups share, as [2, Y, S].
-    return len(fx.added_ms) + (e * len(fx.shared_once) + y) * len(fx.size) + s
-
-
-@seldom
-def add_shard(fx, row, shard, run):
-    """Add a shard's sums to a device's row."""
-    # Columns are those of memory_account.Sums: 4, the features, is among `more` where it may bind.
-    n, of = len(fx.run_collection), fx.sums[shard]
-    row[RESIDENT] += of[0]
-    row[ARRIVED] += of[1]
-    row[ON_HOST] += of[5]
-    row[SUMS + run] += of[2]
-    row[SUMS + n + run] += of[3]
-    for i in range(fx.more_at[shard], fx.more_at[shard + 1]):
-        row[fx.more_column[i]] += fx.more[i]
+@inner
+def shared_option(fx, y, s, is_last):
+    """The option of strip s on a device of a group of layout y: on the last, or on any other."""
+    # After the options of shards come those of strips that groups share, as [2, Y, S].
+    return fx.first_shared + (int(is_last) * len(fx.layout_run) + y) * len(fx.strips) + s
 
 
 @inner
-def replace_shard(fx, row, was, then, run):
-    """Replace one shard's sums by another's in a device's row."""
-    n = len(fx.run_collection)
-    row[RESIDENT] += fx.sums[then, 0] - fx.sums[was, 0]
-    row[ARRIVED] += fx.sums[then, 1] - fx.sums[was, 1]
-    row[ON_HOST] += fx.sums[then, 5] - fx.sums[was, 5]
-    row[SUMS + run] += fx.sums[then, 2] - fx.sums[was, 2]
-    row[SUMS + n + run] += fx.sums[then, 3] - fx.sums[was, 3]
-    # Most problems have nothing more, and this is the innermost loop of a trial.
-    if len(fx.more) > 0:
-        for i in range(fx.more_at[was], fx.more_at[was + 1]):
-            row[fx.more_column[i]] -= fx.more[i]
-        for i in range(fx.more_at[then], fx.more_at[then + 1]):
-            row[fx.more_column[i]] += fx.more[i]
+def add_option(fx, st, d, option):
+    """Add an option to a device's ops, and what its chain has further."""
+    while option > 0:
+        add(st.ops[d, fx.option_run[option]], fx.vectors[option])
+        option = fx.next_option[option]
 
 
 @seldom
@@ -83,10 +78,10 @@ def frame(fx, st):
     """Compute the bytes of the local batch from the runs' outputs, ranks and partial shards."""
     # The runs with shards, by insertion sort on the rank of their first table.
     n = 0
-    for r in range(len(st.run_shards)):
-        if st.run_shards[r] > 0:
+    for r in range(len(st.runs)):
+        if st.runs[r, SHARDS] > 0.0:
             i = n
-            while i > 0 and st.run_rank[st.order[i - 1]] > st.run_rank[r]:
+            while i > 0 and st.runs[st.order[i - 1], FIRST_RANK] > st.runs[r, FIRST_RANK]:
                 st.order[i] = st.order[i - 1]
                 i -= 1
             st.order[i] = r
@@ -96,26 +91,26 @@ def frame(fx, st):
     received = joined = sent_back = most = 0.0
     for i in range(n):
         r = st.order[i]
-        outputs, cut = st.run_outputs[r], st.run_partial[r] > 0
-        if fx.run_replicas[r]:
+        outputs, cut = st.runs[r, OUTPUTS], st.runs[r, PARTIAL] > 0.0
+        if fx.runs[r, REPLICAS_RUN]:
             st.number[REPLICAS] = 1
         # Outputs of a collection's runs form one tensor. Its gradient lives until the run that is last in
         # backward has its own: the first of them.
         of_all, others, is_last = 0.0, 0, True
         for j in range(n):
             q = st.order[j]
-            if fx.run_collection[q] == fx.run_collection[r]:
-                of_all += st.run_outputs[q]
+            if fx.runs[q, COLLECTION] == fx.runs[r, COLLECTION]:
+                of_all += st.runs[q, OUTPUTS]
                 if q != r:
                     others += 1
                     # Replicas' are after all that is exchanged.
-                    if fx.run_replicas[q] or (j < i and not fx.run_replicas[r]):
+                    if fx.runs[q, REPLICAS_RUN] or (j < i and not fx.runs[r, REPLICAS_RUN]):
                         is_last = False
         # Parts of a cut sequence are joined, and pooled outputs of several runs.
-        together = cut if fx.run_sequence[r] else others > 0
+        together = cut if fx.runs[r, SEQUENCE] else others > 0
         # A sequence has a gradient of its outputs. The last run in backward holds that of its collection.
         gradient = 0.0
-        if fx.run_sequence[r]:
+        if fx.runs[r, SEQUENCE]:
             gradient = outputs
         elif is_last:
             gradient = of_all
@@ -145,22 +140,22 @@ def frame(fx, st):
     # Outputs that are kept until the step ends are among what waits for backward.
     st.value[DENSE_PART] = 0.0 if fx.looks_up_ahead else received
     # No phase takes more of a local batch.
-    st.frame_most[0] = max(most, received + max(joined, sent_back))
+    st.value[FRAME_MOST] = max(most, received + max(joined, sent_back))
 
 
 @inner
-def in_moment(fx, st, row, m):
-    """Bytes of ids and activations in a moment of Pipeline.moments."""
+def in_moment(fx, st, arrived, m):
+    """Bytes of ids and activations in a moment of Pipeline.moments. arrived: bytes of ids that did."""
     of = fx.moments[st.number[REPLICAS], m]
-    return of[0] + of[1] * st.value[SENT] + of[2] * row[ARRIVED]
+    return of[0] + of[1] * st.value[SENT] + of[2] * arrived
 
 
 @inner
 def peak(fx, st, row):
     """Bytes of a device's largest phase, without those that are in all phases."""
-    n, n_all = st.number[N_RUNS], len(fx.run_collection)
+    n, arrived = st.number[N_RUNS], total_of(st, row, ARRIVED)
     # Outputs are joined after the stages of forward.
-    most, held = st.value[JOINED] + in_moment(fx, st, row, 2), 0.0
+    most, held = st.value[JOINED] + in_moment(fx, st, arrived, 2), 0.0
     # Two stages forward (look up, wait for outputs), two backward (send gradients, wait for them).
     for t in range(4):
         # At first, all runs have the buffers that precede their phases.
@@ -168,16 +163,18 @@ def peak(fx, st, row):
         for i in range(n):
             r = st.order[i]
             of = fx.stage_sums[r, t, SLOT_BEFORE]
-            held += st.frame[r, t, SLOT_BEFORE] + of[0] * row[SUMS + r] + of[1] * row[SUMS + n_all + r]
+            op = st.ops[st.row[row, r], r]
+            held += st.frame[r, t, SLOT_BEFORE] + of[0] * op[ENTERED] + of[1] * op[LOOKUPS]
         if t == 0:  # ids arrive before lookups
-            most = max(most, held + in_moment(fx, st, row, 0))
+            most = max(most, held + in_moment(fx, st, arrived, 0))
         if t == 2:  # the dense part comes between forward and backward
-            most = max(most, st.value[DENSE_PART] + held + in_moment(fx, st, row, 3))
-        freed_late, ids = 0.0, in_moment(fx, st, row, 1 + t if t < 2 else 4)
+            most = max(most, st.value[DENSE_PART] + held + in_moment(fx, st, arrived, 3))
+        freed_late, ids = 0.0, in_moment(fx, st, arrived, 1 + t if t < 2 else 4)
         for i in range(n):
             # Autograd goes back from the last run to the first.
             r = st.order[i] if t < 2 else st.order[n - 1 - i]
-            entered, lookups = row[SUMS + r], row[SUMS + n_all + r]
+            op = st.ops[st.row[row, r], r]
+            entered, lookups = op[ENTERED], op[LOOKUPS]
             of, frame_of = fx.stage_sums[r, t], st.frame[r, t]
             # When the run begins, its phases take the place of the buffers that waited for it.
             held -= frame_of[SLOT_BEFORE] + of[SLOT_BEFORE, 0] * entered + of[SLOT_BEFORE, 1] * lookups
@@ -194,124 +191,129 @@ def peak(fx, st, row):
                 + of[SLOT_FREED_LATE, 1] * lookups
             )
     # The dense optimizer steps last.
-    return max(most, held + st.value[SCRATCH] + in_moment(fx, st, row, 5))
+    return max(most, held + st.value[SCRATCH] + in_moment(fx, st, arrived, 5))
 
 
 @inner
 def batch_most(fx, st):
     """The most bytes that a local batch takes on any device, in any phase."""
     of = fx.moments[st.number[REPLICAS], -1]
-    return fx.always + of[0] + of[1] * st.value[SENT] + st.value[SCRATCH] + st.frame_most[0]
+    return fx.always + of[0] + of[1] * st.value[SENT] + st.value[SCRATCH] + st.value[FRAME_MOST]
 
 
 @inner
-def room_of(fx, d, row):
-    """Bytes for a local batch that device d has at least, if it holds a row.
+def set_room(fx, st, d, row):
+    """Compute HELD and ROOM of a row of State.devices, from the ops that it stands for.
 
-    What it lacks has to be counted only where a local batch may take more. Infinite for a device without a
-    shard. It takes nothing: it may be one whose memory is all reserved.
+    What a device lacks has to be counted only where a local batch may take more than its room. That is infinite for
+    a device without a shard. It takes nothing: it may be one whose memory is all reserved.
     """
-    if row[RESIDENT] == 0.0 and row[ARRIVED] == 0.0:
-        return np.inf
-    if len(fx.most_features) > 0 and left_of_ops(fx, row) < 0.0:
-        return -np.inf
-    room, n_all = fx.free[d] - row[RESIDENT] - fx.moments[0, -1, 2] * row[ARRIVED], len(fx.run_collection)
-    if len(fx.cache_at) > 0:
-        room -= padding(fx, row)
+    held, arrived = total_of(st, row, RESIDENT), total_of(st, row, ARRIVED)
+    st.devices[row, HELD] = held
+    if held == 0.0 and arrived == 0.0:
+        st.devices[row, ROOM] = np.inf
+        return
+    if len(fx.most_features) > 0 and op_headroom(fx, st, row) < 0.0:
+        st.devices[row, ROOM] = -np.inf
+        return
+    room = fx.devices[d, FREE] - held - fx.moments[0, -1, 2] * arrived
+    if len(fx.caches) > 0:
+        room -= padding(fx, st, row)
     # Each run's largest phase. Only the largest of all counts, so this is quick, and mostly enough.
-    for r in range(n_all):
-        room -= fx.sums_most[r, 0] * row[SUMS + r] + fx.sums_most[r, 1] * row[SUMS + n_all + r]
-    return room
+    for r in range(len(fx.runs)):
+        op = st.ops[st.row[row, r], r]
+        room -= fx.sums_most[r, 0] * op[ENTERED] + fx.sums_most[r, 1] * op[LOOKUPS]
+    st.devices[row, ROOM] = room
 
 
 @inner
-def lack_of(fx, st, d, row, room):
-    """Bytes that device d lacks if it holds a row. room: of the row."""
+def lack_of(fx, st, d, row):
+    """Bytes that device d lacks if it has these ops. Needs the row's HELD and ROOM."""
     # A lower bound of the room holds an upper bound of the batch. Most trials need no exact count.
-    if room >= batch_most(fx, st):
+    if st.devices[row, ROOM] >= batch_most(fx, st):
         return 0.0
     # Rounded as memory.used_bytes rounds, so that both agree to the byte.
-    left = fx.free[d] - row[RESIDENT] - math.floor(fx.always + peak(fx, st, row) + 0.5)
+    left = fx.devices[d, FREE] - st.devices[row, HELD] - math.floor(fx.always + peak(fx, st, row) + 0.5)
     # A cache has whole sets of rows, so its bytes do not add up over shards.
-    if len(fx.cache_at) > 0:
-        left -= padding(fx, row)
+    if len(fx.caches) > 0:
+        left -= padding(fx, st, row)
     if len(fx.most_features) > 0:
         # Scaled by OF_OP, so that an op that is too large lacks bytes, as a full device does.
-        left = min(left, left_of_ops(fx, row))
+        left = min(left, op_headroom(fx, st, row))
     return max(0.0, -left)
 
 
 @seldom
-def padding(fx, row):
+def padding(fx, st, row):
     """Bytes of a device's caches beyond those that are resident, as memory.Caches counts them."""
-    # RESIDENT counts each shard's cache as wide as that shard. This column sums these bytes: take them off.
-    beyond = -row[fx.cache_at[0] - 1]
-    for c in range(len(fx.cache_at) - 1):
-        first, widest = fx.cache_at[c], fx.cache_at[c + 1] - 1
+    # RESIDENT counts each shard's cache as wide as that shard. This entry sums these bytes: take them off.
+    beyond = -total_of(st, row, CACHED)
+    for c in range(len(fx.caches)):
+        r, first, widest = fx.caches[c, 0], fx.caches[c, 1], fx.caches[c, 2]
+        op = st.ops[st.row[row, r], r]
         # A cache's rows are as wide as its widest shard. Widths ascend.
-        while widest > first and row[widest] == 0.0:
+        while widest > first and op[widest] == 0.0:
             widest -= 1
-        beyond += math.ceil(row[first] / CACHE_SET_ROWS) * CACHE_SET_ROWS * fx.cache_row_bytes[widest]
+        beyond += math.ceil(op[first] / CACHE_SET_ROWS) * CACHE_SET_ROWS * fx.cache_row_bytes[widest]
     return beyond
 
 
 @seldom
-def left_of_ops(fx, row):
-    """Bytes as which features and ids count that FBGEMM could still have in the op that has fewest left."""
-    left, n = np.inf, len(fx.run_collection)
-    for r in range(n):
-        left = min(
-            left,
-            OF_OP * (MOST_IDS - row[SUMS + n + r]),
-            OF_OP * (fx.most_features[r] - row[SUMS + 2 * n + r]),
-        )
+def op_headroom(fx, st, row):
+    """Remaining headroom under FBGEMM's limits of an op, in bytes that stand for features and ids; the least of all."""
+    left = np.inf
+    for r in range(len(fx.runs)):
+        op = st.ops[st.row[row, r], r]
+        left = min(left, OF_OP * (MOST_IDS - op[LOOKUPS]), OF_OP * (fx.most_features[r] - op[FEATURES]))
     return left
 
 
 @seldom
-def all_lack(fx, st):
+def set_lacks(fx, st):
     """Compute room and lack of each device, the bytes on hosts, and what all of them lack."""
     # Only a plan with OVER of 0 fits; `change_shared` refuses to raise it.
     over = 0.0
-    st.on_host[:] = 0.0
-    for d in range(len(st.lack)):
-        st.room[d] = room_of(fx, d, st.memory[d])
-        st.lack[d] = lack_of(fx, st, d, st.memory[d], st.room[d])
-        over += st.lack[d]
-        st.on_host[fx.host[d]] += st.memory[d, ON_HOST]
-    for h in range(len(st.on_host)):
-        over += max(0.0, st.on_host[h] - fx.host_free)
+    for h in range(st.hosts.shape[1]):
+        st.hosts[0, h, -1] = 0.0
+    for d in range(n_devices_of(st)):
+        set_room(fx, st, d, d)
+        st.devices[d, LACK] = lack_of(fx, st, d, d)
+        over += st.devices[d, LACK]
+        st.hosts[0, fx.host[d], -1] += total_of(st, d, ON_HOST)
+    for h in range(st.hosts.shape[1] - 1):
+        over += max(0.0, st.hosts[0, h, -1] - fx.host_free)
     st.value[OVER] = over
 
 
-@seldom
-def host_fits(fx, st, d, more):
-    """Tell if the memory of d's host takes more bytes. A host that is too full already may lose some."""
-    return more <= 0.0 or st.on_host[fx.host[d]] + more <= fx.host_free
+@inner
+def host_fits(fx, st, d, row):
+    """Tell if the memory of d's host fits if d has other ops. A host that is too full already may lose some."""
+    more = total_of(st, row, ON_HOST) - total_of(st, d, ON_HOST)
+    return more <= 0.0 or st.hosts[0, fx.host[d], -1] + more <= fx.host_free
 
 
 @seldom
 def expect(fx, st, s, units):
     """Count a shard of strip s among those that runs have. `frame` computes what follows."""
-    # Exchange K + n brings the ids of run n.
-    r = fx.ids_by[fx.kind[s]] - len(fx.ids_by)
-    st.run_shards[r] += 1
-    st.run_outputs[r] += units * fx.local_outputs[s]
+    run = st.runs[fx.strips[s, RUN]]
+    run[SHARDS] += 1.0
+    run[OUTPUTS] += units * fx.local[s, 0]
     # Runs follow each other in the order of their first tables.
-    st.run_rank[r] = min(st.run_rank[r], fx.rank[s])
-    st.value[SENT] += fx.local_ids[s]
-    if units < fx.size[s]:
-        st.run_partial[r] += 1
+    run[FIRST_RANK] = min(run[FIRST_RANK], float(fx.strips[s, RANK]))
+    st.value[SENT] += fx.local[s, 1]
+    if units < fx.strips[s, SIZE]:
+        run[PARTIAL] += 1.0
 
 
 @inner
 def change_parts(fx, st, s, was, now):
     """Count a device's shard of strip s as wider or narrower. Returns whether a run is now cut that was not,
     or no longer is."""
-    r = fx.ids_by[fx.kind[s]] - len(fx.ids_by)
+    run, size = st.runs[fx.strips[s, RUN]], fx.strips[s, SIZE]
     # Ids of a local batch exist once for each shard; outputs do not depend on how a strip is cut.
-    before = st.run_partial[r] > 0
-    st.value[SENT] += (int(now > 0) - int(was > 0)) * fx.local_ids[s]
-    st.run_shards[r] += int(now > 0) - int(was > 0)
-    st.run_partial[r] += int(0 < now and now < fx.size[s]) - int(0 < was and was < fx.size[s])
-    return before != (st.run_partial[r] > 0)
+    before = run[PARTIAL] > 0.0
+    more = int(now > 0) - int(was > 0)
+    st.value[SENT] += more * fx.local[s, 1]
+    run[SHARDS] += more
+    run[PARTIAL] += int(0 < now and now < size) - int(0 < was and was < size)
+    return before != (run[PARTIAL] > 0.0)

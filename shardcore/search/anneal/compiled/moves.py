@@ -1,6 +1,7 @@
 """Moves between two devices: propose one, price it, carry it out.
 
 A move is a list of edits in st.edit. An edit says how many units of a strip a device holds afterwards.
+Ops that a move changes are in rows of their own (State.row) until it is accepted.
 """
 
 import numpy as np
@@ -9,22 +10,33 @@ from numba import int64
 from shardcore.core.jit import inner, seldom
 from shardcore.search.anneal.compiled.arrays import (
     BYTES_MOVED,
+    ENTERED,
+    FREE,
+    HELD,
+    HOST_BUSIEST,
+    JOINT,
+    LACK,
+    LOAD,
     MOST_EDITS,
     N_MOVED,
     ON_HOST,
     RESIDENT,
+    ROOM,
     SENT,
+    SIZE,
+    TABLE,
     WIDEST,
     WORST,
 )
 from shardcore.search.anneal.compiled.cost import (
+    carried,
     copy,
-    copy_norm,
     energy_of,
+    has_busiest,
     is_less,
     load_of,
+    n_devices_of,
     power,
-    replace,
     total_of,
 )
 from shardcore.search.anneal.compiled.memory import (
@@ -33,10 +45,9 @@ from shardcore.search.anneal.compiled.memory import (
     frame,
     host_fits,
     lack_of,
-    replace_shard,
-    room_of,
+    set_room,
 )
-from shardcore.search.anneal.compiled.state import hold, moved_of, note
+from shardcore.search.anneal.compiled.state import hold, moved_of, note, set_ms
 
 
 @inner
@@ -70,7 +81,7 @@ def edit(st, i, s, d, units):
 @inner
 def other_holder(st, s, a):
     """A random device other than a that holds some of strip s, or -1. Looks at 64 devices at most."""
-    n = len(st.load)
+    n = n_devices_of(st)
     d = below(st, n)
     # The limit keeps a proposal's time constant on large clusters.
     for _ in range(min(n, 64)):
@@ -83,26 +94,26 @@ def other_holder(st, s, a):
 @inner
 def propose(fx, st):
     """Draw a move between two devices: (a, b, number of edits). No edits: this draw leads nowhere."""
-    n = len(st.load)
+    n = n_devices_of(st)
     # Choose device a: half of the time the slowest one. Only a change there lowers the maximum.
     u = uniform(st)
     if u < 0.5:
         a = st.number[WORST]
     elif u < 0.65:
         # Mostly the one with most columns, else the one that carries most in another exchange of strips.
-        # Strips of the last kind use the last of these, as kinds and their exchanges of ids are in order.
-        x = 0 if u <= 0.6 else 1 + below(st, fx.ids_by[-1])
-        a = st.number[WIDEST + x]
+        # Kinds are the first runs, among the exchanges of outputs and among those of ids.
+        x = 0 if u <= 0.6 else 1 + below(st, 2 * fx.n_kinds - 1)
+        a = st.number[WIDEST + x + (len(fx.runs) - fx.n_kinds if x >= fx.n_kinds else 0)]
     else:
         a = below(st, n)
     if st.count[a] == 0:
         return 0, 0, 0
     # Choose a strip that a holds, and device b. The less loaded of two draws mostly wins.
     s = int64(st.strips[a, below(st, st.count[a])])
-    units, size = int(st.held[s, a]), fx.size[s]
+    units, size = int(st.held[s, a]), fx.strips[s, SIZE]
     b = below(st, n)
     c = below(st, n)
-    if uniform(st) < 0.7 and is_less(st.load[c], st.load[b]):
+    if uniform(st) < 0.7 and is_less(st.devices[c, LOAD], st.devices[b, LOAD]):
         b = c
     # One wide shard costs less than two narrow ones: prefer a device with the same strip.
     if units < size and uniform(st) < 0.25:
@@ -171,15 +182,15 @@ def moves_too_much(fx, st, n):
     for i in range(n):
         s, d = st.edit[i, 0], st.edit[i, 1]
         more = moved_of(fx, s, d, st.edit[i, 2]) - moved_of(fx, s, d, int64(st.held[s, d]))
-        t = fx.table[s]
+        t = fx.strips[s, TABLE]
         if a < 0 or a == t:
             a = t
             more_a += more
-            joint_a = fx.joint[s]
+            joint_a = fx.strips[s, JOINT]
         else:
             b = t
             more_b += more
-            joint_b = fx.joint[s]
+            joint_b = fx.strips[s, JOINT]
     # A table counts as moved once some device holds bytes of it that it did not have.
     tables = st.number[N_MOVED]
     if a >= 0:
@@ -192,18 +203,64 @@ def moves_too_much(fx, st, n):
 
 
 @inner
+def begin_trial(st, d, row):
+    """Let a trial's row of State.row have the ops of device d."""
+    for r in range(st.row.shape[1]):
+        st.row[row, r] = d
+
+
+@inner
+def edit_ops(fx, st, row, was, then):
+    """Take an option from the ops of a trial's row, and add another one. Both with their chains."""
+    for i in range(2):
+        option, sign = (was, -1.0) if i == 0 else (then, 1.0)
+        while option > 0:
+            r = fx.option_run[option]
+            if st.row[row, r] != row:
+                copy(st.ops[row, r], st.ops[st.row[row, r], r])
+                st.row[row, r] = row
+            op, vector = st.ops[row, r], fx.vectors[option]
+            for v in range(len(op)):
+                op[v] += sign * vector[v]
+            option = fx.next_option[option]
+
+
+@inner
+def price_ops(head, fx, st, row):
+    """Compute the ms of the ops that a trial has changed."""
+    for r in range(st.row.shape[1]):
+        if st.row[row, r] == row:
+            op = st.ops[row, r]
+            # An empty op is exactly 0. Differences of vectors would leave rounding errors.
+            if op[ENTERED] == 0.0:
+                for v in range(len(op)):
+                    op[v] = 0.0
+            set_ms(head, fx, st, row, r)
+
+
+@inner
+def keep_trial(fx, st, d, row):
+    """Give a device the ops of a trial's row, and its host what they carry."""
+    # Sums of the host first: they need what the device carried until now.
+    of_host, n_runs = st.hosts[0, fx.host[d]], len(fx.runs)
+    of_host[-1] += total_of(st, row, ON_HOST) - total_of(st, d, ON_HOST)
+    for r in range(n_runs):
+        if st.row[row, r] == row:
+            for x in range(r, len(fx.rates), n_runs):
+                of_host[x] += carried(st, row, x) - carried(st, d, x)
+            copy(st.ops[d, r], st.ops[row, r])
+            copy(st.ms[d, r], st.ms[row, r])
+
+
+@inner
 def fits(fx, st, a, b, n):
     """Tell if all devices fit after n edits on devices a and b. A device that lacks bytes may lack as many.
 
-    Fills trial_memory, trial_room and trial_lack. Where all fit, the local batch is that after the edits.
+    Fills ROOM and LACK of the trial's rows. Where all fit, the local batch is that after the edits.
     """
-    n_kinds, sent, before, changes = len(fx.ids_by), st.value[SENT], batch_most(fx, st), False
-    copy(st.trial_memory[0], st.memory[a])
-    copy(st.trial_memory[1], st.memory[b])
+    n_devices, sent, before, changes = n_devices_of(st), st.value[SENT], batch_most(fx, st), False
     for i in range(n):
         s, d, now = st.edit[i, 0], st.edit[i, 1], st.edit[i, 2]
-        was, then = fx.shard[s, st.held[s, d]], fx.shard[s, now]
-        replace_shard(fx, st.trial_memory[0 if d == a else 1], was, then, fx.ids_by[fx.kind[s]] - n_kinds)
         # Runs with cut tables have a larger local batch.
         # (It comes before `or`, as each edit has to be counted.)
         changes = change_parts(fx, st, s, int64(st.held[s, d]), now) or changes
@@ -211,19 +268,19 @@ def fits(fx, st, a, b, n):
         frame(fx, st)
     fit = True
     for slot in range(2):
-        d, row = a if slot == 0 else b, st.trial_memory[slot]
-        st.trial_room[slot] = room_of(fx, d, row)
-        st.trial_lack[slot] = lack_of(fx, st, d, row, st.trial_room[slot])
-        fit = fit and st.trial_lack[slot] <= st.lack[d]
+        d, row = a if slot == 0 else b, n_devices + slot
+        set_room(fx, st, d, row)
+        st.devices[row, LACK] = lack_of(fx, st, d, row)
+        fit = fit and st.devices[row, LACK] <= st.devices[d, LACK]
         if fx.host_free < np.inf and fx.host[a] != fx.host[b]:
-            fit = fit and host_fits(fx, st, d, row[ON_HOST] - st.memory[d, ON_HOST])
+            fit = fit and host_fits(fx, st, d, row)
     # The local batch is that of all devices. More parts of tables have more ids.
     most = batch_most(fx, st)
     if fit and (changes or most > before):
-        for d in range(len(st.lack)):
-            # `room` is a lower bound, so only devices that it does not clear are counted exactly.
-            if st.room[d] < most and st.lack[d] == 0.0 and d != a and d != b:
-                if lack_of(fx, st, d, st.memory[d], st.room[d]) > 0.0:
+        for d in range(n_devices):
+            # ROOM is a lower bound, so only devices that it does not clear are counted exactly.
+            if st.devices[d, ROOM] < most and st.devices[d, LACK] == 0.0 and d != a and d != b:
+                if lack_of(fx, st, d, d) > 0.0:
                     fit = False
                     break
     # The trial changed the local batch in place. Change it back.
@@ -237,9 +294,9 @@ def fits(fx, st, a, b, n):
             frame(fx, st)
     # With another local batch, devices that lack bytes lack more or fewer.
     elif changes or most != before:
-        for d in range(len(st.lack)):
-            if st.lack[d] > 0.0:
-                st.lack[d] = lack_of(fx, st, d, st.memory[d], st.room[d])
+        for d in range(n_devices):
+            if st.devices[d, LACK] > 0.0:
+                st.devices[d, LACK] = lack_of(fx, st, d, d)
     return fit
 
 
@@ -247,97 +304,69 @@ def fits(fx, st, a, b, n):
 def try_edits(head, fx, st, a, b, n):
     """The energy in ms after n edits on devices a and b. Infinite where they are not allowed.
 
-    Fills the trial_* arrays, which `accept` takes over. `fits` fills those of memory.
+    Fills the trial's rows, which `accept` takes over. `fits` fills those of memory.
     """
+    # Cheap checks come first: no head is called for a move that is not allowed.
+    n_devices = n_devices_of(st)
+    left_a = fx.devices[a, FREE] - st.devices[a, HELD]
+    left_b = fx.devices[b, FREE] - st.devices[b, HELD]
     for i in range(n):
         s, d, now = st.edit[i, 0], st.edit[i, 1], st.edit[i, 2]
         if now > 0 and len(fx.allowed) > 0 and not fx.allowed[s, d]:
             return np.inf
-    # Cheap checks come first: no head is called for a move that is not allowed.
-    n_exchanges, n_kinds = st.carried.shape[1], len(fx.ids_by)
-    # Bytes left beside what is resident.
-    left_a, left_b = fx.free[a] - st.memory[a, RESIDENT], fx.free[b] - st.memory[b, RESIDENT]
-    for slot in range(2):
-        d = a if slot == 0 else b
-        copy(st.trial_carried[slot], st.carried[d])
-        copy(st.trial_ms[slot], st.ms[d])
-        copy(st.trial_fetched_ms[slot], st.fetched_ms[d])
-    for i in range(n):
-        s, d, now = st.edit[i, 0], st.edit[i, 1], st.edit[i, 2]
-        slot = 0 if d == a else 1
-        was, then, k = fx.shard[s, st.held[s, d]], fx.shard[s, now], fx.kind[s]
-        more = fx.sums[then, 0] - fx.sums[was, 0]
-        left_a -= more if slot == 0 else 0.0
-        left_b -= more if slot == 1 else 0.0
-        st.trial_carried[slot, k] += fx.outputs[then] - fx.outputs[was]
-        st.trial_carried[slot, fx.ids_by[k]] += fx.ids[then] - fx.ids[was]
-        # The fused op of kind k on that device changes: its cost is not known yet.
-        st.trial_ms[slot, k] = -1.0
+        more = fx.vectors[fx.shard[s, now], RESIDENT] - fx.vectors[fx.shard[s, st.held[s, d]], RESIDENT]
+        left_a -= more if d == a else 0.0
+        left_b -= more if d == b else 0.0
     # Resident bytes alone refuse many moves. `fits` counts all bytes, and only for the few that cost little enough.
-    if -left_a > st.lack[a] or -left_b > st.lack[b]:
+    if -left_a > st.devices[a, LACK] or -left_b > st.devices[b, LACK]:
         return np.inf
     if len(fx.kept) > 0 and moves_too_much(fx, st, n):
         return np.inf
-    for slot in range(2):
-        d = a if slot == 0 else b
-        for k in range(n_kinds):
-            sums = st.trial_sums[slot, k]
-            copy(sums, st.sums[d, k])
-            # No edit concerns this op, so its cost still holds.
-            if st.trial_ms[slot, k] >= 0.0:
-                continue
-            # An empty op costs exactly 0. Differences of encodings would leave rounding errors.
-            if st.trial_carried[slot, k] == 0:
-                sums[:] = 0.0
-                st.trial_ms[slot, k] = st.trial_fetched_ms[slot, k] = 0.0
-                continue
-            for i in range(n):
-                s = st.edit[i, 0]
-                if st.edit[i, 1] == d and fx.kind[s] == k:
-                    replace(sums, fx.codes[fx.shard[s, st.held[s, d]]], fx.codes[fx.shard[s, st.edit[i, 2]]])
-            st.trial_ms[slot, k] = head(sums, fx.parameters)
-            if len(fx.fetched) > 0:
-                st.trial_fetched_ms[slot, k] = head(sums, fx.fetched)
-        st.trial_load[slot] = load_of(
-            fx, d, st.shared_ms[d], st.own_ms[d], total_of(st.trial_ms[slot]), st.trial_carried[slot]
-        )
-        st.trial_fetched[slot] = (st.shared_fetched_ms[d] + total_of(st.trial_fetched_ms[slot])) / fx.speed[d]
+    begin_trial(st, a, n_devices)
+    begin_trial(st, b, n_devices + 1)
+    for i in range(n):
+        s, d = st.edit[i, 0], st.edit[i, 1]
+        row = n_devices if d == a else n_devices + 1
+        edit_ops(fx, st, row, int64(fx.shard[s, st.held[s, d]]), int64(fx.shard[s, st.edit[i, 2]]))
     # Norms change by the two devices' terms only: constant time, whatever the number of devices.
-    norm, ref = st.trial_norm, st.ref
-    copy_norm(norm, st.norm)
-    copy(st.trial_all_carried, st.all_carried)
+    norm, ref, n_runs = st.norm[1], st.ref, len(fx.runs)
+    for i in range(3):
+        copy(norm[i], st.norm[0, i])
+    copy(st.hosts[1, -1], st.hosts[0, -1])
     for slot in range(2):
-        d = a if slot == 0 else b
-        norm[0, 0] += power(st.trial_load[slot] / ref[0, 0]) - power(st.load[d] / ref[0, 0])
-        if len(fx.fetched) > 0:
-            norm[0, 1] += power(st.trial_fetched[slot] / ref[0, 1]) - power(st.fetched[d] / ref[0, 1])
-        for x in range(n_exchanges):
-            more = st.trial_carried[slot, x] - st.carried[d, x]
-            if more != 0:
-                st.trial_all_carried[x] += more
-                # Two powers a device and exchange: saved where the busiest device adds no cost.
-                if fx.busiest[x] > 0.0 or fx.work_busiest[x] > 0.0:
-                    norm[1, x] += power(st.trial_carried[slot, x] / ref[1, x]) - power(
-                        st.carried[d, x] / ref[1, x]
-                    )
-    if len(st.hosts) > 1:
+        d, row = a if slot == 0 else b, n_devices + slot
+        price_ops(head, fx, st, row)
+        for j in range(len(fx.heads)):
+            then_ms = load_of(fx, st, d, row, j)
+            st.devices[row, LOAD + j] = then_ms
+            norm[0, j] += power(then_ms / ref[0, j]) - power(st.devices[d, LOAD + j] / ref[0, j])
+        for r in range(n_runs):
+            if st.row[row, r] == row:
+                for x in range(r, len(fx.rates), n_runs):
+                    was, then = carried(st, d, x), carried(st, row, x)
+                    st.hosts[1, -1, x] += then - was
+                    # Two powers a device and exchange: saved where the busiest device adds no cost.
+                    if has_busiest(fx, x):
+                        norm[1, x] += power(then / ref[1, x]) - power(was / ref[1, x])
+    if st.hosts.shape[1] > 2:
         g, h = fx.host[a], fx.host[b]
-        for x in range(n_exchanges):
-            if fx.host_busiest[x] > 0.0:
-                more = st.trial_carried[0, x] - st.carried[a, x]
-                also = st.trial_carried[1, x] - st.carried[b, x]
+        for x in range(len(fx.rates)):
+            if fx.rates[x, HOST_BUSIEST] > 0.0:
+                more = carried(st, n_devices, x) - carried(st, a, x)
+                also = carried(st, n_devices + 1, x) - carried(st, b, x)
                 # On one host both changes meet in one term.
                 if g == h:
-                    more, also = more + also, 0
-                norm[2, x] += power((st.hosts[g, x] + more) / ref[2, x]) - power(st.hosts[g, x] / ref[2, x])
-                norm[2, x] += power((st.hosts[h, x] + also) / ref[2, x]) - power(st.hosts[h, x] / ref[2, x])
-    # Groups keep their tables in such a move, so their exchange stays as it is.
-    return energy_of(fx, ref, norm, st.trial_all_carried, st.group_size)
+                    more, also = more + also, 0.0
+                of_g, of_h = st.hosts[0, g, x], st.hosts[0, h, x]
+                norm[2, x] += power((of_g + more) / ref[2, x]) - power(of_g / ref[2, x])
+                norm[2, x] += power((of_h + also) / ref[2, x]) - power(of_h / ref[2, x])
+    return energy_of(fx, st, int64(1))
 
 
 @inner
 def accept(fx, st, a, b, n):
     """Carry out the n edits that `try_edits` priced last, and that fit."""
+    n_devices = n_devices_of(st)
     for i in range(n):
         s, d = st.edit[i, 0], st.edit[i, 1]
         # Noted before it changes: `undo` needs the number of units before.
@@ -345,17 +374,9 @@ def accept(fx, st, a, b, n):
         hold(fx, st, s, d, st.edit[i, 2])
     # The trial has computed all results already.
     for slot in range(2):
-        d = a if slot == 0 else b
-        # Sums over devices first: they need what the device carried until now.
-        replace(st.hosts[fx.host[d]], st.carried[d], st.trial_carried[slot])
-        replace(st.all_carried, st.carried[d], st.trial_carried[slot])
-        copy(st.carried[d], st.trial_carried[slot])
-        copy(st.ms[d], st.trial_ms[slot])
-        copy(st.fetched_ms[d], st.trial_fetched_ms[slot])
-        for k in range(st.ms.shape[1]):
-            copy(st.sums[d, k], st.trial_sums[slot, k])
-        st.on_host[fx.host[d]] += st.trial_memory[slot, ON_HOST] - st.memory[d, ON_HOST]
-        copy(st.memory[d], st.trial_memory[slot])
-        st.room[d], st.lack[d] = st.trial_room[slot], st.trial_lack[slot]
-        st.load[d], st.fetched[d] = st.trial_load[slot], st.trial_fetched[slot]
-    copy_norm(st.norm, st.trial_norm)
+        d, row = a if slot == 0 else b, n_devices + slot
+        keep_trial(fx, st, d, row)
+        copy(st.devices[d], st.devices[row])
+    copy(st.hosts[0, -1], st.hosts[1, -1])
+    for i in range(3):
+        copy(st.norm[0, i], st.norm[1, i])

@@ -5,7 +5,7 @@ import math
 from numba import float64, int64
 
 from shardcore.search.anneal.compiled.arrays import BEST, ENERGY, HEAD, LOG, MOST_EDITS, problem_at, state_at
-from shardcore.search.anneal.compiled.cost import cost_of, is_less
+from shardcore.search.anneal.compiled.cost import cost_of, is_less, n_devices_of
 from shardcore.search.anneal.compiled.moves import accept, fits, propose, try_edits, uniform
 from shardcore.search.anneal.compiled.pointers import WORDS, entry
 from shardcore.search.anneal.compiled.shared_moves import change_shared
@@ -23,7 +23,7 @@ def anneal(head, problem, state, trials, hot_ms, cold_ms):
     """
     fx, st = problem_at(problem), state_at(state)
     # A change of a group costs time for each device, and there are fewer such changes.
-    often = min(SHARED_TRIALS, 2.0 / len(st.load)) if fx.may_share.any() else 0.0
+    often = min(SHARED_TRIALS, 2.0 / n_devices_of(st)) if fx.may_share.any() else 0.0
     # Geometric cooling: a constant factor for each trial.
     temperature, cooling = hot_ms, (cold_ms / hot_ms) ** (1.0 / max(trials, 1))
     for _ in range(trials):

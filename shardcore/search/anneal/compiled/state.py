@@ -7,17 +7,39 @@ from shardcore.search.anneal.compiled.arrays import (
     BEST,
     BYTES_MOVED,
     ENERGY,
+    ENTERED,
+    FIRST,
+    FIRST_RANK,
     HEAD,
+    JOINT,
+    LAST,
+    LAYOUT,
+    LAYOUT_OF,
+    LOAD,
     LOG,
     N_MOVED,
     N_SHARED,
+    OUTPUTS,
+    RANK,
     SCRATCH,
     SENT,
+    SHARDS,
+    SIZE,
+    TABLE,
+    WEIGHT,
     problem_at,
     state_at,
 )
-from shardcore.search.anneal.compiled.cost import add, copy, cost_of, energy_of, load_of, power, total_of
-from shardcore.search.anneal.compiled.memory import add_shard, all_lack, expect, frame, shared_row
+from shardcore.search.anneal.compiled.cost import (
+    carried,
+    copy,
+    cost_of,
+    energy_of,
+    load_of,
+    n_devices_of,
+    power,
+)
+from shardcore.search.anneal.compiled.memory import add_option, expect, frame, set_lacks, shared_option
 from shardcore.search.anneal.compiled.pointers import WORDS, entry
 
 
@@ -25,7 +47,7 @@ from shardcore.search.anneal.compiled.pointers import WORDS, entry
 def moved_of(fx, s, d, units):
     """Bytes of a strip that moved to device d if it holds `units` of it."""
     # Columns are exchangeable. Only units beyond those it had count as moved.
-    return max(0, units - fx.kept[s, d]) * fx.weight[s]
+    return max(0, units - fx.kept[s, d]) * fx.strips[s, WEIGHT]
 
 
 @inner
@@ -34,10 +56,10 @@ def hold(fx, st, s, d, units):
     was = int64(st.held[s, d])
     # Without limits, moved tables and bytes are not counted.
     if len(fx.kept) > 0:
-        t = fx.table[s]
+        t = fx.strips[s, TABLE]
         # A table counts once, however many of its strips moved. A bundle counts as all of its tables (joint).
         more = moved_of(fx, s, d, units) - moved_of(fx, s, d, was)
-        st.number[N_MOVED] += (int(st.moved[t] + more > 0) - int(st.moved[t] > 0)) * fx.joint[s]
+        st.number[N_MOVED] += (int(st.moved[t] + more > 0) - int(st.moved[t] > 0)) * fx.strips[s, JOINT]
         st.number[BYTES_MOVED] += more
         st.moved[t] += more
     st.held[s, d] = units
@@ -101,51 +123,90 @@ def undo(fx, st, until):
             hold(fx, st, s, d, was)
 
 
+@inner
+def set_ms(head, fx, st, row, r):
+    """Compute the ms of run r's op in a row of State.ops."""
+    op = st.ops[row, r]
+    for a in range(len(fx.heads)):
+        # An empty op is not launched, so it costs 0.
+        st.ms[row, r, a] = head(op[fx.first_code :], fx.heads[a]) if op[ENTERED] > 0.0 else 0.0
+
+
+@inner
+def first_of_group(fx, d, r):
+    """The first device of the group that shares run r's op with device d: d itself where no group does."""
+    y = fx.runs[r, LAYOUT]
+    return fx.groups[fx.group_of[y, d], FIRST] if y >= 0 and fx.group_of[y, d] >= 0 else d
+
+
 @seldom
-def recompute_groups(head, fx, st):
-    """Compute group_* from `group`, and from them shared_ms and own_ms of each device."""
-    for g in range(len(st.group_size)):
-        # Tables of fixed kinds are in every plan. Their sums are where a group's sums begin.
-        st.group_size[g] = fx.fixed_size[g]
-        copy(st.group_sums[g], fx.fixed_codes[g])
-    st.group_memory[:] = 0.0
-    st.group_ids[:] = 0
+def sum_loads(fx, st):
+    """Compute the norms of a trial's loads anew."""
+    for a in range(len(fx.heads)):
+        st.norm[1, 0, a] = 0.0
+        for d in range(n_devices_of(st)):
+            st.norm[1, 0, a] += power(load_of(fx, st, d, d, a) / st.ref[0, a])
+
+
+@seldom
+def sum_exchanges(fx, st, r):
+    """Compute a trial's sums and norms of the exchanges of run r anew."""
+    n_hosts = st.hosts.shape[1] - 1
+    for x in range(r, len(fx.rates), len(fx.runs)):
+        st.norm[1, 1, x] = st.norm[1, 2, x] = 0.0
+        for h in range(n_hosts + 1):
+            st.hosts[1, h, x] = 0.0
+        for d in range(n_devices_of(st)):
+            n_bytes = carried(st, d, x)
+            # A group counts once, so that the norm of a single group is exact.
+            if first_of_group(fx, d, r) == d:
+                st.norm[1, 1, x] += power(n_bytes / st.ref[1, x])
+            st.hosts[1, fx.host[d], x] += n_bytes
+            st.hosts[1, n_hosts, x] += n_bytes
+        for h in range(n_hosts):
+            st.norm[1, 2, x] += power(st.hosts[1, h, x] / st.ref[2, x])
+
+
+@seldom
+def recompute_ops(head, fx, st):
+    """Compute the ops of all devices, and what the local batch depends on, from `held` and `group`."""
+    # Tables of fixed kinds are in every plan.
+    for r in range(len(st.runs)):
+        copy(st.runs[r], fx.fixed_runs[r])
+    st.value[SENT], st.value[SCRATCH] = fx.fixed_ids, fx.fixed_scratch
+    for d in range(n_devices_of(st)):
+        for r in range(len(st.runs)):
+            copy(st.ops[d, r], fx.fixed_ops[d, r])
+            st.row[d, r] = d
     for i in range(st.number[N_SHARED]):
         s = st.shared[i]
         g = st.group[s]
-        y = fx.group_layout[g]
-        # A group's devices have the same share, but the last, whose row range may be short.
-        st.group_size[g] += fx.shared_size[y, s]
-        # Exchanges of ids are counted on from the K kinds: that of run n is exchange K + n.
-        r = fx.shared_ids_by[y] - len(fx.ids_by)
-        for e in range(2):
-            add_shard(fx, st.group_memory[e, g], shared_row(fx, e, y, s), r)
-        st.run_shards[r] += 1
-        st.run_outputs[r] += fx.local_outputs[s] * fx.size[s]
-        st.run_rank[r] = min(st.run_rank[r], fx.rank[s])
+        y = fx.groups[g, LAYOUT_OF]
+        for d in range(fx.groups[g, FIRST], fx.groups[g, LAST] + 1):
+            if fx.group_of[y, d] == g:
+                add_option(fx, st, d, shared_option(fx, y, s, d == fx.groups[g, LAST]))
+        run = st.runs[fx.layout_run[y]]
+        run[SHARDS] += 1.0
+        run[OUTPUTS] += fx.local[s, 0] * fx.strips[s, SIZE]
+        run[FIRST_RANK] = min(run[FIRST_RANK], float(fx.strips[s, RANK]))
         # Divided rows need ids of a local batch in buckets, too.
-        st.value[SENT] += fx.local_ids[s] + fx.bucketized[y, s]
+        st.value[SENT] += fx.local[s, 1] + fx.shared_local[y, s, 0]
         # A dense optimizer updates one table after another, so only the largest buffer counts.
-        st.value[SCRATCH] = max(st.value[SCRATCH], fx.scratch[y, s])
-        st.group_ids[g] += fx.shared_ids[y, s]
-        add(st.group_sums[g], fx.shared_codes[y, s])
-    for g in range(len(st.group_size)):
-        # A group without tables runs no op. All devices of a group run the same one.
-        some = st.group_size[g] > 0.0
-        st.group_ms[g] = head(st.group_sums[g], fx.parameters) if some else 0.0
-        if len(fx.fetched) > 0:
-            st.group_fetched_ms[g] = head(st.group_sums[g], fx.fetched) if some else 0.0
-    # In each layout a device is in one group at most. Over layouts its costs add up.
-    st.shared_ms[:] = 0.0
-    st.shared_fetched_ms[:] = 0.0
-    st.own_ms[:] = 0.0
-    for y in range(len(fx.shared_once)):
-        for d in range(len(st.load)):
-            g = fx.group_of[y, d]
-            if g >= 0:
-                st.shared_ms[d] += st.group_ms[g]
-                st.shared_fetched_ms[d] += st.group_fetched_ms[g]
-                st.own_ms[d] += fx.shared_own[y] * st.group_size[g]
+        st.value[SCRATCH] = max(st.value[SCRATCH], fx.shared_local[y, s, 1])
+    for d in range(n_devices_of(st)):
+        # Go over held strips only: most entries of `held` are 0.
+        for i in range(st.count[d]):
+            s = int64(st.strips[d, i])
+            units = int64(st.held[s, d])
+            add_option(fx, st, d, int64(fx.shard[s, units]))
+            expect(fx, st, s, units)
+        for r in range(len(st.runs)):
+            # All devices of a group run the same op. Only the first is priced.
+            first = first_of_group(fx, d, r)
+            if first == d:
+                set_ms(head, fx, st, d, r)
+            else:
+                copy(st.ms[d, r], st.ms[first, r])
 
 
 @seldom
@@ -154,67 +215,32 @@ def recompute(head, fx, st):
 
     This also removes rounding errors that many small updates gathered.
     """
-    n_devices, n_exchanges = st.carried.shape
-    n_kinds = len(fx.ids_by)
-    # What the local batch depends on is counted afresh, from the tables that every plan has.
-    for r in range(len(st.run_shards)):
-        st.run_shards[r], st.run_partial[r] = int64(fx.fixed_runs[r, 0]), int64(fx.fixed_runs[r, 1])
-        st.run_outputs[r], st.run_rank[r] = fx.fixed_runs[r, 2], int64(fx.fixed_runs[r, 3])
-    st.value[SENT], st.value[SCRATCH] = fx.fixed_ids, fx.fixed_scratch
-    # Groups come first: devices start from what their groups hold.
-    recompute_groups(head, fx, st)
-    for d in range(n_devices):
-        copy(st.memory[d], fx.fixed_memory[d])
-        copy(st.carried[d], fx.fixed_carried[d])
-    # On a group's last device the rows may be fewer, so its memory is counted apart.
-    for y in range(len(fx.shared_once)):
-        for d in range(n_devices):
-            g = fx.group_of[y, d]
-            if g >= 0:
-                add(st.memory[d], st.group_memory[fx.is_last[y, d], g])
-                st.carried[d, fx.shared_ids_by[y]] += st.group_ids[g]
-    st.hosts[:] = 0
-    st.all_carried[:] = 0
-    for d in range(n_devices):
-        for k in range(n_kinds):
-            copy(st.sums[d, k], fx.fixed_sums[d, k])
-        # Go over held strips only: most entries of `held` are 0.
-        for i in range(st.count[d]):
-            s = int64(st.strips[d, i])
-            shard, k = int64(fx.shard[s, st.held[s, d]]), fx.kind[s]
-            add_shard(fx, st.memory[d], shard, fx.ids_by[k] - n_kinds)
-            expect(fx, st, s, int64(st.held[s, d]))
-            st.carried[d, k] += fx.outputs[shard]
-            st.carried[d, fx.ids_by[k]] += fx.ids[shard]
-            add(st.sums[d, k], fx.codes[shard])
-        for k in range(n_kinds):
-            # An empty op is not launched, so it costs 0.
-            st.ms[d, k] = head(st.sums[d, k], fx.parameters) if st.carried[d, k] > 0 else 0.0
-            if len(fx.fetched) > 0:
-                st.fetched_ms[d, k] = head(st.sums[d, k], fx.fetched) if st.carried[d, k] > 0 else 0.0
-        add(st.hosts[fx.host[d]], st.carried[d])
-        add(st.all_carried, st.carried[d])
-        st.load[d] = load_of(fx, d, st.shared_ms[d], st.own_ms[d], total_of(st.ms[d]), st.carried[d])
-        st.fetched[d] = (st.shared_fetched_ms[d] + total_of(st.fetched_ms[d])) / fx.speed[d]
+    recompute_ops(head, fx, st)
     # Only now all runs, and so the local batch, are known.
     frame(fx, st)
-    all_lack(fx, st)
-    # References are the means. The lower limits guard the division for empty plans.
-    st.ref[0, 0], st.ref[0, 1] = max(st.load.mean(), 1e-12), max(st.fetched.mean(), 1e-12)
-    for x in range(n_exchanges):
-        st.ref[1, x] = max(st.all_carried[x] / n_devices, 1.0)
-        st.ref[2, x] = max(st.all_carried[x] / len(st.hosts), 1.0)
-    # Norms are summed after the references are known.
-    st.norm[:] = 0.0
-    for d in range(n_devices):
-        st.norm[0, 0] += power(st.load[d] / st.ref[0, 0])
-        st.norm[0, 1] += power(st.fetched[d] / st.ref[0, 1])
-        for x in range(n_exchanges):
-            st.norm[1, x] += power(st.carried[d, x] / st.ref[1, x])
-    for h in range(len(st.hosts)):
-        for x in range(n_exchanges):
-            st.norm[2, x] += power(st.hosts[h, x] / st.ref[2, x])
-    st.value[ENERGY] = energy_of(fx, st.ref, st.norm, st.all_carried, st.group_size)
+    set_lacks(fx, st)
+    n_devices = n_devices_of(st)
+    for a in range(len(fx.heads)):
+        # References are the means. The lower limits guard the division for empty plans.
+        st.ref[0, a] = 0.0
+        for d in range(n_devices):
+            st.devices[d, LOAD + a] = load_of(fx, st, d, d, a)
+            st.ref[0, a] += st.devices[d, LOAD + a]
+        st.ref[0, a] = max(st.ref[0, a] / n_devices, 1e-12)
+    sum_loads(fx, st)
+    for r in range(len(st.runs)):
+        # Norms are summed after their references are known.
+        sum_exchanges(fx, st, r)
+        for x in range(r, len(fx.rates), len(st.runs)):
+            st.ref[1, x] = max(st.hosts[1, -1, x] / n_devices, 1.0)
+            st.ref[2, x] = max(st.hosts[1, -1, x] / (st.hosts.shape[1] - 1), 1.0)
+        sum_exchanges(fx, st, r)
+    for h in range(st.hosts.shape[1]):
+        for x in range(len(fx.rates)):
+            st.hosts[0, h, x] = st.hosts[1, h, x]
+    for i in range(3):
+        copy(st.norm[0, i], st.norm[1, i])
+    st.value[ENERGY] = energy_of(fx, st, int64(0))
 
 
 @entry(float64(HEAD, WORDS, WORDS))
