@@ -1,6 +1,6 @@
 """Balance memory: fewer bytes on the fullest device of a plan, where that costs next to nothing.
 
-The last step of searches that anneal. Their plans differ most in this where memory is ample, as no search then looks at it.
+The last step of searches that anneal. Where memory is ample, no search looks at it before.
 
 Shapes: N placements, D devices.
 """
