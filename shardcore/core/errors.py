@@ -10,7 +10,7 @@ class ShardCoreError(ValueError):
     """An error that a user can mend. Its message names the thing, its value and what would be right.
 
     It is one line of printable characters, at most `most`: values in it come from files that anybody may have
-    written. It has no password of a URL.
+    written. It has no password of a URL. Only io/schema.Faults has several lines.
     """
 
     most = MOST_CHARACTERS

@@ -199,11 +199,6 @@ def read_comm(folder: str | Path, setting: Setting | None = None) -> list[Collec
     return best_known(_comm(folder, setting))
 
 
-def read_comm_repeats(folder: str | Path, setting: Setting | None = None) -> list[list[CollectiveSample]]:
-    """The collectives in a folder (of one setting) with several timings, as read_repeats."""
-    return repeated(_comm(folder, setting))
-
-
 def best_known(samples: Iterable[Sample]) -> list[Sample]:
     """Each id once, in order of ids.
 
@@ -391,22 +386,22 @@ def disturbed_ids(folder: str | Path, tolerance: float) -> set[str]:
             )
     # On a noisy machine all intervals are wide, and only outliers are worth repeating.
     usual = statistics.median([widths[0] for widths in intervals.values()]) if intervals else 0.0
-    most = 2 * max(tolerance, usual)
-    return {k for k, widths in intervals.items() if len(widths) == 1 and most < widths[0] < math.inf}
+    return {
+        k
+        for k, widths in intervals.items()
+        if len(widths) == 1 and 2 * max(tolerance, usual) < widths[0] < math.inf
+    }
 
 
 def usual_ms(folder: str | Path, setting: Setting, request: ComputeRequest) -> float | None:
     """Forward + backward ms of a request at a slowdown of 1. None if the folder has no timing of it."""
     key = compute_id(setting, request)
-    if key not in read_ids(folder, "compute"):
-        return None
-    return next(s.total_ms for s in read_compute(folder, setting) if s.id == key)
+    return next((s.total_ms for s in read_compute(folder, setting) if s.id == key and s.error is None), None)
 
 
 def reference_op(folder: str | Path, setting: Setting) -> ReferenceOp | None:
     """The reference op of a folder's compute samples. None if too few timings show which one it is."""
-    repeats = read_repeats(folder, setting)
-    if not has_reference_op(repeats):
+    if not has_reference_op(repeats := read_repeats(folder, setting)):
         return None
     return repeats[0][0].request, statistics.median(s.total_ms for s in repeats[0])
 

@@ -241,8 +241,9 @@ def _read_part(path: Path, kind: str, columns: list[str] | None) -> list[Row]:
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, OverflowError, MemoryError) as error:
         if isinstance(error, ShardCoreError):
             raise
-        why = f"{type(error).__name__}: {error}"
-        raise ShardCoreError(f"{path} is no part of a dataset ({why}); remove it") from None
+        raise ShardCoreError(
+            f"{path} is no part of a dataset ({type(error).__name__}: {error}); remove it"
+        ) from None
 
 
 def _bounded(content: bytes, path: Path) -> tuple[pa.Table, pa.Schema]:
@@ -256,7 +257,7 @@ def _bounded(content: bytes, path: Path) -> tuple[pa.Table, pa.Schema]:
     # Sizes are checked before unpacking, as a hostile file could fill memory.
     _require_size(path, "values", [c.num_values for c in columns_of], len(content), _MOST_VALUES)
     _require_size(path, "bytes", [max(g.total_byte_size, 0) for g in groups], 0, (MOST_FILE_BYTES, 0))
-    physical = [file.schema.column(i) for i in range(len(file.schema))]
+    physical = map(file.schema.column, range(len(file.schema)))
     text = [column.path for column in physical if column.physical_type == "BYTE_ARRAY"]
     # As dictionaries, repeated text is in memory once. No threads, as Arrow's can abort a process that ends.
     table = pq.ParquetFile(pa.BufferReader(content), read_dictionary=text).read(use_threads=False)
@@ -267,9 +268,11 @@ def _bounded(content: bytes, path: Path) -> tuple[pa.Table, pa.Schema]:
 
 def _rows_of(content: bytes, kind: str, columns: list[str] | None, path: Path) -> list[Row]:
     schema, (table, in_file) = _SCHEMAS[kind], _bounded(content, path)
-    if "measurement_version" in table.schema.names:
-        if MEASUREMENT_VERSIONS[kind] not in table.column("measurement_version").unique().to_pylist():
-            return []
+    if (
+        "measurement_version" in table.schema.names
+        and MEASUREMENT_VERSIONS[kind] not in table.column("measurement_version").unique().to_pylist()
+    ):
+        return []
     for field in (f for f in schema if f.name in _ABSENT and f.name not in table.schema.names):
         table = table.append_column(field, pa.nulls(len(table), field.type))
         in_file = in_file.append(field)
@@ -278,17 +281,16 @@ def _rows_of(content: bytes, kind: str, columns: list[str] | None, path: Path) -
 
 
 def _require_columns(table: pa.Table, in_file: pa.Schema, schema: pa.Schema, path: Path) -> None:
-    missing = [f.name for f in schema if f.name not in table.schema.names]
-    if missing:
+    if missing := [f.name for f in schema if f.name not in table.schema.names]:
         raise ShardCoreError(f"{path} lacks the column {missing[0]!r} of this ShardCore's dataset format")
     if unknown := sorted(set(table.schema.names) - set(schema.names)):
-        known = ", ".join(schema.names)
-        raise ShardCoreError(f"{path} has an unknown column {shown(unknown[0])}; known are {known}")
+        raise ShardCoreError(
+            f"{path} has an unknown column {shown(unknown[0])}; known are {', '.join(schema.names)}"
+        )
     for field in schema:
         if (found := in_file.field(field.name).type) != field.type:
             raise ShardCoreError(f"{path} has column {field.name!r} of type {found}; it needs {field.type}")
-    nulls = [name for name in schema.names if name not in _OPTIONAL and table.column(name).null_count]
-    if nulls:
+    if nulls := [name for name in schema.names if name not in _OPTIONAL and table.column(name).null_count]:
         raise ShardCoreError(f"{path} has nothing in column {nulls[0]!r} of some sample")
 
 
@@ -302,8 +304,7 @@ def _characters(array: pa.Array) -> int:
     """Characters of all text in an array of dictionaries, with repeated text counted each time."""
     if pa.types.is_dictionary(array.type):
         lengths = pc.call_function("binary_length", [array.dictionary])
-        each = pc.take(lengths, array.indices).cast(pa.int64())
-        return pc.call_function("sum", [each]).as_py() or 0
+        return pc.call_function("sum", [pc.take(lengths, array.indices).cast(pa.int64())]).as_py() or 0
     if pa.types.is_struct(array.type):
         return sum(_characters(x) for x in array.flatten())
     return _characters(array.flatten()) if pa.types.is_list(array.type) else 0

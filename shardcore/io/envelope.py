@@ -85,8 +85,7 @@ def seal(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def unseal(body: dict[str, Any], path: object) -> dict[str, Any]:
     """The body without its digest, which is removed. Raises ShardCoreError if it does not match."""
-    found = body.pop("digest", None)
-    if found != digest(body):
+    if (found := body.pop("digest", None)) != digest(body):
         raise ShardCoreError(
             f"{path} does not match its digest {shown(found)}; it was edited after ShardCore wrote it"
         )

@@ -13,6 +13,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.core.validation import MOST_DEVICES, require_type, shown
 from shardcore.io import problem_parts
 from shardcore.io.envelope import digest, document, open_document, seal, unseal
-from shardcore.io.schema import Readable, build, is_whole, read
+from shardcore.io.schema import Readable, build, each, is_whole, read
 from shardcore.io.writing import write_json
 from shardcore.step.kinds import LAYOUTS, layout_of
 
@@ -67,28 +68,26 @@ def table_from_json(data: Any, what: str) -> Table:
             f"{what} is {shown(data)}; it needs to be a table: name, rows, dim, pooling and access statistics"
         )
     what = f"{what}, table {shown(data.get('name'))}"
-    rest = {k: v for k, v in data.items() if k not in ("reuse", "zipf_alpha")}
     if "reuse" in data and "zipf_alpha" in data:
         raise ShardCoreError(f"{what} has both reuse and zipf_alpha; it needs one of them")
     given: dict[str, Any] = {}
     if "reuse" in data:
-        given["access"] = build(Reuse, data["reuse"], f"{what}: reuse")
+        given["access"] = partial(build, Reuse, data["reuse"], f"{what}: reuse")
     elif "zipf_alpha" in data:
-        given["access"] = build(Zipf, {"alpha": data["zipf_alpha"]}, what)
+        given["access"] = partial(build, Zipf, {"alpha": data["zipf_alpha"]}, what)
     elif "access" in data:
         raise ShardCoreError(f"{what} has a key 'access'; it needs 'reuse' or 'zipf_alpha'")
-    return build(Table, rest, what, also=("reuse", "zipf_alpha"), **given)
+    return build(
+        Table,
+        {k: v for k, v in data.items() if k not in ("reuse", "zipf_alpha")},
+        what,
+        also=("reuse", "zipf_alpha"),
+        **given,
+    )
 
 
 def problem_to_json(problem: Problem) -> dict[str, Any]:
     topology, constraints = problem.topology, problem.constraints
-    # Runs of equal devices are one entry with a count.
-    devices = [
-        {"count": len(list(run)), **dataclasses.asdict(device)}
-        for device, run in itertools.groupby(topology.devices)
-    ]
-    below = {"links": [_given(x) for x in topology.links], "memory": [_given(x) for x in topology.memory]}
-    pairs = {name: dict(getattr(constraints, name)) for name in _BY_TABLE if getattr(constraints, name)}
     job = _given(problem.job)
     return document(
         "problem",
@@ -97,12 +96,22 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
             "global_batch": problem.global_batch,
             "optimizer": problem.optimizer,
             "topology": {
-                "devices": devices,
+                # Runs of equal devices are one entry with a count.
+                "devices": [
+                    {"count": len(list(run)), **dataclasses.asdict(device)}
+                    for device, run in itertools.groupby(topology.devices)
+                ],
                 "hardware": topology.hardware,
                 **({"rows_over": topology.rows_over} if topology.rows_over else {}),
-                **{name: rows for name, rows in below.items() if rows},
+                **({"links": [_given(x) for x in topology.links]} if topology.links else {}),
+                **({"memory": [_given(x) for x in topology.memory]} if topology.memory else {}),
             },
-            "constraints": {**_given(constraints, always=("reserved_bytes", "unsplit")), **pairs},
+            "constraints": {
+                **_given(constraints, always=("reserved_bytes", "unsplit")),
+                **{
+                    name: dict(getattr(constraints, name)) for name in _BY_TABLE if getattr(constraints, name)
+                },
+            },
             **({"job": job} if job else {}),
             "tables": [table_to_json(t) for t in problem.tables],
         },
@@ -133,9 +142,10 @@ def _constraints_from_json(data: Any, what: str) -> Constraints:
                 raise ShardCoreError(
                     f"{what}: kinds of table {shown(table)} has {shown(kind)}; known are {known}"
                 )
-    others = {k: v for k, v in data.items() if k not in pairs}
     given = {name: tuple(by_table.items()) for name, by_table in pairs.items()}
-    return build(Constraints, others, what, also=_BY_TABLE, **given)
+    return build(
+        Constraints, {k: v for k, v in data.items() if k not in pairs}, what, also=_BY_TABLE, **given
+    )
 
 
 def read_problem(path: str | Path | Readable) -> Problem:
@@ -150,7 +160,8 @@ def read_problem(path: str | Path | Readable) -> Problem:
     if not isinstance(tables, list):
         raise ShardCoreError(f"{what} lacks the list 'tables'")
     devices: list[Device] = []
-    for entry in topology["devices"]:
+
+    def add_devices(entry: Any) -> None:
         entry = dict(entry) if isinstance(entry, Mapping) else {"": entry}
         count = entry.pop("count", 1)
         if not (is_whole(count) and 1 <= count <= MOST_DEVICES - len(devices)):
@@ -158,22 +169,29 @@ def read_problem(path: str | Path | Readable) -> Problem:
                 f"{what}: a device entry has count {shown(count)}; it needs a whole number "
                 f"from 1, and a problem has {MOST_DEVICES} devices at most"
             )
-        devices += [build(Device, entry, f"{what}: device", also=("count",))] * count
-    if isinstance(constraints, Mapping) and "reserved_bytes" not in constraints and devices:
-        # ShardCore always writes it. A file written by hand may lack it, but the dense part needs some
-        # memory, unless the job says how much.
-        measured = isinstance(job, Mapping) and job.get("dense_bytes")
-        constraints = {"reserved_bytes": 0 if measured else default_reserve(devices), **constraints}
-    links = {k: v for k, v in topology.items() if k != "devices"}
+        devices.extend([build(Device, entry, f"{what}: device", also=("count",))] * count)
+
+    def topology_of_file() -> Topology:
+        each(add_devices, topology["devices"])
+        if isinstance(constraints, dict):
+            # ShardCore always writes it. A file written by hand may lack it, but the dense part needs some
+            # memory, unless the job says how much.
+            measured = isinstance(job, Mapping) and job.get("dense_bytes")
+            constraints.setdefault(
+                "reserved_bytes", 0 if measured or not devices else default_reserve(devices)
+            )
+        links = {k: v for k, v in topology.items() if k != "devices"}
+        return build(Topology, links, f"{what}: topology", also=("devices",), devices=tuple(devices))
+
     return build(
         Problem,
         data,
         what,
         also=("schema", "version", "topology", "tables", "constraints", "job"),
-        topology=build(Topology, links, f"{what}: topology", also=("devices",), devices=tuple(devices)),
-        tables=tuple(table_from_json(t, what) for t in tables),
-        constraints=_constraints_from_json(constraints, f"{what}: constraints"),
-        job=build(Job, job, f"{what}: job"),
+        topology=topology_of_file,
+        tables=lambda: tuple(each(lambda table: table_from_json(table, what), tables)),
+        constraints=lambda: _constraints_from_json(constraints, f"{what}: constraints"),
+        job=lambda: build(Job, job, f"{what}: job"),
     )
 
 
@@ -187,10 +205,9 @@ def write_pool(path: str | Path, tables: Iterable[Table]) -> None:
 
 
 def read_pool(path: str | Path) -> tuple[Table, ...]:
-    data = unseal(open_document(path, "pool"), path)
-    tables = tuple(table_from_json(t, str(path)) for t in build(_Pool, data, str(path)).tables)
-    names = Counter(table.name for table in tables)
-    for name, n in names.items():
+    pool = build(_Pool, unseal(open_document(path, "pool"), path), str(path))
+    tables = tuple(each(lambda table: table_from_json(table, str(path)), pool.tables))
+    for name, n in Counter(table.name for table in tables).items():
         if n > 1:
             raise ShardCoreError(f"{path} has several tables named {shown(name)}; names need to differ")
     return tables
@@ -214,15 +231,6 @@ def problem_digest(problem: Problem) -> str:
 def plan_to_json(plan: Plan, problem: Problem) -> dict[str, Any]:
     require_type(plan, Plan, "plan", "a Plan, as a sharder gives")
     require_type(problem, Problem, "problem", "a Problem")
-    placements = [
-        {
-            "table": p.shard.table.name,
-            "kind": p.kind,
-            "columns": [p.shard.col_lo, p.shard.col_hi],
-            "devices": list(p.devices),
-        }
-        for p in plan.placements
-    ]
     return document(
         "plan",
         seal(
@@ -231,7 +239,15 @@ def plan_to_json(plan: Plan, problem: Problem) -> dict[str, Any]:
                 "problem_digest": problem_digest(problem),
                 "problem_parts": problem_parts.parts_of(problem),
                 "provenance": dict(plan.provenance),
-                "placements": placements,
+                "placements": [
+                    {
+                        "table": p.shard.table.name,
+                        "kind": p.kind,
+                        "columns": [p.shard.col_lo, p.shard.col_hi],
+                        "devices": list(p.devices),
+                    }
+                    for p in plan.placements
+                ],
             }
         ),
     )
@@ -308,8 +324,7 @@ _PROVENANCE = {
 
 def require_provenance(data: Mapping[str, Any], what: str) -> None:
     """Raise ShardCoreError naming an entry of _PROVENANCE that is of another type."""
-    for name in sorted(set(data) & set(_PROVENANCE)):
-        read(data[name], _PROVENANCE[name], f"{what}: {name}")
+    each(lambda x: read(data[x], _PROVENANCE[x], f"{what}: {x}"), sorted(set(data) & set(_PROVENANCE)))
 
 
 def plan_from_json(data: Any, problem: Problem, what: str) -> Plan:
@@ -317,19 +332,20 @@ def plan_from_json(data: Any, problem: Problem, what: str) -> Plan:
     read_plan = build(_Plan, data, what)
     require_same_problem(read_plan, problem, f"{what} is a plan")
     require_provenance(read_plan.provenance, f"{what}: provenance")
-    tables, placements = {t.name: t for t in problem.tables}, []
-    for p in read_plan.placements:
+    tables = {t.name: t for t in problem.tables}
+
+    def placement(p: _Placement) -> Placement:
         if p.table not in tables:
             raise ShardCoreError(
                 f"{what} places table {shown(p.table)}, which problem {problem.name!r} does not have"
             )
         table = tables[p.table]
         try:
-            kind = layout_of(p.kind).name
-            placements.append(Placement(kind, Shard(table, 0, table.rows, *p.columns), p.devices))
+            return Placement(layout_of(p.kind).name, Shard(table, 0, table.rows, *p.columns), p.devices)
         except ShardCoreError as error:
             raise ShardCoreError(f"{what}: {error}") from None
-    return Plan(tuple(placements), read_plan.provenance)
+
+    return Plan(tuple(each(placement, read_plan.placements)), read_plan.provenance)
 
 
 def require_same_problem(written: ForProblem, problem: Problem, what: str) -> None:

@@ -54,8 +54,7 @@ class HotIds:
     @classmethod
     def of_counts(cls, table: str, counts: np.ndarray, hot: int) -> HotIds:
         """The `hot` ids with the most lookups. counts: [rows] lookups of each id (see `heat.row_counts`)."""
-        counts = np.asarray(counts)
-        if not 1 <= hot < len(counts):
+        if not 1 <= hot < len(counts := np.asarray(counts)):
             raise ShardCoreError(
                 f"table {table!r} was asked for {hot} hot rows; it has {len(counts)} rows, "
                 f"so 1 to {len(counts) - 1} would be right"

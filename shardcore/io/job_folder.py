@@ -124,9 +124,9 @@ def traced_steps(folder: str | Path) -> list[Path]:
     for name in schema.names_in(Path(folder)):
         step = Path(folder) / name
         if is_step(name) and JOB_JSON in (names := schema.names_in(step)):
-            ranks = {int(m[1]) for n in names if (m := _TRACE.fullmatch(n))}
             try:
-                is_whole = len(ranks) >= _read_facts(step).world_size
+                n_ranks = len({int(m[1]) for n in names if (m := _TRACE.fullmatch(n))})
+                is_whole = n_ranks >= _read_facts(step).world_size
             except ShardCoreError:  # one damaged step must not hide the others
                 is_whole = True
             if is_whole:
@@ -159,10 +159,12 @@ def read_step(folder: str | Path) -> JobStep:
         require_plan(plan, problem, fits=False)
     problem, remarks = _with_lookups(folder, problem, facts)
     tables = {t.name: t for t in problem.tables}
-    placements = [
-        replace(p, shard=replace(p.shard, table=tables[p.shard.table.name])) for p in plan.placements
-    ]
-    plan = replace(plan, placements=tuple(placements))
+    plan = replace(
+        plan,
+        placements=tuple(
+            replace(p, shard=replace(p.shard, table=tables[p.shard.table.name])) for p in plan.placements
+        ),
+    )
     step_ms = {
         rank: schema.build(Spread, schema.read_json(path), str(path))
         for rank in range(facts.world_size)
@@ -192,18 +194,17 @@ def _with_lookups(folder: Path, problem: Problem, facts: JobFacts) -> tuple[Prob
         )
     ranks = [_lookups(path) for path in paths]
     try:
-        tables = [_measured(t, facts.features[t.name], ranks) for t in problem.tables]
+        tables = tuple(_measured(t, facts.features[t.name], ranks) for t in problem.tables)
     except KeyError as error:
         raise ShardCoreError(f"{folder} has no lookups of feature {error}") from None
-    return replace(problem, tables=tuple(tables)), ()
+    return replace(problem, tables=tables), ()
 
 
 def _measured(
     table: Table, features: Sequence[str], ranks: Sequence[Mapping[str, tuple[np.ndarray, np.ndarray]]]
 ) -> Table:
     ids = np.concatenate([rank[f][0] for rank in ranks for f in features])
-    samples = sum(len(rank[features[0]][1]) for rank in ranks)
-    if not samples:
+    if not (samples := sum(len(rank[features[0]][1]) for rank in ranks)):
         raise ShardCoreError(f"lookups of feature {features[0]!r} have no samples")
     return replace(table, pooling=len(ids) / samples, access=access.reuse_of(ids, samples))
 

@@ -294,8 +294,7 @@ class ComputeSample:
     @property
     def total_ms(self) -> float:
         """Median forward + backward. NaN without a timing."""
-        spreads = (self.forward, self.backward)
-        return sum(math.nan if spread is None else spread.median_ms for spread in spreads)
+        return sum(math.nan if x is None else x.median_ms for x in (self.forward, self.backward))
 
 
 @dataclass(frozen=True)

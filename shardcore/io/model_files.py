@@ -43,8 +43,7 @@ def read_model(folder: str | Path, schema: str = "model") -> tuple[dict[str, Any
 
     meta_path, path = Path(folder) / f"{schema}.json", Path(folder) / MODEL_WEIGHTS
     meta = unseal(open_document(meta_path, schema), meta_path)
-    weights = read_bytes(path)
-    if hashlib.sha256(weights).hexdigest() != meta.pop("weights_sha256", None):
+    if hashlib.sha256(weights := read_bytes(path)).hexdigest() != meta.pop("weights_sha256", None):
         raise ShardCoreError(
             f"{path} does not match the digest in {meta_path.name}; it was cut short or edited"
         )

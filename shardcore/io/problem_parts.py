@@ -46,8 +46,7 @@ def refusal(kept: Mapping[str, str], problem: Problem) -> str:
 
     kept: digests of a problem's parts, from `parts_of`.
     """
-    own = parts_of(problem)
-    names = [name for name, digest in own.items() if kept.get(name, digest) != digest]
+    names = [name for name, digest in parts_of(problem).items() if kept.get(name, digest) != digest]
     # If names or the number of devices differ, so do all lists in their order.
     for first, rest in (("name of tables", " of tables"), ("number of devices", " of devices")):
         if first in names:

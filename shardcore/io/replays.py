@@ -305,9 +305,8 @@ def steps(folders: Sequence[Path], setting: Setting) -> list[tuple[Workload, Ste
     for folder in folders:
         kept = _read_current(folder / dataset.REPLAYS)
         others = sorted({str(one.setting) for one in kept if one.setting != setting})
-        has_own = any(one.setting == setting for one in kept)
         # The user probably named such a folder by mistake.
-        if others and not has_own and setting not in dataset.settings(folder):
+        if len(others) == len({one.setting for one in kept}) > 0 and setting not in dataset.settings(folder):
             raise ShardCoreError(f"{folder} holds replays for ({'; '.join(others)}), none for ({setting})")
         for one in kept:
             if one.setting == setting:
@@ -341,18 +340,19 @@ class _Row:
             f"a replay is of plan {shown(self.plan)}; it needs the 16 hex digits of a digest",
         )
         parts = [getattr(cost, name) for name in PARTS]
-        equal_lengths = len(set(map(len, parts))) == 1 and len(parts[0]) > 0
         require(
-            equal_lengths and all(0 <= ms <= MOST_MS for part in parts for ms in part),
+            len(parts[0]) > 0
+            and len(set(map(len, parts))) == 1
+            and all(0 <= ms <= MOST_MS for part in parts for ms in part),
             f"{what} has parts {shown(parts)}; it needs as many times for each, of 0 ms or more",
         )
-        ends = {"dense_ms": (0, MOST_MS), "slowdown": (1 / MOST_SPEED, MOST_SPEED)}
-        require_within(cost, what, **ends)
+        require_within(cost, what, dense_ms=(0, MOST_MS), slowdown=(1 / MOST_SPEED, MOST_SPEED))
         require(
             math.isclose(self.total_ms, cost.total_ms, rel_tol=1e-9),
             f"{what} has total_ms {self.total_ms}; its parts sum to {cost.total_ms}",
         )
-        usual = cost.at_usual_speed()  # this also checks its times
+        # This also checks its times.
+        usual = cost.at_usual_speed()
         require(usual.total_ms > 0 and usual.step.median_ms > 0, f"{what} took 0 ms; no step does")
 
 

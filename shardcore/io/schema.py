@@ -16,10 +16,10 @@ import os
 import re
 import stat
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args, get_origin
 
 from shardcore.core.errors import ShardCoreError, Unreachable, shortened
 from shardcore.core.validation import shown, type_hints, typed
@@ -48,6 +48,8 @@ ABSENT = (FileNotFoundError, NotADirectoryError)
 """Errors for a file that does not exist."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """An escape that may make a lone surrogate, which UTF-8 cannot encode."""
+_SHOWN_FAULTS, _MOST_FAULTS = 5, 1000
+"""Faults that an error shows, and after which no more are looked for."""
 _YAML_NUMBERS, _MOST_DIGITS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"), 40
 
 
@@ -198,8 +200,7 @@ def parse_json(content: bytes, what: Any) -> Any:
     """The value of a JSON file's content. what: its name, for messages. Raises as read_json does."""
     text = decoded(content, what)
     # A value takes much more memory than its text, so values are counted before they are made.
-    values = sum(map(content.count, (b",", b"[", b"{")))
-    if values > MOST_VALUES:
+    if (values := sum(map(content.count, (b",", b"[", b"{")))) > MOST_VALUES:
         raise ShardCoreError(f"{what} has about {values:,} values; files of at most {MOST_VALUES:,} are read")
     try:
         value = json.loads(
@@ -318,39 +319,85 @@ def read_yaml(path: str | Path) -> Any:
 # --- records ------------------------------------------------------------------------------------------------
 
 
+class Faults(ShardCoreError):
+    """Several faults of a file: a line for each of the first, and the number of the others.
+
+    faults: the errors, each of one line.
+    """
+
+    def __init__(self, message: str = "", faults: Sequence[ShardCoreError] = ()) -> None:
+        super().__init__(message)
+        self.faults = faults
+        if faults:
+            more, end = len(faults) - _SHOWN_FAULTS, "" if len(faults) < _MOST_FAULTS else " at least"
+            lines = [*map(str, faults[:_SHOWN_FAULTS]), *[f"... and {more:,} more{end}"] * (more > 0)]
+            self.args = ("\n".join(lines),)
+
+
+def each(make: Callable[[Any], Any], entries: Iterable[Any]) -> list[Any]:
+    """`make` of each entry. Raises the ShardCoreError of the one that fails, or Faults with those of all that do."""
+    made, faults = [], list[ShardCoreError]()
+    for entry in entries:
+        try:
+            made.append(make(entry))
+        except ShardCoreError as error:
+            faults += getattr(error, "faults", [error])
+            if len(faults) >= _MOST_FAULTS:
+                break
+    if faults:
+        raise Faults(faults=faults) if len(faults) > 1 else faults[0]
+    return made
+
+
 def build(cls: type[T], data: Any, what: str, also: Collection[str] = (), **given: Any) -> T:
     """Make a dataclass from a mapping. Annotations of its fields are the schema: types of `typed`, and dataclasses.
 
     data: the mapping.
     what: its name, for messages.
     also: other known keys, which messages list and the caller has taken out.
-    given: fields that the caller sets. They are not allowed in `data`.
+    given: fields that the caller sets, or functions that make them. They are not allowed in `data`.
 
-    Raises ShardCoreError naming `what` and an unknown key, a missing one, or a wrong value.
+    Raises ShardCoreError naming `what` and unknown keys, a missing one, or a wrong value. If there are several,
+    it names them all (Faults).
     """
     if not isinstance(data, Mapping):
         raise ShardCoreError(f"{what} is {shown(data)}; it needs to be an object with keys")
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init and f.name not in given}
-    unknown = sorted(str(key) for key in data if key not in fields)
-    if unknown:
-        raise ShardCoreError(
-            f"{what} has an unknown key {shown(unknown[0])}; known are {', '.join([*fields, *also])}"
-        )
-    kinds, values = type_hints(cls), {}
-    for name, field in fields.items():
-        if name in data:
+    unknown, kinds, values = {str(key) for key in data if key not in fields}, type_hints(cls), {}
+    # Those that the data has, or lacks: others keep their defaults.
+    present = [
+        name
+        for name, f in fields.items()
+        if name in data or f.default is f.default_factory is dataclasses.MISSING
+    ]
+
+    def make(name: str) -> None:
+        if name in unknown:
+            known = ", ".join([*fields, *also])
+            raise ShardCoreError(f"{what} has an unknown key {shown(name)}; known are {known}")
+        if name in given:
+            values[name] = given[name]() if callable(given[name]) else given[name]
+        elif name in data:
             values[name] = read(data[name], kinds[name], f"{what}: {name}")
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+        else:
             raise ShardCoreError(f"{what} lacks the key {name!r}")
+
+    each(make, dict.fromkeys([*sorted(unknown), *present, *given]))
     try:
-        return cls(**values, **given)
+        return cls(**values)
     except ShardCoreError as error:
         raise type(error)(f"{what}: {error}") from None
 
 
 def read(value: Any, kind: Any, what: str) -> Any:
     """A value of an annotated type (see `typed`). Lists become tuples. Raises ShardCoreError naming `what`."""
-    return typed(value, kind, what, build)
+    try:
+        return typed(value, kind, what, build)
+    except ShardCoreError:
+        # Only of a list that has a fault: entries one by one take longer.
+        if isinstance(value, list) and get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis:
+            each(lambda i: read(value[i], get_args(kind)[0], f"{what}[{i}]"), range(len(value)))
+        raise
 
 
 def is_whole(value: Any) -> bool:

@@ -55,16 +55,13 @@ class Towers:
         )
         for i, group in enumerate(self.towers):
             require(len(group) > 0, f"towers have an empty group, towers[{i}]; it needs one or more tables")
-        for name, n in Counter(name for group in self.towers for name in group).items():
-            require(
-                n == 1,
-                f"towers have table {shown(name)} {n} times in their groups; it needs to be in one, once",
-            )
-        for name, n in Counter(self.tables).items():
-            require(
-                n == 1,
-                f"towers have table {shown(name)} {n} times in 'tables'; it needs one row of the affinity",
-            )
+        in_groups = [name for group in self.towers for name in group]
+        for names, words in (
+            (in_groups, "in their groups; it needs to be in one, once"),
+            (self.tables, "in 'tables'; it needs one row of the affinity"),
+        ):
+            for name, n in Counter(names).items():
+                require(n == 1, f"towers have table {shown(name)} {n} times {words}")
         m = len(self.tables)
         require(
             len(self.affinity) == m,

@@ -117,12 +117,17 @@ def _bodies(dataset: str | Path) -> Sequence[tuple[Path, Setting, dict[str, Any]
     """The folder, setting, content of traced.json and its digest, of each sample."""
     found = []
     for name in schema.names_in(where := Path(dataset) / TRACES):
-        path = where / name / _TRACED_JSON
-        if path.exists():
+        if (path := where / name / _TRACED_JSON).exists():
             content = open_document(path, SCHEMA)
             body = unseal(dict(content), path)
-            setting = files.setting_from_json(body.get("setting"), f"{path}: setting")
-            found.append((path.parent, setting, body, content["digest"]))
+            found.append(
+                (
+                    path.parent,
+                    files.setting_from_json(body.get("setting"), f"{path}: setting"),
+                    body,
+                    content["digest"],
+                )
+            )
     return found
 
 

@@ -30,6 +30,7 @@ from shardcore.search.budget import Budget
 from shardcore.search.explain import Explanation, explain
 from shardcore.search.learned.policy import Policy
 from shardcore.search.portfolio import DEFAULT_EVALS
+from shardcore.search.state.shards import CONCESSION
 
 _logger = logging.getLogger(__name__)
 
@@ -303,7 +304,7 @@ class Publisher:
     ) -> PricedPlan:
         """A plan by the config's algorithm, with the publisher's provenance, or the published one.
 
-        A baseline's plan is taken where it is cheaper, unless moves are limited.
+        A baseline's plan is taken where it is cheaper by more than CONCESSION, unless moves are limited.
 
         Annealing starts from the published plan, if there is one. So noise of the search does not look like
         an improvement, and few tables move when some are new.
@@ -311,14 +312,18 @@ class Publisher:
         config = self.config
         old, replanned, space = previous and previous.plan, None, SPACE_OF.get(config.algorithm)
         if previous and old and space:
-            limits = ReplanConfig(
-                config.max_moved_tables,
-                space=space,
-                seed=config.seed,
-                budget=Budget(evals=config.budget_evals),
-            )
             try:
-                replanned = replan(old, problem, self.model, limits)
+                replanned = replan(
+                    old,
+                    problem,
+                    self.model,
+                    ReplanConfig(
+                        config.max_moved_tables,
+                        space=space,
+                        seed=config.seed,
+                        budget=Budget(evals=config.budget_evals),
+                    ),
+                )
             except ShardCoreError:
                 # A limit on moves from a plan that no longer fits means nothing.
                 if previous.priced or config.max_moved_tables is None:
@@ -343,7 +348,8 @@ class Publisher:
         # A greedy order or another baseline that is asked for by name is published as it is.
         may_take_baseline = space and not (old and config.max_moved_tables is not None)
         for name, other in others.items() if may_take_baseline else ():
-            if other.priced and is_less(other.priced.cost.total_ms, found.cost.total_ms):
+            # The search gave up as much for a simpler plan.
+            if other.priced and is_less(other.priced.cost.total_ms, found.cost.total_ms, CONCESSION):
                 found, algorithm = other.priced, name
         if old and not (replanned and algorithm == config.algorithm):
             # A fresh search ignores where tables were, so devices are renumbered to move less.

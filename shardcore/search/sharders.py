@@ -20,7 +20,9 @@ from shardcore.search import greedy, neuroshard
 from shardcore.search.beam import BeamConfig
 from shardcore.search.budget import Budget
 from shardcore.search.learned.policy import NETS, TABLE_WISE, Policy, place
+from shardcore.search.memory_balance import balance_memory
 from shardcore.search.portfolio import annealing, portfolio
+from shardcore.search.state.shards import CONCESSION
 
 
 class Sharder(Protocol):
@@ -54,8 +56,11 @@ _SIMPLIFYING = 0.05
 """Share of a budget in seconds that making a plan simpler has, and trials for it, relative to the search's."""
 
 
-def _checked(search: Callable[..., Plan]) -> Sharder:
-    """A search that refuses arguments of another type, collects garbage rarely, and ends with a simple plan."""
+def _checked(search: Callable[..., Plan], balanced: bool = False) -> Sharder:
+    """A search that refuses arguments of another type, collects garbage rarely, and ends with a simple plan.
+
+    balanced: whether that has fewer bytes on the fullest device, too, not only fewer parts.
+    """
 
     @wraps(search)
     def checked(
@@ -73,14 +78,17 @@ def _checked(search: Callable[..., Plan]) -> Sharder:
                 budget = replace(budget, seconds=(1 - _SIMPLIFYING) * budget.seconds)
             meter.evals = round((1 - _SIMPLIFYING) * (meter.budget.evals or 0))
             plan = search(problem, model, seed=seed, budget=budget, **options)
-            # Plans without cut tables stay as they are, and those with cut tables that devices share.
-            if len(plan.placements) == len(problem.tables) or any(
+            limit_ms = (1 + CONCESSION) * plan.provenance["predicted_ms"]
+            # There may be no parts to join, and annealing cuts no tables that devices share.
+            if len(plan.placements) > len(problem.tables) and not any(
                 len(p.devices) > 1 and p.shard.width < p.shard.table.dim for p in plan.placements
             ):
-                return plan
-            with stopped_clock():  # numba takes a second to import
-                from shardcore.search.anneal import sharder as anneal
-            return anneal.simplify(plan, problem, model, seed, meter)
+                with stopped_clock():  # numba takes a second to import
+                    from shardcore.search.anneal import sharder as anneal
+                plan = anneal.simplify(plan, problem, model, seed, meter)
+                # What fewer parts save is not spent on fewer bytes.
+                limit_ms = min(limit_ms, (1 + CONCESSION) * plan.provenance["predicted_ms"])
+            return balance_memory(plan, problem, model, limit_ms, meter) if balanced else plan
 
     return checked
 
@@ -105,7 +113,10 @@ _searches: dict[str, Callable[..., Plan]] = {
 # A folder of the same name has no origin.
 if all((spec := find_spec(name)) and spec.origin for name in ("torchrec", "fbgemm_gpu")):
     _searches["torchrec"] = lambda *given, **options: import_module(_TORCHREC).torchrec(*given, **options)
-SHARDERS: dict[str, Sharder] = _Sharders({name: _checked(search) for name, search in _searches.items()})
+SHARDERS: dict[str, Sharder] = _Sharders(
+    # Plans of published rules and searches stay theirs: a move may also make them cheaper.
+    {name: _checked(search, name in SPACE_OF) for name, search in _searches.items()}
+)
 """Searches by name. An unknown name raises ShardCoreError."""
 
 LEARNED: dict[str, tuple[str, BeamConfig]] = {

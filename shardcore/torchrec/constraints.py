@@ -147,8 +147,7 @@ def _check(c: ParameterConstraints, what: str, features: list[str]) -> list[str]
     """Effects that a price leaves out. Raises ShardCoreError for fields that no plan of ours can keep."""
     from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 
-    values = fields.values_of(c)
-    lines = fields.check(type(c), values, what)
+    lines = fields.check(type(c), fields.values_of(c), what)
     for field in ("num_poolings", "batch_sizes"):
         given = getattr(c, field)
         if given and (len(given) != len(features) or not all(n > 0 for n in given)):
@@ -244,8 +243,7 @@ def _has_default_pooling(c: ParameterConstraints) -> bool:
 def pooling_notes(constraints: ByName, has_lookups: bool) -> list[str]:
     """A line on default pooling_factors, which nobody may have meant, or on those that lookups replace."""
     # Unset factors are reported where they count, and set ones where lookups replace them.
-    names = [name for name, c in constraints.items() if _has_default_pooling(c) != has_lookups]
-    if not names:
+    if not (names := [name for name, c in constraints.items() if _has_default_pooling(c) != has_lookups]):
         return []
     if has_lookups:
         return [f"pooling_factors of tables {few(names)} are not used: the planner has lookups"]

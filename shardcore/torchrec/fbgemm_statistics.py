@@ -105,8 +105,7 @@ def write_tables_of_ops(model: nn.Module, folder: str | Path) -> None:
         for lookup in getattr(module, "_lookups", ()):
             # Data-parallel lookups are wrapped in DDP, hence `module`.
             for kernel in getattr(getattr(lookup, "module", lookup), "_emb_modules", ()):
-                uuid = getattr(getattr(kernel, "emb_module", None), "uuid", None)
-                if not uuid:
+                if not (uuid := getattr(getattr(kernel, "emb_module", None), "uuid", None)):
                     continue
                 parts, collection = [], path_in_model(path, model)
                 for table in kernel._config.embedding_tables:

@@ -276,8 +276,7 @@ def require_sharders(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) 
         )
     kinds = {sharder.module_type for sharder in sharders}
     for table in (t for t in tables_of(module).values() if not t.replica):
-        kind = type(module.get_submodule(table.path))
-        if kind not in kinds:
+        if (kind := type(module.get_submodule(table.path))) not in kinds:
             raise ShardCoreError(
                 f"module {table.path!r} is an {kind.__name__}, which no sharder takes; there are "
                 f"{sorted(type(s).__name__ for s in sharders)}: add {kind.__name__}Sharder()"

@@ -143,8 +143,7 @@ def _sharding(value: Any, what: str) -> ParameterSharding:
     if spec is None:
         return sharding
     # A model would take ranks from one and shards from the other.
-    placed = {shard.placement.rank() for shard in spec.shards}
-    if ranks is not None and set(ranks) != placed:
+    if ranks is not None and set(ranks) != (placed := {shard.placement.rank() for shard in spec.shards}):
         raise ShardCoreError(f"{what} has ranks {shown(ranks)}; its shards are on {shown(sorted(placed))}")
     _require_shape(sharding.sharding_type, spec.shards, what)
     return sharding

@@ -378,8 +378,7 @@ class ShardCorePlanner:
         names = {
             value: few([name for name, flag in flags.items() if flag is value]) for value in flags.values()
         }
-        job = self.job
-        if job is None:
+        if (job := self.job) is None:
             # Rows of all caches are fetched ahead, or of none.
             pipeline = "prefetch" if True in names else Job.pipeline
             job = Job(pipeline, forward_payload=payloads[0], backward_payload=payloads[1])
@@ -428,8 +427,7 @@ class ShardCorePlanner:
                     f"of a device's memory, {100 * self.reserved:.6g}% stays free (reserved)",
                 )
                 raise Infeasible("; ".join(filter(None, reasons))) from None
-            violated = constrained.violations(plan, constraints, self.topology)
-            if not violated:
+            if not (violated := constrained.violations(plan, constraints, self.topology)):
                 return plan, problem
             kinds = constrained.without(dict(problem.constraints.kinds), violated, constraints)
             problem = replace(problem, constraints=replace(problem.constraints, kinds=tuple(kinds.items())))

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from shardcore.core.progress import tick, ticking
 from shardcore.core.types import Problem, Shard, Table
 from shardcore.search.budget import Meter
 from shardcore.step.kinds import WHOLE_ROWS, layout_of_torchrec, run_of
@@ -50,6 +51,18 @@ class Slowest:
 
 
 @dataclass(frozen=True)
+class Ticking:
+    """A ShardEstimator that runs another one option by option, so that a budget may end it: it takes seconds."""
+
+    estimator: Any
+
+    def estimate(self, sharding_options: list[Any], sharder_data_map: Any = None) -> None:
+        for option in sharding_options:
+            tick()
+            self.estimator.estimate([option], sharder_data_map)
+
+
+@dataclass(frozen=True)
 class OurBytes:
     """A ShardEstimator that counts each shard's own largest phase as its storage.
 
@@ -68,7 +81,7 @@ class OurBytes:
         )
         # TorchRec adds storage up, so each shard counts with its own peak.
         bytes_of = own_peaks(self.problem)
-        for option in sharding_options:
+        for option in ticking(sharding_options):
             layout = layout_of_torchrec(option.sharding_type, self.problem.topology)
             if layout is None or option.num_shards == 1:
                 layout = WHOLE_ROWS
@@ -86,10 +99,13 @@ class Metered:
     """Several proposers as one, each after the other, until the budget is used up.
 
     It continues beyond the budget until some proposal can be placed.
+
+    spare_s: seconds of the budget that are kept for what follows the last proposal.
     """
 
     waiting: list[Any]
     meter: Meter
+    spare_s: float = 0.0
     placeable: bool = False
 
     def load(self, **search_space: Any) -> None:
@@ -97,9 +113,10 @@ class Metered:
             proposer.load(**search_space)
 
     def propose(self) -> Any:
-        while self.waiting and (self.meter.left() or not self.placeable):
-            proposal = self.waiting[0].propose()
-            if proposal:
+        while self.waiting and (
+            not self.placeable or (self.meter.left() and self.meter.has_time(self.spare_s))
+        ):
+            if proposal := self.waiting[0].propose():
                 self.meter.evals += 1
                 return proposal
             # This proposer is exhausted.

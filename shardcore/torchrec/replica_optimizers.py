@@ -87,5 +87,4 @@ def refresh(optimizer: Any) -> None:
 def renew_fused_optimizer(model: Any) -> None:
     """Let the job's fused optimizer, which it may have wrapped, be that of the new shards."""
     # The list is changed in place, as the job's wrappers refer to it.
-    renewed = model._init_optim(unwrapped(model))
-    model._optim._optims[:] = renewed._optims
+    model._optim._optims[:] = model._init_optim(unwrapped(model))._optims

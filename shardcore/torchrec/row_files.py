@@ -214,8 +214,7 @@ def _parts(model: nn.Module, optimizer: Any, replicas: bool, filling: bool = Fal
     """
     dense = DenseOptimizer(optimizer)
     divided = {path_in_model(path, model): module for path, module in hot_cold_modules(model)}
-    collections = collections_of(model, unsharded=True)
-    if not collections:
+    if not (collections := collections_of(model, unsharded=True)):
         raise ShardCoreError(
             f"a {type(model).__name__} has no EmbeddingBagCollection and no EmbeddingCollection that nothing wraps; "
             "there are no rows to save or load"

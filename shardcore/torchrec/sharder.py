@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from itertools import product
@@ -43,7 +44,7 @@ from shardcore.core.catalog import PRECISIONS
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.extras import TORCHREC
 from shardcore.core.links import LEVELS, ROWS_OVER
-from shardcore.core.progress import stopped_clock
+from shardcore.core.progress import OutOfTime, stopped_clock
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost.model import CostModel, first_least
@@ -77,10 +78,13 @@ from shardcore.torchrec.planner_pieces import (
     Metered,
     OurBytes,
     Slowest,
+    Ticking,
     quiet,
 )
 from shardcore.torchrec.rates import column_bytes, exchange_ms, lookup_ms
 
+_FINISHING = 2.0
+"""Seconds from TorchRec's last proposal to a priced plan, relative to those of pricing it."""
 _TRIES = 4
 """Sweeps, at most, each with less memory, until a plan fits."""
 
@@ -133,7 +137,7 @@ def torchrec(
     """The cheapest plan of the sweep. Deterministic: the seed is only recorded.
 
     One evaluation is one proposal of TorchRec's planner.
-    A budget in seconds ends a run after the proposal that uses it up, once there is a plan.
+    A budget in seconds ends a run after the proposal that uses it up, and the sweep anywhere, once there is a plan.
 
     Raises ShardCoreError if TorchRec is not installed.
     Raises Infeasible (see `feasible_shards`) and SettingMismatch.
@@ -160,16 +164,22 @@ def torchrec(
             break
         with quiet():
             # The local batch is memory that TorchRec does not know.
-            left = np.maximum(given.left + more, 0)
-            theirs = _Theirs(problem, model, rest, replace(given, left=left))
+            theirs = _Theirs(problem, model, rest, replace(given, left=np.maximum(given.left + more, 0)))
             for all_types, min_partition in theirs.distinct(config):
                 if plans and not meter.left():
                     break
-                placements = theirs.plan(all_types, min_partition, config.grid, meter)
-                if placements is None or not _allowed([*given.placements, *placements], problem):
-                    continue
-                swept = [all_types, min_partition]
-                plans.append(priced_plan([*given.placements, *placements], packed=False, swept=swept))
+                # To list the options of all types takes seconds on many devices.
+                with suppress(OutOfTime), meter.enforced() if plans else nullcontext():
+                    placements = theirs.plan(all_types, min_partition, config.grid, meter)
+                    if placements is None or not _allowed([*given.placements, *placements], problem):
+                        continue
+                    before_s = meter.seconds()
+                    plans.append(
+                        priced_plan(
+                            [*given.placements, *placements], packed=False, swept=[all_types, min_partition]
+                        )
+                    )
+                    theirs.spare_s = _FINISHING * (meter.seconds() - before_s)
         # Fewer bytes help only where plans exist and none fits.
         if not plans or any(fits(plan, problem) for plan in plans):
             break
@@ -257,7 +267,10 @@ class _Theirs:
     names: our tables by the module's names. Our own names might not be valid there.
     ranks: the device of each rank, host by host.
     per_host: ranks of a host.
+    spare_s: seconds of a budget that a run leaves for what follows its last proposal.
     """
+
+    spare_s = 0.0
 
     def __init__(self, problem: Problem, model: CostModel, tables: Sequence[Table], given: _Given) -> None:
         import torch
@@ -342,8 +355,9 @@ class _Theirs:
         )
         for device, d in zip(topology.devices, self.ranks, strict=True):
             device.storage.hbm = int(self.given.left[d])
-            speed = self.problem.topology.devices[d].speed
-            device.perf = Busy(speed, float(self.given.busy[d]))  # type: ignore[assignment]  # as Perf
+            device.perf = Busy(  # type: ignore[assignment]  # as Perf
+                self.problem.topology.devices[d].speed, float(self.given.busy[d])
+            )
         return topology
 
     def constraints(self, all_types: bool, min_partition: int | None) -> dict[str, Any]:
@@ -404,7 +418,7 @@ class _Theirs:
         from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
 
         estimators: list[Any] = [
-            EmbeddingPerfEstimator(topology, constraints),
+            Ticking(EmbeddingPerfEstimator(topology, constraints)),
             OurBytes(self.problem, self.names),
         ]
         return EmbeddingEnumerator(topology, self.problem.local_batch, constraints, estimator=estimators)
@@ -438,7 +452,7 @@ class _Theirs:
         # TorchRec's default proposers, with a smaller grid.
         greedy = GreedyProposer(), GreedyProposer(use_depth=False)
         rating: Any = Slowest(topology)
-        proposer: Any = Metered([GridSearchProposer(grid), *greedy, UniformProposer()], meter)
+        proposer: Any = Metered([GridSearchProposer(grid), *greedy, UniformProposer()], meter, self.spare_s)
         planner = EmbeddingShardingPlanner(
             topology,
             self.problem.local_batch,

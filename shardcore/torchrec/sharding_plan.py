@@ -323,8 +323,7 @@ def _own_cache(sharding: Sharded, base: ParameterSharding, number: int) -> KeyVa
     largest = max((shard for _, shard in sharding.shards), key=lambda shard: shard.rows)
     # TorchRec runs tables of one width and equal settings as one op, with one cache of max_l1_cache_size for
     # all. So each gets another size of RocksDB's write buffer, by some bytes.
-    buffer = given.ssd_rocksdb_write_buffer_size or _WRITE_BUFFER_BYTES
-    apart = -(-buffer // MIB) * MIB - number
+    apart = -(-(given.ssd_rocksdb_write_buffer_size or _WRITE_BUFFER_BYTES) // MIB) * MIB - number
     return replace(given, max_l1_cache_size=own_cache_mib(largest), ssd_rocksdb_write_buffer_size=apart)
 
 

@@ -1,5 +1,6 @@
 """The commands that make and price plans."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -329,3 +330,17 @@ def test_a_plan_is_validated_once_and_what_is_wrong_names_its_file(
     err = capsys.readouterr().err
     assert err.startswith(f"error: {stored / 'large.json'}: device 0 of problem ") and "plan --start" in err
     assert len(validated) == 1 and not (stored / "out.json").exists()
+
+
+def test_several_faults_of_a_problem_file_are_named_at_once(stored, capsys):
+    path = stored / "problem.json"
+    data = json.loads(path.read_text())
+    for table in data["tables"][:8]:
+        table["rows"] = "many"
+    path.write_text(json.dumps(data))
+    out = stored / "plan.json"
+    assert main(["plan", str(path), "--hardware", "cpu", "--out", str(out)]) == 1 and not out.exists()
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first == f"error: {path}, table 't0': rows is 'many'; it needs to be a whole number"
+    assert [line.split(": ")[0] for line in others[:4]] == [f"{path}, table 't{i}'" for i in range(1, 5)]
+    assert others[4:] == ["... and 3 more"]

@@ -241,18 +241,6 @@ def test_the_better_known_timing_counts(tables, tmp_path):
     assert dataset.usual_ms(tmp_path, SETTING, compute_sample(tables, 1).request) is None
 
 
-def test_exchanges_timed_several_times_are_told(tmp_path):
-    request = CollectiveRequest((8, 8), 256, (0.0, 0.0))
-    ms = (SPREAD,) * 2
-    first = CollectiveSample(dataset.comm_id(SETTING, request), SETTING, request, ms, ms, (0.0, 0.0), 1.0)
-    again = dataclasses.replace(first, measured_at=2.0)
-    failed = dataclasses.replace(first, measured_at=3.0, error="a rank died")
-    for part in ([first], [again, first], [failed]):  # `first` in two parts, as while parts are merged
-        dataset.write_comm(tmp_path, part)
-    assert dataset.read_comm_repeats(tmp_path, SETTING) == [[first, again]]
-    assert dataset.read_comm(tmp_path) == [again]
-
-
 def test_an_empty_folder_holds_nothing(tmp_path):
     assert dataset.read_compute(tmp_path) == [] and dataset.read_ids(tmp_path / "none", "comm") == set()
 

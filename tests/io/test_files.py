@@ -287,6 +287,69 @@ def test_a_plan_that_is_none_of_the_problem_is_refused_with_its_file(problem, tm
     assert str(error.value).startswith(str(path)) and message in str(error.value)
 
 
+def error_lines(read, *given) -> list[str]:
+    with pytest.raises(ShardCoreError) as error:
+        read(*given)
+    return str(error.value).split("\n")
+
+
+def test_a_problem_file_with_several_faults_names_them_all(tmp_path):
+    path = tmp_path / "p.json"
+    tables = Table("a", 100, 4, 1.0), Table("b", 100, 8, 1.0)
+    files.write_problem(path, Problem("p", tables, Topology((Device(2000),) * 2), 4))
+
+    data = json.loads(path.read_text())
+    data.pop("global_batch")
+    data["topology"]["devices"][0].update(memory_bytes=-1)
+    data["topology"]["devices"].append({"count": 0})
+    data["tables"][0].update(rows="many")
+    data["tables"][1].update(reuse={})
+    data["job"] = {"pipline": "none"}
+    path.write_text(json.dumps(data))
+    lines = error_lines(files.read_problem, path)
+    assert lines.pop() == "... and 1 more" and all(line.startswith(str(path)) for line in lines)
+    named = (
+        "lacks the key 'global_batch'",
+        "a device has memory_bytes -1; it needs 1 to",
+        "a device entry has count 0; it needs a whole number",
+        "table 'a': rows is 'many'; it needs to be a whole number",
+        "table 'b' has both reuse and zipf_alpha; it needs one of them",
+    )
+    assert [words in line for words, line in zip(named, lines, strict=True)] == [True] * 5
+
+
+def test_a_plan_file_with_several_faults_names_them_all(problem, tmp_path):
+    path = tmp_path / "plan.json"
+    files.write_plan(path, whole(problem), problem)
+
+    def damage(placements):
+        placements[0].pop("kind")
+        placements[1].update(devices=[True])
+
+    edit(path, lambda data: damage(data["placements"]))
+    first, second = error_lines(files.read_plan, path, problem)
+    assert first == f"{path}: placements[0] lacks the key 'kind'"
+    assert second.startswith(f"{path}: placements[1]: devices[0] is True; it needs")
+    files.write_plan(path, whole(problem), problem)
+
+    def misplace(placements):
+        placements[0].update(table="none")
+        placements[1].update(kind="twin")
+
+    edit(path, lambda data: misplace(data["placements"]))
+    first, second = error_lines(files.read_plan, path, problem)
+    assert "places table 'none'" in first and "has kind 'twin'" in second
+
+
+def test_a_pool_with_several_faults_names_them_all(tables, tmp_path):
+    path = tmp_path / "pool.json"
+    files.write_pool(path, tables)
+    edit(path, lambda data: [t.update(dim="wide") for t in data["tables"][:2]])
+    assert [line.split(": ")[1] for line in error_lines(files.read_pool, path)] == [
+        "dim is 'wide'; it needs to be a whole number"
+    ] * 2
+
+
 def test_equal_devices_in_a_row_are_counted(problem):
     a, b = Device(1 << 24), Device(1 << 25)
     mixed = dataclasses.replace(problem, global_batch=255, topology=Topology((a, a, a, b, a)))

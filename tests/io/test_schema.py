@@ -242,3 +242,55 @@ def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path, monkeypatch):
 def test_files_that_claim_no_size_are_read_as_empty_at_once():
     """/proc/kmsg waits for the kernel's next message."""
     assert schema.read_bytes("/proc/self/pagemap") == schema.read_bytes("/proc/kmsg") == b""
+
+
+# --- several faults -----------------------------------------------------------------------------------------------
+
+
+def faults_of(data: dict[str, Any], cls: type = Outer) -> list[str]:
+    with pytest.raises(ShardCoreError) as info:
+        schema.build(cls, data, "it")
+    return str(info.value).split("\n")
+
+
+def test_several_faults_of_a_record_and_of_its_lists_are_named_at_once():
+    many = [{"number": 1}, {"number": -1}, {"number": "x"}, 3]
+    data = {"inner": {"number": 2, "size": 1}, "many": many, "kind": "c", "colour": "red"}
+    assert faults_of(data) == [
+        "it has an unknown key 'colour'; known are name, inner, many, pair, by_name, kind, free, flag, either",
+        "it lacks the key 'name'",
+        "it: inner has an unknown key 'size'; known are number, share",
+        "it: many[1]: inner has number -1; it needs 0 or more",
+        "it: many[2]: number is 'x'; it needs to be a whole number",
+        "... and 2 more",
+    ]
+
+
+def test_one_fault_of_many_entries_is_one_line():
+    many = [{"number": 1}] * 3 + [{"number": -1}]
+    assert faults_of({**WHOLE, "many": many}) == ["it: many[3]: inner has number -1; it needs 0 or more"]
+
+
+def test_very_many_faults_are_not_all_looked_for(monkeypatch):
+    looked_at: list[Any] = []
+    monkeypatch.setattr(
+        schema,
+        "build",
+        lambda cls, data, what, _build=schema.build: looked_at.append(0) or _build(cls, data, what),
+    )
+    lines = faults_of({**WHOLE, "many": [{}] * 50_000})
+    assert lines[0] == "it: many[0] lacks the key 'number'" and lines[5:] == ["... and 995 more at least"]
+    assert len(looked_at) < 5_000
+
+
+def test_faults_keep_to_printable_lines_without_passwords():
+    """Values come from files that anybody may have written."""
+    lines = faults_of({**WHOLE, "name": ["a\nb" * 1000], "kind": "http://user:secret@host", "flag": 1})
+    assert len(lines) == 3 and all(len(line) <= MOST_CHARACTERS and line.isprintable() for line in lines)
+    assert not any("secret" in line for line in lines)
+
+
+def test_a_field_that_the_caller_sets_is_refused_in_the_data_whatever_makes_it():
+    with pytest.raises(ShardCoreError, match="^it has an unknown key 'inner'; known are name"):
+        schema.build(Outer, WHOLE, "it", inner=lambda: Inner(1))
+    assert schema.build(Outer, {"name": "n"}, "it", inner=lambda: Inner(3)).inner.number == 3

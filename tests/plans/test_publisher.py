@@ -378,7 +378,8 @@ def test_a_plan_is_lowered_and_priced_once_on_its_way_to_the_store(
     problem, model, tmp_path, monkeypatch, algorithm
 ):
     """Beside what searches and moves on the page lower: each run's plan, the one before, and a new one."""
-    counts, others = Counter(), ("shardcore.search.state.shards", "shardcore.plans.what_if")
+    counts = Counter()
+    others = ("shardcore.search.state.shards", "shardcore.search.memory_balance", "shardcore.plans.what_if")
 
     def counted(name, original):
         def call(*args, **kwargs):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from shapes import row, with_room
 
+from shardcore.core import progress
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.extras import TORCHREC
 from shardcore.core.links import links_of
@@ -16,6 +17,7 @@ from shardcore.step.lower import lower
 from shardcore.step.memory import held_bytes
 from shardcore.step.memory_account import table_bytes
 from shardcore.torchrec import sharder as peer
+from shardcore.torchrec.planner_pieces import Metered
 from shardcore.torchrec.sharder import TorchRecConfig
 
 BATCH, MIB = 64, 2**20
@@ -119,6 +121,58 @@ def test_rows_are_cut_as_torchrec_trains_them_on_devices_of_unequal_memory():
 def test_a_budget_ends_the_sweep_with_a_plan(budget, most):
     plan = peer.torchrec(problem_of(WIDE, TINY), MODEL, budget=budget)
     assert 1 <= plan.provenance["evals"] <= most
+
+
+@installed
+def test_a_budget_in_seconds_ends_a_setting_of_the_sweep_while_its_options_are_listed(monkeypatch):
+    """Listing takes a second here: once to compare costs, then for each setting. The second one finds none in time."""
+    now_s, listed = [0.0], []
+    monkeypatch.setattr(progress, "clock", lambda: now_s[0])
+    estimate = peer.OurBytes.estimate
+
+    def slow(self, options, sharder_data_map=None):
+        now_s[0] += 1
+        listed.append(len(options))
+        estimate(self, options, sharder_data_map)
+
+    monkeypatch.setattr(peer.OurBytes, "estimate", slow)
+    problem, config = problem_of(WIDE, TINY), TorchRecConfig((None, 16), (False,))
+    first = peer.torchrec(problem, MODEL, config=TorchRecConfig((None,), (False,)))
+    now_s[0] = 0.0
+    listed.clear()
+    plan = peer.torchrec(problem, MODEL, budget=Budget(seconds=2.5), config=config)
+    assert len(listed) == 3 and plan == first
+    assert plan.provenance["evals"] == first.provenance["evals"] and not plan.provenance["packed"]
+    listed.clear()
+    # The first setting always ends with a plan.
+    plan = peer.torchrec(problem, MODEL, budget=Budget(seconds=0.5), config=config)
+    assert len(listed) == 2 and not plan.provenance["packed"]
+
+
+def test_proposals_end_before_the_seconds_that_pricing_needs(monkeypatch):
+    now_s = [0.0]
+    monkeypatch.setattr(progress, "clock", lambda: now_s[0])
+
+    class Proposer:
+        def propose(self):
+            now_s[0] += 1
+            return ["an option"]
+
+        def feedback(self, **facts):
+            pass
+
+    def proposals(spare_s, placeable):
+        now_s[0] = 0.0
+        proposer = Metered([Proposer()], Budget(seconds=10.0).start(), spare_s)
+        for n in range(20):
+            if proposer.propose() is None:
+                return n
+            proposer.feedback(placeable)
+        return None
+
+    assert proposals(0.0, True) == 10 and proposals(4.0, True) == 7
+    # Without one that can be placed there is no plan yet.
+    assert proposals(4.0, False) is None
 
 
 @pytest.mark.parametrize("fields", [{"min_partition": ()}, {"all_types": ()}, {"grid": -1}])

@@ -269,8 +269,12 @@ class _Driver:
         problem.require_setting(model.setting)
         plan = self.search(problem, model, seed=self.seed, budget=self.budget)
         # Sharders without a search count no evaluations.
-        ms, evals = plan.provenance["predicted_ms"], plan.provenance.get("evals", 0)
-        return Found(problem=problem, plan=plan, ms=ms, evals=evals)
+        return Found(
+            problem=problem,
+            plan=plan,
+            ms=plan.provenance["predicted_ms"],
+            evals=plan.provenance.get("evals", 0),
+        )
 
     def _outcomes(self, decision: Decision, problem: Problem) -> Iterable[Outcome]:
         """The outcome of each proposal."""
@@ -314,8 +318,9 @@ class _Driver:
                 error = refused
             # Also without a plan: a decision may know another (see Provision).
             found = decision.adopt(proposal, found, model)
-        seconds = progress.clock() - began
-        return Outcome(proposal=proposal, found=found, error=None if found else error, seconds=seconds)
+        return Outcome(
+            proposal=proposal, found=found, error=None if found else error, seconds=progress.clock() - began
+        )
 
 
 def _chosen(decision: Decision, outcomes: Sequence[Outcome]) -> Found:
@@ -336,8 +341,9 @@ def _chosen(decision: Decision, outcomes: Sequence[Outcome]) -> Found:
     entries = entries_of(decision, outcomes)
     ledger = Ledger(decision.name, best.proposal.words, decision.because(outcomes), entries)
     # Evaluations of all proposals led to this plan, not only those of the winner.
-    evals = sum(entry.evals for entry in entries)
-    return replace(best.found, ledger=ledger, outcomes=tuple(outcomes), evals=evals)
+    return replace(
+        best.found, ledger=ledger, outcomes=tuple(outcomes), evals=sum(entry.evals for entry in entries)
+    )
 
 
 def entries_of(decision: Decision, outcomes: Iterable[Outcome]) -> tuple[Entry, ...]:

@@ -103,9 +103,9 @@ def place(
             "(python -m shardcore train-policy)"
         )
     # One generator for all random plans, so that the seed repeats the run.
-    rng, meter = np.random.default_rng(seed), (budget or Budget()).start()
+    rng = np.random.default_rng(seed)
     # The first search places greedily; random plans follow while the budget lasts.
-    beam = Beam(problem, model, Rollouts(policy.net, policy.weights), config, meter)
+    beam = Beam(problem, model, Rollouts(policy.net, policy.weights), config, (budget or Budget()).start())
     return beam.plan(
         lambda n: Rollouts(policy.net, policy.weights, n, rng, greedy_first=False),
         algorithm=algorithm,

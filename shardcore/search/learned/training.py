@@ -130,7 +130,6 @@ def make_policy(
     problems, config = problems or PolicyProblems(), config or PolicyConfig()
     if like:
         problems = replace(problems, devices=len(like))
-    require(name in NETS, f"there is no policy {name!r}; known are {', '.join(NETS)}")
     to_learn, validation, test = draw(pool, model.setting, problems, config.seed, like)
     trained = train(name, to_learn, validation, model, config, progress)
     meta = dict(trained.policy.meta)
@@ -144,12 +143,11 @@ def draw(
 ) -> tuple[list[Problem], list[Problem], list[Problem]]:
     """Problems to learn from, to validate with, and to test with.
 
-    like: devices' speeds, hosts and links. None: equal devices of one host, without stated links.
+    like: devices' speeds, hosts and links, as many as in the config. None: equal devices of one host, without stated
+        links.
 
     Raises ShardCoreError if half of the pool is too small, and if the devices do not divide the batch.
     """
-    if like:
-        config = replace(config, devices=len(like))
     require(
         setting.batch % config.devices == 0,
         f"the cost model is for batch {setting.batch}, which {config.devices} devices do not divide evenly",
@@ -164,8 +162,7 @@ def draw(
     other = [t for t in pool if kept_for_testing(t, one_of=2)]
     try:
         to_learn = drawn(half, 0, config.problems)
-        validation = drawn(half, config.problems, config.validation)
-        return to_learn, validation, drawn(other, 0, config.test)
+        return to_learn, drawn(half, config.problems, config.validation), drawn(other, 0, config.test)
     except ShardCoreError as error:
         raise ShardCoreError(
             f"half of the pool is for training, the other for tests; of one, {error}"
@@ -231,8 +228,7 @@ def train(
                 break
     finally:
         torch.set_num_threads(threads)
-    metrics = {"validation_cost": best, "rounds": best_round + 1}
-    meta = {"config": asdict(config), "metrics": metrics}
+    meta = {"config": asdict(config), "metrics": {"validation_cost": best, "rounds": best_round + 1}}
     return TrainedPolicy(Policy(name, model.setting, kept, meta), curves)
 
 
@@ -280,8 +276,7 @@ class Prepared:
     @property
     def compute_ms(self) -> float:
         """Compute of a device in an even plan."""
-        numbers = self.cache.numbers(*self.keys[0].T)
-        return self.cache.single_ms[numbers].sum() / self.cache.speed.sum()
+        return self.cache.single_ms[self.cache.numbers(*self.keys[0].T)].sum() / self.cache.speed.sum()
 
 
 @dataclass(frozen=True, eq=False)
@@ -338,8 +333,7 @@ class Batch:
 
     def sums(self, latents: torch.Tensor) -> torch.Tensor:
         """[B, L] latents of the devices, from those of the shards [N, L]."""
-        zeros = torch.zeros(len(self.speed), latents.shape[1])
-        return zeros.index_add(0, self.device, latents) / self.speed
+        return torch.zeros(len(self.speed), latents.shape[1]).index_add(0, self.device, latents) / self.speed
 
 
 # --- learners -----------------------------------------------------------------------------------------------
@@ -400,8 +394,9 @@ class Learner:
         """[K, N, D] scores of the devices as the rollout saw them, legal ones only; and contexts [N, H]."""
         cache = prepared.cache
         rows = self.net.latents(self.w, torch.from_numpy(prepared.x), torch)
-        zeros = torch.zeros(len(cache.made), rows.shape[1])
-        latents = zeros.index_add(0, torch.from_numpy(prepared.bundle), rows)
+        latents = torch.zeros(len(cache.made), rows.shape[1]).index_add(
+            0, torch.from_numpy(prepared.bundle), rows
+        )
         latents = latents * (torch.arange(len(latents)) > 0)[:, None]  # number 0 is nothing
         speed = torch.from_numpy(cache.speed.astype(np.float32))
         held = torch.from_numpy(rollout.held(len(cache.made))[:, :-1])
@@ -440,12 +435,14 @@ class DreamShardLearner(Learner):
     def round(self) -> dict[str, float]:
         config, values = self.config, {}
         if self.cost_optimizer:
-            drawn = self.drawn(config.priced)
-            priced = [self.priced(prepared, self.roll(prepared, 1, True)) for prepared in drawn]
+            priced = [
+                self.priced(prepared, self.roll(prepared, 1, True)) for prepared in self.drawn(config.priced)
+            ]
             # A plan that does not fit has no cost to learn.
             self.plans += [plan for plan in priced if np.isfinite(plan.total)]
-            updates = config.cost_updates if self.plans else 0
-            losses = [self.cost_update(self.cost_optimizer) for _ in range(updates)]
+            losses = [
+                self.cost_update(self.cost_optimizer) for _ in range(config.cost_updates if self.plans else 0)
+            ]
             values["cost_loss"] = float(np.mean(losses)) if losses else 0.0
         values["entropy"] = float(np.mean([self.policy_update() for _ in range(config.policy_updates)]))
         return values
@@ -486,8 +483,7 @@ class AutoShardLearner(Learner):
 
     def round(self) -> dict[str, float]:
         # The cost network learns from the plans of the policy updates.
-        updates = [self.policy_update() for _ in range(self.config.policy_updates)]
-        balance, entropy = np.array(updates).mean(0)
+        balance, entropy = np.array([self.policy_update() for _ in range(self.config.policy_updates)]).mean(0)
         loss = float(np.mean([self.cost_update() for _ in range(self.config.cost_updates)]))
         return {"cost_loss": loss, "balance": float(balance), "entropy": float(entropy)}
 
@@ -511,8 +507,7 @@ class AutoShardLearner(Learner):
             logits, context = self.logits(prepared, rollout)
             errors = reward[:, None] - self.net.value(self.w, context)
             # The critic's error is the advantage. No gradient may flow through it to the policy.
-            loss = self.policy_loss(logits, rollout, errors.detach())
-            losses.append(loss + 0.5 * (errors**2).mean())
+            losses.append(self.policy_loss(logits, rollout, errors.detach()) + 0.5 * (errors**2).mean())
             values.append((float(balance.mean()), _mean_entropy(logits)))
         _step(self.adam, torch.stack(losses).mean())
         return np.mean(values, 0)

@@ -109,8 +109,7 @@ class Cuts:
         problem, table = self.problem, bundle[0].table
         if vector is None or table.dim > problem.topology.most_columns:
             return False
-        room = self._room[list(problem.allowed_devices(table.name))]
-        return bool((vector <= room).all(1).any())
+        return bool((vector <= self._room[list(problem.allowed_devices(table.name))]).all(1).any())
 
     def room(self, account: Account) -> np.ndarray:
         """[D, P] bytes that devices have for shards, beside the local batch and fixed tables."""
@@ -186,13 +185,12 @@ class Cuts:
 
     def _fits_divided(self, divided: Placement) -> bool:
         """Tell if each row range fits on its device."""
-        account, devices = self.with_division(divided), list(divided.devices)
-        return bool((account.loads([divided]) <= self.room(account))[devices].all())
+        account = self.with_division(divided)
+        return bool((account.loads([divided]) <= self.room(account))[list(divided.devices)].all())
 
     def needed(self, shards: Sequence[Shard], n_devices: int) -> int:
         """Bytes that tables by columns take on so many devices together, in the largest phase."""
-        may_be_whole = [s for s in shards if why_not(WHOLE_ROWS, s.table, self.problem) is None]
-        vector = self.vector(may_be_whole)
+        vector = self.vector([s for s in shards if why_not(WHOLE_ROWS, s.table, self.problem) is None])
         if vector is None or not vector.any():
             return 0
         # Each device has the local batch.
@@ -204,8 +202,7 @@ class Cuts:
         if not self.batches:
             return 0
         # [P] room that is less than nothing on one device does not count against others.
-        lacks = self._together - np.maximum(self._room, 0).sum(0)
-        return math.ceil(lacks[: self.account.phases].max())
+        return math.ceil((self._together - np.maximum(self._room, 0).sum(0))[: self.account.phases].max())
 
 
 @lru_cache(maxsize=2)  # a refusal explains those that the search began with
