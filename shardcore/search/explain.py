@@ -238,9 +238,8 @@ def _shards(workload: Workload, device: int, model: CostModel) -> tuple[ShardCos
         without = model.head(sums - codes) if len(codes) > 1 else np.zeros(1)
         saves = (model.head(sums[None])[0] - without) / workload.topology.devices[device].speed
         kind = f"{op.kind}, {op.run.collection}" if op.run.collection else op.kind
-        costs += [
-            ShardCost(s.label, kind, float(ms), s.bytes) for s, ms in zip(op.shards, saves, strict=True)
-        ]
+        shards = zip(op.shards, saves, strict=True)
+        costs += [ShardCost(s.label, kind, float(ms), s.bytes) for s, ms in shards]
     return tuple(sorted(costs, key=lambda s: -s.saves_ms))
 
 
@@ -252,10 +251,8 @@ def _with_memory(problem: Problem) -> Iterator[tuple[str, Problem]]:
             replace(d, memory_bytes=min(MOST_BYTES, int(d.memory_bytes * (1 + share))))
             for d in problem.topology.devices
         )
-        yield (
-            f"{share:.0%} more memory on each device",
-            replace(problem, topology=replace(problem.topology, devices=devices)),
-        )
+        changed = replace(problem, topology=replace(problem.topology, devices=devices))
+        yield f"{share:.0%} more memory on each device", changed
 
 
 def _with_devices(problem: Problem) -> Iterator[tuple[str, Problem]]:
@@ -277,7 +274,5 @@ def _with_devices(problem: Problem) -> Iterator[tuple[str, Problem]]:
         several = len(topology.hosts) > 1
         devices.append(replace(device, host=f"{device.host}-more-{i // n}") if several else device)
     why = "" if more == n + 1 else f" (the next number that divides the batch of {problem.global_batch})"
-    yield (
-        f"{more - n} more device{'s' * (more > n + 1)}: {more}{why}",
-        replace(problem, topology=topology.of_devices(devices)),
-    )
+    what = f"{more - n} more device{'s' * (more > n + 1)}: {more}{why}"
+    yield what, replace(problem, topology=topology.of_devices(devices))

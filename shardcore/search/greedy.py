@@ -74,7 +74,8 @@ def _greedy(
 
         def least_loaded(load: float, fits: np.ndarray, left: np.ndarray) -> int:
             # Loads per speed, with the new bundle included: a fast device takes more.
-            lowest = is_least(np.where(fits, (sums + load) / speed, np.inf)).nonzero()[0]
+            after = np.where(fits, (sums + load) / speed, np.inf)
+            lowest = is_least(after).nonzero()[0]
             # Ties go to the device with most memory left.
             device = int(lowest[left[lowest].argmax()])
             sums[device] += load

@@ -71,7 +71,8 @@ def neuroshard(
 
     One evaluation is one greedy pass priced. Raises Infeasible (see `feasible_shards`) and SettingMismatch.
     """
-    beam = Beam(problem, model, GreedyGrid(config.caps), config, (budget or Budget()).start())
+    meter = (budget or Budget()).start()
+    beam = Beam(problem, model, GreedyGrid(config.caps), config, meter)
     return beam.plan(algorithm="neuroshard", seed=seed, config=asdict(config))
 
 
@@ -126,4 +127,5 @@ def greedy_grid(cache: ShardCostCache, keys: np.ndarray, caps: np.ndarray) -> Pl
     total_ms = np.full(fits_all.shape, np.inf)
     if fits_all.any():
         total_ms = np.where(fits_all, state.cost_ms(), np.inf)
-    return Placed(total_ms, np.maximum(state.used - np.maximum(state.free, 0), 0).sum(-1), devices)
+    over_bytes = np.maximum(state.used - np.maximum(state.free, 0), 0).sum(-1)
+    return Placed(total_ms, over_bytes, devices)

@@ -77,14 +77,8 @@ def annealing(
     Raises as `portfolio`, and ShardCoreError for an unknown space.
     """
     if reshard and (halves := halves_of(plan := rebind_tables(reshard.plan, problem), problem)):
-        in_halves = annealing(
-            halves.problem,
-            model,
-            seed=seed,
-            budget=budget,
-            space=space,
-            reshard=replace(reshard, plan=halves.split(plan)),
-        )
+        start = replace(reshard, plan=halves.split(plan))
+        in_halves = annealing(halves.problem, model, seed=seed, budget=budget, space=space, reshard=start)
         if halves.may_run(in_halves.placements):
             return halves.whole(in_halves, problem, model)
     name = "anneal" if space == "all" else "anneal_columns"  # halves are for comparisons only

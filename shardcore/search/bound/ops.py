@@ -107,9 +107,8 @@ class BoundShards:
         longest = dict(zip(tables, longest_held(tables, problem.global_batch, n), strict=True))
 
         def encoded(of: Iterable[Shard], batch: int | None = None) -> np.ndarray:
-            return np.asarray(
-                model.encode([replace(s, table=longest[s.table]) for s in of], batch), dtype=float
-            )
+            held = [replace(s, table=longest[s.table]) for s in of]
+            return np.asarray(model.encode(held, batch), dtype=float)
 
         codes = [encoded(shards)]
         for kind, layout in enumerate(shared, 1):
@@ -217,7 +216,8 @@ class BoundShards:
         # [2, G] of each group, the smallest first. A single device may be of the group that has nothing.
         weight = np.stack([np.sort(self.speed[groups].sum(1)) / self.speed.sum(), np.arange(n) == n - 1])
         # The least is where the first groups have equally many bytes, and the others none.
-        apart = ((forward + backward * weight.cumsum(1)) * n / np.arange(1, n + 1)).min(1)
+        number = np.arange(1, n + 1)
+        apart = ((forward + backward * weight.cumsum(1)) * n / number).min(1)
         sure = once[0] - once[2] * (1 - weight[:, 0])
         # At least one group is used. Devices of other groups may not wait at all.
         sure = np.minimum(sure, once[0] / n)
@@ -456,7 +456,8 @@ def least_rates(
         low, high = np.concatenate([low, above[None]]), np.concatenate([high, upper[None]])
         ms = np.concatenate([ms, ranges.box_ms(above, upper, total)[None]])
     # An op is in some box, so the least rates of all boxes hold. Empty boxes do not count.
-    return np.where(np.isfinite(ms)[..., None], model.rates(low * ranges.unit), np.inf).min(0)
+    rates = model.rates(low * ranges.unit)
+    return np.where(np.isfinite(ms)[..., None], rates, np.inf).min(0)
 
 
 class _Ranges:

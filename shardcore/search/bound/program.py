@@ -338,9 +338,8 @@ class Program:
             [1 / options.part, np.ones(n_runs + 1), limits, [top, top], np.ones(len(missing))]
         )
         matrix, least = rows.matrix(len(cost)), np.array(rows.least)
-        result = optimize.linprog(
-            cost, -matrix, -least, bounds=np.stack([np.zeros(len(cost)), limit], 1), method="highs"
-        )
+        bounds = np.stack([np.zeros(len(cost)), limit], 1)
+        result = optimize.linprog(cost, -matrix, -least, bounds=bounds, method="highs")
         if result.status:  # no solution in time: nothing is proved
             return 0.0
         prices, limit[missing] = np.maximum(0.0, -result.ineqlin.marginals), 0.0

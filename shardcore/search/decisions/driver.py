@@ -269,12 +269,8 @@ class _Driver:
         problem.require_setting(model.setting)
         plan = self.search(problem, model, seed=self.seed, budget=self.budget)
         # Sharders without a search count no evaluations.
-        return Found(
-            problem=problem,
-            plan=plan,
-            ms=plan.provenance["predicted_ms"],
-            evals=plan.provenance.get("evals", 0),
-        )
+        ms, evals = plan.provenance["predicted_ms"], plan.provenance.get("evals", 0)
+        return Found(problem=problem, plan=plan, ms=ms, evals=evals)
 
     def _outcomes(self, decision: Decision, problem: Problem) -> Iterable[Outcome]:
         """The outcome of each proposal."""
@@ -318,9 +314,8 @@ class _Driver:
                 error = refused
             # Also without a plan: a decision may know another (see Provision).
             found = decision.adopt(proposal, found, model)
-        return Outcome(
-            proposal=proposal, found=found, error=None if found else error, seconds=progress.clock() - began
-        )
+        seconds = progress.clock() - began
+        return Outcome(proposal=proposal, found=found, error=None if found else error, seconds=seconds)
 
 
 def _chosen(decision: Decision, outcomes: Sequence[Outcome]) -> Found:
@@ -341,9 +336,8 @@ def _chosen(decision: Decision, outcomes: Sequence[Outcome]) -> Found:
     entries = entries_of(decision, outcomes)
     ledger = Ledger(decision.name, best.proposal.words, decision.because(outcomes), entries)
     # Evaluations of all proposals led to this plan, not only those of the winner.
-    return replace(
-        best.found, ledger=ledger, outcomes=tuple(outcomes), evals=sum(entry.evals for entry in entries)
-    )
+    evals = sum(entry.evals for entry in entries)
+    return replace(best.found, ledger=ledger, outcomes=tuple(outcomes), evals=evals)
 
 
 def entries_of(decision: Decision, outcomes: Iterable[Outcome]) -> tuple[Entry, ...]:

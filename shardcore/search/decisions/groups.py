@@ -182,8 +182,8 @@ class Groups(Decision):
         found = outcome.found
         if not isinstance(found, FoundGroups):
             return {}
-        used = zip(used_bytes(found.plan, found.problem), held_bytes(found.problem), strict=True)
-        shares = [n_bytes / max(1, free) for n_bytes, free in used]
+        used, may_hold = used_bytes(found.plan, found.problem), held_bytes(found.problem)
+        shares = [n_bytes / max(1, free) for n_bytes, free in zip(used, may_hold, strict=True)]
         fullest = max(range(len(shares)), key=shares.__getitem__)
         return {
             "step ms": found.cost.step_ms,
@@ -204,8 +204,8 @@ def cost_of(grouped: GroupedPlan, problem: Problem, model: CostModel) -> Grouped
         if n_bytes := replicated_gradient_bytes(grouped.plan):
             # Tables on all devices of each group have one gradient in the whole job.
             of_all = _comm_ms(_all_reduce(n_bytes, topology, problem), model)
-            # The step already has the all-reduce within a group.
             of_group = _comm_ms(_all_reduce(n_bytes, grouped.problem.topology, problem), model)
+            # The step already has the all-reduce within a group.
             dense = max(0.0, of_all - of_group)
         # All devices average their weights, then their state. Each waits for the last.
         for works in synchronisation(grouped, problem):
@@ -236,9 +236,8 @@ def synchronisation(grouped: GroupedPlan, problem: Problem) -> tuple[list[Worklo
     topology, group = problem.topology, grouped.problem
     # All sets of replicas communicate at once, so of equal sets the one with most bytes ends last.
     largest: dict[tuple[int, ...], tuple[int, int, Topology]] = {}
-    for (weights, state), devices in zip(
-        synced_bytes(grouped.plan, group), replicas(topology, grouped.grouping), strict=True
-    ):
+    replicated, of_group = synced_bytes(grouped.plan, group), replicas(topology, grouped.grouping)
+    for (weights, state), devices in zip(replicated, of_group, strict=True):
         among = topology.among(devices)
         # Replicas with the same spread over hosts are priced once: the last of them counts.
         spread = numbered([d.host for d in among.devices])

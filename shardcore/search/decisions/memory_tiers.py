@@ -93,23 +93,16 @@ class MemoryTiers(Decision):
                     raise
                 break
         for i, (proposed, share) in enumerate(share_of.items()):
-            yield Proposal(
-                words=f"{share:.0%} of the memory for rows shared out first",
-                problem=proposed,
-                more=len(share_of) - 1 - i,
-            )
+            words = f"{share:.0%} of the memory for rows shared out first"
+            yield Proposal(words=words, problem=proposed, more=len(share_of) - 1 - i)
 
     def adopt(self, proposal: Proposal, found: Found | None, model: CostModel) -> Found | None:
         if found is None:
             return None
         # Towers are in the plan, not in the problem: load factors need to fit with them.
         filled_up, plan = filled(found.plan, as_planned(found.plan, found.problem), model)
-        return replace(
-            found,
-            problem=replace(found.problem, tables=filled_up.tables),
-            plan=plan,
-            ms=plan.provenance["predicted_ms"],
-        )
+        problem = replace(found.problem, tables=filled_up.tables)
+        return replace(found, problem=problem, plan=plan, ms=plan.provenance["predicted_ms"])
 
     def facts(self, outcome: Outcome) -> Mapping[str, Any]:
         problem = outcome.found.problem if outcome.found else outcome.proposal.problem

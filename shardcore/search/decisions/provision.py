@@ -235,14 +235,13 @@ class Provision(Decision):
             f"number of hosts of offers {', '.join(offer.name for offer in self.offers)} divides evenly",
         )
         for i, cluster in enumerate(proposed):
-            # By shape: plans name devices by number, so they fit as many hosts of as many devices.
-            same_size = plans[cluster.hosts, cluster.offer.devices]
-            outcome = yield replace(
-                cluster,
-                model=self.models[cluster.offer.priced_by],
-                more=len(proposed) - 1 - i,
-                plans=tuple(same_size),
+            same_size, model = (
+                # By shape: plans name devices by number, so they fit as many hosts of as many devices.
+                plans[cluster.hosts, cluster.offer.devices],
+                self.models[cluster.offer.priced_by],
             )
+            more = len(proposed) - 1 - i
+            outcome = yield replace(cluster, model=model, more=more, plans=tuple(same_size))
             # Clusters of the same shape can run each other's plans, if these fit.
             if outcome.found and outcome.found.ledger is None:
                 same_size.append(outcome.found.plan)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -82,11 +81,11 @@ def as_towers(problem: Problem, host_of: Mapping[str, str], ratio: float) -> Pro
         for t in problem.tables
         if not _everywhere(t, problem)
     )
-    return replace(
-        problem,
-        constraints=replace(problem.constraints, pinned=pinned),
-        job=replace(problem.job, tower_ratio=float(ratio)),
+    constraints, job = (
+        replace(problem.constraints, pinned=pinned),
+        replace(problem.job, tower_ratio=float(ratio)),
     )
+    return replace(problem, constraints=constraints, job=job)
 
 
 def as_planned(plan: Plan, problem: Problem) -> Problem:
@@ -223,17 +222,14 @@ class OnTowers(Decision):
         third = seconds and seconds / 3
         kept = None
         if self.start:
-            with suppress(ShardCoreError):  # the towers may be against these hosts
+            try:
                 stays = _on_its_hosts(problem, as_cold(self.start, problem))
                 kept = tower_hosts(stays, towers, for_problem, third)
+            except ShardCoreError:  # the towers are against these hosts
+                kept = None
         if kept:
-            yield OnHosts(
-                words="hosts of the plan before",
-                problem=kept.problem,
-                more=int(self.moves),
-                whole=problem,
-                hosts=kept,
-            )
+            words, more = "hosts of the plan before", int(self.moves)
+            yield OnHosts(words=words, problem=kept.problem, more=more, whole=problem, hosts=kept)
         if self.moves or not kept:
             hosts = tower_hosts(problem, towers, for_problem, third)
             yield OnHosts(words="hosts found", problem=hosts.problem, whole=problem, hosts=hosts)
@@ -246,9 +242,8 @@ class OnTowers(Decision):
         problem = replace(found.problem, job=whole.job, constraints=constraints)
         towers = {"affinity_inside": hosts.affinity_inside, "loads": [list(host) for host in hosts.loads]}
         more = {"tower_ratio": self.towers.compression_ratio, "towers": towers}
-        return replace(
-            found, problem=problem, plan=replace(found.plan, provenance={**found.plan.provenance, **more})
-        )
+        plan = replace(found.plan, provenance={**found.plan.provenance, **more})
+        return replace(found, problem=problem, plan=plan)
 
     def facts(self, outcome: Outcome) -> Mapping[str, Any]:
         hosts = outcome.proposal.hosts

@@ -103,9 +103,9 @@ def place(
             "(python -m shardcore train-policy)"
         )
     # One generator for all random plans, so that the seed repeats the run.
-    rng = np.random.default_rng(seed)
+    rng, meter = np.random.default_rng(seed), (budget or Budget()).start()
     # The first search places greedily; random plans follow while the budget lasts.
-    beam = Beam(problem, model, Rollouts(policy.net, policy.weights), config, (budget or Budget()).start())
+    beam = Beam(problem, model, Rollouts(policy.net, policy.weights), config, meter)
     return beam.plan(
         lambda n: Rollouts(policy.net, policy.weights, n, rng, greedy_first=False),
         algorithm=algorithm,

@@ -126,7 +126,8 @@ class Rollouts:
             devices[:, :, i] = d
 
         fits = legal.any(-1).all(-1)
-        total_ms = np.where(fits, state.cost_ms() if self.priced and fits.any() else 0.0, np.inf)
+        priced_ms = state.cost_ms() if self.priced and fits.any() else 0.0
+        total_ms = np.where(fits, priced_ms, np.inf)
         over = np.maximum(state.used - np.maximum(state.free, 0), 0).sum(-1)
         parts_ms = state.parts_ms() if state.priced else np.zeros((*sums.shape[:-1], PARTS))
         return Rollout(
@@ -139,9 +140,8 @@ class Rollouts:
         new = cache.made[sum(map(len, kept)) :]
         if not new and kept:
             return kept[0]
-        latents = self.net.latents(
-            self.weights, features([s for bundle in new for s in bundle], cache.problem.global_batch)
-        )
+        shards = [s for bundle in new for s in bundle]
+        latents = self.net.latents(self.weights, features(shards, cache.problem.global_batch))
         latents = np.add.reduceat(latents, np.cumsum([0, *map(len, new[:-1])]))
         if not kept:
             latents[0] = 0  # number 0 is nothing

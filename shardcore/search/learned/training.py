@@ -130,6 +130,7 @@ def make_policy(
     problems, config = problems or PolicyProblems(), config or PolicyConfig()
     if like:
         problems = replace(problems, devices=len(like))
+    require(name in NETS, f"there is no policy {name!r}; known are {', '.join(NETS)}")
     to_learn, validation, test = draw(pool, model.setting, problems, config.seed, like)
     trained = train(name, to_learn, validation, model, config, progress)
     meta = dict(trained.policy.meta)
@@ -143,11 +144,12 @@ def draw(
 ) -> tuple[list[Problem], list[Problem], list[Problem]]:
     """Problems to learn from, to validate with, and to test with.
 
-    like: devices' speeds, hosts and links, as many as in the config. None: equal devices of one host, without stated
-        links.
+    like: devices' speeds, hosts and links. None: equal devices of one host, without stated links.
 
     Raises ShardCoreError if half of the pool is too small, and if the devices do not divide the batch.
     """
+    if like:
+        config = replace(config, devices=len(like))
     require(
         setting.batch % config.devices == 0,
         f"the cost model is for batch {setting.batch}, which {config.devices} devices do not divide evenly",
@@ -162,7 +164,8 @@ def draw(
     other = [t for t in pool if kept_for_testing(t, one_of=2)]
     try:
         to_learn = drawn(half, 0, config.problems)
-        return to_learn, drawn(half, config.problems, config.validation), drawn(other, 0, config.test)
+        validation = drawn(half, config.problems, config.validation)
+        return to_learn, validation, drawn(other, 0, config.test)
     except ShardCoreError as error:
         raise ShardCoreError(
             f"half of the pool is for training, the other for tests; of one, {error}"
@@ -228,7 +231,8 @@ def train(
                 break
     finally:
         torch.set_num_threads(threads)
-    meta = {"config": asdict(config), "metrics": {"validation_cost": best, "rounds": best_round + 1}}
+    metrics = {"validation_cost": best, "rounds": best_round + 1}
+    meta = {"config": asdict(config), "metrics": metrics}
     return TrainedPolicy(Policy(name, model.setting, kept, meta), curves)
 
 
@@ -276,7 +280,8 @@ class Prepared:
     @property
     def compute_ms(self) -> float:
         """Compute of a device in an even plan."""
-        return self.cache.single_ms[self.cache.numbers(*self.keys[0].T)].sum() / self.cache.speed.sum()
+        numbers = self.cache.numbers(*self.keys[0].T)
+        return self.cache.single_ms[numbers].sum() / self.cache.speed.sum()
 
 
 @dataclass(frozen=True, eq=False)
@@ -333,7 +338,8 @@ class Batch:
 
     def sums(self, latents: torch.Tensor) -> torch.Tensor:
         """[B, L] latents of the devices, from those of the shards [N, L]."""
-        return torch.zeros(len(self.speed), latents.shape[1]).index_add(0, self.device, latents) / self.speed
+        zeros = torch.zeros(len(self.speed), latents.shape[1])
+        return zeros.index_add(0, self.device, latents) / self.speed
 
 
 # --- learners -----------------------------------------------------------------------------------------------
@@ -394,9 +400,8 @@ class Learner:
         """[K, N, D] scores of the devices as the rollout saw them, legal ones only; and contexts [N, H]."""
         cache = prepared.cache
         rows = self.net.latents(self.w, torch.from_numpy(prepared.x), torch)
-        latents = torch.zeros(len(cache.made), rows.shape[1]).index_add(
-            0, torch.from_numpy(prepared.bundle), rows
-        )
+        zeros = torch.zeros(len(cache.made), rows.shape[1])
+        latents = zeros.index_add(0, torch.from_numpy(prepared.bundle), rows)
         latents = latents * (torch.arange(len(latents)) > 0)[:, None]  # number 0 is nothing
         speed = torch.from_numpy(cache.speed.astype(np.float32))
         held = torch.from_numpy(rollout.held(len(cache.made))[:, :-1])
@@ -435,14 +440,12 @@ class DreamShardLearner(Learner):
     def round(self) -> dict[str, float]:
         config, values = self.config, {}
         if self.cost_optimizer:
-            priced = [
-                self.priced(prepared, self.roll(prepared, 1, True)) for prepared in self.drawn(config.priced)
-            ]
+            drawn = self.drawn(config.priced)
+            priced = [self.priced(prepared, self.roll(prepared, 1, True)) for prepared in drawn]
             # A plan that does not fit has no cost to learn.
             self.plans += [plan for plan in priced if np.isfinite(plan.total)]
-            losses = [
-                self.cost_update(self.cost_optimizer) for _ in range(config.cost_updates if self.plans else 0)
-            ]
+            updates = config.cost_updates if self.plans else 0
+            losses = [self.cost_update(self.cost_optimizer) for _ in range(updates)]
             values["cost_loss"] = float(np.mean(losses)) if losses else 0.0
         values["entropy"] = float(np.mean([self.policy_update() for _ in range(config.policy_updates)]))
         return values
@@ -483,7 +486,8 @@ class AutoShardLearner(Learner):
 
     def round(self) -> dict[str, float]:
         # The cost network learns from the plans of the policy updates.
-        balance, entropy = np.array([self.policy_update() for _ in range(self.config.policy_updates)]).mean(0)
+        updates = [self.policy_update() for _ in range(self.config.policy_updates)]
+        balance, entropy = np.array(updates).mean(0)
         loss = float(np.mean([self.cost_update() for _ in range(self.config.cost_updates)]))
         return {"cost_loss": loss, "balance": float(balance), "entropy": float(entropy)}
 
@@ -507,7 +511,8 @@ class AutoShardLearner(Learner):
             logits, context = self.logits(prepared, rollout)
             errors = reward[:, None] - self.net.value(self.w, context)
             # The critic's error is the advantage. No gradient may flow through it to the policy.
-            losses.append(self.policy_loss(logits, rollout, errors.detach()) + 0.5 * (errors**2).mean())
+            loss = self.policy_loss(logits, rollout, errors.detach())
+            losses.append(loss + 0.5 * (errors**2).mean())
             values.append((float(balance.mean()), _mean_entropy(logits)))
         _step(self.adam, torch.stack(losses).mean())
         return np.mean(values, 0)

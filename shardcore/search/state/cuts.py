@@ -109,7 +109,8 @@ class Cuts:
         problem, table = self.problem, bundle[0].table
         if vector is None or table.dim > problem.topology.most_columns:
             return False
-        return bool((vector <= self._room[list(problem.allowed_devices(table.name))]).all(1).any())
+        room = self._room[list(problem.allowed_devices(table.name))]
+        return bool((vector <= room).all(1).any())
 
     def room(self, account: Account) -> np.ndarray:
         """[D, P] bytes that devices have for shards, beside the local batch and fixed tables."""
@@ -185,12 +186,13 @@ class Cuts:
 
     def _fits_divided(self, divided: Placement) -> bool:
         """Tell if each row range fits on its device."""
-        account = self.with_division(divided)
-        return bool((account.loads([divided]) <= self.room(account))[list(divided.devices)].all())
+        account, devices = self.with_division(divided), list(divided.devices)
+        return bool((account.loads([divided]) <= self.room(account))[devices].all())
 
     def needed(self, shards: Sequence[Shard], n_devices: int) -> int:
         """Bytes that tables by columns take on so many devices together, in the largest phase."""
-        vector = self.vector([s for s in shards if why_not(WHOLE_ROWS, s.table, self.problem) is None])
+        may_be_whole = [s for s in shards if why_not(WHOLE_ROWS, s.table, self.problem) is None]
+        vector = self.vector(may_be_whole)
         if vector is None or not vector.any():
             return 0
         # Each device has the local batch.
@@ -202,7 +204,8 @@ class Cuts:
         if not self.batches:
             return 0
         # [P] room that is less than nothing on one device does not count against others.
-        return math.ceil((self._together - np.maximum(self._room, 0).sum(0))[: self.account.phases].max())
+        lacks = self._together - np.maximum(self._room, 0).sum(0)
+        return math.ceil(lacks[: self.account.phases].max())
 
 
 @lru_cache(maxsize=2)  # a refusal explains those that the search began with

@@ -66,9 +66,8 @@ class Halves:
             for half, column in halves.get(p.shard.table.name, ()):
                 low, high = max(p.shard.col_lo, column), min(p.shard.col_hi, column + half.dim)
                 if low < high:
-                    placements.append(
-                        _moved(replace(p, shard=replace(p.shard, col_lo=low, col_hi=high)), half, -column)
-                    )
+                    part = replace(p, shard=replace(p.shard, col_lo=low, col_hi=high))
+                    placements.append(_moved(part, half, -column))
             if p.shard.table.name not in halves:
                 placements.append(p)
         return replace(plan, placements=tuple(placements))
@@ -129,5 +128,5 @@ def _half_name(table: Table, column: int) -> str:
 def _moved(placement: Placement, table: Table, columns: int) -> Placement:
     """A placement with its shard in another table, so many columns further."""
     shard = placement.shard
-    moved = replace(shard, table=table, col_lo=shard.col_lo + columns, col_hi=shard.col_hi + columns)
-    return replace(placement, shard=moved)
+    low, high = shard.col_lo + columns, shard.col_hi + columns
+    return replace(placement, shard=replace(shard, table=table, col_lo=low, col_hi=high))

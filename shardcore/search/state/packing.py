@@ -258,7 +258,8 @@ class _Packings:
                 parts.append(bundle)
             else:
                 table = bundle[0].table
-                parts += [(part,) for part in equal_parts(table, way.parts, self.problem.unit_width(table))]
+                cut = equal_parts(table, way.parts, self.problem.unit_width(table))
+                parts += [(part,) for part in cut]
         # TorchRec refuses such a plan.
         if not equally_wide(parts):
             return None
@@ -282,7 +283,8 @@ class _Packings:
         for placement in shared:
             for device, shard in shards_on(placement):
                 load[device] += vector(placement.kind, shard)
-        self.room = float(((account.limits - account.base) - load[:, :n_limits]).min(1).max())
+        may_hold = account.limits - account.base
+        self.room = float((may_hold - load[:, :n_limits]).min(1).max())
         vectors = np.zeros((len(parts), load.shape[1]))
         for i, bundle in enumerate(ticking(parts)):
             vectors[i] = sum(vector(WHOLE_ROWS.name, s) for s in bundle)
@@ -362,11 +364,8 @@ class _Packings:
 
 def _placements(bundles: Sequence[Bundle], devices: Sequence[int]) -> list[Placement]:
     """bundles[i] by columns on devices[i]."""
-    return [
-        Placement(WHOLE_ROWS.name, s, (d,))
-        for bundle, d in zip(bundles, devices, strict=True)
-        for s in bundle
-    ]
+    pairs = zip(bundles, devices, strict=True)
+    return [Placement(WHOLE_ROWS.name, s, (d,)) for bundle, d in pairs for s in bundle]
 
 
 # --- ways to run tables -------------------------------------------------------------------------------------

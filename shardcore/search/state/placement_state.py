@@ -237,9 +237,8 @@ class PlacementState:
 
     def cost_ms(self) -> np.ndarray:
         """[...] predicted ms of a step. Equal to price(lower(plan, problem), model).total_ms."""
-        return self.cache.total_ms(
-            self.device_ms, self.outputs, self.id_bytes, self.cache.fetched_ms(self.sums, self.op_ms)
-        )
+        fetched_ms = self.cache.fetched_ms(self.sums, self.op_ms)
+        return self.cache.total_ms(self.device_ms, self.outputs, self.id_bytes, fetched_ms)
 
     def parts_ms(self) -> np.ndarray:
         """[..., D, 3] ms of each device: forward compute, backward exchange, backward compute."""

@@ -79,12 +79,13 @@ def _fixed_too_large(cuts: Cuts) -> str:
 
 def _sum_too_large(cuts: Cuts) -> str:
     """All tables, if they take more than all devices have."""
+    n_tables, n_devices = sum(map(len, cuts.bundles)), len(cuts.may_hold)
     lacks, available = cuts.lacking_together(), _available(cuts.may_hold)
     if lacks <= 0:
         return ""
     return (
-        f"its {sum(map(len, cuts.bundles))} tables take {gib(available + lacks)} with their outputs; its "
-        f"{len(cuts.may_hold)} devices may hold {gib(available)} together, {gib(lacks)} too little"
+        f"its {n_tables} tables take {gib(available + lacks)} with their outputs; its {n_devices} "
+        f"devices may hold {gib(available)} together, {gib(lacks)} too little"
     )
 
 

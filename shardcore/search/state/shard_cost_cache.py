@@ -182,11 +182,8 @@ class ShardCostCache:
             # Replicas are the same on all devices.
             if number := {shard: i for i, shard in enumerate(dict.fromkeys(shard for _, shard in held))}:
                 encodings = np.asarray(self.model.encode(list(number), run.batch(self.problem)), dtype=float)
-                np.add.at(
-                    codes[:, k],
-                    [device for device, _ in held],
-                    encodings[[number[shard] for _, shard in held]],
-                )
+                rows = [number[shard] for _, shard in held]
+                np.add.at(codes[:, k], [device for device, _ in held], encodings[rows])
         return codes
 
     @cached_property
@@ -344,9 +341,8 @@ class ShardCostCache:
         """Compute the shards of these strips [N] and units [N]."""
         missing = self._numbers[strips, units] < 0
         if missing.any():
-            self._make(
-                list(dict.fromkeys(zip(strips[missing].tolist(), units[missing].tolist(), strict=True)))
-            )
+            new = zip(strips[missing].tolist(), units[missing].tolist(), strict=True)
+            self._make(list(dict.fromkeys(new)))
 
     def _make(self, new: list[ShardKey]) -> None:
         """Compute memory and outputs now; encodings wait until someone asks (_encode)."""
@@ -464,7 +460,8 @@ class ShardCostCache:
         outputs: [..., D, K] bytes of outputs.
         id_bytes: [..., D, K] that devices receive.
         """
-        return step_ms(compute_ms, self.comm(compute_ms, outputs, id_bytes), self.problem.job, fetched_ms)
+        comm = self.comm(compute_ms, outputs, id_bytes)
+        return step_ms(compute_ms, comm, self.problem.job, fetched_ms)
 
     def fetched_ms(self, sums: np.ndarray, op_ms: np.ndarray) -> np.ndarray | float:
         """[..., D] as model.fetch_wait_ms takes them, from sums [..., D, K, F] and op_ms [..., D, K].
@@ -480,9 +477,8 @@ class ShardCostCache:
         # [..., D] bytes of each run, as the model's traffic has them by run.
         runs = list(enumerate(self.runs_of_plan))
         outputs_of, ids_of = ({run: n_bytes[..., k] for k, run in runs} for n_bytes in (outputs, id_bytes))
-        return self.model.comm(
-            traffic_of_outputs(outputs_of, self.problem, ids_of), compute_ms, self.problem.topology
-        )
+        traffic = traffic_of_outputs(outputs_of, self.problem, ids_of)
+        return self.model.comm(traffic, compute_ms, self.problem.topology)
 
 
 def encoded(shards: Sequence[Shard], model: CostModel, batch: int | None = None) -> np.ndarray:

@@ -128,8 +128,8 @@ def divided_otherwise(problem: Problem) -> Iterator[Problem]:
 
 def divides_rows(plan: Plan, problem: Problem) -> bool:
     """Tell if a plan divides rows of a table that is not one of `fixed_placements`."""
-    divided = {p for p in plan.placements if layout_of(p.kind).divides_rows}
-    return not divided <= set(fixed_placements(problem))
+    divided = [p for p in plan.placements if layout_of(p.kind).divides_rows]
+    return not set(divided) <= set(fixed_placements(problem))
 
 
 @lru_cache(1 << 4)
@@ -212,12 +212,9 @@ def _fixed(problem: Problem) -> tuple[Placement, ...]:
     for table in (t for t in problem.tables if t.name in problem.kinds_of):
         _require_possible(table, problem)
         if on_all_devices(table, problem):
-            possible = [
-                kind
-                for kind in problem.kinds_of[table.name]
-                if why_not(layout_of(kind), table, problem) is None
-            ]
-            placements = [Placement(kind, Shard.whole(table), problem.topology.ranks) for kind in possible]
+            whole, kinds = Shard.whole(table), problem.kinds_of[table.name]
+            possible = [kind for kind in kinds if why_not(layout_of(kind), table, problem) is None]
+            placements = [Placement(kind, whole, problem.topology.ranks) for kind in possible]
             fixed.append(min(placements, key=lambda p: account_of([p], problem).loads([p]).max()))
     return tuple(fixed)
 

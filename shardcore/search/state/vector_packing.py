@@ -56,7 +56,8 @@ class VectorPacking:
         self.load = np.ascontiguousarray(load.T)
         self.vectors, self.names = vectors, names
         # An empty device lacks nothing, even if its local batch would not fit there.
-        self.before = float(self._lacks(self.load)[load.any(1)].max(initial=-np.inf))
+        used = load.any(1)
+        self.before = float(self._lacks(self.load)[used].max(initial=-np.inf))
         n_devices = len(load)
         # None stands for all devices, which need no mask.
         self.allowed = [None if len(a) == n_devices else np.array(a) for a in allowed]
@@ -94,7 +95,8 @@ class VectorPacking:
             best = _better(best, self._best)
         if best[0] > 0 and len(self.caches):
             # Wide caches together leave other devices narrow ones.
-            self._sort(np.max(self.caches.widest(self.vectors[:, len(self.may_hold) :]), axis=0))
+            widest = self.caches.widest(self.vectors[:, len(self.may_hold) :])
+            self._sort(np.max(widest, axis=0))
             best = _better(best, self._greedy(True, min(most, best[0])))
         return best if best[0] < most else (best[0], None)
 
