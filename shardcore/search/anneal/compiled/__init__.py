@@ -15,7 +15,7 @@ s is a strip; a, b, c and d devices; h a host; g a group; y a layout; r and k ru
 
 from shardcore.search.anneal.compiled.arrays import SearchProblem, State, empty
 from shardcore.search.anneal.compiled.greedy import greedy
-from shardcore.search.anneal.compiled.run import anneal
-from shardcore.search.anneal.compiled.state import place, refresh, share
+from shardcore.search.anneal.compiled.run import anneal, refresh
+from shardcore.search.anneal.compiled.state import place, share
 
 __all__ = ["SearchProblem", "State", "anneal", "empty", "greedy", "place", "refresh", "share"]

@@ -1,6 +1,7 @@
 """The loop of simulated annealing (Kirkpatrick, Gelatt, Vecchi 1983)."""
 
 import math
+from typing import Any
 
 from numba import float64, int64
 
@@ -17,11 +18,15 @@ SHARED_TRIALS = 0.1
 
 @entry(float64(HEAD, WORDS, WORDS, int64, float64, float64))
 def anneal(head, problem, state, trials, hot_ms, cold_ms):
-    """Try `trials` moves while the temperature falls from hot_ms to cold_ms.
+    """Try `trials` moves while the temperature falls from hot_ms to cold_ms. With no trials, see `refresh`.
 
     Returns the exact cost of the best plan met, in ms.
     """
     fx, st = problem_at(problem), state_at(state)
+    if trials == 0:
+        undo(fx, st, int64(0))
+        recompute(head, fx, st)
+        st.value[BEST] = cost_of(fx, st)
     # A change of a group costs time for each device, and there are fewer such changes.
     often = min(SHARED_TRIALS, 2.0 / n_devices_of(st)) if fx.may_share.any() else 0.0
     # Geometric cooling: a constant factor for each trial.
@@ -53,3 +58,12 @@ def anneal(head, problem, state, trials, hot_ms, cold_ms):
             recompute(head, fx, st)
             cost_of(fx, st)
     return st.value[BEST]
+
+
+def refresh(head: Any, problem: Any, state: Any) -> float:
+    """Compute everything that follows from `held` and `group`. Returns the plan's cost in ms.
+
+    After annealing, goes back to the best plan met first, by the log. Only the state annealed last may have one.
+    """
+    # Not a compiled function of its own: it would compile most of `anneal` again.
+    return anneal(head, problem, state, 0, 1.0, 1.0)

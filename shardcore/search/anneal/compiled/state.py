@@ -1,16 +1,14 @@
 """Updates of a State: strips of devices, strips of groups, and the way back to the best plan."""
 
-from numba import float64, int64, void
+from numba import int64, void
 
 from shardcore.core.jit import inner, seldom
 from shardcore.search.anneal.compiled.arrays import (
-    BEST,
     BYTES_MOVED,
     ENERGY,
     ENTERED,
     FIRST,
     FIRST_RANK,
-    HEAD,
     JOINT,
     LAST,
     LAYOUT,
@@ -33,7 +31,6 @@ from shardcore.search.anneal.compiled.arrays import (
 from shardcore.search.anneal.compiled.cost import (
     carried,
     copy,
-    cost_of,
     energy_of,
     load_of,
     n_devices_of,
@@ -241,19 +238,6 @@ def recompute(head, fx, st):
     for i in range(3):
         copy(st.norm[0, i], st.norm[1, i])
     st.value[ENERGY] = energy_of(fx, st, int64(0))
-
-
-@entry(float64(HEAD, WORDS, WORDS))
-def refresh(head, problem, state):
-    """Compute everything that follows from `held` and `group`. Returns the plan's cost in ms.
-
-    After annealing, goes back to the best plan met first, by the log. Only the state annealed last may have one.
-    """
-    fx, st = problem_at(problem), state_at(state)
-    undo(fx, st, int64(0))
-    recompute(head, fx, st)
-    st.value[BEST] = cost_of(fx, st)
-    return st.value[BEST]
 
 
 @entry(void(WORDS, WORDS, int64[:, ::1]))
