@@ -1,7 +1,7 @@
 """Records of arrays that compiled functions take as one pointer.
 
-Numba passes a tuple of 60 arrays as 400 numbers. Each function would unpack them all, and each call pack
-them again. That took most of the time to compile. So a record is a pointer to the addresses and shapes of
+Numba passes a tuple of 30 arrays as 250 numbers. Each function would unpack them all, and each call pack
+them again. That took half of the time to compile. So a record is a pointer to the addresses and shapes of
 its arrays, one word each, and a compiled function loads those that it uses.
 """
 
