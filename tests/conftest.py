@@ -49,6 +49,11 @@ os.environ |= {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 
+MEMORY = "/dev/shm"
+if os.path.isdir(MEMORY) and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 1 << 30:
+    # A disk lets databases wait for each of their commits. The whole suite keeps some 10 MB.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it puts into the background
     # or the processes that tests start would ignore it too
     signal.signal(signal.SIGINT, signal.default_int_handler)
