@@ -164,6 +164,9 @@ FIRST = (
     "test_testing.py",
     "flows",
     "tasks",
+    "plans/test_publisher.py",
+    "test_docs.py",
+    "test_fuzz.py",
     "search",
 )
 """The longest begin first, so that the workers end together."""
