@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             "its tests would be skipped",
             returncode=4,
         )
-    # Compiles while workers collect. It inherits the lock, which is free again when it has ended.
+    # Compiles while workers collect and measure. It inherits the lock, which is free again when it has ended.
     with open(WARM_UP) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         subprocess.Popen(
@@ -133,9 +134,18 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
-def pytest_collection_finish() -> None:
+@cache
+def compiled() -> None:
+    """Wait until what the suite uses is compiled."""
     with open(WARM_UP) as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # Most tests of gangs, which begin, need nothing compiled. They run meanwhile.
+    if not item.path.is_relative_to(HERE / "measure") or item.path.is_relative_to(HERE / "measure/sampling"):
+        compiled()
 
 
 # --- how tests are dealt to the workers ---------------------------------------------------------------------
@@ -157,11 +167,12 @@ FIRST = (
     "flows/test_failures.py",
     "tasks/test_stack_runs.py",
     *RAY,
-    "measure",
+    "measure/test_",  # not its sampling, which needs what is compiled
     "torchrec",
     "cost",
     "search/test_conformance_sharders.py",
     "test_testing.py",
+    "measure/sampling",
     "flows",
     "tasks",
     "plans/test_publisher.py",
