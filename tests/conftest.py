@@ -52,8 +52,9 @@ os.environ |= {
 
 MEMORY = "/dev/shm"
 if os.path.isdir(MEMORY) and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 1 << 30:
-    # A disk lets databases wait for each of their commits. The whole suite keeps some 10 MB.
+    # A disk lets databases wait for each of their commits.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
+    os.environ["GIT_DISCOVERY_ACROSS_FILESYSTEM"] = "true"  # or git's last line is of the file system's end
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it puts into the background
     # or the processes that tests start would ignore it too
