@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,12 @@ os.environ |= {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+
+MEMORY = "/dev/shm"
+if os.path.isdir(MEMORY) and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 1 << 30:
+    # A disk lets databases wait for each of their commits.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
+    os.environ["GIT_DISCOVERY_ACROSS_FILESYSTEM"] = "true"  # or git's last line is of the file system's end
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it puts into the background
     # or the processes that tests start would ignore it too
@@ -105,7 +112,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             "its tests would be skipped",
             returncode=4,
         )
-    # Compiles while workers collect. It inherits the lock, which is free again when it has ended.
+    # Compiles while workers collect and measure. It inherits the lock, which is free again when it has ended.
     with open(WARM_UP) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         subprocess.Popen(
@@ -128,9 +135,18 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
-def pytest_collection_finish() -> None:
+@cache
+def compiled() -> None:
+    """Wait until what the suite uses is compiled."""
     with open(WARM_UP) as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # Most tests of gangs, which begin, need nothing compiled. They run meanwhile.
+    if not item.path.is_relative_to(HERE / "measure") or item.path.is_relative_to(HERE / "measure/sampling"):
+        compiled()
 
 
 # --- how tests are dealt to the workers ---------------------------------------------------------------------
@@ -152,13 +168,17 @@ FIRST = (
     "flows/test_failures.py",
     "tasks/test_stack_runs.py",
     *RAY,
-    "measure",
+    "measure/test_",  # not its sampling, which needs what is compiled
     "torchrec",
     "cost",
     "search/test_conformance_sharders.py",
     "test_testing.py",
+    "measure/sampling",
     "flows",
     "tasks",
+    "plans/test_publisher.py",
+    "test_docs.py",
+    "test_fuzz.py",
     "search",
 )
 """The longest begin first, so that the workers end together."""

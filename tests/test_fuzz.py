@@ -59,7 +59,7 @@ def refusal(name: str, sound: fuzz_files.Sound, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("examples", [int(EXAMPLES or 6), pytest.param(12, marks=pytest.mark.long)])
+@pytest.mark.parametrize("examples", [int(EXAMPLES or 4), pytest.param(12, marks=pytest.mark.long)])
 def test_what_is_damaged_is_refused_in_a_few_lines_or_can_be_used(sound, tmp_path, name, examples):
     one, refused = FORMATS[name], []
     assert refusal(name, sound, copied(one, sound, tmp_path / "whole")) == ""

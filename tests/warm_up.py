@@ -1,5 +1,5 @@
 """Compile what the suite uses and keep it on disk (20 s, once): otherwise each worker does, at the same time.
-conftest.py runs this while workers collect.
+conftest.py runs this while workers collect and run the first tests.
 
     python tests/warm_up.py
 """

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import pytest
 from boxes import boxed
 
 from bench import box
@@ -37,6 +38,7 @@ def test_exchanges_over_emulated_hosts_are_of_all_groups():
 
 
 @boxed
+@pytest.mark.long  # tests/bench/test_hosts.py has gangs in boxes
 def test_exchanges_over_emulated_hosts_are_measured_once_and_say_so(tmp_path, monkeypatch, capsys):
     asked = ["box", "measure", str(tmp_path), "--exchanges", "3", "--batch", "64", "--between-gbit-s", "1"]
     monkeypatch.setattr("sys.argv", asked)

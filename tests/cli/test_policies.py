@@ -1,5 +1,6 @@
 """train-policy, and plan with what it made."""
 
+import functools
 import json
 
 import pytest
@@ -11,8 +12,9 @@ from shardcore.core.access_statistics import Zipf
 from shardcore.core.types import Table
 from shardcore.io import files, model_files
 from shardcore.search.learned.policy import read_policy, write_policy
+from shardcore.search.learned.training import PolicyProblems
 
-QUICK = "--devices 2 --min-tables 4 --max-tables 6 --max-dim 16 --problems 3 --rounds 2".split()
+QUICK = "--devices 2 --min-tables 4 --max-tables 6 --max-dim 16 --problems 2 --rounds 2".split()
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +24,9 @@ def pool(tmp_path_factory):
     return path
 
 
-def test_a_policy_is_trained_and_plans_with_and_without_a_budget(stored, model, pool, capsys):
+def test_a_policy_is_trained_and_plans_with_and_without_a_budget(stored, model, pool, capsys, monkeypatch):
+    few = functools.partial(PolicyProblems, validation=4, test=4)  # they take longest, and have no option
+    monkeypatch.setattr("shardcore.search.learned.training.PolicyProblems", few)
     problem, policy, plan = (str(stored / n) for n in ("problem.json", "policy", "plan.json"))
     given = f"train-policy dreamshard_direct --model {model} --pool {pool} --like {problem} --out {policy}"
     assert main([*given.split(), *QUICK]) == 0

@@ -38,8 +38,8 @@ def test_linear_law_is_recovered():
 
 
 def test_correction_learns_what_the_baseline_lacks():
-    compute = compute_samples(cache_law, 600)
-    trained = fit.train(compute, comm_samples(), SETTING, fit.FitConfig(epochs=40))
+    compute = compute_samples(cache_law, 300)
+    trained = fit.train(compute, comm_samples(20), SETTING, fit.FitConfig(epochs=30))
     errors = [r["validation_mape"] for r in trained.curves if r["model"] == "compute"]
     assert errors[0] > 10  # epoch 0: the baseline
     assert accuracy.evaluate(trained.model, accuracy.held_out(compute), [])["compute_mape"] < errors[0] / 3
@@ -65,8 +65,8 @@ def test_the_band_is_of_samples_left_out_of_training():
 
 def test_few_groups_are_all_trained_on_in_the_end(monkeypatch):
     """Three or so of 60 groups would decide when to stop."""
-    compute, fresh = compute_samples(cache_law, 60, noise=0.05), compute_samples(cache_law, 300)[60:]
-    config = fit.FitConfig(epochs=20)
+    compute, fresh = compute_samples(cache_law, 60, noise=0.05), compute_samples(cache_law, 160)[60:]
+    config = fit.FitConfig(epochs=8)
     both = fit.train(compute, [], SETTING, config).model
     seen = [s for s in compute if dataset.split_of(s.id) != "test"]
     assert both.meta["ranges"]["op_bytes"] == fit.measured_ranges(seen, [])["op_bytes"]

@@ -14,7 +14,7 @@ from shardcore.cost.metrics import mape
 from shardcore.io import dataset
 from shardcore.io.measurements import ComputeRequest, ComputeSample, Spread
 
-CONFIG = fit.FitConfig(epochs=6, hidden=(4,))
+CONFIG = fit.FitConfig(epochs=4, hidden=(4,))
 QUICK = dataclasses.replace(CONFIG, epochs=1)  # where exchanges matter and ops do not
 OTHER = dataclasses.replace(SETTING, hardware="other")
 
@@ -37,14 +37,14 @@ def machine(small: float, large: float, samples):
 
 @pytest.fixture(scope="module")
 def theirs():
-    return compute_samples(cache_law, 250, OTHER, noise=0.03)
+    return compute_samples(cache_law, 200, OTHER, noise=0.03)
 
 
 @pytest.fixture(scope="module")
 def here():
     """Groups that the lender does not have."""
-    samples = {s.id: s for s in compute_samples(cache_law, 500, noise=0.03)}
-    return list(samples.values())[250:]
+    samples = {s.id: s for s in compute_samples(cache_law, 400, noise=0.03)}
+    return list(samples.values())[200:]
 
 
 def error(model, samples) -> float:
@@ -108,7 +108,7 @@ def test_without_own_groups_the_level_is_unknown_and_intervals_say_so(theirs, he
         low, high = accuracy.intervals(model, slower, 0.9)
         assert np.mean([x <= s.total_ms <= y for s, x, y in zip(slower, low, high, strict=True)]) > 0.9
     # The lender's law at the own level, no worse and no better.
-    law = fit.fit_ops(measurements(theirs).compute, SETTING, dataclasses.replace(CONFIG, epochs=3))
+    law = fit.fit_ops(measurements(theirs).compute, SETTING, dataclasses.replace(CONFIG, epochs=2))
     assert error(model, here) == pytest.approx(error(law, here))
     few = machine(2.0, 2.0, here)[:10]
     told = lending.train(measurements(few), SETTING, [lender(theirs)], CONFIG, None)[0].model

@@ -29,7 +29,8 @@ DRAWN = {
     "torchrec": 1,
     "size_greedy": 10,
     "neuroshard": 5,
-    **dict.fromkeys(("anneal", "portfolio"), 3),
+    "anneal": 3,
+    "portfolio": 2,
     **dict.fromkeys(LEARNED, 2),
 }
 """Drawn problems of a test, 10 for others. Few for sharders that share code with another, or are slow."""

@@ -9,6 +9,8 @@ KIN = {*greedy.ORDERS, "anneal_columns", "torchrec", "dreamshard_direct_columns"
 LONG = {
     "test_plans_are_valid_and_say_where_they_come_from": KIN | {"anneal"},
     "test_infeasible_names_what_does_not_fit_and_what_would_help": KIN | {"random", "portfolio", "anneal"},
+    "test_a_hidden_plan_that_meets_pins_and_groups_gets_one": KIN,
+    "test_little_slack_is_enough_where_tables_may_be_cut": KIN,
 }
 """What takes longest of sharders that share the code in question with another."""
 

@@ -151,8 +151,8 @@ def test_a_plan_of_a_policy_stands_beside_what_searches_its_alternatives():
     model = model_for(problem)
     plan = sharder("dreamshard", untrained("dreamshard"))(problem, model)
     for known in (None, {}):
-        result = explained(plan, problem, model, known=known)
-        assert result.searched == "anneal, seed 0, 20,000 evaluations each"
+        result = explained(plan, problem, model, Budget(evals=5000), known=known)
+        assert result.searched == "anneal, seed 0, 5,000 evaluations each"
         assert result.baselines[-1].what == "anneal" and result.baselines[-1].total_ms <= result.total_ms
         assert result.changes[1].total_ms == pytest.approx(result.baselines[-1].total_ms, rel=0.01)
 

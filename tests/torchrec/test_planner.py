@@ -475,6 +475,10 @@ def test_the_memory_that_a_refusal_asks_for_is_enough_and_near_the_least(types, 
 
 
 def test_a_reserve_is_told_as_it_is():
+    one = EmbeddingBagCollection(
+        device=torch.device("meta"),
+        tables=[EmbeddingBagConfig(name="a", num_embeddings=24, embedding_dim=16, feature_names=["f0"])],
+    )
     with pytest.raises(Infeasible, match="of a device's memory, 99.9% stays free"):
         on = TheirTopology(2, "cuda", hbm_cap=10**5)
-        planner(topology=on, reserved=0.999, algorithm="size_greedy").plan(MODULE)
+        planner({"a": ParameterConstraints(pooling_factors=[2.0])}, on, reserved=0.999).plan(one)

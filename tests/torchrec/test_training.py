@@ -24,10 +24,11 @@ EXAMPLE = Path(__file__).parents[2] / "examples/torchrec_dlrm/train.py"
 DLRMV3 = Path(__file__).parents[2] / "examples/torchrec_dlrmv3/train.py"
 
 
-def test_plans_train_as_the_whole_model_does():
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_plans_train_as_the_whole_model_does(n):
     """Plans of all kinds, on four processes."""
     given = training.problem(2, 2, sequence=True)
-    plans = {i: training.draw(given, np.random.default_rng([0, i])) for i in range(4)}
+    plans = {i: training.draw(given, np.random.default_rng([0, i])) for i in range(n)}
     kinds = {
         kind.split()[0] for plan in plans.values() for kind in training.kinds_of(plan, given, True).values()
     }
@@ -44,7 +45,10 @@ def test_plans_train_as_the_whole_model_does():
 
 @pytest.mark.parametrize(
     "hosts, per_host, pods, seeds",
-    [(4, 1, 2, range(3)), pytest.param(4, 2, 2, range(6), marks=pytest.mark.long)],
+    [
+        (4, 1, 2, range(1)),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((4, 1, 2, range(3)), (4, 2, 2, range(6)))),
+    ],
 )
 def test_plans_train_in_pods(hosts, per_host, pods, seeds):
     """Rows are divided over pods of two hosts, as TorchRec's runtime groups ranks."""

@@ -108,8 +108,8 @@ def test_plans_without_a_record_are_cut_and_stay_the_same(planned):
 
 def test_recording_keeps_plans_that_the_draws_do_not_find(pool):
     setting = Setting("test", 512)
-    new = record_draws.record(pool, 7, 120, setting)
-    wanted = dict(record_draws.planned_draws(pool, 7, 120, setting))
+    new = record_draws.record(pool, 7, 60, setting)
+    wanted = dict(record_draws.planned_draws(pool, 7, 60, setting))
     by_key = {placements.key(drawn, planner): (drawn, planner) for drawn, planner in wanted.items()}
     searched = {k for k, (_, planner) in by_key.items() if planner == placements.NEUROSHARD}
     assert new and set(new) <= set(by_key) and any(k in searched for k in new)

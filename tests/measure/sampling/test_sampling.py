@@ -149,7 +149,7 @@ def test_a_fifth_of_random_groups_has_narrow_shards_only_or_wide_ones_only(table
                 tables, i, SETTING, config=dataclasses.replace(config, one_sided=0.0)
             ).shards
         ]
-        for i in range(600)
+        for i in range(200)
     ]
     assert not any(min(w) > 32 for w in both if len(w) >= 8)
 

@@ -26,7 +26,12 @@ HIDDEN = Job(dense_forward_ms=1e3, dense_backward_ms=1e3)
 
 
 @pytest.mark.parametrize(
-    "hosts, sequences, several", [("aaa", False, False), ("aabb", True, False), ("aabb", True, True)]
+    "hosts, sequences, several",
+    [
+        ("aaa", False, False),
+        pytest.param("aabb", True, False, marks=pytest.mark.long),
+        ("aabb", True, True),
+    ],
 )
 def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(
     hosts, sequences, several, monkeypatch

@@ -197,6 +197,7 @@ def test_towers_hold_the_cold_rows_of_their_sequences_and_hot_ones_are_everywher
     )
 
 
+@pytest.mark.long
 def test_towers_may_have_rows_in_host_memory():
     tight = problem(2 * MIB, memory=(Memory("host", 64 * MIB, 25.0),))
     best = found(tight, OnTowers(Towers(2.0, (("t0", "t1"),))), MemoryTiers())

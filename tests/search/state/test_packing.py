@@ -131,7 +131,7 @@ def sequences_beside_bags(memory_bytes: int, **constraints) -> Problem:
             int(rng.choice([8, 64, 128])),
             float(rng.choice([1, 5, 40])),
         )
-        for i in range(150)
+        for i in range(70)
     )
     history = (Table(f"history{i}", 100_000, 128, 100.0, sequence=True, collection="ec") for i in range(2))
     return Problem(
@@ -149,7 +149,7 @@ def test_sequences_are_divided_where_that_makes_a_problem_fit():
     assert any(p.shard != Shard.whole(p.shard.table) for p in histories)
     # The search near a plan that fits returns a cheaper one, where there is some room.
     roomy = sequences_beside_bags(least * 12 // 10)
-    annealed = SHARDERS["anneal"](roomy, model_for(roomy), budget=Budget(evals=3000))
+    annealed = SHARDERS["anneal"](roomy, model_for(roomy), budget=Budget(evals=1000))
     lower(annealed, roomy)
     assert annealed.provenance["predicted_ms"] <= plan.provenance["predicted_ms"]
 
