@@ -314,4 +314,4 @@ def test_very_many_tables_keep_the_budget_and_are_not_silent(n_tables, budget_s,
     times = [0.0, *(at for at, _, _ in heard), used]
     assert max(np.diff(times)) < 3.0
     assert all(left_s <= budget_s - at + 0.1 for at, _, left_s in heard if left_s)
-    assert next(at for at, ms, _ in heard if ms) < 0.8 * budget_s  # a first plan
+    assert next(at for at, ms, _ in heard if ms) < 0.85 * budget_s  # a first plan

@@ -44,9 +44,7 @@ def option_fields(
     shared = vectors[n_shards:].reshape(*parts.shape, vectors.shape[1])
     shared[..., first_code:] = shared_codes
     option_run[n_shards:] = np.tile(np.repeat([runs.index(y) for y in layouts], len(cache)), 2)
-    for at, shard in ticking(list(np.ndenumerate(parts))):
-        if shard is None:
-            continue
+    for at, shard in ticking([(at, shard) for at, shard in np.ndenumerate(parts) if shard is not None]):
         # Rows that divide evenly give the last device the same shard, whose sums are known then.
         first = 0, *at[1:]
         if at[0] > 0 and shard is parts[first]:
@@ -87,10 +85,11 @@ def option_fields(
 
 def _amounts(cache: ShardCostCache, run: Layout, shard: Shard) -> np.ndarray:
     """[6 + C] entries of a vector before the encoding."""
-    counts = np.zeros(len(cache.caches))
+    amounts = np.zeros(CACHED + len(cache.caches))
+    amounts[:CACHED] = sums_of(run, shard, cache.problem)
     for i, n in cache.caches.counts(run, shard).items():
-        counts[i] = n
-    return np.concatenate([sums_of(run, shard, cache.problem), counts])
+        amounts[CACHED + i] = n
+    return amounts
 
 
 def _vector(cache: ShardCostCache, run: Layout, shards: Sequence[Shard]) -> np.ndarray:
