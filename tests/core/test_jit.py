@@ -197,7 +197,7 @@ def test_a_search_compiles_only_what_it_runs(copy):
         "compiled.linear",
         "greedy.greedy",
         "run.anneal",
-        *(f"state.{name}" for name in ("place", "refresh", "share")),
+        *(f"state.{name}" for name in ("place", "share")),
     }
 
 
