@@ -386,11 +386,8 @@ def disturbed_ids(folder: str | Path, tolerance: float) -> set[str]:
             )
     # On a noisy machine all intervals are wide, and only outliers are worth repeating.
     usual = statistics.median([widths[0] for widths in intervals.values()]) if intervals else 0.0
-    return {
-        k
-        for k, widths in intervals.items()
-        if len(widths) == 1 and 2 * max(tolerance, usual) < widths[0] < math.inf
-    }
+    most = 2 * max(tolerance, usual)
+    return {k for k, widths in intervals.items() if len(widths) == 1 and most < widths[0] < math.inf}
 
 
 def usual_ms(folder: str | Path, setting: Setting, request: ComputeRequest) -> float | None:

@@ -173,6 +173,16 @@ def read_problem(path: str | Path | Readable) -> Problem:
 
     def topology_of_file() -> Topology:
         each(add_devices, topology["devices"])
+        return build(
+            Topology,
+            {k: v for k, v in topology.items() if k != "devices"},
+            f"{what}: topology",
+            also=("devices",),
+            devices=tuple(devices),
+        )
+
+    # Called after `topology_of_file`, which makes the devices.
+    def constraints_of_file() -> Constraints:
         if isinstance(constraints, dict):
             # ShardCore always writes it. A file written by hand may lack it, but the dense part needs some
             # memory, unless the job says how much.
@@ -180,8 +190,7 @@ def read_problem(path: str | Path | Readable) -> Problem:
             constraints.setdefault(
                 "reserved_bytes", 0 if measured or not devices else default_reserve(devices)
             )
-        links = {k: v for k, v in topology.items() if k != "devices"}
-        return build(Topology, links, f"{what}: topology", also=("devices",), devices=tuple(devices))
+        return _constraints_from_json(constraints, f"{what}: constraints")
 
     return build(
         Problem,
@@ -190,7 +199,7 @@ def read_problem(path: str | Path | Readable) -> Problem:
         also=("schema", "version", "topology", "tables", "constraints", "job"),
         topology=topology_of_file,
         tables=lambda: tuple(each(lambda table: table_from_json(table, what), tables)),
-        constraints=lambda: _constraints_from_json(constraints, f"{what}: constraints"),
+        constraints=constraints_of_file,
         job=lambda: build(Job, job, f"{what}: job"),
     )
 

@@ -304,10 +304,12 @@ def steps(folders: Sequence[Path], setting: Setting) -> list[tuple[Workload, Ste
     pairs: dict[tuple[str, str], tuple[Workload, StepSample]] = {}
     for folder in folders:
         kept = _read_current(folder / dataset.REPLAYS)
-        others = sorted({str(one.setting) for one in kept if one.setting != setting})
+        found = {one.setting for one in kept}
         # The user probably named such a folder by mistake.
-        if len(others) == len({one.setting for one in kept}) > 0 and setting not in dataset.settings(folder):
-            raise ShardCoreError(f"{folder} holds replays for ({'; '.join(others)}), none for ({setting})")
+        if found and setting not in found and setting not in dataset.settings(folder):
+            raise ShardCoreError(
+                f"{folder} holds replays for ({'; '.join(sorted(map(str, found)))}), none for ({setting})"
+            )
         for one in kept:
             if one.setting == setting:
                 problem = files.problem_digest(one.problem)

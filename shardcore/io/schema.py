@@ -329,13 +329,13 @@ class Faults(ShardCoreError):
         super().__init__(message)
         self.faults = faults
         if faults:
-            more, end = len(faults) - _SHOWN_FAULTS, "" if len(faults) < _MOST_FAULTS else " at least"
-            lines = [*map(str, faults[:_SHOWN_FAULTS]), *[f"... and {more:,} more{end}"] * (more > 0)]
-            self.args = ("\n".join(lines),)
+            more = len(faults) - _SHOWN_FAULTS
+            others = f"... and {more:,} more{' at least' * (len(faults) >= _MOST_FAULTS)}"
+            self.args = ("\n".join([*map(str, faults[:_SHOWN_FAULTS]), *[others] * (more > 0)]),)
 
 
 def each(make: Callable[[Any], Any], entries: Iterable[Any]) -> list[Any]:
-    """`make` of each entry. Raises the ShardCoreError of the one that fails, or Faults with those of all that do."""
+    """Make something of each entry. Raises ShardCoreError if one fails, Faults with all errors if several do."""
     made, faults = [], list[ShardCoreError]()
     for entry in entries:
         try:
@@ -373,8 +373,9 @@ def build(cls: type[T], data: Any, what: str, also: Collection[str] = (), **give
 
     def make(name: str) -> None:
         if name in unknown:
-            known = ", ".join([*fields, *also])
-            raise ShardCoreError(f"{what} has an unknown key {shown(name)}; known are {known}")
+            raise ShardCoreError(
+                f"{what} has an unknown key {shown(name)}; known are {', '.join([*fields, *also])}"
+            )
         if name in given:
             values[name] = given[name]() if callable(given[name]) else given[name]
         elif name in data:

@@ -56,7 +56,7 @@ _SIMPLIFYING = 0.05
 """Share of a budget in seconds that making a plan simpler has, and trials for it, relative to the search's."""
 
 
-def _checked(search: Callable[..., Plan], balanced: bool = False) -> Sharder:
+def _checked_search(search: Callable[..., Plan], balanced: bool = False) -> Sharder:
     """A search that refuses arguments of another type, collects garbage rarely, and ends with a simple plan.
 
     balanced: whether that has fewer bytes on the fullest device, too, not only fewer parts.
@@ -115,7 +115,7 @@ if all((spec := find_spec(name)) and spec.origin for name in ("torchrec", "fbgem
     _searches["torchrec"] = lambda *given, **options: import_module(_TORCHREC).torchrec(*given, **options)
 SHARDERS: dict[str, Sharder] = _Sharders(
     # Plans of published rules and searches stay theirs: a move may also make them cheaper.
-    {name: _checked(search, name in SPACE_OF) for name, search in _searches.items()}
+    {name: _checked_search(search, name in SPACE_OF) for name, search in _searches.items()}
 )
 """Searches by name. An unknown name raises ShardCoreError."""
 
@@ -156,4 +156,4 @@ def sharder(name: str, policy: Policy | None = None) -> Sharder:
             f"python -m shardcore train-policy {wanted} makes one, for --policy"
         )
     # With its policy a learned sharder has the signature of all others.
-    return _checked(partial(place, policy, name, config=config))
+    return _checked_search(partial(place, policy, name, config=config))

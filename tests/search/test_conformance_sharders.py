@@ -12,7 +12,7 @@ LONG = {
     "test_a_hidden_plan_that_meets_pins_and_groups_gets_one": KIN,
     "test_little_slack_is_enough_where_tables_may_be_cut": KIN,
 }
-"""What takes longest of sharders that share the code in question with another."""
+"""Checks that take longest, for sharders that share the code in question with another one."""
 
 
 def longest(sharder: str, check: str) -> bool:

@@ -296,8 +296,10 @@ def clock_of_calls(monkeypatch):
     sys.setprofile(None)
 
 
-@pytest.mark.parametrize("n_tables, budget_s", [(60, 4.0), pytest.param(200, 12.0, marks=pytest.mark.long)])
-def test_very_many_tables_keep_the_budget_and_are_not_silent(n_tables, budget_s, clock_of_calls):
+@pytest.mark.parametrize(
+    "n_tables, budget_s, first_s", [(60, 4.0, 3.2), pytest.param(200, 12.0, 10.0, marks=pytest.mark.long)]
+)
+def test_very_many_tables_keep_the_budget_and_are_not_silent(n_tables, budget_s, first_s, clock_of_calls):
     live = [t for t in generate_pool(PoolConfig(tables=60)) if t.pooling > 0]
     rng = np.random.default_rng(0)
     tables = tuple(
@@ -314,4 +316,4 @@ def test_very_many_tables_keep_the_budget_and_are_not_silent(n_tables, budget_s,
     times = [0.0, *(at for at, _, _ in heard), used]
     assert max(np.diff(times)) < 3.0
     assert all(left_s <= budget_s - at + 0.1 for at, _, left_s in heard if left_s)
-    assert next(at for at, ms, _ in heard if ms) < 0.85 * budget_s  # a first plan
+    assert next(at for at, ms, _ in heard if ms) < first_s  # a first plan

@@ -33,11 +33,12 @@ def table_ranks(problem: Problem) -> dict[str, int]:
     return {name: i for i, name in enumerate(sorted(order, key=order.__getitem__))}
 
 
-def batch_fields(cache: ShardCostCache, groups: Sequence[tuple[Layout, Group]]) -> dict[str, Any]:
-    """The fields of SearchProblem about the local batch."""
+def batch_fields(
+    cache: ShardCostCache, groups: Sequence[tuple[Layout, Group]], layouts: Sequence[Layout]
+) -> dict[str, Any]:
+    """The fields of SearchProblem about the local batch. layouts: [Y] of the groups."""
     problem = cache.problem
     topology, job, local = problem.topology, problem.job, problem.local_batch
-    layouts = tuple(dict.fromkeys(layout for layout, _ in groups))
     n_devices = {layout: len(group) for layout, group in reversed(groups)}  # of the first group
     # A local batch has the outputs and ids of a table's row ranges once: they count for the first.
     outputs = [

@@ -112,7 +112,7 @@ class SearchSpace:
     @property
     def whole_bytes(self) -> np.ndarray:
         """[S] estimated bytes of each strip uncut."""
-        return self.cache.bytes[self.fixed.whole()]
+        return self.cache.bytes[self.fixed.whole_options()]
 
     @property
     def choice(self) -> np.ndarray:
@@ -194,7 +194,7 @@ def search_space(
     coefficients = StageCoefficients.of(runs, problem)
     # Rates and coefficients may have taken long: report, or end if the time is over.
     tick()
-    may_share, parts, shared_codes = _shared(cache, groups, everywhere, {t.name for t in by_rows})
+    may_share, parts, shared_codes = _shareable(cache, groups, layouts, everywhere, {t.name for t in by_rows})
     options = option_fields(cache, runs, layouts, parts, shared_codes)
     rank = table_ranks(problem)
     collections = sorted({(run.collection, run.sequence) for run in runs})
@@ -234,7 +234,7 @@ def search_space(
         group_of=_group_of(groups, layouts, len(problem.topology)),
         layout_run=np.array([runs.index(layout) for layout in layouts], np.int64),
         may_share=may_share,
-        **batch_fields(cache, groups),
+        **batch_fields(cache, groups, layouts),
         **fixed_fields(cache, runs),
         # Outputs of a collection's runs are joined to one tensor, so the local batch looks at them together.
         runs=np.array(
@@ -339,12 +339,17 @@ def _group_of(
     return group_of
 
 
-def _shared(
-    cache: ShardCostCache, groups: Sequence[tuple[Layout, Group]], wanted: bool, divided: Collection[str]
+def _shareable(
+    cache: ShardCostCache,
+    groups: Sequence[tuple[Layout, Group]],
+    layouts: Sequence[Layout],
+    wanted: bool,
+    divided: Collection[str],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What groups may share: [Y, S] whether a strip, [2, Y, S] its shards, and [Y, S, F] their encodings.
+    """Strips that groups may share.
 
-    Shards are those of each device but the last, and of the last.
+    Returns [Y, S] whether they may, [2, Y, S] the shards of each device but the last and of the last, and [Y, S, F]
+    encodings of the former.
 
     Groups may share whole tables, save pinned ones and those that are kept together.
     Kinds that divide rows need unordered rows that may be divided, and at least one row for each device.
@@ -354,7 +359,6 @@ def _shared(
     divided: names of tables that are always divided.
     """
     problem, model = cache.problem, cache.model
-    layouts = tuple(dict.fromkeys(layout for layout, _ in groups))
     shape = (len(layouts), len(cache))
     may_share, codes = np.zeros(shape, dtype=bool), np.zeros((*shape, cache.codes.shape[1]))
     parts = np.full((2, *shape), None)
@@ -406,7 +410,7 @@ def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
     speed, rates, r = fixed.devices[:, SPEED], fixed.rates, fixed.layout_run[y]
     n, total_speed, slowest = len(speed), speed.sum(), speed.min()
     # [S, F] of uncut tables: what they add is compared to what a copy on all devices adds.
-    whole, shared = fixed.whole(), fixed.shared(y, may)
+    whole, shared = fixed.whole_options(), fixed.shared_options(y, may)
     codes, copies = fixed.codes(whole), fixed.codes(shared)
     all_codes, size = codes.sum(0), fixed.vectors[shared, ENTERED]
     # Of evenly divided bytes, the busiest host sends what its devices send together.

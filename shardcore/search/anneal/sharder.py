@@ -279,7 +279,8 @@ def simplify(plan: Plan, problem: Problem, model: CostModel, seed: int, meter: M
         uncut, cache = start.fixed._replace(may_split=np.zeros_like(start.fixed.may_split)), start.space.cache
         # [S] whether the whole table costs little.
         is_cheap = (
-            uncut.added_ms[uncut.whole()] < _CHEAP * start.state.devices[: len(problem.topology), LOAD].mean()
+            uncut.added_ms[uncut.whole_options()]
+            < _CHEAP * start.state.devices[: len(problem.topology), LOAD].mean()
         )
         # Parts of a sequence have to stay equally wide.
         stays = np.array([cache.table(s).sequence for s in range(len(cache))])

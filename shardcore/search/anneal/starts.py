@@ -221,7 +221,7 @@ class Starts:
         """
         fixed, whole = space.fixed, np.flatnonzero(space.fixed.may_share[y])
         # With the exchange: of a sequence it costs more than the op.
-        step_ms = self._step_ms(fixed, fixed.whole(), fixed.strips[:, RUN])
+        step_ms = self._step_ms(fixed, fixed.whole_options(), fixed.strips[:, RUN])
         mean_ms = step_ms.sum() / fixed.devices[:, SPEED].sum()
         # Shares that choose the same number of tables choose the same tables: one start for them.
         large = {len(s): s for s in (whole[step_ms[whole] > share * mean_ms] for share in _DIVIDED) if len(s)}
@@ -353,7 +353,7 @@ class Starts:
         """
         fixed, groups = space.fixed, np.flatnonzero(space.fixed.groups[:, LAYOUT_OF] == y)
         # Cost of a strip in a group: its op, and the exchange that its bytes set.
-        options, rates = fixed.shared(y, strips), fixed.rates[fixed.layout_run[y]]
+        options, rates = fixed.shared_options(y, strips), fixed.rates[fixed.layout_run[y]]
         # The devices of a group on a host are as many as the group has.
         each_ms = rates[OWN] + rates[BUSIEST] + rates[HOST_BUSIEST] * len(space.groups[groups[0]][1])
         cost = self._op_ms(fixed, options) + each_ms * fixed.vectors[options, ENTERED]
@@ -398,7 +398,7 @@ class Starts:
         0 for the shared strips, and for those that always are.
         """
         fixed = space.fixed
-        op_ms = self._op_ms(fixed, fixed.whole())
+        op_ms = self._op_ms(fixed, fixed.whole_options())
         n = np.ones(len(op_ms), dtype=np.int64)
         n[space.divided] = 0
         if shared is not None:

@@ -91,6 +91,9 @@ def test_a_plan_costs_what_annealing_counts_with_tables_of_fixed_kinds(seed):
     search = annealed(problem, seed)
     plan = priced(search.placements, problem, search.model)
     assert search.best.ms == pytest.approx(plan.provenance["predicted_ms"], rel=1e-9)
+    # Tables of several collections that are kept together have the cost of their own ops.
+    parts = search.best.space.cache.parts
+    assert search.best.fixed.next_option.any() == any(len({run for run, _ in of}) > 1 for of in parts)
 
 
 def test_ordered_row_ranges_run_in_the_op_of_tables_of_a_fixed_kind():

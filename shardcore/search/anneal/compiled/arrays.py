@@ -1,8 +1,8 @@
 """The records that the compiled search works on: SearchProblem and State.
 
-An option is a way to run some columns of a strip: in a run, with a vector of what it adds to an op there. A strip's
-shards are options of single devices. A strip that a group shares is an option of each device of the group. A bundle
-whose tables run differently is a chain of options.
+An option is a way to run some columns of a strip. Its vector is what it adds to the op of its run: memory, bytes,
+counts of caches, and the encoding. A strip's shards are options of single devices. A strip that a group shares is an
+option of each device of the group. A bundle whose tables run differently is a chain of options.
 
 A device has an op for each run. Its vector is the sum of the vectors of its options. All that a plan costs and
 takes follows from these vectors.
@@ -53,7 +53,7 @@ OWN: of the device itself. 0 for ids.
 BUSIEST, HOST_BUSIEST: of the busiest device, and of the busiest host.
 TOTAL: of all devices together.
 ONCE: if there is any byte at all.
-WORK_BUSIEST, WORK_TOTAL, WORK_ONCE: the same for the work of devices with ids, which the others include. 0 for outputs.
+WORK_BUSIEST, WORK_TOTAL, WORK_ONCE: the share of these that is devices' own work with ids. 0 for outputs.
 """
 COLLECTION, SEQUENCE, REPLICAS_RUN, LAYOUT = range(4)
 """Columns of SearchProblem.runs.
@@ -75,7 +75,7 @@ The last may have fewer rows than the others.
 class SearchProblem(NamedTuple):
     """Constants of a search. Annotations are numba's types."""
 
-    # Options. First those of strips' shards. Then those of shared strips (shared_option), then further ones of bundles.
+    # Options: those of strips' shards, then of shared strips (shared_option), then further ones of bundles.
     shard: int32[:, ::1]  # [S, U + 1] the option of so many units; number 0 is nothing
     vectors: float64[:, ::1]  # [O, V]
     option_run: int64[::1]  # [O]
@@ -132,11 +132,11 @@ class SearchProblem(NamedTuple):
         """[..., F] encodings of options [...]."""
         return np.ascontiguousarray(self.vectors[options][..., self.first_code :])
 
-    def whole(self) -> np.ndarray:
+    def whole_options(self) -> np.ndarray:
         """[S] options of the uncut strips."""
         return self.shard[np.arange(len(self.strips)), self.strips[:, SIZE]]
 
-    def shared(self, y: int, strips: np.ndarray) -> np.ndarray:
+    def shared_options(self, y: int, strips: np.ndarray) -> np.ndarray:
         """[...] options of strips [...] on each device but the last of a layout's groups."""
         # As memory.shared_option.
         return self.first_shared + y * len(self.strips) + strips

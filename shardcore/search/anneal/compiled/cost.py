@@ -86,7 +86,7 @@ def total_of(st, d, entry):
 
 
 @inner
-def carried(st, d, x):
+def exchanged_bytes(st, d, x):
     """Bytes that a device carries in exchange x."""
     n = st.row.shape[1]
     if x < n:
@@ -96,9 +96,10 @@ def carried(st, d, x):
 
 @inner
 def load_of(fx, st, d, row, a):
-    """ms of a device by head a: its ops at its speed, and of the first head the exchanges that its own bytes cause.
+    """ms of a device: its ops at its speed, and for head LOAD its own share of exchanges.
 
     row: the row of State.row with its ops.
+    a: the head: LOAD or FETCHED.
     """
     ms = exchanges_ms = 0.0
     for r in range(st.row.shape[1]):

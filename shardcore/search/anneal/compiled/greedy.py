@@ -14,7 +14,7 @@ from shardcore.search.anneal.compiled.arrays import (
     problem_at,
     state_at,
 )
-from shardcore.search.anneal.compiled.cost import carried, is_less, load_of, n_devices_of
+from shardcore.search.anneal.compiled.cost import exchanged_bytes, is_less, load_of, n_devices_of
 from shardcore.search.anneal.compiled.memory import (
     change_parts,
     expect,
@@ -36,9 +36,9 @@ def busy_ms(fx, st, d, row):
     """
     ms = load_of(fx, st, d, row, int64(LOAD))
     for x in range(len(fx.rates)):
-        n_bytes = carried(st, row, x)
+        n_bytes = exchanged_bytes(st, row, x)
         # What the dense part hides is not known yet: the total is still growing.
-        of_host = st.hosts[0, fx.host[d], x] + n_bytes - carried(st, d, x)
+        of_host = st.hosts[0, fx.host[d], x] + n_bytes - exchanged_bytes(st, d, x)
         ms += fx.rates[x, BUSIEST] * n_bytes + fx.rates[x, HOST_BUSIEST] * of_host
     return ms
 

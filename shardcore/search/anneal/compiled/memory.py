@@ -218,7 +218,7 @@ def set_room(fx, st, d, row):
         return
     room = fx.devices[d, FREE] - held - fx.moments[0, -1, 2] * arrived
     if len(fx.caches) > 0:
-        room -= padding(fx, st, row)
+        room -= cache_padding(fx, st, row)
     # Each run's largest phase. Only the largest of all counts, so this is quick, and mostly enough.
     for r in range(len(fx.runs)):
         op = st.ops[st.row[row, r], r]
@@ -236,7 +236,7 @@ def lack_of(fx, st, d, row):
     left = fx.devices[d, FREE] - st.devices[row, HELD] - math.floor(fx.always + peak(fx, st, row) + 0.5)
     # A cache has whole sets of rows, so its bytes do not add up over shards.
     if len(fx.caches) > 0:
-        left -= padding(fx, st, row)
+        left -= cache_padding(fx, st, row)
     if len(fx.most_features) > 0:
         # Scaled by OF_OP, so that an op that is too large lacks bytes, as a full device does.
         left = min(left, op_headroom(fx, st, row))
@@ -244,7 +244,7 @@ def lack_of(fx, st, d, row):
 
 
 @seldom
-def padding(fx, st, row):
+def cache_padding(fx, st, row):
     """Bytes of a device's caches beyond those that are resident, as memory.Caches counts them."""
     # RESIDENT counts each shard's cache as wide as that shard. This entry sums these bytes: take them off.
     beyond = -total_of(st, row, CACHED)
@@ -260,7 +260,7 @@ def padding(fx, st, row):
 
 @seldom
 def op_headroom(fx, st, row):
-    """Remaining headroom under FBGEMM's limits of an op, in bytes that stand for features and ids; the least of all."""
+    """Remaining headroom under FBGEMM's per-op limits, in pseudo-bytes (OF_OP); the minimum over ops."""
     left = np.inf
     for r in range(len(fx.runs)):
         op = st.ops[st.row[row, r], r]

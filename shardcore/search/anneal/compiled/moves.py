@@ -29,9 +29,9 @@ from shardcore.search.anneal.compiled.arrays import (
     WORST,
 )
 from shardcore.search.anneal.compiled.cost import (
-    carried,
     copy,
     energy_of,
+    exchanged_bytes,
     has_busiest,
     is_less,
     load_of,
@@ -247,7 +247,7 @@ def keep_trial(fx, st, d, row):
     for r in range(n_runs):
         if st.row[row, r] == row:
             for x in range(r, len(fx.rates), n_runs):
-                of_host[x] += carried(st, row, x) - carried(st, d, x)
+                of_host[x] += exchanged_bytes(st, row, x) - exchanged_bytes(st, d, x)
             copy(st.ops[d, r], st.ops[row, r])
             copy(st.ms[d, r], st.ms[row, r])
 
@@ -343,7 +343,7 @@ def try_edits(head, fx, st, a, b, n):
         for r in range(n_runs):
             if st.row[row, r] == row:
                 for x in range(r, len(fx.rates), n_runs):
-                    was, then = carried(st, d, x), carried(st, row, x)
+                    was, then = exchanged_bytes(st, d, x), exchanged_bytes(st, row, x)
                     st.hosts[1, -1, x] += then - was
                     # Two powers a device and exchange: saved where the busiest device adds no cost.
                     if has_busiest(fx, x):
@@ -352,8 +352,8 @@ def try_edits(head, fx, st, a, b, n):
         g, h = fx.host[a], fx.host[b]
         for x in range(len(fx.rates)):
             if fx.rates[x, HOST_BUSIEST] > 0.0:
-                more = carried(st, n_devices, x) - carried(st, a, x)
-                also = carried(st, n_devices + 1, x) - carried(st, b, x)
+                more = exchanged_bytes(st, n_devices, x) - exchanged_bytes(st, a, x)
+                also = exchanged_bytes(st, n_devices + 1, x) - exchanged_bytes(st, b, x)
                 # On one host both changes meet in one term.
                 if g == h:
                     more, also = more + also, 0.0

@@ -29,9 +29,9 @@ from shardcore.search.anneal.compiled.arrays import (
     state_at,
 )
 from shardcore.search.anneal.compiled.cost import (
-    carried,
     copy,
     energy_of,
+    exchanged_bytes,
     load_of,
     n_devices_of,
     power,
@@ -154,7 +154,7 @@ def sum_exchanges(fx, st, r):
         for h in range(n_hosts + 1):
             st.hosts[1, h, x] = 0.0
         for d in range(n_devices_of(st)):
-            n_bytes = carried(st, d, x)
+            n_bytes = exchanged_bytes(st, d, x)
             # A group counts once, so that the norm of a single group is exact.
             if first_of_group(fx, d, r) == d:
                 st.norm[1, 1, x] += power(n_bytes / st.ref[1, x])
