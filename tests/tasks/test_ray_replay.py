@@ -94,17 +94,20 @@ def test_a_rank_that_dies_or_hangs_ends_the_gang_and_is_named(
     struck, over = [], threading.Event()
 
     def disturb():
-        while len(found := actor_processes("ray::replay")) < 2:  # both are at it
+        while not (found := actor_processes("ray::replay")):
             if over.wait(0.02):
                 return
         os.kill(found[0].pid, number)
         struck.append(found[0])
 
-    threading.Thread(target=disturb, daemon=True).start()
     forever = dataclasses.replace(CONFIG, repeats=10**6, timeout_s=timeout_s)
     try:
-        with pytest.raises(ShardCoreError, match=message):
-            replay.fn([workload], SETTING, forever)
+        with pytest.raises(ShardCoreError, match=message), replaying(2, SETTING, forever) as run:
+            # A rank is found by its title, which a probe takes back: so no probe comes before both have started.
+            while len(actor_processes("ReplayRank")) < 2:
+                time.sleep(0.05)
+            threading.Thread(target=disturb, daemon=True).start()
+            run([workload])
     finally:
         over.set()
     assert struck
