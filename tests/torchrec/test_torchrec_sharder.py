@@ -16,9 +16,8 @@ from shardcore.search import SHARDERS, Budget
 from shardcore.step.lower import lower
 from shardcore.step.memory import held_bytes
 from shardcore.step.memory_account import table_bytes
-from shardcore.torchrec import sharder as peer
-from shardcore.torchrec.planner_pieces import Metered
-from shardcore.torchrec.sharder import TorchRecConfig
+from shardcore.torchrec import baseline as peer
+from shardcore.torchrec.baseline import Metered, TorchRecConfig
 
 BATCH, MIB = 64, 2**20
 WIDE, TINY = Table("a.wide", 1000, 64, 40.0), Table("b", 3, 8, 2.0)
@@ -76,9 +75,9 @@ def test_it_is_told_of_devices_host_by_host_and_of_the_models_rates():
     devices = tuple(Device(MIB + i, host=h) for i, h in enumerate("xyxy"))
     tables = WIDE, TINY, Table("t", 900, 16, 5.0)
     problem = problem_of(*tables, devices=devices, links=links_of(within_host=3.0))
-    theirs = peer._Theirs(problem, MODEL, tables, peer._constrained_first(problem, MODEL))
+    theirs = peer._Translation(problem, MODEL, [])
     assert theirs.ranks == (0, 2, 1, 3) and theirs.per_host == 2
-    topology = theirs.topology(theirs.bandwidths)
+    topology = theirs.topology()
     assert [d.storage.hbm for d in topology.devices] == [held_bytes(problem)[d] for d in (0, 2, 1, 3)]
     assert topology.intra_host_bw == 3e6  # bytes per ms
     options = theirs.enumerator(topology, theirs.constraints(False, None)).enumerate(
@@ -128,14 +127,14 @@ def test_a_budget_in_seconds_ends_a_setting_of_the_sweep_while_its_options_are_l
     """Listing takes a second here: once to compare costs, then for each setting. The second one finds none in time."""
     now_s, listed = [0.0], []
     monkeypatch.setattr(progress, "clock", lambda: now_s[0])
-    estimate = peer.OurBytes.estimate
+    estimate = peer.Estimator.estimate
 
     def slow(self, options, sharder_data_map=None):
         now_s[0] += 1
         listed.append(len(options))
         estimate(self, options, sharder_data_map)
 
-    monkeypatch.setattr(peer.OurBytes, "estimate", slow)
+    monkeypatch.setattr(peer.Estimator, "estimate", slow)
     problem, config = problem_of(WIDE, TINY), TorchRecConfig((None, 16), (False,))
     first = peer.torchrec(problem, MODEL, config=TorchRecConfig((None,), (False,)))
     now_s[0] = 0.0
@@ -175,7 +174,7 @@ def test_proposals_end_before_the_seconds_that_pricing_needs(monkeypatch):
     assert proposals(4.0, False) is None
 
 
-@pytest.mark.parametrize("fields", [{"min_partition": ()}, {"all_types": ()}, {"grid": -1}])
+@pytest.mark.parametrize("fields", [{"min_partition": ()}, {"all_types": ()}])
 def test_a_config_that_runs_nothing_is_refused(fields):
     with pytest.raises(ShardCoreError, match="swept"):
         TorchRecConfig(**fields)
