@@ -90,14 +90,8 @@ class TorchRecConfig:
 def missing_package() -> str:
     """Python's words for what TorchRec's planner lacks of TorchRec and FBGEMM. "" if both are installed."""
     # A folder of the same name has no origin.
-    return next(
-        (
-            f"No module named {name!r}"
-            for name in ("fbgemm_gpu", "torchrec")
-            if not ((spec := find_spec(name)) and spec.origin)
-        ),
-        "",
-    )
+    missing = [n for n in ("fbgemm_gpu", "torchrec") if not ((spec := find_spec(n)) and spec.origin)]
+    return f"No module named {missing[0]!r}" if missing else ""
 
 
 def require_installed(what: str) -> None:

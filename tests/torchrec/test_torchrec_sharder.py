@@ -6,6 +6,7 @@ import pytest
 from shapes import row, with_room
 
 from shardcore.core import progress
+from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.extras import TORCHREC
 from shardcore.core.links import links_of
@@ -101,6 +102,21 @@ def test_a_faster_device_gets_more_and_a_full_one_less():
         plan = peer.torchrec(problem, MODEL, config=TorchRecConfig((None,), (False,)))
         held = [sum(p.devices == (d,) for p in plan.placements) for d in range(4)]
         assert (held[3] > max(held[:3])) == more, held
+
+
+@installed
+def test_pinned_tables_bundles_and_fixed_kinds_are_placed_first_and_the_others_around_them():
+    same = tuple(Table(f"t{i}", 500, 16, 10.0) for i in range(8))
+    rules = Constraints(pinned=(("t0", (2,)),), together=(("t1", "t2"),), kinds=(("a.wide", ("row",)),))
+    problem = replace(problem_of(WIDE, *same, links=links_of(within_host=1000.0)), constraints=rules)
+    plan = peer.torchrec(problem, MODEL, config=TorchRecConfig((None,), (False,)))
+    lower(plan, problem)
+    devices = {p.shard.table.name: p.devices for p in plan.placements}
+    assert devices["t0"] == (2,) and devices["t1"] == devices["t2"]
+    assert [p for p in plan.placements if p.shard.table == WIDE] == [row(WIDE, problem.topology)]
+    # Equal tables: with the work of those placed first known, each device has two.
+    assert [sum(devices[t.name] == (d,) for t in same) for d in range(4)] == [2, 2, 2, 2]
+    assert plan.provenance["evals"] > 0 and not plan.provenance["packed"]
 
 
 @installed
