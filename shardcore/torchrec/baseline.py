@@ -109,8 +109,7 @@ def quiet() -> Iterator[None]:
     # The warning about replicas comes from the root logger.
     root.addFilter(_not_of_replicas)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         theirs.setLevel(level)
@@ -296,12 +295,11 @@ class _Translation:
     def _memory_bandwidth(self, lookup: float) -> dict[str, float]:
         """Memory bandwidth with which both sides agree on the cost of whole tables. lookup: see `lookup_ms`."""
         topology = self.topology()
-        enumerator = self.enumerator(topology, self.constraints(False, None))
-        options = enumerator.enumerate(self.module, self.sharders)
-        whole = [o for o in options if o.sharding_type == WHOLE_ROWS.torchrec_whole]
-        theirs_ms = sum(s.perf.fwd_compute + s.perf.bwd_compute for o in whole for s in o.shards)
+        constraints = self.constraints({n: [WHOLE_ROWS.torchrec_whole] for n in self.tables}, None)
+        options = self.enumerator(topology, constraints).enumerate(self.module, self.sharders)
+        theirs_ms = sum(s.perf.fwd_compute + s.perf.bwd_compute for o in options for s in o.shards)
         # TorchRec prices lookups by bytes over bandwidth, so bandwidth is the one free number.
-        ours_ms = lookup * sum(greedy.looked_up(Shard.whole(self.tables[o.name])) for o in whole)
+        ours_ms = lookup * sum(greedy.looked_up(Shard.whole(t)) for t in self.tables.values())
         if theirs_ms <= 0 or ours_ms <= 0:
             return {}
         return {"hbm_mem_bw": topology.hbm_mem_bw * theirs_ms / ours_ms}
@@ -326,14 +324,11 @@ class _Translation:
             device.perf = Work(speed, float(self.busy[d]))  # type: ignore[assignment]  # as Perf
         return topology
 
-    def constraints(self, all_types: bool, min_partition: int | None) -> dict[str, Any]:
-        """TorchRec's ParameterConstraints of each table."""
+    def constraints(self, types: Mapping[str, list[str]], min_partition: int | None) -> dict[str, Any]:
+        """TorchRec's ParameterConstraints of each table. types: sharding types that it may try, as in `types`."""
         from torchrec.distributed.planner import ParameterConstraints
 
-        types, least = self.types, dict(self.problem.constraints.min_widths)
-        if not all_types:
-            # Where no columns may be, the other types are all there is.
-            types = {name: [x for x in of if x in _COLUMN_TYPES] or of for name, of in types.items()}
+        least = dict(self.problem.constraints.min_widths)
         return {
             name: ParameterConstraints(
                 sharding_types=types[name],
@@ -354,7 +349,7 @@ class _Translation:
         return EmbeddingEnumerator(topology, self.problem.local_batch, constraints, estimator=estimator)
 
     def settings(self, config: TorchRecConfig) -> Iterable[tuple[bool, int | None]]:
-        """Arguments of `constraints` to sweep. Those with the same column cuts as earlier ones are skipped."""
+        """(all_types, min_partition) to sweep. Those with the same column cuts as earlier ones are skipped."""
         from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets as cut
 
         found: dict[tuple[int, ...], tuple[bool, int | None]] = {}
@@ -377,7 +372,11 @@ class _Translation:
         from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
         from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 
-        topology, constraints = self.topology(spare_bytes), self.constraints(all_types, min_partition)
+        types = self.types
+        if not all_types:
+            # Where no columns may be, the other types are all there is.
+            types = {name: [x for x in of if x in _COLUMN_TYPES] or of for name, of in types.items()}
+        topology, constraints = self.topology(spare_bytes), self.constraints(types, min_partition)
         # TorchRec's default proposers, with a smaller grid.
         by_depth, by_sum = GreedyProposer(), GreedyProposer(use_depth=False)
         proposers = [GridSearchProposer(_GRID), by_depth, by_sum, UniformProposer()]

@@ -81,7 +81,7 @@ def test_it_is_told_of_devices_host_by_host_and_of_the_models_rates():
     topology = theirs.topology()
     assert [d.storage.hbm for d in topology.devices] == [held_bytes(problem)[d] for d in (0, 2, 1, 3)]
     assert topology.intra_host_bw == 3e6  # bytes per ms
-    options = theirs.enumerator(topology, theirs.constraints(False, None)).enumerate(
+    options = theirs.enumerator(topology, theirs.constraints(theirs.types, None)).enumerate(
         theirs.module, theirs.sharders
     )
     whole = [o for o in options if o.sharding_type == "table_wise"]
