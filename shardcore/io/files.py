@@ -26,7 +26,7 @@ from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.core.validation import MOST_DEVICES, require_type, shown
 from shardcore.io import problem_parts
 from shardcore.io.envelope import digest, document, open_document, seal, unseal
-from shardcore.io.schema import Readable, build, each, is_whole, read
+from shardcore.io.schema import Readable, build, each, is_whole, naming, read
 from shardcore.io.writing import write_json
 from shardcore.step.kinds import LAYOUTS, layout_of
 
@@ -349,10 +349,8 @@ def plan_from_json(data: Any, problem: Problem, what: str) -> Plan:
                 f"{what} places table {shown(p.table)}, which problem {problem.name!r} does not have"
             )
         table = tables[p.table]
-        try:
+        with naming(what):
             return Placement(layout_of(p.kind).name, Shard(table, 0, table.rows, *p.columns), p.devices)
-        except ShardCoreError as error:
-            raise ShardCoreError(f"{what}: {error}") from None
 
     return Plan(tuple(each(placement, read_plan.placements)), read_plan.provenance)
 
