@@ -135,13 +135,16 @@ def _constraints_from_json(data: Any, what: str) -> Constraints:
             raise ShardCoreError(
                 f"{what}: {name} is {shown(by_table)}; it needs to be an object of tables and {_BY_TABLE[name]}"
             )
-    for table, kinds in pairs.get("kinds", {}).items():
-        for kind in kinds if isinstance(kinds, list) else ():
-            if isinstance(kind, str) and kind not in LAYOUTS:
-                known = ", ".join(LAYOUTS)
-                raise ShardCoreError(
-                    f"{what}: kinds of table {shown(table)} has {shown(kind)}; known are {known}"
-                )
+    of_tables = pairs.get("kinds", {}).items()
+    named = [(table, kind) for table, kinds in of_tables if isinstance(kinds, list) for kind in kinds]
+
+    def require_kind(of: tuple[str, Any]) -> None:
+        if isinstance(of[1], str) and of[1] not in LAYOUTS:
+            raise ShardCoreError(
+                f"{what}: kinds of table {shown(of[0])} has {shown(of[1])}; known are {', '.join(LAYOUTS)}"
+            )
+
+    each(require_kind, named)
     given = {name: tuple(by_table.items()) for name, by_table in pairs.items()}
     return build(
         Constraints, {k: v for k, v in data.items() if k not in pairs}, what, also=_BY_TABLE, **given
@@ -162,8 +165,8 @@ def read_problem(path: str | Path | Readable) -> Problem:
     devices: list[Device] = []
 
     def add_devices(entry: Any) -> None:
-        entry = dict(entry) if isinstance(entry, Mapping) else {"": entry}
-        count = entry.pop("count", 1)
+        entry = dict(entry) if isinstance(entry, Mapping) else entry
+        count = entry.pop("count", 1) if isinstance(entry, dict) else 1
         if not (is_whole(count) and 1 <= count <= MOST_DEVICES - len(devices)):
             raise ShardCoreError(
                 f"{what}: a device entry has count {shown(count)}; it needs a whole number "

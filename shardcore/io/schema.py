@@ -384,7 +384,7 @@ def build(cls: type[T], data: Any, what: str, also: Collection[str] = (), **give
     def make(name: str) -> None:
         if name in unknown:
             raise ShardCoreError(
-                f"{what} has an unknown key {shown(name)}; known are {', '.join([*fields, *also])}"
+                f"{what} has an unknown key {shown(name)}; known are {', '.join(dict.fromkeys([*fields, *also]))}"
             )
         if name in given:
             values[name] = given[name]() if callable(given[name]) else given[name]
