@@ -36,6 +36,8 @@ MOST_RATIO, LEAST_UNPACKED_BYTES = 50, 1 << 24
 """Most bytes of unpacked content, over a file's size (batches of ids have 4, traces 15); and bytes up to which any
 ratio is allowed."""
 _CHUNK_BYTES = 1 << 20
+_PART_BYTES = 512
+"""Bytes of a gzip file for each of its parts beyond the first thousand."""
 MOST_YAML_BYTES = 1 << 18
 """Largest YAML file. Parsing takes 14 s per MiB."""
 MOST_VALUES = 1 << 25
@@ -114,10 +116,12 @@ def _size_of(path: str | os.PathLike) -> int:
     return status.st_size
 
 
-def is_gzip(path: Path) -> bool:
-    """True if a file begins as gzip does."""
+def gzip_parts(path: Path) -> int:
+    """About the number of parts of a gzip file, which follow each other. 0: it does not begin as gzip does."""
     with path.open("rb") as file:
-        return file.read(2) == b"\x1f\x8b"
+        return int(file.read(2) == b"\x1f\x8b") and 1 + sum(
+            chunk.count(b"\x1f\x8b\x08") for chunk in iter(lambda: file.read(_CHUNK_BYTES), b"")
+        )
 
 
 def unpacked_chunks(path: Path) -> Iterator[bytes]:
@@ -126,7 +130,13 @@ def unpacked_chunks(path: Path) -> Iterator[bytes]:
     Raises ShardCoreError for gzip that unpacks to far more than its size, and EOFError, OSError or zlib.error after
     what can be read of a file that is damaged.
     """
-    packed, size, done = is_gzip(path), _size_of(path), 0
+    packed, size, done = gzip_parts(path), _size_of(path), 0
+    # Each part takes 30 µs, however short.
+    if packed > (limit := 1000 + size // _PART_BYTES):
+        raise ShardCoreError(
+            f"{path} has {size:,} bytes and about {packed:,} parts of gzip; it needs to have {limit:,} at most; if it "
+            "is sound, unpack it with gunzip"
+        )
     most = max(LEAST_UNPACKED_BYTES, MOST_RATIO * size)
     with gzip.open(path) if packed else path.open("rb") as file:
         # One chunk at a time, so that no content before a damage is lost.

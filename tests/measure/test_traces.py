@@ -1,5 +1,6 @@
 """Steps of a running job, from traces of its ranks."""
 
+import gzip
 import json
 import random
 import shutil
@@ -426,6 +427,20 @@ def test_a_gzip_bomb_is_refused_with_its_file_size_and_limit(tmp_path):
     size = path.stat().st_size
     words = f"{path} has {size:,} bytes and unpacks to more than {schema.LEAST_UNPACKED_BYTES:,} bytes"
     with pytest.raises(ShardCoreError, match=words):
+        read_job(tmp_path)
+
+
+def test_gzip_of_very_many_parts_is_refused(tmp_path):
+    """4 MB of empty parts took 10 s to read. A file in some hundred parts is read."""
+    content = write(tmp_path, 0, gloo_step(), 1).read_bytes()
+    (tmp_path / "rank-0.trace.json").unlink()
+    path = tmp_path / "rank-0.trace.json.gz"
+    path.write_bytes(b"".join(gzip.compress(content[i : i + 10]) for i in range(0, len(content), 10)))
+    assert read_job(tmp_path).steps[0].number == 3
+    path.write_bytes(gzip.compress(b"") * 2_000 + gzip.compress(content))
+    with pytest.raises(
+        ShardCoreError, match=r"has [\d,]+ bytes and about 2,001 parts of gzip; it needs to have 1,0"
+    ):
         read_job(tmp_path)
 
 
