@@ -10,13 +10,13 @@ Shapes: R timings, P rates.
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
 import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -134,7 +134,7 @@ class Predictor:
         for part in profile_law.FLOORS:
             used = [i for i in works if part in OPS[timings[i].op]]
             if used:
-                names = [f.name for f in dataclasses.fields(Work)]
+                names = [f.name for f in fields(Work)]
                 joined = {name: np.concatenate([getattr(works[i], name) for i in used]) for name in names}
                 starts = np.cumsum([0, *(timings[i].tables for i in used[:-1])])
                 self._ops.append((part, Work(**joined), starts, np.array(used)))
@@ -196,7 +196,7 @@ def _work(timing: Timing) -> Work:
         seen = profile_law.work_of(shards, _BATCHES_SINCE_EMPTY * timing.batch, timing.optimizer).unique
         fetched = seen / _BATCHES_SINCE_EMPTY * 2 * work.width * work.element_bytes
         changed["cache_bytes"] = np.maximum(work.cache_bytes, fetched)
-    return dataclasses.replace(work, **changed)
+    return replace(work, **changed)
 
 
 COLUMNS = ("op", "time_us")
@@ -335,11 +335,16 @@ def _count(row: Mapping[str, str], column: str, what: str, most: int) -> int:
 
 
 def _numbers(text: str) -> tuple[float, ...]:
-    """Numbers of tables: "128", "2,633" or "9x128,3x24". () where a text is none of these."""
+    """Numbers of tables: "128", "2,633" or "9x128,3x24". () where a text is none of these.
+
+    Of more numbers than an op has tables, no more than show that.
+    """
     parts = [re.fullmatch(r"(?:(\d{1,4})x)?(\d{1,12}(?:\.\d+)?)", part.strip()) for part in text.split(",")]
     if not all(parts):
         return ()
-    return tuple(float(part[2]) for part in parts if part for _ in range(int(part[1] or 1)))
+    return tuple(
+        islice((float(part[2]) for part in parts if part for _ in range(int(part[1] or 1))), _MOST_TABLES + 1)
+    )
 
 
 def of_card(timings: Iterable[Timing], profile: Profile) -> list[Timing]:
@@ -409,12 +414,12 @@ def fit(timings: Sequence[Timing], start: Profile, error: float = 0.1) -> Profil
     for name, known in (("compute_factor", OPS), ("exchange_factor", EXCHANGES)):
         if len(some := left[[t.op in known for t in timings]]):
             unexplained = float(np.sqrt(np.mean(some**2)))
-            rates[name] = dataclasses.replace(
+            rates[name] = replace(
                 rates[name],
                 uncertainty=max(unexplained, error),
                 source=f"errors of the fit on {len(some)} timings",
             )
-    return dataclasses.replace(start, rates=rates)
+    return replace(start, rates=rates)
 
 
 def _most_step(name: str, values: Rates) -> float:
@@ -485,13 +490,13 @@ def scaled(profile: Profile, name: str, **spec: float) -> Profile:
     rates = dict(profile.rates)
     for key, rate in profile.rates.items():
         if key in spec:
-            rates[key] = dataclasses.replace(rate, value=float(spec[key]), source=f"data sheet of {name}")
+            rates[key] = replace(rate, value=float(spec[key]), source=f"data sheet of {name}")
         elif key not in SPEC:
             bandwidth, power, of_sm = _SCALES.get(key, ("hbm_gbps", 0.0, 0.0))
             powers = ((bandwidth, power), ("sm_ghz", of_sm))
             more = always + each * sum(abs(p * math.log(ratio[sheet])) for sheet, p in powers)
             by = " and ".join(sheet for sheet, p in powers if p and ratio[sheet] != 1.0)
-            rates[key] = dataclasses.replace(
+            rates[key] = replace(
                 rate,
                 value=rate.value * ratio[bandwidth] ** power * ratio["sm_ghz"] ** of_sm,
                 uncertainty=math.hypot(rate.uncertainty, more),
