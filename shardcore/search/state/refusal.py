@@ -33,8 +33,8 @@ def refusal(problem: Problem, planned_share: float | None = None) -> str:
     """
     reserved = problem.constraints.reserved_bytes
     kept = f" ({gib(reserved)} of each stays free: constraints.reserved_bytes)" if reserved else ""
-    # Less than a MiB was meant in GB or MB.
-    kept += ((least := min(d.memory_bytes for d in problem.topology.devices)) < 1 << 20) * (
+    # Less than 128 KiB was meant in GB or MB.
+    kept += ((least := min(d.memory_bytes for d in problem.topology.devices)) < 1 << 17) * (
         f" (a device has memory_bytes {least}; it needs to be in bytes, such as 80000000000 for 80 GB)"
     )
     reason = _fixed_too_large(cuts := cuts_of(problem))
