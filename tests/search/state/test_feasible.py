@@ -97,7 +97,10 @@ def test_a_problem_without_a_plan_is_refused_before_anything_is_priced(name):
             SHARDERS[name](problem, Unasked(MODEL.setting), budget=Budget(evals=10))
 
 
-@pytest.mark.parametrize("n, n_tables", [(2, 7), (3, 7), (2, 8), (3, 9)])
+@pytest.mark.parametrize(
+    "n, n_tables",
+    [(2, 7), (3, 9), *(pytest.param(*case, marks=pytest.mark.long) for case in ((3, 7), (2, 8)))],
+)
 def test_what_is_said_to_be_enough_is_enough(n, n_tables):
     """More memory keeps more free by default, and devices have to divide the batch."""
 
