@@ -139,7 +139,7 @@ def measured(seed: int, alpha: float, model: CostModel, gbit: float, repeats: in
     """Medians of the steps of all arms, in ms. seed: moves the batches."""
     from examples.torchrec_dlrmv3 import train
     from shardcore.measure import local_ranks
-    from shardcore.torchrec.planner_pieces import quiet
+    from shardcore.torchrec.baseline import quiet
 
     topology = train.topology_of(HOSTS, RANKS, WITHIN_GBPS, gbit / 8)
     whole = train.problem_of(topology, model.setting.batch // RANKS, alpha, seed)

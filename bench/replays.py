@@ -9,7 +9,7 @@ MODEL must be of this machine and for two processes, and know what exchanges tak
 pool: 8 to 24 tables of 1 to 512 MiB at dims up to 16, 8 to 16 tables at larger dims. All plans of a problem
 are replayed in alternation. `portfolio` is the default; "ids for free" is the same, told that exchanges
 of ids cost nothing; `torchrec` is TorchRec's planner swept and told the measured bandwidths
-(torchrec/sharder.py), where it is installed and tables are pooled; `best greedy` is the greedy order cheapest
+(torchrec/baseline.py), where it is installed and tables are pooled; `best greedy` is the greedy order cheapest
 under MODEL.
 
 FOLDER gets replays.csv, report.md with its plots, and each problem's replays: a rerun with the same arguments

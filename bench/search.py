@@ -46,7 +46,7 @@ from shardcore.search.bound.lower_bound import bound
 from shardcore.search.portfolio import annealing as anneal
 from shardcore.step.lower import lower
 from shardcore.tables.generate import generate_pool
-from shardcore.torchrec.sharder import TorchRecConfig
+from shardcore.torchrec.baseline import TorchRecConfig
 from tasks import evaluate
 
 EVALS = (2_000, 20_000, 200_000)

@@ -60,7 +60,7 @@ from shardcore.tables import streams
 from shardcore.tables.generate import generate_pool
 from shardcore.tables.heat import heat_of
 from shardcore.tables.host_rows import in_one_cache
-from shardcore.torchrec.planner_pieces import quiet
+from shardcore.torchrec.baseline import quiet
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "tables"))
 

@@ -65,7 +65,7 @@ from shardcore.search.state.shards import (
 from shardcore.step.kinds import Layout, even_rows, kinds_on_all_devices, run_of
 from shardcore.step.memory import fits
 from shardcore.step.memory_account import own_peaks
-from shardcore.torchrec.rates import exchange_ms, lookup_ms
+from shardcore.torchrec.baseline import exchange_ms, lookup_ms
 
 _MOST_SHARDS = 1 << 20
 Grid = tuple[int, int]

@@ -54,7 +54,7 @@ from shardcore.search.state.shards import (
     priced,
 )
 from shardcore.step.memory import fits
-from shardcore.torchrec.rates import exchange_ms
+from shardcore.torchrec.baseline import exchange_ms
 
 GROUP = 8
 """The most devices of a program."""

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from typing import Any, TextIO
 
 from shardcore import __version__
@@ -32,16 +32,14 @@ class _Printable:
     """A text stream that escapes control characters, which names in other people's files may have."""
 
     def __init__(self, stream: TextIO):
-        self._stream = stream
+        self.stream = stream
+        self.flush = stream.flush
 
     def write(self, text: str) -> int:
-        return self._stream.write("\n".join(map(escaped, text.split("\n"))))
-
-    def flush(self) -> None:
-        self._stream.flush()
+        return self.stream.write("\n".join(map(escaped, text.split("\n"))))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self.stream, name)
 
 
 def parser_of_all() -> argparse.ArgumentParser:
@@ -73,7 +71,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # here, as the reader of help may be gone, too
         options = build(parsed)
         require_outputs(options)
-        with rare_collections(), extras_named(), redirect_stdout(_Printable(sys.stdout)):
+        with (
+            rare_collections(),
+            extras_named(),
+            redirect_stdout(_Printable(sys.stdout)),
+            redirect_stderr(_Printable(sys.stderr)),
+        ):
             parsed.run(options)
         sys.stdout.flush()
     except BrokenPipeError:
@@ -82,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141  # the exit code of a shell for SIGPIPE
     except (ShardCoreError, OSError) as error:
         print(
-            f"error: {error if isinstance(error, ShardCoreError) else ShardCoreError(str(error))}",
+            f"error: {error if isinstance(error, ShardCoreError) else ShardCoreError(str(error))!s}",
             file=sys.stderr,
         )
         return 1

@@ -295,7 +295,7 @@ def export(args: ExportOptions) -> None:
     from shardcore.io import files
     from shardcore.io.grouped_plans import is_grouped
     from shardcore.step.lower import require_plan
-    from shardcore.torchrec import sharder as torchrec
+    from shardcore.torchrec import baseline as torchrec
     from shardcore.torchrec.plan_files import write_torchrec
     from shardcore.torchrec.sharding_plan import to_torchrec
 

@@ -11,6 +11,7 @@ from typing import TextIO
 from weakref import WeakSet
 
 from shardcore.core import progress
+from shardcore.core.errors import escaped
 
 COMPILING_S = 15
 """Approximate seconds in which one core compiles all that a search runs."""
@@ -25,7 +26,8 @@ _TOLD_OF_COMPILING: WeakSet[TextIO] = WeakSet()
 @contextmanager
 def shown(out: TextIO | None = None, silent_s: float = _SILENT_S) -> Iterator[ProgressLine]:
     """Show progress that is reported within. out: None is standard error. silent_s: nothing is shown before."""
-    line = ProgressLine(out or sys.stderr, silent_s)
+    # A command's standard error escapes control characters, with which a terminal's line is rewritten.
+    line = ProgressLine(out or getattr(sys.stderr, "stream", sys.stderr), silent_s)
     with progress.listening(line.heard):
         line.start()
         try:
@@ -61,7 +63,7 @@ class ProgressLine:
 
     def say(self, text: str) -> None:
         """Write a line that stays."""
-        self._write(f"\r{text}\x1b[K\n" if self.rewrites else f"{text}\n")
+        self._write(f"\r{escaped(text)}\x1b[K\n" if self.rewrites else f"{escaped(text)}\n")
 
     def stop(self) -> None:
         """Stop, and leave no line on a terminal."""
@@ -82,7 +84,7 @@ class ProgressLine:
         if self._report is None:
             return
         text = words(*self._report, time.monotonic() - self._began_s, time.monotonic() - self._heard_s)
-        self._write(f"\r{text}\x1b[K" if self.rewrites else f"{text}\n")
+        self._write(f"\r{escaped(text)}\x1b[K" if self.rewrites else f"{escaped(text)}\n")
 
     def _write(self, text: str) -> None:
         with self._lock:

@@ -26,8 +26,10 @@ import numba
 from numba import njit
 from numba.core import codegen
 from numba.core.caching import UserProvidedCacheLocator as Locator
-from numba.core.compiler_lock import global_compiler_lock
+from numba.core.compiler import Compiler
+from numba.core.compiler_machinery import PassManager, register_pass
 from numba.core.dispatcher import Dispatcher
+from numba.core.typed_passes import NativeLowering
 
 from shardcore.core import progress
 from shardcore.core.gc_pause import rare_collections
@@ -46,40 +48,48 @@ _KEPT = 3
 # nogil: other threads, such as a progress line, run meanwhile.
 OPTIONS = {"cache": True, "error_model": "numpy", "_nrt": False, "nogil": True, "no_cfunc_wrapper": True}
 """For functions that Python calls: kept on disk, no Python errors, no reference counts."""
-_LIBRARY: Any = getattr(codegen, "CPUCodeLibrary", None)
-_PASSES = getattr(_LIBRARY, "_optimize_final_module", None)
-"""LLVM's passes over a function and all that it calls. No public option of numba skips them.
-
-None: this numba has no such hook, and each function compiles with the usual passes.
+_MAY_LINK = hasattr(codegen.CPUCodeLibrary, "_finalize_final_module")
+"""Whether inner functions are left without machine code. False where numba's library lacks the method that makes it:
+they then have some, for nothing.
 """
+
+
+@register_pass(mutates_CFG=True, analysis_only=False)
+class _LoweringToLink(NativeLowering):
+    """Lower a function to LLVM's code alone. Functions that call it link it into theirs, and optimize it there."""
+
+    _name = "lowering_to_link"
+
+    def run_pass(self, state: Any) -> bool:
+        library = state.targetctx.codegen().create_library(state.func_id.func_qualname)
+        library._optimize_final_module = lambda: None
+        library._finalize_final_module = lambda: setattr(library, "_finalized", True)
+        state.library, state.flags.no_compile = library, True
+        super().run_pass(state)
+        # numba finds a function by its entry point, a builtin. It is never called, so any that is new will do.
+        state.cr = state.cr._replace(cfunc=[].append)
+        state.targetctx.insert_user_function(state.cr.cfunc, state.cr.fndesc, [library])
+        return True
+
+
+class _CompilerToLink(Compiler):
+    """numba's compiler with `_LoweringToLink` as its last step."""
+
+    def define_pipelines(self) -> list[PassManager]:
+        [passes] = super().define_pipelines()
+        passes.passes = [(_LoweringToLink if p is NativeLowering else p, name) for p, name in passes.passes]
+        return [passes]
 
 
 def inner(function: Callable) -> Dispatcher:
     """Declare a function that only compiled ones call. It needs no cache entry, and no way in for Python."""
-    return _dispatcher_with_passes(function, _PASSES)
-
-
-def seldom(function: Callable) -> Dispatcher:
-    """Declare an `inner` function that is called seldom. It compiles faster, and runs slower."""
-    # The caller's passes optimize it, once it is linked in.
-    return _dispatcher_with_passes(function, lambda library: None)
-
-
-def _dispatcher_with_passes(function: Callable, passes: Callable | None) -> Dispatcher:
-    made = njit(error_model="numpy", _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
-    if _PASSES:
-        made.compile = functools.partial(_compile_with_passes, passes, made.compile)
-    return made
-
-
-@global_compiler_lock
-def _compile_with_passes(passes: Callable, compile_it: Callable, signature: Any) -> Any:
-    # Functions that this one calls are compiled meanwhile, with passes of their own.
-    before, _LIBRARY._optimize_final_module = _LIBRARY._optimize_final_module, passes
-    try:
-        return compile_it(signature)
-    finally:
-        _LIBRARY._optimize_final_module = before
+    return njit(
+        error_model="numpy",
+        _nrt=False,
+        no_cpython_wrapper=True,
+        no_cfunc_wrapper=True,
+        pipeline_class=_CompilerToLink if _MAY_LINK else Compiler,
+    )(function)
 
 
 def entry(

@@ -155,17 +155,19 @@ class Topology(KeptHash):
 
     def _why_not_rows_over(self, unit: str | None) -> str:
         """Reason that TorchRec cannot divide rows over units. "": it can, or they are the default."""
-        default = DEFAULT_ROWS_OVER
-        if unit in (None, default):
+        if unit in (None, DEFAULT_ROWS_OVER):
             return ""
         level = ROWS_OVER[unit]
         if not self.joins(level):
-            return f"no {unit} has several hosts; it needs {default!r}, or hosts with names such as 'pod-0/host-1'"
-        for of, members in ((unit, self.on_units(level)), (default, self.on_hosts)):
+            return (
+                f"no {unit} has several hosts; it needs {DEFAULT_ROWS_OVER!r}, or hosts with names such as "
+                "'pod-0/host-1'"
+            )
+        for of, members in ((unit, self.on_units(level)), (DEFAULT_ROWS_OVER, self.on_hosts)):
             if len(sizes := sorted(set(map(len, members)))) > 1:
                 return (
                     f"a {of} has {' or '.join(map(str, sizes))} devices; TorchRec needs as many in each, or rows_over "
-                    f"{default!r}"
+                    f"{DEFAULT_ROWS_OVER!r}"
                 )
         return ""
 
@@ -194,14 +196,17 @@ class Topology(KeptHash):
     def __repr__(self) -> str:
         sizes = sorted({device.memory_bytes / GIB for device in self.devices})
         memory = f"{sizes[0]:.4g}" if len(sizes) == 1 else f"{sizes[0]:.4g} to {sizes[-1]:.4g}"
-        given = f", hardware {self.hardware}" if self.hardware else ""
-        given += "".join(f", {link.words}" for link in self.links)
-        given += "".join(f", {x.bytes / GIB:.4g} GiB {x.tier} memory a host" for x in self.memory)
         units = [
             (len(self.on_units(level)), LEVELS[level].rows_over) for level in _OF_UNITS if self.joins(level)
         ]
         pods = "".join(f" in {n} {unit}s" for n, unit in units)
-        return f"Topology({len(self.devices)} devices on {len(self.hosts)} hosts{pods}, {memory} GiB each{given})"
+        words = [
+            f"{len(self.devices)} devices on {len(self.hosts)} hosts{pods}, {memory} GiB each",
+            *([f"hardware {self.hardware}"] if self.hardware else []),
+            *(link.words for link in self.links),
+            *(f"{x.bytes / GIB:.4g} GiB {x.tier} memory a host" for x in self.memory),
+        ]
+        return f"Topology({', '.join(words)})"
 
     @cached_property
     def hosts(self) -> tuple[str, ...]:

@@ -158,11 +158,10 @@ class Table(KeptHash):
             f"{t} has {self.rows} rows in {buckets} buckets of equal size; it needs a multiple, such as "
             f"{-(-self.rows // buckets) * buckets}",
         )
-        if isinstance(self.access, Reuse):
-            require(
-                self.pooling == 0 or sum(self.access.bins) > 0,
-                f"{t} has pooling {self.pooling} but an empty reuse histogram",
-            )
+        require(
+            self.pooling == 0 or not isinstance(self.access, Reuse) or sum(self.access.bins) > 0,
+            f"{t} has pooling {self.pooling} but an empty reuse histogram",
+        )
 
     __hash__ = KeptHash.__hash__
 

@@ -62,8 +62,8 @@ _WORDS: dict[Any, str] = {
     str: "a text",
     bool: "True or False",
     NoneType: "None",
+    Any: "any value",
 }
-_WORDS[Any] = "any value"
 
 
 def require_types(record: object, noun: str) -> None:

@@ -81,24 +81,23 @@ def _batch_problems(indices: torch.Tensor, offsets: torch.Tensor, lengths: torch
     shapes = [list(x.shape) for x in (indices, offsets, lengths)]
     if lengths.ndim != 2 or 0 in lengths.shape or indices.ndim != 1 or shapes[1] != [lengths.numel() + 1]:
         yield f"has indices {shapes[0]}, offsets {shapes[1]}, lengths {shapes[2]}"
-        return
-    if lengths.min() < 0:
+    elif lengths.min() < 0:
         yield f"has a negative length {int(lengths.min())}"
-        return
-    first, last = int(offsets[0]), int(offsets[-1])
-    if (
-        first != 0
-        or last != len(indices)
+    elif (
+        (first := int(offsets[0])) != 0
+        or int(offsets[-1]) != len(indices)
         or not torch.equal(offsets.diff(), lengths.flatten().to(offsets.dtype))
     ):
-        yield f"has offsets from {first} to {last} that do not match its lengths and {len(indices)} indices"
+        yield (
+            f"has offsets from {first} to {int(offsets[-1])} that do not match its lengths and {len(indices)} indices"
+        )
     elif len(indices) and indices.min() < 0:
         yield f"has a negative index {int(indices.min())}"
 
 
 def _unpacked(path: Path, folder: Path) -> Path:
     """`path`, or a file of its unpacked content if it is gzipped, as torch.load needs to seek."""
-    if not schema.is_gzip(path):
+    if not schema.gzip_parts(path):
         return path
     with (folder / "batch.pt").open("wb") as plain:
         plain.writelines(schema.unpacked_chunks(path))

@@ -11,11 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem
 from shardcore.io import files, problem_parts, writing
 from shardcore.io.envelope import document, is_document, open_document, seal, unseal
-from shardcore.io.schema import build
+from shardcore.io.schema import build, naming
 from shardcore.step.lower import require_plan
 from shardcore.step.sharding_groups import GroupedPlan, Grouping, problem_of_group
 
@@ -55,12 +54,10 @@ def read_grouped(path: str | Path, problem: Problem) -> GroupedPlan:
     written = build(_GroupedPlan, unseal(open_document(path, SCHEMA), path), str(path))
     files.require_same_problem(written, problem, f"{path} is a grouped plan")
     grouping = build(Grouping, written.groups, f"{path}: groups")
-    try:
+    with naming(path):
         of_group = problem_of_group(problem, grouping)
         plan = files.plan_from_json(dict(written.plan), of_group, "its plan")
         require_plan(plan, of_group)
-    except ShardCoreError as error:
-        raise type(error)(f"{path}: {error}") from None
     return GroupedPlan(grouping, plan, of_group)
 
 

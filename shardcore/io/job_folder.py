@@ -147,7 +147,7 @@ def read_step(folder: str | Path) -> JobStep:
     """
     folder = Path(folder)
     facts, problem = _read_facts(folder), files.read_problem(folder / PROBLEM_JSON)
-    if missing := sorted({t.name for t in problem.tables} ^ set(facts.features)):
+    if missing := sorted({t.name for t in problem.tables} ^ {n for n, of in facts.features.items() if of}):
         raise ShardCoreError(f"{folder / JOB_JSON} and {PROBLEM_JSON} differ in tables {missing[:3]}")
     if facts.world_size != len(problem.topology):
         raise ShardCoreError(
@@ -217,6 +217,9 @@ def _lookups(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
             for name in arrays.files:
                 if arrays[name].ndim != 1 or arrays[name].dtype.kind not in "iu":
                     raise ValueError(f"{name} is no list of whole numbers")
+                lengths = name.replace("ids:", "lengths:", 1)
+                if lengths != name and np.abs(arrays[lengths]).sum(dtype=float) != len(arrays[name]):
+                    raise ValueError(f"{name} has {len(arrays[name])} ids, and {lengths} another sum")
             names = [name.removeprefix("ids:") for name in arrays.files if name.startswith("ids:")]
             return {name: (arrays[f"ids:{name}"], arrays[f"lengths:{name}"]) for name in names}
     except ShardCoreError:

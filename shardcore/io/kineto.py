@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import MOST_MS
 from shardcore.io import schema
 
 SUFFIXES = (".json", ".json.gz")
@@ -66,8 +67,7 @@ class KinetoFile:
     @property
     def distributed(self) -> Mapping[str, Any]:
         """Backend, rank and world_size of the job. Empty where the trace does not say."""
-        info = self.header.get("distributedInfo")
-        return info if isinstance(info, dict) else {}
+        return info if isinstance(info := self.header.get("distributedInfo"), dict) else {}
 
     def events(self) -> Iterator[TraceEvent]:
         """Events with a duration, in the order of the file.
@@ -82,7 +82,10 @@ class KinetoFile:
                 self.malformed += 1
             elif raw.get("ph") == "X":
                 begin, duration, name = raw.get("ts"), raw.get("dur", 0), raw.get("name")
-                if not (_is_time(begin) and _is_time(duration) and duration >= 0 and isinstance(name, str)):
+                # An event longer than MOST_MS is no part of a step.
+                if not (
+                    _is_time(begin) and _is_time(duration) and 0 <= duration <= 1e3 * MOST_MS
+                ) or not isinstance(name, str):
                     self.malformed += 1
                     continue
                 begin_ms, args = base_ms + begin / 1e3, raw.get("args")

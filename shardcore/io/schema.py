@@ -36,6 +36,8 @@ MOST_RATIO, LEAST_UNPACKED_BYTES = 50, 1 << 24
 """Most bytes of unpacked content, over a file's size (batches of ids have 4, traces 15); and bytes up to which any
 ratio is allowed."""
 _CHUNK_BYTES = 1 << 20
+_PART_BYTES = 512
+"""Bytes of a gzip file for each of its parts beyond the first thousand."""
 MOST_YAML_BYTES = 1 << 18
 """Largest YAML file. Parsing takes 14 s per MiB."""
 MOST_VALUES = 1 << 25
@@ -77,8 +79,7 @@ def read_bytes(path: str | Path | Readable, most: int = MOST_FILE_BYTES) -> byte
 def require_file(path: str | Path) -> None:
     """Raise ShardCoreError, as read_bytes does, for a file that another library is about to open."""
     with _reading(path):
-        size = _size_of(path)
-    _require_size(path, size, MOST_MAPPED_BYTES)
+        _require_size(path, _size_of(path), MOST_MAPPED_BYTES)
 
 
 @contextmanager
@@ -97,7 +98,8 @@ def content_of(path: str | os.PathLike, most: int = MOST_FILE_BYTES) -> bytes:
     # Files of /proc claim a size of 0, and reading some of them never ends.
     if size == 0:
         return b""
-    with open(path, "rb", opener=_at_once) as f:
+    # Without waiting for a writer, in case a pipe has replaced the file.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as f:
         content = f.read(size + 1)
     if len(content) > size:
         raise OSError(0, "it grows while it is read")
@@ -114,15 +116,12 @@ def _size_of(path: str | os.PathLike) -> int:
     return status.st_size
 
 
-def _at_once(path: str, flags: int) -> int:
-    """Open without waiting for a writer, in case a pipe has replaced the file."""
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
-def is_gzip(path: Path) -> bool:
-    """True if a file begins as gzip does."""
+def gzip_parts(path: Path) -> int:
+    """About the number of parts of a gzip file, which follow each other. 0: it does not begin as gzip does."""
     with path.open("rb") as file:
-        return file.read(2) == b"\x1f\x8b"
+        return int(file.read(2) == b"\x1f\x8b") and 1 + sum(
+            chunk.count(b"\x1f\x8b\x08") for chunk in iter(lambda: file.read(_CHUNK_BYTES), b"")
+        )
 
 
 def unpacked_chunks(path: Path) -> Iterator[bytes]:
@@ -131,7 +130,13 @@ def unpacked_chunks(path: Path) -> Iterator[bytes]:
     Raises ShardCoreError for gzip that unpacks to far more than its size, and EOFError, OSError or zlib.error after
     what can be read of a file that is damaged.
     """
-    packed, size, done = is_gzip(path), _size_of(path), 0
+    packed, size, done = gzip_parts(path), _size_of(path), 0
+    # Each part takes 30 µs, however short.
+    if packed > (limit := 1000 + size // _PART_BYTES):
+        raise ShardCoreError(
+            f"{path} has {size:,} bytes and about {packed:,} parts of gzip; it needs to have {limit:,} at most; if it "
+            "is sound, unpack it with gunzip"
+        )
     most = max(LEAST_UNPACKED_BYTES, MOST_RATIO * size)
     with gzip.open(path) if packed else path.open("rb") as file:
         # One chunk at a time, so that no content before a damage is lost.
@@ -182,7 +187,8 @@ def read_text(path: str | Path | Readable, most: int = MOST_FILE_BYTES) -> str:
 
 def decoded(content: bytes, what: Any) -> str:
     try:
-        return content.decode()
+        # Windows puts a byte order mark before text, which is none of it.
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ShardCoreError(f"{what} is no text in UTF-8: {error.reason} at byte {error.start}") from None
 
@@ -280,10 +286,9 @@ def read_yaml(path: str | Path) -> Any:
     class Loader(yaml.SafeLoader):
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
-                event = self.peek_event()
                 raise ValueError(
-                    f"line {event.start_mark.line + 1} has an alias, "
-                    f"*{shortened(event.anchor, 40)}; write it out"
+                    f"line {self.peek_event().start_mark.line + 1} has an alias, "
+                    f"*{shortened(self.peek_event().anchor, 40)}; write it out"
                 )
             return super().compose_node(parent, index)
 
@@ -333,6 +338,21 @@ class Faults(ShardCoreError):
             others = f"... and {more:,} more{' at least' * (len(faults) >= _MOST_FAULTS)}"
             self.args = ("\n".join([*map(str, faults[:_SHOWN_FAULTS]), *[others] * (more > 0)]),)
 
+    def __format__(self, spec: str) -> str:
+        """One line, for the message of another error. `str` gives a line for each fault."""
+        return format("; ".join(str(self).split("\n")), spec)
+
+
+@contextmanager
+def naming(what: Any) -> Iterator[None]:
+    """Put a name, such as that of a file, before the message of an error: before each fault of several."""
+    try:
+        yield
+    except Faults as error:
+        raise Faults(faults=[type(fault)(f"{what}: {fault}") for fault in error.faults]) from None
+    except ShardCoreError as error:
+        raise type(error)(f"{what}: {error}") from None
+
 
 def each(make: Callable[[Any], Any], entries: Iterable[Any]) -> list[Any]:
     """Make something of each entry. Raises ShardCoreError if one fails, Faults with all errors if several do."""
@@ -374,7 +394,7 @@ def build(cls: type[T], data: Any, what: str, also: Collection[str] = (), **give
     def make(name: str) -> None:
         if name in unknown:
             raise ShardCoreError(
-                f"{what} has an unknown key {shown(name)}; known are {', '.join([*fields, *also])}"
+                f"{what} has an unknown key {shown(name)}; known are {', '.join(dict.fromkeys([*fields, *also]))}"
             )
         if name in given:
             values[name] = given[name]() if callable(given[name]) else given[name]
@@ -384,10 +404,8 @@ def build(cls: type[T], data: Any, what: str, also: Collection[str] = (), **give
             raise ShardCoreError(f"{what} lacks the key {name!r}")
 
     each(make, dict.fromkeys([*sorted(unknown), *present, *given]))
-    try:
+    with naming(what):
         return cls(**values)
-    except ShardCoreError as error:
-        raise type(error)(f"{what}: {error}") from None
 
 
 def read(value: Any, kind: Any, what: str) -> Any:

@@ -75,14 +75,14 @@ def remove_unfinished(path: Path) -> None:
     """Remove a temporary file if its writer was killed, so that nobody holds its lock."""
     import fcntl
 
-    with contextlib.suppress(OSError), open(path, "rb", opener=_no_link) as f:
+    # No link is followed, and no writer of a pipe is waited for.
+    with (
+        contextlib.suppress(OSError),
+        open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as f,
+    ):
         if stat.S_ISREG(os.fstat(f.fileno()).st_mode):
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
-
-
-def _no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def require_writable(path: str | Path, what: str, folder: bool = False) -> None:

@@ -13,7 +13,7 @@ Learned sharders (DreamShard, AutoShard) take a policy, too (learned/):
 Plans are consolidated (state/shards.py). Provenance records their algorithm, seed and predicted cost.
 
 Every sharder begins with `feasible_shards`. So table-wise sharders, too, cut a table that no device can hold.
-TorchRec's planner is listed where it is installed (torchrec/sharder.py).
+TorchRec's planner is listed where it is installed (torchrec/baseline.py).
 """
 
 from shardcore.search.budget import Budget

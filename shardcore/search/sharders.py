@@ -46,7 +46,7 @@ class Sharder(Protocol):
 DEFAULT_SHARDER = "portfolio"
 SPACE_OF = {"portfolio": "all", "anneal": "all", "anneal_columns": "columns"}
 """The space of each sharder that anneals (see anneal.sharder.SPACES)."""
-_TORCHREC = "shardcore.torchrec.sharder"
+_TORCHREC = "shardcore.torchrec.baseline"
 """TorchRec's own planner. It knows TorchRec's formats, so it lives above, and is imported when it runs."""
 BASELINES = ("random", *greedy.ORDERS)
 """Sharders without a search. Published plans are shown against these."""

@@ -226,7 +226,8 @@ def by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
 def _whole(parts: Mapping[str, float]) -> dict[str, int]:
     """The parts in whole bytes that sum to the rounded sum."""
     # Round the running sum, not each part: rounding errors then never add up.
-    ends = np.rint(np.cumsum(list(parts.values()))).astype(int).tolist()
+    # Integers of Python, as those of NumPy overflow with a huge batch.
+    ends = [round(end) for end in np.cumsum(list(parts.values())).tolist()]
     return {part: end - begin for part, begin, end in zip(parts, [0, *ends], ends, strict=False)}
 
 

@@ -5,6 +5,7 @@ import math
 import re
 
 import pytest
+from sealing import edit
 
 from shardcore.cli import main
 from shardcore.io import files
@@ -158,3 +159,18 @@ def test_a_plan_of_groups_is_exported_for_dmp_collection(grouped, stored, capsys
     out.write_text(out.read_text().replace('"sync_every": 20', '"sync_every": 21'))
     with pytest.raises(ShardCoreError, match="it was edited"):
         read_dmp_collection(out)
+
+
+def test_each_fault_of_the_inner_plan_is_a_line_with_the_file(grouped, stored, capsys):
+    def change(whole):
+        for i, placement in enumerate(whole["plan"]["placements"][:2]):
+            placement["kind"] = f"k{i}"
+
+    edit(grouped, change)
+    assert main(["export", str(grouped), "--problem", str(stored / "problem.json"), "--out", "t.json"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    for i, line in enumerate(lines):
+        assert line.removeprefix("error: ").startswith(
+            f"{grouped}: its plan: a placement or constraint has kind 'k{i}'"
+        )
+    assert len(lines) == 2

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from job_folders import UNEVEN, traced_step
-from kineto_traces import gloo_step, ranks_of, write
+from kineto_traces import event, gloo_step, ranks_of, write
 from laws import comm_samples, compute_samples, linear_law, pool
+from sealing import edit
 from shapes import column
 
 from shardcore.cli import main
@@ -255,6 +256,31 @@ def test_a_damaged_file_of_a_step_is_named(folder, name, content):
     (where / name).write_bytes(content)
     with pytest.raises(ShardCoreError, match=name.replace(".", r"\.")):
         job_folder.read_step(where)
+
+
+def test_a_table_without_features_is_refused(folder):
+    where = job_folder.traced_steps(folder)[-1]
+    edit(where / "job.json", lambda facts: facts["features"].update(t0=[]))
+    with pytest.raises(ShardCoreError, match=r"job.json and problem.json differ in tables \['t0'\]"):
+        job_folder.read_step(where)
+
+
+@pytest.mark.parametrize("lengths", [[2**40] * 3, [-1, 4], [2**63 - 1, 2**63 - 1, 5]])
+def test_lengths_that_are_not_of_the_ids_are_refused(folder, lengths):
+    path = job_folder.traced_steps(folder)[-1] / "rank-0.lookups.npz"
+    with np.load(path) as arrays:
+        np.savez(path, **{**arrays, "ids:f-t0": np.arange(3), "lengths:f-t0": np.array(lengths)})
+    with pytest.raises(
+        ShardCoreError, match=r"rank-0.lookups.npz has no lookups: ids:f-t0 has 3 ids, and lengths"
+    ):
+        job_folder.read_step(path.parent)
+
+
+def test_names_in_traces_control_no_terminal(tmp_path, capsys):
+    write(tmp_path / "t", 0, [*gloo_step(), event("evil\x1b[31m\r\nname", 19, 0.2)], 1)
+    code, out, err = output_of(capsys, "job", "read", tmp_path / "t")
+    assert code == 0 and r"evil\x1b[31m\r" in err
+    assert all(line.isprintable() for line in (out + err).split("\n"))
 
 
 @pytest.mark.usefixtures("few_epochs")

@@ -318,6 +318,28 @@ def test_a_problem_file_with_several_faults_names_them_all(tmp_path):
     assert [words in line for words, line in zip(named, lines, strict=True)] == [True] * 5
 
 
+def test_constraints_and_devices_of_another_form_are_named_with_what_is_known(problem, tmp_path):
+    data = files.problem_to_json(problem)
+    names = [t.name for t in problem.tables[:2]]
+    path = tmp_path / "p.json"
+    data["topology"]["devices"] = ["a100", 80]
+    data["constraints"] = {"kinds": {name: ["rows"] for name in names}}
+    path.write_text(json.dumps(data))
+    assert [line.removeprefix(f"{path}: ") for line in error_lines(files.read_problem, path)] == [
+        "device is 'a100'; it needs to be an object with keys",
+        "device is 80; it needs to be an object with keys",
+        *(
+            f"constraints: kinds of table {name!r} has 'rows'; known are column, row, host_row, pod_row, data_parallel"
+            for name in names
+        ),
+    ]
+    path.write_text(json.dumps(files.problem_to_json(problem) | {"constraints": {"pined": {}}}))
+    assert error_lines(files.read_problem, path) == [
+        f"{path}: constraints has an unknown key 'pined'; known are reserved_bytes, unsplit, pinned, together, kinds, "
+        "min_widths"
+    ]
+
+
 def test_a_plan_file_with_several_faults_names_them_all(problem, tmp_path):
     path = tmp_path / "plan.json"
     files.write_plan(path, whole(problem), problem)

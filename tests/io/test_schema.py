@@ -283,6 +283,34 @@ def test_very_many_faults_are_not_all_looked_for(monkeypatch):
     assert len(looked_at) < 5_000
 
 
+def test_a_name_comes_before_each_fault_of_several():
+    many = [{"number": -1}, {"number": "x"}]
+    with pytest.raises(schema.Faults) as info, schema.naming("a.json"):
+        schema.build(Outer, {**WHOLE, "many": many}, "its plan")
+    assert str(info.value).split("\n") == [
+        "a.json: its plan: many[0]: inner has number -1; it needs 0 or more",
+        "a.json: its plan: many[1]: number is 'x'; it needs to be a whole number",
+    ]
+    with pytest.raises(ShardCoreError, match=r"^a\.json: inner has number -1"), schema.naming("a.json"):
+        Inner(-1)
+
+
+def test_several_faults_are_one_line_in_the_message_of_another_error():
+    """Callers write f"{path}: {error}", whose line ends would be shown as backslash and n."""
+    with pytest.raises(schema.Faults) as info:
+        schema.build(Outer, {**WHOLE, "many": [{"number": -1}, 3]}, "it")
+    assert str(ShardCoreError(f"a.json: {info.value}")) == (
+        "a.json: it: many[0]: inner has number -1; it needs 0 or more; it: many[1] is 3; it needs to be an object "
+        "with keys"
+    )
+
+
+def test_text_may_begin_with_a_byte_order_mark(tmp_path):
+    """Windows' editors and spreadsheets put one there."""
+    (tmp_path / "f").write_bytes(b'\xef\xbb\xbf{"a": 1}')
+    assert schema.read_json(tmp_path / "f") == schema.read_yaml(tmp_path / "f") == {"a": 1}
+
+
 def test_faults_keep_to_printable_lines_without_passwords():
     """Values come from files that anybody may have written."""
     lines = faults_of({**WHOLE, "name": ["a\nb" * 1000], "kind": "http://user:secret@host", "flag": 1})

@@ -1,5 +1,6 @@
 """Steps of a running job, from traces of its ranks."""
 
+import gzip
 import json
 import random
 import shutil
@@ -11,6 +12,7 @@ import pytest
 from kineto_traces import BASE_NS, event, gloo_step, ranks_of, write
 
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import MOST_BYTES
 from shardcore.io import schema
 from shardcore.io.kineto import KinetoFile
 from shardcore.measure.traces.job import read_job
@@ -344,9 +346,10 @@ def test_events_without_a_time_are_counted(tmp_path):
         {"ph": "X", "ts": 10**400, "name": "c"},
         {"ph": "X", "ts": float("nan"), "dur": 1, "name": "d"},
         {"ph": "X", "ts": 1, "dur": float("inf"), "name": "e"},
+        event("ProfilerStep#4", 0, 1e15, "user_annotation"),
     ]
     write(tmp_path, 0, gloo_step() + broken, 1)
-    assert "trace of rank 0 has 5 events without a name or time" in read_job(tmp_path).remarks
+    assert "trace of rank 0 has 6 events without a name or time" in read_job(tmp_path).remarks
 
 
 @pytest.mark.parametrize(
@@ -357,12 +360,48 @@ def test_events_without_a_time_are_counted(tmp_path):
         ([event("c10d::allreduce_", 19, 0.1, **{"In msg nelems": 1, "dtype": []})], {}),
         ([event("Memcpy DtoD", 19, 0.1, "kernel", correlation=[1])], {}),
         ([], {"deviceProperties": 3}),
+        ([], {"distributedInfo": {"rank": True, "world_size": True}}),
     ],
 )
 def test_fields_of_other_kinds_are_left_out(tmp_path, more, header):
     write(tmp_path, 0, gloo_step() + more, 1, **header)
     [step] = read_job(tmp_path).steps
     assert step.number == 3 and step.ranks[0].total_ms == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"Input Dims": [[1], [10**18] * 40], "Input type": ["float", "float"]},
+        {"Input Dims": [[-1], [-7]], "Input type": ["float", "float"]},
+        {"In msg nelems": 10**400, "dtype": "Float"},
+        {"In msg nelems": -(10**400), "dtype": "Float"},
+    ],
+)
+def test_sizes_of_an_exchange_that_no_memory_has_are_bounded(tmp_path, sizes):
+    events = gloo_step()
+    for e in events:
+        e["args"] |= sizes if e["name"].startswith("c10d::") else {}
+    write(tmp_path, 0, events, 1)
+    [exchange] = read_job(tmp_path).steps[0].ranks[0].exchanges
+    assert 0 <= exchange.n_bytes <= MOST_BYTES
+
+
+def test_traces_of_which_none_can_be_read_have_a_line_each(tmp_path):
+    for rank in (0, 1):
+        (tmp_path / f"rank-{rank}.trace.json").write_text("{}")
+    with pytest.raises(ShardCoreError) as info:
+        read_job(tmp_path)
+    lines = str(info.value).split("\n")
+    assert [f"rank-{rank}.trace.json" in line for rank, line in enumerate(lines)] == [True, True]
+
+
+def test_a_trace_that_ends_before_its_ops_is_said_to_be_cut_short(tmp_path):
+    path = write(tmp_path, 0, gloo_step(), 1)
+    content = path.read_text()
+    path.write_text(content[: content.index("[lookup]")])
+    with pytest.raises(ShardCoreError, match="has no ops within its steps .* and is cut short"):
+        read_job(tmp_path)
 
 
 def test_large_traces_are_read_in_bounded_memory(tmp_path):
@@ -388,6 +427,20 @@ def test_a_gzip_bomb_is_refused_with_its_file_size_and_limit(tmp_path):
     size = path.stat().st_size
     words = f"{path} has {size:,} bytes and unpacks to more than {schema.LEAST_UNPACKED_BYTES:,} bytes"
     with pytest.raises(ShardCoreError, match=words):
+        read_job(tmp_path)
+
+
+def test_gzip_of_very_many_parts_is_refused(tmp_path):
+    """4 MB of empty parts took 10 s to read. A file in some hundred parts is read."""
+    content = write(tmp_path, 0, gloo_step(), 1).read_bytes()
+    (tmp_path / "rank-0.trace.json").unlink()
+    path = tmp_path / "rank-0.trace.json.gz"
+    path.write_bytes(b"".join(gzip.compress(content[i : i + 10]) for i in range(0, len(content), 10)))
+    assert read_job(tmp_path).steps[0].number == 3
+    path.write_bytes(gzip.compress(b"") * 2_000 + gzip.compress(content))
+    with pytest.raises(
+        ShardCoreError, match=r"has [\d,]+ bytes and about 2,001 parts of gzip; it needs to have 1,0"
+    ):
         read_job(tmp_path)
 
 

@@ -26,7 +26,7 @@ from shardcore.report.published_report import row
 from shardcore.search import BASELINES, SHARDERS, Budget, compare
 from shardcore.step import lower as workload
 from shardcore.step.lower import lower
-from shardcore.torchrec import sharder
+from shardcore.torchrec import baseline
 
 pytestmark = pytest.mark.usefixtures("short_explanations")
 CONFIG = PublishConfig("anneal_columns", budget_evals=300, torchrec_s=0)
@@ -133,7 +133,7 @@ def test_a_first_plan_names_what_it_comes_from_and_has_a_page(problem, model, tm
     assert row(published)[4] == f"{cost['baselines'][best]:.2f} {best}"
 
 
-@pytest.mark.skipif(bool(sharder.missing_package()), reason="TorchRec is not installed")
+@pytest.mark.skipif(bool(baseline.missing_package()), reason="TorchRec is not installed")
 def test_torchrecs_planner_is_compared_with_where_problems_are_small(problem, model, tmp_path):
     asked = replace(CONFIG, torchrec_s=5.0)
     ms = publish(tmp_path, problem, model, config=asked).baselines["torchrec"]

@@ -8,7 +8,7 @@ from shardcore.core.extras import TORCHREC
 from shardcore.search import LEARNED, SHARDERS, Budget, greedy
 from shardcore.search import sharder as sharder_of
 from shardcore.testing import SharderConformance
-from shardcore.torchrec import sharder as torchrec_peer
+from shardcore.torchrec import baseline as torchrec_peer
 
 CHECKS = [name for name in dir(SharderConformance) if name.startswith("test_")]
 SHIPPED = (

@@ -46,7 +46,7 @@ def test_seconds_of_a_search_are_without_compilation(tables, monkeypatch):
 
 def test_where_torchrec_is_not_installed_its_planner_says_so(monkeypatch):
     monkeypatch.delitem(SHARDERS, "torchrec", raising=False)
-    monkeypatch.setattr("shardcore.torchrec.sharder.find_spec", lambda name: None)
+    monkeypatch.setattr("shardcore.torchrec.baseline.find_spec", lambda name: None)
     with pytest.raises(
         ShardCoreError,
         match="'torchrec' runs .*not installed .*: pip install .*torchrec==",

@@ -39,6 +39,15 @@ def test_a_plan_and_a_problem_in_the_wrong_order_are_one_line():
         memory.used_bytes(problem_of(), plan)
 
 
+@pytest.mark.filterwarnings("error")
+def test_bytes_beyond_64_bits_are_counted():
+    """A million lookups of 2^40 samples: nothing holds them, which a refusal has to say."""
+    table = Table("t", 10**6, 64, 1e6)
+    problem = Problem("p", (table,), Topology((Device(1 << 40, host="h"),)), 1 << 40)
+    [used] = memory.used_bytes(Plan((column(table, 0),)), problem)
+    assert used > 8e6 * 2**40 > 2**63 / 2
+
+
 def test_what_a_whole_table_takes_by_hand():
     """A phase at a time: ids arrive in 3 buffers; later they are 2, beside outputs or what is sorted."""
     arrived, pooled, sorting = 64 * (3 * 8 + 4), 64 * 8 * 4, 64 * 3 * 52

@@ -6,7 +6,7 @@ from shapes import column, host_row, on_hosts, replica, row
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.extras import TORCHREC
 from shardcore.core.types import Table
-from shardcore.torchrec import sharder as peer
+from shardcore.torchrec import baseline as peer
 from shardcore.torchrec.placements import placements_of
 
 WIDE = Table("a.wide", 1000, 64, 40.0)

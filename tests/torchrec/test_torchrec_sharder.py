@@ -6,6 +6,7 @@ import pytest
 from shapes import row, with_room
 
 from shardcore.core import progress
+from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.extras import TORCHREC
 from shardcore.core.links import links_of
@@ -16,9 +17,8 @@ from shardcore.search import SHARDERS, Budget
 from shardcore.step.lower import lower
 from shardcore.step.memory import held_bytes
 from shardcore.step.memory_account import table_bytes
-from shardcore.torchrec import sharder as peer
-from shardcore.torchrec.planner_pieces import Metered
-from shardcore.torchrec.sharder import TorchRecConfig
+from shardcore.torchrec import baseline as peer
+from shardcore.torchrec.baseline import Metered, TorchRecConfig
 
 BATCH, MIB = 64, 2**20
 WIDE, TINY = Table("a.wide", 1000, 64, 40.0), Table("b", 3, 8, 2.0)
@@ -76,12 +76,12 @@ def test_it_is_told_of_devices_host_by_host_and_of_the_models_rates():
     devices = tuple(Device(MIB + i, host=h) for i, h in enumerate("xyxy"))
     tables = WIDE, TINY, Table("t", 900, 16, 5.0)
     problem = problem_of(*tables, devices=devices, links=links_of(within_host=3.0))
-    theirs = peer._Theirs(problem, MODEL, tables, peer._constrained_first(problem, MODEL))
+    theirs = peer._Translation(problem, MODEL, [])
     assert theirs.ranks == (0, 2, 1, 3) and theirs.per_host == 2
-    topology = theirs.topology(theirs.bandwidths)
+    topology = theirs.topology()
     assert [d.storage.hbm for d in topology.devices] == [held_bytes(problem)[d] for d in (0, 2, 1, 3)]
     assert topology.intra_host_bw == 3e6  # bytes per ms
-    options = theirs.enumerator(topology, theirs.constraints(False, None)).enumerate(
+    options = theirs.enumerator(topology, theirs.constraints(theirs.types, None)).enumerate(
         theirs.module, theirs.sharders
     )
     whole = [o for o in options if o.sharding_type == "table_wise"]
@@ -102,6 +102,21 @@ def test_a_faster_device_gets_more_and_a_full_one_less():
         plan = peer.torchrec(problem, MODEL, config=TorchRecConfig((None,), (False,)))
         held = [sum(p.devices == (d,) for p in plan.placements) for d in range(4)]
         assert (held[3] > max(held[:3])) == more, held
+
+
+@installed
+def test_pinned_tables_bundles_and_fixed_kinds_are_placed_first_and_the_others_around_them():
+    same = tuple(Table(f"t{i}", 500, 16, 10.0) for i in range(8))
+    rules = Constraints(pinned=(("t0", (2,)),), together=(("t1", "t2"),), kinds=(("a.wide", ("row",)),))
+    problem = replace(problem_of(WIDE, *same, links=links_of(within_host=1000.0)), constraints=rules)
+    plan = peer.torchrec(problem, MODEL, config=TorchRecConfig((None,), (False,)))
+    lower(plan, problem)
+    devices = {p.shard.table.name: p.devices for p in plan.placements}
+    assert devices["t0"] == (2,) and devices["t1"] == devices["t2"]
+    assert [p for p in plan.placements if p.shard.table == WIDE] == [row(WIDE, problem.topology)]
+    # Equal tables: with the work of those placed first known, each device has two.
+    assert [sum(devices[t.name] == (d,) for t in same) for d in range(4)] == [2, 2, 2, 2]
+    assert plan.provenance["evals"] > 0 and not plan.provenance["packed"]
 
 
 @installed
@@ -128,14 +143,14 @@ def test_a_budget_in_seconds_ends_a_setting_of_the_sweep_while_its_options_are_l
     """Listing takes a second here: once to compare costs, then for each setting. The second one finds none in time."""
     now_s, listed = [0.0], []
     monkeypatch.setattr(progress, "clock", lambda: now_s[0])
-    estimate = peer.OurBytes.estimate
+    estimate = peer.Estimator.estimate
 
     def slow(self, options, sharder_data_map=None):
         now_s[0] += 1
         listed.append(len(options))
         estimate(self, options, sharder_data_map)
 
-    monkeypatch.setattr(peer.OurBytes, "estimate", slow)
+    monkeypatch.setattr(peer.Estimator, "estimate", slow)
     problem, config = problem_of(WIDE, TINY), TorchRecConfig((None, 16), (False,))
     first = peer.torchrec(problem, MODEL, config=TorchRecConfig((None,), (False,)))
     now_s[0] = 0.0
@@ -175,7 +190,7 @@ def test_proposals_end_before_the_seconds_that_pricing_needs(monkeypatch):
     assert proposals(4.0, False) is None
 
 
-@pytest.mark.parametrize("fields", [{"min_partition": ()}, {"all_types": ()}, {"grid": -1}])
+@pytest.mark.parametrize("fields", [{"min_partition": ()}, {"all_types": ()}])
 def test_a_config_that_runs_nothing_is_refused(fields):
     with pytest.raises(ShardCoreError, match="swept"):
         TorchRecConfig(**fields)

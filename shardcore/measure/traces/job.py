@@ -21,6 +21,7 @@ import numpy as np
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import MOST_DEVICES, shown
 from shardcore.io.kineto import SUFFIXES, KinetoFile
+from shardcore.io.schema import Faults
 from shardcore.io.traced_steps import UNNAMED, RankStep, TracedExchange, TracedJob, TracedStep
 from shardcore.measure.traces import clocks
 from shardcore.measure.traces.rank import RankTrace, StepSpans, read_rank
@@ -58,7 +59,7 @@ def read_job(folder: str | Path, world_size: int | None = None) -> TracedJob:
         try:
             trace = read_rank(KinetoFile(path))
         except ShardCoreError as error:
-            errors.append(str(error))
+            errors.append(error)
             continue
         rank = trace.rank if trace.rank is not None else _rank_in(path, len(traces))
         if rank in traces:
@@ -68,8 +69,8 @@ def read_job(folder: str | Path, world_size: int | None = None) -> TracedJob:
         digests[rank] = _digest(path)
         remarks += [f"trace of rank {rank} {remark}" for remark in trace.remarks]
     if not traces:
-        raise ShardCoreError("; ".join(errors))
-    remarks += errors
+        raise Faults(faults=errors)
+    remarks += map(str, errors)
     traces = _whole(traces, remarks)
     sizes = {s for s in (world_size, *(trace.world_size for trace in traces.values())) if s}
     if len(sizes) > 1:

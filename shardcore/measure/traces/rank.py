@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import shown
+from shardcore.core.validation import MOST_BYTES, shown
 from shardcore.io.kineto import KinetoFile, TraceEvent
+from shardcore.io.schema import is_whole
 from shardcore.io.traced_steps import UNNAMED
 from shardcore.measure.traces.names import (
     DENSE_KERNELS,
@@ -127,7 +128,10 @@ def read_rank(file: KinetoFile) -> RankTrace:
             if match and e.end_ms > e.begin_ms:
                 windows[int(match[1])] = e.begin_ms, e.end_ms, e.thread
     if last <= first:
-        raise ShardCoreError(f"{file.path.name} has no ops; trace the activities CPU, or CPU and CUDA")
+        raise ShardCoreError(
+            f"{file.path.name} has no ops{' and is cut short' * file.cut_short}; trace the activities CPU, or CPU and "
+            "CUDA"
+        )
     if file.cut_short:
         remarks.append("is cut short: its last events are missing")
     if file.malformed:
@@ -173,15 +177,18 @@ def read_rank(file: KinetoFile) -> RankTrace:
         remarks.append(f"has steps without ops, which do not count: {idle}")
         steps = [s for s in steps if s.number not in idle]
     if not steps:
-        raise ShardCoreError(f"{file.path.name} has no ops within its steps {idle}; trace steps that train")
+        raise ShardCoreError(
+            f"{file.path.name} has no ops within its steps {idle}{' and is cut short' * file.cut_short}; trace steps "
+            "that train"
+        )
     if not any(step.collectives for step in steps):
         remarks.append("has no collectives: of exchanges it tells nothing")
     told = file.distributed
     devices = file.header.get("deviceProperties")
     names = [d.get("name") for d in devices if isinstance(d, dict)] if isinstance(devices, list) else []
     return RankTrace(
-        told["rank"] if isinstance(told.get("rank"), int) else None,
-        told["world_size"] if isinstance(told.get("world_size"), int) else None,
+        told["rank"] if is_whole(told.get("rank")) else None,
+        told["world_size"] if is_whole(told.get("world_size")) else None,
         str(told.get("backend", "")),
         str(names[0]) if names else "cpu",
         steps,
@@ -307,24 +314,22 @@ class _Frames:
 
 
 def _entered_bytes(e: TraceEvent) -> int:
-    """Bytes that a rank enters into a collective. 0 where its event does not say."""
+    """Bytes that a rank enters into a collective, MOST_BYTES at most. 0 where its event does not say."""
     count, kind = e.args.get("In msg nelems"), e.args.get("dtype")
     if isinstance(count, int) and isinstance(kind, str) and kind in _ELEMENT_BYTES:
-        return count * _ELEMENT_BYTES[kind]
+        return min(max(count, 0) * _ELEMENT_BYTES[kind], MOST_BYTES)
     dims, kinds = e.args.get("Input Dims"), e.args.get("Input type")
-    if not isinstance(dims, list) or not isinstance(kinds, list):
-        return 0
     # An op has its output first and its input next; what runs it has only the input.
     tensors = [
         (d, k)
-        for d, k in zip(dims, kinds, strict=False)
+        for d, k in zip(*(x if isinstance(x, list) else () for x in (dims, kinds)), strict=False)
         if isinstance(k, str) and k in _ELEMENT_BYTES
-        if isinstance(d, list) and d and all(isinstance(n, int) for n in d)
+        if isinstance(d, list) and d and all(isinstance(n, int) and n >= 0 for n in d)
     ]
     if not tensors:
         return 0
     shape, kind = tensors[1 if e.name.startswith("c10d::") and len(tensors) > 1 else 0]
-    return math.prod(shape) * _ELEMENT_BYTES[kind]
+    return min(math.prod(shape) * _ELEMENT_BYTES[kind], MOST_BYTES)
 
 
 # --- device and collectives ---------------------------------------------------------------------------------

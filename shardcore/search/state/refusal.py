@@ -33,8 +33,11 @@ def refusal(problem: Problem, planned_share: float | None = None) -> str:
     """
     reserved = problem.constraints.reserved_bytes
     kept = f" ({gib(reserved)} of each stays free: constraints.reserved_bytes)" if reserved else ""
-    cuts = cuts_of(problem)
-    reason = _fixed_too_large(cuts)
+    # Less than a MiB was meant in GB or MB.
+    kept += ((least := min(d.memory_bytes for d in problem.topology.devices)) < 1 << 20) * (
+        f" (a device has memory_bytes {least}; it needs to be in bytes, such as 80000000000 for 80 GB)"
+    )
+    reason = _fixed_too_large(cuts := cuts_of(problem))
     if cuts.fixed and not reason:
         kept += (
             f" ({gib(held_bytes(problem)[0] - cuts.may_hold[0])} of each is for tables on all devices: "

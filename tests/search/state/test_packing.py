@@ -273,3 +273,11 @@ def test_columns_are_poured_to_the_last_that_fits():
     assert lacks <= 0 and {p.devices[0]: p.shard.width for p in poured.placements} == {0: 28, 1: 24, 2: 12}
     less = replace(given, topology=Topology(tuple(Device(n - (d == 0)) for d, n in enumerate(exact))))
     assert roomiest(less)[1] > 0
+
+
+def test_memory_that_was_given_in_gb_is_named():
+    given = replace(problem_of(TABLES[:1], "aa"), topology=Topology((Device(80), Device(80))))
+    with pytest.raises(
+        Infeasible, match="a device has memory_bytes 80; it needs to be in bytes, such as 80000000000"
+    ):
+        greedily(given)

@@ -3,7 +3,7 @@
 import numpy as np
 from numba import boolean, int64
 
-from shardcore.core.jit import seldom
+from shardcore.core.jit import inner
 from shardcore.search.anneal.compiled.arrays import (
     BUSIEST,
     FREE,
@@ -28,7 +28,7 @@ from shardcore.search.anneal.compiled.pointers import WORDS, entry
 from shardcore.search.anneal.compiled.state import hold
 
 
-@seldom
+@inner
 def busy_ms(fx, st, d, row):
     """ms of a device's load, and of the exchanges if it and its host were the busiest. row: of State.row.
 

@@ -16,7 +16,7 @@ import math
 
 import numpy as np
 
-from shardcore.core.jit import inner, seldom
+from shardcore.core.jit import inner
 from shardcore.search.anneal.compiled.arrays import (
     ARRIVED,
     CACHED,
@@ -73,7 +73,7 @@ def add_option(fx, st, d, option):
         option = fx.next_option[option]
 
 
-@seldom
+@inner
 def frame(fx, st):
     """Compute the bytes of the local batch from the runs' outputs, ranks and partial shards."""
     # The runs with shards, by insertion sort on the rank of their first table.
@@ -243,7 +243,7 @@ def lack_of(fx, st, d, row):
     return max(0.0, -left)
 
 
-@seldom
+@inner
 def cache_padding(fx, st, row):
     """Bytes of a device's caches beyond those that are resident, as memory.Caches counts them."""
     # RESIDENT counts each shard's cache as wide as that shard. This entry sums these bytes: take them off.
@@ -258,7 +258,7 @@ def cache_padding(fx, st, row):
     return beyond
 
 
-@seldom
+@inner
 def op_headroom(fx, st, row):
     """Remaining headroom under FBGEMM's per-op limits, in pseudo-bytes (OF_OP); the minimum over ops."""
     left = np.inf
@@ -268,7 +268,7 @@ def op_headroom(fx, st, row):
     return left
 
 
-@seldom
+@inner
 def set_lacks(fx, st):
     """Compute room and lack of each device, the bytes on hosts, and what all of them lack."""
     # Only a plan with OVER of 0 fits; `change_shared` refuses to raise it.
@@ -292,7 +292,7 @@ def host_fits(fx, st, d, row):
     return more <= 0.0 or st.hosts[0, fx.host[d], -1] + more <= fx.host_free
 
 
-@seldom
+@inner
 def expect(fx, st, s, units):
     """Count a shard of strip s among those that runs have. `frame` computes what follows."""
     run = st.runs[fx.strips[s, RUN]]

@@ -7,7 +7,7 @@ Ops that a move changes are in rows of their own (State.row) until it is accepte
 import numpy as np
 from numba import int64
 
-from shardcore.core.jit import inner, seldom
+from shardcore.core.jit import inner
 from shardcore.search.anneal.compiled.arrays import (
     BYTES_MOVED,
     ENTERED,
@@ -173,7 +173,7 @@ def trade(fx, st, s, a, b, given):
     return n
 
 
-@seldom
+@inner
 def moves_too_much(fx, st, n):
     """Tell if n edits exceed the re-sharding limits. The edits concern at most two tables."""
     # Sum by table: what it gains on one device may be what it loses on the other.

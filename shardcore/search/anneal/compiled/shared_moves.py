@@ -5,7 +5,7 @@ Each changes every device of a group. So they cost more than other moves and are
 
 from numba import int64
 
-from shardcore.core.jit import seldom
+from shardcore.core.jit import inner
 from shardcore.search.anneal.compiled.arrays import (
     FIRST,
     LAYOUT_OF,
@@ -31,7 +31,7 @@ from shardcore.search.anneal.compiled.state import (
 )
 
 
-@seldom
+@inner
 def propose_shared(fx, st):
     """Draw a move: (leaves, start, comes, to, b, back). An entry of -1 means none; all -1: no move.
 
@@ -81,13 +81,13 @@ def propose_shared(fx, st):
     return leaves, start, comes, to, b, -1
 
 
-@seldom
+@inner
 def group_option(fx, y, s):
     """The option of strip s on a device of a group of layout y. Nothing for a strip of -1."""
     return shared_option(fx, y, s, False) if s >= 0 else int64(0)
 
 
-@seldom
+@inner
 def trial_energy(head, fx, st, leaves, start, comes, to, b, back):
     """The energy in ms after a move that `propose_shared` draws. Only the rows of trials change."""
     n, moves = n_devices_of(st), comes < 0 and to >= 0
@@ -134,7 +134,7 @@ def trial_energy(head, fx, st, leaves, start, comes, to, b, back):
     return energy
 
 
-@seldom
+@inner
 def change_shared(head, fx, st, threshold):
     """Try one move of shared tables. Carry it out if the energy is then below the threshold."""
     leaves, start, comes, to, b, back = propose_shared(fx, st)

@@ -2,7 +2,7 @@
 
 from numba import int64, void
 
-from shardcore.core.jit import inner, seldom
+from shardcore.core.jit import inner
 from shardcore.search.anneal.compiled.arrays import (
     BYTES_MOVED,
     ENERGY,
@@ -99,7 +99,7 @@ def note(st, s, d, was):
     st.number[LOG] += 1
 
 
-@seldom
+@inner
 def undo(fx, st, until):
     """Take back logged steps, the last first, until so many are left.
 
@@ -136,7 +136,7 @@ def first_of_group(fx, d, r):
     return fx.groups[fx.group_of[y, d], FIRST] if y >= 0 and fx.group_of[y, d] >= 0 else d
 
 
-@seldom
+@inner
 def sum_loads(fx, st):
     """Compute the norms of a trial's loads anew."""
     for a in range(len(fx.heads)):
@@ -145,7 +145,7 @@ def sum_loads(fx, st):
             st.norm[1, 0, a] += power(load_of(fx, st, d, d, a) / st.ref[0, a])
 
 
-@seldom
+@inner
 def sum_exchanges(fx, st, r):
     """Compute a trial's sums and norms of the exchanges of run r anew."""
     n_hosts = st.hosts.shape[1] - 1
@@ -164,7 +164,7 @@ def sum_exchanges(fx, st, r):
             st.norm[1, 2, x] += power(st.hosts[1, h, x] / st.ref[2, x])
 
 
-@seldom
+@inner
 def recompute_ops(head, fx, st):
     """Compute the ops of all devices, and what the local batch depends on, from `held` and `group`."""
     # Tables of fixed kinds are in every plan.
@@ -206,7 +206,7 @@ def recompute_ops(head, fx, st):
                 copy(st.ms[d, r], st.ms[first, r])
 
 
-@seldom
+@inner
 def recompute(head, fx, st):
     """Compute everything that follows from `held` and `group`, and reset the norms' references.
 
