@@ -3,6 +3,7 @@
 docs/tools/blocks.py finds it. Searches get few evaluations, as their plans are not judged here.
 """
 
+import contextlib
 import json
 import re
 import shlex
@@ -43,32 +44,33 @@ TIMINGS = "op,time_us,B,T,E,D,L\n" + "".join(
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    """A cost model of the batch of params.yaml, and of smaller ones."""
-    folder = tmp_path_factory.mktemp("docs") / "model"
+def files(tmp_path_factory) -> Path:
+    """A folder of what commands of the pages read. Its models are of the batch of params.yaml, and smaller ones."""
+    folder = tmp_path_factory.mktemp("docs")
     setting = Setting("law", BATCH)
     samples = compute_samples(linear_law, 60, setting), comm_samples(20, setting=setting)
     made = fit.train(*samples, setting, fit.FitConfig(epochs=1)).model
     ranges = {**made.meta["ranges"], "batch": (BATCH // 8, BATCH)}
-    neural.save(replace(made, meta={**made.meta, "ranges": ranges}), folder)
+    for name in ("data/model", "model", "models/h100"):
+        neural.save(replace(made, meta={**made.meta, "ranges": ranges}), folder / name)
+    (folder / "offers.json").write_text(OFFERS)
+    (folder / "p.json").write_text(PROBLEM)
+    now = json.loads(PROBLEM)
+    now["tables"][0]["rows"] *= 2
+    (folder / "now.json").write_text(json.dumps(now))
+    with contextlib.chdir(folder):
+        assert main(shlex.split("plan p.json --model data/model --algorithm size_greedy --out old.json")) == 0
+    (folder / "timings.csv").write_text(TIMINGS)
     return folder
 
 
 @pytest.fixture
-def folder(model, tmp_path, monkeypatch, capsys) -> Path:
-    """The files that commands of the pages read."""
+def folder(files, tmp_path, monkeypatch, capsys) -> Path:
+    """A copy of these files. Searches in it are short."""
+    shutil.copytree(files, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("shardcore.search.portfolio.DEFAULT", QUICK)
     monkeypatch.setattr(shardcore, "Budget", lambda **given: QUICK)
-    for name in ("data/model", "model", "models/h100"):
-        shutil.copytree(model, tmp_path / name)
-    Path("offers.json").write_text(OFFERS)
-    Path("p.json").write_text(PROBLEM)
-    now = json.loads(PROBLEM)
-    now["tables"][0]["rows"] *= 2
-    Path("now.json").write_text(json.dumps(now))
-    assert main(shlex.split("plan p.json --model data/model --algorithm size_greedy --out old.json")) == 0
-    Path("timings.csv").write_text(TIMINGS)
     capsys.readouterr()
     return tmp_path
 

@@ -7,13 +7,13 @@ import resource
 import subprocess
 
 import pytest
-from laws import SETTING, comm_samples, compute_samples, linear_law, pool
+from laws import SETTING, compute_samples, linear_law, pool, trained
 
 from shardcore.cli import main
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Table
-from shardcore.cost import fit, neural
+from shardcore.cost import neural
 from shardcore.io import dataset, files, writing
 
 
@@ -99,6 +99,5 @@ def cli_files(tmp_path):
         SETTING.batch,
     )
     files.write_problem(tmp_path / "p.json", problem)
-    trained = fit.train(compute_samples(linear_law, 60), comm_samples(20), SETTING, fit.FitConfig(epochs=1))
-    neural.save(trained.model, tmp_path / "model")
+    neural.save(trained(), tmp_path / "model")
     return tmp_path / "p.json", tmp_path / "model"

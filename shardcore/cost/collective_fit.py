@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -215,6 +216,7 @@ def _counting(sample: CollectiveSample, way: str) -> list[int]:
     return list(range(len(ms))) if sample.request.hosts == 1 else [int(ms.argmax())]
 
 
+@lru_cache(8_192)  # cross-validation asks for those of the same samples again and again
 def _sample_terms(sample: CollectiveSample, way: str) -> np.ndarray:
     """[E, D] terms of one sample."""
     r = sample.request

@@ -12,9 +12,8 @@ Shapes: S samples.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -114,7 +113,7 @@ def corrected(samples: Sequence[ComputeSample]) -> list[ComputeSample]:
     slower = dict(zip(map(id, timed), np.exp(_drift(timed)).tolist(), strict=True))
     # As timed on a machine faster by this factor. The slowdown says by how much in all.
     return [
-        dataclasses.replace(rescale_sample(s, 1 / by, 1 / by), slowdown=s.slowdown * by)
+        replace(rescale_sample(s, 1 / by, 1 / by), slowdown=s.slowdown * by)
         if (by := slower.get(id(s)))
         else s
         for s in samples
@@ -184,4 +183,4 @@ def rescale_sample(sample: ComputeSample, forward: float, backward: float) -> Co
         part = getattr(sample, way)
         # Quartiles scale with the median. The number of repeats stays.
         changed[way] = Spread(part.median_ms * by, part.q1_ms * by, part.q3_ms * by, part.repeats)
-    return dataclasses.replace(sample, **changed)
+    return replace(sample, **changed)

@@ -8,12 +8,12 @@ Shapes: S samples, N shards, K terms, D ranks.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,8 @@ _LEAST_STEPS = 16
 """The fewest steps of an epoch. Small datasets get smaller batches."""
 _FEWEST_AT_BATCH = 8
 """Groups at a batch, for it to count as measured."""
+_MOST_KNOWN = 8_192
+"""Groups whose features are kept: cross-validation trains on the same groups again and again."""
 _OF_EXCHANGES = ("devices", "exchange_bytes", "exchange_id_bytes")
 """Names of ranges.RANGES that concern exchanges."""
 _CONTENTIONS = 8
@@ -148,7 +150,7 @@ def train(
     meta = {
         "ranges": measured,
         "samples": splits,
-        "config": {**dataclasses.asdict(config), "hidden": hidden},
+        "config": {**asdict(config), "hidden": hidden},
         "metrics": {},
         "provenance": provenance,
         **carried,
@@ -159,11 +161,11 @@ def train(
     if len(validation) < _FEWEST_UNSEEN:
         # The two sides are the same groups where one of them was empty.
         learned = {s.id: s for s in (*seen, *validation)}.values()
-        again = fit_ops(list(learned), setting, config, dataclasses.replace(shape, law=start)).weights
+        again = fit_ops(list(learned), setting, config, replace(shape, law=start)).weights
         # Errors on groups that were trained on would be too small.
         weights |= {k: v for k, v in again.items() if not k.startswith("band.")}
         meta["ranges"] = measured | measured_ranges(list(learned) or shape.compute, [])
-    return TrainedModel(dataclasses.replace(model, weights=weights, meta=meta), curves)
+    return TrainedModel(replace(model, weights=weights, meta=meta), curves)
 
 
 def fit_ops(
@@ -179,9 +181,7 @@ def fit_ops(
 
 def refit_rates(law: NeuralModel, compute: Sequence[ComputeSample]) -> NeuralModel:
     """The law with launch and rates fitted anew to these groups, under its correction and contention."""
-    return dataclasses.replace(
-        law, weights={**law.weights, **_fit_launch_and_rates(_groups_of(compute), law)}
-    )
+    return replace(law, weights={**law.weights, **_fit_launch_and_rates(_groups_of(compute), law)})
 
 
 def predicted_ms(model: NeuralModel, compute: Sequence[ComputeSample]) -> np.ndarray:
@@ -298,7 +298,7 @@ class _Groups:
     @classmethod
     def of(cls, requests: Sequence[ComputeRequest], ms: np.ndarray, on_cpu: bool = False) -> _Groups:
         """Groups with the ms [S, 2] that they take."""
-        rows = [features.features(request.shards, request.batch) for request in requests]
+        rows = [_features_of(request) for request in requests]
         return cls(
             drivers=np.concatenate([drivers for drivers, _ in rows]),
             conditions=np.concatenate([conditions for _, conditions in rows]),
@@ -312,6 +312,11 @@ class _Groups:
         """[S, ...] sums over the shards of each op."""
         # reduceat sums consecutive rows. No op is empty, which it would get wrong.
         return np.add.reduceat(per_shard, self.starts[:-1], axis=0)
+
+
+@lru_cache(_MOST_KNOWN)
+def _features_of(request: ComputeRequest) -> tuple[np.ndarray, np.ndarray]:
+    return features.features(request.shards, request.batch)
 
 
 def _fit_compute(
@@ -436,7 +441,7 @@ def _distilled_model(
     # Shards by the batch of their op: replicas run at the local batch.
     shards = {s: r.batch for r in requests for s in r.shards}
     drawn = [*requests, *(ComputeRequest((s,), batch) for s, batch in shards.items())]
-    model = ProfileModel(profile, dataclasses.replace(setting, hardware=profile.name))
+    model = ProfileModel(profile, replace(setting, hardware=profile.name))
     # Encodings add up, so an op is the sum over its shards.
     sums = np.stack([model.encode(r.shards, r.batch).sum(0) for r in drawn])
     share, total = model.forward_share(sums), model.head(sums)

@@ -16,10 +16,9 @@ Shapes: S samples.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import NormalDist
 
@@ -65,7 +64,7 @@ def train(
         # Half the epochs, as a law is trained further on own groups.
         _Law(
             x.name,
-            fit.fit_ops(theirs, setting, dataclasses.replace(config, epochs=math.ceil(config.epochs / 2))),
+            fit.fit_ops(theirs, setting, replace(config, epochs=math.ceil(config.epochs / 2))),
             theirs,
         )
         for x in lenders
@@ -107,9 +106,9 @@ def train(
     known = [s for s in collective_fit.priced(own.comm) if s.error is None and split_of(s.id) != "test"]
     # Without own exchanges, the lender's level is all that is known.
     comm = min([[], *offers] if known else offers, key=partial(_exchange_error, known), default=())
-    best = dataclasses.replace(best, comm=comm)
+    best = replace(best, comm=comm)
     trained = fit.train(own.compute, own.comm, setting, config, progress, best)
-    model = dataclasses.replace(
+    model = replace(
         trained.model,
         weights={**trained.model.weights, **band},
         meta={
@@ -149,13 +148,13 @@ class _Law:
         mean = {name: (refitted.weights[name] + scaled.weights[name]) / 2 for name in _LINEAR}
         return Shape(
             self.model,
-            self._rescaled_groups(dataclasses.replace(refitted, weights={**refitted.weights, **mean})),
+            self._rescaled_groups(replace(refitted, weights={**refitted.weights, **mean})),
         )
 
     def _scaled_law(self, own: Sequence[ComputeSample]) -> NeuralModel:
         """The law at the level of own groups."""
         scaled = {name: self.level(own) * self.model.weights[name] for name in _LINEAR}
-        return dataclasses.replace(self.model, weights={**self.model.weights, **scaled})
+        return replace(self.model, weights={**self.model.weights, **scaled})
 
     def _rescaled_groups(self, here: NeuralModel) -> list[ComputeSample]:
         """Groups of the lender, rescaled by the ms of the law `here` over those of the lender's law."""

@@ -27,9 +27,8 @@ Shapes: Q quantities, U observed units (a rank in a step).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -142,7 +141,7 @@ class Correction:
 def document(factors: Mapping[Quantity, Factor], refused: Sequence[str]) -> dict[str, Any]:
     """Factors that were measured, as JSON."""
     return {
-        "factors": {q.words: dataclasses.asdict(f) for q, f in factors.items() if f.units},
+        "factors": {q.words: asdict(f) for q, f in factors.items() if f.units},
         "refused": list(refused),
     }
 

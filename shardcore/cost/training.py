@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +83,7 @@ def is_alike(other: Setting, setting: Setting) -> bool:
     """True for settings that differ in hardware only, both of a CPU or both of a GPU."""
     return (
         other.hardware.startswith("cpu-") == setting.hardware.startswith("cpu-")
-        and dataclasses.replace(other, hardware=setting.hardware) == setting
+        and replace(other, hardware=setting.hardware) == setting
     )
 
 
@@ -153,7 +152,7 @@ def train(
         **(provenance or {}),
     }
     return Trained(
-        dataclasses.replace(model, meta={**model.meta, "provenance": about}),
+        replace(model, meta={**model.meta, "provenance": about}),
         fitted.curves,
         step_factors.summary(fitted.model, model, len(data.steps)) if data.steps else "",
         corrected.words if corrected else "",

@@ -56,7 +56,9 @@ def test_arms_see_what_is_published_or_what_our_model_sees():
     assert ours.shape == (len(request.shards), len(features.DRIVERS) + len(features.CONDITIONS))
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if i else []) for i, name in enumerate(RECIPES)]
+)
 def test_the_best_epoch_is_kept_and_errors_fall(name):
     requests, ms = of_side("validation")
     predict, curve = neuroshard_net.train(GROUPS, RECIPES[name], 1, 150)

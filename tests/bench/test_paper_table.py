@@ -23,7 +23,7 @@ def row(devices: int = 4, dim: int = 8, index: int = 0, **ms: float | None) -> d
     return {"devices": devices, "max_dim": dim, "task": index, "seed": 1, "arms": arms}
 
 
-@pytest.mark.parametrize("cell", [(4, 4), (8, 64), (2, 128)])
+@pytest.mark.parametrize("cell", [(4, 4), pytest.param((8, 64), marks=pytest.mark.long), (2, 128)])
 def test_tasks_are_those_of_the_released_generator(cell):
     devices, max_dim = cell
     drawn = [paper_table.task(POOL, SETTING, i, cell, 1) for i in range(30)]

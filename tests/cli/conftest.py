@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from laws import SETTING, comm_samples, compute_samples, linear_law
+from laws import SETTING, trained
 
 from shardcore import cli
 from shardcore.core.access_statistics import Zipf
@@ -30,10 +30,7 @@ def one_parser():
 def model(tmp_path_factory) -> Path:
     """A model's folder."""
     folder = tmp_path_factory.mktemp("cli") / "model"
-    trained = fit.train(
-        compute_samples(linear_law, 60), comm_samples(20), SETTING, fit.FitConfig(epochs=2)
-    ).model
-    neural.save(trained, folder)
+    neural.save(trained(), folder)
     return folder
 
 

@@ -1,13 +1,14 @@
 """Samples labelled by known laws of cost."""
 
 import math
+from functools import cache
 
 import numpy as np
 
 from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.step_cost import PARTS
 from shardcore.core.types import Setting, Shard, Table
-from shardcore.cost import features
+from shardcore.cost import features, fit
 from shardcore.cost.collective_model import EXCHANGE_TERMS
 from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
@@ -71,6 +72,11 @@ def spread(ms: float) -> Spread:
 
 
 def compute_samples(law, n: int = 240, setting: Setting = SETTING, noise: float = 0.0) -> list[ComputeSample]:
+    return list(_drawn_compute(law, n, setting, noise))
+
+
+@cache
+def _drawn_compute(law, n: int, setting: Setting, noise: float) -> list[ComputeSample]:
     rng, tables, samples = np.random.default_rng(1), pool(), []
     for _ in range(n):
         batch = int(rng.choice([64, 256]))
@@ -117,6 +123,11 @@ def comm_samples(
     n: int = 60, ranks=(2, 3, 4), setting: Setting = SETTING, collective: str = "all_to_all", **request
 ) -> list[CollectiveSample]:
     """request: further fields of the CommRequests."""
+    return list(_drawn_comm(n, ranks, setting, collective, **request))
+
+
+@cache
+def _drawn_comm(n: int, ranks, setting: Setting, collective: str, **request) -> list[CollectiveSample]:
     rng, samples = np.random.default_rng(2), []
     for i in range(n):
         d = ranks[i % len(ranks)]
@@ -145,6 +156,14 @@ def comm_samples(
                 )
             )
     return samples
+
+
+@cache
+def trained() -> NeuralModel:
+    """A model of few groups of the linear law, for tests that need any. It is trained once in a process."""
+    return fit.train(
+        compute_samples(linear_law, 60), comm_samples(20), SETTING, fit.FitConfig(epochs=1)
+    ).model
 
 
 def by_hand(**weights) -> NeuralModel:

@@ -26,7 +26,7 @@ def test_exchanges_of_two_ranks_alone_fit_too():
     )
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 6])
+@pytest.mark.parametrize("ranks", [4, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 6))])
 def test_latency_beyond_one_number_of_ranks_grows_by_a_seventh_a_message(ranks):
     """Published all-to-alls, all-gathers and all-reduces do so. Half went to the message before."""
     comm = comm_samples(60, ranks=(ranks,))

@@ -3,22 +3,20 @@
 from dataclasses import replace
 
 import pytest
-from laws import SETTING, comm_samples, compute_samples, linear_law
+from laws import SETTING, trained
 
 from shardcore import load_model
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Table
-from shardcore.cost import fit, known_errors, neural
+from shardcore.cost import known_errors, neural
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import at_confidence
 
 
 @pytest.fixture(scope="module")
 def model():
-    return fit.train(
-        compute_samples(linear_law, 60), comm_samples(20), SETTING, fit.FitConfig(epochs=1)
-    ).model
+    return trained()
 
 
 def erring(model, compute: float, forward: float, backward: float):

@@ -86,7 +86,7 @@ def found_factors(model):
     return {(c, way): collective_model.in_step(model.weights, c, way) for c, way in ALONE}
 
 
-@pytest.mark.parametrize("slowdown", [1.0, 1.3])
+@pytest.mark.parametrize("slowdown", [pytest.param(1.0, marks=pytest.mark.long), 1.3])
 def test_factors_are_found_whatever_the_slowdown_and_prices_have_them(model, slowdown):
     seen = [w for kind in ("columns", "rows", "replicated") for w in workloads(kind)]
     fitted = step_factors.fit(model, [(w, replayed(model, w, slowdown=slowdown)) for w in seen])

@@ -9,14 +9,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from laws import SETTING, comm_samples, compute_samples, linear_law
+from laws import SETTING, trained
 from stored_pages import stored_page
 
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.cost import fit
 from shardcore.cost.model import price, price_plan
 from shardcore.io import files
 from shardcore.plans import publisher, store
@@ -35,9 +34,7 @@ CONFIG = PublishConfig("anneal_columns", budget_evals=300, torchrec_s=0)
 
 @pytest.fixture(scope="module")
 def model():
-    return fit.train(
-        compute_samples(linear_law, 60), comm_samples(20), SETTING, fit.FitConfig(epochs=1)
-    ).model
+    return trained()
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from laws import SETTING, comm_samples, compute_samples, linear_law
+from laws import SETTING, trained
 
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.constraints import Constraints
@@ -13,7 +13,6 @@ from shardcore.core.job import Job
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.cost import fit
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price_plan
 from shardcore.cost.profile import load_profile
@@ -53,10 +52,8 @@ def mixed_plan() -> Plan:
 
 
 @pytest.fixture(scope="session")
-def trained():
-    return fit.train(
-        compute_samples(linear_law, 60), comm_samples(20), SETTING, fit.FitConfig(epochs=2)
-    ).model
+def model():
+    return trained()
 
 
 def moved(move, plan: Plan) -> Plan:
@@ -89,12 +86,12 @@ def require_priced(moves, plan, problem, model) -> None:
 
 
 @pytest.mark.parametrize("name", ["closed form", "profile", "trained"])
-def test_all_moves_are_priced_as_the_plans_after_them(name, trained, monkeypatch):
+def test_all_moves_are_priced_as_the_plans_after_them(name, monkeypatch):
     monkeypatch.setattr(what_if_of, "OF_TABLE", 99)
     models = {
         "closed form": lambda: AnalyticModel(SETTING),
         "profile": lambda: load_profile("nvidia-h100-sxm").model(),
-        "trained": lambda: trained,
+        "trained": trained,
     }
     plan, model = mixed_plan(), models[name]().for_problem(PROBLEM)
     known = what_if(price_plan(plan, PROBLEM, model), PROBLEM, model)

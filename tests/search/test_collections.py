@@ -27,7 +27,15 @@ def problem(hosts: str = "aabb", several: bool = True) -> Problem:
     return Problem("p", tuple(tables), on_hosts(hosts, MIB), BATCH)
 
 
-@pytest.mark.parametrize("name", [n for n in SHARDERS if n != "torchrec"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        # The portfolio anneals.
+        pytest.param(name, marks=[pytest.mark.long] if name == "anneal" else [])
+        for name in SHARDERS
+        if name != "torchrec"
+    ],
+)
 def test_plans_of_all_sharders_run_collections_by_themselves(name):
     given = problem()
     plan = SHARDERS[name](given, model_for(given), seed=1, budget=Budget(evals=300))

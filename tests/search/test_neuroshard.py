@@ -128,7 +128,7 @@ def plain_greedy_ms(problem: Problem, scale: float) -> float:
     return total_ms(shards, devices, problem)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_without_cuts_it_is_the_best_of_the_published_passes(seed):
     problem = draw_problem(seed)
     equal = tuple(replace(d, speed=1.0) for d in problem.topology.devices)

@@ -31,7 +31,9 @@ def of_page():
     return names["neuroshard"]
 
 
-@pytest.mark.parametrize("devices, steps", [(2, 1), (4, 2), (3, 2)])
+@pytest.mark.parametrize(
+    "devices, steps", [(2, 1), *(pytest.param(n, 2, marks=pytest.mark.long) for n in (4, 3))]
+)
 @pytest.mark.parametrize("hardware", ["a profile", "closed form"])
 def test_its_plans_cost_as_the_librarys(of_page, hardware, devices, steps):
     topology = Topology.of_hosts(1, devices, memory_gib=80)

@@ -122,7 +122,7 @@ def test_plans_by_columns_are_improved_as_long_as_they_may_become_the_best():
 
 
 @pytest.mark.parametrize("memory_mib", [0.6, 100])
-@pytest.mark.parametrize("unsplit", [("t1",), ("t0", "t1")])
+@pytest.mark.parametrize("unsplit", [pytest.param(("t1",), marks=pytest.mark.long), ("t0", "t1")])
 def test_a_table_that_stays_whole_may_have_replicas(unsplit, memory_mib):
     tables = (Table("t0", 1000, 4, 30.0), Table("t1", 200, 8, 0.5))
     given = Problem(

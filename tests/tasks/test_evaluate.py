@@ -7,12 +7,12 @@ import logging
 import re
 
 import pytest
-from laws import SETTING, comm_samples, compute_samples, linear_law, pool, replayed_as_priced
+from laws import SETTING, pool, replayed_as_priced, trained
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Setting, Table
-from shardcore.cost import fit, neural
+from shardcore.cost import neural
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.io import files, replays
 from shardcore.measure import hardware
@@ -24,9 +24,7 @@ from tasks.evaluate import COMPARED, EvaluateConfig, compare_sharders, replay_pl
 
 @pytest.fixture(scope="module")
 def model():
-    return fit.train(
-        compute_samples(linear_law, 60), comm_samples(20), SETTING, fit.FitConfig(epochs=1)
-    ).model
+    return trained()
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ import mlflow
 import pytest
 import yaml
 from job_folders import traced_step
-from laws import SETTING, comm_samples, compute_samples, linear_law, pool
+from laws import SETTING, comm_samples, compute_samples, linear_law, pool, trained
 from prefect.logging import disable_run_logger
 from tracking import no_pages, tracked
 
 from flows.job import job
 from shardcore.core.errors import ShardCoreError
-from shardcore.cost import composite, fit, neural
+from shardcore.cost import composite, neural
 from shardcore.io import dataset, files, job_folder, traced_samples
 from shardcore.plans import store
 from tasks import registry
@@ -29,9 +29,7 @@ PARAMS = {
 
 @pytest.fixture(scope="module")
 def model():
-    return fit.train(
-        compute_samples(linear_law, 60), comm_samples(20), SETTING, fit.FitConfig(epochs=1)
-    ).model
+    return trained()
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from pathlib import Path
 import mlflow
 import numpy as np
 import pytest
-from laws import SETTING, comm_samples, compute_samples, linear_law
+from laws import SETTING, trained
 from tracking import empty_database, quick_mlflow, tracked
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.cost import fit, neural
+from shardcore.cost import neural
 from shardcore.io import model_files
 from tasks import registry
 
@@ -73,9 +73,7 @@ def test_an_alias_that_nobody_set_is_none_and_a_registry_that_cannot_tell_is_nam
 
 
 def test_a_champion_that_is_no_working_model_is_refused_by_name(client, tmp_path):
-    model = fit.train(
-        compute_samples(linear_law, 60), comm_samples(20), SETTING, fit.FitConfig(epochs=1)
-    ).model
+    model = trained()
     model = dataclasses.replace(model, meta={**model.meta, "provenance": {}})
     neural.save(model, tmp_path / "model")
     version = registry.register(client, tmp_path / "model", None, {})
@@ -119,9 +117,7 @@ def test_a_store_that_is_a_folder_is_refused_in_a_whole_sentence(tmp_path, monke
 
 @pytest.fixture(scope="module")
 def model():
-    return fit.train(
-        compute_samples(linear_law, 60), comm_samples(20), SETTING, fit.FitConfig(epochs=1)
-    ).model
+    return trained()
 
 
 @pytest.fixture
@@ -163,7 +159,7 @@ def log_something():
     return Path(mlflow.MlflowClient().get_run(run.info.run_id).info.artifact_uri, "later.txt")
 
 
-@pytest.mark.parametrize("moved", ["second", "a b/thi rd"])
+@pytest.mark.parametrize("moved", [pytest.param("second", marks=pytest.mark.long), "a b/thi rd"])
 def test_a_moved_project_keeps_its_champion_and_logs_into_its_own_folder(project, tmp_path, moved):
     (tmp_path / moved).parent.mkdir(exist_ok=True)
     (tmp_path / "first").rename(tmp_path / moved)
@@ -198,7 +194,7 @@ def test_artifacts_elsewhere_stay_there_when_the_project_is_moved(project, tmp_p
     assert log_something().is_relative_to(tmp_path / "big/mlruns/1")
 
 
-@pytest.mark.parametrize("harm", ["gone", "damaged"])
+@pytest.mark.parametrize("harm", ["gone", pytest.param("damaged", marks=pytest.mark.long)])
 def test_files_that_are_gone_are_named_and_registered_again(project, tmp_path, harm):
     client = project("first")
     place = Path(client.get_model_version_download_uri(registry.model_name(SETTING.hardware), "1"))

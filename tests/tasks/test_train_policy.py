@@ -4,7 +4,7 @@ from pathlib import Path
 
 import mlflow
 import pytest
-from laws import SETTING, comm_samples, compute_samples, linear_law
+from laws import SETTING, trained
 from prefect.logging import disable_run_logger
 from tracking import tracked
 
@@ -12,7 +12,7 @@ from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Table
-from shardcore.cost import fit, neural
+from shardcore.cost import neural
 from shardcore.io import files, model_files
 from shardcore.plans.publisher import PublishConfig, Publisher
 from shardcore.report import plan_page
@@ -41,9 +41,7 @@ TABLES = tuple(Table(f"t{i}", 500 + 40 * i, 16, 2.0 + i % 5, Zipf(1.0)) for i in
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("place")
     with tracked(folder), disable_run_logger():
-        config = fit.FitConfig(epochs=1)
-        trained = fit.train(compute_samples(linear_law, 60), comm_samples(20), SETTING, config)
-        neural.save(trained.model, paths.MODEL)
+        neural.save(trained(), paths.MODEL)
         files.write_pool(paths.POOL, TABLES)
         yield folder
 

@@ -1,6 +1,7 @@
 """MLflow in a folder. What takes it long, and is no promise of ours, is done once for all tests of a process."""
 
 import contextlib
+import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
@@ -16,12 +17,20 @@ from mlflow.store.db import utils
 log_model, newest_schema = mlflow.pyfunc.log_model, cache(utils._get_latest_schema_revision)
 
 
+EMPTY = Path(__file__).parent / f"__pycache__/mlflow-{mlflow.__version__}.db"
+
+
 @cache
 def empty_database() -> bytes:
-    """A database without a run. MLflow takes seconds to make one, in 50 migrations."""
-    with tempfile.TemporaryDirectory() as folder:
-        mlflow.MlflowClient(f"sqlite:///{folder}/mlflow.db").search_registered_models()
-        return Path(folder, "mlflow.db").read_bytes()
+    """A database without a run. MLflow takes seconds to make one, in 50 migrations: it is kept for other processes."""
+    EMPTY.parent.mkdir(exist_ok=True)
+    with open(__file__) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # so that one of several workers makes it
+        if not EMPTY.exists():
+            with tempfile.TemporaryDirectory(dir=EMPTY.parent) as folder:
+                mlflow.MlflowClient(f"sqlite:///{folder}/mlflow.db").search_registered_models()
+                Path(folder, "mlflow.db").rename(EMPTY)
+        return EMPTY.read_bytes()
 
 
 def without_code(**options):

@@ -14,11 +14,11 @@ sys.path.append(str(Path(__file__).parent))
 
 import training
 import wrapped_training
-from laws import SETTING, comm_samples, compute_samples, linear_law
+from laws import trained
 from shapes import column
 
 from shardcore.core.types import Placement, Plan, Shard
-from shardcore.cost import fit, neural
+from shardcore.cost import neural
 
 EXAMPLE = Path(__file__).parents[2] / "examples/torchrec_dlrm/train.py"
 DLRMV3 = Path(__file__).parents[2] / "examples/torchrec_dlrmv3/train.py"
@@ -82,9 +82,7 @@ def said_of(output: str, at_most: float) -> None:
 @pytest.mark.long
 def test_the_example_takes_the_batch_of_the_model_that_it_is_given(tmp_path):
     """The model of `make run` is for another batch than the example's own."""
-    config = fit.FitConfig(epochs=1)
-    given = fit.train(compute_samples(linear_law, 60), comm_samples(20), SETTING, config).model
-    neural.save(given, tmp_path)
+    neural.save(trained(), tmp_path)
     codes, output = training.run_script(2, EXAMPLE, "--steps", "4", "--model", str(tmp_path))
     assert codes == [0, 0], output
 

@@ -131,8 +131,10 @@ class _Rows:
     def add(self, least: float, *terms: tuple[Any, Any]) -> None:
         """terms: numbers of variables, and their coefficients."""
         for columns, values in terms:
-            columns, values = np.broadcast_arrays(np.atleast_1d(columns), np.asarray(values, dtype=float))
-            self.found.append((np.full(len(columns), len(self.least)), columns, values))
+            columns = np.atleast_1d(columns)
+            self.found.append(
+                (np.full(len(columns), len(self.least)), columns, np.full(len(columns), values, float))
+            )
         self.least.append(least)
 
     def matrix(self, n_variables: int) -> Any:

@@ -57,7 +57,7 @@ def require_exact(search: Search) -> Plan:
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 8))]
+    "seed", [0, 2, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, *range(3, 8)))]
 )
 def test_a_plan_takes_what_annealing_counts_to_the_byte(seed):
     """Every second problem has just enough memory, and half have caches in it. All pipelines, and dense parts."""
@@ -80,9 +80,7 @@ def test_a_plan_takes_what_annealing_counts_to_the_byte(seed):
     require_exact(annealed(problem, seed))
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 4))]
-)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 4))])
 def test_a_plan_costs_what_annealing_counts_with_tables_of_fixed_kinds(seed):
     """Some tables of fixed kinds share an op, and collectives, with tables that annealing places."""
     drawn = draw_all_kinds(seed, caches=seed % 2)

@@ -83,7 +83,7 @@ def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(
     assert len(seen) > 20 and max(seen) > 1
 
 
-@pytest.mark.parametrize("gbps", [0.001, 5.0])
+@pytest.mark.parametrize("gbps", [0.001, pytest.param(5.0, marks=pytest.mark.long)])
 def test_fetches_ahead_are_those_of_the_plan_whatever_moved_before(gbps, monkeypatch):
     """Exchanges of this model are linear, so that the compiled cost is exact. Caches are of equal tables."""
     drawn = draw_tables(np.random.default_rng(1), 8)

@@ -18,7 +18,9 @@ def shards_of(model) -> ops.BoundShards:
 
 
 @pytest.mark.parametrize(
-    "model", [contended(1), crowded(0.3), crowded()], ids=["contended", "crowded", "steep"]
+    "model",
+    [pytest.param(contended(1), marks=pytest.mark.long), crowded(0.3), crowded()],
+    ids=["contended", "crowded", "steep"],
 )
 def test_no_op_of_a_load_has_lower_rates(model):
     rng, shards = np.random.default_rng(0), shards_of(model)

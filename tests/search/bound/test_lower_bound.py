@@ -439,7 +439,9 @@ def test_what_one_host_shares_does_not_contend_on_others():
 
 
 @pytest.mark.parametrize(
-    "made", [lambda seed: contended(seed), lambda seed: crowded(0.3)], ids=["contended", "crowded"]
+    "made",
+    [pytest.param(lambda seed: contended(seed), marks=pytest.mark.long), lambda seed: crowded(0.3)],
+    ids=["contended", "crowded"],
 )
 def test_no_op_has_more_load_than_its_ms_allow(made):
     """Drawn ops have one shard of some tables each. Among them are the least contending of a load."""
@@ -484,7 +486,10 @@ def test_links_with_a_head_start_are_bounded():
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize(
     "rows, dim, pooling, speeds, latency_ms",
-    [(3_000_000, 256, 80.0, (0.25, 4.0, 4.0, 1.0), 0.0), (3_000_000, 8, 5.0, (0.25, 4.0, 4.0), 0.2)],
+    [
+        pytest.param(3_000_000, 256, 80.0, (0.25, 4.0, 4.0, 1.0), 0.0, marks=pytest.mark.long),
+        (3_000_000, 8, 5.0, (0.25, 4.0, 4.0), 0.2),
+    ],
 )
 def test_worths_that_fall_to_nothing_prove_nothing(rows, dim, pooling, speeds, latency_ms):
     """A step of the subgradient once took all worth from the only table, and every time counted as proved."""

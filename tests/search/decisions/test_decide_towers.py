@@ -27,7 +27,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.io import files
 from shardcore.io.towers import Towers, read_towers
-from shardcore.search import SHARDERS, Budget
+from shardcore.search import SHARDERS, Budget, greedy
 from shardcore.search.bound.lower_bound import bound
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.row_units import RowUnits
@@ -245,7 +245,14 @@ def test_a_ratio_divides_what_crosses_hosts_and_nothing_else(ratio):
 # --- plans --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", SHARDERS)
+KIN = {*greedy.ORDERS, "anneal", "anneal_columns"} - {"size_greedy"}
+"""Greedy searches differ in their order alone, and the portfolio anneals."""
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [pytest.param(name, marks=[pytest.mark.long] if name in KIN else []) for name in SHARDERS],
+)
 def test_every_sharder_keeps_towers_on_their_hosts(algorithm):
     found = tower_hosts(problem_of(), pairs(), MODEL)
     problem, host = found.problem, [d.host for d in found.problem.topology.devices]

@@ -358,7 +358,7 @@ def test_what_hosts_cannot_hold_is_refused():
         lower(plan, asked)
 
 
-@pytest.mark.parametrize("dims", [(4, 128), (8, 512)])
+@pytest.mark.parametrize("dims", [(4, 128), pytest.param((8, 512), marks=pytest.mark.long)])
 def test_tables_of_unlike_widths_share_a_cache_that_fits(dims):
     """A cached row of a narrow table is as wide as the widest of its op, so few narrow ones are cached."""
     rng = np.random.default_rng(0)

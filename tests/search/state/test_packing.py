@@ -73,7 +73,7 @@ def with_memory(of: Problem, n_bytes: int) -> Problem:
 
 
 @pytest.mark.parametrize(
-    "seed", [1, 2, 5, *(pytest.param(seed, marks=pytest.mark.long) for seed in (0, 3, 4))]
+    "seed", [1, 5, *(pytest.param(seed, marks=pytest.mark.long) for seed in (0, 2, 3, 4))]
 )
 def test_no_sharder_refuses_what_some_plan_fits(seed):
     given = small(seed)
@@ -95,7 +95,7 @@ def test_what_is_said_to_be_lacking_is_enough_and_not_much_more(seed):
     assert roomiest(with_memory(given, least // 2 + lacks))[1] <= 0
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 4))])
 def test_where_cached_tables_differ_in_width_what_a_plan_takes_is_enough(seed):
     """A cache is as wide as its op's widest table, so narrow tables take less away from wide ones."""
     rng = np.random.default_rng(seed)
@@ -111,7 +111,7 @@ def test_where_cached_tables_differ_in_width_what_a_plan_takes_is_enough(seed):
         lower(SHARDERS[name](tight, model_for(tight), budget=Budget(evals=50)), tight)
 
 
-@pytest.mark.parametrize("seed", range(1, 8, 2))
+@pytest.mark.parametrize("seed", [1, 7, *(pytest.param(seed, marks=pytest.mark.long) for seed in (3, 5))])
 def test_what_fits_by_one_packing_is_not_refused_with_just_its_memory(seed):
     given = draw_all_kinds(seed, caches=seed % 4 > 1)
     least = roomiest(with_memory(given, 1))[1] + 1

@@ -168,7 +168,9 @@ def devices_that_fit(problem, cuts, devices, c, batch) -> set[int]:
 
 @pytest.mark.parametrize("caches", [False, True])
 @pytest.mark.parametrize("batch", [False, True])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 8))]
+)
 def test_what_it_counts_is_what_the_finished_plan_takes_to_the_byte(seed, batch, caches):
     """Tables of all kinds. Plans that cut them differently are kept one by one, or in one batch."""
     rng, problem = np.random.default_rng(seed), draw_all_kinds(seed, caches)
