@@ -41,7 +41,7 @@ def solved(problem: Problem, algorithm: str = "neuroshard") -> Plan:
 
 def test_an_alternative_that_means_nothing_is_told_and_the_rest_stands():
     """Ten rows cannot be divided over eight devices. No device may have more memory than these."""
-    tables = (Table("small", 10, 8, 2.0), *PROBLEM.tables)
+    tables = (Table("small", 10, 8, 2.0), *PROBLEM.tables[:4])
     devices = (Device(MOST_BYTES),) * 4
     problem = replace(
         PROBLEM,
@@ -54,10 +54,16 @@ def test_an_alternative_that_means_nothing_is_told_and_the_rest_stands():
     assert len(refused) == 1 and "more devices" in refused[0].what and "rows" in refused[0].error
 
 
-def test_progress_names_the_alternative_that_is_searched():
+@pytest.fixture(scope="module")
+def heard():
+    """What is explained of a plan of NeuroShard's, and the phases that were heard of."""
     phases: list[str] = []
     with progress.listening(lambda phase, best_ms, left_s: phases.append(phase)):
-        result = explained(solved(PROBLEM), PROBLEM, model_for(PROBLEM), SMALL)
+        return explained(solved(PROBLEM), PROBLEM, model_for(PROBLEM), SMALL), phases
+
+
+def test_progress_names_the_alternative_that_is_searched(heard):
+    result, phases = heard
     assert [a.what for a in (*result.baselines, *result.changes)] == [
         phase.removesuffix(": begins") for phase in phases if phase.endswith(": begins")
     ]
@@ -119,9 +125,8 @@ def test_the_device_that_bounds_a_plan_need_not_be_the_one_that_computes_most():
     assert (result.device, result.limit) == (0, "compute")
 
 
-def test_alternatives_are_baselines_memory_and_the_next_number_of_devices():
-    plan = solved(PROBLEM)
-    result = explained(plan, PROBLEM, model_for(PROBLEM), SMALL)
+def test_alternatives_are_baselines_memory_and_the_next_number_of_devices(heard):
+    result, _ = heard
     assert [a.what for a in result.baselines] == [
         *BASELINES,
         "portfolio",
@@ -137,22 +142,22 @@ def test_alternatives_are_baselines_memory_and_the_next_number_of_devices():
     assert [a.what for a in memory] == ["10% more memory on each device", "50% more memory on each device"]
     assert memory[1].total_ms <= memory[0].total_ms <= result.total_ms and devices.what == "1 more device: 3"
     assert result.searched == "neuroshard, seed 0, 300 evaluations each"
-    four = replace(PROBLEM, topology=Topology((Device(MIB),) * 4))
+    four = replace(PROBLEM, tables=PROBLEM.tables[:3], topology=Topology((Device(MIB),) * 4))
     what = explained(solved(four), four, model_for(four), SMALL).changes[-1].what
     assert what == f"2 more devices: 6 (the next number that divides the batch of {BATCH})"
-    odd = replace(PROBLEM, global_batch=2)
+    odd = replace(PROBLEM, tables=PROBLEM.tables[:3], global_batch=2)
     # no number of devices up to 8 divides 2
     assert len(explained(solved(odd), odd, model_for(odd), SMALL).changes) == 2
 
 
 def test_a_plan_of_a_policy_stands_beside_what_searches_its_alternatives():
     """Without it the search's own gain would look like that of more memory."""
-    problem = replace(PROBLEM, tables=PROBLEM.tables[:5])
+    problem = replace(PROBLEM, tables=PROBLEM.tables[:4])
     model = model_for(problem)
     plan = sharder("dreamshard", untrained("dreamshard"))(problem, model)
     for known in (None, {}):
-        result = explained(plan, problem, model, Budget(evals=5000), known=known)
-        assert result.searched == "anneal, seed 0, 5,000 evaluations each"
+        result = explained(plan, problem, model, Budget(evals=2000), known=known)
+        assert result.searched == "anneal, seed 0, 2,000 evaluations each"
         assert result.baselines[-1].what == "anneal" and result.baselines[-1].total_ms <= result.total_ms
         assert result.changes[1].total_ms == pytest.approx(result.baselines[-1].total_ms, rel=0.01)
 

@@ -102,7 +102,7 @@ def replay_as_priced_by(model, store, problems):
     """Replays of random plans that cost exactly what the model says."""
     for i in range(problems):
         drawn = draw_problem(pool(), i, SETTING, 1, ProblemConfig(2, 4, 8, 32))
-        made = [("random", SHARDERS["random"](drawn, model, seed=seed)) for seed in range(8)]
+        made = [("random", SHARDERS["random"](drawn, model, seed=seed)) for seed in range(4)]
         run = replayed_as_priced(model)
         replays.keep(store / "replays" / drawn.name, drawn, made, SETTING, ReplayConfig(), run)
 

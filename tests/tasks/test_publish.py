@@ -4,7 +4,7 @@ import os
 import shutil
 import signal
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -91,12 +91,19 @@ def registry(tmp_path):
         yield tmp_path
 
 
+@cache
+def trained(setting):
+    """Measured groups, exchanges, and a model of them."""
+    known = compute_samples(linear_law, 60, setting), comm_samples(20, setting=setting)
+    return *known, fit.train(*known, setting, fit.FitConfig(epochs=1)).model
+
+
 def measured_and_trained(setting):
     """A model of 60 measured groups in the folder "measured"."""
-    compute, comm = compute_samples(linear_law, 60, setting), comm_samples(20, setting=setting)
+    compute, comm, model = trained(setting)
     dataset.write_compute("measured", compute, dataset.write_pool("measured", pool()))
     dataset.write_comm("measured", comm)
-    return fit.train(compute, comm, setting, fit.FitConfig(epochs=1)).model
+    return model
 
 
 @pytest.fixture

@@ -256,7 +256,7 @@ def test_tables_that_host_memory_does_not_hold_go_to_ssd(host_bytes, algorithm):
 def test_equal_tables_fill_host_memory_before_ssd():
     """At a price of host memory all of them leave it together."""
     asked = with_ssd(4 << 20)
-    tables = tuple(Table(f"t{i}", 25_000, 16, 4.0, Zipf(0.8)) for i in range(20))
+    tables = tuple(Table(f"t{i}", 25_000, 16, 4.0, Zipf(0.8)) for i in range(14))
     found = tiered(replace(asked, tables=tables))
     host = [t for t in found.tables if t.in_host_memory and t.tier == "host"]
     assert len(host) == (4 << 20) // tables[0].bytes
@@ -295,7 +295,7 @@ def test_more_memory_never_gains_less_where_few_large_tables_fill_host_memory():
     shapes = ((200_000_000, 64, 1.0, 1.05), (400_000_000, 128, 10.0, 1.2), (600_000_000, 32, 3.0, 0.9))
     tables = tuple(
         Table(f"t{i}", rows, dim, pooling, Zipf(alpha))
-        for i, (rows, dim, pooling, alpha) in enumerate(shapes * 2)
+        for i, (rows, dim, pooling, alpha) in enumerate(shapes)
     )
     memory = (Memory("host", 200 * 10**9, 25.0), Memory("ssd", 4 * 10**12, 2.0))
     asked = Problem(
