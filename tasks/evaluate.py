@@ -72,7 +72,7 @@ class EvaluateConfig:
     max_dim: int = 128
     budget_evals: int = 20_000
     replay_problems: int = 5
-    replay_repeats: int = 12
+    replay_repeats: int = 20
 
     def __post_init__(self) -> None:
         require_within(

@@ -36,9 +36,15 @@ Run = Callable[[Sequence[Workload]], list[StepSample]]
 def replaying(
     ranks: int, setting: Setting, config: ReplayConfig, reference: dataset.ReferenceOp | None = None
 ) -> Iterator[Run]:
-    """A gang that lasts as long as the context: a function that replays plans of one problem, like `replay`.
+    """Start a gang on one host of the connected cluster, for as long as the context lasts.
+
+    Yields a function that replays plans of one problem, as shardcore.measure.replay.replay_all does. It runs on GPUs
+    if the cluster has some, else on CPU cores. NCCL is written for the same interface as gloo, and has not been run
+    here.
 
     reference: a dataset's reference op, which runs between steps.
+
+    Raises ShardCoreError if no host has enough free devices; the function raises as replay_all.
     """
     device = cluster_device()
     shared = actors.rank_cpus(ranks) < 1 and device == "cpu"
@@ -114,25 +120,6 @@ class EachProblem:
         first, *others = self.failed.values()
         more = f" (and {len(others)} more, which the log names)" if others else ""
         return f"; {len(self.failed)} of {len(self._tried)} problems could not be replayed: {first}{more}"
-
-
-@task(task_run_name="replay")
-def replay(
-    workloads: Sequence[Workload], setting: Setting, config: ReplayConfig | None = None
-) -> list[StepSample]:
-    """Replay plans of one problem on one host of the connected cluster, as shardcore.measure.replay.replay_all does.
-
-    It runs on GPUs if the cluster has some, else on CPU cores. NCCL is written for the same interface as gloo, and has
-    not been run here.
-
-    Raises as replay_all, and ShardCoreError if no host has enough free devices.
-    """
-    if not workloads:
-        return []
-    for workload in workloads:  # checked before devices are taken
-        require_replayable(workload, workloads[0], setting, "cpu")
-    with replaying(len(workloads[0].ops), setting, config or ReplayConfig()) as run:
-        return run(workloads)
 
 
 @task(task_run_name="measure-steps")

@@ -135,16 +135,6 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[Any]:
-    """Every other worker imports the files from the last to the first, so that each file is compiled once: the
-    worker that comes to it later finds it compiled."""
-    report = yield
-    if isinstance(collector, pytest.Directory) and int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 2:
-        report.result.reverse()
-    return report
-
-
 @cache
 def compiled() -> None:
     """Wait until what the suite uses is compiled."""
@@ -216,11 +206,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByGroup(config, log)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    def turn(item: pytest.Item) -> tuple[int, str]:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def turn(item: pytest.Item) -> int:
         path = str(item.path.relative_to(HERE))
-        first = next((i for i, start in enumerate(FIRST) if path.startswith(start)), len(FIRST))
-        return first, path if hasattr(config, "workerinput") else ""  # workers collect in different orders
+        return next((i for i, start in enumerate(FIRST) if path.startswith(start)), len(FIRST))
 
     items.sort(key=turn)
 

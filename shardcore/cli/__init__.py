@@ -84,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # the exit code of a shell for SIGPIPE
     except (ShardCoreError, OSError) as error:
+        # By !s, several faults have a line each.
         print(
             f"error: {error if isinstance(error, ShardCoreError) else ShardCoreError(str(error))!s}",
             file=sys.stderr,

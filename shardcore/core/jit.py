@@ -48,15 +48,13 @@ _KEPT = 3
 # nogil: other threads, such as a progress line, run meanwhile.
 OPTIONS = {"cache": True, "error_model": "numpy", "_nrt": False, "nogil": True, "no_cfunc_wrapper": True}
 """For functions that Python calls: kept on disk, no Python errors, no reference counts."""
-_MAY_LINK = hasattr(codegen.CPUCodeLibrary, "_finalize_final_module")
-"""Whether inner functions are left without machine code. False where numba's library lacks the method that makes it:
-they then have some, for nothing.
-"""
+_MAY_LINK = hasattr(getattr(codegen, "CPUCodeLibrary", None), "_finalize_final_module")
+"""True if this numba can leave machine code out. If not, inner functions compile as usual, which takes longer."""
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class _LoweringToLink(NativeLowering):
-    """Lower a function to LLVM's code alone. Functions that call it link it into theirs, and optimize it there."""
+    """Lower a function to LLVM IR, without machine code. Its callers link this IR into theirs, and optimize it."""
 
     _name = "lowering_to_link"
 
@@ -66,7 +64,8 @@ class _LoweringToLink(NativeLowering):
         library._finalize_final_module = lambda: setattr(library, "_finalized", True)
         state.library, state.flags.no_compile = library, True
         super().run_pass(state)
-        # numba finds a function by its entry point, a builtin. It is never called, so any that is new will do.
+        # numba tells compiled functions apart by their entry points, which have to be builtins. Nothing calls this one,
+        # so any new builtin will do.
         state.cr = state.cr._replace(cfunc=[].append)
         state.targetctx.insert_user_function(state.cr.cfunc, state.cr.fndesc, [library])
         return True

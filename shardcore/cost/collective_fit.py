@@ -216,7 +216,8 @@ def _counting(sample: CollectiveSample, way: str) -> list[int]:
     return list(range(len(ms))) if sample.request.hosts == 1 else [int(ms.argmax())]
 
 
-@lru_cache(8_192)  # cross-validation asks for those of the same samples again and again
+# Cross-validation fits to the same samples again and again.
+@lru_cache(1 << 13)
 def _sample_terms(sample: CollectiveSample, way: str) -> np.ndarray:
     """[E, D] terms of one sample."""
     r = sample.request

@@ -47,8 +47,6 @@ _LEAST_STEPS = 16
 """The fewest steps of an epoch. Small datasets get smaller batches."""
 _FEWEST_AT_BATCH = 8
 """Groups at a batch, for it to count as measured."""
-_MOST_KNOWN = 8_192
-"""Groups whose features are kept: cross-validation trains on the same groups again and again."""
 _OF_EXCHANGES = ("devices", "exchange_bytes", "exchange_id_bytes")
 """Names of ranges.RANGES that concern exchanges."""
 _CONTENTIONS = 8
@@ -314,8 +312,10 @@ class _Groups:
         return np.add.reduceat(per_shard, self.starts[:-1], axis=0)
 
 
-@lru_cache(_MOST_KNOWN)
+# Cross-validation trains on the same groups again and again.
+@lru_cache(1 << 13)
 def _features_of(request: ComputeRequest) -> tuple[np.ndarray, np.ndarray]:
+    """Drivers [N, K] and conditions of a group's shards (see features.features)."""
     return features.features(request.shards, request.batch)
 
 

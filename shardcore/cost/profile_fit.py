@@ -337,7 +337,7 @@ def _count(row: Mapping[str, str], column: str, what: str, most: int) -> int:
 def _numbers(text: str) -> tuple[float, ...]:
     """Numbers of tables: "128", "2,633" or "9x128,3x24". () where a text is none of these.
 
-    Of more numbers than an op has tables, no more than show that.
+    At most one number more than an op may have tables: a short text may stand for millions.
     """
     parts = [re.fullmatch(r"(?:(\d{1,4})x)?(\d{1,12}(?:\.\d+)?)", part.strip()) for part in text.split(",")]
     if not all(parts):

@@ -26,7 +26,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
 from shardcore.core.validation import shown
 from shardcore.io import writing
-from shardcore.io.schema import MOST_FILE_BYTES, names_in, naming, read_bytes
+from shardcore.io.schema import MOST_FILE_BYTES, errors_named, names_in, read_bytes
 
 MEASUREMENT_VERSIONS = {"compute": 2, "comm": 3}
 """Version of each kind, raised by hand when the meaning of a timing changes. Older samples then no longer count.
@@ -311,5 +311,5 @@ def _characters(array: pa.Array) -> int:
 
 
 def _setting(row: Row, path: Path) -> Setting:
-    with naming(path):
+    with errors_named(path):
         return Setting(row["hardware"], row["setting_batch"], row["precision"], row["optimizer"])

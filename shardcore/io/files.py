@@ -26,7 +26,7 @@ from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.core.validation import MOST_DEVICES, require_type, shown
 from shardcore.io import problem_parts
 from shardcore.io.envelope import digest, document, open_document, seal, unseal
-from shardcore.io.schema import Readable, build, each, is_whole, naming, read
+from shardcore.io.schema import Readable, build, each, errors_named, is_whole, read
 from shardcore.io.writing import write_json
 from shardcore.step.kinds import LAYOUTS, layout_of
 
@@ -135,16 +135,23 @@ def _constraints_from_json(data: Any, what: str) -> Constraints:
             raise ShardCoreError(
                 f"{what}: {name} is {shown(by_table)}; it needs to be an object of tables and {_BY_TABLE[name]}"
             )
-    of_tables = pairs.get("kinds", {}).items()
-    named = [(table, kind) for table, kinds in of_tables if isinstance(kinds, list) for kind in kinds]
 
-    def require_kind(of: tuple[str, Any]) -> None:
-        if isinstance(of[1], str) and of[1] not in LAYOUTS:
+    def require_kind(entry: tuple[str, Any]) -> None:
+        table, kind = entry
+        if isinstance(kind, str) and kind not in LAYOUTS:
             raise ShardCoreError(
-                f"{what}: kinds of table {shown(of[0])} has {shown(of[1])}; known are {', '.join(LAYOUTS)}"
+                f"{what}: kinds of table {shown(table)} has {shown(kind)}; known are {', '.join(LAYOUTS)}"
             )
 
-    each(require_kind, named)
+    each(
+        require_kind,
+        [
+            (table, kind)
+            for table, kinds in pairs.get("kinds", {}).items()
+            if isinstance(kinds, list)
+            for kind in kinds
+        ],
+    )
     given = {name: tuple(by_table.items()) for name, by_table in pairs.items()}
     return build(
         Constraints, {k: v for k, v in data.items() if k not in pairs}, what, also=_BY_TABLE, **given
@@ -352,7 +359,7 @@ def plan_from_json(data: Any, problem: Problem, what: str) -> Plan:
                 f"{what} places table {shown(p.table)}, which problem {problem.name!r} does not have"
             )
         table = tables[p.table]
-        with naming(what):
+        with errors_named(what):
             return Placement(layout_of(p.kind).name, Shard(table, 0, table.rows, *p.columns), p.devices)
 
     return Plan(tuple(each(placement, read_plan.placements)), read_plan.provenance)

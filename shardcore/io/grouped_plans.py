@@ -14,7 +14,7 @@ from typing import Any
 from shardcore.core.types import Problem
 from shardcore.io import files, problem_parts, writing
 from shardcore.io.envelope import document, is_document, open_document, seal, unseal
-from shardcore.io.schema import build, naming
+from shardcore.io.schema import build, errors_named
 from shardcore.step.lower import require_plan
 from shardcore.step.sharding_groups import GroupedPlan, Grouping, problem_of_group
 
@@ -54,7 +54,7 @@ def read_grouped(path: str | Path, problem: Problem) -> GroupedPlan:
     written = build(_GroupedPlan, unseal(open_document(path, SCHEMA), path), str(path))
     files.require_same_problem(written, problem, f"{path} is a grouped plan")
     grouping = build(Grouping, written.groups, f"{path}: groups")
-    with naming(path):
+    with errors_named(path):
         of_group = problem_of_group(problem, grouping)
         plan = files.plan_from_json(dict(written.plan), of_group, "its plan")
         require_plan(plan, of_group)

@@ -37,7 +37,7 @@ MOST_RATIO, LEAST_UNPACKED_BYTES = 50, 1 << 24
 ratio is allowed."""
 _CHUNK_BYTES = 1 << 20
 _PART_BYTES = 512
-"""Bytes of a gzip file for each of its parts beyond the first thousand."""
+"""Fewest bytes of a gzip file for each of its parts beyond the first thousand."""
 MOST_YAML_BYTES = 1 << 18
 """Largest YAML file. Parsing takes 14 s per MiB."""
 MOST_VALUES = 1 << 25
@@ -117,11 +117,11 @@ def _size_of(path: str | os.PathLike) -> int:
 
 
 def gzip_parts(path: Path) -> int:
-    """About the number of parts of a gzip file, which follow each other. 0: it does not begin as gzip does."""
+    """Approximate number of parts of a gzip file (members, RFC 1952). 0 for any other file."""
     with path.open("rb") as file:
-        return int(file.read(2) == b"\x1f\x8b") and 1 + sum(
-            chunk.count(b"\x1f\x8b\x08") for chunk in iter(lambda: file.read(_CHUNK_BYTES), b"")
-        )
+        if file.read(2) != b"\x1f\x8b":
+            return 0
+        return 1 + sum(chunk.count(b"\x1f\x8b\x08") for chunk in iter(lambda: file.read(_CHUNK_BYTES), b""))
 
 
 def unpacked_chunks(path: Path) -> Iterator[bytes]:
@@ -187,7 +187,7 @@ def read_text(path: str | Path | Readable, most: int = MOST_FILE_BYTES) -> str:
 
 def decoded(content: bytes, what: Any) -> str:
     try:
-        # Windows puts a byte order mark before text, which is none of it.
+        # Programs on Windows put a byte order mark before text. It is dropped.
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ShardCoreError(f"{what} is no text in UTF-8: {error.reason} at byte {error.start}") from None
@@ -344,8 +344,8 @@ class Faults(ShardCoreError):
 
 
 @contextmanager
-def naming(what: Any) -> Iterator[None]:
-    """Put a name, such as that of a file, before the message of an error: before each fault of several."""
+def errors_named(what: Any) -> Iterator[None]:
+    """Put a name, such as a file's, before the message of each error that is raised within."""
     try:
         yield
     except Faults as error:
@@ -404,7 +404,7 @@ def build(cls: type[T], data: Any, what: str, also: Collection[str] = (), **give
             raise ShardCoreError(f"{what} lacks the key {name!r}")
 
     each(make, dict.fromkeys([*sorted(unknown), *present, *given]))
-    with naming(what):
+    with errors_named(what):
         return cls(**values)
 
 

@@ -245,11 +245,11 @@ class _Translation:
         self.types = {name: [x for x in _TYPES if self._runs(x, t)] for name, t in self.tables.items()}
         lookup, exchange = lookup_ms(problem, model), exchange_ms(problem, model)
         self.left, self.busy = np.array(held_bytes(problem)), np.zeros(len(topology))
-        self._take(lookup, exchange)
+        self._count_given(lookup, exchange)
         self.bandwidths: dict[str, Any] = self._link_bandwidths(exchange)
         self.bandwidths |= self._memory_bandwidth(lookup)
 
-    def _take(self, lookup: float, exchange: float) -> None:
+    def _count_given(self, lookup: float, exchange: float) -> None:
         """Count the given placements in `left` and `busy`. lookup, exchange: see `lookup_ms` and `exchange_ms`."""
         bytes_of, devices = own_peaks(self.problem), self.problem.topology.devices
         for placement in self.given:

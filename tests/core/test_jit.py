@@ -211,9 +211,10 @@ def test_a_search_compiles_only_what_it_runs(copy):
             "del codegen.CPUCodeLibrary._finalize_final_module",
             "compiled",
         ),
+        ("del codegen.CPUCodeLibrary", "compiled"),
     ],
-    ids=["numba of today", "no method"],
+    ids=["numba of today", "no method", "no class"],
 )
-def test_where_numba_has_no_such_hook_inner_functions_have_machine_code(copy, hook, inner):
+def test_where_numba_lacks_the_method_inner_functions_compile_as_usual(copy, hook, inner):
     (copy.parent / "computed.py").write_text(COMPUTED.format(hook=hook))  # a file, as compiled code is kept
     assert run("import computed", copy) == [f"10.5 {inner}"]

@@ -173,17 +173,21 @@ class Project:
     env: dict[str, str]
 
     def run(
-        self, *command: str, check: bool = True, timeout: float = 570, **env: str
+        self, *command: str, check: bool = True, timeout: float = 900, **env: str
     ) -> subprocess.CompletedProcess:
-        done = subprocess.run(
-            [sys.executable, "-m", *command],
-            cwd=self.folder,
-            env={**self.env, **env},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=timeout,
-        )
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", *command],
+                cwd=self.folder,
+                env={**self.env, **env},
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=timeout,
+            )
+        except subprocess.TimeoutExpired as late:
+            shown = with_logs((late.stdout or b"").decode(), self.folder)
+            raise AssertionError(f"{command} still runs after {timeout} s:\n{shown[-4000:]}") from late
         assert not check or done.returncode == 0, done.stdout[-4000:]
         return done
 

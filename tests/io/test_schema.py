@@ -285,13 +285,13 @@ def test_very_many_faults_are_not_all_looked_for(monkeypatch):
 
 def test_a_name_comes_before_each_fault_of_several():
     many = [{"number": -1}, {"number": "x"}]
-    with pytest.raises(schema.Faults) as info, schema.naming("a.json"):
+    with pytest.raises(schema.Faults) as info, schema.errors_named("a.json"):
         schema.build(Outer, {**WHOLE, "many": many}, "its plan")
     assert str(info.value).split("\n") == [
         "a.json: its plan: many[0]: inner has number -1; it needs 0 or more",
         "a.json: its plan: many[1]: number is 'x'; it needs to be a whole number",
     ]
-    with pytest.raises(ShardCoreError, match=r"^a\.json: inner has number -1"), schema.naming("a.json"):
+    with pytest.raises(ShardCoreError, match=r"^a\.json: inner has number -1"), schema.errors_named("a.json"):
         Inner(-1)
 
 

@@ -98,11 +98,11 @@ def promote(store, model, approve=False, will_publish=False, **config):
         )
 
 
-def replay_as_priced_by(model, store, problems):
-    """Replays of random plans that cost exactly what the model says."""
+def replay_as_priced_by(model, store, problems, plans=4):
+    """Replays of so many random plans of each problem, which cost exactly what the model says."""
     for i in range(problems):
         drawn = draw_problem(pool(), i, SETTING, 1, ProblemConfig(2, 4, 8, 32))
-        made = [("random", SHARDERS["random"](drawn, model, seed=seed)) for seed in range(4)]
+        made = [("random", SHARDERS["random"](drawn, model, seed=seed)) for seed in range(plans)]
         run = replayed_as_priced(model)
         replays.keep(store / "replays" / drawn.name, drawn, made, SETTING, ReplayConfig(), run)
 
@@ -205,7 +205,7 @@ def test_a_champion_of_another_batch_is_no_measure(store, model, trained):
 def test_a_challenger_that_chooses_worse_among_replayed_plans_does_not_follow(store, trained):
     client = registry.connect()
     assert promote(store, trained).champion == "1"
-    replay_as_priced_by(trained, store, 8)
+    replay_as_priced_by(trained, store, 8, plans=8)
     worse = scaled(trained, 1e-3)  # nearly all that matters to it is the exchange
     found = promote(store, worse, may_lose=1000.0)
     assert (found.challenger, found.champion) == ("2", "1")

@@ -135,7 +135,7 @@ def read_rank(file: KinetoFile) -> RankTrace:
     if file.cut_short:
         remarks.append("is cut short: its last events are missing")
     if file.malformed:
-        remarks.append(f"has {file.malformed} events without a name or time")
+        remarks.append(f"has {file.malformed} events without a name or a possible time")
     windows = _cut_overlaps(windows, remarks)
     if not windows:
         remarks.append("has no ProfilerStep: all of it counts as one step (call profiler.step() each step)")
@@ -322,7 +322,9 @@ def _entered_bytes(e: TraceEvent) -> int:
     # An op has its output first and its input next; what runs it has only the input.
     tensors = [
         (d, k)
-        for d, k in zip(*(x if isinstance(x, list) else () for x in (dims, kinds)), strict=False)
+        for d, k in (
+            zip(dims, kinds, strict=False) if isinstance(dims, list) and isinstance(kinds, list) else ()
+        )
         if isinstance(k, str) and k in _ELEMENT_BYTES
         if isinstance(d, list) and d and all(isinstance(n, int) and n >= 0 for n in d)
     ]

@@ -31,18 +31,17 @@ def refusal(problem: Problem, planned_share: float | None = None) -> str:
     planned_share: share of memory that TorchRec's planner keeps free, which devices do not have. Further devices then
         bring their local batch. None: there is no such planner.
     """
-    reserved = problem.constraints.reserved_bytes
-    kept = f" ({gib(reserved)} of each stays free: constraints.reserved_bytes)" if reserved else ""
-    # Less than 128 KiB was meant in GB or MB.
-    kept += ((least := min(d.memory_bytes for d in problem.topology.devices)) < 1 << 17) * (
-        f" (a device has memory_bytes {least}; it needs to be in bytes, such as 80000000000 for 80 GB)"
-    )
-    reason = _fixed_too_large(cuts := cuts_of(problem))
-    if cuts.fixed and not reason:
-        kept += (
-            f" ({gib(held_bytes(problem)[0] - cuts.may_hold[0])} of each is for tables on all devices: "
-            "constraints.kinds)"
-        )
+    cuts, reserved = cuts_of(problem), problem.constraints.reserved_bytes
+    least = min(d.memory_bytes for d in problem.topology.devices)
+    reason = _fixed_too_large(cuts)
+    notes = {
+        f"{gib(reserved)} of each stays free: constraints.reserved_bytes": reserved > 0,
+        # Less than 128 KiB was meant in GB or MB.
+        f"a device has memory_bytes {least}; it needs to be in bytes, such as 80000000000 for 80 GB": least
+        < 1 << 17,
+        f"{gib(held_bytes(problem)[0] - cuts.may_hold[0])} of each is for tables on all devices: "
+        "constraints.kinds": bool(cuts.fixed) and not reason,
+    }
     # From the simplest reason on: the first that holds is the message.
     reason = reason or _sum_too_large(cuts) or _one_too_large(cuts) or _pins_too_large(cuts)
     if not reason:
@@ -54,6 +53,7 @@ def refusal(problem: Problem, planned_share: float | None = None) -> str:
             + (f"Tables {shown(whole)} must stay whole ({why}). " if whole else "")
             + "Tried: tables whole, cut by columns, divided by rows and on all devices"
         )
+    kept = "".join(f" ({note})" for note, holds in notes.items() if holds)
     return f"problem {problem.name!r} does not fit: {reason}{kept}. {_remedy(problem, planned_share)}"
 
 

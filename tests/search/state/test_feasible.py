@@ -129,8 +129,8 @@ def test_what_is_said_to_be_enough_is_enough(n, n_tables):
 
 
 def test_memory_that_stays_free_is_told_where_it_is_missed():
-    small = problem_of([Table("t", 5000, 64, 1.0)], [2_000_000], reserved_bytes=1_200_000)
-    with pytest.raises(Infeasible, match=r"\(1.1 MiB of each stays free: constraints.reserved_bytes\). It"):
+    small = problem_of([Table("t", 1000, 64, 1.0)], [500_000], reserved_bytes=300_000)
+    with pytest.raises(Infeasible, match=r"\(0.3 MiB of each stays free: constraints.reserved_bytes\). It"):
         SHARDERS["size_greedy"](small, MODEL)
 
 
