@@ -12,7 +12,7 @@ Shapes: C states searched at once, N their shards, K plans of a state, D devices
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,12 +20,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from shardcore.core.errors import Infeasible, ShardCoreError
-from shardcore.core.types import Placement, Plan, Problem
+from shardcore.core.types import Placement, Plan, Problem, Shard
 from shardcore.cost.model import CostModel, first_least, is_less
+from shardcore.search.anneal.batch import PlanBatch, space_by_columns
+from shardcore.search.anneal.search_space import SearchSpace
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.state.feasible import feasible_shards, fitting
-from shardcore.search.state.placement_state import PlacementState
-from shardcore.search.state.shard_cost_cache import ShardCostCache, ShardKey
+from shardcore.search.state.shard_cost_cache import ShardKey
 from shardcore.search.state.shards import (
     bundles,
     divided_otherwise,
@@ -90,8 +91,8 @@ class InnerSearch(Protocol):
 
     plans: int
 
-    def __call__(self, cache: ShardCostCache, keys: np.ndarray) -> Placed:
-        """Plans of states keys [C, N, 2], each shard a strip and units. The cache knows their shards."""
+    def __call__(self, space: SearchSpace, keys: np.ndarray) -> Placed:
+        """Plans of states keys [C, N, 2], each shard a strip and units of the space."""
         ...
 
 
@@ -139,21 +140,21 @@ class Beam:
         shards = feasible_shards(self.problem)
         if not shards:  # all tables have one way to run
             return self._priced((), packed=False, **provenance)
-        cache = ShardCostCache(self.problem, self.model, shards)
-        state = tuple(sorted(cache.keys(shards)))
+        space = self._space(shards)
+        state = tuple(sorted(space.cache.keys(shards)))
         # There is no time for a first inner search. A packing gives a plan at once.
-        if (search_s := self._search_s(cache, state)) and not self.meter.has_time(search_s):
+        if (search_s := self._search_s(space, state)) and not self.meter.has_time(search_s):
             return self._priced(fitting(self.problem).placements, packed=True, **provenance)
         before_s = self.meter.seconds()
         # The state with the fewest cuts. All others come from it.
-        [first] = search(cache, [state], self.inner)
+        [first] = search(space, [state], self.inner)
         # From this follows how many states the rest of a budget in seconds affords.
         state_s = self.meter.seconds() - before_s
         self.meter.evals += self.inner.plans
         # Some rows have to be divided, and another kind may do that at less cost.
-        if cache.is_range.any():
-            cache, first = self._divided_otherwise(cache, first, state_s)
-        best, packing = self._improved(cache, first, state_s), None
+        if space.cache.is_range.any():
+            space, first = self._divided_otherwise(space, first, state_s)
+        best, packing = self._improved(space, first, state_s), None
         # Where the first state has no plan, a packing may be cheaper than what the beam found after it.
         if not first.devices:
             plan = priced(fitting(self.problem).placements, self.problem, self.model)
@@ -161,21 +162,25 @@ class Beam:
             if start is None and beam_failed:
                 return self._priced(plan.placements, packed=True, **provenance)
             if start and is_less(start[1].ms, best.ms):
-                cache, packing = start
-                best = self._improved(cache, packing, state_s) if beam_failed else packing
+                space, packing = start
+                best = self._improved(space, packing, state_s) if beam_failed else packing
         # Random plans have no end of their own.
         if sampled and self.meter.budget != Budget():
-            best = self._sampled(cache, best, sampled)
-        placements = placed(cache.bundles(best.state), best.devices, cache.problem)
+            best = self._sampled(space, best, sampled)
+        placements = placed(space.cache.bundles(best.state), best.devices, space.cache.problem)
         return self._priced(placements, packed=best is packing, **provenance)
 
     def _priced(self, placements: Sequence[Placement], **provenance: Any) -> Plan:
         return priced(placements, self.problem, self.model, evals=self.meter.evals, **provenance)
 
+    def _space(self, shards: Iterable[Shard], problem: Problem | None = None) -> SearchSpace:
+        """The space of shards that the beam may cut further."""
+        return space_by_columns(problem or self.problem, self.model, shards, cut=self.config.steps > 0)
+
     def _divided_otherwise(
-        self, cache: ShardCostCache, first: StatePlan, state_s: float
-    ) -> tuple[ShardCostCache, StatePlan]:
-        """The cheapest first plan of all kinds that may divide rows, with its cache.
+        self, space: SearchSpace, first: StatePlan, state_s: float
+    ) -> tuple[SearchSpace, StatePlan]:
+        """The cheapest first plan of all kinds that may divide rows, with its space.
 
         state_s: seconds that one state takes.
         """
@@ -185,42 +190,42 @@ class Beam:
             # With this kind alone there may be no plan at all.
             with suppress(Infeasible):
                 shards = feasible_shards(other)
-                other_cache = ShardCostCache(other, self.model, shards)
-                [plan] = search(other_cache, [tuple(sorted(other_cache.keys(shards)))], self.inner)
+                of_other = self._space(shards, other)
+                [plan] = search(of_other, [tuple(sorted(of_other.cache.keys(shards)))], self.inner)
                 self.meter.evals += self.inner.plans
                 # Where neither fits, the one that lacks less.
                 if _sort_plans([first, plan])[0] is plan:
-                    cache, first = other_cache, plan
-        return cache, first
+                    space, first = of_other, plan
+        return space, first
 
     def _sampled(
-        self, cache: ShardCostCache, best: StatePlan, sampled: Callable[[int], InnerSearch]
+        self, space: SearchSpace, best: StatePlan, sampled: Callable[[int], InnerSearch]
     ) -> StatePlan:
         """The best of random plans of a state, or the plan that there is."""
-        n_devices = len(cache.speed)
-        cells = n_devices * max(len(cache), len(best.state))
+        n_devices = len(space.fixed.devices)
+        cells = n_devices * max(len(space.cache), len(best.state))
         # Chunks, so that the time of a plan is known before the budget ends.
         chunk = max(1, min(_PROBED, _ROWS_AT_ONCE // n_devices, _CELLS_AT_ONCE // cells))
         plan_s = 0.0
         while n := self.meter.affordable(chunk, 1, plan_s):
             before_s = self.meter.seconds()
-            [plan] = search(cache, [best.state], sampled(n))
+            [plan] = search(space, [best.state], sampled(n))
             self.meter.evals += n
             plan_s = (self.meter.seconds() - before_s) / n
             best = least([best, plan], lambda p: p.ms)
         return best
 
-    def _search_s(self, cache: ShardCostCache, state: State) -> float:
+    def _search_s(self, space: SearchSpace, state: State) -> float:
         """Estimated seconds of an inner search, from one of a few of its shards. 0 if no estimate is needed."""
         # A probe is only worth its time where it is a small part of the search.
         if self.meter.budget.seconds is None or len(state) < 10 * _PROBED:
             return 0.0
         before_s = self.meter.seconds()
-        search(cache, [state[:_PROBED]], self.inner)
+        search(space, [state[:_PROBED]], self.inner)
         return (self.meter.seconds() - before_s) * len(state) / _PROBED
 
-    def _start_from(self, plan: Plan) -> tuple[ShardCostCache, StatePlan] | None:
-        """A plan as a state, with a cache of its strips: it may divide other rows than the first state.
+    def _start_from(self, plan: Plan) -> tuple[SearchSpace, StatePlan] | None:
+        """A plan as a state, with a space of its strips: it may divide other rows than the first state.
 
         None if it has replicas, or divides rows otherwise than `division`.
         """
@@ -228,31 +233,30 @@ class Beam:
         if any(len(p.devices) > 1 and p != division(p.shard.table, self.problem) for p in left):
             return None
         device_of = {shard: d for p in left for d, shard in shards_on(p)}
-        cache = ShardCostCache(self.problem, self.model, device_of)
+        space = self._space(device_of)
         # A bundle has one key, that of its first table.
         firsts = [bundle[0] for bundle in bundles(device_of, self.problem)]
         # States are sorted, and each device has to stay with its shard.
-        pairs = sorted((cache.key(first), device_of[first]) for first in firsts)
+        pairs = sorted((space.cache.key(first), device_of[first]) for first in firsts)
         state, devices = tuple(key for key, _ in pairs), tuple(d for _, d in pairs)
-        cache.add(state)
         # Priced as the beam prices its states, so that costs compare.
-        under_construction = PlacementState(cache, state)
+        batch = PlanBatch(space, np.array([state]))
         for (strip, units), device in pairs:
-            under_construction.place(strip, units, device)
-        return cache, StatePlan(float(under_construction.cost_ms()), state, devices)
+            batch.place(strip, units, device)
+        return space, StatePlan(float(batch.cost_ms()[0, 0]), state, devices)
 
-    def _improved(self, cache: ShardCostCache, start: StatePlan, state_s: float) -> StatePlan:
+    def _improved(self, space: SearchSpace, start: StatePlan, state_s: float) -> StatePlan:
         """The best plan of a beam that starts from the state of `start`, or `start` itself.
 
         state_s: seconds that one state takes.
         """
         # Devices × plans of a state.
-        rows = self.inner.plans * len(cache.speed)
+        rows = self.inner.plans * len(space.fixed.devices)
         # Chunks bound the memory, and let the budget end a round early.
-        chunk = max(1, min(_ROWS_AT_ONCE // rows, _CELLS_AT_ONCE // (rows * len(cache))))
+        chunk = max(1, min(_ROWS_AT_ONCE // rows, _CELLS_AT_ONCE // (rows * len(space.cache))))
         best, beam = start, [start.state]
         for _ in range(self.config.steps):
-            halved = (_halvings(cache, state, self.config.candidates) for state in beam)
+            halved = (_halvings(space, state, self.config.candidates) for state in beam)
             # Different states may give the same one, which is searched once.
             states = list(dict.fromkeys(state for several in halved for state in several))
             plans: list[StatePlan] = []
@@ -261,7 +265,7 @@ class Beam:
                 if n == 0:
                     break
                 before_s = self.meter.seconds()
-                plans += search(cache, states[len(plans) : len(plans) + n], self.inner)
+                plans += search(space, states[len(plans) : len(plans) + n], self.inner)
                 self.meter.evals += n * self.inner.plans
                 state_s = (self.meter.seconds() - before_s) / n
             # If none fits, those that lack least go on: more cuts may make them fit.
@@ -278,13 +282,13 @@ def _sort_plans(plans: Sequence[StatePlan]) -> list[StatePlan]:
     return sort_by_cost(sorted(plans, key=lambda plan: plan.over_bytes), lambda plan: plan.ms)
 
 
-def _halvings(cache: ShardCostCache, state: State, n: int) -> list[State]:
+def _halvings(space: SearchSpace, state: State, n: int) -> list[State]:
     """The states with one more cut: of each of the n largest and n costliest shards that can be cut."""
-    cache.add(state)
     # Equal shards of a strip give equal states, so one of them stands for all.
-    keys = [key for key in dict.fromkeys(state) if cache.may_split(key)]
+    keys = [(s, units) for s, units in dict.fromkeys(state) if units > 1 and space.fixed.may_split[s]]
     if not keys:
         return []
+    cache = space.cache
     numbers = cache.numbers(*np.array(keys).T)
     # Large shards are hard to fit, costly ones hard to balance.
     largest = np.argsort(-cache.bytes[numbers], kind="stable")[:n]
@@ -298,12 +302,10 @@ def _halvings(cache: ShardCostCache, state: State, n: int) -> list[State]:
     return states
 
 
-def search(cache: ShardCostCache, states: Sequence[State], inner: InnerSearch) -> list[StatePlan]:
+def search(space: SearchSpace, states: Sequence[State], inner: InnerSearch) -> list[StatePlan]:
     """The best plan of each of several states with the same number of shards."""
-    for state in states:
-        cache.add(state)
     # One array [C, N, 2], as states have the same number of shards.
-    of_states = inner(cache, np.array(states))
+    of_states = inner(space, np.array(states))
     plans = []
     for c, state in enumerate(states):
         k = first_least(of_states.total_ms[c])

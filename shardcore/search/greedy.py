@@ -22,10 +22,10 @@ from shardcore.core.errors import Infeasible
 from shardcore.core.progress import ticking
 from shardcore.core.types import Plan, Problem, Shard
 from shardcore.cost.model import CostModel, is_least
+from shardcore.search.anneal.batch import PlanBatch, space_by_columns
+from shardcore.search.anneal.compiled.arrays import FREE
 from shardcore.search.budget import Budget
 from shardcore.search.state.feasible import feasible_shards, fitting
-from shardcore.search.state.placement_state import PlacementState
-from shardcore.search.state.shard_cost_cache import ShardCostCache
 from shardcore.search.state.shards import bundles, divided_otherwise, divides_rows, priced
 from shardcore.search.ties import least, ranks
 
@@ -99,21 +99,20 @@ def _place(
     shards = feasible_shards(problem)
     if not shards:  # all tables have one way to run
         return priced((), problem, model, algorithm=name, seed=seed, packed=False)
-    cache, grouped = ShardCostCache(problem, model, shards), bundles(shards, problem)
-    keys = [cache.key(bundle[0]) for bundle in grouped]
-    cache.add(keys)
-    keys = np.array(keys)
+    space, grouped = space_by_columns(problem, model, shards, cut=False), bundles(shards, problem)
+    cache = space.cache
+    keys = np.array([cache.key(bundle[0]) for bundle in grouped])
     strip, units = keys.T
     loads = [float(sum(map(load, bundle))) for bundle in grouped]
-    state = PlacementState(cache, keys, priced=False)
+    batch, n_bytes = PlanBatch(space, keys[None]), cache.bytes[cache.numbers(strip, units)]
+    free = space.fixed.devices[:, FREE]
     # Least freedom first, then the largest load, then the most bytes.
-    n_bytes = cache.bytes[cache.numbers(strip, units)]
     for i in ticking(np.lexsort((-n_bytes, ranks(-np.array(loads)), cache.freedom[strip])).tolist()):
-        fits = state.fits(strip[i], units[i])
+        fits = batch.fits(strip[i], units[i])[0, 0]
         if not fits.any():
             return priced(fitting(problem).placements, problem, model, algorithm=name, seed=seed, packed=True)
-        state.place(strip[i], units[i], choose(loads[i], fits, state.free - state.used))
-    return state.plan(algorithm=name, seed=seed, packed=False)
+        batch.place(strip[i], units[i], choose(loads[i], fits, free - batch.used[0, 0]))
+    return batch.plan(algorithm=name, seed=seed, packed=False)
 
 
 LOADS: dict[str, Callable[[Shard], float]] = {

@@ -28,10 +28,10 @@ import numpy as np
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem
 from shardcore.cost.model import CostModel, is_least
+from shardcore.search.anneal.batch import PlanBatch
+from shardcore.search.anneal.search_space import SearchSpace
 from shardcore.search.beam import Beam, BeamConfig, Placed
 from shardcore.search.budget import Budget
-from shardcore.search.state.placement_state import PlacementState
-from shardcore.search.state.shard_cost_cache import ShardCostCache
 from shardcore.search.ties import ranks
 
 
@@ -82,24 +82,28 @@ class GreedyGrid:
     def __init__(self, caps: tuple[float, ...]) -> None:
         self.plans, self._caps = len(caps), np.array(caps)
 
-    def __call__(self, cache: ShardCostCache, keys: np.ndarray) -> Placed:
+    def __call__(self, space: SearchSpace, keys: np.ndarray) -> Placed:
+        cache = space.cache
         numbers = cache.numbers(keys[..., 0], keys[..., 1])  # [C, N]
         # Least freedom first, then the highest cost, then the most bytes.
         order = np.lexsort(
             (-cache.bytes[numbers], ranks(-cache.single_ms[numbers]), cache.freedom[keys[..., 0]])
         )
         in_order = np.take_along_axis(keys, order[..., None], 1)  # [C, N, 2]
-        return greedy_grid(cache, in_order, self._caps).reordered(order)
+        return greedy_grid(space, in_order, self._caps).reordered(order)
 
 
-def greedy_grid(cache: ShardCostCache, keys: np.ndarray, caps: np.ndarray) -> Placed:
+def greedy_grid(space: SearchSpace, keys: np.ndarray, caps: np.ndarray) -> Placed:
     """All greedy passes in lockstep.
 
     keys: [C, N, 2] shards as strip and units, in the order of placing.
     caps: [K] on a device's columns, relative to the mean.
     """
+    cache = space.cache
     (n_states, n_shards, _), n_passes, n_devices = keys.shape, len(caps), len(cache.speed)
-    state = PlacementState(cache, keys, (n_states, n_passes))
+    batch = PlanBatch(space, keys, n_passes)
+    # [C, K, D] bytes of outputs, which stand for columns.
+    placed = np.zeros((n_states, n_passes, n_devices))
     numbers = cache.numbers(keys[..., 0], keys[..., 1])  # [C, N]
     # The small constant absorbs rounding: a cap of exactly the mean has to be reachable.
     cap = cache.outputs[numbers].sum(1)[:, None, None] / n_devices * caps[:, None] + 1e-9  # [C, K, 1]
@@ -111,21 +115,19 @@ def greedy_grid(cache: ShardCostCache, keys: np.ndarray, caps: np.ndarray) -> Pl
     for i in range(n_shards):
         strip, units, number = keys[:, i, 0][:, None], keys[:, i, 1][:, None], numbers[:, i, None]  # [C, 1]
         outputs, single_ms = cache.outputs[number], cache.single_ms[number][..., None] / cache.speed
-        # Outputs stand for columns. Those of fixed tables are on every device, so they do not count.
-        placed = (state.outputs - cache.fixed_bytes[0]).sum(-1)
         narrow = (placed + outputs[..., None] <= cap) | pinned[strip][..., None]  # [C, K, D]
-        fits = state.fits(strip, units) & narrow
+        fits = batch.fits(strip, units) & narrow
         # On equal devices single_ms is the same for all, and the published rule is left.
-        cheapest = is_least(np.where(fits, state.device_ms + single_ms, np.inf))
+        cheapest = is_least(np.where(fits, batch.device_ms + single_ms, np.inf))
         # Ties go to the least used, then to the first.
-        d = np.where(cheapest, state.used, np.iinfo(np.int64).max).argmin(-1)  # [C, K]
+        d = np.where(cheapest, batch.used, np.iinfo(np.int64).max).argmin(-1)  # [C, K]
         fits_all &= fits.any(-1)
         # Also where it does not fit: `over_bytes` then shows by how much.
-        state.place(strip, units, d)
+        batch.place(strip, units, d)
+        placed[(*np.ogrid[:n_states, :n_passes], d)] += outputs
         devices[:, :, i] = d
 
     total_ms = np.full(fits_all.shape, np.inf)
     if fits_all.any():
-        total_ms = np.where(fits_all, state.cost_ms(), np.inf)
-    over_bytes = np.maximum(state.used - np.maximum(state.free, 0), 0).sum(-1)
-    return Placed(total_ms, over_bytes, devices)
+        total_ms = np.where(fits_all, batch.cost_ms(), np.inf)
+    return Placed(total_ms, batch.lack.sum(-1), devices)

@@ -16,8 +16,8 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Shard, Table
 from shardcore.cost.model import group_costs
 from shardcore.search import SHARDERS, Budget
+from shardcore.search.anneal.batch import PlanBatch, space_by_columns
 from shardcore.search.neuroshard import NeuroShardConfig, greedy_grid, neuroshard
-from shardcore.search.state.placement_state import PlacementState
 from shardcore.search.state.shard_cost_cache import ShardCostCache
 from shardcore.search.state.shards import devices_of
 from shardcore.step.lower import lower
@@ -45,7 +45,8 @@ def test_tables_kept_together_are_one_bundle_that_costs_what_they_cost_fused(see
         together=(("t1", "t4", "t5"), ("t0", "t3")), pinned=(("t4", (0, 2)), ("t2", (1,)))
     )
     problem = replace(draw_problem(seed, n_tables=6, n_devices=3), constraints=constraints)
-    cache = ShardCostCache(problem, MODEL, [Shard.whole(t) for t in problem.tables])
+    space = space_by_columns(problem, MODEL, [Shard.whole(t) for t in problem.tables], cut=True)
+    cache = space.cache
     keys = cache.keys([Shard.whole(t) for t in problem.tables])
     bundles = cache.bundles(keys)
     together = {frozenset(s.table.name for s in bundle) for bundle in bundles}
@@ -54,11 +55,11 @@ def test_tables_kept_together_are_one_bundle_that_costs_what_they_cost_fused(see
     pairs = [(s, d) for bundle, d in zip(bundles, devices, strict=True) for s in bundle]
     shards, where = zip(*pairs, strict=True)
     cache.add(keys)
-    state = PlacementState(cache, keys)
+    batch = PlanBatch(space, np.array([keys]))
     for key, device in zip(keys, devices, strict=True):
-        state.place(*key, device)
+        batch.place(*key, device)
     # price checks the pins
-    assert state.cost_ms() == pytest.approx(total_ms(shards, where, problem), rel=1e-9)
+    assert batch.cost_ms()[0, 0] == pytest.approx(total_ms(shards, where, problem), rel=1e-9)
 
 
 @settings(max_examples=15)
@@ -73,13 +74,13 @@ def test_the_grids_totals_are_the_prices_of_its_plans(seed, rows, optimizer):
     problem = draw_problem(seed, n_tables=6, memory=500_000, optimizer=optimizer)
     problem = on_two_hosts(problem) if rows else problem
     shards = draw_cuts(rng, problem, rows)
-    cache = ShardCostCache(problem, MODEL, shards)
+    space = space_by_columns(problem, MODEL, shards, cut=False)
+    cache = space.cache
     keys = [cache.key(s) for s in shards]
-    cache.add(keys)
     orders = [rng.permutation(len(keys)) for _ in range(3)]
     scales = np.array([1.0, 1.2, np.inf])
     ordered = np.array([[keys[i] for i in order] for order in orders])
-    made = greedy_grid(cache, ordered, scales)
+    made = greedy_grid(space, ordered, scales)
     totals, over_bytes, devices = made.total_ms, made.over_bytes, made.devices
     assert totals.shape == over_bytes.shape == (3, 3) and devices.shape == (3, 3, len(keys))
     for c, k in np.argwhere(np.isfinite(totals)):

@@ -6,6 +6,7 @@ D devices, N runs. Y layouts of what groups share.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,14 +101,17 @@ def _vector(cache: ShardCostCache, run: Layout, shards: Sequence[Shard]) -> np.n
 
 def _fixed_ops(cache: ShardCostCache, runs: Sequence[Layout]) -> np.ndarray:
     """[D, N, V] vectors of the ops of tables of fixed kinds, which are on all devices in every plan."""
-    first_code = CACHED + len(cache.caches)
-    ops = np.zeros((len(cache.speed), len(runs), first_code + cache.codes.shape[1]))
-    for k, run in enumerate(cache.runs_of_plan):
-        ops[:, runs.index(run), first_code:] = cache.fixed_codes[:, k]
-    for placement in fixed_placements(cache.problem):
+    problem, held = cache.problem, defaultdict[Layout, dict[Shard, list[int]]](dict)
+    for placement in fixed_placements(problem):
         for device, shard in shards_on(placement):
-            run = run_of(placement.kind, shard.table)
-            ops[device, runs.index(run), :first_code] += _amounts(cache, run, shard)
+            held[run_of(placement.kind, shard.table)].setdefault(shard, []).append(device)
+    n_entries = CACHED + len(cache.caches) + cache.codes.shape[1]
+    ops = np.zeros((len(cache.speed), len(runs), n_entries))
+    for run, devices_of in held.items():
+        # Replicas are the same on all devices, and are encoded once.
+        codes = encoded(list(devices_of), cache.model, run.batch(problem))
+        for (shard, devices), code in zip(devices_of.items(), codes, strict=True):
+            ops[devices, runs.index(run)] += np.append(_amounts(cache, run, shard), code)
     return ops
 
 

@@ -31,6 +31,13 @@ _PROBES = 64
 """Divisions of the columns that rates are fitted to."""
 
 
+def rates_of(problem: Problem, model: CostModel, runs: Sequence[Layout]) -> np.ndarray:
+    """[X, 8] rates of the exchanges of runs: the field of arrays.SearchProblem."""
+    return np.array(
+        [list(rates(problem, model, run).values()) for rates in (exchange_rates, id_rates) for run in runs]
+    )
+
+
 def exchange_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[str, float]:
     """ms per byte of outputs of a kind, for both exchanges of a step.
 

@@ -34,11 +34,11 @@ from shardcore.search.anneal.compiled.arrays import (
     SPEED,
     TOTAL,
     WEIGHT,
+    WORK_ONCE,
     SearchProblem,
 )
 from shardcore.search.anneal.local_batch import batch_fields, first_run, fixed_fields, table_ranks
 from shardcore.search.anneal.options import option_fields
-from shardcore.search.anneal.rates import exchange_rates, id_rates
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.state.shard_cost_cache import ShardCostCache, encoded
 from shardcore.search.state.shards import placed, required_division
@@ -158,17 +158,19 @@ def search_space(
     everywhere: bool,
     halves: bool = False,
     by_rows: Sequence[Table] = (),
+    cut: bool = True,
 ) -> SearchSpace:
-    """The space of `shards`, which have to be all strips of the cache.
+    """The space of `shards`, which have to be all strips of the cache. Its rates of exchanges are 0.
 
     everywhere: whether groups may share whole tables.
     halves: whether columns may only be halved.
     by_rows: tables whose rows are always divided over all devices.
+    cut: whether shards may be cut by columns.
     """
     problem, model = cache.problem, cache.model
     all_strips = np.arange(len(cache))
     # Asked for two units: the search itself checks that a shard has more than one.
-    may_split = np.array([cache.may_split((s, 2)) for s in range(len(cache))], dtype=bool)
+    may_split = np.array([cut and cache.may_split((s, 2)) for s in range(len(cache))], dtype=bool)
     if is_large(cache):
         may_split &= _worth_cutting(cache, shards)
     # Every number of units of every strip, [sum of sizes].
@@ -190,9 +192,8 @@ def search_space(
     # Kinds come first: runs 0 to K - 1 are theirs.
     of_strips = (run for parts in cache.parts for run, _ in parts)
     runs = tuple(dict.fromkeys((*cache.kinds, *of_strips, *layouts)))
-    exchanges = [rates(problem, model, run) for rates in (exchange_rates, id_rates) for run in runs]
     coefficients = StageCoefficients.of(runs, problem)
-    # Rates and coefficients may have taken long: report, or end if the time is over.
+    # Encodings and coefficients may have taken long: report, or end if the time is over.
     tick()
     may_share, parts, shared_codes = _shareable(cache, groups, layouts, everywhere, {t.name for t in by_rows})
     options = option_fields(cache, runs, layouts, parts, shared_codes)
@@ -222,7 +223,7 @@ def search_space(
         # The local batch comes off in the search, as it changes with the plan.
         devices=np.stack([cache.speed, held_bytes(problem)], 1).astype(float),
         host=np.array([problem.topology.hosts.index(d.host) for d in problem.topology.devices], np.int64),
-        rates=np.array([list(of_exchange.values()) for of_exchange in exchanges]),
+        rates=np.zeros((2 * len(runs), WORK_ONCE + 1)),
         n_kinds=len(cache.kinds),
         hides_ids_ms=problem.job.hides_ids_ms,
         dense_ms=problem.job.dense_ms,

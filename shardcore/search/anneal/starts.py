@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardcore.core.errors import Infeasible
-from shardcore.core.types import Placement, Problem, Shard
+from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.cost.model import CostModel, first_least
 from shardcore.search import greedy
 from shardcore.search.anneal import compiled
@@ -35,6 +35,7 @@ from shardcore.search.anneal.compiled.arrays import (
     SPEED,
 )
 from shardcore.search.anneal.compiled.pointers import packed
+from shardcore.search.anneal.rates import rates_of
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.search_space import (
     SearchSpace,
@@ -50,7 +51,7 @@ from shardcore.search.state.refusal import shown
 from shardcore.search.state.shard_cost_cache import ShardCostCache
 from shardcore.search.state.shards import division, fixed_placements
 from shardcore.search.ties import least, ranks
-from shardcore.step.kinds import shards_on
+from shardcore.step.kinds import Layout, shards_on
 from shardcore.step.memory import held_bytes
 
 _SPLITS = (np.inf, 1.2, 1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
@@ -117,6 +118,7 @@ class Starts:
         self.problem, self.model, self.meter, self.seed = problem, model, meter, seed
         self.head = model.compiled().head
         self.cache: ShardCostCache | None = None  # of the last shards
+        self._rates: dict[tuple[Layout, ...], np.ndarray] = {}  # of exchanges, by runs
         # One log for all: only a plan that is annealed has entries. To clear 12 MB for each start takes long.
         self._log = np.empty((_LOG, 3), np.int32)
         self._greedy_s: float | None = None  # seconds of the longest greedy plan so far, if there is one
@@ -440,9 +442,8 @@ class Starts:
         ]
         placed = [(s, d) for p in left if p not in shared for d, s in shards_on(p)]
         shards = [*(s for s, _ in placed), *(p.shard for p in shared)]
-        cache = self._cache_of(shards)
         # The plan's own shared tables need groups in its space, even if none of them may change.
-        space = search_space(cache, shards, name == "all" or bool(shared), name == "halves")
+        space = self._made(shards, name == "all" or bool(shared), name == "halves")
         start = self._placed(
             space, placed, _pairs(space.pair(p.kind, p.devices, p.shard.table) for p in shared)
         )
@@ -457,7 +458,7 @@ class Starts:
         # Shared and new tables come as whole strips.
         whole = [*(t for tables in old.shared.values() for t in tables), *old.new]
         shards = [*(s for s, _ in old.placed), *map(Shard.whole, whole)]
-        space = search_space(self._cache_of(shards), shards, True, name == "halves")
+        space = self._made(shards, True, name == "halves")
         pairs = (space.pair(*group, t) for group, tables in old.shared.items() for t in tables)
         start = self._placed(space, old.placed, _pairs(pairs))
         # Before new tables come: what moves is counted against the plan as it was.
@@ -496,18 +497,23 @@ class Starts:
         if self._last and self._last[0] is shards and self._last[1] == name:
             return self._last[2]
         whole, by_rows = without_ranges(shards, self.problem)
-        space = search_space(self._cache_of(whole), whole, name == "all", name == "halves", by_rows)
+        space = self._made(whole, name == "all", name == "halves", by_rows)
         self._last = shards, name, space
         return space
 
-    def _cache_of(self, shards: Sequence[Shard]) -> ShardCostCache:
-        """A cache for the strips of these shards: the last one if it covers them.
+    def _made(
+        self, shards: Sequence[Shard], everywhere: bool, halves: bool, by_rows: Sequence[Table] = ()
+    ) -> SearchSpace:
+        """A space with rates of exchanges. Arguments as those of `search_space`.
 
-        Encoding its shards again would take longer than anything else.
+        It keeps the last cache if that covers the shards: encoding them again would take longer than anything else.
         """
         if self.cache is None or not self.cache.covers(shards):
             self.cache = ShardCostCache(self.problem, self.model, shards)
-        return self.cache
+        space = search_space(self.cache, shards, everywhere, halves, by_rows)
+        if space.runs not in self._rates:
+            self._rates[space.runs] = rates_of(self.problem, self.model, space.runs)
+        return replace(space, fixed=space.fixed._replace(rates=self._rates[space.runs]))
 
 
 def _ms(state: State) -> float:

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardcore.cost.model import is_least
+from shardcore.search.anneal.batch import PlanBatch
+from shardcore.search.anneal.compiled.arrays import FREE
+from shardcore.search.anneal.search_space import SearchSpace
 from shardcore.search.beam import Placed
 from shardcore.search.learned.nets import PARTS, Net, PolicyInputs, Weights, features
-from shardcore.search.state.placement_state import PlacementState
 from shardcore.search.state.shard_cost_cache import ShardCostCache
 from shardcore.search.ties import ranks
 
@@ -80,19 +82,20 @@ class Rollouts:
     priced: bool = True
     _known: tuple[ShardCostCache, np.ndarray] | None = None
 
-    def __call__(self, cache: ShardCostCache, keys: np.ndarray) -> Placed:
+    def __call__(self, space: SearchSpace, keys: np.ndarray) -> Placed:
         with np.errstate(over="ignore", invalid="ignore"):  # weights from a file may be anything
-            rollout = self.run(cache, keys)
+            rollout = self.run(space, keys)
         return rollout.reordered(rollout.order)
 
-    def run(self, cache: ShardCostCache, keys: np.ndarray) -> Rollout:
-        """Plans of the states keys [C, N, 2]. The cache knows their shards."""
+    def run(self, space: SearchSpace, keys: np.ndarray) -> Rollout:
+        """Plans of the states keys [C, N, 2]."""
+        cache = space.cache
         latents = self.latents_of(cache)  # [R, L]
         order = self._order(cache, keys, latents)
         keys = np.take_along_axis(keys, order[..., None], 1)
         (n_states, n, _), n_devices = keys.shape, len(cache.speed)
         context = self.net.context(self.weights, latents[cache.numbers(keys[..., 0], keys[..., 1])])
-        state = PlacementState(cache, keys, (n_states, self.plans), self.priced or self.net.asks_model)
+        batch = PlanBatch(space, keys, self.plans)
         noise = self._noise((n_states, self.plans, n, n_devices))
         sums = np.zeros((n_states, self.plans, n_devices, latents.shape[1]), np.float32)
         speed = cache.speed.astype(np.float32)[:, None]  # [D, 1]
@@ -100,13 +103,13 @@ class Rollouts:
         costs = np.zeros((*noise.shape, PARTS), np.float32) if self.net.asks_model else None
         devices, before, after = (np.zeros(noise.shape[:-1], np.int64) for _ in range(3))
         at = np.ogrid[:n_states, : self.plans]
-        room = np.maximum(state.free, 1)  # a device may have no memory at all
+        memory = np.maximum(space.fixed.devices[:, FREE], 1)  # a device may have none at all
 
         for i in range(n):
             strip, units = keys[:, i, 0][:, None], keys[:, i, 1][:, None]  # [C, 1]
-            legal[:, :, i], used[:, :, i] = state.fits(strip, units), state.used / room
+            legal[:, :, i], used[:, :, i] = batch.fits(strip, units), batch.used / memory
             if costs is not None:
-                costs[:, :, i] = state.parts_ms()
+                costs[:, :, i] = batch.parts_ms()
             inputs = PolicyInputs(
                 sums / speed,
                 used[:, :, i],
@@ -116,22 +119,32 @@ class Rollouts:
             scores = np.nan_to_num(self.net.scores(self.weights, inputs)) + noise[:, :, i]
             # Where no device is legal, the least used one shows by how much the plan is too large.
             best = is_least(np.where(legal[:, :, i], -scores.astype(float), np.inf), _EQUAL)
-            d = np.where(legal[:, :, i].any(-1), best.argmax(-1), state.used.argmin(-1))  # [C, K]
-            units_before = state.held[(*at, strip, d)]
+            d = np.where(legal[:, :, i].any(-1), best.argmax(-1), batch.used.argmin(-1))  # [C, K]
+            units_before = batch.held[(*at, strip, d)]
             before[:, :, i] = cache.numbers(strip, units_before)
             after[:, :, i] = cache.numbers(strip, units_before + units)
             # Parts of a strip that meet become one shard, so its latent replaces that of the part.
             sums[(*at, d)] += latents[after[:, :, i]] - latents[before[:, :, i]]
-            state.place(strip, units, d)
+            batch.place(strip, units, d)
             devices[:, :, i] = d
 
         fits = legal.any(-1).all(-1)
-        priced_ms = state.cost_ms() if self.priced and fits.any() else 0.0
+        priced_ms = batch.cost_ms() if self.priced and fits.any() else 0.0
         total_ms = np.where(fits, priced_ms, np.inf)
-        over = np.maximum(state.used - np.maximum(state.free, 0), 0).sum(-1)
-        parts_ms = state.parts_ms() if state.priced else np.zeros((*sums.shape[:-1], PARTS))
+        priced = self.priced or self.net.asks_model
+        parts_ms = batch.parts_ms() if priced else np.zeros((*sums.shape[:-1], PARTS))
         return Rollout(
-            total_ms, over, devices, order, legal, used, costs, sums / speed, parts_ms, before, after
+            total_ms,
+            batch.lack.sum(-1),
+            devices,
+            order,
+            legal,
+            used,
+            costs,
+            sums / speed,
+            parts_ms,
+            before,
+            after,
         )
 
     def latents_of(self, cache: ShardCostCache) -> np.ndarray:

@@ -28,12 +28,12 @@ from shardcore.core.types import Problem, Setting, Table
 from shardcore.core.validation import MOST_COUNT, MOST_SEED, require, require_within
 from shardcore.cost.model import CostModel
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
+from shardcore.search.anneal.batch import space_by_columns
 from shardcore.search.greedy import ORDERS
 from shardcore.search.learned.nets import AutoShard, DreamShard, Net, PolicyInputs, features
 from shardcore.search.learned.policy import NETS, Policy, place
 from shardcore.search.learned.rollout import Rollout, Rollouts
 from shardcore.search.state.feasible import feasible_shards
-from shardcore.search.state.shard_cost_cache import ShardCostCache
 from shardcore.tables.held_out import kept_for_testing
 
 _KEPT_PLANS, _BATCH = 5_000, 64
@@ -216,7 +216,7 @@ def train(
             for optimizer in learner.optimizers:
                 optimizer.param_groups[0]["lr"] = config.learning_rate * (1 - i / config.rounds)
             values = learner.round()
-            rollouts = [Rollouts(learner.net, learner.arrays).run(one.cache, one.keys) for one in unseen]
+            rollouts = [Rollouts(learner.net, learner.arrays).run(one.space, one.keys) for one in unseen]
             ms = np.array([float(rollout.total_ms[0, 0]) for rollout in rollouts])
             # A plan that does not fit counts as twice the greedy one.
             cost = float(np.where(np.isfinite(ms), ms / greedy, 2.0).mean())
@@ -270,10 +270,9 @@ class Prepared:
 
     def __init__(self, problem: Problem, model: CostModel) -> None:
         shards = feasible_shards(problem)
-        self.cache = ShardCostCache(problem, model.for_problem(problem), shards)
-        keys = sorted(self.cache.keys(shards))
-        self.cache.add(keys)
-        self.keys = np.array([keys])
+        self.space = space_by_columns(problem, model.for_problem(problem), shards, cut=False)
+        self.cache = self.space.cache
+        self.keys = np.array([sorted(self.cache.keys(shards))])
         self.x = features([s for bundle in self.cache.made for s in bundle], problem.global_batch)
         self.bundle = np.repeat(np.arange(len(self.cache.made)), [len(b) for b in self.cache.made])
 
@@ -381,7 +380,7 @@ class Learner:
     def roll(self, prepared: Prepared, plans: int, priced: bool) -> Rollout:
         """Random plans of a problem, with the present weights."""
         rollouts = Rollouts(self.net, self.arrays, plans, self.rng, greedy_first=False, priced=priced)
-        return rollouts.run(prepared.cache, prepared.keys)
+        return rollouts.run(prepared.space, prepared.keys)
 
     def priced(self, prepared: Prepared, rollout: Rollout) -> CostSample:
         """The first plan of a rollout, in units of this policy's costs."""

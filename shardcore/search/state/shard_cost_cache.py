@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from math import gcd
 from operator import attrgetter
@@ -28,15 +27,14 @@ import numpy as np
 
 from shardcore.core.job import PIPELINES
 from shardcore.core.progress import tick, ticking
-from shardcore.core.types import Placement, Problem, Shard, Table
-from shardcore.cost.model import CommCost, CostModel, fetched_ms, step_ms
+from shardcore.core.types import Problem, Shard, Table
+from shardcore.cost.model import CostModel
 from shardcore.search.state.shards import (
     IMPOSSIBLE,
     Bundle,
     RowRange,
     bundles,
     devices_of,
-    fixed_placements,
     join_columns,
     layout_of_shard,
     may_be_on_a_device,
@@ -44,11 +42,10 @@ from shardcore.search.state.shards import (
     row_range,
 )
 from shardcore.step.id_bytes import sample_bytes
-from shardcore.step.kinds import WHOLE_ROWS, Layout, run_of, runs_of, shards_on
-from shardcore.step.lower import traffic_of_outputs
+from shardcore.step.kinds import WHOLE_ROWS, Layout, run_of, runs_of
 from shardcore.step.memory import Caches
-from shardcore.step.memory_account import Account, StageCoefficients, sums_of
-from shardcore.step.shard_memory import RunBatch, bucketized_bytes, run_batches
+from shardcore.step.memory_account import StageCoefficients, sums_of
+from shardcore.step.shard_memory import bucketized_bytes
 
 _ENCODED_AT_ONCE = 1 << 14
 """Shards that are encoded between two reports of progress."""
@@ -67,7 +64,6 @@ class ShardCostCache:
     parts: [S] the run and the shard of each table of a strip. Tables of a bundle may run differently.
     made: [R] the bundle of each number. Number 0 stands for nothing, though it has one.
     kinds: runs of the strips (kinds.runs_of).
-    runs_of_plan: [K] these, then further runs of `fixed_placements`.
     speed: [D] speed factors.
     allowed: [S, D] devices where a strip may be.
     freedom: [S] number of these devices.
@@ -81,7 +77,6 @@ class ShardCostCache:
     sums: [R, 6] contribution to a device's memory (memory_account.Sums).
     bytes: [R] peak memory of the shard alone. An estimate of what it adds to a device's.
     outputs: [R] bytes of outputs.
-    id_bytes: [R] bytes of ids and lengths that its device receives.
     single_ms: [R] cost of an op with only this shard, at speed 1.
     """
 
@@ -105,14 +100,6 @@ class ShardCostCache:
             [(run, bundle[0]), *((run_of(WHOLE_ROWS.name, s.table), s) for s in bundle[1:])]
             for run, bundle in zip(runs, self.strips, strict=True)
         ]
-        # (run, device, shard), for each device of each placement.
-        self._fixed = [
-            (run_of(p.kind, p.shard.table), device, shard)
-            for p in fixed_placements(problem)
-            for device, shard in shards_on(p)
-        ]
-        # Kinds come first, so that a kind's number is that of its run, too.
-        self.runs_of_plan = tuple(dict.fromkeys((*self.kinds, *(run for run, _, _ in self._fixed))))
         self.is_range = np.array([not bundle[0].full_rows for bundle in self.strips])
         self.unit = np.array([problem.unit_width(bundle[0].table) for bundle in self.strips])
         widths: dict[int, list[int]] = defaultdict(list)
@@ -142,7 +129,7 @@ class ShardCostCache:
         self._codes, self._single_ms = np.zeros((0, 1)), np.zeros(0)
         self.strip_of, self.sums = np.zeros(1, dtype=np.int64), np.zeros((1, 6))
         # One row each, of number 0.
-        self.bytes, self.outputs, self.id_bytes = (np.zeros(1, dtype=np.int64) for _ in range(3))
+        self.bytes, self.outputs = (np.zeros(1, dtype=np.int64) for _ in range(2))
         all_runs = {*self.kinds, *(run for parts in self.parts for run, _ in parts)}
         # [2] the largest multiples of what entered and of lookups in any phase, for peaks of single shards.
         self._multiples = {run: StageCoefficients.of((run,), problem).most[0] for run in all_runs}
@@ -174,31 +161,6 @@ class ShardCostCache:
         return self.problem.local_batch * n_bytes
 
     @cached_property
-    def fixed_codes(self) -> np.ndarray:
-        """[D, K, F] summed encodings of `fixed_placements`."""
-        codes = np.zeros((len(self.speed), len(self.runs_of_plan), self.codes.shape[1]))
-        for k, run in enumerate(self.runs_of_plan):
-            held = [(device, shard) for of_shard, device, shard in self._fixed if of_shard is run]
-            # Replicas are the same on all devices.
-            if number := {shard: i for i, shard in enumerate(dict.fromkeys(shard for _, shard in held))}:
-                encodings = np.asarray(self.model.encode(list(number), run.batch(self.problem)), dtype=float)
-                rows = [number[shard] for _, shard in held]
-                np.add.at(codes[:, k], [device for device, _ in held], encodings[rows])
-        return codes
-
-    @cached_property
-    def fixed_bytes(self) -> tuple[np.ndarray, np.ndarray]:
-        """[D, K] bytes of `fixed_placements`: of outputs (of replicas, gradients), and of ids."""
-        outputs, ids = np.zeros((2, len(self.speed), len(self.runs_of_plan)), dtype=np.int64)
-        for run, device, shard in self._fixed:
-            sums = sums_of(run, shard, self.problem)
-            at = device, self.runs_of_plan.index(run)
-            ids[at] += sums.arrived
-            # Of a replica the whole gradient is exchanged, as large as its weights.
-            outputs[at] += shard.bytes if run.dense_gradient else sums.entered
-        return outputs, ids
-
-    @cached_property
     def caches(self) -> Caches:
         """The caches in device memory that a plan's ops may have."""
         # Widths of all shards that a plan may have: a cache is as wide as its widest.
@@ -211,42 +173,6 @@ class ShardCostCache:
             for units in range(1, self.size[s])
         ]
         return Caches.of([*whole, *narrow])
-
-    @cached_property
-    def _batches(self) -> dict[Layout, RunBatch]:
-        """Each run's share of a local batch, with no table cut by columns."""
-        firsts = [s for bundle in self.strips for s in bundle if s.row_lo == 0]
-        searched = [
-            Placement(WHOLE_ROWS.name, s, (0,)) if s.full_rows else required_division(s.table, self.problem)
-            for s in sorted(firsts, key=lambda s: not s.full_rows)
-        ]
-        return run_batches([*searched, *fixed_placements(self.problem)], self.problem)
-
-    @cached_property
-    def account(self) -> Account:
-        """Memory of plans in which no table is cut by columns."""
-        return Account.of(self._batches, self.problem)
-
-    @cached_property
-    def cut_bytes(self) -> np.ndarray:
-        """[K, P] bytes that `account.base` has more if some tables of a kind are cut by columns.
-
-        They add up over kinds.
-        """
-        # Of one kind at a time, less the account in which none is cut.
-        of_kinds = [
-            Account.of(self._batches | {run: replace(self._batches[run], cut=True)}, self.problem).base
-            for run in self.kinds
-        ]
-        return np.array(of_kinds) - self.account.base
-
-    def cut_strips(self, keys: np.ndarray) -> np.ndarray:
-        """[C, K] number of strips of each kind that states keys [C, N, 2] cut by columns."""
-        strips, units = keys[..., 0], keys[..., 1]
-        cut = np.zeros((len(keys), len(self)), dtype=bool)
-        # A strip counts once, however many shards it is cut into.
-        cut[np.nonzero(units < self.size[strips])[0], strips[units < self.size[strips]]] = True
-        return cut.astype(np.int64) @ (self.kind[:, None] == np.arange(len(self.kinds)))
 
     def covers(self, shards: Iterable[Shard]) -> bool:
         """Tell if these shards make up exactly the strips of the cache, with sequences cut the same."""
@@ -376,7 +302,7 @@ class ShardCostCache:
             possible &= [all(may_be_on_a_device(shard, self.problem) for shard in bundle) for bundle in made]
         # As resident bytes that no device has, impossible shards need no check of their own in searches.
         sums[~possible, 0] = n_bytes[~possible] = IMPOSSIBLE
-        _, arrived, entered, *_ = sums.T
+        entered = sums.T[2]
         # Numbers go on from the last shard and never change, so states may keep them.
         self._numbers[strips, units] = len(self.made) + np.arange(len(new))
         self.made += made
@@ -384,7 +310,6 @@ class ShardCostCache:
             ("strip_of", strips),
             ("sums", sums),
             ("bytes", n_bytes.astype(np.int64)),
-            ("id_bytes", arrived.astype(np.int64)),
             ("outputs", entered.astype(np.int64)),
         ):
             setattr(self, name, np.concatenate([getattr(self, name), values]))
@@ -446,39 +371,6 @@ class ShardCostCache:
         The shards have to be computed before: the number of any other is -1.
         """
         return self._numbers[strips, units]
-
-    def total_ms(
-        self,
-        compute_ms: np.ndarray,
-        outputs: np.ndarray,
-        id_bytes: np.ndarray,
-        fetched_ms: np.ndarray | float = 0.0,
-    ) -> np.ndarray:
-        """[...] ms of a step. Equal to price(lower(plan, problem), model).total_ms.
-
-        compute_ms, fetched_ms: [..., D] at each device's speed. fetched_ms: see `fetched_ms`.
-        outputs: [..., D, K] bytes of outputs.
-        id_bytes: [..., D, K] that devices receive.
-        """
-        comm = self.comm(compute_ms, outputs, id_bytes)
-        return step_ms(compute_ms, comm, self.problem.job, fetched_ms)
-
-    def fetched_ms(self, sums: np.ndarray, op_ms: np.ndarray) -> np.ndarray | float:
-        """[..., D] as model.fetch_wait_ms takes them, from sums [..., D, K, F] and op_ms [..., D, K].
-
-        0 where nothing is fetched ahead.
-        """
-        if not self.problem.job.fetches_ahead:
-            return 0.0
-        return fetched_ms(self.model, sums, op_ms).sum(-1) / self.speed
-
-    def comm(self, compute_ms: np.ndarray, outputs: np.ndarray, id_bytes: np.ndarray) -> CommCost:
-        """The collectives of a step. Arguments as in `total_ms`."""
-        # [..., D] bytes of each run, as the model's traffic has them by run.
-        runs = list(enumerate(self.runs_of_plan))
-        outputs_of, ids_of = ({run: n_bytes[..., k] for k, run in runs} for n_bytes in (outputs, id_bytes))
-        traffic = traffic_of_outputs(outputs_of, self.problem, ids_of)
-        return self.model.comm(traffic, compute_ms, self.problem.topology)
 
 
 def encoded(shards: Sequence[Shard], model: CostModel, batch: int | None = None) -> np.ndarray:

@@ -28,6 +28,7 @@ from shardcore.cost.model import price
 from shardcore.io import files
 from shardcore.io.towers import Towers, read_towers
 from shardcore.search import SHARDERS, Budget, greedy
+from shardcore.search.anneal.batch import PlanBatch, space_by_columns
 from shardcore.search.bound.lower_bound import bound
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.row_units import RowUnits
@@ -39,8 +40,6 @@ from shardcore.search.decisions.towers import (
     tower_hosts,
     tower_traffic,
 )
-from shardcore.search.state.placement_state import PlacementState
-from shardcore.search.state.shard_cost_cache import ShardCostCache
 from shardcore.step.kinds import CHANNELS
 from shardcore.step.lower import lower
 from shardcore.step.memory_account import table_bytes
@@ -297,13 +296,13 @@ def test_a_sequence_that_is_on_every_device_is_so_beside_towers():
 def test_a_plan_under_construction_costs_what_its_workload_does():
     found = tower_hosts(problem_of(), pairs(), MODEL)
     plan = SHARDERS["random"](found.problem, MODEL)
-    cache = ShardCostCache(found.problem, MODEL, [Shard.whole(t) for t in found.problem.tables])
-    keys = [cache.key(placement.shard) for placement in plan.placements]
-    cache.add(keys)
-    state = PlacementState(cache, keys)
+    whole = [Shard.whole(t) for t in found.problem.tables]
+    space = space_by_columns(found.problem, MODEL, whole, cut=False)
+    keys = [space.cache.key(placement.shard) for placement in plan.placements]
+    batch = PlanBatch(space, np.array([keys]))
     for placement, (strip, units) in zip(plan.placements, keys, strict=True):
-        state.place(np.array(strip), np.array(units), np.array(placement.devices[0]))
-    assert float(state.cost_ms()) == pytest.approx(price(lower(plan, found.problem), MODEL).total_ms)
+        batch.place(strip, units, placement.devices[0])
+    assert batch.cost_ms()[0, 0] == pytest.approx(price(lower(plan, found.problem), MODEL).total_ms)
 
 
 def test_slow_links_between_hosts_make_towers_pay():

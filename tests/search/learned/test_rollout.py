@@ -13,11 +13,12 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Shard, Table
 from shardcore.cost.model import price
 from shardcore.search import Budget, beam, sharder
+from shardcore.search.anneal.batch import space_by_columns
 from shardcore.search.learned.nets import FEATURES, features
 from shardcore.search.learned.policy import NETS
 from shardcore.search.learned.rollout import Rollouts
 from shardcore.search.learned.training import CostSample, PolicyConfig, Prepared, learner_of
-from shardcore.search.state.shards import placed
+from shardcore.search.state.shards import equal_parts, placed
 from shardcore.step import access
 from shardcore.step.lower import lower
 from shardcore.tables import streams
@@ -32,7 +33,7 @@ def rolled(name, problem, plans=6):
     setting = replace(MODEL.setting, batch=problem.global_batch)
     policy, prepared = untrained(name), Prepared(problem, replace(MODEL, setting=setting))
     rollouts = Rollouts(policy.net, policy.weights, plans, np.random.default_rng(0))
-    return prepared, rollouts.run(prepared.cache, prepared.keys)
+    return prepared, rollouts.run(prepared.space, prepared.keys)
 
 
 @each_net
@@ -135,22 +136,24 @@ def test_a_power_laws_reuse_bins_are_those_of_its_streams():
 
 @each_net
 def test_halves_that_meet_on_a_device_look_like_the_shard_that_they_become(name):
-    prepared = Prepared(draw_problem(4, n_tables=5), MODEL)
-    strip = int(np.argmax(prepared.cache.size))
-    units = int(prepared.cache.size[strip]) // 4
-    keys = [(s, int(prepared.cache.size[s])) for s in range(5) if s != strip] + [(strip, units)] * 4
-    prepared.cache.add(keys)
-    policy = untrained(name)
+    problem = draw_problem(4, n_tables=5)
+    widest = max(problem.tables, key=lambda t: t.dim)
+    whole = [Shard.whole(t) for t in problem.tables if t != widest]
+    space = space_by_columns(problem, MODEL, [*whole, *equal_parts(widest, 4, 4)], cut=False)
+    cache, policy = space.cache, untrained(name)
+    strip = cache.strip_by_name[widest.name]
+    units = int(cache.size[strip]) // 4
+    keys = [(s, int(cache.size[s])) for s in range(5) if s != strip] + [(strip, units)] * 4
     rollouts = Rollouts(policy.net, policy.weights, 20, np.random.default_rng(0))
-    rollout = rollouts.run(prepared.cache, np.array([keys]))
-    latents, in_order = rollouts.latents_of(prepared.cache), np.array(keys)[rollout.order[0]]
+    rollout = rollouts.run(space, np.array([keys]))
+    latents, in_order = rollouts.latents_of(cache), np.array(keys)[rollout.order[0]]
     met = 0
     for k in range(20):
-        held = np.zeros((5, len(prepared.cache.speed)), int)
+        held = np.zeros((5, len(cache.speed)), int)
         np.add.at(held, (in_order[:, 0], rollout.devices[0, k]), in_order[:, 1])
         met += (held[strip] > units).any()
-        expected = latents[prepared.cache.numbers(np.arange(5)[:, None], held)].sum(0)
-        assert rollout.latents[0, k] == pytest.approx(expected / prepared.cache.speed[:, None], abs=1e-3)
+        expected = latents[cache.numbers(np.arange(5)[:, None], held)].sum(0)
+        assert rollout.latents[0, k] == pytest.approx(expected / cache.speed[:, None], abs=1e-3)
     assert met
 
 

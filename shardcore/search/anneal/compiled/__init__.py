@@ -15,7 +15,20 @@ s is a strip; a, b, c and d devices; h a host; g a group; y a layout; r and k ru
 
 from shardcore.search.anneal.compiled.arrays import SearchProblem, State, empty
 from shardcore.search.anneal.compiled.greedy import greedy
+from shardcore.search.anneal.compiled.put import expect_all, find_devices, put_all
 from shardcore.search.anneal.compiled.run import anneal, refresh
 from shardcore.search.anneal.compiled.state import place, share
 
-__all__ = ["SearchProblem", "State", "anneal", "empty", "greedy", "place", "refresh", "share"]
+__all__ = [
+    "SearchProblem",
+    "State",
+    "anneal",
+    "empty",
+    "expect_all",
+    "find_devices",
+    "greedy",
+    "place",
+    "put_all",
+    "refresh",
+    "share",
+]

@@ -214,8 +214,10 @@ SLOT_BEFORE, SLOT_AFTER, SLOT_FREED_LATE, SLOT_PHASES = range(4)
 """Indices of a stage's slots. SLOT_PHASES + i is phase i."""
 
 
-def empty(problem: SearchProblem, n_hosts: int, log_length: int, seed: int) -> State:
-    """A State with nothing placed."""
+def empty(
+    problem: SearchProblem, n_hosts: int, log_length: int, seed: int, batch: tuple[int, ...] = ()
+) -> State:
+    """A State with nothing placed. batch: a first dimension of its arrays, for several plans."""
     n_devices, n_runs, length = problem.fixed_ops.shape
     sizes = {
         "S": len(problem.strips),
@@ -235,13 +237,13 @@ def empty(problem: SearchProblem, n_hosts: int, log_length: int, seed: int) -> S
     }
     state = State(
         **{
-            name: np.zeros([sizes[dim] for dim in array.dims], array.dtype.name)
+            name: np.zeros([*batch, *(sizes[dim] for dim in array.dims)], array.dtype.name)
             for name, array in State.__annotations__.items()
         }
     )
-    state.ref[:], state.group[:], state.value[:] = 1.0, -1, np.inf
+    state.ref[...], state.group[...], state.value[...] = 1.0, -1, np.inf
     # Spread small seeds over 64 bits. xorshift must not start at 0, where it stays.
-    state.random[0] = (seed * 2654435769 + 88172645463325252) % 2**64 or 1
+    state.random[...] = (seed * 2654435769 + 88172645463325252) % 2**64 or 1
     return state
 
 

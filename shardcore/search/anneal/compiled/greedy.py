@@ -15,17 +15,10 @@ from shardcore.search.anneal.compiled.arrays import (
     state_at,
 )
 from shardcore.search.anneal.compiled.cost import exchanged_bytes, is_less, load_of, n_devices_of
-from shardcore.search.anneal.compiled.memory import (
-    change_parts,
-    expect,
-    frame,
-    host_fits,
-    lack_of,
-    set_room,
-)
-from shardcore.search.anneal.compiled.moves import begin_trial, edit_ops, keep_trial, price_ops
+from shardcore.search.anneal.compiled.memory import expect, frame, lack_of
+from shardcore.search.anneal.compiled.moves import price_ops
 from shardcore.search.anneal.compiled.pointers import WORDS, entry
-from shardcore.search.anneal.compiled.state import hold
+from shardcore.search.anneal.compiled.put import may_have, put
 
 
 @inner
@@ -68,18 +61,8 @@ def greedy(head, problem, state, shards):
         # Equal empty devices give the same result. Only one of them is priced.
         seen_empty = -1
         for d in range(n_devices):
-            # `allowed` without rows means that every strip may go anywhere.
-            if len(fx.allowed) > 0 and not fx.allowed[s, d]:
-                continue
             # A lower bound: a shard only adds to a load. It saves all that follows.
-            if not is_less(st.devices[d, LOAD], least):
-                continue
-            # The widened shard: a row's optimizer state counts once.
-            was, then = fx.shard[s, st.held[s, d]], fx.shard[s, st.held[s, d] + units]
-            begin_trial(st, d, row)
-            edit_ops(fx, st, row, int64(was), int64(then))
-            set_room(fx, st, d, row)
-            if lack_of(fx, st, d, row) > 0.0 or not host_fits(fx, st, d, row):
+            if not is_less(st.devices[d, LOAD], least) or not may_have(fx, st, s, units, d):
                 continue
             if st.count[d] == 0:
                 # Devices of one host are in the same groups, so only speed and memory may differ.
@@ -99,18 +82,7 @@ def greedy(head, problem, state, shards):
         # The caller tries another order of placing, or cuts tables further.
         if best < 0:
             return False
-        held = int64(st.held[s, best])
-        if held > 0:
-            # Two expected shards are one. That takes less of a local batch.
-            changes = change_parts(fx, st, s, held, held + units)
-            if change_parts(fx, st, s, units, int64(0)) or changes:
-                frame(fx, st)
-        hold(fx, st, s, best, held + units)
-        begin_trial(st, best, row)
-        edit_ops(fx, st, row, int64(fx.shard[s, held]), int64(fx.shard[s, held + units]))
-        price_ops(head, fx, st, row)
-        # Only what later choices read is updated here. The caller's `refresh` computes all else.
-        keep_trial(fx, st, best, row)
+        put(head, fx, st, s, units, best)
         # Devices of a host share its link.
         for d in range(n_devices):
             if d == best or (several_hosts and fx.host[d] == fx.host[best]):

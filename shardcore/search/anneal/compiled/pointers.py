@@ -88,6 +88,16 @@ def packed(record: Any) -> Any:
     return np.array(words, np.int64)
 
 
+def packed_batch(records: Any) -> np.ndarray:
+    """[B, W] words of B records. records: one record, whose arrays have a first dimension of B."""
+    words = np.tile(packed(type(records)(*(array[0] for array in records))), (len(records[0]), 1))
+    # Arrays of one record follow those of the one before, so only the addresses differ.
+    for name, at in Record(type(records)).at.items():
+        array = getattr(records, name)
+        words[:, at] += np.arange(len(array)) * array.strides[0]
+    return words
+
+
 def pointer(record: Record) -> Any:
     """A function for compiled code: from packed words to the record."""
 
