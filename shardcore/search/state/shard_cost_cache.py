@@ -3,7 +3,6 @@
 A search works on integers. Two words, used in all of search/:
 
 strip: columns that devices divide among them. Mostly those of a whole table; else of a row range, or a bundle.
-  In the cost of a search, but for annealing's, a bundle runs in the op of its first table.
 unit: the columns of which a strip's shards have multiples: Problem.unit_width, or MIN_WIDTH by default.
   Tables kept together are a single unit. A sequence that is cut has equal parts, each a unit.
 
