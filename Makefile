@@ -1,6 +1,6 @@
 # All commands set up .venv themselves.
 # make run: everything, from nothing to published plans.
-# make demo: the same in under four minutes, with shipped data, in a clone of its own (.demo/).
+# make demo: the same in about five minutes, with shipped data, in a clone of its own (.demo/).
 # make test: the tests.  make test-long: slow ones, and those of the stack, of servers, clusters and failures.
 # make mutants ROOM=step: the mutation score of a room.
 # make figures: all figures of docs/benchmarks again, some 12 hours.

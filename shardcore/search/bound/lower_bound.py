@@ -149,8 +149,8 @@ def _least_of_mixes(shards: BoundShards, price: Price) -> tuple[float, str]:
         if above > low:
             dearest = shards.problem.tables[int(np.argmax(shard_ms[shards.whole]))]
             limit = (
-                f"table {dearest.name!r}: whole it is too much for one device, and its parts together "
-                "cost more"
+                f"table {dearest.name!r}: whole on a device it alone takes longer than an even share of all, "
+                "and its parts together cost more"
             )
             # More shards only lower the price, and all of them give `evenly_ms`: it is no higher there.
             high = min(above, float(shard_ms.max()))

@@ -236,7 +236,9 @@ def test_a_table_that_must_stay_whole_or_tables_kept_together_are_in_the_way():
         constraints=Constraints(unsplit=names),
     )
     limit = lower_bound.bound(whole, model, shared=[LAYOUTS["row"]]).limit
-    words = "whole it is too much for one device, and its parts together cost more"
+    words = (
+        "whole on a device it alone takes longer than an even share of all, and its parts together cost more"
+    )
     assert limit == f"table {largest.name!r}: {words}"
     together = replace(free, constraints=Constraints(together=(names,)))
     result = lower_bound.bound(together, model, shared=[LAYOUTS["row"]])
