@@ -106,9 +106,6 @@ def corrected(samples: Sequence[ComputeSample]) -> list[ComputeSample]:
     measurement.
     """
     timed = [s for s in samples if s.error is None]
-    # Too few samples: the law and the medians would be mostly noise.
-    if len(timed) < _LEAST:
-        return list(samples)
     # By identity: several timings of one id are separate samples.
     slower = dict(zip(map(id, timed), np.exp(_drift(timed)).tolist(), strict=True))
     # As timed on a machine faster by this factor. The slowdown says by how much in all.
@@ -128,8 +125,9 @@ def _drift(timed: Sequence[ComputeSample]) -> np.ndarray:
     if trusted.sum() < _LEAST or len({s.measured_at for s in timed}) == 1:
         return np.zeros(len(timed))
     residual = _residual(timed, trusted)
-    at_s = np.array([s.measured_at for s in timed])
-    medians = _neighbours_median(at_s, residual, trusted, [s.id for s in timed])
+    medians = _neighbours_median(
+        np.array([s.measured_at for s in timed]), residual, trusted, [s.id for s in timed]
+    )
     # The slope comes from trusted samples only, and is applied to all.
     near, own = medians[trusted], residual[trusted]
     # The slope of a sample's residual on its neighbours': 0 where they tell nothing, 1 where they tell all.
@@ -140,10 +138,9 @@ def _drift(timed: Sequence[ComputeSample]) -> np.ndarray:
 
 def _residual(timed: Sequence[ComputeSample], trusted: np.ndarray) -> np.ndarray:
     """[S] log of measured / predicted, for a linear law of the drivers. The trusted median is 0."""
-    # An op's drivers are sums over its shards, so one row stands for the op.
-    drivers = [features.features(s.request.shards, s.request.batch)[0].sum(0) for s in timed]
-    # 1 for the launch, then the drivers, [S, K + 1].
-    terms = np.concatenate([np.ones((len(timed), 1)), np.stack(drivers)], 1)
+    of_shards, _, starts = features.features_of_ops([s.request for s in timed])
+    # 1 for the launch, then the op's drivers, which are sums over its shards, [S, K + 1].
+    terms = np.concatenate([np.ones((len(timed), 1)), np.add.reduceat(of_shards, starts[:-1])], 1)
     measured = features.measured_ms(timed).sum(1)
     # The law is fitted without the test split, and predicts it too.
     law = fit_law(terms[trusted], measured[trusted])

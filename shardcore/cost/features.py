@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardcore.core.types import PRECISION_BYTES, Shard
-from shardcore.io.measurements import ComputeSample
+from shardcore.io.measurements import ComputeRequest, ComputeSample
 from shardcore.step import access
 from shardcore.step.output_bytes import output_rows
 
@@ -128,21 +128,29 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
             # Deduplication, and strides below 1, look up as if fewer samples came.
             batch / dedup,
         )
+        # Unlike numpy's, Python's logarithm depends on no processor. So a search finds the same plan everywhere.
+        logs = [np.fromiter(map(math.log, x.tolist()), float, len(x)) for x in conditions]
         # Column by column: scalars are broadcast over all shards.
-        for k, values in enumerate((*additive, *map(_log, conditions))):
+        for k, values in enumerate((*additive, *logs)):
             columns[:, k] = values
     return columns[:, : len(DRIVERS)], columns[:, len(DRIVERS) :]
 
 
+def features_of_ops(requests: Sequence[ComputeRequest]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """DRIVERS [N, K] and CONDITIONS [N, C] of the shards of ops, and the first row [S + 1] of each op, then N."""
+    shards = [shard for request in requests for shard in request.shards]
+    starts = np.cumsum([0, *(len(request.shards) for request in requests)])
+    batches = np.repeat([request.batch for request in requests], np.diff(starts))
+    columns = np.zeros((len(shards), len(DRIVERS) + len(CONDITIONS)))
+    # All shards of a batch at once: thousands of calls take seconds.
+    for batch in set(batches.tolist()):
+        rows = np.flatnonzero(batches == batch)
+        columns[rows] = np.concatenate(features([shards[i] for i in rows], batch), 1)
+    return columns[:, : len(DRIVERS)], columns[:, len(DRIVERS) :], starts
+
+
 def measured_ms(samples: Sequence[ComputeSample]) -> np.ndarray:
     """[S, 2] measured ms, forward and backward, of samples without an error."""
-    medians = [[part.median_ms for part in (s.forward, s.backward) if part] for s in samples]
-    return np.array(medians).reshape(-1, 2)
-
-
-def _log(x: np.ndarray) -> np.ndarray:
-    """Natural logarithm by Python's math module.
-
-    Unlike numpy's, it does not depend on the processor. So a search finds the same plan everywhere.
-    """
-    return np.fromiter(map(math.log, x.tolist()), float, len(x))
+    return np.array([[part.median_ms for part in (s.forward, s.backward) if part] for s in samples]).reshape(
+        -1, 2
+    )

@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -296,27 +295,12 @@ class _Groups:
     @classmethod
     def of(cls, requests: Sequence[ComputeRequest], ms: np.ndarray, on_cpu: bool = False) -> _Groups:
         """Groups with the ms [S, 2] that they take."""
-        rows = [_features_of(request) for request in requests]
-        return cls(
-            drivers=np.concatenate([drivers for drivers, _ in rows]),
-            conditions=np.concatenate([conditions for _, conditions in rows]),
-            # Rows are in the order of ops, so sums over [start, next start) are those of an op.
-            starts=np.concatenate([[0], np.cumsum([len(drivers) for drivers, _ in rows])]),
-            measured=ms,
-            on_cpu=on_cpu,
-        )
+        return cls(*features.features_of_ops(requests), ms, on_cpu)
 
     def sums(self, per_shard: np.ndarray) -> np.ndarray:
         """[S, ...] sums over the shards of each op."""
         # reduceat sums consecutive rows. No op is empty, which it would get wrong.
         return np.add.reduceat(per_shard, self.starts[:-1], axis=0)
-
-
-# Cross-validation trains on the same groups again and again.
-@lru_cache(1 << 13)
-def _features_of(request: ComputeRequest) -> tuple[np.ndarray, np.ndarray]:
-    """Drivers [N, K] and conditions of a group's shards (see features.features)."""
-    return features.features(request.shards, request.batch)
 
 
 def _fit_compute(
