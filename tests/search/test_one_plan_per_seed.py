@@ -46,5 +46,7 @@ def test_a_seed_gives_one_plan_on_all_processors(tmp_path):
     here = plans(tmp_path, {}, "")
     assert len(here) > 100
     for name, (env, rows) in ELSEWHERE.items():
+        if name == "SkylakeX" and "avx512f" not in Path("/proc/cpuinfo").read_text():
+            continue  # its instructions are illegal here
         there = plans(tmp_path, env, rows)
         assert [key for key in here if there[key] != here[key]] == [], name
