@@ -154,7 +154,7 @@ class Beam:
         # Some rows have to be divided, and another kind may do that at less cost.
         if space.cache.is_range.any():
             space, first = self._divided_otherwise(space, first, state_s)
-        best, packing = self._improved(space, first, state_s), None
+        best, packing = self._improve_plan(space, first, state_s), None
         # Where the first state has no plan, a packing may be cheaper than what the beam found after it.
         if not first.devices:
             plan = priced(fitting(self.problem).placements, self.problem, self.model)
@@ -163,7 +163,7 @@ class Beam:
                 return self._priced(plan.placements, packed=True, **provenance)
             if start and is_less(start[1].ms, best.ms):
                 space, packing = start
-                best = self._improved(space, packing, state_s) if beam_failed else packing
+                best = self._improve_plan(space, packing, state_s) if beam_failed else packing
         # Random plans have no end of their own.
         if sampled and self.meter.budget != Budget():
             best = self._sampled(space, best, sampled)
@@ -245,7 +245,7 @@ class Beam:
             batch.place(strip, units, device)
         return space, StatePlan(float(batch.cost_ms()[0, 0]), state, devices)
 
-    def _improved(self, space: SearchSpace, start: StatePlan, state_s: float) -> StatePlan:
+    def _improve_plan(self, space: SearchSpace, start: StatePlan, state_s: float) -> StatePlan:
         """The best plan of a beam that starts from the state of `start`, or `start` itself.
 
         state_s: seconds that one state takes.

@@ -111,7 +111,7 @@ def _place(
         fits = batch.fits(strip[i], units[i])[0, 0]
         if not fits.any():
             return priced(fitting(problem).placements, problem, model, algorithm=name, seed=seed, packed=True)
-        batch.place(strip[i], units[i], choose(loads[i], fits, free - batch.used[0, 0]))
+        batch.place(strip[i], units[i], choose(loads[i], fits, free - batch.used_bytes[0, 0]))
     return batch.plan(algorithm=name, seed=seed, packed=False)
 
 

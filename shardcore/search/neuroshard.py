@@ -120,7 +120,7 @@ def greedy_grid(space: SearchSpace, keys: np.ndarray, caps: np.ndarray) -> Place
         # On equal devices single_ms is the same for all, and the published rule is left.
         cheapest = is_least(np.where(fits, batch.device_ms + single_ms, np.inf))
         # Ties go to the least used, then to the first.
-        d = np.where(cheapest, batch.used, np.iinfo(np.int64).max).argmin(-1)  # [C, K]
+        d = np.where(cheapest, batch.used_bytes, np.iinfo(np.int64).max).argmin(-1)  # [C, K]
         fits_all &= fits.any(-1)
         # Also where it does not fit: `over_bytes` then shows by how much.
         batch.place(strip, units, d)
@@ -130,4 +130,4 @@ def greedy_grid(space: SearchSpace, keys: np.ndarray, caps: np.ndarray) -> Place
     total_ms = np.full(fits_all.shape, np.inf)
     if fits_all.any():
         total_ms = np.where(fits_all, batch.cost_ms(), np.inf)
-    return Placed(total_ms, batch.lack.sum(-1), devices)
+    return Placed(total_ms, batch.lack_bytes.sum(-1), devices)

@@ -2,7 +2,7 @@
 
 A shard is a strip and units, as in search/state/shard_cost_cache.py. Plans are kept by the compiled search.
 
-Shapes: C ways to cut tables, N shards of each, K plans of each, D devices, R runs, V entries of an op's vector.
+Shapes: C ways to cut tables, N shards of each, K plans of each, D devices, S strips, R runs, F features.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ class PlanBatch:
         return self._state.held.reshape(*self._shape, *self._state.held.shape[1:])
 
     @property
-    def used(self) -> np.ndarray:
+    def used_bytes(self) -> np.ndarray:
         """[C, K, D] bytes of the shards, without those of the local batch: at least the device's own peak."""
         used = self.space.fixed.devices[:, FREE] - self._of_devices(self._state.devices)[..., ROOM]
         # The room is infinite for an empty device, and below all for ops that are too large.
         return np.rint(np.clip(used, 0, IMPOSSIBLE)).astype(np.int64)
 
     @property
-    def lack(self) -> np.ndarray:
+    def lack_bytes(self) -> np.ndarray:
         """[C, K, D] bytes beyond the memory, counted when the device last changed."""
         return self._of_devices(self._state.devices)[..., LACK]
 

@@ -443,7 +443,7 @@ class Starts:
         placed = [(s, d) for p in left if p not in shared for d, s in shards_on(p)]
         shards = [*(s for s, _ in placed), *(p.shard for p in shared)]
         # The plan's own shared tables need groups in its space, even if none of them may change.
-        space = self._made(shards, name == "all" or bool(shared), name == "halves")
+        space = self._new_space(shards, name == "all" or bool(shared), name == "halves")
         start = self._placed(
             space, placed, _pairs(space.pair(p.kind, p.devices, p.shard.table) for p in shared)
         )
@@ -458,7 +458,7 @@ class Starts:
         # Shared and new tables come as whole strips.
         whole = [*(t for tables in old.shared.values() for t in tables), *old.new]
         shards = [*(s for s, _ in old.placed), *map(Shard.whole, whole)]
-        space = self._made(shards, True, name == "halves")
+        space = self._new_space(shards, True, name == "halves")
         pairs = (space.pair(*group, t) for group, tables in old.shared.items() for t in tables)
         start = self._placed(space, old.placed, _pairs(pairs))
         # Before new tables come: what moves is counted against the plan as it was.
@@ -497,11 +497,11 @@ class Starts:
         if self._last and self._last[0] is shards and self._last[1] == name:
             return self._last[2]
         whole, by_rows = without_ranges(shards, self.problem)
-        space = self._made(whole, name == "all", name == "halves", by_rows)
+        space = self._new_space(whole, name == "all", name == "halves", by_rows)
         self._last = shards, name, space
         return space
 
-    def _made(
+    def _new_space(
         self, shards: Sequence[Shard], everywhere: bool, halves: bool, by_rows: Sequence[Table] = ()
     ) -> SearchSpace:
         """A space with rates of exchanges. Arguments as those of `search_space`.

@@ -107,7 +107,7 @@ class Rollouts:
 
         for i in range(n):
             strip, units = keys[:, i, 0][:, None], keys[:, i, 1][:, None]  # [C, 1]
-            legal[:, :, i], used[:, :, i] = batch.fits(strip, units), batch.used / memory
+            legal[:, :, i], used[:, :, i] = batch.fits(strip, units), batch.used_bytes / memory
             if costs is not None:
                 costs[:, :, i] = batch.parts_ms()
             inputs = PolicyInputs(
@@ -119,7 +119,7 @@ class Rollouts:
             scores = np.nan_to_num(self.net.scores(self.weights, inputs)) + noise[:, :, i]
             # Where no device is legal, the least used one shows by how much the plan is too large.
             best = is_least(np.where(legal[:, :, i], -scores.astype(float), np.inf), _EQUAL)
-            d = np.where(legal[:, :, i].any(-1), best.argmax(-1), batch.used.argmin(-1))  # [C, K]
+            d = np.where(legal[:, :, i].any(-1), best.argmax(-1), batch.used_bytes.argmin(-1))  # [C, K]
             units_before = batch.held[(*at, strip, d)]
             before[:, :, i] = cache.numbers(strip, units_before)
             after[:, :, i] = cache.numbers(strip, units_before + units)
@@ -135,7 +135,7 @@ class Rollouts:
         parts_ms = batch.parts_ms() if priced else np.zeros((*sums.shape[:-1], PARTS))
         return Rollout(
             total_ms,
-            batch.lack.sum(-1),
+            batch.lack_bytes.sum(-1),
             devices,
             order,
             legal,

@@ -114,7 +114,7 @@ def test_plans_of_a_batch_are_kept_apart_and_as_single_ones():
         for i, key in enumerate(keys):
             one.place(*key, devices[0, k, i])
         assert several.cost_ms()[0, k] == pytest.approx(one.cost_ms()[0, 0])
-        assert several.used[0, k].tolist() == one.used[0, 0].tolist()
+        assert several.used_bytes[0, k].tolist() == one.used_bytes[0, 0].tolist()
         assert several.device_ms[0, k].tolist() == pytest.approx(one.device_ms[0, 0].tolist())
 
 

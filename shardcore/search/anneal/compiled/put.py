@@ -140,7 +140,8 @@ def find_devices(problem, states, shards, fits):
         needed = most_bytes(fx, int64(fx.shard[s, units])) + batch_most(fx, st)
         for d in range(n_devices_of(st)):
             # A lower bound of the room holds an upper bound of the shard. Mostly no trial is needed.
-            room = min(st.devices[d, ROOM], fx.devices[d, FREE])
+            # Shards of a strip that meet may change the local batch of all devices, so they always have one.
+            room = min(st.devices[d, ROOM], fx.devices[d, FREE]) if st.held[s, d] == 0 else -np.inf
             if only_bytes and room >= needed and (len(fx.allowed) == 0 or fx.allowed[s, d]):
                 fits[b, d] = True
             else:
