@@ -29,7 +29,7 @@ from shardcore.core.types import Setting, Shard
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.search.anneal.batch import PlanBatch, space_by_columns
-from shardcore.search.state.shards import bundles, devices_of
+from shardcore.search.state.shards import bundles, devices_of, halve_columns
 from shardcore.step.lower import lower
 from shardcore.step.memory import used_bytes
 
@@ -155,6 +155,30 @@ def test_what_it_counts_is_what_the_finished_plan_takes_to_the_byte(seed, caches
         enough, less = (with_memory(problem, [n - k for n in used]) for k in (0, 1))
         assert devices_that_fit(enough, cuts, devices, c) == set(devices[c])
         assert devices_that_fit(less, cuts, devices, c) == set()
+
+
+def test_halves_of_a_table_that_meet_take_memory_of_other_devices():
+    """Backward copies the gradient of outputs that are cut, so the whole one, of all kinds, can go. With the last
+    cut table whole again, it stays."""
+    drawn = draw_problem(0, n_tables=4)
+    tables = tuple(
+        replace(t, rows=1000, dim=dim, pooling=1.0)
+        for t, dim in zip(drawn.tables, (16, 64, 64, 64), strict=True)
+    )
+    problem = replace(
+        drawn, tables=tables, constraints=Constraints(kinds=(("t2", ("row",)), ("t3", ("row",))))
+    )
+    problem = with_memory(problem, [1 << 30] * 4)
+    halves = halve_columns(Shard.whole(tables[0]))
+    shards = [Shard.whole(tables[1]), *halves]
+    apart, together = (used_bytes(plan_of(shards, (1, 0, d), problem), problem) for d in (2, 0))
+    assert apart[1] < together[1]
+    for free, fits in ((together[1], True), (together[1] - 1, False)):
+        limited = with_memory(problem, [1 << 30, free, 1 << 30, 1 << 30])
+        batch, keys = batch_of(limited, shards)
+        for key, device in zip(keys[:2], (1, 0), strict=True):
+            batch.place(*key, device)
+        assert batch.fits(*keys[2])[0, 0].tolist() == [fits, False, True, True]
 
 
 def test_a_plan_that_lacks_a_table_is_refused():
