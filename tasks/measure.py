@@ -53,7 +53,7 @@ class MeasureConfig:
     Other fields are as in KernelConfig, GroupConfig, CollectiveConfig and, for steps, ReplayConfig.
     """
 
-    compute_samples: int = 240
+    compute_samples: int = 200
     comm_samples: int = 150
     step_samples: int = 16
     seed: int = 0

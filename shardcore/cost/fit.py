@@ -42,7 +42,7 @@ from shardcore.io.measurements import CollectiveSample, ComputeRequest, ComputeS
 
 _WHOLE, _PART = 1.0, 0.25
 """Weights in the loss: of forward + backward, and of each of the two."""
-_LEAST_STEPS = 16
+_LEAST_STEPS = 8
 """The fewest steps of an epoch. Small datasets get smaller batches."""
 _FEWEST_AT_BATCH = 8
 """Groups at a batch, for it to count as measured."""
@@ -329,7 +329,8 @@ def _fit_compute(
         optimizer,
         rate,
         pct_start=0.1,
-        total_steps=1 + config.epochs * math.ceil(n_known / batch_size),
+        # Of 10 steps, the rise would take none: torch divides by its length.
+        total_steps=max(11, 1 + config.epochs * math.ceil(n_known / batch_size)),
     )
     # The order of batches. Initial weights come from another generator.
     rng = np.random.default_rng(config.seed)

@@ -66,7 +66,7 @@ def test_the_band_is_of_samples_left_out_of_training():
 def test_few_groups_are_all_trained_on_in_the_end(monkeypatch):
     """Three or so of 60 groups would decide when to stop."""
     compute, fresh = compute_samples(cache_law, 60, noise=0.05), compute_samples(cache_law, 160)[60:]
-    config = fit.FitConfig(epochs=8)
+    config = fit.FitConfig(epochs=20)
     both = fit.train(compute, [], SETTING, config).model
     seen = [s for s in compute if dataset.split_of(s.id) != "test"]
     assert both.meta["ranges"]["op_bytes"] == fit.measured_ranges(seen, [])["op_bytes"]
@@ -85,6 +85,15 @@ def test_training_stops_when_it_no_longer_helps():
     errors = [r["validation_mape"] for r in trained.curves]
     assert len(errors) == 3 + 1 + int(np.argmin(errors)) < 20
     assert trained.model.meta["metrics"]["compute_mape"] == pytest.approx(min(errors))
+
+
+@pytest.mark.parametrize("steps", [9, 10, 11])
+def test_a_training_of_few_steps_ends(steps, monkeypatch):
+    """The rate rises for a tenth of the steps: of 10, for none."""
+    monkeypatch.setattr(fit, "_LEAST_STEPS", steps - 1)
+    compute = compute_samples(linear_law, 60)
+    trained = fit.train(compute, [], SETTING, fit.FitConfig(epochs=1))
+    assert len(trained.curves) == 2
 
 
 def test_ranges_are_the_smallest_and_largest_of_what_was_trained_on():

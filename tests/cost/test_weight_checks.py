@@ -76,7 +76,12 @@ def test_a_number_out_of_its_range_is_named(trained, name, value, said):
         (lambda w: {**w, "band.level": w["band.level"][:-1]}, "weight 'band.error' is float64"),
         (lambda w: {**w, "band.log_ms": np.zeros(0)}, "weight 'band.log_ms' is float64"),
         (
-            lambda w: {**w, "band.log_ms": np.array([0.0, 1.0]), "band.width": np.array([5.0, 0.1])},
+            lambda w: {
+                **w,
+                "band.log_ms": np.array([0.0, 1.0]),
+                "band.width": np.array([5.0, 0.1]),
+                "band.error": np.linspace(-0.5, 0.5, len(w["band.error"])),
+            },
             "quantiles that fall as costs",
         ),
         (
