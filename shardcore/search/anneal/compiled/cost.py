@@ -9,6 +9,8 @@ All costs are in ms. Exchanges carry bytes.
 
 import math
 
+from numba import int64
+
 from shardcore.core.jit import inner
 from shardcore.cost.model import EQUAL
 from shardcore.search.anneal.compiled.arrays import (
@@ -79,6 +81,7 @@ def n_devices_of(st):
 @inner
 def total_of(st, d, entry):
     """The sum of an entry of the vectors of a device's ops."""
+    # Callers pass constants as int64: numba compiles a function again for each constant.
     total = 0.0
     for r in range(st.row.shape[1]):
         total += st.ops[st.row[d, r], r, entry]
@@ -174,7 +177,7 @@ def largest(st, column):
 def cost_of(fx, st):
     """The exact cost in ms, with maxima. Also notes the slowest and the busiest devices in st.number."""
     # A step waits for its slowest device. Moves prefer that one, so it is noted.
-    worst, latest = largest(st, LOAD), largest(st, FETCHED) if len(fx.heads) > 1 else 0
+    worst, latest = largest(st, int64(LOAD)), largest(st, int64(FETCHED)) if len(fx.heads) > 1 else 0
     st.number[WORST] = worst
     cost, ids_ms, work_ms = st.devices[worst, LOAD], 0.0, 0.0
     for x in range(len(fx.rates)):

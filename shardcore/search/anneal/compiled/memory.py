@@ -15,6 +15,7 @@ t is a stage, i a run's place in the order. row is the row of State.row that has
 import math
 
 import numpy as np
+from numba import int64
 
 from shardcore.core.jit import inner
 from shardcore.search.anneal.compiled.arrays import (
@@ -153,9 +154,9 @@ def in_moment(fx, st, arrived, m):
 @inner
 def peak(fx, st, row):
     """Bytes of a device's largest phase, without those that are in all phases."""
-    n, arrived = st.number[N_RUNS], total_of(st, row, ARRIVED)
+    n, arrived = st.number[N_RUNS], total_of(st, row, int64(ARRIVED))
     # Outputs are joined after the stages of forward.
-    most, held = st.value[JOINED] + in_moment(fx, st, arrived, 2), 0.0
+    most, held = st.value[JOINED] + in_moment(fx, st, arrived, int64(2)), 0.0
     # Two stages forward (look up, wait for outputs), two backward (send gradients, wait for them).
     for t in range(4):
         # At first, all runs have the buffers that precede their phases.
@@ -166,9 +167,9 @@ def peak(fx, st, row):
             op = st.ops[st.row[row, r], r]
             held += st.frame[r, t, SLOT_BEFORE] + of[0] * op[ENTERED] + of[1] * op[LOOKUPS]
         if t == 0:  # ids arrive before lookups
-            most = max(most, held + in_moment(fx, st, arrived, 0))
+            most = max(most, held + in_moment(fx, st, arrived, int64(0)))
         if t == 2:  # the dense part comes between forward and backward
-            most = max(most, st.value[DENSE_PART] + held + in_moment(fx, st, arrived, 3))
+            most = max(most, st.value[DENSE_PART] + held + in_moment(fx, st, arrived, int64(3)))
         freed_late, ids = 0.0, in_moment(fx, st, arrived, 1 + t if t < 2 else 4)
         for i in range(n):
             # Autograd goes back from the last run to the first.
@@ -191,7 +192,7 @@ def peak(fx, st, row):
                 + of[SLOT_FREED_LATE, 1] * lookups
             )
     # The dense optimizer steps last.
-    return max(most, held + st.value[SCRATCH] + in_moment(fx, st, arrived, 5))
+    return max(most, held + st.value[SCRATCH] + in_moment(fx, st, arrived, int64(5)))
 
 
 @inner
@@ -208,7 +209,7 @@ def set_room(fx, st, d, row):
     What a device lacks has to be counted only where a local batch may take more than its room. That is infinite for
     a device without a shard. It takes nothing: it may be one whose memory is all reserved.
     """
-    held, arrived = total_of(st, row, RESIDENT), total_of(st, row, ARRIVED)
+    held, arrived = total_of(st, row, int64(RESIDENT)), total_of(st, row, int64(ARRIVED))
     st.devices[row, HELD] = held
     if held == 0.0 and arrived == 0.0:
         st.devices[row, ROOM] = np.inf
@@ -247,7 +248,7 @@ def lack_of(fx, st, d, row):
 def cache_padding(fx, st, row):
     """Bytes of a device's caches beyond those that are resident, as memory.Caches counts them."""
     # RESIDENT counts each shard's cache as wide as that shard. This entry sums these bytes: take them off.
-    beyond = -total_of(st, row, CACHED)
+    beyond = -total_of(st, row, int64(CACHED))
     for c in range(len(fx.caches)):
         r, first, widest = fx.caches[c, 0], fx.caches[c, 1], fx.caches[c, 2]
         op = st.ops[st.row[row, r], r]
@@ -279,7 +280,7 @@ def set_lacks(fx, st):
         set_room(fx, st, d, d)
         st.devices[d, LACK] = lack_of(fx, st, d, d)
         over += st.devices[d, LACK]
-        st.hosts[0, fx.host[d], -1] += total_of(st, d, ON_HOST)
+        st.hosts[0, fx.host[d], -1] += total_of(st, d, int64(ON_HOST))
     for h in range(st.hosts.shape[1] - 1):
         over += max(0.0, st.hosts[0, h, -1] - fx.host_free)
     st.value[OVER] = over
@@ -288,7 +289,7 @@ def set_lacks(fx, st):
 @inner
 def host_fits(fx, st, d, row):
     """Tell if the memory of d's host fits if d has other ops. A host that is too full already may lose some."""
-    more = total_of(st, row, ON_HOST) - total_of(st, d, ON_HOST)
+    more = total_of(st, row, int64(ON_HOST)) - total_of(st, d, int64(ON_HOST))
     return more <= 0.0 or st.hosts[0, fx.host[d], -1] + more <= fx.host_free
 
 

@@ -243,7 +243,7 @@ def keep_trial(fx, st, d, row):
     """Give a device the ops of a trial's row, and its host what they carry."""
     # Sums of the host first: they need what the device carried until now.
     of_host, n_runs = st.hosts[0, fx.host[d]], len(fx.runs)
-    of_host[-1] += total_of(st, row, ON_HOST) - total_of(st, d, ON_HOST)
+    of_host[-1] += total_of(st, row, int64(ON_HOST)) - total_of(st, d, int64(ON_HOST))
     for r in range(n_runs):
         if st.row[row, r] == row:
             for x in range(r, len(fx.rates), n_runs):
