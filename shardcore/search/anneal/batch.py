@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 
 from shardcore.core.types import Plan, Problem, Shard
-from shardcore.cost.model import CommCost, CostModel, step_ms
+from shardcore.cost.model import CostModel
 from shardcore.search.anneal import compiled
-from shardcore.search.anneal.compiled.arrays import ARRIVED, ENTERED, FETCHED, FREE, LACK, LOAD, ROOM
+from shardcore.search.anneal.compiled.arrays import FREE, LACK, LOAD, ROOM
 from shardcore.search.anneal.compiled.pointers import packed, packed_batch
 from shardcore.search.anneal.search_space import SearchSpace, search_space
 from shardcore.search.state.shard_cost_cache import Integers, ShardCostCache
 from shardcore.search.state.shards import IMPOSSIBLE, priced
-from shardcore.step.lower import traffic_of_outputs
 
 
 def space_by_columns(problem: Problem, model: CostModel, shards: Iterable[Shard], cut: bool) -> SearchSpace:
@@ -87,11 +86,6 @@ class PlanBatch:
         return self._of_devices(self._state.devices)[..., LACK]
 
     @property
-    def outputs(self) -> np.ndarray:
-        """[C, K, D, R] bytes of outputs of each run (of replicas, gradients)."""
-        return self._of_devices(self._state.ops[..., ENTERED])
-
-    @property
     def codes(self) -> np.ndarray:
         """[C, K, D, R, F] summed encodings, which the model's head reads."""
         return self._of_devices(self._state.ops[..., self.space.fixed.first_code :])
@@ -108,30 +102,15 @@ class PlanBatch:
 
     def cost_ms(self) -> np.ndarray:
         """[C, K] predicted ms of a step. Equal to price(lower(plan, problem), model).total_ms."""
-        compute_ms, job = self.device_ms, self.space.cache.problem.job
-        fetched_ms = 0.0
-        if job.fetches_ahead:
-            fetched_ms = self._of_devices(self._state.ms[..., FETCHED]).sum(-1) / self.space.cache.speed
-        return step_ms(compute_ms, self._comm(compute_ms), job, fetched_ms)
+        return self.space.cost_ms(self._of_devices(self._state.ops), self._of_devices(self._state.ms))
 
     def parts_ms(self) -> np.ndarray:
         """[C, K, D, 3] ms of each device: forward compute, backward exchange, backward compute."""
         cache = self.space.cache
         forward = (cache.model.forward_share(self.codes) * self.op_ms).sum(-1) / cache.speed
         compute = self.device_ms
-        exchange = self._comm(compute).backward_ms
+        exchange = self.space.collectives(self._of_devices(self._state.ops), compute).backward_ms
         return np.stack([forward, np.broadcast_to(exchange, forward.shape), compute - forward], -1)
-
-    def _comm(self, compute_ms: np.ndarray) -> CommCost:
-        """The collectives of a step. The model itself prices them: rates of the search are fitted to it."""
-        cache, arrived = self.space.cache, self._of_devices(self._state.ops[..., ARRIVED])
-        outputs, ids = (
-            {run: n_bytes[..., r] for r, run in enumerate(self.space.runs)}
-            for n_bytes in (self.outputs, arrived)
-        )
-        return cache.model.comm(
-            traffic_of_outputs(outputs, cache.problem, ids), compute_ms, cache.problem.topology
-        )
 
     def plan(self, **provenance: Any) -> Plan:
         """The first plan, consolidated. Raises what `priced` raises if it is incomplete."""

@@ -5,9 +5,7 @@ Shapes: N probes, D devices.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import combinations
 
 import numpy as np
@@ -53,7 +51,9 @@ def exchange_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[s
         rate = max(0.0, high - low) / (2.0**24 - 2.0**22)
         return {**_NOTHING, "total": rate / n, "once": max(0.0, low - rate * 2.0**22)}
     # Loads around an even division: the rates are for the plans that a search ends with.
-    outputs = _probes(_output_bytes(problem)[layout.collection, layout.sequence] / n, n)
+    of_layout = layout.collection, layout.sequence
+    tables = [t for t in ticking(problem.tables) if (t.collection, t.sequence) == of_layout]
+    outputs = _probes(sum(output_bytes(Shard.whole(t), problem.global_batch) for t in tables) / n, n)
     # Devices of a group share the same tables, so they send equally much. A single group keeps its uneven probes.
     for group in layout.groups(topology) if len(layout.groups(topology)) > 1 else ():
         outputs[:, group] = outputs[:, group[:1]]
@@ -77,7 +77,8 @@ def id_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[str, fl
     if n == 1 or not layout.ids:
         return _NOTHING
     # At least a byte, as a fit to loads of 0 gives no rates.
-    id_bytes = _probes(max(_id_bytes(problem), 1.0) / n, n)
+    n_bytes = sum(received_bytes(Shard.whole(t), problem) for t in ticking(problem.tables))
+    id_bytes = _probes(max(n_bytes, 1.0) / n, n)
     traffic = np.zeros((len(CHANNELS), *id_bytes.shape))
     traffic[CHANNELS.index(layout.ids)] = id_bytes
     cost = model.comm(traffic, np.zeros(id_bytes.shape), problem.topology)
@@ -92,21 +93,6 @@ def id_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[str, fl
         **_fitted(id_bytes, longest, problem.topology, _TERMS[1:]),
         **{f"work_{name}": rate for name, rate in of_work.items()},
     }
-
-
-@lru_cache(maxsize=2)
-def _output_bytes(problem: Problem) -> Counter[tuple[str, bool]]:
-    """Bytes of outputs by collection, those of its sequences apart: (name, sequence)."""
-    n_bytes: Counter[tuple[str, bool]] = Counter()
-    for table in ticking(problem.tables):
-        n_bytes[table.collection, table.sequence] += output_bytes(Shard.whole(table), problem.global_batch)
-    return n_bytes
-
-
-@lru_cache(maxsize=2)
-def _id_bytes(problem: Problem) -> int:
-    """Bytes of the ids of all tables."""
-    return sum(received_bytes(Shard.whole(t), problem) for t in ticking(problem.tables))
 
 
 _NOTHING = dict.fromkeys((*_TERMS, *(f"work_{name}" for name in _WORK)), 0.0)

@@ -18,14 +18,16 @@ import numpy as np
 
 from shardcore.core.progress import tick
 from shardcore.core.types import Placement, Problem, Shard, Table
-from shardcore.cost.model import CostModel, first_least, is_less
+from shardcore.cost.model import CommCost, CostModel, first_least, is_less, step_ms
 from shardcore.search.anneal.compiled.arrays import (
     ARRIVED,
     BUSIEST,
     ENTERED,
+    FETCHED,
     HOST_BUSIEST,
     JOINT,
     LAYOUT_OF,
+    LOAD,
     LOOKUPS,
     ONCE,
     OWN,
@@ -44,6 +46,7 @@ from shardcore.search.state.shard_cost_cache import ShardCostCache, encoded
 from shardcore.search.state.shards import placed, required_division
 from shardcore.search.ties import ranks
 from shardcore.step.kinds import Group, Layout, even_share, run_of, runs_of
+from shardcore.step.lower import traffic_of_outputs
 from shardcore.step.memory import held_bytes
 from shardcore.step.memory_account import StageCoefficients
 from shardcore.step.op_limits import may_bind, most_features
@@ -132,6 +135,23 @@ class SearchSpace:
             layout, on = self.groups[group[s]]
             placements.append(Placement(layout.name, Shard.whole(self.cache.table(s)), on))
         return placements
+
+    def collectives(self, ops: np.ndarray, compute_ms: np.ndarray) -> CommCost:
+        """The collectives of steps, priced by the model itself: rates of the search are fitted to it.
+
+        ops: [..., D, N, V] as State.ops. compute_ms: [..., D].
+        """
+        outputs, ids = (
+            {run: ops[..., r, entry] for r, run in enumerate(self.runs)} for entry in (ENTERED, ARRIVED)
+        )
+        problem = self.cache.problem
+        return self.cache.model.comm(traffic_of_outputs(outputs, problem, ids), compute_ms, problem.topology)
+
+    def cost_ms(self, ops: np.ndarray, ms: np.ndarray) -> np.ndarray:
+        """[...] ms of steps, as the model itself prices plans. ops: [..., D, N, V]. ms: [..., D, N, A] as State.ms."""
+        of_devices = ms.sum(-2) / self.cache.speed[:, None]
+        compute_ms, fetched_ms = of_devices[..., LOAD], of_devices[..., FETCHED:].sum(-1)
+        return step_ms(compute_ms, self.collectives(ops, compute_ms), self.cache.problem.job, fetched_ms)
 
 
 def _runs(layout: Layout, table: Table) -> bool:

@@ -29,10 +29,10 @@ import numpy as np
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.progress import OutOfTime
 from shardcore.core.types import Placement, Plan, Problem
-from shardcore.cost.model import CostModel, is_less, step_ms
+from shardcore.cost.model import CostModel, is_less
 from shardcore.search.anneal import compiled
 from shardcore.search.anneal.compiled import State
-from shardcore.search.anneal.compiled.arrays import ARRIVED, ENTERED, LOAD, LOG, OVER, SPEED
+from shardcore.search.anneal.compiled.arrays import LOAD, LOG, OVER
 from shardcore.search.anneal.compiled.pointers import packed
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.search_space import LARGE
@@ -41,7 +41,6 @@ from shardcore.search.budget import Meter
 from shardcore.search.state.feasible import feasible_shards, fitting
 from shardcore.search.state.shards import CONCESSION, priced
 from shardcore.search.ties import sort_by_cost
-from shardcore.step.lower import traffic_of_outputs
 
 SPACES = ("all", "columns", "halves")
 """Spaces of plans: anything; tables whole or cut by columns; the same, with halved columns only."""
@@ -250,18 +249,10 @@ class Search:
     def _exact_ms(self, start: Start, states: Sequence[State]) -> list[float]:
         """Costs of plans by the model itself, not by the linear exchanges."""
         # Of many plans at once, for a call of the model takes as long as thousands of trials.
-        # [N, D] without the rows of trials.
-        n_devices, by_run = len(self.problem.topology), list(enumerate(start.space.runs))
+        n_devices = len(self.problem.topology)
         ops = np.stack([state.ops[:n_devices] for state in states])
-        ms = np.stack([state.ms[:n_devices].sum(1) for state in states]) / start.fixed.devices[:, SPEED, None]
-        outputs, ids = ({run: ops[:, :, r, entry] for r, run in by_run} for entry in (ENTERED, ARRIVED))
-        # As compiled.load_of, but without exchanges, which the model itself prices.
-        comm = self.model.comm(
-            traffic_of_outputs(outputs, self.problem, ids), ms[..., 0], self.problem.topology
-        )
-        # The second head, where there is one, is that of rows that caches fetch.
-        fetched_ms = ms[..., 1] if ms.shape[-1] > 1 else np.zeros(ms.shape[:-1])
-        return step_ms(ms[..., 0], comm, self.problem.job, fetched_ms).tolist()
+        ms = np.stack([state.ms[:n_devices] for state in states])
+        return start.space.cost_ms(ops, ms).tolist()
 
 
 def simplify(plan: Plan, problem: Problem, model: CostModel, seed: int, meter: Meter) -> Plan:

@@ -6,7 +6,6 @@ Shapes: S strips, D devices. Strips and units are defined in search/state/shard_
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -148,8 +147,10 @@ class Starts:
             if start := self._cheapest(space, cuts):
                 any_fits = True
                 yield start
-        n_on_hosts = Counter(d.host for d in self.problem.topology.devices).values()
-        if len(set(n_on_hosts)) > 1 and self._has_time():  # exchanges are then far from linear
+        if (divided := _by_runs(space)) and (start := self._cheapest(divided, series[0][::3])):
+            yield Start(space, start.state, space.among_groups(start.state.group))
+        # With unequal hosts, exchanges are far from linear.
+        if len(set(map(len, self.problem.topology.on_hosts))) > 1 and self._has_time():
             with suppress(Infeasible):
                 # The greedy orders do not read the linear rates, which mislead the plans above here.
                 plans = [order(self.problem, self.model) for order in greedy.ORDERS.values()]
@@ -514,6 +515,32 @@ class Starts:
         if space.runs not in self._rates:
             self._rates[space.runs] = rates_of(self.problem, self.model, space.runs)
         return replace(space, fixed=space.fixed._replace(rates=self._rates[space.runs]))
+
+
+def _by_runs(space: SearchSpace) -> SearchSpace | None:
+    """The space with devices divided among the runs, by what each costs. None if there is one run only.
+
+    A device launches an op for each of its runs. Fewer launches may be worth exchanges of fewer devices.
+    """
+    fixed, run_of_strip, host = space.fixed, space.fixed.strips[:, RUN], space.fixed.host
+    ms = np.bincount(run_of_strip, fixed.added_ms[fixed.whole_options()])
+    if np.count_nonzero(ms) < 2:
+        return None
+    # [D] places of devices in a row: hosts take turns, so that each run has devices on many.
+    by_host = np.argsort(host, kind="stable")
+    turn = np.arange(len(host)) - np.searchsorted(host[by_host], host[by_host])
+    place = np.argsort(by_host[np.lexsort((host[by_host], turn))])
+    # [R, 1] where each run's share of the row ends. It has the devices whose middle lies within its share.
+    ends = (np.cumsum(ms) * len(host) / ms.sum())[:, None]
+    begins = np.insert(ends[:-1], 0, 0.0, axis=0)
+    has = (begins <= place + 0.5) & (place + 0.5 < ends)
+    # A small share may have no device's middle. Its run shares the device where it begins.
+    has |= ~has.any(1, keepdims=True) & (place == np.floor(np.minimum(begins, len(host) - 1)))
+    # Strips pinned to devices of other runs stay where they may be.
+    anywhere = fixed.allowed if len(fixed.allowed) else np.ones((len(run_of_strip), len(host)), dtype=bool)
+    allowed = anywhere & has[run_of_strip]
+    allowed |= anywhere & ~allowed.any(1, keepdims=True)
+    return replace(space, fixed=fixed._replace(allowed=allowed))
 
 
 def _ms(state: State) -> float:

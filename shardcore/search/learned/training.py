@@ -130,12 +130,13 @@ def make_policy(
     problems, config = problems or PolicyProblems(), config or PolicyConfig()
     if like:
         problems = replace(problems, devices=len(like))
-    require(name in NETS, f"there is no policy {name!r}; known are {', '.join(NETS)}")
     to_learn, validation, test = draw(pool, model.setting, problems, config.seed, like)
     trained = train(name, to_learn, validation, model, config, progress)
-    meta = dict(trained.policy.meta)
-    meta["config"] = {**meta["config"], "problems_drawn": asdict(problems)}
-    meta["metrics"] = {**meta["metrics"], **judge(trained.policy, test, model)}
+    meta = {
+        **trained.policy.meta,
+        "config": {**trained.policy.meta["config"], "problems_drawn": asdict(problems)},
+        "metrics": {**trained.policy.meta["metrics"], **judge(trained.policy, test, model)},
+    }
     return replace(trained, policy=replace(trained.policy, meta=meta))
 
 
@@ -209,7 +210,7 @@ def train(
         # Costs relative to the best greedy order: problems differ in size, and weigh the same so.
         greedy = np.array([_greedy_ms(problem, model.for_problem(problem)) for problem in validation])
         # The learner changes its arrays in place, so validation sees each round's weights.
-        learner = learner_of(NETS[name], all_prepared, config)
+        learner = LEARNERS[type(NETS[name])](NETS[name], all_prepared, config)
         best, best_round, kept, curves = np.inf, 0, {}, []
         for i in range(config.rounds):
             # The rate falls to 0, so the last rounds refine.
@@ -517,12 +518,11 @@ class AutoShardLearner(Learner):
         return np.mean(values, 0)
 
 
-def learner_of(net: Net, all_prepared: Sequence[Prepared], config: PolicyConfig) -> Learner:
-    """The learner of a policy's networks."""
-    if isinstance(net, AutoShard):
-        return AutoShardLearner(net, all_prepared, config)
-    assert isinstance(net, DreamShard)
-    return DreamShardLearner(net, all_prepared, config)
+LEARNERS: dict[type[Net], Callable[..., Learner]] = {
+    AutoShard: AutoShardLearner,
+    DreamShard: DreamShardLearner,
+}
+"""Learners by the networks that they train."""
 
 
 def _initial(

@@ -251,6 +251,38 @@ def test_a_shard_that_costs_nothing_leaves_no_launch_behind():
         assert cost(plan) <= min(others) * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("hosts", ["xxxx", "xyxy"])
+def test_collections_have_devices_of_their_own_where_that_saves_launches(hosts):
+    """No move of one table saves the launch of a device's second collection."""
+    rng = np.random.default_rng(0)
+    tables = tuple(
+        Table(
+            f"t{i}",
+            int(10 ** rng.uniform(2, 5)),
+            16,
+            float(np.exp(rng.uniform(-1, 3))),
+            Zipf(1.05),
+            collection="ab"[i % 2],
+        )
+        for i in range(48)
+    )
+    problem = Problem("collections", tables, on_hosts(hosts, 1024 * MIB), BATCH)
+    model = AnalyticModel(
+        Setting("made-up", BATCH),
+        launch_us=50,
+        table_us=2,
+        lookup_ns=20,
+        exchange_gbps=100,
+        exchange_latency_ms=0.001,
+    )
+    plan = anneal(problem, model, budget=Budget(evals=20_000), space="columns")
+    check_plan(plan, problem)
+    assert len({(p.shard.table.collection, d) for p in plan.placements for d in p.devices}) == 4
+    # Tables of both collections may be pinned to a device.
+    pinned = replace(problem, constraints=Constraints(pinned=(("t0", (3,)), ("t1", (3,)))))
+    check_plan(anneal(pinned, model, budget=Budget(evals=5_000)), pinned)
+
+
 def test_an_unknown_space_is_named():
     problem = draw_problem(0, 3, [MIB] * 2)
     with pytest.raises(ShardCoreError, match="no space 'rows'; there are all, columns, halves"):

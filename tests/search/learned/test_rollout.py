@@ -17,7 +17,7 @@ from shardcore.search.anneal.batch import space_by_columns
 from shardcore.search.learned.nets import FEATURES, features
 from shardcore.search.learned.policy import NETS
 from shardcore.search.learned.rollout import Rollouts
-from shardcore.search.learned.training import CostSample, PolicyConfig, Prepared, learner_of
+from shardcore.search.learned.training import LEARNERS, CostSample, PolicyConfig, Prepared
 from shardcore.search.state.shards import equal_parts, placed
 from shardcore.step import access
 from shardcore.step.lower import lower
@@ -63,7 +63,7 @@ def test_only_legal_devices_are_taken_whatever_the_scores(name):
 def test_torch_scores_what_numpy_placed_by(name):
     """The update must score what the rollout saw: the argmax of its scores is the first plan."""
     prepared, rollout = rolled(name, draw_problem(5, n_tables=9), plans=2)
-    learner = learner_of(NETS[name], [prepared], PolicyConfig())
+    learner = LEARNERS[type(NETS[name])](NETS[name], [prepared], PolicyConfig())
     learner.w = {k: torch.from_numpy(v) for k, v in untrained(name).weights.items()}
     logits, _ = learner.logits(prepared, rollout)
     assert (logits[0].argmax(-1).numpy() == rollout.devices[0, 0]).all()
@@ -174,7 +174,7 @@ def test_a_cost_network_learns_from_all_shards_of_a_plan(name):
 def test_an_update_gives_illegal_devices_no_share(name):
     problem = CASES["pinned"]
     prepared = Prepared(problem, model_for(problem))
-    learner = learner_of(NETS[name], [prepared], PolicyConfig(plans_each=4))
+    learner = LEARNERS[type(NETS[name])](NETS[name], [prepared], PolicyConfig(plans_each=4))
     rollout = learner.roll(prepared, 4, True)
     shares = learner.logits(prepared, rollout)[0].softmax(-1).detach().numpy()
     somewhere = rollout.legal[0].any(-1)  # a step without a legal device teaches nothing
