@@ -518,13 +518,14 @@ class Starts:
 
 
 def _by_runs(space: SearchSpace) -> SearchSpace | None:
-    """The space with devices divided among the runs, by what each costs. None if there is one run only.
+    """The space with devices divided among the runs, by what each costs. None if there is one run, or few strips.
 
     A device launches an op for each of its runs. Fewer launches may be worth exchanges of fewer devices.
     """
     fixed, run_of_strip, host = space.fixed, space.fixed.strips[:, RUN], space.fixed.host
     ms = np.bincount(run_of_strip, fixed.added_ms[fixed.whole_options()])
-    if np.count_nonzero(ms) < 2:
+    # Devices with one or two strips have few launches to save.
+    if np.count_nonzero(ms) < 2 or len(run_of_strip) < 3 * len(host):
         return None
     # [D] places of devices in a row: hosts take turns, so that each run has devices on many.
     by_host = np.argsort(host, kind="stable")
