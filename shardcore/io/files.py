@@ -19,7 +19,7 @@ from typing import Any
 
 from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.constraints import Constraints
-from shardcore.core.errors import Overfull, ShardCoreError
+from shardcore.core.errors import Overfull, ShardCoreError, after_name
 from shardcore.core.job import Job
 from shardcore.core.topology import Device, Topology, default_reserve
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
@@ -29,6 +29,7 @@ from shardcore.io.envelope import digest, document, open_document, seal, unseal
 from shardcore.io.schema import Readable, build, each, errors_named, is_whole, read
 from shardcore.io.writing import write_json
 from shardcore.step.kinds import LAYOUTS, layout_of
+from shardcore.step.lower import require_plan
 
 DIGEST = re.compile(r"[0-9a-f]{16}")
 """Form of a `digest`. ShardCore writes no other names of versions."""
@@ -162,13 +163,6 @@ def read_problem(path: str | Path | Readable) -> Problem:
     data, what = open_document(path, "problem"), str(path)
     topology, tables = data.pop("topology", None), data.pop("tables", None)
     constraints, job = data.pop("constraints", {}), data.pop("job", {})
-    if not isinstance(topology, Mapping) or not isinstance(topology.get("devices"), list):
-        raise ShardCoreError(
-            f"{what} has topology {shown(topology)}; it needs a list of 'devices', such as "
-            '{"devices": [{"count": 8, "memory_bytes": 80000000000}]}'
-        )
-    if not isinstance(tables, list):
-        raise ShardCoreError(f"{what} lacks the list 'tables'")
     devices: list[Device] = []
 
     def add_devices(entry: Any) -> None:
@@ -182,6 +176,12 @@ def read_problem(path: str | Path | Readable) -> Problem:
         devices.extend([build(Device, entry, f"{what}: device", also=("count",))] * count)
 
     def topology_of_file() -> Topology:
+        if not isinstance(topology, Mapping) or not isinstance(topology.get("devices"), list):
+            has = "lacks 'topology'" if topology is None else f"has topology {shown(topology)}"
+            raise ShardCoreError(
+                f"{what} {has}; it needs a list of 'devices', such as "
+                '{"devices": [{"count": 8, "memory_bytes": 80000000000}]}'
+            )
         each(add_devices, topology["devices"])
         return build(
             Topology,
@@ -202,13 +202,19 @@ def read_problem(path: str | Path | Readable) -> Problem:
             )
         return _constraints_from_json(constraints, f"{what}: constraints")
 
+    def tables_of_file() -> tuple[Table, ...]:
+        if not isinstance(tables, list):
+            has = "lacks 'tables'" if tables is None else f"has tables {shown(tables)}"
+            raise ShardCoreError(f"{what} {has}; it needs a list of them")
+        return tuple(each(lambda table: table_from_json(table, what), tables))
+
     return build(
         Problem,
         data,
         what,
         also=("schema", "version", "topology", "tables", "constraints", "job"),
         topology=topology_of_file,
-        tables=lambda: tuple(each(lambda table: table_from_json(table, what), tables)),
+        tables=tables_of_file,
         constraints=constraints_of_file,
         job=lambda: build(Job, job, f"{what}: job"),
     )
@@ -284,8 +290,21 @@ def read_plan(path: str | Path | Readable, problem: Problem) -> Plan:
     return plan_from_json(unseal(open_document(path, "plan"), path), problem, str(path))
 
 
+def read_valid_plan(path: str | Path | Readable, problem: Problem, fits: bool = True) -> Plan:
+    """A plan for `problem`, validated.
+
+    fits: False for a plan that may take more memory than there is.
+
+    Raises ShardCoreError as `read_plan` and `require_plan` do.
+    """
+    plan = read_plan(path, problem)
+    with validating(path):
+        require_plan(plan, problem, fits)
+    return plan
+
+
 @contextlib.contextmanager
-def validating(path: str | Path) -> Iterator[None]:
+def validating(path: str | Path | Readable) -> Iterator[None]:
     """Add the file of a plan to errors of its validation."""
     try:
         yield
@@ -296,7 +315,7 @@ def validating(path: str | Path) -> Iterator[None]:
             error.too_much,
         ) from None
     except ShardCoreError as error:
-        raise type(error)(f"{path}: {error}") from None
+        raise type(error)(after_name(path, error)) from None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -162,10 +162,10 @@ def is_kept(folder: Path, problem: Problem, made: NamedPlans, setting: Setting, 
     except ShardCoreError:
         return False
     names = [(algorithm, plan_digest(plan)) for algorithm, plan in made]
-    if body.measurement_version != _version(problem) or any(_is_disturbed(r.cost) for r in body.replays):
-        return False
     return (
-        known.problem == problem
+        body.measurement_version == _version(problem)
+        and not any(_is_disturbed(r.cost) for r in body.replays)
+        and known.problem == problem
         and known.setting == setting
         and body.config == dataclasses.asdict(config)
         and list(known.made) == names

@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args, get_origin
 
-from shardcore.core.errors import ShardCoreError, Unreachable, shortened
-from shardcore.core.validation import shown, type_hints, typed
+from shardcore.core.errors import ShardCoreError, Unreachable, after_name, shortened
+from shardcore.core.validation import checks, shown, type_hints, typed
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -349,9 +349,9 @@ def errors_named(what: Any) -> Iterator[None]:
     try:
         yield
     except Faults as error:
-        raise Faults(faults=[type(fault)(f"{what}: {fault}") for fault in error.faults]) from None
+        raise Faults(faults=[type(fault)(after_name(what, fault)) for fault in error.faults]) from None
     except ShardCoreError as error:
-        raise type(error)(f"{what}: {error}") from None
+        raise type(error)(after_name(what, error)) from None
 
 
 def each(make: Callable[[Any], Any], entries: Iterable[Any]) -> list[Any]:
@@ -400,6 +400,9 @@ def build(cls: type[T], data: Any, what: str, also: Collection[str] = (), **give
             values[name] = given[name]() if callable(given[name]) else given[name]
         elif name in data:
             values[name] = read(data[name], kinds[name], f"{what}: {name}")
+            # As the record itself does, but together with the faults of other fields.
+            if name in checks(cls):
+                checks(cls)[name](values[name], what, name)
         else:
             raise ShardCoreError(f"{what} lacks the key {name!r}")
 
