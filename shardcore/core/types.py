@@ -356,7 +356,7 @@ class Setting:
     hardware: Annotated[str, require_path_name]
     batch: Annotated[int, within(1, MOST_BATCH)]
     precision: str = "fp32"
-    optimizer: Annotated[str, one_of(OPTIMIZERS)] = "exact_sgd"
+    optimizer: Annotated[str, one_of(catalog.OPTIMIZERS)] = "exact_sgd"
     forward_payload: Annotated[str, require_payload] = "fp32"
     backward_payload: Annotated[str, require_payload] = "fp32"
 
@@ -409,7 +409,7 @@ class Problem(KeptHash):
     tables: tuple[Table, ...]
     topology: Topology
     global_batch: Annotated[int, within(1, MOST_BATCH)]
-    optimizer: Annotated[str, one_of(OPTIMIZERS)] = "exact_sgd"
+    optimizer: Annotated[str, one_of(catalog.OPTIMIZERS)] = "exact_sgd"
     constraints: Constraints = Constraints()
     job: Job = Job()
 

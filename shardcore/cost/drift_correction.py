@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from shardcore.core.types import Setting
-from shardcore.core.validation import require
+from shardcore.core.validation import differences, require
 from shardcore.cost import features
 from shardcore.cost.nnls import fit_law
 from shardcore.io import dataset, traced_samples
@@ -82,7 +82,8 @@ def read(folder: str | Path, setting: Setting) -> Measurements:
     others = dataset.settings(folder)
     require(
         not others or setting in others,
-        f"{folder} holds samples for ({'; '.join(map(str, others))}), none for ({setting})",
+        f"{folder} holds samples of other settings than asked for: "
+        f"{'; '.join(differences(other, setting) for other in others)}",
     )
     known = corrected(dataset.read_timings(folder, setting))
     return Measurements(

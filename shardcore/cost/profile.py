@@ -238,7 +238,8 @@ def load_profile(name_or_path: str | Path) -> Profile:
         return _shipped(known)
     require(
         known.endswith(".json") or Path(known).is_file(),
-        f"profile {known!r} is not known; known are {', '.join(profile_names())}, or a path of a file",
+        f"profile {known!r} is not known; known are {', '.join(profile_names())}, or a path of a file; a trained "
+        "model's folder goes by --model",
     )
     return read_profile(name_or_path)
 

@@ -23,7 +23,7 @@ from shardcore.core.errors import Overfull, ShardCoreError, after_name
 from shardcore.core.job import Job
 from shardcore.core.topology import Device, Topology, default_reserve
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
-from shardcore.core.validation import MOST_DEVICES, require_type, shown
+from shardcore.core.validation import MOST_DEVICES, require, require_type, shown
 from shardcore.io import problem_parts
 from shardcore.io.envelope import digest, document, open_document, seal, unseal
 from shardcore.io.schema import Readable, build, each, errors_named, is_whole, read
@@ -132,17 +132,17 @@ def _constraints_from_json(data: Any, what: str) -> Constraints:
         return build(Constraints, data, what)
     pairs = {name: data[name] for name in _BY_TABLE if name in data}
     for name, by_table in pairs.items():
-        if not isinstance(by_table, Mapping):
-            raise ShardCoreError(
-                f"{what}: {name} is {shown(by_table)}; it needs to be an object of tables and {_BY_TABLE[name]}"
-            )
+        require(
+            isinstance(by_table, Mapping),
+            f"{what}: {name} is {shown(by_table)}; it needs to be an object of tables and {_BY_TABLE[name]}",
+        )
 
     def require_kind(entry: tuple[str, Any]) -> None:
         table, kind = entry
-        if isinstance(kind, str) and kind not in LAYOUTS:
-            raise ShardCoreError(
-                f"{what}: kinds of table {shown(table)} has {shown(kind)}; known are {', '.join(LAYOUTS)}"
-            )
+        require(
+            not isinstance(kind, str) or kind in LAYOUTS,
+            f"{what}: kinds of table {shown(table)} has {shown(kind)}; known are {', '.join(LAYOUTS)}",
+        )
 
     each(
         require_kind,
@@ -177,9 +177,8 @@ def read_problem(path: str | Path | Readable) -> Problem:
 
     def topology_of_file() -> Topology:
         if not isinstance(topology, Mapping) or not isinstance(topology.get("devices"), list):
-            has = "lacks 'topology'" if topology is None else f"has topology {shown(topology)}"
             raise ShardCoreError(
-                f"{what} {has}; it needs a list of 'devices', such as "
+                f"{what} {_found('topology', topology)}; it needs a list of 'devices', such as "
                 '{"devices": [{"count": 8, "memory_bytes": 80000000000}]}'
             )
         each(add_devices, topology["devices"])
@@ -203,9 +202,7 @@ def read_problem(path: str | Path | Readable) -> Problem:
         return _constraints_from_json(constraints, f"{what}: constraints")
 
     def tables_of_file() -> tuple[Table, ...]:
-        if not isinstance(tables, list):
-            has = "lacks 'tables'" if tables is None else f"has tables {shown(tables)}"
-            raise ShardCoreError(f"{what} {has}; it needs a list of them")
+        require(isinstance(tables, list), f"{what} {_found('tables', tables)}; it needs a list of them")
         return tuple(each(lambda table: table_from_json(table, what), tables))
 
     return build(
@@ -218,6 +215,10 @@ def read_problem(path: str | Path | Readable) -> Problem:
         constraints=constraints_of_file,
         job=lambda: build(Job, job, f"{what}: job"),
     )
+
+
+def _found(key: str, value: Any) -> str:
+    return f"lacks {key!r}" if value is None else f"has {key} {shown(value)}"
 
 
 def write_problem(path: str | Path, problem: Problem) -> None:
@@ -347,6 +348,7 @@ class _Plan(ForProblem):
 
 _PROVENANCE = {
     "algorithm": str,
+    "setting": str,
     "space": str,
     "predicted_ms": float | None,
     "model": str,

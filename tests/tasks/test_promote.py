@@ -198,7 +198,9 @@ def test_a_champion_of_another_batch_is_no_measure(store, model, trained):
     old = registry.register(client, store / "old", None, {})
     client.set_registered_model_alias(old.name, registry.CHAMPION, old.version)
     found = promote(store, scaled(trained, 3))
-    assert found.champion == "2" and "champion 1 is for another setting (law, batch 64" in found.reason
+    assert (
+        found.champion == "2" and "champion 1 is for another setting: batch: 64 against 256" in found.reason
+    )
 
 
 @pytest.mark.long
