@@ -51,6 +51,10 @@ class Spread:
                 f"{self.repeats} repeats; it needs 0 to {MOST_MS:g} ms, and 1 or more"
             )
 
+    def times(self, factor: float) -> Spread:
+        """The timing of what takes `factor` times as long. The number of repeats stays."""
+        return Spread(self.median_ms * factor, self.q1_ms * factor, self.q3_ms * factor, self.repeats)
+
 
 @dataclass(frozen=True)
 class StepSample(StepCost):
