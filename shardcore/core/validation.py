@@ -247,11 +247,9 @@ def require_known(record: object, what: str, **known: Collection[str]) -> None:
         one_of(words)(getattr(record, name), what, name)
 
 
-def differences(first: object, second: object) -> str:
+def differences(first: Any, second: Any) -> str:
     """The fields in which two records differ, with both values: "batch: 4096 against 2048"."""
-    pairs = (
-        (f.name, getattr(first, f.name), getattr(second, f.name)) for f in dataclasses.fields(type(first))
-    )
+    pairs = ((f.name, getattr(first, f.name), getattr(second, f.name)) for f in dataclasses.fields(first))
     return ", ".join(f"{name}: {a} against {b}" for name, a, b in pairs if a != b)
 
 

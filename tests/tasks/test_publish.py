@@ -223,7 +223,7 @@ def test_a_challenger_that_lacks_a_precision_of_the_champion_says_so(mixed_champ
 
 
 def test_a_precision_without_a_model_is_refused_by_name_before_any_search(mixed_champion):
-    with pytest.raises(ShardCoreError, match="problem 'brain' is for .*bf16.fp32.*promote.also of params"):
+    with pytest.raises(ShardCoreError, match="precision: bf16.fp32 against fp32; .*promote.also of params"):
         publish(of_precisions("brain", "bf16", "fp32"))
     assert store.names("plans") == []
 
