@@ -45,9 +45,7 @@ def changed(some: Measurements, small: float, large: float, exchanges: float) ->
 
 def exchange(sample: CollectiveSample, factor: float) -> CollectiveSample:
     def times(spreads: tuple[Spread, ...] | None) -> tuple[Spread, ...] | None:
-        return spreads and tuple(
-            Spread(x.median_ms * factor, x.q1_ms * factor, x.q3_ms * factor, x.repeats) for x in spreads
-        )
+        return spreads and tuple(x.times(factor) for x in spreads)
 
     return dataclasses.replace(sample, forward=times(sample.forward), backward=times(sample.backward))
 

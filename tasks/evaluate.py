@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 from prefect import get_run_logger, task
 
-from shardcore.core.errors import ShardCoreError
 from shardcore.core.progress import listening
 from shardcore.core.types import Problem, Setting, Table
-from shardcore.core.validation import MOST_COUNT, MOST_REPEATS, MOST_SEED, require_within
+from shardcore.core.validation import MOST_COUNT, MOST_REPEATS, MOST_SEED, require, require_within
 from shardcore.cost import accuracy, neural, replay_metrics, replay_records, study, training
 from shardcore.cost.model import CostModel
 from shardcore.io import dataset, files, replays, writing
@@ -239,8 +238,7 @@ def replay_plans(
     and replays.png. Stored replays are not run again as long as the plans are the same.
     """
     logger = get_run_logger()
-    if out.is_symlink():
-        raise ShardCoreError(f"{out} is a symbolic link; replays are kept in a folder of their own")
+    require(not out.is_symlink(), f"{out} is a symbolic link; replays are kept in a folder of their own")
     out.mkdir(parents=True, exist_ok=True)
     # Figures of an older model must not look like this one's.
     _remove(out, but=[path.name for path in out.iterdir()] if config.replay_problems else ())
@@ -270,7 +268,7 @@ def _why_not(setting: Setting, devices: int, problems: Sequence[Problem]) -> str
         SettingConfig(batch=setting.batch, precision=setting.precision, optimizer=setting.optimizer)
     )
     if here != setting:
-        return f"the model is for ({setting}), the cluster's devices are {here.hardware}"
+        return f"the model is for {setting.hardware}, the cluster's devices are {here.hardware}"
     if devices < 2:
         return "no host has two devices (cores or GPUs) that plans could run on, as many as divide the batch"
     return None if problems else f"all tables of the problems drawn are above {ARENA_BYTES >> 20} MiB"

@@ -14,7 +14,7 @@ from mlflow.entities.model_registry import ModelVersion
 from prefect import get_run_logger, task
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import MOST_COUNT, require_within
+from shardcore.core.validation import MOST_COUNT, differences, require_within
 from shardcore.cost import (
     accuracy,
     composite,
@@ -285,7 +285,9 @@ def _verdict(
     except ShardCoreError as error:  # it was made by another version of ShardCore
         return True, f"{new.text}; champion {before.version} cannot be read any more: {error}"
     if (judged := new.of(champion)) is None:
-        return True, f"{new.text}; champion {before.version} is for another setting ({champion.setting})"
+        return True, f"{new.text}; champion {before.version} is for another setting: " + differences(
+            champion.setting, new.model.setting
+        )
     old_error, old_model = judged
     if new.error > old_error + config.may_lose:
         return False, f"lost by {new.error - old_error:.2f} points: {new.text} against {old_error:.2f}%"

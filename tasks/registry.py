@@ -250,8 +250,9 @@ def _upload(
             pip_requirements=["torch", "numpy", "pyarrow", "safetensors", "PyYAML"],
         )
         if not run_id:  # the model was trained elsewhere, with another registry
-            metrics = neural.load(each[0]).meta["metrics"]
-            mlflow.log_metrics({f"validation/{k}": v for k, v in metrics.items()})
+            meta = neural.load(each[0]).meta
+            split = "stated" if meta.get("judged_by") else "validation"
+            mlflow.log_metrics({f"{split}/{k}": v for k, v in meta["metrics"].items()})
     require_model(client, name)
     version = client.create_model_version(name, info.model_uri, tags=tags, model_id=info.model_id)
     client.set_logged_model_tags(

@@ -121,7 +121,7 @@ def _shard(data: Any, what: str, setting: Setting) -> Shard:
     table = files.table_from_json(data["table"], what)
     if table.precision not in setting.precision.split("+"):
         raise SettingMismatch(
-            f"{what}: table {table.name!r} is {table.precision}; the model is for ({setting})"
+            f"{what}: table {table.name!r} is {table.precision}; the model's tables are {setting.precision}"
         )
     if table.in_host_memory:
         raise ShardCoreError(

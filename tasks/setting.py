@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
+from shardcore.core.validation import differences
 from shardcore.io import dataset
 
 AUTO = "auto"
@@ -57,7 +58,7 @@ class SettingConfig:
         if (local := self.setting()) in matching:
             return local
         raise ShardCoreError(
-            f"{folder} holds samples for [{'; '.join(map(str, settings)) or 'nothing'}]; the "
-            f"parameters ask for ({local}): run the measure stage for it, or set `setting` "
-            "in params.yaml to one of them"
+            f"{folder} holds samples of other settings than `setting` in params.yaml asks for: "
+            f"{'; '.join(differences(held, local) for held in settings) or 'none'}; run the measure stage, or change "
+            "`setting`"
         )

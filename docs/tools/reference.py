@@ -227,6 +227,8 @@ def _record(place: str) -> Iterator[str]:
 
 def _type(field: dataclasses.Field) -> str:
     name = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
+    # Without the check of an annotated type: Annotated[int, within(1, 9)].
+    name = re.sub(r"^Annotated\[(.*?), .*\]$", r"\1", name)
     return f"`{name}`".replace("|", "or")
 
 

@@ -225,7 +225,6 @@ def _start(args: PlanOptions, path: Path, problem: Problem, stored: Problem) -> 
     from shardcore.io import files, grouped_plans
     from shardcore.plans.replan import ReplanConfig, Start
     from shardcore.search import DEFAULT_SHARDER
-    from shardcore.step.lower import require_plan
     from shardcore.step.sharding_groups import problem_of_group
 
     most_bytes = None if args.max_moved_gib is None else int(args.max_moved_gib * 2**30)
@@ -248,9 +247,7 @@ def _start(args: PlanOptions, path: Path, problem: Problem, stored: Problem) -> 
                 "a plan of groups; leave out one of them"
             )
     else:
-        old = files.read_plan(path, before)
-        with files.validating(path):
-            require_plan(old, before, fits=False)
+        old = files.read_valid_plan(path, before, fits=False)
         group = problem if args.groups is not None else None
     return Start(old, before, tuple(args.without or ()), args.algorithm or DEFAULT_SHARDER, config, group)
 

@@ -281,20 +281,20 @@ class ExportOptions:
 
     module: path in the model of the collection of those tables that name none; default: the path in TorchRec's
       DLRM, sparse_arch.embedding_bag_collection
+    compute_device: default: cpu for a plan on CPUs, else cuda
     """
 
     plan: PlanFile
     _: KW_ONLY
     problem: ProblemFile
     module: Annotated[str, "PATH"] | None = None
-    compute_device: Device = "cuda"
+    compute_device: Device | None = None
     out: Annotated[Path, "TORCHREC.json", Output()]
 
 
 def export(args: ExportOptions) -> None:
     from shardcore.io import files
     from shardcore.io.grouped_plans import is_grouped
-    from shardcore.step.lower import require_plan
     from shardcore.torchrec import baseline as torchrec
     from shardcore.torchrec.plan_files import write_torchrec
     from shardcore.torchrec.sharding_plan import to_torchrec
@@ -306,9 +306,7 @@ def export(args: ExportOptions) -> None:
     if is_grouped(args.plan):
         grouped.export(args, problem)
     else:
-        plan = files.read_plan(args.plan, problem)
-        with files.validating(args.plan):
-            require_plan(plan, problem)
+        plan = files.read_valid_plan(args.plan, problem)
         with shown():
             report("writing TorchRec's plan")
             write_torchrec(args.out, to_torchrec(plan, problem, str(args.module), args.compute_device))

@@ -239,7 +239,6 @@ def drift(args: DriftOptions) -> None:
 def _read(path: Path, problem: Path | None) -> tuple[Plan, Problem]:
     """A valid plan with its problem: the given one, or problem.json beside it."""
     from shardcore.io import files, schema
-    from shardcore.step.lower import require_plan
 
     beside = path.with_name("problem.json")
     if not problem and not beside.exists():
@@ -249,10 +248,7 @@ def _read(path: Path, problem: Path | None) -> tuple[Plan, Problem]:
             "the plans of published versions"
         )
     its_problem = files.read_problem(problem or beside)
-    plan = files.read_plan(path, its_problem)
-    with files.validating(path):
-        require_plan(plan, its_problem)
-    return plan, its_problem
+    return files.read_valid_plan(path, its_problem), its_problem
 
 
 def _with_statistics_of(path: Path, problem: Problem) -> Problem:

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.tiers import BELOW, MemoryTier
 from shardcore.core.validation import (
     MOST_BATCH,
+    one_of,
     require,
     require_known,
     require_types,
-    require_within,
     shown,
+    within,
 )
 
 MOST_COLLISION_BYTES = 1 << 20
@@ -40,7 +42,7 @@ class Reuse:
     """
 
     bins: tuple[float, ...] = field(repr=False)
-    batch: int
+    batch: Annotated[int, within(1, MOST_BATCH)]
 
     def __post_init__(self) -> None:
         require_types(self, "a reuse histogram")
@@ -51,7 +53,6 @@ class Reuse:
                 f"reuse histogram has {len(self.bins)} bins {shown(self.bins)} that sum to {total:.6g}; "
                 f"it needs {REUSE_BINS} fractions that sum to 1 (or are all 0)"
             )
-        require_within(self, "reuse histogram", batch=(1, MOST_BATCH))
 
 
 @dataclass(frozen=True)
@@ -181,13 +182,13 @@ class ManagedCollision:
     eviction: policy by which ids make room, one of the form's.
     """
 
-    row_bytes: int | None = None
-    lookup_bytes: int = 0
-    bytes: int = 0
-    buckets: int = 1
-    routing: str = "round_robin"
-    input_size: int = 0
-    probes: int = 0
+    row_bytes: Annotated[int | None, within(0, MOST_COLLISION_BYTES)] = None
+    lookup_bytes: Annotated[int, within(0, MOST_COLLISION_BYTES)] = 0
+    bytes: Annotated[int, within(0, 1 << 30)] = 0
+    buckets: Annotated[int, within(1, MOST_BUCKETS)] = 1
+    routing: Annotated[str, one_of(ROUTINGS)] = "round_robin"
+    input_size: Annotated[int, within(0, 1 << 63)] = 0
+    probes: Annotated[int, within(0, MOST_BUCKETS)] = 0
     form: str = ""
     eviction: str = ""
 
@@ -204,18 +205,6 @@ class ManagedCollision:
             f"managed collision has row_bytes {self.row_bytes}, form {self.form!r} and eviction {self.eviction!r}; it "
             f"needs row_bytes, or a form ({', '.join(HASH_FORMS)}) and its eviction",
         )
-        ends = (0, MOST_COLLISION_BYTES)
-        require_within(
-            self,
-            "managed collision",
-            row_bytes=ends,
-            lookup_bytes=ends,
-            bytes=(0, 1 << 30),
-            buckets=(1, MOST_BUCKETS),
-            input_size=(0, 1 << 63),
-            probes=(0, MOST_BUCKETS),
-        )
-        require_known(self, "managed collision", routing=ROUTINGS)
         require(
             self.routing != "contiguous" or self.input_size > 0,
             f"managed collision has routing 'contiguous' and input_size {self.input_size}; it needs the size of "

@@ -53,6 +53,18 @@ _SECRET = re.compile(r"(?i)([?&][^=&\s]*(?:pass|pwd|secret|token|key|sig)[^=&\s]
 """A secret among the parameters of a URL."""
 
 
+def after_name(what: object, error: ShardCoreError) -> str:
+    """A message after the name of its thing, such as a file. Words that end the name and begin the message come once.
+
+    after_name("p.json, table 't'", "table 't' has ...")  "p.json, table 't' has ..."
+    """
+    message = str(error).removeprefix("a ")
+    name = f" {what}".replace("_", " ")
+    ends = [found.start() for found in re.finditer("[ .:]", message)]
+    same = max((end for end in ends if name.endswith(f" {message[:end]}")), default=0)
+    return f"{what}{message[same:]}" if same else f"{what}: {error}"
+
+
 def redacted(text: str) -> str:
     """Text without the users, passwords and secrets of its URLs."""
     return _SECRET.sub(r"\1…", _USER.sub("…@", text)) if "://" in text else text

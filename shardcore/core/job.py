@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from shardcore.core.catalog import DENSE_OPTIMIZERS
-from shardcore.core.payloads import require_payloads
+from shardcore.core.payloads import require_payload
 from shardcore.core.validation import (
     MOST_BYTES,
     MOST_MS,
     MOST_RATIO,
+    one_of,
     require,
-    require_known,
     require_types,
-    require_within,
+    within,
 )
 
 
@@ -156,28 +157,22 @@ class Job:
     input_bytes: bytes of a local batch that are not ids: dense features and labels.
     """
 
-    pipeline: str = "sparse_dist"
-    dense_forward_ms: float | None = None
-    dense_backward_ms: float | None = None
+    pipeline: Annotated[str, one_of(PIPELINES)] = "sparse_dist"
+    dense_forward_ms: Annotated[float | None, within(0, MOST_MS)] = None
+    dense_backward_ms: Annotated[float | None, within(0, MOST_MS)] = None
     id_bytes: int = 8
     length_bytes: int = 4
-    forward_payload: str = "fp32"
-    backward_payload: str = "fp32"
-    tower_ratio: float | None = None
-    replica_optimizer: str | None = None
-    dense_bytes: int = 0
-    activation_bytes: int = 0
-    update_bytes: int = 0
-    input_bytes: int = 0
+    forward_payload: Annotated[str, require_payload] = "fp32"
+    backward_payload: Annotated[str, require_payload] = "fp32"
+    tower_ratio: Annotated[float | None, within(1, MOST_RATIO)] = None
+    replica_optimizer: Annotated[str | None, one_of(DENSE_OPTIMIZERS)] = None
+    dense_bytes: Annotated[int, within(0, MOST_BYTES)] = 0
+    activation_bytes: Annotated[int, within(0, MOST_BYTES)] = 0
+    update_bytes: Annotated[int, within(0, MOST_BYTES)] = 0
+    input_bytes: Annotated[int, within(0, MOST_BYTES)] = 0
 
     def __post_init__(self) -> None:
         require_types(self, "job")
-        require_known(self, "job", pipeline=PIPELINES, replica_optimizer=DENSE_OPTIMIZERS)
-        require_payloads(self, "job", "forward_payload", "backward_payload")
-        ms = (0, MOST_MS)
-        require_within(self, "job", dense_forward_ms=ms, dense_backward_ms=ms, tower_ratio=(1, MOST_RATIO))
-        sizes = ("dense_bytes", "activation_bytes", "update_bytes", "input_bytes")
-        require_within(self, "job", **dict.fromkeys(sizes, (0, MOST_BYTES)))
         require(
             (self.dense_forward_ms is None) == (self.dense_backward_ms is None),
             f"job has dense_forward_ms {self.dense_forward_ms} and dense_backward_ms "

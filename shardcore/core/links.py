@@ -13,11 +13,12 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import MOST_GBPS, MOST_MS, require, require_types, require_within
+from shardcore.core.validation import MOST_GBPS, MOST_MS, one_of, require, require_types, within
 
 
 @dataclass(frozen=True)
@@ -106,20 +107,17 @@ class Link:
     latency_ms: latency of a collective that this is the outermost level of. None: as the cost model measured it.
     """
 
-    level: str
-    gbps: float | None = None
+    level: Annotated[str, one_of(LEVELS)]
+    gbps: Annotated[float | None, within(1 / MOST_GBPS, MOST_GBPS)] = None
     shared: bool = False
-    latency_ms: float | None = None
+    latency_ms: Annotated[float | None, within(0, MOST_MS)] = None
 
     def __post_init__(self) -> None:
         require_types(self, "a link")
-        require(self.level in LEVELS, f"a link has level {self.level!r}; known are {', '.join(LEVELS)}")
-        what = f"link {self.level}"
-        require_within(self, what, gbps=(1 / MOST_GBPS, MOST_GBPS), latency_ms=(0, MOST_MS))
         require(
             not self.shared or bool(self.gbps and LEVELS[self.level].shared),
-            f"{what} has shared {self.shared} and gbps {self.gbps}; only links of hosts and pods are shared, "
-            "and their gbps is given",
+            f"link {self.level} has shared {self.shared} and gbps {self.gbps}; only links of hosts and pods are "
+            "shared, and their gbps is given",
         )
 
     @property

@@ -95,14 +95,12 @@ def payload_of(name: str) -> Payload:
     raise ShardCoreError(f"a payload is {shown(name)}; known are {_FORMS}")
 
 
-def require_payloads(record: object, what: str, *names: str) -> None:
-    """Raise ShardCoreError naming a field of a record that names no payload."""
-    for name in names:
-        value = getattr(record, name)
-        try:
-            payload_of(value)
-        except ShardCoreError:
-            raise ShardCoreError(f"{what} has {name} {shown(value)}; known are {_FORMS}") from None
+def require_payload(value: str, what: str, name: str) -> None:
+    """Raise ShardCoreError naming a field of `what` that names no payload."""
+    try:
+        payload_of(value)
+    except ShardCoreError:
+        raise ShardCoreError(f"{what} has {name} {shown(value)}; known are {_FORMS}") from None
 
 
 def whole_blocks(payload: Payload, elements: int) -> int:

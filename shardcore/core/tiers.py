@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
-from shardcore.core.validation import MOST_BYTES, MOST_GBPS, require, require_types, require_within
+from shardcore.core.validation import MOST_BYTES, MOST_GBPS, one_of, require_types, within
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,9 @@ class Memory:
     gbps: bandwidth between a device and it, GB/s. Given, not measured.
     """
 
-    tier: str
-    bytes: int
-    gbps: float
+    tier: Annotated[str, one_of(BELOW)]
+    bytes: Annotated[int, within(1, MOST_BYTES)]
+    gbps: Annotated[float, within(1 / MOST_GBPS, MOST_GBPS)]
 
     def __post_init__(self) -> None:
         require_types(self, "a memory")
-        require(self.tier in BELOW, f"a memory has tier {self.tier!r}; known are {', '.join(BELOW)}")
-        require_within(self, f"memory {self.tier}", bytes=(1, MOST_BYTES), gbps=(1 / MOST_GBPS, MOST_GBPS))

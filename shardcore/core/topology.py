@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -30,14 +30,13 @@ from shardcore.core.validation import (
     MOST_DEVICES,
     MOST_DIM,
     MOST_SPEED,
-    PATH_NAME,
-    is_path_name,
+    one_of,
     require,
-    require_known,
     require_name,
+    require_path_name,
     require_type,
     require_types,
-    require_within,
+    within,
 )
 
 BYTES_PER_MS_PER_GBPS = 1e6
@@ -60,14 +59,12 @@ class Device:
     host: the name of the machine that it is in.
     """
 
-    memory_bytes: int
-    speed: float = 1.0
-    host: str = "host-0"
+    memory_bytes: Annotated[int, within(1, MOST_BYTES)]
+    speed: Annotated[float, within(1 / MOST_SPEED, MOST_SPEED)] = 1.0
+    host: Annotated[str, require_name] = "host-0"
 
     def __post_init__(self) -> None:
         require_types(self, "a device")
-        require_name(self.host, "a device's host")
-        require_within(self, "a device", memory_bytes=(1, MOST_BYTES), speed=(1 / MOST_SPEED, MOST_SPEED))
 
 
 def default_reserve(devices: Sequence[Device]) -> int:
@@ -89,14 +86,13 @@ class Topology(KeptHash):
     """
 
     devices: tuple[Device, ...]
-    hardware: str | None = None
+    hardware: Annotated[str | None, require_path_name] = None
     links: tuple[Link, ...] = ()
     memory: tuple[Memory, ...] = ()
-    rows_over: str | None = None
+    rows_over: Annotated[str | None, one_of(ROWS_OVER)] = None
 
     def __post_init__(self) -> None:
         require_types(self, "topology")
-        require_known(self, "topology", rows_over=ROWS_OVER)
         require(
             1 <= len(self.devices) <= MOST_DEVICES,
             f"a topology has {len(self.devices) or 'no'} devices; it needs 1 to {MOST_DEVICES}",
@@ -106,10 +102,6 @@ class Topology(KeptHash):
         require(
             levels == ordered,
             f"topology gives links {', '.join(levels)}; it needs them from the innermost out: {', '.join(ordered)}",
-        )
-        require(
-            self.hardware is None or is_path_name(self.hardware),
-            f"topology has hardware {self.hardware!r}; it needs {PATH_NAME}, such as 'nvidia-h200'",
         )
         for name, axis, known in (("links", "level", LEVELS), ("memory", "tier", BELOW)):
             by_name = {getattr(x, axis): x for x in getattr(self, name)}

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 from shardcore.core import catalog
 from shardcore.core.access_statistics import ManagedCollision, Reuse, RowShares, Zipf
@@ -20,7 +20,7 @@ from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.html import shown as shown_html
 from shardcore.core.job import PIPELINES, Job
 from shardcore.core.kept_hash import KeptHash
-from shardcore.core.payloads import Payload, payload_of, require_payloads, whole_blocks
+from shardcore.core.payloads import Payload, payload_of, require_payload, whole_blocks
 from shardcore.core.tiers import BELOW, DEVICE, TIERS, MemoryTier
 from shardcore.core.topology import Topology
 from shardcore.core.validation import (
@@ -30,14 +30,14 @@ from shardcore.core.validation import (
     MOST_POOLING,
     MOST_ROWS,
     MOST_TABLES,
-    PATH_NAME,
-    is_path_name,
+    differences,
+    one_of,
     require,
-    require_known,
     require_name,
+    require_path_name,
     require_types,
-    require_within,
     shown,
+    within,
 )
 
 PRECISION_BYTES = {name: precision.bytes for name, precision in catalog.PRECISIONS.items()}
@@ -79,22 +79,22 @@ class Table(KeptHash):
     managed_collision: memory of the map from raw ids to rows. None: there is no map.
     """
 
-    name: str
-    rows: int
-    dim: int
-    pooling: float
+    name: Annotated[str, require_name]
+    rows: Annotated[int, within(1, MOST_ROWS)]
+    dim: Annotated[int, within(MIN_WIDTH, MOST_DIM)]
+    pooling: Annotated[float, within(0, MOST_POOLING)]
     access: Reuse | Zipf = Zipf(1.05)
-    precision: str = "fp32"
+    precision: Annotated[str, one_of(PRECISION_BYTES)] = "fp32"
     ordered: bool = False
-    features: int = 1
+    features: Annotated[int, within(1, MOST_FEATURES)] = 1
     weighted: bool = False
     sequence: bool = False
-    dedup: float = 1.0
+    dedup: Annotated[float, within(1, MOST_BATCH)] = 1.0
     collection: str = ""
-    load_factor: float = 1.0
+    load_factor: Annotated[float, within(0, 1)] = 1.0
     row_shares: RowShares | None = None
     managed_collision: ManagedCollision | None = None
-    tier: str = BELOW[0]
+    tier: Annotated[str, one_of(BELOW)] = BELOW[0]
     strides: tuple[float, ...] = ()
 
     def __repr__(self) -> str:
@@ -107,20 +107,8 @@ class Table(KeptHash):
 
     def __post_init__(self) -> None:
         require_types(self, "table")
-        require_name(self.name, "a table")
         t = f"table {self.name!r}"
-        require_within(
-            self,
-            t,
-            rows=(1, MOST_ROWS),
-            dim=(MIN_WIDTH, MOST_DIM),
-            pooling=(0, MOST_POOLING),
-            features=(1, MOST_FEATURES),
-            dedup=(1, MOST_BATCH),
-            load_factor=(0, 1),
-        )
         require(self.dim % MIN_WIDTH == 0, f"{t} has dim {self.dim}; FBGEMM needs a multiple of {MIN_WIDTH}")
-        require_known(self, t, precision=PRECISION_BYTES, tier=BELOW)
         if self.collection:
             require_name(self.collection, f"the collection of {t}")
         tiers = self.fixed_tiers
@@ -365,27 +353,20 @@ class Setting:
     forward_payload, backward_payload: forms in which outputs and gradients travel.
     """
 
-    hardware: str
-    batch: int
+    hardware: Annotated[str, require_path_name]
+    batch: Annotated[int, within(1, MOST_BATCH)]
     precision: str = "fp32"
-    optimizer: str = "exact_sgd"
-    forward_payload: str = "fp32"
-    backward_payload: str = "fp32"
+    optimizer: Annotated[str, one_of(catalog.OPTIMIZERS)] = "exact_sgd"
+    forward_payload: Annotated[str, require_payload] = "fp32"
+    backward_payload: Annotated[str, require_payload] = "fp32"
 
     def __post_init__(self) -> None:
         require_types(self, "setting")
-        require(
-            is_path_name(self.hardware),
-            f"setting has hardware {self.hardware!r}; it needs {PATH_NAME}, such as 'nvidia-h200'",
-        )
-        require_within(self, "setting", batch=(1, MOST_BATCH))
         for precision in self.precision.split("+"):
             require(
                 precision in PRECISION_BYTES,
                 f"setting has precision {precision!r}; known are {', '.join(PRECISION_BYTES)}",
             )
-        require_known(self, "setting", optimizer=OPTIMIZERS)
-        require_payloads(self, "setting", "forward_payload", "backward_payload")
 
     @property
     def payloads(self) -> dict[str, str]:
@@ -424,11 +405,11 @@ class Problem(KeptHash):
         Problem("p", [Table("t0", 1_000_000, 64, 20.0)], Topology.of_hosts(2, 8, memory_gib=80), 65_536)
     """
 
-    name: str
+    name: Annotated[str, require_path_name]
     tables: tuple[Table, ...]
     topology: Topology
-    global_batch: int
-    optimizer: str = "exact_sgd"
+    global_batch: Annotated[int, within(1, MOST_BATCH)]
+    optimizer: Annotated[str, one_of(catalog.OPTIMIZERS)] = "exact_sgd"
     constraints: Constraints = Constraints()
     job: Job = Job()
 
@@ -436,18 +417,13 @@ class Problem(KeptHash):
         require_types(self, "problem")
         p, n_devices = f"problem {self.name!r}", len(self.topology)
         require(
-            is_path_name(self.name), f"{p} needs {PATH_NAME}, for its plans are kept in a folder of that name"
-        )
-        require(
             1 <= len(self.tables) <= MOST_TABLES,
             f"{p} has {len(self.tables) or 'no'} tables; it needs 1 to {MOST_TABLES}",
         )
-        require_within(self, p, global_batch=(1, MOST_BATCH))
         require(
             self.global_batch % n_devices == 0,
             f"{p} has global_batch {self.global_batch}, which {n_devices} devices do not divide evenly",
         )
-        require_known(self, p, optimizer=OPTIMIZERS)
         names = Counter(t.name for t in self.tables)
         twice = sorted(name for name, n in names.items() if n > 1)
         require(not twice, f"{p} has several tables named {twice[:3]}; names need to differ")
@@ -666,8 +642,8 @@ class Problem(KeptHash):
             remedy = (
                 "give a model of each precision (plan --model A --model B; to publish, promote.also of params.yaml)"
                 if "+" in own.precision
-                else "measure and train one for the problem's setting, or change the problem"
+                else "give a model of the problem's setting by --model (measure and train one), or change the problem"
             )
             raise SettingMismatch(
-                f"problem {self.name!r} is for ({own}), the cost model for ({setting}); {remedy}"
+                f"problem {self.name!r} has another setting than the cost model: {differences(own, setting)}; {remedy}"
             )

@@ -13,7 +13,7 @@ import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from shardcore.core.errors import ShardCoreError, escaped, shortened
 
@@ -43,7 +43,9 @@ WAITS_S = (1e-3, 1e6)
 """The ends of a time after which something counts as hung: clocks overflow at longer ones."""
 MOST_PINS = 1 << 22
 """Devices in all different sets of them that pins mean: a host's name may mean thousands."""
-PATH_NAME = f"a name of letters, digits and . _ -, the first a letter or digit, {MOST_PATH_NAME} at most"
+PATH_NAME = (
+    f"a folder's name: letters, digits and . _ -, the first a letter or digit, {MOST_PATH_NAME} at most"
+)
 """Names that `is_path_name` allows, for messages."""
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
@@ -70,8 +72,10 @@ def require_types(record: object, noun: str) -> None:
     """Raise ShardCoreError naming a field of a dataclass whose value is not of its annotated type.
 
     Other sequences become tuples, numbers of NumPy Python's, and whole numbers floats where floats are annotated.
-    Then equal records have equal files. Types may be what `typed` knows.
+    Then equal records have equal files. Types may be what `typed` knows. An annotation may have a check (`checks`).
     """
+    own_name = vars(record).get("name")
+    which = f"{noun} {shortened(repr(own_name), 80)}" if isinstance(own_name, str) else noun
     for name, kind, classes in _fields(type(record)):
         value = getattr(record, name)
         if type(value) in classes:
@@ -79,9 +83,9 @@ def require_types(record: object, noun: str) -> None:
         try:
             object.__setattr__(record, name, typed(value, kind, name))
         except ShardCoreError as error:
-            own_name = vars(record).get("name")
-            which = f"{noun} {shown(own_name)}" if isinstance(own_name, str) else noun
             raise ShardCoreError(f"{which}: {error}") from None
+    for name, check in checks(type(record)).items():
+        check(getattr(record, name), which, name)
 
 
 def typed(value: Any, kind: Any, what: str, build: Callable[..., Any] | None = None) -> Any:
@@ -149,6 +153,13 @@ type_hints = cache(get_type_hints)
 
 
 @cache
+def checks(cls: type) -> dict[str, Check]:
+    """The check of each field that has one in its annotation: Annotated[int, within(1, 9)]."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated}
+
+
+@cache
 def _exact_classes(kind: Any) -> frozenset[type]:
     """Classes whose instances are of a type without another look."""
     if get_origin(kind) in (Union, UnionType):
@@ -200,28 +211,59 @@ def require(condition: bool, message: str) -> None:
         raise ShardCoreError(message)
 
 
+Check = Callable[[Any, str, str], None]
+"""(value, what, name) -> None. It raises ShardCoreError that `what` has a wrong value of its field `name`."""
+
+
+def within(low: float, high: float) -> Check:
+    """A check that a number is within its ends, or None."""
+
+    def check(value: float | None, what: str, name: str) -> None:
+        if value is not None and not low <= value <= high:
+            raise ShardCoreError(f"{what} has {name} {value}; it needs {low:,.16g} to {high:,.16g}")
+
+    return check
+
+
+def one_of(words: Collection[str]) -> Check:
+    """A check that a text is one of the known words, or None."""
+
+    def check(value: str | None, what: str, name: str) -> None:
+        if value is not None and value not in words:
+            raise ShardCoreError(f"{what} has {name} {value!r}; known are {', '.join(words)}")
+
+    return check
+
+
 def require_within(record: object, what: str, **ends: tuple[float, float]) -> None:
     """Raise ShardCoreError naming a field of a record that is not within its ends; one that is None may be."""
     for name, (low, high) in ends.items():
-        value = getattr(record, name)
-        if value is not None and not low <= value <= high:
-            raise ShardCoreError(f"{what} has {name} {value}; it needs {low:,.16g} to {high:,.16g}")
+        within(low, high)(getattr(record, name), what, name)
 
 
 def require_known(record: object, what: str, **known: Collection[str]) -> None:
     """Raise ShardCoreError naming a field that is none of the words that are known for it; one that is None may be."""
     for name, words in known.items():
-        value = getattr(record, name)
-        if value is not None and value not in words:
-            raise ShardCoreError(f"{what} has {name} {value!r}; known are {', '.join(words)}")
+        one_of(words)(getattr(record, name), what, name)
 
 
-def require_name(name: str, what: str) -> None:
+def differences(first: Any, second: Any) -> str:
+    """The fields in which two records differ, with both values: "batch: 4096 against 2048"."""
+    pairs = ((f.name, getattr(first, f.name), getattr(second, f.name)) for f in dataclasses.fields(first))
+    return ", ".join(f"{name}: {a} against {b}" for name, a, b in pairs if a != b)
+
+
+def require_name(value: str, what: str, name: str = "name") -> None:
     """Raise ShardCoreError unless a table or host may have this name."""
     require(
-        0 < len(name) <= MOST_NAME and name.isprintable(),
-        f"{what} has name {shortened(repr(name), 80)}; it needs 1 to {MOST_NAME} printable characters",
+        0 < len(value) <= MOST_NAME and value.isprintable(),
+        f"{what} has {name} {shortened(repr(value), 80)}; it needs 1 to {MOST_NAME} printable characters",
     )
+
+
+def require_path_name(value: str | None, what: str, name: str = "name") -> None:
+    """Raise ShardCoreError unless a file or folder may have this name, or it is None."""
+    require(value is None or is_path_name(value), f"{what} has {name} {shown(value)}; it needs {PATH_NAME}")
 
 
 def is_path_name(name: str) -> bool:

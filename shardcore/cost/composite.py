@@ -22,7 +22,7 @@ from shardcore.core.errors import SettingMismatch
 from shardcore.core.tiers import TIERS
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import Problem, Setting, Shard
-from shardcore.core.validation import require, require_type
+from shardcore.core.validation import differences, require, require_type
 from shardcore.cost.collective_model import ALL_TO_ALL, is_measured
 from shardcore.cost.model import CommCost, Compiled, CostModel
 from shardcore.cost.ranges import and_more
@@ -110,9 +110,10 @@ class Composite:
         first, *others = (m.setting for m in self.models)
         for other in others:
             # Batch is no obstacle: each model has a range of batches, checked in for_problem.
-            if replace(other, precision=first.precision, batch=first.batch) != first:
+            if (alike := replace(other, precision=first.precision, batch=first.batch)) != first:
                 raise SettingMismatch(
-                    f"models for ({first}) and ({other}) cannot be mixed; they need the same hardware and optimizer"
+                    f"models of two settings cannot be mixed ({differences(first, alike)}); they need the same "
+                    "hardware and optimizer"
                 )
         precisions = [m.setting.precision for m in self.models]
         # A precision identifies a model, so two of one precision would be ambiguous.

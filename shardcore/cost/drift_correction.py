@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 
 from shardcore.core.types import Setting
-from shardcore.core.validation import require
+from shardcore.core.validation import differences, require
 from shardcore.cost import features
 from shardcore.cost.nnls import fit_law
 from shardcore.io import dataset, traced_samples
 from shardcore.io.dataset import split_of
-from shardcore.io.measurements import CollectiveSample, ComputeSample, Spread
+from shardcore.io.measurements import CollectiveSample, ComputeSample
 from shardcore.step.scopes import WORLD
 
 NEIGHBOURS = 12
@@ -82,7 +82,8 @@ def read(folder: str | Path, setting: Setting) -> Measurements:
     others = dataset.settings(folder)
     require(
         not others or setting in others,
-        f"{folder} holds samples for ({'; '.join(map(str, others))}), none for ({setting})",
+        f"{folder} holds samples of other settings than asked for: "
+        f"{'; '.join(differences(other, setting) for other in others)}",
     )
     known = corrected(dataset.read_timings(folder, setting))
     return Measurements(
@@ -175,9 +176,5 @@ def _neighbours_median(
 
 def rescale_sample(sample: ComputeSample, forward: float, backward: float) -> ComputeSample:
     """The sample with both directions multiplied."""
-    changed = {}
-    for way, by in (("forward", forward), ("backward", backward)):
-        part = getattr(sample, way)
-        # Quartiles scale with the median. The number of repeats stays.
-        changed[way] = Spread(part.median_ms * by, part.q1_ms * by, part.q3_ms * by, part.repeats)
-    return replace(sample, **changed)
+    assert sample.forward and sample.backward, sample.error
+    return replace(sample, forward=sample.forward.times(forward), backward=sample.backward.times(backward))

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from shardcore.core.types import Setting
-from shardcore.core.validation import require
+from shardcore.core.validation import differences, require
 from shardcore.cost import collective_fit, collective_model, features, nets, quantiles, ranges
 from shardcore.cost.accuracy import Sample, evaluate
 from shardcore.cost.fit_config import (
@@ -218,7 +218,7 @@ def _usable(samples: Sequence[Sample], setting: Setting, least: int, what: str) 
     for s in samples:
         require(
             s.setting == setting,
-            f"sample {s.id} was measured for ({s.setting}); the model is for ({setting})",
+            f"sample {s.id} has another setting than the model: {differences(s.setting, setting)}",
         )
     # Sorted by id, so that the order of files does not matter.
     usable = sorted((s for s in samples if s.error is None), key=lambda s: s.id)

@@ -1,4 +1,4 @@
-"""The name of a model, and its errors on samples that it was not trained on."""
+"""The name of a model, and its errors in training: on the validation split, or in cross-validation."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ _WORSE = 1.5
 
 
 def errors_of(model: CostModel) -> tuple[float, float]:
-    """Mean relative errors of ops and of exchanges, on samples that the model was not trained on.
+    """Mean relative errors of ops and of exchanges, on the validation split or in cross-validation.
 
     Those that a profile's rates have, for a model of one.
     """
     if profile := profile_of(model):
         return uncertainties(profile)
-    # Models of several precisions err together in an op, so the worst one counts.
-    errors = [_errors(_meta(one).get("metrics", {})) for one in trained(model)]
-    return max(ops for ops, _ in errors), max(exchanges for _, exchanges in errors)
+    (ops, _), (exchanges, _) = _judged_errors(model)
+    return ops, exchanges
 
 
 def worse_than_usual(model: CostModel) -> list[str]:
@@ -38,9 +37,11 @@ def worse_than_usual(model: CostModel) -> list[str]:
     if profile_of(model):
         return [f"{model.setting.hardware}, {NOT_MEASURED}: measure some groups, and fine-tune from it"]
     return [
-        f"{what} err by {error:.0%} on samples that the model was not trained on, {error / usual:.1f} "
-        f"times the {usual:.0%} of a model of datasets/cpu-amd-epyc: measure more, on a quiet machine"
-        for what, error, usual in zip(("Ops", "Exchanges"), errors_of(model), USUAL_ERRORS, strict=True)
+        f"{what} err by {error:.0%} {samples}, {error / usual:.1f} times the {usual:.0%} of a model of "
+        "datasets/cpu-amd-epyc: measure more, on a quiet machine"
+        for what, (error, samples), usual in zip(
+            ("Ops", "Exchanges"), _judged_errors(model), USUAL_ERRORS, strict=True
+        )
         if error > _WORSE * usual
     ]
 
@@ -80,10 +81,18 @@ def uncertainties(profile: Profile) -> tuple[float, float]:
     return profile.rates["compute_factor"].uncertainty, profile.rates["exchange_factor"].uncertainty
 
 
-def _errors(metrics: Mapping[str, Any]) -> tuple[float, float]:
+def _judged_errors(model: CostModel) -> tuple[tuple[float, str], ...]:
+    """Relative errors of ops and of exchanges, each with words for the samples that it is of."""
+    # Models of several precisions err together in an op, so the worst one counts.
+    return tuple(map(max, zip(*(_errors(_meta(one)) for one in trained(model)), strict=True)))
+
+
+def _errors(meta: Mapping[str, Any]) -> tuple[tuple[float, str], tuple[float, str]]:
+    metrics = meta.get("metrics", {})
+    judged_by = dict.fromkeys(("ops", "exchanges"), "on the validation split") | meta.get("judged_by", {})
     # Mean of both directions, as far as they were measured.
     exchanges = [metrics[name] for name in ("forward_comm_mape", "backward_comm_mape") if name in metrics]
     return (
-        metrics["compute_mape"] / 100 if "compute_mape" in metrics else USUAL_ERRORS[0],
-        sum(exchanges) / len(exchanges) / 100 if exchanges else USUAL_ERRORS[1],
+        (metrics.get("compute_mape", 100 * USUAL_ERRORS[0]) / 100, judged_by["ops"]),
+        (sum(exchanges) / len(exchanges) / 100 if exchanges else USUAL_ERRORS[1], judged_by["exchanges"]),
     )

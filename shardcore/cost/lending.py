@@ -71,7 +71,7 @@ def train(
         if len(theirs := [s for s in x.known.compute if s.error is None and s.request not in asked][:_OF_LAW])
         >= MIN_COMPUTE
     ]
-    if len(mine) < (MIN_STARTED if laws else MIN_COMPUTE):
+    if few := len(mine) < (MIN_STARTED if laws else MIN_COMPUTE):
         # Nothing is chosen, and nothing but the level is fitted.
         best = laws[0].scaled_shape(mine) if laws else Shape(None)
         words = {
@@ -97,7 +97,7 @@ def train(
         )
         words = {
             name: f"lends ops {'their shape' if name == lender else 'nothing'}: own groups err by "
-            f"{min(_percent(x) for of, _, x in tried if of == name):.1f}% with it{alone}"
+            f"{min(_percent(x) for of, _, x in tried if of == name):.1f}% with it{alone} (cross-validation)"
             for name in (law.lender for law in laws)
         }
         measured = features.measured_ms([s for k in range(_FOLDS) for s in mine[k::_FOLDS]]).sum(1)
@@ -117,8 +117,17 @@ def train(
                 **trained.model.meta["metrics"],
                 "compute_mape": _percent(logs),
                 "n_compute": float(len(mine)),
-                # Of a level that no own exchange tells.
                 **({"forward_comm_mape": 100 * _LEVEL} if comm and not known else {}),
+            },
+            "judged_by": {
+                "ops": f"with {len(mine)} own groups to tell this machine's level"
+                if few
+                else f"in cross-validation over {len(mine)} own groups",
+                **(
+                    {"exchanges": "with no own exchange to tell this machine's level"}
+                    if comm and not known
+                    else {}
+                ),
             },
         },
     )

@@ -44,7 +44,8 @@ class NeuralModel(Law):
       ranges: smallest and largest measured value of each of ranges.RANGES.
       samples: numbers of samples that it was trained on.
       config: settings of the training.
-      metrics: accuracy on the validation split.
+      metrics: accuracy on the validation split, or as judged_by says.
+      judged_by: for ops or exchanges, what their error in metrics is of, if it is not of the validation split.
       provenance: origin, from the trainer.
     """
 
@@ -264,11 +265,8 @@ def load(folder: str | Path) -> NeuralModel:
             )
     # Building _Meta checks types. Only provenance has further rules.
     files.require_provenance(schema.build(_Meta, meta, str(folder)).provenance, f"{folder}: provenance")
-    try:
+    with schema.errors_named(f"model in {folder}"):
         weight_checks.require_weights(weights)
-    except ShardCoreError as error:
-        # from None: the file is at fault, and a trace of the check would not help.
-        raise ShardCoreError(f"model in {folder}: {error}") from None
     return NeuralModel(setting, weights, {"provenance": {}, **meta})
 
 
@@ -281,4 +279,5 @@ class _Meta:
     samples: Mapping[str, int] = dataclasses.field(default_factory=dict)
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    judged_by: Mapping[str, str] = dataclasses.field(default_factory=dict)
     steps: int = 0

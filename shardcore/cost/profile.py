@@ -21,11 +21,10 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Setting
 from shardcore.core.validation import (
     MOST_BYTES,
-    PATH_NAME,
-    is_path_name,
     path_name_of,
     require,
     require_name,
+    require_path_name,
     require_types,
     require_within,
 )
@@ -138,7 +137,7 @@ class Profile:
     rates: Mapping[str, Rate]
 
     def __post_init__(self) -> None:
-        require(is_path_name(self.name), f"a profile has name {self.name!r}; it needs {PATH_NAME}")
+        require_path_name(self.name, "a profile")
         p = f"profile {self.name!r}"
         require_types(self, "profile")
         require_within(self, p, memory_bytes=(1, MOST_BYTES))
@@ -239,7 +238,8 @@ def load_profile(name_or_path: str | Path) -> Profile:
         return _shipped(known)
     require(
         known.endswith(".json") or Path(known).is_file(),
-        f"profile {known!r} is not known; known are {', '.join(profile_names())}, or a path of a file",
+        f"profile {known!r} is not known; known are {', '.join(profile_names())}, or a path of a file; a trained "
+        "model's folder goes by --model",
     )
     return read_profile(name_or_path)
 

@@ -313,10 +313,8 @@ def _require_sizes(timing: Timing, what: str) -> None:
         cached=(0, 1),
     )
     if timing.op in OPS:
-        try:
+        with schema.errors_named(what):
             _tables(timing)
-        except ShardCoreError as error:
-            raise ShardCoreError(f"{what}: {error}") from None
 
 
 def _number(row: Mapping[str, str], column: str, what: str) -> float:

@@ -66,7 +66,7 @@ class ProfileModel(Law):
         if not self.profile.is_of(hardware):
             raise SettingMismatch(
                 f"problem {problem.name!r} is for hardware {hardware!r}, the profile for {self.profile.name!r}; give "
-                "that of the problem's hardware, or change its topology"
+                "a profile of that hardware, or a model trained on it by --model, or change the problem's topology"
             )
         gbps = {memory.tier: memory.gbps for memory in problem.topology.memory}
         host_gbps = gbps.pop(BELOW[0], None)

@@ -187,7 +187,7 @@ def excess(found: Mapping[str, float]) -> float:
 
 
 def verdict(found: Mapping[str, float]) -> str:
-    """The error of replayed plans in `figures` in words, whether it is explained, and if not, what to do."""
+    """The error of replayed plans in `figures` in words, what explains how much of it, and if more, what to do."""
     all_alike = (
         f"ops ran {'slower' if found['bias'] > 0 else 'faster'} when they were measured than they do in steps: move "
         "data/measurements away, and `make run` on a quiet machine"
@@ -198,8 +198,9 @@ def verdict(found: Mapping[str, float]) -> str:
     )
     return (
         f"error {found['mape']:.1f}% (bias {found['bias']:+.1f}%, noise {found['noise']:.1f}%) on {found['plans']:.0f} "
-        f"plans of {found['problems']:.0f} problems, {'more than' if excess(found) else 'within'} what errors of ops "
-        f"and exchanges explain: {found['explained_mape']:.1f}%, bias {found['explained_bias']:.1f}%"
+        f"plans of {found['problems']:.0f} problems, {'beyond' if excess(found) else 'within'} what is expected: the "
+        "model's errors on single ops and exchanges, noise and chance explain an error of up to "
+        f"{found['explained_mape']:.1f}% and a bias of up to ±{found['explained_bias']:.1f}%"
     ) + f"; {all_alike if abs(found['bias']) > found['mape'] / 2 else each_otherwise}" * bool(excess(found))
 
 

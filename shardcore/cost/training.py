@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardcore.core.types import Setting
-from shardcore.core.validation import require
+from shardcore.core.validation import differences, require
 from shardcore.cost import accuracy, drift_correction, step_factors, traced_training
 from shardcore.cost.drift_correction import Lent
 from shardcore.cost.fit_config import FitConfig, Progress, Shape, TrainedModel
@@ -73,8 +73,9 @@ def read(folder: str | Path, setting: Setting, lenders: Sequence[str | Path] = (
     for path in others:
         require(
             any(x.name == str(path) for x in lent) or bool(traced_samples.digests(path)),
-            f"{path} holds samples for ({'; '.join(map(str, dataset.settings(path))) or 'nothing'}); to lend their "
-            f"shape to ({setting}), samples may differ from it in hardware only, as of a CPU or of a GPU",
+            f"{path} holds samples of other settings than {folder}: "
+            f"{'; '.join(differences(held, setting) for held in dataset.settings(path)) or 'none'}; to lend their "
+            "shape, they may differ in hardware only, as of a CPU or of a GPU",
         )
     return TrainingData(own, setting, known, replays.steps([own], setting), traced, tuple(lent))
 

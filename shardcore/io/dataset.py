@@ -113,7 +113,17 @@ def write_compute(folder: str | Path, samples: Sequence[ComputeSample], pool: st
         {
             **_common(s, "compute"),
             "pool": pool,
-            "shards": [_shard_row(x) for x in s.request.shards],
+            "shards": [
+                {
+                    "table": x.table.name,
+                    "dim": x.table.dim,
+                    "row_lo": x.row_lo,
+                    "row_hi": x.row_hi,
+                    "col_lo": x.col_lo,
+                    "col_hi": x.col_hi,
+                }
+                for x in s.request.shards
+            ],
             "forward": _spread_row(s.forward),
             "backward": _spread_row(s.backward),
             "slowdown": s.slowdown,
@@ -163,17 +173,6 @@ def _common(sample: ComputeSample | CollectiveSample, kind: str) -> Row:
         "measured_at": sample.measured_at,
         "error": sample.error,
         "batch": sample.request.batch,
-    }
-
-
-def _shard_row(s: Shard) -> Row:
-    return {
-        "table": s.table.name,
-        "dim": s.table.dim,
-        "row_lo": s.row_lo,
-        "row_hi": s.row_hi,
-        "col_lo": s.col_lo,
-        "col_hi": s.col_hi,
     }
 
 
@@ -351,8 +350,7 @@ def merge_parts(folder: str | Path) -> None:
 
 def _require_id(read: str, right: str) -> None:
     # The request was edited: a model would learn its timing for another request.
-    if read != right:
-        raise ShardCoreError(f"its request has the id {right}")
+    require(read == right, f"its request has the id {right}")
 
 
 # --- questions ----------------------------------------------------------------------------------------------

@@ -162,7 +162,9 @@ def read_rows(
             if row["measurement_version"] != MEASUREMENT_VERSIONS[kind]:
                 continue
             if "hardware" in row:
-                row |= {"part": path, "setting": _setting(row, path)}
+                fields = row["hardware"], row["setting_batch"], row["precision"], row["optimizer"]
+                with errors_named(path):
+                    row |= {"part": path, "setting": Setting(*fields)}
             if setting is None or row["setting"] == setting:
                 yield row
 
@@ -308,8 +310,3 @@ def _characters(array: pa.Array) -> int:
     if pa.types.is_struct(array.type):
         return sum(_characters(x) for x in array.flatten())
     return _characters(array.flatten()) if pa.types.is_list(array.type) else 0
-
-
-def _setting(row: Row, path: Path) -> Setting:
-    with errors_named(path):
-        return Setting(row["hardware"], row["setting_batch"], row["precision"], row["optimizer"])

@@ -64,16 +64,19 @@ def open_document(path: str | Path | Readable, schema: str) -> dict[str, Any]:
 
 def opened(data: Any, schema: str, path: object) -> dict[str, Any]:
     """The body of a document that was read from a path. Raises ShardCoreError for another schema or version."""
-    if not isinstance(data, dict) or data.get("schema") != f"shardcore/{schema}":
-        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+    head = document(schema, {})
+    if missing := [key for key in head if not isinstance(data, dict) or key not in data]:
+        raise ShardCoreError(
+            f"{path} lacks {' and '.join(map(repr, missing))}; it needs to be an object with {json.dumps(head)[1:-1]}"
+        )
+    if (found := data["schema"]) != head["schema"]:
         grouped = ": it is of one sharding group, which only price and export read" * (
             found == "shardcore/grouped-plan"
         )
-        raise ShardCoreError(f"{path} has schema {shown(found)}{grouped}; expected 'shardcore/{schema}'")
-    version = data.get("version")
-    if type(version) is not int or version != VERSIONS[schema]:
+        raise ShardCoreError(f"{path} has schema {shown(found)}{grouped}; expected {head['schema']!r}")
+    if type(data["version"]) is not int or data["version"] != head["version"]:
         raise ShardCoreError(
-            f"{path} has version {shown(version)} of {data['schema']}; this ShardCore reads {VERSIONS[schema]}"
+            f"{path} has version {shown(data['version'])} of {found}; this ShardCore reads {head['version']}"
         )
     return {k: v for k, v in data.items() if k not in ("schema", "version")}
 
@@ -86,7 +89,6 @@ def seal(body: Mapping[str, Any]) -> dict[str, Any]:
 def unseal(body: dict[str, Any], path: object) -> dict[str, Any]:
     """The body without its digest, which is removed. Raises ShardCoreError if it does not match."""
     if (found := body.pop("digest", None)) != digest(body):
-        raise ShardCoreError(
-            f"{path} does not match its digest {shown(found)}; it was edited after ShardCore wrote it"
-        )
+        fault = "lacks its digest" if found is None else f"does not match its digest {shown(found)}"
+        raise ShardCoreError(f"{path} {fault}; it was edited after ShardCore wrote it")
     return body

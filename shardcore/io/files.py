@@ -19,16 +19,17 @@ from typing import Any
 
 from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.constraints import Constraints
-from shardcore.core.errors import Overfull, ShardCoreError
+from shardcore.core.errors import Overfull, ShardCoreError, after_name
 from shardcore.core.job import Job
 from shardcore.core.topology import Device, Topology, default_reserve
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
-from shardcore.core.validation import MOST_DEVICES, require_type, shown
+from shardcore.core.validation import MOST_DEVICES, require, require_type, shown
 from shardcore.io import problem_parts
 from shardcore.io.envelope import digest, document, open_document, seal, unseal
 from shardcore.io.schema import Readable, build, each, errors_named, is_whole, read
 from shardcore.io.writing import write_json
 from shardcore.step.kinds import LAYOUTS, layout_of
+from shardcore.step.lower import require_plan
 
 DIGEST = re.compile(r"[0-9a-f]{16}")
 """Form of a `digest`. ShardCore writes no other names of versions."""
@@ -131,17 +132,17 @@ def _constraints_from_json(data: Any, what: str) -> Constraints:
         return build(Constraints, data, what)
     pairs = {name: data[name] for name in _BY_TABLE if name in data}
     for name, by_table in pairs.items():
-        if not isinstance(by_table, Mapping):
-            raise ShardCoreError(
-                f"{what}: {name} is {shown(by_table)}; it needs to be an object of tables and {_BY_TABLE[name]}"
-            )
+        require(
+            isinstance(by_table, Mapping),
+            f"{what}: {name} is {shown(by_table)}; it needs to be an object of tables and {_BY_TABLE[name]}",
+        )
 
     def require_kind(entry: tuple[str, Any]) -> None:
         table, kind = entry
-        if isinstance(kind, str) and kind not in LAYOUTS:
-            raise ShardCoreError(
-                f"{what}: kinds of table {shown(table)} has {shown(kind)}; known are {', '.join(LAYOUTS)}"
-            )
+        require(
+            not isinstance(kind, str) or kind in LAYOUTS,
+            f"{what}: kinds of table {shown(table)} has {shown(kind)}; known are {', '.join(LAYOUTS)}",
+        )
 
     each(
         require_kind,
@@ -162,13 +163,6 @@ def read_problem(path: str | Path | Readable) -> Problem:
     data, what = open_document(path, "problem"), str(path)
     topology, tables = data.pop("topology", None), data.pop("tables", None)
     constraints, job = data.pop("constraints", {}), data.pop("job", {})
-    if not isinstance(topology, Mapping) or not isinstance(topology.get("devices"), list):
-        raise ShardCoreError(
-            f"{what} has topology {shown(topology)}; it needs a list of 'devices', such as "
-            '{"devices": [{"count": 8, "memory_bytes": 80000000000}]}'
-        )
-    if not isinstance(tables, list):
-        raise ShardCoreError(f"{what} lacks the list 'tables'")
     devices: list[Device] = []
 
     def add_devices(entry: Any) -> None:
@@ -182,6 +176,11 @@ def read_problem(path: str | Path | Readable) -> Problem:
         devices.extend([build(Device, entry, f"{what}: device", also=("count",))] * count)
 
     def topology_of_file() -> Topology:
+        if not isinstance(topology, Mapping) or not isinstance(topology.get("devices"), list):
+            raise ShardCoreError(
+                f"{what} {_found('topology', topology)}; it needs a list of 'devices', such as "
+                '{"devices": [{"count": 8, "memory_bytes": 80000000000}]}'
+            )
         each(add_devices, topology["devices"])
         return build(
             Topology,
@@ -202,16 +201,24 @@ def read_problem(path: str | Path | Readable) -> Problem:
             )
         return _constraints_from_json(constraints, f"{what}: constraints")
 
+    def tables_of_file() -> tuple[Table, ...]:
+        require(isinstance(tables, list), f"{what} {_found('tables', tables)}; it needs a list of them")
+        return tuple(each(lambda table: table_from_json(table, what), tables))
+
     return build(
         Problem,
         data,
         what,
         also=("schema", "version", "topology", "tables", "constraints", "job"),
         topology=topology_of_file,
-        tables=lambda: tuple(each(lambda table: table_from_json(table, what), tables)),
+        tables=tables_of_file,
         constraints=constraints_of_file,
         job=lambda: build(Job, job, f"{what}: job"),
     )
+
+
+def _found(key: str, value: Any) -> str:
+    return f"lacks {key!r}" if value is None else f"has {key} {shown(value)}"
 
 
 def write_problem(path: str | Path, problem: Problem) -> None:
@@ -284,8 +291,21 @@ def read_plan(path: str | Path | Readable, problem: Problem) -> Plan:
     return plan_from_json(unseal(open_document(path, "plan"), path), problem, str(path))
 
 
+def read_valid_plan(path: str | Path | Readable, problem: Problem, fits: bool = True) -> Plan:
+    """A plan for `problem`, validated.
+
+    fits: False for a plan that may take more memory than there is.
+
+    Raises ShardCoreError as `read_plan` and `require_plan` do.
+    """
+    plan = read_plan(path, problem)
+    with validating(path):
+        require_plan(plan, problem, fits)
+    return plan
+
+
 @contextlib.contextmanager
-def validating(path: str | Path) -> Iterator[None]:
+def validating(path: str | Path | Readable) -> Iterator[None]:
     """Add the file of a plan to errors of its validation."""
     try:
         yield
@@ -296,7 +316,7 @@ def validating(path: str | Path) -> Iterator[None]:
             error.too_much,
         ) from None
     except ShardCoreError as error:
-        raise type(error)(f"{path}: {error}") from None
+        raise type(error)(after_name(path, error)) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,6 +348,7 @@ class _Plan(ForProblem):
 
 _PROVENANCE = {
     "algorithm": str,
+    "setting": str,
     "space": str,
     "predicted_ms": float | None,
     "model": str,

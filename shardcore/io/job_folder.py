@@ -17,6 +17,7 @@ import io
 import re
 import zipfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -29,7 +30,6 @@ from shardcore.io.envelope import document, open_document, seal, unseal
 from shardcore.io.kineto import SUFFIXES
 from shardcore.io.measurements import Spread
 from shardcore.step import access
-from shardcore.step.lower import require_plan
 
 SCHEMA = "job"
 JOB_JSON, PROBLEM_JSON, PLAN_JSON = "job.json", "problem.json", "plan.json"
@@ -124,13 +124,11 @@ def traced_steps(folder: str | Path) -> list[Path]:
     for name in schema.names_in(Path(folder)):
         step = Path(folder) / name
         if is_step(name) and JOB_JSON in (names := schema.names_in(step)):
-            try:
-                n_ranks = len({int(m[1]) for n in names if (m := _TRACE.fullmatch(n))})
-                is_whole = n_ranks >= _read_facts(step).world_size
-            except ShardCoreError:  # one damaged step must not hide the others
-                is_whole = True
-            if is_whole:
-                found.append(step)
+            n_ranks = len({int(m[1]) for n in names if (m := _TRACE.fullmatch(n))})
+            with suppress(ShardCoreError):  # one damaged step must not hide the others
+                if n_ranks < _read_facts(step).world_size:
+                    continue
+            found.append(step)
     return sorted(found, key=step_number)
 
 
@@ -153,10 +151,8 @@ def read_step(folder: str | Path) -> JobStep:
         raise ShardCoreError(
             f"{folder / JOB_JSON} has {facts.world_size} ranks; {PROBLEM_JSON} has {len(problem.topology)} devices"
         )
-    plan = files.read_plan(folder / PLAN_JSON, problem)
     # A plan that ran has fitted, whatever ShardCore counts.
-    with files.validating(folder / PLAN_JSON):
-        require_plan(plan, problem, fits=False)
+    plan = files.read_valid_plan(folder / PLAN_JSON, problem, fits=False)
     problem, remarks = _with_lookups(folder, problem, facts)
     tables = {t.name: t for t in problem.tables}
     plan = replace(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import host_names
-from shardcore.core.payloads import payload_of, require_payloads
+from shardcore.core.payloads import payload_of, require_payload
 from shardcore.core.step_cost import PARTS, StepCost
 from shardcore.core.types import Setting, Shard
 from shardcore.core.validation import (
@@ -50,6 +50,10 @@ class Spread:
                 f"a timing is {self.median_ms} ms ({self.q1_ms} to {self.q3_ms}) in "
                 f"{self.repeats} repeats; it needs 0 to {MOST_MS:g} ms, and 1 or more"
             )
+
+    def times(self, factor: float) -> Spread:
+        """The timing of what takes `factor` times as long. The number of repeats stays."""
+        return Spread(self.median_ms * factor, self.q1_ms * factor, self.q3_ms * factor, self.repeats)
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,7 @@ class CollectiveRequest:
         object.__setattr__(self, "start_ms", tuple(float(s) for s in self.start_ms))
         ranks = len(self.widths)
         require_known(self, "exchange", collective=COLLECTIVES, group=SCOPES)
-        require_payloads(self, "exchange", "payload")
+        require_payload(self.payload, "exchange", "payload")
         require(
             ranks >= 2 and min(self.widths) >= 0 and max(self.widths) > 0,
             f"exchange has widths {self.widths}; it needs one of 0 or more for each of at least 2 "

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import require
 from shardcore.io import writing
 from shardcore.io.envelope import digest, document, open_document, seal, unseal
-from shardcore.io.schema import read_bytes
+from shardcore.io.schema import names_in, read_bytes
 
 MODEL_JSON, MODEL_WEIGHTS = "model.json", "weights.safetensors"
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
@@ -42,6 +43,10 @@ def read_model(folder: str | Path, schema: str = "model") -> tuple[dict[str, Any
     from safetensors.numpy import load
 
     meta_path, path = Path(folder) / f"{schema}.json", Path(folder) / MODEL_WEIGHTS
+    require(
+        meta_path.name in names_in(folder),
+        f"{folder} holds no {meta_path.name}; give the folder of a trained {schema} by --{schema}",
+    )
     meta = unseal(open_document(meta_path, schema), meta_path)
     if hashlib.sha256(weights := read_bytes(path)).hexdigest() != meta.pop("weights_sha256", None):
         raise ShardCoreError(

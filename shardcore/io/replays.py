@@ -22,7 +22,7 @@ from typing import Any
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.step_cost import PARTS
 from shardcore.core.types import Plan, Problem, Setting
-from shardcore.core.validation import MOST_MS, MOST_SPEED, require, require_within, shown
+from shardcore.core.validation import MOST_MS, MOST_SPEED, differences, require, require_within, shown
 from shardcore.io import dataset, files, schema, traced_samples, writing
 from shardcore.io.envelope import document, is_document, opened, seal, unseal
 from shardcore.io.measurements import StepSample
@@ -162,10 +162,10 @@ def is_kept(folder: Path, problem: Problem, made: NamedPlans, setting: Setting, 
     except ShardCoreError:
         return False
     names = [(algorithm, plan_digest(plan)) for algorithm, plan in made]
-    if body.measurement_version != _version(problem) or any(_is_disturbed(r.cost) for r in body.replays):
-        return False
     return (
-        known.problem == problem
+        body.measurement_version == _version(problem)
+        and not any(_is_disturbed(r.cost) for r in body.replays)
+        and known.problem == problem
         and known.setting == setting
         and body.config == dataclasses.asdict(config)
         and list(known.made) == names
@@ -308,7 +308,8 @@ def steps(folders: Sequence[Path], setting: Setting) -> list[tuple[Workload, Ste
         # The user probably named such a folder by mistake.
         if found and setting not in found and setting not in dataset.settings(folder):
             raise ShardCoreError(
-                f"{folder} holds replays for ({'; '.join(sorted(map(str, found)))}), none for ({setting})"
+                f"{folder} holds replays of other settings than asked for: "
+                f"{'; '.join(sorted(differences(other, setting) for other in found))}"
             )
         for one in kept:
             if one.setting == setting:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import MOST_BATCH, require_within, shown
+from shardcore.core.validation import MOST_BATCH, require, require_within, shown
 from shardcore.io.schema import MOST_INT, build
 from shardcore.io.tensor_files import read_tensors, write_tensors
 
@@ -48,15 +48,14 @@ class RowCounts:
 
     def of(self, table: str, rows: int) -> np.ndarray:
         """[rows] counts of a table. Raises ShardCoreError if there are none, or not one for each row."""
-        if table not in self.counts:
-            raise ShardCoreError(
-                f"there are no row counts of table {table!r}; there are of {sorted(self.counts)[:5]}"
-            )
-        if len(self.counts[table]) != rows:
-            raise ShardCoreError(
-                f"table {table!r} has {rows} rows, its row counts "
-                f"{len(self.counts[table])}; it needs one for each row"
-            )
+        require(
+            table in self.counts,
+            f"there are no row counts of table {table!r}; there are of {sorted(self.counts)[:5]}",
+        )
+        require(
+            len(self.counts[table]) == rows,
+            f"table {table!r} has {rows} rows, its row counts {len(self.counts[table])}; it needs one for each row",
+        )
         return self.counts[table]
 
 

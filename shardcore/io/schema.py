@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args, get_origin
 
-from shardcore.core.errors import ShardCoreError, Unreachable, shortened
-from shardcore.core.validation import shown, type_hints, typed
+from shardcore.core.errors import ShardCoreError, Unreachable, after_name, shortened
+from shardcore.core.validation import checks, require, shown, type_hints, typed
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -66,8 +66,8 @@ class Readable(Protocol):
 
 def read_bytes(path: str | Path | Readable, most: int = MOST_FILE_BYTES) -> bytes:
     """A file's content. Raises ShardCoreError for a file that is missing, too large or not regular."""
-    if not isinstance(path, str | os.PathLike) and not hasattr(path, "read_bytes"):
-        raise ShardCoreError(f"path is {shown(path)}; it needs to be a path of a file")
+    is_path = isinstance(path, str | os.PathLike) or hasattr(path, "read_bytes")
+    require(is_path, f"path is {shown(path)}; it needs to be a path of a file")
     with _reading(path):
         if isinstance(path, str | os.PathLike):
             return content_of(path, most)
@@ -176,8 +176,7 @@ def names_in(folder: str | Path) -> list[str]:
 
 
 def _require_size(path: Any, size: int, most: int) -> None:
-    if size > most:
-        raise ShardCoreError(f"{path} has {size:,} bytes; files of at most {most:,} are read")
+    require(size <= most, f"{path} has {size:,} bytes; files of at most {most:,} are read")
 
 
 def read_text(path: str | Path | Readable, most: int = MOST_FILE_BYTES) -> str:
@@ -349,9 +348,9 @@ def errors_named(what: Any) -> Iterator[None]:
     try:
         yield
     except Faults as error:
-        raise Faults(faults=[type(fault)(f"{what}: {fault}") for fault in error.faults]) from None
+        raise Faults(faults=[type(fault)(after_name(what, fault)) for fault in error.faults]) from None
     except ShardCoreError as error:
-        raise type(error)(f"{what}: {error}") from None
+        raise type(error)(after_name(what, error)) from None
 
 
 def each(make: Callable[[Any], Any], entries: Iterable[Any]) -> list[Any]:
@@ -400,6 +399,9 @@ def build(cls: type[T], data: Any, what: str, also: Collection[str] = (), **give
             values[name] = given[name]() if callable(given[name]) else given[name]
         elif name in data:
             values[name] = read(data[name], kinds[name], f"{what}: {name}")
+            # As the record itself does, but together with the faults of other fields.
+            if name in checks(cls):
+                checks(cls)[name](values[name], what, name)
         else:
             raise ShardCoreError(f"{what} lacks the key {name!r}")
 

@@ -21,7 +21,6 @@ from shardcore.core.validation import MOST_MS, require, shown
 from shardcore.io import files, schema, writing
 from shardcore.io.envelope import document, open_document, seal, unseal
 from shardcore.io.traced_steps import TRACED_PARTS, TracedStep
-from shardcore.step.lower import require_plan
 
 TRACES = "traces"
 """Folder of a dataset."""
@@ -133,8 +132,6 @@ def _bodies(dataset: str | Path) -> Sequence[tuple[Path, Setting, dict[str, Any]
 
 def _sample(folder: Path, body: Mapping[str, Any]) -> TracedSample:
     problem = files.read_problem(folder / _PROBLEM_JSON)
-    plan = files.read_plan(folder / _PLAN_JSON, problem)
     # A plan that ran has fitted, whatever ShardCore counts.
-    with files.validating(folder / _PLAN_JSON):
-        require_plan(plan, problem, fits=False)
+    plan = files.read_valid_plan(folder / _PLAN_JSON, problem, fits=False)
     return schema.build(TracedSample, body, str(folder / _TRACED_JSON), problem=problem, plan=plan)

@@ -354,7 +354,10 @@ class KernelBench:
     def _shape(self, request: ComputeRequest) -> _Shape:
         other = {s.table.precision for s in request.shards} - {self.setting.precision}
         # An op of FBGEMM has weights of one type.
-        require(not other, f"shards have weights in {', '.join(other)}; the setting is ({self.setting})")
+        require(
+            not other,
+            f"shards have weights in {', '.join(other)}; the setting's are in {self.setting.precision}",
+        )
         return _shape_of(request, self._device.batch_bytes())
 
     def _build(self, shards: tuple[Shard, ...]) -> torch.nn.Module:

@@ -43,7 +43,7 @@ from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.job import Job
 from shardcore.core.step_cost import PARTS
 from shardcore.core.types import Setting, precision_of
-from shardcore.core.validation import WAITS_S, require, require_type
+from shardcore.core.validation import WAITS_S, differences, require, require_type
 from shardcore.io.dataset import ReferenceOp
 from shardcore.io.measurements import StepSample
 from shardcore.measure import exchanges, id_transfer, local_ranks
@@ -193,7 +193,8 @@ def require_replayable(
     )
     if needed != setting:
         raise SettingMismatch(
-            f"the workload is for ({needed}), the replay for ({setting}); replay it on its own hardware and batch"
+            f"the workload has another setting than the replay: {differences(needed, setting)}; replay it on its own "
+            "hardware and batch"
         )
     host_table = next((t.name for t in tables if t.in_host_memory), None)
     require(
@@ -207,7 +208,7 @@ def require_replayable(
     )
     require(
         job == first.job,
-        f"workloads of ({job}) and ({first.job}) cannot be replayed together; give plans of one problem",
+        f"workloads of two jobs cannot be replayed together ({differences(job, first.job)}); give plans of one problem",
     )
     require(
         topology == first.topology,

@@ -1,7 +1,7 @@
 """The gain of one plan over another, with an interval of the difference, not of the two costs.
 
 Two plans of a problem share most errors of the model. Let a and b be the ms of compute, or of exchanges,
-under both plans, sigma the model's held-out error of it, and c the share of its work that the plans place
+under both plans, sigma the model's error of it (cost/known_errors.py), and c the share of its work that the plans place
 otherwise. Errors of what stays are the same in both, those of what moves are independent:
 
     var = sigma² (a² + b² - 2 (1 - c) a b)

@@ -293,8 +293,8 @@ def doubling(curve: LearningCurve, repeatability: float | None) -> str:
     most = max(n for n, _ in curve.rows)
     floor = f"; a timing itself is off by {repeatability:.1f}%" if repeatability is not None else ""
     return (
-        f"Twice the groups ({2 * most:,} instead of {most:,}) would take {curve.gain:.1f} points off the "
-        f"held-out error of {curve.at(most):.1f}%{floor}."
+        f"Twice the groups ({2 * most:,} instead of {most:,}) would take {curve.gain:.1f} points off the learning "
+        f"curve's held-out error of {curve.at(most):.1f}%, of own groups alone{floor}."
     )
 
 
@@ -435,17 +435,14 @@ def _how_good(studied: Studied) -> str:
         if any(key in found for found in studied.metrics.values())
     ]
     sentences = [
-        "Errors are mean absolute ones, relative to what was measured on this machine, of so many samples in brackets; "
-        "the test split was kept out of training, and judges which version is promoted. In short, with 95% intervals: "
+        "Errors are mean absolute ones, relative to measurements of this machine; brackets hold numbers of samples. "
+        "No model can be shown to err less than a timing itself is off. The test split is held out: no training sees "
+        "it, and it decides on promotion. Own groups are those of train and validation. With 95% intervals: "
         f"{accuracy.summary(studied.metrics['test'])}."
     ]
     if studied.unseen_tables is not None:
         sentences.append(
-            f"On groups of tables that a training never saw the error is {studied.unseen_tables:.1f}%."
-        )
-    if studied.repeatability is not None:
-        sentences.append(
-            f"A timing itself is off by {studied.repeatability:.1f}%: no model can be shown to be better than that."
+            f"On groups of tables kept aside a model trained without them errs by {studied.unseen_tables:.1f}%."
         )
     if studied.curve is not None:
         sentences.append(doubling(studied.curve, None))

@@ -81,7 +81,7 @@ def to_torchrec(
     Tables whose load factor is not 1 get TorchRec's kernels with rows in host memory, and its cache.
 
     module: the model, or the path of the collection of those tables that name none.
-    compute_device: "cuda" or "cpu". Default: that of `like`, or else "cuda".
+    compute_device: "cuda" or "cpu". Default: that of `like`, or else of the hardware that the plan is for.
     like: a TorchRec plan of the same model. Its kernels, cache settings and output types are kept. Default:
       those in the provenance of a plan from `from_torchrec`.
 
@@ -91,7 +91,9 @@ def to_torchrec(
 
     # A plan that does not cover each cell once would be built wrongly.
     require_cover(plan, problem)
-    compute_device = compute_device or _device_of(like) or "cuda"
+    # A problem that names no hardware is for that of the cost model.
+    hardware = problem.topology.hardware or str(plan.provenance.get("setting", ""))
+    compute_device = compute_device or _device_of(like) or ("cpu" if hardware.startswith("cpu") else "cuda")
     theirs = _as_named(problem, module) if isinstance(module, str) else _matched(problem, module)
     placements = plan.by_table()
     shardings = {name: sharded(placements[name], problem.topology) for name in theirs}
@@ -252,11 +254,16 @@ def _matched(problem: Problem, module: nn.Module) -> dict[str, ModelTable]:
             f"{sorted(theirs)[:5]}; {where} {missing[0]!r}"
         )
     for name, table in theirs.items():
-        shape = ours[name].rows, ours[name].dim
-        model_shape = table.config.num_embeddings, table.config.embedding_dim
-        if shape != model_shape:
+        pairs = {
+            "rows": (ours[name].rows, table.config.num_embeddings),
+            "dim": (ours[name].dim, table.config.embedding_dim),
+        }
+        if differing := [
+            f"{field}: {own} against {other}" for field, (own, other) in pairs.items() if own != other
+        ]:
             raise ShardCoreError(
-                f"table {name!r} has (rows, dim) {shape} in problem {problem.name!r} and {model_shape} in the model"
+                f"table {name!r} has another shape in problem {problem.name!r} than in the model: "
+                f"{', '.join(differing)}"
             )
         if ours[name].collection not in ("", table.path):
             raise ShardCoreError(

@@ -141,12 +141,19 @@ def test_an_offer_may_have_a_profile(here, capsys):
     "given, message",
     [
         ("--hardware gtx-1080", "profile 'gtx-1080' is not known; known are "),
+        ("--hardware trained", "or a path of a file; a trained model's folder goes by --model"),
+        ("--model trained", "trained holds no model.json; give the folder of a trained model by --model"),
+        (
+            "--model problem.json",
+            "problem.json holds no model.json; give the folder of a trained model by --model",
+        ),
         ("--hardware absent.json", "absent.json"),
         (f"--hardware {CARD} --confidence 0.9", "has no quantiles"),
     ],
 )
-def test_a_profile_that_cannot_be_used_is_one_line(here, given, message, capsys):
+def test_a_profile_or_model_that_cannot_be_used_is_one_line(here, given, message, capsys):
     capsys.readouterr()
+    (here / "trained").mkdir(exist_ok=True)
     assert main(f"plan problem.json {given} --out x.json".split()) == 1
     out, err = capsys.readouterr()
     assert message in err.splitlines()[-1] and not out and not (here / "x.json").exists()
@@ -158,7 +165,8 @@ def test_a_profile_that_cannot_be_used_is_one_line(here, given, message, capsys)
 def test_hardware_that_contradicts_the_problem_s_is_refused(here, problem, hardware, fits, capsys):
     changed(problem, topology=replace(problem.topology, hardware=hardware))
     assert main(PLAN.split()) == (0 if fits else 1)
-    wanted = f"error: problem 'shifting' is for hardware '{hardware}', the profile for '{CARD}'; give that of"
+    wanted = f"error: problem 'shifting' is for hardware '{hardware}', the profile for '{CARD}'; give a profile of "
+    wanted += "that hardware, or a model trained on it by --model"
     assert (wanted in capsys.readouterr().err) != fits
 
 

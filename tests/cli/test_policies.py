@@ -52,8 +52,14 @@ def test_a_policy_is_trained_and_plans_with_and_without_a_budget(stored, model, 
         (["--algorithm", "autoshard_columns"], "algorithm 'autoshard_columns' needs a policy 'autoshard'"),
         (["--policy", "POLICY", "--algorithm", "anneal"], "algorithm 'anneal' takes no policy"),
         (["--policy", "POLICY"], "policy 'autoshard' was trained for hardware 'other'; the cost model is"),
-        (["--policy", "nowhere"], "cannot read nowhere/policy.json: No such file"),
-        (["--policy", "MODEL"], "policy.json: No such file"),
+        (
+            ["--policy", "nowhere"],
+            "nowhere holds no policy.json; give the folder of a trained policy by --policy",
+        ),
+        (
+            ["--policy", "MODEL"],
+            "model holds no policy.json; give the folder of a trained policy by --policy",
+        ),
     ],
 )
 def test_a_policy_that_is_missing_or_of_no_use_is_refused_in_one_line(

@@ -67,7 +67,10 @@ def test_fit_moves_the_rates_that_timings_depend_on(here, capsys):
     [
         ("show h100", "profile 'h100' is not known; known are "),
         ("show absent.json", "absent.json"),
-        (f"new a/b --from {CARD} --out x.json", "a profile has name 'a/b'; it needs a name of letters"),
+        (
+            f"new a/b --from {CARD} --out x.json",
+            "a profile has name 'a/b'; it needs a folder's name: letters",
+        ),
         ("new mine --from h100 --out x.json", "profile 'h100' is not known; known are "),
         ("fit t.csv --from h100 --out x.json", "profile 'h100' is not known; known are "),
         (f"fit absent.csv --from {CARD} --out x.json", "absent.csv"),

@@ -1,8 +1,8 @@
-"""Messages: no password of a URL is in them."""
+"""Messages: no password of a URL is in them, and each thing is named once."""
 
 import pytest
 
-from shardcore.core.errors import Infeasible, ShardCoreError, redacted
+from shardcore.core.errors import Infeasible, ShardCoreError, after_name, redacted
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,20 @@ def test_passwords_of_urls_are_in_no_message(text, shown):
     assert redacted(text) == shown
     for kind in (ShardCoreError, Infeasible):
         assert str(kind(f"plans are at {text}")) == f"plans are at {shown}"
+
+
+@pytest.mark.parametrize(
+    "name, message, said",
+    [
+        ("p.json, table 't'", "table 't' has rows 0", "p.json, table 't' has rows 0"),
+        ("p.json, table 't'", "table 't2' has rows 0", "p.json, table 't': table 't2' has rows 0"),
+        ("p.json, table 'a, b: c.d'", "table 'a, b: c.d' has", "p.json, table 'a, b: c.d' has"),
+        ("p.json: device", "a device has speed 0", "p.json: device has speed 0"),
+        ("p.json: constraints", "constraints.unsplit is 3", "p.json: constraints.unsplit is 3"),
+        ("t: managed_collision", "managed collision has bytes -1", "t: managed_collision has bytes -1"),
+        ("job.json", "job has bytes 0", "job.json: job has bytes 0"),
+        ("p.json", "problem 'p' has no tables", "p.json: problem 'p' has no tables"),
+    ],
+)
+def test_what_ends_a_name_and_begins_its_message_is_said_once(name, message, said):
+    assert after_name(name, ShardCoreError(message)) == said

@@ -95,7 +95,7 @@ def test_a_problem_of_one_precision_has_that_ones_model(both):
     assert three.for_problem(problem(*LONG, *SHORT)).setting.precision == "fp16+fp32"
     with pytest.raises(
         SettingMismatch,
-        match=r"is for \(.*fp16\+fp32.*\), the cost model for \(.*fp32.*\); "
+        match=r"has another setting than the cost model: precision: fp16\+fp32 against fp32; "
         r"give a model of each precision .*promote.also of params",
     ):
         problem(*LONG, *SHORT).require_setting(both.models[1].setting)
@@ -112,7 +112,9 @@ def test_one_folder_or_several_load(both, tmp_path):
     assert model_files.model_digest(tmp_path) == "+".join(
         model_files.model_digest(tmp_path / name) for name in ("fp16", "fp32")
     )
-    with pytest.raises(ShardCoreError, match="cannot read .*nothing/model.json"):
+    with pytest.raises(
+        ShardCoreError, match="nothing holds no model.json; give the folder of a trained model by --model"
+    ):
         shardcore.load_model(tmp_path / "nothing")
 
 
@@ -145,8 +147,7 @@ def test_models_that_cannot_be_mixed_are_named(both, tmp_path):
     adam = dataclasses.replace(full, setting=dataclasses.replace(full.setting, optimizer="adam"))
     with pytest.raises(
         SettingMismatch,
-        match=r"models for \(.*fp16, exact_sgd\) and \(.*fp32, adam\) cannot "
-        "be mixed; they need the same hardware and optimizer",
+        match=r"models of two settings cannot be mixed \(optimizer: exact_sgd against adam\); they need the same",
     ):
         Composite((half, adam))
     for name, model in (("a", full), ("b", half)):

@@ -213,7 +213,7 @@ def test_without_exchanges_a_model_prices_only_topologies_that_give_their_links(
 
 def test_samples_of_another_setting():
     other = Setting("law", 512)
-    with pytest.raises(ShardCoreError, match="was measured for .*batch 512.*the model is for .*batch 256"):
+    with pytest.raises(ShardCoreError, match="has another setting than the model: batch: 512 against 256$"):
         fit.train(compute_samples(linear_law, 60, other), comm_samples(20), SETTING)
 
 

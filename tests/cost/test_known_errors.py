@@ -11,6 +11,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Table
 from shardcore.cost import known_errors, neural
 from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.composite import Composite
 from shardcore.cost.model import at_confidence
 
 
@@ -37,9 +38,18 @@ def test_a_model_that_errs_much_more_than_usual_says_so(model):
     assert known_errors.worse_than_usual(erring(model, 5.0, 14.0, 11.0)) == []
     assert known_errors.errors_of(erring(model, 5.0, 51.0, 44.0)) == (0.05, 0.475)
     [said] = known_errors.worse_than_usual(erring(model, 5.0, 51.0, 44.0))
-    assert said.startswith("Exchanges err by 48% on samples that the model was not trained on, 3.7 times ")
+    assert said.startswith("Exchanges err by 48% on the validation split, 3.7 times the 13% of a model of ")
     [said] = known_errors.worse_than_usual(erring(model, 12.0, 14.0, 11.0))
-    assert said.startswith("Ops err by 12%")
+    assert said.startswith("Ops err by 12% on the validation split, 2.4 times the 5% of a model of ")
+    # The samples are those of the error that is said.
+    folds = "in cross-validation over 40 own groups"
+    lent = erring(model, 12.0, 51.0, 44.0)
+    lent = replace(lent, meta={**lent.meta, "judged_by": {"ops": folds}})
+    ops, exchanges = known_errors.worse_than_usual(lent)
+    assert ops.startswith(f"Ops err by 12% {folds}, 2.4 times ") and "on the validation split" in exchanges
+    worst = replace(erring(model, 20.0, 14.0, 11.0), setting=replace(SETTING, precision="fp16"))
+    [said] = known_errors.worse_than_usual(Composite((worst, lent)))[:1]
+    assert said.startswith("Ops err by 20% on the validation split")
     assert known_errors.worse_than_usual(AnalyticModel(SETTING)) == []
 
 

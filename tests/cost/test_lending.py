@@ -2,17 +2,18 @@
 
 import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
 from laws import COLD, SETTING, cache_law, comm_samples, compute_samples, linear_law, spread
 
 from shardcore.core.types import Shard, Table
-from shardcore.cost import accuracy, collective_fit, fit, lending
+from shardcore.cost import accuracy, collective_fit, fit, known_errors, lending
 from shardcore.cost.drift_correction import Lent, Measurements, rescale_sample
 from shardcore.cost.metrics import mape
 from shardcore.io import dataset
-from shardcore.io.measurements import ComputeRequest, ComputeSample, Spread
+from shardcore.io.measurements import ComputeRequest, ComputeSample
 
 CONFIG = fit.FitConfig(epochs=4, hidden=(4,))
 QUICK = dataclasses.replace(CONFIG, epochs=1)  # where exchanges matter and ops do not
@@ -58,12 +59,17 @@ def test_few_own_groups_bring_a_lenders_shape_to_their_level(theirs, here, small
     mine = machine(small, large, here)
     own, test = measurements(mine[:60]), mine[60:]
     trained, _, words = lending.train(own, SETTING, [lender(theirs)], CONFIG, None)
-    assert words["datasets/x"].startswith("lends ops their shape: own groups err by ")
+    assert re.fullmatch(
+        r"lends ops their shape: own groups err by .*% with it, .*% without \(cross-validation\)",
+        words["datasets/x"],
+    )
     alone = fit.train(own.compute, [], SETTING, CONFIG).model
     assert error(trained.model, test) < min(15, error(alone, test))
     # The error that the model states is one on own groups, and so are its intervals.
     stated = trained.model.meta["metrics"]
-    assert stated["n_compute"] == sum(dataset.split_of(s.id) != "test" for s in own.compute)
+    assert stated["n_compute"] == (n := sum(dataset.split_of(s.id) != "test" for s in own.compute))
+    judged_by = trained.model.meta["judged_by"]
+    assert judged_by == {"ops": f"in cross-validation over {n} own groups"}
     assert 0.5 < stated["compute_mape"] / error(trained.model, test) < 2
     low, high = accuracy.intervals(trained.model, test, 0.9)
     inside = [x <= s.total_ms <= y for s, x, y in zip(test, low, high, strict=True)]
@@ -103,6 +109,8 @@ def test_without_own_groups_the_level_is_unknown_and_intervals_say_so(theirs, he
     assert words["datasets/x"] == "lends ops their shape; 0 own groups tell the level"
     model = trained.model
     assert error(model, here) < 15 and model.meta["metrics"]["compute_mape"] > 30
+    [said] = known_errors.worse_than_usual(model)
+    assert re.match("Ops err by .*% with 0 own groups to tell this machine's level, .* times ", said)
     for times in (0.5, 1.0, 2.0):
         slower = machine(times, times, here)
         low, high = accuracy.intervals(model, slower, 0.9)
@@ -159,9 +167,7 @@ def scaled(samples, by: float):
     """Exchanges that take so many times as long."""
 
     def times(spreads):
-        return spreads and tuple(
-            Spread(x.median_ms * by, x.q1_ms * by, x.q3_ms * by, x.repeats) for x in spreads
-        )
+        return spreads and tuple(x.times(by) for x in spreads)
 
     return [dataclasses.replace(s, forward=times(s.forward), backward=times(s.backward)) for s in samples]
 

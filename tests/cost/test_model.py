@@ -166,7 +166,9 @@ def test_a_model_is_for_the_payloads_of_its_problems_job(any_model):
     assert max(short_ms.forward_comm_ms) < max(long_ms.forward_comm_ms)
     assert max(short_ms.backward_comm_ms) < max(long_ms.backward_comm_ms)
     assert short_ms.compute_ms == long_ms.compute_ms and short_ms.input_ms == long_ms.input_ms
-    with pytest.raises(SettingMismatch, match="payloads fp16 and bf16"):
+    with pytest.raises(
+        SettingMismatch, match="forward_payload: fp16 against fp32, backward_payload: bf16 against fp32"
+    ):
         short.require_setting(any_model.setting)
 
 

@@ -176,10 +176,10 @@ def test_what_errors_of_ops_and_exchanges_the_noise_and_chance_explain_is_known(
         ),
         ((-41, -39, -40, -40), 5, True, "ops ran faster when they were measured"),
         ((30, -30, 30, -30), 5, True, "raise measure.step_samples in params.yaml, and `make run` again"),
-        ((40, 40, 40, 40), 1, True, "on 4 plans of 1 problems, more than"),
-        ((6, -3, 5, -2), 5, False, "within what errors of ops and exchanges explain"),
-        ((15, 14, 15, 16), 5, True, "more than"),
-        ((15, 14, 15, 16), 1, False, "within"),
+        ((40, 40, 40, 40), 1, True, "on 4 plans of 1 problems, beyond what is expected: the model's"),
+        ((6, -3, 5, -2), 5, False, "within what is expected: the model's errors on single ops and exchanges"),
+        ((15, 14, 15, 16), 5, True, "beyond what is expected"),
+        ((15, 14, 15, 16), 1, False, "within what is expected"),
     ],
     ids=["dear", "cheap", "scattered", "one problem", "usual", "bias", "bias of one problem"],
 )
@@ -187,7 +187,11 @@ def test_the_verdict_says_error_bias_noise_and_what_to_do(percent, problems, bey
     found = off_by(percent, problems)
     words = replay_metrics.verdict(found)
     assert said in words and bool(replay_metrics.excess(found)) is beyond and ("make run" in words) is beyond
-    assert f"error {found['mape']:.1f}% (bias {found['bias']:+.1f}%, noise 4.0%)" in words
+    assert words.startswith(f"error {found['mape']:.1f}% (bias {found['bias']:+.1f}%, noise 4.0%)")
+    explained = "an error of up to {explained_mape:.1f}% and a bias of up to ±{explained_bias:.1f}%".format(
+        **found
+    )
+    assert f"errors on single ops and exchanges, noise and chance explain {explained}" in words
 
 
 def test_a_challenger_that_surely_errs_more_is_refused():

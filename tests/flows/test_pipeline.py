@@ -73,7 +73,7 @@ def test_a_person_sees_stages_results_and_the_table_and_the_log_has_the_rest(pro
                 r"  measured 120 groups, 24 exchanges and 2 steps of plans",
                 r"  error on this machine's held-out samples: ops .* groups.*, exchanges .* all-to-alls.*",
                 r"  error on this machine's held-out samples: ops .* groups.*, exchanges .* all-to-alls.*; "
-                r"replayed plans: error \d+\.\d% \(bias [+-]\d+\.\d%, noise \d+\.\d%\) on .* explain: .*",
+                r"replayed plans: error \d+\.\d% \(bias [+-]\d+\.\d%, noise \d+\.\d%\) on .* explain an error of .*",
                 r"  shardcore-cost-\S+: version 1 is champion, score \d+\.\d+% \(mean error on .*\), the first",
                 r"  2 plans under shardcore-cost-\S+ version 1: 2 first",
             ),

@@ -143,7 +143,9 @@ def test_a_problem_that_does_not_say_what_is_reserved_keeps_a_share_for_the_dens
         (lambda d: d["tables"][0].update(zipf_alpha=1.0), ["'cold'", "both"]),
         (lambda d: d.update(schema="shardcore/plan"), ["schema 'shardcore/plan'", "shardcore/problem"]),
         (lambda d: d.update(version=2), ["version 2", "reads 1"]),
-        (lambda d: d.pop("version"), ["version None"]),
+        (lambda d: d.pop("version"), ["lacks 'version'", '"schema": "shardcore/problem", "version": 1']),
+        (lambda d: d.pop("schema"), ["lacks 'schema'", '"schema": "shardcore/problem", "version": 1']),
+        (lambda d: d.clear(), ["lacks 'schema' and 'version'"]),
         (lambda d: d.update(global_batch=True), ["global_batch is True", "whole number"]),
         (lambda d: d.update(global_batch=256.0), ["global_batch is 256.0", "whole number"]),
         (lambda d: d["topology"]["devices"][0].update(count=True), ["count True"]),
@@ -156,8 +158,10 @@ def test_a_problem_that_does_not_say_what_is_reserved_keeps_a_share_for_the_dens
             lambda d: d["topology"]["devices"][0].update(memory_gb=3),
             ["unknown key 'memory_gb'", "memory_bytes"],
         ),
-        (lambda d: d.pop("topology"), ["topology"]),
-        (lambda d: d.update(tables=7), ["tables"]),
+        (lambda d: d.pop("topology"), ["lacks 'topology'; it needs a list of 'devices'"]),
+        (lambda d: d.update(topology=7), ["topology 7", "a list of 'devices'"]),
+        (lambda d: d.pop("tables"), ["lacks 'tables'"]),
+        (lambda d: d.update(tables=7), ["tables 7"]),
         (lambda d: d["tables"].append(7), ["7"]),
         (lambda d: d["tables"].append(d["tables"][0]), ["'cold'"]),
         (lambda d: d.update(constraints=[]), ["constraints", "[]", "object"]),
@@ -210,7 +214,7 @@ def test_plans_round_trip_and_know_their_problem(problem, tmp_path):
         files.read_plan(path, problem)
     del data["digest"]
     path.write_text(json.dumps(data))
-    with pytest.raises(ShardCoreError, match="does not match its digest None"):
+    with pytest.raises(ShardCoreError, match="lacks its digest; it was edited"):
         files.read_plan(path, problem)
 
 
@@ -310,12 +314,60 @@ def test_a_problem_file_with_several_faults_names_them_all(tmp_path):
     assert lines.pop() == "... and 1 more" and all(line.startswith(str(path)) for line in lines)
     named = (
         "lacks the key 'global_batch'",
-        "a device has memory_bytes -1; it needs 1 to",
+        "device has memory_bytes -1; it needs 1 to",
         "a device entry has count 0; it needs a whole number",
         "table 'a': rows is 'many'; it needs to be a whole number",
         "table 'b' has both reuse and zipf_alpha; it needs one of them",
     )
     assert [words in line for words, line in zip(named, lines, strict=True)] == [True] * 5
+
+
+def test_limits_of_a_problems_own_fields_are_named_together_with_faults_of_its_tables(tmp_path):
+    path = tmp_path / "p.json"
+    files.write_problem(path, Problem("p", (Table("a", 100, 4, 1.0),), Topology((Device(2000),)), 4))
+    data = json.loads(path.read_text())
+    data.update(name="a/b", global_batch=0, optimizer="adamm", job={"pipeline": "semi"})
+    data["tables"][0].update(rows=0, precision="fp13", dim=8)
+    path.write_text(json.dumps(data))
+    assert [line.split(";")[0] for line in error_lines(files.read_problem, path)] == [
+        f"{path} has name 'a/b'",
+        f"{path} has global_batch 0",
+        f"{path} has optimizer 'adamm'",
+        f"{path}, table 'a' has rows 0",
+        f"{path}, table 'a' has precision 'fp13'",
+        "... and 1 more",
+    ]
+    # Neither a topology nor tables of another form hide the rest.
+    data.update(topology=7, tables={}, name="p", global_batch=4)
+    path.write_text(json.dumps(data))
+    assert [line.split(";")[0] for line in error_lines(files.read_problem, path)] == [
+        f"{path} has optimizer 'adamm'",
+        f"{path} has topology 7",
+        f"{path} has tables {{}}",
+        f"{path}: job has pipeline 'semi'",
+    ]
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda d: d["tables"][0].update(dim=6), ", table 'x: y' has dim 6; FBGEMM needs"),
+        (lambda d: d.update(job={"id_bytes": 5}), ": job has id_bytes 5; it needs"),
+        (lambda d: d.update(constraints={"unsplit": ["x: y", 3]}), ": constraints: unsplit[1] is 3; it"),
+        (
+            lambda d: d["tables"][0].update(managed_collision={"row_bytes": 8, "routing": "contiguous"}),
+            ", table 'x: y': managed_collision has routing 'contiguous' and",
+        ),
+    ],
+)
+def test_the_thing_at_fault_is_named_once(tmp_path, change, said):
+    path = tmp_path / "p.json"
+    files.write_problem(path, Problem("p", (Table("x: y", 100, 8, 1.0),), Topology((Device(2000),)), 4))
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    [line] = error_lines(files.read_problem, path)
+    assert line.startswith(f"{path}{said}"), line
 
 
 def test_constraints_and_devices_of_another_form_are_named_with_what_is_known(problem, tmp_path):

@@ -203,7 +203,7 @@ def test_what_is_appended_to_a_dataset_lies_beside_what_it_had_and_is_read_as_st
     [(of, lacks)] = replays.missing(tmp_path, [(problem, made)], SETTING)
     assert of == problem and len(lacks) == len([p for _, p in made if p not in [q for _, q in more]])
     with pytest.raises(
-        ShardCoreError, match=r"holds replays for \(test, batch 240.*none for \(test, batch 64"
+        ShardCoreError, match="holds replays of other settings than asked for: batch: 240 against 64$"
     ):
         replays.steps([tmp_path], dataclasses.replace(SETTING, batch=64))
 

@@ -4,12 +4,12 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 
 from shardcore.core.errors import MOST_CHARACTERS, ShardCoreError, escaped, shortened
-from shardcore.core.validation import shown
+from shardcore.core.validation import one_of, require_types, shown, within
 from shardcore.io import schema
 
 
@@ -74,7 +74,7 @@ def test_a_record_is_made_with_all_within_it():
             {**WHOLE, "inner": {"number": 1, "share": False}},
             "it: inner: share is False; it needs to be a number",
         ),
-        ({**WHOLE, "inner": {"number": -1}}, "it: inner: inner has number -1; it needs 0 or more"),
+        ({**WHOLE, "inner": {"number": -1}}, "it: inner has number -1; it needs 0 or more"),
         ({**WHOLE, "many": [{"number": 1}, 3]}, "it: many[1] is 3; it needs to be an object with keys"),
         ({**WHOLE, "many": "text"}, "it: many is 'text'; it needs to be a list of Inners"),
         ({**WHOLE, "pair": [1]}, "it: pair is [1]; it needs to be [a whole number, a text]"),
@@ -263,6 +263,31 @@ def test_several_faults_of_a_record_and_of_its_lists_are_named_at_once():
         "it: many[1]: inner has number -1; it needs 0 or more",
         "it: many[2]: number is 'x'; it needs to be a whole number",
         "... and 2 more",
+    ]
+
+
+@dataclass(frozen=True)
+class Limited:
+    free: int
+    share: Annotated[float | None, within(0, 1)] = None
+    kind: Annotated[str, one_of(("a", "b"))] = "a"
+
+    def __post_init__(self):
+        require_types(self, "a limited one")
+
+
+def test_values_beyond_the_limits_of_annotations_are_named_at_once_in_files_and_one_by_one_elsewhere():
+    assert Limited(1).share is None and schema.build(Limited, {"free": 1, "share": 1}, "it") == Limited(
+        1, 1.0
+    )
+    with pytest.raises(ShardCoreError, match="^a limited one has share 2.0; it needs 0 to 1$"):
+        Limited(1, share=2.0, kind="c")
+    with pytest.raises(schema.Faults) as error:
+        schema.build(Limited, {"free": "x", "share": 2.0, "kind": "c"}, "it")
+    assert str(error.value).split("\n") == [
+        "it: free is 'x'; it needs to be a whole number",
+        "it has share 2.0; it needs 0 to 1",
+        "it has kind 'c'; known are a, b",
     ]
 
 

@@ -198,7 +198,9 @@ def test_a_champion_of_another_batch_is_no_measure(store, model, trained):
     old = registry.register(client, store / "old", None, {})
     client.set_registered_model_alias(old.name, registry.CHAMPION, old.version)
     found = promote(store, scaled(trained, 3))
-    assert found.champion == "2" and "champion 1 is for another setting (law, batch 64" in found.reason
+    assert (
+        found.champion == "2" and "champion 1 is for another setting: batch: 64 against 256" in found.reason
+    )
 
 
 @pytest.mark.long
@@ -246,9 +248,10 @@ def test_the_first_model_has_to_predict_replays_as_well_as_its_errors_explain(
     if champion is None:
         assert re.search(
             r"no version is champion yet; challenger 1 errs on replayed plans: error 6\d\.\d% \(bias \+6\d\.\d%, "
-            r"noise 0\.0%\) on \d+ plans of \d problems, more than what errors of ops and exchanges explain: "
-            r"\d+\.\d%, bias \d+\.\d%; ops ran slower when they were measured than they do in steps: move "
-            r"data/measurements away, and `make run` on a quiet machine$",
+            r"noise 0\.0%\) on \d+ plans of \d problems, beyond what is expected: the model's errors on single ops and "
+            r"exchanges, noise and chance explain an error of up to \d+\.\d% and a bias of up to ±\d+\.\d%; ops ran "
+            r"slower when they were measured than they do in steps: move data/measurements away, and `make run` on a "
+            r"quiet machine$",
             found.reason,
         )
         client = registry.connect()

@@ -42,7 +42,7 @@ BAD = {
     ),
     "another precision": (
         [{"shards": [{"table": {**TABLE, "precision": "fp16"}}]}],
-        "'t0' is fp16; the model is for (law",
+        "'t0' is fp16; the model's tables are fp32",
     ),
     "rows in host memory": (
         [{"shards": [{"table": {**TABLE, "load_factor": 0.1}}]}],
@@ -183,5 +183,5 @@ def test_a_model_of_several_precisions_serves_tables_of_each(registered, tmp_pat
     ]
     assert [a["ms"] for a in found] == pytest.approx([*each, sum(each)])
     assert all(a["low_ms"] <= a["ms"] <= a["high_ms"] for a in found)
-    with pytest.raises(mlflow.MlflowException, match="'t0' is bf16; the model is for .*fp16.fp32"):
+    with pytest.raises(mlflow.MlflowException, match="'t0' is bf16; the model's tables are fp16.fp32"):
         served.predict(None, [GroupInput(shards=[{"table": {**TABLE, "precision": "bf16"}}])])
