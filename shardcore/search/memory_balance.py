@@ -64,8 +64,8 @@ def _moves(plan: Plan, workload: Workload, problem: Problem, model: CostModel) -
     """
     fixed = fixed_placements(problem)
     movable = [p for p in plan.placements if p not in fixed]
-    # The largest shard of each placement. Others of its row ranges have a few rows less.
-    shards = [max((shard for _, shard in shards_on(p)), key=lambda shard: shard.rows) for p in movable]
+    # The first shard of each placement, which is the largest: the last of its row ranges may have fewer rows.
+    shards = [next(shard for _, shard in shards_on(p)) for p in movable]
     peak_bytes, ones = own_peaks(problem), np.ones(len(problem.topology))
     # [N, 3] bytes of each shard, ms as an op of its own, and bytes of outputs.
     each = np.stack(
@@ -90,7 +90,7 @@ def _moves(plan: Plan, workload: Workload, problem: Problem, model: CostModel) -
     ]
     found = list[tuple[float, int, dict[Placement, tuple[int, ...]]]]()
     for i in (i for i, p in enumerate(movable) if load[:, 0].argmax() in p.devices):
-        here = movable[i].devices
+        here, taken = movable[i].devices, set(movable[i].devices)
         # To each group alone, then in exchange for each placement of its kind.
         targets = [
             *((group, {}, np.zeros(3)) for group in groups[i]),
@@ -100,11 +100,11 @@ def _moves(plan: Plan, workload: Workload, problem: Problem, model: CostModel) -
                 if q.kind == movable[i].kind and q.devices in groups[i] and here in groups[j]
             ),
         ]
-        for there, back, less in targets:
+        for there, back, less in (x for x in targets if taken.isdisjoint(x[0])):
             # [D, 3] what devices get more, or less, if all of them took part.
             more = (each[i] - less) * slowness
             after = np.maximum((load - more)[list(here)].max(0), (load + more)[list(there)].max(0))
-            if not set(here) & set(there) and (after <= most).all():
+            if (after <= most).all():
                 found.append((after[0], len(found), {movable[i]: there, **back}))
     for _, _, devices in sorted(found, key=lambda move: move[:2]):
         yield [replace(p, devices=devices.get(p, p.devices)) for p in plan.placements]

@@ -62,8 +62,7 @@ def exchange_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[s
     rates = _fitted(outputs, cost.backward_ms + cost.forward_ms.max(1, keepdims=True), topology, _TERMS)
     if layout.groups(topology) == (tuple(range(n)),):
         # All devices have the same bytes. Each is the busiest, and has an n-th of the total.
-        most = max(map(len, topology.on_hosts))
-        each = rates["own"] + rates["busiest"] + rates["host_busiest"] * most
+        each = rates["own"] + rates["busiest"] + rates["host_busiest"] * max(map(len, topology.on_hosts))
         rates = {"total": rates["total"] + each / n, "once": rates["once"]}
     return {**_NOTHING, **rates}
 
@@ -111,10 +110,11 @@ def _fitted(loads: np.ndarray, ms: np.ndarray, topology: Topology, names: Sequen
     """Rates of these terms by least squares, none below 0. loads, ms: [N, D]."""
     from scipy.optimize import nnls
 
-    number = {h: i for i, h in enumerate(topology.hosts)}
-    on_host = np.eye(len(number))[[number[d.host] for d in topology.devices]]
+    # Devices host by host, and where those of each host begin. A matrix of devices by hosts would fill memory.
+    begins = np.cumsum([0, *map(len, topology.on_hosts)])[:-1]
+    of_hosts = np.add.reduceat(loads[:, topology.ranks], begins, axis=1)
     # With one host its load is the total: two equal columns would leave their rates open.
-    busiest_host = (loads @ on_host).max(1, keepdims=True) if len(number) > 1 else np.zeros((len(loads), 1))
+    busiest_host = of_hosts.max(1, keepdims=True) * (len(begins) > 1)
     largest, total = loads.max(1, keepdims=True), loads.sum(1, keepdims=True)
     arrays = np.broadcast_arrays(loads, largest, busiest_host, total, 1.0)  # as _TERMS
     terms = np.stack([arrays[_TERMS.index(name)] for name in names], -1).reshape(-1, len(names))

@@ -217,7 +217,7 @@ def search_space(
     tick()
     may_share, parts, shared_codes = _shareable(cache, groups, layouts, everywhere, {t.name for t in by_rows})
     options = option_fields(cache, runs, layouts, parts, shared_codes)
-    rank = table_ranks(problem)
+    rank, on_hosts = table_ranks(problem), problem.topology.on_hosts
     collections = sorted({(run.collection, run.sequence) for run in runs})
     head = model.compiled()
     fixed = SearchProblem(
@@ -242,7 +242,10 @@ def search_space(
         allowed=cache.allowed[:0] if cache.allowed.all() else cache.allowed,
         # The local batch comes off in the search, as it changes with the plan.
         devices=np.stack([cache.speed, held_bytes(problem)], 1).astype(float),
-        host=np.array([problem.topology.hosts.index(d.host) for d in problem.topology.devices], np.int64),
+        # Of ranks, which are host by host, and then of devices.
+        host=np.repeat(np.arange(len(on_hosts)), [len(devices) for devices in on_hosts])[
+            np.argsort(problem.topology.ranks)
+        ],
         rates=np.zeros((2 * len(runs), WORK_ONCE + 1)),
         n_kinds=len(cache.kinds),
         hides_ids_ms=problem.job.hides_ids_ms,
