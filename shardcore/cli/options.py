@@ -107,7 +107,8 @@ class SearchOptions:
     """Options of a command that searches.
 
     budget_s: seconds for all searches together
-    budget_evals: plans to price in each search; the same seed then gives the same plan
+    budget_evals: plans to price in each search; the same seed then gives the same plan. A search makes one plan to
+      start from in any case; on thousands of devices further ones count as plans, too
     """
 
     EXCLUSIVE: ClassVar[tuple[tuple[str, ...], ...]] = (("budget_s", "budget_evals"),)

@@ -49,6 +49,8 @@ _HOT, _WARM, _COLD = 4e-2, 4e-3, 4e-6
 
 _HOT: at the beginning of a start. _WARM: when the best plan continues. _COLD: at the end.
 """
+_MANY_DEVICES = 1 << 12
+"""Devices of a topology beyond which the first start has each table on several devices: it is made at once."""
 _HOPEFUL = 1.5
 """Starts that cost more than this multiple of the cheapest are dropped."""
 _TRIALS_A_STRIP, _FEWEST, _MOST = 20, 500, 20_000
@@ -172,18 +174,20 @@ class Search:
         # A problem without a plan is refused before all else.
         self.meter.report("finding shards that fit")
         shards, whole_space = feasible_shards(self.problem), space == "all"
-        # By columns alone, sequences may take fifty times as long. So a short budget also has another plan.
-        sequences = any(table.sequence for table in self.problem.tables)
-        first = whole_space and sequences and len(shards) * len(self.problem.topology) <= LARGE
-        if first:
+        # By columns alone, sequences may take fifty times as long, and so may a few tables on very many devices. So a
+        # short budget also has another plan.
+        n_devices, sequences = len(self.problem.topology), any(t.sequence for t in self.problem.tables)
+        first = (sequences and len(shards) * n_devices <= LARGE) or n_devices > _MANY_DEVICES
+        if first and whole_space:
             self._note(self.starts.by_kinds(shards))
         # Data-parallel tables may still fit where columns do not: outputs can take more than rows.
         before_s = self.meter.seconds()
         with suppress(Infeasible) if whole_space else nullcontext():
-            self._note(self.starts.by_columns("columns" if whole_space else space, shards))
-        took_s = self.meter.seconds() - before_s
+            if self.best is None or self.meter.left():
+                self._note(self.starts.by_columns("columns" if whole_space else space, shards))
         # Very many tables take long to encode. Then a plan in time is worth more than one of the whole space.
-        if whole_space and (self.best is None or self.meter.has_time(took_s)):
+        has_time = self.meter.left() and self.meter.has_time(self.meter.seconds() - before_s)
+        if whole_space and (self.best is None or has_time):
             self._note(self.starts.shared(shards, fits=self.best is not None))
             if not first:
                 self._note(self.starts.by_kinds(shards))

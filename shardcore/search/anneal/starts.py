@@ -67,6 +67,8 @@ The others are shares of a device's memory, above which tables are cut.
 """
 _LOG = 1 << 20
 """The most changes since the best plan that are logged."""
+_DEVICES_AN_EVAL = 1 << 14
+"""Devices that a greedy plan tries for its strips, for each evaluation that it counts as. Few count as none."""
 
 
 @dataclass
@@ -331,6 +333,7 @@ class Starts:
             compiled.refresh(self.head, problem, words)
             # Strips with fewest devices go first.
             order = np.ascontiguousarray(shards[np.lexsort((ranks(-key), space.choice[strips]))])
+            self.meter.evals += (len(shards) + len(cut.shared)) * len(fixed.devices) // _DEVICES_AN_EVAL
             if compiled.greedy(self.head, problem, words, order):
                 compiled.refresh(self.head, problem, words)
                 plans.append(state)
@@ -338,13 +341,19 @@ class Starts:
         return least(plans, _ms) if plans else None
 
     def _has_time(self) -> bool:
-        """Tell if one more greedy plan ends in the first quarter of the budget. There is always one."""
-        return self._greedy_s is None or self.meter.has_time(3 * self.meter.seconds() + 4 * self._greedy_s)
+        """Tell if one more greedy plan ends in the first quarter of the seconds, and there are evaluations left.
+
+        There is always one plan.
+        """
+        return self._greedy_s is None or (
+            self.meter.left() and self.meter.has_time(3 * self.meter.seconds() + 4 * self._greedy_s)
+        )
 
     def _state(self, space: SearchSpace) -> State:
         """A State with nothing placed."""
-        n_hosts = len(self.problem.topology.hosts)
-        return compiled.empty(space.fixed, n_hosts, 0, self.seed)._replace(log=self._log)
+        return compiled.empty(space.fixed, len(self.problem.topology.hosts), 0, self.seed)._replace(
+            log=self._log
+        )
 
     # --- cuts ---
 

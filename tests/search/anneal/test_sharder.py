@@ -12,12 +12,13 @@ from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
-from shardcore.core.types import Plan, Problem, Setting, Table
+from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal import compiled
 from shardcore.search.anneal import search_space as spaces
+from shardcore.search.anneal.batch import space_by_columns
 from shardcore.search.anneal.rates import exchange_rates
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.portfolio import annealing as anneal
@@ -377,3 +378,29 @@ def test_tables_without_lookups_cost_no_more_than_those_with_some():
         return price(lower(anneal(problem, model, budget=Budget(evals=2000)), problem), model).total_ms
 
     assert best(0.0) <= best(0.01) <= best(1.0)
+
+
+def test_starts_on_thousands_of_devices_keep_to_a_budget_in_evaluations(monkeypatch):
+    made, greedy = [], compiled.greedy
+    monkeypatch.setattr(compiled, "greedy", lambda *given: made.append(0) or greedy(*given))
+    tables = tuple(Table(f"t{i}", 10_000 + i, 16, 5.0) for i in range(4))
+
+    def starts(hosts: int) -> int:
+        problem = Problem("many", tables, Topology.of_hosts(hosts, 8, memory_gib=1), 8 * hosts)
+        made.clear()
+        plan = anneal(problem, model_for(problem), budget=Budget(evals=1))
+        check_plan(plan, problem)
+        # Few tables leave most devices idle, unless these share them.
+        assert {p.kind for p in plan.placements} != {"column"} or hosts < 100
+        return len(made)
+
+    assert starts(513) == 1
+    # Fewer devices take no time: all starts are made.
+    assert starts(2) > 10
+
+
+def test_devices_of_a_host_need_no_numbers_in_a_row():
+    topology = on_hosts("xyzyxz", MIB)
+    problem = Problem("mixed", (Table("t", 100, 8, 1.0),), topology, BATCH)
+    space = space_by_columns(problem, model_for(problem), [Shard.whole(problem.tables[0])], cut=True)
+    assert space.fixed.host.tolist() == [topology.hosts.index(d.host) for d in topology.devices]
