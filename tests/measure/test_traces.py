@@ -15,8 +15,9 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import MOST_BYTES
 from shardcore.io import schema
 from shardcore.io.kineto import KinetoFile
-from shardcore.measure.traces.job import read_job
+from shardcore.measure.traces.job import rank_step, read_job
 from shardcore.measure.traces.names import NCCL_KERNEL, collective_of, name_of
+from shardcore.measure.traces.rank import Collective, Span, StepSpans
 
 
 def two_ranks(folder, **of_second):
@@ -470,3 +471,66 @@ def test_many_collectives_take_time_and_memory_in_proportion(tmp_path):
     tracemalloc.stop()
     assert rank.ms["other_transfer"] == pytest.approx(0.2 * 2_000, rel=0.02)
     assert peak_bytes < 60 << 20
+
+
+def painted(begin, end, layers):
+    """ms of each part, millisecond by millisecond: the last layer that covers one has it."""
+    parts: dict[str, int] = {}
+    for ms in range(begin, end):
+        part = [part for a, b, part in layers if a <= ms < b][-1]
+        parts[part] = parts.get(part, 0) + 1
+    return parts
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_moment_of_overlapping_spans_belongs_to_the_topmost(seed):
+    rng = random.Random(seed)
+
+    def spans(n):
+        return sorted((a, a + rng.randint(1, 60)) for a in (rng.randint(-5, 95) for _ in range(n)))
+
+    host = [
+        Span(a, b, rng.choice(["ids", "data", "optimizer"]), rng.random() < 0.5, "x") for a, b in spans(30)
+    ]
+    sent = [Collective("all_to_all", "outputs", 0, a, b, a + rng.randint(0, 60)) for a, b in spans(30)]
+    rank = rank_step(0, StepSpans(3, 0, 100, host, [], sent), on_gpu=False)
+    layers = [
+        (0, 100, "unnamed"),
+        *((s.begin_ms, s.end_ms, s.part) for s in host),
+        *((c.begin_ms, c.transfer_from_ms, "waiting") for c in sent),
+        *((c.transfer_from_ms, c.end_ms, "outputs_transfer") for c in sent),
+        *((s.begin_ms, s.end_ms, s.part) for s in host if s.works),
+    ]
+    assert rank.ms == pytest.approx(painted(0, 100, layers))
+    # Transfers of a moment share it.
+    assert sum(x.exposed_ms for x in rank.exchanges) == pytest.approx(rank.ms.get("outputs_transfer", 0.0))
+
+
+def test_many_collectives_that_all_overlap_are_divided():
+    """50,000 layers, each of 50,000 moments."""
+    n = 50_000
+    sent = [Collective("all_to_all", "outputs", 0, 1.0 * i, 1.0 * (n + i)) for i in range(n)]
+    rank = rank_step(0, StepSpans(3, 0.0, 2.0 * n, [], [], sent), on_gpu=False)
+    assert rank.ms == pytest.approx({"outputs_transfer": 2.0 * n - 1, "unnamed": 1.0})
+
+
+ANNOTATION = "user_annotation"
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize(
+    "twin",
+    [
+        event("ProfilerStep#3", 0, 20, ANNOTATION, thread=9),  # of another thread
+        event("ProfilerStep#3", 0, 20, ANNOTATION),
+        event("ProfilerStep#3", 5, 1, ANNOTATION),  # within lookups
+        event("ProfilerStep#3", 30, 15, ANNOTATION),
+    ],
+)
+def test_of_several_annotations_of_a_step_the_longest_counts_once_and_they_are_told(tmp_path, twin, first):
+    write(tmp_path / "one", 0, gloo_step(), 1)
+    write(tmp_path / "two", 0, [twin, *gloo_step()] if first else [*gloo_step(), twin], 1)
+    there, job = read_job(tmp_path / "one"), read_job(tmp_path / "two")
+    assert job.steps == there.steps
+    [remark] = job.remarks
+    assert remark == "trace of rank 0 has several ProfilerSteps of number [3]: the longest of each counts"

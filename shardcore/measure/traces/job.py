@@ -176,10 +176,13 @@ def rank_step(rank: int, spans: StepSpans, on_gpu: bool) -> RankStep:
         transfers,
         (spans.begin_ms, spans.end_ms),
     )
-    exposed = zip(spans.collectives, exposed_ms, strict=True)
     ms = _sums(
         [
-            *((f"{c.role}_transfer", value) for c, value in exposed if value),
+            *(
+                (f"{c.role}_transfer", value)
+                for c, value in zip(spans.collectives, exposed_ms, strict=True)
+                if value
+            ),
             *(("host" if part.startswith(_HOST) else part, value) for part, value in painted.items()),
         ]
     )
@@ -241,16 +244,25 @@ def _painted(
     edges = np.unique([x for a, b, _ in clipped for x in (a, b)])
     parts = list(dict.fromkeys(part for _, _, part in clipped))
     number = {part: i for i, part in enumerate(parts)}
-    top = np.zeros(len(edges) - 1, dtype=int)
-    for a, b, part in clipped:
-        top[np.searchsorted(edges, a) : np.searchsorted(edges, b)] = number[part]
     widths = np.diff(edges)
+    # A layer is two windows of 2^k moments, which may overlap. Windows are halved until they are moments.
+    begins, ends = np.searchsorted(edges, [(a, b) for a, b, _ in clipped]).T
+    exponents = np.frexp(ends - begins)[1] - 1
+    # [M] the last layer that covers the window from a moment on. The first layer covers all.
+    top = np.zeros(len(widths), dtype=int)
+    for k in range(exponents.max(), -1, -1):
+        top[1 << k :] = np.maximum(top[1 << k :], top[: len(top) - (1 << k)])
+        of_size = np.flatnonzero(exponents == k)
+        for first in (begins[of_size], ends[of_size] - (1 << k)):
+            np.maximum.at(top, first, of_size)
+    top = np.array([number[part] for _, _, part in clipped])[top]
     totals = dict(zip(parts, np.bincount(top, widths, len(parts)).tolist(), strict=True))
     totals.pop(_TRANSFER, None)
     # [C] first and last moments of transfers; [M] transfers that are under way at once.
     first, last = np.minimum(np.searchsorted(edges, np.reshape(transfers, (-1, 2))), len(widths)).T
-    changes = np.bincount(first, minlength=len(edges)) - np.bincount(last, minlength=len(edges))
-    at_once = np.cumsum(changes)[:-1]
+    at_once = np.cumsum(np.bincount(first, minlength=len(edges)) - np.bincount(last, minlength=len(edges)))[
+        :-1
+    ]
     exposed_ms = np.where(top == number.get(_TRANSFER, -1), widths, 0.0) / np.maximum(at_once, 1)
     # [M + 1] sums of all moments before. A table of transfers by moments would fill memory.
     sums = [np.append(0.0, np.cumsum(ms)) for ms in (exposed_ms, np.where(at_once > 1, exposed_ms, 0.0))]

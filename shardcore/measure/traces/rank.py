@@ -64,7 +64,7 @@ class Span(NamedTuple):
 class Collective:
     """A collective of a rank.
 
-    began_ms: when the last rank of it began, by this rank's clock. None where no other rank's trace has it.
+    began_ms: when the last rank of it began, by this rank's clock. -inf where no other rank's trace has it.
     is_aligned: True if all ranks of the job have it, so that this is known.
     """
 
@@ -73,14 +73,13 @@ class Collective:
     n_bytes: int
     begin_ms: float
     end_ms: float
-    began_ms: float | None = None
+    began_ms: float = -math.inf
     is_aligned: bool = False
 
     @property
     def transfer_from_ms(self) -> float:
         """Begin of the transfer in ms: at the last rank's begin, within its span."""
-        began = self.begin_ms if self.began_ms is None else self.began_ms
-        return min(max(began, self.begin_ms), self.end_ms)
+        return min(max(self.began_ms, self.begin_ms), self.end_ms)
 
 
 @dataclass
@@ -119,14 +118,14 @@ class RankTrace:
 def read_rank(file: KinetoFile) -> RankTrace:
     """Read a trace file's last MOST_STEPS steps. Raises ShardCoreError where it has no events of ops."""
     remarks: list[str] = []
-    windows: dict[int, tuple[float, float, tuple]] = {}
+    annotations: dict[int, list[TraceEvent]] = defaultdict(list)
     first, last = math.inf, -math.inf
     for e in file.events():
         if e.category in _HOST or e.category in _DEVICE:
             first, last = min(first, e.begin_ms), max(last, e.end_ms)
             match = STEP.match(e.name) if e.category == "user_annotation" else None
             if match and e.end_ms > e.begin_ms:
-                windows[int(match[1])] = e.begin_ms, e.end_ms, e.thread
+                annotations[int(match[1])].append(e)
     if last <= first:
         raise ShardCoreError(
             f"{file.path.name} has no ops{' and is cut short' * file.cut_short}; trace the activities CPU, or CPU and "
@@ -136,10 +135,13 @@ def read_rank(file: KinetoFile) -> RankTrace:
         remarks.append("is cut short: its last events are missing")
     if file.malformed:
         remarks.append(f"has {file.malformed} events without a name or a possible time")
-    windows = _cut_overlaps(windows, remarks)
+    if several := [number for number, events in annotations.items() if len(events) > 1]:
+        remarks.append(f"has several ProfilerSteps of number {shown(several)}: the longest of each counts")
+    longest = {n: max(events, key=lambda e: e.end_ms - e.begin_ms) for n, events in annotations.items()}
+    windows = _cut_overlaps({n: (e.begin_ms, e.end_ms) for n, e in longest.items()}, remarks)
     if not windows:
         remarks.append("has no ProfilerStep: all of it counts as one step (call profiler.step() each step)")
-        windows[0] = first, last, ()
+        windows[0] = first, last
     chosen = dict(sorted(windows.items())[-MOST_STEPS:])
     begin, end = min(w[0] for w in chosen.values()), max(w[1] for w in chosen.values())
     threads: dict[tuple, list[TraceEvent]] = defaultdict(list)
@@ -152,7 +154,9 @@ def read_rank(file: KinetoFile) -> RankTrace:
                 threads[e.thread].append(kept)
             elif e.category in _DEVICE:
                 kernels.append(kept)
-    main = next(iter(chosen.values()))[2] or max(threads, key=lambda t: len(threads[t]), default=())
+    # Of threads with a ProfilerStep the one with most events: another may have no more than that.
+    annotated = {e.thread for events in annotations.values() for e in events}
+    main = max(annotated or threads, key=lambda t: len(threads[t]), default=())
     host = {thread: _Frames(events) for thread, events in threads.items()}
     launches = {k: v for frames in host.values() for k, v in frames.launches.items()}
     starts = sorted(
@@ -170,7 +174,7 @@ def read_rank(file: KinetoFile) -> RankTrace:
             _within(device, from_ms, to_ms),
             [c for start, c in collectives if from_ms <= start < to_ms],
         )
-        for number, (from_ms, to_ms, _) in chosen.items()
+        for number, (from_ms, to_ms) in chosen.items()
     ]
     idle = [s.number for s in steps if not (s.collectives or any(x.works for x in (*s.host, *s.device)))]
     if idle:
@@ -198,17 +202,17 @@ def read_rank(file: KinetoFile) -> RankTrace:
 
 
 def _cut_overlaps(
-    windows: Mapping[int, tuple[float, float, tuple]], remarks: list[str]
-) -> dict[int, tuple[float, float, tuple]]:
+    windows: Mapping[int, tuple[float, float]], remarks: list[str]
+) -> dict[int, tuple[float, float]]:
     """Steps of which none overlaps the next: each ends where the next one begins.
 
     Where some overlap, the last one is left out, as nothing tells its end.
     """
-    ordered = sorted(windows.items(), key=lambda item: item[1][:2])
+    ordered = sorted(windows.items(), key=lambda item: item[1])
     pairs = [(number, window, after[0]) for (number, window), (_, after) in itertools.pairwise(ordered)]
     longer = {
         n: round(end - after, 1)
-        for n, (begin, end, _), after in pairs
+        for n, (begin, end), after in pairs
         if end - after > _MOST_OVERLAP * (end - begin)
     }
     if not longer:
@@ -217,7 +221,7 @@ def _cut_overlaps(
         f"has ProfilerSteps that overlap the next one, by ms: {shown(longer)}. Each counts until the next one begins, "
         f"and the last one, {ordered[-1][0]}, does not count"
     )
-    return {n: (begin, min(end, after), t) for n, (begin, end, t), after in pairs if after > begin}
+    return {n: (begin, min(end, after)) for n, (begin, end), after in pairs if after > begin}
 
 
 def _within(spans: Iterable[Span], from_ms: float, to_ms: float) -> list[Span]:
@@ -296,7 +300,7 @@ class _Frames:
                 self.starts[-1] = start
             return _Frame(e.end_ms, around.part, False, e.name, start)
         row = name_of(e.name)
-        if STEP.match(e.name):
+        if STEP.match(e.name) and around.part in ("host", UNNAMED):
             # The step's own Python between ops. Nothing says what it does.
             return _Frame(e.end_ms, UNNAMED, False, "Python outside of ops and annotations", None)
         if row is not None and row.part != "host":
@@ -358,8 +362,9 @@ def _device_spans(
 
 def _run_of(e: TraceEvent, start: _Start) -> tuple[float, Collective]:
     """The collective that a kernel or thread of gloo ran, after its start by the host."""
-    role = role_of(start.collective, start.part)
-    return start.begin_ms, Collective(start.collective, role, start.n_bytes, e.begin_ms, e.end_ms)
+    return start.begin_ms, Collective(
+        start.collective, role_of(start.collective, start.part), start.n_bytes, e.begin_ms, e.end_ms
+    )
 
 
 def _part_of_kernel(e: TraceEvent, around: _Frame | None) -> str:
