@@ -60,7 +60,7 @@ from shardcore.step.lower import Workload
 
 
 class TracesTellNothing(ShardCoreError):
-    """Traces without lookups, from which no model is corrected."""
+    """Traces without lookups, or without their ids, from which no model is corrected."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,9 @@ def with_around(problem: Problem, around_ms: float) -> Problem:
 
 def with_traced_dense(problem: Problem, steps: Sequence[TracedStep]) -> Problem:
     """The problem with the dense part that traced steps show."""
-    around = [rank.cost_ms("dense_ms") for step in steps for rank in step.ranks]
-    return with_around(problem, float(np.median(around)))
+    return with_around(
+        problem, float(np.median([rank.cost_ms("dense_ms") for step in steps for rank in step.ranks]))
+    )
 
 
 def with_speeds(
@@ -231,7 +232,7 @@ def factors_of(
     known = seen.known
     if not known[:, ~_EXCHANGES].any():
         raise TracesTellNothing(
-            "the traces tell nothing of lookups; trace a step of the job with its embeddings"
+            "the traces tell nothing of lookups; trace a step of the job with its embeddings, and with ids"
         )
     silent = [
         q.words for i, q in enumerate(QUANTITIES) if seen.predicted[:, i].any() and not known[:, i].any()

@@ -106,8 +106,7 @@ def observations(model: CostModel, steps: Sequence[tuple[Workload, TracedStep]])
     """ms of the ranks of steps, under the plans that ran."""
     units = []
     for workload, step in steps:
-        cost = price(workload, model)
-        of_devices = _predicted(model, workload, cost)
+        of_devices = _predicted(model, workload, price(workload, model))
         dense = _dense_ms(model, workload, step) - np.array(of_devices[QUANTITIES[REDUCED]])
         for rank in step.ranks:
             device = workload.topology.ranks[rank.rank]
@@ -216,10 +215,13 @@ def _measured(
     reduced = _reduced_bytes(rank)
     # The gradients of the dense part travel in the same all-reduces.
     of_replicas = min(1.0, replicas / reduced) if reduced else 0.0
-    ids_ms = rank.ms.get("ids", 0.0) + rank.ms.get("ids_transfer", 0.0)
-    exposed[_IDS] = ids_ms * all(x.is_aligned for x in rank.exchanges if x.role == "ids")
+    exposed[_IDS] = (rank.ms.get("ids", 0.0) + rank.ms.get("ids_transfer", 0.0)) * all(
+        x.is_aligned for x in rank.exchanges if x.role == "ids"
+    )
+    # Ops without ids take time, which tells nothing of those with some.
+    has_ids = any(shard.table.pooling for op in workload.ops[device] for shard in op.shards)
     for q in LOOKUPS:
-        exposed[COMPUTE, q.way] = rank.ms.get(f"lookup_{q.way}", 0.0)
+        exposed[COMPUTE, q.way] = has_ids * rank.ms.get(f"lookup_{q.way}", 0.0)
     of_key: dict[tuple[str, str], float] = defaultdict(float)
     for key, ms in zip(_KEYS, predicted, strict=True):
         of_key[key] += ms

@@ -25,6 +25,7 @@ import numpy as np
 
 from shardcore.core.errors import ShardCoreError, shortened
 from shardcore.core.types import Plan, Problem, Table
+from shardcore.core.validation import shown
 from shardcore.io import files, schema, writing
 from shardcore.io.envelope import document, open_document, seal, unseal
 from shardcore.io.kineto import SUFFIXES
@@ -193,7 +194,10 @@ def _with_lookups(folder: Path, problem: Problem, facts: JobFacts) -> tuple[Prob
         tables = tuple(_measured(t, facts.features[t.name], ranks) for t in problem.tables)
     except KeyError as error:
         raise ShardCoreError(f"{folder} has no lookups of feature {error}") from None
-    return replace(problem, tables=tables), ()
+    idle = [table.name for table in tables if not table.pooling]
+    return replace(problem, tables=tables), (
+        f"tables {shown(idle)} have no ids in the traced batches: they count as never looked up",
+    ) * bool(idle)
 
 
 def _measured(

@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 
+import job_folders
 import numpy as np
 import pytest
 from job_folders import UNEVEN, traced_step
@@ -300,3 +301,17 @@ def test_a_traced_step_joins_a_dataset_and_training_on_it(folder, model, tmp_pat
 def test_appending_needs_a_model_which_names_the_hardware(folder, tmp_path, capsys):
     code, _, err = output_of(capsys, "job", "read", folder, "--append", tmp_path)
     assert code == 1 and "--append needs --model or --hardware" in err
+
+
+def test_tables_without_ids_in_the_traced_batches_are_named(tmp_path, model, monkeypatch, capsys):
+    draw = job_folders.lookups
+
+    def without_some(rank, rng):
+        none = np.zeros(0, int), np.zeros(job_folders.PROBLEM.local_batch, int)
+        return draw(rank, rng) | {"f-t1": none, "f-t4": none}
+
+    monkeypatch.setattr(job_folders, "lookups", without_some)
+    traced_step(tmp_path / "job")
+    code, _, err = output_of(capsys, "job", "read", tmp_path / "job", "--model", model)
+    assert code == 0
+    assert "tables ['t1', 't4'] have no ids in the traced batches: they count as never looked up" in err

@@ -299,3 +299,21 @@ def test_a_slow_rank_has_a_slow_device(model, slowness, speed):
     found, words = traced_factors.with_speeds(given, model, steps)
     assert [d.speed for d in found.topology.devices] == pytest.approx([1.0, speed])
     assert [w.split(" of ")[0] for w in words] == ["device 1 looks up at 50%"] * (speed < 1)
+
+
+def test_lookups_without_ids_correct_nothing(model):
+    """A batch without ids still takes a launch of each op, which tells nothing of a batch with some."""
+    given = problem()
+    idle = dataclasses.replace(given, tables=tuple(dataclasses.replace(t, pooling=0.0) for t in given.tables))
+    workload = lower(by_columns(idle), idle)
+    with pytest.raises(traced_factors.TracesTellNothing, match="tell nothing of lookups; .* and with ids"):
+        correction(model, [(workload, traced(workload, model))], 20.0)
+    # One device with ids is enough, and the other one is left out.
+    half = dataclasses.replace(
+        given,
+        tables=tuple(dataclasses.replace(t, pooling=t.pooling * (i % 2)) for i, t in enumerate(given.tables)),
+    )
+    workload = lower(by_columns(half), half)
+    seen = traced_factors.observations(model, [(workload, traced(workload, model))])
+    lookups = [i for i, q in enumerate(QUANTITIES) if q.family == COMPUTE]
+    assert seen.known[:, lookups].any(1).tolist() == [False, True]
