@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -12,6 +11,7 @@ from shardcore.core.validation import (
     MOST_BYTES,
     MOST_DIM,
     MOST_PINS,
+    repeated,
     require,
     require_within,
     shown,
@@ -74,8 +74,8 @@ class Constraints:
         tables = {name: [table for table, _ in entries] for name, entries in pairs.items()}
         tables["together"] = [table for group in self.together for table in group]
         for name, named in tables.items():
-            for table, n in Counter(named).items() if len(set(named)) < len(named) else ():
-                require(n == 1, f"constraints.{name} has table {table!r} twice; it needs to be there once")
+            twice = repeated(named)
+            require(twice is None, f"constraints.{name} has table {twice!r} twice; it needs to be there once")
         kinds = tuple((table, tuple(dict.fromkeys(kinds))) for table, kinds in self.kinds)
         object.__setattr__(self, "kinds", kinds)
 
@@ -93,12 +93,11 @@ class Constraints:
 
     def among(self, names: Collection[str]) -> Constraints:
         """Constraints of some of the tables."""
-        groups = (tuple(name for name in group if name in names) for group in self.together)
         return Constraints(
             self.reserved_bytes,
             tuple(name for name in self.unsplit if name in names),
             tuple(entry for entry in self.pinned if entry[0] in names),
-            tuple(filter(None, groups)),
+            tuple(filter(None, (tuple(name for name in group if name in names) for group in self.together))),
             tuple(entry for entry in self.kinds if entry[0] in names),
             tuple(entry for entry in self.min_widths if entry[0] in names),
         )

@@ -1,6 +1,9 @@
 """Errors that a user can mend, of one line."""
 
+from __future__ import annotations
+
 import re
+from collections.abc import Sequence
 
 MOST_CHARACTERS = 300
 """Most characters of an error's message; a longer one is cut in the middle."""
@@ -11,12 +14,15 @@ class ShardCoreError(ValueError):
 
     It is one line of printable characters, at most `most`: values in it come from files that anybody may have
     written. It has no password of a URL. Only io/schema.Faults has several lines.
+
+    faults: the errors that it joins, where there are several.
     """
 
     most = MOST_CHARACTERS
 
-    def __init__(self, message: str = ""):
+    def __init__(self, message: str = "", faults: Sequence[ShardCoreError] = ()):
         super().__init__(shortened(escaped(redacted(shortened(message, 1 << 12))), self.most))
+        self.faults = faults
 
 
 class Infeasible(ShardCoreError):

@@ -24,8 +24,10 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], words: Sequence
         aligned = [(" class=words" if i in words else "", _cell(c)) for i, c in enumerate(cells)]
         return f"<tr>{''.join(f'<{tag}{mark}>{cell}</{tag}>' for mark, cell in aligned)}</tr>\n"
 
-    body = "".join(line("td", row) for row in rows)
-    return f"<table><thead>{line('th', headers)}</thead>\n<tbody>{body}</tbody></table>"
+    return (
+        f"<table><thead>{line('th', headers)}</thead>\n"
+        f"<tbody>{''.join(line('td', row) for row in rows)}</tbody></table>"
+    )
 
 
 def shown(text: str, headers: Sequence[str], rows: Sequence[Sequence[Any]], words: Sequence[int] = ()) -> str:

@@ -160,8 +160,8 @@ class Job:
     pipeline: Annotated[str, one_of(PIPELINES)] = "sparse_dist"
     dense_forward_ms: Annotated[float | None, within(0, MOST_MS)] = None
     dense_backward_ms: Annotated[float | None, within(0, MOST_MS)] = None
-    id_bytes: int = 8
-    length_bytes: int = 4
+    id_bytes: Annotated[int, one_of((4, 8))] = 8
+    length_bytes: Annotated[int, one_of((4, 8))] = 4
     forward_payload: Annotated[str, require_payload] = "fp32"
     backward_payload: Annotated[str, require_payload] = "fp32"
     tower_ratio: Annotated[float | None, within(1, MOST_RATIO)] = None
@@ -178,8 +178,6 @@ class Job:
             f"job has dense_forward_ms {self.dense_forward_ms} and dense_backward_ms "
             f"{self.dense_backward_ms}; it needs both, or neither",
         )
-        for name in ("id_bytes", "length_bytes"):
-            require(getattr(self, name) in (4, 8), f"job has {name} {getattr(self, name)}; it needs 4 or 8")
 
     @property
     def payloads(self) -> dict[str, str]:

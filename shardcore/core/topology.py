@@ -188,10 +188,11 @@ class Topology(KeptHash):
     def __repr__(self) -> str:
         sizes = sorted({device.memory_bytes / GIB for device in self.devices})
         memory = f"{sizes[0]:.4g}" if len(sizes) == 1 else f"{sizes[0]:.4g} to {sizes[-1]:.4g}"
-        units = [
-            (len(self.on_units(level)), LEVELS[level].rows_over) for level in _OF_UNITS if self.joins(level)
-        ]
-        pods = "".join(f" in {n} {unit}s" for n, unit in units)
+        pods = "".join(
+            f" in {len(self.on_units(level))} {LEVELS[level].rows_over}s"
+            for level in _OF_UNITS
+            if self.joins(level)
+        )
         words = [
             f"{len(self.devices)} devices on {len(self.hosts)} hosts{pods}, {memory} GiB each",
             *([f"hardware {self.hardware}"] if self.hardware else []),
@@ -217,8 +218,10 @@ class Topology(KeptHash):
 
     def on_units(self, level: str) -> tuple[tuple[int, ...], ...]:
         """The devices of each unit that a level of links joins, such as each host, as TorchRec numbers them."""
-        members = unit_members([self.devices[d].host for d in self.ranks], level)
-        return tuple(tuple(self.ranks[i] for i in unit) for unit in members)
+        return tuple(
+            tuple(self.ranks[i] for i in unit)
+            for unit in unit_members([self.devices[d].host for d in self.ranks], level)
+        )
 
     @property
     def row_unit(self) -> str:

@@ -7,7 +7,6 @@ Each is a value: equal by content, hashable, and without behaviour beyond its fi
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -32,6 +31,7 @@ from shardcore.core.validation import (
     MOST_TABLES,
     differences,
     one_of,
+    repeated,
     require,
     require_name,
     require_path_name,
@@ -47,6 +47,11 @@ OUTPUT_BYTES = 4
 
 MIN_WIDTH = 4
 """Columns are cut in multiples of this: FBGEMM's kernels load rows as vectors of four."""
+
+
+def _require_dim(value: int, what: str, name: str) -> None:
+    within(MIN_WIDTH, MOST_DIM)(value, what, name)
+    require(value % MIN_WIDTH == 0, f"{what} has {name} {value}; FBGEMM needs a multiple of {MIN_WIDTH}")
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ class Table(KeptHash):
 
     name: Annotated[str, require_name]
     rows: Annotated[int, within(1, MOST_ROWS)]
-    dim: Annotated[int, within(MIN_WIDTH, MOST_DIM)]
+    dim: Annotated[int, _require_dim]
     pooling: Annotated[float, within(0, MOST_POOLING)]
     access: Reuse | Zipf = Zipf(1.05)
     precision: Annotated[str, one_of(PRECISION_BYTES)] = "fp32"
@@ -108,7 +113,6 @@ class Table(KeptHash):
     def __post_init__(self) -> None:
         require_types(self, "table")
         t = f"table {self.name!r}"
-        require(self.dim % MIN_WIDTH == 0, f"{t} has dim {self.dim}; FBGEMM needs a multiple of {MIN_WIDTH}")
         if self.collection:
             require_name(self.collection, f"the collection of {t}")
         tiers = self.fixed_tiers
@@ -424,9 +428,8 @@ class Problem(KeptHash):
             self.global_batch % n_devices == 0,
             f"{p} has global_batch {self.global_batch}, which {n_devices} devices do not divide evenly",
         )
-        names = Counter(t.name for t in self.tables)
-        twice = sorted(name for name, n in names.items() if n > 1)
-        require(not twice, f"{p} has several tables named {twice[:3]}; names need to differ")
+        names, twice = {t.name for t in self.tables}, repeated(t.name for t in self.tables)
+        require(twice is None, f"{p} has several tables named {twice!r}; names need to differ")
         for verb, tables in (
             ("forbids splitting", self.constraints.unsplit),
             ("pins", dict(self.constraints.pinned)),
@@ -434,7 +437,7 @@ class Problem(KeptHash):
             ("has constraints.kinds of", self.kinds_of),
             ("has constraints.min_widths of", self.min_widths),
         ):
-            unknown = sorted(set(tables) - names.keys())
+            unknown = sorted(set(tables) - names)
             require(not unknown, f"{p} {verb} {unknown[:3]}, which it does not have")
         self.pinned  # noqa: B018 (it refuses pins that mean nothing)
         for t in self.tables:
@@ -445,7 +448,6 @@ class Problem(KeptHash):
             )
             why_not = t.in_host_memory and t.below.why_not(t.precision, self.optimizer)
             require(not why_not, f"{p} has rows of table {t.name!r} in {TIERS[t.tier].words}, and {why_not}")
-        for t in self.tables:
             buckets = t.managed_collision.buckets if t.managed_collision else 1
             require(
                 buckets == 1 or buckets % n_devices == 0,
@@ -469,8 +471,9 @@ class Problem(KeptHash):
             require_tower_units(where, topology.row_units, topology.row_unit, p)
 
     def __repr__(self) -> str:
-        topology = f"{self.topology!r}, batch {self.global_batch}"
-        return f"Problem({self.name!r}, {len(self.tables)} tables, {topology})"
+        return (
+            f"Problem({self.name!r}, {len(self.tables)} tables, {self.topology!r}, batch {self.global_batch})"
+        )
 
     def _repr_html_(self) -> str:
         """The largest tables, for notebooks."""
@@ -506,10 +509,9 @@ class Problem(KeptHash):
 
         Searches cut columns only where a device has all rows, so others have all columns.
         """
-        wide = table.dim > self.topology.most_columns
         return (
             kind.name in self.kinds_of.get(table.name, (kind.name,))
-            and not (wide and (kind.divides_rows or not kind.cuts_columns))
+            and (table.dim <= self.topology.most_columns or (kind.cuts_columns and not kind.divides_rows))
             and not self.why_no_codec(kind, table)
             and not self.why_no_replicas(kind)
         )
@@ -556,8 +558,7 @@ class Problem(KeptHash):
             if sums and codec.summed == ():
                 return f"{kind.name} sums outputs, and TorchRec's {name} codec fails in a reduce-scatter"
         # Exchanges of outputs that are not sums: of all rows or sequences, and of sums across hosts.
-        exchanged = kind.cuts_columns or (kind.divides_rows and table.sequence)
-        blocks = self.blocks_of(table) if exchanged else 1
+        blocks = self.blocks_of(table) if kind.cuts_columns or (kind.divides_rows and table.sequence) else 1
         if not table.dim % blocks:
             return ""
         return (
@@ -610,8 +611,13 @@ class Problem(KeptHash):
     def whole(self) -> frozenset[str]:
         """Names of the tables that no plan cuts: unsplit, kept together with others, or pinned to a single
         device."""
-        on_one = (name for name, devices in self.pinned.items() if len(devices) == 1)
-        return frozenset((*self.constraints.unsplit, *self.bundle_of, *on_one))
+        return frozenset(
+            (
+                *self.constraints.unsplit,
+                *self.bundle_of,
+                *(name for name, devices in self.pinned.items() if len(devices) == 1),
+            )
+        )
 
     def kept_whole_by(self, name: str) -> str:
         """The constraint for which no plan cuts a table that is in `whole`, for messages."""

@@ -84,8 +84,7 @@ def require_types(record: object, noun: str) -> None:
             object.__setattr__(record, name, typed(value, kind, name))
         except ShardCoreError as error:
             raise ShardCoreError(f"{which}: {error}") from None
-    for name, check in checks(type(record)).items():
-        check(getattr(record, name), which, name)
+    require_fields(record, which, checks(type(record)))
 
 
 def typed(value: Any, kind: Any, what: str, build: Callable[..., Any] | None = None) -> Any:
@@ -211,6 +210,12 @@ def require(condition: bool, message: str) -> None:
         raise ShardCoreError(message)
 
 
+def repeated(values: Iterable[Any]) -> Any:
+    """The first of some values that was there before. None: all differ."""
+    seen: set[Any] = set()
+    return next((value for value in values if value in seen or seen.add(value)), None)
+
+
 Check = Callable[[Any, str, str], None]
 """(value, what, name) -> None. It raises ShardCoreError that `what` has a wrong value of its field `name`."""
 
@@ -225,26 +230,36 @@ def within(low: float, high: float) -> Check:
     return check
 
 
-def one_of(words: Collection[str]) -> Check:
-    """A check that a text is one of the known words, or None."""
+def one_of(known: Collection[Any]) -> Check:
+    """A check that a value is one of those that are known, or None."""
 
-    def check(value: str | None, what: str, name: str) -> None:
-        if value is not None and value not in words:
-            raise ShardCoreError(f"{what} has {name} {value!r}; known are {', '.join(words)}")
+    def check(value: Any, what: str, name: str) -> None:
+        if value is not None and value not in known:
+            raise ShardCoreError(f"{what} has {name} {value!r}; known are {', '.join(map(str, known))}")
 
     return check
 
 
+def require_fields(record: object, what: str, checks: Mapping[str, Check]) -> None:
+    """Raise ShardCoreError naming all fields of a record that do not pass their checks."""
+    faults: list[ShardCoreError] = []
+    for name, check in checks.items():
+        try:
+            check(getattr(record, name), what, name)
+        except ShardCoreError as error:
+            faults.append(error)
+    if faults:
+        raise faults[0] if len(faults) == 1 else ShardCoreError("; ".join(map(str, faults)), faults)
+
+
 def require_within(record: object, what: str, **ends: tuple[float, float]) -> None:
-    """Raise ShardCoreError naming a field of a record that is not within its ends; one that is None may be."""
-    for name, (low, high) in ends.items():
-        within(low, high)(getattr(record, name), what, name)
+    """Raise ShardCoreError naming the fields of a record that are not within their ends; one that is None may be."""
+    require_fields(record, what, {name: within(*of_name) for name, of_name in ends.items()})
 
 
 def require_known(record: object, what: str, **known: Collection[str]) -> None:
-    """Raise ShardCoreError naming a field that is none of the words that are known for it; one that is None may be."""
-    for name, words in known.items():
-        one_of(words)(getattr(record, name), what, name)
+    """Raise ShardCoreError naming the fields that are none of their known words; one that is None may be."""
+    require_fields(record, what, {name: one_of(words) for name, words in known.items()})
 
 
 def differences(first: Any, second: Any) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
-import itertools
 import json
 import math
 import os
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args, get_origin
 
 from shardcore.core.errors import ShardCoreError, Unreachable, after_name, shortened
-from shardcore.core.validation import checks, require, shown, type_hints, typed
+from shardcore.core.validation import checks, repeated, require, shown, type_hints, typed
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -231,8 +230,7 @@ def parse_json(content: bytes, what: Any) -> Any:
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
-        keys = sorted(k for k, _ in pairs)
-        raise ValueError(f"key {shown(next(a for a, b in itertools.pairwise(keys) if a == b))} appears twice")
+        raise ValueError(f"key {shown(repeated(key for key, _ in pairs))} appears twice")
     return made
 
 
@@ -294,8 +292,8 @@ def read_yaml(path: str | Path) -> Any:
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             made = super().construct_mapping(node, deep)
             if len(made) < len(node.value):
-                keys = [key.value for key, _ in node.value]
-                raise ValueError(f"key {shown(max(keys, key=keys.count))} appears twice")
+                twice = repeated(self.construct_object(key, deep=True) for key, _ in node.value)
+                raise ValueError(f"key {shown(twice)} appears twice")
             return made
 
         def construct_scalar(self, node: Any) -> Any:
@@ -324,14 +322,10 @@ def read_yaml(path: str | Path) -> Any:
 
 
 class Faults(ShardCoreError):
-    """Several faults of a file: a line for each of the first, and the number of the others.
-
-    faults: the errors, each of one line.
-    """
+    """Several faults of a file: a line for each of the first, and the number of the others."""
 
     def __init__(self, message: str = "", faults: Sequence[ShardCoreError] = ()) -> None:
-        super().__init__(message)
-        self.faults = faults
+        super().__init__(message, faults)
         if faults:
             more = len(faults) - _SHOWN_FAULTS
             others = f"... and {more:,} more{' at least' * (len(faults) >= _MOST_FAULTS)}"
@@ -347,10 +341,10 @@ def errors_named(what: Any) -> Iterator[None]:
     """Put a name, such as a file's, before the message of each error that is raised within."""
     try:
         yield
-    except Faults as error:
-        raise Faults(faults=[type(fault)(after_name(what, fault)) for fault in error.faults]) from None
     except ShardCoreError as error:
-        raise type(error)(after_name(what, error)) from None
+        if not error.faults:
+            raise type(error)(after_name(what, error)) from None
+        raise Faults(faults=[type(fault)(after_name(what, fault)) for fault in error.faults]) from None
 
 
 def each(make: Callable[[Any], Any], entries: Iterable[Any]) -> list[Any]:
@@ -360,7 +354,7 @@ def each(make: Callable[[Any], Any], entries: Iterable[Any]) -> list[Any]:
         try:
             made.append(make(entry))
         except ShardCoreError as error:
-            faults += getattr(error, "faults", [error])
+            faults += error.faults or [error]
             if len(faults) >= _MOST_FAULTS:
                 break
     if faults:

@@ -70,8 +70,9 @@ class CollectiveConfig:
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        counts = {"repeats": (1, MOST_REPEATS), "warmups": (0, MOST_REPEATS)}
-        require_within(self, "comm config", **counts, timeout_s=WAITS_S)
+        require_within(
+            self, "comm config", repeats=(1, MOST_REPEATS), warmups=(0, MOST_REPEATS), timeout_s=WAITS_S
+        )
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,15 @@ class PairConfig:
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        sizes = dict.fromkeys(("message_kib", "load_kib"), (1, 1 << 20))
-        counts = dict.fromkeys(("sweeps", "repeats"), (1, MOST_REPEATS))
-        require_within(self, "pairs", **sizes, **counts, timeout_s=WAITS_S)
+        require_within(
+            self,
+            "pairs",
+            message_kib=(1, 1 << 20),
+            load_kib=(1, 1 << 20),
+            sweeps=(1, MOST_REPEATS),
+            repeats=(1, MOST_REPEATS),
+            timeout_s=WAITS_S,
+        )
 
 
 @dataclass(frozen=True, eq=False)

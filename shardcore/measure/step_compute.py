@@ -87,8 +87,7 @@ class Ops:
 
         def prepared(op: Op, batch: int) -> list[Any]:
             # The seed depends on the batch alone, so that all plans of a problem see the same batches.
-            seed = config.seed + batch
-            return [benches[_precision(part)].prepare(part, seed) for part in _fused(op)]
+            return [benches[_precision(part)].prepare(part, config.seed + batch) for part in _fused(op)]
 
         # All batches are prepared before timing.
         self._batches = [{op.run: prepared(op, batch) for op in own} for batch in range(config.batches)]

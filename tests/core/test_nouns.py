@@ -530,3 +530,11 @@ def test_pins_that_mean_millions_of_devices_are_refused():
     pins = tuple((f"t{i}", ("big", f"h{i}")) for i in range(200))
     with pytest.raises(ShardCoreError, match="pins tables to sets of more than"):
         Problem("p", tables, Topology(devices), len(devices), constraints=Constraints(pinned=pins))
+
+
+def test_all_wrong_fields_of_a_record_are_named_at_once():
+    message = refused(Table, name="t", rows=0, dim=30, pooling=1.0, precision="fp9", dedup=0.5)
+    for words in ("rows 0", "dim 30; FBGEMM needs a multiple of 4", "precision 'fp9'", "dedup 0.5"):
+        assert words in message
+    message = refused(Job, pipeline="semi", id_bytes=3, tower_ratio=0.5)
+    assert all(words in message for words in ("job has pipeline 'semi'", "tower_ratio 0.5", "id_bytes 3"))

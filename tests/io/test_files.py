@@ -352,7 +352,7 @@ def test_limits_of_a_problems_own_fields_are_named_together_with_faults_of_its_t
     "change, said",
     [
         (lambda d: d["tables"][0].update(dim=6), ", table 'x: y' has dim 6; FBGEMM needs"),
-        (lambda d: d.update(job={"id_bytes": 5}), ": job has id_bytes 5; it needs"),
+        (lambda d: d.update(job={"id_bytes": 5}), ": job has id_bytes 5; known are 4, 8"),
         (lambda d: d.update(constraints={"unsplit": ["x: y", 3]}), ": constraints: unsplit[1] is 3; it"),
         (
             lambda d: d["tables"][0].update(managed_collision={"row_bytes": 8, "routing": "contiguous"}),
@@ -595,3 +595,28 @@ def test_standard_output_is_written_to_also_where_it_is_a_file(tmp_path):
         link.symlink_to(f"/proc/self/fd/{f.fileno()}")
         writing.write_json(link, {"a": 1})
         assert link.is_symlink() and json.loads(shown.read_text()) == {"a": 1}
+
+
+def edit_json(path, change):
+    """Change a file without a digest in place."""
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+
+
+def test_several_faults_of_one_table_are_named_at_once(problem_path):
+    edit_json(problem_path, lambda data: data["tables"][0].update(dim=30, rows=0))
+    lines = error_lines(files.read_problem, problem_path)
+    assert len(lines) == 2 and all(line.startswith(f"{problem_path}, table 'cold' has ") for line in lines)
+    assert "rows 0; it needs 1 to" in lines[0] and "dim 30; FBGEMM needs a multiple of 4" in lines[1]
+
+
+def test_several_faults_of_a_device_and_of_a_job_are_named_at_once(problem_path):
+    def spoil(data):
+        data["topology"]["devices"][0] |= {"memory_bytes": 0, "speed": -1.0}
+        data["job"] = {"id_bytes": 3, "length_bytes": 5}
+
+    edit_json(problem_path, spoil)
+    faults = ("memory_bytes 0", "speed -1.0", "id_bytes 3", "length_bytes 5")
+    for line, fault in zip(error_lines(files.read_problem, problem_path), faults, strict=True):
+        assert fault in line

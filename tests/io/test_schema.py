@@ -10,6 +10,7 @@ import pytest
 
 from shardcore.core.errors import MOST_CHARACTERS, ShardCoreError, escaped, shortened
 from shardcore.core.validation import one_of, require_types, shown, within
+from shardcore.cost.fit_config import FitConfig
 from shardcore.io import schema
 
 
@@ -276,11 +277,12 @@ class Limited:
         require_types(self, "a limited one")
 
 
-def test_values_beyond_the_limits_of_annotations_are_named_at_once_in_files_and_one_by_one_elsewhere():
+def test_values_beyond_the_limits_of_annotations_are_named_at_once():
     assert Limited(1).share is None and schema.build(Limited, {"free": 1, "share": 1}, "it") == Limited(
         1, 1.0
     )
-    with pytest.raises(ShardCoreError, match="^a limited one has share 2.0; it needs 0 to 1$"):
+    words = "a limited one has share 2.0; it needs 0 to 1; a limited one has kind 'c'; known are a, b"
+    with pytest.raises(ShardCoreError, match=f"^{words}$"):
         Limited(1, share=2.0, kind="c")
     with pytest.raises(schema.Faults) as error:
         schema.build(Limited, {"free": "x", "share": 2.0, "kind": "c"}, "it")
@@ -347,3 +349,11 @@ def test_a_field_that_the_caller_sets_is_refused_in_the_data_whatever_makes_it()
     with pytest.raises(ShardCoreError, match="^it has an unknown key 'inner'; known are name"):
         schema.build(Outer, WHOLE, "it", inner=lambda: Inner(1))
     assert schema.build(Outer, {"name": "n"}, "it", inner=lambda: Inner(3)).inner.number == 3
+
+
+def test_several_settings_beyond_their_ends_have_a_line_each():
+    lines = faults_of({"epochs": 0, "patience": -1, "seed": 3}, FitConfig)
+    assert [line.split(";")[0] for line in lines] == [
+        "it: train config has epochs 0",
+        "it: train config has patience -1",
+    ]

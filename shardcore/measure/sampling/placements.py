@@ -179,8 +179,11 @@ def recorded(drawn: Problem, planner: str) -> Columns | None:
     columns = [_parsed(line, drawn) for line in lines]
     # Tables of the recorded pool may have had fewer rows (see `key`), so memory is checked again.
     held = [sum(_bytes(drawn, i, width) for i, width in of.items()) for of in columns]
-    fits = all(h <= d.memory_bytes for h, d in zip(held, drawn.topology.devices, strict=True))
-    return columns if fits else None
+    return (
+        columns
+        if all(h <= d.memory_bytes for h, d in zip(held, drawn.topology.devices, strict=True))
+        else None
+    )
 
 
 @lru_cache

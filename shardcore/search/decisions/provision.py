@@ -24,6 +24,7 @@ from shardcore.core.validation import (
     MOST_BYTES,
     MOST_DEVICES,
     MOST_SPEED,
+    repeated,
     require,
     require_name,
     require_within,
@@ -157,9 +158,8 @@ class Offers:
     offers: tuple[Offer, ...]
 
     def __post_init__(self) -> None:
-        names = [offer.name for offer in self.offers]
-        require(bool(names), "there are no offers; it needs one or more")
-        twice = next((name for name in names if names.count(name) > 1), None)
+        require(bool(self.offers), "there are no offers; it needs one or more")
+        twice = repeated(offer.name for offer in self.offers)
         require(twice is None, f"there are two offers {twice!r}; each needs another name")
 
 

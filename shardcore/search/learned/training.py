@@ -71,11 +71,20 @@ class PolicyConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        counts = ("rounds", "patience", "priced", "cost_updates", "policy_updates", "problems_at_once")
-        ends = dict.fromkeys(counts, (1, MOST_COUNT))
-        # The advantage of a single plan over the mean of its kind is always 0.
-        ends |= {"plans_each": (2, MOST_COUNT), "entropy": (0, 1), "seed": (0, MOST_SEED)}
-        require_within(self, "policy config", **ends)
+        require_within(
+            self,
+            "policy config",
+            rounds=(1, MOST_COUNT),
+            patience=(1, MOST_COUNT),
+            priced=(1, MOST_COUNT),
+            cost_updates=(1, MOST_COUNT),
+            policy_updates=(1, MOST_COUNT),
+            problems_at_once=(1, MOST_COUNT),
+            # The advantage of a single plan over the mean of its kind is always 0.
+            plans_each=(2, MOST_COUNT),
+            entropy=(0, 1),
+            seed=(0, MOST_SEED),
+        )
         require(
             0 < self.learning_rate < 1,
             f"policy config has learning_rate {self.learning_rate}; it needs to be within 0 and 1",
@@ -98,8 +107,13 @@ class PolicyProblems(ProblemConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        count = (1, MOST_COUNT)
-        require_within(self, "policy problems", problems=count, validation=count, test=count)
+        require_within(
+            self,
+            "policy problems",
+            problems=(1, MOST_COUNT),
+            validation=(1, MOST_COUNT),
+            test=(1, MOST_COUNT),
+        )
 
 
 @dataclass(frozen=True, eq=False)
