@@ -71,9 +71,10 @@ def comm_id(setting: Setting, request: CollectiveRequest) -> str:
     }
     if request.emulated:
         # Fields of pods count only with pods, so that exchanges without any keep the ids of earlier versions.
-        links = dataclasses.asdict(request.emulated)
         described["emulated"] = {
-            name: value for name, value in links.items() if request.pods > 1 or "pod" not in name
+            name: value
+            for name, value in dataclasses.asdict(request.emulated).items()
+            if request.pods > 1 or "pod" not in name
         }
     if request.hosts > 1:
         described["method"] = _OVER_HOSTS
@@ -225,8 +226,10 @@ def repeated(timings: Iterable[Sample]) -> list[list[Sample]]:
     for sample in timings:
         if sample.error is None:
             by_id.setdefault(sample.id, []).append(sample)
-    several = [sorted(s, key=lambda x: x.measured_at) for s in by_id.values() if len(s) > 1]
-    return sorted(several, key=lambda s: (-len(s), s[0].id))
+    return sorted(
+        (sorted(s, key=lambda x: x.measured_at) for s in by_id.values() if len(s) > 1),
+        key=lambda s: (-len(s), s[0].id),
+    )
 
 
 def read_timings(folder: str | Path, setting: Setting | None = None) -> list[ComputeSample]:

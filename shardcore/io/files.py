@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import itertools
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.core.validation import MOST_DEVICES, require, require_type, shown
 from shardcore.io import problem_parts
 from shardcore.io.envelope import digest, document, open_document, seal, unseal
-from shardcore.io.schema import Readable, build, each, errors_named, is_whole, read
+from shardcore.io.schema import Readable, build, each, errors_named, is_whole, read, require_once
 from shardcore.io.writing import write_json
 from shardcore.step.kinds import LAYOUTS, layout_of
 from shardcore.step.lower import require_plan
@@ -203,6 +202,7 @@ def read_problem(path: str | Path | Readable) -> Problem:
 
     def tables_of_file() -> tuple[Table, ...]:
         require(isinstance(tables, list), f"{what} {_found('tables', tables)}; it needs a list of them")
+        require_once(tables, ("name",), f"{what} has several tables of a name")
         return tuple(each(lambda table: table_from_json(table, what), tables))
 
     return build(
@@ -232,11 +232,8 @@ def write_pool(path: str | Path, tables: Iterable[Table]) -> None:
 
 def read_pool(path: str | Path) -> tuple[Table, ...]:
     pool = build(_Pool, unseal(open_document(path, "pool"), path), str(path))
-    tables = tuple(each(lambda table: table_from_json(table, str(path)), pool.tables))
-    for name, n in Counter(table.name for table in tables).items():
-        if n > 1:
-            raise ShardCoreError(f"{path} has several tables named {shown(name)}; names need to differ")
-    return tables
+    require_once(pool.tables, ("name",), f"{path} has several tables of a name")
+    return tuple(each(lambda table: table_from_json(table, str(path)), pool.tables))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -369,6 +366,7 @@ def require_provenance(data: Mapping[str, Any], what: str) -> None:
 
 def plan_from_json(data: Any, problem: Problem, what: str) -> Plan:
     """The plan of a file's content, not yet checked against the problem's tables and devices."""
+    require_once(data.get("placements"), ("table", "columns"), f"{what}: plan places cells twice")
     read_plan = build(_Plan, data, what)
     require_same_problem(read_plan, problem, f"{what} is a plan")
     require_provenance(read_plan.provenance, f"{what}: provenance")

@@ -146,8 +146,9 @@ class HotColdEmbeddingCollection(nn.Module):
         ids = [split[f].cold_ids if f in split else lookups[f].values() for f in self._features]
         lengths = [split[f].cold_lengths if f in split else lookups[f].lengths() for f in self._features]
         # Cold rows of all features are one lookup, which TorchRec shards.
-        keys = list(self._features)
-        cold = self.cold(KeyedJaggedTensor(keys=keys, values=torch.cat(ids), lengths=torch.cat(lengths)))
+        cold = self.cold(
+            KeyedJaggedTensor(keys=list(self._features), values=torch.cat(ids), lengths=torch.cat(lengths))
+        )
         # Features without hot rows have their outputs as they are.
         outputs = {f: cold[f] for f in self._features}
         for f, parts in split.items():

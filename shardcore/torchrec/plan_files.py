@@ -275,6 +275,7 @@ def _spec(shards: Any, what: str) -> Any:
     from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 
+    schema.require_once(shards, ("offsets",), f"{what} has several shards of the same cells")
     parsed = schema.read(shards, tuple[_ShardOfSpec, ...], what)
     try:
         return EnumerableShardingSpec(

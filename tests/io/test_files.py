@@ -620,3 +620,27 @@ def test_several_faults_of_a_device_and_of_a_job_are_named_at_once(problem_path)
     faults = ("memory_bytes 0", "speed -1.0", "id_bytes 3", "length_bytes 5")
     for line, fault in zip(error_lines(files.read_problem, problem_path), faults, strict=True):
         assert fault in line
+
+
+def test_the_first_of_very_many_repeated_entries_is_named_before_any_is_made(problem, problem_path, tmp_path):
+    """Records of 800,000 placements take a minute to make. Those that come after the first twin are none."""
+    path = tmp_path / "plan.json"
+    files.write_plan(path, whole(problem), problem)
+    name, columns = problem.tables[1].name, [0, problem.tables[1].dim]
+    edit(path, lambda data: data["placements"].extend([data["placements"][1], *[{"kind": 3}] * 1000]))
+    [line] = error_lines(files.read_plan, path, problem)
+    assert line.startswith(f"{path}: plan places cells twice: table {name!r}, columns {columns}; ")
+    # Other columns of a table, or the same ones of another, are no twins.
+    edit(path, lambda data: data["placements"].__delitem__(slice(len(problem.tables), None)))
+    assert files.read_plan(path, problem) == whole(problem)
+    edit_json(problem_path, lambda data: data["tables"].extend([data["tables"][2], *[{"rows": "x"}] * 1000]))
+    [line] = error_lines(files.read_problem, problem_path)
+    assert line.startswith(f"{problem_path} has several tables of a name: name {problem.tables[2].name!r}; ")
+
+
+def test_a_pool_with_a_table_twice_is_refused_by_its_name(tables, tmp_path):
+    files.write_pool(tmp_path / "pool.json", (*tables, tables[1]))
+    with pytest.raises(
+        ShardCoreError, match=f"has several tables of a name: name {tables[1].name!r}; it needs"
+    ):
+        files.read_pool(tmp_path / "pool.json")

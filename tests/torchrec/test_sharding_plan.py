@@ -294,6 +294,12 @@ ODD = [
     ("sharding_spec", [{"offsets": [0, 0, 0], "sizes": [24, 16, 1], "placement": "rank:0/cpu"}], "offsets"),
     ("sharding_spec", [{"offsets": [0], "sizes": [24], "placement": "rank:0/cpu"}], "offsets"),
     (
+        # Before any shard is made.
+        "sharding_spec",
+        [*[{"offsets": [0, 8], "sizes": [24, 8], "placement": "rank:0/cpu"}] * 2, {"offsets": 3}],
+        r"has several shards of the same cells: offsets \[0, 8\]; it needs to be there once",
+    ),
+    (
         "sharding_spec",
         [{"offsets": [0, 0], "sizes": [24, 16], "placement": "xxx"}],
         "placement 'xxx'; it needs a rank and a device, such as rank:0/cuda:0",
