@@ -42,8 +42,14 @@ class FitConfig:
     def __post_init__(self) -> None:
         # Files give lists. The field is a tuple, so that equal configs compare equal.
         object.__setattr__(self, "hidden", tuple(self.hidden))
-        counts = dict.fromkeys(("epochs", "patience", "batch_size"), (1, MOST_COUNT))
-        require_within(self, "train config", **counts, seed=(0, MOST_SEED))
+        require_within(
+            self,
+            "train config",
+            epochs=(1, MOST_COUNT),
+            patience=(1, MOST_COUNT),
+            batch_size=(1, MOST_COUNT),
+            seed=(0, MOST_SEED),
+        )
         require(
             0 < self.learning_rate < 1,
             f"train config has learning_rate {self.learning_rate}; it needs to be within 0 and 1",

@@ -54,8 +54,15 @@ class MoveRates:
 
     def __post_init__(self) -> None:
         require_types(self, "move rates")
-        times = ("move_s", "collection_s", "table_s", "digest_ns", "digest_row_ns")
-        require_within(self, "move rates", **dict.fromkeys(times, (0, _MOST_TIME)))
+        require_within(
+            self,
+            "move rates",
+            move_s=(0, _MOST_TIME),
+            collection_s=(0, _MOST_TIME),
+            table_s=(0, _MOST_TIME),
+            digest_ns=(0, _MOST_TIME),
+            digest_row_ns=(0, _MOST_TIME),
+        )
         gbps = {"build_gbps": self.build_gbps, "copy_gbps": self.copy_gbps, "free_gbps": self.free_gbps}
         for name, value in (gbps | {f"link_gbps of {k}": v for k, v in self.link_gbps.items()}).items():
             require(

@@ -20,7 +20,7 @@ from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.links import LEVELS
 from shardcore.core.topology import Topology
 from shardcore.core.types import Problem, Setting, Shard
-from shardcore.core.validation import require_type, shown
+from shardcore.core.validation import require, require_type, shown
 from shardcore.cost import collective_model, features, nets, quantiles, ranges, weight_checks
 from shardcore.cost.composite import Composite, composed
 from shardcore.cost.model import CommCost, Compiled, Law, round_encodings
@@ -281,3 +281,7 @@ class _Meta:
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     judged_by: Mapping[str, str] = dataclasses.field(default_factory=dict)
     steps: int = 0
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in self.ranges.items():
+            require(low <= high, f"range of {shown(name)} is {low:g} to {high:g}; it needs to rise")

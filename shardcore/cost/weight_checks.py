@@ -68,10 +68,8 @@ def require_weights(w: Mapping[str, np.ndarray]) -> None:
     # Optional weights are checked only where they are present.
     for name, (shape, ends) in {**rules, **{n: r for n, r in optional.items() if n in w}}.items():
         _require(w, name, shape, ends)
-    require(
-        not (w["condition_low"] > w["condition_high"]).any(),
-        "weight 'condition_low' lies above 'condition_high'",
-    )
+    for low, high in zip(w["condition_low"].tolist(), w["condition_high"].tolist(), strict=True):
+        require(low <= high, f"weight 'condition_low' has {low:g}, above the {high:g} of 'condition_high'")
     _require_band(w["band.log_ms"], w["band.width"], w["band.level"], w["band.error"])
 
 

@@ -43,12 +43,11 @@ class Spread:
     repeats: int
 
     def __post_init__(self) -> None:
-        fine = 0 <= self.median_ms <= MOST_MS and 0 <= self.q1_ms <= MOST_MS and 0 <= self.q3_ms <= MOST_MS
         # Without `require`, whose text would be made for each of a dataset's many spreads.
-        if not fine or self.repeats < 1:
+        if not 0 <= self.q1_ms <= self.median_ms <= self.q3_ms <= MOST_MS or self.repeats < 1:
             raise ShardCoreError(
-                f"a timing is {self.median_ms} ms ({self.q1_ms} to {self.q3_ms}) in "
-                f"{self.repeats} repeats; it needs 0 to {MOST_MS:g} ms, and 1 or more"
+                f"a timing is {self.median_ms} ms (q1_ms {self.q1_ms} to q3_ms {self.q3_ms}) in {self.repeats} "
+                f"repeats; it needs 0 to {MOST_MS:g} ms, the median between its quartiles, and 1 or more"
             )
 
     def times(self, factor: float) -> Spread:

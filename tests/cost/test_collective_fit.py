@@ -47,10 +47,10 @@ def test_only_exchanges_that_the_model_prices_count():
     compute, comm = compute_samples(linear_law, 60), comm_samples(60, ranks=(2,))
     # TorchRec has no codec for all-reduces.
     slow = [
-        dataclasses.replace(s, backward=tuple(dataclasses.replace(x, median_ms=99.0) for x in s.backward))
+        dataclasses.replace(s, backward=tuple(spread(99.0) for _ in s.backward))
         for s in comm_samples(60, ranks=(2,), collective="all_reduce", payload="bf16")
     ]
-    none = tuple(dataclasses.replace(x, median_ms=0.0) for x in comm[0].forward)
+    none = tuple(spread(0.0) for _ in comm[0].forward)
     early = dataclasses.replace(comm[0], id="early", forward=none)
     model, other = (fit.train(compute, c, SETTING, QUICK).model for c in (comm, [*comm, *slow, early]))
     assert all(np.array_equal(model.weights[k], other.weights[k]) for k in model.weights)
@@ -100,7 +100,7 @@ def half(samples, payload):
             s,
             request=dataclasses.replace(s.request, payload=payload),
             **{
-                way: tuple(dataclasses.replace(x, median_ms=x.median_ms / 2) for x in getattr(s, way))
+                way: tuple(spread(x.median_ms / 2) for x in getattr(s, way))
                 for way in ("forward", "backward")
             },
         )

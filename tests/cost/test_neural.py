@@ -204,3 +204,10 @@ def test_meta_says_what_was_measured(model):
     assert sum(v for k, v in model.meta["samples"].items() if k.startswith("compute")) == 240
     assert model.meta["metrics"]["compute_mape"] > 0
     json.dumps(dict(model.meta), allow_nan=False)
+
+
+def test_a_measured_range_that_falls_is_refused_with_both_ends(tmp_path):
+    ranges = {"batch": [64, 256], "devices": [8, 2]}
+    neural.save(neural.NeuralModel(SETTING, by_hand().weights, {"ranges": ranges}), tmp_path)
+    with pytest.raises(ShardCoreError, match="range of 'devices' is 8 to 2; it needs to rise"):
+        neural.load(tmp_path)

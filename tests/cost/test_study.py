@@ -18,10 +18,7 @@ def test_repeatability_is_the_error_of_one_timing():
 
     def timed(sample, relative_ci=0.05):
         by = np.exp(0.05 * rng.normal())
-        spreads = {
-            k: dataclasses.replace(getattr(sample, k), median_ms=getattr(sample, k).median_ms * by)
-            for k in ("forward", "backward")
-        }
+        spreads = {k: spread(getattr(sample, k).median_ms * by) for k in ("forward", "backward")}
         return dataclasses.replace(sample, relative_ci=relative_ci, **spreads)
 
     repeats = [[timed(s) for _ in range(3)] for s in samples]

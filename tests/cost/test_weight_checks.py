@@ -39,7 +39,7 @@ def test_what_training_makes_is_right(trained, tmp_path):
         ("contention.1.weight", -0.1, "has -0.1; it needs 0 to 6.25"),
         ("contention.1.weight", 7.0, "has 7; it needs 0 to 6.25"),
         ("load_typical", 0.0, "'load_typical' has 0"),
-        ("condition_low", 1e5, "'condition_low' lies above 'condition_high'"),
+        ("condition_low", 1e5, "'condition_low' has 100000, above the 5.54518 of 'condition_high'"),
         ("condition_sd", 0.0, "'condition_sd' has 0"),
         ("band.width", 0.0, "'band.width' has 0"),
         ("band.level", 0.9, "from 0.005 to 0.9; it"),

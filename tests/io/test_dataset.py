@@ -311,7 +311,7 @@ TIMING = {"median_ms": 1.0, "q1_ms": 1.0, "q3_ms": 1.0, "repeats": 3}
     "columns, message",
     [
         ({"forward": {**TIMING, "median_ms": -1.0}}, "a timing is -1.0 ms"),
-        ({"forward": {**TIMING, "q3_ms": float("nan")}}, "to nan)"),
+        ({"forward": {**TIMING, "q3_ms": float("nan")}}, "q3_ms nan)"),
         ({"forward": {**TIMING, "repeats": 0}}, "in 0 repeats"),
         ({"forward": None}, "has no timing, and no error"),
         ({"backward": {**TIMING, "median_ms": None}}, "has an entry that is nothing"),

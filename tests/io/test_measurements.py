@@ -92,3 +92,10 @@ def test_a_replay_on_a_slow_machine_is_corrected_to_its_usual_speed():
         usual.device_ms == (11.625 / 2, 11.25 / 2) and usual.waiting_ms == (3.5, 0.0) and usual.oversubscribed
     )
     assert usual.step == Spread(6.0, 5.0, 7.0, 5) and usual.slowdown == 1.0 and slow.slowdown == 2.0
+
+
+@pytest.mark.parametrize("q1_ms, median_ms, q3_ms", [(3.0, 2.0, 1.0), (1.0, 3.0, 2.0), (2.5, 2.0, 3.0)])
+def test_a_timing_whose_quartiles_are_out_of_order_is_refused(q1_ms, median_ms, q3_ms):
+    with pytest.raises(ShardCoreError, match="the median between its quartiles") as error:
+        Spread(median_ms, q1_ms, q3_ms, 3)
+    assert f"a timing is {median_ms} ms (q1_ms {q1_ms} to q3_ms {q3_ms})" in str(error.value)
