@@ -113,7 +113,7 @@ class Link:
     latency_ms: Annotated[float | None, within(0, MOST_MS)] = None
 
     def __post_init__(self) -> None:
-        require_types(self, "a link")
+        require_types(self, f"link {self.level}")
         require(
             not self.shared or bool(self.gbps and LEVELS[self.level].shared),
             f"link {self.level} has shared {self.shared} and gbps {self.gbps}; only links of hosts and pods are "

@@ -112,4 +112,4 @@ class Memory:
     gbps: Annotated[float, within(1 / MOST_GBPS, MOST_GBPS)]
 
     def __post_init__(self) -> None:
-        require_types(self, "a memory")
+        require_types(self, f"memory {self.tier}")
