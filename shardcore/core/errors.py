@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-MOST_CHARACTERS = 300
+MOST_CHARACTERS = 400
 """Most characters of an error's message; a longer one is cut in the middle."""
 
 
