@@ -2,7 +2,8 @@
 
 `python -m tasks.services COMMAND …` runs a command with a Prefect server: PREFECT_API_URL, or one that lives as long as
 the command. The command is a separate process, as Prefect reads the address when it is imported, and sends its last
-logs when it exits. Everything that it starts ends with it (tasks.owned).
+logs when it exits. It begins at once, and flows wait for the server (`run_flow`): their imports take as long as half of
+its start. Everything that it starts ends with it (tasks.owned).
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ _PATIENCE_S = 5.0
 """Longest wait for a connection to a service."""
 _HEALTHY_S = 120.0
 """Longest time in which a Prefect server starts."""
+_STARTS = "SHARDCORE_PREFECT_STARTS"
+"""Environment variable of what may run before its Prefect server answers."""
 _LOOK_EVERY_S = 0.5
 _LAST_WORDS_S = 4.0
 """Time in which an interrupted command may end."""
@@ -103,8 +106,10 @@ def require_answer(address: str, what: str) -> None:
 
 
 @contextmanager
-def prefect_server() -> Iterator[tuple[str, subprocess.Popen]]:
+def prefect_server(wait: bool = True) -> Iterator[tuple[str, subprocess.Popen]]:
     """A Prefect server that lasts as long as the context: the URL of its API, and its process.
+
+    wait: whether the context begins when it answers. If not, flows within wait for it.
 
     In an owned run it ends after the flows. Its database is removed with it. It asks for a password, which this process
     and those that it starts know.
@@ -112,7 +117,7 @@ def prefect_server() -> Iterator[tuple[str, subprocess.Popen]]:
     held = reserve_port()
     port = held.getsockname()[1]
     url, user = f"http://127.0.0.1:{port}/api", f"shardcore:{secrets.token_urlsafe(32)}"
-    client, before = {"PREFECT_API_URL": url, "PREFECT_API_AUTH_STRING": user}, dict(os.environ)
+    client, before = {"PREFECT_API_URL": url, "PREFECT_API_AUTH_STRING": user, _STARTS: "1"}, dict(os.environ)
     folder = tempfile.mkdtemp(prefix="prefect-")
     with owned.serving():
         server = subprocess.Popen(
@@ -131,7 +136,8 @@ def prefect_server() -> Iterator[tuple[str, subprocess.Popen]]:
             start_new_session=True,
         )
     try:
-        _wait_healthy(f"{url}/health", server)
+        if wait:
+            _wait_healthy(url, server)
         os.environ.update(client)
         yield url, server
     finally:
@@ -151,17 +157,18 @@ def prefect_server() -> Iterator[tuple[str, subprocess.Popen]]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _wait_healthy(url: str, server: subprocess.Popen) -> None:
+def _wait_healthy(url: str, server: subprocess.Popen | None = None) -> None:
+    """Wait until a Prefect server answers. server: its process. None: whoever started it watches it."""
     deadline = time.monotonic() + _HEALTHY_S
-    while time.monotonic() < deadline and server.poll() is None:
+    while time.monotonic() < deadline and (server is None or server.poll() is None):
         try:
-            get(url, timeout_s=2.0)
+            get(f"{url}/health", timeout_s=2.0)
             return
         except OSError:
             time.sleep(0.2)
     ended = (
         f"ended with exit code {server.returncode}"
-        if server.poll() is not None
+        if server and server.returncode is not None
         else f"was not up within {_HEALTHY_S:.0f} s"
     )
     raise ShardCoreError(f"a Prefect server of our own at {url} {ended}; `prefect server start` shows why")
@@ -175,19 +182,11 @@ def away(error: httpx.HTTPError) -> str:
     )
 
 
-class _NoTracebackForUserErrors(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.exc_info and isinstance(record.exc_info[1], ShardCoreError):
-            record.msg, record.args, record.exc_info = "%s", (str(record.exc_info[1]),), None
-        return True
-
-
-def show_user_errors_plainly() -> None:
-    """Log errors that a user can mend in one line, without a traceback."""
-    for name in ("prefect.flow_runs", "prefect.task_runs"):
-        logger = logging.getLogger(name)
-        if not any(isinstance(f, _NoTracebackForUserErrors) for f in logger.filters):
-            logger.addFilter(_NoTracebackForUserErrors())
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """A filter of logs that shows errors that a user can mend in one line."""
+    if record.exc_info and isinstance(record.exc_info[1], ShardCoreError):
+        record.msg, record.args, record.exc_info = "%s", (str(record.exc_info[1]),), None
+    return True
 
 
 def run_flow(flow: Callable[[], object], needs_prefect: bool = True) -> None:
@@ -208,10 +207,13 @@ def run_flow(flow: Callable[[], object], needs_prefect: bool = True) -> None:
             )
         with owned.owned():
             reach_directly(os.environ)
-            show_user_errors_plainly()
+            for name in ("prefect.flow_runs", "prefect.task_runs"):
+                logging.getLogger(name).addFilter(_without_traceback)
             program = console.start(Path(sys.argv[0]).stem)
-            if os.environ.get("PREFECT_API_URL"):
-                require_answer(os.environ["PREFECT_API_URL"], "Prefect (PREFECT_API_URL)")
+            if url := os.environ.get("PREFECT_API_URL"):
+                if os.environ.get(_STARTS):
+                    _wait_healthy(url)
+                require_answer(url, "Prefect (PREFECT_API_URL)")
             flow()
         program.ended()
     except KeyboardInterrupt:
@@ -246,7 +248,7 @@ def main() -> None:
                 code = _run(sys.argv[1:])
             else:
                 print("starting a Prefect server for as long as this runs", flush=True)
-                with prefect_server() as (_, server):
+                with prefect_server(wait=False) as (_, server):
                     code = _run(sys.argv[1:], server)
     except (ShardCoreError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

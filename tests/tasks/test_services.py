@@ -234,6 +234,24 @@ def test_what_a_flow_needs_is_looked_at_before_it_begins(in_project, tmp_path, c
     assert not begun
 
 
+def test_a_flow_waits_for_a_server_that_still_starts(in_project, monkeypatch):
+    """The server answers a while after the flow's imports."""
+    begun = []
+    with services.reserve_port() as held:
+        port = held.getsockname()[1]
+        monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{port}/api")
+        monkeypatch.setenv("SHARDCORE_PREFECT_STARTS", "1")
+        flow = threading.Thread(target=services.run_flow, args=(lambda: begun.append("flow"),))
+        flow.start()
+        flow.join(0.5)
+        assert flow.is_alive() and not begun
+        server = http.server.HTTPServer(("127.0.0.1", port), Page)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        flow.join(60)
+        server.shutdown()
+    assert begun == ["flow"]
+
+
 # --- commands with a server ---------------------------------------------------------------------------------
 
 
