@@ -11,7 +11,7 @@ from shardcore.core.validation import (
     MOST_BYTES,
     MOST_DIM,
     MOST_PINS,
-    repeated,
+    first_repeated,
     require,
     require_within,
     shown,
@@ -74,7 +74,7 @@ class Constraints:
         tables = {name: [table for table, _ in entries] for name, entries in pairs.items()}
         tables["together"] = [table for group in self.together for table in group]
         for name, named in tables.items():
-            twice = repeated(named)
+            twice = first_repeated(named)
             require(twice is None, f"constraints.{name} has table {twice!r} twice; it needs to be there once")
         kinds = tuple((table, tuple(dict.fromkeys(kinds))) for table, kinds in self.kinds)
         object.__setattr__(self, "kinds", kinds)

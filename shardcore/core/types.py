@@ -30,8 +30,8 @@ from shardcore.core.validation import (
     MOST_ROWS,
     MOST_TABLES,
     differences,
+    first_repeated,
     one_of,
-    repeated,
     require,
     require_name,
     require_path_name,
@@ -428,7 +428,7 @@ class Problem(KeptHash):
             self.global_batch % n_devices == 0,
             f"{p} has global_batch {self.global_batch}, which {n_devices} devices do not divide evenly",
         )
-        names, twice = {t.name for t in self.tables}, repeated(t.name for t in self.tables)
+        names, twice = {t.name for t in self.tables}, first_repeated(t.name for t in self.tables)
         require(twice is None, f"{p} has several tables named {twice!r}; names need to differ")
         for verb, tables in (
             ("forbids splitting", self.constraints.unsplit),

@@ -210,7 +210,7 @@ def require(condition: bool, message: str) -> None:
         raise ShardCoreError(message)
 
 
-def repeated(values: Iterable[Any]) -> Any:
+def first_repeated(values: Iterable[Any]) -> Any:
     """The first of some values that was there before. None: all differ."""
     seen: set[Any] = set()
     return next((value for value in values if value in seen or seen.add(value)), None)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args, get_origin
 
 from shardcore.core.errors import ShardCoreError, Unreachable, after_name, shortened
-from shardcore.core.validation import checks, repeated, require, shown, type_hints, typed
+from shardcore.core.validation import checks, first_repeated, require, shown, type_hints, typed
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -230,7 +230,7 @@ def parse_json(content: bytes, what: Any) -> Any:
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
-        raise ValueError(f"key {shown(repeated(key for key, _ in pairs))} appears twice")
+        raise ValueError(f"key {shown(first_repeated(key for key, _ in pairs))} appears twice")
     return made
 
 
@@ -292,7 +292,7 @@ def read_yaml(path: str | Path) -> Any:
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             made = super().construct_mapping(node, deep)
             if len(made) < len(node.value):
-                twice = repeated(self.construct_object(key, deep=True) for key, _ in node.value)
+                twice = first_repeated(self.construct_object(key, deep=True) for key, _ in node.value)
                 raise ValueError(f"key {shown(twice)} appears twice")
             return made
 
@@ -410,7 +410,7 @@ def require_once(entries: Any, keys: Sequence[str], words: str) -> None:
     It is quick: to make records of a million entries takes a minute.
     """
     found = (e for e in entries if isinstance(e, Mapping)) if isinstance(entries, list | tuple) else ()
-    twice = repeated(", ".join(f"{key} {e.get(key)!r}" for key in keys) for e in found)
+    twice = first_repeated(", ".join(f"{key} {e.get(key)!r}" for key in keys) for e in found)
     if twice is not None:
         raise ShardCoreError(f"{words}: {twice}; it needs to be there once")
 

@@ -83,6 +83,6 @@ def mark_begins(
         last_ms = max(one.begin_ms - clock[rank].ms for rank, one in group.items() if rank in clock)
         shortest_ms = min(one.end_ms - one.begin_ms for one in group.values())
         for rank, one in group.items():
-            # Where all clocks are known.
+            # By the clocks, where all are known; else the shortest span of all ranks ends with this one.
             one.began_ms = last_ms + clock[rank].ms if len(clock) == len(group) else one.end_ms - shortest_ms
             one.is_aligned = len(group) == world_size

@@ -149,7 +149,7 @@ class Starts:
             if start := self._cheapest(space, cuts):
                 any_fits = True
                 yield start
-        if (divided := _by_runs(space)) and (start := self._cheapest(divided, series[0][::3])):
+        if (divided := _divided_among_runs(space)) and (start := self._cheapest(divided, series[0][::3])):
             yield Start(space, start.state, space.among_groups(start.state.group))
         # With unequal hosts, exchanges are far from linear.
         if len(set(map(len, self.problem.topology.on_hosts))) > 1 and self._has_time():
@@ -526,7 +526,7 @@ class Starts:
         return replace(space, fixed=space.fixed._replace(rates=self._rates[space.runs]))
 
 
-def _by_runs(space: SearchSpace) -> SearchSpace | None:
+def _divided_among_runs(space: SearchSpace) -> SearchSpace | None:
     """The space with devices divided among the runs, by what each costs. None if there is one run, or few strips.
 
     A device launches an op for each of its runs. Fewer launches may be worth exchanges of fewer devices.

@@ -24,7 +24,7 @@ from shardcore.core.validation import (
     MOST_BYTES,
     MOST_DEVICES,
     MOST_SPEED,
-    repeated,
+    first_repeated,
     require,
     require_name,
     require_within,
@@ -159,7 +159,7 @@ class Offers:
 
     def __post_init__(self) -> None:
         require(bool(self.offers), "there are no offers; it needs one or more")
-        twice = repeated(offer.name for offer in self.offers)
+        twice = first_repeated(offer.name for offer in self.offers)
         require(twice is None, f"there are two offers {twice!r}; each needs another name")
 
 
