@@ -141,10 +141,9 @@ def prefect_server(wait: bool = True) -> Iterator[tuple[str, subprocess.Popen]]:
         os.environ.update(client)
         yield url, server
     finally:
-        for name in client:
+        for name in client.keys() - before.keys():
             os.environ.pop(name, None)
-            if name in before:
-                os.environ[name] = before[name]
+        os.environ.update({name: before[name] for name in client if name in before})
         held.close()
         # In an owned run the guardian ends it and removes its database, after the flows.
         if not os.environ.get(owned.RUN):
@@ -209,6 +208,8 @@ def run_flow(flow: Callable[[], object], needs_prefect: bool = True) -> None:
             reach_directly(os.environ)
             for name in ("prefect.flow_runs", "prefect.task_runs"):
                 logging.getLogger(name).addFilter(_without_traceback)
+            # Prefect says in one line of its own that its server is away.
+            logging.getLogger("websockets.client").setLevel(logging.CRITICAL)
             program = console.start(Path(sys.argv[0]).stem)
             if url := os.environ.get("PREFECT_API_URL"):
                 if os.environ.get(_STARTS):

@@ -20,7 +20,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from math import gcd
-from operator import attrgetter
 
 import numpy as np
 
@@ -233,9 +232,9 @@ class ShardCostCache:
         # Tables kept together always come here: they are never cut.
         if high - low == self.size[strip]:
             return bundle
-        whole = bundle[0]
-        col_lo, col_hi = (whole.col_lo + units * int(self.unit[strip]) for units in (low, high))
-        return (Shard(whole.table, whole.row_lo, whole.row_hi, col_lo, col_hi),)
+        whole, unit = bundle[0], int(self.unit[strip])
+        columns = whole.col_lo + low * unit, whole.col_lo + high * unit
+        return (Shard(whole.table, whole.row_lo, whole.row_hi, *columns),)
 
     def may_split(self, key: ShardKey) -> bool:
         """Tell if the shard may be cut by columns. A row range may not: it has only one device.
@@ -325,19 +324,19 @@ class ShardCostCache:
             for run, shard in shards
         ]
         # Two exact counts for each row range, in place of one for each of its shards.
-        groups: dict[tuple[Layout, RowRange, int], list[Shard]] = defaultdict(list)
-        for key, (_, shard) in zip(keys, shards, strict=True):
-            groups[key].append(shard)
-        lines, width_of = {}, attrgetter("width")
+        groups: dict[tuple[Layout, RowRange, int], dict[int, Shard]] = defaultdict(dict)  # by width
+        widths = [shard.width for _, shard in shards]
+        for key, width, (_, shard) in zip(keys, widths, shards, strict=True):
+            groups[key][width] = shard
+        lines = {}
         for key, group in ticking(groups.items()):
-            run = key[0]
-            narrow, wide = min(group, key=width_of), max(group, key=width_of)
+            run, narrow, wide = key[0], min(group), max(group)
             # A line: sums of the narrowest shard, and their growth by column.
-            sums, a_column = np.array(sums_of(run, narrow, self.problem)), np.zeros(6)
-            if wide.width > narrow.width:
-                a_column = (sums_of(run, wide, self.problem) - sums) / (wide.width - narrow.width)
-            lines[key] = sums, a_column, narrow.width
-        of_shards = [(*lines[key], shard.width) for key, (_, shard) in zip(keys, shards, strict=True)]
+            sums, a_column = np.array(sums_of(run, group[narrow], self.problem)), np.zeros(6)
+            if wide > narrow:
+                a_column = (sums_of(run, group[wide], self.problem) - sums) / (wide - narrow)
+            lines[key] = sums, a_column, narrow
+        of_shards = [(*lines[key], width) for key, width in zip(keys, widths, strict=True)]
         sums, a_column, narrow, width = map(np.array, zip(*of_shards, strict=True))
         return sums + a_column * (width - narrow)[:, None]
 
