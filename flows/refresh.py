@@ -20,7 +20,7 @@ from tasks.commit import git
 from tasks.evaluate import EvaluateConfig
 from tasks.measure import MeasureConfig
 from tasks.promote import PromoteConfig
-from tasks.publish import PublishConfig, publish_first
+from tasks.publish import PublishConfig, compile_searches, publish_first
 from tasks.refresh import (
     OPTIONAL,
     STAGES,
@@ -67,14 +67,18 @@ def refresh(
     if push:
         require_pushable()
     override_params(overrides or {}, SECTIONS)
+    stages: list[StageRun] = []
     if target == STAGES[-1]:
         config = params.section("publish", PublishConfig)
+        # On another core: nothing is measured yet.
+        tables = repro.submit(STAGES[0], target)
         try:
             publish_first(sorted(paths.PROBLEMS.glob("*.json")), config.plans, config)
         # To measure needs no plan. `publish` tells at the end what is wrong.
         except ShardCoreError as error:
             get_run_logger().warning("there is no first plan: %s", error)
-    stages = repro(target)
+        stages = tables.result()
+    stages = repro(target, done=stages)
     targets: list[Stage] = [target]
     if target == STAGES[-1] and params.section(OPTIONAL, TrainPolicyConfig).algorithm:
         stages += repro(OPTIONAL)[-1:]
@@ -208,7 +212,7 @@ def main() -> None:
                 console.show("text", f"  page         {index.resolve().as_uri()}\n")
                 open_page(index)
 
-    services.run_flow(run)
+    services.run_flow(run, meanwhile=compile_searches)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,16 @@ import argparse
 
 from prefect import flow, get_run_logger
 
+from shardcore.io import files
 from tasks import console, params, paths, services
-from tasks.tables import TablesConfig, make_pool, write_pool
+from tasks.tables import TablesConfig, make_pool
 
 
 @flow(name="tables")
 def tables() -> None:
     config = params.section("tables", TablesConfig)
     pool = make_pool(config)
-    write_pool(paths.POOL, pool)
+    files.write_pool(paths.POOL, pool)
     live = [t for t in pool if t.pooling > 0]
     get_run_logger().info(
         "%d tables (%d empty), %.1f lookups a sample, %.1f GiB of weights at dim %d",

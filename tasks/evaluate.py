@@ -126,8 +126,9 @@ def compare_sharders(folder: Path, pool_path: Path, config: EvaluateConfig, out:
     Cost and seconds are over problems that all sharders solved.
     """
     model, pool = neural.load(folder), files.read_pool(pool_path)
-    shape = config.shape()
-    problems = [draw_problem(pool, i, model.setting, config.seed, shape) for i in range(config.problems)]
+    problems = [
+        draw_problem(pool, i, model.setting, config.seed, config.shape()) for i in range(config.problems)
+    ]
     rows: list[dict[str, Any]] = []
     work = console.Work("problems compared", len(problems))
     for i, problem in enumerate(problems):
@@ -306,15 +307,20 @@ def _replayed(
     out: Path,
 ) -> list[replays.ReplaySet]:
     """Replays of all problems, stored or run now. Replays of other problems in `out` are removed."""
-    budget = Budget(evals=config.budget_evals)
-    plans_of = [
-        [(o.algorithm, o.plan) for o in plans_to_replay(p, model, config.seed, budget) if o.plan]
-        for p in problems
-    ]
-    _remove(out, but=[p.name for p in problems])
     steps, kept = ReplayConfig(repeats=config.replay_repeats, arena_bytes=ARENA_BYTES), []
     work = console.Work("problems replayed", len(problems))
     with EachProblem(lambda: replaying(len(problems[0].topology), model.setting, steps, reference)) as gang:
+        if not all((out / problem.name).exists() for problem in problems):
+            gang.start()  # beside the searches
+        plans_of = [
+            [
+                (o.algorithm, o.plan)
+                for o in plans_to_replay(p, model, config.seed, Budget(evals=config.budget_evals))
+                if o.plan
+            ]
+            for p in problems
+        ]
+        _remove(out, but=[p.name for p in problems])
         for i, (problem, plans) in enumerate(zip(problems, plans_of, strict=True)):
             where = out / problem.name
             is_kept = replays.is_kept(where, problem, plans, model.setting, steps)

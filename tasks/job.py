@@ -147,11 +147,11 @@ def _log(
         "predicted_ms": predicted_ms,
         "around_ms": checked.correction.around_ms,
         "named_share": min(rank.named_share for step in job.traced.steps for rank in step.ranks),
-    }
-    metrics |= {
-        f"{_FACTOR}{q.words.replace(' ', '_').replace(',', '')}": f.value
-        for q, f in checked.correction.factors.items()
-        if f.units
+        **{
+            f"{_FACTOR}{q.words.replace(' ', '_').replace(',', '')}": f.value
+            for q, f in checked.correction.factors.items()
+            if f.units
+        },
     }
     if by.champion:
         metrics["model_version"] = float(by.version)
@@ -168,8 +168,7 @@ def _predicted_ms(out: Path, by: Pricing, checked: CheckedJob) -> float:
         return checked.before.cost.total_ms
     around_ms = files.read_problem(out / PROBLEM_JSON).job.dense_ms
     problem = traced_factors.with_around(checked.problem, around_ms)
-    workload = lower(checked.after.plan, problem, fits=False)
-    return total_ms(workload, by.model.for_problem(problem))
+    return total_ms(lower(checked.after.plan, problem, fits=False), by.model.for_problem(problem))
 
 
 @task(task_run_name="keep-problem")
@@ -215,9 +214,11 @@ def log_steps(folder: Path, out: Path, steps: JobSteps, notes: Sequence[str]) ->
 
 def records(client: mlflow.MlflowClient, run_id: str) -> list[JobRecord]:
     """The steps of a job's run. A step that was read twice counts once."""
-    names = client.get_run(run_id).data.metrics
     # If a step was logged several times, the last time counts.
-    history = {name: {m.step: m for m in client.get_metric_history(run_id, name)} for name in names}
+    history = {
+        name: {m.step: m for m in client.get_metric_history(run_id, name)}
+        for name in client.get_run(run_id).data.metrics
+    }
 
     def value(name: str, step: int) -> float:
         return history[name][step].value if step in history.get(name, {}) else float("nan")

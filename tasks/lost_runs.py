@@ -59,13 +59,11 @@ class Api:
             "Authorization": f"Basic {base64.b64encode(self.user.encode()).decode()}",
             "Content-Type": "application/json",
         }
-        left = _TRIES
-        while True:
+        for left in reversed(range(_TRIES)):
             try:
                 answer = get(f"{self.url}{path}", headers, json.dumps(body).encode(), method=method)
                 return json.loads(answer) if answer else None
             except urllib.error.HTTPError as error:
-                left -= 1
                 # Prefect answers 503 while its database is busy. Its own client waits, too.
                 if error.code != HTTPStatus.SERVICE_UNAVAILABLE or not left:
                     raise

@@ -107,15 +107,18 @@ def override_params(overrides: Mapping[str, Mapping[str, Any]], sections: Mappin
 
 
 @task(task_run_name="dvc-repro-{target}")
-def repro(target: Stage) -> list[StageRun]:
+def repro(target: Stage, of: Stage | None = None, done: Sequence[StageRun] = ()) -> list[StageRun]:
     """`dvc repro` of a stage and its dependencies.
 
     Its lines go to the run's log, and its progress to the run's page. Raises ShardCoreError if a stage fails.
+
+    of: the refresh's target, if it is a later stage.
+    done: stages that were rebuilt before. They head the result.
     """
     if target not in get_args(Stage):
         raise ShardCoreError(f"stage {target!r} is not known; there are {', '.join(get_args(Stage))}")
     logger = get_run_logger()
-    stages = [s for s in stages_of(target) if s not in AFTER]
+    stages = [s for s in stages_of(target) if s not in (*AFTER, *(run.stage for run in done))]
     progress = create_progress_artifact(0.0, key="dvc-repro", description=f"stages {', '.join(stages)}")
     cache.remove_damaged(logger)
     begun: dict[str, tuple[bool, float]] = {}  # by stage: True if it runs, and the time of its start
@@ -130,15 +133,15 @@ def repro(target: Stage) -> list[StageRun]:
                 errors.append(message)
             if (found := _DVC_STAGE.match(message)) and found[2] in stages:
                 begun[found[2]] = (runs := found[1] == "Running stage", time.monotonic())
-                announce(found[2], target, _timed(begun)[:-1], runs)
-                done = 100.0 * stages.index(found[2]) / len(stages)
-                update_progress_artifact(progress, done, description=f"stage {found[2]}")
+                announce(found[2], of or target, [*done, *_timed(begun)[:-1]], runs)
+                percent = 100.0 * stages.index(found[2]) / len(stages)
+                update_progress_artifact(progress, percent, description=f"stage {found[2]}")
         if process.wait():
             raise ShardCoreError(
                 reason(errors) or f"dvc repro {target} ended with exit code {process.returncode}"
             )
     update_progress_artifact(progress, 100.0, description=f"stage {target} is up to date")
-    return _timed(begun)
+    return [*done, *_timed(begun)]
 
 
 def _timed(begun: Mapping[str, tuple[bool, float]]) -> list[StageRun]:
@@ -234,8 +237,9 @@ def left_s(stage: str, target: Stage, done: Sequence[StageRun], usual: Mapping[s
     usual: seconds by stage (tasks.usual_time).
     """
     ran = [run for run in done if run.ran]
-    known_s = sum(usual[run.stage] for run in ran)
-    pace = (sum(run.seconds for run in ran) + _AS_USUAL_S) / (known_s + _AS_USUAL_S)
+    pace = (sum(run.seconds for run in ran) + _AS_USUAL_S) / (
+        sum(usual[run.stage] for run in ran) + _AS_USUAL_S
+    )
     stages = stages_of(target)
     return pace * sum(usual[name] for name in stages[stages.index(stage) :])
 

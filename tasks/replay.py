@@ -79,7 +79,7 @@ class EachProblem:
         """Tell if `work` on a problem succeeded. It gets the function that replays plans."""
         self._tried.add(name)
         try:
-            work(self._replay)
+            work(lambda workloads: self.start()(workloads))
         except Exception as error:
             if self._is_starting:
                 raise ShardCoreError(f"{error}{self._failures()}") from None
@@ -96,12 +96,13 @@ class EachProblem:
             return False
         return True
 
-    def _replay(self, workloads: Sequence[Workload]) -> list[StepSample]:
+    def start(self) -> Run:
+        """The function that replays plans. Ranks that are not there yet start beside what the caller does next."""
         if self._run is None:
             self._is_starting = True
             self._run = self._stack.enter_context(self._begin())
             self._is_starting = False
-        return self._run(workloads)
+        return self._run
 
     def __enter__(self) -> EachProblem:
         return self

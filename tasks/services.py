@@ -97,8 +97,7 @@ def require_answer(address: str, what: str) -> None:
         port = url.port or {"https": 443, "http": 80, "ray": 10001}.get(url.scheme)
         if not url.hostname or port is None:
             raise OSError("it needs a host and a port")
-        with socket.create_connection((url.hostname, port), timeout=_PATIENCE_S):
-            pass
+        socket.create_connection((url.hostname, port), timeout=_PATIENCE_S).close()
     except (OSError, ValueError) as error:
         raise ShardCoreError(
             f"{what} does not answer at {address}: {error}; start it, or unset the address to use a local one"
@@ -188,11 +187,15 @@ def _without_traceback(record: logging.LogRecord) -> bool:
     return True
 
 
-def run_flow(flow: Callable[[], object], needs_prefect: bool = True) -> None:
+def run_flow(
+    flow: Callable[[], object], needs_prefect: bool = True, meanwhile: Callable[[], object] = time.monotonic
+) -> None:
     """Run a flow as a program: exit code 0, or 1 with one line that says why.
 
     tasks.console describes what is printed. Everything that the flow starts ends with it. If it needs Prefect and there
     is no server, this process restarts itself under `python -m tasks.services`.
+
+    meanwhile: work that needs no Prefect, done while a server starts.
     """
     program = console.Program(None, None, sys.stderr)
     try:
@@ -213,6 +216,7 @@ def run_flow(flow: Callable[[], object], needs_prefect: bool = True) -> None:
             program = console.start(Path(sys.argv[0]).stem)
             if url := os.environ.get("PREFECT_API_URL"):
                 if os.environ.get(_STARTS):
+                    meanwhile()
                     _wait_healthy(url)
                 require_answer(url, "Prefect (PREFECT_API_URL)")
             flow()

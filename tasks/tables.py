@@ -8,7 +8,6 @@ from pathlib import Path
 from prefect import task
 
 from shardcore.core.types import Table
-from shardcore.io import files
 from shardcore.io.dlrm_datasets import dlrm_datasets_pool
 from shardcore.tables.generate import PoolConfig, generate_pool
 from shardcore.tables.public import public_pool
@@ -43,8 +42,3 @@ def make_pool(config: TablesConfig) -> tuple[Table, ...]:
     if Path(config.source).suffix in (".pt", ".gz") or Path(config.source).exists():
         return dlrm_datasets_pool(config.source, dim=config.dim)
     return public_pool(config.source)
-
-
-@task
-def write_pool(path: Path, pool: tuple[Table, ...]) -> None:
-    files.write_pool(path, pool)
