@@ -193,13 +193,10 @@ def _propose(args: ReadOptions, checked: CheckedJob, model: CostModel) -> None:
     from shardcore.io import files
     from shardcore.plans import traced_job
     from shardcore.plans.replan import ReplanConfig
-    from shardcore.search import Budget
 
-    budget = Budget(evals=args.budget_evals, seconds=args.budget_s)
-    given = args.budget_s is not None or args.budget_evals is not None
     with shown():
         report("searching a better plan")
-        config = ReplanConfig(seed=args.seed, budget=budget if given else None)
+        config = ReplanConfig(seed=args.seed, budget=args.budget())
         found = traced_job.propose(checked, model, config)
     now_ms = checked.after.cost.total_ms
     if found is None:

@@ -37,6 +37,8 @@ from shardcore.io.schema import MOST_INT
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    from shardcore.search.budget import Budget
+
 MOST_GIB = MOST_BYTES >> 30
 _FIELD = re.compile(r"^(\w+): (.+(?:\n  .+)*)\n?", re.M)
 """Lines of a field in a docstring. All but the first are indented."""
@@ -109,12 +111,20 @@ class SearchOptions:
     budget_s: seconds for all searches together
     budget_evals: plans to price in each search; the same seed then gives the same plan. A search makes one plan to
       start from in any case; on thousands of devices further ones count as plans, too
+    threads: cores that searches use, instead of all; with --budget-evals it changes no plan
     """
 
     EXCLUSIVE: ClassVar[tuple[tuple[str, ...], ...]] = (("budget_s", "budget_evals"),)
     budget_s: PositiveFloat | None = None
     budget_evals: Positive | None = None
+    threads: Positive | None = None
     seed: Natural = 0
+
+    def budget(self) -> Budget:
+        """The budget that the options ask for."""
+        from shardcore.search.budget import Budget
+
+        return Budget(self.budget_evals, self.budget_s, self.threads)
 
 
 # --- a command's parser -------------------------------------------------------------------------------------

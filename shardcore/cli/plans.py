@@ -90,7 +90,7 @@ def plan(args: PlanOptions) -> None:
                 decisions,
                 sharding,
                 seed=args.seed,
-                budget=_budget(args),
+                budget=args.budget(),
                 heard=hear,
             )
     except ShardCoreError:
@@ -148,7 +148,7 @@ def _print_planned(
     if args.explain:
         if groups:
             print("\nThe plan of one group:")
-        _print_explained(found.plan, found.problem, cautious, _budget(args))
+        _print_explained(found.plan, found.problem, cautious, args.budget())
     _print_extrapolated(deciding.extrapolated(found, model))
 
 
@@ -162,12 +162,6 @@ def _provenance(args: PlanOptions, source: str | Sequence[Path]) -> dict[str, An
         | ({"policy_digest": model_files.model_digest(args.policy, "policy")} if args.policy else {})
         | ({"confidence": args.confidence} if args.confidence else {})
     )
-
-
-def _budget(args: PlanOptions) -> Budget | None:
-    from shardcore.search.budget import Budget
-
-    return Budget(args.budget_evals, args.budget_s) if args.budget_evals or args.budget_s else None
 
 
 def _print_explained(plan: Plan, problem: Problem, model: CostModel, budget: Budget | None) -> None:

@@ -21,6 +21,7 @@ from shardcore.cli.options import (
     PlanFile,
     Positive,
     ProblemFile,
+    SearchOptions,
     add_command,
     require_outputs,
 )
@@ -87,7 +88,7 @@ class ViewOptions(ModelOptions):
 
 
 @dataclass(frozen=True)
-class DriftOptions(ModelOptions):
+class DriftOptions(ModelOptions, SearchOptions):
     """Show how far a published plan is from the best, now that its tables' statistics have changed, and what a
     re-plan would save.
 
@@ -96,7 +97,6 @@ class DriftOptions(ModelOptions):
     fresh: problem or pool of tables with the present shapes, pooling and access statistics
     max_moved_tables: most tables that the re-plan may move; default: any number
     threshold: share of the cost that the gain of a re-plan has to exceed, in addition to its margin, to pay
-    budget_evals: plans to price in each of the searches
     out: write the re-plan there, with the present problem
     """
 
@@ -106,8 +106,6 @@ class DriftOptions(ModelOptions):
     fresh: Annotated[Path, "FILE.json"]
     max_moved_tables: Annotated[Natural, "N"] | None = None
     threshold: Amount = 0.0
-    budget_evals: Positive | None = None
-    seed: Natural = 0
     out: Annotated[Path, "FOLDER", Output(("problem.json", "plan.json"))] | None = None
 
 
@@ -218,14 +216,12 @@ def drift(args: DriftOptions) -> None:
     from shardcore.plans.drift import drift as drift_of
     from shardcore.plans.replan import ReplanConfig
     from shardcore.report import plan_report
-    from shardcore.search.budget import Budget
 
     plan, problem = store.read_plan(args.plans, args.name)
     now = _with_statistics_of(args.fresh, problem)
     model = load(args.source).for_problem(now)
     now.require_setting(model.setting)
-    budget = Budget(args.budget_evals) if args.budget_evals else None
-    config = ReplanConfig(args.max_moved_tables, seed=args.seed, budget=budget)
+    config = ReplanConfig(args.max_moved_tables, seed=args.seed, budget=args.budget())
     with shown():
         report("searching a re-plan")
         found = drift_of(plan, problem, now, model, config, args.threshold)

@@ -313,9 +313,9 @@ def _kept_plan(old: Plan, problem: Problem, model: CostModel, space: str) -> Pla
     others = [p.shard.table for p in left.placements if p.kind != WHOLE_ROWS.name]
     if space != "all" and not all(on_all_devices(table, problem) for table in others):
         return None
-    kept = priced(left.placements, problem, model)
-    # The old origin stays, and the new price replaces the old one.
-    return replace(kept, provenance={**old.provenance, **kept.provenance})
+    price = priced(left.placements, problem, model).provenance
+    # The old origin stays, and the new price replaces the old one. Columns stay where they are, in canonical order or not.
+    return replace(left, provenance={**old.provenance, **price})
 
 
 def _searched_plan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig, space: str) -> Plan:

@@ -24,7 +24,7 @@ from shardcore.core.types import Placement, Plan, Problem, Shard
 from shardcore.cost.model import CostModel, first_least, is_less
 from shardcore.search.anneal.batch import PlanBatch, space_by_columns
 from shardcore.search.anneal.search_space import SearchSpace
-from shardcore.search.budget import Budget, Meter
+from shardcore.search.budget import Meter
 from shardcore.search.state.feasible import feasible_shards, fitting
 from shardcore.search.state.shard_cost_cache import ShardKey
 from shardcore.search.state.shards import (
@@ -165,7 +165,7 @@ class Beam:
                 space, packing = start
                 best = self._improve_plan(space, packing, state_s) if beam_failed else packing
         # Random plans have no end of their own.
-        if sampled and self.meter.budget != Budget():
+        if sampled and (self.meter.budget.evals or self.meter.budget.seconds):
             best = self._sampled(space, best, sampled)
         placements = placed(space.cache.bundles(best.state), best.devices, space.cache.problem)
         return self._priced(placements, packed=best is packing, **provenance)

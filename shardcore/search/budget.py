@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardcore.core import progress
 from shardcore.core.errors import ShardCoreError
@@ -21,23 +23,40 @@ class Budget:
 
     evals: plans priced, or changes of plans tried.
     seconds: wall time. Compiling is not counted.
+    threads: cores that a search may use. None: all that this process may.
 
     A search returns its best plan once either limit is reached.
     It always returns one, however small the budget.
-    Only a budget in evals makes a run repeatable.
+    Only a budget in evals makes a run repeatable, with any number of threads.
     """
 
     evals: int | None = None
     seconds: float | None = None
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         require_types(self, "budget")
-        for name in ("evals", "seconds"):
+        for name in ("evals", "seconds", "threads"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ShardCoreError(
                     f"budget has {name} {value}; it needs to be positive and finite, or None for no limit"
                 )
+
+    def limited(self, evals: int) -> Budget:
+        """This budget, or one of so many evaluations if it has no limit."""
+        return self if self.evals or self.seconds else replace(self, evals=evals)
+
+    @property
+    def most_threads(self) -> int:
+        """Threads that a search may start."""
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+        return self.threads or cores or 1
+
+    @property
+    def threads_to_fill(self) -> int:
+        """Threads that no round of a search should leave idle: 1 with evaluations, where plans depend on none."""
+        return 1 if self.evals else self.most_threads
 
     def start(self) -> Meter:
         """Start the clock."""

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from shardcore.search.anneal.sharder import Search
 
 DEFAULT_EVALS = 1_000_000
-DEFAULT = Budget(evals=DEFAULT_EVALS)
 """The budget where none is given."""
 _BEAM = NeuroShardConfig()
 _HALVED, _HOT = 2, 0.5
@@ -49,11 +48,12 @@ _HALVED, _HOT = 2, 0.5
 _GRIDS = tuple(layout for layout in LAYOUTS.values() if layout.divides_rows and layout.cuts_columns)
 """Kinds by which a group may share the half of a table."""
 _SPARE = 3.0
-"""Greedy baselines and rounds with tables in halves need this multiple of the first round's seconds."""
+"""Greedy baselines and rounds with tables in halves need this multiple of the first round's seconds, and the beam that
+of all rounds before."""
 
 
 def portfolio(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
-    """Find the cheapest plan of all searches within the budget (none: DEFAULT).
+    """Find the cheapest plan of all searches within the budget (none: DEFAULT_EVALS).
 
     Raises Infeasible if no search finds a plan, and SettingMismatch.
     """
@@ -69,7 +69,7 @@ def annealing(
     space: str = "all",
     reshard: Reshard | None = None,
 ) -> Plan:
-    """Find the cheapest plan by annealing within the budget (none: DEFAULT).
+    """Find the cheapest plan by annealing within the budget (none: DEFAULT_EVALS).
 
     space: see anneal.sharder.SPACES.
     reshard: a plan to improve, and how much may move.
@@ -94,7 +94,7 @@ class _Anytime:
         problem.require_setting(model.setting)
         self.problem, self.model, self.name, self.seed = problem, model, name, seed
         # Rounds have no end of their own, so there is always some limit.
-        self.meter = (budget if budget and (budget.evals or budget.seconds) else DEFAULT).start()
+        self.meter = (budget or Budget()).limited(DEFAULT_EVALS).start()
         self.best: Plan | None = None
         self.found_by = name
         self.error: Infeasible | None = None  # of the first plan that did not fit
@@ -135,7 +135,8 @@ class _Anytime:
             from shardcore.search.anneal.sharder import Search
         # At first no table is in halves.
         search, halves = Search(self.problem, self.model, self.meter, self.seed), Halves(self.problem, {})
-        beam_evals, kept = _beam_evals(self.problem) if others else None, None
+        beam_evals = self.meter.budget.threads_to_fill * _beam_evals(self.problem) if others else None
+        kept = None
         rounds, began_s = search.rounds(space, reshard), self.meter.seconds()
         # Not a `for`: after the first round, another search may bring other rounds.
         while (number := next(rounds, None)) is not None:
@@ -153,7 +154,8 @@ class _Anytime:
                     search, halves, rounds = self._in_halves(took_s) or (search, halves, rounds)
             if beam_evals is not None and self.meter.evals >= beam_evals:
                 beam_evals = None
-                if plan := self._add("neuroshard", self._beam):
+                has_time = self.meter.has_time(_SPARE * (self.meter.seconds() - began_s))
+                if has_time and (plan := self._add("neuroshard", self._beam)):
                     # Annealing starts from it in its next round.
                     search.add(halves.split(plan).placements, space)
 

@@ -52,7 +52,7 @@ def test_for_a_thousandth_of_the_cost_nothing_moves(problem):
     heavy = (replace(t, pooling=200 * t.pooling) for t in problem.tables)
     tables = (*heavy, Table("crumb", 100, 4, 0.05))
     problem = replace(problem, tables=tables, topology=Topology((Device(1 << 30),) * 4))
-    best = SHARDERS["anneal_columns"](problem, MODEL, budget=BUDGET)
+    best = SHARDERS["anneal_columns"](problem, MODEL, budget=Budget(evals=50_000))
     slowest = int(np.argmax(price(lower(best, problem), MODEL).compute_ms))
     others = (p for p in best.placements if p.shard.table.name != "crumb")
     old = Plan((*others, Placement("column", Shard.whole(tables[-1]), (slowest,))))
@@ -60,6 +60,16 @@ def test_for_a_thousandth_of_the_cost_nothing_moves(problem):
     assert set(replan(old, problem, MODEL, ReplanConfig(space="columns", budget=BUDGET)).placements) == set(
         old.placements
     )
+
+
+def test_a_plan_that_is_kept_keeps_its_columns(problem):
+    """Also where a plan of a search would number them in another order."""
+    table, free = problem.tables[0], [p for p in SHARDERS["size_greedy"](problem, MODEL).placements]
+    halves = (Shard(table, 0, table.rows, lo, lo + table.dim // 2) for lo in (0, table.dim // 2))
+    apart = [Placement("column", half, (d,)) for half, d in zip(halves, (2, 0), strict=True)]
+    old = Plan((*(p for p in free if p.shard.table != table), *apart))
+    kept = replan(old, problem, MODEL, ReplanConfig(0, budget=BUDGET))
+    assert not diff(old, kept).moves and set(kept.placements) == set(old.placements)
 
 
 def test_no_more_bytes_move_than_may(problem, old):

@@ -43,7 +43,7 @@ class PlanBatch:
         """Plans with nothing placed. keys: [C, N, 2] all shards that will be placed in them."""
         self.space, self._shape = space, (len(keys), plans)
         topology, model = space.cache.problem.topology, space.cache.model
-        self._state = compiled.empty(space.fixed, len(topology.hosts), 0, 0, (len(keys) * plans,))
+        self._state = compiled.empty(space.fixed, len(topology.hosts), (len(keys) * plans,))
         # Packed once: the records outlive all calls.
         self._problem, self._states = packed(space.fixed), packed_batch(self._state)
         self._head = model.compiled().head

@@ -20,9 +20,10 @@ Shapes: S strips, D devices. Strips and units are defined in search/state/shard_
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
-from dataclasses import replace
-from itertools import count
+from dataclasses import dataclass, replace
+from itertools import count, cycle, islice
 
 import numpy as np
 
@@ -67,8 +68,29 @@ _JOINED, _TRIALS_JOINED = 32, 2_000
 """Joins of parts, at most, and trials after each."""
 _STAGES, _STAGE = 24, 100
 """Stages of a cooling, at most, and the fewest trials of one. After each, the budget is checked."""
+_LOG = 1 << 20
+"""The most changes since the best plan that are logged."""
+_REPORT_S = 0.5
+"""Time between two reports while threads anneal."""
 _MOST_BYTES = 1 << 25
 """Bytes of the plans of stages, at most, that wait to be priced together."""
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """A cooling of a copy of a plan.
+
+    stages: of the cooling. After each, the budget is checked.
+    trials: of each stage.
+    hot: temperature at the beginning.
+    number: of the chain in its search. With the search's seed it seeds the trials.
+    """
+
+    start: Start
+    stages: int
+    trials: int
+    hot: float
+    number: int
 
 
 class Search:
@@ -86,7 +108,7 @@ class Search:
         seed: int,
         allows: Callable[[Sequence[Placement]], bool] | None = None,
     ) -> None:
-        self.starts = Starts(problem, model, meter, seed)
+        self.starts = Starts(problem, model, meter)
         self.head = self.starts.head
         self.problem, self.model, self.meter, self.allows = problem, model, meter, allows
         self.best: Start | None = None
@@ -94,6 +116,7 @@ class Search:
         # The most that plans by columns may cost, relative to the best plan, to be improved further.
         self._columns_limit = _HOPEFUL
         self._waiting: list[Start] = []
+        self._seed, self._chains = seed, count()
         self._ended = len(problem.topology) == 1  # there is nothing to try, or no budget left
 
     @property
@@ -125,20 +148,34 @@ class Search:
         trials = int(np.clip(_TRIALS_A_STRIP * len(self.problem.tables), _FEWEST, _MOST))
         for number in count():
             starts, self._waiting = sort_by_cost((*starts, *self._waiting), lambda start: start.ms), []
+            chains, columns = list[Chain](), None
             if number > 0 and self.best is not None:
                 # Successive halving: the better half of the starts goes on, each with twice the trials.
                 trials *= 2
                 by_columns = by_columns or [start for start in starts if start.by_columns][:1]
                 starts = starts[: int(np.ceil(len(starts) * _HALVED))]
+                columns = self._best_by_columns
+                if columns is not None and columns.ms > self._columns_limit * self.best_ms:
+                    columns = None
                 # Once plans by columns are the best, only their start goes on.
-                if self._improve_columns(trials):
-                    starts = by_columns or starts
+                if columns is not None and columns.ms <= self.best_ms:
+                    starts, columns = by_columns or starts, None
                 # The best plan goes on in its whole space, not in the part in which its start began.
                 best = replace(self.best, fixed=self.best.space.fixed)
-                self._cool(best, int(trials * len(starts) * _OF_BEST), _WARM)
+                chains.append(self._chain(best, int(trials * max(1.0, len(starts) * _OF_BEST)), _WARM))
+            # Trials seldom lead from shared tables to columns, and plans by columns need more trials than others.
+            # So the best of these goes on while it may become the best of all.
+            if columns is not None:
+                columns = replace(columns)
+                before_ms = columns.ms
+                chains.append(self._chain(columns, trials, _WARM))
             # Each from its first plan again: the best plan of all rounds is in `best`.
-            for start in starts:
-                self._cool(start, trials, _HOT)
+            chains += [self._chain(start, trials, _HOT) for start in starts]
+            more = list(islice(cycle(chains), -len(chains) % self.meter.budget.threads_to_fill))
+            chains += [self._chain(chain.start, trials, chain.hot) for chain in more]
+            self._cool(*chains)
+            if columns is not None:
+                self._columns_limit = max(1.0, (before_ms / max(columns.ms, 1e-300)) ** _ROUNDS_AHEAD)
             yield number
             if self._ended or not self.meter.left():
                 return
@@ -146,21 +183,6 @@ class Search:
             # Copies are chosen from an annealed plan by columns, so they come after the first round.
             if number == 0 and space == "all" and fresh and columns and columns.ms <= _HOPEFUL * self.best_ms:
                 self._note(self.starts.from_columns(columns.placements))
-
-    def _improve_columns(self, trials: int) -> bool:
-        """Improve the best plan by columns while it may become the best of all. True if it is.
-
-        Trials seldom lead from shared tables to columns, and plans by columns need more trials than others.
-        """
-        columns = self._best_by_columns
-        if columns is None or columns.ms > self._columns_limit * self.best_ms:
-            return False
-        start = replace(columns)
-        if columns.ms > self.best_ms:
-            self._cool(start, trials, _WARM)
-            # Relative to the plan after the round.
-            self._columns_limit = max(1.0, (columns.ms / max(start.ms, 1e-300)) ** _ROUNDS_AHEAD)
-        return start.ms <= self.best_ms
 
     def add(self, placements: Iterable[Placement], space: str) -> None:
         """Let the next round improve a plan by columns that another search found."""
@@ -202,53 +224,113 @@ class Search:
         # Only once there is a plan may the budget cut this short.
         with suppress(OutOfTime), self.meter.enforced() if self.best else nullcontext():
             for start in starts:
-                self._keep(start, [start.state])
+                self._keep(start, self._cheapest(start, [start.state]))
                 self.meter.report("making plans to start from", self.best_ms)
                 self._waiting.append(start)
 
-    def _cool(self, start: Start, trials: int, hot: float) -> None:
-        """Improve a copy of a start while the temperature falls.
-
-        Candidates for the best plan are the one after each stage, and the best plan that was met.
-        """
-        # Compiled code cannot watch the clock, so it runs a stage at a time.
+    def _chain(self, start: Start, trials: int, hot: float) -> Chain:
         n_stages = int(np.clip(trials // _STAGE, 1, _STAGES))
-        each, state, met = max(1, trials // n_stages), copy_of(start.state), list[State]()
+        return Chain(start, n_stages, max(1, trials // n_stages), hot, next(self._chains))
+
+    def _cool(self, *chains: Chain) -> None:
+        """Run chains on the budget's threads, and keep the cheapest plans that they meet.
+
+        Compiled code holds no interpreter lock. What is found does not depend on the number of threads.
+        """
+        afforded: list[tuple[Chain, int]] = []
+        for chain in chains:
+            # Never a part of a stage: a larger budget then goes through the same stages, and more.
+            n_stages = self.meter.affordable(chain.stages, chain.trials)
+            self.meter.evals += n_stages * chain.trials
+            afforded.append((chain, n_stages))
+            if n_stages < chain.stages:
+                break
+        threads = min(self.meter.budget.most_threads, len(afforded))
+        if threads == 1:
+            found = [self._improved(*one) for one in afforded]
+        else:
+            found = self._in_threads(threads, afforded)
+        for (chain, n_stages), (plans, done) in zip(afforded, found, strict=True):
+            self.meter.evals -= (n_stages - done) * chain.trials
+            self._ended = self._ended or done < chain.stages
+            self._keep(chain.start, plans)
+
+    def _in_threads(
+        self, threads: int, afforded: Sequence[tuple[Chain, int]]
+    ) -> list[tuple[list[Start], int]]:
+        """`_improved` of chains, in their order. Meanwhile this thread reports."""
+        with ThreadPoolExecutor(threads) as pool:
+            futures = [pool.submit(self._improved, *one) for one in afforded]
+            try:
+                while wait(futures, _REPORT_S).not_done:
+                    self.meter.report("annealing", self.best_ms)
+            except BaseException:
+                # Chains that run end after their stage, and no other begins.
+                self._ended = True
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return [future.result() for future in futures]
+
+    def _improved(self, chain: Chain, n_stages: int) -> tuple[list[Start], int]:
+        """The cheapest plans of the first stages of a chain, and the number of stages that there was time for.
+
+        Candidates are the plan after each stage, and the best plan that was met.
+        """
+        start, state, best, met = chain.start, copy_of(chain.start.state), list[Start](), list[State]()
+        # Pages of the log that no change reaches take no memory.
+        state = state._replace(log=np.empty((_LOG, 3), np.int32))
+        state.random[...] = (
+            np.random.SeedSequence([self._seed, chain.number]).generate_state(1, np.uint64) | 1
+        )
         # Packed once, for it takes as long as hundreds of trials.
         problem, words = packed(start.fixed), packed(state)
         # Relative to a device's share: relative to the whole cost, many devices ran too hot.
         mean_ms = compiled.refresh(self.head, problem, words) / len(self.problem.topology)
         for stage in range(n_stages):
-            # Never a part of a stage: a larger budget then goes through the same stages, and more.
-            self._ended = self._ended or self.meter.affordable(each, 1) < each
-            if self._ended:
-                break
+            if self._ended or not self.meter.has_time(0.0):
+                return self._cheapest(start, [*(plan.state for plan in best), *met]), stage
             # One geometric cooling over all stages, and each stage a part of it.
-            hot_ms, cold_ms = (mean_ms * hot * (_COLD / hot) ** (x / n_stages) for x in (stage, stage + 1))
+            hot_ms, cold_ms = (
+                mean_ms * chain.hot * (_COLD / chain.hot) ** (x / chain.stages) for x in (stage, stage + 1)
+            )
             self.meter.report("annealing", self.best_ms)
-            compiled.anneal(self.head, problem, words, each, hot_ms, cold_ms)
-            self.meter.evals += each
+            compiled.anneal(self.head, problem, words, chain.trials, hot_ms, cold_ms)
             met.append(copy_of(state))
             if sum(plan.held.nbytes for plan in met) > _MOST_BYTES:
-                self._keep(start, met)
+                best = self._cheapest(start, [*(plan.state for plan in best), *met])
                 met.clear()
-        else:
+        if n_stages == chain.stages:
             # After the last stage the state is any plan. `refresh` leads it back to the best one met.
             compiled.refresh(self.head, problem, words)
-            met.append(state)
-        if met:
-            self._keep(start, met)
+            met.append(copy_of(state))
+        return self._cheapest(start, [*(plan.state for plan in best), *met]), n_stages
 
-    def _keep(self, start: Start, states: Sequence[State]) -> None:
+    def _cheapest(self, start: Start, states: Sequence[State]) -> list[Start]:
+        """Of the plans that a start led to the cheapest one, and the cheapest that may be the best."""
+        if not states:
+            return []
+        by_cost = sort_by_cost(
+            [
+                replace(start, state=state, ms=ms)
+                for state, ms in zip(states, self._exact_ms(start, states), strict=True)
+            ],
+            lambda plan: plan.ms,
+        )
+        if self.allows is None:
+            return by_cost[:1]
+        return by_cost[:1] + [plan for plan in by_cost if self.allows(plan.placements)][:1]
+
+    def _keep(self, start: Start, plans: Sequence[Start]) -> None:
         """Keep the cheapest of the plans that a start led to, if it is the cheapest so far."""
-        for state, ms in zip(states, self._exact_ms(start, states), strict=True):
-            present = replace(start, state=state, ms=ms)
-            start.ms = min(start.ms, ms)
+        for plan in plans:
+            start.ms = min(start.ms, plan.ms)
             # A space in which nothing may be shared has plans by columns only.
-            if start.by_columns and (self._best_by_columns is None or is_less(ms, self._best_by_columns.ms)):
-                self._best_by_columns = replace(present, state=copy_of(state))
-            if is_less(ms, self.best_ms) and (self.allows is None or self.allows(present.placements)):
-                self.best = replace(present, state=copy_of(state))
+            if start.by_columns and (
+                self._best_by_columns is None or is_less(plan.ms, self._best_by_columns.ms)
+            ):
+                self._best_by_columns = plan
+            if is_less(plan.ms, self.best_ms) and (self.allows is None or self.allows(plan.placements)):
+                self.best = plan
 
     def _exact_ms(self, start: Start, states: Sequence[State]) -> list[float]:
         """Costs of plans by the model itself, not by the linear exchanges."""
@@ -299,11 +381,8 @@ def simplify(plan: Plan, problem: Problem, model: CostModel, seed: int, meter: M
             compiled.refresh(search.head, uncut, state)
             search.best, stays[s] = None, number > 0
             if len(s) and state.value[OVER] == 0:
-                search._cool(
-                    replace(start, state=state, fixed=uncut),
-                    _TRIALS_JOINED if number else meter.affordable(3 * _TRIALS_WHOLE, 1) // 3,
-                    _WARM,
-                )
+                trials = _TRIALS_JOINED if number else meter.affordable(3 * _TRIALS_WHOLE, 1) // 3
+                search._cool(search._chain(replace(start, state=state, fixed=uncut), trials, _WARM))
             if search.best is not None and search.best.ms <= limit_ms:
                 best, stays[s] = search.best, False
                 # Of a cheaper plan, fewer parts may not cost what it has saved.
@@ -314,9 +393,7 @@ def simplify(plan: Plan, problem: Problem, model: CostModel, seed: int, meter: M
 
 
 def copy_of(state: State) -> State:
-    """A copy of a plan. It shares the random generator and the log, in which it has no entries."""
-    arrays = {name: array for name, array in state._asdict().items() if name not in ("log", "random")}
-    copy = state._replace(**{name: array.copy() for name, array in arrays.items()})
-    # The log leads back to the original's best plan. The copy's begins with the copy.
+    """A copy of a plan, without its log: that leads back to the best plan that the original met."""
+    copy = State(*(array.copy() for array in state._replace(log=state.log[:0])))
     copy.number[LOG] = 0
     return copy

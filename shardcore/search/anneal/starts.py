@@ -65,8 +65,6 @@ _TIGHT, _SMALL = 0.8, (0.3, 0.2, 0.1, 0.05)
 The first is the share of all memory that counts as tight.
 The others are shares of a device's memory, above which tables are cut.
 """
-_LOG = 1 << 20
-"""The most changes since the best plan that are logged."""
 _DEVICES_AN_EVAL = 1 << 14
 """Devices that a greedy plan tries for its strips, for each evaluation that it counts as. Few count as none."""
 
@@ -115,13 +113,11 @@ def _together(cuts: Iterable[Cut]) -> Cut:
 class Starts:
     """Makes starts in the spaces of a problem. Encodings of one start are kept for the next."""
 
-    def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int) -> None:
-        self.problem, self.model, self.meter, self.seed = problem, model, meter, seed
+    def __init__(self, problem: Problem, model: CostModel, meter: Meter) -> None:
+        self.problem, self.model, self.meter = problem, model, meter
         self.head = model.compiled().head
         self.cache: ShardCostCache | None = None  # of the last shards
         self._rates: dict[tuple[Layout, ...], np.ndarray] = {}  # of exchanges, by runs
-        # One log for all: only a plan that is annealed has entries. To clear 12 MB for each start takes long.
-        self._log = np.empty((_LOG, 3), np.int32)
         self._greedy_s: float | None = None  # seconds of the longest greedy plan so far, if there is one
         self._last: tuple[Sequence[Shard], str, SearchSpace] | None = (
             None  # the last space, and what it is of
@@ -351,9 +347,7 @@ class Starts:
 
     def _state(self, space: SearchSpace) -> State:
         """A State with nothing placed."""
-        return compiled.empty(space.fixed, len(self.problem.topology.hosts), 0, self.seed)._replace(
-            log=self._log
-        )
+        return compiled.empty(space.fixed, len(self.problem.topology.hosts))
 
     # --- cuts ---
 

@@ -174,7 +174,7 @@ class State(NamedTuple):
     log: Array("L3", int32)  # done since the best plan: strip, device, units before
     number: Array("Q", int64)  # counters, see LOG
     value: Array("8", float64)  # costs, see BEST
-    random: Array("1", uint64)  # state of the random generator
+    random: Array("1", uint64)  # state of the random generator; not 0, where xorshift stays
 
 
 LOAD, FETCHED, ROOM, LACK, HELD = range(5)
@@ -214,10 +214,8 @@ SLOT_BEFORE, SLOT_AFTER, SLOT_FREED_LATE, SLOT_PHASES = range(4)
 """Indices of a stage's slots. SLOT_PHASES + i is phase i."""
 
 
-def empty(
-    problem: SearchProblem, n_hosts: int, log_length: int, seed: int, batch: tuple[int, ...] = ()
-) -> State:
-    """A State with nothing placed. batch: a first dimension of its arrays, for several plans."""
+def empty(problem: SearchProblem, n_hosts: int, batch: tuple[int, ...] = ()) -> State:
+    """A State with nothing placed, and without a log. batch: a first dimension of its arrays, for several plans."""
     n_devices, n_runs, length = problem.fixed_ops.shape
     sizes = {
         "S": len(problem.strips),
@@ -232,7 +230,7 @@ def empty(
         "B": problem.stage_sums.shape[2],
         "Q": WIDEST + 2 * n_runs,
         "E": MOST_EDITS,
-        "L": log_length,
+        "L": 0,
         **{str(n): n for n in range(10)},
     }
     state = State(
@@ -242,8 +240,6 @@ def empty(
         }
     )
     state.ref[...], state.group[...], state.value[...] = 1.0, -1, np.inf
-    # Spread small seeds over 64 bits. xorshift must not start at 0, where it stays.
-    state.random[...] = (seed * 2654435769 + 88172645463325252) % 2**64 or 1
     return state
 
 

@@ -1,0 +1,101 @@
+"""Searches use the cores that they may, and plans do not depend on how many these are."""
+
+import threading
+from contextlib import suppress
+
+import pytest
+from shapes import on_hosts
+
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.progress import listening
+from shardcore.core.types import Problem, Setting, Table
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.search import SHARDERS, Budget
+from shardcore.search.anneal import compiled
+from shardcore.testing.problems import draw_problem, model_for
+
+GIB = 1 << 30
+
+
+def several() -> Problem:
+    """Eight devices on two hosts, and 30 tables, one of them hot."""
+    tables = (
+        Table("hot", 1_000_000, 64, 300.0),
+        *(Table(f"t{i}", 10_000 * (i + 1), 32, 10.0) for i in range(29)),
+    )
+    return Problem("several", tables, on_hosts("aaaabbbb", GIB), 8192)
+
+
+def gpu(problem: Problem) -> AnalyticModel:
+    return AnalyticModel(Setting("gpu", problem.global_batch))
+
+
+@pytest.fixture
+def cooled(monkeypatch):
+    """Of each cooling: its thread, and addresses of the plan's words, its random generator and its log."""
+    calls, anneal = [], compiled.anneal
+
+    def noted(head, problem, state, trials, *temperatures):
+        calls.append((threading.get_ident(), id(state)))
+        return anneal(head, problem, state, trials, *temperatures)
+
+    monkeypatch.setattr(compiled, "anneal", noted)
+    return calls
+
+
+@pytest.mark.parametrize("algorithm", ["portfolio", "anneal", "anneal_columns"])
+def test_evaluations_give_one_plan_on_any_number_of_threads(algorithm):
+    for problem, model in (
+        (several(), gpu(several())),
+        (tight := draw_problem(3, 14, [4 << 20] * 4), model_for(tight)),
+    ):
+        plans = [
+            SHARDERS[algorithm](problem, model, seed=5, budget=Budget(evals=6_000, threads=n))
+            for n in (1, 2, 7)
+        ]
+        assert plans[0] == plans[1] == plans[2]
+        assert plans[0].provenance["evals"] <= 6_000
+
+
+def test_each_thread_anneals_plans_of_its_own_and_none_is_idle(cooled):
+    """Eight threads, on however few cores."""
+    problem = several()
+    with suppress(StopIteration):
+        SHARDERS["anneal"](problem, gpu(problem), budget=Budget(seconds=4.0, threads=8))
+    threads = {thread for thread, _ in cooled} - {threading.get_ident()}
+    assert len(threads) >= 8
+    # A plan belongs to one thread at a time: all stages of a cooling are of one.
+    owner: dict[int, int] = {}
+    for thread, words in cooled:
+        if thread != threading.get_ident():
+            owner.setdefault(words, thread)
+    assert len(owner) >= 8
+
+
+def test_an_interrupt_ends_all_threads_within_a_stage():
+    problem, before = several(), threading.active_count()
+
+    def interrupted(phase, best_ms, left_s):
+        if phase == "annealing" and threading.active_count() > before:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), listening(interrupted):
+        SHARDERS["anneal"](problem, gpu(problem), budget=Budget(evals=10**9, threads=2))
+    assert threading.active_count() == before
+
+
+def test_an_error_of_a_thread_reaches_the_caller(monkeypatch):
+    problem = several()
+
+    def broken(*_):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(compiled, "anneal", broken)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        SHARDERS["anneal"](problem, gpu(problem), budget=Budget(evals=20_000, threads=3))
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1.5, "2"])
+def test_a_number_of_threads_that_makes_no_sense_is_named(threads):
+    with pytest.raises(ShardCoreError, match=f"threads.*{threads}"):
+        Budget(threads=threads)
