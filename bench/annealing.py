@@ -36,6 +36,8 @@ from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal import compiled
 from shardcore.tables.generate import generate_pool
 anneal, pool = compiled.anneal, [t for t in generate_pool() if t.pooling > 0]
+# Earlier commits have one thread.
+one = {"threads": 1} if "threads" in Budget.__dataclass_fields__ else {}
 # Folders had other names in earlier commits.
 types = sys.modules[type(pool[0]).__module__]
 topology = importlib.import_module(types.__name__.replace("types", "topology"))
@@ -53,7 +55,7 @@ for line in sys.stdin:
     each = int(3 * sum(t.bytes for t in tables) / n_devices) + 2**34
     devices = tuple(topology.Device(each, host=f"h{d // 8}") for d in range(n_devices))
     problem = types.Problem("p", tables, topology.Topology(devices), 65536)
-    SHARDERS["anneal"](problem, AnalyticModel(types.Setting("gpu", 65536)), budget=Budget(evals=evals))
+    SHARDERS["anneal"](problem, AnalyticModel(types.Setting("gpu", 65536)), budget=Budget(evals, **one))
     print(json.dumps(counted), flush=True)
 """
 """For each line of tables, devices and evaluations prints the trials of annealing, and their seconds."""

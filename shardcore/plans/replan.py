@@ -314,7 +314,7 @@ def _kept_plan(old: Plan, problem: Problem, model: CostModel, space: str) -> Pla
     if space != "all" and not all(on_all_devices(table, problem) for table in others):
         return None
     price = priced(left.placements, problem, model).provenance
-    # The old origin stays, and the new price replaces the old one. Columns stay where they are, in canonical order or not.
+    # The old origin stays, and the new price replaces the old one. Columns stay where they are, in any order.
     return replace(left, provenance={**old.provenance, **price})
 
 
