@@ -75,8 +75,7 @@ def option_fields(
             further_run.append(runs.index(run))
     return {
         "vectors": np.concatenate([vectors, np.reshape(further, (-1, vectors.shape[1]))]),
-        "option_run": np.concatenate([option_run, np.array(further_run, np.int64)]),
-        "next_option": np.array(next_option, np.int64),
+        "options": np.array([[*option_run.tolist(), *further_run], next_option], np.int64).T.copy(),
         "first_shared": n_shards,
         "first_code": first_code,
         "fixed_ops": _fixed_ops(cache, runs),

@@ -253,10 +253,10 @@ def search_space(
         halves=halves,
         heads=np.array([head.parameters, *([head.fetched] if problem.job.fetches_ahead else [])]),
         groups=np.array(
-            [(layouts.index(layout), group[0], group[-1]) for layout, group in groups], np.int64
-        ).reshape(-1, 3),
+            [(layouts.index(layout), group[0], group[-1], runs.index(layout)) for layout, group in groups],
+            np.int64,
+        ).reshape(-1, 4),
         group_of=_group_of(groups, layouts, len(problem.topology)),
-        layout_run=np.array([runs.index(layout) for layout in layouts], np.int64),
         may_share=may_share,
         **batch_fields(cache, groups, layouts),
         **fixed_fields(cache, runs),
@@ -268,27 +268,24 @@ def search_space(
                     run.sequence,
                     run.local_batch,
                     layouts.index(run) if run in layouts and run not in cache.kinds else -1,
+                    *phases,
                 )
-                for run in runs
+                for run, phases in zip(runs, coefficients.phases.tolist(), strict=True)
             ],
             np.int64,
         ),
-        stage_sums=coefficients.sums,
-        stage_batch=coefficients.batch,
-        stage_phases=coefficients.phases,
-        sums_most=coefficients.most,
-        # Empty where no limit may bind: the compiled search then skips the check.
-        most_features=np.array(
-            [most_features(run.batch(problem)) for run in runs if may_bind(problem)], float
-        ),
+        stages=np.concatenate([coefficients.batch, coefficients.sums], -1),
+        limits=np.column_stack([coefficients.most, [most_features(run.batch(problem)) for run in runs]]),
+        ops_limited=may_bind(problem),
         kept=np.zeros((0, len(problem.topology)), np.int16),
-        most_moved=np.zeros(2, np.int64),
+        most_tables=0,
+        most_bytes=0,
     )
     # As cache.bytes: resident, and the largest multiple of what arrived, entered, and of lookups.
     of_groups = fixed.vectors[fixed.first_shared :][: may_share.size].reshape(
         *may_share.shape, fixed.vectors.shape[1]
     )
-    multiples = coefficients.most[fixed.layout_run].reshape(-1, 1, 2)
+    multiples = coefficients.most[[runs.index(layout) for layout in layouts]].reshape(-1, 1, 2)
     shared_bytes = of_groups[..., RESIDENT] + fixed.moments[0, -1, 2] * of_groups[..., ARRIVED]
     shared_bytes += (of_groups[..., [ENTERED, LOOKUPS]] * multiples).sum(-1)
     divided = np.array([cache.strip_by_name[t.name] for t in by_rows], dtype=np.int64)
@@ -333,14 +330,17 @@ def keeping(space: SearchSpace, held: np.ndarray, reshard: Reshard, new: Sequenc
     free, cache, limits = {t.name for t in new}, space.cache, {}
     if reshard.limited:
         # No limit is a limit that no plan reaches.
-        most = [np.iinfo(np.int64).max if x is None else x for x in (reshard.tables, reshard.bytes)]
+        most_tables, most_bytes = (
+            np.iinfo(np.int64).max if x is None else x for x in (reshard.tables, reshard.bytes)
+        )
         units = [cache.bundles([(s, 1)])[0] for s in range(len(cache))]
         # [S] bytes of weights of a unit. 0 for new tables, which move freely.
         weight = [sum(s.bytes for s in unit) * (unit[0].table.name not in free) for unit in units]
         limits = {
             "kept": held.copy(),
             "strips": space.fixed.strips.copy(),
-            "most_moved": np.array(most, np.int64),
+            "most_tables": most_tables,
+            "most_bytes": most_bytes,
             "may_share": np.zeros_like(space.fixed.may_share),
         }
         limits["strips"][:, [WEIGHT, JOINT]] = np.stack([weight, list(map(len, units))], 1)
@@ -431,7 +431,7 @@ def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
     fixed, may = space.fixed, np.flatnonzero(space.fixed.may_share[y])
     if not len(may):
         return may
-    speed, rates, r = fixed.devices[:, SPEED], fixed.rates, fixed.layout_run[y]
+    speed, rates, r = fixed.devices[:, SPEED], fixed.rates, space.runs.index(space.layouts[y])
     n, total_speed, slowest = len(speed), speed.sum(), speed.min()
     # [S, F] of uncut tables: what they add is compared to what a copy on all devices adds.
     whole, shared = fixed.whole_options(), fixed.shared_options(y, may)

@@ -25,6 +25,7 @@ from shardcore.search.anneal.compiled.arrays import (
     BUSIEST,
     ENTERED,
     FREE,
+    GROUP_RUN,
     HOST_BUSIEST,
     LAYOUT_OF,
     OVER,
@@ -359,7 +360,7 @@ class Starts:
         """
         fixed, groups = space.fixed, np.flatnonzero(space.fixed.groups[:, LAYOUT_OF] == y)
         # Cost of a strip in a group: its op, and the exchange that its bytes set.
-        options, rates = fixed.shared_options(y, strips), fixed.rates[fixed.layout_run[y]]
+        options, rates = fixed.shared_options(y, strips), fixed.rates[fixed.groups[groups[0], GROUP_RUN]]
         # The devices of a group on a host are as many as the group has.
         each_ms = rates[OWN] + rates[BUSIEST] + rates[HOST_BUSIEST] * len(space.groups[groups[0]][1])
         cost = self._op_ms(fixed, options) + each_ms * fixed.vectors[options, ENTERED]

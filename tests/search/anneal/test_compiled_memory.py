@@ -14,7 +14,7 @@ from shardcore.core.topology import Memory
 from shardcore.core.types import Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search.anneal import compiled
-from shardcore.search.anneal.compiled.arrays import FEATURES, FREE, LACK, LOOKUPS
+from shardcore.search.anneal.compiled.arrays import FEATURES, FREE, LACK, LOOKUPS, NEXT
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import Search, copy_of
 from shardcore.search.budget import Budget
@@ -91,7 +91,7 @@ def test_a_plan_costs_what_annealing_counts_with_tables_of_fixed_kinds(seed):
     assert search.best.ms == pytest.approx(plan.provenance["predicted_ms"], rel=1e-9)
     # Tables of several collections that are kept together have the cost of their own ops.
     parts = search.best.space.cache.parts
-    assert search.best.fixed.next_option.any() == any(len({run for run, _ in of}) > 1 for of in parts)
+    assert search.best.fixed.options[:, NEXT].any() == any(len({run for run, _ in of}) > 1 for of in parts)
 
 
 def test_ordered_row_ranges_run_in_the_op_of_tables_of_a_fixed_kind():
@@ -155,4 +155,4 @@ def test_an_op_has_no_more_features_and_ids_than_fbgemm_runs(seed, kind):
             ids[d, runs.index(run)] += op_ids(run, shard, problem)
     assert counted[..., LOOKUPS] == pytest.approx(ids)
     assert counted[..., FEATURES].tolist() == features.tolist()
-    assert len(search.best.fixed.most_features) == len(runs)
+    assert search.best.fixed.ops_limited and len(search.best.fixed.limits) == len(runs)

@@ -55,18 +55,27 @@ TOTAL: of all devices together.
 ONCE: if there is any byte at all.
 WORK_BUSIEST, WORK_TOTAL, WORK_ONCE: the share of these that is devices' own work with ids. 0 for outputs.
 """
-COLLECTION, SEQUENCE, REPLICAS_RUN, LAYOUT = range(4)
+OPTION_RUN, NEXT = range(2)
+"""Columns of SearchProblem.options: the run, and the next option of a bundle's chain, 0 for none."""
+COLLECTION, SEQUENCE, REPLICAS_RUN, LAYOUT, PHASES = range(5)
 """Columns of SearchProblem.runs.
 
 COLLECTION: number of its collection, pooled or not.
 SEQUENCE: 1 if its outputs are not pooled.
 REPLICAS_RUN: 1 if its tables are replicas.
 LAYOUT: number of the layout whose groups share its tables, -1 for kinds.
+PHASES + t: phases of stage t.
 """
+OF_ENTERED, OF_LOOKUPS = 6, 7
+"""Columns of SearchProblem.stages: multiples of what entered, and of lookups. Those before are of the run's share of a
+local batch (see memory.frame)."""
+MOST_ENTERED, MOST_LOOKUPS, MOST_FEATURES = range(3)
+"""Columns of SearchProblem.limits: the largest of a run's multiples OF_ENTERED and OF_LOOKUPS, and features of an op
+that FBGEMM runs."""
 SPEED, FREE = range(2)
 """Columns of SearchProblem.devices: the speed factor, and bytes that embeddings may have."""
-LAYOUT_OF, FIRST, LAST = range(3)
-"""Columns of SearchProblem.groups: number of the layout, and the first and the last device.
+LAYOUT_OF, FIRST, LAST, GROUP_RUN = range(4)
+"""Columns of SearchProblem.groups: number of the layout, the first and the last device, and the layout's run.
 
 The last may have fewer rows than the others.
 """
@@ -78,8 +87,7 @@ class SearchProblem(NamedTuple):
     # Options: those of strips' shards, then of shared strips (shared_option), then further ones of bundles.
     shard: int32[:, ::1]  # [S, U + 1] the option of so many units; number 0 is nothing
     vectors: float64[:, ::1]  # [O, V]
-    option_run: int64[::1]  # [O]
-    next_option: int64[::1]  # [O] the next option of a bundle's chain, 0 for none
+    options: int64[:, ::1]  # [O, 2] see OPTION_RUN
     added_ms: float64[::1]  # [O] ms that an option adds to an op
     first_shared: int64  # the first option of shared strips
     first_code: int64  # where encodings begin in vectors
@@ -97,9 +105,8 @@ class SearchProblem(NamedTuple):
         :, ::1
     ]  # [A, P] parameters of ms, and those that give model.fetched_ms where rows are fetched ahead
     # Tables shared by groups of devices.
-    groups: int64[:, ::1]  # [G, 3] see LAYOUT_OF
+    groups: int64[:, ::1]  # [G, 4] see LAYOUT_OF
     group_of: int64[:, ::1]  # [Y, D] the device's group in each layout; -1: none
-    layout_run: int64[::1]  # [Y] number of the layout's run
     may_share: boolean[:, ::1]  # [Y, S] whether groups may share the strip
     # Memory.
     local: float64[:, ::1]  # [S, 2] of a local batch: bytes of a unit's outputs, and of the strip's ids
@@ -110,13 +117,11 @@ class SearchProblem(NamedTuple):
     always: float64  # bytes that are there in all moments
     looks_up_ahead: boolean  # whether the pipeline does (memory_timeline.stages_under)
     host_free: float64  # bytes of a host's memory; infinite where they are not given
-    runs: int64[:, ::1]  # [N, 4] see COLLECTION
+    runs: int64[:, ::1]  # [N, 8] see COLLECTION
     # Multiples of a run's bytes in a stage. Slots are those of memory_account.StageCoefficients.
-    stage_sums: float64[:, :, :, ::1]  # [N, 4, slots, 2] multiples of what entered and of lookups
-    stage_batch: float64[:, :, :, ::1]  # [N, 4, slots, 6] of its share of a local batch (see memory.frame)
-    stage_phases: int64[:, ::1]  # [N, 4] phases of a stage
-    sums_most: float64[:, ::1]  # [N, 2] the largest of these multiples
-    most_features: float64[::1]  # [N] features of an op that FBGEMM runs; none: no op has too many
+    stages: float64[:, :, :, ::1]  # [N, 4, slots, 8] see OF_ENTERED
+    limits: float64[:, ::1]  # [N, 3] see MOST_ENTERED
+    ops_limited: boolean  # whether an op may have too much for FBGEMM
     caches: int64[:, ::1]  # [C, 3] run of each cache, and its first and last entry in vectors
     cache_row_bytes: float64[::1]  # [V] bytes of a cache's row if its widest shard counts in this entry
     # Tables that are on all devices in every plan.
@@ -126,7 +131,8 @@ class SearchProblem(NamedTuple):
     fixed_scratch: float64  # bytes that the dense optimizer makes to update them
     # Re-sharding limits.
     kept: int16[:, ::1]  # [S, D] units in the plan to start from; no rows: no limits
-    most_moved: int64[::1]  # [2] limits: tables moved, bytes moved
+    most_tables: int64  # that may move
+    most_bytes: int64  # that may move
 
     def codes(self, options: np.ndarray) -> np.ndarray:
         """[..., F] encodings of options [...]."""
@@ -227,7 +233,7 @@ def empty(problem: SearchProblem, n_hosts: int, batch: tuple[int, ...] = ()) -> 
         "X": 2 * n_runs,
         "Z": 2 * n_runs + 1,
         "A": len(problem.heads),
-        "B": problem.stage_sums.shape[2],
+        "B": problem.stages.shape[2],
         "Q": WIDEST + 2 * n_runs,
         "E": MOST_EDITS,
         "L": 0,

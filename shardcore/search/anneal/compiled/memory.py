@@ -32,11 +32,19 @@ from shardcore.search.anneal.compiled.arrays import (
     JOINED,
     LACK,
     LOOKUPS,
+    MOST_ENTERED,
+    MOST_FEATURES,
+    MOST_LOOKUPS,
     N_RUNS,
+    NEXT,
+    OF_ENTERED,
+    OF_LOOKUPS,
     ON_HOST,
+    OPTION_RUN,
     OUTPUTS,
     OVER,
     PARTIAL,
+    PHASES,
     RANK,
     REPLICAS,
     REPLICAS_RUN,
@@ -63,15 +71,15 @@ from shardcore.step.op_limits import MOST_IDS
 def shared_option(fx, y, s, is_last):
     """The option of strip s on a device of a group of layout y: on the last, or on any other."""
     # After the options of shards come those of strips that groups share, as [2, Y, S].
-    return fx.first_shared + (int(is_last) * len(fx.layout_run) + y) * len(fx.strips) + s
+    return fx.first_shared + (int(is_last) * len(fx.may_share) + y) * len(fx.strips) + s
 
 
 @inner
 def add_option(fx, st, d, option):
     """Add an option to a device's ops, and what its chain has further."""
     while option > 0:
-        add(st.ops[d, fx.option_run[option]], fx.vectors[option])
-        option = fx.next_option[option]
+        add(st.ops[d, fx.options[option, OPTION_RUN]], fx.vectors[option])
+        option = fx.options[option, NEXT]
 
 
 @inner
@@ -120,9 +128,9 @@ def frame(fx, st):
         # The largest phase of the run alone, for `batch_most`.
         of_run = 0.0
         for t in range(4):
-            for slot in range(fx.stage_batch.shape[2]):
+            for slot in range(fx.stages.shape[2]):
                 # Multiples as StageCoefficients.batch names them.
-                of = fx.stage_batch[r, t, slot]
+                of = fx.stages[r, t, slot]
                 st.frame[r, t, slot] = (
                     of[0] * outputs
                     + (of[1] * outputs if cut else of[5] * gradient)
@@ -163,9 +171,9 @@ def peak(fx, st, row):
         held = 0.0
         for i in range(n):
             r = st.order[i]
-            of = fx.stage_sums[r, t, SLOT_BEFORE]
+            of = fx.stages[r, t, SLOT_BEFORE]
             op = st.ops[st.row[row, r], r]
-            held += st.frame[r, t, SLOT_BEFORE] + of[0] * op[ENTERED] + of[1] * op[LOOKUPS]
+            held += st.frame[r, t, SLOT_BEFORE] + of[OF_ENTERED] * op[ENTERED] + of[OF_LOOKUPS] * op[LOOKUPS]
         if t == 0:  # ids arrive before lookups
             most = max(most, held + in_moment(fx, st, arrived, int64(0)))
         if t == 2:  # the dense part comes between forward and backward
@@ -176,20 +184,28 @@ def peak(fx, st, row):
             r = st.order[i] if t < 2 else st.order[n - 1 - i]
             op = st.ops[st.row[row, r], r]
             entered, lookups = op[ENTERED], op[LOOKUPS]
-            of, frame_of = fx.stage_sums[r, t], st.frame[r, t]
+            of, frame_of = fx.stages[r, t], st.frame[r, t]
             # When the run begins, its phases take the place of the buffers that waited for it.
-            held -= frame_of[SLOT_BEFORE] + of[SLOT_BEFORE, 0] * entered + of[SLOT_BEFORE, 1] * lookups
-            for slot in range(SLOT_PHASES, SLOT_PHASES + fx.stage_phases[r, t]):
+            held -= (
+                frame_of[SLOT_BEFORE]
+                + of[SLOT_BEFORE, OF_ENTERED] * entered
+                + of[SLOT_BEFORE, OF_LOOKUPS] * lookups
+            )
+            for slot in range(SLOT_PHASES, SLOT_PHASES + fx.runs[r, PHASES + t]):
                 # Only the first phase meets the buffers of the run before.
-                n_bytes = frame_of[slot] + of[slot, 0] * entered + of[slot, 1] * lookups
+                n_bytes = frame_of[slot] + of[slot, OF_ENTERED] * entered + of[slot, OF_LOOKUPS] * lookups
                 most = max(most, ids + held + freed_late + n_bytes)
                 freed_late = 0.0
             # These stay until the stage ends, while the runs that follow have their phases.
-            held += frame_of[SLOT_AFTER] + of[SLOT_AFTER, 0] * entered + of[SLOT_AFTER, 1] * lookups
+            held += (
+                frame_of[SLOT_AFTER]
+                + of[SLOT_AFTER, OF_ENTERED] * entered
+                + of[SLOT_AFTER, OF_LOOKUPS] * lookups
+            )
             freed_late = (
                 frame_of[SLOT_FREED_LATE]
-                + of[SLOT_FREED_LATE, 0] * entered
-                + of[SLOT_FREED_LATE, 1] * lookups
+                + of[SLOT_FREED_LATE, OF_ENTERED] * entered
+                + of[SLOT_FREED_LATE, OF_LOOKUPS] * lookups
             )
     # The dense optimizer steps last.
     return max(most, held + st.value[SCRATCH] + in_moment(fx, st, arrived, int64(5)))
@@ -214,7 +230,7 @@ def set_room(fx, st, d, row):
     if held == 0.0 and arrived == 0.0:
         st.devices[row, ROOM] = np.inf
         return
-    if len(fx.most_features) > 0 and op_headroom(fx, st, row) < 0.0:
+    if fx.ops_limited and op_headroom(fx, st, row) < 0.0:
         st.devices[row, ROOM] = -np.inf
         return
     room = fx.devices[d, FREE] - held - fx.moments[0, -1, 2] * arrived
@@ -223,7 +239,7 @@ def set_room(fx, st, d, row):
     # Each run's largest phase. Only the largest of all counts, so this is quick, and mostly enough.
     for r in range(len(fx.runs)):
         op = st.ops[st.row[row, r], r]
-        room -= fx.sums_most[r, 0] * op[ENTERED] + fx.sums_most[r, 1] * op[LOOKUPS]
+        room -= fx.limits[r, MOST_ENTERED] * op[ENTERED] + fx.limits[r, MOST_LOOKUPS] * op[LOOKUPS]
     st.devices[row, ROOM] = room
 
 
@@ -238,7 +254,7 @@ def lack_of(fx, st, d, row):
     # A cache has whole sets of rows, so its bytes do not add up over shards.
     if len(fx.caches) > 0:
         left -= cache_padding(fx, st, row)
-    if len(fx.most_features) > 0:
+    if fx.ops_limited:
         # Scaled by OF_OP, so that an op that is too large lacks bytes, as a full device does.
         left = min(left, op_headroom(fx, st, row))
     return max(0.0, -left)
@@ -265,7 +281,9 @@ def op_headroom(fx, st, row):
     left = np.inf
     for r in range(len(fx.runs)):
         op = st.ops[st.row[row, r], r]
-        left = min(left, OF_OP * (MOST_IDS - op[LOOKUPS]), OF_OP * (fx.most_features[r] - op[FEATURES]))
+        left = min(
+            left, OF_OP * (MOST_IDS - op[LOOKUPS]), OF_OP * (fx.limits[r, MOST_FEATURES] - op[FEATURES])
+        )
     return left
 
 

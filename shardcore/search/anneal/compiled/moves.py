@@ -19,7 +19,9 @@ from shardcore.search.anneal.compiled.arrays import (
     LOAD,
     MOST_EDITS,
     N_MOVED,
+    NEXT,
     ON_HOST,
+    OPTION_RUN,
     RESIDENT,
     ROOM,
     SENT,
@@ -198,8 +200,8 @@ def moves_too_much(fx, st, n):
     if b >= 0:
         tables += (int(st.moved[b] + more_b > 0) - int(st.moved[b] > 0)) * joint_b
     # A plan above a limit may still come closer to it: only a further increase is refused.
-    too_many = tables > fx.most_moved[0] and tables > st.number[N_MOVED]
-    return too_many or (st.number[BYTES_MOVED] + more_a + more_b > fx.most_moved[1] and more_a + more_b > 0)
+    too_many = tables > fx.most_tables and tables > st.number[N_MOVED]
+    return too_many or (st.number[BYTES_MOVED] + more_a + more_b > fx.most_bytes and more_a + more_b > 0)
 
 
 @inner
@@ -215,14 +217,14 @@ def edit_ops(fx, st, row, was, then):
     for i in range(2):
         option, sign = (was, -1.0) if i == 0 else (then, 1.0)
         while option > 0:
-            r = fx.option_run[option]
+            r = fx.options[option, OPTION_RUN]
             if st.row[row, r] != row:
                 copy(st.ops[row, r], st.ops[st.row[row, r], r])
                 st.row[row, r] = row
             op, vector = st.ops[row, r], fx.vectors[option]
             for v in range(len(op)):
                 op[v] += sign * vector[v]
-            option = fx.next_option[option]
+            option = fx.options[option, NEXT]
 
 
 @inner

@@ -19,6 +19,10 @@ from shardcore.search.anneal.compiled.arrays import (
     HEAD,
     LACK,
     LOOKUPS,
+    MOST_ENTERED,
+    MOST_LOOKUPS,
+    NEXT,
+    OPTION_RUN,
     RESIDENT,
     ROOM,
     SENT,
@@ -123,10 +127,10 @@ def most_bytes(fx, option):
     """The most bytes that an option adds to a device in any phase, as `set_room` counts them."""
     n_bytes = 0.0
     while option > 0:
-        of, r = fx.vectors[option], fx.option_run[option]
+        of, limits = fx.vectors[option], fx.limits[fx.options[option, OPTION_RUN]]
         n_bytes += of[RESIDENT] + fx.moments[0, -1, 2] * of[ARRIVED]
-        n_bytes += fx.sums_most[r, 0] * of[ENTERED] + fx.sums_most[r, 1] * of[LOOKUPS]
-        option = fx.next_option[option]
+        n_bytes += limits[MOST_ENTERED] * of[ENTERED] + limits[MOST_LOOKUPS] * of[LOOKUPS]
+        option = fx.options[option, NEXT]
     return n_bytes
 
 
@@ -134,7 +138,7 @@ def most_bytes(fx, option):
 def find_devices(problem, states, shards, fits):
     """Fill fits [B, D]: whether a device of a plan may have its shard. shards: [B, 2] strip, units."""
     fx = problem_at(problem)
-    only_bytes = len(fx.caches) == 0 and len(fx.most_features) == 0 and fx.host_free == np.inf
+    only_bytes = len(fx.caches) == 0 and not fx.ops_limited and fx.host_free == np.inf
     for b in range(len(states)):
         st, s, units = state_at(states[b]), shards[b, 0], shards[b, 1]
         needed = most_bytes(fx, int64(fx.shard[s, units])) + batch_most(fx, st)

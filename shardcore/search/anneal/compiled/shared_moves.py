@@ -8,6 +8,7 @@ from numba import int64
 from shardcore.core.jit import inner
 from shardcore.search.anneal.compiled.arrays import (
     FIRST,
+    GROUP_RUN,
     LAYOUT_OF,
     LOAD,
     LOG,
@@ -64,7 +65,7 @@ def propose_shared(fx, st):
     if (leaves < 0 or uniform(st) < 0.6) and st.count[b] > 0:
         comes = st.strips[b, below(st, st.count[b])]
         if leaves < 0:
-            y = below(st, len(fx.layout_run))
+            y = below(st, len(fx.may_share))
         if not fx.may_share[y, comes] or st.held[comes, b] != fx.strips[comes, SIZE] or fx.group_of[y, b] < 0:
             return nothing
     if leaves < 0 and comes < 0:
@@ -75,7 +76,7 @@ def propose_shared(fx, st):
         to = start
         if leaves < 0:  # mostly b's own group
             to = fx.group_of[y, b]
-            c = fx.group_of[y, below(st, n)] if len(fx.groups) > len(fx.layout_run) else to
+            c = fx.group_of[y, below(st, n)] if len(fx.groups) > len(fx.may_share) else to
             if c != to and c >= 0 and uniform(st) < 0.5:
                 to = c
     return leaves, start, comes, to, b, -1
@@ -91,10 +92,11 @@ def group_option(fx, y, s):
 def trial_energy(head, fx, st, leaves, start, comes, to, b, back):
     """The energy in ms after a move that `propose_shared` draws. Only the rows of trials change."""
     n, moves = n_devices_of(st), comes < 0 and to >= 0
-    y, s = fx.groups[start if start >= 0 else to, LAYOUT_OF], leaves if leaves >= 0 else comes
+    group, s = fx.groups[start if start >= 0 else to], leaves if leaves >= 0 else comes
+    y = group[LAYOUT_OF]
     # The run of the groups' ops, and that of b's own op for such strips.
     # (Tables of a layout are of one collection, so both strips are of one kind.)
-    r, k = fx.layout_run[y], fx.strips[s, RUN]
+    r, k = group[GROUP_RUN], fx.strips[s, RUN]
     # The first row has the op of group `start` and b's own op, the second has the op of group `to`.
     begin_trial(st, b, n)
     begin_trial(st, b, n + 1)

@@ -9,6 +9,7 @@ from shardcore.search.anneal.compiled.arrays import (
     ENTERED,
     FIRST,
     FIRST_RANK,
+    GROUP_RUN,
     JOINT,
     LAST,
     LAYOUT,
@@ -182,7 +183,7 @@ def recompute_ops(head, fx, st):
         for d in range(fx.groups[g, FIRST], fx.groups[g, LAST] + 1):
             if fx.group_of[y, d] == g:
                 add_option(fx, st, d, shared_option(fx, y, s, d == fx.groups[g, LAST]))
-        run = st.runs[fx.layout_run[y]]
+        run = st.runs[fx.groups[g, GROUP_RUN]]
         run[SHARDS] += 1.0
         run[OUTPUTS] += fx.local[s, 0] * fx.strips[s, SIZE]
         run[FIRST_RANK] = min(run[FIRST_RANK], float(fx.strips[s, RANK]))
