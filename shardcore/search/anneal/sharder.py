@@ -73,7 +73,7 @@ _LOG = 1 << 20
 _REPORT_S = 0.5
 """Time between two reports while threads anneal."""
 _MOST_BYTES = 1 << 25
-"""Bytes of the plans of stages, at most, that wait to be priced together."""
+"""Bytes of the plans of stages, at most, that wait to be priced together, on all threads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,9 +165,9 @@ class Search:
                 chains.append(self._chain(best, int(trials * max(1.0, len(starts) * _OF_BEST)), _WARM))
             # Trials seldom lead from shared tables to columns, and plans by columns need more trials than others.
             # So the best of these goes on while it may become the best of all.
+            before_ms = columns.ms if columns else 0.0
             if columns is not None:
                 columns = replace(columns)
-                before_ms = columns.ms
                 chains.append(self._chain(columns, trials, _WARM))
             # Each from its first plan again: the best plan of all rounds is in `best`.
             chains += [self._chain(start, trials, _HOT) for start in starts]
@@ -276,7 +276,7 @@ class Search:
 
         Candidates are the plan after each stage, and the best plan that was met.
         """
-        start, state, best, met = chain.start, copy_of(chain.start.state), list[Start](), list[State]()
+        start, state, met, done = chain.start, copy_of(chain.start.state), list[State](), 0
         # Pages of the log that no change reaches take no memory.
         state = state._replace(log=np.empty((_LOG, 3), np.int32))
         state.random[...] = (
@@ -286,24 +286,22 @@ class Search:
         problem, words = packed(start.fixed), packed(state)
         # Relative to a device's share: relative to the whole cost, many devices ran too hot.
         mean_ms = compiled.refresh(self.head, problem, words) / len(self.problem.topology)
-        for stage in range(n_stages):
-            if self._ended or not self.meter.has_time(0.0):
-                return self._cheapest(start, [*(plan.state for plan in best), *met]), stage
+        while done < n_stages and not self._ended and self.meter.has_time(0.0):
             # One geometric cooling over all stages, and each stage a part of it.
             hot_ms, cold_ms = (
-                mean_ms * chain.hot * (_COLD / chain.hot) ** (x / chain.stages) for x in (stage, stage + 1)
+                mean_ms * chain.hot * (_COLD / chain.hot) ** (x / chain.stages) for x in (done, done + 1)
             )
             self.meter.report("annealing", self.best_ms)
             compiled.anneal(self.head, problem, words, chain.trials, hot_ms, cold_ms)
             met.append(copy_of(state))
-            if sum(plan.held.nbytes for plan in met) > _MOST_BYTES:
-                best = self._cheapest(start, [*(plan.state for plan in best), *met])
-                met.clear()
-        if n_stages == chain.stages:
+            done += 1
+            if sum(plan.held.nbytes for plan in met) > _MOST_BYTES // self.meter.budget.most_threads:
+                met = [plan.state for plan in self._cheapest(start, met)]
+        if done == chain.stages:
             # After the last stage the state is any plan. `refresh` leads it back to the best one met.
             compiled.refresh(self.head, problem, words)
             met.append(copy_of(state))
-        return self._cheapest(start, [*(plan.state for plan in best), *met]), n_stages
+        return self._cheapest(start, met), done
 
     def _cheapest(self, start: Start, states: Sequence[State]) -> list[Start]:
         """Of the plans that a start led to the cheapest one, and the cheapest that may be the best."""
@@ -318,7 +316,8 @@ class Search:
         )
         if self.allows is None:
             return by_cost[:1]
-        return by_cost[:1] + [plan for plan in by_cost if self.allows(plan.placements)][:1]
+        allowed = next((plan for plan in by_cost if self.allows(plan.placements)), None)
+        return [by_cost[0], *([allowed] if allowed else [])]
 
     def _keep(self, start: Start, plans: Sequence[Start]) -> None:
         """Keep the cheapest of the plans that a start led to, if it is the cheapest so far."""
