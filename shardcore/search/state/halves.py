@@ -52,8 +52,7 @@ class Halves:
 
     def whole(self, plan: Plan, problem: Problem, model: CostModel) -> Plan:
         """A plan of halves as one of the problem's whole tables, priced."""
-        joined = priced(self.joined(plan.placements), problem, model)
-        return replace(joined, provenance={**plan.provenance, **joined.provenance})
+        return priced(self.joined(plan.placements), problem, model, **plan.provenance)
 
     def split(self, plan: Plan) -> Plan:
         """A plan of whole tables as one of halves."""
@@ -75,20 +74,19 @@ class Halves:
 
 def halved(problem: Problem, names: Collection[str]) -> Halves:
     """A problem with tables of some names in halves. Each has to be one of `may_halve`."""
-    tables, wholes, kinds = [], {}, list(problem.constraints.kinds)
-    for table in problem.tables:
-        if table.name not in names:
-            tables.append(table)
-            continue
-        width = table.dim // 2
-        for column in (0, width):
-            half = replace(table, name=_half_name(table, column), dim=width)
-            tables.append(half)
-            wholes[half.name] = table, column
-            # A half is a table here, but kinds that need all columns of the real one cannot run it.
-            kinds.append((half.name, _CUT))
-    constraints = replace(problem.constraints, kinds=tuple(kinds))
-    return Halves(replace(problem, tables=tuple(tables), constraints=constraints), wholes)
+    # Of each such table: both halves, and their first columns.
+    halves = {
+        t: [(replace(t, name=_half_name(t, column), dim=t.dim // 2), column) for column in (0, t.dim // 2)]
+        for t in problem.tables
+        if t.name in names
+    }
+    tables = tuple(half for t in problem.tables for half, _ in halves.get(t, [(t, 0)]))
+    wholes = {half.name: (t, column) for t, both in halves.items() for half, column in both}
+    # A half is a table here, but kinds that need all columns of the real one cannot run it.
+    kinds = (*problem.constraints.kinds, *((name, _CUT) for name in wholes))
+    return Halves(
+        replace(problem, tables=tables, constraints=replace(problem.constraints, kinds=kinds)), wholes
+    )
 
 
 def may_halve(table: Table, problem: Problem) -> bool:

@@ -96,7 +96,7 @@ def _one_too_large(cuts: Cuts) -> str:
     """A table, or several kept on one device, that fit no device in any way."""
     problem = cuts.problem
     for bundle, parts in zip(cuts.bundles, cuts.parts(), strict=True):
-        if parts is not None:
+        if parts:
             continue
         table = bundle[0].table
         # The message is of the device that comes nearest.
@@ -118,7 +118,7 @@ def _one_too_large(cuts: Cuts) -> str:
             )
         else:
             width = problem.unit_width(table)
-            narrow = cuts.needs(equal_parts(table, table.dim // width)) + cuts.cut_account.base
+            narrow = cuts.needs(equal_parts(Shard.whole(table), table.dim // width)) + cuts.cut_account.base
             n_bytes = math.ceil(narrow[: cuts.cut_account.phases].max())
             what, why = f"{width} columns of table {table.name!r} take", f", and {_undividable(cuts, table)}"
         if n_bytes > largest:
