@@ -374,12 +374,11 @@ class Program:
                 continue
             # Launches of all devices if the run is there, else in proportion to their work.
             alone = 1.0 if run.everywhere else 1 + launch_ms / most
-            work = [(alone, 0.0, options.alone_ms)]
-            work += [
-                (*line, options.load)
-                for line in lines_below(run.curve, most, launch_ms * (not run.everywhere))
-            ]
-            for slope, once, per in work:
+            lines = lines_below(run.curve, most, launch_ms * (not run.everywhere))
+            for slope, once, per in (
+                (alone, 0.0, options.alone_ms),
+                *((*line, options.load) for line in lines),
+            ):
                 terms = [(column, 1.0), (at, -slope * per[at] * options.on[at, c])]
                 if run.everywhere:
                     rows.add(0.0, *terms, (present + r, -self.count[c] * (launch_ms + once)))

@@ -454,8 +454,7 @@ class DreamShardLearner(Learner):
     def round(self) -> dict[str, float]:
         config, values = self.config, {}
         if self.cost_optimizer:
-            drawn = self.drawn(config.priced)
-            priced = [self.priced(prepared, self.roll(prepared, 1, True)) for prepared in drawn]
+            priced = (self.priced(one, self.roll(one, 1, True)) for one in self.drawn(config.priced))
             # A plan that does not fit has no cost to learn.
             self.plans += [plan for plan in priced if np.isfinite(plan.total)]
             updates = config.cost_updates if self.plans else 0
@@ -509,7 +508,7 @@ class AutoShardLearner(Learner):
         """Train the cost network on some priced plans. Returns the loss."""
         batch, sums = self.batch()
         # Forward and backward compute of each device, [B].
-        errors = self.net.cost(self.w, sums) - (batch.parts[:, 0] + batch.parts[:, 2])
+        errors = self.net.single(self.w, sums) - (batch.parts[:, 0] + batch.parts[:, 2])
         return _step(self.adam, (errors**2).mean())
 
     def policy_update(self) -> np.ndarray:
