@@ -46,8 +46,11 @@ class Halves:
     def joined(self, placements: Iterable[Placement]) -> tuple[Placement, ...]:
         """The placements with whole tables in place of halves."""
         return consolidate(
-            _moved(p, *self.tables[p.shard.table.name]) if p.shard.table.name in self.tables else p
+            part
             for p in placements
+            for part in (
+                _moved(p, *self.tables[p.shard.table.name]) if p.shard.table.name in self.tables else [p]
+            )
         )
 
     def whole(self, plan: Plan, problem: Problem, model: CostModel) -> Plan:
@@ -59,16 +62,13 @@ class Halves:
         halves: dict[str, list[tuple[Table, int]]] = defaultdict(list)
         for half in (t for t in self.problem.tables if t.name in self.tables):
             whole, column = self.tables[half.name]
-            halves[whole.name].append((half, column))
-        placements = []
-        for p in plan.placements:
-            for half, column in halves.get(p.shard.table.name, ()):
-                low, high = max(p.shard.col_lo, column), min(p.shard.col_hi, column + half.dim)
-                if low < high:
-                    part = replace(p, shard=replace(p.shard, col_lo=low, col_hi=high))
-                    placements.append(_moved(part, half, -column))
-            if p.shard.table.name not in halves:
-                placements.append(p)
+            halves[whole.name].append((half, -column))
+        placements = (
+            part
+            for p in plan.placements
+            for half, columns in halves.get(p.shard.table.name, [(p.shard.table, 0)])
+            for part in _moved(p, half, columns)
+        )
         return replace(plan, placements=tuple(placements))
 
 
@@ -123,8 +123,10 @@ def _half_name(table: Table, column: int) -> str:
     return f"{table.name}[{column}:{column + table.dim // 2}]"
 
 
-def _moved(placement: Placement, table: Table, columns: int) -> Placement:
-    """A placement with its shard in another table, so many columns further."""
+def _moved(placement: Placement, table: Table, columns: int) -> list[Placement]:
+    """A placement with its shard in another table, so many columns further. Empty if that has none of them."""
     shard = placement.shard
-    low, high = shard.col_lo + columns, shard.col_hi + columns
-    return replace(placement, shard=replace(shard, table=table, col_lo=low, col_hi=high))
+    low, high = max(0, shard.col_lo + columns), min(table.dim, shard.col_hi + columns)
+    if low >= high:
+        return []
+    return [replace(placement, shard=replace(shard, table=table, col_lo=low, col_hi=high))]

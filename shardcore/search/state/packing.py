@@ -91,9 +91,8 @@ def roomiest(problem: Problem, quick: bool = False) -> tuple[Plan | None, int]:
 
 def lacking(plan: Plan, problem: Problem) -> int:
     """The most bytes that a device with a shard takes more than it may."""
-    holding = {d for placement in plan.placements for d in placement.devices}
-    used, may_hold = memory.used_bytes(plan, problem), memory.held_bytes(problem)
-    return max(used[d] - may_hold[d] for d in holding)
+    lacks = np.subtract(memory.used_bytes(plan, problem), held_bytes(problem))
+    return int(max(lacks[d] for placement in plan.placements for d in placement.devices))
 
 
 def within_ops(plan: Plan, problem: Problem) -> bool:

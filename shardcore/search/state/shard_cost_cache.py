@@ -325,9 +325,8 @@ class ShardCostCache:
         ]
         # Two exact counts for each row range, in place of one for each of its shards.
         groups: dict[tuple[Layout, RowRange, int], dict[int, Shard]] = defaultdict(dict)  # by width
-        widths = [shard.width for _, shard in shards]
-        for key, width, (_, shard) in zip(keys, widths, shards, strict=True):
-            groups[key][width] = shard
+        for key, (_, shard) in zip(keys, shards, strict=True):
+            groups[key][shard.width] = shard
         lines = {}
         for key, group in ticking(groups.items()):
             run, narrow, wide = key[0], min(group), max(group)
@@ -336,7 +335,7 @@ class ShardCostCache:
             if wide > narrow:
                 a_column = (sums_of(run, group[wide], self.problem) - sums) / (wide - narrow)
             lines[key] = sums, a_column, narrow
-        of_shards = [(*lines[key], width) for key, width in zip(keys, widths, strict=True)]
+        of_shards = [(*lines[key], shard.width) for key, (_, shard) in zip(keys, shards, strict=True)]
         sums, a_column, narrow, width = map(np.array, zip(*of_shards, strict=True))
         return sums + a_column * (width - narrow)[:, None]
 
