@@ -64,9 +64,12 @@ class HotRows(Decision):
             # Thresholds between the same two rows give the same problem.
             same = next((outcome for before, outcome in searched if before == rows), None)
             if same is None:
-                words = f"rows hot from {threshold:,.1f} lookups a batch" if rows else "no hot rows"
-                proposed = with_hot_rows(problem, rows)
-                same = yield Threshold(words=words, problem=proposed, rows=rows, more=more)
+                same = yield Threshold(
+                    words=f"rows hot from {threshold:,.1f} lookups a batch" if rows else "no hot rows",
+                    problem=with_hot_rows(problem, rows),
+                    rows=rows,
+                    more=more,
+                )
                 searched.append((rows, same))
             outcomes[threshold] = same
             return same

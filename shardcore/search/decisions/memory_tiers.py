@@ -104,8 +104,12 @@ class MemoryTiers(Decision):
             return None
         # Towers are in the plan, not in the problem: load factors need to fit with them.
         filled_up, plan = filled(found.plan, as_planned(found.plan, found.problem), model)
-        problem = replace(found.problem, tables=filled_up.tables)
-        return replace(found, problem=problem, plan=plan, ms=plan.provenance["predicted_ms"])
+        return replace(
+            found,
+            problem=replace(found.problem, tables=filled_up.tables),
+            plan=plan,
+            ms=plan.provenance["predicted_ms"],
+        )
 
     def facts(self, outcome: Outcome) -> Mapping[str, Any]:
         problem = outcome.found.problem if outcome.found else outcome.proposal.problem

@@ -260,17 +260,14 @@ class OnTowers(Decision):
 
 def _on_its_hosts(problem: Problem, plan: Plan) -> Problem:
     """The problem with each table pinned to its host in a plan, if that is one and allowed."""
-    on_host, hosts_of = units_of_towers(problem.topology), defaultdict[str, set[str]](set)
-    name_of = {d: name for name, unit in on_host.items() for d in unit}
-    for p in plan.placements:
-        hosts_of[p.shard.table.name] |= {name_of[d] for d in p.devices if d in name_of}
+    placed = plan.by_table()
+    unit_of = {d: unit for unit in problem.topology.row_units for d in unit}
     # Tables on several hosts, and new ones, stay free.
     pins = dict(problem.constraints.pinned)
-    for table in problem.tables:
-        if len(hosts_of[table.name]) == 1:
-            [host] = hosts_of[table.name]
-            if allowed := set(on_host[host]) & set(problem.allowed_devices(table.name)):
-                pins[table.name] = tuple(sorted(allowed))
+    for name in (t.name for t in problem.tables):
+        units = {unit_of[d] for p in placed.get(name, ()) for d in p.devices if d in unit_of}
+        if len(units) == 1 and (allowed := set(*units) & set(problem.allowed_devices(name))):
+            pins[name] = tuple(sorted(allowed))
     return replace(problem, constraints=replace(problem.constraints, pinned=tuple(pins.items())))
 
 
