@@ -297,10 +297,11 @@ def _halvings(space: SearchSpace, state: State, n: int) -> list[State]:
     costliest = np.argsort(ranks(-cache.single_ms[numbers]), kind="stable")[:n]
     states = []
     for strip, units in (keys[i] for i in sorted({*largest, *costliest})):
-        rest = list(state)
-        rest.remove((strip, units))
+        i = state.index((strip, units))
         # Sorted, so that equal states are equal tuples.
-        states.append(tuple(sorted([*rest, (strip, units // 2), (strip, units - units // 2)])))
+        states.append(
+            tuple(sorted([*state[:i], (strip, units // 2), (strip, units - units // 2), *state[i + 1 :]]))
+        )
     return states
 
 

@@ -275,5 +275,5 @@ def _with_devices(problem: Problem) -> Iterator[tuple[str, Problem]]:
         for i, device in zip(range(more - n), cycle(topology.devices), strict=False)
     ]
     why = "" if more == n + 1 else f" (the next number that divides the batch of {problem.global_batch})"
-    what = f"{more - n} more device{'s' * (more > n + 1)}: {more}{why}"
-    yield what, replace(problem, topology=topology.of_devices([*topology.devices, *added]))
+    larger = replace(problem, topology=topology.of_devices([*topology.devices, *added]))
+    yield f"{more - n} more device{'s' * (more > n + 1)}: {more}{why}", larger
