@@ -48,8 +48,7 @@ class RowUnits(Decision):
     ) -> Generator[OverUnits, Outcome, None]:
         """The problem with rows over hosts, and over pods where they are of one size."""
         topology = problem.topology
-        starts = self.start and (row_unit_of(topology, self.start.placements),)
-        units = starts or choices_of_rows(topology)
+        units = (row_unit_of(topology, self.start.placements),) if self.start else choices_of_rows(topology)
         for i, unit in enumerate(units):
             # Devices of a unit, as TorchRec's groups of ranks have them.
             size = len(topology.on_units(ROWS_OVER[unit])[0])

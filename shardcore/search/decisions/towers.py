@@ -150,17 +150,15 @@ def tower_traffic(plan: Plan, problem: Problem) -> TowerTraffic | None:
 
 def _sent(workload: Workload) -> tuple[float, float]:
     """Bytes of outputs that devices send to others of their host (or pod), and to others. Hosts are equal."""
-    within = across = 0.0
-    topology = workload.topology
+    sent, topology = np.zeros(2), workload.topology
     host_of = {d: h for h, unit in enumerate(topology.row_units) for d in unit}
     for channel, entering in zip(workload.channels, workload.traffic, strict=True):
-        if channel in ID_CHANNELS or "forward" not in channel.row.ways:
-            continue
-        hosts = [host_of[d] for d in groups_of(channel.group, topology)[0]]
-        n, mates = len(hosts), hosts.count(hosts[0])
-        # Of the n parts that a device enters, it keeps one.
-        within += (mates - 1) / n * float(entering.sum())
-        across += (n - mates) / n * float(entering.sum())
+        if channel not in ID_CHANNELS and "forward" in channel.row.ways:
+            hosts = [host_of[d] for d in groups_of(channel.group, topology)[0]]
+            n, mates = len(hosts), hosts.count(hosts[0])
+            # Of the n parts that a device enters, it keeps one.
+            sent += np.array([mates - 1, n - mates]) / n * entering.sum()
+    within, across = sent.tolist()
     return within, across
 
 

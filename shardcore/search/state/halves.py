@@ -35,11 +35,12 @@ class Halves:
 
     def may_run(self, placements: Sequence[Placement]) -> bool:
         """Tell if TorchRec runs the placements: halves of a table by one kind, cut sequences in parts of one width."""
-        kinds: dict[str, set[str]] = defaultdict(set)
-        for p in placements:
-            if p.shard.table.name in self.tables:
-                kinds[self.tables[p.shard.table.name][0].name].add(p.kind)
-        return all(len(of_table) == 1 for of_table in kinds.values()) and equally_wide(
+        kinds = {
+            (self.tables[p.shard.table.name][0].name, p.kind)
+            for p in placements
+            if p.shard.table.name in self.tables
+        }
+        return len(kinds) == len({whole for whole, _ in kinds}) and equally_wide(
             [tuple(p.shard for p in self.joined(placements))]
         )
 
