@@ -56,8 +56,8 @@ from shardcore.search.state.shards import (
     Bundle,
     bundles,
     cheapest,
+    devices_of,
     division,
-    freedom,
     placed,
     priced,
     searched_tables,
@@ -275,7 +275,7 @@ class _Search:
         looked, columns = np.zeros(len(self.speed)), np.zeros(len(self.speed))
         chosen, devices = [], []
         # Least freedom first, then the highest cost.
-        for i in np.lexsort((-costs, [freedom(bundle, self.problem) for bundle in found])):
+        for i in np.lexsort((-costs, [len(devices_of(bundle[0], self.problem)) for bundle in found])):
             bundle, table = found[i], found[i][0].table
             # A device takes at most one shard of a table.
             ok = room.fits(bundle) & ~holds[table]

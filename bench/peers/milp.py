@@ -39,7 +39,7 @@ import numpy as np
 
 from bench.peers.room import Room
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.types import Plan, Problem, Shard
+from shardcore.core.types import MIN_WIDTH, Plan, Problem, Shard
 from shardcore.cost.model import CostModel
 from shardcore.search.budget import Budget
 from shardcore.search.state.feasible import feasible_shards, fitting
@@ -48,8 +48,7 @@ from shardcore.search.state.shards import (
     bundles,
     cheapest,
     devices_of,
-    freedom,
-    halve_columns,
+    equal_parts,
     placed,
     priced,
 )
@@ -193,7 +192,9 @@ def _cut(shards: Sequence[Shard], share: float, problem: Problem, model: CostMod
     while waiting:
         costs = model.head(model.encode(waiting))
         halves = [
-            None if c <= limit or not s.full_rows or s.table.name in problem.whole else halve_columns(s)
+            equal_parts(s, 2, MIN_WIDTH)
+            if c > limit and s.full_rows and s.width > MIN_WIDTH and s.table.name not in problem.whole
+            else None
             for s, c in zip(waiting, costs, strict=True)
         ]
         done += [s for s, h in zip(waiting, halves, strict=True) if h is None]
@@ -237,7 +238,9 @@ class _Program:
         """
         room, busy = Room(self.problem), np.zeros(len(self.free))
         devices = np.zeros(len(self.bundles), dtype=int)
-        for i in np.lexsort((-self.load.min(1), [freedom(bundle, self.problem) for bundle in self.bundles])):
+        for i in np.lexsort(
+            (-self.load.min(1), [len(devices_of(bundle[0], self.problem)) for bundle in self.bundles])
+        ):
             fits = room.fits(self.bundles[i])
             if not fits.any():
                 return None

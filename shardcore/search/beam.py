@@ -19,9 +19,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.errors import Infeasible
 from shardcore.core.types import Placement, Plan, Problem, Shard
-from shardcore.cost.model import CostModel, first_least, is_less
+from shardcore.core.validation import require
+from shardcore.cost.model import CostModel, is_least, is_less
 from shardcore.search.anneal.batch import PlanBatch, space_by_columns
 from shardcore.search.anneal.search_space import SearchSpace
 from shardcore.search.budget import Meter
@@ -63,8 +64,10 @@ class BeamConfig:
     steps: int = 10
 
     def __post_init__(self) -> None:
-        if min(self.beam, self.candidates) < 1 or self.steps < 0:
-            raise ShardCoreError(f"{self} needs a beam and candidates of 1 or more, and steps of 0 or more")
+        require(
+            min(self.beam, self.candidates) >= 1 and self.steps >= 0,
+            f"{self} needs a beam and candidates of 1 or more, and steps of 0 or more",
+        )
 
 
 @dataclass(frozen=True)
@@ -111,9 +114,8 @@ class Placed:
 
     def reordered(self, order: np.ndarray) -> Placed:
         """The same for shards as they were before they were put in `order` [C, N]."""
-        devices = np.empty_like(self.devices)
         # All plans of a state were placed in one order.
-        np.put_along_axis(devices, np.broadcast_to(order[:, None], devices.shape), self.devices, -1)
+        devices = np.take_along_axis(self.devices, np.argsort(order)[:, None], -1)
         return Placed(self.total_ms, self.over_bytes, devices)
 
 
@@ -234,10 +236,10 @@ class Beam:
             return None
         device_of = {shard: d for p in left for d, shard in shards_on(p)}
         space = self._space(device_of)
-        # A bundle has one key, that of its first table.
-        firsts = [bundle[0] for bundle in bundles(device_of, self.problem)]
-        # States are sorted, and each device has to stay with its shard.
-        pairs = sorted((space.cache.key(first), device_of[first]) for first in firsts)
+        # A bundle has one key, that of its first table. States are sorted, and each device has to stay with its shard.
+        pairs = sorted(
+            (space.cache.key(first), device_of[first]) for first, *_ in bundles(device_of, self.problem)
+        )
         state, devices = tuple(key for key, _ in pairs), tuple(d for _, d in pairs)
         # Priced as the beam prices its states, so that costs compare.
         batch = PlanBatch(space, np.array([state]))
@@ -295,10 +297,11 @@ def _halvings(space: SearchSpace, state: State, n: int) -> list[State]:
     costliest = np.argsort(ranks(-cache.single_ms[numbers]), kind="stable")[:n]
     states = []
     for strip, units in (keys[i] for i in sorted({*largest, *costliest})):
-        rest = list(state)
-        rest.remove((strip, units))
+        i = state.index((strip, units))
         # Sorted, so that equal states are equal tuples.
-        states.append(tuple(sorted([*rest, (strip, units // 2), (strip, units - units // 2)])))
+        states.append(
+            tuple(sorted([*state[:i], (strip, units // 2), (strip, units - units // 2), *state[i + 1 :]]))
+        )
     return states
 
 
@@ -306,10 +309,12 @@ def search(space: SearchSpace, states: Sequence[State], inner: InnerSearch) -> l
     """The best plan of each of several states with the same number of shards."""
     # One array [C, N, 2], as states have the same number of shards.
     of_states = inner(space, np.array(states))
-    plans = []
-    for c, state in enumerate(states):
-        k = first_least(of_states.total_ms[c])
-        ms = float(of_states.total_ms[c, k])
-        devices = tuple(map(int, of_states.devices[c, k])) if np.isfinite(ms) else ()
-        plans.append(StatePlan(ms, state, devices, int(of_states.over_bytes[c].min())))
-    return plans
+    # [C] the first of the cheapest plans.
+    best = is_least(of_states.total_ms).argmax(-1).tolist()
+    each = zip(states, best, of_states.total_ms, of_states.devices, of_states.over_bytes, strict=True)
+    return [
+        StatePlan(
+            float(ms[k]), state, tuple(devices[k].tolist()) if np.isfinite(ms[k]) else (), int(over.min())
+        )
+        for state, k, ms, devices, over in each
+    ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import cycle, islice
 
 import numpy as np
 
@@ -152,8 +152,11 @@ def explain(
         return Alternative(what, min((x for x in (ms, kept_ms) if x is not None), default=None), error)
 
     if known is None:
-        names = [n for n in (*BASELINES, "neuroshard", *SPACE_OF) if n not in (algorithm, searcher)]
-        baselines = [searched(name, problem, name) for name in names]
+        baselines = [
+            searched(name, problem, name)
+            for name in (*BASELINES, "neuroshard", *SPACE_OF)
+            if name not in (algorithm, searcher)
+        ]
     else:
         baselines = [
             Alternative(name, x.cost.total_ms if x.cost else None, x.error)
@@ -172,9 +175,8 @@ def explain(
     changes += [searched(what, changed) for what, changed in _with_devices(problem)]
     # The forward exchange begins when the last device is ready.
     # Where caches fetch ahead, a device may be ready last because of that.
-    device = int(np.argmax(np.array(cost.compute_ms) + cost.backward_comm_ms))
-    if any(cost.fetch_wait_ms):
-        device = int(np.argmax(cost.device_ms))
+    ready_ms = np.array(cost.compute_ms) + cost.backward_comm_ms
+    device = int(np.argmax(cost.device_ms if any(cost.fetch_wait_ms) else ready_ms))
     # The rest of the step counts as exchange, on the device that ends last.
     compute_ms, fetch_wait_ms = cost.compute_ms[device], cost.fetch_wait_ms[device]
     parts = {
@@ -238,21 +240,21 @@ def _shards(workload: Workload, device: int, model: CostModel) -> tuple[ShardCos
         without = model.head(sums - codes) if len(codes) > 1 else np.zeros(1)
         saves = (model.head(sums[None])[0] - without) / workload.topology.devices[device].speed
         kind = f"{op.kind}, {op.run.collection}" if op.run.collection else op.kind
-        shards = zip(op.shards, saves, strict=True)
-        costs += [ShardCost(s.label, kind, float(ms), s.bytes) for s, ms in shards]
+        costs += [
+            ShardCost(s.label, kind, float(ms), s.bytes) for s, ms in zip(op.shards, saves, strict=True)
+        ]
     return tuple(sorted(costs, key=lambda s: -s.saves_ms))
 
 
 def _with_memory(problem: Problem) -> Iterator[tuple[str, Problem]]:
     """The problem with more memory on each device, in words and as a problem. The plan stays possible."""
     for share in MORE_MEMORY:
-        devices = tuple(
+        topology = problem.topology.of_devices(
             # A problem may not state more memory than that.
             replace(d, memory_bytes=min(MOST_BYTES, int(d.memory_bytes * (1 + share))))
             for d in problem.topology.devices
         )
-        changed = replace(problem, topology=replace(problem.topology, devices=devices))
-        yield f"{share:.0%} more memory on each device", changed
+        yield f"{share:.0%} more memory on each device", replace(problem, topology=topology)
 
 
 def _with_devices(problem: Problem) -> Iterator[tuple[str, Problem]]:
@@ -267,12 +269,11 @@ def _with_devices(problem: Problem) -> Iterator[tuple[str, Problem]]:
     # Towers are those of the hosts that there are.
     if more is None or problem.job.tower_ratio is not None:
         return
-    devices = list(topology.devices)
-    for i in range(more - n):
-        # In their order, so that unequal devices are added in the ratio that there is.
-        device = topology.devices[i % n]
-        several = len(topology.hosts) > 1
-        devices.append(replace(device, host=f"{device.host}-more-{i // n}") if several else device)
+    # In their order, so that unequal devices are added in the ratio that there is.
+    added = [
+        replace(device, host=device.host if len(topology.hosts) == 1 else f"{device.host}-more-{i // n}")
+        for i, device in zip(range(more - n), cycle(topology.devices), strict=False)
+    ]
     why = "" if more == n + 1 else f" (the next number that divides the batch of {problem.global_batch})"
-    what = f"{more - n} more device{'s' * (more > n + 1)}: {more}{why}"
-    yield what, replace(problem, topology=topology.of_devices(devices))
+    larger = replace(problem, topology=topology.of_devices([*topology.devices, *added]))
+    yield f"{more - n} more device{'s' * (more > n + 1)}: {more}{why}", larger

@@ -25,8 +25,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem
+from shardcore.core.validation import require
 from shardcore.cost.model import CostModel, is_least
 from shardcore.search.anneal.batch import PlanBatch
 from shardcore.search.anneal.search_space import SearchSpace
@@ -48,8 +48,7 @@ class NeuroShardConfig(BeamConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.caps:
-            raise ShardCoreError(f"{self} needs passes: scales, or one without a cap")
+        require(bool(self.caps), f"{self} needs passes: scales, or one without a cap")
 
     @property
     def caps(self) -> tuple[float, ...]:
@@ -127,7 +126,5 @@ def greedy_grid(space: SearchSpace, keys: np.ndarray, caps: np.ndarray) -> Place
         placed[(*np.ogrid[:n_states, :n_passes], d)] += outputs
         devices[:, :, i] = d
 
-    total_ms = np.full(fits_all.shape, np.inf)
-    if fits_all.any():
-        total_ms = np.where(fits_all, batch.cost_ms(), np.inf)
+    total_ms = np.where(fits_all, batch.cost_ms() if fits_all.any() else np.inf, np.inf)
     return Placed(total_ms, batch.lack_bytes.sum(-1), devices)

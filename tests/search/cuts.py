@@ -11,7 +11,7 @@ from shardcore.core.constraints import Constraints
 from shardcore.core.job import Job
 from shardcore.core.payloads import MEASURED
 from shardcore.core.topology import Device, Memory, Topology
-from shardcore.core.types import Plan, Problem, Setting, Shard, Table
+from shardcore.core.types import MIN_WIDTH, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.search.state.shards import (
@@ -20,7 +20,6 @@ from shardcore.search.state.shards import (
     division,
     equal_parts,
     fixed_placements,
-    halve_columns,
     placed,
     searched_tables,
 )
@@ -90,8 +89,8 @@ def draw_cuts(rng: np.random.Generator, problem: Problem, rows: bool) -> list[Sh
         shards += [s for _, s in shards_on(divided)] if divided else [Shard.whole(table)]
     for _ in range(8):
         i = rng.integers(len(shards))
-        if shards[i].full_rows:
-            shards[i : i + 1] = halve_columns(shards[i]) or [shards[i]]
+        if shards[i].full_rows and shards[i].width > MIN_WIDTH:
+            shards[i : i + 1] = equal_parts(shards[i], 2, MIN_WIDTH)
     return shards
 
 
@@ -157,11 +156,13 @@ def draw_two_cuts(rng: np.random.Generator, problem: Problem) -> list[list[Shard
     for table in searched_tables(problem):
         divided = division(table, problem) if rng.random() < 0.2 and table.name not in problem.whole else None
         parts = 2 if rng.random() < 0.25 and table.name not in problem.whole else 1
-        shards += [s for _, s in shards_on(divided)] if divided else equal_parts(table, parts)
+        shards += [s for _, s in shards_on(divided)] if divided else equal_parts(Shard.whole(table), parts)
     whole = [s for s in shards if s == Shard.whole(s.table) and s.table.name not in problem.whole]
     may_be_cut = [s for s in whole if s.width > 4 and not s.table.sequence]
     cut = [may_be_cut[i] for i in rng.permutation(len(may_be_cut))[:2]]
-    return [[part for s in shards for part in (halve_columns(s) if s == one else [s])] for one in cut]
+    return [
+        [part for s in shards for part in (equal_parts(s, 2, MIN_WIDTH) if s == one else [s])] for one in cut
+    ]
 
 
 def draw_devices(rng: np.random.Generator, shards: list[Shard], problem: Problem) -> list[int]:

@@ -132,8 +132,7 @@ def _least_of_mixes(shards: BoundShards, price: Price) -> tuple[float, str]:
     mixes: list[tuple[float, str, list[int], float]] = []
     for mix in shards.mixes:
         # Any plan of the mix waits at least as long as the cuts with the cheapest exchanges do.
-        waits_ms = shards.cheapest(shards.wait_ms, mix)[0] + shards.latencies_ms(mix, every=True)
-        exchange_ms = max(0.0, waits_ms)
+        exchange_ms = max(0.0, shards.cheapest(shards.wait_ms, mix)[0] + shards.latencies_ms(mix, every=True))
         evenly_ms = price(mix, shards.within(np.full(len(shards.kind), True)))
         low, limit = max((evenly_ms, _EVENLY), (together_ms + exchange_ms, together))
         mixes.append((low, limit, mix, exchange_ms))

@@ -163,9 +163,8 @@ class BoundShards:
 
     def _widths(self, columns: int) -> list[int]:
         """The widths in units that a shard may have."""
-        if self.any_width:
-            return list(range(1, columns + 1))
-        return sorted({columns, *(2**k for k in range(columns.bit_length()) if 2**k < columns)})
+        powers = (1 << k for k in range((columns - 1).bit_length()))
+        return [*(range(1, columns) if self.any_width else powers), columns]
 
     def _exchanges(self, all_bytes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[2, K] ms of a kind's channels at least, and [2, K] ms per byte in the first of them.
@@ -336,7 +335,7 @@ def _compositions(
     best[:, 0] = 0.0
     # Dynamic programming over units, for all tables at once: best price, and the last shard taken.
     for u in range(1, at.shape[1]):
-        candidates = by_units[:, 1 : u + 1] + best[:, u - 1 :: -1] if u > 1 else by_units[:, 1:2]
+        candidates = by_units[:, 1 : u + 1] + best[:, u - 1 :: -1]
         last[:, u] = 1 + np.argmin(candidates, axis=1)
         best[:, u] = candidates[rows, last[:, u] - 1]
 
@@ -485,13 +484,11 @@ class _Ranges:
         self.low = least_sums(codes, load, table, wanted)
         # The most of a feature is the least of its negative.
         self.high = -least_sums(-codes, load, table, wanted)
-        pairs = []
-        # All pairs at once, as columns of one call: [N, F × F].
-        for weight in _WEIGHTS:
-            sums = codes[:, :, None] + weight * codes[:, None]
-            pairs.append(least_sums(sums.reshape(len(codes), -1), load, table, wanted).T)
         n_features = len(unit)
-        self.pairs = np.stack(pairs).reshape(len(_WEIGHTS), n_features, n_features, len(wanted))
+        # All pairs at once, as columns of one call: [N, F × F].
+        sums = ((codes[:, :, None] + x * codes[:, None]).reshape(len(codes), -1) for x in _WEIGHTS)
+        pairs = np.stack([least_sums(of_pairs, load, table, wanted).T for of_pairs in sums])
+        self.pairs = pairs.reshape(len(_WEIGHTS), n_features, n_features, len(wanted))
         self.features = [f for f in range(n_features) if self._counts(f)]
 
     def _counts(self, feature: int) -> bool:

@@ -27,7 +27,7 @@ Shapes: N options, T tables, R runs, C classes of devices, D devices, P points o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -83,10 +83,6 @@ class Options:
     sent: np.ndarray
     received: np.ndarray
     on: np.ndarray
-
-    def subset(self, at: np.ndarray) -> Options:
-        """The options of some numbers."""
-        return Options(**{field.name: getattr(self, field.name)[at] for field in fields(self)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,7 +297,8 @@ class Program:
         # An option takes no more than there is on each device that has it.
         fits = [(r.on == 0) | (r.size <= m * (1 + _TRACE)) for r, m in zip(self.rooms, most, strict=True)]
         at = np.flatnonzero(np.all(fits, axis=0))
-        options, n_runs, n_classes = self.options.subset(at), len(self.runs), len(self.speed)
+        options = Options(**{name: values[at] for name, values in vars(self.options).items()})
+        n_runs, n_classes = len(self.runs), len(self.speed)
         # Variables: options; runs that are there, and replicas; ms of each run on each class; ids, step; tables left
         # out.
         present = len(at)
@@ -374,12 +371,11 @@ class Program:
                 continue
             # Launches of all devices if the run is there, else in proportion to their work.
             alone = 1.0 if run.everywhere else 1 + launch_ms / most
-            work = [(alone, 0.0, options.alone_ms)]
-            work += [
-                (*line, options.load)
-                for line in lines_below(run.curve, most, launch_ms * (not run.everywhere))
-            ]
-            for slope, once, per in work:
+            lines = lines_below(run.curve, most, launch_ms * (not run.everywhere))
+            for slope, once, per in (
+                (alone, 0.0, options.alone_ms),
+                *((*line, options.load) for line in lines),
+            ):
                 terms = [(column, 1.0), (at, -slope * per[at] * options.on[at, c])]
                 if run.everywhere:
                     rows.add(0.0, *terms, (present + r, -self.count[c] * (launch_ms + once)))

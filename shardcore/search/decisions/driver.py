@@ -279,14 +279,13 @@ class _Driver:
         steps, any_plan = decision.proposals(problem, self.model, seconds), False
         proposal = next(steps, None)
         while proposal is not None:
-            late = False
+            left = float("inf")
             if budget and seconds is not None:
                 left = seconds - (progress.clock() - began)
                 # A search that ends early leaves its time to those that follow.
                 budget = replace(budget, seconds=max(left, _LEAST_S) / (1 + proposal.more))
-                # The first plan is searched even so: without one there is no answer.
-                late = left <= 0 and not decision.searches_all and any_plan
-            if late:
+            # The first plan is searched even so: without one there is no answer.
+            if left <= 0 and any_plan and not decision.searches_all:
                 outcome = Outcome(proposal=proposal, error=Infeasible("no time was left for it"))
             else:
                 outcome = self._outcome(decision, proposal, budget)

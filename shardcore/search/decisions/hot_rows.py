@@ -57,17 +57,18 @@ class HotRows(Decision):
             "those may have hot rows (docs/plan_hot_rows.md)",
         )
         outcomes: dict[float, Outcome] = {}
-        searched: list[tuple[Mapping[str, int], Outcome]] = []
 
         def outcome_of(threshold: float, more: int) -> Generator[Threshold, Outcome, Outcome]:
             rows = {} if threshold == math.inf else hot_counts(problem, threshold)
             # Thresholds between the same two rows give the same problem.
-            same = next((outcome for before, outcome in searched if before == rows), None)
+            same = next((x for x in outcomes.values() if x.proposal.rows == rows), None)
             if same is None:
-                words = f"rows hot from {threshold:,.1f} lookups a batch" if rows else "no hot rows"
-                proposed = with_hot_rows(problem, rows)
-                same = yield Threshold(words=words, problem=proposed, rows=rows, more=more)
-                searched.append((rows, same))
+                same = yield Threshold(
+                    words=f"rows hot from {threshold:,.1f} lookups a batch" if rows else "no hot rows",
+                    problem=with_hot_rows(problem, rows),
+                    rows=rows,
+                    more=more,
+                )
             outcomes[threshold] = same
             return same
 

@@ -93,16 +93,23 @@ class MemoryTiers(Decision):
                     raise
                 break
         for i, (proposed, share) in enumerate(share_of.items()):
-            words = f"{share:.0%} of the memory for rows shared out first"
-            yield Proposal(words=words, problem=proposed, more=len(share_of) - 1 - i)
+            yield Proposal(
+                words=f"{share:.0%} of the memory for rows shared out first",
+                problem=proposed,
+                more=len(share_of) - 1 - i,
+            )
 
     def adopt(self, proposal: Proposal, found: Found | None, model: CostModel) -> Found | None:
         if found is None:
             return None
         # Towers are in the plan, not in the problem: load factors need to fit with them.
         filled_up, plan = filled(found.plan, as_planned(found.plan, found.problem), model)
-        problem = replace(found.problem, tables=filled_up.tables)
-        return replace(found, problem=problem, plan=plan, ms=plan.provenance["predicted_ms"])
+        return replace(
+            found,
+            problem=replace(found.problem, tables=filled_up.tables),
+            plan=plan,
+            ms=plan.provenance["predicted_ms"],
+        )
 
     def facts(self, outcome: Outcome) -> Mapping[str, Any]:
         problem = outcome.found.problem if outcome.found else outcome.proposal.problem
@@ -191,7 +198,8 @@ def tiered(problem: Problem, more_bytes: float = 0, model: CostModel | None = No
     )
     cached = with_load_factors(problem, able)
     choices = choices_of(cached.tables, cached, model)
-    if (missing := sum(choice.least.device_bytes for choice in choices) - budget) > 0:
+    least_bytes = (min(tier.device_bytes for tier in choice.at(0)) for choice in choices)
+    if (missing := sum(least_bytes) - budget) > 0:
         raise Infeasible(
             f"problem {problem.name!r} lacks at least {gib(missing)} of device memory for "
             "inputs, outputs and optimizer state of rows, with all rows below device memory: it "
@@ -216,13 +224,7 @@ def tiered(problem: Problem, more_bytes: float = 0, model: CostModel | None = No
                 f"which may hold {gib(capacity)}; it needs {gib(used - capacity)} more of it, or "
                 f"more device memory{reason and f'; {reason}'}"
             )
-    found = {tier.table.name: tier.table for tier in tiers}
-    return replace(
-        problem,
-        tables=tuple(
-            replace(t, load_factor=found[t.name].load_factor, tier=found[t.name].tier) for t in problem.tables
-        ),
-    )
+    return replace(problem, tables=tuple(tier.table for tier in tiers))
 
 
 def in_device_memory(problem: Problem) -> Problem:
@@ -253,19 +255,18 @@ def tier_bytes(problem: Problem) -> float:
 
 
 def _tier_of(table: Table, problem: Problem) -> Tier:
-    link = 0.0
-    if table.in_host_memory:
-        cached = np.array([table.cached(table.rows)])
-        link = float(link_bytes(table, cached, problem.global_batch, problem.optimizer).sum())
     kinds = _kinds_of(table, problem)
     # Kinds over local batches are replicas: every device has the table.
     copies = len(problem.topology) if kinds and all(layout.local_batch for layout in kinds) else 1
-    on_host, slower = host_bytes(Shard.whole(table), problem), 1.0
-    if table.in_host_memory:
-        fastest, own = problem.topology.memory[0], problem.topology.memory_of(table.tier)
-        assert own is not None  # a problem has the tiers of its tables
-        on_host, slower = on_host * (own is fastest), fastest.gbps / own.gbps
-    return Tier(table, copies * _rows_bytes(table, problem), on_host, link, slower * link)
+    device_bytes = copies * _rows_bytes(table, problem)
+    if not table.in_host_memory:
+        return Tier(table, device_bytes, 0, 0.0, 0.0)
+    cached = np.array([table.cached(table.rows)])
+    link = float(link_bytes(table, cached, problem.global_batch, problem.optimizer).sum())
+    fastest, own = problem.topology.memory[0], problem.topology.memory_of(table.tier)
+    assert own is not None  # a problem has the tiers of its tables
+    on_host = host_bytes(Shard.whole(table), problem) * (own is fastest)
+    return Tier(table, device_bytes, on_host, link, fastest.gbps / own.gbps * link)
 
 
 def _rows_bytes(table: Table, problem: Problem) -> int:
@@ -307,11 +308,6 @@ class Choices:
     plain: tuple[Tier, ...]
     cached: tuple[Tier, ...] = ()
     own: tuple[tuple[Tier, ...], ...] = ()
-
-    @property
-    def least(self) -> Tier:
-        """The one with the fewest device bytes."""
-        return min(self.at(0), key=lambda tier: tier.device_bytes)
 
     def at(self, memory: int) -> list[Tier]:
         """Those where caches of ops have one memory."""
@@ -621,12 +617,10 @@ def filled(plan: Plan, problem: Problem, model: CostModel) -> tuple[Problem, Pla
 
     Load factors of other tables stay. If the step is not predicted faster, nothing changes.
     """
-    homes: dict[str, set[int]] = defaultdict(set)
-    for placement in plan.placements:
-        homes[placement.shard.table.name].update(placement.devices)
     tables = {table.name: table for table in problem.tables}
     on_device: dict[int, list[Table]] = defaultdict(list)
-    for name, devices in homes.items():
+    for name, placements in plan.by_table().items():
+        devices = {d for p in placements for d in p.devices}
         # A table on several devices would need the same load factor on all of them.
         if len(devices) == 1 and tables[name].in_host_memory:
             on_device[min(devices)].append(tables[name])
@@ -662,11 +656,10 @@ def _filled(
     # Placements name tables, so they change with them.
     better = with_load_factors(problem, factors)
     moved = rebind_tables(plan, better).placements
-    kept = {k: v for k, v in plan.provenance.items() if k not in ("setting", "predicted_ms")}
     # Larger caches make larger buffers, so what is free alone does not say that it fits.
     try:
         require_fits(Plan(moved), better)
-        faster = priced(moved, better, model.for_problem(better), **kept)
+        faster = priced(moved, better, model.for_problem(better), **plan.provenance)
     except Infeasible:
         return problem, plan
     is_faster = faster.provenance["predicted_ms"] < plan.provenance["predicted_ms"]

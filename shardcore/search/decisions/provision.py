@@ -12,7 +12,6 @@ import re
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -97,8 +96,8 @@ class Offer:
 
     def topology(self, hosts: int) -> Topology:
         # Equal devices, host after host.
-        on_hosts = ([Device(self.memory_bytes, self.speed, f"host-{h}")] * self.devices for h in range(hosts))
-        return Topology(tuple(chain.from_iterable(on_hosts)), links=self.links)
+        of_hosts = (Device(self.memory_bytes, self.speed, f"host-{h}") for h in range(hosts))
+        return Topology(tuple(d for d in of_hosts for _ in range(self.devices)), links=self.links)
 
 
 @dataclass(frozen=True)
@@ -255,9 +254,8 @@ class Provision(Decision):
         model, evals = model.for_problem(problem), found.evals if found else 0
         for plan in proposal.plans:
             if memory.fits(plan, problem):  # it may have less memory
-                # These two are of the other cluster's model, and priced anew.
-                kept = {k: v for k, v in plan.provenance.items() if k not in ("setting", "predicted_ms")}
-                plan = priced(plan.placements, problem, model, **kept)
+                # It has the cost by the other cluster's model.
+                plan = priced(plan.placements, problem, model, **plan.provenance)
                 ms = plan.provenance["predicted_ms"]
                 if found is None or is_less(ms, found.ms):
                     found = Found(problem=problem, plan=plan, ms=ms, evals=evals)
@@ -285,12 +283,14 @@ def best_of_each(outcomes: Sequence[Outcome], target: Target) -> list[Outcome]:
     """
     key, aim = target.given
 
-    # In the target's own unit.
     def value(outcome: Outcome) -> float:
+        """In the target's own unit."""
         cluster: Cluster = outcome.proposal
-        if key == "step_ms":
-            return outcome.ms
-        return cluster.price_per_hour if key == "price_per_hour" else cluster.samples_per_s(outcome.ms)
+        return {
+            "step_ms": outcome.ms,
+            "samples_per_s": cluster.samples_per_s(outcome.ms),
+            "price_per_hour": cluster.price_per_hour,
+        }[key]
 
     def rank(outcome: Outcome) -> tuple[float, ...]:
         price, watts = outcome.proposal.price_per_hour, outcome.proposal.watts

@@ -48,9 +48,7 @@ class RowUnits(Decision):
     ) -> Generator[OverUnits, Outcome, None]:
         """The problem with rows over hosts, and over pods where they are of one size."""
         topology = problem.topology
-        units = choices_of_rows(topology)
-        if self.start:
-            units = (row_unit_of(topology, self.start.placements),)
+        units = (row_unit_of(topology, self.start.placements),) if self.start else choices_of_rows(topology)
         for i, unit in enumerate(units):
             # Devices of a unit, as TorchRec's groups of ranks have them.
             size = len(topology.on_units(ROWS_OVER[unit])[0])
@@ -63,9 +61,7 @@ class RowUnits(Decision):
 
     def adopt(self, proposal: OverUnits, found: Found | None, model: CostModel) -> Found | None:
         """The plan as one of the whole: its kinds say which units it has."""
-        if found is None:
-            return None
-        return replace(found, problem=replace(found.problem, topology=proposal.whole.topology))
+        return found and replace(found, problem=replace(found.problem, topology=proposal.whole.topology))
 
     def facts(self, outcome: Outcome) -> Mapping[str, Any]:
         if outcome.found is None:

@@ -81,11 +81,11 @@ def as_towers(problem: Problem, host_of: Mapping[str, str], ratio: float) -> Pro
         for t in problem.tables
         if not _everywhere(t, problem)
     )
-    constraints, job = (
-        replace(problem.constraints, pinned=pinned),
-        replace(problem.job, tower_ratio=float(ratio)),
+    return replace(
+        problem,
+        constraints=replace(problem.constraints, pinned=pinned),
+        job=replace(problem.job, tower_ratio=float(ratio)),
     )
-    return replace(problem, constraints=constraints, job=job)
 
 
 def as_planned(plan: Plan, problem: Problem) -> Problem:
@@ -150,17 +150,15 @@ def tower_traffic(plan: Plan, problem: Problem) -> TowerTraffic | None:
 
 def _sent(workload: Workload) -> tuple[float, float]:
     """Bytes of outputs that devices send to others of their host (or pod), and to others. Hosts are equal."""
-    within = across = 0.0
-    topology = workload.topology
+    sent, topology = np.zeros(2), workload.topology
     host_of = {d: h for h, unit in enumerate(topology.row_units) for d in unit}
     for channel, entering in zip(workload.channels, workload.traffic, strict=True):
-        if channel in ID_CHANNELS or "forward" not in channel.row.ways:
-            continue
-        hosts = [host_of[d] for d in groups_of(channel.group, topology)[0]]
-        n, mates = len(hosts), hosts.count(hosts[0])
-        # Of the n parts that a device enters, it keeps one.
-        within += (mates - 1) / n * float(entering.sum())
-        across += (n - mates) / n * float(entering.sum())
+        if channel not in ID_CHANNELS and "forward" in channel.row.ways:
+            hosts = [host_of[d] for d in groups_of(channel.group, topology)[0]]
+            n, mates = len(hosts), hosts.count(hosts[0])
+            # Of the n parts that a device enters, it keeps one.
+            sent += np.array([mates - 1, n - mates]) / n * entering.sum()
+    within, across = sent.tolist()
     return within, across
 
 
@@ -228,8 +226,13 @@ class OnTowers(Decision):
             except ShardCoreError:  # the towers are against these hosts
                 kept = None
         if kept:
-            words, more = "hosts of the plan before", int(self.moves)
-            yield OnHosts(words=words, problem=kept.problem, more=more, whole=problem, hosts=kept)
+            yield OnHosts(
+                words="hosts of the plan before",
+                problem=kept.problem,
+                more=int(self.moves),
+                whole=problem,
+                hosts=kept,
+            )
         if self.moves or not kept:
             hosts = tower_hosts(problem, towers, for_problem, third)
             yield OnHosts(words="hosts found", problem=hosts.problem, whole=problem, hosts=hosts)
@@ -241,8 +244,8 @@ class OnTowers(Decision):
         constraints = replace(found.problem.constraints, pinned=whole.constraints.pinned)
         problem = replace(found.problem, job=whole.job, constraints=constraints)
         towers = {"affinity_inside": hosts.affinity_inside, "loads": [list(host) for host in hosts.loads]}
-        more = {"tower_ratio": self.towers.compression_ratio, "towers": towers}
-        plan = replace(found.plan, provenance={**found.plan.provenance, **more})
+        ratio = {"tower_ratio": self.towers.compression_ratio}
+        plan = replace(found.plan, provenance={**found.plan.provenance, **ratio, "towers": towers})
         return replace(found, problem=problem, plan=plan)
 
     def facts(self, outcome: Outcome) -> Mapping[str, Any]:
@@ -255,17 +258,14 @@ class OnTowers(Decision):
 
 def _on_its_hosts(problem: Problem, plan: Plan) -> Problem:
     """The problem with each table pinned to its host in a plan, if that is one and allowed."""
-    on_host, hosts_of = units_of_towers(problem.topology), defaultdict[str, set[str]](set)
-    name_of = {d: name for name, unit in on_host.items() for d in unit}
-    for p in plan.placements:
-        hosts_of[p.shard.table.name] |= {name_of[d] for d in p.devices if d in name_of}
+    placed = plan.by_table()
+    unit_of = {d: unit for unit in problem.topology.row_units for d in unit}
     # Tables on several hosts, and new ones, stay free.
     pins = dict(problem.constraints.pinned)
-    for table in problem.tables:
-        if len(hosts_of[table.name]) == 1:
-            [host] = hosts_of[table.name]
-            if allowed := set(on_host[host]) & set(problem.allowed_devices(table.name)):
-                pins[table.name] = tuple(sorted(allowed))
+    for name in (t.name for t in problem.tables):
+        units = {unit_of[d] for p in placed.get(name, ()) for d in p.devices if d in unit_of}
+        if len(units) == 1 and (allowed := set(*units) & set(problem.allowed_devices(name))):
+            pins[name] = tuple(sorted(allowed))
     return replace(problem, constraints=replace(problem.constraints, pinned=tuple(pins.items())))
 
 
@@ -299,21 +299,20 @@ def tower_hosts(
     )
     allowed_of = {t.name: set(problem.allowed_devices(t.name)) for t in problem.tables}
     # A unit may live on a host if each of its tables may be on some device there.
-    may_live = [
-        [all({*host} & allowed_of[name] for name in unit) for host in on_host.values()] for unit in units
-    ]
-    allowed = np.array(may_live)
-    for unit, hosts in zip(units, may_live, strict=True):
+    allowed = np.array(
+        [[all({*host} & allowed_of[name] for name in unit) for host in on_host.values()] for unit in units]
+    )
+    for unit, may in zip(units, allowed, strict=True):
         require(
-            any(hosts),
+            bool(may.any()),
             f"towers keep tables {shown(unit)} on one host, but constraints.pinned leaves them none in common",
         )
     number = {name: i for i, unit in enumerate(units) for name in unit}
     unit_of = [number[t.name] for t in problem.tables]
-    load = np.zeros((len(units), 2))  # [U, 2]
     codes = model.encode([Shard.whole(t) for t in problem.tables])
-    np.add.at(load[:, _WORK], unit_of, np.asarray(model.head(codes), dtype=float))
-    np.add.at(load[:, _MEMORY], unit_of, [float(table_bytes(t, problem)) for t in problem.tables])
+    # [2, T] work and memory of the tables.
+    of_tables = [np.asarray(model.head(codes)), [table_bytes(t, problem) for t in problem.tables]]
+    load = np.stack([np.bincount(unit_of, x, len(units)) for x in of_tables], 1)  # [U, 2]
     affinity = np.zeros((len(units), len(units)))  # [U, U]
     in_matrix = [number[name] for name in towers.tables]
     # Affinity of a table to itself says nothing.
@@ -351,18 +350,17 @@ def _units(problem: Problem, towers: Towers) -> list[tuple[str, ...]]:
 
     Tables and units are in the problem's order.
     """
-    unit_of: dict[str, list[str]] = {t.name: [t.name] for t in problem.tables}
-    for group in (*towers.towers, *problem.constraints.together):
-        for name in group[1:]:
-            unit, other = unit_of[group[0]], unit_of[name]
-            if unit is not other:
-                # The smaller one moves, so that joining many is fast.
-                small, large = sorted((unit, other), key=len)
-                large += small
-                unit_of.update(dict.fromkeys(small, large))
-    units: dict[int, list[str]] = {}
-    for table in problem.tables:
-        units.setdefault(id(unit_of[table.name]), []).append(table.name)
+    from scipy.sparse import coo_array, csgraph
+
+    number = {t.name: i for i, t in enumerate(problem.tables)}
+    groups = (*towers.towers, *problem.constraints.together)
+    # A table of a group, and each of its others: edges of a graph whose components are the units.
+    edges = [(number[group[0]], number[name]) for group in groups for name in group]
+    ends = np.array(edges, dtype=int).reshape(-1, 2).T
+    graph = coo_array((np.ones(len(edges)), tuple(ends)), shape=(len(number),) * 2)
+    units: dict[int, list[str]] = defaultdict(list)
+    for name, unit in zip(number, csgraph.connected_components(graph)[1].tolist(), strict=True):
+        units[unit].append(name)
     return list(map(tuple, units.values()))
 
 
@@ -450,9 +448,7 @@ class Division:
         return self._totals(host) / self.share
 
     def _totals(self, host: np.ndarray) -> np.ndarray:
-        totals = np.zeros_like(self.share)
-        np.add.at(totals, host, self.load)
-        return totals
+        return np.stack([np.bincount(host, x, len(self.share)) for x in self.load.T], 1)
 
     def _share_inside(self, host: np.ndarray) -> float:
         same = self.affinity[host[:, None] == host].sum() / 2

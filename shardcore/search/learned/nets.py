@@ -12,6 +12,7 @@ Shapes: N shards, F = 21 features, L latents, D devices, H = 64; ... any leading
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -70,7 +71,7 @@ class PolicyInputs:
     context: Any = None
 
 
-class Net:
+class Net(ABC):
     """The formulas of one policy.
 
     shapes: shapes of its weights, by name. Random initial weights are drawn in this order.
@@ -84,21 +85,21 @@ class Net:
         scaling: Shapes = {name: (len(FEATURES),) for name in ("low", "high", "mean", "sd")}
         self.shapes: Shapes = scaling | {"scale_ms": (1,)} | _mlp_shapes("table", *_TABLE) | shapes
 
+    @abstractmethod
     def latents(self, w: Weights, features: Any, xp: ModuleType = np) -> Any:
         """[N, L] latents of shards with features [N, F]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def single(self, w: Weights, latents: Any) -> Any:
         """[...] predicted cost of shards [..., L] alone. Those that cost most are placed first."""
-        raise NotImplementedError
 
     def context(self, w: Weights, latents: Any, xp: ModuleType = np) -> Any:
         """[..., N, H] context of each of the shards [..., N, L], in the order of placing. None: no context."""
         return None
 
+    @abstractmethod
     def scores(self, w: Weights, inputs: PolicyInputs, xp: ModuleType = np) -> Any:
         """[..., D] scores of devices: logits of a softmax."""
-        raise NotImplementedError
 
 
 class DreamShard(Net):
@@ -158,9 +159,8 @@ class AutoShard(Net):
         shapes = _mlp_shapes("cost", LATENTS, _H, 1)
         shapes |= _layer("progress", 1, LATENTS) | _layer("device", 2, LATENTS)
         shapes |= _mlp_shapes("score", 3 * _H, _WIDE, _WIDE, _H, 1)
-        for layer in ("lstm.0", "lstm.1"):
-            shapes |= {f"{layer}.{name}": (_H, 4 * _H) for name in ("input", "state")}
-            shapes |= {f"{layer}.bias": (4 * _H,)}
+        gates = {"input": (_H, 4 * _H), "state": (_H, 4 * _H), "bias": (4 * _H,)}
+        shapes |= {f"lstm.{i}.{name}": shape for i in range(2) for name, shape in gates.items()}
         super().__init__(shapes)
         # The critic's weights serve training only, so policies do without them.
         self.critic_shapes = _mlp_shapes("value", _H, _H, 1)
@@ -169,7 +169,8 @@ class AutoShard(Net):
         return _relu(_mlp(w, "table", _scaled(w, features, xp)))
 
     def single(self, w: Weights, latents: Any) -> Any:
-        return self.cost(w, latents)
+        """[...] predicted compute of shards [..., L], or of devices."""
+        return _mlp(w, "cost", latents)[..., 0]
 
     def context(self, w: Weights, latents: Any, xp: ModuleType = np) -> Any:
         n = latents.shape[-2]
@@ -179,15 +180,11 @@ class AutoShard(Net):
         return _lstm(w, "lstm.1", _lstm(w, "lstm.0", xp.concatenate([latents, progress], -1), xp), xp)
 
     def scores(self, w: Weights, inputs: PolicyInputs, xp: ModuleType = np) -> Any:
-        facts = xp.stack([self.cost(w, inputs.latents), inputs.used], -1)
+        facts = xp.stack([self.single(w, inputs.latents), inputs.used], -1)
         devices = xp.concatenate([inputs.latents, _relu(_linear(w, "device", facts))], -1)
         # Each device is scored against the shard that comes next, [..., D, 3 H].
         state = xp.broadcast_to(inputs.context[..., None, :], devices.shape)
         return _mlp(w, "score", xp.concatenate([state, devices, state * devices], -1), layers=4)[..., 0]
-
-    def cost(self, w: Weights, latents: Any) -> Any:
-        """[...] predicted compute of devices [..., L]."""
-        return _mlp(w, "cost", latents)[..., 0]
 
     def value(self, w: Weights, context: Any) -> Any:
         """[...] rewards that the critic expects after contexts [..., H]. Only training needs it."""
@@ -203,10 +200,8 @@ def _layer(name: str, inputs: int, outputs: int) -> Shapes:
 
 
 def _mlp_shapes(name: str, *widths: int) -> Shapes:
-    shapes: Shapes = {}
-    for i, (inputs, outputs) in enumerate(pairwise(widths)):
-        shapes |= _layer(f"{name}.{i}", inputs, outputs)
-    return shapes
+    layers = (_layer(f"{name}.{i}", *ends) for i, ends in enumerate(pairwise(widths)))
+    return {weight: shape for layer in layers for weight, shape in layer.items()}
 
 
 def _scaled(w: Weights, features: Any, xp: ModuleType) -> Any:

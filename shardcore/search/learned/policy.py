@@ -67,8 +67,9 @@ class Policy:
                 f"weight {name!r} has values beyond {_MOST_WEIGHT:g}, or that are not numbers",
             )
             # Features and costs are divided by these.
-            divides = name in ("sd", "scale_ms")
-            require(not divides or bool((array > 0).all()), f"weight {name!r} is not positive")
+            require(
+                name not in ("sd", "scale_ms") or bool((array > 0).all()), f"weight {name!r} is not positive"
+            )
 
     @property
     def net(self) -> Net:
@@ -118,8 +119,11 @@ def place(
 def write_policy(folder: str | Path, policy: Policy) -> None:
     """Write a policy's folder: its description and its weights."""
     # The order of features is part of the weights' meaning, so it is written with them.
-    description = {"name": policy.name, "features": list(FEATURES)}
-    description["setting"] = files.setting_to_json(policy.setting)
+    description = {
+        "name": policy.name,
+        "features": list(FEATURES),
+        "setting": files.setting_to_json(policy.setting),
+    }
     model_files.write_model(folder, {**policy.meta, **description}, policy.weights, "policy")
 
 

@@ -129,12 +129,10 @@ class Rollouts:
             devices[:, :, i] = d
 
         fits = legal.any(-1).all(-1)
-        priced_ms = batch.cost_ms() if self.priced and fits.any() else 0.0
-        total_ms = np.where(fits, priced_ms, np.inf)
         priced = self.priced or self.net.asks_model
         parts_ms = batch.parts_ms() if priced else np.zeros((*sums.shape[:-1], PARTS))
         return Rollout(
-            total_ms,
+            np.where(fits, batch.cost_ms() if self.priced and fits.any() else 0.0, np.inf),
             batch.lack_bytes.sum(-1),
             devices,
             order,
@@ -165,11 +163,12 @@ class Rollouts:
     def _order(self, cache: ShardCostCache, keys: np.ndarray, latents: np.ndarray) -> np.ndarray:
         """[C, N]: least freedom first, then the highest predicted cost, then the most bytes."""
         numbers = cache.numbers(keys[..., 0], keys[..., 1])
-        if self.net.asks_model:
-            single = cache.single_ms[numbers]
-        else:
-            single = np.nan_to_num(self.net.single(self.weights, latents[numbers]))
-        return np.lexsort((-cache.bytes[numbers], ranks(-single), cache.freedom[keys[..., 0]]))
+        single = (
+            cache.single_ms[numbers]
+            if self.net.asks_model
+            else self.net.single(self.weights, latents[numbers])
+        )
+        return np.lexsort((-cache.bytes[numbers], ranks(-np.nan_to_num(single)), cache.freedom[keys[..., 0]]))
 
     def _noise(self, shape: tuple[int, int, int, int]) -> np.ndarray:
         if self.rng is None:

@@ -231,8 +231,8 @@ def train(
             for optimizer in learner.optimizers:
                 optimizer.param_groups[0]["lr"] = config.learning_rate * (1 - i / config.rounds)
             values = learner.round()
-            rollouts = [Rollouts(learner.net, learner.arrays).run(one.space, one.keys) for one in unseen]
-            ms = np.array([float(rollout.total_ms[0, 0]) for rollout in rollouts])
+            policy = Rollouts(learner.net, learner.arrays)
+            ms = np.array([policy.run(one.space, one.keys).total_ms[0, 0] for one in unseen])
             # A plan that does not fit counts as twice the greedy one.
             cost = float(np.where(np.isfinite(ms), ms / greedy, 2.0).mean())
             curves.append({"round": i + 1, "validation_cost": cost, **values})
@@ -246,8 +246,7 @@ def train(
                 break
     finally:
         torch.set_num_threads(threads)
-    metrics = {"validation_cost": best, "rounds": best_round + 1}
-    meta = {"config": asdict(config), "metrics": metrics}
+    meta = {"config": asdict(config), "metrics": {"validation_cost": best, "rounds": best_round + 1}}
     return TrainedPolicy(Policy(name, model.setting, kept, meta), curves)
 
 
@@ -397,10 +396,6 @@ class Learner:
         rollouts = Rollouts(self.net, self.arrays, plans, self.rng, greedy_first=False, priced=priced)
         return rollouts.run(prepared.space, prepared.keys)
 
-    def priced(self, prepared: Prepared, rollout: Rollout) -> CostSample:
-        """The first plan of a rollout, in units of this policy's costs."""
-        return CostSample.of(prepared, rollout, self.arrays["scale_ms"])
-
     def drawn(self, n: int) -> list[Prepared]:
         """Problems to learn from, drawn with replacement."""
         return [self.all_prepared[i] for i in self.rng.integers(len(self.all_prepared), size=n)]
@@ -454,8 +449,8 @@ class DreamShardLearner(Learner):
     def round(self) -> dict[str, float]:
         config, values = self.config, {}
         if self.cost_optimizer:
-            drawn = self.drawn(config.priced)
-            priced = [self.priced(prepared, self.roll(prepared, 1, True)) for prepared in drawn]
+            scale_ms, drawn = self.arrays["scale_ms"], self.drawn(config.priced)
+            priced = (CostSample.of(one, self.roll(one, 1, True), scale_ms) for one in drawn)
             # A plan that does not fit has no cost to learn.
             self.plans += [plan for plan in priced if np.isfinite(plan.total)]
             updates = config.cost_updates if self.plans else 0
@@ -500,8 +495,7 @@ class AutoShardLearner(Learner):
 
     def round(self) -> dict[str, float]:
         # The cost network learns from the plans of the policy updates.
-        updates = [self.policy_update() for _ in range(self.config.policy_updates)]
-        balance, entropy = np.array(updates).mean(0)
+        balance, entropy = np.mean([self.policy_update() for _ in range(self.config.policy_updates)], 0)
         loss = float(np.mean([self.cost_update() for _ in range(self.config.cost_updates)]))
         return {"cost_loss": loss, "balance": float(balance), "entropy": float(entropy)}
 
@@ -509,7 +503,7 @@ class AutoShardLearner(Learner):
         """Train the cost network on some priced plans. Returns the loss."""
         batch, sums = self.batch()
         # Forward and backward compute of each device, [B].
-        errors = self.net.cost(self.w, sums) - (batch.parts[:, 0] + batch.parts[:, 2])
+        errors = self.net.single(self.w, sums) - (batch.parts[:, 0] + batch.parts[:, 2])
         return _step(self.adam, (errors**2).mean())
 
     def policy_update(self) -> np.ndarray:
@@ -517,7 +511,7 @@ class AutoShardLearner(Learner):
         losses, values = [], []
         for prepared in self.drawn(self.config.problems_at_once):
             rollout = self.roll(prepared, self.config.plans_each, True)
-            self.plans.append(self.priced(prepared, rollout))
+            self.plans.append(CostSample.of(prepared, rollout, self.arrays["scale_ms"]))
             # Forward and backward compute, without exchanges: [K, D].
             compute = rollout.parts_ms[0, ..., 0] + rollout.parts_ms[0, ..., 2]
             balance = compute.min(-1) / np.maximum(compute.max(-1), 1e-9)

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from itertools import takewhile
 
 import numpy as np
 
@@ -21,7 +22,6 @@ from shardcore.search.state.shards import (
     division,
     equal_parts,
     fixed_placements,
-    halve_columns,
     searched_tables,
     why_not,
 )
@@ -72,45 +72,34 @@ class Cuts:
             too_much = (self._together > np.maximum(self._room, 0).sum(0) * (1 + 1e-9)).any()
             if too_much or (self.fixed and (self._room < -0.5).any()):
                 return None
-        all_parts: list[Sequence[Shard]] = []
-        for parts in self.parts():
-            if parts is None:
-                return None
-            all_parts.append(parts)
-        return [s for parts in all_parts for s in parts] if self._make_equally_wide(all_parts) else None
+        all_parts = list(takewhile(len, self.parts()))
+        fits = len(all_parts) == len(self.bundles) and self._make_equally_wide(all_parts)
+        return [s for parts in all_parts for s in parts] if fits else None
 
-    def parts(self) -> Iterator[Sequence[Shard] | None]:
-        """For each bundle: its tables whole where they fit on some device, else cut. None where no cut fits.
+    def parts(self) -> Iterator[Sequence[Shard]]:
+        """For each bundle: its tables whole where they fit on some device, else cut. Empty where no cut fits.
 
         Each table is looked at alone. Whether all fit together is for searches to find.
         """
         for bundle, vector in zip(self.bundles, self._vectors, strict=True):
-            yield bundle if self._fits_whole(bundle, vector) else self._cut(bundle)
+            table = bundle[0].table
+            fits = vector is not None and self._has_room(table, vector, self._room)
+            yield bundle if fits and table.dim <= self.problem.topology.most_columns else self._cut(bundle)
 
     @cached_property
     def _vectors(self) -> list[np.ndarray | None]:
-        """`vector` of each bundle."""
-        return [self.vector(bundle) for bundle in ticking(self.bundles)]
+        """[P] bytes that a device has of each bundle by columns. None if some table may not be whole or cut so."""
+        return [
+            bytes_by_columns(bundle, self.account)
+            if all(why_not(WHOLE_ROWS, s.table, self.problem) is None for s in bundle)
+            else None
+            for bundle in ticking(self.bundles)
+        ]
 
     @property
     def _together(self) -> np.ndarray:
         """[P] bytes of all bundles that may be whole or cut by columns."""
         return sum((v for v in self._vectors if v is not None), np.zeros(self._room.shape[1]))
-
-    def vector(self, shards: Iterable[Shard]) -> np.ndarray | None:
-        """[P] bytes that a device has of shards by columns. None if some table may not be whole or cut so."""
-        shards = list(shards)
-        if not all(why_not(WHOLE_ROWS, s.table, self.problem) is None for s in shards):
-            return None
-        return np.sum([self.account.vector(run_of(WHOLE_ROWS.name, s.table), s) for s in shards], axis=0)
-
-    def _fits_whole(self, bundle: Bundle, vector: np.ndarray | None) -> bool:
-        """Tell if the tables of a bundle, whole, fit on some device. vector: `vector` of the bundle."""
-        problem, table = self.problem, bundle[0].table
-        if vector is None or table.dim > problem.topology.most_columns:
-            return False
-        room = self._room[list(problem.allowed_devices(table.name))]
-        return bool((vector <= room).all(1).any())
 
     def room(self, account: Account) -> np.ndarray:
         """[D, P] bytes that devices have for shards, beside the local batch and fixed tables."""
@@ -125,13 +114,16 @@ class Cuts:
         for positions in cut.values():
             tables = [all_parts[i][0].table for i in positions]
             # Any wider, and the table that needs the narrowest parts would not fit.
-            widths = range(min(all_parts[i][0].width for i in positions), 0, -1)
-            width = next((w for w in widths if all(self._fits_equally(t, w) for t in tables)), None)
+            width = self._equal_width(tables, min(all_parts[i][0].width for i in positions))
             if width is None:
                 return False
             for i, table in zip(positions, tables, strict=True):
-                all_parts[i] = equal_parts(table, table.dim // width)
+                all_parts[i] = equal_parts(Shard.whole(table), table.dim // width)
         return True
+
+    def _equal_width(self, tables: Sequence[Table], most: int) -> int | None:
+        """The largest width, up to `most`, of parts that fit into which each of these tables may be cut."""
+        return next((w for w in range(most, 0, -1) if all(self._fits_equally(t, w) for t in tables)), None)
 
     def _fits_equally(self, table: Table, width: int) -> bool:
         """Tell if a table may be cut into parts of a width that fit."""
@@ -139,34 +131,28 @@ class Cuts:
             table.dim % width == 0
             and width % self.problem.unit_width(table) == 0
             and table.dim // width <= len(self.problem.allowed_devices(table.name))
-            and self._fits(equal_parts(table, table.dim // width))
+            and self._fits(equal_parts(Shard.whole(table), table.dim // width))
         )
 
-    def _cut(self, bundle: Bundle) -> Sequence[Shard] | None:
-        """A table cut into shards that each fit on some device. None if no cut does that."""
+    def _cut(self, bundle: Bundle) -> Sequence[Shard]:
+        """A table cut into shards that each fit on some device. Empty if no cut does that."""
         problem, table = self.problem, bundle[0].table
         if len(bundle) > 1 or table.name in problem.whole:
-            return None
+            return ()
         # Rows of a sequence are divided where that fits: column cuts bind all sequences to one width.
         divided, by_columns = division(table, problem), why_not(WHOLE_ROWS, table, problem) is None
-        ranges = [s for _, s in shards_on(divided)] if divided and self._fits_divided(divided) else None
+        ranges = [s for _, s in shards_on(divided)] if divided and self._fits_divided(divided) else []
         if not by_columns or (table.sequence and ranges):
             return ranges
         if table.sequence:
-            numbers = range(2, len(problem.allowed_devices(table.name)) + 1)
-            widths = (table.dim // n for n in numbers if table.dim % n == 0)
-            width = next((w for w in widths if self._fits_equally(table, w)), None)
-            return None if width is None else equal_parts(table, table.dim // width)
-        parts = [Shard.whole(table)]
-        # All parts are halved at once, as long as the widest one is too large.
-        while parts[0].width > problem.most_width(table) or not self._fits(parts):
-            halves = []
-            for shard in parts:
-                if (both := halve_columns(shard, problem.unit_width(table))) is None:
-                    return ranges
-                halves += both
-            parts = halves
-        return parts
+            width = self._equal_width([table], table.dim // 2)
+            return equal_parts(Shard.whole(table), table.dim // width) if width else []
+        unit = problem.unit_width(table)
+        # Twice as many parts each time, as long as the widest one is too large.
+        cuts = (
+            equal_parts(Shard.whole(table), 1 << k, unit) for k in range((table.dim // unit).bit_length())
+        )
+        return next((x for x in cuts if x[0].width <= problem.most_width(table) and self._fits(x)), ranges)
 
     def needs(self, parts: Sequence[Shard]) -> np.ndarray:
         """[P] bytes on a device of the widest of a table's parts, and of the ids that all parts send."""
@@ -177,8 +163,11 @@ class Cuts:
 
     def _fits(self, parts: Sequence[Shard]) -> bool:
         """Tell if the parts of a table fit on some device, one at a time."""
-        allowed = list(self.problem.allowed_devices(parts[0].table.name))
-        return bool((self.needs(parts) <= self.room(self.cut_account)[allowed]).all(1).any())
+        return self._has_room(parts[0].table, self.needs(parts), self.room(self.cut_account))
+
+    def _has_room(self, table: Table, vector: np.ndarray, room: np.ndarray) -> bool:
+        """Tell if a device where a table may live has room [D, P] for bytes [P]."""
+        return bool((vector <= room[list(self.problem.allowed_devices(table.name))]).all(1).any())
 
     def with_division(self, divided: Placement) -> Account:
         """The account with a table's rows divided. It counts the table's outputs twice: whole, and divided."""
@@ -192,12 +181,11 @@ class Cuts:
     def needed(self, shards: Sequence[Shard], n_devices: int) -> int:
         """Bytes that tables by columns take on so many devices together, in the largest phase."""
         may_be_whole = [s for s in shards if why_not(WHOLE_ROWS, s.table, self.problem) is None]
-        vector = self.vector(may_be_whole)
-        if vector is None or not vector.any():
+        if not may_be_whole:
             return 0
         # Each device has the local batch.
-        each = self.account.base if self.batches else 0.0
-        return math.ceil(np.max((vector + n_devices * each)[: self.account.phases]))
+        n_bytes = bytes_by_columns(may_be_whole, self.account) + n_devices * self.account.base
+        return math.ceil(n_bytes[: self.account.phases].max())
 
     def lacking_together(self) -> int:
         """Bytes that all bundles lack on all devices together, in the phase in which they lack most."""
@@ -206,6 +194,11 @@ class Cuts:
         # [P] room that is less than nothing on one device does not count against others.
         lacks = self._together - np.maximum(self._room, 0).sum(0)
         return math.ceil(lacks[: self.account.phases].max())
+
+
+def bytes_by_columns(shards: Iterable[Shard], account: Account) -> np.ndarray:
+    """[P] bytes that a device has of shards by columns."""
+    return np.sum([account.vector(run_of(WHOLE_ROWS.name, s.table), s) for s in shards], axis=0)
 
 
 @lru_cache(maxsize=2)  # a refusal explains those that the search began with

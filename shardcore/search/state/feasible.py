@@ -10,8 +10,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.errors import Infeasible
 from shardcore.core.types import Plan, Problem, Shard
+from shardcore.core.validation import require
 from shardcore.search.state.cuts import cuts_of
 from shardcore.search.state.packing import roomiest
 from shardcore.search.state.refusal import refusal
@@ -48,10 +49,8 @@ def _feasible_shards(problem: Problem) -> tuple[Shard, ...]:
     for placement in (p for p in fitting(problem).placements if p.shard.table.name not in fixed):
         # A table on several devices is whole, or divided by rows.
         divided = division(placement.shard.table, problem) if len(placement.devices) > 1 else None
-        if divided is not None and divided.kind == placement.kind:
-            shards += [s for _, s in shards_on(divided)]
-        else:
-            shards.append(placement.shard)
+        by_rows = shards_on(divided) if divided and divided.kind == placement.kind else ()
+        shards += [s for _, s in by_rows] or [placement.shard]
     return tuple(shards)
 
 
@@ -66,18 +65,15 @@ def _require_ways(problem: Problem) -> None:
         # Tables that are kept together are whole on one device.
         others = LAYOUTS.values() if table.name not in problem.bundle_of else ()
         why = why_not(WHOLE_ROWS, table, problem)
-        if why and all(why_not(kind, table, problem) for kind in others):
-            raise ShardCoreError(f"{cannot}: {why}")
-        if table.dim <= most:
-            continue
+        require(not why or not all(why_not(kind, table, problem) for kind in others), f"{cannot}: {why}")
         needed = -(-table.dim // problem.most_width(table))
         n_allowed = len(problem.allowed_devices(table.name))
-        if needed > n_allowed:
-            raise ShardCoreError(
-                f"{cannot}: it has {table.dim} columns, and FBGEMM's CUDA op runs at most {most} in a shard; "
-                f"it needs {needed} devices, and it may live on {n_allowed} "
-                "(a CPU, by topology.hardware, has no limit)"
-            )
+        require(
+            needed <= n_allowed,
+            f"{cannot}: it has {table.dim} columns, and FBGEMM's CUDA op runs at most {most} in a shard; "
+            f"it needs {needed} devices, and it may live on {n_allowed} "
+            "(a CPU, by topology.hardware, has no limit)",
+        )
 
 
 def fitting(problem: Problem) -> Plan:

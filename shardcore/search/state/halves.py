@@ -35,60 +35,59 @@ class Halves:
 
     def may_run(self, placements: Sequence[Placement]) -> bool:
         """Tell if TorchRec runs the placements: halves of a table by one kind, cut sequences in parts of one width."""
-        kinds: dict[str, set[str]] = defaultdict(set)
-        for p in placements:
-            if p.shard.table.name in self.tables:
-                kinds[self.tables[p.shard.table.name][0].name].add(p.kind)
-        return all(len(of_table) == 1 for of_table in kinds.values()) and equally_wide(
+        kinds = {
+            (self.tables[p.shard.table.name][0].name, p.kind)
+            for p in placements
+            if p.shard.table.name in self.tables
+        }
+        return len(kinds) == len({whole for whole, _ in kinds}) and equally_wide(
             [tuple(p.shard for p in self.joined(placements))]
         )
 
     def joined(self, placements: Iterable[Placement]) -> tuple[Placement, ...]:
         """The placements with whole tables in place of halves."""
         return consolidate(
-            _moved(p, *self.tables[p.shard.table.name]) if p.shard.table.name in self.tables else p
+            part
             for p in placements
+            for part in (
+                _moved(p, *self.tables[p.shard.table.name]) if p.shard.table.name in self.tables else [p]
+            )
         )
 
     def whole(self, plan: Plan, problem: Problem, model: CostModel) -> Plan:
         """A plan of halves as one of the problem's whole tables, priced."""
-        joined = priced(self.joined(plan.placements), problem, model)
-        return replace(joined, provenance={**plan.provenance, **joined.provenance})
+        return priced(self.joined(plan.placements), problem, model, **plan.provenance)
 
     def split(self, plan: Plan) -> Plan:
         """A plan of whole tables as one of halves."""
         halves: dict[str, list[tuple[Table, int]]] = defaultdict(list)
         for half in (t for t in self.problem.tables if t.name in self.tables):
             whole, column = self.tables[half.name]
-            halves[whole.name].append((half, column))
-        placements = []
-        for p in plan.placements:
-            for half, column in halves.get(p.shard.table.name, ()):
-                low, high = max(p.shard.col_lo, column), min(p.shard.col_hi, column + half.dim)
-                if low < high:
-                    part = replace(p, shard=replace(p.shard, col_lo=low, col_hi=high))
-                    placements.append(_moved(part, half, -column))
-            if p.shard.table.name not in halves:
-                placements.append(p)
+            halves[whole.name].append((half, -column))
+        placements = (
+            part
+            for p in plan.placements
+            for half, columns in halves.get(p.shard.table.name, [(p.shard.table, 0)])
+            for part in _moved(p, half, columns)
+        )
         return replace(plan, placements=tuple(placements))
 
 
 def halved(problem: Problem, names: Collection[str]) -> Halves:
     """A problem with tables of some names in halves. Each has to be one of `may_halve`."""
-    tables, wholes, kinds = [], {}, list(problem.constraints.kinds)
-    for table in problem.tables:
-        if table.name not in names:
-            tables.append(table)
-            continue
-        width = table.dim // 2
-        for column in (0, width):
-            half = replace(table, name=_half_name(table, column), dim=width)
-            tables.append(half)
-            wholes[half.name] = table, column
-            # A half is a table here, but kinds that need all columns of the real one cannot run it.
-            kinds.append((half.name, _CUT))
-    constraints = replace(problem.constraints, kinds=tuple(kinds))
-    return Halves(replace(problem, tables=tuple(tables), constraints=constraints), wholes)
+    # Of each such table: both halves, and their first columns.
+    halves = {
+        t: [(replace(t, name=_half_name(t, column), dim=t.dim // 2), column) for column in (0, t.dim // 2)]
+        for t in problem.tables
+        if t.name in names
+    }
+    tables = tuple(half for t in problem.tables for half, _ in halves.get(t, [(t, 0)]))
+    wholes = {half.name: (t, column) for t, both in halves.items() for half, column in both}
+    # A half is a table here, but kinds that need all columns of the real one cannot run it.
+    kinds = (*problem.constraints.kinds, *((name, _CUT) for name in wholes))
+    return Halves(
+        replace(problem, tables=tables, constraints=replace(problem.constraints, kinds=kinds)), wholes
+    )
 
 
 def may_halve(table: Table, problem: Problem) -> bool:
@@ -125,8 +124,10 @@ def _half_name(table: Table, column: int) -> str:
     return f"{table.name}[{column}:{column + table.dim // 2}]"
 
 
-def _moved(placement: Placement, table: Table, columns: int) -> Placement:
-    """A placement with its shard in another table, so many columns further."""
+def _moved(placement: Placement, table: Table, columns: int) -> list[Placement]:
+    """A placement with its shard in another table, so many columns further. Empty if that has none of them."""
     shard = placement.shard
-    low, high = shard.col_lo + columns, shard.col_hi + columns
-    return replace(placement, shard=replace(shard, table=table, col_lo=low, col_hi=high))
+    low, high = max(0, shard.col_lo + columns), min(table.dim, shard.col_hi + columns)
+    if low >= high:
+        return []
+    return [replace(placement, shard=replace(shard, table=table, col_lo=low, col_hi=high))]

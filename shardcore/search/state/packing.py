@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -24,14 +24,14 @@ import numpy as np
 
 from shardcore.core.progress import ticking
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.search.state.cuts import cuts_of
+from shardcore.search.state.cuts import bytes_by_columns, cuts_of
 from shardcore.search.state.shards import Bundle, bundles, equal_parts, shared_groups, why_not
 from shardcore.search.state.vector_packing import VectorPacking
 from shardcore.step import memory
 from shardcore.step.id_bytes import sample_bytes
-from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, Group, Layout, run_of, shards_on
+from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, Group, run_of, shards_on
 from shardcore.step.memory import Caches, held_bytes
-from shardcore.step.memory_account import Sums, account_of, own_peaks, sums_of
+from shardcore.step.memory_account import account_of, own_peaks, sums_of
 from shardcore.step.op_limits import TooManyInOneOp, require_ops
 
 _MOST_CHOICES = 1500
@@ -91,9 +91,8 @@ def roomiest(problem: Problem, quick: bool = False) -> tuple[Plan | None, int]:
 
 def lacking(plan: Plan, problem: Problem) -> int:
     """The most bytes that a device with a shard takes more than it may."""
-    holding = {d for placement in plan.placements for d in placement.devices}
-    used, may_hold = memory.used_bytes(plan, problem), memory.held_bytes(problem)
-    return max(used[d] - may_hold[d] for d in holding)
+    lacks = np.subtract(memory.used_bytes(plan, problem), held_bytes(problem))
+    return int(max(lacks[d] for placement in plan.placements for d in placement.devices))
 
 
 def within_ops(plan: Plan, problem: Problem) -> bool:
@@ -119,6 +118,7 @@ class _Packings:
     n: number of devices.
     bundles: tables that go together.
     firsts: the first way of each bundle. One is missing where constraints leave it none.
+    ways: number of a bundle -> all its ways.
     large: whether the problem gets few tries.
     room: most bytes that a device has left for shards by columns, in the last packing.
     short: bytes that devices lack in the mean in the last packing, in the phase in which they lack most.
@@ -126,22 +126,15 @@ class _Packings:
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.n = problem, len(problem.topology)
-        self.bundles = bundles(map(Shard.whole, problem.tables), problem)
+        tables = self.bundles = bundles(map(Shard.whole, problem.tables), problem)
         # Only the first way of each: with very many tables, listing all takes long.
         firsts = [next(_ways(bundle, problem), None) for bundle in ticking(self.bundles)]
         self.firsts = [way for way in firsts if way]
         self.large = len(self.bundles) * self.n > LARGE
         self.room = self.short = 0.0
-        self._peak_of = own_peaks(problem)
-        self._ways: dict[int, list[Way]] = {}
+        self.ways = cache(lambda i: list(_ways(tables[i], problem)))
+        self._peak_of, self._sums_of = own_peaks(problem), cache(partial(sums_of, problem=problem))
         self._bytes_of: dict[tuple[int, Way], int] = {}
-        self._sums: dict[tuple[Layout, Shard], Sums] = {}
-
-    def ways(self, i: int) -> list[Way]:
-        """The ways of a bundle."""
-        if i not in self._ways:
-            self._ways[i] = list(_ways(self.bundles[i], self.problem))
-        return self._ways[i]
 
     def choices(self, quick: bool) -> Iterator[tuple[Way, ...]]:
         """A way for each bundle, and then others."""
@@ -174,12 +167,12 @@ class _Packings:
         copied = [self._copied(i) or way for i, way in enumerate(ways)]
         largest = sorted(n, key=lambda i: -self._bytes(i, self.firsts[i]))
         for n_divided in (0, *(8**k for k in range(4))):
-            divided: dict[int, Way] = {}
-            for i in largest[:n_divided]:
-                if way := next((way for way in self.ways(i) if LAYOUTS[way.kind].divides_rows), None):
-                    divided[i] = way
-            yield tuple(divided.get(i, way) for i, way in enumerate(ways))
-            yield tuple(divided.get(i, way) for i, way in enumerate(copied))
+            divided = {
+                i: next((way for way in self.ways(i) if LAYOUTS[way.kind].divides_rows), None)
+                for i in largest[:n_divided]
+            }
+            yield tuple(divided.get(i) or way for i, way in enumerate(ways))
+            yield tuple(divided.get(i) or way for i, way in enumerate(copied))
 
     def _within(self, i: int, room: float, share: float) -> Way:
         """The fewest columns' shards of a bundle that take no more than a share of the room.
@@ -207,15 +200,20 @@ class _Packings:
     def _bytes(self, i: int, way: Way) -> int:
         """Estimated bytes that a device has of a bundle."""
         if (i, way) not in self._bytes_of:
-            shards = self.bundles[i]
             # The last part is the widest where units do not divide evenly.
-            if way.parts > 1:
-                table = shards[0].table
-                shards = equal_parts(table, way.parts, self.problem.unit_width(table))[-1:]
+            shards = self._parts(i, way)[-1]
             if LAYOUTS[way.kind].divides_rows:
                 shards = [next(s for _, s in shards_on(Placement(way.kind, shards[0], way.devices)))]
             self._bytes_of[i, way] = sum(self._peak_of(run_of(way.kind, s.table), s) for s in shards)
         return self._bytes_of[i, way]
+
+    def _parts(self, i: int, way: Way) -> list[Bundle]:
+        """What each device has of a bundle by columns."""
+        bundle = self.bundles[i]
+        if way.parts == 1:
+            return [bundle]
+        unit = self.problem.unit_width(bundle[0].table)
+        return [(part,) for part in equal_parts(bundle[0], way.parts, unit)]
 
     def improved(self, best: _Packing) -> _Packing:
         """The packing, with other ways of one table at a time while it lacks less so."""
@@ -251,15 +249,11 @@ class _Packings:
     def _packed(self, ways: Sequence[Way], most: float) -> tuple[Plan, float] | None:
         """A plan of these ways, and the bytes that it lacks. None if it lacks `most` or more."""
         shared, parts = [], []
-        for bundle, way in zip(self.bundles, ways, strict=True):
+        for i, way in enumerate(ways):
             if way.devices:
-                shared += [Placement(way.kind, s, way.devices) for s in bundle]
-            elif way.parts == 1:
-                parts.append(bundle)
+                shared += [Placement(way.kind, s, way.devices) for s in self.bundles[i]]
             else:
-                table = bundle[0].table
-                cut = equal_parts(table, way.parts, self.problem.unit_width(table))
-                parts += [(part,) for part in cut]
+                parts += self._parts(i, way)
         # TorchRec refuses such a plan.
         if not equally_wide(parts):
             return None
@@ -272,9 +266,7 @@ class _Packings:
 
         def vector(kind: str, shard: Shard) -> np.ndarray:
             run = run_of(kind, shard.table)
-            if (run, shard) not in self._sums:
-                self._sums[run, shard] = sums_of(run, shard, self.problem)
-            n_bytes = account.vector(run, shard, self._sums[run, shard])
+            n_bytes = account.vector(run, shard, self._sums_of(run, shard))
             return np.append(n_bytes, caches.total([(run, shard)])) if len(caches) else n_bytes
 
         n_limits = len(account.base)
@@ -313,8 +305,7 @@ class _Packings:
         # As if every run had a cut table, as it is not known yet which tables are cut.
         account, room = cuts.cut_account, cuts.room(cuts.cut_account)
 
-        def vector(shards: Bundle) -> np.ndarray:
-            return np.sum([account.vector(run_of(WHOLE_ROWS.name, s.table), s) for s in shards], axis=0)
+        vector = partial(bytes_by_columns, account=account)
 
         def rank(bundle: Bundle) -> tuple[int, float]:
             largest = sum(vector((s,)).max() for s in bundle)
@@ -324,8 +315,8 @@ class _Packings:
         placements = list(cuts.fixed)
         for bundle in sorted(cuts.bundles, key=rank):
             table, needs = bundle[0].table, vector(bundle)
-            allowed = list(problem.allowed_devices(table.name))
-            left = np.where(np.isin(np.arange(self.n), allowed), (room - needs).min(1), -1.0)
+            may = np.isin(np.arange(self.n), problem.allowed_devices(table.name))
+            left = np.where(may, (room - needs).min(1), -1.0)
             if (left >= 0).any() and table.dim <= problem.topology.most_columns:
                 device = int(np.where(left >= 0, left, np.inf).argmin())
                 room[device] -= needs
@@ -342,8 +333,7 @@ class _Packings:
                 with np.errstate(divide="ignore", invalid="ignore"):
                     more = np.where(a_unit > 0, (room - one) / a_unit, np.where(room >= one, np.inf, -1.0))
                 # [D] units that fit in all phases. -1 where the table may not be.
-                most = np.full(self.n, -1.0)
-                most[allowed] = np.floor(more.min(1) + 1)[allowed]
+                most = np.where(may, np.floor(more.min(1) + 1), -1.0)
                 device = int(most.argmax())
                 if most[device] < 1:
                     return None
@@ -352,7 +342,7 @@ class _Packings:
                 part = (Shard(table, 0, table.rows, lo, lo + int(units) * unit),)
                 placements += _placements([part], [device])
                 # A second part there would be one shard with the first.
-                allowed.remove(device)
+                may[device] = False
                 room[device] -= vector(part)
                 if lo:
                     room -= ids  # each further part sends the ids once more, to all

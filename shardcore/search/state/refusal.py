@@ -82,13 +82,12 @@ def _fixed_too_large(cuts: Cuts) -> str:
 
 def _sum_too_large(cuts: Cuts) -> str:
     """All tables, if they take more than all devices have."""
-    n_tables, n_devices = sum(map(len, cuts.bundles)), len(cuts.may_hold)
     lacks, available = cuts.lacking_together(), _available(cuts.may_hold)
     if lacks <= 0:
         return ""
     return (
-        f"its {n_tables} tables take {gib(available + lacks)} with their outputs; its {n_devices} "
-        f"devices may hold {gib(available)} together, {gib(lacks)} too little"
+        f"its {sum(map(len, cuts.bundles))} tables take {gib(available + lacks)} with their outputs; "
+        f"its {len(cuts.may_hold)} devices may hold {gib(available)} together, {gib(lacks)} too little"
     )
 
 
@@ -96,7 +95,7 @@ def _one_too_large(cuts: Cuts) -> str:
     """A table, or several kept on one device, that fit no device in any way."""
     problem = cuts.problem
     for bundle, parts in zip(cuts.bundles, cuts.parts(), strict=True):
-        if parts is not None:
+        if parts:
             continue
         table = bundle[0].table
         # The message is of the device that comes nearest.
@@ -118,7 +117,7 @@ def _one_too_large(cuts: Cuts) -> str:
             )
         else:
             width = problem.unit_width(table)
-            narrow = cuts.needs(equal_parts(table, table.dim // width)) + cuts.cut_account.base
+            narrow = cuts.needs(equal_parts(Shard.whole(table), table.dim // width)) + cuts.cut_account.base
             n_bytes = math.ceil(narrow[: cuts.cut_account.phases].max())
             what, why = f"{width} columns of table {table.name!r} take", f", and {_undividable(cuts, table)}"
         if n_bytes > largest:
@@ -198,8 +197,10 @@ def _remedy(problem: Problem, planned_share: float | None) -> str:
     # A default reserve is a share of the memory, so it grows with more memory.
     grows = problem.constraints.reserved_bytes == default_reserve(problem.topology.devices) > 0
     share = DEFAULT_RESERVE if grows else planned_share or 0.0
-    remedies = [f"{_enough(math.ceil(_more_bytes(problem) / (1 - share)) + (share > 0))} more per device"]
-    remedies += _more_devices(problem, planned_share is not None)
+    remedies = [
+        f"{_enough(math.ceil(_more_bytes(problem) / (1 - share)) + (share > 0))} more per device",
+        *_more_devices(problem, planned_share is not None),
+    ]
     # Would it fit without constraints? (Towers are pins, too, so their ratio goes with them.)
     kept = Constraints(problem.constraints.reserved_bytes, problem.constraints.unsplit)
     loose = replace(problem, job=replace(problem.job, tower_ratio=None), constraints=kept)

@@ -64,7 +64,8 @@ class ShardCostCache:
     kinds: runs of the strips (kinds.runs_of).
     speed: [D] speed factors.
     allowed: [S, D] devices where a strip may be.
-    freedom: [S] number of these devices.
+    freedom: [S] number of these devices. Strips with least freedom are placed first, as others could take their
+      memory and go elsewhere: the rule of the least flexible job (Pinedo, Scheduling, 5.1).
     kind: [S] number of the strip's run in `kinds`. Of a bundle, its first table counts.
     is_range: [S] whether the strip is a row range.
     unit: [S] columns of a unit of the strip, or of the first table of a bundle.
@@ -148,9 +149,9 @@ class ShardCostCache:
         Those of a table's row ranges count for the first of them.
         """
         n_bytes = np.zeros(len(self))
-        for i, shard in ((i, s) for i, bundle in enumerate(ticking(self.strips)) for s in bundle):
-            if shard.row_lo > 0:
-                continue
+        for i, shard in (
+            (i, s) for i, bundle in enumerate(ticking(self.strips)) for s in bundle if s.row_lo == 0
+        ):
             n_bytes[i] += sample_bytes(shard.table, self.problem.job)
             # Divided rows need their ids in buckets, too, one for each device.
             if not shard.full_rows:
@@ -172,9 +173,8 @@ class ShardCostCache:
         ]
         return Caches.of([*whole, *narrow])
 
-    def covers(self, shards: Iterable[Shard]) -> bool:
+    def covers(self, shards: Sequence[Shard]) -> bool:
         """Tell if these shards make up exactly the strips of the cache, with sequences cut the same."""
-        shards = list(shards)
         return self._cut_sequences == _cut_sequences(shards) and self.strips == _strips_of(
             shards, self.problem
         )
@@ -325,9 +325,8 @@ class ShardCostCache:
         ]
         # Two exact counts for each row range, in place of one for each of its shards.
         groups: dict[tuple[Layout, RowRange, int], dict[int, Shard]] = defaultdict(dict)  # by width
-        widths = [shard.width for _, shard in shards]
-        for key, width, (_, shard) in zip(keys, widths, shards, strict=True):
-            groups[key][width] = shard
+        for key, (_, shard) in zip(keys, shards, strict=True):
+            groups[key][shard.width] = shard
         lines = {}
         for key, group in ticking(groups.items()):
             run, narrow, wide = key[0], min(group), max(group)
@@ -336,7 +335,7 @@ class ShardCostCache:
             if wide > narrow:
                 a_column = (sums_of(run, group[wide], self.problem) - sums) / (wide - narrow)
             lines[key] = sums, a_column, narrow
-        of_shards = [(*lines[key], width) for key, width in zip(keys, widths, strict=True)]
+        of_shards = [(*lines[key], shard.width) for key, (_, shard) in zip(keys, shards, strict=True)]
         sums, a_column, narrow, width = map(np.array, zip(*of_shards, strict=True))
         return sums + a_column * (width - narrow)[:, None]
 

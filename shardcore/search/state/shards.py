@@ -24,7 +24,7 @@ from typing import Any
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.progress import ticking
-from shardcore.core.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost.model import CostModel, price
 from shardcore.search.ties import sort_by_cost
 from shardcore.step import memory
@@ -72,17 +72,6 @@ def bundles(shards: Iterable[Shard], problem: Problem) -> list[Bundle]:
     return list(map(tuple, grouped.values()))
 
 
-def halve_columns(shard: Shard, unit: int = MIN_WIDTH) -> tuple[Shard, Shard] | None:
-    """The left and the right half. None where the shard cannot be cut.
-
-    Widths stay multiples of a unit: 12 columns become 4 and 8.
-    """
-    middle = shard.col_lo + shard.width // (2 * unit) * unit
-    if middle == shard.col_lo:
-        return None
-    return replace(shard, col_hi=middle), replace(shard, col_lo=middle)
-
-
 def division(table: Table, problem: Problem) -> Placement | None:
     """The table with its rows divided over a group of devices. None where that is impossible.
 
@@ -111,16 +100,17 @@ def divided_otherwise(problem: Problem) -> Iterator[Problem]:
     Tables that the kind cannot run keep theirs. Every plan of these problems is a plan of the problem.
     """
     for layout in (layout for layout in LAYOUTS.values() if layout.divides_rows):
-        kinds = {}
-        for table in searched_tables(problem):
-            divided = division(table, problem) if why_not(layout, table, problem) is None else None
-            if divided is not None and divided.kind != layout.name:
-                # Without the other kinds that divide rows, `division` comes to this one.
-                kinds[table.name] = tuple(
-                    kind
-                    for kind in problem.kinds_of.get(table.name, LAYOUTS)
-                    if kind == layout.name or not LAYOUTS[kind].divides_rows
-                )
+        # Without the other kinds that divide rows, `division` comes to this one.
+        kinds = {
+            table.name: tuple(
+                kind
+                for kind in problem.kinds_of.get(table.name, LAYOUTS)
+                if kind == layout.name or not LAYOUTS[kind].divides_rows
+            )
+            for table in searched_tables(problem)
+            if why_not(layout, table, problem) is None
+            and required_division(table, problem).kind != layout.name
+        }
         if kinds:
             narrowed = tuple({**problem.kinds_of, **kinds}.items())
             yield replace(problem, constraints=replace(problem.constraints, kinds=narrowed))
@@ -212,9 +202,11 @@ def _fixed(problem: Problem) -> tuple[Placement, ...]:
     for table in (t for t in problem.tables if t.name in problem.kinds_of):
         _require_possible(table, problem)
         if on_all_devices(table, problem):
-            whole, kinds = Shard.whole(table), problem.kinds_of[table.name]
-            possible = [kind for kind in kinds if why_not(layout_of(kind), table, problem) is None]
-            placements = [Placement(kind, whole, problem.topology.ranks) for kind in possible]
+            placements = [
+                Placement(kind, Shard.whole(table), problem.topology.ranks)
+                for kind in problem.kinds_of[table.name]
+                if why_not(layout_of(kind), table, problem) is None
+            ]
             fixed.append(min(placements, key=lambda p: account_of([p], problem).loads([p]).max()))
     return tuple(fixed)
 
@@ -288,19 +280,13 @@ def may_be_on_a_device(shard: Shard, problem: Problem) -> bool:
     return not (problem.kinds_of or problem.codecs_fail) or problem.may_run(WHOLE_ROWS, table)
 
 
-def freedom(bundle: Bundle, problem: Problem) -> int:
-    """The number of devices that a bundle may choose from.
+def equal_parts(shard: Shard, n: int, unit: int = 1) -> list[Shard]:
+    """The shard cut by columns into n, whose widths are multiples of a unit and differ by one unit at most.
 
-    Bundles with least freedom are placed first, as others could take their memory and go elsewhere.
-    This is the rule of the least flexible job (Pinedo, Scheduling, 5.1).
+    The last one is as wide as any: in units of 4, 12 columns become 4 and 8.
     """
-    return len(devices_of(bundle[0], problem))
-
-
-def equal_parts(table: Table, n: int, unit: int = 1) -> list[Shard]:
-    """The table cut by columns into n shards, whose widths are multiples of a unit and differ by one unit at most."""
-    ends = [table.dim // unit * i // n * unit for i in range(n + 1)]
-    return [Shard(table, 0, table.rows, lo, hi) for lo, hi in pairwise(ends)]
+    ends = [shard.col_lo + shard.width // unit * i // n * unit for i in range(n + 1)]
+    return [replace(shard, col_lo=lo, col_hi=hi) for lo, hi in pairwise(ends)]
 
 
 def join_columns(shards: Iterable[Shard]) -> list[Shard]:
@@ -398,9 +384,8 @@ def priced(
     Raises what `lower.lower` raises. A plan that does not fit is refused only with `fits`.
     """
     placements = list(placements)
-    if fixed := fixed_placements(problem):
-        there = {placement.shard.table.name for placement in placements}
-        placements += [p for p in fixed if p.shard.table.name not in there]
+    there = {placement.shard.table.name for placement in placements}
+    placements += [p for p in fixed_placements(problem) if p.shard.table.name not in there]
     # Canonical first: the price is of shards as TorchRec runs them.
     plan = Plan(consolidate(placements))
     cost = price(lower(plan, problem, fits), model)

@@ -37,6 +37,7 @@ class VectorPacking:
 
     may_hold: [P, D] bytes that devices may hold beside the local batch.
     before: bytes that some device lacks before any shard is packed. -inf if all are empty.
+    forbidden: [N] devices where each shard may not be.
     siblings: shards of each table, by its name. Empty for a single one.
     order: numbers of the shards in the order of packing. rank: [N] the place of each in it.
     """
@@ -59,9 +60,10 @@ class VectorPacking:
         used = load.any(1)
         self.before = float(self._lacks(self.load)[used].max(initial=-np.inf))
         n_devices = len(load)
-        # None stands for all devices, which need no mask.
-        self.allowed = [None if len(a) == n_devices else np.array(a) for a in allowed]
-        self.restricted = any(a is not None for a in self.allowed)
+        # Mostly there are none, and then this takes no time.
+        every = np.arange(n_devices)
+        self.forbidden = [np.delete(every, a) if len(a) < n_devices else every[:0] for a in allowed]
+        self.restricted = any(map(len, self.forbidden))
         # [N] bytes of each shard in the phase in which it takes most.
         self.size = vectors[:, :n_limits].max(1, initial=0.0)
         self.freedom = np.array([len(a) for a in allowed], dtype=int)
@@ -111,10 +113,7 @@ class VectorPacking:
     def _after(self, i: int, load: np.ndarray, devices: Sequence[int], placed: int) -> np.ndarray:
         """[D] bytes that each device lacks with shard i on top of a load [P + C, D]. inf where it may not be."""
         lacks = self._lacks(load + self.vectors[i][:, None])
-        if self.allowed[i] is not None:
-            inside = np.full(len(lacks), np.inf)
-            inside[self.allowed[i]] = lacks[self.allowed[i]]
-            lacks = inside
+        lacks[self.forbidden[i]] = np.inf
         # Only those before it have a device that is decided.
         for j in self.siblings[self.names[i]]:
             if self.rank[j] < placed:

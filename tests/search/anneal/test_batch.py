@@ -29,7 +29,7 @@ from shardcore.core.types import Setting, Shard
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.search.anneal.batch import PlanBatch, space_by_columns
-from shardcore.search.state.shards import bundles, devices_of, halve_columns
+from shardcore.search.state.shards import bundles, devices_of, equal_parts
 from shardcore.step.lower import lower
 from shardcore.step.memory import used_bytes
 
@@ -169,7 +169,7 @@ def test_halves_of_a_table_that_meet_take_memory_of_other_devices():
         drawn, tables=tables, constraints=Constraints(kinds=(("t2", ("row",)), ("t3", ("row",))))
     )
     problem = with_memory(problem, [1 << 30] * 4)
-    halves = halve_columns(Shard.whole(tables[0]))
+    halves = equal_parts(Shard.whole(tables[0]), 2)
     shards = [Shard.whole(tables[1]), *halves]
     apart, together = (used_bytes(plan_of(shards, (1, 0, d), problem), problem) for d in (2, 0))
     assert apart[1] < together[1]

@@ -139,7 +139,7 @@ def test_halves_that_meet_on_a_device_look_like_the_shard_that_they_become(name)
     problem = draw_problem(4, n_tables=5)
     widest = max(problem.tables, key=lambda t: t.dim)
     whole = [Shard.whole(t) for t in problem.tables if t != widest]
-    space = space_by_columns(problem, MODEL, [*whole, *equal_parts(widest, 4, 4)], cut=False)
+    space = space_by_columns(problem, MODEL, [*whole, *equal_parts(Shard.whole(widest), 4, 4)], cut=False)
     cache, policy = space.cache, untrained(name)
     strip = cache.strip_by_name[widest.name]
     units = int(cache.size[strip]) // 4

@@ -13,10 +13,10 @@ from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
-from shardcore.core.types import Placement, Plan, Problem, Shard, Table
+from shardcore.core.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.state.packing import lacking, roomiest
-from shardcore.search.state.shards import halve_columns
+from shardcore.search.state.shards import equal_parts
 from shardcore.step import memory
 from shardcore.step.lower import lower
 from shardcore.testing.problems import model_for
@@ -30,8 +30,10 @@ def ways(table: Table, topology: Topology):
         return
     yield (row(table, topology),)
     yield (replica(table, topology),)
-    halves = halve_columns(Shard.whole(table))
-    if halves and not (table.sequence and halves[0].width != halves[1].width):
+    if table.dim == MIN_WIDTH:
+        return
+    halves = equal_parts(Shard.whole(table), 2, MIN_WIDTH)
+    if not (table.sequence and halves[0].width != halves[1].width):
         yield from (
             tuple(Placement("column", s, (d,)) for s, d in zip(halves, pair, strict=True))
             for pair in permutations(range(n), 2)
