@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +15,7 @@ from shardcore.core.errors import ShardCoreError
 
 if TYPE_CHECKING:
     from shardcore.cost.profile import Profile
+    from shardcore.cost.profile_fit import Timing
 
 ProfileFile = Annotated[Path, "PROFILE.json"]
 
@@ -68,11 +70,12 @@ class FitOptions:
     """Fit the rates of a profile to timings. Rates that no timing depends on stay as they are.
 
     timings: folder of a dataset, whose test split is kept to judge the fit; or CSV with a line for each
-      timing, with the columns of docs/models.md; those of other cards are left out
+      timing, with the columns of docs/models.md; or logs of nccl-tests (all_reduce_perf, alltoall_perf and so on,
+      as they print them), for the rates of links; those of other cards are left out
     from_: profile to start from
     """
 
-    timings: Annotated[Path, "DATASET|TIMINGS.csv"]
+    timings: list[Annotated[Path, "DATASET|TIMINGS.csv|LOG"]]
     _: KW_ONLY
     from_: Annotated[str, "PROFILE"]
     out: Annotated[ProfileFile, Output()]
@@ -121,49 +124,55 @@ def new(args: NewOptions) -> None:
 def fit(args: FitOptions) -> None:
     from shardcore.cost import profile_fit
     from shardcore.cost.profile import load_profile, write_profile
+    from shardcore.cost.profile_samples import checks
     from shardcore.report.profile_report import left_out_text, profile_text
 
     start = load_profile(args.from_)
-    if args.timings.is_dir():
-        return _fit_to_dataset(args, start)
-    timings, reasons = profile_fit.read_timings(args.timings)
-    chosen = profile_fit.of_card(timings, start)
-    left_out = reasons + Counter({"another card, or a low quality": len(timings) - len(chosen)})
-    if not chosen:
-        [(why, n)] = left_out.most_common(1)
+    known, judging, left_out = _timings(args.timings, start)
+    given = ", ".join(map(str, args.timings[:3])) + ", ..." * (len(args.timings) > 3)
+    if not known:
+        [(why, n)] = left_out.most_common(1) or [("it holds no timing", 0)]
         raise ShardCoreError(
-            f"{args.timings} has no timing that profile {start.name!r} can be fitted to; of {left_out.total()} left "
+            f"{given} has no timing that profile {start.name!r} can be fitted to; of {left_out.total()} left "
             f"out, {n}: {why}"
         )
-    fitted = profile_fit.fit(chosen, start)
-    write_profile(args.out, fitted)
-    print(f"{args.timings}: {len(chosen)} timings fitted, {left_out.total()} left out")
-    print(f"{left_out_text(left_out)}\n\n{args.out}: {profile_text(fitted, start)}")
-
-
-def _fit_to_dataset(args: FitOptions, start: Profile) -> None:
-    from shardcore.cost import accuracy, profile_fit
-    from shardcore.cost.profile import write_profile
-    from shardcore.cost.profile_samples import checks, timings_of
-    from shardcore.io import dataset
-    from shardcore.report.profile_report import profile_text
-
-    for setting in dataset.settings(args.timings):
-        if not start.is_of(setting.hardware):
-            raise ShardCoreError(
-                f"{args.timings} has samples of {setting.hardware}; profile {start.name!r} is of another card"
-            )
-    compute, comm = dataset.read_compute(args.timings), dataset.read_comm(args.timings)
-    test = timings_of(accuracy.held_out(compute), accuracy.held_out(comm))
-    known = timings_of(
-        [s for s in compute if dataset.split_of(s.id) != "test"],
-        [s for s in comm if dataset.split_of(s.id) != "test"],
-    )
-    if not known:
-        raise ShardCoreError(f"{args.timings} has no timing that profile {start.name!r} can be fitted to")
     fitted = profile_fit.fit(known, start)
     write_profile(args.out, fitted)
-    print(f"{args.timings}: {len(known)} timings fitted, {len(test)} kept to judge the fit")
-    for before, after in zip(checks(start, test), checks(fitted, test), strict=True):
-        print(f"  {before.kind}: mean error {before.error:.0%} before, {after.error:.0%} after")
+    print(f"{given}: {len(known)} timings fitted, {left_out.total()} left out")
+    errors = (
+        f"  {before.kind}: mean error {before.error:.0%} before, {after.error:.0%} after"
+        for before, after in zip(checks(start, judging), checks(fitted, judging), strict=True)
+    )
+    print("\n".join(filter(None, (left_out_text(left_out), *errors))))
     print(f"\n{args.out}: {profile_text(fitted, start)}")
+
+
+def _timings(
+    paths: Sequence[Path], start: Profile
+) -> tuple[Sequence[Timing], Sequence[Timing], Counter[str]]:
+    """Timings to fit a profile to, those that judge it, and the reasons to leave others out, with their numbers."""
+    from shardcore.cost import accuracy, profile_fit
+    from shardcore.cost.nccl_tests import read_logs
+    from shardcore.cost.profile_samples import timings_of
+    from shardcore.io import dataset
+
+    first, *more = paths
+    if first.is_dir() and not more:
+        for setting in dataset.settings(first):
+            if not start.is_of(setting.hardware):
+                raise ShardCoreError(
+                    f"{first} has samples of {setting.hardware}; profile {start.name!r} is of another card"
+                )
+        compute, comm = dataset.read_compute(first), dataset.read_comm(first)
+        test = timings_of(accuracy.held_out(compute), accuracy.held_out(comm))
+        known = timings_of(
+            [s for s in compute if dataset.split_of(s.id) != "test"],
+            [s for s in comm if dataset.split_of(s.id) != "test"],
+        )
+        return known, test, Counter({"kept to judge the fit": len(test)})
+    if first.suffix == ".csv" and not more:
+        timings, reasons = profile_fit.read_timings(first)
+    else:
+        timings, reasons = read_logs(paths, start)
+    chosen = profile_fit.of_card(timings, start)
+    return chosen, chosen, reasons + Counter({"another card, or a low quality": len(timings) - len(chosen)})

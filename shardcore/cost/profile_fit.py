@@ -230,7 +230,7 @@ def read_timings(path: str | Path) -> tuple[list[Timing], Counter[str]]:
         what = f"{path}, line {i + 2}"
         made = _timing({k: (v or "").strip() for k, v in row.items() if k}, what)
         if isinstance(made, Timing):
-            _require_sizes(made, what)
+            require_sizes(made, what)
             timings.append(made)
         else:
             reasons[made] += 1
@@ -302,7 +302,7 @@ def _timing(row: Mapping[str, str], what: str) -> Timing | str:
     )
 
 
-def _require_sizes(timing: Timing, what: str) -> None:
+def require_sizes(timing: Timing, what: str) -> None:
     """Raise ShardCoreError naming a size of a timing that no op and no exchange has."""
     require_within(
         timing,
