@@ -10,7 +10,7 @@ Shapes: N shards, F features of all heads side by side, G ops, D devices; ... an
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from pathlib import Path
@@ -24,7 +24,7 @@ from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import Problem, Setting, Shard
 from shardcore.core.validation import differences, require, require_type
 from shardcore.cost.collective_model import ALL_TO_ALL, is_measured
-from shardcore.cost.model import CommCost, Compiled, CostModel
+from shardcore.cost.model import CommCost, Compiled, CostModel, at_confidence
 from shardcore.cost.ranges import and_more
 from shardcore.io.model_files import model_folders
 from shardcore.step.lower import Workload
@@ -66,15 +66,8 @@ class LinkHead:
     def head(self, sums: np.ndarray) -> np.ndarray:
         return sums[..., 0] + sums[..., 1]
 
-    def quantile(self, sums: np.ndarray, level: float) -> np.ndarray:
-        """The same as the mean: links have no spread."""
-        return self.head(sums)
-
     def link_ms(self, sums: np.ndarray) -> np.ndarray:
         return sums[..., 0] * self.fetches_ahead + sums[..., 2]
-
-    def is_above_head(self, level: float) -> bool:
-        return True
 
     def forward_share(self, sums: np.ndarray) -> np.ndarray:
         total = self.head(sums)
@@ -163,38 +156,26 @@ class Composite:
         parts = np.split(of_models, len(self.models), axis=-1)
         return zip(self._heads, [*parts, of_links], strict=False)
 
-    def _parts(self, sums: np.ndarray, level: float | None) -> Iterator[tuple[Any, np.ndarray, np.ndarray]]:
-        """The heads, the sums of each, and its ms: the mean, or the quantile of a level."""
-        for head, own in self._split(sums):
-            ms = head.head(own) if level is None else head.quantile(own, level)
-            # An op without shards of a model costs nothing.
-            yield head, own, np.where((own[..., 0] > 0) | (head is self.links), ms, 0.0)
-
     def head(self, sums: np.ndarray) -> np.ndarray:
         return _total(head.head(own) for head, own in self._split(sums))
 
-    def quantile(self, sums: np.ndarray, level: float) -> np.ndarray:
-        """The sum of the models' quantiles, an upper bound: their errors rarely add up."""
-        return _total(ms for _, _, ms in self._parts(sums, level))
+    def at_confidence(self, confidence: float) -> Composite:
+        """The sum of quantiles is an upper bound: errors of models rarely add up. Links have no spread."""
+        return replace(self, models=tuple(at_confidence(m, confidence) for m in self.models))
 
-    def is_above_head(self, level: float) -> bool:
-        return all(head.is_above_head(level) for head in self._heads)
-
-    def forward_share(self, sums: np.ndarray, level: float | None = None) -> np.ndarray:
-        parts = list(self._parts(sums, level))
-        total = _total(ms for _, _, ms in parts)
+    def forward_share(self, sums: np.ndarray) -> np.ndarray:
+        total = self.head(sums)
         # Shares do not add up, ms do: weigh each head's share by its ms.
-        forward = _total(head.forward_share(own) * ms for head, own, ms in parts)
+        forward = _total(head.forward_share(own) * head.head(own) for head, own in self._split(sums))
         return np.divide(forward, total, out=np.zeros_like(total), where=total > 0)
 
     def link_ms(self, sums: np.ndarray) -> np.ndarray:
         return _total(head.link_ms(own) for head, own in self._split(sums))
 
-    def compiled(self, level: float | None = None) -> Compiled:
+    def compiled(self) -> Compiled:
         from shardcore.cost import compiled  # numba compiles on import
 
-        # A model without quantiles takes no level.
-        heads = [model.compiled(*([] if level is None else [level])) for model in self.models]
+        heads = [model.compiled() for model in self.models]
         [one, *others] = heads
         if others:
             # Parameters of all heads in one flat array, with their lengths in front (compiled.several).

@@ -66,9 +66,6 @@ def band_of(model: CostModel, workload: Workload) -> float | None:
 
 def trained(model: CostModel) -> tuple[CostModel, ...]:
     """The trained models within a model: one of each precision."""
-    # Wrappers such as QuantileCostModel have the model inside.
-    if inner := getattr(model, "model", None):
-        return trained(inner)
     return getattr(model, "models", (model,))
 
 

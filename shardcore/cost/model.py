@@ -1,6 +1,6 @@
 """CostModel: the interface between a model and a search.
 
-QuantileCostModel wraps a model to be cautious. `price` gives a model's cost of a Workload.
+`at_confidence` makes a model cautious. `price` gives a model's cost of a Workload.
 
 Shapes: N shards, F features, G ops, C channels, L lanes, D devices.
 ... leading dimensions, for several plans at once.
@@ -141,23 +141,12 @@ class CommCost:
 class ProbabilisticCostModel(CostModel, Protocol):
     """A CostModel that knows the distribution of measurements around its predictions."""
 
-    def for_problem(self, problem: Problem) -> ProbabilisticCostModel: ...
-
     @abstractmethod
-    def compiled(self, level: float | None = None) -> Compiled:
-        """`head` for one op at a time; with a level, `quantile`."""
+    def at_confidence(self, confidence: float) -> CostModel:
+        """The model whose ops cost their quantile: a measurement lies below with this probability.
 
-    @abstractmethod
-    def forward_share(self, sums: np.ndarray, level: float | None = None) -> np.ndarray:
-        """[G] the share of forward in an op's ms; with a level, in its `quantile`."""
-
-    @abstractmethod
-    def quantile(self, sums: np.ndarray, level: float) -> np.ndarray:
-        """[G] ms. A measurement of the op lies below with probability `level`."""
-
-    @abstractmethod
-    def is_above_head(self, level: float) -> bool:
-        """True if the quantile of this level is never below `head`."""
+        Its `head` and `compiled` raise ShardCoreError if the model does not know that confidence.
+        """
 
 
 class BoundableCostModel(CostModel, Protocol):
@@ -221,57 +210,10 @@ class Law:
         return False
 
 
-@dataclass(frozen=True, eq=False)
-class QuantileCostModel:
-    """A cautious CostModel: an op costs its quantile at `confidence`, not its mean.
-
-    So a search is not drawn to ops whose cost is uncertain. `head` and `compiled` raise ShardCoreError if the
-    model does not know that confidence.
-    """
-
-    model: ProbabilisticCostModel
-    confidence: float
-
-    @property
-    def setting(self) -> Setting:
-        return self.model.setting
-
-    def for_problem(self, problem: Problem) -> QuantileCostModel:
-        # The inner model may change by problem. The confidence stays.
-        return QuantileCostModel(self.model.for_problem(problem), self.confidence)
-
-    def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
-        return self.model.encode(shards, batch)
-
-    def head(self, sums: np.ndarray) -> np.ndarray:
-        # The quantile takes the place of the mean, so searches need no change.
-        return self.model.quantile(sums, self.confidence)
-
-    def compiled(self) -> Compiled:
-        return self.model.compiled(self.confidence)
-
-    def forward_share(self, sums: np.ndarray) -> np.ndarray:
-        return self.model.forward_share(sums, self.confidence)
-
-    def link_ms(self, sums: np.ndarray) -> np.ndarray:
-        return self.model.link_ms(sums)
-
-    def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
-        return self.model.comm(traffic, compute_ms, topology)
-
-    def out_of_range(self, workload: Workload) -> list[str]:
-        return self.model.out_of_range(workload)
-
-    @property
-    def lower(self) -> BoundableCostModel | None:
-        # The inner model's bound holds only if no quantile lies below its head.
-        return self.model.lower if self.model.is_above_head(self.confidence) else None
-
-
 def at_confidence(model: CostModel, confidence: float | None) -> CostModel:
     """The model at a confidence; the model itself where none is given.
 
-    Raises ShardCoreError for a model without quantiles.
+    So a search is not drawn to ops whose cost is uncertain. Raises ShardCoreError for a model without quantiles.
     """
     # None and 0 both mean: no caution.
     if not confidence:
@@ -280,7 +222,7 @@ def at_confidence(model: CostModel, confidence: float | None) -> CostModel:
         raise ShardCoreError(
             f"model {type(model).__name__} has no quantiles; confidence needs a trained model"
         )
-    return QuantileCostModel(model, confidence)
+    return model.at_confidence(confidence)
 
 
 def group_costs(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int | None = None) -> np.ndarray:
