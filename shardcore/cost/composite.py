@@ -24,7 +24,7 @@ from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import Problem, Setting, Shard
 from shardcore.core.validation import differences, require, require_type
 from shardcore.cost.collective_model import ALL_TO_ALL, is_measured
-from shardcore.cost.model import CommCost, Compiled, CostModel, at_confidence
+from shardcore.cost.model import CommCost, Compiled, CostModel, LinearHead, at_confidence
 from shardcore.cost.ranges import and_more
 from shardcore.io.model_files import model_folders
 from shardcore.step.lower import Workload
@@ -37,7 +37,7 @@ LINK_FEATURES = 3
 
 
 @dataclass(frozen=True, eq=False)
-class LinkHead:
+class LinkHead(LinearHead):
     """A head of the links to memory below the devices. It encodes ms: forward, backward, and of rows fetched
     ahead.
 
@@ -63,16 +63,13 @@ class LinkHead:
             codes[i, [2 if self.fetches_ahead and shard.table.load_factor > 0 else 0, 1]] = ms
         return codes
 
-    def head(self, sums: np.ndarray) -> np.ndarray:
-        return sums[..., 0] + sums[..., 1]
-
-    def link_ms(self, sums: np.ndarray) -> np.ndarray:
-        return sums[..., 0] * self.fetches_ahead + sums[..., 2]
-
-    def forward_share(self, sums: np.ndarray) -> np.ndarray:
-        total = self.head(sums)
-        # An op without link traffic has no forward part, and would divide 0 by 0.
-        return np.divide(sums[..., 0], total, out=np.zeros_like(total), where=total > 0)
+    @property
+    def terms(self) -> np.ndarray:
+        """[3, 4] See model.LinearHead. Encodings are ms already, so their rates are 1."""
+        terms = np.column_stack([np.zeros(3), np.eye(3)])
+        # Lookups without a cache read the link before the update, too.
+        terms[2, 1] = self.fetches_ahead
+        return terms
 
     def out_of_range(self, workload: Workload) -> list[str]:
         tables: dict[str, dict[str, None]] = {}
@@ -175,27 +172,17 @@ class Composite:
     def compiled(self) -> Compiled:
         from shardcore.cost import compiled  # numba compiles on import
 
-        heads = [model.compiled() for model in self.models]
-        [one, *others] = heads
-        if others:
-            # Parameters of all heads in one flat array, with their lengths in front (compiled.several).
-            lengths = [float(len(head.parameters)) for head in heads]
-            one = Compiled(
-                compiled.ready(compiled.several),
-                *(
-                    np.concatenate([[len(heads), *lengths], *parameters])
-                    for parameters in zip(*(head[1:] for head in heads), strict=True)
-                ),
-            )
-        if self.links is None:
-            return one
-        # The number of the inner head is its place in HEADS (compiled.beside_link).
-        which = float(compiled.HEADS.index(one.head))
-        return Compiled(
-            compiled.ready(compiled.beside_link),
-            np.concatenate([[which, 1.0, 1.0, 0.0], one.parameters]),
-            np.concatenate([[which, float(self.links.fetches_ahead), 1.0, 1.0], one.fetched]),
+        heads = [head.compiled() for head in self._heads]
+        # Of each head its number, features and parameters, in front of the parameters of all (compiled.several).
+        layout = [
+            (compiled.HEADS.index(one.head), head.encode(()).shape[1], len(one.parameters))
+            for head, one in zip(self._heads, heads, strict=True)
+        ]
+        parameters, fetched = (
+            np.concatenate([[len(heads)], np.ravel(layout), *of_heads])
+            for of_heads in zip(*(one[1:] for one in heads), strict=True)
         )
+        return Compiled(compiled.ready(compiled.several), parameters, fetched)
 
     @property
     def exchange_model(self) -> Any:
@@ -233,10 +220,8 @@ class Composite:
         return self.models[0].launch_ms
 
     def rates(self, least: np.ndarray) -> np.ndarray:
-        (model, own), *links = self._split(least)
-        # Sums of links are ms already, so their rate is 1.
         # What caches fetch ahead adds nothing to an op, so that a bound leaves it out.
-        return np.concatenate([model.rates(own), *(np.ones_like(ms) * (1, 1, 0) for _, ms in links)], -1)
+        return np.concatenate([head.rates(own) for head, own in self._split(least)], -1)
 
     def has_equal_transfers(self, topology: Topology) -> bool:
         return self.models[0].has_equal_transfers(topology)

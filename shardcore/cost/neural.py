@@ -24,7 +24,6 @@ from shardcore.core.validation import require, require_type, shown
 from shardcore.cost import collective_model, features, nets, quantiles, ranges, weight_checks
 from shardcore.cost.composite import Composite, composed
 from shardcore.cost.model import CommCost, Compiled, Law, round_encodings
-from shardcore.cost.step_comm import Transfers, channels_ms, step_comm
 from shardcore.io import files, model_files, schema
 from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
@@ -158,6 +157,10 @@ class NeuralModel(Law):
         # An empty op would divide 0 by 0.
         return np.divide(both[..., 0], total, out=np.zeros_like(total), where=total > 0)
 
+    def link_ms(self, sums: np.ndarray) -> np.ndarray:
+        """[...] zeros: rows below device memory are priced beside the model (composite.LinkHead)."""
+        return np.zeros(np.shape(sums)[:-1])
+
     def out_of_range(self, workload: Workload) -> list[str]:
         """See model.CostModel."""
         return ranges.out_of_range(self, workload)
@@ -188,7 +191,7 @@ class NeuralModel(Law):
         return collective_model.even_is_least(self.weights, topology, self.setting.backward_payload)
 
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
-        """Costs [..., D] of the collectives, for any number of devices. See step_comm.
+        """Costs [..., D] of the collectives, for any number of devices. See model.Law.
 
         A collective that was not measured is priced with the all-to-all's rates.
         Raises ShardCoreError if all-to-alls were not measured and the topology states no links.
@@ -203,24 +206,18 @@ class NeuralModel(Law):
                 f"the cost model for ({self.setting}) has no measured exchanges: give the topology's links (of level "
                 f"{first!r}, and of others that it has), or measure exchanges and train again"
             )
-        own_work = partial(collective_model.id_work_ms, self.weights)
-        return step_comm(self._transfers(topology), own_work, traffic, compute_ms, len(topology) > 1)
+        return super().comm(traffic, compute_ms, topology)
 
-    def _transfers(self, topology: Topology) -> Transfers:
-        return lambda channel, sent_bytes, skew_ms: collective_model.collective_ms(
-            self.weights,
-            channel,
-            sent_bytes,
-            topology,
-            skew_ms,
-            partial(_channel_rates, self, channel, topology),
-        )
+    def transfers_ms(
+        self, channel: Channel, sent_bytes: np.ndarray, skew_ms: np.ndarray, topology: Topology
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """See model.Law."""
+        rates = partial(_channel_rates, self, channel, topology)
+        return collective_model.collective_ms(self.weights, channel, sent_bytes, topology, skew_ms, rates)
 
-    def collectives(
-        self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology
-    ) -> dict[Channel, tuple[np.ndarray, np.ndarray]]:
-        """Transfers of each channel. See step_comm.channels_ms."""
-        return channels_ms(self._transfers(topology), traffic, compute_ms)
+    def own_work_ms(self, channel: Channel, entered_bytes: np.ndarray) -> np.ndarray:
+        """See model.Law."""
+        return collective_model.id_work_ms(self.weights, channel, entered_bytes)
 
 
 @lru_cache(maxsize=256)
