@@ -33,8 +33,6 @@ from shardcore.tables.host_rows import link_bytes_of
 if TYPE_CHECKING:
     from shardcore.cost.neural import NeuralModel
 
-LINK_FEATURES = 3
-
 
 @dataclass(frozen=True, eq=False)
 class LinkHead(LinearHead):
@@ -54,7 +52,7 @@ class LinkHead(LinearHead):
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
         """[N, 3] ms."""
-        codes = np.zeros((len(shards), LINK_FEATURES))
+        codes = np.zeros((len(shards), 3))
         for i, shard in enumerate(shards):
             # Shards without rows below device memory have no bytes on links, whatever GB/s stands in.
             gbps = self.gbps.get(shard.table.tier, 1.0)
@@ -144,14 +142,15 @@ class Composite:
             parts[-1][own] = codes
         return np.concatenate(parts, axis=1)
 
+    @cached_property
+    def _widths(self) -> list[int]:
+        """Numbers of an encoding by each head, which stand side by side."""
+        return [head.encode(()).shape[1] for head in self._heads]
+
     def _split(self, sums: np.ndarray) -> Iterable[tuple[Any, np.ndarray]]:
-        """The heads, and the sums [..., F] of each. All models have equally many features."""
-        sums = np.asarray(sums, dtype=float)
-        # Encodings stand side by side. Those of links stand last.
-        n_models = sums.shape[-1] - LINK_FEATURES * bool(self.links)
-        of_models, of_links = np.split(sums, [n_models], axis=-1)
-        parts = np.split(of_models, len(self.models), axis=-1)
-        return zip(self._heads, [*parts, of_links], strict=False)
+        """The heads, and the sums [..., F] of each."""
+        parts = np.split(np.asarray(sums, dtype=float), np.cumsum(self._widths[:-1]), axis=-1)
+        return zip(self._heads, parts, strict=True)
 
     def head(self, sums: np.ndarray) -> np.ndarray:
         return _total(head.head(own) for head, own in self._split(sums))
@@ -175,8 +174,8 @@ class Composite:
         heads = [head.compiled() for head in self._heads]
         # Of each head its number, features and parameters, in front of the parameters of all (compiled.several).
         layout = [
-            (compiled.HEADS.index(one.head), head.encode(()).shape[1], len(one.parameters))
-            for head, one in zip(self._heads, heads, strict=True)
+            (compiled.HEADS.index(one.head), width, len(one.parameters))
+            for width, one in zip(self._widths, heads, strict=True)
         ]
         parameters, fetched = (
             np.concatenate([[len(heads)], np.ravel(layout), *of_heads])
