@@ -380,9 +380,8 @@ def group_costs(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int 
     """[G] ms of groups of shards, each run as one fused op. 0 for an empty group."""
     if not any(groups):
         return np.zeros(len(groups))
-    costs = np.asarray(model.head(group_sums(groups, model, batch)), dtype=float)
-    # An empty group has no op, so no launch.
-    return np.where([len(g) > 0 for g in groups], costs, 0.0)
+    # An empty group has no op, so no launch: a row of zeros costs 0.
+    return np.asarray(model.head(group_sums(groups, model, batch)), dtype=float)
 
 
 def group_sums(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int | None = None) -> np.ndarray:

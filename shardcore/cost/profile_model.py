@@ -86,11 +86,12 @@ class ProfileModel(ClosedForm):
         codes = np.zeros((len(shards), 4))
         if len(shards):
             codes[:, 0] = 1
-            codes[:, 1:] = np.transpose(self._parts_ms(self._work(shards, batch or self.setting.batch)))
+            codes[:, 1:] = np.transpose(self._parts_ms(shards, batch or self.setting.batch))
         return round_encodings(codes)
 
-    def _parts_ms(self, work: profile_law.Work) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _parts_ms(self, shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """[..., N] ms of shards: forward, backward, and `link_ms`."""
+        work = profile_law.work_of(shards, batch, self.setting.optimizer, self.device_bytes, self.slower)
         forward, backward = (
             law(self._values, work) for law in (profile_law.forward_ms, profile_law.backward_ms)
         )
@@ -98,9 +99,6 @@ class ProfileModel(ClosedForm):
             return forward, backward, np.zeros_like(forward)
         looked_up, fetched = profile_law.link_ms(self._values, work)
         return forward - fetched, backward, looked_up + fetched
-
-    def _work(self, shards: Sequence[Shard], batch: int) -> profile_law.Work:
-        return profile_law.work_of(shards, batch, self.setting.optimizer, self.device_bytes, self.slower)
 
     @cached_property
     def _values(self) -> Rates:
@@ -215,8 +213,8 @@ class ProfileModel(ClosedForm):
         (forward_floor_ms, backward_floor_ms), both_ms = self._floors_ms(), {}
         for batch in {op.batch for op in ops}:
             some = [op for op in ops if op.batch == batch]
-            work = self._work([shard for op in some for shard in in_one_cache(op.shards, batch)], batch)
-            forward, backward, link = self._parts_ms(work)
+            shards = [shard for op in some for shard in in_one_cache(op.shards, batch)]
+            forward, backward, link = self._parts_ms(shards, batch)
             starts = np.cumsum([0, *(len(op.shards) for op in some[:-1])])
             compute_ms = np.add.reduceat(forward + backward, starts, axis=-1)
             compute_ms = compute_ms + forward_floor_ms + backward_floor_ms
