@@ -81,7 +81,9 @@ def _answer(
 ) -> dict[str, Any]:
     sums = model.encode(shards, batch).sum(0)
     ms, share = float(model.head(sums)), float(model.forward_share(sums))
-    low, high = (float(model.quantile(sums, level)) for level in ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))
+    low, high = (
+        float(model.at_confidence(level).head(sums)) for level in ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
+    )
     ops = (Op(WHOLE_ROWS.name, shards, batch),) if shards else ()
     # out_of_range takes a workload, so the group gets a made-up device.
     device = Topology((Device(1),), model.setting.hardware)

@@ -10,7 +10,7 @@ from shardcore.search.anneal import compiled as annealing
 
 def warm_up() -> list[str]:
     """The names of all functions that Python calls, once each is compiled or read from disk."""
-    heads = {head.__name__: head for head in (*compiled.HEADS, compiled.beside_link)}
+    heads = {head.__name__: head for head in (*compiled.HEADS, compiled.several)}
     for head in heads.values():
         compiled.ready(head)
     entries = {name: f for name, f in vars(annealing).items() if hasattr(f, "ready")}

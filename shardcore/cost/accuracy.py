@@ -6,7 +6,6 @@ Shapes: S samples.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
 import numpy as np
 
@@ -16,14 +15,13 @@ from shardcore.cost.neural import NeuralModel
 from shardcore.io import dataset
 from shardcore.io.measurements import CollectiveSample, ComputeSample
 
-Sample = TypeVar("Sample", ComputeSample, CollectiveSample)
 COVERAGES = (50, 80, 90, 95)
 """Nominal coverages in percent. `evaluate` reports the real share inside each interval."""
 FEWEST = 10
 """With fewer held-out samples a mean error is no figure: only its interval is shown."""
 
 
-def held_out(samples: Sequence[Sample]) -> list[Sample]:
+def held_out(samples: Sequence[dataset.Sample]) -> list[dataset.Sample]:
     """The samples of the test split."""
     return [s for s in samples if dataset.split_of(s.id) == "test"]
 

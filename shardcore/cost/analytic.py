@@ -16,14 +16,10 @@ from shardcore.core.types import PRECISION_BYTES, Problem, Setting, Shard
 from shardcore.core.validation import require
 from shardcore.cost.composite import Composite, composed
 from shardcore.cost.link_counts import link_counts
-from shardcore.cost.model import CommCost, Compiled, Law, round_encodings
-from shardcore.cost.step_comm import step_comm
+from shardcore.cost.model import ClosedForm, round_encodings
 from shardcore.step.access import access_share, unique_rows_of
-from shardcore.step.collectives import carried_as
 from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
-from shardcore.step.output_bytes import payload_bytes
-from shardcore.step.scopes import groups_of
 
 CLOSED_FORM = "not measured: closed-form model"
 MS_PER_NS = 1e-6
@@ -31,7 +27,7 @@ MS_PER_US = 1e-3
 
 
 @dataclass(frozen=True)
-class AnalyticModel(Law):
+class AnalyticModel(ClosedForm):
     """Costs from the work of an op, each driver at a constant rate.
 
     compute = launch (once for a fused op, which is why fusing pays) + tables + lookups + bytes gathered + bytes updated
@@ -93,92 +89,39 @@ class AnalyticModel(Law):
             np.stack([np.ones(len(shards)), lookups, lookups * row_bytes, updated_bytes], 1)
         )
 
-    def head(self, sums: np.ndarray) -> np.ndarray:
-        """[G] ms of ops from summed encodings [G, 4]; 0 for an empty op.
-
-        It grows with every driver. A fused op costs less than its shards run one by one.
-        """
-        sums = np.asarray(sums, dtype=float)
-        # One launch for any number of shards, none for an empty op: min(1, count).
-        return self.launch_ms * np.minimum(1.0, sums[..., 0]) + sums @ self._rates()
-
-    def compiled(self) -> Compiled:
-        """`head` for one op at a time."""
-        from shardcore.cost import compiled
-
-        # The order is that of compiled.linear: launch, then rates.
-        parameters = np.concatenate([[self.launch_ms], self._rates()])
-        # All of an op counts as its update, as in `forward_share`.
-        return Compiled(compiled.ready(compiled.linear), parameters, parameters)
-
-    def _rates(self) -> np.ndarray:
-        """[4] ms per unit of each driver."""
-        return np.array(
-            [
-                self.table_us * MS_PER_US,
-                self.lookup_ns * MS_PER_NS,
-                1 / (self.gather_gbps * BYTES_PER_MS_PER_GBPS),
-                1 / (self.update_gbps * BYTES_PER_MS_PER_GBPS),
-            ]
-        )
-
-    def forward_share(self, sums: np.ndarray) -> np.ndarray:
-        """[G] zeros: this model does not divide costs into forward and backward."""
-        return np.zeros(np.shape(sums)[:-1])
-
     @property
-    def launch_ms(self) -> float:
-        """Exact ms that fusing two ops saves (see model.BoundableCostModel)."""
-        return self.launch_us * MS_PER_US
+    def terms(self) -> np.ndarray:
+        """[3, 5] See model.LinearHead. It does not divide costs into forward and backward: all count backward."""
+        terms = np.zeros((3, 5))
+        terms[1] = (
+            self.launch_us * MS_PER_US,
+            self.table_us * MS_PER_US,
+            self.lookup_ns * MS_PER_NS,
+            1 / (self.gather_gbps * BYTES_PER_MS_PER_GBPS),
+            1 / (self.update_gbps * BYTES_PER_MS_PER_GBPS),
+        )
+        return terms
 
-    def rates(self, least: np.ndarray) -> np.ndarray:
-        """[..., 4] ms per unit of each driver, whatever the load (see model.BoundableCostModel)."""
-        return np.broadcast_to(self._rates(), np.shape(least))
-
-    def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
-        """Transfer and waiting, [..., D] ms."""
-        payloads = self.setting.payloads
-
-        def transfers(
-            channel: Channel, sent: np.ndarray, skew_ms: np.ndarray
-        ) -> tuple[np.ndarray, np.ndarray]:
-            row, ms = channel.row, {way: np.zeros(np.shape(sent)) for way in payloads}
-            for way in row.ways:
-                # Only outputs and their gradients are cast. Ids travel as they are.
-                travels = payload_bytes(sent, carried_as(row, way, payloads[way]))
-                # An all-reduce passes its bytes twice.
-                ms[way] += row.passes * self._transfer_ms(channel, travels, topology)
-            return ms["forward"] + self._id_work_ms(channel, sent), ms["backward"]
-
-        return step_comm(transfers, self._id_work_ms, traffic, compute_ms, len(topology) > 1)
-
-    def _id_work_ms(self, channel: Channel, received_bytes: np.ndarray) -> np.ndarray:
+    def own_work_ms(self, channel: Channel, entered_bytes: np.ndarray) -> np.ndarray:
         """[..., D] ms in which devices put ids in buckets: each reads and writes equally many, those of its samples."""
         # All devices have equally many ids before they travel: the mean of what arrives.
-        own_bytes = received_bytes.mean(-1, keepdims=True) * bool(channel.row.work)
+        own_bytes = entered_bytes.mean(-1, keepdims=True) * bool(channel.row.work)
         # Twice: ids are read once and written once.
         ms = 2 * own_bytes / (self.gather_gbps * BYTES_PER_MS_PER_GBPS)
-        return np.broadcast_to(ms, np.shape(received_bytes))
+        return np.broadcast_to(ms, np.shape(entered_bytes))
 
     def out_of_range(self, workload: Workload) -> list[str]:
         """See model.CostModel. Its setting names a device that was not measured."""
         return [CLOSED_FORM]
 
-    def _transfer_ms(self, channel: Channel, sent_bytes: np.ndarray, topology: Topology) -> np.ndarray:
-        """[..., D] ms of one collective.
-
-        Each device's bytes [..., D] are spread evenly over the devices of its group.
-        """
-        members = groups_of(channel.group, topology)
-        ms = np.zeros(np.shape(sent_bytes))
-        if members.shape[1] < 2 or not np.any(sent_bytes):
-            return ms
-        # [..., G, n] bytes of the n devices of each of G groups. All groups have the same shape, so the first
-        # one's units [K, n] stand for all.
-        grouped, units = sent_bytes[..., members], topology.units[:, members[0]]
+    def collective_ms(
+        self, channel: Channel, way: str, sent_bytes: np.ndarray, units: np.ndarray, topology: Topology
+    ) -> np.ndarray:
+        """See model.ClosedForm."""
+        row = channel.row
         # Inputs of a ring are padded to the largest.
-        owned = grouped.max(-1, keepdims=True) if channel.row.ring else grouped
-        counts, slowest = link_counts(channel.row.ring, owned, units, channel.scope.across), 0.0
+        owned = sent_bytes.max(-1, keepdims=True) if row.ring else sent_bytes
+        counts, slowest = link_counts(row.ring, owned, units, channel.scope.across), np.zeros(())
         # All levels transfer at the same time, and the slowest decides. A link is as busy as its busier way.
         # link_counts gives bytes for each level. A level that joins no devices carries none.
         for level, of, used in zip(LEVELS, counts, joins(units), strict=True):
@@ -191,7 +134,5 @@ class AnalyticModel(Law):
         # Every message crosses the outermost link that the group uses, so its latency counts.
         given = topology.outermost(units).latency_ms
         latency = self.exchange_latency_ms if given is None else given
-        # No bytes, no call: latency only where the collective runs.
-        any_bytes = grouped.sum(-1, keepdims=True) > 0
-        ms[..., members] = np.where(any_bytes, latency + slowest, 0.0)
-        return ms
+        # An all-reduce passes its bytes twice.
+        return row.passes * (latency + slowest)

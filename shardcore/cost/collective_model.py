@@ -187,10 +187,8 @@ def collective_ms(
         # Rates of measured links include the time to put ids in order. Given links do not.
         given = topology.slowest
         # A given latency leaves out the constant of own work, a given bandwidth its time by bytes.
-        own_ms = _order_ms(w, owned, once=given.latency_ms is not None, bytes_too=given.gbps is not None)
-        own_ms = own_ms + work_before_ms(w, channel, owned)
         # Ids have no backward exchange.
-        forward += in_step(w, channel, "forward") * own_ms
+        forward += id_work_ms(w, channel, owned, given.latency_ms is not None, given.gbps is not None)
     return forward, backward
 
 
@@ -205,31 +203,28 @@ def work_before_ms(w: Mapping[str, np.ndarray], channel: Channel, received_bytes
     return once + per_byte * received_bytes.mean(-1, keepdims=True)
 
 
-def id_work_ms(w: Mapping[str, np.ndarray], channel: Channel, received_bytes: np.ndarray) -> np.ndarray:
+def id_work_ms(
+    w: Mapping[str, np.ndarray],
+    channel: Channel,
+    received_bytes: np.ndarray,
+    once: bool = True,
+    bytes_too: bool = True,
+) -> np.ndarray:
     """[..., D] ms of a channel of ids that are a device's own work. 0 where that was not measured.
 
     received_bytes: [..., D] of each device.
+    once, bytes_too: True if putting ids in order counts with its constant, and with its time by bytes.
     """
     received = np.asarray(received_bytes, dtype=float)
     # One device exchanges with nobody, so TorchRec orders nothing.
     if received.shape[-1] < 2:
         return np.zeros_like(received)
-    ms = _order_ms(w, received)
+    of_any, of_byte = w.get(ORDER, (0.0, 0.0))
+    # A device that receives nothing has nothing to put in order.
+    ms = np.where(received > 0, of_any * once + of_byte * bytes_too * received, 0.0)
     # Any ids in the batch make all devices put theirs in buckets.
     ms += np.where(received.any(-1, keepdims=True), work_before_ms(w, channel, received), 0.0)
     return in_step(w, channel, "forward") * ms
-
-
-def _order_ms(
-    w: Mapping[str, np.ndarray], received_bytes: np.ndarray, once: bool = True, bytes_too: bool = True
-) -> np.ndarray:
-    """[..., D] ms in which a device puts arrived ids in order. 0 where that was not measured.
-
-    once, bytes_too: True if the constant counts, and the time by bytes [..., D] of each device.
-    """
-    of_any, of_byte = w.get(ORDER, (0.0, 0.0))
-    # A device that receives nothing has nothing to put in order.
-    return np.where(received_bytes > 0, of_any * once + of_byte * bytes_too * received_bytes, 0.0)
 
 
 def _name(channel: Channel) -> str:
@@ -243,12 +238,16 @@ def rates_name(channel: Channel, way: str, payload: str = "fp32") -> str:
 
 
 def _own_or_like(
-    w: Mapping[str, np.ndarray], name: Callable[[Channel, str], str], channel: Channel, way: str
-) -> np.ndarray | None:
+    w: Mapping[str, np.ndarray],
+    name: Callable[[Channel, str], str],
+    channel: Channel,
+    way: str,
+    otherwise: np.ndarray,
+) -> np.ndarray:
     """A channel's own weight. If absent, that of its collective over all devices, or of those like it."""
     # From the most to the least specific: scope, collective, then what stands in for it.
     names = [name(c, way) for c in (channel, *_stand_ins(channel))]
-    return next((w[key] for key in names if key in w), None)
+    return next((w[key] for key in names if key in w), otherwise)
 
 
 def _stand_ins(channel: Channel) -> list[Channel]:
@@ -274,8 +273,7 @@ def rates_of(w: Mapping[str, np.ndarray], channel: Channel, way: str, payload: s
         fewer = rates_of(w, channel, way).copy()
         fewer[OF_BYTES] *= payload_of(payload).share
         return fewer
-    values = _own_or_like(w, rates_name, channel, way)
-    return np.zeros(len(EXCHANGE_TERMS)) if values is None else values
+    return _own_or_like(w, rates_name, channel, way, np.zeros(len(EXCHANGE_TERMS)))
 
 
 def knows_payload(w: Mapping[str, np.ndarray], channel: Channel, way: str, payload: str) -> bool:
@@ -293,8 +291,7 @@ def step_factor_name(channel: Channel, way: str) -> str:
 
 def in_step(w: Mapping[str, np.ndarray], channel: Channel, way: str) -> float:
     """A channel's factor in a step, or a substitute (see _own_or_like). 1 where there is none."""
-    values = _own_or_like(w, step_factor_name, channel, way)
-    return 1.0 if values is None else float(values[0])
+    return float(_own_or_like(w, step_factor_name, channel, way, np.ones(1))[0])
 
 
 def stands_for(w: Mapping[str, np.ndarray], channel: Channel) -> str:

@@ -103,49 +103,31 @@ def contended(sums: np.ndarray, p: np.ndarray) -> float:
     return counted * math.exp(width * p[3])
 
 
+HEADS = (linear, contended)
+"""Heads of which an op may have several, by the number that `several` has for them."""
+
+
 @_compile
 def several(sums: np.ndarray, p: np.ndarray) -> float:
-    """ms of ops of several precisions, one after another. See composite.Composite.
+    """ms of an op of several heads, which add up. See composite.Composite.
 
-    sums: those of each precision, side by side.
-    p[0]: P, the number of precisions.
-    p[1:1 + P]: how many parameters each has.
-    Then the parameters of each, as `contended` takes them.
+    sums: those of each head, side by side.
+    p[0]: P, the number of heads.
+    p[1:1 + 3 P]: of each, its number in HEADS, how many sums it has, and how many parameters.
+    Then the parameters of each.
     """
     n = int(p[0])
-    width = len(sums) // n
-    ms, at = 0.0, 1 + n
+    ms, first, at = 0.0, 0, 1 + 3 * n
     for i in range(n):
-        end = at + int(p[1 + i])
+        after = first + int(p[2 + 3 * i])
+        end = at + int(p[3 + 3 * i])
         # A slice is a view, so no numbers are copied.
-        own = sums[i * width : (i + 1) * width]
+        own, of_own = sums[first:after], p[at:end]
+        # Numbers of heads, not functions: parameters are floats only. The order is that of HEADS.
+        if p[1 + 3 * i] == 0.0:
+            ms += linear(own, of_own)
         # An op without shards of a precision does not exist, so it has no launch either.
-        if own[0] > 0.0:
-            ms += contended(own, p[at:end])
-        at = end
-    return ms
-
-
-HEADS = (linear, contended, several)
-"""Heads of ops in device memory, by the number that `beside_link` has for them."""
-
-
-@_compile
-def beside_link(sums: np.ndarray, p: np.ndarray) -> float:
-    """ms of an op with rows in host memory. See composite.LinkHead.
-
-    sums: those of another head, then ms of the link: forward, backward, and of rows fetched ahead.
-    p[0]: which of HEADS that is. p[1:4]: multiples of the link's ms. Then that head's parameters.
-    """
-    n = len(sums) - 3
-    own, which, of_own = sums[:n], int(p[0]), p[4:]
-    # Numbers of heads, not functions: parameters are floats only. The order is that of HEADS.
-    if which == 0:
-        ms = linear(own, of_own)
-    elif which == 1:
-        ms = contended(own, of_own)
-    else:
-        ms = several(own, of_own)
-    for i in range(3):
-        ms += p[1 + i] * sums[n + i]
+        elif own[0] > 0.0:
+            ms += contended(own, of_own)
+        first, at = after, end
     return ms

@@ -10,7 +10,7 @@ Shapes: N shards, F features of all heads side by side, G ops, D devices; ... an
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from pathlib import Path
@@ -24,7 +24,7 @@ from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import Problem, Setting, Shard
 from shardcore.core.validation import differences, require, require_type
 from shardcore.cost.collective_model import ALL_TO_ALL, is_measured
-from shardcore.cost.model import CommCost, Compiled, CostModel
+from shardcore.cost.model import CommCost, Compiled, CostModel, LinearHead, at_confidence
 from shardcore.cost.ranges import and_more
 from shardcore.io.model_files import model_folders
 from shardcore.step.lower import Workload
@@ -33,11 +33,9 @@ from shardcore.tables.host_rows import link_bytes_of
 if TYPE_CHECKING:
     from shardcore.cost.neural import NeuralModel
 
-LINK_FEATURES = 3
-
 
 @dataclass(frozen=True, eq=False)
-class LinkHead:
+class LinkHead(LinearHead):
     """A head of the links to memory below the devices. It encodes ms: forward, backward, and of rows fetched
     ahead.
 
@@ -54,7 +52,7 @@ class LinkHead:
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
         """[N, 3] ms."""
-        codes = np.zeros((len(shards), LINK_FEATURES))
+        codes = np.zeros((len(shards), 3))
         for i, shard in enumerate(shards):
             # Shards without rows below device memory have no bytes on links, whatever GB/s stands in.
             gbps = self.gbps.get(shard.table.tier, 1.0)
@@ -63,23 +61,13 @@ class LinkHead:
             codes[i, [2 if self.fetches_ahead and shard.table.load_factor > 0 else 0, 1]] = ms
         return codes
 
-    def head(self, sums: np.ndarray) -> np.ndarray:
-        return sums[..., 0] + sums[..., 1]
-
-    def quantile(self, sums: np.ndarray, level: float) -> np.ndarray:
-        """The same as the mean: links have no spread."""
-        return self.head(sums)
-
-    def link_ms(self, sums: np.ndarray) -> np.ndarray:
-        return sums[..., 0] * self.fetches_ahead + sums[..., 2]
-
-    def is_above_head(self, level: float) -> bool:
-        return True
-
-    def forward_share(self, sums: np.ndarray) -> np.ndarray:
-        total = self.head(sums)
-        # An op without link traffic has no forward part, and would divide 0 by 0.
-        return np.divide(sums[..., 0], total, out=np.zeros_like(total), where=total > 0)
+    @property
+    def terms(self) -> np.ndarray:
+        """[3, 4] See model.LinearHead. Encodings are ms already, so their rates are 1."""
+        terms = np.column_stack([np.zeros(3), np.eye(3)])
+        # Lookups without a cache read the link before the update, too.
+        terms[2, 1] = self.fetches_ahead
+        return terms
 
     def out_of_range(self, workload: Workload) -> list[str]:
         tables: dict[str, dict[str, None]] = {}
@@ -154,67 +142,46 @@ class Composite:
             parts[-1][own] = codes
         return np.concatenate(parts, axis=1)
 
-    def _split(self, sums: np.ndarray) -> Iterable[tuple[Any, np.ndarray]]:
-        """The heads, and the sums [..., F] of each. All models have equally many features."""
-        sums = np.asarray(sums, dtype=float)
-        # Encodings stand side by side. Those of links stand last.
-        n_models = sums.shape[-1] - LINK_FEATURES * bool(self.links)
-        of_models, of_links = np.split(sums, [n_models], axis=-1)
-        parts = np.split(of_models, len(self.models), axis=-1)
-        return zip(self._heads, [*parts, of_links], strict=False)
+    @cached_property
+    def _widths(self) -> list[int]:
+        """Numbers of an encoding by each head, which stand side by side."""
+        return [head.encode(()).shape[1] for head in self._heads]
 
-    def _parts(self, sums: np.ndarray, level: float | None) -> Iterator[tuple[Any, np.ndarray, np.ndarray]]:
-        """The heads, the sums of each, and its ms: the mean, or the quantile of a level."""
-        for head, own in self._split(sums):
-            ms = head.head(own) if level is None else head.quantile(own, level)
-            # An op without shards of a model costs nothing.
-            yield head, own, np.where((own[..., 0] > 0) | (head is self.links), ms, 0.0)
+    def _split(self, sums: np.ndarray) -> Iterable[tuple[Any, np.ndarray]]:
+        """The heads, and the sums [..., F] of each."""
+        parts = np.split(np.asarray(sums, dtype=float), np.cumsum(self._widths[:-1]), axis=-1)
+        return zip(self._heads, parts, strict=True)
 
     def head(self, sums: np.ndarray) -> np.ndarray:
         return _total(head.head(own) for head, own in self._split(sums))
 
-    def quantile(self, sums: np.ndarray, level: float) -> np.ndarray:
-        """The sum of the models' quantiles, an upper bound: their errors rarely add up."""
-        return _total(ms for _, _, ms in self._parts(sums, level))
+    def at_confidence(self, confidence: float) -> Composite:
+        """The sum of quantiles is an upper bound: errors of models rarely add up. Links have no spread."""
+        return replace(self, models=tuple(at_confidence(m, confidence) for m in self.models))
 
-    def is_above_head(self, level: float) -> bool:
-        return all(head.is_above_head(level) for head in self._heads)
-
-    def forward_share(self, sums: np.ndarray, level: float | None = None) -> np.ndarray:
-        parts = list(self._parts(sums, level))
-        total = _total(ms for _, _, ms in parts)
+    def forward_share(self, sums: np.ndarray) -> np.ndarray:
+        total = self.head(sums)
         # Shares do not add up, ms do: weigh each head's share by its ms.
-        forward = _total(head.forward_share(own) * ms for head, own, ms in parts)
+        forward = _total(head.forward_share(own) * head.head(own) for head, own in self._split(sums))
         return np.divide(forward, total, out=np.zeros_like(total), where=total > 0)
 
     def link_ms(self, sums: np.ndarray) -> np.ndarray:
         return _total(head.link_ms(own) for head, own in self._split(sums))
 
-    def compiled(self, level: float | None = None) -> Compiled:
+    def compiled(self) -> Compiled:
         from shardcore.cost import compiled  # numba compiles on import
 
-        # A model without quantiles takes no level.
-        heads = [model.compiled(*([] if level is None else [level])) for model in self.models]
-        [one, *others] = heads
-        if others:
-            # Parameters of all heads in one flat array, with their lengths in front (compiled.several).
-            lengths = [float(len(head.parameters)) for head in heads]
-            one = Compiled(
-                compiled.ready(compiled.several),
-                *(
-                    np.concatenate([[len(heads), *lengths], *parameters])
-                    for parameters in zip(*(head[1:] for head in heads), strict=True)
-                ),
-            )
-        if self.links is None:
-            return one
-        # The number of the inner head is its place in HEADS (compiled.beside_link).
-        which = float(compiled.HEADS.index(one.head))
-        return Compiled(
-            compiled.ready(compiled.beside_link),
-            np.concatenate([[which, 1.0, 1.0, 0.0], one.parameters]),
-            np.concatenate([[which, float(self.links.fetches_ahead), 1.0, 1.0], one.fetched]),
+        heads = [head.compiled() for head in self._heads]
+        # Of each head its number, features and parameters, in front of the parameters of all (compiled.several).
+        layout = [
+            (compiled.HEADS.index(one.head), width, len(one.parameters))
+            for width, one in zip(self._widths, heads, strict=True)
+        ]
+        parameters, fetched = (
+            np.concatenate([[len(heads)], np.ravel(layout), *of_heads])
+            for of_heads in zip(*(one[1:] for one in heads), strict=True)
         )
+        return Compiled(compiled.ready(compiled.several), parameters, fetched)
 
     @property
     def exchange_model(self) -> Any:
@@ -252,10 +219,8 @@ class Composite:
         return self.models[0].launch_ms
 
     def rates(self, least: np.ndarray) -> np.ndarray:
-        (model, own), *links = self._split(least)
-        # Sums of links are ms already, so their rate is 1.
         # What caches fetch ahead adds nothing to an op, so that a bound leaves it out.
-        return np.concatenate([model.rates(own), *(np.ones_like(ms) * (1, 1, 0) for _, ms in links)], -1)
+        return np.concatenate([head.rates(own) for head, own in self._split(least)], -1)
 
     def has_equal_transfers(self, topology: Topology) -> bool:
         return self.models[0].has_equal_transfers(topology)

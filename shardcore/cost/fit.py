@@ -21,7 +21,7 @@ import torch
 from shardcore.core.types import Setting
 from shardcore.core.validation import differences, require
 from shardcore.cost import collective_fit, collective_model, features, nets, quantiles, ranges
-from shardcore.cost.accuracy import Sample, evaluate
+from shardcore.cost.accuracy import evaluate
 from shardcore.cost.fit_config import (
     MIN_COMM,
     MIN_COMPUTE,
@@ -37,7 +37,7 @@ from shardcore.cost.neural import NeuralModel
 from shardcore.cost.nnls import fit_law
 from shardcore.cost.profile import Profile
 from shardcore.cost.profile_model import ProfileModel
-from shardcore.io.dataset import split_of
+from shardcore.io.dataset import Sample, split_of
 from shardcore.io.measurements import CollectiveSample, ComputeRequest, ComputeSample
 
 _WHOLE, _PART = 1.0, 0.25
@@ -190,8 +190,8 @@ def predicted_ms(model: NeuralModel, compute: Sequence[ComputeSample]) -> np.nda
 
 
 def _groups_of(samples: Sequence[ComputeSample]) -> _Groups:
-    return _Groups.of(
-        [s.request for s in samples],
+    return _Groups(
+        *features.features_of_ops([s.request for s in samples]),
         features.measured_ms(samples),
         on_cpu=samples[0].setting.hardware.startswith("cpu-"),
     )
@@ -292,11 +292,6 @@ class _Groups:
     measured: np.ndarray
     on_cpu: bool = False
 
-    @classmethod
-    def of(cls, requests: Sequence[ComputeRequest], ms: np.ndarray, on_cpu: bool = False) -> _Groups:
-        """Groups with the ms [S, 2] that they take."""
-        return cls(*features.features_of_ops(requests), ms, on_cpu)
-
     def sums(self, per_shard: np.ndarray) -> np.ndarray:
         """[S, ...] sums over the shards of each op."""
         # reduceat sums consecutive rows. No op is empty, which it would get wrong.
@@ -377,14 +372,11 @@ def _initial_weights(
     """
     # [S, K] loads of ops.
     drivers = known.sums(known.drivers)
-    # The column of ones fits the launch.
-    terms = np.concatenate([np.ones((len(drivers), 1)), drivers], 1)
-    # One linear law for each direction: launch, then a rate for each driver.
-    laws = np.stack([_fit_direction(known, terms, way) for way in (0, 1)], 1)
+    launch, rates = _fit_laws(known, [drivers, drivers])
     spread = known.conditions.std(0)
     # Conditions are standardised, and loads are relative to the median op.
     fixed = {
-        "rates": laws[1:],
+        "rates": rates,
         # Bounds of the correction: beyond them it stays constant.
         "condition_low": known.conditions.min(0),
         "condition_high": known.conditions.max(0),
@@ -395,8 +387,7 @@ def _initial_weights(
         "load_typical": np.maximum(np.median(drivers, 0), 1.0),
     }
     generator = torch.Generator().manual_seed(config.seed)
-    # A launch of 0 has no logarithm, so it starts at 0.1 us at least.
-    raw = {"log.launch": torch.from_numpy(np.log(np.maximum(laws[0], 1e-4)))}
+    raw = {"log.launch": torch.from_numpy(np.log(launch))}
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -431,7 +422,8 @@ def _distilled_model(
     sums = np.stack([model.encode(r.shards, r.batch).sum(0) for r in drawn])
     share, total = model.forward_share(sums), model.head(sums)
     # [S, 2] ms: the profile gives the total, and the share of forward.
-    groups = _Groups.of(drawn, np.stack([share * total, (1 - share) * total], 1))
+    ms = np.stack([share * total, (1 - share) * total], 1)
+    groups = _Groups(*features.features_of_ops(drawn), ms)
     weights = _fit_compute(groups, groups, config, lambda *_: None, None)
     # No ranges and no exchanges: both have to come from measurements.
     return NeuralModel(
@@ -467,21 +459,23 @@ def _fit_launch_and_rates(known: _Groups, law: NeuralModel) -> dict[str, np.ndar
         known.sums(known.drivers * c[:, None]) * by[:, None]
         for c, by in zip(correction.T, contention.T, strict=True)
     ]
-    laws = np.stack(
-        [
-            _fit_direction(known, np.concatenate([np.ones((len(x), 1)), x], 1), way)
-            for way, x in enumerate(terms)
-        ],
-        1,
-    )
+    launch, rates = _fit_laws(known, terms)
     return {
-        # Least squares may give 0, which has no logarithm.
-        "launch": np.maximum(laws[0], 1e-4),
-        "rates": laws[1:],
+        "launch": launch,
+        "rates": rates,
         # Both ranges: the old correction stays valid where it was learned.
         "condition_low": np.minimum(old["condition_low"], known.conditions.min(0)),
         "condition_high": np.maximum(old["condition_high"], known.conditions.max(0)),
     }
+
+
+def _fit_laws(known: _Groups, terms: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Launch [2] and rates [K, 2] of one linear law for each direction, from its terms [S, K]."""
+    # The column of ones fits the launch.
+    with_ones = [np.concatenate([np.ones((len(x), 1)), x], 1) for x in terms]
+    laws = np.stack([_fit_direction(known, x, way) for way, x in enumerate(with_ones)], 1)
+    # Least squares may give 0, which has no logarithm: a launch takes 0.1 us at least.
+    return np.maximum(laws[0], 1e-4), laws[1:]
 
 
 def _fit_direction(known: _Groups, terms: np.ndarray, way: int) -> np.ndarray:

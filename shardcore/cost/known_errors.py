@@ -50,7 +50,7 @@ def label(model: CostModel) -> str:
     """The model's setting and its data, which tell models of one hardware apart."""
     if profile_of(model):
         return f"{model.setting}, {NOT_MEASURED}"
-    data = (_meta(one).get("provenance", {}).get("data", "unknown") for one in trained(model))
+    data = (getattr(one, "meta", {}).get("provenance", {}).get("data", "unknown") for one in trained(model))
     return f"{model.setting}, data {'+'.join(str(digest)[:8] for digest in data)}"
 
 
@@ -66,14 +66,7 @@ def band_of(model: CostModel, workload: Workload) -> float | None:
 
 def trained(model: CostModel) -> tuple[CostModel, ...]:
     """The trained models within a model: one of each precision."""
-    # Wrappers such as QuantileCostModel have the model inside.
-    if inner := getattr(model, "model", None):
-        return trained(inner)
     return getattr(model, "models", (model,))
-
-
-def _meta(model: CostModel) -> Mapping[str, Any]:
-    return getattr(model, "meta", {})
 
 
 def uncertainties(profile: Profile) -> tuple[float, float]:
@@ -84,7 +77,7 @@ def uncertainties(profile: Profile) -> tuple[float, float]:
 def _judged_errors(model: CostModel) -> tuple[tuple[float, str], ...]:
     """Relative errors of ops and of exchanges, each with words for the samples that it is of."""
     # Models of several precisions err together in an op, so the worst one counts.
-    return tuple(map(max, zip(*(_errors(_meta(one)) for one in trained(model)), strict=True)))
+    return tuple(map(max, zip(*(_errors(getattr(one, "meta", {})) for one in trained(model)), strict=True)))
 
 
 def _errors(meta: Mapping[str, Any]) -> tuple[tuple[float, str], tuple[float, str]]:

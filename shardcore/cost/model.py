@@ -1,6 +1,6 @@
 """CostModel: the interface between a model and a search.
 
-QuantileCostModel wraps a model to be cautious. `price` gives a model's cost of a Workload.
+`at_confidence` makes a model cautious. `price` gives a model's cost of a Workload.
 
 Shapes: N shards, F features, G ops, C channels, L lanes, D devices.
 ... leading dimensions, for several plans at once.
@@ -8,7 +8,7 @@ Shapes: N shards, F features, G ops, C channels, L lanes, D devices.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
@@ -21,7 +21,12 @@ from shardcore.core.step_cost import PredictedCost
 from shardcore.core.topology import Topology
 from shardcore.core.types import Plan, Problem, Setting, Shard
 from shardcore.core.validation import require_type, shown
+from shardcore.step.collectives import carried_as
+from shardcore.step.kinds import ID_CHANNELS, Channel
 from shardcore.step.lower import Workload, lower
+from shardcore.step.output_bytes import payload_bytes
+from shardcore.step.scopes import groups_of
+from shardcore.step.traffic import channels_of
 from shardcore.tables.host_rows import in_one_cache
 
 
@@ -141,23 +146,12 @@ class CommCost:
 class ProbabilisticCostModel(CostModel, Protocol):
     """A CostModel that knows the distribution of measurements around its predictions."""
 
-    def for_problem(self, problem: Problem) -> ProbabilisticCostModel: ...
-
     @abstractmethod
-    def compiled(self, level: float | None = None) -> Compiled:
-        """`head` for one op at a time; with a level, `quantile`."""
+    def at_confidence(self, confidence: float) -> CostModel:
+        """The model whose ops cost their quantile: a measurement lies below with this probability.
 
-    @abstractmethod
-    def forward_share(self, sums: np.ndarray, level: float | None = None) -> np.ndarray:
-        """[G] the share of forward in an op's ms; with a level, in its `quantile`."""
-
-    @abstractmethod
-    def quantile(self, sums: np.ndarray, level: float) -> np.ndarray:
-        """[G] ms. A measurement of the op lies below with probability `level`."""
-
-    @abstractmethod
-    def is_above_head(self, level: float) -> bool:
-        """True if the quantile of this level is never below `head`."""
+        Its `head` and `compiled` raise ShardCoreError if the model does not know that confidence.
+        """
 
 
 class BoundableCostModel(CostModel, Protocol):
@@ -195,15 +189,31 @@ class BoundableCostModel(CostModel, Protocol):
         """True if ms are concave in evenly divided bytes, False if they are convex. Either where linear."""
 
 
-class Law:
-    """Defaults of most cost models: they bound themselves, and leave slower links to others."""
+class Law(ABC):
+    """Defaults of most cost models: they bound themselves, and run a step's collectives one after another."""
 
-    def link_ms(self, sums: np.ndarray) -> np.ndarray:
-        """[...] zeros: rows below device memory are priced beside the model (composite.LinkHead)."""
-        return np.zeros(np.shape(sums)[:-1])
+    has_concave_exchanges = False
+    """Convex (see BoundableCostModel)."""
+
+    @abstractmethod
+    def transfers_ms(
+        self, channel: Channel, sent_bytes: np.ndarray, skew_ms: np.ndarray, topology: Topology
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """[..., D] ms of a channel's transfers, forward and backward, with devices' own work in them.
+
+        sent_bytes: [..., D].
+        skew_ms: [...] from the first device's start to the last one's.
+        """
+
+    @abstractmethod
+    def own_work_ms(self, channel: Channel, entered_bytes: np.ndarray) -> np.ndarray:
+        """[..., D] ms of a channel that are a device's own work, such as to put ids in order.
+
+        entered_bytes: [..., D]; of ids, those that arrive.
+        """
 
     @property
-    def lower(self) -> Self:
+    def lower(self) -> Self | None:
         """Itself (see CostModel)."""
         return self
 
@@ -215,63 +225,146 @@ class Law:
         """True where units are equal: swapping devices then changes nothing (see BoundableCostModel)."""
         return topology.equal_units
 
+    def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
+        """Costs [..., D] of a step's collectives. compute_ms: [..., D].
+
+        The forward exchange follows a device's compute and backward transfer. It waits for the last device.
+        A late start costs more than the waiting. That follows from the skew of the compute only,
+        as a backward transfer ends for all devices at about the same time.
+        """
+        compute_ms = np.asarray(compute_ms, dtype=float)
+        shape = np.broadcast_shapes(np.shape(traffic)[1:], compute_ms.shape)
+        input_ms, work_ms, forward, backward = (np.zeros(shape) for _ in range(4))
+        for channel, (there, back) in self.collectives(traffic, compute_ms, topology).items():
+            if channel in ID_CHANNELS:
+                input_ms += there
+            else:
+                forward += there
+                backward += back
+        # Work is counted by lane: each run's ids are put in buckets and in order separately.
+        for channel, arriving in zip(channels_of(traffic), traffic, strict=True):
+            if channel in ID_CHANNELS:
+                work_ms += self.own_work_ms(channel, arriving)
+        ready = compute_ms + backward
+        # The skew of compute and backward transfers is waited for here. Devices without any exchange never meet.
+        some = (traffic.sum(0).sum(-1, keepdims=True) > 0) & (len(topology) > 1)
+        waiting = np.where(some, ready.max(-1, keepdims=True) - ready, 0.0)
+        return CommCost(forward, backward, waiting, input_ms, work_ms)
+
+    def collectives(
+        self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology
+    ) -> dict[Channel, tuple[np.ndarray, np.ndarray]]:
+        """Transfers [..., D] in ms of each channel, forward and backward, all lanes together.
+
+        compute_ms: [..., D].
+        """
+        skew_ms = np.ptp(compute_ms, axis=-1)
+        nothing = np.zeros(np.shape(traffic)[1:])
+        by_channel = {channel: (nothing, nothing) for channel in channels_of(traffic)}
+        for channel, sent_bytes in zip(channels_of(traffic), traffic, strict=True):
+            # Searches price thousands of plans, and most channels of a plan carry nothing.
+            if not sent_bytes.any():
+                continue
+            forward, backward = self.transfers_ms(channel, sent_bytes, skew_ms, topology)
+            # Runs exchange one after another.
+            before = by_channel[channel]
+            by_channel[channel] = before[0] + forward, before[1] + backward
+            if "forward" in channel.row.ways:
+                # A collective synchronises the devices: the next one starts without skew.
+                skew_ms = np.where(np.any(sent_bytes, axis=-1), 0.0, skew_ms)
+        return by_channel
+
+
+class LinearHead(ABC):
+    """An op that takes a launch, whatever it runs, and a rate for each number of its summed encoding."""
+
     @property
-    def has_concave_exchanges(self) -> bool:
-        """Convex (see BoundableCostModel)."""
-        return False
-
-
-@dataclass(frozen=True, eq=False)
-class QuantileCostModel:
-    """A cautious CostModel: an op costs its quantile at `confidence`, not its mean.
-
-    So a search is not drawn to ops whose cost is uncertain. `head` and `compiled` raise ShardCoreError if the
-    model does not know that confidence.
-    """
-
-    model: ProbabilisticCostModel
-    confidence: float
-
-    @property
-    def setting(self) -> Setting:
-        return self.model.setting
-
-    def for_problem(self, problem: Problem) -> QuantileCostModel:
-        # The inner model may change by problem. The confidence stays.
-        return QuantileCostModel(self.model.for_problem(problem), self.confidence)
-
-    def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
-        return self.model.encode(shards, batch)
+    @abstractmethod
+    def terms(self) -> np.ndarray:
+        """[3, 1 + F] ms of a launch, then those of a unit of each number: forward, backward, and of `link_ms`."""
 
     def head(self, sums: np.ndarray) -> np.ndarray:
-        # The quantile takes the place of the mean, so searches need no change.
-        return self.model.quantile(sums, self.confidence)
+        """[...] ms of ops from summed encodings [..., F]; 0 for an empty op.
 
-    def compiled(self) -> Compiled:
-        return self.model.compiled(self.confidence)
+        A fused op costs less than its shards run one by one.
+        """
+        return _linear_ms(sums, self.terms[:2].sum(0))
 
     def forward_share(self, sums: np.ndarray) -> np.ndarray:
-        return self.model.forward_share(sums, self.confidence)
+        """[...] the share of forward in an op's ms. 0 for an empty op."""
+        forward, total = (_linear_ms(sums, terms) for terms in (self.terms[0], self.terms[:2].sum(0)))
+        return np.divide(forward, total, out=np.zeros_like(total), where=total > 0)
 
     def link_ms(self, sums: np.ndarray) -> np.ndarray:
-        return self.model.link_ms(sums)
+        """[...] See CostModel."""
+        return _linear_ms(sums, self.terms[2])
 
-    def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
-        return self.model.comm(traffic, compute_ms, topology)
+    def compiled(self) -> Compiled:
+        """`head` for one op at a time."""
+        from shardcore.cost import compiled  # numba compiles on import
 
-    def out_of_range(self, workload: Workload) -> list[str]:
-        return self.model.out_of_range(workload)
+        terms = self.terms
+        return Compiled(compiled.ready(compiled.linear), terms[:2].sum(0), terms[1:].sum(0))
 
     @property
-    def lower(self) -> BoundableCostModel | None:
-        # The inner model's bound holds only if no quantile lies below its head.
-        return self.model.lower if self.model.is_above_head(self.confidence) else None
+    def launch_ms(self) -> float:
+        """Exact ms that fusing two ops saves (see BoundableCostModel)."""
+        return float(self.terms[:2, 0].sum())
+
+    def rates(self, least: np.ndarray) -> np.ndarray:
+        """[..., F] ms per unit of each number, whatever the load (see BoundableCostModel)."""
+        return np.broadcast_to(self.terms[:2, 1:].sum(0), np.shape(least))
+
+
+def _linear_ms(sums: np.ndarray, terms: np.ndarray) -> np.ndarray:
+    """[...] ms of ops from summed encodings [..., F] and terms [1 + F]."""
+    sums = np.asarray(sums, dtype=float)
+    # One launch for any number of shards, none for an empty op: min(1, count).
+    return terms[0] * np.minimum(1.0, sums[..., 0]) + sums @ terms[1:]
+
+
+class ClosedForm(LinearHead, Law):
+    """Defaults of models in closed form."""
+
+    setting: Setting
+
+    @abstractmethod
+    def collective_ms(
+        self, channel: Channel, way: str, sent_bytes: np.ndarray, units: np.ndarray, topology: Topology
+    ) -> np.ndarray:
+        """ms of a collective in one direction, that broadcast to [..., G, n].
+
+        sent_bytes: [..., G, n] of the n devices of each of G groups, which are spread evenly over the group.
+        units: [K, n] of the first group. All groups have the same shape, so they stand for all.
+        """
+
+    def transfers_ms(
+        self, channel: Channel, sent_bytes: np.ndarray, skew_ms: np.ndarray, topology: Topology
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """See Law. A skew costs no more than the waiting."""
+        row, members = channel.row, groups_of(channel.group, topology)
+        ms: dict[str, np.ndarray] = {way: np.zeros(np.shape(sent_bytes)) for way in ("forward", "backward")}
+        # A group of one device sends nothing, and a channel without bytes makes no call.
+        for way in row.ways if members.shape[1] > 1 and np.any(sent_bytes) else ():
+            # Only outputs and their gradients are cast. Ids travel as they are.
+            travels = payload_bytes(sent_bytes, carried_as(row, way, self.setting.payloads[way]))[
+                ..., members
+            ]
+            took = self.collective_ms(channel, way, travels, topology.units[:, members[0]], topology)
+            # If any device of a group has bytes, all take part. Of dense gradients: those that have some.
+            runs = travels > 0 if row.dense else (travels > 0).any(-1, keepdims=True)
+            took = np.where(runs, took, 0.0)
+            ms[way] = np.zeros((*took.shape[:-2], len(topology)))
+            ms[way][..., members] = took
+        # Ids are worked on before and after they travel forward, dense gradients once they are summed.
+        ms[row.ways[0]] = ms[row.ways[0]] + self.own_work_ms(channel, sent_bytes)
+        return ms["forward"], ms["backward"]
 
 
 def at_confidence(model: CostModel, confidence: float | None) -> CostModel:
     """The model at a confidence; the model itself where none is given.
 
-    Raises ShardCoreError for a model without quantiles.
+    So a search is not drawn to ops whose cost is uncertain. Raises ShardCoreError for a model without quantiles.
     """
     # None and 0 both mean: no caution.
     if not confidence:
@@ -280,16 +373,15 @@ def at_confidence(model: CostModel, confidence: float | None) -> CostModel:
         raise ShardCoreError(
             f"model {type(model).__name__} has no quantiles; confidence needs a trained model"
         )
-    return QuantileCostModel(model, confidence)
+    return model.at_confidence(confidence)
 
 
 def group_costs(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int | None = None) -> np.ndarray:
     """[G] ms of groups of shards, each run as one fused op. 0 for an empty group."""
     if not any(groups):
         return np.zeros(len(groups))
-    costs = np.asarray(model.head(group_sums(groups, model, batch)), dtype=float)
-    # An empty group has no op, so no launch.
-    return np.where([len(g) > 0 for g in groups], costs, 0.0)
+    # An empty group has no op, so no launch: a row of zeros costs 0.
+    return np.asarray(model.head(group_sums(groups, model, batch)), dtype=float)
 
 
 def group_sums(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int | None = None) -> np.ndarray:

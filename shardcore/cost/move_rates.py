@@ -14,15 +14,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 from shardcore.core.links import LEVELS
-from shardcore.core.validation import MOST_GBPS, require, require_types, require_within, shown
+from shardcore.core.validation import MOST_GBPS, require, require_types, shown, within
 from shardcore.io import schema, writing
 from shardcore.io.envelope import document, open_document, seal, unseal
 
 SCHEMA = "move-rates"
-_MOST_TIME = 1e6
-"""Most s or ns of a rate."""
+Time = Annotated[float, within(0, 1e6)]
+"""s or ns of a rate."""
 
 
 @dataclass(frozen=True)
@@ -42,27 +43,18 @@ class MoveRates:
       or that of the next level out.
     """
 
-    move_s: float
-    collection_s: float
-    table_s: float
+    move_s: Time
+    collection_s: Time
+    table_s: Time
     build_gbps: float
     copy_gbps: float
-    digest_ns: float
-    digest_row_ns: float
+    digest_ns: Time
+    digest_row_ns: Time
     free_gbps: float
     link_gbps: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require_types(self, "move rates")
-        require_within(
-            self,
-            "move rates",
-            move_s=(0, _MOST_TIME),
-            collection_s=(0, _MOST_TIME),
-            table_s=(0, _MOST_TIME),
-            digest_ns=(0, _MOST_TIME),
-            digest_row_ns=(0, _MOST_TIME),
-        )
         gbps = {"build_gbps": self.build_gbps, "copy_gbps": self.copy_gbps, "free_gbps": self.free_gbps}
         for name, value in (gbps | {f"link_gbps of {k}": v for k, v in self.link_gbps.items()}).items():
             require(

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from shardcore.core.validation import path_name_of, require
+from shardcore.core.validation import MOST_BYTES, MOST_MS, path_name_of, require, require_within
 from shardcore.cost.profile import Profile
-from shardcore.cost.profile_fit import Timing, require_sizes
+from shardcore.cost.profile_fit import Timing
+from shardcore.cost.profile_law import MS_PER_US
 from shardcore.io import schema
 
 _TAG = re.compile(r"^\s*(?:\[\d+,\d+\]<\w+>:|\d+:)?\s*")
@@ -52,7 +53,7 @@ def read_logs(paths: Iterable[Path], profile: Profile) -> tuple[list[Timing], Co
                 row = dict(zip(reversed(columns), reversed(values), strict=True))
                 made = _timing(row, tool, ranks, profile, str(path))
                 if isinstance(made, Timing):
-                    require_sizes(made, what)
+                    require_within(made, what, time_us=(0, MOST_MS / MS_PER_US), bytes=(0, MOST_BYTES))
                     timings.append(made)
                 else:
                     reasons[made] += 1

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -24,7 +24,6 @@ from shardcore.core.validation import require, require_type, shown
 from shardcore.cost import collective_model, features, nets, quantiles, ranges, weight_checks
 from shardcore.cost.composite import Composite, composed
 from shardcore.cost.model import CommCost, Compiled, Law, round_encodings
-from shardcore.cost.step_comm import Transfers, channels_ms, step_comm
 from shardcore.io import files, model_files, schema
 from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
@@ -47,11 +46,13 @@ class NeuralModel(Law):
       metrics: accuracy on the validation split, or as judged_by says.
       judged_by: for ops or exchanges, what their error in metrics is of, if it is not of the validation split.
       provenance: origin, from the trainer.
+    confidence: an op costs the quantile of this level. None: the mean.
     """
 
     setting: Setting
     weights: Mapping[str, np.ndarray]
     meta: Mapping[str, Any]
+    confidence: float | None = None
 
     def for_problem(self, problem: Problem) -> NeuralModel | Composite:
         """See model.CostModel."""
@@ -105,27 +106,32 @@ class NeuralModel(Law):
 
     def head(self, sums: np.ndarray) -> np.ndarray:
         """[...] ms, forward + backward, of ops from summed encodings [..., K + 2]. 0 for an empty op."""
-        return nets.parts(self.weights, np.asarray(sums, dtype=float)).sum(-1)
+        ms = nets.parts(self.weights, np.asarray(sums, dtype=float)).sum(-1)
+        return ms if self.confidence is None else quantiles.quantile(self.weights, ms, self.confidence)
 
-    def quantile(self, sums: np.ndarray, level: float) -> np.ndarray:
-        """[...] ms. A measurement of the op lies below with probability `level`, from 0.005 to 0.995."""
-        return quantiles.quantile(self.weights, self.head(sums), level)
+    def at_confidence(self, confidence: float | None) -> Self:
+        """See model.ProbabilisticCostModel. Known are levels from 0.005 to 0.995. None: ops cost their mean."""
+        return dataclasses.replace(self, confidence=confidence)
 
-    def is_above_head(self, level: float) -> bool:
-        """See model.ProbabilisticCostModel."""
-        return quantiles.error(self.weights, level) >= 0
+    @property
+    def lower(self) -> Self | None:
+        """The model of means, unless quantiles lie below them. See model.CostModel."""
+        if self.confidence is None:
+            return self
+        return self.at_confidence(None) if quantiles.error(self.weights, self.confidence) >= 0 else None
 
     def interval(self, sums: np.ndarray, confidence: float) -> tuple[np.ndarray, np.ndarray]:
         """[...] ms, low and high. A measurement of the op lies between them with probability `confidence`."""
         # A two-sided interval leaves half of the rest on each side.
         low, high = ((1 - confidence) / 2, (1 + confidence) / 2)
-        return self.quantile(sums, low), self.quantile(sums, high)
+        return self.at_confidence(low).head(sums), self.at_confidence(high).head(sums)
 
-    def compiled(self, level: float | None = None) -> Compiled:
-        """`head` for one op at a time; with a level, `quantile`."""
+    def compiled(self) -> Compiled:
+        """`head` for one op at a time."""
         from shardcore.cost import compiled  # numba compiles on import
 
-        w, error = self.weights, 0.0 if level is None else quantiles.error(self.weights, level)
+        w = self.weights
+        error = 0.0 if self.confidence is None else quantiles.error(w, self.confidence)
         # The order of parameters is that of compiled.contended.
         # Sizes come first: compiled.contended computes offsets from them.
         numbers = [w["contention.0.bias"].size, w["band.log_ms"].size, nets.LOAD_FLOOR, error]
@@ -144,12 +150,16 @@ class NeuralModel(Law):
         )
         return Compiled(compiled.ready(compiled.contended), parameters, fetched)
 
-    def forward_share(self, sums: np.ndarray, level: float | None = None) -> np.ndarray:
-        """[...] the share of forward in an op's ms, equal at each level. 0 for an empty op."""
+    def forward_share(self, sums: np.ndarray) -> np.ndarray:
+        """[...] the share of forward in an op's ms, equal at each confidence. 0 for an empty op."""
         both = nets.parts(self.weights, np.asarray(sums, dtype=float))
         total = both.sum(-1)
         # An empty op would divide 0 by 0.
         return np.divide(both[..., 0], total, out=np.zeros_like(total), where=total > 0)
+
+    def link_ms(self, sums: np.ndarray) -> np.ndarray:
+        """[...] zeros: rows below device memory are priced beside the model (composite.LinkHead)."""
+        return np.zeros(np.shape(sums)[:-1])
 
     def out_of_range(self, workload: Workload) -> list[str]:
         """See model.CostModel."""
@@ -181,7 +191,7 @@ class NeuralModel(Law):
         return collective_model.even_is_least(self.weights, topology, self.setting.backward_payload)
 
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
-        """Costs [..., D] of the collectives, for any number of devices. See step_comm.
+        """Costs [..., D] of the collectives, for any number of devices. See model.Law.
 
         A collective that was not measured is priced with the all-to-all's rates.
         Raises ShardCoreError if all-to-alls were not measured and the topology states no links.
@@ -196,24 +206,18 @@ class NeuralModel(Law):
                 f"the cost model for ({self.setting}) has no measured exchanges: give the topology's links (of level "
                 f"{first!r}, and of others that it has), or measure exchanges and train again"
             )
-        own_work = partial(collective_model.id_work_ms, self.weights)
-        return step_comm(self._transfers(topology), own_work, traffic, compute_ms, len(topology) > 1)
+        return super().comm(traffic, compute_ms, topology)
 
-    def _transfers(self, topology: Topology) -> Transfers:
-        return lambda channel, sent_bytes, skew_ms: collective_model.collective_ms(
-            self.weights,
-            channel,
-            sent_bytes,
-            topology,
-            skew_ms,
-            partial(_channel_rates, self, channel, topology),
-        )
+    def transfers_ms(
+        self, channel: Channel, sent_bytes: np.ndarray, skew_ms: np.ndarray, topology: Topology
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """See model.Law."""
+        rates = partial(_channel_rates, self, channel, topology)
+        return collective_model.collective_ms(self.weights, channel, sent_bytes, topology, skew_ms, rates)
 
-    def collectives(
-        self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology
-    ) -> dict[Channel, tuple[np.ndarray, np.ndarray]]:
-        """Transfers of each channel. See step_comm.channels_ms."""
-        return channels_ms(self._transfers(topology), traffic, compute_ms)
+    def own_work_ms(self, channel: Channel, entered_bytes: np.ndarray) -> np.ndarray:
+        """See model.Law."""
+        return collective_model.id_work_ms(self.weights, channel, entered_bytes)
 
 
 @lru_cache(maxsize=256)

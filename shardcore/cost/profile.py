@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from shardcore.core.validation import (
     require_name,
     require_path_name,
     require_types,
-    require_within,
+    within,
 )
 from shardcore.io import envelope, schema, writing
 
@@ -108,14 +108,13 @@ class Rate:
     """
 
     value: float
-    uncertainty: float
+    uncertainty: Annotated[float, within(0, MOST_UNCERTAINTY)]
     unit: str
     source: str
 
     def __post_init__(self) -> None:
         require_types(self, "a rate")
         require(0 < self.value < float("inf"), f"a rate is {self.value} {self.unit}; it needs to be above 0")
-        require_within(self, "a rate", uncertainty=(0, MOST_UNCERTAINTY))
         require(bool(self.source.strip()), "a rate has no source; it needs one")
 
 
@@ -133,14 +132,13 @@ class Profile:
 
     name: str
     device_names: tuple[str, ...]
-    memory_bytes: int
+    memory_bytes: Annotated[int, within(1, MOST_BYTES)]
     rates: Mapping[str, Rate]
 
     def __post_init__(self) -> None:
         require_path_name(self.name, "a profile")
         p = f"profile {self.name!r}"
         require_types(self, "profile")
-        require_within(self, p, memory_bytes=(1, MOST_BYTES))
         for name in self.device_names:
             require_name(name, f"a device name of {p}")
         unknown = sorted(self.rates.keys() - RATES)

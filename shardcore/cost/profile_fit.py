@@ -33,7 +33,6 @@ from shardcore.core.validation import (
     MOST_MS,
     MOST_ROWS,
     require,
-    require_within,
     shown,
 )
 from shardcore.cost import profile_law
@@ -230,7 +229,9 @@ def read_timings(path: str | Path) -> tuple[list[Timing], Counter[str]]:
         what = f"{path}, line {i + 2}"
         made = _timing({k: (v or "").strip() for k, v in row.items() if k}, what)
         if isinstance(made, Timing):
-            require_sizes(made, what)
+            if made.op in OPS:
+                with schema.errors_named(what):
+                    _tables(made)
             timings.append(made)
         else:
             reasons[made] += 1
@@ -245,7 +246,7 @@ def _timing(row: Mapping[str, str], what: str) -> Timing | str:
     needed = ("time_us", *(_EXCHANGE_COLUMNS if op in EXCHANGES else _OP_COLUMNS))
     if empty := [column for column in needed if not row.get(column)]:
         return f"{empty[0]} is not stated"
-    time_us = _number(row, "time_us", what)
+    time_us = _number(row, "time_us", what, MOST_MS / MS_PER_US)
     require(time_us > 0, f"{what} has time_us {row['time_us']}; it needs to be above 0")
     common = {
         "source": row.get("source", ""),
@@ -255,7 +256,7 @@ def _timing(row: Mapping[str, str], what: str) -> Timing | str:
         "quality": row.get("quality") or "A",
     }
     if op in EXCHANGES:
-        ranks, hosts = (_count(row, column, what, MOST_DEVICES) for column in ("ranks", "hosts"))
+        ranks, hosts = (int(_number(row, column, what, MOST_DEVICES, 1)) for column in ("ranks", "hosts"))
         require(
             ranks % hosts == 0,
             f"{what} has {ranks} ranks on {hosts} hosts; it needs equally many on each",
@@ -266,12 +267,15 @@ def _timing(row: Mapping[str, str], what: str) -> Timing | str:
             **common,
             ranks=ranks,
             hosts=hosts,
-            bytes=_number(row, "msg_bytes_per_rank", what),
+            bytes=_number(row, "msg_bytes_per_rank", what, MOST_BYTES),
             network=row.get("interconnect", ""),
         )
     precision = row.get("weights_precision") or "fp32"
     optimizer = _OPTIMIZERS.get(row.get("optimizer", ""), row.get("optimizer") or "exact_sgd")
-    mode, tables = row.get("mode") or "device", _count(row, "T", what, _MOST_TABLES) if row.get("T") else 1
+    mode, tables = (
+        row.get("mode") or "device",
+        int(_number(row, "T", what, _MOST_TABLES, 1)) if row.get("T") else 1,
+    )
     if precision not in ("fp32", "fp16", "bf16"):
         return f"weights are {shown(precision)}"
     if optimizer not in OPTIMIZERS or mode not in MODES:
@@ -281,18 +285,18 @@ def _timing(row: Mapping[str, str], what: str) -> Timing | str:
         return "shapes of its tables are not stated one by one"
     if any(w % 4 for w in width):
         return "a width is no multiple of 4"
-    cached = _number(row, "cached", what) if row.get("cached") else 0.0
+    cached = _number(row, "cached", what, 1) if row.get("cached") else 0.0
     if mode == "uvm_caching" and not 0 < cached < 1:
         return "the share of rows that its cache holds is not stated"
     alpha = re.search(r"alpha (\d+(?:\.\d+)?)", row.get("index_distribution", ""))
     return Timing(
         **common,
-        batch=_count(row, "B", what, MOST_BATCH),
+        batch=int(_number(row, "B", what, MOST_BATCH, 1)),
         tables=tables,
         rows=tuple(map(int, rows)),
         width=tuple(map(int, width)),
         pooling=pooling,
-        unique=_number(row, "unique", what) if row.get("unique") else 0.0,
+        unique=_number(row, "unique", what, MOST_ROWS) if row.get("unique") else 0.0,
         alpha=0.0 if "uniform" in row.get("index_distribution", "") or not alpha else float(alpha[1]),
         precision=precision,
         optimizer=optimizer,
@@ -302,33 +306,15 @@ def _timing(row: Mapping[str, str], what: str) -> Timing | str:
     )
 
 
-def require_sizes(timing: Timing, what: str) -> None:
-    """Raise ShardCoreError naming a size of a timing that no op and no exchange has."""
-    require_within(
-        timing,
-        what,
-        time_us=(0, MOST_MS / MS_PER_US),
-        bytes=(0, MOST_BYTES),
-        unique=(0, MOST_ROWS),
-        cached=(0, 1),
-    )
-    if timing.op in OPS:
-        with schema.errors_named(what):
-            _tables(timing)
-
-
-def _number(row: Mapping[str, str], column: str, what: str) -> float:
+def _number(row: Mapping[str, str], column: str, what: str, most: float, least: float = 0) -> float:
     try:
         value = float(row[column])
     except ValueError:
         value = math.nan
-    require(0 <= value < math.inf, f"{what} has {column} {shown(row[column])}; it needs a number")
-    return value
-
-
-def _count(row: Mapping[str, str], column: str, what: str, most: int) -> int:
-    value = int(_number(row, column, what))
-    require(1 <= value <= most, f"{what} has {column} {shown(row[column])}; it needs 1 to {most:,}")
+    require(
+        least <= value <= most,
+        f"{what} has {column} {shown(row[column])}; it needs a number from {least:,} to {most:,.16g}",
+    )
     return value
 
 

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -22,20 +23,16 @@ from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import Problem, Setting, Shard
 from shardcore.cost import profile_law
 from shardcore.cost.known_errors import NOT_MEASURED
-from shardcore.cost.model import CommCost, Compiled, Law, round_encodings, step_ms
+from shardcore.cost.model import ClosedForm, round_encodings, step_ms
 from shardcore.cost.profile import HOST_GBPS, RATES, Profile
 from shardcore.cost.profile_law import Rates
-from shardcore.cost.step_comm import Transfers, channels_ms, step_comm
-from shardcore.step.collectives import carried_as
 from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
-from shardcore.step.output_bytes import payload_bytes
-from shardcore.step.scopes import groups_of
 from shardcore.tables.host_rows import in_one_cache
 
 
 @dataclass(frozen=True, eq=False)
-class ProfileModel(Law):
+class ProfileModel(ClosedForm):
     """A CostModel and BoundableCostModel from a hardware profile. It holds for any problem.
 
     profile: the rates.
@@ -89,11 +86,12 @@ class ProfileModel(Law):
         codes = np.zeros((len(shards), 4))
         if len(shards):
             codes[:, 0] = 1
-            codes[:, 1:] = np.transpose(self._parts_ms(self._work(shards, batch or self.setting.batch)))
+            codes[:, 1:] = np.transpose(self._parts_ms(shards, batch or self.setting.batch))
         return round_encodings(codes)
 
-    def _parts_ms(self, work: profile_law.Work) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _parts_ms(self, shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """[..., N] ms of shards: forward, backward, and `link_ms`."""
+        work = profile_law.work_of(shards, batch, self.setting.optimizer, self.device_bytes, self.slower)
         forward, backward = (
             law(self._values, work) for law in (profile_law.forward_ms, profile_law.backward_ms)
         )
@@ -101,9 +99,6 @@ class ProfileModel(Law):
             return forward, backward, np.zeros_like(forward)
         looked_up, fetched = profile_law.link_ms(self._values, work)
         return forward - fetched, backward, looked_up + fetched
-
-    def _work(self, shards: Sequence[Shard], batch: int) -> profile_law.Work:
-        return profile_law.work_of(shards, batch, self.setting.optimizer, self.device_bytes, self.slower)
 
     @cached_property
     def _values(self) -> Rates:
@@ -119,129 +114,63 @@ class ProfileModel(Law):
         """Values that broadcast against [..., groups, members]."""
         return {name: np.asarray(value)[..., None] for name, value in self._values.items()}
 
-    def head(self, sums: np.ndarray) -> np.ndarray:
-        """[G] ms of ops from summed encodings [G, 4]; 0 for an empty op."""
-        sums = np.asarray(sums, dtype=float)
-        return self.launch_ms * np.minimum(1.0, sums[..., 0]) + sums[..., 1] + sums[..., 2]
-
-    def forward_share(self, sums: np.ndarray) -> np.ndarray:
-        """[G] the share of forward in an op's ms."""
-        sums = np.asarray(sums, dtype=float)
-        total = self.head(sums)
-        forward = profile_law.floor_ms(self._values, "forward") * np.minimum(1.0, sums[..., 0]) + sums[..., 1]
-        return np.divide(forward, total, out=np.zeros_like(total), where=total > 0)
-
-    def link_ms(self, sums: np.ndarray) -> np.ndarray:
-        """[G] See model.CostModel."""
-        return np.asarray(sums, dtype=float)[..., 3]
-
-    def compiled(self) -> Compiled:
-        """`head` for one op at a time."""
-        from shardcore.cost import compiled
-
-        backward_floor_ms = profile_law.floor_ms(self._values, "backward")
-        return Compiled(
-            compiled.ready(compiled.linear),
-            np.array([self.launch_ms, 0.0, 1.0, 1.0, 0.0]),
-            np.array([backward_floor_ms, 0.0, 0.0, 1.0, 1.0]),
-        )
-
-    # --- bounds ---------------------------------------------------------------------------------------------
+    def _floors_ms(self) -> list[Any]:
+        """ms of an op's floor, forward and backward."""
+        return [profile_law.floor_ms(self._values, part) for part in ("forward", "backward")]
 
     @property
-    def launch_ms(self) -> float:
-        """Exact ms that fusing two ops saves (see model.BoundableCostModel)."""
-        return sum(profile_law.floor_ms(self._values, part) for part in ("forward", "backward"))
-
-    def rates(self, least: np.ndarray) -> np.ndarray:
-        """[..., 4] ms per unit of each feature (see model.BoundableCostModel)."""
-        return np.broadcast_to([0.0, 1.0, 1.0, 0.0], np.shape(least))
-
-    @property
-    def has_concave_exchanges(self) -> bool:
-        """Concave: protocols ramp up (see model.BoundableCostModel)."""
-        return True
+    def terms(self) -> np.ndarray:
+        """[3, 5] See model.LinearHead. Encodings are ms already, so their rates are 1."""
+        # The first number of an encoding counts shards.
+        return np.column_stack([[*self._floors_ms(), 0.0], np.zeros(3), np.eye(3)])
 
     # --- collectives ----------------------------------------------------------------------------------------
 
-    def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
-        """Transfer and waiting, [..., D] ms. The dense update of replicas counts backward."""
-        return step_comm(self._transfers(topology), self._id_work_ms, traffic, compute_ms, len(topology) > 1)
+    has_concave_exchanges = True
+    """Concave: protocols ramp up (see model.BoundableCostModel)."""
 
-    def collectives(
-        self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology
-    ) -> dict[Channel, tuple[np.ndarray, np.ndarray]]:
-        """Transfers of each channel. See step_comm.channels_ms."""
-        return channels_ms(self._transfers(topology), traffic, compute_ms)
-
-    def _transfers(self, topology: Topology) -> Transfers:
-        def transfers(
-            channel: Channel, sent: np.ndarray, skew_ms: np.ndarray
-        ) -> tuple[np.ndarray, np.ndarray]:
-            both = [
-                self._transfer_ms(
-                    channel, way, payload_bytes(sent, carried_as(channel.row, way, payload)), topology
-                )
-                if way in channel.row.ways
-                else np.zeros(np.shape(sent))
-                for way, payload in self.setting.payloads.items()
-            ]
-            return both[0] + self._id_work_ms(channel, sent), both[1] + self._dense_ms(channel, sent)
-
-        return transfers
-
-    def _transfer_ms(
-        self, channel: Channel, way: str, sent_bytes: np.ndarray, topology: Topology
+    def collective_ms(
+        self, channel: Channel, way: str, sent_bytes: np.ndarray, units: np.ndarray, topology: Topology
     ) -> np.ndarray:
-        """[..., D] ms of one collective among each of its groups."""
-        members = groups_of(channel.group, topology)
-        if members.shape[1] < 2 or not np.any(sent_bytes):
-            return np.zeros(np.shape(sent_bytes))
-        row, sent, units = channel.row, sent_bytes[..., members], topology.units[:, members[0]]
+        """See model.ClosedForm."""
         # The profile names what a channel runs: ids travel in all-to-alls, reduce-scatters go back as all-gathers.
-        collective = "all_to_all" if row.ids else channel.collective
+        collective = "all_to_all" if channel.row.ids else channel.collective
         if (collective, way) == ("reduce_scatter", "backward"):
             collective = "all_gather"
-        took = profile_law.collective_ms(
+        return profile_law.collective_ms(
             self._values_of_groups,
             collective,
-            sent,
+            sent_bytes,
             units,
-            row.exchanges,
+            channel.row.exchanges,
             profile_law.Given(
                 {link.level: link.gbps for link in topology.links if link.gbps},
                 frozenset(link.level for link in topology.links if link.shared),
                 topology.outermost(units).latency_ms,
             ),
         )
-        # If any device of a group has bytes, all take part. Of dense gradients: those that have some.
-        runs = sent > 0 if row.dense else (sent > 0).any(-1, keepdims=True)
-        ms = np.zeros((*took.shape[:-2], len(topology)))
-        ms[..., members] = np.where(runs, took, 0.0)
-        return ms
 
-    def _id_work_ms(self, channel: Channel, received_bytes: np.ndarray) -> np.ndarray:
-        """[..., D] ms of a device's own work on ids: in buckets before they travel, and in order afterwards."""
-        row, received = channel.row, np.asarray(received_bytes, dtype=float)
-        if not row.ids or received.shape[-1] < 2:
-            return np.zeros_like(received)
-        ms = received / (self._values["order_gbps"] * BYTES_PER_MS_PER_GBPS)
+    def own_work_ms(self, channel: Channel, entered_bytes: np.ndarray) -> np.ndarray:
+        """[..., D] ms of a device's own work: on ids, in buckets before they travel, and in order afterwards.
+
+        Of replicas, their gradients are made dense, and their optimizer steps over all weights.
+        """
+        row, entered = channel.row, np.asarray(entered_bytes, dtype=float)
+        if row.dense:
+            optimizer = DENSE_OPTIMIZERS[self.replica_optimizer]
+            # Gradients: zeroed, added to, read. Weights and state of cells: read and written, temporary tensors
+            # too.
+            passes = 3 + 2 + 2 * (optimizer.states.count("cell") + optimizer.scratch)
+            return passes * entered / (self._values["dense_gbps"] * BYTES_PER_MS_PER_GBPS)
+        if not row.ids or entered.shape[-1] < 2:
+            return np.zeros_like(entered)
+        ms = entered / (self._values["order_gbps"] * BYTES_PER_MS_PER_GBPS)
         if row.work:
             # Each device has equally many ids of its own samples.
-            ms = ms + received.mean(-1, keepdims=True) / (
+            ms = ms + entered.mean(-1, keepdims=True) / (
                 self._values["bucketize_gbps"] * BYTES_PER_MS_PER_GBPS
             )
         return ms
-
-    def _dense_ms(self, channel: Channel, sent_bytes: np.ndarray) -> np.ndarray | float:
-        """[..., D] ms of replicas: their gradients are made dense, and their optimizer steps over all weights."""
-        if not channel.row.dense:
-            return 0.0
-        optimizer = DENSE_OPTIMIZERS[self.replica_optimizer]
-        # Gradients: zeroed, added to, read. Weights and state of cells: read and written, temporary tensors
-        # too.
-        passes = 3 + 2 + 2 * (optimizer.states.count("cell") + optimizer.scratch)
-        return passes * sent_bytes / (self._values["dense_gbps"] * BYTES_PER_MS_PER_GBPS)
 
     def out_of_range(self, workload: Workload) -> list[str]:
         """See model.CostModel. The first sentence says that nothing was measured here, and the band."""
@@ -281,13 +210,14 @@ class ProfileModel(Law):
         """[..., D] ms of each device's ops, forward and backward; and their model.fetched_ms."""
         # Devices that run the same shards share an Op.
         ops = list({id(op): op for of_device in workload.ops for op in of_device}.values())
-        backward_floor_ms, both_ms = profile_law.floor_ms(self._values, "backward"), {}
+        (forward_floor_ms, backward_floor_ms), both_ms = self._floors_ms(), {}
         for batch in {op.batch for op in ops}:
             some = [op for op in ops if op.batch == batch]
-            work = self._work([shard for op in some for shard in in_one_cache(op.shards, batch)], batch)
-            forward, backward, link = self._parts_ms(work)
+            shards = [shard for op in some for shard in in_one_cache(op.shards, batch)]
+            forward, backward, link = self._parts_ms(shards, batch)
             starts = np.cumsum([0, *(len(op.shards) for op in some[:-1])])
-            compute_ms = np.add.reduceat(forward + backward, starts, axis=-1) + self.launch_ms
+            compute_ms = np.add.reduceat(forward + backward, starts, axis=-1)
+            compute_ms = compute_ms + forward_floor_ms + backward_floor_ms
             fetched_ms = np.add.reduceat(link + backward, starts, axis=-1) + backward_floor_ms
             both_ms |= {id(op): (compute_ms[..., i], fetched_ms[..., i]) for i, op in enumerate(some)}
         zero = np.zeros(np.shape(backward_floor_ms)[:-1])

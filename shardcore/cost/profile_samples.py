@@ -29,25 +29,22 @@ def timings_of(compute: Iterable[ComputeSample], comm: Iterable[CollectiveSample
     Failed samples are left out, and exchanges that a profile's law has no rates for: of ids, of other
     payloads than FP32, within groups of ranks, and of emulated links.
     """
-    timings = []
-    for op in compute:
-        if op.forward is None or op.backward is None:
-            continue
-        shards, n = op.request.shards, len(op.request.shards)
-        for name, spread in (("fwd", op.forward), ("bwd", op.backward)):
-            timings.append(
-                Timing(
-                    f"groups measured on {op.setting.hardware}",
-                    "",
-                    name,
-                    spread.median_ms / MS_PER_US,
-                    batch=op.request.batch,
-                    tables=n,
-                    precision=op.setting.precision,
-                    optimizer=op.setting.optimizer,
-                    shards=shards,
-                )
-            )
+    timings = [
+        Timing(
+            f"groups measured on {op.setting.hardware}",
+            "",
+            name,
+            spread.median_ms / MS_PER_US,
+            batch=op.request.batch,
+            tables=len(op.request.shards),
+            precision=op.setting.precision,
+            optimizer=op.setting.optimizer,
+            shards=op.request.shards,
+        )
+        for op in compute
+        if op.forward is not None and op.backward is not None
+        for name, spread in (("fwd", op.forward), ("bwd", op.backward))
+    ]
     for sample in comm:
         r = sample.request
         plain = r.collective in _SHORT and r.payload == "fp32" and r.group == WORLD and not r.emulated

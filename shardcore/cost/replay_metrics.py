@@ -93,23 +93,26 @@ def by_problem(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, np.n
 
     nan where a problem has too few plans.
     """
-    names = "error", "kendall_tau", "tau_beyond_noise", "regret", "ours_regret"
-    figures: dict[str, list[float]] = {name: [] for name in names}
+    figures = []
     for rows_of_problem in _grouped(rows).values():
         # Algorithms may find equal plans, which must not count twice in a rank correlation.
         plans = distinct(rows_of_problem)
         predicted, replayed = _arrays(plans)
         best_ms = replayed.min()
-        several = len(plans) > 1
         # From all records, not distinct plans: an equal plan may be listed under another algorithm.
         our_ms = [r.replayed_ms for r in rows_of_problem if r.algorithm == ours]
-        figures["error"].append(mape(predicted, replayed))
-        figures["kendall_tau"].append(kendall_tau(predicted, replayed) if several else np.nan)
-        figures["tau_beyond_noise"].append(_tau_beyond_noise(plans))
-        # The plan that the model would choose, against the best one replayed.
-        figures["regret"].append(100 * (replayed[predicted.argmin()] / best_ms - 1))
-        figures["ours_regret"].append(100 * (np.mean(our_ms) / best_ms - 1) if our_ms else np.nan)
-    return {name: np.array(values) for name, values in figures.items()}
+        figures.append(
+            (
+                mape(predicted, replayed),
+                kendall_tau(predicted, replayed) if len(plans) > 1 else np.nan,
+                _tau_beyond_noise(plans),
+                # The plan that the model would choose, against the best one replayed.
+                100 * (replayed[predicted.argmin()] / best_ms - 1),
+                100 * (np.mean(our_ms) / best_ms - 1) if our_ms else np.nan,
+            )
+        )
+    names = ("error", "kendall_tau", "tau_beyond_noise", "regret", "ours_regret")
+    return dict(zip(names, np.reshape(figures, (-1, len(names))).T, strict=True))
 
 
 def rivals(rows: Sequence[ReplayRecord]) -> dict[str, SharderComparison]:
@@ -117,31 +120,32 @@ def rivals(rows: Sequence[ReplayRecord]) -> dict[str, SharderComparison]:
     problems = _grouped(rows)
     comparisons = {}
     for name in dict.fromkeys(r.algorithm for r in rows):
-        costs, predicted, losses = [], [], {}
-        for problem, own in problems.items():
-            theirs, mine = ([r for r in own if r.algorithm == a] for a in (name, OURS))
-            # Only problems that both solved can be compared.
-            if theirs and mine:
-                their_predicted_ms, their_ms, their_noise_ms = _means(theirs)
-                our_predicted_ms, our_ms, our_noise_ms = _means(mine)
-                predicted.append(their_predicted_ms / our_predicted_ms)
-                costs.append(their_ms / our_ms)
-                # Two independent errors add in quadrature.
-                if our_ms - their_ms > math.hypot(their_noise_ms, our_noise_ms):
-                    losses[problem] = our_ms / their_ms - 1
-        if costs:
-            comparisons[name] = SharderComparison(
-                problems=len(costs),
-                predicted=float(np.mean(predicted)),
-                cost=mean_interval(np.array(costs)),
-                losses=losses,
-            )
+        # Only problems that both solved can be compared.
+        both = {
+            problem: [_means(own, algorithm) for algorithm in (name, OURS)]
+            for problem, own in problems.items()
+            if {name, OURS} <= {r.algorithm for r in own}
+        }
+        if not both:
+            continue
+        # [3, N] predicted, replayed and noise ms.
+        theirs, ours = np.moveaxis(np.array([*both.values()]), 0, -1)
+        # Two independent errors add in quadrature.
+        slower = ours[1] - theirs[1] > np.hypot(theirs[2], ours[2])
+        more = (ours[1] / theirs[1] - 1).tolist()
+        comparisons[name] = SharderComparison(
+            problems=len(both),
+            predicted=float(np.mean(theirs[0] / ours[0])),
+            cost=mean_interval(theirs[1] / ours[1]),
+            losses={problem: more[i] for i, problem in enumerate(both) if slower[i]},
+        )
     return comparisons
 
 
-def _means(rows: Sequence[ReplayRecord]) -> list[float]:
-    """Mean predicted, replayed and noise ms."""
-    return np.mean([(r.predicted_ms, r.replayed_ms, r.noise_ms) for r in rows], axis=0).tolist()
+def _means(rows: Sequence[ReplayRecord], algorithm: str) -> np.ndarray:
+    """[3] mean predicted, replayed and noise ms of an algorithm."""
+    own = [(r.predicted_ms, r.replayed_ms, r.noise_ms) for r in rows if r.algorithm == algorithm]
+    return np.mean(own, axis=0)
 
 
 def figures(rows: Sequence[ReplayRecord]) -> dict[str, float]:

@@ -19,7 +19,9 @@ Shapes: S steps, D devices, C collectives.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -70,72 +72,51 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
         "collective in both: give steps of one kind",
     )
     # On one host each part of a step is measured apart. Over several hosts only their sum is.
-    of_parts = [_factors_of_part(isolated, on_one, part) for part in _PARTS]
-    of_sums, used_over_several = _factors_of_sums(isolated, over_several)
-    factors = {}
-    for fitted in (*(fitted for fitted, _ in of_parts), of_sums):
+    fits = [*(_factors(isolated, on_one, part) for part in _PARTS), _factors(isolated, over_several, _SUM)]
+    factors = {
+        name: np.array([factor])
+        for fitted, _ in fits
+        for name, factor in fitted.items()
         # An extreme factor means a fit gone wrong, not a slow exchange.
-        factors |= {
-            name: np.array([factor])
-            for name, factor in fitted.items()
-            if collective_model.LEAST_IN_STEP <= factor <= collective_model.MOST_IN_STEP
-        }
+        if collective_model.LEAST_IN_STEP <= factor <= collective_model.MOST_IN_STEP
+    }
     if not factors:
         return model
-    used = max(n for _, n in of_parts) + used_over_several
+    used = max(n for _, n in fits)
     return dataclasses.replace(
         isolated, weights={**isolated.weights, **factors}, meta={**model.meta, "steps": used}
     )
 
 
-def _factors_of_part(isolated: NeuralModel, steps: Sequence[Step], part: str) -> tuple[dict[str, float], int]:
-    """Factors by the names of their weights, and the number of steps used. From one part of steps on one host."""
-    way, channels = _PARTS[part]
-    # Ids that a dense part hides have no time.
-    timed = [s for s in steps if any(getattr(s[1], part))]
-    timed = [s for s in timed if part != "input_ms" or not s[0].job.hides_ids_ms]
-    innermost = next(iter(LEVELS))
-    known = [c for c in channels if innermost in collective_model.measured_links(isolated.weights, c)]
+def _factors(isolated: NeuralModel, steps: Sequence[Step], part: str) -> tuple[dict[str, float], int]:
+    """Factors by the names of their weights, and the number of steps used.
+
+    part: what of the steps is measured: one of _PARTS on one host, _SUM over several.
+    """
+    # Ids that a dense part hides have no time. Without times of ids the sum would lack a term.
+    timed = [
+        (w, took)
+        for w, took in steps
+        if any(getattr(took, part or "input_ms")) and not (part in (_SUM, "input_ms") and w.job.hides_ids_ms)
+    ]
+    innermost, measured = next(iter(LEVELS)), partial(collective_model.measured_links, isolated.weights)
+    # On one host the innermost links price a channel, over several hosts the outermost of its scope.
+    known = [
+        shared
+        for shared in _SHARED[part]
+        if all((innermost if part else c.scope.link) in measured(c) for c, _ in shared)
+    ]
     # A factor from few steps would be mostly their noise.
-    often = [c for c in known if sum(_runs(w, c) for w, _ in timed) >= FEWEST_STEPS]
+    often = [shared for shared in known if sum(_runs(w, shared) for w, _ in timed) >= FEWEST_STEPS]
     # Keep steps whose collectives all run often enough, or another's time would distort the fit.
-    usable = [s for s in timed if (ran := {c for c in channels if _runs(s[0], c)}) and ran <= set(often)]
+    ran = [{shared for shared in _SHARED[part] if _runs(w, shared)} for w, _ in timed]
+    usable = [step for step, of_step in zip(timed, ran, strict=True) if of_step and of_step <= set(often)]
     if not usable:
         return {}, 0
-    observed = [_predicted_and_measured(isolated, s, part, often) for s in usable]
-    terms, took = (np.concatenate(values) for values in zip(*observed, strict=True))
-    fitted = fit_law(terms, took)
-    names = [collective_model.step_factor_name(c, way) for c in often]
-    return dict(zip(names, fitted.tolist(), strict=True)), len(usable)
-
-
-def _factors_of_sums(isolated: NeuralModel, steps: Sequence[Step]) -> tuple[dict[str, float], int]:
-    """Factors and number of steps as _factors_of_part, from the sum of all exchanges of steps over several hosts."""
-    # Without times of ids the sum would lack a term. Hidden ids are in no sum.
-    steps = [(w, took) for w, took in steps if any(took.input_ms) and not w.job.hides_ids_ms]
-
-    def is_measured(channel: Channel) -> bool:
-        # Over several hosts, the outermost links price a channel.
-        return channel.scope.link in collective_model.measured_links(isolated.weights, channel)
-
-    known = [channels for channels in _SUMS if all(map(is_measured, channels))]
-    often = [x for x in known if sum(any(_runs(w, c) for c in x) for w, _ in steps) >= FEWEST_STEPS]
-    covered = {c for channels in often for c in channels}
-    usable = [(w, took) for w, took in steps if covered.issuperset(c for c in w.channels if _runs(w, c))]
-    if not usable:
-        return {}, 0
-    terms, took_ms = [], []
-    for workload, measured in usable:
-        # Its own phases add up to the step, without any waiting.
-        last = int(np.argmin(measured.waiting_ms))  # the others wait for it
-        took_ms.append(measured.total_ms - measured.dense_ms - measured.compute_ms[last])
-        compute_ms = np.array(price(workload, isolated).compute_ms)
-        # Predicted in isolation: the factor is what steps take more than that.
-        ms = isolated.collectives(workload.traffic, compute_ms, workload.topology)
-        terms.append([sum(ms[c][way][last] for c in channels for way in (0, 1)) for channels in often])
-    factors = {}
-    for channels, factor in zip(often, fit_law(np.array(terms), np.array(took_ms)).tolist(), strict=True):
-        factors |= {collective_model.step_factor_name(c, way): factor for c in channels for way in c.row.ways}
+    observed = [_predicted_and_measured(isolated, step, part, often) for step in usable]
+    terms, took_ms = (np.concatenate(values) for values in zip(*observed, strict=True))
+    fitted = zip(often, fit_law(terms, took_ms).tolist(), strict=True)
+    factors = {collective_model.step_factor_name(*one): factor for shared, factor in fitted for one in shared}
     return factors, len(usable)
 
 
@@ -149,38 +130,51 @@ def summary(before: NeuralModel, fitted: NeuralModel, n: int) -> str:
     return f"{fitted.meta['steps']} of {n} replayed steps tell what exchanges take in them"
 
 
-_PARTS = {
-    **{
-        f"{way}_comm_ms": (way, [c for c in CHANNELS if c not in ID_CHANNELS and way in c.row.ways])
-        for way in ("forward", "backward")
-    },
-    "input_ms": ("forward", list(ID_CHANNELS)),
+Shared = tuple[tuple[Channel, str], ...]
+"""Channels in a direction, which share a factor."""
+_WAYS = ("forward", "backward")
+_OUTPUTS = [c for c in CHANNELS if c not in ID_CHANNELS]
+_PARTS: dict[str, list[Shared]] = {
+    **{f"{way}_comm_ms": [((c, way),) for c in _OUTPUTS if way in c.row.ways] for way in _WAYS},
+    "input_ms": [((c, "forward"),) for c in ID_CHANNELS],
 }
-"""Parts of a StepCost, with the direction and the channels that they time."""
-_SUMS = [tuple(ID_CHANNELS), *((c,) for c in CHANNELS if c not in ID_CHANNELS)]
-"""Channels that share a factor over several hosts."""
-_NAMES = {collective_model.step_factor_name(c, way) for way, channels in _PARTS.values() for c in channels}
+"""Parts of a StepCost, with what they time on one host."""
+_SUM = ""
+_SHARED = _PARTS | {
+    _SUM: [
+        tuple((c, way) for c in some for way in c.row.ways)
+        for some in (ID_CHANNELS, *((c,) for c in _OUTPUTS))
+    ]
+}
+"""The same, and of the sum of all exchanges over several hosts."""
+_NAMES = {collective_model.step_factor_name(*one) for one in itertools.chain(*_SHARED[_SUM])}
 
 
-def _runs(workload: Workload, channel: Channel) -> bool:
-    """True if any device enters bytes into the channel."""
-    return bool(workload.traffic[[c == channel for c in workload.channels]].any())
+def _runs(workload: Workload, shared: Shared) -> bool:
+    """True if any device enters bytes into one of the channels."""
+    channels = {c for c, _ in shared}
+    return bool(workload.traffic[[c in channels for c in workload.channels]].any())
 
 
 def _predicted_and_measured(
-    model: NeuralModel, step: Step, part: str, channels: Sequence[Channel]
+    model: NeuralModel, step: Step, part: str, often: Sequence[Shared]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[D, C] predicted ms of each channel in isolation, and [D] ms that all of them took.
+    """[R, C] predicted ms of channels in isolation, and [R] ms that all of them took.
 
-    The measured times are scaled to the slowdown of the measurements.
+    R: devices whose transfers have measured times; of the sum, the last device. Measured parts are scaled to the
+    slowdown of the measurements.
     """
     workload, measured = step
     # Predicted compute stands for the usual speed: measured over predicted is the replay's slowdown.
     compute_ms = price(workload, model).compute_ms
-    predicted = model.collectives(workload.traffic, np.array(compute_ms), workload.topology)
-    # Index into the pair (forward, backward) of NeuralModel.collectives.
-    which = ("forward", "backward").index(_PARTS[part][0])
+    ms = model.collectives(workload.traffic, np.array(compute_ms), workload.topology)
+    predicted = np.stack([sum(ms[c][_WAYS.index(way)] for c, way in shared) for shared in often], axis=-1)
+    if part == _SUM:
+        # Its own phases add up to the step, without any waiting.
+        last = int(np.argmin(measured.waiting_ms))  # the others wait for it
+        took_ms = measured.total_ms - measured.dense_ms - measured.compute_ms[last]
+        return predicted[[last]], np.array([took_ms])
     took = np.array(getattr(measured, part)) * sum(compute_ms) / sum(measured.compute_ms)
     # A transfer that ended before the last device arrived has no measured time.
     ran = took > 0
-    return np.stack([predicted[c][which] for c in channels], axis=-1)[ran], took[ran]
+    return predicted[ran], took[ran]

@@ -462,13 +462,12 @@ def corrected_model(
         raise ShardCoreError(f"model is a {type(model).__name__}; traces correct trained models and profiles")
     of_ops = np.array([factors[Quantity(None, way)].value for way in ("forward", "backward")])
     scaled = {name: model.weights[name] * of_ops for name in ("rates", "launch")}
-    least, most = collective_model.LEAST_IN_STEP, collective_model.MOST_IN_STEP
     once = collective_model.EXCHANGE_TERMS.index("once")
     for q in QUANTITIES:
         if q.channel is None:
             continue
-        factor = collective_model.in_step(model.weights, q.channel, q.way) * factors[q].value
-        factor = min(max(factor, least), most)
+        in_step = collective_model.in_step(model.weights, q.channel, q.way) * factors[q].value
+        factor = float(np.clip(in_step, collective_model.LEAST_IN_STEP, collective_model.MOST_IN_STEP))
         scaled[collective_model.step_factor_name(q.channel, q.way)] = np.array([factor])
         for payload in q.channel.row.payloads:
             name = collective_model.rates_name(q.channel, q.way, payload)
@@ -487,31 +486,26 @@ def _corrected_profile(
     profile: Profile, factors: Mapping[Quantity, Factor], lineage: Mapping[str, Any] | None
 ) -> Profile:
     """The profile with other rates. Those of lookups share a factor, as most serve both directions."""
-    of_lookups = [factors[Quantity(None, way)] for way in ("forward", "backward")]
-    by_name = {}
+    both = [factors[Quantity(None, way)] for way in ("forward", "backward")]
+    of_lookups = Factor(float(np.sqrt(np.prod([f.value for f in both]))), max(f.sd for f in both), 0)
+    words = f"traces of {lineage['job']}" if lineage else "traces"
+    rates = dict(profile.rates)
     for name, rate in profile.rates.items():
         exchange = next((q for prefix, q in _OF_PROFILE.items() if name.startswith(prefix)), None)
-        latency_us = 0.0
-        if exchange is not None:
-            value, sd = factors[exchange].value, factors[exchange].sd
-            if name.endswith("_latency_us"):
-                latency_us = 1e3 * factors[exchange].latency_ms
-        elif name.startswith(_OF_LOOKUPS):
-            value = float(np.sqrt(np.prod([f.value for f in of_lookups])))
-            sd = max(f.sd for f in of_lookups)
-        else:
-            by_name[name] = rate
+        if exchange is None and not name.startswith(_OF_LOOKUPS):
             continue
-        # Rates are times, or bytes in a time.
-        slower = rate.value / value if rate.unit == "GB/s" else rate.value * value + latency_us
-        words = f"traces of {lineage['job']}" if lineage else "traces"
-        by_name[name] = replace(
+        factor = of_lookups if exchange is None else factors[exchange]
+        latency_us = 1e3 * factor.latency_ms * name.endswith("_latency_us")
+        rates[name] = replace(
             rate,
-            value=slower,
-            uncertainty=min(rate.uncertainty, sd) or sd,
+            # Rates are times, or bytes in a time.
+            value=rate.value / factor.value
+            if rate.unit == "GB/s"
+            else rate.value * factor.value + latency_us,
+            uncertainty=min(rate.uncertainty, factor.sd) or factor.sd,
             source=f"{rate.source}; corrected by {words}",
         )
-    return replace(profile, rates=by_name)
+    return replace(profile, rates=rates)
 
 
 _OF_LOOKUPS = (

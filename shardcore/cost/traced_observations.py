@@ -192,8 +192,8 @@ def _reduced_bytes(rank: RankStep) -> int:
 
 def _measured(
     rank: RankStep, workload: Workload, device: int, predicted: Sequence[float]
-) -> tuple[list[float], list[float], list[float]]:
-    """measured, shared and together of a rank, as Observations has them.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """[Q] measured, shared and together of a rank, as Observations has them.
 
     Work that splits and joins what travels counts in the exchange, in proportion to the ms.
     """
@@ -225,17 +225,19 @@ def _measured(
     of_key: dict[tuple[str, str], float] = defaultdict(float)
     for key, ms in zip(_KEYS, predicted, strict=True):
         of_key[key] += ms
-    measured, shared_ms = [], []
-    for key, ms in zip(_KEYS, predicted, strict=True):
-        share = ms / of_key[key] * (of_replicas if key == _REDUCE else 1.0) if ms else 0.0
-        measured.append(exposed[key] * share)
-        shared_ms.append(shared[key] * share)
-    together = [took_ms if of_others else 0.0 for took_ms, of_others in zip(measured, shared_ms, strict=True)]
+    share = np.array(
+        [
+            ms / of_key[key] * (of_replicas if key == _REDUCE else 1.0) if ms else 0.0
+            for key, ms in zip(_KEYS, predicted, strict=True)
+        ]
+    )
+    measured, shared_ms = (np.array([of[key] for key in _KEYS]) * share for of in (exposed, shared))
+    together = np.where(shared_ms > 0, measured, 0.0)
     dense_ms = 0.0
     if reduced and shared[_REDUCE]:
         together[REDUCED] = exposed[_REDUCE]
         dense_ms = shared[_REDUCE] - shared_ms[REDUCED]
-    foreign_ms = sum(x.shared_ms for x in rank.exchanges) - sum(shared_ms) - dense_ms
-    if foreign_ms > _MOST_FOREIGN * sum(together):
-        together = [0.0] * len(together)
+    foreign_ms = sum(x.shared_ms for x in rank.exchanges) - shared_ms.sum() - dense_ms
+    if foreign_ms > _MOST_FOREIGN * together.sum():
+        together = np.zeros_like(together)
     return measured, shared_ms, together

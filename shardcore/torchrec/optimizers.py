@@ -14,7 +14,7 @@ from shardcore.core.catalog import OPTIMIZERS, named
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
 from shardcore.cost.composite import Composite
-from shardcore.cost.model import CostModel, QuantileCostModel
+from shardcore.cost.model import CostModel
 from shardcore.torchrec import fields
 from shardcore.torchrec.modules import ModelTable
 
@@ -107,8 +107,6 @@ def under(model: CostModel, optimizer: str) -> CostModel:
     """The model, used for an optimizer that it was not measured with."""
     if model.setting.optimizer == optimizer:
         return model
-    if isinstance(model, QuantileCostModel):
-        return replace(model, model=under(model.model, optimizer))
     if isinstance(model, Composite):
         return replace(model, models=tuple(under(m, optimizer) for m in model.models))
     setting = replace(model.setting, optimizer=optimizer)

@@ -9,7 +9,7 @@ from shardcore.core.types import Setting, Shard, Table
 from shardcore.cost import features
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.composite import Composite, LinkHead
-from shardcore.cost.model import CostModel, QuantileCostModel, at_confidence, fetched_ms
+from shardcore.cost.model import CostModel, at_confidence, fetched_ms
 from shardcore.cost.neural import NeuralModel
 
 DRIVERS = len(features.DRIVERS)
@@ -42,8 +42,8 @@ def neural(knots: int) -> NeuralModel:
 MODELS = {
     "analytic": AnalyticModel(Setting("made-up", 256)),
     "neural": neural(4),
-    "cautious": QuantileCostModel(neural(4), 0.9),
-    "one width": QuantileCostModel(neural(1), 0.2),
+    "cautious": at_confidence(neural(4), 0.9),
+    "one width": at_confidence(neural(1), 0.2),
 }
 
 

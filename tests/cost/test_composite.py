@@ -61,10 +61,11 @@ def test_forward_and_a_quantile_are_those_of_the_ops(both):
     assert both.forward_share(sums) * both.head(sums) == pytest.approx(
         sum(model.forward_share(own) * model.head(own) for model, own in parts)
     )
-    assert both.quantile(sums, 0.9) == pytest.approx(sum(model.quantile(own, 0.9) for model, own in parts))
+    sure = both.at_confidence(0.9)
+    assert sure.head(sums) == pytest.approx(sum(model.at_confidence(0.9).head(own) for model, own in parts))
     only = both.encode(whole(LONG)).sum(0)
-    assert both.quantile(only, 0.9) == pytest.approx(full.quantile(of_full, 0.9))
-    assert both.is_above_head(0.9) and not both.is_above_head(0.05)
+    assert sure.head(only) == pytest.approx(full.at_confidence(0.9).head(of_full))
+    assert full.at_confidence(0.9).lower.confidence is None and full.at_confidence(0.05).lower is None
 
 
 @pytest.mark.parametrize("name", ["anneal_columns", "anneal", "neuroshard", "size_greedy"])

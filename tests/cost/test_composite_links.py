@@ -12,7 +12,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.composite import Composite, LinkHead
-from shardcore.cost.model import QuantileCostModel, price
+from shardcore.cost.model import at_confidence, price
 from shardcore.search.bound.lower_bound import bound
 from shardcore.search.decisions.memory_tiers import tiers_of, with_load_factors
 from shardcore.step.lower import lower
@@ -85,7 +85,7 @@ def test_compiled_equals_head_for_every_model(model):
 def test_a_cautious_model_takes_the_link_as_it_is(model):
     own = Composite((model,), LINKS)
     sums = own.encode([p.shard for p in plan(TIERED).placements]).sum(0, keepdims=True)
-    cautious, inner = QuantileCostModel(own, 0.9), QuantileCostModel(model, 0.9)
+    cautious, inner = at_confidence(own, 0.9), at_confidence(model, 0.9)
     assert cautious.head(sums)[0] == pytest.approx(inner.head(sums[:, :-3])[0] + sums[0, -3:].sum())
     compiled = cautious.compiled()
     assert compiled.head(sums[0], compiled.parameters) == pytest.approx(cautious.head(sums)[0])

@@ -106,6 +106,6 @@ def test_an_interval_lies_between_the_levels_that_leave_as_much_below_as_above(c
     ms = 0.5 + FORWARD + BACKWARD
     low, high = model.interval(sums, confidence)
     assert low == pytest.approx([ms * math.exp(-reach)]) and high == pytest.approx([ms * math.exp(reach)])
-    assert model.quantile(sums, 0.7) == pytest.approx([ms * math.exp(0.2)])
-    head, parameters, _ = model.compiled(0.7)
+    assert model.at_confidence(0.7).head(sums) == pytest.approx([ms * math.exp(0.2)])
+    head, parameters, _ = model.at_confidence(0.7).compiled()
     assert head(sums[0], parameters) == pytest.approx(ms * math.exp(0.2))

@@ -14,7 +14,7 @@ from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Shard, Table
 from shardcore.cost import collective_model, neural
-from shardcore.cost.model import QuantileCostModel, at_confidence, group_costs, price
+from shardcore.cost.model import at_confidence, group_costs, price
 from shardcore.io import model_files
 from shardcore.step.lower import lower
 
@@ -37,7 +37,7 @@ def test_adding_a_shard_never_lowers_a_cost(model, draws):
     more = [[*g, shards[rng.integers(len(shards))]] for g in groups]
     before, after = group_costs(groups, model), group_costs(more, model)
     assert (after >= before).all() and (after > 0).all() and np.isfinite(after).all()
-    surely = [group_costs(x, QuantileCostModel(model, 0.95)) for x in (groups, more)]
+    surely = [group_costs(x, at_confidence(model, 0.95)) for x in (groups, more)]
     assert (surely[1] >= surely[0]).all()
 
 
@@ -49,7 +49,7 @@ def test_intervals_widen_with_the_confidence(model):
 
 def test_a_cautious_model_costs_what_measurements_stay_below():
     model = by_hand()
-    sums, cautious = model.encode([Shard.whole(t) for t in pool()]), QuantileCostModel(model, 0.9)
+    sums, cautious = model.encode([Shard.whole(t) for t in pool()]), at_confidence(model, 0.9)
     assert cautious.head(sums) == pytest.approx(np.exp(0.4) * model.head(sums))
     assert (
         cautious.encode([Shard.whole(pool()[0])]) == pytest.approx(sums[:1]) and cautious.setting == SETTING
@@ -57,7 +57,7 @@ def test_a_cautious_model_costs_what_measurements_stay_below():
     assert cautious.forward_share(sums) == pytest.approx(model.forward_share(sums))
     assert at_confidence(model, 0.9).confidence == 0.9 and at_confidence(model, None) is model
     with pytest.raises(ShardCoreError, match="confidence leads to level 0.999"):
-        QuantileCostModel(model, 0.999).head(sums)
+        at_confidence(model, 0.999).head(sums)
 
 
 def test_far_beyond_the_range_costs_grow_as_the_drivers(model):

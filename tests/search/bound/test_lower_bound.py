@@ -19,7 +19,7 @@ from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost import features
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.collective_model import EXCHANGE_TERMS, FAR
-from shardcore.cost.model import QuantileCostModel, price
+from shardcore.cost.model import at_confidence, price
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.profile import load_profile, profile_names
 from shardcore.search import SHARDERS, Budget
@@ -263,7 +263,7 @@ def test_what_cannot_be_proved_is_left_out_and_there_is_an_estimate():
         "band.error": np.array([-1.0, 1.0]),
     }
     below, above = (
-        QuantileCostModel(replace(model, weights={**model.weights, **band}), level) for level in (0.2, 0.9)
+        at_confidence(replace(model, weights={**model.weights, **band}), level) for level in (0.2, 0.9)
     )
     assert (
         lower_bound.bound(problem, below).proved_ms is None
