@@ -257,6 +257,24 @@ def damage_yaml(path: Path, draw: Draw) -> None:
                 path.write_text(value, "utf-8", "surrogatepass")
 
 
+_CELLS = (
+    "",
+    "x",
+    "-1",
+    "0",
+    "nan",
+    "inf",
+    "1e999",
+    "9" * 30,
+    "1e308",
+    "1e-320",
+    "9x9999",
+    "1.5",
+    "\x1b[31m",
+)
+"""What a number or a word of a table may have become."""
+
+
 def damage_csv(path: Path, draw: Draw) -> None:
     """A cell of a CSV file, its bytes, or the name of a column."""
     if once_in(draw, 4):
@@ -265,25 +283,26 @@ def damage_csv(path: Path, draw: Draw) -> None:
     rows = list(csv.reader(path.read_text().splitlines()))
     row = one_of(draw, *rows)
     filled = [i for i, cell in enumerate(row) if cell]
-    cells = (
-        "",
-        "x",
-        "-1",
-        "0",
-        "nan",
-        "inf",
-        "1e999",
-        "9" * 30,
-        "1e308",
-        "1e-320",
-        "9x9999",
-        "1.5",
-        "\x1b[31m",
-    )
-    row[one_of(draw, *filled)] = one_of(draw, *cells, *map(str, _EDGES))
+    row[one_of(draw, *filled)] = one_of(draw, *_CELLS, *map(str, _EDGES))
     sink = io.StringIO()
     csv.writer(sink).writerows(rows)
     path.write_text(sink.getvalue())
+
+
+def damage_log(path: Path, draw: Draw) -> None:
+    """A word of a line, a line that is gone, repeated or another one, or the bytes of a text."""
+    if once_in(draw, 4):
+        path.write_bytes(cut(path.read_bytes(), draw))
+        return
+    lines = path.read_text().splitlines()
+    number = one_of(draw, *range(len(lines)))
+    other = one_of(draw, *_CELLS, *map(str, _EDGES))
+    words = lines[number].split()
+    words[one_of(draw, *range(len(words)))] = other
+    lines[number] = one_of(
+        draw, "", other, f"{lines[number]}\n{lines[number]}", " ".join(words), " ".join(words)
+    )
+    path.write_text("\n".join(lines))
 
 
 def damage_job(folder: Path, draw: Draw) -> None:

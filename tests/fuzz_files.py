@@ -220,6 +220,13 @@ def make(folder: Path) -> None:
         rows = csv.DictWriter(file, [*op, "optimizer", "mode", "cached", *list(exchange)[2:]], restval="")
         rows.writeheader()
         rows.writerows([op, {**op, "op": "fwd", "optimizer": "adam"}, exchange])
+    (folder / "links.log").write_text(
+        "# Collective test starting: alltoall_perf\n# nThread 1 nGpus 2\n# Using devices\n"
+        "#  Rank  0 Group  0 Pid 9 on host0 device  0 [0000:1b:00] NVIDIA H100 80GB HBM3\n"
+        "#  Rank  1 Group  0 Pid 9 on host1 device  1 [0000:1c:00] NVIDIA H100 80GB HBM3\n"
+        "#   size   count  type  redop  root  time  algbw  busbw  #wrong  time  algbw  busbw  #wrong\n"
+        "  1048576  262144  float  none  -1  57.1  18.4  9.2  0  56.9  18.4  9.2  N/A\n"
+    )
     _write_job(folder / "job", problem, plan)
     traced = traced_job.sample(traced_job.read(folder / "job"), setting.hardware)
     # Under a name that a test knows.

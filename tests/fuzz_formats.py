@@ -22,6 +22,7 @@ from fuzz_damage import (
     damage_decision,
     damage_job,
     damage_json,
+    damage_log,
     damage_model,
     damage_part,
     damage_rows,
@@ -39,6 +40,7 @@ from shardcore.core.types import Placement, Plan, Problem, Shard
 from shardcore.cost import accuracy, neural, ranges, replay_records, traced_training
 from shardcore.cost.model import CostModel, group_costs, price
 from shardcore.cost.move_rates import read_move_rates
+from shardcore.cost.nccl_tests import read_logs
 from shardcore.cost.profile import load_profile, read_profile
 from shardcore.cost.profile_fit import Predictor, read_timings
 from shardcore.cost.profile_model import ProfileModel
@@ -448,6 +450,21 @@ def use_timings(folder: Path, sound: Sound) -> None:
         assert _is_cost(Predictor(timings).times_us(load_profile("cpu").values)), "a timing cannot be priced"
     if reasons:
         raise ShardCoreError(f"timings.csv: {next(iter(reasons))}")
+
+
+@reads(
+    "nccl log",
+    "shardcore/cost/nccl_tests.py:read_logs",
+    parts=("links.log",),
+    damage=lambda folder, draw: damage_log(folder / "links.log", draw),
+)
+def use_log(folder: Path, sound: Sound) -> None:
+    profile = load_profile("nvidia-h100-sxm")
+    timings, reasons = read_logs([folder / "links.log"], profile)
+    if timings:
+        assert _is_cost(Predictor(timings).times_us(profile.values)), "a timing cannot be priced"
+    if reasons:
+        raise ShardCoreError(f"links.log: {next(iter(reasons))}")
 
 
 @reads(

@@ -17,7 +17,7 @@ _TAG = re.compile(r"^\s*(?:\[\d+,\d+\]<\w+>:|\d+:)?\s*")
 """What mpirun or srun puts before a line that it tags."""
 _TOOL = re.compile(r"\b(\w+)_perf\b")
 _COLLECTIVE = re.compile(r"all_?to_?all(?!v)|all_?gather|reduce_?scatter|all_?reduce")
-_RANK = re.compile(r"#\s+Rank\s+(\d+)\b.*\bon\s+(\S+)\s+device\s+\d+\s+\[\S+\]\s+(.*\S)")
+_RANK = re.compile(r"#\s+Rank\s+(\d{1,9})\b.*\bon\s+(\S+)\s+device\s+\d+\s+\[\S+\]\s+(.*\S)")
 
 Ranks = dict[int, tuple[str, str]]
 """Host and card of each rank of a run."""

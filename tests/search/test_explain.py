@@ -64,9 +64,9 @@ def heard():
 
 def test_progress_names_the_alternative_that_is_searched(heard):
     result, phases = heard
-    assert [a.what for a in (*result.baselines, *result.changes)] == [
-        phase.removesuffix(": begins") for phase in phases if phase.endswith(": begins")
-    ]
+    # On a slow machine a report is made again.
+    begun = dict.fromkeys(phase.removesuffix(": begins") for phase in phases if phase.endswith(": begins"))
+    assert [a.what for a in (*result.baselines, *result.changes)] == [*begun]
 
 
 def test_the_bounding_device_is_the_last_and_its_shards_cost_what_it_saves_without_them():
