@@ -14,7 +14,7 @@ from shardcore import report
 from shardcore.cli.published import open_page
 from shardcore.core.errors import ShardCoreError
 from shardcore.io import schema
-from tasks import console, links, params, paths, services
+from tasks import console, links, owned, params, paths, services
 from tasks.artifacts import create_markdown_artifact
 from tasks.commit import git
 from tasks.evaluate import EvaluateConfig
@@ -70,14 +70,16 @@ def refresh(
     stages: list[StageRun] = []
     if target == STAGES[-1]:
         config = params.section("publish", PublishConfig)
-        # On another core: nothing is measured yet.
-        tables = repro.submit(STAGES[0], target)
-        try:
-            publish_first(sorted(paths.PROBLEMS.glob("*.json")), config.plans, config)
-        # To measure needs no plan. `publish` tells at the end what is wrong.
-        except ShardCoreError as error:
-            get_run_logger().warning("there is no first plan: %s", error)
-        stages = tables.result()
+        # Both threads are of one run, whose end ends what they start.
+        with owned.owned():
+            # On another core: nothing is measured yet.
+            tables = repro.submit(STAGES[0], target)
+            try:
+                publish_first(sorted(paths.PROBLEMS.glob("*.json")), config.plans, config)
+            # To measure needs no plan. `publish` tells at the end what is wrong.
+            except ShardCoreError as error:
+                get_run_logger().warning("there is no first plan: %s", error)
+            stages = tables.result()
     stages = repro(target, done=stages)
     targets: list[Stage] = [target]
     if target == STAGES[-1] and params.section(OPTIONAL, TrainPolicyConfig).algorithm:
@@ -212,7 +214,7 @@ def main() -> None:
                 console.show("text", f"  page         {index.resolve().as_uri()}\n")
                 open_page(index)
 
-    services.run_flow(run, meanwhile=compile_searches)
+    services.run_flow(run, meanwhile=compile_searches if args.target == STAGES[-1] else lambda: None)
 
 
 if __name__ == "__main__":

@@ -71,10 +71,15 @@ def estimate(pool_path: Path, wanted: SettingConfig, config: MeasureConfig, fold
     )
     lacking = sum(len(plans) for _, plans in replays.missing(folder, steps, setting))
     compute_at = [s.measured_at for s in dataset.read_compute(folder, setting)]
-    comm_at = [s.measured_at for s in dataset.read_comm(folder, setting)]
     return [
         Estimate("compute", len(groups), compute, actors, *_time("compute", compute, compute_at)),
-        Estimate("comm", len(exchanges), comm, ranks, *_time("comm", comm, comm_at)),
+        Estimate(
+            "comm",
+            len(exchanges),
+            comm,
+            ranks,
+            *_time("comm", comm, [s.measured_at for s in dataset.read_comm(folder, setting)]),
+        ),
         Estimate(
             "steps", sum(len(plans) for _, plans in steps), lacking, devices, *_time("steps", lacking, [])
         ),

@@ -47,6 +47,8 @@ RAW = {
 """Calls that read."""
 
 NO_FORMAT = {
+    # Of the kernel.
+    "shardcore/search/budget.py:cores",
     # The door itself, and what is shared by all that goes through it.
     "shardcore/io/schema.py",
     "shardcore/io/envelope.py",

@@ -71,7 +71,7 @@ class FitOptions:
 
     timings: folder of a dataset, whose test split is kept to judge the fit; or CSV with a line for each
       timing, with the columns of docs/models.md; or logs of nccl-tests (all_reduce_perf, alltoall_perf and so on,
-      as they print them), for the rates of links; those of other cards are left out
+      as they print them; only logs may be several), for the rates of links; those of other cards are left out
     from_: profile to start from
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from shardcore.core.validation import MOST_BYTES, MOST_MS, path_name_of, require, require_within
@@ -13,31 +13,39 @@ from shardcore.cost.profile_fit import Timing
 from shardcore.cost.profile_law import MS_PER_US
 from shardcore.io import schema
 
-_TAG = re.compile(r"^\s*(?:\[\d+,\d+\]<\w+>:|\d+:)?\s*")
+_TAG = re.compile(r"^\s*(?:\[[^\]\s]*\](?:<\w+>:)?|\d+:)?\s*")
 """What mpirun or srun puts before a line that it tags."""
-_TOOL = re.compile(r"\b(\w+)_perf\b")
+_STARTS = re.compile(r"Collective test starting: (\w+)")
+_TOOL = re.compile(r"\b(\w+?)_perf(?:_\w+)?\b")
 _COLLECTIVE = re.compile(r"all_?to_?all(?!v)|all_?gather|reduce_?scatter|all_?reduce")
-_RANK = re.compile(r"#\s+Rank\s+(\d{1,9})\b.*\bon\s+(\S+)\s+device\s+\d+\s+\[\S+\]\s+(.*\S)")
+_RANK = re.compile(
+    r"#\s+Rank\s+(\d{1,9})(?:\s+Group\s+(\d+))?\b.*\bon\s+(\S+)\s+device\s+\d+\s+\[(\S+)\]\s+(.*\S)"
+)
+_SEVERAL = "a run after several tools were named"
 
-Ranks = dict[int, tuple[str, str]]
-"""Host and card of each rank of a run."""
+Ranks = dict[int, tuple[str | None, str, str, str]]
+"""Group, host, bus id and card of each rank of a run."""
 
 
 def read_logs(paths: Iterable[Path], profile: Profile) -> tuple[list[Timing], Counter[str]]:
     """Timings of a profile's card, out of place, and the reasons to leave out other rows, with their numbers.
 
-    A log may have several runs, one after another. Each run names its collective, else the file has to.
+    A log may have several runs, one after another. Each run names its collective, else a command before it or the file
+    has to.
 
     Raises ShardCoreError for a log without a table of nccl-tests, and for ranks that were built without MPI.
     """
     timings, reasons = list[Timing](), Counter[str]()
     for path in paths:
-        tool, columns, ranks, made = path.stem, list[str](), Ranks(), None
+        started, named, tool = "", set[str](), path.stem
+        columns, ranks, made = list[str](), Ranks(), None
         for number, tagged in enumerate(schema.read_text(path).splitlines(), 1):
             line = _TAG.sub("", tagged)
             what, values = f"{path}, line {number}", line.lstrip("#").split()
-            if named := _TOOL.search(line):
-                tool = named[1]
+            if starts := _STARTS.search(line):
+                started = starts[1]
+            elif found := _TOOL.search(line):
+                named.add(found[1])
             if "Using devices" in line:
                 ranks = {}
             elif rank := _RANK.match(line):
@@ -45,13 +53,13 @@ def read_logs(paths: Iterable[Path], profile: Profile) -> tuple[list[Timing], Co
                     int(rank[1]) not in ranks,
                     f"{what} has rank {rank[1]} a second time; build nccl-tests with MPI=1, for one run of all ranks",
                 )
-                ranks[int(rank[1])] = rank[2], rank[3]
+                ranks[int(rank[1])] = rank[2], rank[3], rank[4], rank[5]
             elif values[:2] == ["size", "count"]:
                 columns = values
-            elif columns and len(values) == len(columns) and values[0].isdigit():
-                # Columns in place have the same names, and come later.
-                row = dict(zip(reversed(columns), reversed(values), strict=True))
-                made = _timing(row, tool, ranks, profile, str(path))
+                tool = started or (_SEVERAL if len(named) > 1 else next(iter(named), path.stem))
+                started, named = "", set()
+            elif columns and values and values[0].isdigit():
+                made = _timing(columns, values, tool, ranks, profile, str(path))
                 if isinstance(made, Timing):
                     require_within(made, what, time_us=(0, MOST_MS / MS_PER_US), bytes=(0, MOST_BYTES))
                     timings.append(made)
@@ -61,25 +69,45 @@ def read_logs(paths: Iterable[Path], profile: Profile) -> tuple[list[Timing], Co
     return timings, reasons
 
 
-def _timing(row: Mapping[str, str], tool: str, ranks: Ranks, profile: Profile, source: str) -> Timing | str:
+def _timing(
+    columns: Sequence[str], values: Sequence[str], tool: str, ranks: Ranks, profile: Profile, source: str
+) -> Timing | str:
     """A row as a timing, or why it is none."""
-    collective, hosts = _COLLECTIVE.search(tool.lower()), Counter(host for host, _ in ranks.values())
-    if collective is None:
-        return f"{tool} is no collective of the law, or does not say which"
-    if len(ranks) < 2:
-        return "its run lists fewer than two ranks"
-    if len(set(hosts.values())) > 1:
-        return "its hosts have unequal numbers of ranks"
-    for _, card in ranks.values():
-        if not profile.is_of(path_name_of(card)):
-            return f"it is of {card}"
-    if row.get("#wrong", "0") not in ("0", "N/A"):
+    row: dict[str, str] = {}
+    for name, value in zip(columns, values, strict=False):
+        # Columns in place have the same names, and come later.
+        row.setdefault(name, value)
+    wrong = row.get("#wrong", "0")
+    # A timestamp is two words.
+    if len(values) != len(columns) + (columns[-1] == "timestamp") or not (wrong.isdigit() or wrong == "N/A"):
+        return "the row is cut, or has other columns"
+    if wrong.isdigit() and wrong.strip("0"):
         return "its values were wrong"
+    if reason := _why_not(tool, ranks, profile):
+        return reason
     try:
-        time_us, size = float(row["time"]), float(row["size"])
+        time_us, size = float(row.get("time", "")), float(row["size"])
     except ValueError:
-        return "its time is no number"
+        return "its wall time is not there, or no number"
     if not (time_us > 0 and size > 0):
         return "nothing was exchanged"
-    op = collective[0].replace("_", "")
-    return Timing(source, "", op, time_us, ranks=len(ranks), hosts=len(hosts), bytes=size)
+    [op] = _COLLECTIVE.findall(tool.lower())[:1]
+    n_hosts = len({host for _, host, _, _ in ranks.values()})
+    return Timing(source, "", op.replace("_", ""), time_us, ranks=len(ranks), hosts=n_hosts, bytes=size)
+
+
+def _why_not(tool: str, ranks: Ranks, profile: Profile) -> str | None:
+    """The reason why a run tells nothing of a profile. None if it does."""
+    groups, hosts, buses, cards = zip(*ranks.values(), strict=True) if ranks else ((), (), (), ())
+    other = next((card for card in cards if not profile.is_of(path_name_of(card))), None)
+    reasons = {
+        f"{tool} is no collective of the law, or does not say which": not _COLLECTIVE.search(tool.lower()),
+        "its run lists fewer than two ranks": len(ranks) < 2,
+        "its list of ranks has gaps": set(ranks) != set(range(len(ranks))),
+        "its ranks are in several groups": len(set(groups)) > 1,
+        "two of its ranks have one device, or two hosts have one name": len({*zip(hosts, buses, strict=True)})
+        < len(ranks),
+        "its hosts have unequal numbers of ranks": len(set(Counter(hosts).values())) > 1,
+        f"it is of {other}": other is not None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)

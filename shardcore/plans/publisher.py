@@ -26,7 +26,7 @@ from shardcore.plans.what_if import what_if
 from shardcore.plans.words import moves_text, threshold_words, when
 from shardcore.search import BASELINES, DEFAULT_SHARDER, SHARDERS, SPACE_OF, compare, known, sharder
 from shardcore.search.anneal.reshard import rebind_tables
-from shardcore.search.budget import Budget
+from shardcore.search.budget import Budget, cores
 from shardcore.search.explain import Explanation, explain
 from shardcore.search.learned.policy import Policy
 from shardcore.search.portfolio import DEFAULT_EVALS
@@ -99,6 +99,11 @@ class PublishConfig:
             f"publish config has max_moved_tables {self.max_moved_tables} and algorithm {self.algorithm!r}; it "
             f"needs 0 or more, and one of {', '.join(SPACE_OF)}",
         )
+
+    @property
+    def budget(self) -> Budget:
+        """Budget of each search. Processes share the cores."""
+        return Budget(self.budget_evals, threads=max(1, cores() // (self.processes or cores())))
 
 
 @dataclass(frozen=True)
@@ -282,11 +287,16 @@ class Publisher:
 
     def _others(self, problem: Problem) -> dict[str, compare.Outcome]:
         """Plans to compare with: by BASELINES, NeuroShard's beam, and TorchRec's planner if it may run."""
-        budgets: dict[str, Budget | None] = {**dict.fromkeys(BASELINES)}
-        budgets["neuroshard"] = Budget(evals=self.config.budget_evals)
+        budgets: dict[str, Budget | None] = {
+            **dict.fromkeys(BASELINES),
+            "neuroshard": self.config.budget,
+        }
         # Its enumeration grows with tables times devices.
-        is_small = len(problem.tables) * len(problem.topology) <= _FOR_TORCHREC
-        if "torchrec" in SHARDERS and self.config.torchrec_s and is_small:
+        if (
+            "torchrec" in SHARDERS
+            and self.config.torchrec_s
+            and len(problem.tables) * len(problem.topology) <= _FOR_TORCHREC
+        ):
             budgets["torchrec"] = Budget(seconds=self.config.torchrec_s)
         # Our own algorithm is no baseline of itself.
         budgets.pop(self.config.algorithm, None)
@@ -321,7 +331,7 @@ class Publisher:
                         config.max_moved_tables,
                         space=space,
                         seed=config.seed,
-                        budget=Budget(evals=config.budget_evals),
+                        budget=config.budget,
                     ),
                 )
             except ShardCoreError:
@@ -339,9 +349,7 @@ class Publisher:
         if replanned:
             found = priced(replanned)
         else:
-            outcome = compare.run(
-                algorithm, problem, self.model, config.seed, Budget(evals=config.budget_evals), self.policy
-            )
+            outcome = compare.run(algorithm, problem, self.model, config.seed, config.budget, self.policy)
             if outcome.priced is None:
                 raise Infeasible(outcome.error or f"{algorithm} finds no plan")
             found = outcome.priced

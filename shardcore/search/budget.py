@@ -6,15 +6,27 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from shardcore.core import progress
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import require_types
+from shardcore.core.validation import require_types, require_within
 
+MOST_THREADS = 1024
 _KNOWN = 0.1
 """Share of the evaluations after which their rate is known."""
+
+
+def cores() -> int:
+    """Number of cores that this process may use: by its affinity, and by the quota of its container."""
+    there = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    # Without a quota the file says "max", or is not there.
+    with suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        there = min(there, math.ceil(int(quota) / int(period)))
+    return min(max(1, there), MOST_THREADS)
 
 
 @dataclass(frozen=True)
@@ -36,7 +48,8 @@ class Budget:
 
     def __post_init__(self) -> None:
         require_types(self, "budget")
-        for name in ("evals", "seconds", "threads"):
+        require_within(self, "budget", threads=(1, MOST_THREADS))
+        for name in ("evals", "seconds"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ShardCoreError(
@@ -50,8 +63,7 @@ class Budget:
     @property
     def most_threads(self) -> int:
         """Threads that a search may start."""
-        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-        return self.threads or cores or 1
+        return self.threads or cores()
 
     @property
     def threads_to_fill(self) -> int:
@@ -70,12 +82,14 @@ class Meter:
     budget: the limits.
     started_s: time of the start, by `progress.clock`.
     evals: used so far.
+    reserved: of work that has begun, not yet used.
     counted_from: seconds and evaluations at the first report that had some. None: none had.
     """
 
     budget: Budget
     started_s: float
     evals: int = 0
+    reserved: int = 0
     counted_from: tuple[float, int] | None = None
 
     def affordable(self, wanted: int, evals_each: int, seconds_each: float = 0.0) -> int:
@@ -93,7 +107,7 @@ class Meter:
         if self.budget.evals is None:
             return wanted
         # Whole repeats only. The last work may have used more than there was.
-        return max(0, min(wanted, (self.budget.evals - self.evals) // evals_each))
+        return max(0, min(wanted, (self.budget.evals - self.evals - self.reserved) // evals_each))
 
     def seconds(self) -> float:
         """Seconds since the start."""

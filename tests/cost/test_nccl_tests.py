@@ -25,7 +25,7 @@ OLD_HEADER = """\
 
 def ranks_of(hosts: int = 2, each: int = 8, card: str = "NVIDIA H100 80GB HBM3") -> str:
     return "# Using devices\n" + "".join(
-        f"#  Rank {h * each + d:2} Group  0 Pid  {100 + d} on   node{h:03} device {d:2} [0000:1b:00] {card}\n"
+        f"#  Rank {h * each + d:2} Group  0 Pid  {100 + d} on   node{h:03} device {d:2} [0000:{d:02x}:00] {card}\n"
         for h in range(hosts)
         for d in range(each)
     )
@@ -66,11 +66,45 @@ def test_runs_of_one_log_are_of_their_own_collectives_ranks_and_hosts(tmp_path):
     assert not reasons
 
 
-@pytest.mark.parametrize("tag", ["[1,0]<stdout>:", "   [1,0]<stdout>: ", "0: ", "    "])
+@pytest.mark.parametrize(
+    "tag",
+    [
+        "[1,0]<stdout>:",
+        "   [1,0]<stdout>: ",
+        "[prterun-node0-123@1,0]<stdout>: ",
+        "[0] ",
+        "0: ",
+        " 12: ",
+        "    ",
+    ],
+)
 def test_tags_of_launchers_are_left_out(tmp_path, tag):
     tagged = "".join(f"{tag}{line}\n" for line in log().splitlines())
     [timing], _ = read(tmp_path, "mpirun: some warning\n\n" + tagged)
     assert (timing.op, timing.ranks, timing.time_us) == ("alltoall", 16, 100.0)
+
+
+def test_the_name_that_a_run_gives_itself_counts_whatever_else_is_mentioned(tmp_path):
+    text = (
+        "will run: all_gather_perf all_reduce_perf\n" + log("alltoall_perf_mpi") + "next: all_gather_perf\n"
+    )
+    [timing], _ = read(tmp_path, text + "# a remark\n", "all_reduce.log")
+    assert timing.op == "alltoall"
+    nameless = log().replace("# Collective test starting: alltoall_perf\n", "")
+    [timing], _ = read(tmp_path, "+ mpirun build/all_gather_perf_mpi -b 8\n" + nameless, "all_reduce.log")
+    assert timing.op == "allgather"
+    _, reasons = read(tmp_path, "cc all_gather_perf\ncc all_reduce_perf\n" + nameless)
+    assert reasons == {
+        "a run after several tools were named is no collective of the law, or does not say which": 1
+    }
+
+
+def test_rows_with_timestamps_and_line_ends_of_windows_are_read(tmp_path):
+    stamped = log(rows=row(1 << 20, 57.5).replace("\n", "  2026-11-30 12:00:00\n")).replace(
+        "busbw #wrong\n", "busbw #wrong   timestamp\n"
+    )
+    [timing], _ = read(tmp_path, stamped.replace("\n", "\r\n"))
+    assert timing.time_us == 57.5
 
 
 def test_early_versions_leave_the_collective_to_the_name_of_the_file(tmp_path):
@@ -88,8 +122,8 @@ def test_early_versions_leave_the_collective_to_the_name_of_the_file(tmp_path):
 @pytest.mark.parametrize(
     "text, reason",
     [
-        (log("sendrecv_perf"), "sendrecv is no collective of the law, or does not say which"),
-        (log("alltoallv_perf"), "alltoallv is no collective of the law, or does not say which"),
+        (log("sendrecv_perf"), "sendrecv_perf is no collective of the law, or does not say which"),
+        (log("alltoallv_perf"), "alltoallv_perf is no collective of the law, or does not say which"),
         (log(ranks=""), "its run lists fewer than two ranks"),
         (log(ranks=ranks_of(1, 1)), "its run lists fewer than two ranks"),
         (
@@ -101,8 +135,33 @@ def test_early_versions_leave_the_collective_to_the_name_of_the_file(tmp_path):
         ),
         (log(ranks=ranks_of(card="AMD Instinct MI300X")), "it is of AMD Instinct MI300X"),
         (log(rows=row(1 << 20, 100.0, 3)), "its values were wrong"),
-        (log(rows=row(1 << 20, "N/A")), "its time is no number"),
+        (log(rows=row(1 << 20, "N/A")), "its wall time is not there, or no number"),
         (log(rows=row(0, 0.0)), "nothing was exchanged"),
+        (log().replace("    time   algbw", " cputime   algbw"), "its wall time is not there, or no number"),
+        (
+            log(rows="     1048576     262144   float   none   -1   12.0\n"),
+            "the row is cut, or has other columns",
+        ),
+        (
+            log(ranks=ranks_of().replace(":07:00", ":06:00")),
+            "two of its ranks have one device, or two hosts have one name",
+        ),
+        (
+            log(ranks=ranks_of(2, 1).replace("node001", "node000")),
+            "two of its ranks have one device, or two hosts have one name",
+        ),
+        (
+            log(
+                ranks="".join(
+                    x for x in ranks_of().splitlines(True) if "Rank  3" not in x and "Rank 12" not in x
+                )
+            ),
+            "its list of ranks has gaps",
+        ),
+        (
+            log(ranks=ranks_of().replace("Rank  1 Group  0", "Rank  1 Group  1")),
+            "its ranks are in several groups",
+        ),
     ],
 )
 def test_rows_that_cannot_be_used_are_counted_with_the_reason(tmp_path, text, reason):
@@ -140,7 +199,8 @@ def test_a_profile_follows_the_links_that_logs_show(tmp_path, monkeypatch, capsy
     out = capsys.readouterr().out
     assert f"a.log, b.log: {len(SIZES)} timings fitted, 1 left out\n" in out
     assert (
-        "all-to-all of 16 on 2 hosts: mean error 50% before, " in out and "broadcast is no collective" in out
+        "all-to-all of 16 on 2 hosts: mean error 50% before, " in out
+        and "broadcast_perf is no collective" in out
     )
     fitted = read_profile("mine.json")
     assert np.abs(Predictor(asked).times_us(fitted.values) / twice - 1).mean() < 0.15

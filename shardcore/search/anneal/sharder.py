@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import count, cycle, islice
+from threading import Lock
 
 import numpy as np
 
@@ -116,7 +117,7 @@ class Search:
         # The most that plans by columns may cost, relative to the best plan, to be improved further.
         self._columns_limit = _HOPEFUL
         self._waiting: list[Start] = []
-        self._seed, self._chains = seed, count()
+        self._seed, self._chains, self._counting = seed, count(), Lock()
         self._ended = len(problem.topology) == 1  # there is nothing to try, or no budget left
 
     @property
@@ -241,7 +242,7 @@ class Search:
         for chain in chains:
             # Never a part of a stage: a larger budget then goes through the same stages, and more.
             n_stages = self.meter.affordable(chain.stages, chain.trials)
-            self.meter.evals += n_stages * chain.trials
+            self.meter.reserved += n_stages * chain.trials
             afforded.append((chain, n_stages))
             if n_stages < chain.stages:
                 break
@@ -250,8 +251,8 @@ class Search:
             found = [self._improved(*one) for one in afforded]
         else:
             found = self._in_threads(threads, afforded)
-        for (chain, n_stages), (plans, done) in zip(afforded, found, strict=True):
-            self.meter.evals -= (n_stages - done) * chain.trials
+        self.meter.reserved = 0
+        for (chain, _), (plans, done) in zip(afforded, found, strict=True):
             self._ended = self._ended or done < chain.stages
             self._keep(chain.start, plans)
 
@@ -262,7 +263,9 @@ class Search:
         with ThreadPoolExecutor(threads) as pool:
             futures = [pool.submit(self._improved, *one) for one in afforded]
             try:
-                while wait(futures, _REPORT_S).not_done:
+                while (state := wait(futures, _REPORT_S)).not_done:
+                    for future in state.done:
+                        future.result()  # raises what its chain did
                     self.meter.report("annealing", self.best_ms)
             except BaseException:
                 # Chains that run end after their stage, and no other begins.
@@ -295,6 +298,9 @@ class Search:
             compiled.anneal(self.head, problem, words, chain.trials, hot_ms, cold_ms)
             met.append(copy_of(state))
             done += 1
+            with self._counting:
+                self.meter.evals += chain.trials
+                self.meter.reserved -= chain.trials
             if sum(plan.held.nbytes for plan in met) > _MOST_BYTES // self.meter.budget.most_threads:
                 met = [plan.state for plan in self._cheapest(start, met)]
         if done == chain.stages:
