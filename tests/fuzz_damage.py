@@ -272,7 +272,7 @@ _CELLS = (
     "1.5",
     "\x1b[31m",
 )
-"""What a number or a word of a table may have become."""
+"""Values in place of a number or a word of a table."""
 
 
 def damage_csv(path: Path, draw: Draw) -> None:

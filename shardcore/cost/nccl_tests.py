@@ -14,7 +14,7 @@ from shardcore.cost.profile_law import MS_PER_US
 from shardcore.io import schema
 
 _TAG = re.compile(r"^\s*(?:\[[^\]\s]*\](?:<\w+>:)?|\d+:)?\s*")
-"""What mpirun or srun puts before a line that it tags."""
+"""Prefix by which mpirun or srun tags a line."""
 _STARTS = re.compile(r"Collective test starting: (\w+)")
 _TOOL = re.compile(r"\b(\w+?)_perf(?:_\w+)?\b")
 _COLLECTIVE = re.compile(r"all_?to_?all(?!v)|all_?gather|reduce_?scatter|all_?reduce")
@@ -59,17 +59,20 @@ def read_logs(paths: Iterable[Path], profile: Profile) -> tuple[list[Timing], Co
                 tool = started or (_SEVERAL if len(named) > 1 else next(iter(named), path.stem))
                 started, named = "", set()
             elif columns and values and values[0].isdigit():
-                made = _timing(columns, values, tool, ranks, profile, str(path))
+                made = _timing_of_row(columns, values, tool, ranks, profile, str(path))
                 if isinstance(made, Timing):
                     require_within(made, what, time_us=(0, MOST_MS / MS_PER_US), bytes=(0, MOST_BYTES))
                     timings.append(made)
                 else:
                     reasons[made] += 1
-        require(made is not None, f"{path} has no table of nccl-tests; it needs what such a tool prints")
+        require(
+            made is not None,
+            f"{path} has no table of nccl-tests; it needs what such a tool prints, or .csv at the end of its name",
+        )
     return timings, reasons
 
 
-def _timing(
+def _timing_of_row(
     columns: Sequence[str], values: Sequence[str], tool: str, ranks: Ranks, profile: Profile, source: str
 ) -> Timing | str:
     """A row as a timing, or why it is none."""

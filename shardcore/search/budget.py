@@ -56,7 +56,7 @@ class Budget:
                     f"budget has {name} {value}; it needs to be positive and finite, or None for no limit"
                 )
 
-    def limited(self, evals: int) -> Budget:
+    def with_limit(self, evals: int) -> Budget:
         """This budget, or one of so many evaluations if it has no limit."""
         return self if self.evals or self.seconds else replace(self, evals=evals)
 

@@ -136,7 +136,7 @@ def explain(
     searcher = algorithm if algorithm in SHARDERS else FALLBACK
     evals = plan.provenance.get("evals") if searcher == algorithm else None
     # As much effort as the plan had, so that a difference is the alternative's.
-    budget = (budget or Budget()).limited(evals or DEFAULT_EVALS)
+    budget = (budget or Budget()).with_limit(evals or DEFAULT_EVALS)
 
     def searched(
         what: str, problem: Problem, algorithm: str = searcher, kept_ms: float | None = None

@@ -94,7 +94,7 @@ class _Anytime:
         problem.require_setting(model.setting)
         self.problem, self.model, self.name, self.seed = problem, model, name, seed
         # Rounds have no end of their own, so there is always some limit.
-        self.meter = (budget or Budget()).limited(DEFAULT_EVALS).start()
+        self.meter = (budget or Budget()).with_limit(DEFAULT_EVALS).start()
         self.best: Plan | None = None
         self.found_by = name
         self.error: Infeasible | None = None  # of the first plan that did not fit

@@ -8,6 +8,7 @@ import pytest
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.progress import OutOfTime, clock, listening, stopped_clock, tick
+from shardcore.search import budget as budgets
 from shardcore.search.budget import Budget, Meter
 
 
@@ -112,3 +113,20 @@ def test_without_limits_there_is_always_more():
 def test_a_budget_that_makes_no_sense_is_refused(given, field):
     with pytest.raises(ShardCoreError, match=f"budget has {field}; it needs to be positive and finite"):
         Budget(**given)
+
+
+@pytest.mark.parametrize(
+    "text, most", [("150000 100000", 2), ("1 100000", 1), ("max 100000", 1 << 20), ("", 1 << 20)]
+)
+def test_a_container_with_a_quota_has_as_many_cores(text, most, tmp_path, monkeypatch):
+    (tmp_path / "cpu.max").write_text(text)
+    monkeypatch.setattr(budgets, "Path", lambda _: tmp_path / "cpu.max")
+    monkeypatch.setattr(budgets.os, "sched_getaffinity", lambda _: range(64), raising=False)
+    monkeypatch.setattr(budgets.sys, "platform", "linux")
+    assert Budget().most_threads == min(64, most) and Budget(threads=3).most_threads == 3
+
+
+def test_work_that_has_begun_is_not_given_to_other_work():
+    meter = used(Budget(evals=100), evals=40)
+    meter.reserved = 50
+    assert meter.affordable(9, 5) == 2 and meter.share_used() == 0.4

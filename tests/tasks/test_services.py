@@ -241,15 +241,19 @@ def test_a_flow_waits_for_a_server_that_still_starts(in_project, monkeypatch):
         port = held.getsockname()[1]
         monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{port}/api")
         monkeypatch.setenv("SHARDCORE_PREFECT_STARTS", "1")
-        flow = threading.Thread(target=services.run_flow, args=(lambda: begun.append("flow"),))
+        flow = threading.Thread(
+            target=services.run_flow,
+            args=(lambda: begun.append("flow"),),
+            kwargs={"meanwhile": lambda: begun.append("meanwhile")},
+        )
         flow.start()
         flow.join(0.5)
-        assert flow.is_alive() and not begun
+        assert flow.is_alive() and begun == ["meanwhile"]
         server = http.server.HTTPServer(("127.0.0.1", port), Page)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         flow.join(60)
         server.shutdown()
-    assert begun == ["flow"]
+    assert begun == ["meanwhile", "flow"]
 
 
 # --- commands with a server ---------------------------------------------------------------------------------

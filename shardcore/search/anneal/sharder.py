@@ -118,6 +118,7 @@ class Search:
         self._columns_limit = _HOPEFUL
         self._waiting: list[Start] = []
         self._seed, self._chains, self._counting = seed, count(), Lock()
+        self._threads = meter.budget.most_threads
         self._ended = len(problem.topology) == 1  # there is nothing to try, or no budget left
 
     @property
@@ -246,11 +247,12 @@ class Search:
             afforded.append((chain, n_stages))
             if n_stages < chain.stages:
                 break
-        threads = min(self.meter.budget.most_threads, len(afforded))
-        if threads == 1:
-            found = [self._improved(*one) for one in afforded]
-        else:
-            found = self._in_threads(threads, afforded)
+        threads = min(self._threads, len(afforded))
+        found = (
+            self._in_threads(threads, afforded)
+            if threads > 1
+            else [self._run_chain(*one) for one in afforded]
+        )
         self.meter.reserved = 0
         for (chain, _), (plans, done) in zip(afforded, found, strict=True):
             self._ended = self._ended or done < chain.stages
@@ -259,9 +261,9 @@ class Search:
     def _in_threads(
         self, threads: int, afforded: Sequence[tuple[Chain, int]]
     ) -> list[tuple[list[Start], int]]:
-        """`_improved` of chains, in their order. Meanwhile this thread reports."""
+        """Run chains, and return what each found, in their order. Meanwhile this thread reports."""
         with ThreadPoolExecutor(threads) as pool:
-            futures = [pool.submit(self._improved, *one) for one in afforded]
+            futures = [pool.submit(self._run_chain, *one) for one in afforded]
             try:
                 while (state := wait(futures, _REPORT_S)).not_done:
                     for future in state.done:
@@ -274,7 +276,7 @@ class Search:
                 raise
         return [future.result() for future in futures]
 
-    def _improved(self, chain: Chain, n_stages: int) -> tuple[list[Start], int]:
+    def _run_chain(self, chain: Chain, n_stages: int) -> tuple[list[Start], int]:
         """The cheapest plans of the first stages of a chain, and the number of stages that there was time for.
 
         Candidates are the plan after each stage, and the best plan that was met.
@@ -301,7 +303,7 @@ class Search:
             with self._counting:
                 self.meter.evals += chain.trials
                 self.meter.reserved -= chain.trials
-            if sum(plan.held.nbytes for plan in met) > _MOST_BYTES // self.meter.budget.most_threads:
+            if sum(plan.held.nbytes for plan in met) > _MOST_BYTES // self._threads:
                 met = [plan.state for plan in self._cheapest(start, met)]
         if done == chain.stages:
             # After the last stage the state is any plan. `refresh` leads it back to the best one met.
@@ -310,7 +312,7 @@ class Search:
         return self._cheapest(start, met), done
 
     def _cheapest(self, start: Start, states: Sequence[State]) -> list[Start]:
-        """Of the plans that a start led to the cheapest one, and the cheapest that may be the best."""
+        """The cheapest plan that a start led to, and the cheapest one that may be the best of all."""
         if not states:
             return []
         by_cost = sort_by_cost(

@@ -208,7 +208,7 @@ class _Packings:
         return self._bytes_of[i, way]
 
     def _parts(self, i: int, way: Way) -> list[Bundle]:
-        """What each device has of a bundle by columns."""
+        """Parts of a bundle by columns, each for another device."""
         bundle = self.bundles[i]
         if way.parts == 1:
             return [bundle]

@@ -1,7 +1,6 @@
 """Searches use the cores that they may, and plans do not depend on how many these are."""
 
 import threading
-from contextlib import suppress
 
 import pytest
 from shapes import on_hosts
@@ -32,12 +31,18 @@ def gpu(problem: Problem) -> AnalyticModel:
 
 @pytest.fixture
 def cooled(monkeypatch):
-    """Of each cooling: its thread, and addresses of the plan's words, its random generator and its log."""
-    calls, anneal = [], compiled.anneal
+    """The thread of each stage of annealing. No two threads may work on one plan at a time."""
+    calls, in_work, anneal = [], set(), compiled.anneal
 
     def noted(head, problem, state, trials, *temperatures):
-        calls.append((threading.get_ident(), id(state)))
-        return anneal(head, problem, state, trials, *temperatures)
+        # The first word is an address of the plan's arrays.
+        plan = int(state[0])
+        assert plan not in in_work
+        calls.append(threading.get_ident())
+        in_work.add(plan)
+        found = anneal(head, problem, state, trials, *temperatures)
+        in_work.remove(plan)
+        return found
 
     monkeypatch.setattr(compiled, "anneal", noted)
     return calls
@@ -60,16 +65,8 @@ def test_evaluations_give_one_plan_on_any_number_of_threads(algorithm):
 def test_each_thread_anneals_plans_of_its_own_and_none_is_idle(cooled):
     """Eight threads, on however few cores."""
     problem = several()
-    with suppress(StopIteration):
-        SHARDERS["anneal"](problem, gpu(problem), budget=Budget(seconds=4.0, threads=8))
-    threads = {thread for thread, _ in cooled} - {threading.get_ident()}
-    assert len(threads) >= 8
-    # A plan belongs to one thread at a time: all stages of a cooling are of one.
-    owner: dict[int, int] = {}
-    for thread, words in cooled:
-        if thread != threading.get_ident():
-            owner.setdefault(words, thread)
-    assert len(owner) >= 8
+    SHARDERS["anneal"](problem, gpu(problem), budget=Budget(seconds=4.0, threads=8))
+    assert len(set(cooled) - {threading.get_ident()}) >= 8
 
 
 def test_an_interrupt_ends_all_threads_within_a_stage():
