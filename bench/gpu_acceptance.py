@@ -158,7 +158,10 @@ def memory(args: argparse.Namespace) -> Verdict:
 def repeats(args: argparse.Namespace) -> Verdict:
     minutes = max(0.5, args.minutes / 4)
     _measure(args, *f"--samples {args.again} --again {args.again} --minutes {minutes:g}".split())
-    apart = [abs(a.total_ms / b.total_ms - 1) for a, b, *_ in dataset.read_repeats(args.out / "data")]
+    apart = [
+        abs(a.total_ms / b.total_ms - 1)
+        for a, b, *_ in dataset.repeated(dataset.read_timings(args.out / "data"))
+    ]
     require(bool(apart), "no group was measured again")
     return float(np.median(apart)) <= 0.02, {"groups": len(apart), "median_apart": float(np.median(apart))}
 

@@ -194,7 +194,7 @@ def read(args: argparse.Namespace) -> Data:
             f"its test split, {len(unseen)} of unseen tables and {len(seen)} without any; "
             "each is needed (see --draws)"
         )
-    unsettled = study.repeatability(dataset.read_repeats(args.dataset, setting)) or 0.0
+    unsettled = study.repeatability(dataset.repeated(dataset.read_timings(args.dataset, setting))) or 0.0
     print(
         f"{setting}: {len(groups)} groups, {len(test)} of them held out, {len(planned)} of those from "
         f"plans; unseen tables: {len(unseen)} groups, by models of {len(seen)}; repeatability (floor): "

@@ -150,7 +150,7 @@ def report(args: ReportOptions) -> None:
         with shown():
             progress.report(f"reading samples of {setting}")
             samples = dataset.read_compute(args.dataset, setting)
-            repeats = dataset.read_repeats(args.dataset, setting)
+            repeats = dataset.repeated(dataset.read_timings(args.dataset, setting))
             rows = dataset_report.dataset_summary(samples, repeats) if samples else []
             if comm := dataset.read_comm(args.dataset, setting):
                 rows += dataset_report.exchange_summary(comm)

@@ -31,6 +31,8 @@ NEIGHBOURS = 12
 """Samples on each side in time."""
 REACH_S = 60.0
 """Neighbours lie within this time, in seconds."""
+MOST_LENT = 2_000
+"""A lender's groups that train its law, at most: more take longer, and help little (docs/decisions/cost-models.md)."""
 _LEAST = 50
 """With fewer timed samples, no drift is estimated."""
 
@@ -67,8 +69,10 @@ class Lent:
     known: Measurements
 
 
-def read(folder: str | Path, setting: Setting) -> Measurements:
+def read(folder: str | Path, setting: Setting, most: int | None = None) -> Measurements:
     """The measurements of one setting in a dataset folder, which is of one machine.
+
+    most: timings of groups to read (see dataset.read_timings).
 
     Raises ShardCoreError for a folder without measurements, and for one whose compute samples are all of
     other settings.
@@ -85,7 +89,7 @@ def read(folder: str | Path, setting: Setting) -> Measurements:
         f"{folder} holds samples of other settings than asked for: "
         f"{'; '.join(differences(other, setting) for other in others)}",
     )
-    known = corrected(dataset.read_timings(folder, setting))
+    known = corrected(dataset.read_timings(folder, setting, most))
     return Measurements(
         # Models train on one timing of each sample, the best known. Repeats show how far timings agree.
         compute=dataset.best_known(known),

@@ -26,7 +26,7 @@ import numpy as np
 
 from shardcore.core.types import Setting
 from shardcore.cost import collective_fit, features, fit, quantiles
-from shardcore.cost.drift_correction import Lent, Measurements, rescale_sample
+from shardcore.cost.drift_correction import MOST_LENT, Lent, Measurements, rescale_sample
 from shardcore.cost.fit_config import MIN_COMPUTE, MIN_STARTED, FitConfig, Progress, Shape, TrainedModel
 from shardcore.cost.neural import NeuralModel
 from shardcore.io.dataset import Sample, split_of
@@ -34,8 +34,6 @@ from shardcore.io.measurements import CollectiveSample, ComputeSample
 
 _JOINED = 120
 """A lender's groups that join own ones."""
-_OF_LAW = 2_000
-"""A lender's groups that train its law, at most: more take longer, and help little (docs/decisions/cost-models.md)."""
 _LINEAR = ("launch", "rates")
 """Weights that an op's ms are linear in: their mean gives the mean of ms."""
 _FAVOUR = 4
@@ -68,7 +66,9 @@ def train(
             theirs,
         )
         for x in lenders
-        if len(theirs := [s for s in x.known.compute if s.error is None and s.request not in asked][:_OF_LAW])
+        if len(
+            theirs := [s for s in x.known.compute if s.error is None and s.request not in asked][:MOST_LENT]
+        )
         >= MIN_COMPUTE
     ]
     if few := len(mine) < (MIN_STARTED if laws else MIN_COMPUTE):

@@ -65,7 +65,7 @@ def read(folder: str | Path, setting: Setting, lenders: Sequence[str | Path] = (
     own, others = Path(folder), [path for path in map(Path, lenders) if path != Path(folder)]
     known, traced = drift_correction.read(own, setting), traced_samples.read_all([own, *others], setting)
     lent = [
-        Lent(str(path), held.hardware, drift_correction.read(path, held))
+        Lent(str(path), held.hardware, drift_correction.read(path, held, drift_correction.MOST_LENT))
         for path in others
         for held in dataset.settings(path)
         if is_alike(held, setting)

@@ -16,6 +16,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -189,11 +190,6 @@ def read_compute(folder: str | Path, setting: Setting | None = None) -> list[Com
     return best_known(read_timings(folder, setting))
 
 
-def read_repeats(folder: str | Path, setting: Setting | None = None) -> list[list[ComputeSample]]:
-    """The compute samples of a folder (of one setting) with several timings, as `repeated`."""
-    return repeated(read_timings(folder, setting))
-
-
 def read_comm(folder: str | Path, setting: Setting | None = None) -> list[CollectiveSample]:
     """The samples of collectives in a folder (of one setting), as read_compute."""
     return best_known(_comm(folder, setting))
@@ -232,8 +228,13 @@ def repeated(timings: Iterable[Sample]) -> list[list[Sample]]:
     )
 
 
-def read_timings(folder: str | Path, setting: Setting | None = None) -> list[ComputeSample]:
-    """All timings and failures of the compute samples in a folder (of one setting)."""
+def read_timings(
+    folder: str | Path, setting: Setting | None = None, most: int | None = None
+) -> list[ComputeSample]:
+    """Timings and failures of the compute samples in a folder (of one setting).
+
+    most: number of timings to read. A merged folder has them by id, so the first ones are a random subset.
+    """
     pools: dict[str, dict[str, Table]] = {}
     tables: dict[tuple[str, str, int, str, bool], Table] = {}
 
@@ -281,7 +282,7 @@ def read_timings(folder: str | Path, setting: Setting | None = None) -> list[Com
         _require_id(read.id, compute_id(read.setting, read.request))
         return read
 
-    return _samples(folder, "compute", setting, sample)
+    return _samples(folder, "compute", setting, sample, most)
 
 
 def _comm(folder: str | Path, setting: Setting | None) -> list[CollectiveSample]:
@@ -325,14 +326,18 @@ def _comm(folder: str | Path, setting: Setting | None) -> list[CollectiveSample]
 
 
 def _samples(
-    folder: str | Path, kind: str, setting: Setting | None, make: Callable[[Row], Sample]
+    folder: str | Path,
+    kind: str,
+    setting: Setting | None,
+    make: Callable[[Row], Sample],
+    most: int | None = None,
 ) -> list[Sample]:
-    """The samples that `make` builds from all rows of a kind, each timing once.
+    """The samples that `make` builds from rows of a kind (the first `most`), each timing once.
 
     Raises ShardCoreError naming an invalid sample.
     """
     samples = {}
-    for row in dataset_parts.read_rows(folder, kind, setting):
+    for row in islice(dataset_parts.read_rows(folder, kind, setting), most):
         try:
             # By time, too, as a timing is in two parts after an interrupted merge.
             samples[row["id"], row["measured_at"]] = make(row)
@@ -361,10 +366,12 @@ def _require_id(read: str, right: str) -> None:
 
 def settings(folder: str | Path) -> list[Setting]:
     """Settings of the compute samples in a folder."""
-    columns = ["hardware", "setting_batch", "precision", "optimizer", "measurement_version"]
-    return sorted(
-        {row["setting"] for row in dataset_parts.read_rows(folder, "compute", None, columns)}, key=str
+    rows = dataset_parts.read_rows(
+        folder,
+        "compute",
+        columns=["hardware", "setting_batch", "precision", "optimizer", "measurement_version"],
     )
+    return sorted({row["setting"] for row in rows}, key=str)
 
 
 def read_ids(folder: str | Path, kind: str) -> set[str]:
@@ -399,7 +406,7 @@ def usual_ms(folder: str | Path, setting: Setting, request: ComputeRequest) -> f
 
 def reference_op(folder: str | Path, setting: Setting) -> ReferenceOp | None:
     """The reference op of a folder's compute samples. None if too few timings show which one it is."""
-    if not has_reference_op(repeats := read_repeats(folder, setting)):
+    if not has_reference_op(repeats := repeated(read_timings(folder, setting))):
         return None
     return repeats[0][0].request, statistics.median(s.total_ms for s in repeats[0])
 

@@ -271,7 +271,7 @@ def test_killed_and_resumed_it_has_every_sample_once(started, command, live, fol
     for left in folder.glob(".*.tmp"):
         os.utime(left, (time.time() - 7200,) * 2)
     assert main([*command, "--samples", "30"]) == 0
-    samples, repeats = dataset.read_compute(folder), dataset.read_repeats(folder)
+    samples, repeats = dataset.read_compute(folder), dataset.repeated(dataset.read_timings(folder))
     assert kept <= {s.id for s in samples} and len(samples) == 31  # with the reference op
     assert not list(folder.glob(".*.tmp"))
     reference = reference_request(live, SETTING, SHAPE)

@@ -212,7 +212,7 @@ def test_a_ray_node_killed_while_measuring_costs_what_it_had_in_hand(
     outcome.lost = SAMPLES + 1 - measured(toy)  # with the reference op
     outcome.completed = outcome.lost == 0
     assert outcome.completed
-    reference, *disturbed = dataset.read_repeats(toy.folder / "data/measurements")
+    reference, *disturbed = dataset.repeated(dataset.read_timings(toy.folder / "data/measurements"))
     # nothing else was measured several times
     assert len(reference) > 2 and all(g[0].relative_ci > 0.9 for g in disturbed)
     # by two ranks that share what is left

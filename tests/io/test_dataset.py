@@ -103,8 +103,15 @@ def test_a_timing_replaces_an_error_and_the_later_one_wins(tables, tmp_path):
     [sample] = dataset.read_compute(tmp_path)
     assert sample.error is None and sample.measured_at == 2.0
     dataset.merge_parts(tmp_path)  # keeps all timings, for they show drift
-    [repeats] = dataset.read_repeats(tmp_path)
+    [repeats] = dataset.repeated(dataset.read_timings(tmp_path))
     assert [s.measured_at for s in repeats] == [1.0, 2.0]
+
+
+def test_a_part_of_a_folder_can_be_read(tables, tmp_path):
+    samples = [compute_sample(tables, i) for i in range(6)]
+    dataset.write_compute(tmp_path, samples, dataset.write_pool(tmp_path, tables))
+    first = [s.id for s in dataset.read_timings(tmp_path, SETTING, 4)]
+    assert len(first) == 4 and set(first) < {s.id for s in samples}
 
 
 def over_links(emulated):

@@ -14,7 +14,7 @@ FOLDERS = sorted(p for p in (Path(__file__).parents[2] / "datasets").iterdir() i
 def test_a_shipped_dataset_is_whole_and_small(folder):
     [setting] = dataset.settings(folder)
     compute, comm = dataset.read_compute(folder, setting), dataset.read_comm(folder, setting)
-    repeats = dataset.read_repeats(folder, setting)
+    repeats = dataset.repeated(dataset.read_timings(folder, setting))
     assert setting.hardware == folder.name
     assert sum(s.error is None for s in compute) >= 10_000 and sum(s.error is None for s in comm) >= 2_000
     assert sum(len(g) >= 3 for g in repeats) >= 300
