@@ -16,15 +16,15 @@ Shapes: D devices.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from shardcore.core.catalog import DENSE_OPTIMIZERS, OPTIMIZERS
-from shardcore.core.types import PRECISION_BYTES, Placement, Plan, Problem, Shard, Table
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.step.kinds import WHOLE_ROWS, layout_of, shards_on
 
 NOTHING = "nothing, as the optimizer keeps no state"
@@ -141,9 +141,8 @@ def diff(old: Plan, new: Plan, problem: Problem | None = None, forced: Collectio
             moves.append(Move(name, moved, tuple(was), tuple(now), name in forced, loses))
         if (old_table.rows, old_table.dim) != (new_table.rows, new_table.dim):
             # Weights that the old table did not have, counted once per device.
-            new_bytes = sum(
-                _shared_bytes(s, s) - _shared_bytes(s, Shard.whole(old_table)) for _, s in _shards(now)
-            )
+            known = common_cells([(0, Shard.whole(old_table))], shards_of(now))
+            new_bytes = sum(s.bytes for _, s in shards_of(now)) - sum(cells.bytes for _, _, cells in known)
             resized.append(Resized(old_table, new_table, new_bytes))
     return Diff(
         moves=tuple(sorted(moves, key=lambda m: (-m.bytes, m.table))),
@@ -189,7 +188,12 @@ def relabel_devices(new: Plan, old: Plan, problem: Problem) -> Plan:
     if problem.pinned or any(layout_of(p.kind).divides_rows for p in new.placements):
         return unchanged
     # stay[i, j] is the gain of giving new device i the number j: maximize the sum.
-    stay, devices = _staying_bytes(old, new, len(problem.topology)), problem.topology.devices
+    devices, before = problem.topology.devices, old.by_table()
+    stay = np.zeros((len(devices), len(devices)))
+    for name, placements in new.by_table().items():
+        for was, now, cells in common_cells(shards_of(before.get(name, ())), shards_of(placements)):
+            if was < len(devices):  # others are gone
+                stay[now, was] += cells.bytes
     place = np.arange(len(devices))
     for kind in dict.fromkeys(devices):
         # Devices that differ in speed or memory cannot be exchanged.
@@ -201,7 +205,7 @@ def relabel_devices(new: Plan, old: Plan, problem: Problem) -> Plan:
         replace(p, devices=(place[p.devices[0]],)) if len(p.devices) == 1 else p for p in new.placements
     )
     # The assignment ignores column order, so it can lose to the plan as it was.
-    relabelled, before = reorder_columns(Plan(exchanged, new.provenance), old), old.by_table()
+    relabelled = reorder_columns(Plan(exchanged, new.provenance), old)
 
     def moved_bytes(plan: Plan) -> int:
         return sum(_moved_bytes(before[name], now) for name, now in plan.by_table().items() if name in before)
@@ -233,38 +237,29 @@ def reorder_columns(new: Plan, old: Plan) -> Plan:
     return Plan(tuple(placements), new.provenance)
 
 
-def _staying_bytes(old: Plan, new: Plan, n_devices: int) -> np.ndarray:
-    """[D, D] bytes of weights on device i of the new plan and on device j of the old plan."""
-    staying, before = np.zeros((n_devices, n_devices)), old.by_table()
-    for name, placements in new.by_table().items():
-        for now, shard in _shards(placements):
-            # Pairs of shards of one table: few, as a table is on few devices.
-            for was, old_shard in _shards(before.get(name, [])):
-                if was < n_devices:
-                    staying[now, was] += _shared_bytes(shard, old_shard)
-    return staying
+def _moved_bytes(old: Sequence[Placement], new: Sequence[Placement]) -> int:
+    """Weights of a table that move to a device which did not have them, counted once per device."""
+    # Cells that are new in the table do not move: nobody had them.
+    known = common_cells([(0, Shard.whole(old[0].shard.table))], shards_of(new))
+    stay = (cells.bytes for was, now, cells in common_cells(shards_of(old), shards_of(new)) if was == now)
+    return sum(cells.bytes for _, _, cells in known) - sum(stay)
 
 
-def _shards(placements: Sequence[Placement]) -> list[tuple[int, Shard]]:
+def shards_of(placements: Iterable[Placement]) -> list[tuple[int, Shard]]:
     """Devices with their shards."""
     return [pair for p in placements for pair in shards_on(p)]
 
 
-def _moved_bytes(old: Sequence[Placement], new: Sequence[Placement]) -> int:
-    """Weights of a table that move to a device which did not have them, counted once per device."""
-    old_shards, old_table = defaultdict[int, list[Shard]](list), Shard.whole(old[0].shard.table)
-    # A device keeps what any of its old shards had.
-    for device, shard in _shards(old):
-        old_shards[device].append(shard)
-    # Cells that are new in the table do not move: nobody had them.
-    return sum(
-        _shared_bytes(shard, old_table) - sum(_shared_bytes(shard, s) for s in old_shards[device])
-        for device, shard in _shards(new)
-    )
+def common_cells(
+    old: Iterable[tuple[int, Shard]], new: Sequence[tuple[int, Shard]]
+) -> Iterator[tuple[int, int, Shard]]:
+    """Cells of a table that an old shard and a new one have: the old device, the new device, and the cells.
 
-
-def _shared_bytes(a: Shard, b: Shard) -> int:
-    """Weights that are in both shards, in the precision of the first."""
-    rows = min(a.row_hi, b.row_hi) - max(a.row_lo, b.row_lo)
-    columns = min(a.col_hi, b.col_hi) - max(a.col_lo, b.col_lo)
-    return max(0, rows) * max(0, columns) * PRECISION_BYTES[a.table.precision]
+    The table is the new one: shapes and precisions may differ.
+    """
+    # Pairs of shards of one table: few, as a table is on few devices.
+    for (was, had), (now, has) in product(old, new):
+        rows = max(had.row_lo, has.row_lo), min(had.row_hi, has.row_hi)
+        columns = max(had.col_lo, has.col_lo), min(had.col_hi, has.col_hi)
+        if rows[0] < rows[1] and columns[0] < columns[1]:
+            yield was, now, Shard(has.table, *rows, *columns)

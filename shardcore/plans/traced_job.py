@@ -21,7 +21,7 @@ from shardcore.io.traced_steps import TracedJob
 from shardcore.measure.traces.job import read_job
 from shardcore.plans.diff import Diff, diff
 from shardcore.plans.gain import Gain, gain
-from shardcore.plans.move_price import exchange_ms
+from shardcore.plans.move_price import price_move
 from shardcore.plans.replan import ReplanConfig, replan
 from shardcore.step.lower import Workload, lower
 
@@ -79,7 +79,7 @@ class Proposal:
 
     interval_ms: interval of its step.
     moved: from the plan in use.
-    seconds: to move the weights, as an all-to-all.
+    seconds: to move weights and optimizer state, at the model's rates of links.
     """
 
     now: PricedPlan
@@ -218,6 +218,5 @@ def propose(checked: CheckedJob, model: CostModel, config: ReplanConfig) -> Prop
         interval_ms(plan, checked.problem, model, checked.correction),
         gain(checked.after, now, checked.problem, ours),
         moved,
-        # In even shares: as if each device sends as much as the others.
-        exchange_ms(ours, checked.problem.topology, moved.bytes / len(checked.problem.topology)) / 1e3,
+        price_move(checked.after.plan, plan, checked.problem, ours).pause_s,
     )
