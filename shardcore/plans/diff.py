@@ -206,11 +206,7 @@ def relabel_devices(new: Plan, old: Plan, problem: Problem) -> Plan:
     )
     # The assignment ignores column order, so it can lose to the plan as it was.
     relabelled = reorder_columns(Plan(exchanged, new.provenance), old)
-
-    def moved_bytes(plan: Plan) -> int:
-        return sum(_moved_bytes(before[name], now) for name, now in plan.by_table().items() if name in before)
-
-    return min(unchanged, relabelled, key=moved_bytes)
+    return min(unchanged, relabelled, key=lambda plan: diff(old, plan).bytes)
 
 
 def reorder_columns(new: Plan, old: Plan) -> Plan:
@@ -225,13 +221,13 @@ def reorder_columns(new: Plan, old: Plan) -> Plan:
         if was and len(now) > 1 and all(layout_of(p.kind) is WHOLE_ROWS for p in now):
             # Columns are interchangeable in cost, so only their order on devices matters for moves.
             # Devices without an old shard come last.
-            order = dict.fromkeys((p.devices[0] for p in now), now[0].shard.table.dim)
-            order |= {p.devices[0]: p.shard.col_lo for p in was}
-            column, ordered = 0, []
-            for p in sorted(now, key=lambda p: (order[p.devices[0]], p.shard.col_lo)):
-                shard = replace(p.shard, col_lo=column, col_hi=column + p.shard.width)
-                ordered.append(replace(p, shard=shard))
-                column = shard.col_hi
+            first, last = {p.devices[0]: p.shard.col_lo for p in was}, now[0].shard.table.dim
+            in_order = sorted(now, key=lambda p: (first.get(p.devices[0], last), p.shard.col_lo))
+            ends = np.cumsum([p.shard.width for p in in_order]).tolist()
+            ordered = [
+                replace(p, shard=replace(p.shard, col_lo=end - p.shard.width, col_hi=end))
+                for p, end in zip(in_order, ends, strict=True)
+            ]
             now = min(now, ordered, key=lambda table: _moved_bytes(was, table))
         placements += now
     return Plan(tuple(placements), new.provenance)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from shardcore.core.validation import (
     MOST_SEED,
     require,
     require_types,
-    require_within,
+    within,
 )
 from shardcore.cost.model import CostModel
 from shardcore.cost.move_rates import MoveRates
@@ -54,26 +55,17 @@ class ReplanConfig:
     budget: budget of the search. None: the default.
     """
 
-    max_moved_tables: int | None = None
-    max_moved_bytes: int | None = None
-    max_pause_s: float | None = None
-    pay_back_in_s: float | None = None
+    max_moved_tables: Annotated[int | None, within(0, MOST_COUNT)] = None
+    max_moved_bytes: Annotated[int | None, within(0, MOST_BYTES)] = None
+    max_pause_s: Annotated[float | None, within(0, MOST_COUNT)] = None
+    pay_back_in_s: Annotated[float | None, within(0, MOST_COUNT)] = None
     move_rates: MoveRates | None = None
     space: str | None = None
-    seed: int = 0
+    seed: Annotated[int, within(0, MOST_SEED)] = 0
     budget: Budget | None = None
 
     def __post_init__(self) -> None:
         require_types(self, "re-plan config")
-        require_within(
-            self,
-            "re-plan config",
-            max_moved_tables=(0, MOST_COUNT),
-            max_moved_bytes=(0, MOST_BYTES),
-            max_pause_s=(0, MOST_COUNT),
-            pay_back_in_s=(0, MOST_COUNT),
-            seed=(0, MOST_SEED),
-        )
 
     @property
     def limited(self) -> bool:
@@ -289,10 +281,7 @@ def _plan_within_limits(
     if pauses and budget is not None and budget.seconds is not None:
         budget = replace(budget, seconds=budget.seconds / _TRIES)
 
-    def search(reshard: Reshard | None) -> Plan:
-        space = config.space or "all"
-        return annealing(problem, model, seed=config.seed, budget=budget, space=space, reshard=reshard)
-
+    search = partial(annealing, problem, model, seed=config.seed, budget=budget, space=config.space or "all")
     for _ in range(_TRIES):
         try:
             plan = _searched_plan(old, problem, limits, search)
@@ -340,28 +329,29 @@ def _kept_plan(old: Plan, problem: Problem, model: CostModel, space: str) -> Pla
     return replace(left, provenance={**old.provenance, **price})
 
 
-def _searched_plan(
-    old: Plan, problem: Problem, limits: ReplanConfig, search: Callable[[Reshard | None], Plan]
-) -> Plan:
-    """The plan of a search from what stays of the old one. Without limits, of a fresh search where that fails."""
+def _searched_plan(old: Plan, problem: Problem, limits: ReplanConfig, search: Callable[..., Plan]) -> Plan:
+    """The plan of a search from what stays of the old one. Without limits, of a fresh search where that fails.
+
+    search: of the problem, afresh or from a `reshard`.
+    """
     tables, n_bytes = limits.max_moved_tables, limits.max_moved_bytes
     try:
         stays = _staying_plan(old, problem)
         if stays.placements:
             require_fits(stays, problem)  # in the memory of hosts, too
         try:
-            searched = search(Reshard(stays, tables, n_bytes) if stays.placements else None)
+            searched = search(reshard=Reshard(stays, tables, n_bytes) if stays.placements else None)
         except Infeasible:
             # Annealing places the other tables uncut. Where they find no room so, a packing cuts them.
             packed = _packed_plan(stays, problem) if limits.limited else None
             if packed is None:
                 raise
-            searched = search(Reshard(packed, tables, n_bytes))
+            searched = search(reshard=Reshard(packed, tables, n_bytes))
     except ShardCoreError:
         # A fresh search cannot respect a limit on moves.
         if limits.limited:
             raise
-        searched = search(None)
+        searched = search()
     # Devices that are renumbered could move more than the limits allow.
     return reorder_columns(searched, old) if limits.limited else relabel_devices(searched, old, problem)
 
