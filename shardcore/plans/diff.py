@@ -16,15 +16,15 @@ Shapes: D devices.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
 import numpy as np
 
 from shardcore.core.catalog import DENSE_OPTIMIZERS, OPTIMIZERS
-from shardcore.core.types import Placement, Plan, Problem, Shard, Table
+from shardcore.core.types import Placement, Plan, Problem, Shard
 from shardcore.step.kinds import WHOLE_ROWS, layout_of, shards_on
 
 NOTHING = "nothing, as the optimizer keeps no state"
@@ -55,32 +55,20 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Resized:
-    """A table whose rows or dim changed.
-
-    old, new: the table before and after.
-    new_bytes: weights of cells that it did not have before, summed over devices.
-    """
-
-    old: Table
-    new: Table
-    new_bytes: int
-
-
-@dataclass(frozen=True)
 class Diff:
     """The difference of two plans. Tables are matched by name.
 
     moves: tables that move, largest first.
     added: tables only in the new plan. Their bytes do not count.
     removed: tables only in the old plan. Their bytes do not count.
-    resized: tables whose shape changed, most new bytes first. They may be in `moves` too.
+    resized: tables whose rows or dim changed, and bytes of weights of cells that they did not have before, summed
+      over devices, most first. They may be in `moves` too.
     """
 
     moves: tuple[Move, ...]
     added: tuple[str, ...]
     removed: tuple[str, ...]
-    resized: tuple[Resized, ...] = ()
+    resized: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
@@ -100,7 +88,7 @@ class Diff:
     @property
     def new_bytes(self) -> int:
         """Bytes of weights of new rows and columns."""
-        return sum(r.new_bytes for r in self.resized)
+        return sum(self.resized.values())
 
     def document(self) -> dict[str, Any]:
         """The moves as JSON, for a plan's provenance."""
@@ -113,7 +101,7 @@ class Diff:
             "forced": forced,
             "added": list(self.added),
             "removed": list(self.removed),
-            "resized": [r.new.name for r in self.resized],
+            "resized": list(self.resized),
             "new_bytes": self.new_bytes,
             "checkpoint_loses": {m.table: m.loses for m in self.moves if m.loses},
         }
@@ -130,7 +118,7 @@ def diff(old: Plan, new: Plan, problem: Problem | None = None, forced: Collectio
     """
     # Matched by name, as shapes and statistics of a table may change between plans.
     before, after = old.by_table(), new.by_table()
-    moves, resized = [], []
+    moves, resized = [], {}
     for name in before.keys() & after.keys():
         was, now = before[name], after[name]
         old_table, new_table = was[0].shard.table, now[0].shard.table
@@ -142,14 +130,15 @@ def diff(old: Plan, new: Plan, problem: Problem | None = None, forced: Collectio
         if (old_table.rows, old_table.dim) != (new_table.rows, new_table.dim):
             # Weights that the old table did not have, counted once per device.
             known = common_cells([(0, Shard.whole(old_table))], shards_of(now))
-            new_bytes = sum(s.bytes for _, s in shards_of(now)) - sum(cells.bytes for _, _, cells in known)
-            resized.append(Resized(old_table, new_table, new_bytes))
+            resized[name] = sum(s.bytes for _, s in shards_of(now)) - sum(
+                cells.bytes for _, _, cells in known
+            )
     return Diff(
         moves=tuple(sorted(moves, key=lambda m: (-m.bytes, m.table))),
         added=tuple(sorted(after.keys() - before.keys())),
         removed=tuple(sorted(before.keys() - after.keys())),
         # Names break ties, so the same plans give the same diff.
-        resized=tuple(sorted(resized, key=lambda r: (-r.new_bytes, r.new.name))),
+        resized=dict(sorted(resized.items(), key=lambda table: (-table[1], table[0]))),
     )
 
 

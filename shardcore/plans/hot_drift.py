@@ -24,21 +24,17 @@ from shardcore.tables.hot_rows import COLD, HOT, cold_names
 class HotDrift:
     """Drift of the hot rows of a table.
 
-    table: its name, without the ending of hot or cold rows.
-    rows: hot rows.
     still_hot: share of them that are as hot as the last of as many hottest rows now.
     planned_share: their share of lookups in the problem.
     share: their share of lookups now.
     best_share: share of lookups that as many hottest rows have now.
-    new: the ids of the hottest rows. Of equally hot ids, those that are hot stay.
+    new: the ids of the hottest rows of the whole table. Of equally hot ids, those that are hot stay.
     entering: rows that are hot only in `new`. As many others leave.
     saved_bytes: bytes that no longer leave devices in a step with `new`, over all devices: ids, outputs,
       gradients.
     moved_bytes: weights that enter, once to each device, and that leave, to one.
     """
 
-    table: str
-    rows: int
     still_hot: float
     planned_share: float
     share: float
@@ -100,8 +96,6 @@ def _drift(now: HotIds, hot_part: Table, cold_part: Table, counts: RowCounts, pr
     saved_lookups = (best_share - share) * total / counts.samples * problem.global_batch
     sent_share = (n_devices - 1) / n_devices
     return HotDrift(
-        table=name,
-        rows=hot_part.rows,
         new=new,
         entering=entering,
         # The last of the hottest rows is the threshold: rows with equally many lookups are as hot.
