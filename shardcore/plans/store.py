@@ -211,24 +211,23 @@ def turn(root: str | Path, name: str, patience_s: float = PATIENCE_S) -> Iterato
         home.mkdir(parents=True, exist_ok=True)
         # O_NOFOLLOW: a link in a shared folder must not make us truncate another file.
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
-        lock = open(opened, "a+", errors="replace")  # emptied below, under the lock
-    with lock:
+    with open(opened, "a+", errors="replace") as lock:  # emptied below, under the lock
+        while True:
+            # Non-blocking, because a blocking flock cannot time out.
+            with places.plain_errors(path, (BlockingIOError,)):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            if time.monotonic() > until:
+                lock.seek(0)
+                holder = lock.read(4096).strip() or "a process that does not say which"
+                raise ShardCoreError(
+                    f"plans for problem {name!r} are being published by another, which has held {path} for "
+                    f"{patience_s:.0f} s or more: {holder}; end it if it hangs, and publish again"
+                )
+            time.sleep(_LOOK_S)
+        # Name the holder of the lock, for the message of those who wait.
+        since = datetime.now().isoformat(" ", "seconds")
         with places.plain_errors(path):
-            while True:
-                with suppress(BlockingIOError):
-                    # Non-blocking, because a blocking flock cannot time out.
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                if time.monotonic() > until:
-                    lock.seek(0)
-                    holder = lock.read(4096).strip() or "a process that does not say which"
-                    raise ShardCoreError(
-                        f"plans for problem {name!r} are being published by another, which has held {path} for "
-                        f"{patience_s:.0f} s or more: {holder}; end it if it hangs, and publish again"
-                    )
-                time.sleep(_LOOK_S)
-            # Name the holder of the lock, for the message of those who wait.
-            since = datetime.now().isoformat(" ", "seconds")
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
             lock.flush()
