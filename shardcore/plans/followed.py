@@ -86,12 +86,10 @@ class JobReport:
 class Followed:
     """A plan that a job may move to.
 
-    version: in the store.
     most_ratio: its predicted step with the margin of its gain, over that of the plan that it replaced. None:
       it replaced none.
     """
 
-    version: str
     plan: Plan
     problem: Problem
     most_ratio: float | None
@@ -128,7 +126,7 @@ class StoredPlans:
         if decision and decision.previous_ms and decision.candidate_ms is not None:
             # With the margin: a step slower than that is beyond the model's error.
             most_ratio = (decision.candidate_ms + (decision.margin_ms or 0.0)) / decision.previous_ms
-        return Followed(version, plan, problem, most_ratio)
+        return Followed(plan, problem, most_ratio)
 
     def roll_back(self, version: str, reason: str) -> str:
         """Make the version before current again. Returns it. Raises ShardCoreError as `store.roll_back`."""

@@ -105,10 +105,11 @@ def without_devices(old: Plan, before: Problem, now: Problem, gone: Sequence[int
     """
     n_before, n_now = len(before.topology), len(now.topology)
     # Device numbers are those of the old problem.
-    if wrong := [d for d in gone if not 0 <= d < n_before]:
-        raise ShardCoreError(
-            f"device {wrong[0]} of problem {before.name!r} cannot be gone; it has devices 0 to {n_before - 1}"
-        )
+    wrong = [d for d in gone if not 0 <= d < n_before]
+    require(
+        not wrong,
+        f"{device_names(wrong)} of problem {before.name!r} cannot be gone; it has devices 0 to {n_before - 1}",
+    )
     left = [d for d in range(n_before) if d not in gone]
     require(
         bool(left), f"all {n_before} devices of problem {before.name!r} are gone; it needs to have one left"
@@ -125,11 +126,11 @@ def without_devices(old: Plan, before: Problem, now: Problem, gone: Sequence[int
             )
         return old, replace(now, constraints=replace(now.constraints, pinned=tuple(pins.items())))
     # Fewer devices than are left: which ones are missing is unknown.
-    if gone and n_now < len(left):
-        raise ShardCoreError(
-            f"problem {now.name!r} has {n_now} devices; {before.name!r} has {len(left)} "
-            f"without {device_names(gone)}: name all devices that are gone"
-        )
+    require(
+        not gone or n_now >= len(left),
+        f"problem {now.name!r} has {n_now} devices; {before.name!r} has {len(left)} "
+        f"without {device_names(gone)}: name all devices that are gone",
+    )
     # Devices that are gone get numbers that the problem does not have.
     number = {d: i for i, d in enumerate(left)} | {d: n_now + i for i, d in enumerate(gone)}
     placements = (replace(p, devices=tuple(number[d] for d in p.devices)) for p in old.placements)
