@@ -140,6 +140,8 @@ def _overhead_s(
     before, now = old.by_table(), new.by_table()
     changed = {t.collection for t in problem.tables if before.get(t.name) != now.get(t.name)}
     names = [t.name for t in problem.tables if t.collection in changed]
+    # A shard has a tensor of weights, and one of each state of its optimizer.
+    per = states.states
     # Of collections that change: [old or new, D] bytes of shards, and [D] ns of their digests.
     held, digest_ns = np.zeros((2, n)), np.zeros(n)
     for i, plan in enumerate((before, now)):
@@ -149,7 +151,9 @@ def _overhead_s(
                     held[i, device] += _bytes(shard, states)
                     # Of old replicas one device takes the digest.
                     if i or device == 0 or not _replicated([placement]):
-                        digest_ns[device] += _digest_ns(shard, states, rates)
+                        numbers = shard.rows * (shard.width * (1 + per.count("cell")) + per.count("row"))
+                        digest_ns[device] += numbers * rates.digest_ns
+                        digest_ns[device] += shard.rows * (1 + len(per)) * rates.digest_row_ns
     return {
         "move": rates.move_s,
         "collections": rates.collection_s * len(changed),
@@ -169,14 +173,6 @@ def _bytes(shard: Shard, states: Optimizer) -> int:
     """Bytes of a shard's weights and optimizer state."""
     cells = shard.rows * shard.width
     return shard.bytes + cells * states.state_bytes("cell") + shard.rows * states.state_bytes("row")
-
-
-def _digest_ns(shard: Shard, states: Optimizer, rates: MoveRates) -> float:
-    """ns of the digests of a shard's weights and optimizer state."""
-    tensors = {per: states.states.count(per) for per in ("cell", "row")}
-    numbers = shard.rows * (shard.width * (1 + tensors["cell"]) + tensors["row"])
-    rows = shard.rows * (1 + len(states.states))
-    return numbers * rates.digest_ns + rows * rates.digest_row_ns
 
 
 def _link_levels(topology: Topology) -> np.ndarray:

@@ -34,7 +34,7 @@ from shardcore.search.state.packing import roomiest
 from shardcore.search.state.shards import CONCESSION, on_all_devices, priced
 from shardcore.step.kinds import WHOLE_ROWS, device_names
 from shardcore.step.lower import require_plan
-from shardcore.step.memory import fits, held_bytes, require_fits, used_bytes
+from shardcore.step.memory import fits, held_bytes, used_bytes
 from shardcore.tables.hot_rows import as_cold
 
 _TRIES = 4
@@ -338,8 +338,6 @@ def _searched_plan(old: Plan, problem: Problem, limits: ReplanConfig, search: Ca
     tables, n_bytes = limits.max_moved_tables, limits.max_moved_bytes
     try:
         stays = _staying_plan(old, problem)
-        if stays.placements:
-            require_fits(stays, problem)  # in the memory of hosts, too
         try:
             searched = search(reshard=Reshard(stays, tables, n_bytes) if stays.placements else None)
         except Infeasible:

@@ -95,7 +95,9 @@ def what_if(priced: PricedPlan, problem: Problem, model: CostModel) -> WhatIf:
     plan = _PlanSums(priced, problem, model)
     stays = {s.table.name: why for s in plan.shards if (why := _stays(s.table, problem))}
     free = [i for i, shard in enumerate(plan.shards) if shard.table.name not in stays]
-    ordered = sorted(plan.priced(plan.moves(free)), key=lambda move: (bool(move.refused), move.total_ms))
+    ordered = sorted(
+        plan.priced_moves(plan.possible_moves(free)), key=lambda move: (bool(move.refused), move.total_ms)
+    )
     of_table: dict[str, list[Move]] = defaultdict(list)
     for move in ordered:
         of_table[move.shard.table.name].append(move)
@@ -172,7 +174,7 @@ class _PlanSums:
         # An empty op costs nothing. Differences of sums may leave it some rounding.
         return np.where(counts > 0, np.stack([share * ms, (1 - share) * ms, link_ms]) / speed, 0.0)
 
-    def moves(self, free: Sequence[int]) -> np.ndarray:
+    def possible_moves(self, free: Sequence[int]) -> np.ndarray:
         """[K, 2] numbers of a shard and of a device that it may move to.
 
         A device with other columns of the table is none: the two shards would become one.
@@ -190,13 +192,13 @@ class _PlanSums:
             moves += [(i, d) for d in [d for d in first if d in allowed][:most]]
         return np.array(moves, dtype=int).reshape(-1, 2)
 
-    def priced(self, moves: np.ndarray) -> Iterator[Move]:
+    def priced_moves(self, moves: np.ndarray) -> Iterator[Move]:
         """Moves [K, 2], priced in parts that are small enough for one call."""
         at_once = max(1, _AT_ONCE // self.plan.workload.traffic.size)
         for k in range(0, len(moves), at_once):
-            yield from self._priced(*moves[k : k + at_once].T)
+            yield from self._priced_at_once(*moves[k : k + at_once].T)
 
-    def _priced(self, i: np.ndarray, to: np.ndarray) -> Iterator[Move]:
+    def _priced_at_once(self, i: np.ndarray, to: np.ndarray) -> Iterator[Move]:
         """Moves of shards i [K] to devices [K], priced in one call."""
         cost, work, topology = self.plan.cost, self.plan.workload, self.problem.topology
         k, at, run = np.arange(len(i)), self.at[i], self.run[i]
