@@ -30,8 +30,8 @@ from shardcore.io.measurements import Spread, StepSample
 from shardcore.io.row_counts import RowCounts, write_row_counts
 from shardcore.measure.replay import ReplayConfig
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
-from shardcore.plans import job_reports, store, traced_job
-from shardcore.plans.job_reports import JobEvent, JobReport
+from shardcore.plans import store, traced_job
+from shardcore.plans.followed import JobEvent, StoredPlans
 from shardcore.search.learned.policy import NETS, Policy, write_policy
 from shardcore.step.lower import lower
 from shardcore.step.sharding_groups import CONTIGUOUS, GroupedPlan, Grouping, problem_of_group
@@ -213,7 +213,8 @@ def make(folder: Path) -> None:
     )
     event = JobEvent("0" * 16, "stayed", "", 9, 1.0, 3.0, 2.0, 4.0, 1, {"local": 8}, 0.5)
     # A store of its own: of reports alone.
-    job_reports.write(folder, "job-report", JobReport("trainer", "0" * 16, 10, 2.0, 3.0, (event,)))
+    report = {"current": "0" * 16, "step": 10, "at_s": 2.0, "step_ms": 3.0, "events": [vars(event)]}
+    StoredPlans(folder, "job-report", "trainer").report(report)
     op = {"op": "bwd", "time_us": "612.5", "B": "1024", "T": "2", "E": "1000,50", "D": "2x64", "L": "10"}
     exchange = {"op": "alltoall", "time_us": "30", "ranks": "16", "hosts": "2", "msg_bytes_per_rank": "1024"}
     with open(folder / "timings.csv", "w") as file:

@@ -49,7 +49,7 @@ from shardcore.io.dlrm_datasets import dlrm_datasets_pool
 from shardcore.io.hot_ids import read_hot_ids
 from shardcore.io.row_counts import read_row_counts
 from shardcore.io.towers import read_towers
-from shardcore.plans import job_reports, store, traced_job
+from shardcore.plans import followed, store, traced_job
 from shardcore.plans.move_price import price_move
 from shardcore.report import follow_report
 from shardcore.search import SHARDERS
@@ -427,12 +427,12 @@ def use_move_rates(folder: Path, sound: Sound) -> None:
 
 @reads(
     "job-report",
-    "shardcore/plans/job_reports.py:read",
+    "shardcore/plans/followed.py:read_reports",
     parts=("job-report",),
     damage=lambda folder, draw: damage_json(folder / "job-report/jobs/trainer.json", draw, True),
 )
 def use_job_report(folder: Path, sound: Sound) -> None:
-    [report] = job_reports.read(folder, "job-report")
+    [report] = followed.read_reports(folder, "job-report")
     if isinstance(report, ShardCoreError):
         raise report
     assert follow_report.job_text(report, 3.0) and all(map(follow_report.event_text, report.events))

@@ -82,7 +82,7 @@ RECORDS: dict[str, tuple[str, ...]] = {
     "dmp-collection": ("torchrec.dmp_collection:_File", "torchrec.dmp_collection:Arguments"),
     "profile": ("cost.profile:Profile", "cost.profile:Rate"),
     "move-rates": ("cost.move_rates:MoveRates",),
-    "job-report": ("plans.job_reports:JobReport",),
+    "job-report": ("plans.followed:JobReport",),
 }
 """Records of each schema, the outermost first: room and module, and class."""
 

@@ -307,12 +307,12 @@ def follow(args: FollowOptions) -> None:
 
 def _followed(args: FollowOptions, model: CostModel | None, rates: MoveRates | None) -> list[tuple[str, str]]:
     """Lines about the current plan and each job, each with a key that changes when the line is news."""
-    from shardcore.plans import job_reports, store
+    from shardcore.plans import followed, store
     from shardcore.report import follow_report
 
     decision = store.current_decision(args.plans, args.name)
     lines = [(decision.id, follow_report.decision_text(decision))]
-    jobs = job_reports.read(args.plans, args.name)
+    jobs = followed.read_reports(args.plans, args.name)
     if not jobs:
         lines.append(("", f"no job has reported yet. {IN_THE_JOB}"))
     for job in jobs:
@@ -320,7 +320,7 @@ def _followed(args: FollowOptions, model: CostModel | None, rates: MoveRates | N
             lines.append((str(job), str(job)))
             continue
         try:
-            move = job_reports.next_move(args.plans, args.name, job, model, rates)
+            move = followed.next_move(args.plans, args.name, job, model, rates)
         except ShardCoreError as error:
             move = error
         changes = [(f"{job.job} {e}", f"  {follow_report.event_text(e)}") for e in job.events]

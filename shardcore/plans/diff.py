@@ -16,15 +16,15 @@ Shapes: D devices.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from shardcore.core.catalog import DENSE_OPTIMIZERS, OPTIMIZERS
-from shardcore.core.types import PRECISION_BYTES, Placement, Plan, Problem, Shard, Table
+from shardcore.core.types import Placement, Plan, Problem, Shard
 from shardcore.step.kinds import WHOLE_ROWS, layout_of, shards_on
 
 NOTHING = "nothing, as the optimizer keeps no state"
@@ -55,32 +55,20 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Resized:
-    """A table whose rows or dim changed.
-
-    old, new: the table before and after.
-    new_bytes: weights of cells that it did not have before, summed over devices.
-    """
-
-    old: Table
-    new: Table
-    new_bytes: int
-
-
-@dataclass(frozen=True)
 class Diff:
     """The difference of two plans. Tables are matched by name.
 
     moves: tables that move, largest first.
     added: tables only in the new plan. Their bytes do not count.
     removed: tables only in the old plan. Their bytes do not count.
-    resized: tables whose shape changed, most new bytes first. They may be in `moves` too.
+    resized: tables whose rows or dim changed, and bytes of weights of cells that they did not have before, summed
+      over devices, most first. They may be in `moves` too.
     """
 
     moves: tuple[Move, ...]
     added: tuple[str, ...]
     removed: tuple[str, ...]
-    resized: tuple[Resized, ...] = ()
+    resized: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
@@ -100,7 +88,7 @@ class Diff:
     @property
     def new_bytes(self) -> int:
         """Bytes of weights of new rows and columns."""
-        return sum(r.new_bytes for r in self.resized)
+        return sum(self.resized.values())
 
     def document(self) -> dict[str, Any]:
         """The moves as JSON, for a plan's provenance."""
@@ -113,7 +101,7 @@ class Diff:
             "forced": forced,
             "added": list(self.added),
             "removed": list(self.removed),
-            "resized": [r.new.name for r in self.resized],
+            "resized": list(self.resized),
             "new_bytes": self.new_bytes,
             "checkpoint_loses": {m.table: m.loses for m in self.moves if m.loses},
         }
@@ -130,7 +118,7 @@ def diff(old: Plan, new: Plan, problem: Problem | None = None, forced: Collectio
     """
     # Matched by name, as shapes and statistics of a table may change between plans.
     before, after = old.by_table(), new.by_table()
-    moves, resized = [], []
+    moves, resized = [], {}
     for name in before.keys() & after.keys():
         was, now = before[name], after[name]
         old_table, new_table = was[0].shard.table, now[0].shard.table
@@ -141,16 +129,16 @@ def diff(old: Plan, new: Plan, problem: Problem | None = None, forced: Collectio
             moves.append(Move(name, moved, tuple(was), tuple(now), name in forced, loses))
         if (old_table.rows, old_table.dim) != (new_table.rows, new_table.dim):
             # Weights that the old table did not have, counted once per device.
-            new_bytes = sum(
-                _shared_bytes(s, s) - _shared_bytes(s, Shard.whole(old_table)) for _, s in _shards(now)
+            known = common_cells([(0, Shard.whole(old_table))], shards_of(now))
+            resized[name] = sum(s.bytes for _, s in shards_of(now)) - sum(
+                cells.bytes for _, _, cells in known
             )
-            resized.append(Resized(old_table, new_table, new_bytes))
     return Diff(
         moves=tuple(sorted(moves, key=lambda m: (-m.bytes, m.table))),
         added=tuple(sorted(after.keys() - before.keys())),
         removed=tuple(sorted(before.keys() - after.keys())),
         # Names break ties, so the same plans give the same diff.
-        resized=tuple(sorted(resized, key=lambda r: (-r.new_bytes, r.new.name))),
+        resized=dict(sorted(resized.items(), key=lambda table: (-table[1], table[0]))),
     )
 
 
@@ -189,7 +177,12 @@ def relabel_devices(new: Plan, old: Plan, problem: Problem) -> Plan:
     if problem.pinned or any(layout_of(p.kind).divides_rows for p in new.placements):
         return unchanged
     # stay[i, j] is the gain of giving new device i the number j: maximize the sum.
-    stay, devices = _staying_bytes(old, new, len(problem.topology)), problem.topology.devices
+    devices, before = problem.topology.devices, old.by_table()
+    stay = np.zeros((len(devices), len(devices)))
+    for name, placements in new.by_table().items():
+        for was, now, cells in common_cells(shards_of(before.get(name, ())), shards_of(placements)):
+            if was < len(devices):  # others are gone
+                stay[now, was] += cells.bytes
     place = np.arange(len(devices))
     for kind in dict.fromkeys(devices):
         # Devices that differ in speed or memory cannot be exchanged.
@@ -201,12 +194,8 @@ def relabel_devices(new: Plan, old: Plan, problem: Problem) -> Plan:
         replace(p, devices=(place[p.devices[0]],)) if len(p.devices) == 1 else p for p in new.placements
     )
     # The assignment ignores column order, so it can lose to the plan as it was.
-    relabelled, before = reorder_columns(Plan(exchanged, new.provenance), old), old.by_table()
-
-    def moved_bytes(plan: Plan) -> int:
-        return sum(_moved_bytes(before[name], now) for name, now in plan.by_table().items() if name in before)
-
-    return min(unchanged, relabelled, key=moved_bytes)
+    relabelled = reorder_columns(Plan(exchanged, new.provenance), old)
+    return min(unchanged, relabelled, key=lambda plan: diff(old, plan).bytes)
 
 
 def reorder_columns(new: Plan, old: Plan) -> Plan:
@@ -221,50 +210,41 @@ def reorder_columns(new: Plan, old: Plan) -> Plan:
         if was and len(now) > 1 and all(layout_of(p.kind) is WHOLE_ROWS for p in now):
             # Columns are interchangeable in cost, so only their order on devices matters for moves.
             # Devices without an old shard come last.
-            order = dict.fromkeys((p.devices[0] for p in now), now[0].shard.table.dim)
-            order |= {p.devices[0]: p.shard.col_lo for p in was}
-            column, ordered = 0, []
-            for p in sorted(now, key=lambda p: (order[p.devices[0]], p.shard.col_lo)):
-                shard = replace(p.shard, col_lo=column, col_hi=column + p.shard.width)
-                ordered.append(replace(p, shard=shard))
-                column = shard.col_hi
+            first, last = {p.devices[0]: p.shard.col_lo for p in was}, now[0].shard.table.dim
+            in_order = sorted(now, key=lambda p: (first.get(p.devices[0], last), p.shard.col_lo))
+            ends = np.cumsum([p.shard.width for p in in_order]).tolist()
+            ordered = [
+                replace(p, shard=replace(p.shard, col_lo=end - p.shard.width, col_hi=end))
+                for p, end in zip(in_order, ends, strict=True)
+            ]
             now = min(now, ordered, key=lambda table: _moved_bytes(was, table))
         placements += now
     return Plan(tuple(placements), new.provenance)
 
 
-def _staying_bytes(old: Plan, new: Plan, n_devices: int) -> np.ndarray:
-    """[D, D] bytes of weights on device i of the new plan and on device j of the old plan."""
-    staying, before = np.zeros((n_devices, n_devices)), old.by_table()
-    for name, placements in new.by_table().items():
-        for now, shard in _shards(placements):
-            # Pairs of shards of one table: few, as a table is on few devices.
-            for was, old_shard in _shards(before.get(name, [])):
-                if was < n_devices:
-                    staying[now, was] += _shared_bytes(shard, old_shard)
-    return staying
+def _moved_bytes(old: Sequence[Placement], new: Sequence[Placement]) -> int:
+    """Weights of a table that move to a device which did not have them, counted once per device."""
+    # Cells that are new in the table do not move: nobody had them.
+    known = common_cells([(0, Shard.whole(old[0].shard.table))], shards_of(new))
+    stay = (cells.bytes for was, now, cells in common_cells(shards_of(old), shards_of(new)) if was == now)
+    return sum(cells.bytes for _, _, cells in known) - sum(stay)
 
 
-def _shards(placements: Sequence[Placement]) -> list[tuple[int, Shard]]:
+def shards_of(placements: Iterable[Placement]) -> list[tuple[int, Shard]]:
     """Devices with their shards."""
     return [pair for p in placements for pair in shards_on(p)]
 
 
-def _moved_bytes(old: Sequence[Placement], new: Sequence[Placement]) -> int:
-    """Weights of a table that move to a device which did not have them, counted once per device."""
-    old_shards, old_table = defaultdict[int, list[Shard]](list), Shard.whole(old[0].shard.table)
-    # A device keeps what any of its old shards had.
-    for device, shard in _shards(old):
-        old_shards[device].append(shard)
-    # Cells that are new in the table do not move: nobody had them.
-    return sum(
-        _shared_bytes(shard, old_table) - sum(_shared_bytes(shard, s) for s in old_shards[device])
-        for device, shard in _shards(new)
-    )
+def common_cells(
+    old: Iterable[tuple[int, Shard]], new: Sequence[tuple[int, Shard]]
+) -> Iterator[tuple[int, int, Shard]]:
+    """Cells of a table that an old shard and a new one have: the old device, the new device, and the cells.
 
-
-def _shared_bytes(a: Shard, b: Shard) -> int:
-    """Weights that are in both shards, in the precision of the first."""
-    rows = min(a.row_hi, b.row_hi) - max(a.row_lo, b.row_lo)
-    columns = min(a.col_hi, b.col_hi) - max(a.col_lo, b.col_lo)
-    return max(0, rows) * max(0, columns) * PRECISION_BYTES[a.table.precision]
+    The table is the new one: shapes and precisions may differ.
+    """
+    # Pairs of shards of one table: few, as a table is on few devices.
+    for (was, had), (now, has) in product(old, new):
+        rows = max(had.row_lo, has.row_lo), min(had.row_hi, has.row_hi)
+        columns = max(had.col_lo, has.col_lo), min(had.col_hi, has.col_hi)
+        if rows[0] < rows[1] and columns[0] < columns[1]:
+            yield was, now, Shard(has.table, *rows, *columns)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem, Table
-from shardcore.cost.model import CostModel, PricedPlan, price_plan
+from shardcore.core.validation import require
+from shardcore.cost.model import CostModel, price_plan
 from shardcore.io.problem_parts import parts_of, refusal
 from shardcore.plans.diff import Diff, diff
 from shardcore.plans.gain import Gain, gain
@@ -73,17 +74,13 @@ def drift(
     old = rebind_tables(plan, now)
     planned, current = price_plan(plan, problem, model), price_plan(old, now, model)
 
-    # A short search may end worse than its start, so the old plan competes too.
-    def searched(limit: ReplanConfig) -> PricedPlan:
-        return least(
-            [price_plan(replan(plan, now, model, limit), now, model), current], lambda x: x.cost.total_ms
-        )
-
     # No limit on moves: the best plan is a yardstick, not a proposal.
-    best = searched(replace(config, max_moved_tables=None, max_moved_bytes=None))
-    replanned = searched(config) if config.limited else best
-    # The unlimited search is heuristic as well. It can lose to the limited one.
-    best = least([best, replanned], lambda x: x.cost.total_ms)
+    free = replace(config, max_moved_tables=None, max_moved_bytes=None)
+    searches = (config, free) if config.limited else (config,)
+    plans = [price_plan(replan(plan, now, model, limits), now, model) for limits in searches]
+    replanned = plans[0]
+    # The unlimited search is heuristic. It can lose to the limited one.
+    best = least(plans, lambda x: x.cost.total_ms)
     return Drift(
         planned_ms=planned.cost.total_ms,
         now_ms=current.cost.total_ms,
@@ -124,11 +121,11 @@ def refreshed(problem: Problem, tables: Iterable[Table], fields: Sequence[str] =
     """
     fresh = {t.name: t for t in tables}
     # A pool may have other tables, too, but some have to match.
-    if not any(t.name in fresh for t in problem.tables):
-        raise ShardCoreError(
-            f"none of the {len(fresh)} tables with fresh statistics is one of problem {problem.name!r}'s, which has "
-            f"{', '.join(t.name for t in problem.tables[:3])}, ..."
-        )
+    require(
+        any(t.name in fresh for t in problem.tables),
+        f"none of the {len(fresh)} tables with fresh statistics is one of problem {problem.name!r}'s, which has "
+        f"{', '.join(t.name for t in problem.tables[:3])}, ...",
+    )
     # Tables without fresh statistics keep theirs.
     now = (replace(t, **{f: getattr(fresh.get(t.name, t), f) for f in fields}) for t in problem.tables)
     return replace(problem, tables=tuple(now))

@@ -1,4 +1,10 @@
-"""A store's plans as a running job follows them (see torchrec.follow)."""
+"""Jobs that follow a problem's plan (see torchrec.follow): the plans that they may move to, and their reports.
+
+  PLANS/<problem>/jobs/<job>.json
+      the job's last report, which the next one replaces
+
+The jobs write them. `shardcore job follow` reads them.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +12,84 @@ import os
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem
-from shardcore.io import schema
-from shardcore.plans import job_reports, store
-from shardcore.plans.job_reports import JobReport
+from shardcore.core.validation import is_path_name, require, shown
+from shardcore.cost.model import CostModel
+from shardcore.cost.move_rates import MoveRates
+from shardcore.io import schema, writing
+from shardcore.io.envelope import document, open_document, seal, unseal
+from shardcore.plans import places, store
+from shardcore.plans.diff import Diff, diff
+from shardcore.plans.move_price import MovePrice, price_move
+
+SCHEMA = "job-report"
+_SUFFIX = ".json"
+
+
+# --- written by jobs --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class JobEvent:
+    """A change of a job's plan, or a version that it did not take.
+
+    version: the plan's. outcome, reason: as of torchrec.follow.Event.
+    step: step of the job. at_s: Unix time.
+    before_ms, after_ms: measured steps. expected_ms: the longest that was predicted. None: not known.
+    tables: number of tables that moved. bytes: their bytes, by way. pause_s: pause of the move.
+    """
+
+    version: str
+    outcome: str
+    reason: str
+    step: int
+    at_s: float
+    before_ms: float | None = None
+    after_ms: float | None = None
+    expected_ms: float | None = None
+    tables: int = 0
+    bytes: Mapping[str, int] | None = None
+    pause_s: float | None = None
+
+
+@dataclass(frozen=True)
+class JobReport:
+    """A job's plan and last changes, as it reports them.
+
+    job: the job's name.
+    current: the version in use. None: the job's own plan, which the store does not have.
+    step: steps since it follows. step_ms: measured at the last look, of the slowest rank.
+    at_s: Unix time of the report.
+    events: the last ones, oldest first.
+    """
+
+    job: str
+    current: str | None
+    step: int
+    at_s: float
+    step_ms: float | None = None
+    events: tuple[JobEvent, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(
+            is_path_name(self.job),
+            f"a job has name {shown(self.job)}; names have letters, digits and . _ -",
+        )
 
 
 @dataclass(frozen=True)
 class Followed:
     """A plan that a job may move to.
 
-    version: in the store.
     most_ratio: its predicted step with the margin of its gain, over that of the plan that it replaced. None:
       it replaced none.
     """
 
-    version: str
     plan: Plan
     problem: Problem
     most_ratio: float | None
@@ -62,7 +126,7 @@ class StoredPlans:
         if decision and decision.previous_ms and decision.candidate_ms is not None:
             # With the margin: a step slower than that is beyond the model's error.
             most_ratio = (decision.candidate_ms + (decision.margin_ms or 0.0)) / decision.previous_ms
-        return Followed(version, plan, problem, most_ratio)
+        return Followed(plan, problem, most_ratio)
 
     def roll_back(self, version: str, reason: str) -> str:
         """Make the version before current again. Returns it. Raises ShardCoreError as `store.roll_back`."""
@@ -71,8 +135,64 @@ class StoredPlans:
     def report(self, report: Mapping[str, Any]) -> None:
         """Write a job's report next to the plans. Raises ShardCoreError if it cannot be written.
 
-        report: fields of a job_reports.JobReport, without the job's name.
+        report: fields of a JobReport, without the job's name.
         """
-        job_reports.write(
-            self.root, self.name, schema.build(JobReport, report, "a job's report", job=self.job)
-        )
+        checked = schema.build(JobReport, report, "a job's report", job=self.job)
+        content = writing.json_bytes(document(SCHEMA, seal(asdict(checked))))
+        places.write(store.jobs_folder(self.root, self.name) / f"{self.job}{_SUFFIX}", content)
+
+
+# --- read by people ---------------------------------------------------------------------------------------
+
+
+def read_reports(root: str | Path, name: str) -> list[JobReport | ShardCoreError]:
+    """Reports of all jobs that follow a problem's plan, by the jobs' names. One that is damaged is its error."""
+    folder = store.jobs_folder(root, name)
+    reports: list[JobReport | ShardCoreError] = []
+    for at in (folder / file for file in places.listed(folder) if file.endswith(_SUFFIX)):
+        try:
+            reports.append(schema.build(JobReport, unseal(open_document(at, SCHEMA), at), str(at)))
+        except ShardCoreError as error:
+            reports.append(error)
+    return reports
+
+
+@dataclass(frozen=True)
+class NextMove:
+    """A job's way from its plan to the current one. pays_back_s: None where no gain is known."""
+
+    moved: Diff
+    price: MovePrice
+    pays_back_s: float | None
+
+
+def next_move(
+    root: str | Path,
+    name: str,
+    report: JobReport,
+    model: CostModel | None = None,
+    rates: MoveRates | None = None,
+) -> NextMove | None:
+    """The move that a job makes at its next look. None: it has the current plan.
+
+    Raises ShardCoreError for a plan that the store does not have (any more), and as `price_move` does.
+    """
+    # Only here, as training jobs import this module to write reports.
+    from shardcore.search.anneal.reshard import rebind_tables
+
+    current = store.current(root, name)
+    if report.current == current:
+        return None
+    require(
+        report.current is not None,
+        f"job {report.job!r} started with a plan that {root} does not have, so its move has no price",
+    )
+    old, _ = store.read_plan(root, name, report.current)
+    new, problem = store.read_plan(root, name, current)
+    # The old plan may be of an older problem, with other statistics.
+    old_now = rebind_tables(old, problem)
+    price = price_move(old_now, new, problem, model and model.for_problem(problem), rates)
+    adopted, pays_back_s = store.adoption(root, name, current), None
+    if (model or rates) and adopted and adopted.previous_ms and adopted.candidate_ms is not None:
+        pays_back_s = price.pays_back_s(adopted.previous_ms, adopted.candidate_ms)
+    return NextMove(diff(old, new, problem), price, pays_back_s)

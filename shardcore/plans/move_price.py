@@ -29,6 +29,7 @@ from shardcore.core.types import Placement, Plan, Problem, Shard
 from shardcore.core.validation import require
 from shardcore.cost.model import CostModel
 from shardcore.cost.move_rates import MoveRates
+from shardcore.plans.diff import common_cells, shards_of
 from shardcore.step.kinds import CHANNELS, Channel, layout_of, shards_on
 from shardcore.step.memory import gib
 
@@ -86,21 +87,20 @@ def price_move(
     Raises ShardCoreError for links that carry bytes, and that neither the rates nor a model knows.
     """
     topology = problem.topology
-    sent = moved_bytes(old, new, problem)
+    sent, levels = moved_bytes(old, new, problem), _link_levels(topology)
+    by_level = {
+        level: np.where(levels == k, sent, 0) for k, level in enumerate(LEVELS) if (levels == k).any()
+    }
+    total = {level: int(of.sum()) for level, of in by_level.items()}
+    busiest = {level: int(max(of.sum(0).max(), of.sum(1).max())) for level, of in by_level.items()}
     gbps = link_gbps(model, topology) if model else {}
     gbps |= rates.link_gbps if rates else {}
     # A level without a rate is as fast as the next one out.
     for outer, inner in pairwise([*LEVELS][::-1]):
         if outer in gbps:
             gbps.setdefault(inner, gbps[outer])
-    total, busiest = {}, {}
-    for level, mask in _levels(topology).items():
-        of_level = np.where(mask, sent, 0)
-        total[level] = int(of_level.sum())
-        busiest[level] = int(max(of_level.sum(0).max(), of_level.sum(1).max()))
-    if rates is None:
-        overhead_s = {}
-    else:
+    overhead_s = {}
+    if rates:
         unknown = [level for level, n_bytes in total.items() if n_bytes and level not in gbps]
         require(
             not unknown,
@@ -118,17 +118,14 @@ def moved_bytes(old: Plan, new: Plan, problem: Problem) -> np.ndarray:
     sent = np.zeros((n, n), dtype=np.int64)
     states = OPTIMIZERS[problem.optimizer]
     for name, now in new.by_table().items():
+        was = before.get(name, [])
         # Each device has all rows of a replica.
-        if before.get(name) == now or _replicated(before.get(name, ())):
+        if was == now or _replicated(was):
             continue
-        # Devices beyond the problem's are gone.
-        sources = [pair for p in before.get(name, ()) for pair in shards_on(p) if pair[0] < n]
-        for device, shard in (pair for p in now for pair in shards_on(p)):
-            for source, had in sources:
-                rows = min(shard.row_hi, had.row_hi) - max(shard.row_lo, had.row_lo)
-                columns = min(shard.col_hi, had.col_hi) - max(shard.col_lo, had.col_lo)
-                if source != device and rows > 0 and columns > 0:
-                    sent[source, device] += _bytes(Shard(shard.table, 0, rows, 0, columns), states)
+        for source, device, cells in common_cells(shards_of(was), shards_of(now)):
+            # Devices beyond the problem's are gone.
+            if source != device and source < n:
+                sent[source, device] += _bytes(cells, states)
     return sent
 
 
@@ -143,6 +140,8 @@ def _overhead_s(
     before, now = old.by_table(), new.by_table()
     changed = {t.collection for t in problem.tables if before.get(t.name) != now.get(t.name)}
     names = [t.name for t in problem.tables if t.collection in changed]
+    # A shard has a tensor of weights, and one of each state of its optimizer.
+    per = states.states
     # Of collections that change: [old or new, D] bytes of shards, and [D] ns of their digests.
     held, digest_ns = np.zeros((2, n)), np.zeros(n)
     for i, plan in enumerate((before, now)):
@@ -152,7 +151,9 @@ def _overhead_s(
                     held[i, device] += _bytes(shard, states)
                     # Of old replicas one device takes the digest.
                     if i or device == 0 or not _replicated([placement]):
-                        digest_ns[device] += _digest_ns(shard, states, rates)
+                        numbers = shard.rows * (shard.width * (1 + per.count("cell")) + per.count("row"))
+                        digest_ns[device] += numbers * rates.digest_ns
+                        digest_ns[device] += shard.rows * (1 + len(per)) * rates.digest_row_ns
     return {
         "move": rates.move_s,
         "collections": rates.collection_s * len(changed),
@@ -174,52 +175,30 @@ def _bytes(shard: Shard, states: Optimizer) -> int:
     return shard.bytes + cells * states.state_bytes("cell") + shard.rows * states.state_bytes("row")
 
 
-def _digest_ns(shard: Shard, states: Optimizer, rates: MoveRates) -> float:
-    """ns of the digests of a shard's weights and optimizer state."""
-    tensors = {per: states.states.count(per) for per in ("cell", "row")}
-    numbers = shard.rows * (shard.width * (1 + tensors["cell"]) + tensors["row"])
-    rows = shard.rows * (1 + len(states.states))
-    return numbers * rates.digest_ns + rows * rates.digest_row_ns
-
-
-def _levels(topology: Topology) -> dict[str, np.ndarray]:
-    """[D, D] by level that joins some devices: True where it joins two."""
-    hosts = [d.host for d in topology.devices]
-    masks, joined = {}, np.eye(len(hosts), dtype=bool)
-    for level in LEVELS.values():
-        units = np.array([level.unit(h) for h in hosts])
-        together = units[:, None] == units[None, :]
-        if (mask := together & ~joined).any():
-            masks[level.name] = mask
-        joined |= together
-    return masks
+def _link_levels(topology: Topology) -> np.ndarray:
+    """[D, D] number in LEVELS of the innermost level that joins two devices. -1: they are one."""
+    together = topology.units[:, :, None] == topology.units[:, None, :]
+    return np.where(np.eye(len(topology), dtype=bool), -1, together.argmax(0))
 
 
 def link_gbps(model: CostModel, topology: Topology) -> dict[str, float]:
     """GB/s of a device on each level, as a cost model prices large exchanges of outputs.
 
     Of the innermost level it is the rate among devices of one host. Of each further one it is the rate of
-    what crosses it in an exchange among all.
+    what crosses it in an exchange among all. Levels that no exchange crosses are left out.
     """
     gbps: dict[str, float] = {}
-    for level in LEVELS.values():
+    levels = _link_levels(topology)
+    for k, level in enumerate(LEVELS):
         # Devices that this level and those within it join.
-        unit = level.unit(topology.devices[0].host)
-        members = [d for d in topology.devices if level.unit(d.host) == unit]
-        n, part = len(members), topology.of_devices(members)
-        if level.name not in (masks := _levels(part)):
+        members = np.flatnonzero(topology.units[k] == topology.units[k, 0])
+        crossing = float(np.mean(levels[0, members] == k))
+        if not crossing:
             continue
-        ms = np.diff([exchange_ms(model, part, k * _PROBE_BYTES) for k in (1, 2)])[0]
-        crossing = masks[level.name][0].sum() / n
-        gbps[level.name] = _PROBE_BYTES * crossing / max(ms, 1e-9) / 1e6
-    # A level that no exchange crosses is as fast as the next one out.
-    known = list(gbps.values()) or [inf]
-    return {name: gbps.get(name, known[-1]) for name in LEVELS}
-
-
-def exchange_ms(model: CostModel, topology: Topology, n_bytes: float) -> float:
-    """ms of an all-to-all in which each device has n_bytes of outputs."""
-    traffic = np.zeros((len(CHANNELS), len(topology)))
-    traffic[CHANNELS.index(Channel("all_to_all"))] = n_bytes
-    cost = model.comm(traffic, np.zeros(len(topology)), topology)
-    return float(np.max(cost.forward_ms))
+        part = topology.of_devices([topology.devices[d] for d in members])
+        # Two exchanges [2, D]: what the second takes longer is a rate without latencies.
+        traffic = np.zeros((len(CHANNELS), 2, len(part)))
+        traffic[CHANNELS.index(Channel("all_to_all"))] = [[_PROBE_BYTES], [2 * _PROBE_BYTES]]
+        took_ms = model.comm(traffic, np.zeros((2, len(part))), part).forward_ms.max(1)
+        gbps[level] = _PROBE_BYTES * crossing / max(took_ms[1] - took_ms[0], 1e-9) / 1e6
+    return gbps

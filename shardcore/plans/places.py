@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardcore.core.errors import ShardCoreError, Unreachable
 from shardcore.core.extras import extras_named
-from shardcore.core.validation import require_type, shown
+from shardcore.core.validation import require, require_type, shown
 from shardcore.io import writing
 from shardcore.io.schema import ABSENT
 
@@ -53,11 +53,11 @@ Place = Path | Remote
 
 @contextmanager
 def plain_errors(place: Place, but: tuple[type[OSError], ...] = ()) -> Iterator[None]:
-    """Raise OSErrors as ShardCoreErrors of one line. Those in `but` pass unchanged."""
+    """Raise OSErrors as ShardCoreErrors of one line. Those in `but` end the context, and no more."""
     try:
         yield
     except but:
-        raise
+        return
     except OSError as error:
         raise Unreachable(f"cannot use {error.filename or place}: {error.strerror or error}") from None
 
@@ -69,8 +69,7 @@ def place(root: str | Path) -> Place:
     """
     require_type(root, (str, Path), "plans", "a folder or URL")
     # A NUL byte would fail with an error that names nothing.
-    if "\0" in str(root):
-        raise ShardCoreError(f"plans are at {shown(str(root))}, which is no name of a folder")
+    require("\0" not in str(root), f"plans are at {shown(str(root))}, which is no name of a folder")
     if isinstance(root, Path) or "://" not in root:
         return Path(root)
     with extras_named():
@@ -99,22 +98,18 @@ def is_folder(at: Place) -> bool:
 
 
 def exists(at: Place) -> bool:
-    try:
-        with plain_errors(at, ABSENT):
-            # fsspec's `exists` takes any failure for a no.
-            at.stat() if isinstance(at, Path) else at.call("info")
-    except ABSENT:
-        return False
-    return True
+    with plain_errors(at, ABSENT):
+        # fsspec's `exists` takes any failure for a no.
+        at.stat() if isinstance(at, Path) else at.call("info")
+        return True
+    return False
 
 
 def listed(folder: Place) -> list[str]:
     """Sorted names in a folder, without those that begin with a dot. Empty if the folder is missing."""
-    try:
-        with plain_errors(folder, ABSENT):
-            paths = os.listdir(folder) if isinstance(folder, Path) else folder.call("ls", detail=False)
-    except ABSENT:
-        return []
+    paths = []
+    with plain_errors(folder, ABSENT):
+        paths = os.listdir(folder) if isinstance(folder, Path) else folder.call("ls", detail=False)
     # File systems list full paths. Names that begin with a dot are locks and temporary files.
     names = {path.rstrip("/").rsplit("/", 1)[-1] for path in paths}
     return sorted(name for name in names if not name.startswith("."))
@@ -122,22 +117,18 @@ def listed(folder: Place) -> list[str]:
 
 def write(at: Place, content: bytes) -> None:
     """Write a file atomically: whole or not at all."""
-    if isinstance(at, Path):
+    with plain_errors(at):
+        if isinstance(at, Remote):
+            at.call("pipe_file", content)
+            return
         # Writing to a pipe may never end. A link may lead to a device.
-        with plain_errors(at):
-            if at.exists() and not at.is_file():
-                raise ShardCoreError(f"cannot write {at}: it is no regular file; remove it")
-        writing.write_atomic(at, content)
-        return
-    try:
-        at.call("pipe_file", content)
-    except FileNotFoundError as error:  # such as a missing bucket
-        raise ShardCoreError(f"cannot write {at}: {error}") from None
+        require(not at.exists() or at.is_file(), f"cannot write {at}: it is no regular file; remove it")
+    writing.write_atomic(at, content)
 
 
 def remove(at: Place) -> None:
     """Remove a file or a whole folder. It may be missing already."""
-    with suppress(*ABSENT), plain_errors(at, ABSENT):
+    with plain_errors(at, ABSENT):
         if not isinstance(at, Path):
             at.call("rm", recursive=True)
         elif at.is_dir() and not at.is_symlink():

@@ -83,15 +83,12 @@ class PublishConfig:
             keep_versions=(store.FEWEST_KEPT, MOST_COUNT),
             max_moved_tables=(0, MOST_COUNT),
             torchrec_s=(0, MOST_MS),
+            threshold=(0, 1),
             processes=(1, MOST_COUNT),
         )
         require(
             bool(self.plans) and self.plans.isprintable(),
             f"publish config has plans {self.plans!r}; it needs a folder or URL, such as 'plans'",
-        )
-        require(
-            0 <= self.threshold < 1,
-            f"publish config has threshold {self.threshold}; it needs a share within 0 and 1, such as 0.01",
         )
         require(
             # Other sharders cannot start from a plan, so they cannot limit moves either.
@@ -172,17 +169,18 @@ class Publisher:
         """Decide on one problem's plan. Raises Infeasible if no plan is found."""
         # Another publisher must not decide between our read and our write.
         with store.turn(self.plans, problem.name):
-            previous = self._previous(problem)
-            published = self._restored(problem, previous) or self._searched(problem, previous)
+            previous, others = self._previous(problem), self._others(problem)
+            restored = self._restored(problem, previous)
+            decision, cost = restored or self._searched(problem, previous, others)
             # A run that changes nothing leaves no decision, so history stays short.
-            if not published.decision.repeats(previous and previous.decision):
-                store.record(self.plans, published.decision)
+            if not decision.repeats(previous and previous.decision):
+                store.record(self.plans, decision)
             try:
                 store.prune(self.plans, problem.name, self.config.keep_versions)
             except ShardCoreError as error:
                 # The decision stands. Versions that are not needed harm nobody.
                 _logger.warning("problem %r: old versions stay for now: %s", problem.name, error)
-        return published
+        return Published(problem, decision, cost, _totals(others))
 
     def _previous(self, problem: Problem) -> _Previous | None:
         decision = store.last(self.plans, problem.name)
@@ -215,24 +213,20 @@ class Publisher:
 
     # --- the earlier plan under this model ----------------------------------------------------------------
 
-    def _restored(self, problem: Problem, previous: _Previous | None) -> Published | None:
-        """The plan that was current when this model version was champion before. None: no such plan.
+    def _restored(
+        self, problem: Problem, previous: _Previous | None
+    ) -> tuple[Decision, PredictedCost] | None:
+        """The plan that was current when this model version was champion before, and its cost. None: no such plan.
 
         It must be of the same problem, and its version must still be stored.
         """
-
-        def is_same_model(decision: Decision) -> bool:
-            # Another registry counts versions from 1 too, so its data tells.
-            keys = "model", "model_version", "data"
-            return all(decision.provenance.get(key) == self.provenance.get(key) for key in keys)
-
+        now = _model_of(self.provenance), files.problem_digest(problem)
         # Same model as last time: nothing to roll back to.
-        if previous is None or is_same_model(previous.decision):
+        if previous is None or _model_of(previous.decision.provenance) == now[0]:
             return None
         # A rollback of the champion brings back its plan instead of a new search.
-        digest, history = files.problem_digest(problem), store.history(self.plans, problem.name)
-        recent = islice(history, self.config.keep_versions)
-        then = next((x for x in recent if is_same_model(x) and x.problem_digest == digest), None)
+        recent = islice(store.history(self.plans, problem.name), self.config.keep_versions)
+        then = next((x for x in recent if (_model_of(x.provenance), x.problem_digest) == now), None)
         if then is None:
             return None
         # The version may have been pruned, or be invalid for today's problem: search then.
@@ -251,12 +245,14 @@ class Publisher:
             candidate=then.current,
             candidate_ms=cost.total_ms,
         )
-        return Published(problem, decision, cost, _totals(self._others(problem)))
+        return decision, cost
 
     # --- a new plan --------------------------------------------------------------------------------------
 
-    def _searched(self, problem: Problem, previous: _Previous | None) -> Published:
-        others = self._others(problem)
+    def _searched(
+        self, problem: Problem, previous: _Previous | None, others: Mapping[str, compare.Outcome]
+    ) -> tuple[Decision, PredictedCost]:
+        """The decision between a new plan and the published one, and the cost of the plan that is current then."""
         candidate = self._candidate(problem, previous, others)
         outcome, reason, gained, chosen = "first", "no plan was published for this problem", None, candidate
         if previous and previous.priced:
@@ -280,10 +276,9 @@ class Publisher:
             margin_ms=gained and gained.margin_ms,
         )
         # Versions before the decision: a decision must not name what is not stored.
-        self._add(problem, candidate, decision.candidate, decision, previous, others)
-        if decision.current != decision.candidate:
-            self._add(problem, chosen, decision.current, decision, previous, others)
-        return Published(problem, decision, chosen.cost, _totals(others))
+        for version, plan in {decision.candidate: candidate, decision.current: chosen}.items():
+            self._add(problem, plan, version, decision, previous, others)
+        return decision, chosen.cost
 
     def _others(self, problem: Problem) -> dict[str, compare.Outcome]:
         """Plans to compare with: by BASELINES, NeuroShard's beam, and TorchRec's planner if it may run."""
@@ -426,6 +421,11 @@ class Publisher:
 
 def _version(version: str, priced: PricedPlan) -> Version:
     return Version(version_name(version), priced.plan, priced.cost, priced.workload.memory_bytes)
+
+
+def _model_of(provenance: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The model's version. Another registry counts versions from 1 too, so its data tells."""
+    return tuple(provenance.get(key) for key in ("model", "model_version", "data"))
 
 
 def _totals(outcomes: Mapping[str, compare.Outcome]) -> dict[str, float | str]:

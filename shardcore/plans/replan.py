@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from functools import partial
+from itertools import chain
+from typing import Annotated, ClassVar
 
 import numpy as np
 
 from shardcore.core.errors import Infeasible, ShardCoreError
-from shardcore.core.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
+from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import (
     MOST_BYTES,
     MOST_COUNT,
     MOST_SEED,
     require,
     require_types,
-    require_within,
+    within,
 )
 from shardcore.cost.model import CostModel
 from shardcore.cost.move_rates import MoveRates
-from shardcore.plans.diff import Diff, diff, relabel_devices, reorder_columns
+from shardcore.plans.diff import Diff, diff, relabel_devices, reorder_columns, shards_of
 from shardcore.plans.move_price import MovePrice, price_move
 from shardcore.search.anneal.reshard import Reshard, rebind_tables
 from shardcore.search.budget import Budget
@@ -29,10 +30,11 @@ from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.portfolio import annealing
 from shardcore.search.sharders import DEFAULT_SHARDER, SPACE_OF
 from shardcore.search.state.halves import halves_of
+from shardcore.search.state.packing import roomiest
 from shardcore.search.state.shards import CONCESSION, on_all_devices, priced
-from shardcore.step.kinds import WHOLE_ROWS, device_names, shards_on
+from shardcore.step.kinds import WHOLE_ROWS, device_names
 from shardcore.step.lower import require_plan
-from shardcore.step.memory import fits, held_bytes, require_fits, used_bytes
+from shardcore.step.memory import fits, held_bytes, used_bytes
 from shardcore.tables.hot_rows import as_cold
 
 _TRIES = 4
@@ -53,26 +55,17 @@ class ReplanConfig:
     budget: budget of the search. None: the default.
     """
 
-    max_moved_tables: int | None = None
-    max_moved_bytes: int | None = None
-    max_pause_s: float | None = None
-    pay_back_in_s: float | None = None
+    max_moved_tables: Annotated[int | None, within(0, MOST_COUNT)] = None
+    max_moved_bytes: Annotated[int | None, within(0, MOST_BYTES)] = None
+    max_pause_s: Annotated[float | None, within(0, MOST_COUNT)] = None
+    pay_back_in_s: Annotated[float | None, within(0, MOST_COUNT)] = None
     move_rates: MoveRates | None = None
     space: str | None = None
-    seed: int = 0
+    seed: Annotated[int, within(0, MOST_SEED)] = 0
     budget: Budget | None = None
 
     def __post_init__(self) -> None:
         require_types(self, "re-plan config")
-        require_within(
-            self,
-            "re-plan config",
-            max_moved_tables=(0, MOST_COUNT),
-            max_moved_bytes=(0, MOST_BYTES),
-            max_pause_s=(0, MOST_COUNT),
-            pay_back_in_s=(0, MOST_COUNT),
-            seed=(0, MOST_SEED),
-        )
 
     @property
     def limited(self) -> bool:
@@ -112,10 +105,11 @@ def without_devices(old: Plan, before: Problem, now: Problem, gone: Sequence[int
     """
     n_before, n_now = len(before.topology), len(now.topology)
     # Device numbers are those of the old problem.
-    if wrong := [d for d in gone if not 0 <= d < n_before]:
-        raise ShardCoreError(
-            f"device {wrong[0]} of problem {before.name!r} cannot be gone; it has devices 0 to {n_before - 1}"
-        )
+    wrong = [d for d in gone if not 0 <= d < n_before]
+    require(
+        not wrong,
+        f"{device_names(wrong)} of problem {before.name!r} cannot be gone; it has devices 0 to {n_before - 1}",
+    )
     left = [d for d in range(n_before) if d not in gone]
     require(
         bool(left), f"all {n_before} devices of problem {before.name!r} are gone; it needs to have one left"
@@ -132,11 +126,11 @@ def without_devices(old: Plan, before: Problem, now: Problem, gone: Sequence[int
             )
         return old, replace(now, constraints=replace(now.constraints, pinned=tuple(pins.items())))
     # Fewer devices than are left: which ones are missing is unknown.
-    if gone and n_now < len(left):
-        raise ShardCoreError(
-            f"problem {now.name!r} has {n_now} devices; {before.name!r} has {len(left)} "
-            f"without {device_names(gone)}: name all devices that are gone"
-        )
+    require(
+        not gone or n_now >= len(left),
+        f"problem {now.name!r} has {n_now} devices; {before.name!r} has {len(left)} "
+        f"without {device_names(gone)}: name all devices that are gone",
+    )
     # Devices that are gone get numbers that the problem does not have.
     number = {d: i for i, d in enumerate(left)} | {d: n_now + i for i, d in enumerate(gone)}
     placements = (replace(p, devices=tuple(number[d] for d in p.devices)) for p in old.placements)
@@ -265,40 +259,58 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
         plan = replan(halves.split(was), halves.problem, model, config)
         if halves.may_run(plan.placements):
             return halves.whole(plan, problem, model)
-    kept = _kept_plan(old, problem, model, space)
-    if (config.max_pause_s, config.pay_back_in_s) != (None, None) and kept is not None:
-        return _plan_that_pays_back(old, kept, problem, model, config)
-    try:
-        searched = _searched_plan(old, problem, model, config, space)
-    except ShardCoreError:
-        if kept is None:
-            raise
-        return kept
-    # Plans that cost about the same: nothing moves for one of them.
-    if kept and kept.provenance["predicted_ms"] <= (1 + CONCESSION) * searched.provenance["predicted_ms"]:
-        return kept
-    return searched
+    return _plan_within_limits(
+        old, _kept_plan(old, problem, model, space), problem, model, replace(config, space=space)
+    )
 
 
-def _plan_that_pays_back(
-    old: Plan, kept: Plan, problem: Problem, model: CostModel, config: ReplanConfig
+def _plan_within_limits(
+    old: Plan, kept: Plan | None, problem: Problem, model: CostModel, config: ReplanConfig
 ) -> Plan:
-    """A plan whose move is within the limits on its pause, or the old plan."""
-    # Tries share the seconds, so that all together keep the budget.
-    before_ms, budget = kept.provenance["predicted_ms"], config.budget
-    if budget is not None and budget.seconds is not None:
+    """The plan of a search whose moves are within the limits; the kept plan if there is none, or none cheaper.
+
+    Annealing counts moves before columns are dealt out to devices, counts new rows as moved, and knows no pauses.
+    So where its plan moves more than it may, it searches again with lower limits.
+
+    kept: the old plan, priced, if it may stay. None: its job pauses in any case.
+
+    Raises Infeasible if no plan is found, and ShardCoreError if moves are limited and the old plan cannot be a start.
+    """
+    pauses = kept is not None and (config.max_pause_s, config.pay_back_in_s) != (None, None)
+    budget, limits = config.budget, config
+    # Tries for a pause share the seconds, so that all together keep the budget.
+    if pauses and budget is not None and budget.seconds is not None:
         budget = replace(budget, seconds=budget.seconds / _TRIES)
-    free = replace(config, max_pause_s=None, pay_back_in_s=None, budget=budget)
+
+    search = partial(annealing, problem, model, seed=config.seed, budget=budget, space=config.space or "all")
     for _ in range(_TRIES):
         try:
-            plan = replan(old, problem, model, free)
-        except Infeasible:  # so little may not move
-            break
-        price = price_move(old, plan, problem, model, config.move_rates)
-        if config.accepts(price, before_ms, plan.provenance["predicted_ms"]):
+            plan = _searched_plan(old, problem, limits, search)
+        except ShardCoreError:
+            if kept is None:
+                raise
+            return kept
+        before_ms, now_ms = (x.provenance["predicted_ms"] for x in (kept or plan, plan))
+        # Plans that cost about the same: nothing moves for one of them.
+        if kept and before_ms <= (1 + CONCESSION) * now_ms:
+            return kept
+        # Forced moves do not count.
+        forced = forced_moves(old, problem) if config.limited else ()
+        moved = diff(old, plan, forced=forced).chosen
+        too_many, too_much = (max(0, excess) for excess in config.exceeded_by(moved))
+        tables, n_bytes = limits.max_moved_tables, limits.max_moved_bytes
+        if too_many or too_much:
+            tables, n_bytes = tables and max(0, tables - too_many), n_bytes and max(0, n_bytes - too_much)
+        elif not pauses:
             return plan
-        # The pause follows from bytes, so that half of them pause about half as long.
-        free = replace(free, max_moved_bytes=diff(old, plan).bytes // 2)
+        elif config.accepts(price_move(old, plan, problem, model, config.move_rates), before_ms, now_ms):
+            return plan
+        else:
+            # The pause follows from bytes, so that half of them pause about half as long.
+            n_bytes = moved.bytes // 2
+        limits = replace(limits, max_moved_tables=tables, max_moved_bytes=n_bytes)
+    if kept is None:
+        raise Infeasible(f"no plan was found that moves at most {config.limits}; allow more to move")
     return kept
 
 
@@ -318,92 +330,46 @@ def _kept_plan(old: Plan, problem: Problem, model: CostModel, space: str) -> Pla
     return replace(left, provenance={**old.provenance, **price})
 
 
-def _searched_plan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig, space: str) -> Plan:
-    def search(reshard: Reshard | None) -> Plan:
-        return annealing(problem, model, seed=config.seed, budget=config.budget, space=space, reshard=reshard)
+def _searched_plan(old: Plan, problem: Problem, limits: ReplanConfig, search: Callable[..., Plan]) -> Plan:
+    """The plan of a search from what stays of the old one. Without limits, of a fresh search where that fails.
 
-    if not _remaining_plan(old, problem).placements:  # all tables are new
-        return search(None)
+    search: of the problem, afresh or from a `reshard`.
+    """
+    tables, n_bytes = limits.max_moved_tables, limits.max_moved_bytes
     try:
         stays = _staying_plan(old, problem)
-        if stays.placements:
-            require_fits(stays, problem)  # in the memory of hosts, too
-        if config.limited:
-            return _plan_within_limits(old, stays, problem, config, search)
-        searched = search(Reshard(stays))
+        try:
+            searched = search(reshard=Reshard(stays, tables, n_bytes) if stays.placements else None)
+        except Infeasible:
+            # Annealing places the other tables uncut. Where they find no room so, a packing cuts them.
+            packed = _packed_plan(stays, problem) if limits.limited else None
+            if packed is None:
+                raise
+            searched = search(reshard=Reshard(packed, tables, n_bytes))
     except ShardCoreError:
         # A fresh search cannot respect a limit on moves.
-        if config.limited:
+        if limits.limited:
             raise
-        searched = search(None)
-    return relabel_devices(searched, old, problem)
+        searched = search()
+    # Devices that are renumbered could move more than the limits allow.
+    return reorder_columns(searched, old) if limits.limited else relabel_devices(searched, old, problem)
 
 
-def _plan_within_limits(
-    old: Plan, stays: Plan, problem: Problem, config: ReplanConfig, search: Callable[[Reshard], Plan]
-) -> Plan:
-    """The plan of a search that moves no more than the limits.
-
-    Annealing counts moves before columns are dealt out to devices, and counts new rows as moved. So where its
-    plan moves more, it searches again with limits that are lower by as much. It does not relabel devices,
-    which could move more than the limits allow.
-
-    stays: the placements of the old plan that stay if nothing may move.
-    """
-    # Forced moves do not count, so the limits compare with tables that can stay.
-    names = stays.by_table().keys()
-    before = Plan(tuple(p for p in old.placements if p.shard.table.name in names))
-    tables, n_bytes = config.max_moved_tables, config.max_moved_bytes
-    for _ in range(_TRIES):
-        try:
-            searched = search(Reshard(stays, tables, n_bytes))
-        except Infeasible:
-            # It places the other tables uncut. Where they find no room so, they are placed in parts first.
-            if (start := _filled_up(stays, problem)) is None:
-                raise
-            searched = search(Reshard(start, tables, n_bytes))
-        searched = reorder_columns(searched, old)
-        too_many, too_much = config.exceeded_by(diff(before, searched))
-        if too_many <= 0 and too_much <= 0:
-            return searched
-        # Lower each limit by its excess, and never below 0.
-        tables = None if tables is None else max(0, tables - max(0, too_many))
-        n_bytes = None if n_bytes is None else max(0, n_bytes - max(0, too_much))
-    raise Infeasible(f"no plan was found that moves at most {config.limits}; allow more to move")
-
-
-def _filled_up(stays: Plan, problem: Problem) -> Plan | None:
-    """The plan with its missing tables in the fewest equal parts, each where most memory is left.
-
-    None: a table finds no room. Tables that constraints bind to others, or to a kind, are left out.
-    """
-    left_out = {*stays.by_table(), *problem.bundle_of, *dict(problem.constraints.kinds)}
-    for table in sorted((t for t in problem.tables if t.name not in left_out), key=lambda t: -t.bytes):
-        filled = _in_parts(table, stays, problem)
-        if filled is None:
-            return None
-        stays = filled
-    return stays
-
-
-def _in_parts(table: Table, plan: Plan, problem: Problem) -> Plan | None:
-    """The plan with a table in the fewest equal parts that fit. None: it finds no room."""
-    allowed = problem.allowed_devices(table.name)
-    # Room on each device, less what the plan takes so far.
-    left = np.array(held_bytes(problem)) - _used_bytes(plan, problem)
-    roomiest = sorted(allowed, key=lambda d: -left[d])
-    units = 1 if table.name in problem.constraints.unsplit else table.dim // MIN_WIDTH
-    # Equal parts only: TorchRec cuts a sequence's columns into equal widths.
-    for n in (n for n in range(1, len(allowed) + 1) if units % n == 0):
-        width = table.dim // n
-        parts = (
-            Placement(WHOLE_ROWS.name, Shard(table, 0, table.rows, i * width, (i + 1) * width), (d,))
-            for i, d in enumerate(roomiest[:n])
-        )
-        filled = Plan((*plan.placements, *parts))
-        if fits(filled, problem):
-            return filled
-    return None
+def _packed_plan(stays: Plan, problem: Problem) -> Plan | None:
+    """The plan with its missing tables packed into the memory that it leaves. None: there are none, or no room."""
+    there = stays.by_table()
+    missing = tuple(t for t in problem.tables if t.name not in there)
+    if not stays.placements or not missing:
+        return None
+    devices = (
+        replace(device, memory_bytes=max(1, device.memory_bytes - used))
+        for device, used in zip(problem.topology.devices, used_bytes(stays, problem), strict=True)
+    )
+    constraints = problem.constraints.among({t.name for t in missing})
+    topology = problem.topology.of_devices(devices)
+    packing, _ = roomiest(replace(problem, tables=missing, topology=topology, constraints=constraints))
+    packed = Plan((*stays.placements, *(packing.placements if packing else ())))
+    return packed if fits(packed, problem) else None
 
 
 def _remaining_plan(old: Plan, problem: Problem) -> Plan:
@@ -419,35 +385,23 @@ def _staying_plan(old: Plan, problem: Problem) -> Plan:
 
     Where a device would hold more than it may, tables leave it: the smallest that is enough, or the largest.
     """
-    left = _remaining_plan(old, problem)
-    fixed = {t.name for t in problem.tables if on_all_devices(t, problem)}
-    gone = {t.name for t in Reshard(_without(left, fixed)).old_places(problem).new}
-    while True:
-        stays = _without(left, gone)
+    tables = _remaining_plan(old, problem).by_table()
+    fixed = [p for t in problem.tables if on_all_devices(t, problem) for p in tables.pop(t.name, [])]
+    for table in Reshard(Plan(tuple(chain(*tables.values())))).old_places(problem).new:
+        tables.pop(table.name, None)
+    while tables:
+        stays = tuple(chain(*tables.values()))
         # The device with the largest excess gives up tables first.
-        excess = np.array(_used_bytes(stays, problem)) - held_bytes(problem)
+        excess = np.subtract(used_bytes(Plan((*fixed, *stays)), problem), held_bytes(problem))
         worst = int(np.argmax(excess))
-        weights = _weights_on(worst, _without(stays, fixed))
-        if excess[worst] <= 0 or not weights:
-            return _without(stays, fixed)
-        # The smallest table that frees enough, or else the largest one.
-        enough = [name for name, n in weights.items() if n >= excess[worst]]
-        gone.add(min(enough, key=weights.__getitem__) if enough else max(weights, key=weights.__getitem__))
-
-
-def _without(plan: Plan, tables: Collection[str]) -> Plan:
-    return Plan(tuple(p for p in plan.placements if p.shard.table.name not in tables))
-
-
-def _used_bytes(plan: Plan, problem: Problem) -> Sequence[int]:
-    """[D] bytes that a plan, which may be empty, needs on each device."""
-    return used_bytes(plan, problem) if plan.placements else [0] * len(problem.topology)
-
-
-def _weights_on(device: int, plan: Plan) -> Counter[str]:
-    """Bytes of weights of each table on a device."""
-    weights = Counter[str]()
-    for d, shard in (pair for p in plan.placements for pair in shards_on(p)):
-        if d == device:
-            weights[shard.table.name] += shard.bytes
-    return weights
+        there = {
+            name: sum(shard.bytes for device, shard in shards_of(placements) if device == worst)
+            for name, placements in tables.items()
+        }
+        if excess[worst] <= 0 or not any(there.values()):
+            return Plan(stays)
+        # Those that are enough come first, then the nearest to that.
+        del tables[
+            min(there, key=lambda name: (there[name] < excess[worst], abs(there[name] - excess[worst])))
+        ]
+    return Plan(())

@@ -7,7 +7,7 @@
   PLANS/<problem>/current
       the id of the last decision
   PLANS/<problem>/jobs/<job>.json
-      reports of jobs that follow the plan (see `job_reports`)
+      reports of jobs that follow the plan (see `followed`)
 
 PLANS is a folder or a URL such as s3://bucket/plans (see `places`).
 
@@ -21,21 +21,21 @@ at a time there.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from shardcore.core.errors import ShardCoreError, Unreachable
 from shardcore.core.types import Plan, Problem
-from shardcore.core.validation import is_path_name, shown
+from shardcore.core.validation import is_path_name, require, shown
 from shardcore.io import files, schema, writing
 from shardcore.io.envelope import seal, unseal
 from shardcore.plans import decisions, places
@@ -53,7 +53,6 @@ versions of the model, INDEX links them. These lie next to the plans (see `write
 _POINTER = "current"
 _LOOK_S = 0.02
 """Time between two attempts to take the lock."""
-T = TypeVar("T")
 
 
 # --- reading ---------------------------------------------------------------------------------------------
@@ -81,8 +80,14 @@ def load_plan(
 def read_plan(root: str | Path, name: str, version: str | None = None) -> tuple[Plan, Problem]:
     """Parse a plan without validating it, for a caller that lowers it. Otherwise the same as load_plan."""
     home = _home(root, name)
-    if version is None:
-        return _while_it_stays(home, lambda: _load(_version(home, current(root, name)), name))
+    while version is None:
+        before = _pointer(home)
+        try:
+            return _load(_version(home, current(root, name)), name)
+        except ShardCoreError:
+            # A publisher may have pruned what was read, so a failure counts only if the pointer stayed.
+            if _pointer(home) == before:
+                raise
     if not files.DIGEST.fullmatch(version) or not has(root, name, version):
         raise ShardCoreError(
             f"problem {name!r} has no version {shown(version)} in {root}; there are "
@@ -94,8 +99,9 @@ def read_plan(root: str | Path, name: str, version: str | None = None) -> tuple[
 def _load(folder: Place, name: str) -> tuple[Plan, Problem]:
     problem = files.read_problem(folder / "problem.json")
     # A folder copied to another name would be used for the wrong problem.
-    if problem.name != name:
-        raise ShardCoreError(f"{folder} has the plan of problem {problem.name!r}; it needs that of {name!r}")
+    require(
+        problem.name == name, f"{folder} has the plan of problem {problem.name!r}; it needs that of {name!r}"
+    )
     return files.read_plan(folder / "plan.json", problem), problem
 
 
@@ -125,7 +131,8 @@ def current_decision(root: str | Path, name: str) -> Decision:
 
 def last(root: str | Path, name: str) -> Decision | None:
     """The last decision on a problem's plan, or None."""
-    return _while_it_stays(_home(root, name), lambda: next(history(root, name), None))
+    # Decisions are never removed, and the pointer names them last.
+    return next(history(root, name), None)
 
 
 def history(root: str | Path, name: str) -> Iterator[Decision]:
@@ -157,45 +164,26 @@ def _has_pointer(home: Place) -> bool:
     return False
 
 
-def _while_it_stays(home: Place, read: Callable[[], T]) -> T:
-    """The result of `read`, retried if it fails while the pointer moves.
-
-    A publisher may have pruned the version that was being read.
-    """
-    while True:
-        # Remember the pointer: a failed read counts only if it stayed.
-        before = _pointer(home)
-        try:
-            return read()
-        except ShardCoreError:
-            if _pointer(home) == before:
-                raise
-
-
 def _pointer(home: Place) -> str | None:
     """The id in the pointer file. None: there is no such file."""
     path = home / _POINTER
-    try:
-        with places.plain_errors(path, schema.ABSENT):
-            content = schema.content_of(path) if isinstance(path, Path) else path.read_bytes()
-    except schema.ABSENT:
+    if not places.exists(path):
         return None
     # A damaged pointer may be long: decode no more than an id can need.
-    decision_id = content[:100].decode(errors="replace").strip()
-    if not decision_id:
-        raise ShardCoreError(f"{path} is empty; it was cut short or edited")
+    decision_id = schema.read_bytes(path)[:100].decode(errors="replace").strip()
     return require_id(decision_id, f"{path} names decision")
 
 
 def _read(home: Place, name: str, decision_id: str) -> Decision:
     path = home / "decisions" / f"{decision_id}.json"
     decision = decisions.from_document(schema.read_json(path), str(path))
-    if decision.id != decision_id:
-        raise ShardCoreError(f"{path} does not match its name; it was edited after ShardCore wrote it")
-    if decision.problem != name:
-        raise ShardCoreError(
-            f"{path} is a decision on problem {decision.problem!r}; it needs to be one on {name!r}"
-        )
+    require(
+        decision.id == decision_id, f"{path} does not match its name; it was edited after ShardCore wrote it"
+    )
+    require(
+        decision.problem == name,
+        f"{path} is a decision on problem {decision.problem!r}; it needs to be one on {name!r}",
+    )
     return decision
 
 
@@ -223,24 +211,23 @@ def turn(root: str | Path, name: str, patience_s: float = PATIENCE_S) -> Iterato
         home.mkdir(parents=True, exist_ok=True)
         # O_NOFOLLOW: a link in a shared folder must not make us truncate another file.
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
-        lock = open(opened, "a+", errors="replace")  # emptied below, under the lock
-    with lock:
+    with open(opened, "a+", errors="replace") as lock:  # emptied below, under the lock
+        while True:
+            # Non-blocking, because a blocking flock cannot time out.
+            with places.plain_errors(path, (BlockingIOError,)):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            if time.monotonic() > until:
+                lock.seek(0)
+                holder = lock.read(4096).strip() or "a process that does not say which"
+                raise ShardCoreError(
+                    f"plans for problem {name!r} are being published by another, which has held {path} for "
+                    f"{patience_s:.0f} s or more: {holder}; end it if it hangs, and publish again"
+                )
+            time.sleep(_LOOK_S)
+        # Name the holder of the lock, for the message of those who wait.
+        since = datetime.now().isoformat(" ", "seconds")
         with places.plain_errors(path):
-            while True:
-                with suppress(BlockingIOError):
-                    # Non-blocking, because a blocking flock cannot time out.
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                if time.monotonic() > until:
-                    lock.seek(0)
-                    holder = lock.read(4096).strip() or "a process that does not say which"
-                    raise ShardCoreError(
-                        f"plans for problem {name!r} are being published by another, which has held {path} for "
-                        f"{patience_s:.0f} s or more: {holder}; end it if it hangs, and publish again"
-                    )
-                time.sleep(_LOOK_S)
-            # Name the holder of the lock, for the message of those who wait.
-            since = datetime.now().isoformat(" ", "seconds")
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
             lock.flush()
@@ -263,15 +250,14 @@ def is_whole(root: str | Path, name: str, version: str) -> bool:
     try:
         _load(folder, name)
         cost = unseal(schema.read(schema.read_json(folder / COST), Mapping[str, Any], COST), folder / COST)
-        return "page_sha256" not in cost or cost["page_sha256"] == _sha256(schema.read_bytes(folder / PAGE))
+        return (
+            "page_sha256" not in cost
+            or cost["page_sha256"] == sha256(schema.read_bytes(folder / PAGE)).hexdigest()
+        )
     except Unreachable:
         raise
     except ShardCoreError:
         return False
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 def add(root: str | Path, problem: Problem, plan: Plan, cost: Mapping[str, Any], page: str = "") -> str:
@@ -285,7 +271,7 @@ def add(root: str | Path, problem: Problem, plan: Plan, cost: Mapping[str, Any],
         places.write(folder / "problem.json", writing.json_bytes(files.problem_to_json(problem)))
         # The page's digest is in the costs file, so that an edited page is noticed.
         if page:
-            cost = {**cost, "page_sha256": _sha256(page.encode())}
+            cost = {**cost, "page_sha256": sha256(page.encode()).hexdigest()}
             places.write(folder / PAGE, page.encode())
         places.write(folder / COST, writing.json_bytes(seal(cost)))
         # The plan comes last and completes the version.
@@ -299,17 +285,17 @@ def record(root: str | Path, decision: Decision) -> None:
     Raises ShardCoreError if the version is missing, or if another decision than its parent is the last one.
     """
     home, name = _home(root, decision.problem), decision.problem
-    if not has(root, name, decision.current):
-        raise ShardCoreError(
-            f"problem {name!r} has no version {decision.current!r} in {root} to make current"
-        )
-    before = last(root, name)
+    require(
+        has(root, name, decision.current),
+        f"problem {name!r} has no version {decision.current!r} in {root} to make current",
+    )
     # An object store has no lock, so the parent is checked right before writing.
-    if decision.parent != (before.id if before else None):
-        raise ShardCoreError(
-            f"problem {name!r}: decision {decision.id} follows {decision.parent}, but {before and before.id} is the "
-            f"last one in {root}; another publisher was faster, so publish again"
-        )
+    before = _pointer(home)
+    require(
+        decision.parent == before,
+        f"problem {name!r}: decision {decision.id} follows {decision.parent}, but {before} is the "
+        f"last one in {root}; another publisher was faster, so publish again",
+    )
     # The decision first, then the pointer: a kill between them leaves the old state.
     places.write(home / "decisions" / f"{decision.id}.json", writing.json_bytes(decision.document()))
     places.write(home / _POINTER, f"{decision.id}\n".encode())
@@ -323,10 +309,10 @@ def roll_back(root: str | Path, name: str, version: str, reason: str) -> Decisio
     # Under the lock, or another publisher might decide in between.
     with turn(root, name):
         decided = list(history(root, name))
-        if not decided or decided[0].current != version:
-            raise ShardCoreError(
-                f"problem {name!r} has another version than {version!r} current in {root}; nothing is rolled back"
-            )
+        require(
+            bool(decided) and decided[0].current == version,
+            f"problem {name!r} has another version than {version!r} current in {root}; nothing is rolled back",
+        )
         before = next((d.current for d in decided if d.current != version), None)
         if before is None:
             raise ShardCoreError(
@@ -355,11 +341,11 @@ def prune(root: str | Path, name: str, keep: int) -> list[str]:
 
     Decisions stay. Temporary files of killed publishers are removed. Call it within a `turn`.
     """
-    if keep < FEWEST_KEPT:
-        raise ShardCoreError(
-            f"versions of the last {keep} decisions are to be kept; it needs {FEWEST_KEPT} or more, as a reader may "
-            "still be at the one before"
-        )
+    require(
+        keep >= FEWEST_KEPT,
+        f"versions of the last {keep} decisions are to be kept; it needs {FEWEST_KEPT} or more, as a reader may "
+        "still be at the one before",
+    )
     # Candidates that were considered of late stay, too.
     named = {v for d in islice(history(root, name), keep) for v in (d.current, d.candidate)}
     home = _home(root, name)
@@ -386,29 +372,29 @@ def write(root: str | Path, name: str, content: bytes) -> None:
 def require_elsewhere(path: Path) -> None:
     """Raise ShardCoreError for a path among a problem's versions and decisions, which only publishers write."""
     for home in Path(os.path.realpath(path), "file").parents:
-        if (home / "versions").is_dir() and (home / "decisions").is_dir():
-            raise ShardCoreError(
-                f"{path} is in {home}, where published plans are kept, which nothing else may change; it needs to be "
-                "elsewhere"
-            )
+        require(
+            not ((home / "versions").is_dir() and (home / "decisions").is_dir()),
+            f"{path} is in {home}, where published plans are kept, which nothing else may change; it needs to be "
+            "elsewhere",
+        )
 
 
 def jobs_folder(root: str | Path, name: str) -> Place:
-    """The folder of reports of jobs that follow a problem's plan (see `job_reports`)."""
+    """The folder of reports of jobs that follow a problem's plan (see `followed`)."""
     return _no_link(_home(root, name) / "jobs")
 
 
 def _home(root: str | Path, name: str) -> Place:
     """A problem's folder. Raises ShardCoreError for a link, and for a name that no problem can have."""
     name = name if isinstance(name, str) else repr(name)
-    if not is_path_name(name):
-        raise ShardCoreError(
-            f"problem {shown(name)} has no plans in {root}; names have letters, digits and . _ -"
-        )
-    if name in (REPORT, MODELS, INDEX):
-        raise ShardCoreError(
-            f"problem {name!r} has the name of the file beside the plans in {root}; it needs another"
-        )
+    require(
+        is_path_name(name),
+        f"problem {shown(name)} has no plans in {root}; names have letters, digits and . _ -",
+    )
+    require(
+        name not in (REPORT, MODELS, INDEX),
+        f"problem {name!r} has the name of the file beside the plans in {root}; it needs another",
+    )
     # Files behind a link belong to somebody else.
     home = _no_link(places.place(root) / name)
     for folder in ("versions", "decisions"):
@@ -418,6 +404,8 @@ def _home(root: str | Path, name: str) -> Place:
 
 def _no_link(folder: Place) -> Place:
     """Return a folder of a problem. Raises ShardCoreError for a link."""
-    if places.is_link(folder):
-        raise ShardCoreError(f"{folder} is a symbolic link; a problem's plans are kept in folders of its own")
+    require(
+        not places.is_link(folder),
+        f"{folder} is a symbolic link; a problem's plans are kept in folders of its own",
+    )
     return folder

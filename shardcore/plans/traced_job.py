@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,16 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem, Setting
 from shardcore.cost import traced_factors
 from shardcore.cost.model import CostModel, PricedPlan, price_plan, total_ms
-from shardcore.cost.traced_factors import Correction, Factor
-from shardcore.cost.traced_observations import Quantity
+from shardcore.cost.traced_factors import Correction
 from shardcore.io import job_folder
 from shardcore.io.traced_samples import TracedSample
 from shardcore.io.traced_steps import TracedJob
 from shardcore.measure.traces.job import read_job
 from shardcore.plans.diff import Diff, diff
 from shardcore.plans.gain import Gain, gain
-from shardcore.plans.move_price import exchange_ms
+from shardcore.plans.move_price import price_move
 from shardcore.plans.replan import ReplanConfig, replan
-from shardcore.step.lower import Workload, lower
+from shardcore.step.lower import lower
 
 DRAWS = 60
 INTERVAL = (0.05, 0.95)
@@ -79,7 +77,7 @@ class Proposal:
 
     interval_ms: interval of its step.
     moved: from the plan in use.
-    seconds: to move the weights, as an all-to-all.
+    seconds: to move weights and optimizer state, at the model's rates of links.
     """
 
     now: PricedPlan
@@ -98,21 +96,18 @@ def read(folder: str | Path, problem: Problem | None = None, plan: Plan | None =
     """
     # A folder of a job has a folder for each traced step. The newest counts.
     folder = job_folder.newest_step(Path(folder))
+    of_job, remarks = None, ()
     if (folder / job_folder.JOB_JSON).exists():
         of_job = job_folder.read_step(folder)
         # What the caller gives takes precedence over what the job wrote.
-        problem, plan = problem or of_job.problem, plan or of_job.plan
-        step_ms, remarks = of_job.total_ms, of_job.remarks
-    else:
-        step_ms = None
-        remarks = (
-            # Traces can be read without a plan, but not compared with one.
-            () if plan else ("the folder has no plan: give --problem and --plan, or use ShardCoreProfiler",)
-        )
+        problem, plan, remarks = problem or of_job.problem, plan or of_job.plan, of_job.remarks
+    elif not plan:
+        # Traces can be read without a plan, but not compared with one.
+        remarks = ("the folder has no plan: give --problem and --plan, or use ShardCoreProfiler",)
     traced = read_job(folder, len(problem.topology) if problem else None)
     where = folder.resolve()
     job = where.parent.name if job_folder.is_step(where.name) else where.name
-    return ReadJob(job, where.name, traced, problem, plan, step_ms, remarks)
+    return ReadJob(job, where.name, traced, problem, plan, of_job and of_job.total_ms, remarks)
 
 
 def sample(job: ReadJob, hardware: str) -> TracedSample:
@@ -191,13 +186,10 @@ def interval_ms(plan: Plan, problem: Problem, model: Any, correction: Correction
     """The interval of a step, from factors drawn from their posterior."""
     # A fixed seed, so that the same traces give the same interval.
     rng, workload = np.random.default_rng(0), lower(plan, problem, fits=False)
-    totals = [_total_ms(workload, model, correction.drawn(rng), problem) for _ in range(DRAWS)]
+    models = (traced_factors.corrected_model(model, correction.drawn(rng)) for _ in range(DRAWS))
+    totals = [total_ms(workload, drawn.for_problem(problem)) for drawn in models]
     low, high = np.quantile(totals, INTERVAL).tolist()
     return low, high
-
-
-def _total_ms(workload: Workload, model: Any, factors: Mapping[Quantity, Factor], problem: Problem) -> float:
-    return total_ms(workload, traced_factors.corrected_model(model, factors).for_problem(problem))
 
 
 def propose(checked: CheckedJob, model: CostModel, config: ReplanConfig) -> Proposal | None:
@@ -218,6 +210,5 @@ def propose(checked: CheckedJob, model: CostModel, config: ReplanConfig) -> Prop
         interval_ms(plan, checked.problem, model, checked.correction),
         gain(checked.after, now, checked.problem, ours),
         moved,
-        # In even shares: as if each device sends as much as the others.
-        exchange_ms(ours, checked.problem.topology, moved.bytes / len(checked.problem.topology)) / 1e3,
+        price_move(checked.after.plan, plan, checked.problem, ours).pause_s,
     )

@@ -24,7 +24,7 @@ def moves_words(moves: Diff) -> list[str]:
         )
     if moves.resized:
         words.append(
-            f"{count(len(moves.resized), 'table')} of another shape ({_few(r.new.name for r in moves.resized)}), "
+            f"{count(len(moves.resized), 'table')} of another shape ({_few(moves.resized)}), "
             f"{gib(moves.new_bytes)} of new weights; a checkpoint of the old shape does not load"
         )
     for names, change in ((moves.added, "new"), (moves.removed, "gone")):

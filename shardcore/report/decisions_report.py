@@ -90,8 +90,8 @@ def drift_table(drifts: Sequence[HotDrift]) -> str:
     """A table of how hot the hot rows still are, and of what other hot ids would save and move."""
     rows = [
         {
-            "table": x.table,
-            "hot rows": f"{x.rows:,}",
+            "table": x.new.table,
+            "hot rows": f"{len(x.new.ids):,}",
             "still hot": f"{x.still_hot:.0%}",
             "lookups, planned": f"{x.planned_share:.1%}",
             "now": f"{x.share:.1%}",

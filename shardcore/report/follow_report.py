@@ -7,7 +7,7 @@ from math import isinf
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import LEVELS
 from shardcore.plans.decisions import Decision
-from shardcore.plans.job_reports import JobEvent, JobReport, NextMove
+from shardcore.plans.followed import JobEvent, JobReport, NextMove
 from shardcore.plans.words import count, moved_words, when
 from shardcore.step.memory import gib
 

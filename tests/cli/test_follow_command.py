@@ -9,7 +9,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Placement, Plan, Shard
 from shardcore.cost.move_rates import MoveRates, write_move_rates
 from shardcore.io import files
-from shardcore.plans import job_reports, store
+from shardcore.plans import followed, store
 from shardcore.plans.decisions import Decision
 from shardcore.plans.followed import StoredPlans
 
@@ -67,7 +67,7 @@ def test_jobs_without_a_name_keep_their_reports_apart(plans, monkeypatch):
     for process in (7, 8, 8):
         monkeypatch.setattr("os.getpid", lambda process=process: process)
         StoredPlans(plans, "shifting").report(told)
-    names = [job.job for job in job_reports.read(plans, "shifting")]
+    names = [job.job for job in followed.read_reports(plans, "shifting")]
     assert len(names) == 2 and [name.rpartition("-")[2] for name in names] == ["7", "8"]
 
 
@@ -146,7 +146,7 @@ def test_what_it_cannot_read_is_named(plans, problem, capsys):
     assert "no plan is published for problem 'other'" in capsys.readouterr().err
     with pytest.raises(ShardCoreError, match="a job has name '../x'"):
         report(plans, None, job="../x")
-    found = job_reports.read(plans, problem.name)
+    found = followed.read_reports(plans, problem.name)
     assert [replace(r, at_s=0.0).step for r in found] == [1000]
     assert main(["job", "rates", "--out", str(plans / "rates.json")]) == 1
     assert "RANK is None; start this with torchrun" in capsys.readouterr().err

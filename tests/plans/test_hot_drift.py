@@ -91,10 +91,13 @@ def test_counts_whose_sum_would_overflow_are_refused(tmp_path):
         (lambda: drift(1, 2, of=HOT), "has 8 rows, its row counts 2"),
         (lambda: drift(*[0] * 8), "has no access statistics: its row counts are all 0"),
         (lambda: drift(*[1] * 8, of=PLAIN), "has no tables NAME_hot and NAME_cold"),
-        (lambda: drift(*[1] * 8, ids={}), "no hot ids of table 'a'; problem 'p' has 2 hot rows of it"),
+        (lambda: drift(*[1] * 8, ids={}), "no hot ids of table 'a', which has hot rows in problem 'p'"),
         (lambda: drift(*[1] * 8, ids={"a": HotIds("a", 8, [1])}), "given 1 hot ids of 8 rows; problem 'p'"),
         (lambda: drift(*[1] * 8, ids={"a": HotIds("a", 9, [1, 2])}), "2 hot ids of 9 rows; .* another table"),
-        (lambda: drift(*[1] * 8, ids={**IDS, "b": HotIds("b", 6, [1])}), "hot ids of table 'b', which has"),
+        (
+            lambda: drift(*[1] * 8, ids={**IDS, "b": HotIds("b", 6, [1])}),
+            "hot ids of table 'b', which has no hot rows",
+        ),
         (
             lambda: hot_drift(HOT, IDS, RowCounts(1, {"b": np.ones(6, np.int64)})),
             "no row counts of table 'a'",

@@ -139,7 +139,7 @@ def test_what_the_system_refuses_is_named(problem, tmp_path):
             publish(root, problem, 0, "first")
         assert store.names(root) == [] and store.last(root, "small") is None
     (tmp_path / "small/current").mkdir(parents=True)
-    with pytest.raises(ShardCoreError, match="cannot use .*small/current: it is a folder"):
+    with pytest.raises(ShardCoreError, match="cannot read .*small/current: it is a folder"):
         store.last(tmp_path, "small")
 
 

@@ -30,7 +30,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from bench import reshard_jobs as jobs
 from shardcore.core.errors import ShardCoreError
 from shardcore.io.files import problem_digest
-from shardcore.plans import job_reports, store
+from shardcore.plans import followed, store
 from shardcore.plans.decisions import Decision
 from shardcore.plans.followed import StoredPlans
 from shardcore.tables.hot_rows import with_hot_rows
@@ -364,7 +364,7 @@ def follow(
         "apart": jobs.apart(job.whole(), still.whole()),
         "own plan": moving.to_json(job.model.plan) == own,
         "decision": store.last(root, given.name).outcome,
-        "report": [asdict(x) for x in job_reports.read(root, given.name)],
+        "report": [asdict(x) for x in followed.read_reports(root, given.name)],
         "versions": sorted(d.current for d in store.history(root, given.name) if d.outcome == "first"),
     }
 
