@@ -20,7 +20,7 @@ Shapes: T tables, O options of all tables; R memories, that of devices and of ea
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -98,9 +98,7 @@ class MemoryTiers(Decision):
                 more=len(share_of) - 1 - i,
             )
 
-    def adopt(self, proposal: Proposal, found: Found | None, model: CostModel) -> Found | None:
-        if found is None:
-            return None
+    def adopt(self, proposal: Proposal, found: Found, problem: Problem, model: CostModel) -> Found:
         # Towers are in the plan, not in the problem: load factors need to fit with them.
         filled_up, plan = filled(found.plan, as_planned(found.plan, found.problem), model)
         return replace(
@@ -137,19 +135,6 @@ class Tier:
     device_bytes: int
     host_bytes: int
     link_bytes: float
-
-
-@dataclass(frozen=True)
-class Room:
-    """Memory that tables share, and the devices that share their work.
-
-    device_bytes: device memory, all devices together.
-    tier_bytes: memory below the devices by tier, all hosts together.
-    """
-
-    device_bytes: float
-    tier_bytes: Mapping[str, float]
-    n_devices: int
 
 
 def tiers_of(problem: Problem) -> list[Tier]:
@@ -202,8 +187,7 @@ def tiered(problem: Problem, more_bytes: float = 0, model: CostModel | None = No
         f"problem {problem.name!r} has memory of tier {fastest.name!r}, and {max(reasons, default='')}",
     )
     cached = _all_cached(problem)
-    n_hosts = len(problem.topology.hosts)
-    capacities = {memory.tier: float(n_hosts * memory.bytes) for memory in problem.topology.memory}
+    capacities = {m.tier: len(problem.topology.hosts) * m.bytes for m in problem.topology.memory}
     options = (options_of(table, cached, tuple(capacities), 0) for table in cached.tables)
     least_bytes = (min(tier.device_bytes for tier in of_table) for of_table in options)
     if (missing := sum(least_bytes) - budget) > 0:
@@ -212,11 +196,11 @@ def tiered(problem: Problem, more_bytes: float = 0, model: CostModel | None = No
             "inputs, outputs and optimizer state of rows, with all rows below device memory: it "
             "needs more devices, more memory, or a smaller batch"
         )
-    room = Room(budget, capacities, len(problem.topology))
-    tiers = shared_out(cached, cached.tables, room, model and model.for_problem(cached))
+    own = model and model.for_problem(cached)
+    tiers = shared_out(cached, cached.tables, budget, capacities, len(problem.topology), own)
     for i, memory in enumerate(problem.topology.memory, 1):
         used = sum(tier.host_bytes for tier in tiers if tier.table.tier == memory.tier)
-        if used > (capacity := n_hosts * memory.bytes):
+        if used > (capacity := capacities[memory.tier]):
             # A slower tier would take them, but for its kernels.
             slower = [TIERS[other.tier] for other in problem.topology.memory[i:]]
             unable = (tier.why_not(t.precision, problem.optimizer) for tier in slower for t in free)
@@ -344,18 +328,26 @@ def options_of(table: Table, problem: Problem, among: tuple[str, ...], memory: f
     return [_tier_of(replace(table, load_factor=x, tier=name), problem) for x, name in factors]
 
 
-def shared_out(problem: Problem, tables: Sequence[Table], room: Room, model: CostModel | None) -> list[Tier]:
+def shared_out(
+    problem: Problem,
+    tables: Sequence[Table],
+    device_bytes: float,
+    tier_bytes: Mapping[str, float],
+    n_devices: int,
+    model: CostModel | None,
+) -> list[Tier]:
     """One tier of each table, for the shortest step within memory if all work is divided evenly.
 
     Those that exceed memory least, the slowest tier first, where none keep within it.
 
+    device_bytes, tier_bytes: memory of the devices together, and of each tier below them.
     model: cost model of the problem. None: ms of a step are those of the links.
 
     The best memory of the shared cache is found as if the step shortened up to it and lengthened after it.
     """
-    among = tuple(room.tier_bytes)
-    limits = np.maximum([room.device_bytes, *room.tier_bytes.values()], 1.0)  # [R]
-    even = _even_sums(problem, model)
+    among = tuple(tier_bytes)
+    limits = np.maximum([device_bytes, *tier_bytes.values()], 1.0)  # [R]
+    even = _even_sums(problem, model) if model else None
     table_of = [i for i, table in enumerate(tables) for _ in options_of(table, problem, among, 0)]
 
     def options(memory: float) -> list[Tier]:
@@ -369,7 +361,7 @@ def shared_out(problem: Problem, tables: Sequence[Table], room: Room, model: Cos
             [tier.device_bytes, *(tier.host_bytes * (tier.table.tier == name) for name in among)]
             for tier in tiers
         ]
-        ms = _added_ms(tiers, problem, model, even) / room.n_devices
+        ms = _added_ms(tiers, problem, model, even) / n_devices
         # The first chain has the dense part, whatever is chosen: each table has a part of it.
         ms[:, 0] += problem.job.dense_ms / len(tables)
         return np.hstack([n_bytes / limits, round_encodings(ms)])
@@ -395,22 +387,20 @@ def shared_out(problem: Problem, tables: Sequence[Table], room: Room, model: Cos
     return [tiers[i] for i in chosen]
 
 
-def _even_sums(problem: Problem, model: CostModel | None) -> np.ndarray:
-    """[1, F] summed encodings of an op with an even share of all tables. Without a model, none."""
-    if model is None:
-        return np.zeros((1, 0))
+def _even_sums(problem: Problem, model: CostModel) -> np.ndarray:
+    """[1, F] summed encodings of an op with an even share of all tables."""
     codes = model.encode([Shard.whole(table) for table in problem.tables])
     return codes.sum(0, keepdims=True) / len(problem.topology)
 
 
 def _added_ms(
-    tiers: Sequence[Tier], problem: Problem, model: CostModel | None, even: np.ndarray
+    tiers: Sequence[Tier], problem: Problem, model: CostModel | None, even: np.ndarray | None
 ) -> np.ndarray:
     """[N, C] ms that tiers add to an op of `_even_sums`, and to its fetches and updates if caches fetch ahead.
 
     Without a model, [N, 1] ms on their links.
     """
-    if model is None:
+    if model is None or even is None:
         gbps = {memory.tier: memory.gbps for memory in problem.topology.memory}
         return np.array([[t.link_bytes and t.link_bytes / gbps[t.table.tier] / 1e6] for t in tiers])
     sums = np.concatenate([even, even + model.encode([Shard.whole(tier.table) for tier in tiers])])
@@ -490,11 +480,13 @@ def filled(plan: Plan, problem: Problem, model: CostModel) -> tuple[Problem, Pla
             for t in sorted(here, key=lambda t: t.dim)
         }
         budget = sum(_rows_bytes(table, problem) for table in here) + free[device] - sum(widest.values())
-        below: Counter[str] = Counter()
-        for table in here:
-            below[table.tier] += host_bytes(Shard.whole(table), problem)
-        room = Room(budget, below, 1)
-        tiers = shared_out(cached, [able[table.name] for table in here], room, model.for_problem(cached))
+        # Tables may change tiers, but not take more of any.
+        below = {
+            name: sum(host_bytes(Shard.whole(t), problem) for t in here if t.tier == name)
+            for name in dict.fromkeys(t.tier for t in here)
+        }
+        movable = [able[table.name] for table in here]
+        tiers = shared_out(cached, movable, budget, below, 1, model.for_problem(cached))
         tables_now |= {tier.table.name: tier.table for tier in tiers}
     better = replace(problem, tables=tuple(tables_now.get(t.name, t) for t in problem.tables))
     # Placements name tables, so they change with them.

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -165,8 +166,8 @@ def _sent(workload: Workload) -> tuple[float, float]:
 # --- the decision -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TowerHosts:
+@dataclass(frozen=True, kw_only=True)
+class TowerHosts(Proposal):
     """Hosts of towers.
 
     problem: the problem with each table pinned to its host, and with the ratio in its job.
@@ -175,18 +176,9 @@ class TowerHosts:
     loads: [H] a host's work and memory over its share of the whole. 1 is even.
     """
 
-    problem: Problem
     host_of: Mapping[str, str]
     affinity_inside: float
     loads: tuple[tuple[float, ...], ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class OnHosts(Proposal):
-    """A problem whose tables are pinned to hosts. whole: the problem without towers."""
-
-    whole: Problem
-    hosts: TowerHosts
 
 
 @dataclass(frozen=True)
@@ -210,7 +202,7 @@ class OnTowers(Decision):
 
     def proposals(
         self, problem: Problem, model: CostModel, seconds: float | None
-    ) -> Generator[OnHosts, Outcome, None]:
+    ) -> Generator[TowerHosts, Outcome, None]:
         """The hosts of the plan to start from, if any, and those of a search for a third of the seconds.
 
         Raises ShardCoreError as `tower_hosts` does.
@@ -220,36 +212,25 @@ class OnTowers(Decision):
         third = seconds and seconds / 3
         kept = None
         if self.start:
-            try:
+            with suppress(ShardCoreError):  # the towers are against these hosts
                 stays = _on_its_hosts(problem, as_cold(self.start, problem))
                 kept = tower_hosts(stays, towers, for_problem, third)
-            except ShardCoreError:  # the towers are against these hosts
-                kept = None
         if kept:
-            yield OnHosts(
-                words="hosts of the plan before",
-                problem=kept.problem,
-                more=int(self.moves),
-                whole=problem,
-                hosts=kept,
-            )
+            yield replace(kept, words="hosts of the plan before", more=int(self.moves))
         if self.moves or not kept:
-            hosts = tower_hosts(problem, towers, for_problem, third)
-            yield OnHosts(words="hosts found", problem=hosts.problem, whole=problem, hosts=hosts)
+            yield tower_hosts(problem, towers, for_problem, third)
 
-    def adopt(self, proposal: OnHosts, found: Found | None, model: CostModel) -> Found | None:
-        if found is None:
-            return None
-        whole, hosts = proposal.whole, proposal.hosts
-        constraints = replace(found.problem.constraints, pinned=whole.constraints.pinned)
-        problem = replace(found.problem, job=whole.job, constraints=constraints)
-        towers = {"affinity_inside": hosts.affinity_inside, "loads": [list(host) for host in hosts.loads]}
+    def adopt(self, proposal: TowerHosts, found: Found, problem: Problem, model: CostModel) -> Found:
+        constraints = replace(found.problem.constraints, pinned=problem.constraints.pinned)
+        whole = replace(found.problem, job=problem.job, constraints=constraints)
+        loads = [list(host) for host in proposal.loads]
+        towers = {"affinity_inside": proposal.affinity_inside, "loads": loads}
         ratio = {"tower_ratio": self.towers.compression_ratio}
         plan = replace(found.plan, provenance={**found.plan.provenance, **ratio, "towers": towers})
-        return replace(found, problem=problem, plan=plan)
+        return replace(found, problem=whole, plan=plan)
 
     def facts(self, outcome: Outcome) -> Mapping[str, Any]:
-        hosts = outcome.proposal.hosts
+        hosts: TowerHosts = outcome.proposal
         return {
             "affinity inside": f"{hosts.affinity_inside:.0%}",
             "fullest host": f"{max(map(max, hosts.loads)):.0%} of its share",
@@ -338,6 +319,7 @@ def tower_hosts(
     _require_all_fit(units, host, load[:, _MEMORY], capacity[:, _MEMORY], problem)
     host_of = {t.name: list(on_host)[host[number[t.name]]] for t in problem.tables}
     return TowerHosts(
+        words="hosts found",
         problem=as_towers(problem, host_of, towers.compression_ratio),
         host_of=host_of,
         affinity_inside=division.inside(host),

@@ -21,7 +21,6 @@ from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.memory_tiers import (
     MemoryTiers,
-    Room,
     filled,
     gains_ms,
     link_ms,
@@ -105,11 +104,11 @@ def test_gains_are_what_more_memory_saves():
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.6, 0.9])
 def test_no_other_choice_of_whole_tables_and_caches_of_one_memory_is_faster(share):
     asked = with_load_factors(two_devices(1 << 30), dict.fromkeys(("hot", "flat", "small", "idle"), 0.5))
-    room = Room(share * sum(t.bytes for t in asked.tables), {"host": 1 << 34}, 2)
-    found = sum(tier.link_bytes for tier in shared_out(asked, asked.tables, room, None))
+    room = share * sum(t.bytes for t in asked.tables)
+    found = sum(t.link_bytes for t in shared_out(asked, asked.tables, room, {"host": 1 << 34}, 2, None))
     for memory in range(64):
         for choice in product(*(options_of(table, asked, ("host",), memory) for table in asked.tables)):
-            if sum(tier.device_bytes for tier in choice) <= room.device_bytes:
+            if sum(tier.device_bytes for tier in choice) <= room:
                 assert found <= sum(tier.link_bytes for tier in choice) * (1 + 1e-3)
 
 
