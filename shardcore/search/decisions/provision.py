@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import Link
@@ -26,7 +26,8 @@ from shardcore.core.validation import (
     first_repeated,
     require,
     require_name,
-    require_within,
+    require_types,
+    within,
 )
 from shardcore.cost.model import CostModel
 from shardcore.io.envelope import open_document
@@ -53,29 +54,19 @@ class Offer:
     links: links of its devices, as in Topology.
     """
 
-    name: str
-    devices: int
-    memory_bytes: int
-    price_per_hour: float
+    name: Annotated[str, require_name]
+    devices: Annotated[int, within(1, MOST_DEVICES)]
+    memory_bytes: Annotated[int, within(1, MOST_BYTES)]
+    price_per_hour: Annotated[float, within(0, MOST_PRICE)]
     model: str = ""
     hardware: str = ""
-    most_hosts: int = 1
-    watts: float | None = None
-    speed: float = 1.0
+    most_hosts: Annotated[int, within(1, MOST_DEVICES)] = 1
+    watts: Annotated[float | None, within(0, MOST_PRICE)] = None
+    speed: Annotated[float, within(1 / MOST_SPEED, MOST_SPEED)] = 1.0
     links: tuple[Link, ...] = ()
 
     def __post_init__(self) -> None:
-        require_name(self.name, "an offer")
-        require_within(
-            self,
-            f"offer {self.name!r}",
-            devices=(1, MOST_DEVICES),
-            memory_bytes=(1, MOST_BYTES),
-            price_per_hour=(0, MOST_PRICE),
-            watts=(0, MOST_PRICE),
-            most_hosts=(1, MOST_DEVICES),
-            speed=(1 / MOST_SPEED, MOST_SPEED),
-        )
+        require_types(self, "offer")
         require(
             bool(self.model) != bool(self.hardware),
             f"offer {self.name!r} has model {self.model!r} and hardware {self.hardware!r}; it needs one of the two",

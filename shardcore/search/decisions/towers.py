@@ -19,7 +19,6 @@ Shapes: U units (tables that have to share a host), H hosts; 2 resources: work i
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -332,18 +331,14 @@ def _units(problem: Problem, towers: Towers) -> list[tuple[str, ...]]:
 
     Tables and units are in the problem's order.
     """
-    from scipy.sparse import coo_array, csgraph
-
     number = {t.name: i for i, t in enumerate(problem.tables)}
-    groups = (*towers.towers, *problem.constraints.together)
-    # A table of a group, and each of its others: edges of a graph whose components are the units.
-    edges = [(number[group[0]], number[name]) for group in groups for name in group]
-    ends = np.array(edges, dtype=int).reshape(-1, 2).T
-    graph = coo_array((np.ones(len(edges)), tuple(ends)), shape=(len(number),) * 2)
-    units: dict[int, list[str]] = defaultdict(list)
-    for name, unit in zip(number, csgraph.connected_components(graph)[1].tolist(), strict=True):
-        units[unit].append(name)
-    return list(map(tuple, units.values()))
+    # Each table's unit. Groups that have a table in common become one.
+    units = {name: [name] for name in number}
+    for group in (*towers.towers, *problem.constraints.together):
+        merged = sorted({n for name in group for n in units[name]}, key=number.__getitem__)
+        units |= dict.fromkeys(merged, merged)
+    # In the order of their first tables.
+    return list(dict.fromkeys(map(tuple, units.values())))
 
 
 def _group(unit: Sequence[str]) -> str:
@@ -356,11 +351,9 @@ def _require_all_fit(
     held = np.bincount(host, n_bytes, len(room))
     h = int(np.argmax(held - room))
     if held[h] > room[h]:
-        # The smallest group without which the rest fits: it found no host.
+        # The largest group there. In smaller ones, it may fit.
         over, here = held[h] - room[h], np.flatnonzero(host == h)
-        enough = here[n_bytes[here] >= over]
-        candidates = enough if len(enough) else here
-        unit = units[int(candidates[np.argmin(n_bytes[candidates])])]
+        unit = units[int(here[np.argmax(n_bytes[here])])]
         raise Infeasible(
             f"problem {problem.name!r} does not fit: no division of its towers over "
             f"{len(room)} hosts was found. In the best one {_group(unit)} is on host "
