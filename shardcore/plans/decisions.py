@@ -3,20 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.step_cost import PredictedCost
 from shardcore.core.types import Plan
-from shardcore.core.validation import MOST_UNIX_S, is_path_name, require, require_known, require_within, shown
+from shardcore.core.validation import (
+    MOST_MS,
+    MOST_UNIX_S,
+    one_of,
+    require,
+    require_path_name,
+    require_types,
+    shown,
+    within,
+)
 from shardcore.io import envelope, files, schema
 from shardcore.plans.what_if import WhatIf
 
 ROLLED_BACK = "rolled back"
 OUTCOMES = ("first", "better", "kept", "no longer fits", "restored", ROLLED_BACK)
+
+
+def require_id(text: str, what: str) -> str:
+    """Return a digest, the name of versions and decisions. Raises ShardCoreError for any other text."""
+    if not files.DIGEST.fullmatch(text):
+        raise ShardCoreError(f"{what} {shown(text)}; it needs 16 hex digits")
+    return text
+
+
+def _require_digest(value: str | None, what: str, name: str) -> None:
+    """Raise ShardCoreError unless a field is a digest, or None."""
+    if value is not None:
+        require_id(value, f"{what} has {name}")
 
 
 @dataclass(frozen=True)
@@ -42,40 +63,28 @@ class Decision:
     provenance: model, model_version, data_version, git_commit, setting, algorithm, its settings and seed.
     """
 
-    problem: str
-    outcome: str
+    problem: Annotated[str, require_path_name]
+    outcome: Annotated[str, one_of(OUTCOMES)]
     reason: str
-    current: str
-    candidate: str
-    problem_digest: str
-    candidate_ms: float | None = None
-    previous_ms: float | None = None
-    margin_ms: float | None = None
-    threshold: float = 0.0
-    decided_at: float = 0.0
-    parent: str | None = None
+    current: Annotated[str, _require_digest]
+    candidate: Annotated[str, _require_digest]
+    problem_digest: Annotated[str, _require_digest]
+    candidate_ms: Annotated[float | None, within(0, MOST_MS)] = None
+    previous_ms: Annotated[float | None, within(0, MOST_MS)] = None
+    margin_ms: Annotated[float | None, within(0, MOST_MS)] = None
+    threshold: Annotated[float, within(0, 1)] = 0.0
+    # datetime cannot show later times.
+    decided_at: Annotated[float, within(0, MOST_UNIX_S)] = 0.0
+    parent: Annotated[str | None, _require_digest] = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require_known(self, "decision", outcome=OUTCOMES)
-        require(
-            is_path_name(self.problem), f"decision has problem {self.problem!r}; it needs the name of one"
-        )
-        for name in ("current", "candidate", "problem_digest"):
-            require_id(getattr(self, name), f"decision has {name}")
+        require_types(self, "decision")
         # Only these two outcomes leave another version current than the one considered.
         require(
             self.outcome in ("kept", ROLLED_BACK) or self.current == self.candidate,
             f"decision {self.outcome!r} has current {self.current}; it takes its candidate, {self.candidate}",
         )
-        if self.parent is not None:
-            require_id(self.parent, "decision has parent")
-        # None counts as 0, which is valid: the cost is unknown then.
-        for name in ("candidate_ms", "previous_ms", "margin_ms", "threshold"):
-            value = getattr(self, name) or 0
-            require(0 <= value < math.inf, f"decision has {name} {value}; it needs 0 or more")
-        # datetime cannot show later times.
-        require_within(self, "decision", decided_at=(0, MOST_UNIX_S))
 
     @property
     def id(self) -> str:
@@ -113,13 +122,6 @@ def from_document(data: Any, where: str) -> Decision:
     # Reports read these keys as texts.
     files.require_provenance(decision.provenance, f"{where}: provenance")
     return decision
-
-
-def require_id(text: str, what: str) -> str:
-    """Return a digest, the name of versions and decisions. Raises ShardCoreError for any other text."""
-    if not files.DIGEST.fullmatch(text):
-        raise ShardCoreError(f"{what} {shown(text)}; it needs 16 hex digits")
-    return text
 
 
 @dataclass(frozen=True)

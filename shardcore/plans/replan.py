@@ -211,8 +211,8 @@ class Start(Decision):
         old, _ = self.numbered(problem)
         return price_move(old, plan, problem, model.for_problem(problem), self.config.move_rates)
 
-    def adopt(self, proposal: Proposal, found: Found | None, model: CostModel) -> Found | None:
-        if found is None or proposal.search is None:
+    def adopt(self, proposal: Proposal, found: Found, problem: Problem, model: CostModel) -> Found:
+        if proposal.search is None:
             # A search afresh starts from no plan, so it has no moves to record.
             return found
         moved = self.moved(found.plan, found.problem).document()

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from shardcore.core.types import Problem
 from shardcore.plans.hot_drift import HotDrift
 from shardcore.report.text import records_table, text_table
 from shardcore.search.decisions.driver import Entry, Found, Ledger, Outcome
 from shardcore.search.decisions.memory_tiers import gains_ms, link_ms, tiers_of
-from shardcore.search.decisions.provision import Provision, best_of_each, frontier
+from shardcore.search.decisions.provision import Provision, best_of_each
 from shardcore.step.memory import gib
 from shardcore.tables.hot_rows import HOT
 
@@ -30,10 +32,9 @@ def ledger_text(ledger: Ledger | None) -> str:
     """All that was proposed, and why the best one won; then the same within it. "": nothing was decided."""
     if ledger is None:
         return ""
-    chosen, entries = ledger.best, ledger.entries
-    table = entries_table(ledger.decision, entries, chosen)
-    because = f"\n{ledger.chosen}: {ledger.because}" * (len(entries) > 1)
-    return f"{table}{because}\n\n{ledger_text(chosen.within)}".rstrip("\n")
+    table = entries_table(ledger.decision, ledger.entries, ledger.best)
+    because = f"\n{ledger.chosen}: {ledger.because}" * (len(ledger.entries) > 1)
+    return f"{table}{because}\n\n{ledger_text(ledger.best.within)}".rstrip("\n")
 
 
 def entries_table(decision: str, entries: Sequence[Entry], chosen: Entry | None = None) -> str:
@@ -195,7 +196,17 @@ def clusters_figure(outcomes: Sequence[Outcome], chosen: Outcome | None) -> Figu
 
     made = Figure(figsize=(8, 5), layout="constrained")
     axes = made.subplots()
-    axes.step(*points(frontier(outcomes)), where="post", color="0.8", label="best for the price", zorder=0)
+    prices, rates = points(
+        sorted((x for x in outcomes if x.found), key=lambda x: (x.proposal.price_per_hour, x.ms))
+    )
+    axes.step(
+        prices,
+        np.maximum.accumulate(rates),
+        where="post",
+        color="0.8",
+        label="best for the price",
+        zorder=0,
+    )
     for name in dict.fromkeys(x.proposal.offer.name for x in outcomes):
         of = [x for x in outcomes if x.proposal.offer.name == name and x.found]
         axes.plot(*points(of), marker="o", markersize=4, linewidth=1, label=name)

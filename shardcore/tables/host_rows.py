@@ -12,7 +12,7 @@ Optimizer state with a value for each row is always in device memory.
 An op of FBGEMM has one cache. Its rows are those of all its tables' load factors together, and all compete for them.
 On SSD each table has a cache of its own. It is as FBGEMM's other caches are: sets of 32 rows, LRU.
 
-Shapes: N sizes of a cache, M memories of one (heat.py).
+Shapes: M memories of a cache (heat.py).
 """
 
 from __future__ import annotations
@@ -31,16 +31,30 @@ from shardcore.step import access
 from shardcore.tables.heat import Heat, heat_of
 
 
-def link_bytes(table: Table, cached: np.ndarray, batch: int, optimizer: str) -> np.ndarray:
-    """[N, 2] bytes of a batch that cross the link forward and backward, with caches of `cached` [N] rows.
+def link_bytes_of(shard: Shard, batch: int, optimizer: str) -> np.ndarray:
+    """[2] bytes of a batch of a shard, forward and backward, at the load factor of its table.
+
+    They are in proportion to the shard's columns and to its lookups: a row range has the miss ratio of the table.
+
+    Raises ShardCoreError as `heat_of` does.
+    """
+    if not shard.table.in_host_memory:
+        return np.zeros(2)
+    share = shard.width / shard.table.dim * access.access_share(shard)
+    return share * np.array(_link_bytes(shard.table, batch, optimizer))
+
+
+# Cached by table: searches encode many shards of one table.
+@lru_cache(maxsize=1 << 16)
+def _link_bytes(table: Table, batch: int, optimizer: str) -> tuple[float, float]:
+    """Bytes of a batch that cross the link forward and backward.
 
     A row is written back when another takes its place, so in the forward pass.
 
     Raises ShardCoreError as `heat_of` does.
     """
-    n_bytes = np.zeros((len(cached), 2))
     if (lookups := access.lookups(table, batch)) == 0:
-        return n_bytes
+        return 0.0, 0.0
     heat = _heat(_in_device_memory(table), batch)
     a_cell, a_row = (OPTIMIZERS[optimizer].state_bytes(each) for each in ("cell", "row"))
     row = table.dim * PRECISION_BYTES[table.precision]
@@ -49,31 +63,11 @@ def link_bytes(table: Table, cached: np.ndarray, batch: int, optimizer: str) -> 
     if table.below.holds_state:
         # State comes and goes with its row.
         row, state = row + table.dim * a_cell + a_row, 0.0
-    has_cache = cached > 0
-    # A miss fetches a row and writes back the one that it replaces.
-    n_bytes[has_cache, 0] = 2 * row * heat.misses(cached[has_cache])
-    n_bytes[has_cache, 1] = state
+    if cached := table.cached(table.rows):
+        # A miss fetches a row and writes back the one that it replaces.
+        return 2 * row * float(heat.misses(cached)), state
     # Deduplicated values are looked up, and so read, once.
-    n_bytes[~has_cache] = lookups / table.dedup * row, 2 * heat.unique_rows * row + state
-    return n_bytes
-
-
-def link_bytes_of(shard: Shard, batch: int, optimizer: str) -> np.ndarray:
-    """[2] bytes of a batch of a shard, forward and backward, at the load factor of its table.
-
-    They are in proportion to the shard's columns and to its lookups: a row range has the miss ratio of the table.
-    """
-    if not shard.table.in_host_memory:
-        return np.zeros(2)
-    share = shard.width / shard.table.dim * access.access_share(shard)
-    return share * np.array(_of_table(shard.table, batch, optimizer))
-
-
-# Cached by table: searches encode many shards of one table.
-@lru_cache(maxsize=1 << 16)
-def _of_table(table: Table, batch: int, optimizer: str) -> tuple[float, float]:
-    [(forward, backward)] = link_bytes(table, np.array([table.cached(table.rows)]), batch, optimizer)
-    return float(forward), float(backward)
+    return lookups / table.dedup * row, 2 * heat.unique_rows * row + state
 
 
 def held_rows(table: Table, batch: int) -> np.ndarray:

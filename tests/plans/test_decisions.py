@@ -51,7 +51,7 @@ def test_a_decision_tells_what_the_version_that_it_chose_costs():
         ({"parent": "../x"}, "has parent '../x'"),
         ({"problem": "other"}, "on problem 'other'"),
         ({"problem": "../x"}, "has problem '../x'"),
-        ({"candidate_ms": -1.0}, "has candidate_ms -1.0; it needs 0 or more"),
+        ({"candidate_ms": -1.0}, "has candidate_ms -1.0; it needs 0 to 1,000,000,000"),
         ({"candidate_ms": "1"}, "candidate_ms is '1'; it needs to be a number or None"),
         ({"decided_at": None}, "decided_at is None"),
         ({"provenance": []}, "provenance is []"),

@@ -28,7 +28,9 @@ from shardcore.cost.model import CostModel, require_model
 from shardcore.io.schema import build
 from shardcore.search.budget import Budget
 from shardcore.search.sharders import Sharder
+from shardcore.search.state.shards import priced
 from shardcore.search.ties import least
+from shardcore.step.memory import fits
 
 ENTRY = "decisions"
 """The ledger's name in a plan's provenance."""
@@ -100,6 +102,7 @@ class Proposal:
     more: proposals that may follow it, at most.
     model: cost model of its devices. None: the one of all.
     search: its sharder. None: the one of all.
+    plans: plans that it may have, too, where they fit and no other decision changes the problem.
     """
 
     words: str
@@ -108,6 +111,7 @@ class Proposal:
     more: int = 0
     model: CostModel | None = None
     search: Sharder | None = None
+    plans: tuple[Plan, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,8 +183,11 @@ class Decision:
         """
         raise NotImplementedError
 
-    def adopt(self, proposal: Any, found: Found | None, model: CostModel) -> Found | None:
-        """Change a plan, its problem or its cost as the decision sees them. None: there is no plan."""
+    def adopt(self, proposal: Any, found: Found, problem: Problem, model: CostModel) -> Found:
+        """Change a plan, its problem or its cost as the decision sees them.
+
+        problem: the one that proposals were asked for.
+        """
         return found
 
     def best(self, outcomes: Sequence[Outcome]) -> Outcome:
@@ -251,6 +258,7 @@ class _Driver:
     model: cost model for any problem.
     budget: its seconds are for all that is left.
     heard: called with each outcome of the first decision.
+    plans: plans that the problem may have, too.
     """
 
     decisions: Sequence[Decision]
@@ -259,6 +267,7 @@ class _Driver:
     seed: int
     budget: Budget | None
     heard: Callable[[Outcome], None] | None = None
+    plans: tuple[Plan, ...] = ()
 
     def found(self, problem: Problem) -> Found:
         if self.decisions:
@@ -267,10 +276,17 @@ class _Driver:
         # Here no decision is left, so the sharder searches.
         model = self.model.for_problem(problem)
         problem.require_setting(model.setting)
-        plan = self.search(problem, model, seed=self.seed, budget=self.budget)
+        # They have the costs of other models.
+        plans = [priced(p.placements, problem, model, **p.provenance) for p in self.plans if fits(p, problem)]
+        try:
+            plans.insert(0, self.search(problem, model, seed=self.seed, budget=self.budget))
+        except ShardCoreError:
+            if not plans:
+                raise
         # Sharders without a search count no evaluations.
-        ms, evals = plan.provenance["predicted_ms"], plan.provenance.get("evals", 0)
-        return Found(problem=problem, plan=plan, ms=ms, evals=evals)
+        evals = plans[0].provenance.get("evals", 0)
+        plan = least(plans, lambda plan: plan.provenance["predicted_ms"])
+        return Found(problem=problem, plan=plan, ms=plan.provenance["predicted_ms"], evals=evals)
 
     def _outcomes(self, decision: Decision, problem: Problem) -> Iterable[Outcome]:
         """The outcome of each proposal."""
@@ -288,7 +304,7 @@ class _Driver:
             if left <= 0 and any_plan and not decision.searches_all:
                 outcome = Outcome(proposal=proposal, error=Infeasible("no time was left for it"))
             else:
-                outcome = self._outcome(decision, proposal, budget)
+                outcome = self._outcome(decision, proposal, problem, budget)
             any_plan |= outcome.found is not None
             # Before the next search, so that a listener sees each result when it is there.
             if self.heard:
@@ -300,10 +316,12 @@ class _Driver:
             except StopIteration:
                 return
 
-    def _outcome(self, decision: Decision, proposal: Proposal, budget: Budget | None) -> Outcome:
+    def _outcome(
+        self, decision: Decision, proposal: Proposal, problem: Problem, budget: Budget | None
+    ) -> Outcome:
         search, model = proposal.search or self.search, proposal.model or self.model
         # Only the outermost decision's outcomes are heard.
-        inner = _Driver(self.decisions[1:], search, model, self.seed, budget)
+        inner = _Driver(self.decisions[1:], search, model, self.seed, budget, plans=proposal.plans)
         began, found, error = progress.clock(), None, proposal.refused
         with progress.part(proposal.words):
             # A proposal without a plan is an answer: others may have one.
@@ -311,10 +329,9 @@ class _Driver:
                 found = None if error else inner.found(proposal.problem)
             except ShardCoreError as refused:
                 error = refused
-            # Also without a plan: a decision may know another (see Provision).
-            found = decision.adopt(proposal, found, model)
+            adopted = found and decision.adopt(proposal, found, problem, model)
         seconds = progress.clock() - began
-        return Outcome(proposal=proposal, found=found, error=None if found else error, seconds=seconds)
+        return Outcome(proposal=proposal, found=adopted, error=error, seconds=seconds)
 
 
 def _chosen(decision: Decision, outcomes: Sequence[Outcome]) -> Found:

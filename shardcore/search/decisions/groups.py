@@ -90,7 +90,6 @@ class GroupedCost:
 class InGroups(Proposal):
     """A way to divide the devices of a problem."""
 
-    whole: Problem
     grouping: Grouping
 
 
@@ -153,15 +152,12 @@ class Groups(Decision):
                 problem=proposed,
                 refused=refused,
                 more=len(ways) - 1 - i,
-                whole=problem,
                 grouping=grouping,
             )
 
-    def adopt(self, proposal: InGroups, found: Found | None, model: CostModel) -> FoundGroups | None:
+    def adopt(self, proposal: InGroups, found: Found, problem: Problem, model: CostModel) -> FoundGroups:
         """Count the synchronisation. A plan that deals bytes evenly is kept where it is cheaper in all."""
-        if found is None:
-            return None
-        whole, group, grouping = proposal.whole, found.problem, proposal.grouping
+        whole, group, grouping = problem, found.problem, proposal.grouping
         model, plans = model.for_problem(group), [found.plan]
         # One group synchronises nothing, so even bytes bring it nothing.
         if grouping.size < len(whole.topology):

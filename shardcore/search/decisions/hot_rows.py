@@ -14,13 +14,12 @@ from shardcore.core.types import Problem
 from shardcore.core.validation import require
 from shardcore.cost.model import CostModel
 from shardcore.search.decisions.driver import Decision, Outcome, Proposal
-from shardcore.search.ties import least
 from shardcore.step.lower import lower
 from shardcore.step.memory import gib
 from shardcore.tables.hot_rows import heats, hot_counts, with_hot_rows
 
-_FACTOR = 4.0
-"""Ratio of one threshold to the next. Then its root is tried on both sides of the best."""
+_FACTOR = 2.0
+"""Ratio of one threshold to the next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,39 +55,27 @@ class HotRows(Decision):
             f"problem {problem.name!r} has no sequence tables that are looked up; only "
             "those may have hot rows (docs/plan_hot_rows.md)",
         )
-        outcomes: dict[float, Outcome] = {}
-
-        def outcome_of(threshold: float, more: int) -> Generator[Threshold, Outcome, Outcome]:
-            rows = {} if threshold == math.inf else hot_counts(problem, threshold)
-            # Thresholds between the same two rows give the same problem.
-            same = next((x for x in outcomes.values() if x.proposal.rows == rows), None)
-            if same is None:
-                same = yield Threshold(
-                    words=f"rows hot from {threshold:,.1f} lookups a batch" if rows else "no hot rows",
-                    problem=with_hot_rows(problem, rows),
-                    rows=rows,
-                    more=more,
-                )
-            outcomes[threshold] = same
-            return same
-
-        lowest = max(1.0, len(problem.topology) / 2)
-        # From above: a high threshold takes least memory, so it fits if any does.
-        falling = [max(lowest, max(float(heat.lookups.max()) for _, heat in known) / _FACTOR)]
-        while falling[-1] / _FACTOR >= lowest:
-            falling.append(falling[-1] / _FACTOR)
-        if len(problem.topology) == 1:  # no other device to be on
-            falling = []
+        lowest, hottest = len(problem.topology) / 2, max(float(heat.lookups.max()) for _, heat in known)
+        n = math.ceil(max(1.0, math.log(hottest / lowest, _FACTOR))) if len(problem.topology) > 1 else 0
         # The unchanged problem comes first, so hot rows never make a plan dearer.
-        yield from outcome_of(math.inf, len(falling) + 2 if falling else 0)
-        for i, threshold in enumerate(falling):
-            outcome = yield from outcome_of(threshold, len(falling) - i + 1)
+        before: dict[str, int] = {}
+        yield Threshold(words="no hot rows", problem=problem, rows=before, more=n)
+        # From above: a high threshold takes least memory, so it fits if any does.
+        for i in range(1, n + 1):
+            threshold = max(1.0, lowest, hottest / _FACTOR**i)
+            rows = hot_counts(problem, threshold)
+            # Thresholds between the same two rows give the same problem.
+            if rows == before:
+                continue
+            outcome = yield Threshold(
+                words=f"rows hot from {threshold:,.1f} lookups a batch",
+                problem=with_hot_rows(problem, rows),
+                rows=rows,
+                more=n - i,
+            )
+            before = rows
             if outcome.found is None:
-                break  # lower ones take more memory
-        best = least(outcomes, lambda threshold: outcomes[threshold].ms)
-        if best < math.inf:
-            yield from outcome_of(best * _FACTOR**0.5, 1)
-            yield from outcome_of(best / _FACTOR**0.5, 0)
+                return  # lower ones take more memory
 
     def facts(self, outcome: Outcome) -> Mapping[str, Any]:
         facts: dict[str, Any] = {"hot": sum(outcome.proposal.rows.values())}

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import Link
@@ -26,14 +26,13 @@ from shardcore.core.validation import (
     first_repeated,
     require,
     require_name,
-    require_within,
+    require_types,
+    within,
 )
-from shardcore.cost.model import CostModel, is_less
+from shardcore.cost.model import CostModel
 from shardcore.io.envelope import open_document
 from shardcore.io.schema import build
-from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
-from shardcore.search.state.shards import priced
-from shardcore.step import memory
+from shardcore.search.decisions.driver import Decision, Outcome, Proposal
 
 MOST_PRICE = 1e9
 """The highest price of an hour, in any currency, and the most watts."""
@@ -55,29 +54,19 @@ class Offer:
     links: links of its devices, as in Topology.
     """
 
-    name: str
-    devices: int
-    memory_bytes: int
-    price_per_hour: float
+    name: Annotated[str, require_name]
+    devices: Annotated[int, within(1, MOST_DEVICES)]
+    memory_bytes: Annotated[int, within(1, MOST_BYTES)]
+    price_per_hour: Annotated[float, within(0, MOST_PRICE)]
     model: str = ""
     hardware: str = ""
-    most_hosts: int = 1
-    watts: float | None = None
-    speed: float = 1.0
+    most_hosts: Annotated[int, within(1, MOST_DEVICES)] = 1
+    watts: Annotated[float | None, within(0, MOST_PRICE)] = None
+    speed: Annotated[float, within(1 / MOST_SPEED, MOST_SPEED)] = 1.0
     links: tuple[Link, ...] = ()
 
     def __post_init__(self) -> None:
-        require_name(self.name, "an offer")
-        require_within(
-            self,
-            f"offer {self.name!r}",
-            devices=(1, MOST_DEVICES),
-            memory_bytes=(1, MOST_BYTES),
-            price_per_hour=(0, MOST_PRICE),
-            watts=(0, MOST_PRICE),
-            most_hosts=(1, MOST_DEVICES),
-            speed=(1 / MOST_SPEED, MOST_SPEED),
-        )
+        require_types(self, "offer")
         require(
             bool(self.model) != bool(self.hardware),
             f"offer {self.name!r} has model {self.model!r} and hardware {self.hardware!r}; it needs one of the two",
@@ -131,12 +120,10 @@ class Cluster(Proposal):
     """Some machines of an offer.
 
     problem: the tables on its devices.
-    plans: plans for as many hosts of as many devices. It may have these, too.
     """
 
     offer: Offer
     hosts: int
-    plans: tuple[Plan, ...] = ()
 
     @property
     def price_per_hour(self) -> float:
@@ -234,32 +221,13 @@ class Provision(Decision):
             f"number of hosts of offers {', '.join(offer.name for offer in self.offers)} divides evenly",
         )
         for i, cluster in enumerate(proposed):
-            same_size, model = (
-                # By shape: plans name devices by number, so they fit as many hosts of as many devices.
-                plans[cluster.hosts, cluster.offer.devices],
-                self.models[cluster.offer.priced_by],
-            )
-            more = len(proposed) - 1 - i
-            outcome = yield replace(cluster, model=model, more=more, plans=tuple(same_size))
-            # Clusters of the same shape can run each other's plans, if these fit.
-            if outcome.found and outcome.found.ledger is None:
-                same_size.append(outcome.found.plan)
-
-    def adopt(self, proposal: Cluster, found: Found | None, model: CostModel) -> Found | None:
-        """The cheapest of its plan and of other clusters' plans. So more memory is never dearer.
-
-        Plans on which inner decisions were made are of other problems: none is proposed.
-        """
-        problem = found.problem if found else proposal.problem
-        model, evals = model.for_problem(problem), found.evals if found else 0
-        for plan in proposal.plans:
-            if memory.fits(plan, problem):  # it may have less memory
-                # It has the cost by the other cluster's model.
-                plan = priced(plan.placements, problem, model, **plan.provenance)
-                ms = plan.provenance["predicted_ms"]
-                if found is None or is_less(ms, found.ms):
-                    found = Found(problem=problem, plan=plan, ms=ms, evals=evals)
-        return found
+            # Plans name devices by number, so clusters of the same shape can run each other's. So more memory is
+            # never dearer.
+            same_shape = plans[cluster.hosts, cluster.offer.devices]
+            model, more = self.models[cluster.offer.priced_by], len(proposed) - 1 - i
+            outcome = yield replace(cluster, model=model, more=more, plans=tuple(same_shape))
+            if outcome.found:
+                same_shape.append(outcome.found.plan)
 
     def best(self, outcomes: Sequence[Outcome]) -> Outcome:
         return best_of_each(outcomes, self.target)[0]
@@ -312,14 +280,3 @@ def best_of_each(outcomes: Sequence[Outcome], target: Target) -> list[Outcome]:
     for outcome in sorted(meeting, key=rank):
         first.setdefault(outcome.proposal.offer.name, outcome)
     return list(first.values())
-
-
-def frontier(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Clusters that none is both cheaper and faster than, by rising price."""
-    kept: list[Outcome] = []
-    planned = [x for x in outcomes if x.found]
-    # By rising price, a cluster is kept if it is faster than all cheaper ones.
-    for outcome in sorted(planned, key=lambda x: (x.proposal.price_per_hour, x.ms)):
-        if not kept or is_less(outcome.ms, kept[-1].ms):
-            kept.append(outcome)
-    return kept

@@ -18,13 +18,6 @@ from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.step.kinds import choices_of_rows, layout_of, row_unit_of
 
 
-@dataclass(frozen=True, kw_only=True)
-class OverUnits(Proposal):
-    """A problem with rows over units of one level. whole: the problem that does not say which."""
-
-    whole: Problem
-
-
 @dataclass(frozen=True)
 class RowUnits(Decision):
     """Choose the units that rows are divided over, where the topology leaves it open.
@@ -45,23 +38,22 @@ class RowUnits(Decision):
 
     def proposals(
         self, problem: Problem, model: CostModel, seconds: float | None
-    ) -> Generator[OverUnits, Outcome, None]:
+    ) -> Generator[Proposal, Outcome, None]:
         """The problem with rows over hosts, and over pods where they are of one size."""
         topology = problem.topology
         units = (row_unit_of(topology, self.start.placements),) if self.start else choices_of_rows(topology)
         for i, unit in enumerate(units):
             # Devices of a unit, as TorchRec's groups of ranks have them.
             size = len(topology.on_units(ROWS_OVER[unit])[0])
-            yield OverUnits(
+            yield Proposal(
                 words=f"rows over {unit}s of {size} device{'s' * (size > 1)}",
                 problem=replace(problem, topology=replace(topology, rows_over=unit)),
                 more=len(units) - 1 - i,
-                whole=problem,
             )
 
-    def adopt(self, proposal: OverUnits, found: Found | None, model: CostModel) -> Found | None:
-        """The plan as one of the whole: its kinds say which units it has."""
-        return found and replace(found, problem=replace(found.problem, topology=proposal.whole.topology))
+    def adopt(self, proposal: Proposal, found: Found, problem: Problem, model: CostModel) -> Found:
+        """The plan as one of the problem that leaves it open: its kinds say which units it has."""
+        return replace(found, problem=replace(found.problem, topology=problem.topology))
 
     def facts(self, outcome: Outcome) -> Mapping[str, Any]:
         if outcome.found is None:

@@ -19,8 +19,8 @@ Shapes: U units (tables that have to share a host), H hosts; 2 resources: work i
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -165,8 +165,8 @@ def _sent(workload: Workload) -> tuple[float, float]:
 # --- the decision -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TowerHosts:
+@dataclass(frozen=True, kw_only=True)
+class TowerHosts(Proposal):
     """Hosts of towers.
 
     problem: the problem with each table pinned to its host, and with the ratio in its job.
@@ -175,18 +175,9 @@ class TowerHosts:
     loads: [H] a host's work and memory over its share of the whole. 1 is even.
     """
 
-    problem: Problem
     host_of: Mapping[str, str]
     affinity_inside: float
     loads: tuple[tuple[float, ...], ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class OnHosts(Proposal):
-    """A problem whose tables are pinned to hosts. whole: the problem without towers."""
-
-    whole: Problem
-    hosts: TowerHosts
 
 
 @dataclass(frozen=True)
@@ -210,7 +201,7 @@ class OnTowers(Decision):
 
     def proposals(
         self, problem: Problem, model: CostModel, seconds: float | None
-    ) -> Generator[OnHosts, Outcome, None]:
+    ) -> Generator[TowerHosts, Outcome, None]:
         """The hosts of the plan to start from, if any, and those of a search for a third of the seconds.
 
         Raises ShardCoreError as `tower_hosts` does.
@@ -220,36 +211,25 @@ class OnTowers(Decision):
         third = seconds and seconds / 3
         kept = None
         if self.start:
-            try:
+            with suppress(ShardCoreError):  # the towers are against these hosts
                 stays = _on_its_hosts(problem, as_cold(self.start, problem))
                 kept = tower_hosts(stays, towers, for_problem, third)
-            except ShardCoreError:  # the towers are against these hosts
-                kept = None
         if kept:
-            yield OnHosts(
-                words="hosts of the plan before",
-                problem=kept.problem,
-                more=int(self.moves),
-                whole=problem,
-                hosts=kept,
-            )
+            yield replace(kept, words="hosts of the plan before", more=int(self.moves))
         if self.moves or not kept:
-            hosts = tower_hosts(problem, towers, for_problem, third)
-            yield OnHosts(words="hosts found", problem=hosts.problem, whole=problem, hosts=hosts)
+            yield tower_hosts(problem, towers, for_problem, third)
 
-    def adopt(self, proposal: OnHosts, found: Found | None, model: CostModel) -> Found | None:
-        if found is None:
-            return None
-        whole, hosts = proposal.whole, proposal.hosts
-        constraints = replace(found.problem.constraints, pinned=whole.constraints.pinned)
-        problem = replace(found.problem, job=whole.job, constraints=constraints)
-        towers = {"affinity_inside": hosts.affinity_inside, "loads": [list(host) for host in hosts.loads]}
+    def adopt(self, proposal: TowerHosts, found: Found, problem: Problem, model: CostModel) -> Found:
+        constraints = replace(found.problem.constraints, pinned=problem.constraints.pinned)
+        whole = replace(found.problem, job=problem.job, constraints=constraints)
+        loads = [list(host) for host in proposal.loads]
+        towers = {"affinity_inside": proposal.affinity_inside, "loads": loads}
         ratio = {"tower_ratio": self.towers.compression_ratio}
         plan = replace(found.plan, provenance={**found.plan.provenance, **ratio, "towers": towers})
-        return replace(found, problem=problem, plan=plan)
+        return replace(found, problem=whole, plan=plan)
 
     def facts(self, outcome: Outcome) -> Mapping[str, Any]:
-        hosts = outcome.proposal.hosts
+        hosts: TowerHosts = outcome.proposal
         return {
             "affinity inside": f"{hosts.affinity_inside:.0%}",
             "fullest host": f"{max(map(max, hosts.loads)):.0%} of its share",
@@ -338,6 +318,7 @@ def tower_hosts(
     _require_all_fit(units, host, load[:, _MEMORY], capacity[:, _MEMORY], problem)
     host_of = {t.name: list(on_host)[host[number[t.name]]] for t in problem.tables}
     return TowerHosts(
+        words="hosts found",
         problem=as_towers(problem, host_of, towers.compression_ratio),
         host_of=host_of,
         affinity_inside=division.inside(host),
@@ -350,18 +331,14 @@ def _units(problem: Problem, towers: Towers) -> list[tuple[str, ...]]:
 
     Tables and units are in the problem's order.
     """
-    from scipy.sparse import coo_array, csgraph
-
     number = {t.name: i for i, t in enumerate(problem.tables)}
-    groups = (*towers.towers, *problem.constraints.together)
-    # A table of a group, and each of its others: edges of a graph whose components are the units.
-    edges = [(number[group[0]], number[name]) for group in groups for name in group]
-    ends = np.array(edges, dtype=int).reshape(-1, 2).T
-    graph = coo_array((np.ones(len(edges)), tuple(ends)), shape=(len(number),) * 2)
-    units: dict[int, list[str]] = defaultdict(list)
-    for name, unit in zip(number, csgraph.connected_components(graph)[1].tolist(), strict=True):
-        units[unit].append(name)
-    return list(map(tuple, units.values()))
+    # Each table's unit. Groups that have a table in common become one.
+    units = {name: [name] for name in number}
+    for group in (*towers.towers, *problem.constraints.together):
+        merged = sorted({n for name in group for n in units[name]}, key=number.__getitem__)
+        units |= dict.fromkeys(merged, merged)
+    # In the order of their first tables.
+    return list(dict.fromkeys(map(tuple, units.values())))
 
 
 def _group(unit: Sequence[str]) -> str:
@@ -374,11 +351,9 @@ def _require_all_fit(
     held = np.bincount(host, n_bytes, len(room))
     h = int(np.argmax(held - room))
     if held[h] > room[h]:
-        # The smallest group without which the rest fits: it found no host.
+        # The largest group there. In smaller ones, it may fit.
         over, here = held[h] - room[h], np.flatnonzero(host == h)
-        enough = here[n_bytes[here] >= over]
-        candidates = enough if len(enough) else here
-        unit = units[int(candidates[np.argmin(n_bytes[candidates])])]
+        unit = units[int(here[np.argmax(n_bytes[here])])]
         raise Infeasible(
             f"problem {problem.name!r} does not fit: no division of its towers over "
             f"{len(room)} hosts was found. In the best one {_group(unit)} is on host "

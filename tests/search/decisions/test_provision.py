@@ -21,7 +21,6 @@ from shardcore.search.decisions.provision import (
     Target,
     best_of_each,
     clusters,
-    frontier,
     read_offers,
 )
 
@@ -89,8 +88,6 @@ def test_targets_of_time_speed_and_price():
     assert chosen(samples_per_s=1536 / 4e-3) == [("small", 4), ("large", 1)]
     assert chosen(price_per_hour=5.0) == [("small", 4)]
     assert chosen(price_per_hour=12.0) == [("large", 2), ("small", 4)]
-    assert [x.ms for x in frontier(found)] == [12.0, 6.0, 4.0, 3.0, 2.0]
-    assert frontier([*found, of(LARGE, 1, 5.0)])[-2].ms == 3.0
 
 
 def test_equally_cheap_clusters_rank_by_power_then_by_speed():
