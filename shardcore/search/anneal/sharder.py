@@ -171,6 +171,10 @@ class Search:
             if columns is not None:
                 columns = replace(columns)
                 chains.append(self._chain(columns, trials, _WARM))
+            # Trials seldom lead to another number of parts of a costly table, and long chains lead away from it again.
+            recut = self.starts.recut(self.best) if number > 0 and fresh and self.best is not None else []
+            if trials >= _FEWEST * len(recut):
+                chains += [self._chain(start, trials // len(recut), _HOT) for start in recut]
             # Each from its first plan again: the best plan of all rounds is in `best`.
             chains += [self._chain(start, trials, _HOT) for start in starts]
             more = list(islice(cycle(chains), -len(chains) % self.meter.budget.threads_to_fill))

@@ -60,6 +60,8 @@ _DIVIDED = (1.0, 0.5, 0.25, 0.1, 0.03)
 """Other starts divide the rows of tables that cost more than one of these shares of a device's mean load."""
 _COPIED = tuple(eighths / 8 for eighths in range(9))
 """Shares of the tables that starts copy, where the others have their rows divided."""
+_RECUT = 2
+"""Costliest tables to which `recut` gives another number of parts."""
 _TIGHT, _SMALL = 0.8, (0.3, 0.2, 0.1, 0.05)
 """When memory is tight, further starts cut tables by size.
 
@@ -291,20 +293,17 @@ class Starts:
         return Start(space, best, space.among_groups(best.group))
 
     def _greedy_plans(self, space: SearchSpace, cuts: Iterable[Cut]) -> list[State]:
-        """Greedy plans of those cuts that fit. Strips that are always shared are among the shared ones."""
-        plans = (self._greedy(space, Cut(cut.n, space.sharing(cut.shared))) for cut in cuts)
+        """Greedy plans of those cuts that fit, as long as there is time."""
+        plans = (self._greedy(space, cut) for cut in cuts if self._has_time())
         return [state for state in plans if state is not None]
 
     def _greedy(self, space: SearchSpace, cut: Cut) -> State | None:
-        """Place strips by falling cost; if that fails, by falling size.
+        """Place strips by falling cost; if that fails, by falling size. None if neither fits.
 
         Cost is that of the op, and that of the op with its exchange: the cheaper plan of both.
-
-        None if neither fits, or if the budget has no time for another plan.
+        Strips that are always shared are among the shared ones.
         """
-        if not self._has_time():
-            return None
-        fixed, plans = space.fixed, []
+        fixed, shared, plans = space.fixed, space.sharing(cut.shared), list[State]()
         # Strip and units of equal shards [N, 2].
         strips = np.repeat(np.arange(len(cut.n)), cut.n)
         # Shard i of n has units from size * i // n on, so shards differ by a unit at most.
@@ -325,12 +324,12 @@ class Starts:
             state, before_s = self._state(space), self.meter.seconds()
             words = packed(state)
             # Shared strips first: greedy balances single devices around them.
-            compiled.share(words, cut.shared)
+            compiled.share(words, shared)
             # Greedy starts from what all devices hold, and groups share.
             compiled.refresh(self.head, problem, words)
             # Strips with fewest devices go first.
             order = np.ascontiguousarray(shards[np.lexsort((ranks(-key), space.choice[strips]))])
-            self.meter.evals += (len(shards) + len(cut.shared)) * len(fixed.devices) // _DEVICES_AN_EVAL
+            self.meter.evals += (len(shards) + len(shared)) * len(fixed.devices) // _DEVICES_AN_EVAL
             if compiled.greedy(self.head, problem, words, order):
                 compiled.refresh(self.head, problem, words)
                 plans.append(state)
@@ -349,6 +348,31 @@ class Starts:
     def _state(self, space: SearchSpace) -> State:
         """A State with nothing placed."""
         return compiled.empty(space.fixed, len(self.problem.topology.hosts))
+
+    def recut(self, start: Start) -> list[Start]:
+        """Greedy plans with as many parts of each table as a plan has, but one part more or fewer of a costly table.
+
+        Annealing seldom gets there: a new part costs about as much as a wide one, however narrow it begins.
+        """
+        space, fixed, group = start.space, start.space.fixed, start.state.group
+        # Few plans, each made in two orders: they take a tenth of the seconds that are left, at most.
+        if (
+            fixed.halves
+            or is_large(space.cache)
+            or not self.meter.has_time(80 * _RECUT * (self._greedy_s or 0.0))
+        ):
+            return []
+        [shared] = np.nonzero(group >= 0)
+        n = np.where(group < 0, (start.state.held > 0).sum(1), 0)
+        most = np.minimum(len(fixed.devices), fixed.strips[:, SIZE])
+        costliest = np.argsort(ranks(-self._op_ms(fixed, fixed.whole_options())), kind="stable")
+        pairs, cuts = _pairs(zip(shared, group[shared], strict=True)), list[Cut]()
+        for s in costliest[(fixed.may_split & (n > 0))[costliest]][:_RECUT]:
+            for parts in (n[s] + 1, n[s] - 1):
+                if space.cache.least_parts[s] <= parts <= most[s]:
+                    cuts.append(Cut(np.where(np.arange(len(n)) == s, parts, n), pairs))
+        plans = [self._greedy(space, cut) for cut in cuts]
+        return [Start(space, plan, fixed, _ms(plan)) for plan in plans if plan is not None]
 
     # --- cuts ---
 

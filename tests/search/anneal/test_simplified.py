@@ -95,18 +95,13 @@ def test_every_sharder_ends_with_it(monkeypatch):
 
 
 @pytest.mark.long
-def test_the_plan_of_the_readme_has_narrow_parts_only_where_they_pay():
-    """Joined with another part of their table, the step takes more than the concession longer."""
+def test_the_plan_of_the_readme_has_no_narrow_part():
+    """Its hottest table has five parts: four, and a fifth by single moves, leave a step of 2.605 ms."""
     profile = load_profile("nvidia-h100-sxm")
     tables, optimizer = public_pool("mlperf-dlrm-dcnv2"), public_optimizer("mlperf-dlrm-dcnv2")
     problem = Problem(
         "mlperf", tuple(tables), profile.topology(1, 8), 65_536, optimizer, Constraints(11 * GIB)
     )
-    model = profile.model().for_problem(problem)
-    plan = SHARDERS["portfolio"](problem, model)
-    parts = plan.by_table()
-    for narrow in (p for p in plan.placements if p.shard.width < 16):
-        for wide in (p for p in parts[narrow.shard.table.name] if p != narrow):
-            joined = (replace(p, devices=wide.devices) if p == narrow else p for p in plan.placements)
-            ms = priced(joined, problem, model).provenance["predicted_ms"]
-            assert ms > (1 + CONCESSION) * plan.provenance["predicted_ms"]
+    plan = SHARDERS["portfolio"](problem, profile.model().for_problem(problem))
+    assert min(p.shard.width for p in plan.placements) >= 16
+    assert plan.provenance["predicted_ms"] < 2.59 and parts_of(plan)["c20"] == 5
