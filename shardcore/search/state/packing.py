@@ -1,67 +1,422 @@
 """Packing: plans that fit, at any cost. For problems where a search's order of placing finds none.
 
-A way to run a table says how it is cut or shared. With a way chosen for each table, a device's memory in a phase
-of a step is a sum of bytes: of its shards, and of a local batch, which is the same on all devices
-(step/memory_account.py). So shards are vectors of bytes, to be packed into devices (vector_packing.py).
+With a way to run chosen for each table, the memory of a device in a phase of a step is a sum of bytes: of its shards,
+and of a local batch, which is the same on all devices (step/memory_account.py). So shards are vectors of bytes, to be
+packed into devices.
 
-Few tables are tried in all combinations of ways. Of many, whole tables come first, then more and more of the
-largest are divided.
+A pass places one table after another: whole where it fits, else cut to the widths of the gaps. The table for which
+passes find no room comes first in the next ones, or runs in its next way. This is squeaky wheel optimization (Joslin
+and Clements, JAIR 1999).
 
-Shapes: D devices, P phases.
+Shapes: D devices, S sites of a way, G devices of a site, P limits of a device, C counts of caches.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache, lru_cache, partial
-from itertools import product
-from math import prod
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache, partial
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
 from shardcore.core.progress import ticking
-from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.search.state.cuts import bytes_by_columns, cuts_of
-from shardcore.search.state.shards import Bundle, bundles, equal_parts, shared_groups, why_not
-from shardcore.search.state.vector_packing import VectorPacking
+from shardcore.core.types import Placement, Plan, Problem, Shard
+from shardcore.search.state.shards import (
+    Bundle,
+    bundles,
+    equal_parts,
+    searched_tables,
+    shared_groups,
+    why_not,
+)
 from shardcore.step import memory
 from shardcore.step.id_bytes import sample_bytes
-from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, Group, run_of, shards_on
+from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, Layout, run_of, shards_on
 from shardcore.step.memory import Caches, held_bytes
-from shardcore.step.memory_account import account_of, own_peaks, sums_of
-from shardcore.step.op_limits import TooManyInOneOp, require_ops
+from shardcore.step.memory_account import Account, own_peaks, sums_of
+from shardcore.step.shard_memory import run_batches
 
-_MOST_CHOICES = 1500
-"""Combinations of ways for all tables: if there are no more than these, each is tried."""
-_SHARES = (1.0, 0.7, 0.5, 0.3, 0.1)
-"""Shares of a device's room that one shard may take, in further tries."""
-_LEAST_SLACK = 1.1
-"""Fewer parts are chosen if they take at most this multiple of the least bytes."""
-LARGE = 1 << 16
-"""Devices × tables of a large problem: it gets few tries."""
-_IMPROVED_WITHIN = 0.1
-"""A packing is improved, one table at a time, if it lacks at most this share of a device."""
-_IMPROVING_TRIES = 20_000
-"""Packings tried for that, times tables: one of many tables takes longer."""
-_NEAR_MEAN = 1.01
-"""Tries for a large problem end once a device lacks at most this multiple of what devices lack in the mean."""
+_PASSES, _FEW_PASSES = 12, 3
+"""Pairs of passes from the first ways, at most and at least: with many tables a pass takes long."""
+_PLACED = 300
+"""Bundles placed in these, if there are so many."""
+_STEPS = 8
+"""Sizes of memory that are tried, to find how much devices lack."""
+_AMPLE = float(1 << 50)
+"""Bytes that are enough on any device."""
 
 
-@dataclass(frozen=True)
-class Way:
-    """A way to run a table.
+class Way(NamedTuple):
+    """A way to run a bundle.
 
-    kind: of sharding.
-    parts: number of shards by columns, with all rows, each on another device.
-    devices: the group that shares the table. Empty if devices have shards by columns.
+    layout: its kind of sharding.
+    sites: [S, G] the groups of devices where a part may be. By columns, each is a single device.
+    widths: columns that a part may have, rising. The only width of a bundle stands for all of its tables.
+    placements: of all parts on the first site. Of a table that is cut to gaps their number is not known: it is whole.
     """
 
-    kind: str = WHOLE_ROWS.name
-    parts: int = 1
-    devices: Group = ()
+    layout: Layout
+    sites: np.ndarray
+    widths: Sequence[int]
+    placements: tuple[Placement, ...] = ()
+
+    def of(self, bundle: Bundle) -> Way:
+        """The way with the placements of a bundle."""
+        known = len(bundle) == len(self.widths) == 1
+        parts = equal_parts(bundle[0], bundle[0].width // self.widths[0]) if known else bundle
+        return self._replace(placements=tuple(map(self.whole, parts)))
+
+    def whole(self, shard: Shard) -> Placement:
+        """A shard on the first site."""
+        return Placement(self.layout.name, shard, tuple(self.sites[0].tolist()))
+
+
+def _ways(bundle: Bundle, problem: Problem) -> Iterator[Way]:
+    """The ways that constraints allow: by columns, shared by groups, and sequences in equal parts."""
+    table = bundle[0].table
+    dim, unit, most = table.dim, problem.unit_width(table), problem.most_width(table)
+    devices = np.array(problem.allowed_devices(table.name))[:, None]
+    by_columns = all(why_not(WHOLE_ROWS, s.table, problem) is None for s in bundle)
+    stays_whole = len(bundle) > 1 or table.name in problem.whole
+    if by_columns and not (stays_whole or table.sequence):
+        yield Way(WHOLE_ROWS, devices, range(unit, most + 1, unit))
+    elif by_columns and dim <= problem.topology.most_columns:
+        yield Way(WHOLE_ROWS, devices, (dim,))
+    for layout in LAYOUTS.values() if len(bundle) == 1 else ():
+        if layout is not WHOLE_ROWS and why_not(layout, table, problem) is None:
+            yield Way(layout, np.array(shared_groups(layout, table, problem)), (dim,))
+    if by_columns and table.sequence and not stays_whole:
+        for n in range(2, min(dim // unit, len(devices)) + 1):
+            if dim // unit % n == 0 and dim // n <= most:
+                yield Way(WHOLE_ROWS, devices, (dim // n,))
+
+
+class _Choice:
+    """A way for each bundle, and the bytes of the shards that follow from it.
+
+    batches: share of each run in a local batch, as long as no table is cut to the widths of gaps.
+    account: memory of plans with these.
+    limits: [D, P] bytes that devices may have with a local batch. The last limit is that of a device's host.
+    base: [P] bytes of a local batch, if some runs have tables that are cut.
+    vectors: [G, P + C] bytes and counts on the devices of a site, of a bundle's part of some width.
+    """
+
+    def __init__(self, packings: Packings, ways: Sequence[Way]) -> None:
+        problem, self.packings, self.bundles, self.ways = packings.problem, packings, packings.bundles, ways
+        self.problem, self.caches = problem, packings.caches
+        self.batches = run_batches((p for way in ticking(ways) for p in way.placements), problem)
+        self.account = Account.of(self.batches, problem)
+        tiers, topology = problem.topology.memory, problem.topology
+        of_hosts = np.full((len(topology), 1), float(tiers[0].bytes) if tiers else _AMPLE)
+        self.limits = np.append(self.account.limits, of_hosts, 1)
+        self.host = np.array([device.host for device in topology.devices])
+        self.base, self.vectors = cache(self._base), cache(self._vectors)
+
+    def _base(self, cut: frozenset[Layout]) -> np.ndarray:
+        batches = {run: replace(batch, cut=batch.cut or run in cut) for run, batch in self.batches.items()}
+        return np.append(Account.of(batches, self.problem).base, 0.0)
+
+    def sent(self, i: int) -> np.ndarray:
+        """[P] bytes of a bundle's ids in a local batch, as each further part sends them."""
+        ids = self.problem.local_batch * sample_bytes(self.bundles[i][0].table, self.problem.job)
+        return np.append(ids * self.account.sent, 0.0)
+
+    def _vectors(self, i: int, width: int) -> np.ndarray:
+        way, bundle, on_host = self.ways[i], self.bundles[i], self.limits.shape[1] - 1
+        first, *others = bundle
+        total = np.zeros((way.sites.shape[1], on_host + 1 + len(self.caches)))
+        # Columns are exchangeable, and ranges of rows are alike on all sites.
+        for shard in bundle if others else [replace(first, col_hi=width)]:
+            run = run_of(way.layout.name, shard.table)
+            for g, (_, part) in enumerate(shards_on(way.whole(shard))):
+                sums = self.packings.sums(run, part)
+                total[g, :on_host] += self.account.vector(run, part, sums)
+                total[g, on_host] += sums.on_host
+                total[g, on_host + 1 :] += self.caches.total([(run, part)])
+        # Each device of a host counts what all of them have there.
+        host = self.host[way.sites[0]]
+        total[:, on_host] = (host[:, None] == host) @ total[:, on_host]
+        return total
+
+    def fits_together(self, more_bytes: float) -> bool:
+        """Tell if all devices together have what all bundles take, uncut, in each phase."""
+        phases = self.account.phases
+        needed = sum(self.vectors(i, way.widths[-1]).sum(0)[:phases] for i, way in enumerate(self.ways))
+        # Room that is less than nothing on one device does not count against others.
+        free = np.maximum(self.limits + more_bytes - self.base(frozenset()), 0).sum(0)[:phases]
+        return bool((needed <= free * (1 + 1e-9)).all())
+
+    def lacks(self, load: np.ndarray, free: np.ndarray) -> np.ndarray:
+        """[...] bytes that devices lack which have a load [..., P + C], and may have free [..., P] bytes."""
+        lacks = load[..., : free.shape[-1]] - free
+        if len(self.caches):
+            lacks[..., : self.account.phases] += self.caches.padding(load[..., free.shape[-1] :])[..., None]
+        return lacks.max(-1)
+
+
+@dataclass(eq=False)
+class _Pass:
+    """Loads of devices while one bundle is placed after another.
+
+    choice: a way for each bundle.
+    free: [D, P] bytes that devices may have beside the local batch.
+    load: [D, P + C] bytes and counts of the shards that they have.
+    cut: runs of tables that were cut to the widths of gaps.
+    """
+
+    choice: _Choice
+    free: np.ndarray
+    load: np.ndarray
+    cut: frozenset[Layout] = frozenset()
+
+    @classmethod
+    def empty(cls, choice: _Choice, more_bytes: float | None) -> _Pass:
+        free = choice.limits + (more_bytes or 0.0) - choice.base(frozenset())
+        if more_bytes is not None:
+            free[:, -1] = _AMPLE
+        return cls(choice, free, np.zeros((len(free), free.shape[1] + len(choice.caches))))
+
+    def place(self, i: int, full: bool) -> list[tuple[Bundle, np.ndarray]] | None:
+        """Parts of a bundle, as few as fit, and the site [G] of each. None if it finds no room.
+
+        full: whether a part goes to the fullest site that has room, or else to the emptiest.
+        """
+        bundle, sites, parts, column = self.choice.bundles[i], self.choice.ways[i].sites, [], 0
+        while (left := bundle[0].width - column) > 0:
+            width, lacks = self._widest(i, sites, left, full)
+            # Negative where there is room: the largest is of the fullest site that has some.
+            best = int(np.where(lacks <= 0, lacks, -np.inf).argmax() if full else lacks.argmin())
+            if lacks[best] > 0:
+                return None
+            self._add(sites[best], self.choice.vectors(i, width))
+            whole = width == bundle[0].width
+            part = bundle if whole else (replace(bundle[0], col_lo=column, col_hi=column + width),)
+            parts.append((part, sites[best]))
+            column += width
+            # A second part on a device would be one shard with the first.
+            sites = np.delete(sites, best, 0) if width < left else sites
+            if not len(sites):
+                return None
+        if len(parts) > 1:
+            # Further parts of a table add to the local batch of all devices.
+            used = self.load[:, : self.choice.account.phases].any(1)
+            if self.choice.lacks(self.load[used], self.free[used]).max() > 0:
+                return None
+        return parts
+
+    def lacks(self, i: int, width: int, sites: np.ndarray) -> np.ndarray:
+        """[S] bytes that some device of each site [S, G] lacks with so many columns of a bundle."""
+        load = self.load[sites] + self.choice.vectors(i, width)
+        return self.choice.lacks(load, self.free[sites]).max(1)
+
+    def _widest(self, i: int, sites: np.ndarray, left: int, full: bool) -> tuple[int, np.ndarray]:
+        """The most columns of those left that fit on some site, and [S] bytes that each site lacks then.
+
+        The fewest columns where none fit.
+        """
+        way = self.choice.ways[i]
+
+        widths = way.widths[: bisect_right(way.widths, left)]
+        of_sites = self.lacks(i, widths[-1], sites)
+        if len(way.widths) > 1 and (of_sites.min() > 0 or widths[-1] < left):
+            # Another part follows: it sends ids once more, and its run has to join outputs.
+            cut = self.cut | {run_of(way.layout.name, self.choice.bundles[i][0].table)}
+            self.free -= self.choice.sent(i) + self.choice.base(cut) - self.choice.base(self.cut)
+            self.cut = cut
+            n = bisect_right(widths, 0, key=lambda width: self.lacks(i, width, sites).min())
+            widths = widths[: max(n, 1)]
+            if not full:
+                # As many parts, but even ones.
+                widths = widths[: 1 + bisect_left(widths, left / math.ceil(left / widths[-1]))]
+            of_sites = self.lacks(i, widths[-1], sites)
+        return widths[-1], of_sites
+
+    def _add(self, site: np.ndarray, vectors: np.ndarray) -> None:
+        """Add a part to the devices of a site."""
+        self.load[site] += vectors
+        if self.choice.problem.topology.memory:
+            on_host = self.free.shape[1] - 1
+            for device in site:
+                neighbours = self.choice.host == self.choice.host[device]
+                self.load[neighbours, on_host] = self.load[device, on_host]
+
+
+class Packings:
+    """Packings of a problem.
+
+    bundles: tables that go together.
+    firsts: the first way of each.
+    possible: whether each has one. Otherwise constraints leave some table no kind.
+    first: the numbers of these, which are all 0.
+    caches: those that shards may have. Each is as wide as its widest shard, so its bytes do not add up.
+    searched: numbers of the bundles that are not `fixed_placements`.
+    order: numbers of bundles: those with fewest sites first, and of these the largest.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.bundles = bundles(map(Shard.whole, problem.tables), problem)
+        # With very many tables, to list all ways of each takes long.
+        self.firsts = [
+            way.of(bundle) for bundle in ticking(self.bundles) for way in islice(_ways(bundle, problem), 1)
+        ]
+        self.possible = len(self.firsts) == len(self.bundles)
+        self.first = (0,) * len(self.bundles)
+        self._ways, self._choice = cache(self._list_ways), lru_cache(4)(self._make_choice)
+        self._peak_bytes, self.sums = own_peaks(problem), cache(partial(sums_of, problem=problem))
+
+    def _list_ways(self, i: int) -> list[Way]:
+        return [way.of(self.bundles[i]) for way in _ways(self.bundles[i], self.problem)]
+
+    def _make_choice(self, numbers: tuple[int, ...]) -> _Choice:
+        ways = [self._ways(i)[n] if n else self.firsts[i] for i, n in enumerate(numbers)]
+        return _Choice(self, ways)
+
+    @cached_property
+    def caches(self) -> Caches:
+        return Caches.of(
+            (run_of(way.layout.name, s.table), replace(part, col_lo=0, col_hi=width))
+            for i, bundle in enumerate(self.bundles)
+            for s in bundle
+            if s.table.shares_cache
+            for way in self._ways(i)
+            for width in (way.widths if len(bundle) == 1 else [s.width])
+            for _, part in shards_on(way.whole(s))
+        )
+
+    @cached_property
+    def searched(self) -> list[int]:
+        tables = set(searched_tables(self.problem))
+        return [i for i, bundle in enumerate(self.bundles) if bundle[0].table in tables]
+
+    @cached_property
+    def order(self) -> list[int]:
+        ways = self._choice(self.first).ways
+        size = [
+            sum(self._peak_bytes(run_of(way.layout.name, s.table), s) for s in bundle)
+            for bundle, way in zip(ticking(self.bundles), ways, strict=True)
+        ]
+        return sorted(range(len(size)), key=lambda i: (len(ways[i].sites), -size[i]))
+
+    def _smallest(self) -> tuple[int, ...]:
+        """For each bundle the number of the way in which it takes fewest bytes on all devices together."""
+        numbers = []
+        for i, (shard, *_) in enumerate(ticking(self.bundles)):
+            # By columns and copied. Divided rows take no less: their outputs are as wide on each device.
+            n_bytes = [
+                len(way.sites[0]) * self._peak_bytes(run_of(way.layout.name, shard.table), shard)
+                if way.widths[-1] == shard.width and not way.layout.divides_rows
+                else np.inf
+                for way in self._ways(i)
+            ]
+            numbers.append(int(np.argmin(n_bytes)))
+        return tuple(numbers)
+
+    def apart(self) -> list[Placement] | None:
+        """Placements of tables that are not `fixed_placements`, each as if these were the only others.
+
+        None if some find no room so, or if all do not fit together.
+        """
+        if not self.possible or not self._choice(self.first).fits_together(0.0):
+            return None
+        placements = list[Placement]()
+        for i in ticking(self.searched):
+            if not (alone := self.alone(i)):
+                return None
+            placements += alone
+        return placements if equally_wide([(p.shard,) for p in placements]) else None
+
+    def alone(self, i: int) -> list[Placement]:
+        """Placements of a bundle in the first of its ways that has room beside `fixed_placements`, in equal parts.
+
+        Empty if none has.
+        """
+        bundle, first, fixed = self.bundles[i], self.firsts[i], self._first_fixed
+        if fixed and first.widths[-1] == bundle[0].width:
+            if fixed.lacks(i, bundle[0].width, first.sites).min() <= 0:
+                return list(first.placements)
+        for n, way in enumerate(self._ways(i)):
+            fixed = self._place_fixed((*self.first[:i], n, *self.first[i + 1 :]))
+            if fixed and (parts := fixed.place(i, False)):
+                unit = self.problem.unit_width(bundle[0].table)
+                return list(
+                    map(way.whole, bundle if len(parts) == 1 else equal_parts(bundle[0], len(parts), unit))
+                )
+        return []
+
+    @cached_property
+    def _first_fixed(self) -> _Pass | None:
+        return self._place_fixed(self.first)
+
+    def _place_fixed(self, numbers: tuple[int, ...]) -> _Pass | None:
+        """A pass with the tables of `fixed_placements`. None if they find no room."""
+        one_pass = _Pass.empty(self._choice(numbers), None)
+        fixed = sorted({*range(len(self.bundles))} - {*self.searched})
+        return one_pass if all(one_pass.place(i, False) for i in fixed) else None
+
+    def plan(self, n_passes: int, more_bytes: float | None = None) -> Plan | None:
+        """A plan that fits. None if no pass finds one.
+
+        n_passes: pairs of passes from the first start. Later ones get fewer.
+        more_bytes: what each device has more, if the memory of hosts does not count.
+        """
+        for k, start in enumerate(islice(self._starts(), n_passes)):
+            if not self._choice(start).fits_together(more_bytes or 0.0):
+                continue
+            numbers, blame, order = list(start), [0] * len(start), self.order
+            for _ in range(n_passes // (k + 1)):
+                choice, failed = self._choice(tuple(numbers)), 0
+                # Even loads, then full devices, which leave larger gaps on others.
+                for full in (False, True):
+                    found = self._place_all(choice, order, full, more_bytes)
+                    if isinstance(found, Plan):
+                        return found
+                    failed = found
+                blame[failed] += 1
+                if order[0] == failed or blame[failed] % 2 == 0:
+                    numbers[failed] = (numbers[failed] + 1) % len(self._ways(failed))
+                order = sorted(self.order, key=lambda i: -blame[i])
+        return None
+
+    def _starts(self) -> Iterator[tuple[int, ...]]:
+        """Numbers of ways to start from: the first, the smallest, and the first but for one bundle."""
+        yield self.first
+        if (smallest := self._smallest()) != self.first:
+            yield smallest
+        for i in self.order:
+            for n in range(1, len(self._ways(i))):
+                yield (*self.first[:i], n, *self.first[i + 1 :])
+
+    def _place_all(
+        self, choice: _Choice, order: Sequence[int], full: bool, more_bytes: float | None
+    ) -> Plan | int:
+        """A plan of these ways, or the number of the bundle that is in its way."""
+        one_pass, parts = _Pass.empty(choice, more_bytes), []
+        for i in ticking(order):
+            placed = one_pass.place(i, full)
+            if placed is None:
+                return i
+            parts += [(choice.ways[i].layout.name, *of_site) for of_site in placed]
+        placements = [Placement(kind, s, tuple(site.tolist())) for kind, part, site in parts for s in part]
+        if equally_wide([(p.shard,) for p in placements]):
+            return Plan(tuple(placements))
+        # TorchRec needs cut sequences of a collection equally wide, so the one with the widest parts runs otherwise.
+        cut = [
+            i
+            for i in order
+            if choice.ways[i].widths[0] < self.bundles[i][0].width and self.bundles[i][0].table.sequence
+        ]
+        return max(cut, key=lambda i: choice.ways[i].widths[0])
+
+
+@lru_cache(maxsize=2)  # a refusal explains those that a search began with
+def packings_of(problem: Problem) -> Packings:
+    """The packings of a problem."""
+    return Packings(problem)
 
 
 @lru_cache(maxsize=8)
@@ -72,314 +427,35 @@ def roomiest(problem: Problem, quick: bool = False) -> tuple[Plan | None, int]:
 
     The bytes are 0 or less if it fits. No plan: constraints leave a table no kind.
     """
-    packings, best = _Packings(problem), None
-    if len(packings.firsts) < len(packings.bundles):
+    packings = packings_of(problem)
+    if not packings.possible:
         return None, 0
-    for ways in packings.choices(quick):
-        best = packings.better(ways, best) or best
-        # No other way has much less to pack.
-        if best and (best.lacks <= 0 or (packings.large and best.lacks <= _NEAR_MEAN * packings.short)):
-            break
+    # With many tables, a pass takes long, and the first ones nearly fill all devices.
+    n_passes = max(_FEW_PASSES, min(_PASSES, _PLACED // len(packings.bundles)))
+    n_passes = _FEW_PASSES if quick else n_passes
+    # Where only hosts lack memory, their plan is one that fits the devices.
+    best = packings.plan(n_passes)
+    if problem.topology.memory:
+        best = best or packings.plan(n_passes, 0.0)
+    best = best or packings.plan(1, _AMPLE)
     if best is None:
         return None, 0
-    if best.lacks > 0 and not quick and not packings.large:
-        best = packings.improved(best)
-        if best.lacks > 0 and (poured := packings.poured()):
-            return poured, 0
-    return best.plan, best.lacks
+    low, high = 0, lacking(best, problem)
+    for _ in range(0 if quick else _STEPS):
+        if high - low <= 1:
+            break
+        middle = (low + high) // 2
+        if plan := packings.plan(n_passes, middle):
+            best, high = plan, lacking(plan, problem)
+        else:
+            low = middle
+    return best, high
 
 
 def lacking(plan: Plan, problem: Problem) -> int:
     """The most bytes that a device with a shard takes more than it may."""
     lacks = np.subtract(memory.used_bytes(plan, problem), held_bytes(problem))
     return int(max(lacks[d] for placement in plan.placements for d in placement.devices))
-
-
-def within_ops(plan: Plan, problem: Problem) -> bool:
-    """Tell if no op has more than FBGEMM runs."""
-    try:
-        require_ops(plan, problem)
-    except TooManyInOneOp:
-        return False
-    return True
-
-
-class _Packing(NamedTuple):
-    """A plan of some ways, and the bytes that it lacks. 0 or less: it fits."""
-
-    ways: tuple[Way, ...]
-    plan: Plan
-    lacks: int
-
-
-class _Packings:
-    """Packings of a problem.
-
-    n: number of devices.
-    bundles: tables that go together.
-    firsts: the first way of each bundle. One is missing where constraints leave it none.
-    ways: number of a bundle -> all its ways.
-    large: whether the problem gets few tries.
-    room: most bytes that a device has left for shards by columns, in the last packing.
-    short: bytes that devices lack in the mean in the last packing, in the phase in which they lack most.
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self.n = problem, len(problem.topology)
-        tables = self.bundles = bundles(map(Shard.whole, problem.tables), problem)
-        # Only the first way of each: with very many tables, listing all takes long.
-        firsts = [next(_ways(bundle, problem), None) for bundle in ticking(self.bundles)]
-        self.firsts = [way for way in firsts if way]
-        self.large = len(self.bundles) * self.n > LARGE
-        self.room = self.short = 0.0
-        self.ways = cache(lambda i: list(_ways(tables[i], problem)))
-        self._peak_of, self._sums_of = own_peaks(problem), cache(partial(sums_of, problem=problem))
-        self._bytes_of: dict[tuple[int, Way], int] = {}
-
-    def choices(self, quick: bool) -> Iterator[tuple[Way, ...]]:
-        """A way for each bundle, and then others."""
-        n = range(len(self.bundles))
-        # Few tables: all choices, with the simplest ways first.
-        if len(n) <= 20 and prod(len(self.ways(i)) for i in n) <= _MOST_CHOICES:
-            ranked = product(*(enumerate(self.ways(i)) for i in n))
-            for choice in sorted(ranked, key=lambda choice: sum(rank for rank, _ in choice)):
-                yield tuple(way for _, way in choice)
-            return
-        # Few and large shards first. With less room for each, tables are cut further, or shared.
-        most_room = max(held_bytes(self.problem))
-        if self.large:
-            # Cuts do not help where whole tables take more than there is. They only add ids and state of rows.
-            whole = sum(self._bytes(i, self.firsts[i]) for i in ticking(n)) / self.n
-            most_room = most_room if whole <= most_room else 2 * whole
-        ways = tuple(self._within(i, most_room, 1.0) for i in n)
-        yield ways
-        # Where a local batch leaves no room, as much as if all tables were divided evenly.
-        even = sum(self._bytes(i, ways[i]) for i in n if not ways[i].devices) / self.n
-        room = max(self.room, 2 * even)
-        # Smaller shares cut more tables, which leaves smaller gaps, but sends ids more often.
-        for share in _SHARES:
-            before, ways = ways, tuple(self._within(i, room, share) for i in ticking(n))
-            if ways != before:
-                yield ways
-        if quick or self.large:
-            return
-        # Tables that take less memory on all devices than on one, and more and more of the largest in rows.
-        copied = [self._copied(i) or way for i, way in enumerate(ways)]
-        largest = sorted(n, key=lambda i: -self._bytes(i, self.firsts[i]))
-        for n_divided in (0, *(8**k for k in range(4))):
-            divided = {
-                i: next((way for way in self.ways(i) if LAYOUTS[way.kind].divides_rows), None)
-                for i in largest[:n_divided]
-            }
-            yield tuple(divided.get(i) or way for i, way in enumerate(ways))
-            yield tuple(divided.get(i) or way for i, way in enumerate(copied))
-
-    def _within(self, i: int, room: float, share: float) -> Way:
-        """The fewest columns' shards of a bundle that take no more than a share of the room.
-
-        If none do, those that take about least. Groups share a bundle only where its columns do not fit.
-        """
-        first = self.firsts[i]
-        if not first.devices and self._bytes(i, first) <= share * room:
-            return first
-        cut, shared = ([w for w in self.ways(i) if bool(w.devices) == several] for several in (False, True))
-        # More parts send ids again, and do not sort fewer.
-        least = _LEAST_SLACK * min((self._bytes(i, way) for way in cut), default=np.inf)
-        enough = max(share * room, least) if least <= room else share * room
-        for ways, most in ((cut, enough), (shared, room)):
-            if way := next((way for way in ways if self._bytes(i, way) <= most), None):
-                return way
-        return min(self.ways(i), key=lambda way: self._bytes(i, way))
-
-    def _copied(self, i: int) -> Way | None:
-        """The replicas of a table, if all together take less than it does whole."""
-        ways = [way for way in self.ways(i) if LAYOUTS[way.kind].local_batch]
-        most = self._bytes(i, self.firsts[i])
-        return next((way for way in ways if self.n * self._bytes(i, way) < most), None)
-
-    def _bytes(self, i: int, way: Way) -> int:
-        """Estimated bytes that a device has of a bundle."""
-        if (i, way) not in self._bytes_of:
-            # The last part is the widest where units do not divide evenly.
-            shards = self._parts(i, way)[-1]
-            if LAYOUTS[way.kind].divides_rows:
-                shards = [next(s for _, s in shards_on(Placement(way.kind, shards[0], way.devices)))]
-            self._bytes_of[i, way] = sum(self._peak_of(run_of(way.kind, s.table), s) for s in shards)
-        return self._bytes_of[i, way]
-
-    def _parts(self, i: int, way: Way) -> list[Bundle]:
-        """Parts of a bundle by columns, each for another device."""
-        bundle = self.bundles[i]
-        if way.parts == 1:
-            return [bundle]
-        unit = self.problem.unit_width(bundle[0].table)
-        return [(part,) for part in equal_parts(bundle[0], way.parts, unit)]
-
-    def improved(self, best: _Packing) -> _Packing:
-        """The packing, with other ways of one table at a time while it lacks less so."""
-        # Far from fitting, one table at a time does not get there.
-        if best.lacks > _IMPROVED_WITHIN * max(held_bytes(self.problem)):
-            return best
-        # Large tables first: another way of one changes most.
-        largest = sorted(range(len(best.ways)), key=lambda i: -self._bytes(i, self.firsts[i]))
-        before, n_tries = None, _IMPROVING_TRIES // len(self.bundles)
-        while best is not before:
-            before = best
-            for i in largest:
-                for way in self.ways(i):
-                    if best.lacks <= 0 or n_tries <= 0:
-                        return best
-                    if way != best.ways[i]:
-                        n_tries -= 1
-                        best = self.better((*best.ways[:i], way, *best.ways[i + 1 :]), best) or best
-        return best
-
-    def better(self, ways: tuple[Way, ...], best: _Packing | None) -> _Packing | None:
-        """A packing of these ways, if it lacks less than the best one."""
-        packed = self._packed(ways, best.lacks if best else np.inf)
-        if packed is None:
-            return None
-        plan, lacks = packed
-        # Parts of a table that meet on a device are one shard, so the packing may have counted too much.
-        exact = lacking(plan, self.problem)
-        if not within_ops(plan, self.problem):
-            exact = max(exact, math.ceil(lacks), 1)
-        return None if best and exact >= best.lacks else _Packing(ways, plan, exact)
-
-    def _packed(self, ways: Sequence[Way], most: float) -> tuple[Plan, float] | None:
-        """A plan of these ways, and the bytes that it lacks. None if it lacks `most` or more."""
-        shared, parts = [], []
-        for i, way in enumerate(ways):
-            if way.devices:
-                shared += [Placement(way.kind, s, way.devices) for s in self.bundles[i]]
-            else:
-                parts += self._parts(i, way)
-        # TorchRec refuses such a plan.
-        if not equally_wide(parts):
-            return None
-        # The account needs every shard, but not its device.
-        anywhere = _placements(parts, [i % self.n for i in range(len(parts))])
-        account = account_of((*shared, *anywhere), self.problem)
-        caches = Caches.of(
-            (run_of(p.kind, s.table), s) for p in (*shared, *anywhere) for _, s in shards_on(p)
-        )
-
-        def vector(kind: str, shard: Shard) -> np.ndarray:
-            run = run_of(kind, shard.table)
-            n_bytes = account.vector(run, shard, self._sums_of(run, shard))
-            return np.append(n_bytes, caches.total([(run, shard)])) if len(caches) else n_bytes
-
-        n_limits = len(account.base)
-        # [D, P + C] of tables that groups share. They are there before any shard is packed.
-        load = np.zeros((self.n, n_limits + len(caches)))
-        for placement in shared:
-            for device, shard in shards_on(placement):
-                load[device] += vector(placement.kind, shard)
-        may_hold = account.limits - account.base
-        self.room = float((may_hold - load[:, :n_limits]).min(1).max())
-        vectors = np.zeros((len(parts), load.shape[1]))
-        for i, bundle in enumerate(ticking(parts)):
-            vectors[i] = sum(vector(WHOLE_ROWS.name, s) for s in bundle)
-        # However shards are packed, in each phase all devices together take at least their sum.
-        needed = (load.sum(0) + vectors.sum(0))[:n_limits] + self.n * account.base
-        self.short = float((needed - np.maximum(account.limits, 0).sum(0)).max()) / self.n
-        # No packing can lack less than the mean, so none need be tried.
-        if shared and self.short >= most:
-            return None
-        names = [bundle[0].table.name for bundle in parts]
-        allowed = list(map(self.problem.allowed_devices, names))
-        lacks, devices = VectorPacking(account, caches, load, vectors, allowed, names).best(most)
-        if devices is None:
-            return None
-        return Plan((*shared, *_placements(parts, devices))), lacks
-
-    def poured(self) -> Plan | None:
-        """A plan by columns that fits, with tables cut to the widths of the gaps. None if none is found.
-
-        The largest first, each whole where it leaves least room. If that is nowhere, each device in turn
-        takes as many columns as it has room for.
-        """
-        problem, cuts = self.problem, cuts_of(self.problem)
-        if not all(why_not(WHOLE_ROWS, s.table, problem) is None for bundle in cuts.bundles for s in bundle):
-            return None
-        # As if every run had a cut table, as it is not known yet which tables are cut.
-        account, room = cuts.cut_account, cuts.room(cuts.cut_account)
-
-        vector = partial(bytes_by_columns, account=account)
-
-        def rank(bundle: Bundle) -> tuple[int, float]:
-            largest = sum(vector((s,)).max() for s in bundle)
-            return len(problem.allowed_devices(bundle[0].table.name)), -largest
-
-        # Tables with least freedom first, then the largest.
-        placements = list(cuts.fixed)
-        for bundle in sorted(cuts.bundles, key=rank):
-            table, needs = bundle[0].table, vector(bundle)
-            may = np.isin(np.arange(self.n), problem.allowed_devices(table.name))
-            left = np.where(may, (room - needs).min(1), -1.0)
-            if (left >= 0).any() and table.dim <= problem.topology.most_columns:
-                device = int(np.where(left >= 0, left, np.inf).argmin())
-                room[device] -= needs
-                placements += _placements([bundle], [device])
-                continue
-            unit, lo = problem.unit_width(table), 0
-            if len(bundle) > 1 or table.sequence or table.name in problem.whole or table.dim == unit:
-                return None
-            ids = problem.local_batch * sample_bytes(table, problem.job) * account.sent
-            one, two = (vector((Shard(table, 0, table.rows, 0, n * unit),)) for n in (1, 2))
-            a_unit = two - one  # bytes are linear in columns; ids, and state of rows, do not depend on them
-            while lo < table.dim:
-                # [D, P] units beyond the first that fit in each phase. Any number if they add nothing there.
-                with np.errstate(divide="ignore", invalid="ignore"):
-                    more = np.where(a_unit > 0, (room - one) / a_unit, np.where(room >= one, np.inf, -1.0))
-                # [D] units that fit in all phases. -1 where the table may not be.
-                most = np.where(may, np.floor(more.min(1) + 1), -1.0)
-                device = int(most.argmax())
-                if most[device] < 1:
-                    return None
-                # As wide as the gap, the rest of the table, and FBGEMM allow.
-                units = min(most[device], (table.dim - lo) // unit, problem.most_width(table) // unit)
-                part = (Shard(table, 0, table.rows, lo, lo + int(units) * unit),)
-                placements += _placements([part], [device])
-                # A second part there would be one shard with the first.
-                may[device] = False
-                room[device] -= vector(part)
-                if lo:
-                    room -= ids  # each further part sends the ids once more, to all
-                lo = part[0].col_hi
-        # The account counted cut tables in every run, so the exact one decides.
-        plan = Plan(tuple(placements))
-        return plan if memory.fits(plan, problem) and within_ops(plan, problem) else None
-
-
-def _placements(bundles: Sequence[Bundle], devices: Sequence[int]) -> list[Placement]:
-    """bundles[i] by columns on devices[i]."""
-    pairs = zip(bundles, devices, strict=True)
-    return [Placement(WHOLE_ROWS.name, s, (d,)) for bundle, d in pairs for s in bundle]
-
-
-# --- ways to run tables -------------------------------------------------------------------------------------
-
-
-def _ways(bundle: Bundle, problem: Problem) -> Iterator[Way]:
-    """The ways that constraints allow, whole tables first."""
-    table = bundle[0].table
-    if all(why_not(WHOLE_ROWS, s.table, problem) is None for s in bundle):
-        most = min(table.dim // problem.unit_width(table), len(problem.allowed_devices(table.name)))
-        most = 1 if table.name in problem.whole else most
-        # Few of the possible numbers, as the ways of all tables multiply.
-        numbers = dict.fromkeys([1, 2, 3, *(1 << k for k in range(2, most.bit_length())), most])
-        yield from (Way(parts=n) for n in numbers if n <= most and _may_be_parts(table, n, problem))
-    for layout in LAYOUTS.values() if len(bundle) == 1 else ():
-        if layout is not WHOLE_ROWS and why_not(layout, table, problem) is None:
-            yield from (Way(layout.name, devices=group) for group in shared_groups(layout, table, problem))
-
-
-def _may_be_parts(table: Table, n: int, problem: Problem) -> bool:
-    """Tell if FBGEMM runs n parts of a table. Those of a sequence have to be equally wide."""
-    unit, units = problem.unit_width(table), table.dim // problem.unit_width(table)
-    widest = -(-units // n) * unit
-    return widest <= problem.topology.most_columns and not (table.sequence and units % n)
 
 
 def equally_wide(parts: Sequence[Bundle]) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
 from itertools import islice
@@ -13,15 +12,80 @@ import numpy as np
 
 from shardcore.core.constraints import Constraints
 from shardcore.core.topology import DEFAULT_RESERVE, default_reserve
-from shardcore.core.types import Problem, Shard, Table
-from shardcore.search.state.cuts import Cuts, cuts_of
-from shardcore.search.state.packing import LARGE, roomiest
-from shardcore.search.state.shards import division, equal_parts, why_not
-from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, device_names, even_share
+from shardcore.core.types import Placement, Problem, Shard, Table
+from shardcore.search.state.packing import packings_of, roomiest
+from shardcore.search.state.shards import division, equal_parts, fixed_placements, why_not
+from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, device_names, even_share, run_of
 from shardcore.step.memory import gib, held_bytes
+from shardcore.step.memory_account import Account, account_of
+from shardcore.step.shard_memory import run_batches
 
 MOST_DEVICES = 256
 """The largest number of further devices that a remedy suggests."""
+
+
+_LARGE = 1 << 16
+"""Devices × tables of a large problem, of which no remedy is tried."""
+
+
+class _Whole:
+    """Bytes of tables that are whole and by columns, beside `fixed_placements`.
+
+    packings: with the tables, in bundles that go together.
+    may_hold: [D] bytes that devices may hold, without those of fixed placements.
+    by_columns: the tables that may run so.
+    batches: each run's share of a local batch. Empty if no table may be whole, and none is fixed.
+    account: memory of plans with these. Only with batches.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.fixed = problem, fixed_placements(problem)
+        self.packings, self.may_hold = packings_of(problem), held_bytes(problem)
+        self.bundles = [self.packings.bundles[i] for i in self.packings.searched]
+        self.by_columns = [
+            s for bundle in self.bundles for s in bundle if why_not(WHOLE_ROWS, s.table, problem) is None
+        ]
+        self.batches = run_batches([*map(_on_one, self.by_columns), *self.fixed], problem)
+        if self.batches:
+            self.account = Account.of(self.batches, problem)
+            # Messages compare with what is left in the phase in which fixed tables take most.
+            of_fixed = self.account.loads(self.fixed).max(1)
+            self.may_hold = [n - math.ceil(taken) for n, taken in zip(self.may_hold, of_fixed, strict=True)]
+
+    def needed(self, shards: Sequence[Shard], n_devices: int) -> int:
+        """Bytes that tables by columns take on so many devices together, in the largest phase."""
+        shards = [s for s in shards if why_not(WHOLE_ROWS, s.table, self.problem) is None]
+        if not shards:
+            return 0
+        # Each device has the local batch.
+        n_bytes = self._bytes(shards) + n_devices * self.account.base
+        return math.ceil(n_bytes[: self.account.phases].max())
+
+    def lacking_together(self) -> int:
+        """Bytes that all tables lack on all devices together, in the phase in which they lack most."""
+        if not self.batches:
+            return 0
+        room = self.account.limits - self.account.base - self.account.loads(self.fixed)
+        # [P] room that is less than nothing on one device does not count against others.
+        lacks = self._bytes(self.by_columns) - np.maximum(room, 0).sum(0)
+        return math.ceil(lacks[: self.account.phases].max())
+
+    def _bytes(self, shards: Iterable[Shard]) -> np.ndarray:
+        """[P] bytes of tables."""
+        return self.account.loads(map(_on_one, shards)).sum(0)
+
+    def narrowest(self, table: Table) -> int:
+        """Bytes that a device has of a table's narrowest columns, with the local batch, in the largest phase."""
+        parts = equal_parts(Shard.whole(table), table.dim // self.problem.unit_width(table))
+        others = (s for s in self.by_columns if s.table != table)
+        account = account_of([*map(_on_one, (*others, *parts)), *self.fixed], self.problem)
+        return math.ceil(
+            (account.base + account.vector(run_of(WHOLE_ROWS.name, table), parts[-1]))[: account.phases].max()
+        )
+
+
+def _on_one(shard: Shard) -> Placement:
+    return Placement(WHOLE_ROWS.name, shard, (0,))
 
 
 @lru_cache(maxsize=4)  # several sharders refuse one problem, and remedies take seconds to find
@@ -31,19 +95,19 @@ def refusal(problem: Problem, planned_share: float | None = None) -> str:
     planned_share: share of memory that TorchRec's planner keeps free, which devices do not have. Further devices then
         bring their local batch. None: there is no such planner.
     """
-    cuts, reserved = cuts_of(problem), problem.constraints.reserved_bytes
+    uncut, reserved = _Whole(problem), problem.constraints.reserved_bytes
     least = min(d.memory_bytes for d in problem.topology.devices)
-    reason = _fixed_too_large(cuts)
+    reason = _fixed_too_large(uncut)
     notes = {
         f"{gib(reserved)} of each stays free: constraints.reserved_bytes": reserved > 0,
         # Less than 128 KiB was meant in GB or MB.
         f"a device has memory_bytes {least}; it needs to be in bytes, such as 80000000000 for 80 GB": least
         < 1 << 17,
-        f"{gib(held_bytes(problem)[0] - cuts.may_hold[0])} of each is for tables on all devices: "
-        "constraints.kinds": bool(cuts.fixed) and not reason,
+        f"{gib(held_bytes(problem)[0] - uncut.may_hold[0])} of each is for tables on all devices: "
+        "constraints.kinds": bool(uncut.fixed) and not reason,
     }
     # From the simplest reason on: the first that holds is the message.
-    reason = reason or _sum_too_large(cuts) or _one_too_large(cuts) or _pins_too_large(cuts)
+    reason = reason or _sum_too_large(uncut) or _one_too_large(uncut) or _pins_too_large(uncut)
     if not reason:
         whole = [t.name for t in problem.tables if t.name in problem.whole]
         why = ", ".join(sorted({str(problem.kept_whole_by(name)) for name in whole}))
@@ -65,44 +129,46 @@ def _hold(available: int, needed: int) -> str:
     return f"may hold {gib(available)}, {gib(needed - available)} too little"
 
 
-def _fixed_too_large(cuts: Cuts) -> str:
+def _fixed_too_large(uncut: _Whole) -> str:
     """The tables on all devices, if some device does not hold them."""
-    if not cuts.fixed:
+    if not uncut.fixed:
         return ""
     # Beyond the phases are limits of ops, which are no bytes.
-    needs = math.ceil((cuts.account.base + cuts.account.loads(cuts.fixed))[:, : cuts.account.phases].max())
-    least = min(held_bytes(cuts.problem))
+    needs = math.ceil(
+        (uncut.account.base + uncut.account.loads(uncut.fixed))[:, : uncut.account.phases].max()
+    )
+    least = min(held_bytes(uncut.problem))
     if needs <= least:
         return ""
     return (
-        f"tables {shown(p.shard.table.name for p in cuts.fixed)}, on all devices (constraints.kinds), take "
+        f"tables {shown(p.shard.table.name for p in uncut.fixed)}, on all devices (constraints.kinds), take "
         f"{gib(needs)} of each with outputs; the smallest {_hold(least, needs)}"
     )
 
 
-def _sum_too_large(cuts: Cuts) -> str:
+def _sum_too_large(uncut: _Whole) -> str:
     """All tables, if they take more than all devices have."""
-    lacks, available = cuts.lacking_together(), _available(cuts.may_hold)
+    lacks, available = uncut.lacking_together(), _available(uncut.may_hold)
     if lacks <= 0:
         return ""
     return (
-        f"its {sum(map(len, cuts.bundles))} tables take {gib(available + lacks)} with their outputs; "
-        f"its {len(cuts.may_hold)} devices may hold {gib(available)} together, {gib(lacks)} too little"
+        f"its {sum(map(len, uncut.bundles))} tables take {gib(available + lacks)} with their outputs; "
+        f"its {len(uncut.may_hold)} devices may hold {gib(available)} together, {gib(lacks)} too little"
     )
 
 
-def _one_too_large(cuts: Cuts) -> str:
+def _one_too_large(uncut: _Whole) -> str:
     """A table, or several kept on one device, that fit no device in any way."""
-    problem = cuts.problem
-    for bundle, parts in zip(cuts.bundles, cuts.parts(), strict=True):
-        if parts:
+    problem = uncut.problem
+    for i, bundle in zip(uncut.packings.searched, uncut.bundles, strict=True):
+        if uncut.packings.alone(i):
             continue
         table = bundle[0].table
         # The message is of the device that comes nearest.
-        largest = max(cuts.may_hold[d] for d in problem.allowed_devices(table.name))
+        largest = max(uncut.may_hold[d] for d in problem.allowed_devices(table.name))
         where = " where it may live" if table.name in problem.pinned else ""
         if table.name in problem.whole or len(bundle) > 1:
-            n_bytes = cuts.needed(bundle, 1)
+            n_bytes = uncut.needed(bundle, 1)
             what = f"table {table.name!r}, which must stay whole ({problem.kept_whole_by(table.name)}), takes"
             if len(bundle) > 1:
                 what = (
@@ -113,21 +179,19 @@ def _one_too_large(cuts: Cuts) -> str:
         elif why_not(WHOLE_ROWS, table, problem) is not None:
             cause = problem.why_no_codec(WHOLE_ROWS, table) or "constraints.kinds"
             return (
-                f"table {table.name!r} has to be divided by rows ({cause}), and {_undividable(cuts, table)}"
+                f"table {table.name!r} has to be divided by rows ({cause}), and {_undividable(uncut, table)}"
             )
         else:
-            width = problem.unit_width(table)
-            narrow = cuts.needs(equal_parts(Shard.whole(table), table.dim // width)) + cuts.cut_account.base
-            n_bytes = math.ceil(narrow[: cuts.cut_account.phases].max())
-            what, why = f"{width} columns of table {table.name!r} take", f", and {_undividable(cuts, table)}"
+            n_bytes, width = uncut.narrowest(table), problem.unit_width(table)
+            what, why = f"{width} columns of table {table.name!r} take", f", and {_undividable(uncut, table)}"
         if n_bytes > largest:
             return f"{what} {gib(n_bytes)} with outputs; the largest device{where} {_hold(largest, n_bytes)}{why}"
     return ""
 
 
-def _undividable(cuts: Cuts, table: Table) -> str:
+def _undividable(uncut: _Whole, table: Table) -> str:
     """Reason that the table's rows cannot be divided."""
-    problem, allowed = cuts.problem, cuts.problem.allowed_devices(table.name)
+    problem, allowed = uncut.problem, uncut.problem.allowed_devices(table.name)
     whole = division(table, problem)
     if whole is None:
         dividing = (kind for kind in LAYOUTS.values() if kind.divides_rows)
@@ -144,7 +208,9 @@ def _undividable(cuts: Cuts, table: Table) -> str:
             "TorchRec divides rows over all devices, or a whole host, "
             "where it may not be (constraints.pinned)"
         )
-    account, may_hold = cuts.with_division(whole), held_bytes(problem)
+    # It counts the table's outputs twice: whole, and divided.
+    account = Account.of(uncut.batches | run_batches([whole], problem), problem)
+    may_hold = held_bytes(problem)
     needs = np.ceil((account.loads([whole]) + account.base)[:, : account.phases].max(1)).astype(int)
     # Of all devices that would have rows, the one that lacks most.
     d = max(whole.devices, key=lambda d: needs[d] - may_hold[d])
@@ -155,12 +221,12 @@ def _undividable(cuts: Cuts, table: Table) -> str:
     )
 
 
-def _pins_too_large(cuts: Cuts) -> str:
+def _pins_too_large(uncut: _Whole) -> str:
     """Tables pinned to some devices that take more memory than these have.
 
     This is Hall's condition, for each set of devices that some table is pinned to.
     """
-    problem = cuts.problem
+    problem = uncut.problem
     pinned: dict[frozenset[int], list[Table]] = {}
     for table in (t for t in problem.tables if t.name in problem.pinned):
         pinned.setdefault(frozenset(problem.pinned[table.name]), []).append(table)
@@ -168,8 +234,8 @@ def _pins_too_large(cuts: Cuts) -> str:
     for devices in sorted(pinned, key=len):
         # All tables whose devices lie within this set compete for its memory.
         tables = [t for within, several in pinned.items() if within <= devices for t in several]
-        needed = cuts.needed(list(map(Shard.whole, tables)), len(devices))
-        available = _available(cuts.may_hold[d] for d in devices)
+        needed = uncut.needed(list(map(Shard.whole, tables)), len(devices))
+        available = _available(uncut.may_hold[d] for d in devices)
         if needed > available:
             return (
                 f"the tables pinned to {device_names(sorted(devices))} (constraints.pinned), "
@@ -198,7 +264,7 @@ def _remedy(problem: Problem, planned_share: float | None) -> str:
     grows = problem.constraints.reserved_bytes == default_reserve(problem.topology.devices) > 0
     share = DEFAULT_RESERVE if grows else planned_share or 0.0
     remedies = [
-        f"{_enough(math.ceil(_more_bytes(problem) / (1 - share)) + (share > 0))} more per device",
+        f"{_enough(math.ceil(roomiest(problem)[1] / (1 - share)) + (share > 0))} more per device",
         *_more_devices(problem, planned_share is not None),
     ]
     # Would it fit without constraints? (Towers are pins, too, so their ratio goes with them.)
@@ -228,23 +294,6 @@ def _fits(problem: Problem) -> bool:
     return plan is not None and lacks <= 0
 
 
-def _more_bytes(problem: Problem) -> int:
-    """Bytes that each device needs beyond what it may hold: near the fewest that are enough."""
-    most, devices = roomiest(problem)[1], problem.topology.devices
-    # Tries of a large problem take long.
-    if len(problem.tables) * len(devices) > LARGE:
-        return most
-    # What all devices lack together, each lacks in the mean.
-    least = max(0, cuts_of(problem).lacking_together() // len(devices))
-    steps = [least + (most - least) * k // 16 for k in range(17)]
-
-    def enough(n_bytes: int) -> bool:
-        larger = [replace(device, memory_bytes=device.memory_bytes + n_bytes) for device in devices]
-        return _fits(replace(problem, topology=problem.topology.of_devices(larger)))
-
-    return steps[bisect_left(steps[:-1], True, key=enough)]
-
-
 def _more_devices(problem: Problem, grows: bool) -> list[str]:
     """The least number of further devices like the largest, in words. Empty if none was found.
 
@@ -266,7 +315,9 @@ def _more_devices(problem: Problem, grows: bool) -> list[str]:
         return replace(problem, topology=topology.of_devices(every), global_batch=local * len(every))
 
     # Tries of a large problem take long.
-    most = min(MOST_DEVICES, LARGE // len(problem.tables) - len(devices), problem.global_batch - len(devices))
+    most = min(
+        MOST_DEVICES, _LARGE // len(problem.tables) - len(devices), problem.global_batch - len(devices)
+    )
     # Each number about 10% larger than the one before.
     numbers = sorted({each * round(1.1**k) for k in range(60)})
     found = next((n for n in numbers if n <= most and _fits(with_more(n))), None)

@@ -147,8 +147,7 @@ def test_sequences_are_divided_where_that_makes_a_problem_fit():
     plan = SHARDERS["size_greedy"](given, model_for(given))
     lower(plan, given)
     histories = [p for p in plan.placements if p.shard.table.sequence]
-    assert len({(p.kind, p.shard.width) for p in histories}) == 1
-    assert any(p.shard != Shard.whole(p.shard.table) for p in histories)
+    assert any(len(p.devices) > 1 or p.shard != Shard.whole(p.shard.table) for p in histories)
     # The search near a plan that fits returns a cheaper one, where there is some room.
     roomy = sequences_beside_bags(least * 12 // 10)
     annealed = SHARDERS["anneal"](roomy, model_for(roomy), budget=Budget(evals=1000))
@@ -275,6 +274,18 @@ def test_columns_are_poured_to_the_last_that_fits():
     assert lacks <= 0 and {p.devices[0]: p.shard.width for p in poured.placements} == {0: 28, 1: 24, 2: 12}
     less = replace(given, topology=Topology(tuple(Device(n - (d == 0)) for d, n in enumerate(exact))))
     assert roomiest(less)[1] > 0
+
+
+def test_many_alike_fill_devices_to_the_last():
+    tables = [Table(f"t{i}", 1000, 16, 1.0) for i in range(100)]
+    given = problem_of(tables, "aaaa", unsplit=tuple(t.name for t in tables))
+    full = just_for(Plan(tuple(column(t, i % 4) for i, t in enumerate(tables))), given)
+    plan, lacks = roomiest(full)
+    assert lacks == 0 and np.bincount([p.devices[0] for p in plan.placements]).tolist() == [25] * 4
+    less = replace(
+        full, constraints=replace(full.constraints, kinds=tuple((t.name, ("column",)) for t in tables))
+    )
+    assert roomiest(with_memory(less, memory.used_bytes(plan, full)[0] - 1))[1] > 0
 
 
 def test_memory_that_was_given_in_gb_is_named():
