@@ -162,8 +162,6 @@ class AutoShard(Net):
         gates = {"input": (_H, 4 * _H), "state": (_H, 4 * _H), "bias": (4 * _H,)}
         shapes |= {f"lstm.{i}.{name}": shape for i in range(2) for name, shape in gates.items()}
         super().__init__(shapes)
-        # The critic's weights serve training only, so policies do without them.
-        self.critic_shapes = _mlp_shapes("value", _H, _H, 1)
 
     def latents(self, w: Weights, features: Any, xp: ModuleType = np) -> Any:
         return _relu(_mlp(w, "table", _scaled(w, features, xp)))
@@ -185,10 +183,6 @@ class AutoShard(Net):
         # Each device is scored against the shard that comes next, [..., D, 3 H].
         state = xp.broadcast_to(inputs.context[..., None, :], devices.shape)
         return _mlp(w, "score", xp.concatenate([state, devices, state * devices], -1), layers=4)[..., 0]
-
-    def value(self, w: Weights, context: Any) -> Any:
-        """[...] rewards that the critic expects after contexts [..., H]. Only training needs it."""
-        return _mlp(w, "value", context)[..., 0]
 
 
 _TABLE = (len(FEATURES), _WIDE, LATENTS)
