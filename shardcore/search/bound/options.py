@@ -239,7 +239,7 @@ class Exchanges:
     ) -> Line:
         """The line through the ms of two points, each the bytes of every device."""
         n = len(self._topology)
-        if n == 1:  # one device exchanges nothing
+        if n == 1 or not channels:  # one device exchanges nothing
             return Line(0.0, 0.0)
         # One after the other: together they would differ by rounding.
         few, more = (float(ms(self._comm(channels, np.full((1, n), point))).max()) for point in points)

@@ -214,9 +214,8 @@ class Program:
         # All tables on the slowest device: a time that hardly limits what fits.
         top = (work_ms + self.latency_ms.sum()) / self.speed.min() + self.model.launch_ms
         low, high, rest = 0.0, np.inf, dict[Part, float]()
-        even_ms = self._value(top, rest)
+        even_ms = value = self._value(top, rest)
         for _ in range(_TOPS):
-            value = self._value(top, rest)
             if value < top:
                 parts = {room.part for room in self.rooms} - {_NO_PART}
                 tighter = {part: self._value(top, rest, part) * (1 - _TRACE) for part in parts}
@@ -228,6 +227,7 @@ class Program:
             if high <= low * (1 + _PRECISION):
                 break
             top = min((low + high) / 2, _WIDER * low)
+            value = self._value(top, rest)
         return low, even_ms
 
     def _value(self, top: float, rest: Mapping[Part, float], without: Part = _NO_PART) -> float:

@@ -392,7 +392,7 @@ RECIPES = {
     "dreamshard_direct": Recipe(cheapness, _DREAMSHARD),
     "autoshard": Recipe(
         evenness,
-        ("table", "cost", "progress", "device", "score.", "lstm"),
+        ("table", "cost", "progress", "device", "score.", "next"),
         compute_errors,
         ("table", "cost"),
     ),
