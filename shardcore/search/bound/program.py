@@ -40,8 +40,8 @@ from shardcore.search.bound.options import Exchanges, Run, items_of
 from shardcore.step.memory import held_bytes
 from shardcore.step.memory_account import sums_of
 
-_SHARES, _LIMITS = 6, (0.2, 0.3, 0.4)
-"""Dual feasible functions: those that round to shares of a device, and those that round near its ends."""
+_SHARES = 6
+"""Dual feasible functions that round to shares of a device."""
 _TOPS, _WIDER = 20, 1.1
 """Values of `top` to try at most, and the next one at most, over what is proved."""
 _PRECISION = 1e-3
@@ -340,5 +340,3 @@ def dual_feasible(size: np.ndarray) -> Iterator[np.ndarray]:
     yield size
     for shares in range(1, _SHARES + 1):
         yield np.floor((shares + 1) * size * (1 - _TRACE)) / shares
-    for limit in _LIMITS:
-        yield np.where(size > (1 - limit) * (1 + _TRACE), 1.0, size * (size >= limit))
