@@ -1,4 +1,4 @@
-"""Lower bounds and estimates (search/bound/lower_bound.py) against optima found by enumeration, and against
+"""Lower bounds (search/bound/lower_bound.py) against optima found by enumeration, and against
 plans of drawn problems.
 
     python -m bench.bounds MODEL --tiny 40 --problems 10 --devices 4
@@ -116,11 +116,8 @@ def main() -> None:
         optimum, n = optimum_ms(problem, model)
         b = bound(problem, model)
         searched = [SHARDERS[name](problem, model).provenance["predicted_ms"] for name in SHARDERS_SHOWN]
-        found.append([ms / optimum for ms in (b.proved_ms, b.estimate_ms, *searched)])
-        say(
-            f"tiny {seed}: {n} plans, optimum {optimum:.3f} ms, bound {b.proved_ms:.3f}, "
-            f"estimate {b.estimate_ms:.3f}, {b.limit}"
-        )
+        found.append([ms / optimum for ms in (b.proved_ms, *searched)])
+        say(f"tiny {seed}: {n} plans, optimum {optimum:.3f} ms, bound {b.proved_ms:.3f}, {b.limit}")
     print(f"{model.setting}; {args.tiny} problems of 2 to 5 tables, all plans priced\n")
     if found:
         rows = [
@@ -131,7 +128,7 @@ def main() -> None:
                 f"{np.mean(v > 1 + 1e-9):.1%}",
                 f"{np.mean(np.abs(v - 1) <= 0.01):.1%}",
             )
-            for name, v in zip(("proved bound", "estimate", *SHARDERS_SHOWN), np.array(found).T, strict=True)
+            for name, v in zip(("proved bound", *SHARDERS_SHOWN), np.array(found).T, strict=True)
         ]
         print(report.text_table(("over the optimum", "median", "range", "above", "within 1%"), rows))
     gaps, seconds = {name: [] for name in SHARDERS_SHOWN}, []
@@ -141,7 +138,7 @@ def main() -> None:
         seconds.append(time.process_time() - began)
         for name in SHARDERS_SHOWN:
             ms = SHARDERS[name](problem, model).provenance["predicted_ms"]
-            gaps[name].append((ms / b.proved_ms - 1, ms / b.estimate_ms - 1))
+            gaps[name].append(ms / b.proved_ms - 1)
             if name == SHARDERS_SHOWN[-1]:
                 say(
                     f"{problem.name}: {len(problem.tables)} tables, {name} {ms:.2f} ms, "
@@ -154,17 +151,13 @@ def main() -> None:
         )
         gaps["best of these"] = np.min(list(gaps.values()), axis=0)
         rows = [
-            (name, *(f"{x:+.1%}" for of in np.transpose(v) for x in (np.median(of), np.min(of), np.max(of))))
-            for name, v in gaps.items()
+            (name, *(f"{x:+.1%}" for x in (np.median(v), np.min(v), np.max(v)))) for name, v in gaps.items()
         ]
         print(
             report.text_table(
                 (
                     "sharder",
                     "over the bound: median",
-                    "least",
-                    "most",
-                    "over the estimate: median",
                     "least",
                     "most",
                 ),

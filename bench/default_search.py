@@ -71,13 +71,13 @@ def searched(i: int, budget: Budget) -> dict[str, Any]:
         costs[name] = plan.provenance["predicted_ms"]
         parts = len(plan.placements) if name == "portfolio" else parts
     ample = with_memory(given, 4.0)
-    proved_ms = bound(ample, model.for_problem(ample)).proved_ms
+    least = bound(ample, model.for_problem(ample))
     return {
         "problem": given.name,
         "tables": len(given.tables),
         "parts": parts,
         "ms": costs,
-        "proved_ms": proved_ms,
+        "proved_ms": least.proved_ms if least else np.nan,
     }
 
 

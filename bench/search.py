@@ -132,7 +132,7 @@ def main() -> None:
             parser.error(f"no sharder {unknown[0]!r}; there are {', '.join(map(repr, arms))}")
         arms = {name: arm for name, arm in arms.items() if name in {"neuroshard", *args.sharders}}
     warm_up(problems(model, 1, args.devices, 0)[0], model, arms)
-    bounds = [] if args.no_bound else ["lower bound", "estimate"]
+    bounds = [] if args.no_bound else ["lower bound"]
     cost, seconds = ({name: [] for name in [*arms, *bounds]} for _ in range(2))
     drawn = (
         replays.problems(model, args.problems, args.seed, args.two_ranks)
@@ -147,8 +147,7 @@ def main() -> None:
             seconds[name].append(took)
         if not args.no_bound:
             least = bound(problem, model)
-            cost["lower bound"].append(least.proved_ms)
-            cost["estimate"].append(least.estimate_ms)
+            cost["lower bound"].append(least.proved_ms if least else None)
         say(f"problem {i + 1} of {len(drawn)}: {len(problem.tables)} tables")
     if set(greedy.ORDERS) <= set(arms):
         add_best_greedy(cost, seconds)

@@ -206,17 +206,14 @@ class Composite:
 
     @property
     def lower(self) -> Composite | None:
-        """None for several models: an op of one precision saves fewer launches than one of all.
-
-        The time of links is linear, so fusing saves none of it. See model.CostModel.
-        """
-        # A bound needs one launch for an op. Several models have one launch for each precision.
-        lower = self.models[0].lower if len(self.models) == 1 else None
-        return None if lower is None else replace(self, models=(lower,))
+        """The composite of what each model is bounded by. None if one has none. See model.CostModel."""
+        lowers = tuple(model.lower for model in self.models)
+        return None if None in lowers else replace(self, models=lowers)
 
     @property
     def launch_ms(self) -> float:
-        return self.models[0].launch_ms
+        # An op may have shards of any one precision only.
+        return min(model.launch_ms for model in self.models)
 
     def rates(self, least: np.ndarray) -> np.ndarray:
         # What caches fetch ahead adds nothing to an op, so that a bound leaves it out.

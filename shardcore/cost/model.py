@@ -155,21 +155,18 @@ class ProbabilisticCostModel(CostModel, Protocol):
 
 
 class BoundableCostModel(CostModel, Protocol):
-    """A CostModel with the properties that a proof of a lower bound needs.
-
-    Costs never fall as work grows. Fusing ops saves at most their launches. For non-empty ops:
-
-        head(sum of ops) - launch_ms >= sum of (head(op) - launch_ms)
-    """
+    """A CostModel with the properties that a proof of a lower bound needs. Costs never fall as work grows."""
 
     @property
-    def launch_ms(self) -> float: ...
+    def launch_ms(self) -> float:
+        """ms that any non-empty op takes beside its rates."""
+        ...
 
     @abstractmethod
     def rates(self, least: np.ndarray) -> np.ndarray:
         """[..., F] ms, 0 or more. They do not fall as `least` [..., F] grows.
 
-        head(sums) >= launch_ms + rates · sums, wherever sums >= least.
+        head(sums) >= launch_ms + rates · sums, wherever sums >= least, of non-empty ops.
         """
 
     @abstractmethod
@@ -308,7 +305,7 @@ class LinearHead(ABC):
 
     @property
     def launch_ms(self) -> float:
-        """Exact ms that fusing two ops saves (see BoundableCostModel)."""
+        """ms of a launch (see BoundableCostModel)."""
         return float(self.terms[:2, 0].sum())
 
     def rates(self, least: np.ndarray) -> np.ndarray:

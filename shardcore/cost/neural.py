@@ -167,10 +167,7 @@ class NeuralModel(Law):
 
     @property
     def launch_ms(self) -> float:
-        """Most ms that fusing two ops saves (see model.BoundableCostModel).
-
-        Contention only grows with the drivers, so fusing saves nothing else.
-        """
+        """ms of a launch, forward and backward (see model.BoundableCostModel)."""
         return float(np.sum(self.weights["launch"]))
 
     def rates(self, least: np.ndarray) -> np.ndarray:

@@ -142,18 +142,18 @@ def memory_note(x: Explanation) -> str:
 
 def _bound(x: Explanation) -> str:
     b = x.bound
-    proved = (
-        f"No plan takes less than {b.proved_ms:.3f} ms (proved; this one: {percent_change(x.total_ms, b.proved_ms)})"
-        if b.proved_ms
-        else "No lower bound is proved"
-    )
+    if b is None:
+        return "No lower bound is proved under this model."
     # The bound covers only one space of plans: a plan outside it may be cheaper.
-    if b.proved_ms and x.total_ms < b.proved_ms:
-        proved = f"This plan is of another kind than those of which none takes less than {b.proved_ms:.3f} ms (proved)"
+    proved = (
+        f"This plan is of another kind than those of which none takes less than {b.proved_ms:.3f} ms (proved)"
+        if x.total_ms < b.proved_ms
+        else f"No plan takes less than {b.proved_ms:.3f} ms (proved; this one: "
+        f"{percent_change(x.total_ms, b.proved_ms)})"
+    )
     return (
-        f"{proved}; estimated, about {b.estimate_ms:.3f} ms (this one: "
-        f"{percent_change(x.total_ms, b.estimate_ms)}).\nThe limit is {b.limit}.\nThe bound "
-        f"is for plans of this kind: {b.space}; of memory it counts what is there at all times."
+        f"{proved}.\nThe limit is {b.limit}.\nThe bound is for plans of this kind: {b.space}; of memory it counts "
+        "what is there at all times."
     )
 
 

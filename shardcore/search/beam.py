@@ -23,13 +23,13 @@ from shardcore.core.errors import Infeasible
 from shardcore.core.types import Placement, Plan, Problem, Shard
 from shardcore.core.validation import require
 from shardcore.cost.model import CostModel, is_least, is_less
-from shardcore.search.anneal.batch import PlanBatch, space_by_columns
+from shardcore.search.anneal.batch import space_by_columns
 from shardcore.search.anneal.search_space import SearchSpace
 from shardcore.search.budget import Meter
+from shardcore.search.lockstep import Placed
 from shardcore.search.state.feasible import feasible_shards, fitting
 from shardcore.search.state.shard_cost_cache import ShardKey
 from shardcore.search.state.shards import (
-    bundles,
     divided_otherwise,
     division,
     fixed_placements,
@@ -70,6 +70,10 @@ class BeamConfig:
         )
 
 
+TABLE_WISE = BeamConfig(steps=0)
+"""Tables are whole unless no device can hold one."""
+
+
 @dataclass(frozen=True)
 class StatePlan:
     """The best plan of a state.
@@ -89,45 +93,30 @@ class StatePlan:
 class InnerSearch(Protocol):
     """Places the shards of several states.
 
-    plans: how many plans it prices for each state.
+    plans: number of plans that it makes of each state.
     """
 
-    plans: int
+    @property
+    def plans(self) -> int: ...
 
     def __call__(self, space: SearchSpace, keys: np.ndarray) -> Placed:
         """Plans of states keys [C, N, 2], each shard a strip and units of the space."""
         ...
 
 
-@dataclass(frozen=True, eq=False)
-class Placed:
-    """Plans that an inner search made.
-
-    total_ms: [C, K] cost; inf if a shard found no device. Such a shard goes to the least used device.
-    over_bytes: [C, K] what devices hold beyond their memory.
-    devices: [C, K, N] of each shard.
-    """
-
-    total_ms: np.ndarray
-    over_bytes: np.ndarray
-    devices: np.ndarray
-
-    def reordered(self, order: np.ndarray) -> Placed:
-        """The same for shards as they were before they were put in `order` [C, N]."""
-        # All plans of a state were placed in one order.
-        devices = np.take_along_axis(self.devices, np.argsort(order)[:, None], -1)
-        return Placed(self.total_ms, self.over_bytes, devices)
-
-
 @dataclass
 class Beam:
-    """The search of one problem, under one budget."""
+    """The search of one problem, under one budget.
+
+    plan_s: seconds that a plan of the last searches took. 0 before the first. It says what a budget in seconds affords.
+    """
 
     problem: Problem
     model: CostModel
     inner: InnerSearch
     config: BeamConfig
     meter: Meter
+    plan_s: float = 0.0
 
     def plan(self, sampled: Callable[[int], InnerSearch] | None = None, **provenance: Any) -> Plan:
         """The best plan of the beam. It uses the budget of `meter`.
@@ -147,30 +136,26 @@ class Beam:
         # There is no time for a first inner search. A packing gives a plan at once.
         if (search_s := self._search_s(space, state)) and not self.meter.has_time(search_s):
             return self._priced(fitting(self.problem).placements, packed=True, **provenance)
-        before_s = self.meter.seconds()
         # The state with the fewest cuts. All others come from it.
-        [first] = search(space, [state], self.inner)
-        # From this follows how many states the rest of a budget in seconds affords.
-        state_s = self.meter.seconds() - before_s
-        self.meter.evals += self.inner.plans
+        [first] = self._search(space, [state], self.inner)
         # Some rows have to be divided, and another kind may do that at less cost.
         if space.cache.is_range.any():
-            space, first = self._divided_otherwise(space, first, state_s)
-        best, packing = self._improve_plan(space, first, state_s), None
+            space, first = self._divided_otherwise(space, first)
+        best, packing = self._improve_plan(space, first), None
         # Where the first state has no plan, a packing may be cheaper than what the beam found after it.
         if not first.devices:
-            plan = priced(fitting(self.problem).placements, self.problem, self.model)
-            start, beam_failed = self._start_from(plan), not best.devices
-            if start is None and beam_failed:
-                return self._priced(plan.placements, packed=True, **provenance)
-            if start and is_less(start[1].ms, best.ms):
-                space, packing = start
-                best = self._improve_plan(space, packing, state_s) if beam_failed else packing
+            packing = self._priced(fitting(self.problem).placements)
+            if not best.devices and (shards := self._packed_shards(packing)):
+                space = self._space(shards)
+                start = StatePlan(np.inf, tuple(sorted(space.cache.keys(shards))), ())
+                best = self._improve_plan(space, start)
         # Random plans have no end of their own.
         if sampled and (self.meter.budget.evals or self.meter.budget.seconds):
             best = self._sampled(space, best, sampled)
+        if packing and not is_less(best.ms, packing.provenance["predicted_ms"]):
+            return self._priced(packing.placements, packed=True, **provenance)
         placements = placed(space.cache.bundles(best.state), best.devices, space.cache.problem)
-        return self._priced(placements, packed=best is packing, **provenance)
+        return self._priced(placements, packed=False, **provenance)
 
     def _priced(self, placements: Sequence[Placement], **provenance: Any) -> Plan:
         return priced(placements, self.problem, self.model, evals=self.meter.evals, **provenance)
@@ -179,22 +164,28 @@ class Beam:
         """The space of shards that the beam may cut further."""
         return space_by_columns(problem or self.problem, self.model, shards, cut=self.config.steps > 0)
 
-    def _divided_otherwise(
-        self, space: SearchSpace, first: StatePlan, state_s: float
-    ) -> tuple[SearchSpace, StatePlan]:
-        """The cheapest first plan of all kinds that may divide rows, with its space.
+    def _search(self, space: SearchSpace, states: Sequence[State], inner: InnerSearch) -> list[StatePlan]:
+        """`search`, counted by the meter."""
+        before_s, n_plans = self.meter.seconds(), len(states) * inner.plans
+        plans = search(space, states, inner)
+        self.meter.evals += n_plans
+        self.plan_s = (self.meter.seconds() - before_s) / n_plans
+        return plans
 
-        state_s: seconds that one state takes.
-        """
+    def _affordable(self, states: int) -> int:
+        """How many of some states the budget allows to search."""
+        return self.meter.affordable(states, self.inner.plans, self.plan_s * self.inner.plans)
+
+    def _divided_otherwise(self, space: SearchSpace, first: StatePlan) -> tuple[SearchSpace, StatePlan]:
+        """The cheapest first plan of all kinds that may divide rows, with its space."""
         for other in divided_otherwise(self.problem):
-            if not self.meter.affordable(1, self.inner.plans, state_s):
+            if not self._affordable(1):
                 break
             # With this kind alone there may be no plan at all.
             with suppress(Infeasible):
                 shards = feasible_shards(other)
                 of_other = self._space(shards, other)
-                [plan] = search(of_other, [tuple(sorted(of_other.cache.keys(shards)))], self.inner)
-                self.meter.evals += self.inner.plans
+                [plan] = self._search(of_other, [tuple(sorted(of_other.cache.keys(shards)))], self.inner)
                 # Where neither fits, the one that lacks less.
                 if _sort_plans([first, plan])[0] is plan:
                     space, first = of_other, plan
@@ -208,13 +199,8 @@ class Beam:
         cells = n_devices * max(len(space.cache), len(best.state))
         # Chunks, so that the time of a plan is known before the budget ends.
         chunk = max(1, min(_PROBED, _ROWS_AT_ONCE // n_devices, _CELLS_AT_ONCE // cells))
-        plan_s = 0.0
-        while n := self.meter.affordable(chunk, 1, plan_s):
-            before_s = self.meter.seconds()
-            [plan] = search(space, [best.state], sampled(n))
-            self.meter.evals += n
-            plan_s = (self.meter.seconds() - before_s) / n
-            best = least([best, plan], lambda p: p.ms)
+        while n := self.meter.affordable(chunk, 1, self.plan_s):
+            best = least([best, *self._search(space, [best.state], sampled(n))], lambda p: p.ms)
         return best
 
     def _search_s(self, space: SearchSpace, state: State) -> float:
@@ -226,32 +212,18 @@ class Beam:
         search(space, [state[:_PROBED]], self.inner)
         return (self.meter.seconds() - before_s) * len(state) / _PROBED
 
-    def _start_from(self, plan: Plan) -> tuple[SearchSpace, StatePlan] | None:
-        """A plan as a state, with a space of its strips: it may divide other rows than the first state.
+    def _packed_shards(self, packing: Plan) -> list[Shard]:
+        """The shards of a packing, whose cuts a beam may start from: it may divide other rows than the first state.
 
-        None if it has replicas, or divides rows otherwise than `division`.
+        Empty if it has replicas, or divides rows otherwise than `division`.
         """
-        left = [p for p in plan.placements if p not in fixed_placements(self.problem)]
+        left = [p for p in packing.placements if p not in fixed_placements(self.problem)]
         if any(len(p.devices) > 1 and p != division(p.shard.table, self.problem) for p in left):
-            return None
-        device_of = {shard: d for p in left for d, shard in shards_on(p)}
-        space = self._space(device_of)
-        # A bundle has one key, that of its first table. States are sorted, and each device has to stay with its shard.
-        pairs = sorted(
-            (space.cache.key(first), device_of[first]) for first, *_ in bundles(device_of, self.problem)
-        )
-        state, devices = tuple(key for key, _ in pairs), tuple(d for _, d in pairs)
-        # Priced as the beam prices its states, so that costs compare.
-        batch = PlanBatch(space, np.array([state]))
-        for (strip, units), device in pairs:
-            batch.place(strip, units, device)
-        return space, StatePlan(float(batch.cost_ms()[0, 0]), state, devices)
+            return []
+        return [shard for p in left for _, shard in shards_on(p)]
 
-    def _improve_plan(self, space: SearchSpace, start: StatePlan, state_s: float) -> StatePlan:
-        """The best plan of a beam that starts from the state of `start`, or `start` itself.
-
-        state_s: seconds that one state takes.
-        """
+    def _improve_plan(self, space: SearchSpace, start: StatePlan) -> StatePlan:
+        """The best plan of a beam that starts from the state of `start`, or `start` itself."""
         # Devices × plans of a state.
         rows = self.inner.plans * len(space.fixed.devices)
         # Chunks bound the memory, and let the budget end a round early.
@@ -263,13 +235,10 @@ class Beam:
             states = list(dict.fromkeys(state for several in halved for state in several))
             plans: list[StatePlan] = []
             while len(plans) < len(states):
-                n = self.meter.affordable(min(chunk, len(states) - len(plans)), self.inner.plans, state_s)
+                n = self._affordable(min(chunk, len(states) - len(plans)))
                 if n == 0:
                     break
-                before_s = self.meter.seconds()
-                plans += search(space, states[len(plans) : len(plans) + n], self.inner)
-                self.meter.evals += n * self.inner.plans
-                state_s = (self.meter.seconds() - before_s) / n
+                plans += self._search(space, states[len(plans) : len(plans) + n], self.inner)
             # If none fits, those that lack least go on: more cuts may make them fit.
             beam = [plan.state for plan in _sort_plans(plans)[: self.config.beam]]
             best = least([best, *plans], lambda p: p.ms)
@@ -311,7 +280,9 @@ def search(space: SearchSpace, states: Sequence[State], inner: InnerSearch) -> l
     of_states = inner(space, np.array(states))
     # [C] the first of the cheapest plans.
     best = is_least(of_states.total_ms).argmax(-1).tolist()
-    each = zip(states, best, of_states.total_ms, of_states.devices, of_states.over_bytes, strict=True)
+    each = zip(
+        states, best, of_states.total_ms, of_states.devices_of_shards, of_states.over_bytes, strict=True
+    )
     return [
         StatePlan(
             float(ms[k]), state, tuple(devices[k].tolist()) if np.isfinite(ms[k]) else (), int(over.min())

@@ -87,6 +87,7 @@ class Explanation:
     memory: bytes that this device needs, by part.
     reserved_bytes: bytes kept free on every device.
     balance: mean over largest compute.
+    bound: lower bound on the cost of plans. None: the model proves none.
     searched: search of the alternatives, in words.
     cuts_ms: for each table in parts, ms that the step takes more if all of it is where its widest part is.
     towers: changes that towers make in the exchange. None: the job has none.
@@ -107,7 +108,7 @@ class Explanation:
     memory: DeviceMemory
     reserved_bytes: int
     balance: float
-    bound: Bound
+    bound: Bound | None
     baselines: tuple[Alternative, ...]
     changes: tuple[Alternative, ...]
     searched: str

@@ -21,18 +21,19 @@ Shapes: C states searched at once, N their shards, K passes, D devices.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import require
-from shardcore.cost.model import CostModel, is_least
+from shardcore.cost.model import CostModel
 from shardcore.search.anneal.batch import PlanBatch
 from shardcore.search.anneal.search_space import SearchSpace
-from shardcore.search.beam import Beam, BeamConfig, Placed
+from shardcore.search.beam import Beam, BeamConfig
 from shardcore.search.budget import Budget
-from shardcore.search.ties import ranks
+from shardcore.search.lockstep import Placed, place_in_order
 
 
 @dataclass(frozen=True)
@@ -83,48 +84,26 @@ class GreedyGrid:
 
     def __call__(self, space: SearchSpace, keys: np.ndarray) -> Placed:
         cache = space.cache
+        single_ms = cache.single_ms[cache.numbers(keys[..., 0], keys[..., 1])]
+        return place_in_order(space, keys, single_ms, self.plans, self.scores)
+
+    def scores(self, batch: PlanBatch, keys: np.ndarray, devices: np.ndarray) -> Iterator[np.ndarray]:
+        """Scores of a lockstep.Scorer: ms of the device with the shard, inf beyond the cap."""
+        cache, (n_states, n_shards, _) = batch.space.cache, keys.shape
+        n_devices = len(cache.speed)
+        # [C, K, D] bytes of outputs, which stand for columns.
+        placed = np.zeros((n_states, self.plans, n_devices))
         numbers = cache.numbers(keys[..., 0], keys[..., 1])  # [C, N]
-        # Least freedom first, then the highest cost, then the most bytes.
-        order = np.lexsort(
-            (-cache.bytes[numbers], ranks(-cache.single_ms[numbers]), cache.freedom[keys[..., 0]])
-        )
-        in_order = np.take_along_axis(keys, order[..., None], 1)  # [C, N, 2]
-        return greedy_grid(space, in_order, self._caps).reordered(order)
-
-
-def greedy_grid(space: SearchSpace, keys: np.ndarray, caps: np.ndarray) -> Placed:
-    """All greedy passes in lockstep.
-
-    keys: [C, N, 2] shards as strip and units, in the order of placing.
-    caps: [K] on a device's columns, relative to the mean.
-    """
-    cache = space.cache
-    (n_states, n_shards, _), n_passes, n_devices = keys.shape, len(caps), len(cache.speed)
-    batch = PlanBatch(space, keys, n_passes)
-    # [C, K, D] bytes of outputs, which stand for columns.
-    placed = np.zeros((n_states, n_passes, n_devices))
-    numbers = cache.numbers(keys[..., 0], keys[..., 1])  # [C, N]
-    # The small constant absorbs rounding: a cap of exactly the mean has to be reachable.
-    cap = cache.outputs[numbers].sum(1)[:, None, None] / n_devices * caps[:, None] + 1e-9  # [C, K, 1]
-    # A cap could leave a pinned table none of its few devices.
-    pinned = cache.freedom < n_devices
-    fits_all = np.ones((n_states, n_passes), dtype=bool)
-    devices = np.zeros((n_states, n_passes, n_shards), dtype=np.int64)
-
-    for i in range(n_shards):
-        strip, units, number = keys[:, i, 0][:, None], keys[:, i, 1][:, None], numbers[:, i, None]  # [C, 1]
-        outputs, single_ms = cache.outputs[number], cache.single_ms[number][..., None] / cache.speed
-        narrow = (placed + outputs[..., None] <= cap) | pinned[strip][..., None]  # [C, K, D]
-        fits = batch.fits(strip, units) & narrow
-        # On equal devices single_ms is the same for all, and the published rule is left.
-        cheapest = is_least(np.where(fits, batch.device_ms + single_ms, np.inf))
-        # Ties go to the least used, then to the first.
-        d = np.where(cheapest, batch.used_bytes, np.iinfo(np.int64).max).argmin(-1)  # [C, K]
-        fits_all &= fits.any(-1)
-        # Also where it does not fit: `over_bytes` then shows by how much.
-        batch.place(strip, units, d)
-        placed[(*np.ogrid[:n_states, :n_passes], d)] += outputs
-        devices[:, :, i] = d
-
-    total_ms = np.where(fits_all, batch.cost_ms() if fits_all.any() else np.inf, np.inf)
-    return Placed(total_ms, batch.lack_bytes.sum(-1), devices)
+        # The small constant absorbs rounding: a cap of exactly the mean has to be reachable.
+        cap = (
+            cache.outputs[numbers].sum(1)[:, None, None] / n_devices * self._caps[:, None] + 1e-9
+        )  # [C, K, 1]
+        # A cap could leave a pinned table none of its few devices.
+        pinned = (cache.freedom < n_devices)[keys[..., 0]]
+        for i in range(n_shards):
+            outputs = cache.outputs[numbers[:, i, None]]  # [C, 1]
+            narrow = (placed + outputs[..., None] <= cap) | pinned[:, i, None, None]
+            # On equal devices single_ms is the same for all, and the published rule is left.
+            single_ms = cache.single_ms[numbers[:, i, None, None]] / cache.speed
+            yield np.where(narrow, batch.device_ms + single_ms, np.inf)
+            placed[(*np.ogrid[:n_states, : self.plans], devices[:, :, i])] += outputs

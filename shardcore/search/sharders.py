@@ -17,9 +17,9 @@ from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import MOST_SEED, require, require_type
 from shardcore.cost.model import CostModel, require_model
 from shardcore.search import greedy, neuroshard
-from shardcore.search.beam import BeamConfig
+from shardcore.search.beam import TABLE_WISE, BeamConfig
 from shardcore.search.budget import Budget
-from shardcore.search.learned.policy import NETS, TABLE_WISE, Policy, place
+from shardcore.search.learned.policy import NETS, Policy, place
 from shardcore.search.memory_balance import balance_memory
 from shardcore.search.portfolio import annealing, portfolio
 from shardcore.search.state.shards import CONCESSION

@@ -17,7 +17,8 @@ from shardcore.core.types import Problem, Shard, Table
 from shardcore.cost.model import group_costs
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal.batch import PlanBatch, space_by_columns
-from shardcore.search.neuroshard import NeuroShardConfig, greedy_grid, neuroshard
+from shardcore.search.lockstep import place_in_order
+from shardcore.search.neuroshard import GreedyGrid, NeuroShardConfig, neuroshard
 from shardcore.search.state.shard_cost_cache import ShardCostCache
 from shardcore.search.state.shards import devices_of
 from shardcore.step.lower import lower
@@ -77,11 +78,11 @@ def test_the_grids_totals_are_the_prices_of_its_plans(seed, rows, optimizer):
     space = space_by_columns(problem, MODEL, shards, cut=False)
     cache = space.cache
     keys = [cache.key(s) for s in shards]
-    orders = [rng.permutation(len(keys)) for _ in range(3)]
-    scales = np.array([1.0, 1.2, np.inf])
-    ordered = np.array([[keys[i] for i in order] for order in orders])
-    made = greedy_grid(space, ordered, scales)
-    totals, over_bytes, devices = made.total_ms, made.over_bytes, made.devices
+    scales = (1.0, 1.2, float("inf"))
+    # Costs at random, so that shards come in any order.
+    costs, grid = rng.random((3, len(keys))), GreedyGrid(scales)
+    made = place_in_order(space, np.array([keys] * 3), costs, 3, grid.scores)
+    totals, over_bytes, devices, orders = made.total_ms, made.over_bytes, made.devices, made.order
     assert totals.shape == over_bytes.shape == (3, 3) and devices.shape == (3, 3, len(keys))
     for c, k in np.argwhere(np.isfinite(totals)):
         placed = [shards[i] for i in orders[c]], devices[c, k], problem

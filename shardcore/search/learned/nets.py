@@ -152,18 +152,15 @@ class DreamShard(Net):
 class AutoShard(Net):
     """AutoShard's networks (arXiv 2208.06399). Costs are compute only, in units of w["scale_ms"].
 
-    It also knows the shard that comes next, and all before it: an LSTM reads them.
+    It also knows the shard that comes next. Those before it are on the devices, so no LSTM reads them.
     """
 
     def __init__(self) -> None:
         shapes = _mlp_shapes("cost", LATENTS, _H, 1)
         shapes |= _layer("progress", 1, LATENTS) | _layer("device", 2, LATENTS)
         shapes |= _mlp_shapes("score", 3 * _H, _WIDE, _WIDE, _H, 1)
-        gates = {"input": (_H, 4 * _H), "state": (_H, 4 * _H), "bias": (4 * _H,)}
-        shapes |= {f"lstm.{i}.{name}": shape for i in range(2) for name, shape in gates.items()}
+        shapes |= _layer("next", 2 * LATENTS, _H)
         super().__init__(shapes)
-        # The critic's weights serve training only, so policies do without them.
-        self.critic_shapes = _mlp_shapes("value", _H, _H, 1)
 
     def latents(self, w: Weights, features: Any, xp: ModuleType = np) -> Any:
         return _relu(_mlp(w, "table", _scaled(w, features, xp)))
@@ -177,7 +174,7 @@ class AutoShard(Net):
         # The share of shards that are placed already, [N, 1].
         done = (xp.arange(n, dtype=xp.float32) / n)[:, None]
         progress = xp.broadcast_to(_relu(_linear(w, "progress", done)), latents.shape)
-        return _lstm(w, "lstm.1", _lstm(w, "lstm.0", xp.concatenate([latents, progress], -1), xp), xp)
+        return _relu(_linear(w, "next", xp.concatenate([latents, progress], -1)))
 
     def scores(self, w: Weights, inputs: PolicyInputs, xp: ModuleType = np) -> Any:
         facts = xp.stack([self.single(w, inputs.latents), inputs.used], -1)
@@ -185,10 +182,6 @@ class AutoShard(Net):
         # Each device is scored against the shard that comes next, [..., D, 3 H].
         state = xp.broadcast_to(inputs.context[..., None, :], devices.shape)
         return _mlp(w, "score", xp.concatenate([state, devices, state * devices], -1), layers=4)[..., 0]
-
-    def value(self, w: Weights, context: Any) -> Any:
-        """[...] rewards that the critic expects after contexts [..., H]. Only training needs it."""
-        return _mlp(w, "value", context)[..., 0]
 
 
 _TABLE = (len(FEATURES), _WIDE, LATENTS)
@@ -223,23 +216,3 @@ def _mlp(w: Weights, name: str, x: Any, layers: int = 2) -> Any:
     for i in range(layers - 1):
         x = _relu(_linear(w, f"{name}.{i}", x))
     return _linear(w, f"{name}.{layers - 1}", x)
-
-
-def _lstm(w: Weights, name: str, x: Any, xp: ModuleType) -> Any:
-    """[..., N, H] outputs of a layer (Hochreiter and Schmidhuber 1997) over a sequence [..., N, H]."""
-
-    def sigmoid(x: Any) -> Any:
-        # By tanh, as exp overflows at weights that a file may have.
-        return 0.5 + 0.5 * xp.tanh(0.5 * x)
-
-    # Inputs of all steps in one product; only the state has to go step by step.
-    gates = x @ w[f"{name}.input"] + w[f"{name}.bias"]
-    h = memory = gates[..., 0, :_H] * 0
-    outputs = []
-    for i in range(x.shape[-2]):
-        at_step = gates[..., i, :] + h @ w[f"{name}.state"]
-        enter, forget, out, value = (at_step[..., k * _H : (k + 1) * _H] for k in range(4))
-        memory = sigmoid(forget) * memory + sigmoid(enter) * xp.tanh(value)
-        h = sigmoid(out) * xp.tanh(memory)
-        outputs.append(h)
-    return xp.stack(outputs, -2)

@@ -17,7 +17,7 @@ from shardcore.core.types import Plan, Problem, Setting
 from shardcore.core.validation import require, shown
 from shardcore.cost.model import CostModel
 from shardcore.io import files, model_files, schema
-from shardcore.search.beam import Beam, BeamConfig
+from shardcore.search.beam import TABLE_WISE, Beam, BeamConfig
 from shardcore.search.budget import Budget
 from shardcore.search.learned.nets import FEATURES, AutoShard, DreamShard, Net
 from shardcore.search.learned.rollout import Rollouts
@@ -29,8 +29,6 @@ NETS: dict[str, Net] = {
 }
 """Networks by name. dreamshard_direct has no cost network: it sees, and learns from, the CostModel's."""
 POLICY_JSON = "policy.json"
-TABLE_WISE = BeamConfig(steps=0)
-"""Tables are whole, as published, unless no device can hold one."""
 _MOST_WEIGHT = 1e6
 """Trained weights are below 100."""
 
@@ -92,7 +90,7 @@ def place(
     priced. The cost model prices them, and knows the memory; the policy decides.
 
     algorithm: its name in provenance.
-    config: parameters of the beam that cuts tables by columns. TABLE_WISE: they stay whole.
+    config: parameters of the beam that cuts tables by columns. TABLE_WISE: they stay whole, as published.
 
     Raises Infeasible (see `feasible_shards`), and SettingMismatch for a policy of other hardware.
     """
@@ -108,7 +106,7 @@ def place(
     # The first search places greedily; random plans follow while the budget lasts.
     beam = Beam(problem, model, Rollouts(policy.net, policy.weights), config, meter)
     return beam.plan(
-        lambda n: Rollouts(policy.net, policy.weights, n, rng, greedy_first=False),
+        lambda n: Rollouts(policy.net, policy.weights, n, rng),
         algorithm=algorithm,
         seed=seed,
         policy=policy.name,

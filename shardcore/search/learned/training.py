@@ -2,15 +2,15 @@
 
 DreamShard (arXiv 2210.02023) imagines: its cost network learns from some plans that the CostModel prices.
 It then rewards many more that nobody prices. dreamshard_direct has the CostModel price them all.
-AutoShard (arXiv 2208.06399) is rewarded for even compute; an actor-critic replaces its V-trace.
+AutoShard (arXiv 2208.06399) is rewarded for even compute. All train by REINFORCE: a plan's reward counts over the mean
+of the problem's other plans, which also replaces AutoShard's V-trace and critic.
 
 Differences to the released codes: legal devices are masked in the update, too. Costs and policy have
 separate optimizers. Features are scaled once, not by task. An update takes plans of several problems.
 
 Half of a pool's tables are for training. Test problems have only tables of the other half.
 
-Shapes: K plans of a problem, N shards, F features, D devices, B devices of several plans, R numbers of the
-cache, L latents, H a context.
+Shapes: K plans of a problem, N shards, F features, D devices, P plans of several problems, S strips, L latents.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 
-from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Topology
 from shardcore.core.types import Problem, Setting, Table
 from shardcore.core.validation import MOST_COUNT, MOST_SEED, require, require_within
@@ -30,9 +32,10 @@ from shardcore.cost.model import CostModel
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search.anneal.batch import space_by_columns
 from shardcore.search.greedy import ORDERS
-from shardcore.search.learned.nets import AutoShard, DreamShard, Net, PolicyInputs, features
-from shardcore.search.learned.policy import NETS, Policy, place
+from shardcore.search.learned.nets import AutoShard, DreamShard, PolicyInputs, Weights, features
+from shardcore.search.learned.policy import NETS, Policy
 from shardcore.search.learned.rollout import Rollout, Rollouts
+from shardcore.search.lockstep import Placed
 from shardcore.search.state.feasible import feasible_shards
 from shardcore.tables.held_out import kept_for_testing
 
@@ -207,7 +210,7 @@ def train(
     problems: problems to learn from.
     validation: other problems. Their mean cost says when to stop, and which round was best.
 
-    Raises ShardCoreError for an unknown name, and without problems.
+    Raises ShardCoreError for an unknown name, without problems, and for problems of different numbers of devices.
     """
     require(name in NETS, f"there is no policy {name!r}; known are {', '.join(NETS)}")
     require(
@@ -215,33 +218,32 @@ def train(
         f"training got {len(problems)} problems and {len(validation)} for validation; "
         "it needs 1 or more of both",
     )
+    n_devices = {len(problem.topology) for problem in problems}
+    require(
+        len(n_devices) == 1, f"training got problems of {sorted(n_devices)} devices; all need as many devices"
+    )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # matrices are small, and results no longer depend on the number of threads
     try:
         # Prepared once: each serves many rollouts.
         all_prepared = [Prepared(problem, model) for problem in problems]
         unseen = [Prepared(problem, model) for problem in validation]
-        # Costs relative to the best greedy order: problems differ in size, and weigh the same so.
-        greedy = np.array([_greedy_ms(problem, model.for_problem(problem)) for problem in validation])
         # The learner changes its arrays in place, so validation sees each round's weights.
-        learner = LEARNERS[type(NETS[name])](NETS[name], all_prepared, config)
+        learner = Learner(name, all_prepared, config)
         best, best_round, kept, curves = np.inf, 0, {}, []
         for i in range(config.rounds):
             # The rate falls to 0, so the last rounds refine.
-            for optimizer in learner.optimizers:
-                optimizer.param_groups[0]["lr"] = config.learning_rate * (1 - i / config.rounds)
-            values = learner.round()
-            policy = Rollouts(learner.net, learner.arrays)
-            ms = np.array([policy.run(one.space, one.keys).total_ms[0, 0] for one in unseen])
+            values = learner.round(config.learning_rate * (1 - i / config.rounds))
+            costs = relative_costs(Rollouts(learner.net, learner.arrays), unseen)
             # A plan that does not fit counts as twice the greedy one.
-            cost = float(np.where(np.isfinite(ms), ms / greedy, 2.0).mean())
+            cost = float(np.where(np.isfinite(costs), costs, 2.0).mean())
             curves.append({"round": i + 1, "validation_cost": cost, **values})
             if progress:
                 progress(i + 1, curves[-1])
             if cost < best:
                 best, best_round = cost, i
-                # A copy, as training goes on in these arrays. The critic's weights are not of the policy.
-                kept = {k: array.copy() for k, array in learner.arrays.items() if k in learner.net.shapes}
+                # A copy, as training goes on in these arrays.
+                kept = {k: array.copy() for k, array in learner.arrays.items()}
             elif i - best_round >= config.patience:
                 break
     finally:
@@ -251,24 +253,21 @@ def train(
 
 
 def judge(policy: Policy, problems: Sequence[Problem], model: CostModel) -> dict[str, float]:
-    """Mean and worst cost of a policy's plans relative to the best greedy order's; share of solved problems."""
-    ratios = []
-    for problem in problems:
-        for_problem = model.for_problem(problem)
-        try:
-            ms = place(policy, policy.name, problem, for_problem).provenance["predicted_ms"]
-            ratios.append(ms / _greedy_ms(problem, for_problem))
-        except Infeasible:
-            continue
-    metrics = {"test_solved": len(ratios) / len(problems)}
-    if ratios:
-        metrics |= {"test_cost": float(np.mean(ratios)), "test_worst": max(ratios)}
+    """Mean and worst relative cost of a policy's plans, and the share of problems that it solved."""
+    costs = relative_costs(Rollouts(policy.net, policy.weights), [Prepared(p, model) for p in problems])
+    solved = costs[np.isfinite(costs)]
+    metrics = {"test_solved": len(solved) / len(costs)}
+    if len(solved):
+        metrics |= {"test_cost": float(solved.mean()), "test_worst": float(solved.max())}
     return metrics
 
 
-def _greedy_ms(problem: Problem, model: CostModel) -> float:
-    """Cost of the best greedy order."""
-    return min(order(problem, model).provenance["predicted_ms"] for order in ORDERS.values())
+def relative_costs(policy: Rollouts, problems: Sequence[Prepared]) -> np.ndarray:
+    """Cost of each problem's plan relative to the best greedy order's: problems differ in size, and weigh the same so.
+
+    inf where the plan does not fit.
+    """
+    return np.array([policy(one.space, one.keys).total_ms[0, 0] / one.greedy_ms for one in problems])
 
 
 # --- plans to learn from ------------------------------------------------------------------------------------
@@ -283,18 +282,25 @@ class Prepared:
     """
 
     def __init__(self, problem: Problem, model: CostModel) -> None:
-        shards = feasible_shards(problem)
+        self.problem, shards = problem, feasible_shards(problem)
         self.space = space_by_columns(problem, model.for_problem(problem), shards, cut=False)
         self.cache = self.space.cache
         self.keys = np.array([sorted(self.cache.keys(shards))])
         self.x = features([s for bundle in self.cache.made for s in bundle], problem.global_batch)
         self.bundle = np.repeat(np.arange(len(self.cache.made)), [len(b) for b in self.cache.made])
+        self.speed = self.cache.speed.astype(np.float32)[:, None]
 
     @property
     def compute_ms(self) -> float:
         """Compute of a device in an even plan."""
         numbers = self.cache.numbers(*self.keys[0].T)
         return self.cache.single_ms[numbers].sum() / self.cache.speed.sum()
+
+    @cached_property
+    def greedy_ms(self) -> float:
+        """Cost of the best greedy order."""
+        plans = [order(self.problem, self.cache.model) for order in ORDERS.values()]
+        return min(plan.provenance["predicted_ms"] for plan in plans)
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,58 +310,94 @@ class CostSample:
     x: [N, F] features of its shards.
     devices: [N] their devices.
     speed: [D, 1] of the devices.
-    parts: [D, PARTS] costs, in units of w["scale_ms"].
-    total: cost of the plan, in the same unit; infinite if it does not fit.
+    parts_ms: [D, PARTS] their costs.
+    total_ms: cost of the plan; infinite if it does not fit.
     """
 
     x: np.ndarray
     devices: np.ndarray
     speed: np.ndarray
-    parts: np.ndarray
-    total: float
+    parts_ms: np.ndarray
+    total_ms: float
 
     @classmethod
-    def of(cls, prepared: Prepared, rollout: Rollout, scale_ms: np.ndarray) -> CostSample:
-        """The first plan of a rollout."""
-        cache = prepared.cache
-        held = rollout.held(len(cache.made))[0, -1]  # [D, R]
-        held[:, 0] = 0  # number 0 is nothing
+    def of(cls, prepared: Prepared, placed: Placed) -> CostSample:
+        """The first of some plans."""
+        # [S, D] numbers of what devices hold. 0 is nothing.
+        units = placed.batch.held[0, 0]
+        numbers = prepared.cache.numbers(np.arange(len(units))[:, None], units)
         # One row for each table of a bundle, on the device that holds the bundle.
-        rows, devices = np.nonzero(held.T[prepared.bundle])
+        held = (numbers[..., None] == prepared.bundle) & (prepared.bundle > 0)
+        _, devices, rows = np.nonzero(held)
         return cls(
             x=prepared.x[rows],
             devices=devices,
-            speed=cache.speed.astype(np.float32)[:, None],
-            parts=(rollout.parts_ms[0, 0] / scale_ms).astype(np.float32),
-            total=float(rollout.total_ms[0, 0] / scale_ms[0]),
+            speed=prepared.speed,
+            parts_ms=placed.batch.parts_ms()[0, 0].astype(np.float32),
+            total_ms=float(placed.total_ms[0, 0]),
         )
 
 
-class Batch:
-    """Several plans as one, so that a network runs once on all their shards.
+# --- learners -----------------------------------------------------------------------------------------------
 
-    x: [N, F] features. device: [N] number of each shard's device. speed: [B, 1]. parts: [B, PARTS].
-    total: [plans]. sizes: devices of each plan.
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the networks of a policy learn from.
+
+    reward: (net, weights, rollout) -> [K] rewards of its plans.
+    policy_of: prefixes of the weights that rewards train.
+    cost_loss: (net, weights, latents [P, D, L], parts [P, D, PARTS], totals [P]) -> errors of the cost network on P
+      priced plans. None: there is no such network.
+    costs_of: prefixes of the weights that it trains.
     """
 
-    def __init__(self, plans: Sequence[CostSample]) -> None:
-        self.sizes = [len(plan.speed) for plan in plans]
-        # Devices of all plans are numbered through.
-        firsts = np.cumsum([0, *self.sizes[:-1]])
-        devices = [plan.devices + first for plan, first in zip(plans, firsts, strict=True)]
-        self.x = torch.from_numpy(np.concatenate([plan.x for plan in plans]))
-        self.device = torch.from_numpy(np.concatenate(devices))
-        self.speed = torch.from_numpy(np.concatenate([plan.speed for plan in plans]))
-        self.parts = torch.from_numpy(np.concatenate([plan.parts for plan in plans]))
-        self.total = torch.tensor([plan.total for plan in plans])
-
-    def sums(self, latents: torch.Tensor) -> torch.Tensor:
-        """[B, L] latents of the devices, from those of the shards [N, L]."""
-        zeros = torch.zeros(len(self.speed), latents.shape[1])
-        return zeros.index_add(0, self.device, latents) / self.speed
+    reward: Callable[[Any, Weights, Rollout], np.ndarray]
+    policy_of: tuple[str, ...]
+    cost_loss: Callable[[Any, Weights, Any, Any, Any], Any] | None = None
+    costs_of: tuple[str, ...] = ()
 
 
-# --- learners -----------------------------------------------------------------------------------------------
+def imagined_cheapness(net: DreamShard, w: Weights, rollout: Rollout) -> np.ndarray:
+    """[K] negative costs as the cost network predicts them."""
+    return -net.overall(w, rollout.latents[0])
+
+
+def cheapness(net: DreamShard, w: Weights, rollout: Rollout) -> np.ndarray:
+    """[K] negative costs of the CostModel."""
+    return -rollout.placed.total_ms[0]
+
+
+def evenness(net: AutoShard, w: Weights, rollout: Rollout) -> np.ndarray:
+    """[K] compute of the device with least over that of the one with most, without exchanges."""
+    parts_ms = rollout.placed.batch.parts_ms()[0]
+    compute_ms = parts_ms[..., 0] + parts_ms[..., 2]  # [K, D] forward and backward
+    return compute_ms.min(-1) / np.maximum(compute_ms.max(-1), 1e-9)
+
+
+def cost_errors(net: DreamShard, w: Weights, latents: Any, parts: Any, totals: Any) -> Any:
+    """Squared errors of devices' costs, and of plans'."""
+    of_parts, of_plans = net.parts(w, latents) - parts, net.overall(w, latents, torch) - totals
+    return (of_parts**2).mean((0, 1)).sum() + (of_plans**2).mean()
+
+
+def compute_errors(net: AutoShard, w: Weights, latents: Any, parts: Any, totals: Any) -> Any:
+    """Squared errors of devices' compute."""
+    return ((net.single(w, latents) - parts[..., 0] - parts[..., 2]) ** 2).mean()
+
+
+_DREAMSHARD = ("table", "costs", "choice")
+RECIPES = {
+    "dreamshard": Recipe(imagined_cheapness, _DREAMSHARD, cost_errors, ("cost_table", "heads", "overall")),
+    "dreamshard_direct": Recipe(cheapness, _DREAMSHARD),
+    "autoshard": Recipe(
+        evenness,
+        ("table", "cost", "progress", "device", "score.", "next"),
+        compute_errors,
+        ("table", "cost"),
+    ),
+}
+"""Recipes by the policy's name."""
 
 
 class Learner:
@@ -365,172 +407,117 @@ class Learner:
     plans: priced plans that the cost network learns from.
     """
 
-    def __init__(
-        self,
-        net: Net,
-        all_prepared: Sequence[Prepared],
-        config: PolicyConfig,
-        critic_shapes: dict[str, tuple[int, ...]],
-    ) -> None:
+    def __init__(self, name: str, all_prepared: Sequence[Prepared], config: PolicyConfig) -> None:
+        self.net, self.recipe = NETS[name], RECIPES[name]
         self.all_prepared, self.config = all_prepared, config
-        self.net = net
         # Another stream than that of problems, which are drawn with the same seed.
         self.rng = np.random.default_rng([5, config.seed])
-        self.w = _initial({**net.shapes, **critic_shapes}, all_prepared, config.seed)
+        self.w = _initial(self.net.shapes, all_prepared, config.seed)
         self.arrays = {name: weight.detach().numpy() for name, weight in self.w.items()}
-        self.optimizers: list[torch.optim.Optimizer] = []
         self.plans: deque[CostSample] = deque(maxlen=_KEPT_PLANS)
+        self.policy_optimizer = self._optimizer(self.recipe.policy_of)
+        self.cost_optimizer = self._optimizer(self.recipe.costs_of) if self.recipe.costs_of else None
 
-    def round(self) -> dict[str, float]:
-        """Train for a round. Returns means of losses and others by name."""
-        raise NotImplementedError
-
-    def optimizer(self, *prefixes: str) -> torch.optim.Optimizer:
+    def _optimizer(self, prefixes: tuple[str, ...]) -> torch.optim.Optimizer:
         """An optimizer of the weights whose names begin with one of these."""
         weights = [weight.requires_grad_() for name, weight in self.w.items() if name.startswith(prefixes)]
-        self.optimizers.append(torch.optim.Adam(weights, lr=self.config.learning_rate))
-        return self.optimizers[-1]
+        return torch.optim.Adam(weights, lr=self.config.learning_rate)
 
-    def roll(self, prepared: Prepared, plans: int, priced: bool) -> Rollout:
+    def round(self, learning_rate: float) -> dict[str, float]:
+        """Train for a round. Returns means of losses and others by name."""
+        values = {}
+        for optimizer in filter(None, (self.policy_optimizer, self.cost_optimizer)):
+            optimizer.param_groups[0]["lr"] = learning_rate
+        if self.cost_optimizer:
+            priced = [CostSample.of(one, self.roll(one, 1).placed) for one in self._drawn(self.config.priced)]
+            # A plan that does not fit has no cost to learn.
+            self.plans += [plan for plan in priced if np.isfinite(plan.total_ms)]
+            updates = self.config.cost_updates if self.plans else 0
+            losses = [self._cost_update(self.cost_optimizer) for _ in range(updates)]
+            values["cost_loss"] = float(np.mean(losses)) if losses else 0.0
+        updates = [self._policy_update() for _ in range(self.config.policy_updates)]
+        values["reward"], values["entropy"] = np.mean(updates, 0).tolist()
+        return values
+
+    def roll(self, prepared: Prepared, plans: int) -> Rollout:
         """Random plans of a problem, with the present weights."""
-        rollouts = Rollouts(self.net, self.arrays, plans, self.rng, greedy_first=False, priced=priced)
+        rollouts = Rollouts(self.net, self.arrays, plans, self.rng)
         return rollouts.run(prepared.space, prepared.keys)
 
-    def drawn(self, n: int) -> list[Prepared]:
+    def _drawn(self, n: int) -> list[Prepared]:
         """Problems to learn from, drawn with replacement."""
         return [self.all_prepared[i] for i in self.rng.integers(len(self.all_prepared), size=n)]
 
-    def batch(self) -> tuple[Batch, torch.Tensor]:
-        """Some of the priced plans, and the latents [B, L] of their devices."""
-        batch = Batch([self.plans[i] for i in self.rng.integers(len(self.plans), size=_BATCH)])
-        return batch, batch.sums(self.net.latents(self.w, batch.x, torch))
+    def _cost_update(self, optimizer: torch.optim.Optimizer) -> float:
+        """Train the cost network on some priced plans. Returns the loss."""
+        plans = [self.plans[i] for i in self.rng.integers(len(self.plans), size=_BATCH)]
+        n_plans, n_devices = len(plans), len(plans[0].speed)
+        # Devices of all plans are numbered through, so that the network runs once on all shards.
+        devices = np.concatenate([plan.devices + i * n_devices for i, plan in enumerate(plans)])
+        latents = self.net.latents(self.w, torch.from_numpy(np.concatenate([p.x for p in plans])), torch)
+        held = torch.zeros(n_plans * n_devices, latents.shape[1])
+        held = held.index_add(0, torch.from_numpy(devices), latents).reshape(n_plans, n_devices, -1)
+        speed = torch.from_numpy(np.stack([plan.speed for plan in plans]))
+        parts = torch.from_numpy(np.stack([plan.parts_ms for plan in plans])) / self.w["scale_ms"]
+        totals = torch.tensor([plan.total_ms for plan in plans]) / self.w["scale_ms"]
+        assert self.recipe.cost_loss
+        return _step(optimizer, self.recipe.cost_loss(self.net, self.w, held / speed, parts, totals))
 
-    def logits(self, prepared: Prepared, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[K, N, D] scores of the devices as the rollout saw them, legal ones only; and contexts [N, H]."""
-        cache = prepared.cache
+    def _policy_update(self) -> tuple[float, float]:
+        """Train the policy on plans of some problems. Returns the mean reward and entropy."""
+        losses, means = [], []
+        for prepared in self._drawn(self.config.problems_at_once):
+            rollout = self.roll(prepared, self.config.plans_each)
+            rewards = self._rewards(rollout)
+            # Rewards over those of the problem's other plans.
+            advantage = (rewards - rewards.mean()) / (rewards.std() + 1e-8)
+            logits = self.logits(prepared, rollout)
+            losses.append(self._policy_loss(logits, rollout.placed, advantage))
+            entropy = torch.distributions.Categorical(logits=logits.detach()).entropy().mean()
+            means.append((float(rewards.mean()), float(entropy)))
+        _step(self.policy_optimizer, torch.stack(losses).mean())
+        reward, entropy = np.mean(means, 0).tolist()
+        return reward, entropy
+
+    def _rewards(self, rollout: Rollout) -> np.ndarray:
+        """[K] rewards. A plan that does not fit counts as a bit worse than the worst that does."""
+        fits = rollout.placed.fits[0]
+        if not fits.any():
+            return np.zeros(len(fits))
+        rewards = self.recipe.reward(self.net, self.arrays, rollout)
+        return np.where(fits, rewards, rewards[fits].min() - rewards[fits].std())
+
+    def logits(self, prepared: Prepared, rollout: Rollout) -> torch.Tensor:
+        """[K, N, D] scores of the devices as the rollout saw them, legal ones only."""
+        placed, cache, speed = rollout.placed, prepared.cache, torch.from_numpy(prepared.speed)
         rows = self.net.latents(self.w, torch.from_numpy(prepared.x), torch)
-        zeros = torch.zeros(len(cache.made), rows.shape[1])
-        latents = zeros.index_add(0, torch.from_numpy(prepared.bundle), rows)
-        latents = latents * (torch.arange(len(latents)) > 0)[:, None]  # number 0 is nothing
-        speed = torch.from_numpy(cache.speed.astype(np.float32))
-        held = torch.from_numpy(rollout.held(len(cache.made))[:, :-1])
-        keys = prepared.keys[0][rollout.order[0]]
+        rows = rows * torch.from_numpy(prepared.bundle > 0)[:, None]  # number 0 is nothing
+        latents = torch.zeros(len(cache.made), rows.shape[1])
+        latents = latents.index_add(0, torch.from_numpy(prepared.bundle), rows)
+        # [K, N, D, L] what each step adds to the devices, and with it what they held before.
+        chosen = torch.nn.functional.one_hot(torch.from_numpy(placed.devices[0]), len(speed))
+        added = chosen[..., None] * (latents[rollout.after[0]] - latents[rollout.before[0]])[:, :, None]
+        held = (added.cumsum(1) - added) / speed
+        keys = prepared.keys[0][placed.order[0]]
         context = self.net.context(self.w, latents[cache.numbers(keys[:, 0], keys[:, 1])], torch)
         costs = None if rollout.costs is None else torch.from_numpy(rollout.costs[0])
-        inputs = PolicyInputs(
-            held @ latents / speed[:, None], torch.from_numpy(rollout.used[0]), costs, context
-        )
+        inputs = PolicyInputs(held, torch.from_numpy(rollout.used[0]), costs, context)
         scores = self.net.scores(self.w, inputs, torch)
         # A finite number, as 0 × inf would make the entropy NaN.
-        return scores.masked_fill(~torch.from_numpy(rollout.legal[0]), -1e9), context
+        return scores.masked_fill(~torch.from_numpy(placed.legal[0]), -1e9)
 
-    def policy_loss(self, logits: torch.Tensor, rollout: Rollout, advantage: torch.Tensor) -> torch.Tensor:
-        """REINFORCE's loss. advantage: [K, N] or [K, 1]."""
+    def _policy_loss(self, logits: torch.Tensor, placed: Placed, advantage: np.ndarray) -> torch.Tensor:
+        """REINFORCE's loss. advantage: [K]."""
         logs = logits.log_softmax(-1)  # [K, N, D]
         # [K, N] log-probability of the device that each shard went to.
-        chosen = logs.gather(-1, torch.from_numpy(rollout.devices[0])[..., None])[..., 0]
+        chosen = logs.gather(-1, torch.from_numpy(placed.devices[0])[..., None])[..., 0]
         entropy = -(logs.exp() * logs).sum(-1)
         # Where there is no choice, there is nothing to learn.
-        choice = torch.from_numpy(rollout.legal[0].sum(-1) > 1)
-        gain = (chosen * advantage + self.config.entropy * entropy) * choice
-        return -gain.sum() / choice.sum().clamp(min=1)
-
-
-class DreamShardLearner(Learner):
-    """REINFORCE, rewarded by the cost network or by the CostModel."""
-
-    net: DreamShard
-
-    def __init__(self, net: DreamShard, all_prepared: Sequence[Prepared], config: PolicyConfig) -> None:
-        super().__init__(net, all_prepared, config, {})
-        self.cost_optimizer = None if net.asks_model else self.optimizer("cost_table", "heads", "overall")
-        self.policy_optimizer = self.optimizer("table", "costs", "choice")
-
-    def round(self) -> dict[str, float]:
-        config, values = self.config, {}
-        if self.cost_optimizer:
-            scale_ms, drawn = self.arrays["scale_ms"], self.drawn(config.priced)
-            priced = (CostSample.of(one, self.roll(one, 1, True), scale_ms) for one in drawn)
-            # A plan that does not fit has no cost to learn.
-            self.plans += [plan for plan in priced if np.isfinite(plan.total)]
-            updates = config.cost_updates if self.plans else 0
-            losses = [self.cost_update(self.cost_optimizer) for _ in range(updates)]
-            values["cost_loss"] = float(np.mean(losses)) if losses else 0.0
-        values["entropy"] = float(np.mean([self.policy_update() for _ in range(config.policy_updates)]))
-        return values
-
-    def cost_update(self, optimizer: torch.optim.Optimizer) -> float:
-        """Train the cost network on some priced plans. Returns the loss."""
-        batch, sums = self.batch()
-        parts = self.net.parts(self.w, sums) - batch.parts
-        # [plans, D, L]. Plans with fewer devices have zeros, like empty devices.
-        by_plan = torch.nn.utils.rnn.pad_sequence(list(sums.split(batch.sizes)), batch_first=True)
-        overall = self.net.overall(self.w, by_plan, torch) - batch.total
-        return _step(optimizer, (parts**2).mean(0).sum() + (overall**2).mean())
-
-    def policy_update(self) -> float:
-        """Train the policy on plans of some problems. Returns the mean entropy."""
-        losses, entropies = [], []
-        for prepared in self.drawn(self.config.problems_at_once):
-            rollout = self.roll(prepared, self.config.plans_each, self.net.asks_model)
-            ms = rollout.total_ms[0]  # [K]
-            if not self.net.asks_model:
-                ms = np.where(np.isfinite(ms), self.net.overall(self.arrays, rollout.latents[0]), np.inf)
-            logits, _ = self.logits(prepared, rollout)
-            losses.append(self.policy_loss(logits, rollout, _standardised(-ms)[:, None]))
-            entropies.append(_mean_entropy(logits))
-        _step(self.policy_optimizer, torch.stack(losses).mean())
-        return float(np.mean(entropies))
-
-
-class AutoShardLearner(Learner):
-    """An actor-critic, rewarded for even compute: the least device's over the most. -1 for no plan."""
-
-    net: AutoShard
-
-    def __init__(self, net: AutoShard, all_prepared: Sequence[Prepared], config: PolicyConfig) -> None:
-        super().__init__(net, all_prepared, config, net.critic_shapes)
-        # Of all weights but the scaling of features and costs.
-        self.adam = self.optimizer("table", "cost", "progress", "device", "score.", "lstm", "value")
-
-    def round(self) -> dict[str, float]:
-        # The cost network learns from the plans of the policy updates.
-        balance, entropy = np.mean([self.policy_update() for _ in range(self.config.policy_updates)], 0)
-        loss = float(np.mean([self.cost_update() for _ in range(self.config.cost_updates)]))
-        return {"cost_loss": loss, "balance": float(balance), "entropy": float(entropy)}
-
-    def cost_update(self) -> float:
-        """Train the cost network on some priced plans. Returns the loss."""
-        batch, sums = self.batch()
-        # Forward and backward compute of each device, [B].
-        errors = self.net.single(self.w, sums) - (batch.parts[:, 0] + batch.parts[:, 2])
-        return _step(self.adam, (errors**2).mean())
-
-    def policy_update(self) -> np.ndarray:
-        """Train policy and critic on plans of some problems. Returns the mean balance and entropy, [2]."""
-        losses, values = [], []
-        for prepared in self.drawn(self.config.problems_at_once):
-            rollout = self.roll(prepared, self.config.plans_each, True)
-            self.plans.append(CostSample.of(prepared, rollout, self.arrays["scale_ms"]))
-            # Forward and backward compute, without exchanges: [K, D].
-            compute = rollout.parts_ms[0, ..., 0] + rollout.parts_ms[0, ..., 2]
-            balance = compute.min(-1) / np.maximum(compute.max(-1), 1e-9)
-            reward = torch.from_numpy(np.where(np.isfinite(rollout.total_ms[0]), balance, -1.0)).float()
-            logits, context = self.logits(prepared, rollout)
-            errors = reward[:, None] - self.net.value(self.w, context)
-            # The critic's error is the advantage. No gradient may flow through it to the policy.
-            loss = self.policy_loss(logits, rollout, errors.detach())
-            losses.append(loss + 0.5 * (errors**2).mean())
-            values.append((float(balance.mean()), _mean_entropy(logits)))
-        _step(self.adam, torch.stack(losses).mean())
-        return np.mean(values, 0)
-
-
-LEARNERS: dict[type[Net], Callable[..., Learner]] = {
-    AutoShard: AutoShardLearner,
-    DreamShard: DreamShardLearner,
-}
-"""Learners by the networks that they train."""
+        choice = torch.from_numpy(placed.legal[0].sum(-1) > 1)
+        gain = (
+            chosen * torch.from_numpy(advantage.astype(np.float32))[:, None] + self.config.entropy * entropy
+        )
+        return -(gain * choice).sum() / choice.sum().clamp(min=1)
 
 
 def _initial(
@@ -558,19 +545,6 @@ def _initial(
             reach = (shape[0] if len(shape) == 2 and name != "heads.1.weight" else shape[-1]) ** -0.5
             w[name] = (torch.rand(shape, generator=generator) * 2 - 1) * reach
     return w
-
-
-def _standardised(reward: np.ndarray) -> torch.Tensor:
-    """[K] rewards with mean 0 and deviation 1. A plan that does not fit counts as the worst that does."""
-    fits = np.isfinite(reward)
-    if not fits.any():
-        return torch.zeros(len(reward))
-    reward = np.where(fits, reward, reward[fits].min() - reward[fits].std())
-    return torch.from_numpy(((reward - reward.mean()) / (reward.std() + 1e-8)).astype(np.float32))
-
-
-def _mean_entropy(logits: torch.Tensor) -> float:
-    return torch.distributions.Categorical(logits=logits.detach()).entropy().mean().item()
 
 
 def _step(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> float:

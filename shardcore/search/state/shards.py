@@ -116,12 +116,6 @@ def divided_otherwise(problem: Problem) -> Iterator[Problem]:
             yield replace(problem, constraints=replace(problem.constraints, kinds=narrowed))
 
 
-def divides_rows(plan: Plan, problem: Problem) -> bool:
-    """Tell if a plan divides rows of a table that is not one of `fixed_placements`."""
-    divided = [p for p in plan.placements if layout_of(p.kind).divides_rows]
-    return not set(divided) <= set(fixed_placements(problem))
-
-
 @lru_cache(1 << 4)
 def _dealt_groups(problem: Problem) -> Mapping[str, Group]:
     """Groups for tables whose rows one of several may divide: the largest first, to the group with fewest bytes.

@@ -6,15 +6,17 @@ from test_lower_bound import contended, crowded
 
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem
-from shardcore.search.bound import ops
+from shardcore.search.bound.contention import least_rates, least_sums
+from shardcore.search.bound.options import Run, runs_of
 from shardcore.testing.problems import BATCH, MIB, draw_tables
 
 
-def shards_of(model) -> ops.BoundShards:
-    """Shards of 8 tables on two devices."""
+def run_of(model) -> Run:
+    """Columns of 8 tables on two devices."""
     tables = draw_tables(np.random.default_rng(1), 8, dims=(4, 8, 12))
     problem = Problem("ops", tables, Topology((Device(MIB),) * 2), BATCH)
-    return ops.BoundShards(problem, model, (), False)
+    [run] = runs_of(problem, model, ())
+    return run
 
 
 @pytest.mark.parametrize(
@@ -23,18 +25,18 @@ def shards_of(model) -> ops.BoundShards:
     ids=["contended", "crowded", "steep"],
 )
 def test_no_op_of_a_load_has_lower_rates(model):
-    rng, shards = np.random.default_rng(0), shards_of(model)
-    usual = model.rates(shards.codes.sum(0) / 3)
-    load = shards.codes @ usual
+    rng, run = np.random.default_rng(0), run_of(model)
+    usual = model.rates(run.codes.sum(0) / 3)
+    load = run.codes @ usual
     # Ops that have much of some features and little of others are among those of one kind of table.
-    drawn, unit = [], np.maximum(shards.codes.sum(0), 1e-9)
+    drawn, unit = [], np.maximum(run.codes.sum(0), 1e-9)
     for i in range(600):
-        liking = shards.codes @ (rng.lognormal(0, 3, len(unit)) / unit)
-        best = [max(np.flatnonzero(shards.table == t), key=lambda s: liking[s] / load[s]) for t in range(8)]
+        liking = run.codes @ (rng.lognormal(0, 3, len(unit)) / unit)
+        best = [max(np.flatnonzero(run.item == t), key=lambda s: liking[s] / load[s]) for t in range(8)]
         op = sorted(best, key=lambda s: liking[s] / load[s])[: 1 + i % 8]
-        drawn.append((load[op].sum(), shards.codes[op].sum(0)))
+        drawn.append((load[op].sum(), run.codes[op].sum(0)))
     loads = np.array([of for of, _ in drawn])
-    least = ops.least_rates(model, shards.codes, load, shards.table, loads)
+    least = least_rates(model, run.codes, load, run.item, loads)
     for (_, sums), rates in zip(drawn, least, strict=True):
         assert (model.rates(sums) >= rates * (1 - 1e-9)).all()
 
@@ -48,20 +50,20 @@ class Alternatives:
 
 
 def test_what_has_little_of_one_feature_has_much_of_another():
-    """Each feature by itself may be 0. Both together are as many as there are shards."""
+    """Each feature by itself may be 0. Both together are as many as there are run."""
     codes = np.concatenate([np.tile([1.0, 0.0, 1.0], (10, 1)), np.tile([0.0, 1.0, 1.0], (10, 1))])
     load, table, wanted = np.ones(20), np.arange(20), np.array([3.0, 10.0])
-    assert not ops.least_sums(codes, load, table, wanted)[:, :2].any()
-    rates = ops.least_rates(Alternatives(), codes, load, table, wanted)
+    assert not least_sums(codes, load, table, wanted)[:, :2].any()
+    rates = least_rates(Alternatives(), codes, load, table, wanted)
     assert ([4.0 * 0.9, 11.0 * 0.9] < rates[:, 2]).all() and (rates[:, 2] <= [4.0, 11.0]).all()
 
 
 def test_features_that_raise_no_rate_are_not_divided():
     model = crowded()
-    shards = shards_of(model)
-    load = shards.codes @ model.rates(shards.codes.sum(0))
+    run = run_of(model)
+    load = run.codes @ model.rates(run.codes.sum(0))
     wanted = np.array([load.max()])
-    [rates] = ops.least_rates(model, shards.codes, load, shards.table, wanted)
-    each = ops.least_sums(shards.codes, load, shards.table, wanted)
+    [rates] = least_rates(model, run.codes, load, run.item, wanted)
+    each = least_sums(run.codes, load, run.item, wanted)
     # Only the number of shards counts, and it is one feature.
     assert rates == pytest.approx(model.rates(each)[0], rel=1e-6)

@@ -1,4 +1,4 @@
-"""Bounds against all plans of tiny problems, and estimates where nothing can be proved."""
+"""Bounds against all plans of tiny problems."""
 
 from dataclasses import replace
 from functools import cache
@@ -23,7 +23,7 @@ from shardcore.cost.model import at_confidence, price
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.profile import load_profile, profile_names
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.bound import lower_bound, ops
+from shardcore.search.bound import lower_bound, options
 from shardcore.step.kinds import LAYOUTS
 from shardcore.step.lower import Workload, lower
 from shardcore.testing.plans import every_plan
@@ -91,7 +91,7 @@ def test_no_plan_is_cheaper_than_the_proved_bound_and_it_is_near(made):
         ratios.append(result.proved_ms / optimum_ms(problem, model))
         columns = lower_bound.bound(problem, model, shared=())
         ratios.append(columns.proved_ms / optimum_ms(problem, model, columns_alone=True))
-        assert result.proved_ms <= min(result.estimate_ms, columns.proved_ms)
+        assert result.proved_ms <= columns.proved_ms * (1 + 1e-3)
     assert max(ratios) <= 1 and np.mean(ratios) > 0.75, ratios
 
 
@@ -236,9 +236,7 @@ def test_a_table_that_must_stay_whole_or_tables_kept_together_are_in_the_way():
         constraints=Constraints(unsplit=names),
     )
     limit = lower_bound.bound(whole, model, shared=[LAYOUTS["row"]]).limit
-    words = (
-        "whole on a device it alone takes longer than an even share of all, and its parts together cost more"
-    )
+    words = "whole on a device it takes more than an even share of all, and its parts together cost more"
     assert limit == f"table {largest.name!r}: {words}"
     together = replace(free, constraints=Constraints(together=(names,)))
     result = lower_bound.bound(together, model, shared=[LAYOUTS["row"]])
@@ -247,14 +245,14 @@ def test_a_table_that_must_stay_whole_or_tables_kept_together_are_in_the_way():
     assert result.proved_ms >= model.head(model.encode(shards).sum(0, keepdims=True))[0] * (1 - 1e-9)
 
 
-def test_what_cannot_be_proved_is_left_out_and_there_is_an_estimate():
+def test_what_cannot_be_proved_is_left_out():
     problem = tiny(1)
     unequal = replace(problem, topology=Topology((Device(MIB), Device(MIB), Device(MIB, host="b"))))
     pods = on_hosts(["p/a", "p/b", "p/c", "q/d"], MIB, links=links_of(shared=True, between_hosts=3.0))
     for of_unequal in (unequal, replace(problem, topology=pods)):
-        result = lower_bound.bound(of_unequal, model_for(of_unequal))
         # Exchanges of unequal hosts are left out of the proof.
-        assert 0 < result.proved_ms < result.estimate_ms
+        proved_ms = lower_bound.bound(of_unequal, model_for(of_unequal)).proved_ms
+        assert 0 < proved_ms < optimum_ms(of_unequal, model_for(of_unequal))
     model = contended(0)
     band = {
         "band.log_ms": np.zeros(1),
@@ -265,14 +263,11 @@ def test_what_cannot_be_proved_is_left_out_and_there_is_an_estimate():
     below, above = (
         at_confidence(replace(model, weights={**model.weights, **band}), level) for level in (0.2, 0.9)
     )
-    assert (
-        lower_bound.bound(problem, below).proved_ms is None
-        and lower_bound.bound(problem, below).estimate_ms > 0
-    )
+    assert lower_bound.bound(problem, below) is None
     # what its model proves of itself holds for what is never cheaper
     result = lower_bound.bound(problem, above)
     assert result.proved_ms == pytest.approx(lower_bound.bound(problem, model).proved_ms, rel=2e-3)
-    assert result.proved_ms < min(result.estimate_ms, optimum_ms(problem, above))
+    assert result.proved_ms < optimum_ms(problem, above)
 
 
 def test_the_last_rows_may_be_few_and_their_device_slow():
@@ -296,7 +291,7 @@ def test_a_large_problem_is_bounded_in_a_smaller_space_and_says_so(monkeypatch):
     )
     spaces = []
     for most in (10_000, 20):
-        monkeypatch.setattr(ops, "MOST_SHARDS", most)
+        monkeypatch.setattr(options, "MOST_SHARDS", most)
         spaces.append(lower_bound.bound(problem, model_for(problem)).space)
     assert "multiples of 4" in spaces[0] and "powers of two" in spaces[1]
 
@@ -322,8 +317,6 @@ def test_the_properties_that_models_declare_hold(made):
         groups = rng.random((50, 2, 30)) < 0.3
         groups[..., 0] = True
         groups = groups @ codes
-        apart, fused = model.head(groups) - model.launch_ms, model.head(groups.sum(1)) - model.launch_ms
-        assert (fused >= apart.sum(1) * (1 - 1e-12)).all() and (apart >= -1e-12).all()
         for few, more in zip(groups[:, 0], groups.sum(1), strict=True):
             assert (model.rates(few) <= model.rates(more)).all()
             assert model.head(more) >= (model.launch_ms + model.rates(few) @ more) * (1 - 1e-12)
@@ -440,26 +433,6 @@ def test_what_one_host_shares_does_not_contend_on_others():
     assert 0.5 < proved / price(lower(best, given), model).total_ms <= 1
 
 
-@pytest.mark.parametrize(
-    "made",
-    [pytest.param(lambda seed: contended(seed), marks=pytest.mark.long), lambda seed: crowded(0.3)],
-    ids=["contended", "crowded"],
-)
-def test_no_op_has_more_load_than_its_ms_allow(made):
-    """Drawn ops have one shard of some tables each. Among them are the least contending of a load."""
-    for seed in range(3):
-        rng, model = np.random.default_rng(seed), made(seed)
-        given = Problem("ops", draw_tables(rng, 8, dims=(4, 8, 12)), Topology((Device(MIB),) * 2), BATCH)
-        shards = ops.BoundShards(given, model, (), False)
-        curve = ops.op_curve(shards, model, 0)
-        for _ in range(300):
-            tables = rng.permutation(8)[: rng.integers(1, 9)]
-            op = [int(rng.choice(np.flatnonzero(shards.table == t))) for t in tables]
-            ms = float(model.head(shards.codes[op].sum(0)[None])[0]) - model.launch_ms
-            assert curve.load[op].sum() <= curve.most(np.array([ms]))[0] * (1 + 1e-9)
-            assert curve.alone[op].sum() <= ms * (1 + 1e-9)
-
-
 def test_links_with_a_head_start_are_bounded():
     """Bytes that a link takes at once are subtracted. So the line below the law of exchanges is negative at 0."""
     where = on_hosts("aabb", MIB)
@@ -480,9 +453,7 @@ def test_links_with_a_head_start_are_bounded():
             )
         }
     )
-    result = lower_bound.bound(problem, model)
-    assert 0 < result.estimate_ms
-    assert result.proved_ms is None or result.proved_ms <= optimum_ms(problem, model)
+    assert 0 <= lower_bound.bound(problem, model).proved_ms <= optimum_ms(problem, model)
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")

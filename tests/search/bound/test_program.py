@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import optimize
 from shapes import on_hosts
-from test_contention import shards_of
+from test_contention import run_of
 from test_lower_bound import contended, crowded
 
 from shardcore.core.constraints import Constraints
@@ -19,8 +19,10 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem
 from shardcore.cost.model import price
 from shardcore.cost.profile import load_profile
-from shardcore.search.bound import ops, program
+from shardcore.search.bound.contention import Curve, op_curve
 from shardcore.search.bound.lower_bound import bound
+from shardcore.search.bound.options import Run, runs_of
+from shardcore.search.bound.program import dual_feasible
 from shardcore.step.lower import Workload, lower
 from shardcore.testing.plans import every_plan
 from shardcore.testing.problems import BATCH, MIB, draw_tables, model_for
@@ -157,31 +159,58 @@ def test_sums_of_dual_feasible_functions_are_at_most_1():
             size = rng.dirichlet(rng.uniform(0.1, 3, n)) * rng.choice([1.0, rng.random()])
             # Sizes that are shares of a device, too.
             size = np.full(n, 1 / n) if rng.random() < 0.1 else size
-            sums = [f.sum() for f in program.dual_feasible(size)]
+            sums = [f.sum() for f in dual_feasible(size)]
             assert max(sums) <= 1 + 1e-9
             most = max(most, sums[1])
     assert most == 1
+
+
+def curve_of(run: Run, model) -> Curve:
+    """The curve of ops of two devices."""
+    return op_curve(run.codes, run.item, run.codes[run.part == 1].sum(0) / 2, model)
 
 
 @pytest.mark.parametrize(
     "model", [contended(1), crowded(0.3), crowded()], ids=["contended", "crowded", "steep"]
 )
 def test_lines_are_below_all_ops(model):
-    rng, shards = np.random.default_rng(0), shards_of(model)
-    curve = ops.op_curve(shards, model, 0)
-    most_ms = float(model.head(shards.codes[shards.whole].sum(0)[None])[0])
-    lines = program.lines_below(curve, most_ms, model.launch_ms)
+    rng, run = np.random.default_rng(0), run_of(model)
+    curve, whole = curve_of(run, model), run.codes[run.part == 1]
+    most_ms = float(model.head(whole.sum(0)[None])[0])
+    lines = curve.lines_below(most_ms, model.launch_ms)
     near = []
     for _ in range(300):
         tables = rng.permutation(8)[: rng.integers(1, 9)]
-        op = [int(rng.choice(np.flatnonzero(shards.table == t))) for t in tables]
-        ms = float(model.head(shards.codes[op].sum(0)[None])[0])
+        op = [int(rng.choice(np.flatnonzero(run.item == t))) for t in tables]
+        ms = float(model.head(run.codes[op].sum(0)[None])[0])
         if ms - model.launch_ms <= most_ms:
             below = max(slope * curve.load[op].sum() + once for slope, once in lines)
             assert below <= ms * (1 + 1e-9)
             near.append(below / ms)
     assert max(near) > 0.8
-    assert program.lines_below(curve, 0.0, model.launch_ms) == []
+    assert curve.lines_below(0.0, model.launch_ms) == []
+
+
+@pytest.mark.parametrize(
+    "made",
+    [pytest.param(lambda seed: contended(seed), marks=pytest.mark.long), lambda seed: crowded(0.3)],
+    ids=["contended", "crowded"],
+)
+def test_no_op_takes_less_than_its_load_does(made):
+    """Drawn ops have one shard of some tables each. Among them are the least contending of a load."""
+    for seed in range(3):
+        rng, model = np.random.default_rng(seed), made(seed)
+        given = Problem("ops", draw_tables(rng, 8, dims=(4, 8, 12)), Topology((Device(MIB),) * 2), BATCH)
+        [run] = runs_of(given, model, ())
+        curve = curve_of(run, model)
+        for _ in range(300):
+            tables = rng.permutation(8)[: rng.integers(1, 9)]
+            op = [int(rng.choice(np.flatnonzero(run.item == t))) for t in tables]
+            ms = float(model.head(run.codes[op].sum(0)[None])[0]) - model.launch_ms
+            load = curve.load[op].sum()
+            slowdown = curve.slowdown[np.searchsorted(curve.ends, load, side="right") - 1]
+            assert slowdown * load <= ms * (1 + 1e-9)
+            assert curve.alone_ms[op].sum() <= ms * (1 + 1e-9)
 
 
 def test_a_table_that_must_stay_on_slow_devices_takes_longer():

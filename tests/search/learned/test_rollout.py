@@ -17,7 +17,7 @@ from shardcore.search.anneal.batch import space_by_columns
 from shardcore.search.learned.nets import FEATURES, features
 from shardcore.search.learned.policy import NETS
 from shardcore.search.learned.rollout import Rollouts
-from shardcore.search.learned.training import LEARNERS, CostSample, PolicyConfig, Prepared
+from shardcore.search.learned.training import CostSample, Learner, PolicyConfig, Prepared
 from shardcore.search.state.shards import equal_parts, placed
 from shardcore.step import access
 from shardcore.step.lower import lower
@@ -28,11 +28,11 @@ from shardcore.testing.problems import CASES, model_for
 each_net = pytest.mark.parametrize("name", NETS)
 
 
-def rolled(name, problem, plans=6):
+def rolled(name, problem, plans=6, random=True):
     """A problem, and plans of it by an untrained policy."""
     setting = replace(MODEL.setting, batch=problem.global_batch)
     policy, prepared = untrained(name), Prepared(problem, replace(MODEL, setting=setting))
-    rollouts = Rollouts(policy.net, policy.weights, plans, np.random.default_rng(0))
+    rollouts = Rollouts(policy.net, policy.weights, plans, np.random.default_rng(0) if random else None)
     return prepared, rollouts.run(prepared.space, prepared.keys)
 
 
@@ -40,33 +40,33 @@ def rolled(name, problem, plans=6):
 def test_costs_are_the_prices_of_the_plans_and_parts_are_theirs(name):
     problem = draw_problem(3, n_tables=7)
     prepared, rollout = rolled(name, problem)
-    keys = prepared.keys[0][rollout.order[0]]
+    keys, made = prepared.keys[0][rollout.placed.order[0]], rollout.placed
     for k in range(6):
         bundles = prepared.cache.bundles([tuple(key) for key in keys.tolist()])
-        plan = Plan(tuple(placed(bundles, rollout.devices[0, k], problem)))
+        plan = Plan(tuple(placed(bundles, made.devices[0, k], problem)))
         cost = price(lower(plan, problem), prepared.cache.model)
-        assert cost.total_ms == pytest.approx(rollout.total_ms[0, k])
+        assert cost.total_ms == pytest.approx(made.total_ms[0, k])
         parts = np.stack([cost.forward_compute_ms, cost.backward_comm_ms, cost.backward_compute_ms], 1)
-        assert rollout.parts_ms[0, k] == pytest.approx(parts)
+        assert made.batch.parts_ms()[0, k] == pytest.approx(parts)
 
 
 @each_net
 def test_only_legal_devices_are_taken_whatever_the_scores(name):
     problem = CASES["together and pinned, tight"]
     _, rollout = rolled(name, problem, plans=40)
-    fits = rollout.legal.any(-1).all(-1)
-    legally = np.take_along_axis(rollout.legal, rollout.devices[..., None], -1)[..., 0]
-    assert legally[fits].all() and fits.any() and (np.isfinite(rollout.total_ms) == fits).all()
+    made, fits = rollout.placed, rollout.placed.fits
+    legally = np.take_along_axis(made.legal, made.devices[..., None], -1)[..., 0]
+    assert legally[fits].all() and fits.any() and (np.isfinite(made.total_ms) == fits).all()
 
 
 @each_net
 def test_torch_scores_what_numpy_placed_by(name):
     """The update must score what the rollout saw: the argmax of its scores is the first plan."""
-    prepared, rollout = rolled(name, draw_problem(5, n_tables=9), plans=2)
-    learner = LEARNERS[type(NETS[name])](NETS[name], [prepared], PolicyConfig())
+    prepared, rollout = rolled(name, draw_problem(5, n_tables=9), plans=1, random=False)
+    learner = Learner(name, [prepared], PolicyConfig())
     learner.w = {k: torch.from_numpy(v) for k, v in untrained(name).weights.items()}
-    logits, _ = learner.logits(prepared, rollout)
-    assert (logits[0].argmax(-1).numpy() == rollout.devices[0, 0]).all()
+    logits = learner.logits(prepared, rollout)
+    assert (logits[0].argmax(-1).numpy() == rollout.placed.devices[0, 0]).all()
 
 
 @each_net
@@ -146,11 +146,11 @@ def test_halves_that_meet_on_a_device_look_like_the_shard_that_they_become(name)
     keys = [(s, int(cache.size[s])) for s in range(5) if s != strip] + [(strip, units)] * 4
     rollouts = Rollouts(policy.net, policy.weights, 20, np.random.default_rng(0))
     rollout = rollouts.run(space, np.array([keys]))
-    latents, in_order = rollouts.latents_of(cache), np.array(keys)[rollout.order[0]]
+    latents, in_order = rollouts.latents_of(cache), np.array(keys)[rollout.placed.order[0]]
     met = 0
     for k in range(20):
         held = np.zeros((5, len(cache.speed)), int)
-        np.add.at(held, (in_order[:, 0], rollout.devices[0, k]), in_order[:, 1])
+        np.add.at(held, (in_order[:, 0], rollout.placed.devices[0, k]), in_order[:, 1])
         met += (held[strip] > units).any()
         expected = latents[cache.numbers(np.arange(5)[:, None], held)].sum(0)
         assert rollout.latents[0, k] == pytest.approx(expected / cache.speed[:, None], abs=1e-3)
@@ -163,8 +163,8 @@ def test_a_cost_network_learns_from_all_shards_of_a_plan(name):
     tables = (Table("big", 100_000, 64, 5.0), *(Table(f"small{i}", 1000, 16, 2.0) for i in range(3)))
     problem = Problem("cut", tables, Topology((Device(20 << 20),) * 4), 48)
     prepared, rollout = rolled(name, problem, plans=1)
-    assert len(rollout.devices[0, 0]) == 5
-    plan = CostSample.of(prepared, rollout, np.ones(1, np.float32))
+    assert len(rollout.placed.devices[0, 0]) == 5
+    plan = CostSample.of(prepared, rollout.placed)
     latents = untrained(name).net.latents(untrained(name).weights, plan.x)
     sums = np.stack([latents[plan.devices == d].sum(0) for d in range(4)])
     assert sums == pytest.approx(rollout.latents[0, 0], abs=1e-4)
@@ -174,9 +174,9 @@ def test_a_cost_network_learns_from_all_shards_of_a_plan(name):
 def test_an_update_gives_illegal_devices_no_share(name):
     problem = CASES["pinned"]
     prepared = Prepared(problem, model_for(problem))
-    learner = LEARNERS[type(NETS[name])](NETS[name], [prepared], PolicyConfig(plans_each=4))
-    rollout = learner.roll(prepared, 4, True)
-    shares = learner.logits(prepared, rollout)[0].softmax(-1).detach().numpy()
-    somewhere = rollout.legal[0].any(-1)  # a step without a legal device teaches nothing
-    legal, shares = rollout.legal[0][somewhere], shares[somewhere]
+    learner = Learner(name, [prepared], PolicyConfig(plans_each=4))
+    rollout = learner.roll(prepared, 4)
+    shares = learner.logits(prepared, rollout).softmax(-1).detach().numpy()
+    somewhere = rollout.placed.legal[0].any(-1)  # a step without a legal device teaches nothing
+    legal, shares = rollout.placed.legal[0][somewhere], shares[somewhere]
     assert not legal.all() and (shares[~legal] == 0).all() and (shares[legal] > 0).all()

@@ -1,0 +1,173 @@
+"""The least ms of ops by their load.
+
+An op's shards slow each other down, the more the larger its load. Ops of a load may have little of one
+feature or of another, but not of all: tables that bring few lookups for their load bring many rows, and so
+on. So branch and bound over boxes of features gives the least rates (`least_rates`).
+
+Shapes: N shards, I items (options.items_of), F features; G intervals of load, W loads, B boxes, P weights of pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardcore.cost.model import BoundableCostModel
+
+_INTERVALS = 80
+"""Intervals of load, at most."""
+_FROM, _TO = 0.02, 3.0
+"""Between these loads, relative to a usual op's, intervals are short."""
+_LINES = 16
+"""Lines below the ms of ops, at most."""
+_DIVISIONS = 40
+"""Divisions of boxes of features. More give higher rates, and so a nearer bound."""
+_WEIGHTS = np.array([0.1, 0.3, 1.0, 3.0, 10.0])
+"""Weights of the second feature of a pair, each counted in the mean shard's."""
+_TRACE = 1e-9
+"""Rounding errors of features, in mean shards."""
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """The least ms of ops of a run by their load, without the launch.
+
+    alone_ms: [N] ms that each shard adds at least, whatever else an op has.
+    load: [N] load of each shard: about the ms that it adds to a usual op.
+    ends: [G + 1] loads, rising from 0 to that of all tables.
+    slowdown: [G] from ends[g] on, an op takes at least slowdown[g] × its load. Rising.
+    """
+
+    alone_ms: np.ndarray
+    load: np.ndarray
+    ends: np.ndarray
+    slowdown: np.ndarray
+
+    def lines_below(self, most_ms: float, launch_ms: float) -> list[tuple[float, float]]:
+        """Slopes, and ms at 0, of lines in load that are not above any op's ms, nor above 0 at no load.
+
+        most_ms: of an op without its launch. There are no lines below ops that have no time.
+        """
+        # Before each step of the curve it is lowest, so it is nowhere below lines that are not above these points.
+        able = (self.slowdown * self.ends[:-1] <= most_ms) & (most_ms > 0)
+        slowdown = self.slowdown[able]
+        load = np.minimum(self.ends[1:][able], most_ms / slowdown)
+        ms = slowdown * load + launch_ms
+        if not len(load):
+            return []
+        secants = np.diff(ms, prepend=0.0) / np.maximum(np.diff(load, prepend=0.0), 1e-300)
+        slopes = np.unique([*np.quantile(secants, np.linspace(0, 1, _LINES)), (ms / load).min()])
+        return [(slope, min(0.0, float((ms - slope * load).min()))) for slope in slopes.tolist()]
+
+
+def op_curve(codes: np.ndarray, item: np.ndarray, usual: np.ndarray, model: BoundableCostModel) -> Curve:
+    """The curve of ops. Any loads give valid bounds. Those at the rates of a usual op give near ones.
+
+    codes: [N, F] of all shards. item: [N] their items, rising. An op has at most one shard of an item.
+    usual: [F] features of a usual op.
+    """
+    # Loads count at the least rates of a usual load, so that such an op's slowdown is near 1.
+    rates = model.rates(usual)
+    [rates] = least_rates(model, codes, codes @ rates, item, np.array([usual @ rates]))
+    load = codes @ rates
+    # Slowdowns change fast near a usual load, so intervals there are a few per cent.
+    inner = max(float(usual @ rates), 1e-12) * np.geomspace(_FROM, _TO, _INTERVALS - 1)
+    top = max(float(np.maximum.reduceat(load, _firsts(item)).sum()), 1e-12) * (1 + 1e-9)
+    ends = np.concatenate([[0.0], inner[inner < top], [top]])
+    own, busy = model.rates(codes), load > 0
+    # Rates of an interval hold for all ops in it, as they are those at its lower end. A shard counts at these, or
+    # at those of its own features if they are higher. One interval after the other: together they are too many.
+    slowdown = [
+        ((np.maximum(own, least) * codes).sum(-1)[busy] / load[busy]).min(initial=np.inf)
+        for least in least_rates(model, codes, load, item, ends[:-1])
+    ]
+    slowdown = np.array(slowdown) if busy.any() else np.ones(len(ends) - 1)
+    # An op of a later interval has at least the load of all earlier ones, so their slowdowns hold, too.
+    # Whatever else an op has, its features are at least those of one shard.
+    return Curve((own * codes).sum(1), load, ends, np.maximum.accumulate(slowdown))
+
+
+def _firsts(item: np.ndarray) -> np.ndarray:
+    """[I] the first shard of each item."""
+    return np.flatnonzero(np.diff(item, prepend=-1))
+
+
+def least_rates(
+    model: BoundableCostModel, codes: np.ndarray, load: np.ndarray, item: np.ndarray, wanted: np.ndarray
+) -> np.ndarray:
+    """[W, F] rates no higher than those of any op whose shards' loads sum to `wanted` [W] or more.
+
+    In a box of features, rates are no lower than at its lower corner. The box with the lowest rates is divided
+    next, at the middle of the feature that raises them most. Below the middle, other features are at least what
+    pairs leave: of features i and j, ops of that load have a least weighted sum. Any boxes that cover all ops give a
+    valid bound, so the number of divisions only decides how near it is.
+
+    codes: [N, F]. load: [N]. item: [N], rising. An op has at most one shard of an item.
+    """
+    busy = load > 0
+    if not busy.any():  # no lookups, so no contention
+        return model.rates(np.zeros((len(wanted), codes.shape[1])))
+    codes, load, item = codes[busy], load[busy], item[busy]
+    # Features differ by orders of magnitude. In mean shards one set of weights serves all pairs.
+    unit = np.where(codes.mean(0) > 0, codes.mean(0), 1.0)
+    codes = codes / unit
+    # An op of more load has no less of anything than a part of it that has just this load.
+    low = least_sums(codes, load, item, wanted)
+    # The most of a feature is the least of its negative.
+    high = -least_sums(-codes, load, item, wanted)
+    if (model.rates(low * unit) == model.rates(high * unit)).all():
+        return model.rates(low * unit)
+    n_loads, n_features = low.shape
+    # [P, W, F, F] the least of feature i + weight × feature j, as pairs[p, w, j, i].
+    sums = ((codes[:, None] + x * codes[:, :, None]).reshape(len(codes), -1) for x in _WEIGHTS)
+    pairs = np.stack([least_sums(of_pairs, load, item, wanted) for of_pairs in sums])
+    pairs = pairs.reshape(len(_WEIGHTS), n_loads, n_features, n_features)
+
+    def ms(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        """[...] ms of the mean shard in boxes: the value to raise. inf for boxes without ops."""
+        empty = (low > high + 2 * _TRACE).any(-1)
+        return np.where(empty, np.inf, model.rates(low * unit) @ unit)
+
+    # All boxes: [B, W, F], and their ms [B, W].
+    lows, highs, values = low[None], high[None], ms(low, high)[None]
+    each, feature = np.arange(n_loads), np.arange(n_features)
+    for _ in range(_DIVISIONS):
+        # [W] for each load its own box: the one that limits its bound.
+        box = values.argmin(0)
+        low, high = lows[box, each], highs[box, each]
+        # In the middle by logarithm. The low end may be 0, so a thousandth of the high end stands for it.
+        middle = np.maximum(low, np.sqrt(np.maximum(low, 1e-3 * high) * high))
+        # [W, F, F] lower corners of both parts if feature j is divided.
+        left = (pairs - _WEIGHTS[:, None, None, None] * middle[..., None]).max(0) - _TRACE
+        below, above = np.maximum(low[:, None], left), np.tile(low[:, None], (1, n_features, 1))
+        below[:, feature, feature], above[:, feature, feature] = low, middle
+        # The lower of both parts limits the rates: the best division raises it most.
+        j = np.minimum(ms(below, high[:, None]), ms(above, high[:, None])).argmax(1)
+        upper = high.copy()
+        upper[each, j] = middle[each, j]
+        # The box below takes the place of the one that is divided.
+        lows[box, each], highs[box, each] = below[each, j], upper
+        values[box, each] = ms(below[each, j], upper)
+        lows, highs = np.concatenate([lows, above[None, each, j]]), np.concatenate([highs, high[None]])
+        values = np.concatenate([values, ms(above[each, j], high)[None]])
+    # An op is in some box, so the least rates of all boxes hold. Empty boxes do not count.
+    return np.where(np.isfinite(values)[..., None], model.rates(lows * unit), np.inf).min(0)
+
+
+def least_sums(values: np.ndarray, load: np.ndarray, item: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """[W, J] the least sums of each of `values` [N, J] that ops have whose loads sum to `wanted` [W].
+
+    A fractional knapsack: it takes load first from items that bring least of the value.
+    """
+    first = _firsts(item)
+    # Relaxed: the most load of any shard of a item, at the least value a load of any.
+    room = np.maximum.reduceat(load, first)
+    each = np.minimum.reduceat(values / load[:, None], first)
+    # [I, J] items by value per load, each column of values in its own order.
+    order = np.argsort(each, axis=0)
+    start = np.zeros((1, values.shape[1]))
+    # Piecewise linear curves: load taken so far, and the value that came with it.
+    filled = np.concatenate([start, np.cumsum(room[order], axis=0)])
+    brought = np.concatenate([start, np.cumsum(room[order] * np.take_along_axis(each, order, 0), axis=0)])
+    return np.stack([np.interp(wanted, *curve) for curve in zip(filled.T, brought.T, strict=True)], axis=1)
