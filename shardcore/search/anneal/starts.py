@@ -362,11 +362,11 @@ class Starts:
             or not self.meter.has_time(80 * _RECUT * (self._greedy_s or 0.0))
         ):
             return []
-        [shared] = np.nonzero(group >= 0)
         n = np.where(group < 0, (start.state.held > 0).sum(1), 0)
         most = np.minimum(len(fixed.devices), fixed.strips[:, SIZE])
         costliest = np.argsort(ranks(-self._op_ms(fixed, fixed.whole_options())), kind="stable")
-        pairs, cuts = _pairs(zip(shared, group[shared], strict=True)), list[Cut]()
+        pairs = _pairs((s, group[s]) for s in np.flatnonzero(group >= 0).tolist())
+        cuts = list[Cut]()
         for s in costliest[(fixed.may_split & (n > 0))[costliest]][:_RECUT]:
             for parts in (n[s] + 1, n[s] - 1):
                 if space.cache.least_parts[s] <= parts <= most[s]:
