@@ -211,7 +211,8 @@ def turn(root: str | Path, name: str, patience_s: float = PATIENCE_S) -> Iterato
         home.mkdir(parents=True, exist_ok=True)
         # O_NOFOLLOW: a link in a shared folder must not make us truncate another file.
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
-    with open(opened, "a+", errors="replace") as lock:  # emptied below, under the lock
+        lock = open(opened, "a+", errors="replace")  # emptied below, under the lock
+    with lock:
         while True:
             # Non-blocking, because a blocking flock cannot time out.
             with places.plain_errors(path, (BlockingIOError,)):
