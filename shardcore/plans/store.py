@@ -171,6 +171,7 @@ def _pointer(home: Place) -> str | None:
         return None
     # A damaged pointer may be long: decode no more than an id can need.
     decision_id = schema.read_bytes(path)[:100].decode(errors="replace").strip()
+    require(bool(decision_id), f"{path} is empty; it was cut short or edited")
     return require_id(decision_id, f"{path} names decision")
 
 

@@ -57,6 +57,8 @@ _HOPEFUL = 1.5
 """Starts that cost more than this multiple of the cheapest are dropped."""
 _TRIALS_A_STRIP, _FEWEST, _MOST = 20, 500, 20_000
 """Trials of each start in the first round: so many for each strip, within limits."""
+_FEWEST_RECUT = 2_000
+"""Trials of a round that are enough for plans with other parts, too, which share as many."""
 _OF_BEST = 0.5
 """Trials of the best plan in a round, relative to those of all starts together."""
 _HALVED = 0.5
@@ -172,8 +174,8 @@ class Search:
                 columns = replace(columns)
                 chains.append(self._chain(columns, trials, _WARM))
             # Trials seldom lead to another number of parts of a costly table, and long chains lead away from it again.
-            recut = self.starts.recut(self.best) if number > 0 and fresh and self.best is not None else []
-            if trials >= _FEWEST * len(recut):
+            if trials >= _FEWEST_RECUT and number > 0 and fresh and self.best is not None:
+                recut = self.starts.recut(self.best)
                 chains += [self._chain(start, trials // len(recut), _HOT) for start in recut]
             # Each from its first plan again: the best plan of all rounds is in `best`.
             chains += [self._chain(start, trials, _HOT) for start in starts]

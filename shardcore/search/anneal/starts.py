@@ -350,7 +350,7 @@ class Starts:
         return compiled.empty(space.fixed, len(self.problem.topology.hosts))
 
     def recut(self, start: Start) -> list[Start]:
-        """Greedy plans with as many parts of each table as a plan has, but one part more or fewer of a costly table.
+        """Greedy plans that cut tables into as many parts as a plan does, but a costly one into one more or one fewer.
 
         Annealing seldom gets there: a new part costs about as much as a wide one, however narrow it begins.
         """
@@ -371,7 +371,7 @@ class Starts:
             for parts in (n[s] + 1, n[s] - 1):
                 if space.cache.least_parts[s] <= parts <= most[s]:
                     cuts.append(Cut(np.where(np.arange(len(n)) == s, parts, n), pairs))
-        plans = [self._greedy(space, cut) for cut in cuts]
+        plans = [self._greedy(space, cut) for cut in cuts if self.meter.left()]
         return [Start(space, plan, fixed, _ms(plan)) for plan in plans if plan is not None]
 
     # --- cuts ---

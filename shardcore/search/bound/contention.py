@@ -161,7 +161,7 @@ def least_sums(values: np.ndarray, load: np.ndarray, item: np.ndarray, wanted: n
     A fractional knapsack: it takes load first from items that bring least of the value.
     """
     first = _firsts(item)
-    # Relaxed: the most load of any shard of a item, at the least value a load of any.
+    # Relaxed: the most load of any shard of an item, at the least value a load of any.
     room = np.maximum.reduceat(load, first)
     each = np.minimum.reduceat(values / load[:, None], first)
     # [I, J] items by value per load, each column of values in its own order.

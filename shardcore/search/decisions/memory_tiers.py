@@ -411,7 +411,7 @@ def _added_ms(
 
 def _step_ms(total: np.ndarray, n_memories: int) -> np.ndarray:
     """[...] ms of steps that take totals [..., R + C], with a penalty where these exceed memory."""
-    chains, excess = total[..., n_memories:], np.maximum(total[..., :n_memories] - 1, 0.0)
+    chains, excess = total[..., n_memories:], np.maximum(total[..., :n_memories] - (1 + 1e-9), 0.0)
     return chains.max(-1) + _HIDDEN * chains.sum(-1) + (excess + (excess > 0)) @ _OVERFULL[:n_memories]
 
 

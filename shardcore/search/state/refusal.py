@@ -49,7 +49,7 @@ class _Whole:
         if self.batches:
             self.account = Account.of(self.batches, problem)
             # Messages compare with what is left in the phase in which fixed tables take most.
-            of_fixed = self.account.loads(self.fixed).max(1)
+            of_fixed = self.account.loads(self.fixed)[:, : self.account.phases].max(1)
             self.may_hold = [n - math.ceil(taken) for n, taken in zip(self.may_hold, of_fixed, strict=True)]
 
     def needed(self, shards: Sequence[Shard], n_devices: int) -> int:
