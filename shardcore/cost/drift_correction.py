@@ -32,7 +32,8 @@ NEIGHBOURS = 12
 REACH_S = 60.0
 """Neighbours lie within this time, in seconds."""
 MOST_LENT = 2_000
-"""A lender's groups that train its law, at most: more take longer, and help little (docs/decisions/cost-models.md)."""
+"""Timings of a lender that are read, and groups that train its law, at most. More take longer and help little
+(docs/decisions/cost-models.md)."""
 _LEAST = 50
 """With fewer timed samples, no drift is estimated."""
 

@@ -233,7 +233,8 @@ def read_timings(
 ) -> list[ComputeSample]:
     """Timings and failures of the compute samples in a folder (of one setting).
 
-    most: number of timings to read. A merged folder has them by id, so the first ones are a random subset.
+    most: number of timings and failures to read. None: all. A merged part is sorted by id, which is a digest, so its
+      first rows are a random subset.
     """
     pools: dict[str, dict[str, Table]] = {}
     tables: dict[tuple[str, str, int, str, bool], Table] = {}

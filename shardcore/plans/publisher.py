@@ -170,8 +170,8 @@ class Publisher:
         # Another publisher must not decide between our read and our write.
         with store.turn(self.plans, problem.name):
             previous, others = self._previous(problem), self._others(problem)
-            restored = self._restored(problem, previous)
-            decision, cost = restored or self._searched(problem, previous, others)
+            restored = self._restored_decision(problem, previous)
+            decision, cost = restored or self._searched_decision(problem, previous, others)
             # A run that changes nothing leaves no decision, so history stays short.
             if not decision.repeats(previous and previous.decision):
                 store.record(self.plans, decision)
@@ -213,7 +213,7 @@ class Publisher:
 
     # --- the earlier plan under this model ----------------------------------------------------------------
 
-    def _restored(
+    def _restored_decision(
         self, problem: Problem, previous: _Previous | None
     ) -> tuple[Decision, PredictedCost] | None:
         """The plan that was current when this model version was champion before, and its cost. None: no such plan.
@@ -249,7 +249,7 @@ class Publisher:
 
     # --- a new plan --------------------------------------------------------------------------------------
 
-    def _searched(
+    def _searched_decision(
         self, problem: Problem, previous: _Previous | None, others: Mapping[str, compare.Outcome]
     ) -> tuple[Decision, PredictedCost]:
         """The decision between a new plan and the published one, and the cost of the plan that is current then."""

@@ -291,7 +291,7 @@ def _plan_within_limits(
                 raise
             return kept
         before_ms, now_ms = (x.provenance["predicted_ms"] for x in (kept or plan, plan))
-        # Plans that cost about the same: nothing moves for one of them.
+        # Of plans that cost about the same the kept one counts.
         if kept and before_ms <= (1 + CONCESSION) * now_ms:
             return kept
         # Forced moves do not count.

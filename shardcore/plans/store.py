@@ -220,8 +220,9 @@ def turn(root: str | Path, name: str, patience_s: float = PATIENCE_S) -> Iterato
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             if time.monotonic() > until:
-                lock.seek(0)
-                holder = lock.read(4096).strip() or "a process that does not say which"
+                with places.plain_errors(path):
+                    lock.seek(0)
+                    holder = lock.read(4096).strip() or "a process that does not say which"
                 raise ShardCoreError(
                     f"plans for problem {name!r} are being published by another, which has held {path} for "
                     f"{patience_s:.0f} s or more: {holder}; end it if it hangs, and publish again"

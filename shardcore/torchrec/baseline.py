@@ -49,7 +49,7 @@ from shardcore.cost.model import CostModel
 from shardcore.search import greedy
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.state.feasible import feasible_shards, fitting
-from shardcore.search.state.packing import equally_wide, lacking
+from shardcore.search.state.packing import equally_wide, excess_bytes
 from shardcore.search.state.shards import cheapest, fixed_placements, priced, why_not
 from shardcore.step.kinds import WHOLE_ROWS, layout_of_torchrec, pod_size, row_unit_of, run_of, shards_on
 from shardcore.step.lower import traffic_of_outputs
@@ -195,7 +195,7 @@ def _sweep(
         if not plans or any(fits(plan, problem) for plan in plans):
             break
         # At least double the reduction, so that few sweeps are enough.
-        spare_bytes += max(min(lacking(plan, problem) for plan in plans), spare_bytes)
+        spare_bytes += max(min(excess_bytes(plan, problem) for plan in plans), spare_bytes)
     return plans
 
 

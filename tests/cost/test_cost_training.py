@@ -7,7 +7,7 @@ import pytest
 from laws import SETTING, cache_law, comm_samples, compute_samples, linear_law, pool
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.cost import accuracy, fit, neural, training
+from shardcore.cost import accuracy, drift_correction, fit, neural, training
 from shardcore.io import dataset, replays
 
 CONFIG = fit.FitConfig(epochs=1, hidden=(4,))
@@ -67,6 +67,12 @@ def test_samples_of_other_hardware_of_the_same_kind_lend_and_are_on_record(measu
     for folder in ("a", "c"):
         neural.save(found.model, measured / folder / "model")
     assert neural.load(measured / "a" / "model").meta == found.model.meta
+
+
+def test_a_lender_is_read_as_far_as_its_law_trains_and_own_samples_are_read_whole(measured, monkeypatch):
+    monkeypatch.setattr(drift_correction, "MOST_LENT", 7)
+    data = training.read(measured / "a", SETTING, [measured / "c"])
+    assert len(data.known.compute) == 59 and len(data.lent[0].known.compute) == 7
 
 
 @pytest.mark.parametrize("folder, held", [("b", ".*hardware: cpu-slower against .*"), ("d", "none")])

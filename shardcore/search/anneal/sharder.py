@@ -58,7 +58,7 @@ _HOPEFUL = 1.5
 _TRIALS_A_STRIP, _FEWEST, _MOST = 20, 500, 20_000
 """Trials of each start in the first round: so many for each strip, within limits."""
 _FEWEST_RECUT = 2_000
-"""Trials of a round that are enough for plans with other parts, too, which share as many."""
+"""Fewest trials of a start in rounds that also cool recut plans (Starts.recut). These share as many."""
 _OF_BEST = 0.5
 """Trials of the best plan in a round, relative to those of all starts together."""
 _HALVED = 0.5

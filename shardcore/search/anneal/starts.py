@@ -352,6 +352,8 @@ class Starts:
     def recut(self, start: Start) -> list[Start]:
         """Greedy plans that cut tables into as many parts as a plan does, but a costly one into one more or one fewer.
 
+        Parts that meet on a device are one, so that a plan may have fewer.
+
         Annealing seldom gets there: a new part costs about as much as a wide one, however narrow it begins.
         """
         space, fixed, group = start.space, start.space.fixed, start.state.group

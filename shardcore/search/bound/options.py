@@ -75,7 +75,7 @@ def shared_layouts(topology: Topology) -> tuple[Layout, ...]:
 
 
 def cuts_any_width(problem: Problem) -> bool:
-    """Whether columns of all widths are options. Their number limits time and memory."""
+    """True if columns of all widths are options. Their number limits time and memory."""
     return sum(t.dim // MIN_WIDTH for t in problem.tables) <= MOST_SHARDS
 
 

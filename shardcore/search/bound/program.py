@@ -208,7 +208,10 @@ class Program:
         return self.items[self.options["item"][whole.argmax()]]
 
     def least_ms(self) -> tuple[float, float]:
-        """ms of plans at least, without the dense part. Also what all work takes if it divides evenly."""
+        """A lower bound on ms of a step without its dense part, and ms if all work divided evenly.
+
+        0 where nothing is proved.
+        """
         whole = self.options["part"] == 1
         work_ms = sum(self.options[name][whole].sum() for name in ("alone_ms", "mean_ms", "id_ms"))
         # All tables on the slowest device: a time that hardly limits what fits.
@@ -223,6 +226,9 @@ class Program:
                 # What the rest takes in plans up to `top` holds for lower ones, but not beyond.
                 rest = tighter if value < top else rest
             low = max(low, min(top, value))
+            # Nothing is proved: the first program has no solution.
+            if low <= 0:
+                break
             high = high if value >= top else top
             if high <= low * (1 + _PRECISION):
                 break

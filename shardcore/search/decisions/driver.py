@@ -276,15 +276,18 @@ class _Driver:
         # Here no decision is left, so the sharder searches.
         model = self.model.for_problem(problem)
         problem.require_setting(model.setting)
-        # They have the costs of other models.
+        # Their costs are those of other models.
         plans = [priced(p.placements, problem, model, **p.provenance) for p in self.plans if fits(p, problem)]
+        evals = 0
         try:
-            plans.insert(0, self.search(problem, model, seed=self.seed, budget=self.budget))
-        except ShardCoreError:
+            searched = self.search(problem, model, seed=self.seed, budget=self.budget)
+        except Infeasible:
             if not plans:
                 raise
-        # Sharders without a search count no evaluations.
-        evals = plans[0].provenance.get("evals", 0)
+        else:
+            plans.insert(0, searched)
+            # Sharders without a search count no evaluations.
+            evals = searched.provenance.get("evals", 0)
         plan = least(plans, lambda plan: plan.provenance["predicted_ms"])
         return Found(problem=problem, plan=plan, ms=plan.provenance["predicted_ms"], evals=evals)
 

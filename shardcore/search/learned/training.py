@@ -343,7 +343,7 @@ class CostSample:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the networks of a policy learn from.
+    """Losses from which the networks of a policy learn.
 
     reward: (net, weights, rollout) -> [K] rewards of its plans.
     policy_of: prefixes of the weights that rewards train.

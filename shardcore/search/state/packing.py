@@ -253,7 +253,7 @@ class Packings:
     possible: whether each has one. Otherwise constraints leave some table no kind.
     first: the numbers of these, which are all 0.
     caches: those that shards may have. Each is as wide as its widest shard, so its bytes do not add up.
-    searched: numbers of the bundles that are not `fixed_placements`.
+    searched_bundles: numbers of the bundles that are not `fixed_placements`.
     order: numbers of bundles: those with fewest sites first, and of these the largest.
     """
 
@@ -289,7 +289,7 @@ class Packings:
         )
 
     @cached_property
-    def searched(self) -> list[int]:
+    def searched_bundles(self) -> list[int]:
         tables = set(searched_tables(self.problem))
         return [i for i, bundle in enumerate(self.bundles) if bundle[0].table in tables]
 
@@ -324,7 +324,7 @@ class Packings:
         if not self.possible or not self._choice(self.first).fits_together(0.0):
             return None
         placements = list[Placement]()
-        for i in ticking(self.searched):
+        for i in ticking(self.searched_bundles):
             if not (alone := self.alone(i)):
                 return None
             placements += alone
@@ -355,7 +355,7 @@ class Packings:
     def _place_fixed(self, numbers: tuple[int, ...]) -> _Pass | None:
         """A pass with the tables of `fixed_placements`. None if they find no room."""
         one_pass = _Pass.empty(self._choice(numbers), None)
-        fixed = sorted({*range(len(self.bundles))} - {*self.searched})
+        fixed = sorted({*range(len(self.bundles))} - {*self.searched_bundles})
         return one_pass if all(one_pass.place(i, False) for i in fixed) else None
 
     def plan(self, n_passes: int, more_bytes: float | None = None) -> Plan | None:
@@ -425,7 +425,8 @@ def roomiest(problem: Problem, quick: bool = False) -> tuple[Plan | None, int]:
 
     quick: try few ways.
 
-    The bytes are 0 or less if it fits. No plan: constraints leave a table no kind.
+    The bytes are 0 or less if it fits. No plan: constraints leave a table no kind, or not even ample memory lets a
+    pass place all tables.
     """
     packings = packings_of(problem)
     if not packings.possible:
@@ -440,20 +441,20 @@ def roomiest(problem: Problem, quick: bool = False) -> tuple[Plan | None, int]:
     best = best or packings.plan(1, _AMPLE)
     if best is None:
         return None, 0
-    low, high = 0, lacking(best, problem)
+    low, high = 0, excess_bytes(best, problem)
     for _ in range(0 if quick else _STEPS):
         if high - low <= 1:
             break
         middle = (low + high) // 2
         if plan := packings.plan(n_passes, middle):
-            best, high = plan, lacking(plan, problem)
+            best, high = plan, excess_bytes(plan, problem)
         else:
             low = middle
     return best, high
 
 
-def lacking(plan: Plan, problem: Problem) -> int:
-    """The most bytes that a device with a shard takes more than it may."""
+def excess_bytes(plan: Plan, problem: Problem) -> int:
+    """Largest memory excess of a device with a shard; 0 or less if the plan fits."""
     lacks = np.subtract(memory.used_bytes(plan, problem), held_bytes(problem))
     return int(max(lacks[d] for placement in plan.placements for d in placement.devices))
 

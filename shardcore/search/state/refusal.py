@@ -41,7 +41,7 @@ class _Whole:
     def __init__(self, problem: Problem) -> None:
         self.problem, self.fixed = problem, fixed_placements(problem)
         self.packings, self.may_hold = packings_of(problem), held_bytes(problem)
-        self.bundles = [self.packings.bundles[i] for i in self.packings.searched]
+        self.bundles = [self.packings.bundles[i] for i in self.packings.searched_bundles]
         self.by_columns = [
             s for bundle in self.bundles for s in bundle if why_not(WHOLE_ROWS, s.table, problem) is None
         ]
@@ -52,7 +52,7 @@ class _Whole:
             of_fixed = self.account.loads(self.fixed)[:, : self.account.phases].max(1)
             self.may_hold = [n - math.ceil(taken) for n, taken in zip(self.may_hold, of_fixed, strict=True)]
 
-    def needed(self, shards: Sequence[Shard], n_devices: int) -> int:
+    def bytes_together(self, shards: Sequence[Shard], n_devices: int) -> int:
         """Bytes that tables by columns take on so many devices together, in the largest phase."""
         shards = [s for s in shards if why_not(WHOLE_ROWS, s.table, self.problem) is None]
         if not shards:
@@ -61,7 +61,7 @@ class _Whole:
         n_bytes = self._bytes(shards) + n_devices * self.account.base
         return math.ceil(n_bytes[: self.account.phases].max())
 
-    def lacking_together(self) -> int:
+    def excess_of_all(self) -> int:
         """Bytes that all tables lack on all devices together, in the phase in which they lack most."""
         if not self.batches:
             return 0
@@ -148,7 +148,7 @@ def _fixed_too_large(uncut: _Whole) -> str:
 
 def _sum_too_large(uncut: _Whole) -> str:
     """All tables, if they take more than all devices have."""
-    lacks, available = uncut.lacking_together(), _available(uncut.may_hold)
+    lacks, available = uncut.excess_of_all(), _available(uncut.may_hold)
     if lacks <= 0:
         return ""
     return (
@@ -160,7 +160,7 @@ def _sum_too_large(uncut: _Whole) -> str:
 def _one_too_large(uncut: _Whole) -> str:
     """A table, or several kept on one device, that fit no device in any way."""
     problem = uncut.problem
-    for i, bundle in zip(uncut.packings.searched, uncut.bundles, strict=True):
+    for i, bundle in zip(uncut.packings.searched_bundles, uncut.bundles, strict=True):
         if uncut.packings.alone(i):
             continue
         table = bundle[0].table
@@ -168,7 +168,7 @@ def _one_too_large(uncut: _Whole) -> str:
         largest = max(uncut.may_hold[d] for d in problem.allowed_devices(table.name))
         where = " where it may live" if table.name in problem.pinned else ""
         if table.name in problem.whole or len(bundle) > 1:
-            n_bytes = uncut.needed(bundle, 1)
+            n_bytes = uncut.bytes_together(bundle, 1)
             what = f"table {table.name!r}, which must stay whole ({problem.kept_whole_by(table.name)}), takes"
             if len(bundle) > 1:
                 what = (
@@ -234,7 +234,7 @@ def _pins_too_large(uncut: _Whole) -> str:
     for devices in sorted(pinned, key=len):
         # All tables whose devices lie within this set compete for its memory.
         tables = [t for within, several in pinned.items() if within <= devices for t in several]
-        needed = uncut.needed(list(map(Shard.whole, tables)), len(devices))
+        needed = uncut.bytes_together(list(map(Shard.whole, tables)), len(devices))
         available = _available(uncut.may_hold[d] for d in devices)
         if needed > available:
             return (
@@ -263,10 +263,9 @@ def _remedy(problem: Problem, planned_share: float | None) -> str:
     # A default reserve is a share of the memory, so it grows with more memory.
     grows = problem.constraints.reserved_bytes == default_reserve(problem.topology.devices) > 0
     share = DEFAULT_RESERVE if grows else planned_share or 0.0
-    remedies = [
-        f"{_enough(math.ceil(roomiest(problem)[1] / (1 - share)) + (share > 0))} more per device",
-        *_more_devices(problem, planned_share is not None),
-    ]
+    plan, excess_bytes = roomiest(problem)
+    more = f"{_enough(math.ceil(excess_bytes / (1 - share)) + (share > 0))} more per device"
+    remedies = [*[more] * (plan is not None), *_more_devices(problem, planned_share is not None)]
     # Would it fit without constraints? (Towers are pins, too, so their ratio goes with them.)
     kept = Constraints(problem.constraints.reserved_bytes, problem.constraints.unsplit)
     loose = replace(problem, job=replace(problem.job, tower_ratio=None), constraints=kept)
@@ -276,7 +275,7 @@ def _remedy(problem: Problem, planned_share: float | None) -> str:
             f.name for f in fields(kept) if getattr(kept, f.name) != getattr(problem.constraints, f.name)
         ]
         remedies.append(f"without constraints.{' and constraints.'.join(given)}")
-    return f"It would fit with {', or '.join(remedies)}" + (
+    return f"It would fit with {', or '.join(remedies) or 'other constraints or tables'}" + (
         ""
         if any(t.in_host_memory for t in problem.tables)
         else "; `python -m shardcore plan --tiers` tries host memory"

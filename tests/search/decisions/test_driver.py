@@ -65,6 +65,18 @@ class Memories(Decision):
                 return
 
 
+class Borrows(Decision):
+    """The problem, which may have a plan that is known already."""
+
+    name, level = "borrows", 0
+
+    def __init__(self, plan) -> None:
+        self.plan = plan
+
+    def proposals(self, problem, model, seconds):
+        self.outcome = yield Proposal(words="again", problem=problem, plans=(self.plan,))
+
+
 # --- one decision -------------------------------------------------------------------------------------------
 
 
@@ -272,3 +284,21 @@ def test_a_start_needs_an_algorithm_that_anneals_and_the_towers_of_its_plan():
         Start(old, asked, algorithm="neuroshard")
     with pytest.raises(ShardCoreError, match="the plan to start from has towers; give the towers, too"):
         found(asked, Start(old, asked))
+
+
+def test_a_plan_that_is_known_counts_where_the_search_finds_none_and_only_the_search_counts_evaluations():
+    known = found(problem()).plan
+    assert known.provenance["evals"] > 0
+
+    def fails(of, model, **_):
+        raise Infeasible("no plan")
+
+    decision = Borrows(known)
+    again = decide(problem(), MODEL, [decision], fails, budget=EVALS)
+    assert again.plan.placements == known.placements and decision.outcome.found.evals == 0
+
+    def breaks(of, model, **_):
+        raise ShardCoreError("the model has no such payload")
+
+    with pytest.raises(ShardCoreError, match="no such payload"):
+        decide(problem(), MODEL, [Borrows(known)], breaks, budget=EVALS)

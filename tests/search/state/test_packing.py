@@ -15,7 +15,7 @@ from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.state.packing import lacking, roomiest
+from shardcore.search.state.packing import excess_bytes, roomiest
 from shardcore.search.state.shards import equal_parts
 from shardcore.step import memory
 from shardcore.step.lower import lower
@@ -92,7 +92,7 @@ def test_what_is_said_to_be_lacking_is_enough_and_not_much_more(seed):
     least = least_memory(given)
     short = with_memory(given, least // 2)
     plan, lacks = roomiest(short)
-    assert lacks == lacking(plan, short)
+    assert lacks == excess_bytes(plan, short)
     assert lacks <= least - least // 2  # finer cuts than halves may need less
     assert roomiest(with_memory(given, least // 2 + lacks))[1] <= 0
 
