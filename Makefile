@@ -3,7 +3,7 @@
 # make demo: the same in about five minutes, with shipped data, in a clone of its own (.demo/).
 # make test: the tests.  make test-long: slow ones, and those of the stack, of servers, clusters and failures.
 # make mutants ROOM=step: the mutation score of a room.
-# make figures: all figures of docs/benchmarks again, some 12 hours.
+# make figures: all figures of docs/benchmarks again, some 14 hours.
 # make reproduce: the headlines within 15 minutes, each with a verdict.
 # make docs: the documentation site, in site/.  make screenshots: pictures of a run's pages.
 # make up, status, down: the long-lived services (docs/operations.md).

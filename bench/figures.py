@@ -3,7 +3,7 @@
     make figures                                        unattended; the same again goes on where it ended
     python -m bench.figures --list                      what there is, and about how long it takes
     python -m bench.figures --only search bounds        some of them, with what they need
-    python -m bench.figures --with neuroshard=FOLDER    with code that is not part of ShardCore
+    python -m bench.figures --with inputs=FOLDER        with code that is not part of ShardCore
     make reproduce                                      the headlines, with verdicts: those of --headlines
 
 Each entry has a folder below --out: output.md has what its commands printed, errors.log what they said on the

@@ -1,8 +1,7 @@
-"""Plans for tables that do not fit in device memory: ours against three other ways, and our law of a cache.
+"""Plans for tables that do not fit in device memory: ours against three other ways.
 
     python -m bench.tiers plans --problems 30 --out plans.jsonl
     python -m bench.tiers ahead --problems 4 --out ahead.jsonl
-    python -m bench.tiers misses --problems 30 --out misses.jsonl
 
 Run again, a part goes on from there. Nothing is measured: rows in host memory need a GPU.
 
@@ -24,16 +23,12 @@ ahead: our plans of the same problems for pipeline prefetch, with dense parts of
     sparse_dist: nothing hides the link.
     its plan: the same load factors and places, priced for prefetch.
     prefetch: `plan --tiers` for it.
-misses: caches of 1 to 4 tables by power laws, predicted, and simulated row by row as FBGEMM has them: sets of
-    32 ways, LRU, in 40 batches once they are full (600 batches at most). LFU is simulated too, not predicted.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,7 +41,7 @@ from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.job import Job
 from shardcore.core.topology import Device
-from shardcore.core.types import Problem, Shard, Table
+from shardcore.core.types import Problem, Table
 from shardcore.cost.model import CostModel, price, total_ms
 from shardcore.cost.profile import load_profile
 from shardcore.report.text import markdown_table
@@ -56,15 +51,8 @@ from shardcore.search.decisions.memory_tiers import MemoryTiers, tier_bytes, tie
 from shardcore.search.state.shards import priced
 from shardcore.step.lower import lower
 from shardcore.step.memory import fits
-from shardcore.tables import streams
 from shardcore.tables.generate import generate_pool
-from shardcore.tables.heat import heat_of
-from shardcore.tables.host_rows import in_one_cache
 from shardcore.torchrec.baseline import quiet
-
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "tables"))
-
-import lru
 
 Row = dict[str, Any]
 PROFILE, DEVICES, BATCH, EVALS = "nvidia-h100-sxm", 4, 16_384, 2_000
@@ -252,87 +240,9 @@ def ahead_report(rows: Sequence[Row]) -> str:
     return markdown_table(head, cells)
 
 
-# --- misses -------------------------------------------------------------------------------------------------
-
-
-def misses(seed: int, counted: int = 40, least: int = 80, most: int = 600) -> Row:
-    rng = np.random.default_rng([seed, 31])
-    tables = [
-        Table(
-            f"t{i}",
-            int(10 ** rng.uniform(3.5, 5)),
-            16,
-            float(rng.uniform(1, 10)),
-            Zipf(float(rng.uniform(0.4, 1.4))),
-            load_factor=float(rng.uniform(0.05, 0.5)),
-        )
-        for i in range(int(rng.integers(1, 5)))
-    ]
-    size, batch = sum(t.cached(t.rows) for t in tables), 512
-    heats = heat_of(tables, batch)
-    together = in_one_cache([Shard.whole(t) for t in tables], batch)
-    predicted = sum(
-        float(h.misses(s.table.cached(h.table_rows))) for h, s in zip(heats, together, strict=True)
-    )
-    # Batches until the cache is full, twice.
-    memories = np.geomspace(1, most, 200)
-    with np.errstate(divide="ignore"):
-        touched = sum(h.rows @ -np.expm1(np.outer(np.log1p(-h.touched), memories)) for h in heats)
-    warm = int(np.clip(2 * np.interp(size, touched, memories), least, most))
-    first = np.cumsum([0, *(t.rows for t in tables)])
-
-    def ids(i: int) -> np.ndarray:
-        drawn_ids = (streams.stream(t, batch, i)[0] for t in tables)
-        return np.concatenate([one + start for one, start in zip(drawn_ids, first[:-1], strict=True)])
-
-    def simulated(policy: str) -> float:
-        seen, missed = lru.cache_misses(map(ids, range(warm + counted)), int(first[-1]), size, warm, policy)
-        return float(missed.sum() / seen.sum())
-
-    return {
-        "tables": len(tables),
-        "rows": size,
-        "warm": warm,
-        "predicted": predicted / sum(h.unique_rows for h in heats),
-        "lru": simulated("lru"),
-        "lfu": simulated("lfu"),
-    }
-
-
-def misses_report(rows: Sequence[Row]) -> str:
-    cells = []
-    for name, some in (
-        ("1", [r for r in rows if r["tables"] == 1]),
-        ("2 to 4", [r for r in rows if r["tables"] > 1]),
-    ):
-        off = [100 * abs(r["predicted"] - r["lru"]) for r in some] or [np.nan]
-        fewer = [100 * (r["lru"] - r["lfu"]) for r in some] or [np.nan]
-        within = sum(x <= 1 for x in off)
-        cells.append(
-            [
-                name,
-                str(len(some)),
-                f"{np.mean(off):.2f}",
-                f"{max(off):.2f}",
-                str(within),
-                f"{np.mean(fewer):.1f}",
-            ]
-        )
-    head = [
-        "tables of a cache",
-        "caches",
-        "mean off, points",
-        "most",
-        "within 1 point",
-        "LFU misses fewer by",
-    ]
-    return markdown_table(head, cells)
-
-
 PARTS: Mapping[str, tuple[Callable[[int], Row], Callable[[Sequence[Row]], str]]] = {
     "plans": (plans, plans_report),
     "ahead": (ahead, ahead_report),
-    "misses": (misses, misses_report),
 }
 """By name: what one drawn problem gives, and the report of all."""
 

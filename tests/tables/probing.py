@@ -1,4 +1,4 @@
-"""A hash table as MPZCH fills it, simulated: FBGEMM's kernel inserts on CUDA only. Also for bench/todays_models.py."""
+"""A hash table as MPZCH fills it, simulated: FBGEMM's kernel inserts on CUDA only."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Collectives of a step, counted in TorchRec's real processes, for tests and for bench/traffic.py.
+"""Collectives of a step, counted in TorchRec's real processes, for tests.
 
 Every collective passes a TorchDispatchMode, which counts the bytes that a rank puts in and gets out.
 """
@@ -66,7 +66,7 @@ class Count(TorchDispatchMode):
         if func.namespace == "c10d":
             name = func._schema.name.removeprefix("c10d::")
             if name not in _COLLECTIVES:
-                raise ValueError(f"TorchRec ran {name}, which bench.traffic does not know")
+                raise ValueError(f"TorchRec ran {name}, which is not known here")
             self._add(name, args)
         return func(*args, **(kwargs or {}))
 

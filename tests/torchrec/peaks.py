@@ -1,4 +1,4 @@
-"""Peaks of memory of training steps in TorchRec's real processes, for tests and for bench/memory.py.
+"""Peaks of memory of training steps in TorchRec's real processes, for tests and for memory_peaks.py.
 
 Each plan is drawn, of all kinds of sharding: weights take most of its memory, or ids, or outputs, or none
 does. Some tables have two features. A third of the plans have a collection of sequences too.

@@ -18,16 +18,15 @@ import torch
 import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).parents[1]))
-sys.path.append(str(Path(__file__).parents[2]))
 
 import hot_cold_training as hot_cold
+import reshard_jobs as jobs
 import training
 import wrapped_training as wrapped
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.model_parallel import DMPCollection
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from bench import reshard_jobs as jobs
 from shardcore.core.errors import ShardCoreError
 from shardcore.io.files import problem_digest
 from shardcore.plans import followed, store

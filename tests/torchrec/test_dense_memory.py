@@ -104,7 +104,7 @@ def test_features_with_batches_of_their_own_are_refused():
 
 @pytest.mark.long
 def test_the_count_of_a_job_with_a_dense_part_is_its_peak_under_every_pipeline():
-    """Within 5%, and at most 1% below: bench/memory.py has 40 such jobs."""
+    """Within 5%, and at most 1% below: memory_peaks.py has 40 such jobs."""
     seeds = range(5)
     given = [peaks.drawn_module(seed) for seed in seeds]
     for seed, (_, plan, _), found in zip(seeds, given, peaks.measured(given), strict=True):

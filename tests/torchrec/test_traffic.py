@@ -1,5 +1,9 @@
-"""Bytes that TorchRec sends in a step, counted in its processes, are those that we predict."""
+"""Bytes that TorchRec sends in a step, counted in its processes, are those that we predict.
 
+SHARDCORE_EXAMPLES=200 python -m pytest -n 0 -m long tests/torchrec/test_traffic.py -k drawn    so many drawn models
+"""
+
+import os
 import sys
 from pathlib import Path
 
@@ -10,6 +14,8 @@ sys.path.append(str(Path(__file__).parent))
 
 import counted_traffic as traffic
 import drawn_collections
+
+EXAMPLES = os.environ.get("SHARDCORE_EXAMPLES")
 
 
 @pytest.mark.long
@@ -39,3 +45,13 @@ def test_payloads_with_scales_carry_the_bytes_expected(seed):
 def test_features_with_batches_of_their_own_carry_the_bytes_expected(seed):
     model = drawn_collections.variable(seed)
     assert traffic.differences(seed, model) == []
+
+
+@pytest.mark.skipif(not EXAMPLES, reason="a minute each: SHARDCORE_EXAMPLES says how many")
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(int(EXAMPLES or 0)))
+@pytest.mark.parametrize("kind", ["drawn", "coded", "variable"])
+def test_the_bytes_of_any_model_are_those_expected(kind, seed):
+    """Of drawn collections and plans; with payloads with scales; with batches of features."""
+    assert traffic.differences(seed, getattr(drawn_collections, kind)(seed), limit_s=800) == []
