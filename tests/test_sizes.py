@@ -13,12 +13,12 @@ SPEC.loader.exec_module(sizes)
 
 AT_FIRST = {
     "core": 1252,
-    "step": 1526,
+    "step": 2927,
     "io": 1810,
     "tables": 665,
     "measure": 3290,
     "cost": 3433,
-    "search": 7152,
+    "search": 5751,
     "plans": 1668,
     "torchrec": 3963,
     "report": 1141,
@@ -27,7 +27,7 @@ AT_FIRST = {
     "tasks": 3870,
     "bench": 5469,
 }
-"""Ceilings when the gate was made."""
+"""Ceilings when the gate was made. 1,401 of search have moved to step, with the engine and options."""
 
 
 @pytest.mark.parametrize(

@@ -43,16 +43,9 @@ from shardcore.core.types import MIN_WIDTH, Plan, Problem, Shard
 from shardcore.cost.model import CostModel
 from shardcore.search.budget import Budget
 from shardcore.search.state.feasible import feasible_shards, fitting
-from shardcore.search.state.shards import (
-    Bundle,
-    bundles,
-    cheapest,
-    devices_of,
-    equal_parts,
-    placed,
-    priced,
-)
+from shardcore.search.state.shards import cheapest, priced
 from shardcore.step.memory import fits
+from shardcore.step.ways import Bundle, bundles, devices_of, equal_parts, placed
 from shardcore.torchrec.baseline import exchange_ms
 
 GROUP = 8

@@ -38,8 +38,12 @@ _PACKAGE = Path(__file__).parents[1]
 _SOURCES = (
     "core/jit.py",
     "cost/compiled.py",
+    "core/step_cost.py",
+    "step/engine/*.py",
+    "step/memory.py",
+    "step/memory_account.py",
+    "step/op_limits.py",
     "search/anneal/compiled/*.py",
-    "cost/model.py",
 )
 _KEPT = 3
 """Number of cache folders to keep, one for each version of the sources."""

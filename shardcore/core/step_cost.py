@@ -15,6 +15,8 @@ PARTS = (
     "input_ms",
 )
 """Fields of a StepCost that sum to a device's total."""
+EQUAL = 1e-9
+"""Relative difference below which costs are equal."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
-from shardcore.core.step_cost import PredictedCost
+from shardcore.core.step_cost import EQUAL, PredictedCost
 from shardcore.core.topology import Topology
 from shardcore.core.types import Plan, Problem, Setting, Shard
 from shardcore.core.validation import require_type, shown
@@ -530,9 +530,6 @@ def price_plan(plan: Plan, problem: Problem, model: CostModel, fits: bool = True
 # --- comparisons of costs -----------------------------------------------------------------------------------
 # Equal costs are often computed by sums in another order. Which one is less in its last bits means nothing, and must
 # not decide between plans. So costs that differ by less than EQUAL of themselves are equal, and the first one counts.
-
-EQUAL = 1e-9
-"""Relative difference below which costs are equal."""
 
 
 def is_less(cost: Any, other: Any, equal: float = EQUAL) -> Any:

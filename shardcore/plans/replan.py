@@ -31,10 +31,11 @@ from shardcore.search.portfolio import annealing
 from shardcore.search.sharders import DEFAULT_SHARDER, SPACE_OF
 from shardcore.search.state.halves import halves_of
 from shardcore.search.state.packing import roomiest
-from shardcore.search.state.shards import CONCESSION, on_all_devices, priced
+from shardcore.search.state.shards import CONCESSION, priced
 from shardcore.step.kinds import WHOLE_ROWS, device_names
 from shardcore.step.lower import require_plan
 from shardcore.step.memory import fits, held_bytes, used_bytes
+from shardcore.step.ways import on_all_devices
 from shardcore.tables.hot_rows import as_cold
 
 _TRIES = 4

@@ -28,16 +28,11 @@ from shardcore.search.anneal.search_space import SearchSpace
 from shardcore.search.budget import Meter
 from shardcore.search.lockstep import Placed
 from shardcore.search.state.feasible import feasible_shards, fitting
-from shardcore.search.state.shard_cost_cache import ShardKey
-from shardcore.search.state.shards import (
-    divided_otherwise,
-    division,
-    fixed_placements,
-    placed,
-    priced,
-)
+from shardcore.search.state.shards import priced
 from shardcore.search.ties import least, ranks, sort_by_cost
 from shardcore.step.kinds import shards_on
+from shardcore.step.options import ShardKey
+from shardcore.step.ways import divided_otherwise, division, fixed_placements, placed
 
 State = tuple[ShardKey, ...]
 """Sorted shards: how tables are cut, but not yet where they go."""

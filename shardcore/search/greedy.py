@@ -26,7 +26,7 @@ from shardcore.search.anneal.search_space import SearchSpace
 from shardcore.search.beam import TABLE_WISE, Beam
 from shardcore.search.budget import Budget
 from shardcore.search.lockstep import Placed, place_in_order
-from shardcore.search.state.shard_cost_cache import ShardCostCache
+from shardcore.step.options import Options
 
 Load = Callable[[Shard], float]
 
@@ -46,7 +46,7 @@ class LeastLoaded:
     def __call__(self, space: SearchSpace, keys: np.ndarray) -> Placed:
         return place_in_order(space, keys, self._loads(space.cache, keys), self.plans, self._scores)
 
-    def _loads(self, cache: ShardCostCache, keys: np.ndarray) -> np.ndarray:
+    def _loads(self, cache: Options, keys: np.ndarray) -> np.ndarray:
         """[1, N] loads of the shards, those of a bundle's tables added up."""
         if self.load is None:
             return np.zeros(keys.shape[:2])

@@ -17,9 +17,9 @@ import numpy as np
 from shardcore.core.progress import ticking
 from shardcore.cost.model import EQUAL, is_least
 from shardcore.search.anneal.batch import PlanBatch
-from shardcore.search.anneal.compiled.arrays import FREE
 from shardcore.search.anneal.search_space import SearchSpace
 from shardcore.search.ties import ranks
+from shardcore.step.engine.arrays import FREE
 
 Scorer = Callable[[PlanBatch, np.ndarray, np.ndarray], Iterator[np.ndarray]]
 """(plans without shards, keys [C, N, 2] in the order of placing, devices [C, K, N]) -> an iterator.

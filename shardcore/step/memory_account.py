@@ -212,7 +212,7 @@ def account_of(placements: Iterable[Placement], problem: Problem) -> Account:
 
 @dataclass(frozen=True, eq=False)
 class StageCoefficients:
-    """Coefficients of runs' memory, for searches in which runs come and go (anneal/compiled/memory.py).
+    """Coefficients of runs' memory, for searches in which runs come and go (engine/memory.py).
 
     Slots of a stage are the fields of memory_timeline.StageBuffers: before, after, freed_late, and each phase.
 
@@ -240,7 +240,7 @@ class StageCoefficients:
             local = _local_units(run, problem)
             _, entered, sorting = _units(run, problem)
             for t, held in enumerate(stages[r]):
-                # The order of slots is a contract with anneal/compiled/memory.py.
+                # The order of slots is a contract with engine/memory.py.
                 slots = (held.before, held.after, held.freed_late, *held.phases.values())
                 for slot, alive in enumerate(slots):
                     # Parts do not matter here, only bytes: their buffers are added up.

@@ -15,10 +15,10 @@ import numpy as np
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.cost.model import price
-from shardcore.search.state.shards import consolidate
 from shardcore.step import memory
 from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, possible_groups
 from shardcore.step.lower import lower
+from shardcore.step.ways import consolidate
 from shardcore.testing.problems import BATCH, MIB, draw_tables, model_for
 from shardcore.torchrec.sharding_plan import sharded
 

@@ -50,11 +50,12 @@ from shardcore.search import greedy
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.state.feasible import feasible_shards, fitting
 from shardcore.search.state.packing import equally_wide, excess_bytes
-from shardcore.search.state.shards import cheapest, fixed_placements, priced, why_not
+from shardcore.search.state.shards import cheapest, priced
 from shardcore.step.kinds import WHOLE_ROWS, layout_of_torchrec, pod_size, row_unit_of, run_of, shards_on
 from shardcore.step.lower import traffic_of_outputs
 from shardcore.step.memory import fits, held_bytes
 from shardcore.step.memory_account import local_batch_bytes, own_peaks
+from shardcore.step.ways import fixed_placements, why_not
 from shardcore.torchrec.placements import placements_of
 
 _COLUMN_TYPES = ("table_wise", "column_wise")

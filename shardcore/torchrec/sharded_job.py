@@ -12,7 +12,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
-from shardcore.search.state.shards import consolidate
+from shardcore.step.ways import consolidate
 from shardcore.tables.public import DEFAULT_ACCESS
 from shardcore.torchrec.modules import path_in_model
 from shardcore.torchrec.placements import placements_of

@@ -31,10 +31,10 @@ from typing import TYPE_CHECKING, Any
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.search.state.shards import consolidate
 from shardcore.step.kinds import Layout, layout_of, layout_of_torchrec, shards_on
 from shardcore.step.lower import require_cover
 from shardcore.step.memory import MIB, own_cache_mib
+from shardcore.step.ways import consolidate
 from shardcore.tables.hot_rows import INSIDE, REPLICA, is_hot
 from shardcore.torchrec.modules import ModelTable, tables_of
 from shardcore.torchrec.placements import placements_of

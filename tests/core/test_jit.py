@@ -67,7 +67,7 @@ def test_the_folder_is_another_for_every_edit_of_a_compiled_source_and_for_no_ot
     (copy / "core/types.py").write_text("")
     assert jit.cache_folder() == first and first.parent == copy / "__pycache__"
     found = {first}
-    for name in ("core/jit.py", "cost/compiled.py", "search/anneal/compiled/state.py"):
+    for name in ("core/jit.py", "cost/compiled.py", "step/engine/state.py"):
         with open(copy / name, "a") as source:
             source.write("# an edit\n")
         found.add(jit.cache_folder())

@@ -14,7 +14,10 @@ from shardcore.core.topology import Device, Memory, Topology
 from shardcore.core.types import MIN_WIDTH, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.search.state.shards import (
+from shardcore.step.kinds import shards_on
+from shardcore.step.lower import lower
+from shardcore.step.traffic import channels_of
+from shardcore.step.ways import (
     consolidate,
     devices_of,
     division,
@@ -23,9 +26,6 @@ from shardcore.search.state.shards import (
     placed,
     searched_tables,
 )
-from shardcore.step.kinds import shards_on
-from shardcore.step.lower import lower
-from shardcore.step.traffic import channels_of
 
 BATCH = 48
 

@@ -16,12 +16,12 @@ from policies import untrained  # noqa: E402
 from shardcore.cost import neural  # noqa: E402
 from shardcore.search import LEARNED, SHARDERS, Budget, beam, sharder  # noqa: E402
 from shardcore.search.bound.lower_bound import bound  # noqa: E402
-from shardcore.search.state import shard_cost_cache  # noqa: E402
+from shardcore.step import options  # noqa: E402
 
 
 def main(folder: str, rows: str = "") -> None:
     if rows:
-        beam._ROWS_AT_ONCE = shard_cost_cache._ENCODED_AT_ONCE = neural._AT_ONCE = int(rows)
+        beam._ROWS_AT_ONCE = options._ENCODED_AT_ONCE = neural._AT_ONCE = int(rows)
     trained = neural.load(folder)
     plans = {}
     for seed, n_tables in ((5, 8), (11, 16)):

@@ -14,8 +14,8 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import MIN_WIDTH, Plan, Problem, Shard
 from shardcore.search import LEARNED, SHARDERS, Budget, compare
 from shardcore.search.learned.policy import NETS
-from shardcore.search.state.shards import consolidate
 from shardcore.step.kinds import shards_on
+from shardcore.step.ways import consolidate
 from shardcore.testing.plans import check_plan, parts_of, times_placed
 from shardcore.testing.problems import (
     BATCH,

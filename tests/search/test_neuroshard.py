@@ -19,11 +19,11 @@ from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal.batch import PlanBatch, space_by_columns
 from shardcore.search.lockstep import place_in_order
 from shardcore.search.neuroshard import GreedyGrid, NeuroShardConfig, neuroshard
-from shardcore.search.state.shard_cost_cache import ShardCostCache
-from shardcore.search.state.shards import devices_of
 from shardcore.step.lower import lower
 from shardcore.step.memory import fits, held_bytes
 from shardcore.step.memory_account import table_bytes
+from shardcore.step.options import Options
+from shardcore.step.ways import devices_of
 
 
 @settings(max_examples=10)
@@ -32,7 +32,7 @@ def test_columns_are_exchangeable_in_cost(seed, rows):
     rng = np.random.default_rng(seed)
     problem = on_two_hosts(draw_problem(seed, n_tables=6))
     shards = draw_cuts(rng, problem, rows)
-    cache = ShardCostCache(problem, MODEL, shards)
+    cache = Options(problem, MODEL, shards)
     devices = [int(rng.choice(devices_of(s, problem))) for s in shards]
     dealt = [s for bundle in cache.bundles([cache.key(s) for s in shards]) for s in bundle]
     assert total_ms(dealt, devices, problem) == pytest.approx(total_ms(shards, devices, problem), rel=1e-9)

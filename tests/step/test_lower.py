@@ -15,11 +15,11 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.search.state.shards import consolidate
 from shardcore.step import memory
 from shardcore.step.id_bytes import count_bytes
 from shardcore.step.kinds import CHANNELS, IDS, LAYOUTS
 from shardcore.step.lower import Op, lower, require_cover, traffic_of_outputs
+from shardcore.step.ways import consolidate
 
 A, B, C = Table("a", 100, 8, 2.0), Table("b", 60, 4, 1.0), Table("c", 10, 16, 3.0)
 PROBLEM = Problem("p", (A, B, C), Topology((Device(1 << 20),) * 2), 64)

@@ -23,7 +23,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.io import files
-from shardcore.search.state.shards import consolidate
+from shardcore.step.ways import consolidate
 from shardcore.torchrec.modules import tables_of
 from shardcore.torchrec.plan_files import from_json, read_torchrec, to_json, write_torchrec
 from shardcore.torchrec.sharding_plan import from_torchrec, sharded, to_torchrec

@@ -37,9 +37,9 @@ from shardcore.core.links import host_names
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.io.writing import write_atomic
-from shardcore.search.state.shards import consolidate
 from shardcore.step.kinds import LAYOUTS, even_rows, layout_of_torchrec, pod_size, possible_groups, shards_on
 from shardcore.step.lower import lower
+from shardcore.step.ways import consolidate
 from shardcore.torchrec.modules import tables_of
 from shardcore.torchrec.plan_files import from_json, to_json
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec

@@ -1,6 +1,6 @@
 """PlanBatch: plans under construction, for sharders that choose devices themselves.
 
-A shard is a strip and units, as in search/state/shard_cost_cache.py. Plans are kept by the compiled search.
+A shard is a strip and units, as in step/options.py. Plans are kept by the compiled search.
 
 Shapes: C ways to cut tables, N shards of each, K plans of each, D devices, S strips, R runs, F features.
 """
@@ -15,11 +15,12 @@ import numpy as np
 from shardcore.core.types import Plan, Problem, Shard
 from shardcore.cost.model import CostModel
 from shardcore.search.anneal import compiled
-from shardcore.search.anneal.compiled.arrays import FREE, LACK, LOAD, ROOM
-from shardcore.search.anneal.compiled.pointers import packed, packed_batch
 from shardcore.search.anneal.search_space import SearchSpace, search_space
-from shardcore.search.state.shard_cost_cache import Integers, ShardCostCache
-from shardcore.search.state.shards import IMPOSSIBLE, priced
+from shardcore.search.state.shards import priced
+from shardcore.step.engine.arrays import FREE, LACK, LOAD, ROOM
+from shardcore.step.engine.pointers import packed, packed_batch
+from shardcore.step.options import Integers, Options
+from shardcore.step.ways import IMPOSSIBLE
 
 
 def space_by_columns(problem: Problem, model: CostModel, shards: Iterable[Shard], cut: bool) -> SearchSpace:
@@ -28,7 +29,7 @@ def space_by_columns(problem: Problem, model: CostModel, shards: Iterable[Shard]
     cut: whether shards may be cut further. If not, only those that they form on a device are encoded.
     """
     shards = list(shards)
-    cache = ShardCostCache(problem, model, shards)
+    cache = Options(problem, model, shards)
     cache.add(cache.keys(shards))
     return search_space(cache, shards, everywhere=False, cut=cut)
 

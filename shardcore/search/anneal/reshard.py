@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.search.state.shards import division, searched_tables
 from shardcore.step.kinds import WHOLE_ROWS, Group, device_names, layout_of, possible_groups, shards_on
+from shardcore.step.ways import division, searched_tables
 
 
 def rebind_tables(plan: Plan, problem: Problem) -> Plan:

@@ -3,7 +3,7 @@
 A strip's columns are divided over devices, or a group of devices shares the whole strip.
 The latter needs a kind whose groups have several devices: all of them, or those of a host.
 
-Strips and units are defined in search/state/shard_cost_cache.py.
+Strips and units are defined in step/options.py.
 
 Shapes: S strips, U units of the largest strip, D devices, F features, N runs.
 Y layouts of what groups share, G groups. X exchanges (arrays.SearchProblem).
@@ -19,7 +19,9 @@ import numpy as np
 from shardcore.core.progress import tick
 from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.cost.model import CommCost, CostModel, first_least, is_less, step_ms
-from shardcore.search.anneal.compiled.arrays import (
+from shardcore.search.anneal.reshard import Reshard
+from shardcore.search.ties import ranks
+from shardcore.step.engine.arrays import (
     ARRIVED,
     BUSIEST,
     ENTERED,
@@ -39,17 +41,15 @@ from shardcore.search.anneal.compiled.arrays import (
     WORK_ONCE,
     SearchProblem,
 )
-from shardcore.search.anneal.local_batch import batch_fields, first_run, fixed_fields, table_ranks
-from shardcore.search.anneal.options import option_fields
-from shardcore.search.anneal.reshard import Reshard
-from shardcore.search.state.shard_cost_cache import ShardCostCache, encoded
-from shardcore.search.state.shards import placed, required_division
-from shardcore.search.ties import ranks
+from shardcore.step.engine.local_batch import batch_fields, first_run, fixed_fields, table_ranks
+from shardcore.step.engine.vectors import option_fields
 from shardcore.step.kinds import Group, Layout, even_share, run_of, runs_of
 from shardcore.step.lower import traffic_of_outputs
 from shardcore.step.memory import held_bytes
 from shardcore.step.memory_account import StageCoefficients
 from shardcore.step.op_limits import may_bind, most_features
+from shardcore.step.options import Options, encoded
+from shardcore.step.ways import placed, required_division
 
 LARGE = 1 << 19
 """Strips × devices of a large problem."""
@@ -69,7 +69,7 @@ class SearchSpace:
     runs: [N] runs of ops: kinds of what single devices hold (cache.kinds), then others.
     """
 
-    cache: ShardCostCache
+    cache: Options
     fixed: SearchProblem
     shared_bytes: np.ndarray
     groups: tuple[tuple[Layout, Group], ...]
@@ -173,7 +173,7 @@ def without_ranges(shards: Sequence[Shard], problem: Problem) -> tuple[list[Shar
 
 
 def search_space(
-    cache: ShardCostCache,
+    cache: Options,
     shards: Sequence[Shard],
     everywhere: bool,
     halves: bool = False,
@@ -292,12 +292,12 @@ def search_space(
     return SearchSpace(cache, fixed, shared_bytes.astype(np.int64), groups, divided, runs)
 
 
-def is_large(cache: ShardCostCache) -> bool:
+def is_large(cache: Options) -> bool:
     """Tell if the problem has so many shards that the search has to be selective."""
     return len(cache) * len(cache.speed) > LARGE
 
 
-def _worth_cutting(cache: ShardCostCache, shards: Sequence[Shard]) -> np.ndarray:
+def _worth_cutting(cache: Options, shards: Sequence[Shard]) -> np.ndarray:
     """[S] bool: strips that `shards` cut already, or that are costly or large enough to cut.
 
     All others stay whole and fill gaps. Their shards would take most of the time and memory.
@@ -364,7 +364,7 @@ def _group_of(
 
 
 def _shareable(
-    cache: ShardCostCache,
+    cache: Options,
     groups: Sequence[tuple[Layout, Group]],
     layouts: Sequence[Layout],
     wanted: bool,

@@ -14,7 +14,7 @@ The compiled search takes the cost of an exchange as linear in its bytes.
 These are the bytes of each device, of the busiest device and of the busiest host.
 The model itself decides which plan is best.
 
-Shapes: S strips, D devices. Strips and units are defined in search/state/shard_cost_cache.py.
+Shapes: S strips, D devices. Strips and units are defined in step/options.py.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ from shardcore.core.types import Placement, Plan, Problem
 from shardcore.cost.model import CostModel, is_less
 from shardcore.search.anneal import compiled
 from shardcore.search.anneal.compiled import State
-from shardcore.search.anneal.compiled.arrays import LOAD, LOG, OVER
-from shardcore.search.anneal.compiled.pointers import packed
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.search_space import LARGE
 from shardcore.search.anneal.starts import Start, Starts
@@ -43,6 +41,8 @@ from shardcore.search.budget import Meter
 from shardcore.search.state.feasible import feasible_shards, fitting
 from shardcore.search.state.shards import CONCESSION, priced
 from shardcore.search.ties import sort_by_cost
+from shardcore.step.engine.arrays import LOAD, LOG, OVER
+from shardcore.step.engine.pointers import packed
 
 SPACES = ("all", "columns", "halves")
 """Spaces of plans: anything; tables whole or cut by columns; the same, with halved columns only."""

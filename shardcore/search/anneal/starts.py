@@ -1,6 +1,6 @@
 """Plans that annealing starts from: greedy ones of several ways to cut and share tables, or an existing plan.
 
-Shapes: S strips, D devices. Strips and units are defined in search/state/shard_cost_cache.py.
+Shapes: S strips, D devices. Strips and units are defined in step/options.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,21 @@ from shardcore.cost.model import CostModel, first_least
 from shardcore.search import greedy
 from shardcore.search.anneal import compiled
 from shardcore.search.anneal.compiled import SearchProblem, State
-from shardcore.search.anneal.compiled.arrays import (
+from shardcore.search.anneal.rates import rates_of
+from shardcore.search.anneal.reshard import Reshard
+from shardcore.search.anneal.search_space import (
+    SearchSpace,
+    is_large,
+    keeping,
+    search_space,
+    without_ranges,
+    worth_copying,
+)
+from shardcore.search.budget import Meter
+from shardcore.search.state.feasible import fitting
+from shardcore.search.state.refusal import shown
+from shardcore.search.ties import least, ranks
+from shardcore.step.engine.arrays import (
     ARRIVED,
     BEST,
     BUSIEST,
@@ -34,25 +48,11 @@ from shardcore.search.anneal.compiled.arrays import (
     SIZE,
     SPEED,
 )
-from shardcore.search.anneal.compiled.pointers import packed
-from shardcore.search.anneal.rates import rates_of
-from shardcore.search.anneal.reshard import Reshard
-from shardcore.search.anneal.search_space import (
-    SearchSpace,
-    is_large,
-    keeping,
-    search_space,
-    without_ranges,
-    worth_copying,
-)
-from shardcore.search.budget import Meter
-from shardcore.search.state.feasible import fitting
-from shardcore.search.state.refusal import shown
-from shardcore.search.state.shard_cost_cache import ShardCostCache
-from shardcore.search.state.shards import division, fixed_placements
-from shardcore.search.ties import least, ranks
+from shardcore.step.engine.pointers import packed
 from shardcore.step.kinds import Layout, shards_on
 from shardcore.step.memory import held_bytes
+from shardcore.step.options import Options
+from shardcore.step.ways import division, fixed_placements
 
 _SPLITS = (np.inf, 1.2, 1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 """Greedy starts cut tables that cost more than one of these shares of a device's mean load."""
@@ -119,7 +119,7 @@ class Starts:
     def __init__(self, problem: Problem, model: CostModel, meter: Meter) -> None:
         self.problem, self.model, self.meter = problem, model, meter
         self.head = model.compiled().head
-        self.cache: ShardCostCache | None = None  # of the last shards
+        self.cache: Options | None = None  # of the last shards
         self._rates: dict[tuple[Layout, ...], np.ndarray] = {}  # of exchanges, by runs
         self._greedy_s: float | None = None  # seconds of the longest greedy plan so far, if there is one
         self._last: tuple[Sequence[Shard], str, SearchSpace] | None = (
@@ -540,7 +540,7 @@ class Starts:
         It keeps the last cache if that covers the shards: encoding them again would take longer than anything else.
         """
         if self.cache is None or not self.cache.covers(shards):
-            self.cache = ShardCostCache(self.problem, self.model, shards)
+            self.cache = Options(self.problem, self.model, shards)
         space = search_space(self.cache, shards, everywhere, halves, by_rows)
         if space.runs not in self._rates:
             self._rates[space.runs] = rates_of(self.problem, self.model, space.runs)

@@ -37,13 +37,13 @@ from shardcore.io.towers import Towers
 from shardcore.search.budget import Budget
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.state.refusal import shown
-from shardcore.search.state.shards import on_all_devices
 from shardcore.search.ties import least, ranks
 from shardcore.step.kinds import ID_CHANNELS
 from shardcore.step.lower import Workload, lower
 from shardcore.step.memory import gib, held_bytes
 from shardcore.step.memory_account import local_batch_bytes, table_bytes
 from shardcore.step.scopes import groups_of
+from shardcore.step.ways import on_all_devices
 from shardcore.tables.hot_rows import as_cold, cold_names
 
 MOST_UNITS = 4096

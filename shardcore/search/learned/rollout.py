@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardcore.search.anneal.batch import PlanBatch
-from shardcore.search.anneal.compiled.arrays import FREE
 from shardcore.search.anneal.search_space import SearchSpace
 from shardcore.search.learned.nets import PARTS, Net, PolicyInputs, Weights, features
 from shardcore.search.lockstep import Placed, place_in_order
-from shardcore.search.state.shard_cost_cache import ShardCostCache
+from shardcore.step.engine.arrays import FREE
+from shardcore.step.options import Options
 
 _EQUAL = 1e-5
 """Relative difference below which scores are equal: they are float32."""
@@ -57,7 +57,7 @@ class Rollouts:
     weights: Weights
     plans: int = 1
     rng: np.random.Generator | None = None
-    _known: tuple[ShardCostCache, np.ndarray] | None = None
+    _known: tuple[Options, np.ndarray] | None = None
 
     def __call__(self, space: SearchSpace, keys: np.ndarray) -> Placed:
         with np.errstate(over="ignore", invalid="ignore"):  # weights from a file may be anything
@@ -109,7 +109,7 @@ class Rollouts:
         placed = place_in_order(space, keys, single, self.plans, scores, _EQUAL)
         return Rollout(placed, used, costs, before, after, sums / speed)
 
-    def latents_of(self, cache: ShardCostCache) -> np.ndarray:
+    def latents_of(self, cache: Options) -> np.ndarray:
         """[R, L] latents of all shards that the cache knows. A bundle has the sum of its shards'."""
         if self._known is None or self._known[0] is not cache or len(self._known[1]) < len(cache.made):
             shards = [s for bundle in cache.made for s in bundle]

@@ -12,10 +12,10 @@ from shardcore.core.types import Plan, Problem, Shard
 from shardcore.core.validation import require
 from shardcore.search.state.packing import packings_of, roomiest
 from shardcore.search.state.refusal import refusal
-from shardcore.search.state.shards import division, fixed_placements, why_not
 from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, shards_on
 from shardcore.step.memory import fits, require_fits
 from shardcore.step.op_limits import may_bind, require_ops
+from shardcore.step.ways import division, fixed_placements, why_not
 
 
 def feasible_shards(problem: Problem) -> list[Shard]:

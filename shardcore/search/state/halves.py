@@ -15,8 +15,9 @@ from shardcore.core.types import Placement, Plan, Problem, Table
 from shardcore.core.validation import MOST_NAME
 from shardcore.cost.model import CostModel
 from shardcore.search.state.packing import equally_wide
-from shardcore.search.state.shards import consolidate, priced
+from shardcore.search.state.shards import priced
 from shardcore.step.kinds import LAYOUTS, layout_of
+from shardcore.step.ways import consolidate
 
 _CUT = tuple(name for name, layout in LAYOUTS.items() if layout.cuts_columns)
 """Kinds of sharding that may run some of a table's columns."""

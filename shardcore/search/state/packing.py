@@ -25,20 +25,13 @@ import numpy as np
 
 from shardcore.core.progress import ticking
 from shardcore.core.types import Placement, Plan, Problem, Shard
-from shardcore.search.state.shards import (
-    Bundle,
-    bundles,
-    equal_parts,
-    searched_tables,
-    shared_groups,
-    why_not,
-)
 from shardcore.step import memory
 from shardcore.step.id_bytes import sample_bytes
 from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, Layout, run_of, shards_on
 from shardcore.step.memory import Caches, held_bytes
 from shardcore.step.memory_account import Account, own_peaks, sums_of
 from shardcore.step.shard_memory import run_batches
+from shardcore.step.ways import Bundle, bundles, equal_parts, searched_tables, shared_groups, why_not
 
 _PASSES, _FEW_PASSES = 12, 3
 """Pairs of passes from the first ways, at most and at least: with many tables a pass takes long."""

@@ -29,9 +29,9 @@ from shardcore.core.types import Setting, Shard
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.search.anneal.batch import PlanBatch, space_by_columns
-from shardcore.search.state.shards import bundles, devices_of, equal_parts
 from shardcore.step.lower import lower
 from shardcore.step.memory import used_bytes
+from shardcore.step.ways import bundles, devices_of, equal_parts
 
 
 def batch_of(problem, shards, plans=1, model=MODEL):

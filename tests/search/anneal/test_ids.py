@@ -14,8 +14,8 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.search import Budget
 from shardcore.search.anneal import compiled, sharder
-from shardcore.search.anneal.compiled.arrays import ARRIVED, ENTERED
 from shardcore.search.portfolio import annealing
+from shardcore.step.engine.arrays import ARRIVED, ENTERED
 from shardcore.step.id_bytes import expected_bytes
 from shardcore.step.kinds import layout_of
 from shardcore.step.lower import lower

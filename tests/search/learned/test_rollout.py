@@ -18,9 +18,9 @@ from shardcore.search.learned.nets import FEATURES, features
 from shardcore.search.learned.policy import NETS
 from shardcore.search.learned.rollout import Rollouts
 from shardcore.search.learned.training import CostSample, Learner, PolicyConfig, Prepared
-from shardcore.search.state.shards import equal_parts, placed
 from shardcore.step import access
 from shardcore.step.lower import lower
+from shardcore.step.ways import equal_parts, placed
 from shardcore.tables import streams
 from shardcore.testing.plans import check_plan
 from shardcore.testing.problems import CASES, model_for

@@ -16,9 +16,9 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.state.packing import excess_bytes, roomiest
-from shardcore.search.state.shards import equal_parts
 from shardcore.step import memory
 from shardcore.step.lower import lower
+from shardcore.step.ways import equal_parts
 from shardcore.testing.problems import model_for
 
 

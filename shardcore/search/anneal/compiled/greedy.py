@@ -4,7 +4,7 @@ import numpy as np
 from numba import boolean, int64
 
 from shardcore.core.jit import inner
-from shardcore.search.anneal.compiled.arrays import (
+from shardcore.step.engine.arrays import (
     BUSIEST,
     FREE,
     HEAD,
@@ -14,11 +14,11 @@ from shardcore.search.anneal.compiled.arrays import (
     problem_at,
     state_at,
 )
-from shardcore.search.anneal.compiled.cost import exchanged_bytes, is_less, load_of, n_devices_of
-from shardcore.search.anneal.compiled.memory import expect, frame, lack_of
-from shardcore.search.anneal.compiled.moves import price_ops
-from shardcore.search.anneal.compiled.pointers import WORDS, entry
-from shardcore.search.anneal.compiled.put import may_have, put
+from shardcore.step.engine.cost import exchanged_bytes, is_less, load_of, n_devices_of
+from shardcore.step.engine.memory import expect, frame, lack_of
+from shardcore.step.engine.pointers import WORDS, entry
+from shardcore.step.engine.put import may_have, put
+from shardcore.step.engine.trial import price_ops
 
 
 @inner

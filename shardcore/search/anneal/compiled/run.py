@@ -5,12 +5,13 @@ from typing import Any
 
 from numba import float64, int64
 
-from shardcore.search.anneal.compiled.arrays import BEST, ENERGY, HEAD, LOG, MOST_EDITS, problem_at, state_at
-from shardcore.search.anneal.compiled.cost import cost_of, is_less, n_devices_of
-from shardcore.search.anneal.compiled.moves import accept, fits, propose, try_edits, uniform
-from shardcore.search.anneal.compiled.pointers import WORDS, entry
+from shardcore.search.anneal.compiled.moves import propose, uniform
 from shardcore.search.anneal.compiled.shared_moves import change_shared
-from shardcore.search.anneal.compiled.state import recompute, undo
+from shardcore.step.engine.arrays import BEST, ENERGY, HEAD, LOG, MOST_EDITS, problem_at, state_at
+from shardcore.step.engine.cost import cost_of, is_less, n_devices_of
+from shardcore.step.engine.pointers import WORDS, entry
+from shardcore.step.engine.state import recompute, undo
+from shardcore.step.engine.trial import accept, fits, try_edits
 
 SHARED_TRIALS = 0.1
 """Share of the trials that change what groups share."""

@@ -6,7 +6,8 @@ Each changes every device of a group. So they cost more than other moves and are
 from numba import int64
 
 from shardcore.core.jit import inner
-from shardcore.search.anneal.compiled.arrays import (
+from shardcore.search.anneal.compiled.moves import below, uniform
+from shardcore.step.engine.arrays import (
     FIRST,
     GROUP_RUN,
     LAYOUT_OF,
@@ -18,10 +19,9 @@ from shardcore.search.anneal.compiled.arrays import (
     SIZE,
     WORST,
 )
-from shardcore.search.anneal.compiled.cost import copy, energy_of, is_less, n_devices_of
-from shardcore.search.anneal.compiled.memory import shared_option
-from shardcore.search.anneal.compiled.moves import begin_trial, below, edit_ops, price_ops, uniform
-from shardcore.search.anneal.compiled.state import (
+from shardcore.step.engine.cost import copy, energy_of, is_less, n_devices_of
+from shardcore.step.engine.memory import shared_option
+from shardcore.step.engine.state import (
     hold,
     note,
     recompute,
@@ -30,6 +30,7 @@ from shardcore.search.anneal.compiled.state import (
     sum_loads,
     undo,
 )
+from shardcore.step.engine.trial import begin_trial, edit_ops, price_ops
 
 
 @inner

@@ -15,7 +15,10 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Shard, Table
 from shardcore.plans.replan import ReplanConfig, replan
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.state.shards import (
+from shardcore.step.kinds import shards_on
+from shardcore.step.lower import lower, require_cover
+from shardcore.step.memory import used_bytes
+from shardcore.step.ways import (
     consolidate,
     devices_of,
     divided_otherwise,
@@ -24,9 +27,6 @@ from shardcore.search.state.shards import (
     layout_of_shard,
     placed,
 )
-from shardcore.step.kinds import shards_on
-from shardcore.step.lower import lower, require_cover
-from shardcore.step.memory import used_bytes
 from shardcore.testing.problems import draw_problem, model_for
 
 MIB = 2**20

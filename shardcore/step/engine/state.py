@@ -3,7 +3,7 @@
 from numba import int64, void
 
 from shardcore.core.jit import inner
-from shardcore.search.anneal.compiled.arrays import (
+from shardcore.step.engine.arrays import (
     BYTES_MOVED,
     ENERGY,
     ENTERED,
@@ -29,7 +29,7 @@ from shardcore.search.anneal.compiled.arrays import (
     problem_at,
     state_at,
 )
-from shardcore.search.anneal.compiled.cost import (
+from shardcore.step.engine.cost import (
     copy,
     energy_of,
     exchanged_bytes,
@@ -37,8 +37,8 @@ from shardcore.search.anneal.compiled.cost import (
     n_devices_of,
     power,
 )
-from shardcore.search.anneal.compiled.memory import add_option, expect, frame, set_lacks, shared_option
-from shardcore.search.anneal.compiled.pointers import WORDS, entry
+from shardcore.step.engine.memory import add_option, expect, frame, set_lacks, shared_option
+from shardcore.step.engine.pointers import WORDS, entry
 
 
 @inner

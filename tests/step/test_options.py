@@ -9,9 +9,9 @@ from shardcore.core.constraints import Constraints
 from shardcore.core.tiers import Memory
 from shardcore.core.types import Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.search.state.shard_cost_cache import ShardCostCache
-from shardcore.search.state.shards import IMPOSSIBLE
 from shardcore.step.memory_account import sums_of
+from shardcore.step.options import Options
+from shardcore.step.ways import IMPOSSIBLE
 
 TABLES = (
     Table("pooled", 1001, 32, 7.3),
@@ -36,7 +36,7 @@ def test_sums_of_any_number_of_columns_are_exactly_those_of_the_shard():
         "rowwise_adagrad",
         Constraints(together=(("a", "b"),)),
     )
-    cache = ShardCostCache(problem, AnalyticModel(Setting("gpu", 64)), map(Shard.whole, TABLES))
+    cache = Options(problem, AnalyticModel(Setting("gpu", 64)), map(Shard.whole, TABLES))
     strips = np.repeat(np.arange(len(cache)), cache.size)
     cache.need(strips, np.concatenate([np.arange(1, n + 1) for n in cache.size]))
     assert len(cache.made) == 1 + cache.size.sum() > 40
@@ -48,7 +48,7 @@ def test_sums_of_any_number_of_columns_are_exactly_those_of_the_shard():
 def test_shards_that_no_device_may_have_are_too_large_for_any():
     wide = replace(TABLES[0], dim=4096)
     problem = Problem("p", (wide, TABLES[1]), on_hosts("aabb"), 64)
-    cache = ShardCostCache(problem, AnalyticModel(Setting("gpu", 64)), map(Shard.whole, problem.tables))
+    cache = Options(problem, AnalyticModel(Setting("gpu", 64)), map(Shard.whole, problem.tables))
     [strip] = np.flatnonzero(cache.size > 100)
     cache.need(np.array([strip, strip]), np.array([1, cache.size[strip]]))
     assert cache.bytes[1] < IMPOSSIBLE == cache.bytes[2]

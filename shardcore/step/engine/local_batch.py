@@ -13,9 +13,8 @@ import numpy as np
 from shardcore.core.job import PIPELINES
 from shardcore.core.progress import ticking
 from shardcore.core.types import OUTPUT_BYTES, Problem, Shard
-from shardcore.search.state.shard_cost_cache import ShardCostCache
-from shardcore.search.state.shards import fixed_placements
 from shardcore.step.kinds import Group, Layout, run_of
+from shardcore.step.options import Options
 from shardcore.step.output_bytes import table_output_rows
 from shardcore.step.shard_memory import (
     batch_bytes,
@@ -25,6 +24,7 @@ from shardcore.step.shard_memory import (
     scratch_bytes,
     table_order,
 )
+from shardcore.step.ways import fixed_placements
 
 
 def table_ranks(problem: Problem) -> dict[str, int]:
@@ -34,7 +34,7 @@ def table_ranks(problem: Problem) -> dict[str, int]:
 
 
 def batch_fields(
-    cache: ShardCostCache, groups: Sequence[tuple[Layout, Group]], layouts: Sequence[Layout]
+    cache: Options, groups: Sequence[tuple[Layout, Group]], layouts: Sequence[Layout]
 ) -> dict[str, Any]:
     """The fields of SearchProblem about the local batch. layouts: [Y] of the groups."""
     problem = cache.problem
@@ -70,7 +70,7 @@ def first_run(parts: Sequence[tuple[Layout, Shard]]) -> list[Shard]:
 
 
 def _moments(problem: Problem) -> np.ndarray:
-    """[2, 7, 3] the field of this name (compiled/arrays.py)."""
+    """[2, 7, 3] the field of this name (arrays.py)."""
     job, batch = problem.job, batch_bytes(problem)
     pipeline = PIPELINES[job.pipeline]
     of_each = [
@@ -90,7 +90,7 @@ def _outputs(shard: Shard, batch: int) -> int:
     return OUTPUT_BYTES * shard.width * table_output_rows(shard.table, batch)
 
 
-def fixed_fields(cache: ShardCostCache, runs: Sequence[Layout]) -> dict[str, Any]:
+def fixed_fields(cache: Options, runs: Sequence[Layout]) -> dict[str, Any]:
     """The fields about the local batch of tables that are on all devices in every plan."""
     problem, rank = cache.problem, table_ranks(cache.problem)
     # [N, 4] as State.runs. The rank is above every other, until a table of the run is found.

@@ -12,8 +12,8 @@ import math
 from numba import int64
 
 from shardcore.core.jit import inner
-from shardcore.cost.model import EQUAL
-from shardcore.search.anneal.compiled.arrays import (
+from shardcore.core.step_cost import EQUAL
+from shardcore.step.engine.arrays import (
     ARRIVED,
     BUSIEST,
     ENTERED,

@@ -15,7 +15,7 @@ X exchanges: of each run's outputs, then of each run's ids. Exchange x is that o
 Y layouts of what groups of devices share, G groups. C caches, L log entries, P parameters, A heads.
 B slots of a run's stage, E edits of a move, Q counters. Digits stand for themselves.
 
-Strips and units are defined in search/state/shard_cost_cache.py.
+Strips and units are defined in step/options.py.
 """
 
 # Annotations are numba's types, which pyright does not know as types.
@@ -27,7 +27,7 @@ import numba
 import numpy as np
 from numba import boolean, float64, int16, int32, int64, uint64
 
-from shardcore.search.anneal.compiled.pointers import Array, Record, pointer
+from shardcore.step.engine.pointers import Array, Record, pointer
 
 HEAD = numba.types.FunctionType(float64(float64[::1], float64[::1]))
 """The type of every model's compiled head. One type, so that the search is compiled once for all models."""

@@ -1,4 +1,4 @@
-"""ShardCostCache: memory and cost of what a device can hold, looked up instead of computed again.
+"""Options: memory and cost of what a device can hold, looked up instead of computed again.
 
 A search works on integers. Two words, used in all of search/:
 
@@ -20,14 +20,19 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from math import gcd
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 from shardcore.core.job import PIPELINES
 from shardcore.core.progress import tick, ticking
 from shardcore.core.types import Problem, Shard, Table
-from shardcore.cost.model import CostModel
-from shardcore.search.state.shards import (
+from shardcore.step.id_bytes import sample_bytes
+from shardcore.step.kinds import WHOLE_ROWS, Layout, run_of, runs_of
+from shardcore.step.memory import Caches
+from shardcore.step.memory_account import StageCoefficients, sums_of
+from shardcore.step.shard_memory import bucketized_bytes
+from shardcore.step.ways import (
     IMPOSSIBLE,
     Bundle,
     RowRange,
@@ -39,21 +44,26 @@ from shardcore.search.state.shards import (
     required_division,
     row_range,
 )
-from shardcore.step.id_bytes import sample_bytes
-from shardcore.step.kinds import WHOLE_ROWS, Layout, run_of, runs_of
-from shardcore.step.memory import Caches
-from shardcore.step.memory_account import StageCoefficients, sums_of
-from shardcore.step.shard_memory import bucketized_bytes
 
 _ENCODED_AT_ONCE = 1 << 14
 """Shards that are encoded between two reports of progress."""
+
+
+class Encoder(Protocol):
+    """What options need of a cost model (cost.model.CostModel)."""
+
+    def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray: ...
+    def head(self, sums: np.ndarray) -> np.ndarray: ...
+
+
+Model = TypeVar("Model", bound=Encoder)
 ShardKey = tuple[int, int]
 """A shard as strip and number of units."""
 Integers = int | np.ndarray
 """An integer, or one for each plan of a batch."""
 
 
-class ShardCostCache:
+class Options(Generic[Model]):
     """The strips that `shards` cover, and shards of them, under one problem and model.
 
     `add` and `need` compute shards.
@@ -79,7 +89,7 @@ class ShardCostCache:
     single_ms: [R] cost of an op with only this shard, at speed 1.
     """
 
-    def __init__(self, problem: Problem, model: CostModel, shards: Iterable[Shard]) -> None:
+    def __init__(self, problem: Problem, model: Model, shards: Iterable[Shard]) -> None:
         self.problem, self.model = problem, model
         self.speed = np.array([d.speed for d in problem.topology.devices])
         shards = list(shards)
@@ -370,8 +380,8 @@ class ShardCostCache:
         return self._numbers[strips, units]
 
 
-def encoded(shards: Sequence[Shard], model: CostModel, batch: int | None = None) -> np.ndarray:
-    """[N, F] the model's encodings, a chunk at a time. batch: as in CostModel.encode."""
+def encoded(shards: Sequence[Shard], model: Encoder, batch: int | None = None) -> np.ndarray:
+    """[N, F] the model's encodings, a chunk at a time. batch: as in Encoder.encode."""
     chunks = []
     for i in range(0, len(shards), _ENCODED_AT_ONCE):
         # A chunk may take seconds.

@@ -14,12 +14,12 @@ from shardcore.core.topology import Memory
 from shardcore.core.types import Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search.anneal import compiled
-from shardcore.search.anneal.compiled.arrays import FEATURES, FREE, LACK, LOOKUPS, NEXT
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import Search, copy_of
 from shardcore.search.budget import Budget
 from shardcore.search.state.packing import roomiest
 from shardcore.search.state.shards import priced
+from shardcore.step.engine.arrays import FEATURES, FREE, LACK, LOOKUPS, NEXT
 from shardcore.step.kinds import merged, run_of, shards_on
 from shardcore.step.memory import fits, host_bytes, used_bytes
 from shardcore.step.op_limits import may_bind, most_features, op_ids, require_ops

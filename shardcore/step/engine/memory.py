@@ -18,7 +18,7 @@ import numpy as np
 from numba import int64
 
 from shardcore.core.jit import inner
-from shardcore.search.anneal.compiled.arrays import (
+from shardcore.step.engine.arrays import (
     ARRIVED,
     CACHED,
     COLLECTION,
@@ -61,7 +61,7 @@ from shardcore.search.anneal.compiled.arrays import (
     SLOT_FREED_LATE,
     SLOT_PHASES,
 )
-from shardcore.search.anneal.compiled.cost import add, n_devices_of, total_of
+from shardcore.step.engine.cost import add, n_devices_of, total_of
 from shardcore.step.memory import CACHE_SET_ROWS
 from shardcore.step.memory_account import OF_OP
 from shardcore.step.op_limits import MOST_IDS

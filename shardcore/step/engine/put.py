@@ -12,7 +12,7 @@ import numpy as np
 from numba import boolean, int64, void
 
 from shardcore.core.jit import inner
-from shardcore.search.anneal.compiled.arrays import (
+from shardcore.step.engine.arrays import (
     ARRIVED,
     ENTERED,
     FREE,
@@ -29,8 +29,8 @@ from shardcore.search.anneal.compiled.arrays import (
     problem_at,
     state_at,
 )
-from shardcore.search.anneal.compiled.cost import n_devices_of
-from shardcore.search.anneal.compiled.memory import (
+from shardcore.step.engine.cost import n_devices_of
+from shardcore.step.engine.memory import (
     batch_most,
     change_parts,
     expect,
@@ -40,9 +40,9 @@ from shardcore.search.anneal.compiled.memory import (
     set_lacks,
     set_room,
 )
-from shardcore.search.anneal.compiled.moves import begin_trial, edit_ops, keep_trial, price_ops
-from shardcore.search.anneal.compiled.pointers import WORDS, entry
-from shardcore.search.anneal.compiled.state import hold, recompute_ops, set_ms
+from shardcore.step.engine.pointers import WORDS, entry
+from shardcore.step.engine.state import hold, recompute_ops, set_ms
+from shardcore.step.engine.trial import begin_trial, edit_ops, keep_trial, price_ops
 
 BATCH = int64[:, ::1]
 """The type of packed records [B, W] in a signature."""

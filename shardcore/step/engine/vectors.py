@@ -14,16 +14,16 @@ import numpy as np
 
 from shardcore.core.progress import ticking
 from shardcore.core.types import PRECISION_BYTES, Shard
-from shardcore.search.anneal.compiled.arrays import CACHED, RESIDENT
-from shardcore.search.state.shard_cost_cache import ShardCostCache, encoded
-from shardcore.search.state.shards import IMPOSSIBLE, fixed_placements
+from shardcore.step.engine.arrays import CACHED, RESIDENT
 from shardcore.step.kinds import Layout, run_of, shards_on
 from shardcore.step.memory import CACHED_ROW_BYTES
 from shardcore.step.memory_account import sums_of
+from shardcore.step.options import Options, encoded
+from shardcore.step.ways import IMPOSSIBLE, fixed_placements
 
 
 def option_fields(
-    cache: ShardCostCache,
+    cache: Options,
     runs: Sequence[Layout],
     layouts: Sequence[Layout],
     parts: np.ndarray,
@@ -83,7 +83,7 @@ def option_fields(
     }
 
 
-def _amounts(cache: ShardCostCache, run: Layout, shard: Shard) -> np.ndarray:
+def _amounts(cache: Options, run: Layout, shard: Shard) -> np.ndarray:
     """[6 + C] entries of a vector before the encoding."""
     amounts = np.zeros(CACHED + len(cache.caches))
     amounts[:CACHED] = sums_of(run, shard, cache.problem)
@@ -92,13 +92,13 @@ def _amounts(cache: ShardCostCache, run: Layout, shard: Shard) -> np.ndarray:
     return amounts
 
 
-def _vector(cache: ShardCostCache, run: Layout, shards: Sequence[Shard]) -> np.ndarray:
+def _vector(cache: Options, run: Layout, shards: Sequence[Shard]) -> np.ndarray:
     """[V] what shards on one device add to an op."""
     n = np.sum([_amounts(cache, run, shard) for shard in shards], 0)
     return np.concatenate([n, encoded(shards, cache.model).sum(0)])
 
 
-def _fixed_ops(cache: ShardCostCache, runs: Sequence[Layout]) -> np.ndarray:
+def _fixed_ops(cache: Options, runs: Sequence[Layout]) -> np.ndarray:
     """[D, N, V] vectors of the ops of tables of fixed kinds, which are on all devices in every plan."""
     problem, held = cache.problem, defaultdict[Layout, dict[Shard, list[int]]](dict)
     for placement in fixed_placements(problem):
@@ -114,7 +114,7 @@ def _fixed_ops(cache: ShardCostCache, runs: Sequence[Layout]) -> np.ndarray:
     return ops
 
 
-def _cache_fields(cache: ShardCostCache, runs: Sequence[Layout], length: int) -> dict[str, np.ndarray]:
+def _cache_fields(cache: Options, runs: Sequence[Layout], length: int) -> dict[str, np.ndarray]:
     """The fields about caches. length: V."""
     row_bytes, caches = np.zeros(length), []
     # A cache has a count of rows, then a count of shards for each width, ascending.

@@ -1,0 +1,262 @@
+"""Trials of a change: its cost and whether it fits, before it is carried out.
+
+A change is a list of edits in st.edit. An edit says how many units of a strip a device holds afterwards.
+Ops that a change alters are in rows of their own (State.row) until it is accepted.
+"""
+
+import numpy as np
+from numba import int64
+
+from shardcore.core.jit import inner
+from shardcore.step.engine.arrays import (
+    BYTES_MOVED,
+    ENTERED,
+    FREE,
+    HELD,
+    HOST_BUSIEST,
+    JOINT,
+    LACK,
+    LOAD,
+    N_MOVED,
+    NEXT,
+    ON_HOST,
+    OPTION_RUN,
+    RESIDENT,
+    ROOM,
+    SENT,
+    TABLE,
+)
+from shardcore.step.engine.cost import (
+    copy,
+    energy_of,
+    exchanged_bytes,
+    has_busiest,
+    load_of,
+    n_devices_of,
+    power,
+    total_of,
+)
+from shardcore.step.engine.memory import (
+    batch_most,
+    change_parts,
+    frame,
+    host_fits,
+    lack_of,
+    set_room,
+)
+from shardcore.step.engine.state import hold, moved_of, note, set_ms
+
+
+@inner
+def edit(st, i, s, d, units):
+    """Write edit i: device d holds `units` of strip s afterwards."""
+    st.edit[i, 0], st.edit[i, 1], st.edit[i, 2] = s, d, units
+
+
+@inner
+def moves_too_much(fx, st, n):
+    """Tell if n edits exceed the re-sharding limits. The edits concern at most two tables."""
+    # Sum by table: what it gains on one device may be what it loses on the other.
+    a = b = -1
+    more_a = more_b = joint_a = joint_b = 0
+    for i in range(n):
+        s, d = st.edit[i, 0], st.edit[i, 1]
+        more = moved_of(fx, s, d, st.edit[i, 2]) - moved_of(fx, s, d, int64(st.held[s, d]))
+        t = fx.strips[s, TABLE]
+        if a < 0 or a == t:
+            a = t
+            more_a += more
+            joint_a = fx.strips[s, JOINT]
+        else:
+            b = t
+            more_b += more
+            joint_b = fx.strips[s, JOINT]
+    # A table counts as moved once some device holds bytes of it that it did not have.
+    tables = st.number[N_MOVED]
+    if a >= 0:
+        tables += (int(st.moved[a] + more_a > 0) - int(st.moved[a] > 0)) * joint_a
+    if b >= 0:
+        tables += (int(st.moved[b] + more_b > 0) - int(st.moved[b] > 0)) * joint_b
+    # A plan above a limit may still come closer to it: only a further increase is refused.
+    too_many = tables > fx.most_tables and tables > st.number[N_MOVED]
+    return too_many or (st.number[BYTES_MOVED] + more_a + more_b > fx.most_bytes and more_a + more_b > 0)
+
+
+@inner
+def begin_trial(st, d, row):
+    """Let a trial's row of State.row have the ops of device d."""
+    for r in range(st.row.shape[1]):
+        st.row[row, r] = d
+
+
+@inner
+def edit_ops(fx, st, row, was, then):
+    """Take an option from the ops of a trial's row, and add another one. Both with their chains."""
+    for i in range(2):
+        option, sign = (was, -1.0) if i == 0 else (then, 1.0)
+        while option > 0:
+            r = fx.options[option, OPTION_RUN]
+            if st.row[row, r] != row:
+                copy(st.ops[row, r], st.ops[st.row[row, r], r])
+                st.row[row, r] = row
+            op, vector = st.ops[row, r], fx.vectors[option]
+            for v in range(len(op)):
+                op[v] += sign * vector[v]
+            option = fx.options[option, NEXT]
+
+
+@inner
+def price_ops(head, fx, st, row):
+    """Compute the ms of the ops that a trial has changed."""
+    for r in range(st.row.shape[1]):
+        if st.row[row, r] == row:
+            op = st.ops[row, r]
+            # An empty op is exactly 0. Differences of vectors would leave rounding errors.
+            if op[ENTERED] == 0.0:
+                for v in range(len(op)):
+                    op[v] = 0.0
+            set_ms(head, fx, st, row, r)
+
+
+@inner
+def keep_trial(fx, st, d, row):
+    """Give a device the ops of a trial's row, and its host what they carry."""
+    # Sums of the host first: they need what the device carried until now.
+    of_host, n_runs = st.hosts[0, fx.host[d]], len(fx.runs)
+    of_host[-1] += total_of(st, row, int64(ON_HOST)) - total_of(st, d, int64(ON_HOST))
+    for r in range(n_runs):
+        if st.row[row, r] == row:
+            for x in range(r, len(fx.rates), n_runs):
+                of_host[x] += exchanged_bytes(st, row, x) - exchanged_bytes(st, d, x)
+            copy(st.ops[d, r], st.ops[row, r])
+            copy(st.ms[d, r], st.ms[row, r])
+
+
+@inner
+def fits(fx, st, a, b, n):
+    """Tell if all devices fit after n edits on devices a and b. A device that lacks bytes may lack as many.
+
+    Fills ROOM and LACK of the trial's rows. Where all fit, the local batch is that after the edits.
+    """
+    n_devices, sent, before, changes = n_devices_of(st), st.value[SENT], batch_most(fx, st), False
+    for i in range(n):
+        s, d, now = st.edit[i, 0], st.edit[i, 1], st.edit[i, 2]
+        # Runs with cut tables have a larger local batch.
+        # (It comes before `or`, as each edit has to be counted.)
+        changes = change_parts(fx, st, s, int64(st.held[s, d]), now) or changes
+    if changes:
+        frame(fx, st)
+    fit = True
+    for slot in range(2):
+        d, row = a if slot == 0 else b, n_devices + slot
+        set_room(fx, st, d, row)
+        st.devices[row, LACK] = lack_of(fx, st, d, row)
+        fit = fit and st.devices[row, LACK] <= st.devices[d, LACK]
+        if fx.host_free < np.inf and fx.host[a] != fx.host[b]:
+            fit = fit and host_fits(fx, st, d, row)
+    # The local batch is that of all devices. More parts of tables have more ids.
+    most = batch_most(fx, st)
+    if fit and (changes or most > before):
+        for d in range(n_devices):
+            # ROOM is a lower bound, so only devices that it does not clear are counted exactly.
+            if st.devices[d, ROOM] < most and st.devices[d, LACK] == 0.0 and d != a and d != b:
+                if lack_of(fx, st, d, d) > 0.0:
+                    fit = False
+                    break
+    # The trial changed the local batch in place. Change it back.
+    if not fit:
+        for i in range(n):
+            s, d = st.edit[i, 0], st.edit[i, 1]
+            change_parts(fx, st, s, st.edit[i, 2], int64(st.held[s, d]))
+        # Without the rounding errors of sums.
+        st.value[SENT] = sent
+        if changes:
+            frame(fx, st)
+    # With another local batch, devices that lack bytes lack more or fewer.
+    elif changes or most != before:
+        for d in range(n_devices):
+            if st.devices[d, LACK] > 0.0:
+                st.devices[d, LACK] = lack_of(fx, st, d, d)
+    return fit
+
+
+@inner
+def try_edits(head, fx, st, a, b, n):
+    """The energy in ms after n edits on devices a and b. Infinite where they are not allowed.
+
+    Fills the trial's rows, which `accept` takes over. `fits` fills those of memory.
+    """
+    # Cheap checks come first: no head is called for a move that is not allowed.
+    n_devices = n_devices_of(st)
+    left_a = fx.devices[a, FREE] - st.devices[a, HELD]
+    left_b = fx.devices[b, FREE] - st.devices[b, HELD]
+    for i in range(n):
+        s, d, now = st.edit[i, 0], st.edit[i, 1], st.edit[i, 2]
+        if now > 0 and len(fx.allowed) > 0 and not fx.allowed[s, d]:
+            return np.inf
+        more = fx.vectors[fx.shard[s, now], RESIDENT] - fx.vectors[fx.shard[s, st.held[s, d]], RESIDENT]
+        left_a -= more if d == a else 0.0
+        left_b -= more if d == b else 0.0
+    # Resident bytes alone refuse many moves. `fits` counts all bytes, and only for the few that cost little enough.
+    if -left_a > st.devices[a, LACK] or -left_b > st.devices[b, LACK]:
+        return np.inf
+    if len(fx.kept) > 0 and moves_too_much(fx, st, n):
+        return np.inf
+    begin_trial(st, a, n_devices)
+    begin_trial(st, b, n_devices + 1)
+    for i in range(n):
+        s, d = st.edit[i, 0], st.edit[i, 1]
+        row = n_devices if d == a else n_devices + 1
+        edit_ops(fx, st, row, int64(fx.shard[s, st.held[s, d]]), int64(fx.shard[s, st.edit[i, 2]]))
+    # Norms change by the two devices' terms only: constant time, whatever the number of devices.
+    norm, ref, n_runs = st.norm[1], st.ref, len(fx.runs)
+    for i in range(3):
+        copy(norm[i], st.norm[0, i])
+    copy(st.hosts[1, -1], st.hosts[0, -1])
+    for slot in range(2):
+        d, row = a if slot == 0 else b, n_devices + slot
+        price_ops(head, fx, st, row)
+        for j in range(len(fx.heads)):
+            then_ms = load_of(fx, st, d, row, j)
+            st.devices[row, LOAD + j] = then_ms
+            norm[0, j] += power(then_ms / ref[0, j]) - power(st.devices[d, LOAD + j] / ref[0, j])
+        for r in range(n_runs):
+            if st.row[row, r] == row:
+                for x in range(r, len(fx.rates), n_runs):
+                    was, then = exchanged_bytes(st, d, x), exchanged_bytes(st, row, x)
+                    st.hosts[1, -1, x] += then - was
+                    # Two powers a device and exchange: saved where the busiest device adds no cost.
+                    if has_busiest(fx, x):
+                        norm[1, x] += power(then / ref[1, x]) - power(was / ref[1, x])
+    if st.hosts.shape[1] > 2:
+        g, h = fx.host[a], fx.host[b]
+        for x in range(len(fx.rates)):
+            if fx.rates[x, HOST_BUSIEST] > 0.0:
+                more = exchanged_bytes(st, n_devices, x) - exchanged_bytes(st, a, x)
+                also = exchanged_bytes(st, n_devices + 1, x) - exchanged_bytes(st, b, x)
+                # On one host both changes meet in one term.
+                if g == h:
+                    more, also = more + also, 0.0
+                of_g, of_h = st.hosts[0, g, x], st.hosts[0, h, x]
+                norm[2, x] += power((of_g + more) / ref[2, x]) - power(of_g / ref[2, x])
+                norm[2, x] += power((of_h + also) / ref[2, x]) - power(of_h / ref[2, x])
+    return energy_of(fx, st, int64(1))
+
+
+@inner
+def accept(fx, st, a, b, n):
+    """Carry out the n edits that `try_edits` priced last, and that fit."""
+    n_devices = n_devices_of(st)
+    for i in range(n):
+        s, d = st.edit[i, 0], st.edit[i, 1]
+        # Noted before it changes: `undo` needs the number of units before.
+        note(st, s, d, int64(st.held[s, d]))
+        hold(fx, st, s, d, st.edit[i, 2])
+    # The trial has computed all results already.
+    for slot in range(2):
+        d, row = a if slot == 0 else b, n_devices + slot
+        keep_trial(fx, st, d, row)
+        copy(st.devices[d], st.devices[row])
+    copy(st.hosts[0, -1], st.hosts[1, -1])
+    for i in range(3):
+        copy(st.norm[0, i], st.norm[1, i])

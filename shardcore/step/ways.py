@@ -1,0 +1,351 @@
+"""Ways to run tables under a problem's constraints: how they are cut, where shards may go, and how they become a plan.
+
+Words used in all of search/, too:
+
+bundle: shards that one device holds together. Mostly a single shard, else tables of constraints.together.
+row range: all columns of some rows of a table.
+
+The columns of a row range are exchangeable: only their number on a device matters.
+So shards of one row range on the same device count as one, in memory, cost and plan.
+TorchRec's fused kernel requires this: it fails on two shards of unequal width of one table on one rank.
+
+Each problem divides the rows of a table in one way, `division`. Sharders weigh others as problems of their
+own, `divided_otherwise`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.progress import ticking
+from shardcore.core.types import Placement, Problem, Shard, Table
+from shardcore.step.kinds import (
+    LAYOUTS,
+    WHOLE_ROWS,
+    Group,
+    Layout,
+    kinds_on_all_devices,
+    layout_of,
+    possible_groups,
+    run_of,
+    shards_on,
+)
+from shardcore.step.memory_account import account_of
+
+RowRange = tuple[Table, int, int]
+Bundle = tuple[Shard, ...]
+"""Shards that one device holds together."""
+IMPOSSIBLE = 1 << 51
+"""Bytes of shards that may not be on a device at all: more than any has."""
+_KINDS = tuple(LAYOUTS)
+"""The order of kinds in canonical plans."""
+
+
+def row_range(shard: Shard) -> RowRange:
+    """The key of shards whose columns are exchangeable: table, row_lo, row_hi."""
+    return shard.table, shard.row_lo, shard.row_hi
+
+
+def bundles(shards: Iterable[Shard], problem: Problem) -> list[Bundle]:
+    """Group shards into bundles: the tables of constraints.together, and every other shard alone."""
+    bundle_of = problem.bundle_of
+    # A shard that is in no group has its own number as key, so it stays alone.
+    grouped: dict[tuple[str, ...] | int, list[Shard]] = defaultdict(list)
+    for i, shard in enumerate(shards):
+        grouped[bundle_of.get(shard.table.name, i)].append(shard)
+    return list(map(tuple, grouped.values()))
+
+
+def division(table: Table, problem: Problem) -> Placement | None:
+    """The table with its rows divided over a group of devices. None where that is impossible.
+
+    The first kind that constraints and the number of rows allow. `_dealt_groups` chooses among several
+    groups, such as hosts.
+    """
+    for layout in LAYOUTS.values():
+        if layout.divides_rows and why_not(layout, table, problem) is None:
+            groups = shared_groups(layout, table, problem)
+            group = groups[0] if len(groups) == 1 else _dealt_groups(problem)[table.name]
+            return Placement(layout.name, Shard.whole(table), group)
+    return None
+
+
+def required_division(table: Table, problem: Problem) -> Placement:
+    """The `division` of a table that has one. Raises ShardCoreError if it has none."""
+    placement = division(table, problem)
+    if placement is None:
+        raise ShardCoreError(f"problem {problem.name!r} cannot divide the rows of table {table.name!r}")
+    return placement
+
+
+def divided_otherwise(problem: Problem) -> Iterator[Problem]:
+    """Problems whose `division` uses another kind than the problem's: one problem for each such kind.
+
+    Tables that the kind cannot run keep theirs. Every plan of these problems is a plan of the problem.
+    """
+    for layout in (layout for layout in LAYOUTS.values() if layout.divides_rows):
+        # Without the other kinds that divide rows, `division` comes to this one.
+        kinds = {
+            table.name: tuple(
+                kind
+                for kind in problem.kinds_of.get(table.name, LAYOUTS)
+                if kind == layout.name or not LAYOUTS[kind].divides_rows
+            )
+            for table in searched_tables(problem)
+            if why_not(layout, table, problem) is None
+            and required_division(table, problem).kind != layout.name
+        }
+        if kinds:
+            narrowed = tuple({**problem.kinds_of, **kinds}.items())
+            yield replace(problem, constraints=replace(problem.constraints, kinds=narrowed))
+
+
+@lru_cache(1 << 4)
+def _dealt_groups(problem: Problem) -> Mapping[str, Group]:
+    """Groups for tables whose rows one of several may divide: the largest first, to the group with fewest bytes.
+
+    Tables that have to be divided go before others.
+    """
+    n_bytes: dict[Group, int] = defaultdict(int)
+    dealt = {}
+    for table in sorted(problem.tables, key=lambda t: (problem.may_run(WHOLE_ROWS, t), -t.bytes)):
+        kinds = (k for k in LAYOUTS.values() if k.divides_rows and why_not(k, table, problem) is None)
+        # A single group leaves no choice, so only kinds with several are dealt.
+        several = (groups for k in kinds if len(groups := shared_groups(k, table, problem)) > 1)
+        if groups := next(several, None):
+            dealt[table.name] = min(groups, key=n_bytes.__getitem__)
+            n_bytes[dealt[table.name]] += table.bytes
+    return dealt
+
+
+def why_not(layout: Layout, table: Table, problem: Problem) -> str | None:
+    """Reason that a kind cannot run a table in a search. None if it can."""
+    try:
+        # Some kinds do not run sequences, or rows in host memory.
+        run_of(layout.name, table)
+    except ShardCoreError as error:
+        return str(error)
+    most = problem.topology.most_columns
+    if not problem.may_run(layout, table):
+        if layout.name not in problem.kinds_of.get(table.name, (layout.name,)):
+            return f"constraints.kinds do not have {layout.name}"
+        if reason := problem.why_no_replicas(layout) or problem.why_no_codec(layout, table):
+            return reason
+        return f"{layout.name} has all {table.dim} columns in a shard; FBGEMM's CUDA op runs at most {most}"
+    if layout.divides_rows or layout.local_batch:
+        if layout.divides_rows and table.name in problem.whole:
+            return f"{layout.name} cuts it, and it must stay whole ({problem.kept_whole_by(table.name)})"
+        if shared_groups(layout, table, problem):
+            return None
+        return f"no devices share a table of {table.rows} rows by {layout.name}, where it may live"
+    # By columns, the narrowest cut into shards that FBGEMM runs has to exist.
+    width = table.dim if table.name in problem.whole else problem.most_width(table)
+    if not 0 < width <= most:
+        return f"no cut of its {table.dim} columns into shards of at most {most}, which FBGEMM's CUDA op runs"
+    return None
+
+
+@lru_cache(1 << 12)
+def shared_groups(layout: Layout, table: Table, problem: Problem) -> tuple[Group, ...]:
+    """The groups of several devices that may share a table by a kind. Cached, as many shards ask for them."""
+    groups = possible_groups(layout, table.rows, problem.topology, problem.pinned.get(table.name))
+    # A group of one device divides nothing.
+    return tuple(group for group in groups if len(group) > 1)
+
+
+def on_all_devices(table: Table, problem: Problem) -> bool:
+    """Tell if constraints.kinds leave a table only kinds whose shards are always on all devices."""
+    allowed = map(layout_of, problem.kinds_of.get(table.name, ()))
+    # Kinds that cannot run the table anyway do not count.
+    kinds = [layout for layout in allowed if why_not(layout, table, problem) is None]
+    everywhere = (problem.topology.ranks,)
+    return bool(kinds) and all(shared_groups(layout, table, problem) == everywhere for layout in kinds)
+
+
+def fixed_placements(problem: Problem) -> tuple[Placement, ...]:
+    """Placements of tables that constraints.kinds have on all devices, by the kind with the least memory.
+
+    There is nothing to search: every plan has them.
+
+    Raises ShardCoreError for a table that none of its kinds can run, and for one on all devices that other
+    constraints keep on some devices or whole.
+    """
+    # Most problems have no such tables, and a look into the cache hashes the whole problem.
+    return _fixed(problem) if problem.kinds_of else ()
+
+
+@lru_cache(16)
+def _fixed(problem: Problem) -> tuple[Placement, ...]:
+    fixed = []
+    for table in (t for t in problem.tables if t.name in problem.kinds_of):
+        _require_possible(table, problem)
+        if on_all_devices(table, problem):
+            placements = [
+                Placement(kind, Shard.whole(table), problem.topology.ranks)
+                for kind in problem.kinds_of[table.name]
+                if why_not(layout_of(kind), table, problem) is None
+            ]
+            fixed.append(min(placements, key=lambda p: account_of([p], problem).loads([p]).max()))
+    return tuple(fixed)
+
+
+def searched_tables(problem: Problem) -> tuple[Table, ...]:
+    """The tables that a search places: all but those of `fixed_placements`."""
+    fixed = {placement.shard.table.name for placement in fixed_placements(problem)}
+    return tuple(t for t in problem.tables if t.name not in fixed) if fixed else problem.tables
+
+
+def _require_possible(table: Table, problem: Problem) -> None:
+    """Raise ShardCoreError unless one of its kinds can run a table."""
+    kinds, constraints = problem.kinds_of[table.name], problem.constraints
+    # A table that is on all devices cannot be kept on some, or with others on one.
+    for constraint, names in (
+        ("pinned", dict(constraints.pinned)),
+        ("together", sum(constraints.together, ())),
+        ("unsplit", constraints.unsplit),
+    ):
+        if (
+            table.name in names
+            and {layout_of(kind) for kind in kinds} <= set(kinds_on_all_devices(problem.topology))
+            and (constraint != "unsplit" or all(layout_of(kind).divides_rows for kind in kinds))
+        ):
+            raise ShardCoreError(
+                f"problem {problem.name!r} has table {table.name!r} in constraints.kinds "
+                f"({', '.join(kinds)}, on all devices) and in constraints.{constraint}; it "
+                "needs to be in one of them"
+            )
+    reasons = [reason for kind in kinds if (reason := why_not(layout_of(kind), table, problem))]
+    if len(reasons) < len(kinds):
+        return
+    # The message names the kinds that would do without this constraint.
+    free = replace(problem, constraints=replace(constraints, kinds=()))
+    others = [
+        name
+        for name, layout in LAYOUTS.items()
+        # TorchRec maps raw ids to rows only where these are divided.
+        if (layout.divides_rows or not table.managed_collision) and why_not(layout, table, free) is None
+    ]
+    raise ShardCoreError(
+        f"problem {problem.name!r} runs table {table.name!r} by {' or '.join(kinds)} "
+        f"(constraints.kinds): {'; '.join(dict.fromkeys(reasons))}. It needs "
+        f"{' or '.join(others) or 'other rows, devices or constraints'}"
+    )
+
+
+def layout_of_shard(shard: Shard, problem: Problem) -> Layout:
+    """The layout by which a shard runs."""
+    kind = WHOLE_ROWS.name if shard.full_rows else required_division(shard.table, problem).kind
+    return run_of(kind, shard.table)
+
+
+def devices_of(shard: Shard, problem: Problem) -> tuple[int, ...]:
+    """The devices where a shard may go. A row range has only the device that `division` gives it."""
+    if shard.full_rows:
+        return problem.allowed_devices(shard.table.name)
+    devices = required_division(shard.table, problem).devices
+    # All ranges have ceil(rows / n) rows, except the last (kinds.even_share).
+    return (devices[shard.row_lo // -(-shard.table.rows // len(devices))],)
+
+
+def may_be_on_a_device(shard: Shard, problem: Problem) -> bool:
+    """Tell if a device may have so many columns of a table, with all rows. It may have any row range."""
+    table = shard.table
+    if not shard.full_rows:
+        return True
+    # Only tables wider than FBGEMM runs need a look at the shard's width.
+    if table.dim > problem.topology.most_columns and shard.width > problem.most_width(table):
+        return False
+    return not (problem.kinds_of or problem.codecs_fail) or problem.may_run(WHOLE_ROWS, table)
+
+
+def equal_parts(shard: Shard, n: int, unit: int = 1) -> list[Shard]:
+    """The shard cut by columns into n, whose widths are multiples of a unit and differ by one unit at most.
+
+    The last one is as wide as any: in units of 4, 12 columns become 4 and 8.
+    """
+    ends = [shard.col_lo + shard.width // unit * i // n * unit for i in range(n + 1)]
+    return [replace(shard, col_lo=lo, col_hi=hi) for lo, hi in pairwise(ends)]
+
+
+def join_columns(shards: Iterable[Shard]) -> list[Shard]:
+    """Join neighbouring shards of a row range into wider ones."""
+    joined: list[Shard] = []
+    # Sorted, neighbours of a row range follow each other.
+    for shard in sorted(shards, key=_position):
+        if joined and row_range(joined[-1]) == row_range(shard) and joined[-1].col_hi == shard.col_lo:
+            joined[-1] = replace(joined[-1], col_hi=shard.col_hi)
+        else:
+            joined.append(shard)
+    return joined
+
+
+def consolidate(placements: Iterable[Placement]) -> tuple[Placement, ...]:
+    """The same plan in canonical form: one shard for each table, kind and group of devices.
+
+    Columns are dealt out in the order of kinds and groups. Shards are sorted by table name, rows and columns.
+    Each group keeps the number of columns it had.
+    Cells that were placed twice or not at all stay so, for `lower` to refuse.
+    If a table's columns have a gap, a group may keep a shard on each side.
+    """
+    # A plan is the same whichever columns a device has, so equal plans get equal placements.
+    groups: dict[RowRange, list[Placement]] = defaultdict(list)
+    for placement in ticking(placements):
+        groups[row_range(placement.shard)].append(placement)
+    result: list[Placement] = []
+    for group in groups.values():
+        if len(group) == 1:  # the most common case by far
+            result += group
+            continue
+        # Columns of each owner: merging them loses nothing, as columns are exchangeable.
+        widths: dict[tuple[int, Group], int] = defaultdict(int)
+        for placement in group:
+            widths[_KINDS.index(placement.kind), placement.devices] += placement.shard.width
+        result += _deal(join_columns(p.shard for p in group), sorted(widths.items()))
+    return tuple(sorted(result, key=lambda p: (*_position(p.shard), p.devices)))
+
+
+def _deal(shards: Iterable[Shard], widths: Iterable[tuple[tuple[int, Group], int]]) -> Iterator[Placement]:
+    """Give each owner, a kind (number in _KINDS) and a group, its number of columns, from left to right."""
+    waiting = iter(shards)
+    shard = next(waiting)
+    for (kind, devices), width in widths:
+        while width:
+            # A gap in the columns ends a shard, so an owner may get several.
+            middle = shard.col_lo + min(width, shard.width)
+            yield Placement(_KINDS[kind], replace(shard, col_hi=middle), devices)
+            width -= middle - shard.col_lo
+            shard = replace(shard, col_lo=middle) if middle < shard.col_hi else next(waiting, shard)
+
+
+def _position(shard: Shard) -> tuple[str, int, int, int, int]:
+    """Sort key of a shard."""
+    return shard.table.name, shard.row_lo, shard.row_hi, shard.col_lo, shard.col_hi
+
+
+def placed(bundles: Sequence[Bundle], devices: Sequence[int], problem: Problem) -> list[Placement]:
+    """Placements for bundles[i] on devices[i].
+
+    The row ranges of a divided table become one placement. All of them have to be there.
+    """
+    # Row ranges are collected by table, as a placement has all of them.
+    placements, ranges = [], defaultdict(list)
+    for bundle, device in ticking(zip(bundles, devices, strict=True)):
+        for shard in bundle:
+            if shard.full_rows:
+                placements.append(Placement(WHOLE_ROWS.name, shard, (int(device),)))
+            else:
+                ranges[shard.table].append((int(device), shard))
+    for table, shards in ranges.items():
+        whole = required_division(table, problem)
+        # A bug in a search, not in the user's input: hence RuntimeError.
+        if sorted(shards, key=lambda p: p[1].row_lo) != list(shards_on(whole)):
+            raise RuntimeError(
+                f"a search placed rows of table {table.name!r} as {shards[:3]}; they are divided as {whole}"
+            )
+        placements.append(whole)
+    return placements
