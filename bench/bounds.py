@@ -32,8 +32,9 @@ from shardcore.search import SHARDERS
 from shardcore.search.bound.lower_bound import bound
 from shardcore.step import kinds
 from shardcore.step.id_bytes import received_bytes
-from shardcore.step.kinds import CHANNELS, LAYOUTS, WHOLE_ROWS, possible_groups, shards_on
-from shardcore.step.lower import entering_bytes, traffic_of_outputs
+from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, possible_groups, shards_on
+from shardcore.step.lower import traffic_of_outputs
+from shardcore.step.shard_memory import exchanged_amounts
 from shardcore.tables.generate import generate_pool
 
 KINDS = tuple(LAYOUTS.values())
@@ -78,9 +79,8 @@ def ways(table: Table, problem: Problem, model: CostModel) -> tuple[np.ndarray, 
             sent.append(np.zeros_like(sent[0]))
             for device, shard in shards_on(Placement(layout.name, Shard.whole(table), group)):
                 codes[-1][device, KINDS.index(layout)] = model.encode([shard], layout.batch(problem))[0]
-                sent[-1][:, device] = entering_bytes(layout, (shard,), problem)
-                if layout.ids:
-                    sent[-1][CHANNELS.index(layout.ids), device] = received_bytes(shard, problem)
+                ids, outputs = np.array(exchanged_amounts(layout, shard, problem)[:2])[:, None]
+                sent[-1][:, device] = traffic_of_outputs({layout: outputs}, problem, {layout: ids})[:, 0]
     return np.stack(codes), np.stack(sent)
 
 

@@ -55,7 +55,7 @@ from shardcore.measure.sampling.problems import DIMS
 from shardcore.report.text import markdown_table
 from shardcore.search import SHARDERS, sharder
 from shardcore.search.greedy import ORDERS
-from shardcore.step.memory_account import local_batch_bytes
+from shardcore.step.memory import local_batch_bytes
 
 DEVICE_BYTES, SPARE_BYTES = 4 << 30, 1 << 30
 """Of a device; and what the tables of a task leave free of all devices' memory."""

@@ -41,7 +41,7 @@ from shardcore.report import model_report
 from shardcore.search import SHARDERS, greedy
 from shardcore.search.portfolio import annealing as anneal
 from shardcore.step.lower import lower
-from shardcore.step.memory_account import local_batch_bytes, table_bytes
+from shardcore.step.memory import local_batch_bytes, table_bytes
 from shardcore.tables.generate import generate_pool
 
 SMALLEST, LARGEST = 1 << 20, 512 << 20

@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from shardcore.core.topology import Device, Topology
-from shardcore.core.types import Placement, Problem, Shard, Table
-from shardcore.step.kinds import CHANNELS, ID_CHANNELS, Channel
-from shardcore.step.memory_account import account_of
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
+from shardcore.step.kinds import CHANNELS, ID_CHANNELS, Channel, Layout
+from shardcore.step.lower import lower
+from shardcore.step.memory import account_of
 from shardcore.step.scopes import WORLD
 
 CHANNEL = {c.collective if c.group == WORLD else f"{c.collective}_{c.group}": c for c in CHANNELS}
@@ -69,3 +70,9 @@ def host_row(table: Table, devices, lo: int = 0, hi: int | None = None) -> Place
 def replica(table: Table, topology: Topology) -> Placement:
     """On every device."""
     return Placement("data_parallel", Shard.whole(table), topology.ranks)
+
+
+def arriving(plan: Plan, problem: Problem) -> dict[Layout, np.ndarray]:
+    """For each run of a plan that exchanges ids [D] bytes that each device receives in a step."""
+    work = lower(plan, problem, fits=False)
+    return {run: work.entering(run, run.ids) for run in work.lanes if run.ids}

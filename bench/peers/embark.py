@@ -54,8 +54,7 @@ from shardcore.search.greedy import looked_up
 from shardcore.search.state.feasible import feasible_shards, fitting
 from shardcore.search.state.shards import cheapest, priced
 from shardcore.step.kinds import Layout, even_rows, kinds_on_all_devices, run_of
-from shardcore.step.memory import fits
-from shardcore.step.memory_account import own_peaks
+from shardcore.step.memory import fits, own_peaks
 from shardcore.step.ways import Bundle, bundles, devices_of, division, placed, searched_tables
 from shardcore.torchrec.baseline import exchange_ms, lookup_ms
 

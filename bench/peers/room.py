@@ -11,8 +11,7 @@ import numpy as np
 
 from shardcore.core.types import Problem
 from shardcore.step.kinds import run_of, shards_on
-from shardcore.step.memory import held_bytes
-from shardcore.step.memory_account import local_batch_bytes, own_peaks
+from shardcore.step.memory import held_bytes, local_batch_bytes, own_peaks
 from shardcore.step.ways import Bundle, devices_of, fixed_placements, layout_of_shard, may_be_on_a_device
 
 

@@ -28,8 +28,7 @@ from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.search.decisions.memory_tiers import with_load_factors
 from shardcore.step import access
 from shardcore.step.kinds import WHOLE_ROWS, layout_of_torchrec, run_of
-from shardcore.step.memory import host_bytes
-from shardcore.step.memory_account import own_peaks
+from shardcore.step.memory import host_bytes, own_peaks
 from shardcore.tables.heat import heat_of
 from shardcore.torchrec.placements import placements_of
 

@@ -20,8 +20,7 @@ from shardcore.core.types import Problem, Shard, Table
 from shardcore.cost.model import CostModel, PricedPlan, step_ms
 from shardcore.step.kinds import WHOLE_ROWS, merged
 from shardcore.step.lower import traffic_of_outputs
-from shardcore.step.memory import gib
-from shardcore.step.memory_account import account_of, sums_of
+from shardcore.step.memory import account_of, gib, sums_of
 from shardcore.tables.host_rows import in_one_cache
 
 BEST, OF_TABLE = 20, 3

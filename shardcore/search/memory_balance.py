@@ -21,7 +21,7 @@ from shardcore.search.budget import Meter
 from shardcore.search.state.shards import CONCESSION, priced
 from shardcore.step.kinds import layout_of, possible_groups, run_of, shards_on
 from shardcore.step.lower import Workload, lower
-from shardcore.step.memory_account import own_peaks
+from shardcore.step.memory import own_peaks
 from shardcore.step.output_bytes import output_bytes
 from shardcore.step.ways import consolidate, fixed_placements
 

@@ -15,7 +15,6 @@ Shapes: D devices.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -83,18 +82,6 @@ def lookup_bytes(table: Table, job: Job) -> int:
     return job.id_bytes + (WEIGHT_BYTES if table.weighted else 0)
 
 
-def expected_bytes(plan: Plan, problem: Problem) -> dict[Layout, np.ndarray]:
-    """For each run of the plan [D] bytes that each device receives, by the tables' statistics.
-
-    All devices send the same.
-    """
-    # Runs exchange ids separately, so their bytes are kept apart.
-    received: dict[Layout, np.ndarray] = defaultdict(lambda: np.zeros(len(problem.topology)))
-    for run, device, shard in _inputs(plan):
-        received[run][device] += received_bytes(shard, problem)
-    return dict(received)
-
-
 def input_bytes(plan: Plan, problem: Problem, lookups: Lookups) -> np.ndarray:
     """[2, D] bytes of ids and lengths that each device sends and receives, its own to itself included.
 
@@ -103,7 +90,7 @@ def input_bytes(plan: Plan, problem: Problem, lookups: Lookups) -> np.ndarray:
     lookups: lookups of a given batch.
     """
     n, job = len(problem.topology), problem.job
-    # Ids of a given batch: devices may send different numbers of them, unlike in expected_bytes.
+    # Ids of a given batch: devices may send different numbers of them, unlike in a Workload.
     sent, received = np.zeros((2, n))
     for _, device, shard in _inputs(plan):
         # A local batch is the same size everywhere, so lengths are, too.

@@ -27,7 +27,6 @@ from shardcore.core.topology import Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.core.validation import require, require_type
 from shardcore.step import memory
-from shardcore.step.id_bytes import expected_bytes
 from shardcore.step.kinds import (
     CHANNELS,
     Channel,
@@ -41,7 +40,7 @@ from shardcore.step.kinds import (
     shards_on,
 )
 from shardcore.step.op_limits import require_ops
-from shardcore.step.output_bytes import output_bytes
+from shardcore.step.shard_memory import exchanged_amounts
 from shardcore.step.traffic import channels_of, lanes, row_in, shared_on_units
 
 
@@ -152,31 +151,24 @@ def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
         for device, shard in shards_on(placement):
             held[run, device].append(shard)
     ops: list[list[Op]] = [[] for _ in range(n_devices)]
-    # Lanes of this plan's runs only, so that most plans have one lane.
-    own_lanes = _lanes({layout for layout, _ in held}, problem.tables)
-    traffic = np.zeros(((1 + max(own_lanes.values())) * len(CHANNELS), n_devices))
-    for layout, lane in own_lanes.items():
-        last, entering = None, np.zeros(len(CHANNELS))
-        # Rows of traffic of one lane: all channels of kinds.CHANNELS.
-        rows = slice(row_in(lane, CHANNELS[0]), row_in(lane + 1, CHANNELS[0]))
+    # Runs of this plan only, so that most plans have one lane.
+    outputs, ids = dict[Layout, np.ndarray](), dict[Layout, np.ndarray]()
+    for layout in _lanes({layout for layout, _ in held}, problem.tables):
+        last = None
+        outputs[layout], ids[layout] = np.zeros((2, n_devices))
         for device in (d for d in range(n_devices) if (layout, d) in held):
             shards = tuple(held[layout, device])
             # Devices of a replicated kind run the same shards. They share an Op, so that it is priced once.
             if last is None or last.shards != shards:
                 last = Op(layout.name, shards, layout.batch(problem))
-                entering = entering_bytes(layout, shards, problem)
+                amounts = [exchanged_amounts(layout, shard, problem) for shard in shards]
+                arrived, entered, _ = map(sum, zip(*amounts, strict=True))
             ops[device].append(last)
-            # Runs of a lane share no channel but DDP's all-reduce, which sums what all replicas enter.
-            traffic[rows, device] += entering
+            outputs[layout][device], ids[layout][device] = entered, arrived
     tick()
-    # Ids come last and are assigned, not added: no other run has their channel in this lane.
-    for layout, n_bytes in expected_bytes(plan, problem).items():
-        if layout.ids:
-            traffic[row_in(own_lanes[layout], layout.ids)] = n_bytes
     return Workload(
         tuple(map(tuple, ops)),
-        # Towers leave each device of a host the same share of what crosses hosts.
-        shared_on_units(traffic, problem),
+        traffic_of_outputs(outputs, problem, ids),
         tuple(used),
         problem.topology,
         problem.global_batch,
@@ -187,21 +179,6 @@ def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
 def _lanes(among: Container[Layout], tables: Iterable[Table]) -> dict[Layout, int]:
     """The lanes of some runs of tables, in the order of runs."""
     return lanes(run for run in runs_of(tables) if run in among)
-
-
-def entering_bytes(layout: Layout, shards: tuple[Shard, ...], problem: Problem) -> np.ndarray:
-    """[C] bytes that a device's shards of a kind enter into each channel.
-
-    With towers, bytes that cross hosts are not yet divided over each host (traffic.shared_on_units).
-    """
-    # Outputs are those of the global batch. A kind's formula takes from it what its devices enter.
-    outputs = [output_bytes(s, problem.global_batch) for s in shards]
-    of_channel = {
-        c: sum(b(s.bytes, o, problem) for s, o in zip(shards, outputs, strict=True))
-        for c, b in layout.channels_in(problem.job, problem.topology).items()
-    }
-    # Dense [C], with 0 for other channels, so that arrays of several runs add up.
-    return np.array([float(of_channel.get(c, 0)) for c in CHANNELS])
 
 
 def traffic_of_outputs(

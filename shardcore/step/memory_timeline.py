@@ -42,9 +42,9 @@ Buffers of a run on a device:
 
 Buffers of a run for the local batch. A plan decides them, and they are the same on all devices:
 
-- permuted: ids in the order of the plan. A table cut by columns has several copies. TorchRec does not copy a batch
-  whose features are in that order already. It counts nevertheless, for its order is not known.
-- bucketized: ids of tables whose rows are divided. Of sequences, also the place of each id.
+- sent: ids in the order of the plan, and in buckets if the rows of a table are divided (of sequences, also the place of
+  each id). A table cut by columns has several copies. TorchRec does not copy a batch whose features are in that order
+  already. It counts nevertheless, for its order is not known.
 - local: outputs. There, back, cast, clamped, decoded, recast: as above.
 - copied: outputs as they travel back, unless they are the whole of a tensor.
 - together: outputs, if those of several runs are joined to one tensor.
@@ -177,10 +177,9 @@ def phases_of(stages: tuple[Stages, ...], pipeline: Pipeline, replicas: bool) ->
     def always(moment: int) -> list[tuple[int, Alive]]:
         # Buffers that exist in every phase of a moment, for each run.
         ids = pipeline.moments[moment]
-        n_sent = ids.sent + replicas * ids.replicas
-        sent = {"permuted": n_sent, "bucketized": n_sent}
-        arrived = {"arrived": ids.arrived, "offsets": 1}
-        buffers = {**_ALWAYS, "ids": {"batch": ids.batches, **sent, **arrived}}
+        sent = ids.sent + replicas * ids.replicas
+        in_ids = {"batch": ids.batches, "sent": sent, "arrived": ids.arrived, "offsets": 1}
+        buffers = {**_ALWAYS, "ids": in_ids}
         # Between forward and backward, activations are there.
         if moment == 3 or (pipeline.looks_up_ahead and moment < 2):
             buffers["activations"] = {"activations": 1}

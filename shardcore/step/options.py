@@ -1,4 +1,4 @@
-"""Options: memory and cost of what a device can hold, looked up instead of computed again.
+"""Options: ways to run columns of tables, with what each adds to a device, looked up instead of computed again.
 
 A search works on integers. Two words, used in all of search/:
 
@@ -8,10 +8,12 @@ unit: the columns of which a strip's shards have multiples: Problem.unit_width, 
 
 Columns of a strip are exchangeable. So a shard is (strip, units): how many it has, not which.
 Two shards of a strip that meet on a device make one wider shard.
-Each shard has a number, at which arrays keep its encoding, bytes, width and cost. Number 0 is nothing.
-So moving columns between devices is adding and subtracting rows of arrays.
+A strip that a group of devices shares is an option of each of these devices.
+Each option has a number, at which arrays keep its vector, its share of a local batch, bytes and cost. Number 0 is
+nothing. So moving columns between devices is adding and subtracting rows of arrays.
 
-Shapes: S strips, U units of the largest strip, R shards, F features, D devices, K kinds; ... leading dimensions.
+Shapes: S strips, U units of the largest strip, O options, V entries of a vector, F features of an encoding, D devices,
+K kinds, N runs, Y layouts of what groups share, C counts of caches; ... leading dimensions.
 """
 
 from __future__ import annotations
@@ -24,14 +26,12 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from shardcore.core.job import PIPELINES
 from shardcore.core.progress import tick, ticking
 from shardcore.core.types import Problem, Shard, Table
-from shardcore.step.id_bytes import sample_bytes
-from shardcore.step.kinds import WHOLE_ROWS, Layout, run_of, runs_of
-from shardcore.step.memory import Caches
-from shardcore.step.memory_account import StageCoefficients, sums_of
-from shardcore.step.shard_memory import bucketized_bytes
+from shardcore.step.engine.arrays import ARRIVED, CACHED, CUT, ENTERED, LOOKUPS, RESIDENT
+from shardcore.step.kinds import WHOLE_ROWS, Layout, even_share, run_of, runs_of
+from shardcore.step.memory import Caches, StageCoefficients, Sums, sums_of
+from shardcore.step.shard_memory import moments_of, shard_batch
 from shardcore.step.ways import (
     IMPOSSIBLE,
     Bundle,
@@ -41,7 +41,6 @@ from shardcore.step.ways import (
     join_columns,
     layout_of_shard,
     may_be_on_a_device,
-    required_division,
     row_range,
 )
 
@@ -57,6 +56,8 @@ class Encoder(Protocol):
 
 
 Model = TypeVar("Model", bound=Encoder)
+Part = tuple[Layout, Shard]
+"""A shard on one device, and the run of its op."""
 ShardKey = tuple[int, int]
 """A shard as strip and number of units."""
 Integers = int | np.ndarray
@@ -64,29 +65,33 @@ Integers = int | np.ndarray
 
 
 class Options(Generic[Model]):
-    """The strips that `shards` cover, and shards of them, under one problem and model.
+    """The strips that `shards` cover, and ways to run them, under one problem and model.
 
-    `add` and `need` compute shards.
+    `add` and `need` make options of shards, `shared` those of groups.
 
     strips: [S] the bundle that is the whole strip: mostly a single shard.
     parts: [S] the run and the shard of each table of a strip. Tables of a bundle may run differently.
-    made: [R] the bundle of each number. Number 0 stands for nothing, though it has one.
-    kinds: runs of the strips (kinds.runs_of).
     speed: [D] speed factors.
     allowed: [S, D] devices where a strip may be.
     freedom: [S] number of these devices. Strips with least freedom are placed first, as others could take their
       memory and go elsewhere: the rule of the least flexible job (Pinedo, Scheduling, 5.1).
+    kinds: runs of the strips (kinds.runs_of).
     kind: [S] number of the strip's run in `kinds`. Of a bundle, its first table counts.
+    groups: kinds and their groups of several devices, which may share whole tables.
+    layouts: [Y] the kinds of these.
+    runs: [N] runs of ops: the kinds, then others.
+    stages: coefficients of their memory.
     is_range: [S] whether the strip is a row range.
     unit: [S] columns of a unit of the strip, or of the first table of a bundle.
     size: [S] units of the whole strip.
     most: [S] units that a device may have.
-    codes: [R, F] encodings.
-    strip_of: [R] strip of each shard.
-    sums: [R, 6] contribution to a device's memory (memory_account.Sums).
-    bytes: [R] peak memory of the shard alone. An estimate of what it adds to a device's.
-    outputs: [R] bytes of outputs.
-    single_ms: [R] cost of an op with only this shard, at speed 1.
+    made: [O] the bundle of each shard's number. Other numbers have any.
+    vectors: [O, V] what an option adds to its op: memory.Sums, counts of caches, and the encoding.
+    local: [O, 4] its share of a local batch (shard_memory.RunBatch).
+    run, following: [O] number of its run, and of the next option of a bundle whose tables run differently, or 0.
+    peak_bytes: [O] bytes of the option alone in its largest phase. An estimate of what it adds to a device's.
+    single_ms: [O] cost of an op with only this option, at speed 1.
+    added_ms: [O] ms that it adds to an op, without the launch.
     """
 
     def __init__(self, problem: Problem, model: Model, shards: Iterable[Shard]) -> None:
@@ -131,17 +136,27 @@ class Options(Generic[Model]):
                 self.allowed[i] = False
                 self.allowed[i, list(devices_of(first, problem))] = True
         self.freedom = self.allowed.sum(1)
-        # [S, U + 1] number of the shard with so many units. -1: not computed yet.
+        # A group of one device holds what single devices hold anyway.
+        self.groups = tuple(
+            (layout, group)
+            for layout in runs_of(problem.tables)
+            for group in layout.groups(problem.topology)
+            if len(group) > 1
+        )
+        self.layouts = tuple(dict.fromkeys(layout for layout, _ in self.groups))
+        of_strips = (run for parts in self.parts for run, _ in parts)
+        self.runs = tuple(dict.fromkeys((*self.kinds, *of_strips, *self.layouts)))
+        self.stages = StageCoefficients.of(self.runs, problem)
+        # [S, U + 1] number of the shard with so many units. -1: not made yet.
         self._numbers = np.full((len(self), self.size.max() + 1), -1)
         self._numbers[:, 0] = 0
-        self.made: list[Bundle] = [self.strips[0]]  # number 0: any will do, its values are zeroed
-        self._codes, self._single_ms = np.zeros((0, 1)), np.zeros(0)
-        self.strip_of, self.sums = np.zeros(1, dtype=np.int64), np.zeros((1, 6))
+        self.first_code = CACHED + len(self.caches)
         # One row each, of number 0.
-        self.bytes, self.outputs = (np.zeros(1, dtype=np.int64) for _ in range(2))
-        all_runs = {*self.kinds, *(run for parts in self.parts for run, _ in parts)}
-        # [2] the largest multiples of what entered and of lookups in any phase, for peaks of single shards.
-        self._multiples = {run: StageCoefficients.of((run,), problem).most[0] for run in all_runs}
+        self.made: list[Bundle] = [self.strips[0]]
+        self.vectors = np.zeros((1, self.first_code + encoded([self.strips[0][0]], model).shape[1]))
+        self.local = np.zeros((1, 4))
+        self.run, self.following = np.zeros((2, 1), np.int64)
+        self.peak_bytes, self.single_ms, self.added_ms = np.zeros((3, 1))
 
     def __len__(self) -> int:
         """S."""
@@ -151,23 +166,6 @@ class Options(Generic[Model]):
     def strip_by_name(self) -> dict[str, int]:
         """A strip of each table, by name: the same one for all row ranges. Of a bundle only the first table."""
         return {self.table(s).name: s for s in range(len(self))}
-
-    @cached_property
-    def local_ids(self) -> np.ndarray:
-        """[S] bytes of a strip's ids in a local batch, as they are sent.
-
-        Those of a table's row ranges count for the first of them.
-        """
-        n_bytes = np.zeros(len(self))
-        for i, shard in (
-            (i, s) for i, bundle in enumerate(ticking(self.strips)) for s in bundle if s.row_lo == 0
-        ):
-            n_bytes[i] += sample_bytes(shard.table, self.problem.job)
-            # Divided rows need their ids in buckets, too, one for each device.
-            if not shard.full_rows:
-                n_devices = len(required_division(shard.table, self.problem).devices)
-                n_bytes[i] += bucketized_bytes(shard.table, self.problem.job, n_devices)
-        return self.problem.local_batch * n_bytes
 
     @cached_property
     def caches(self) -> Caches:
@@ -232,6 +230,16 @@ class Options(Generic[Model]):
         return max(1, self.problem.most_width(table) // int(self.unit[strip]))
 
     @property
+    def bytes(self) -> np.ndarray:
+        """[O] peak memory of each option alone."""
+        return self.peak_bytes.astype(np.int64)
+
+    @property
+    def outputs(self) -> np.ndarray:
+        """[O] bytes of outputs."""
+        return self.vectors[:, ENTERED]
+
+    @property
     def least_parts(self) -> np.ndarray:
         """[S] fewest shards of a strip that devices' memory and FBGEMM allow."""
         return np.maximum(self._n_before, -(-self.size // self.most))
@@ -262,115 +270,167 @@ class Options(Generic[Model]):
         )
 
     def add(self, keys: Iterable[ShardKey]) -> None:
-        """Compute all shards that those of one plan can form on a device.
+        """Make all shards that those of one plan can form on a device.
 
         Their units are the sums of any subset of a strip's shards.
         """
         sums: dict[int, set[int]] = defaultdict(lambda: {0})
         for strip, units in keys:
             sums[strip] |= {held + units for held in sums[strip]}
-        self._make([(s, u) for s in sums for u in sorted(sums[s]) if self._numbers[s, u] < 0])
+        self.need(*np.array([(strip, units) for strip in sums for units in sorted(sums[strip])]).T)
 
     def need(self, strips: np.ndarray, units: np.ndarray) -> None:
-        """Compute the shards of these strips [N] and units [N]."""
+        """Make the shards of these strips [N] and units [N]."""
         missing = self._numbers[strips, units] < 0
-        if missing.any():
-            new = zip(strips[missing].tolist(), units[missing].tolist(), strict=True)
-            self._make(list(dict.fromkeys(new)))
-
-    def _make(self, new: list[ShardKey]) -> None:
-        """Compute memory and outputs now; encodings wait until someone asks (_encode)."""
-        if not new:
+        if not missing.any():
             return
+        new = list(dict.fromkeys(zip(strips[missing].tolist(), units[missing].tolist(), strict=True)))
         # Columns are exchangeable, so the first u units stand for any.
         made = [self._columns(s, 0, u) for s, u in ticking(new)]
-        runs = [[run for run, _ in self.parts[s]] for s, _ in new]
-        # The tables of all bundles in one list, so that numpy takes them at once.
-        of_shards = [pair for pairs in map(zip, runs, made) for pair in pairs]
-        # [shards, 6] before bundles are added up.
-        each = self._sums_of(of_shards)
-        begins = np.cumsum([0, *map(len, made[:-1])])
-        sums = np.add.reduceat(each, begins)
-        # Resident and arrived, and the rest in the phase in which it takes most.
-        resident, arrived, entered, lookups, _, _ = each.T
-        of_entered, of_lookup = np.array([self._multiples[run] for run, _ in of_shards]).T
-        pipeline = PIPELINES[self.problem.job.pipeline]
-        copies = max(ids.arrived for ids in pipeline.moments) - pipeline.least_arrived
-        peaks = resident + copies * arrived + (entered * of_entered + lookups * of_lookup)
-        n_bytes = np.add.reduceat(peaks, begins)
-        strips, units = np.array(new).T
-        possible = units <= self.most[strips]
+        numbers = self._make(
+            [
+                [(run, shard) for (run, _), shard in zip(self.parts[s], bundle, strict=True)]
+                for (s, _), bundle in zip(new, made, strict=True)
+            ]
+        )
+        # Numbers go on from the last option and never change, so states may keep them.
+        self._numbers[tuple(np.array(new).T)] = numbers
+        self.made[numbers[0] : numbers[-1] + 1] = made
+        possible = np.array([units <= self.most[strip] for strip, units in new])
         # Checking each shard takes long, so it is skipped where nothing can refuse one.
-        most_columns = self.problem.topology.most_columns
-        if (
-            self.problem.kinds_of
-            or self.problem.codecs_fail
-            or any(t.dim > most_columns for t in self.problem.tables)
-        ):
-            possible &= [all(may_be_on_a_device(shard, self.problem) for shard in bundle) for bundle in made]
+        problem, most_columns = self.problem, self.problem.topology.most_columns
+        if problem.kinds_of or problem.codecs_fail or any(t.dim > most_columns for t in problem.tables):
+            possible &= [all(may_be_on_a_device(shard, problem) for shard in bundle) for bundle in made]
         # As resident bytes that no device has, impossible shards need no check of their own in searches.
-        sums[~possible, 0] = n_bytes[~possible] = IMPOSSIBLE
-        entered = sums.T[2]
-        # Numbers go on from the last shard and never change, so states may keep them.
-        self._numbers[strips, units] = len(self.made) + np.arange(len(new))
-        self.made += made
-        for name, values in (
-            ("strip_of", strips),
-            ("sums", sums),
-            ("bytes", n_bytes.astype(np.int64)),
-            ("outputs", entered.astype(np.int64)),
+        self.vectors[numbers[~possible], RESIDENT] = self.peak_bytes[numbers[~possible]] = IMPOSSIBLE
+
+    @cached_property
+    def shared(self) -> np.ndarray:
+        """[2, Y, S] options of a strip on each device of a layout's groups but the last, and on the last.
+
+        0 where the layout does not run the strip.
+        """
+        shape, parts = (len(self.layouts), len(self)), list[list[Part]]()
+        shared = np.zeros((2, *shape), np.int64)
+        for y, layout in enumerate(self.layouts):
+            size = len(layout.groups(self.problem.topology)[0])
+            for s in ticking(range(len(self))):
+                table = self.table(s)
+                # One op runs a collection's tables.
+                if (table.sequence, table.collection) != (layout.sequence, layout.collection):
+                    continue
+                if table.in_host_memory and not layout.caches:
+                    continue
+                each = even_share(table.rows, size) if layout.divides_rows else None
+                parts.append([(layout, Shard(table, 0, each or table.rows, 0, table.dim))])
+                shared[:, y, s] = len(parts)
+                # The last device has the rows that are left.
+                if each and each * size != table.rows:
+                    parts.append([(layout, Shard(table, each * (size - 1), table.rows, 0, table.dim))])
+                    shared[1, y, s] = len(parts)
+        return np.insert(self._make(parts), 0, 0)[shared] if parts else shared
+
+    def may_share(self, s: int, y: int) -> bool:
+        """Tell if groups of a layout may share a strip: a whole table that is not pinned, or kept with others.
+
+        Kinds that divide rows need unordered rows that may be divided, and at least one row for each device.
+        They also need that no strip is a row range, as those would run in the same op.
+        """
+        table, layout, problem = self.table(s), self.layouts[y], self.problem
+        if (
+            not self.shared[0, y, s]
+            or self.is_range[s]
+            or table.name in {**problem.pinned, **problem.bundle_of}
         ):
+            return False
+        divides = not layout.divides_rows or (
+            not (table.ordered or table.name in problem.whole or self.is_range.any())
+            and even_share(table.rows, len(layout.groups(problem.topology)[0])) is not None
+        )
+        return divides and problem.may_run(layout, table)
+
+    def _make(self, options: Sequence[Sequence[Part]]) -> np.ndarray:
+        """Make options, each of shards on one device with their runs. Returns their numbers [N]."""
+        begin, runs, owners = len(self.vectors), [parts[0][0] for parts in options], list(range(len(options)))
+        rows, following, flat = list[int](), [0] * len(options), [part for parts in options for part in parts]
+        for i, parts in enumerate(options):
+            row_of = {parts[0][0]: i}
+            for run, _ in parts:
+                # Tables of a bundle that run differently are a chain of options. Further ones come after all others.
+                if run not in row_of:
+                    row_of[run] = len(runs)
+                    following.append(following[i])
+                    following[i] = begin + len(runs)
+                    runs.append(run)
+                    owners.append(i)
+                rows.append(row_of[run])
+        vectors, local = (np.zeros((len(runs), n)) for n in (self.vectors.shape[1], 4))
+        for total, each in zip((vectors, local), self.amounts(flat), strict=True):
+            np.add.at(total, rows, each)
+        # Further options of a chain are in every plan, so the engine counts their local batch apart.
+        local[len(options) :] = 0.0
+        run = np.array([self.runs.index(run) for run in runs], np.int64)
+        # Resident and arrived, and the rest in the phase in which it takes most.
+        peaks = vectors[:, RESIDENT] + moments_of(self.problem)[0, -1, 2] * vectors[:, ARRIVED]
+        peaks += (vectors[:, [ENTERED, LOOKUPS]] * self.stages.most[run]).sum(1)
+        codes = vectors[:, self.first_code :]
+        ms = np.asarray(self.model.head(codes))
+        # The second copy of an option costs no launch.
+        added_ms = np.maximum(0.0, np.asarray(self.model.head(2 * codes)) - ms)
+        new = {"vectors": vectors, "local": local, "run": run, "following": np.array(following, np.int64)}
+        # The first option of a chain has what all of them cost and take.
+        for name, each in (("peak_bytes", peaks), ("single_ms", ms), ("added_ms", added_ms)):
+            new[name] = np.bincount(owners, each, len(runs))
+        for name, values in new.items():
             setattr(self, name, np.concatenate([getattr(self, name), values]))
+        self.made += [self.strips[0]] * len(runs)
+        return np.arange(begin, begin + len(options))
 
-    def _sums_of(self, shards: Sequence[tuple[Layout, Shard]]) -> np.ndarray:
-        """[N, 6] memory_account.Sums of shards and their runs.
+    def amounts(self, parts: Sequence[Part]) -> tuple[np.ndarray, np.ndarray]:
+        """[N, V] vectors of shards in an op, and [N, 4] their shares of a local batch.
 
-        They are linear in columns. So those of a row range follow from its narrowest and its widest shard.
+        Bytes are linear in columns. So those of a row range follow from its narrowest and its widest shard.
         Caches of whole MiB are not, so shards that have one are counted each.
         """
-        apart = {t.name for t in self.problem.tables if t.in_host_memory and not t.below.shares_cache}
+        problem, n_sums = self.problem, len(Sums._fields)
         keys = [
-            (run, row_range(shard), shard.width if apart and shard.table.name in apart else 0)
-            for run, shard in shards
+            (run, row_range(s), s.width if s.table.in_host_memory and not s.table.below.shares_cache else 0)
+            for run, s in parts
         ]
+
+        def exact(run: Layout, shard: Shard) -> np.ndarray:
+            return np.array([*sums_of(run, shard, problem), *shard_batch(run, shard, problem)], float)
+
         # Two exact counts for each row range, in place of one for each of its shards.
         groups: dict[tuple[Layout, RowRange, int], dict[int, Shard]] = defaultdict(dict)  # by width
-        for key, (_, shard) in zip(keys, shards, strict=True):
+        for key, (_, shard) in zip(keys, parts, strict=True):
             groups[key][shard.width] = shard
         lines = {}
         for key, group in ticking(groups.items()):
             run, narrow, wide = key[0], min(group), max(group)
-            # A line: sums of the narrowest shard, and their growth by column.
-            sums, a_column = np.array(sums_of(run, group[narrow], self.problem)), np.zeros(6)
+            # A line: bytes of the narrowest shard, and their growth by column.
+            sums, a_column = exact(run, group[narrow]), np.zeros(n_sums + 4)
             if wide > narrow:
-                a_column = (sums_of(run, group[wide], self.problem) - sums) / (wide - narrow)
+                a_column = (exact(run, group[wide]) - sums) / (wide - narrow)
             lines[key] = sums, a_column, narrow
-        of_shards = [(*lines[key], shard.width) for key, (_, shard) in zip(keys, shards, strict=True)]
-        sums, a_column, narrow, width = map(np.array, zip(*of_shards, strict=True))
-        return sums + a_column * (width - narrow)[:, None]
-
-    @property
-    def codes(self) -> np.ndarray:
-        """[R, F] encodings of all shards computed so far."""
-        self._encode()
-        return self._codes
-
-    @property
-    def single_ms(self) -> np.ndarray:
-        """[R] ms of all shards computed so far."""
-        self._encode()
-        return self._single_ms
-
-    def _encode(self) -> None:
-        """Encode the shards computed since the last call. Lazy: some callers need only bytes."""
-        # Shards that are not encoded yet are the last ones.
-        if new := self.made[len(self._codes) :]:
-            codes = encoded([s for bundle in new for s in bundle], self.model)
-            # A bundle's encoding is the sum of its shards'.
-            codes = np.add.reduceat(codes, np.cumsum([0, *map(len, new[:-1])]))
-            codes[0] *= len(self._codes) > 0  # number 0 is nothing
-            self._codes = np.concatenate([self._codes.reshape(-1, codes.shape[1]), codes])
-            self._single_ms = np.concatenate([self._single_ms, self.model.head(codes)])
+        sums, a_column, narrow = map(np.array, zip(*(lines[key] for key in keys), strict=True))
+        width = np.array([shard.width for _, shard in parts])
+        sums = sums + a_column * (width - narrow)[:, None]
+        local = sums[:, n_sums:]
+        local[:, CUT] = width < [shard.table.dim for _, shard in parts]
+        # A local batch has a table's ids and outputs once, whatever ranges of its rows devices have.
+        local[[shard.row_lo > 0 for _, shard in parts]] = 0.0
+        vectors = np.zeros((len(parts), self.vectors.shape[1]))
+        vectors[:, :n_sums] = sums[:, :n_sums]
+        for i, (run, shard) in enumerate(parts) if len(self.caches) else ():
+            for c, n in self.caches.counts(run, shard).items():
+                vectors[i, CACHED + c] = n
+        # Replicas look up a local batch, other kinds the global one.
+        for batch in (self.problem.local_batch, self.problem.global_batch):
+            some = [i for i, (run, _) in enumerate(parts) if run.batch(problem) == batch]
+            if some:
+                vectors[some, self.first_code :] = encoded([parts[i][1] for i in some], self.model, batch)
+        return vectors, local
 
     def numbers(self, strips: Integers, units: Integers) -> np.ndarray:
         """[...] numbers of the shards of these strips and units; both arguments broadcast.

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
 
 from shardcore.core.catalog import DENSE_OPTIMIZERS
-from shardcore.core.job import Job
+from shardcore.core.job import PIPELINES, Job
 from shardcore.core.payloads import payload_of
 from shardcore.core.progress import ticking
 from shardcore.core.types import OUTPUT_BYTES, Placement, Problem, Shard, Table
-from shardcore.step.access import access_share
 from shardcore.step.collectives import carried_as
 from shardcore.step.id_bytes import received_bytes, sample_bytes
 from shardcore.step.kinds import Channel, Layout, run_of
+from shardcore.step.op_limits import op_ids
 from shardcore.step.output_bytes import output_bytes, table_output_rows
 
 SORTING_BYTES = 52
@@ -27,24 +29,28 @@ OFFSET_BYTES = 8
 """Bytes of an offset of a lookup: int64, whatever lengths are (batched_embedding_kernel.py of TorchRec)."""
 
 
-def shard_buffers(layout: Layout, shards: Sequence[Shard], problem: Problem) -> dict[str, float]:
-    """Bytes of each buffer of some shards together, by the names in memory_timeline.Alive."""
-    n_bytes = sum(s.bytes for s in shards)
-    offsets = sum(offset_bytes(layout, s, problem) for s in shards)
-    # A replica exchanges no outputs on the way in. Its gradient has the size of its weights.
-    if layout.local_batch:
-        return {"dense": n_bytes * layout.dense_gradient, "offsets": offsets}
-    # Lookups that hit these rows only, for FBGEMM sorts what arrives.
-    lookups = sum(problem.global_batch * s.table.looked_up * access_share(s) for s in shards)
-    # FP32 bytes. Casts for the payload are in exchange_buffers.
-    outputs = sum(output_bytes(s, problem.global_batch) for s in shards)
-    buffers: dict[str, float] = {}
-    # Each channel has its own buffers: host_row sends outputs twice.
-    for channel, entering in layout.channels.items():
-        buffers |= exchange_buffers(channel, entering(n_bytes, outputs, problem), problem.job)
-    arrived = sum(received_bytes(s, problem) for s in shards)
-    sorting = lookups * sorting_bytes(problem)
-    return buffers | {"arrived": arrived, "offsets": offsets, "sorting": sorting}
+def exchanged_amounts(run: Layout, shard: Shard, problem: Problem) -> tuple[int, int, float]:
+    """Bytes of ids that a device with a shard receives in a step, bytes that it enters into collectives, and lookups.
+
+    It enters outputs of the global batch, in FP32, or a replica's gradient.
+    """
+    lookups = op_ids(run, shard, problem)
+    # A replica looks up its own samples. Its gradient has the size of its weights.
+    if run.local_batch:
+        return 0, shard.bytes * run.dense_gradient, lookups
+    return received_bytes(shard, problem), output_bytes(shard, problem.global_batch), lookups
+
+
+def unit_buffers(run: Layout, problem: Problem) -> tuple[dict[str, float], ...]:
+    """Bytes of each buffer (memory_timeline.Alive) for a unit of each of `exchanged_amounts`."""
+    if run.local_batch:
+        return {}, {"dense": 1.0}, {}
+    entered: dict[str, float] = {}
+    # Each channel has its own buffers: host_row sends outputs twice. Without towers, as Layout.stages has them.
+    for channel, entering in run.channels.items():
+        entered |= exchange_buffers(channel, entering(0, 1.0, problem), problem.job)
+    # FBGEMM's CPU kernels do not sort in a buffer of this kind.
+    return {"arrived": 1.0}, entered, {"sorting": 0.0 if problem.topology.on_cpu else float(SORTING_BYTES)}
 
 
 def offset_bytes(layout: Layout, shard: Shard, problem: Problem) -> int:
@@ -77,21 +83,30 @@ def exchange_buffers(channel: Channel, n_bytes: float, job: Job, received: str =
     }
 
 
-@dataclass(frozen=True)
-class RunBatch:
-    """Share of a run in a local batch. It is the same on all devices.
+class RunBatch(NamedTuple):
+    """Share of a run, or of a shard, in a local batch. It is the same on all devices.
 
-    outputs: bytes of its outputs.
-    cut: True if some of its tables are cut by columns.
-    permuted, bucketized: bytes of its ids in the order of the plan, and in buckets.
+    outputs: bytes of outputs of a device's own samples, from all tables, wherever they are.
+    cut: True if some of the tables are cut by columns.
+    sent: bytes of ids in the order of the plan, and in buckets where rows are divided.
     scratch: bytes by which the dense optimizer updates the largest replica.
     """
 
     outputs: int
     cut: bool
-    permuted: float
-    bucketized: float
+    sent: float
     scratch: int
+
+
+def shard_batch(run: Layout, shard: Shard, problem: Problem) -> RunBatch:
+    """Share of a shard in a local batch, on however many devices it is."""
+    table, local = shard.table, problem.local_batch
+    sent = sample_bytes(table, problem.job)
+    # Kinds that hold all rows need no buckets.
+    if run.divides_rows:
+        sent += bucketized_bytes(table, problem.job, len(run.shared_by(problem.topology)[0]))
+    outputs = OUTPUT_BYTES * shard.width * table_output_rows(table, local)
+    return RunBatch(outputs, shard.width < table.dim, local * sent, scratch_bytes(run, shard, problem))
 
 
 def run_batches(placements: Iterable[Placement], problem: Problem) -> dict[Layout, RunBatch]:
@@ -102,24 +117,16 @@ def run_batches(placements: Iterable[Placement], problem: Problem) -> dict[Layou
     placements: each counts as one shard, whatever its devices.
     """
     # Sorting by table order makes the first table of a run decide its place, as in TorchRec.
-    local, numbers = problem.local_batch, table_order(problem)
-    runs: dict[Layout, list[Placement]] = {}
+    numbers = table_order(problem)
+    runs: dict[Layout, list[RunBatch]] = {}
     for placement in ticking(sorted(placements, key=lambda p: numbers[p.shard.table.name])):
-        runs.setdefault(run_of(placement.kind, placement.shard.table), []).append(placement)
+        run = run_of(placement.kind, placement.shard.table)
+        runs.setdefault(run, []).append(shard_batch(run, placement.shard, problem))
     batches = {}
-    for run, of in runs.items():
-        # Placements of a run have equally many devices, as its kind has one size of group.
-        shards, ranges = [p.shard for p in of], len(of[0].devices)
-        batches[run] = RunBatch(
-            # Outputs of a device's own samples, from all tables, wherever they are.
-            sum(OUTPUT_BYTES * s.width * table_output_rows(s.table, local) for s in shards),
-            any(s.width < s.table.dim for s in shards),
-            local * sum(sample_bytes(s.table, problem.job) for s in shards),
-            # Kinds that hold all rows need no buckets.
-            local * sum(bucketized_bytes(s.table, problem.job, ranges) for s in shards) * run.divides_rows,
-            # The dense optimizer takes one replica after another, so only the largest counts.
-            max(scratch_bytes(run, s, problem) for s in shards),
-        )
+    for run, each in runs.items():
+        outputs, cut, sent, scratch = zip(*each, strict=True)
+        # The dense optimizer takes one replica after another, so only the largest counts.
+        batches[run] = RunBatch(sum(outputs), any(cut), sum(sent), max(scratch))
     return batches
 
 
@@ -150,7 +157,7 @@ def local_buffers(batches: Mapping[Layout, RunBatch], problem: Problem) -> dict[
             found[run]["gradient"] = batch.outputs if run.sequence else sum(joined)
         # Cut columns are copied before the exchange, so the gradient can go. Uncut ones keep it alive.
         found[run]["uncut"] = found[run].get("gradient", 0) * (not batch.cut)
-        found[run]["permuted"], found[run]["bucketized"] = batch.permuted, batch.bucketized
+        found[run]["sent"] = batch.sent
     # Counted once for the device, not once for each run.
     first = next(iter(found.values()))
     first["batch"], first["expanded"] = batch_bytes(problem), expanded_bytes(problem)
@@ -198,6 +205,27 @@ def batch_bytes(problem: Problem) -> float:
     return ids + problem.job.input_bytes
 
 
+def moments_of(problem: Problem) -> np.ndarray:
+    """[2, M + 1, 3] what each of Pipeline.moments has of a local batch, without replicas and with.
+
+    Bytes of batches and activations, and multiples of ids that are sent, and of those that arrived, beyond the ones
+    that are always there. The last row has the largest of each.
+    """
+    job, batch = problem.job, batch_bytes(problem)
+    pipeline = PIPELINES[job.pipeline]
+    of_each = [
+        [
+            (n.batches * batch, n.sent + replicas * n.replicas, n.arrived - pipeline.least_arrived)
+            for n in pipeline.moments
+        ]
+        for replicas in (False, True)
+    ]
+    moments = np.array(of_each, float)
+    # Activations are there between forward and backward (memory_timeline.phases_of).
+    moments[:, [0, 1, 3] if pipeline.looks_up_ahead else [3], 0] += job.activation_bytes
+    return np.append(moments, moments.max(1, keepdims=True), axis=1)
+
+
 def expanded_bytes(problem: Problem) -> float:
     """Bytes of pooled outputs of a local batch, copied from bags of other strides, twice: TorchRec permutes them.
 
@@ -205,12 +233,6 @@ def expanded_bytes(problem: Problem) -> float:
     """
     cells = sum(t.dim * t.features for t in problem.tables if t.strides and not t.sequence)
     return 2.0 * OUTPUT_BYTES * problem.local_batch * cells
-
-
-def sorting_bytes(problem: Problem) -> int:
-    """Scratch bytes of a lookup in backward. 0 on CPUs."""
-    # FBGEMM's CPU kernels do not sort in a buffer of this kind.
-    return 0 if problem.topology.on_cpu else SORTING_BYTES
 
 
 def scratch_bytes(layout: Layout, shard: Shard, problem: Problem) -> int:

@@ -35,7 +35,7 @@ from shardcore.step.kinds import (
     run_of,
     shards_on,
 )
-from shardcore.step.memory_account import account_of
+from shardcore.step.memory import account_of
 
 RowRange = tuple[Table, int, int]
 Bundle = tuple[Shard, ...]

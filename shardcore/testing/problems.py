@@ -11,7 +11,7 @@ from shardcore.core.constraints import Constraints
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.step import memory_account
+from shardcore.step import memory
 
 BATCH = 48
 """Batch of all problems here. 1, 2, 3 and 4 devices divide it."""
@@ -29,7 +29,7 @@ def model_for(problem: Problem) -> AnalyticModel:
 def table_bytes(table: Table, optimizer: str = "exact_sgd", width: int | None = None) -> int:
     """Bytes of a table, or of `width` of its columns, as searches count them."""
     of_one = Problem("one", (table,), Topology((Device(1),)), BATCH, optimizer)
-    return memory_account.table_bytes(table, of_one, width)
+    return memory.table_bytes(table, of_one, width)
 
 
 def column(table: Table, device: int) -> Placement:
@@ -39,7 +39,7 @@ def column(table: Table, device: int) -> Placement:
 def with_room(problem: Problem) -> Problem:
     """The problem with memory for the local batch added to every device."""
     whole = [column(table, 0) for table in problem.tables]
-    more = int(memory_account.account_of(whole, problem).base.max()) + 1
+    more = int(memory.account_of(whole, problem).base.max()) + 1
     devices = tuple(replace(d, memory_bytes=d.memory_bytes + more) for d in problem.topology.devices)
     return replace(problem, topology=replace(problem.topology, devices=devices))
 

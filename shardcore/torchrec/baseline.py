@@ -53,8 +53,7 @@ from shardcore.search.state.packing import equally_wide, excess_bytes
 from shardcore.search.state.shards import cheapest, priced
 from shardcore.step.kinds import WHOLE_ROWS, layout_of_torchrec, pod_size, row_unit_of, run_of, shards_on
 from shardcore.step.lower import traffic_of_outputs
-from shardcore.step.memory import fits, held_bytes
-from shardcore.step.memory_account import local_batch_bytes, own_peaks
+from shardcore.step.memory import fits, held_bytes, local_batch_bytes, own_peaks
 from shardcore.step.ways import fixed_placements, why_not
 from shardcore.torchrec.placements import placements_of
 

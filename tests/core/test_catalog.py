@@ -8,8 +8,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Shard, Table
 from shardcore.measure import fused_op
 from shardcore.step.kinds import WHOLE_ROWS
-from shardcore.step.memory import resident_bytes
-from shardcore.step.memory_account import table_bytes
+from shardcore.step.memory import resident_bytes, table_bytes
 
 WIDTHS = (8, 64)
 

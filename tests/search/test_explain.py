@@ -23,8 +23,7 @@ from shardcore.search import BASELINES, SHARDERS, Budget, sharder
 from shardcore.search.explain import Explanation, explain
 from shardcore.step.kinds import ID_CHANNELS
 from shardcore.step.lower import lower
-from shardcore.step.memory import used_bytes
-from shardcore.step.memory_account import local_batch_bytes, table_bytes
+from shardcore.step.memory import local_batch_bytes, table_bytes, used_bytes
 from shardcore.testing.problems import BATCH, MIB, draw_problem, model_for
 
 PROBLEM = draw_problem(1, 12, [MIB] * 2)

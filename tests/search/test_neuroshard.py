@@ -20,8 +20,7 @@ from shardcore.search.anneal.batch import PlanBatch, space_by_columns
 from shardcore.search.lockstep import place_in_order
 from shardcore.search.neuroshard import GreedyGrid, NeuroShardConfig, neuroshard
 from shardcore.step.lower import lower
-from shardcore.step.memory import fits, held_bytes
-from shardcore.step.memory_account import table_bytes
+from shardcore.step.memory import fits, held_bytes, table_bytes
 from shardcore.step.options import Options
 from shardcore.step.ways import devices_of
 

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from shapes import column, host_row, on_hosts, replica, row
+from shapes import arriving, column, host_row, on_hosts, replica, row
 
 from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.job import Job
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.step import memory
-from shardcore.step.id_bytes import expected_bytes, input_bytes, received_bytes
+from shardcore.step.id_bytes import input_bytes, received_bytes
 from shardcore.step.kinds import BUCKETIZED_IDS, IDS, Channel
 from shardcore.step.lower import lower
 from shardcore.tables import streams
@@ -25,7 +25,7 @@ def problem(*tables: Table, hosts: str = "aabb", job: Job | None = None) -> Prob
 
 def received(plan: Plan, given: Problem, channel: Channel) -> np.ndarray:
     """[D] bytes by a channel. Nothing may arrive by others."""
-    found = {run.ids: of for run, of in expected_bytes(plan, given).items()}
+    found = {run.ids: of for run, of in arriving(plan, given).items()}
     assert not any(n_bytes.any() for other, n_bytes in found.items() if other != channel)
     return found[channel]
 
@@ -59,7 +59,7 @@ def test_popular_rows_come_first_in_an_ordered_table():
 
 def test_a_replica_needs_nothing_of_others():
     given = problem()
-    assert not expected_bytes(Plan((replica(TABLE, given.topology),)), given)
+    assert not arriving(Plan((replica(TABLE, given.topology),)), given)
 
 
 def test_ids_of_a_given_batch_are_counted():
@@ -104,7 +104,7 @@ def test_what_statistics_make_us_expect_is_near_what_drawn_batches_have(access):
         )
 
     _, arrived = input_bytes(plan, given, lookups)
-    assert sum(expected_bytes(plan, given).values()) == pytest.approx(arrived, rel=0.02)
+    assert sum(arriving(plan, given).values()) == pytest.approx(arrived, rel=0.02)
 
 
 def test_values_of_deduplicated_tables_travel_once():

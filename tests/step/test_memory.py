@@ -16,10 +16,11 @@ from shardcore.core.job import Job
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.step import memory, memory_account
+from shardcore.step import memory
 from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, merged, run_of, shards_on
 from shardcore.step.lower import lower
-from shardcore.step.memory_account import table_bytes
+from shardcore.step.memory import table_bytes
+from shardcore.step.shard_memory import exchanged_amounts, local_buffers, run_batches, unit_buffers
 
 TABLE, OTHER = Table("t", 1000, 8, 3.0), Table("u", 500, 16, 2.0)
 GIB = 2**30
@@ -30,7 +31,7 @@ def problem_of(*tables, hardware="nvidia-h200", n=2, optimizer="exact_sgd", batc
 
 
 def local_of(plan: Plan, problem: Problem) -> dict:
-    return memory.local_buffers(memory.run_batches(plan.placements, problem), problem)
+    return local_buffers(run_batches(plan.placements, problem), problem)
 
 
 def test_a_plan_and_a_problem_in_the_wrong_order_are_one_line():
@@ -68,8 +69,10 @@ def test_16_bits_take_more_at_first_by_hand(payload):
     plain = problem_of(hardware="cpu-some")
     short = replace(plain, job=Job(forward_payload=payload))
     assert table_bytes(TABLE, short) == 1000 * 8 * 4 + offsets + max(3 * arrived, 2 * arrived + 2.5 * pooled)
-    buffers = memory.shard_buffers(WHOLE_ROWS, [Shard.whole(TABLE)], short)
-    assert [buffers[f"all_to_all world{what}"] for what in ("", " there", " back", " cast", " clamped")] == [
+    _, each, _ = unit_buffers(WHOLE_ROWS, short)
+    assert [
+        pooled * each[f"all_to_all world{what}"] for what in ("", " there", " back", " cast", " clamped")
+    ] == [
         pooled,
         pooled / 2,
         pooled,
@@ -256,7 +259,7 @@ def test_gradients_of_all_outputs_live_until_the_last_kind_has_its_own():
 
 def summed(plan: Plan, problem: Problem) -> list[int]:
     """[D] bytes of a plan as searches count them: sums over shards, and a local batch."""
-    account = memory_account.account_of(placements := merged(plan.placements), problem)
+    account = memory.account_of(placements := merged(plan.placements), problem)
     return (
         np.rint((account.base + account.loads(placements))[:, : account.phases].max(1)).astype(int).tolist()
     )
@@ -278,7 +281,7 @@ def test_searches_count_what_whole_tables_take(job, hardware, sequence):
     """Equal tables are largest in one phase. So their peaks add up, but for what a local batch adds then."""
     tables = [Table(f"t{i}", 1000, 64, 2.0, sequence=sequence) for i in range(8)]
     problem = replace(problem_of(*tables, hardware=hardware), job=job)
-    local, each = (f(problem) for f in (memory_account.local_batch_bytes, memory_account.own_peaks))
+    local, each = (f(problem) for f in (memory.local_batch_bytes, memory.own_peaks))
     for n_tables in range(1, len(tables)):
         plan = Plan(tuple(column(t, int(i >= n_tables)) for i, t in enumerate(tables)))
         used = memory.used_bytes(plan, problem)
@@ -346,7 +349,7 @@ def test_rows_in_host_memory_leave_a_cache_a_map_and_state_of_rows(factor, optim
         topology=Topology((Device(1 << 30),) * 2, memory=(Memory("host", 1 << 30, 1.0),)),
     )
     tiered = replace(TABLE, load_factor=factor)
-    (a_cell, a_row), peak = memory.STATE_BYTES[optimizer], memory_account.own_peaks(plain)
+    (a_cell, a_row), peak = memory.STATE_BYTES[optimizer], memory.own_peaks(plain)
     for width in (4, 8):
         shard = Shard(tiered, 0, 1000, 0, width)
         cached = round(1000 * factor)
@@ -466,8 +469,7 @@ def test_rows_of_a_divided_table_take_the_ids_in_them():
     problem = problem_of(hardware="cpu-some", n=4)
     parts = [shard for _, shard in shards_on(row(TABLE, problem.topology))]
     kind = next(layout for layout in LAYOUTS.values() if layout.name == "row")
-    buffers = [memory.shard_buffers(kind, [shard], problem)["arrived"] for shard in parts]
-    assert sum(buffers) == 64 * (3 * 8 + 4 * 4)
+    assert sum(exchanged_amounts(kind, shard, problem)[0] for shard in parts) == 64 * (3 * 8 + 4 * 4)
 
 
 def test_a_short_last_range_of_rows_takes_no_more_than_the_others():
@@ -476,7 +478,7 @@ def test_a_short_last_range_of_rows_takes_no_more_than_the_others():
     problem = problem_of(table, n=2)
     kind = next(layout for layout in LAYOUTS.values() if layout.divides_rows)
     first, last = (Shard(table, lo, hi, 0, 8) for lo, hi in ((0, 100_000), (100_000, 100_001)))
-    peak = memory_account.own_peaks(problem)
+    peak = memory.own_peaks(problem)
     assert peak(kind, last) < peak(kind, first)
 
 
@@ -500,12 +502,12 @@ def test_a_divided_sequence_keeps_where_each_id_was_by_hand():
     plan = Plan((row(LONG, problem.topology),))
     local = 128 * 4000 * 8
     [buffers] = local_of(plan, problem).values()
-    assert buffers["bucketized"] == 2 * local + 128 * 2 * 4
+    assert buffers["sent"] == 3 * local + 128 * 3 * 4
     [device, _] = memory.by_part(plan, problem)
     assert device.parts["ids"] == pytest.approx(11 * local, rel=1e-3)
     pooled = replace(LONG, sequence=False)
     [buffers] = local_of(Plan((row(pooled, problem.topology),)), replace(problem, tables=(pooled,))).values()
-    assert buffers["bucketized"] == local + 128 * 2 * 4
+    assert buffers["sent"] == 2 * local + 128 * 3 * 4
 
 
 def test_memory_of_the_dense_part_is_in_the_phases_in_which_it_is_there():

@@ -1,5 +1,6 @@
 """Memory of shards in the cache that searches share."""
 
+from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -9,8 +10,9 @@ from shardcore.core.constraints import Constraints
 from shardcore.core.tiers import Memory
 from shardcore.core.types import Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.step.memory_account import sums_of
+from shardcore.step.memory import sums_of
 from shardcore.step.options import Options
+from shardcore.step.shard_memory import shard_batch
 from shardcore.step.ways import IMPOSSIBLE
 
 TABLES = (
@@ -38,11 +40,21 @@ def test_sums_of_any_number_of_columns_are_exactly_those_of_the_shard():
     )
     cache = Options(problem, AnalyticModel(Setting("gpu", 64)), map(Shard.whole, TABLES))
     strips = np.repeat(np.arange(len(cache)), cache.size)
-    cache.need(strips, np.concatenate([np.arange(1, n + 1) for n in cache.size]))
-    assert len(cache.made) == 1 + cache.size.sum() > 40
-    for strip, made, sums in list(zip(cache.strip_of, cache.made, cache.sums, strict=True))[1:]:
-        each = [sums_of(run, s, problem) for (run, _), s in zip(cache.parts[strip], made, strict=True)]
-        assert sums.tolist() == np.sum(each, 0).tolist()
+    units = np.concatenate([np.arange(1, n + 1) for n in cache.size])
+    cache.need(strips, units)
+    assert len(strips) == cache.size.sum() > 40
+    for strip, number in zip(strips, cache.numbers(strips, units), strict=True):
+        of_runs, following = defaultdict(list), number
+        for (run, _), shard in zip(cache.parts[strip], cache.made[number], strict=True):
+            of_runs[run].append((sums_of(run, shard, problem), shard_batch(run, shard, problem)))
+        for run, each in of_runs.items():
+            sums, batches = (np.sum(of, 0).tolist() for of in zip(*each, strict=True))
+            assert cache.vectors[following, : len(sums)].tolist() == sums
+            assert cache.run[following] == cache.runs.index(run)
+            if following == number:
+                assert cache.local[number].tolist() == batches
+            following = cache.following[following]
+        assert following == 0
 
 
 def test_shards_that_no_device_may_have_are_too_large_for_any():

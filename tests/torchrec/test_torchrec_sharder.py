@@ -15,8 +15,7 @@ from shardcore.core.types import Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import SHARDERS, Budget
 from shardcore.step.lower import lower
-from shardcore.step.memory import held_bytes
-from shardcore.step.memory_account import table_bytes
+from shardcore.step.memory import held_bytes, table_bytes
 from shardcore.torchrec import baseline as peer
 from shardcore.torchrec.baseline import Metered, TorchRecConfig
 

@@ -12,7 +12,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import MIN_WIDTH, OUTPUT_BYTES, PRECISION_BYTES, Problem, Setting, Table
 from shardcore.core.validation import MOST_DEVICES, MOST_DIM, MOST_TABLES, require_within
-from shardcore.step.memory_account import local_batch_bytes, table_bytes
+from shardcore.step.memory import local_batch_bytes, table_bytes
 
 DIMS = (4, 8, 16, 32, 64, 128)
 """Dims that NeuroShard gives each table of its pool."""

@@ -11,7 +11,7 @@ Y layouts of what groups share, G groups. X exchanges (arrays.SearchProblem).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,25 +30,19 @@ from shardcore.step.engine.arrays import (
     JOINT,
     LAYOUT_OF,
     LOAD,
-    LOOKUPS,
     ONCE,
     OWN,
-    RESIDENT,
     RUN,
     SPEED,
     TOTAL,
     WEIGHT,
-    WORK_ONCE,
     SearchProblem,
 )
-from shardcore.step.engine.local_batch import batch_fields, first_run, fixed_fields, table_ranks
-from shardcore.step.engine.vectors import option_fields
-from shardcore.step.kinds import Group, Layout, even_share, run_of, runs_of
+from shardcore.step.engine.problem import engine_fields
+from shardcore.step.kinds import Group, Layout, run_of
 from shardcore.step.lower import traffic_of_outputs
 from shardcore.step.memory import held_bytes
-from shardcore.step.memory_account import StageCoefficients
-from shardcore.step.op_limits import may_bind, most_features
-from shardcore.step.options import Options, encoded
+from shardcore.step.options import Options
 from shardcore.step.ways import placed, required_division
 
 LARGE = 1 << 19
@@ -63,23 +57,32 @@ class SearchSpace:
 
     cache: the problem's tables, and their strips.
     fixed: what stays the same during a search, as arrays for the compiled code.
-    shared_bytes: [Y, S] estimated memory of a strip on each device of a group.
-    groups: [G] a kind and its devices, which may share whole tables.
     divided: [N] strips whose rows are always divided over all devices.
-    runs: [N] runs of ops: kinds of what single devices hold (cache.kinds), then others.
     """
 
     cache: Options
     fixed: SearchProblem
-    shared_bytes: np.ndarray
-    groups: tuple[tuple[Layout, Group], ...]
     divided: np.ndarray
-    runs: tuple[Layout, ...]
+
+    @property
+    def groups(self) -> tuple[tuple[Layout, Group], ...]:
+        """[G] a kind and its devices, which may share whole tables."""
+        return self.cache.groups
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
         """[Y] layouts of the groups."""
-        return tuple(dict.fromkeys(layout for layout, _ in self.groups))
+        return self.cache.layouts
+
+    @property
+    def runs(self) -> tuple[Layout, ...]:
+        """[N] runs of ops: kinds of what single devices hold (cache.kinds), then others."""
+        return self.cache.runs
+
+    @property
+    def shared_bytes(self) -> np.ndarray:
+        """[Y, S] estimated memory of a strip on each device of a group."""
+        return self.cache.bytes[self.fixed.shared[0]]
 
     def pair(self, kind: str, devices: Group, table: Table) -> tuple[int, int]:
         """A table's strip, and the number of the group that shares it by a kind."""
@@ -154,12 +157,6 @@ class SearchSpace:
         return step_ms(compute_ms, self.collectives(ops, compute_ms), self.cache.problem.job, fetched_ms)
 
 
-def _runs(layout: Layout, table: Table) -> bool:
-    """Tell if a layout is of the table's collection, and runs its kernel."""
-    same_op = (layout.sequence, layout.collection) == (table.sequence, table.collection)
-    return same_op and (layout.caches or not table.in_host_memory)
-
-
 def without_ranges(shards: Sequence[Shard], problem: Problem) -> tuple[list[Shard], list[Table]]:
     """The shards with divided tables made whole, and these tables.
 
@@ -187,10 +184,9 @@ def search_space(
     by_rows: tables whose rows are always divided over all devices.
     cut: whether shards may be cut by columns.
     """
-    problem, model = cache.problem, cache.model
-    all_strips = np.arange(len(cache))
+    all_strips, divided = range(len(cache)), [cache.strip_by_name[t.name] for t in by_rows]
     # Asked for two units: the search itself checks that a shard has more than one.
-    may_split = np.array([cut and cache.may_split((s, 2)) for s in range(len(cache))], dtype=bool)
+    may_split = np.array([cut and cache.may_split((s, 2)) for s in all_strips], dtype=bool)
     if is_large(cache):
         may_split &= _worth_cutting(cache, shards)
     # Every number of units of every strip, [sum of sizes].
@@ -199,97 +195,21 @@ def search_space(
     # Encode only the shards that a search can reach: encoding takes most of the time.
     used = may_split[strips] | cache.is_range[strips] | (units == cache.size[strips])
     cache.need(strips[used], units[used])
-    # [S, U + 1]. -1 for shards that no move makes.
-    number_of = cache.numbers(all_strips[:, None], np.arange(cache.size.max() + 1))
-    # A group of one device holds what single devices hold anyway.
-    groups = tuple(
-        (layout, group)
-        for layout in runs_of(problem.tables)
-        for group in layout.groups(problem.topology)
-        if len(group) > 1
-    )
-    layouts = tuple(dict.fromkeys(layout for layout, _ in groups))
-    # Kinds come first: runs 0 to K - 1 are theirs.
-    of_strips = (run for parts in cache.parts for run, _ in parts)
-    runs = tuple(dict.fromkeys((*cache.kinds, *of_strips, *layouts)))
-    coefficients = StageCoefficients.of(runs, problem)
-    # Encodings and coefficients may have taken long: report, or end if the time is over.
+    # Encodings may have taken long: report, or end if the time is over.
     tick()
-    may_share, parts, shared_codes = _shareable(cache, groups, layouts, everywhere, {t.name for t in by_rows})
-    options = option_fields(cache, runs, layouts, parts, shared_codes)
-    rank, on_hosts = table_ranks(problem), problem.topology.on_hosts
-    collections = sorted({(run.collection, run.sequence) for run in runs})
-    head = model.compiled()
+    layouts = range(len(cache.layouts))
+    may_share = np.array(
+        [[everywhere and cache.may_share(s, y) for s in all_strips] for y in layouts], dtype=bool
+    )
+    head = cache.model.compiled()
     fixed = SearchProblem(
-        shard=np.ascontiguousarray(number_of, dtype=np.int32),
-        **options,
-        added_ms=added(options["vectors"][:, options["first_code"] :], model),
-        strips=np.array(
-            [
-                cache.kind,
-                cache.size,
-                # One number for a table: its row ranges are several strips, but move as one table.
-                [cache.strip_by_name[cache.table(s).name] for s in range(len(cache))],
-                [min(rank[shard.table.name] for shard in first_run(parts)) for parts in cache.parts],
-                # No limits of re-sharding: `keeping` puts them in.
-                np.zeros(len(cache)),
-                np.zeros(len(cache)),
-            ],
-            np.int64,
-        ).T.copy(),
+        **engine_fields(cache, everywhere or bool(by_rows)),
         may_split=may_split,
-        # No rows if nothing is restricted: the compiled search then skips the check.
-        allowed=cache.allowed[:0] if cache.allowed.all() else cache.allowed,
-        # The local batch comes off in the search, as it changes with the plan.
-        devices=np.stack([cache.speed, held_bytes(problem)], 1).astype(float),
-        # Of ranks, which are host by host, and then of devices.
-        host=np.repeat(np.arange(len(on_hosts)), [len(devices) for devices in on_hosts])[
-            np.argsort(problem.topology.ranks)
-        ],
-        rates=np.zeros((2 * len(runs), WORK_ONCE + 1)),
-        n_kinds=len(cache.kinds),
-        hides_ids_ms=problem.job.hides_ids_ms,
-        dense_ms=problem.job.dense_ms,
+        may_share=may_share.reshape(-1, len(cache)),
         halves=halves,
-        heads=np.array([head.parameters, *([head.fetched] if problem.job.fetches_ahead else [])]),
-        groups=np.array(
-            [(layouts.index(layout), group[0], group[-1], runs.index(layout)) for layout, group in groups],
-            np.int64,
-        ).reshape(-1, 4),
-        group_of=_group_of(groups, layouts, len(problem.topology)),
-        may_share=may_share,
-        **batch_fields(cache, groups, layouts),
-        **fixed_fields(cache, runs),
-        # Outputs of a collection's runs are joined to one tensor, so the local batch looks at them together.
-        runs=np.array(
-            [
-                (
-                    collections.index((run.collection, run.sequence)),
-                    run.sequence,
-                    run.local_batch,
-                    layouts.index(run) if run in layouts and run not in cache.kinds else -1,
-                    *phases,
-                )
-                for run, phases in zip(runs, coefficients.phases.tolist(), strict=True)
-            ],
-            np.int64,
-        ),
-        stages=np.concatenate([coefficients.batch, coefficients.sums], -1),
-        limits=np.column_stack([coefficients.most, [most_features(run.batch(problem)) for run in runs]]),
-        ops_limited=may_bind(problem),
-        kept=np.zeros((0, len(problem.topology)), np.int16),
-        most_tables=0,
-        most_bytes=0,
+        heads=np.array([head.parameters, *([head.fetched] if cache.problem.job.fetches_ahead else [])]),
     )
-    # As cache.bytes: resident, and the largest multiple of what arrived, entered, and of lookups.
-    of_groups = fixed.vectors[fixed.first_shared :][: may_share.size].reshape(
-        *may_share.shape, fixed.vectors.shape[1]
-    )
-    multiples = coefficients.most[[runs.index(layout) for layout in layouts]].reshape(-1, 1, 2)
-    shared_bytes = of_groups[..., RESIDENT] + fixed.moments[0, -1, 2] * of_groups[..., ARRIVED]
-    shared_bytes += (of_groups[..., [ENTERED, LOOKUPS]] * multiples).sum(-1)
-    divided = np.array([cache.strip_by_name[t.name] for t in by_rows], dtype=np.int64)
-    return SearchSpace(cache, fixed, shared_bytes.astype(np.int64), groups, divided, runs)
+    return SearchSpace(cache, fixed, np.array(divided, dtype=np.int64))
 
 
 def is_large(cache: Options) -> bool:
@@ -305,7 +225,7 @@ def _worth_cutting(cache: Options, shards: Sequence[Shard]) -> np.ndarray:
     n, strips = len(cache.speed), np.arange(len(cache))
     cache.need(strips, cache.size)
     whole = cache.numbers(strips, cache.size)
-    added_ms, n_bytes = added(cache.codes[whole], cache.model), cache.bytes[whole].astype(float)
+    added_ms, n_bytes = cache.added_ms[whole], cache.bytes[whole]
     # Reserved bytes may leave devices less than nothing.
     least_bytes = _WORTH * max(0.0, np.mean(held_bytes(cache.problem)))
     # The mean cost of a device is an n-th of the sum.
@@ -314,12 +234,6 @@ def _worth_cutting(cache: Options, shards: Sequence[Shard]) -> np.ndarray:
     cut = np.array([s for s, units in cache.keys(shards) if units < cache.size[s]], dtype=np.int64)
     worth[cut] = True
     return worth
-
-
-def added(codes: np.ndarray, model: CostModel) -> np.ndarray:
-    """[N] ms that shards add to an op without its launch, from codes [N, F]."""
-    # The second copy of a shard costs no launch.
-    return np.maximum(0.0, np.asarray(model.head(2 * codes)) - model.head(codes))
 
 
 def keeping(space: SearchSpace, held: np.ndarray, reshard: Reshard, new: Sequence[Table]) -> SearchSpace:
@@ -348,79 +262,6 @@ def keeping(space: SearchSpace, held: np.ndarray, reshard: Reshard, new: Sequenc
         # No device is allowed to gain a row range, so they stay.
         limits["allowed"] = cache.allowed & ~cache.is_range[:, None]
     return replace(space, fixed=space.fixed._replace(**limits))
-
-
-# --- tables that groups of devices share --------------------------------------------------------------------
-
-
-def _group_of(
-    groups: Sequence[tuple[Layout, Group]], layouts: Sequence[Layout], n_devices: int
-) -> np.ndarray:
-    """[Y, D] the device's group in each layout. -1: a device that is alone on its host shares nothing there."""
-    group_of = np.full((len(layouts), n_devices), -1)
-    for g, (layout, group) in enumerate(groups):
-        group_of[layouts.index(layout), list(group)] = g
-    return group_of
-
-
-def _shareable(
-    cache: Options,
-    groups: Sequence[tuple[Layout, Group]],
-    layouts: Sequence[Layout],
-    wanted: bool,
-    divided: Collection[str],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Strips that groups may share.
-
-    Returns [Y, S] whether they may, [2, Y, S] the shards of each device but the last and of the last, and [Y, S, F]
-    encodings of the former.
-
-    Groups may share whole tables, save pinned ones and those that are kept together.
-    Kinds that divide rows need unordered rows that may be divided, and at least one row for each device.
-    They also need that no strip is a row range, as those would run in the same op.
-
-    wanted: whether groups may share tables that need not be divided.
-    divided: names of tables that are always divided.
-    """
-    problem, model = cache.problem, cache.model
-    shape = (len(layouts), len(cache))
-    may_share, codes = np.zeros(shape, dtype=bool), np.zeros((*shape, cache.codes.shape[1]))
-    parts = np.full((2, *shape), None)
-    # Plans by columns only: encodings of shared tables would take long for nothing.
-    if not wanted and not divided:
-        return may_share, parts, codes
-    whole = [Shard.whole(cache.table(s)) for s in range(len(cache))]
-    # Tables that constraints keep together or on some devices are not shared.
-    bound = [w.table.name in problem.pinned or w.table.name in problem.bundle_of for w in whole]
-    free = wanted & ~cache.is_range & ~np.array(bound, dtype=bool)
-    for y, layout in enumerate(layouts):
-        # With groups of unequal size, the smallest has the most of a table on each device.
-        size = min(len(group) for other, group in groups if other is layout)
-        # A kernel of the right collection, and constraints.kinds, both have to allow it.
-        runs_it = np.array([_runs(layout, shard.table) for shard in whole], dtype=bool)
-        may = [problem.may_run(layout, shard.table) for shard in whole]
-        shards = last = whole
-        if layout.divides_rows:
-            # [S] rows on each device but the last. None: some device would have no row.
-            rows = [even_share(shard.rows, size) for shard in whole]
-            divides = [
-                n is not None and not w.table.ordered and w.table.name not in problem.whole
-                for w, n in zip(whole, rows, strict=True)
-            ]
-            may = np.array(may) & divides & (not cache.is_range.any())
-            shards = [replace(w, row_hi=n or w.rows) for w, n in zip(whole, rows, strict=True)]
-            # The last device of a group has the rows that are left.
-            last = [
-                replace(w, row_lo=n * (size - 1)) if n and n * size != w.rows else shard
-                for shard, w, n in zip(shards, whole, rows, strict=True)
-            ]
-        # One op runs a collection's tables. Those of others have no shard here.
-        parts[:, y] = shards, last
-        parts[:, y, ~runs_it] = None
-        may_share[y] = free & runs_it & may
-        # Replicas look up a local batch, other kinds the global one.
-        codes[y] = encoded(shards, model, layout.batch(problem))
-    return may_share, parts, codes
 
 
 def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:

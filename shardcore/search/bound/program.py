@@ -37,8 +37,7 @@ from shardcore.core.types import Problem, Table
 from shardcore.cost.model import BoundableCostModel
 from shardcore.search.bound.contention import Curve, op_curve
 from shardcore.search.bound.options import Exchanges, Run, items_of
-from shardcore.step.memory import held_bytes
-from shardcore.step.memory_account import sums_of
+from shardcore.step.memory import held_bytes, sums_of
 
 _SHARES = 6
 """Dual feasible functions that round to shares of a device."""

@@ -46,11 +46,12 @@ from shardcore.step.memory import (
     gib,
     held_bytes,
     host_bytes,
+    local_batch_bytes,
     require_fits,
     resident_bytes,
+    table_bytes,
     used_bytes,
 )
-from shardcore.step.memory_account import local_batch_bytes, table_bytes
 from shardcore.tables.host_rows import held_rows, link_bytes_of
 
 SHARES = (1.0, 0.97, 0.9, 0.75, 0.5)

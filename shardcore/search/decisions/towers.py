@@ -40,8 +40,7 @@ from shardcore.search.state.refusal import shown
 from shardcore.search.ties import least, ranks
 from shardcore.step.kinds import ID_CHANNELS
 from shardcore.step.lower import Workload, lower
-from shardcore.step.memory import gib, held_bytes
-from shardcore.step.memory_account import local_batch_bytes, table_bytes
+from shardcore.step.memory import gib, held_bytes, local_batch_bytes, table_bytes
 from shardcore.step.scopes import groups_of
 from shardcore.step.ways import on_all_devices
 from shardcore.tables.hot_rows import as_cold, cold_names

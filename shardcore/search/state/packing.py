@@ -1,7 +1,7 @@
 """Packing: plans that fit, at any cost. For problems where a search's order of placing finds none.
 
 With a way to run chosen for each table, the memory of a device in a phase of a step is a sum of bytes: of its shards,
-and of a local batch, which is the same on all devices (step/memory_account.py). So shards are vectors of bytes, to be
+and of a local batch, which is the same on all devices (step/memory.py). So shards are vectors of bytes, to be
 packed into devices.
 
 A pass places one table after another: whole where it fits, else cut to the widths of the gaps. The table for which
@@ -28,8 +28,7 @@ from shardcore.core.types import Placement, Plan, Problem, Shard
 from shardcore.step import memory
 from shardcore.step.id_bytes import sample_bytes
 from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, Layout, run_of, shards_on
-from shardcore.step.memory import Caches, held_bytes
-from shardcore.step.memory_account import Account, own_peaks, sums_of
+from shardcore.step.memory import Account, Caches, held_bytes, own_peaks, sums_of
 from shardcore.step.shard_memory import run_batches
 from shardcore.step.ways import Bundle, bundles, equal_parts, searched_tables, shared_groups, why_not
 
@@ -110,7 +109,7 @@ class _Choice:
         self.base, self.vectors = cache(self._base), cache(self._vectors)
 
     def _base(self, cut: frozenset[Layout]) -> np.ndarray:
-        batches = {run: replace(batch, cut=batch.cut or run in cut) for run, batch in self.batches.items()}
+        batches = {run: batch._replace(cut=batch.cut or run in cut) for run, batch in self.batches.items()}
         return np.append(Account.of(batches, self.problem).base, 0.0)
 
     def sent(self, i: int) -> np.ndarray:

@@ -15,8 +15,7 @@ from shardcore.core.topology import DEFAULT_RESERVE, default_reserve
 from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.search.state.packing import packings_of, roomiest
 from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, device_names, even_share, run_of
-from shardcore.step.memory import gib, held_bytes
-from shardcore.step.memory_account import Account, account_of
+from shardcore.step.memory import Account, account_of, gib, held_bytes
 from shardcore.step.shard_memory import run_batches
 from shardcore.step.ways import division, equal_parts, fixed_placements, why_not
 

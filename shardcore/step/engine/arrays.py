@@ -10,7 +10,7 @@ takes follows from these vectors.
 An array with no rows means "does not apply".
 
 Shapes: S strips, U most units of a strip, O options, V entries of a vector, D devices, H hosts.
-N runs: first the K kinds of what single devices hold, then others (step/memory_account.py).
+N runs: first the K kinds of what single devices hold, then others (step/memory.py).
 X exchanges: of each run's outputs, then of each run's ids. Exchange x is that of run x % N.
 Y layouts of what groups of devices share, G groups. C caches, L log entries, P parameters, A heads.
 B slots of a run's stage, E edits of a move, Q counters. Digits stand for themselves.
@@ -35,7 +35,7 @@ MOST_EDITS = 24
 """The most edits of one move."""
 
 RESIDENT, ARRIVED, ENTERED, LOOKUPS, FEATURES, ON_HOST, CACHED = range(7)
-"""Entries of a vector: memory_account.Sums, then counts of caches (memory.Caches), then the encoding."""
+"""Entries of a vector: memory.Sums, then counts of caches (memory.Caches), then the encoding."""
 RUN, SIZE, TABLE, RANK, WEIGHT, JOINT = range(6)
 """Columns of SearchProblem.strips.
 
@@ -84,12 +84,16 @@ The last may have fewer rows than the others.
 class SearchProblem(NamedTuple):
     """Constants of a search. Annotations are numba's types."""
 
-    # Options: those of strips' shards, then of shared strips (shared_option), then further ones of bundles.
-    shard: int32[:, ::1]  # [S, U + 1] the option of so many units; number 0 is nothing
+    # Options, by number. Number 0 is nothing.
+    shard: int32[:, ::1]  # [S, U + 1] the option of so many units
+    shared: int64[
+        :, :, ::1
+    ]  # [2, Y, S] that of each device of a layout's groups but the last, and of the last
     vectors: float64[:, ::1]  # [O, V]
     options: int64[:, ::1]  # [O, 2] see OPTION_RUN
-    added_ms: float64[::1]  # [O] ms that an option adds to an op
-    first_shared: int64  # the first option of shared strips
+    local: float64[:, ::1]  # [O, 4] see OUTPUTS
+    peak_bytes: float64[::1]  # [O] bytes of the option alone in its largest phase
+    added_ms: float64[::1]  # [O] ms that it adds to an op
     first_code: int64  # where encodings begin in vectors
     strips: int64[:, ::1]  # [S, 6] see RUN
     may_split: boolean[::1]  # [S] whether columns may be cut
@@ -109,8 +113,6 @@ class SearchProblem(NamedTuple):
     group_of: int64[:, ::1]  # [Y, D] the device's group in each layout; -1: none
     may_share: boolean[:, ::1]  # [Y, S] whether groups may share the strip
     # Memory.
-    local: float64[:, ::1]  # [S, 2] of a local batch: bytes of a unit's outputs, and of the strip's ids
-    shared_local: float64[:, :, ::1]  # [Y, S, 2] bytes of ids in buckets, and that the dense optimizer makes
     # Pipeline.moments without replicas, and with: bytes of local batches and activations, and multiples of
     # State.value[SENT] and of ids that arrived. The last row has the largest of each.
     moments: float64[:, :, ::1]  # [2, 7, 3]
@@ -118,7 +120,7 @@ class SearchProblem(NamedTuple):
     looks_up_ahead: boolean  # whether the pipeline does (memory_timeline.stages_under)
     host_free: float64  # bytes of a host's memory; infinite where they are not given
     runs: int64[:, ::1]  # [N, 8] see COLLECTION
-    # Multiples of a run's bytes in a stage. Slots are those of memory_account.StageCoefficients.
+    # Multiples of a run's bytes in a stage. Slots are those of memory.StageCoefficients.
     stages: float64[:, :, :, ::1]  # [N, 4, slots, 8] see OF_ENTERED
     limits: float64[:, ::1]  # [N, 3] see MOST_ENTERED
     ops_limited: boolean  # whether an op may have too much for FBGEMM
@@ -144,8 +146,7 @@ class SearchProblem(NamedTuple):
 
     def shared_options(self, y: int, strips: np.ndarray) -> np.ndarray:
         """[...] options of strips [...] on each device but the last of a layout's groups."""
-        # As memory.shared_option.
-        return self.first_shared + y * len(self.strips) + strips
+        return self.shared[0, y, strips]
 
 
 class State(NamedTuple):
@@ -191,9 +192,10 @@ ROOM: bytes that a local batch may take, at least. Infinite: nothing is there; -
 LACK: bytes that it lacks.
 HELD: resident bytes.
 """
-SHARDS, PARTIAL, OUTPUTS, FIRST_RANK = range(4)
-"""Columns of State.runs: shards, those with some of the columns only, bytes of a local batch's outputs, and the
-least rank of its strips."""
+OUTPUTS, CUT, OF_SENT, OF_SCRATCH = range(4)
+"""Columns of SearchProblem.local (shard_memory.RunBatch)."""
+SHARDS, FIRST_RANK = 2, 3
+"""Further columns of State.runs: shards, and the least rank of its strips. OUTPUTS and CUT are sums over these."""
 LOG, WORST, N_MOVED, BYTES_MOVED, N_SHARED, N_RUNS, REPLICAS, WIDEST = range(8)
 """Indices of State.number.
 

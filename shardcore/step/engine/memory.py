@@ -1,4 +1,4 @@
-"""Memory of devices, equal to that of the finished plan (step/memory_account.py, memory_timeline).
+"""Memory of devices, equal to that of the finished plan (step/memory.py, memory_timeline).
 
 Sums over a device's shards are entries of its ops' vectors. Resident bytes count in all phases of a step. Of other
 sums, each phase has multiples. The local batch is the same on all devices (the frame). It depends on the runs of the
@@ -7,7 +7,7 @@ plan, on their order, and on which of them have tables cut by columns.
 A step has four stages. In each, one run follows another. Before and after its phases a run has buffers, too.
 So one pass over the runs gives all phases: no list of them is needed.
 
-Caches count in all phases. FBGEMM's limits of an op count as bytes, as in step/memory_account.py.
+Caches count in all phases. FBGEMM's limits of an op count as bytes, as in step/memory.py.
 
 t is a stage, i a run's place in the order. row is the row of State.row that has a device's ops.
 """
@@ -22,6 +22,7 @@ from shardcore.step.engine.arrays import (
     ARRIVED,
     CACHED,
     COLLECTION,
+    CUT,
     DENSE_PART,
     ENTERED,
     FEATURES,
@@ -39,39 +40,30 @@ from shardcore.step.engine.arrays import (
     NEXT,
     OF_ENTERED,
     OF_LOOKUPS,
+    OF_SCRATCH,
+    OF_SENT,
     ON_HOST,
     OPTION_RUN,
     OUTPUTS,
     OVER,
-    PARTIAL,
     PHASES,
     RANK,
     REPLICAS,
     REPLICAS_RUN,
     RESIDENT,
     ROOM,
-    RUN,
     SCRATCH,
     SENT,
     SEQUENCE,
     SHARDS,
-    SIZE,
     SLOT_AFTER,
     SLOT_BEFORE,
     SLOT_FREED_LATE,
     SLOT_PHASES,
 )
 from shardcore.step.engine.cost import add, n_devices_of, total_of
-from shardcore.step.memory import CACHE_SET_ROWS
-from shardcore.step.memory_account import OF_OP
+from shardcore.step.memory import CACHE_SET_ROWS, OF_OP
 from shardcore.step.op_limits import MOST_IDS
-
-
-@inner
-def shared_option(fx, y, s, is_last):
-    """The option of strip s on a device of a group of layout y: on the last, or on any other."""
-    # After the options of shards come those of strips that groups share, as [2, Y, S].
-    return fx.first_shared + (int(is_last) * len(fx.may_share) + y) * len(fx.strips) + s
 
 
 @inner
@@ -100,7 +92,7 @@ def frame(fx, st):
     received = joined = sent_back = most = 0.0
     for i in range(n):
         r = st.order[i]
-        outputs, cut = st.runs[r, OUTPUTS], st.runs[r, PARTIAL] > 0.0
+        outputs, cut = st.runs[r, OUTPUTS], st.runs[r, CUT] > 0.0
         if fx.runs[r, REPLICAS_RUN]:
             st.number[REPLICAS] = 1
         # Outputs of a collection's runs form one tensor. Its gradient lives until the run that is last in
@@ -312,27 +304,26 @@ def host_fits(fx, st, d, row):
 
 
 @inner
-def expect(fx, st, s, units):
-    """Count a shard of strip s among those that runs have. `frame` computes what follows."""
-    run = st.runs[fx.strips[s, RUN]]
-    run[SHARDS] += 1.0
-    run[OUTPUTS] += units * fx.local[s, 0]
+def expect(fx, st, s, option):
+    """Count an option of strip s among those that runs have. `frame` computes what follows."""
+    run, local = st.runs[fx.options[option, OPTION_RUN]], fx.local[option]
+    run[OUTPUTS] += local[OUTPUTS]
     # Runs follow each other in the order of their first tables.
     run[FIRST_RANK] = min(run[FIRST_RANK], float(fx.strips[s, RANK]))
-    st.value[SENT] += fx.local[s, 1]
-    if units < fx.strips[s, SIZE]:
-        run[PARTIAL] += 1.0
+    # A dense optimizer updates one table after another, so only the largest buffer counts.
+    st.value[SCRATCH] = max(st.value[SCRATCH], local[OF_SCRATCH])
+    change_option(fx, st, int64(0), option)
 
 
 @inner
-def change_parts(fx, st, s, was, now):
-    """Count a device's shard of strip s as wider or narrower. Returns whether a run is now cut that was not,
-    or no longer is."""
-    run, size = st.runs[fx.strips[s, RUN]], fx.strips[s, SIZE]
-    # Ids of a local batch exist once for each shard; outputs do not depend on how a strip is cut.
-    before = run[PARTIAL] > 0.0
-    more = int(now > 0) - int(was > 0)
-    st.value[SENT] += more * fx.local[s, 1]
-    run[SHARDS] += more
-    run[PARTIAL] += int(0 < now and now < size) - int(0 < was and was < size)
-    return before != (run[PARTIAL] > 0.0)
+def change_option(fx, st, was, now):
+    """Count another option of a strip in the local batch. Returns whether it changes which runs have cut tables.
+
+    Ids of a local batch exist once for each shard; outputs do not depend on how a strip is cut.
+    """
+    run = st.runs[fx.options[max(was, now), OPTION_RUN]]
+    before = run[CUT] > 0.0
+    run[SHARDS] += int(now > 0) - int(was > 0)
+    run[CUT] += fx.local[now, CUT] - fx.local[was, CUT]
+    st.value[SENT] += fx.local[now, OF_SENT] - fx.local[was, OF_SENT]
+    return before != (run[CUT] > 0.0)

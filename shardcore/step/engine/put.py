@@ -13,17 +13,9 @@ from numba import boolean, int64, void
 
 from shardcore.core.jit import inner
 from shardcore.step.engine.arrays import (
-    ARRIVED,
-    ENTERED,
     FREE,
     HEAD,
     LACK,
-    LOOKUPS,
-    MOST_ENTERED,
-    MOST_LOOKUPS,
-    NEXT,
-    OPTION_RUN,
-    RESIDENT,
     ROOM,
     SENT,
     problem_at,
@@ -32,7 +24,7 @@ from shardcore.step.engine.arrays import (
 from shardcore.step.engine.cost import n_devices_of
 from shardcore.step.engine.memory import (
     batch_most,
-    change_parts,
+    change_option,
     expect,
     frame,
     host_fits,
@@ -53,9 +45,9 @@ def join(fx, st, s, held, units):
     """Count two shards of strip s as one in the local batch. Returns whether the frame was computed anew."""
     if held == 0:
         return False
-    changes = change_parts(fx, st, s, held, held + units)
+    changes = change_option(fx, st, int64(fx.shard[s, held]), int64(fx.shard[s, held + units]))
     # Each change has to be counted, so the call comes before `or`.
-    if change_parts(fx, st, s, units, int64(0)) or changes:
+    if change_option(fx, st, int64(fx.shard[s, units]), int64(0)) or changes:
         frame(fx, st)
         return True
     return False
@@ -79,8 +71,8 @@ def may_have(fx, st, s, units, d):
         for e in range(n_devices_of(st)):
             fits = fits and (e == d or lack_of(fx, st, e, e) == 0.0)
     if held > 0:
-        change_parts(fx, st, s, int64(0), units)
-        change_parts(fx, st, s, held + units, held)
+        change_option(fx, st, int64(0), int64(fx.shard[s, units]))
+        change_option(fx, st, int64(fx.shard[s, held + units]), int64(fx.shard[s, held]))
         # Without the rounding errors of sums.
         st.value[SENT] = sent
         if changes:
@@ -117,21 +109,9 @@ def expect_all(head, problem, states, shards):
                 set_ms(head, fx, st, d, r)
         of_cuts = shards[b * len(shards) // len(states)]
         for i in range(len(of_cuts)):
-            expect(fx, st, of_cuts[i, 0], of_cuts[i, 1])
+            expect(fx, st, of_cuts[i, 0], int64(fx.shard[of_cuts[i, 0], of_cuts[i, 1]]))
         frame(fx, st)
         set_lacks(fx, st)
-
-
-@inner
-def most_bytes(fx, option):
-    """The most bytes that an option adds to a device in any phase, as `set_room` counts them."""
-    n_bytes = 0.0
-    while option > 0:
-        of, limits = fx.vectors[option], fx.limits[fx.options[option, OPTION_RUN]]
-        n_bytes += of[RESIDENT] + fx.moments[0, -1, 2] * of[ARRIVED]
-        n_bytes += limits[MOST_ENTERED] * of[ENTERED] + limits[MOST_LOOKUPS] * of[LOOKUPS]
-        option = fx.options[option, NEXT]
-    return n_bytes
 
 
 @entry(void(WORDS, BATCH, int64[:, ::1], boolean[:, ::1]))
@@ -141,7 +121,7 @@ def find_devices(problem, states, shards, fits):
     only_bytes = len(fx.caches) == 0 and not fx.ops_limited and fx.host_free == np.inf
     for b in range(len(states)):
         st, s, units = state_at(states[b]), shards[b, 0], shards[b, 1]
-        needed = most_bytes(fx, int64(fx.shard[s, units])) + batch_most(fx, st)
+        needed = fx.peak_bytes[fx.shard[s, units]] + batch_most(fx, st)
         for d in range(n_devices_of(st)):
             # A lower bound of the room holds an upper bound of the shard. Mostly no trial is needed.
             # Shards of a strip that meet may change the local batch of all devices, so they always have one.

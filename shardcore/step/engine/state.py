@@ -8,8 +8,6 @@ from shardcore.step.engine.arrays import (
     ENERGY,
     ENTERED,
     FIRST,
-    FIRST_RANK,
-    GROUP_RUN,
     JOINT,
     LAST,
     LAYOUT,
@@ -18,12 +16,8 @@ from shardcore.step.engine.arrays import (
     LOG,
     N_MOVED,
     N_SHARED,
-    OUTPUTS,
-    RANK,
     SCRATCH,
     SENT,
-    SHARDS,
-    SIZE,
     TABLE,
     WEIGHT,
     problem_at,
@@ -37,7 +31,7 @@ from shardcore.step.engine.cost import (
     n_devices_of,
     power,
 )
-from shardcore.step.engine.memory import add_option, expect, frame, set_lacks, shared_option
+from shardcore.step.engine.memory import add_option, expect, frame, set_lacks
 from shardcore.step.engine.pointers import WORDS, entry
 
 
@@ -182,22 +176,15 @@ def recompute_ops(head, fx, st):
         y = fx.groups[g, LAYOUT_OF]
         for d in range(fx.groups[g, FIRST], fx.groups[g, LAST] + 1):
             if fx.group_of[y, d] == g:
-                add_option(fx, st, d, shared_option(fx, y, s, d == fx.groups[g, LAST]))
-        run = st.runs[fx.groups[g, GROUP_RUN]]
-        run[SHARDS] += 1.0
-        run[OUTPUTS] += fx.local[s, 0] * fx.strips[s, SIZE]
-        run[FIRST_RANK] = min(run[FIRST_RANK], float(fx.strips[s, RANK]))
-        # Divided rows need ids of a local batch in buckets, too.
-        st.value[SENT] += fx.local[s, 1] + fx.shared_local[y, s, 0]
-        # A dense optimizer updates one table after another, so only the largest buffer counts.
-        st.value[SCRATCH] = max(st.value[SCRATCH], fx.shared_local[y, s, 1])
+                add_option(fx, st, d, fx.shared[int(d == fx.groups[g, LAST]), y, s])
+        expect(fx, st, s, fx.shared[0, y, s])
     for d in range(n_devices_of(st)):
         # Go over held strips only: most entries of `held` are 0.
         for i in range(st.count[d]):
             s = int64(st.strips[d, i])
-            units = int64(st.held[s, d])
-            add_option(fx, st, d, int64(fx.shard[s, units]))
-            expect(fx, st, s, units)
+            option = int64(fx.shard[s, st.held[s, d]])
+            add_option(fx, st, d, option)
+            expect(fx, st, s, option)
         for r in range(len(st.runs)):
             # All devices of a group run the same op. Only the first is priced.
             first = first_of_group(fx, d, r)

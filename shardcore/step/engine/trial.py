@@ -38,7 +38,7 @@ from shardcore.step.engine.cost import (
 )
 from shardcore.step.engine.memory import (
     batch_most,
-    change_parts,
+    change_option,
     frame,
     host_fits,
     lack_of,
@@ -51,6 +51,13 @@ from shardcore.step.engine.state import hold, moved_of, note, set_ms
 def edit(st, i, s, d, units):
     """Write edit i: device d holds `units` of strip s afterwards."""
     st.edit[i, 0], st.edit[i, 1], st.edit[i, 2] = s, d, units
+
+
+@inner
+def options_of(fx, st, i):
+    """The options that edit i takes from its device, and gives it."""
+    s, d = st.edit[i, 0], st.edit[i, 1]
+    return int64(fx.shard[s, st.held[s, d]]), int64(fx.shard[s, st.edit[i, 2]])
 
 
 @inner
@@ -140,10 +147,10 @@ def fits(fx, st, a, b, n):
     """
     n_devices, sent, before, changes = n_devices_of(st), st.value[SENT], batch_most(fx, st), False
     for i in range(n):
-        s, d, now = st.edit[i, 0], st.edit[i, 1], st.edit[i, 2]
         # Runs with cut tables have a larger local batch.
         # (It comes before `or`, as each edit has to be counted.)
-        changes = change_parts(fx, st, s, int64(st.held[s, d]), now) or changes
+        was, then = options_of(fx, st, i)
+        changes = change_option(fx, st, was, then) or changes
     if changes:
         frame(fx, st)
     fit = True
@@ -166,8 +173,8 @@ def fits(fx, st, a, b, n):
     # The trial changed the local batch in place. Change it back.
     if not fit:
         for i in range(n):
-            s, d = st.edit[i, 0], st.edit[i, 1]
-            change_parts(fx, st, s, st.edit[i, 2], int64(st.held[s, d]))
+            was, then = options_of(fx, st, i)
+            change_option(fx, st, then, was)
         # Without the rounding errors of sums.
         st.value[SENT] = sent
         if changes:
@@ -194,7 +201,8 @@ def try_edits(head, fx, st, a, b, n):
         s, d, now = st.edit[i, 0], st.edit[i, 1], st.edit[i, 2]
         if now > 0 and len(fx.allowed) > 0 and not fx.allowed[s, d]:
             return np.inf
-        more = fx.vectors[fx.shard[s, now], RESIDENT] - fx.vectors[fx.shard[s, st.held[s, d]], RESIDENT]
+        was, then = options_of(fx, st, i)
+        more = fx.vectors[then, RESIDENT] - fx.vectors[was, RESIDENT]
         left_a -= more if d == a else 0.0
         left_b -= more if d == b else 0.0
     # Resident bytes alone refuse many moves. `fits` counts all bytes, and only for the few that cost little enough.
@@ -205,9 +213,8 @@ def try_edits(head, fx, st, a, b, n):
     begin_trial(st, a, n_devices)
     begin_trial(st, b, n_devices + 1)
     for i in range(n):
-        s, d = st.edit[i, 0], st.edit[i, 1]
-        row = n_devices if d == a else n_devices + 1
-        edit_ops(fx, st, row, int64(fx.shard[s, st.held[s, d]]), int64(fx.shard[s, st.edit[i, 2]]))
+        was, then = options_of(fx, st, i)
+        edit_ops(fx, st, n_devices if st.edit[i, 1] == a else n_devices + 1, was, then)
     # Norms change by the two devices' terms only: constant time, whatever the number of devices.
     norm, ref, n_runs = st.norm[1], st.ref, len(fx.runs)
     for i in range(3):

@@ -12,7 +12,7 @@ from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import Budget
 from shardcore.step.kinds import run_of, shards_on
-from shardcore.step.memory_account import local_batch_bytes, own_peaks, table_bytes
+from shardcore.step.memory import local_batch_bytes, own_peaks, table_bytes
 
 BATCH, MIB = 64, 2**20
 HOT = Table("hot", 1000, 64, 40.0, Zipf(0))

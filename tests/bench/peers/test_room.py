@@ -13,8 +13,7 @@ from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import Budget
 from shardcore.step.lower import lower
-from shardcore.step.memory import held_bytes, used_bytes
-from shardcore.step.memory_account import local_batch_bytes, table_bytes
+from shardcore.step.memory import held_bytes, local_batch_bytes, table_bytes, used_bytes
 
 BATCH, MIB = 64, 2**20
 TABLES = tuple(Table(f"t{i}", 6000 + 10 * i, 8 + 8 * (i % 3), 2.0 + i) for i in range(8))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from shapes import on_hosts
+from shapes import arriving, on_hosts
 
 from shardcore.core.job import Job
 from shardcore.core.links import links_of
@@ -16,7 +16,6 @@ from shardcore.search import Budget
 from shardcore.search.anneal import compiled, sharder
 from shardcore.search.portfolio import annealing
 from shardcore.step.engine.arrays import ARRIVED, ENTERED
-from shardcore.step.id_bytes import expected_bytes
 from shardcore.step.kinds import layout_of
 from shardcore.step.lower import lower
 from shardcore.testing.problems import BATCH, MIB, draw_tables, model_for
@@ -64,7 +63,7 @@ def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(
         state, fixed = start.state, start.fixed
         plan = Plan(tuple(start.placements))
         # All ranges of divided rows count as the first. The last one may have fewer rows.
-        runs, expected = start.space.runs, expected_bytes(plan, problem)
+        runs, expected = start.space.runs, arriving(plan, problem)
         nothing = np.zeros(len(fixed.host))
         ops = state.ops[: len(fixed.host)]
         more = ops[..., ARRIVED].T - np.array([expected.get(run, nothing) for run in runs])

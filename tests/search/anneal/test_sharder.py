@@ -22,7 +22,7 @@ from shardcore.search.anneal.batch import space_by_columns
 from shardcore.search.anneal.rates import exchange_rates
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.portfolio import annealing as anneal
-from shardcore.step import memory_account
+from shardcore.step import memory
 from shardcore.step.kinds import WHOLE_ROWS
 from shardcore.step.lower import lower
 from shardcore.step.memory import used_bytes
@@ -137,7 +137,7 @@ def test_copies_take_no_byte_more_than_there_is():
 def test_copies_fit_where_outputs_are_too_large_to_be_side_by_side():
     small = tuple(Table(f"t{i}", n, 4, 1.0) for i, n in enumerate((3, 2020)))
     problem = Problem("outputs", small, Topology((Device(1),) * 6), 49_152)
-    each = memory_account.table_bytes(small[0], problem)  # rows in six ranges take 39% of it each
+    each = memory.table_bytes(small[0], problem)  # rows in six ranges take 39% of it each
     devices = (*(Device(int(0.35 * each)),) * 5, Device(int(1.4 * each), host="b"))
     problem = with_room(replace(problem, topology=Topology(devices)))
     for name in ("anneal", "anneal_columns"):
@@ -351,7 +351,7 @@ def test_in_a_large_problem_what_weighs_little_is_not_cut(monkeypatch):
     heavy = Table("heavy", 40_000, 64, 40.0, Zipf(0.4))
     light = tuple(Table(f"t{i}", 200 + i % 50, 16, 0.01) for i in range(600))
     ample = Problem("large", (heavy, *light), Topology((Device(int(0.5 * heavy.bytes)),) * 4), BATCH)
-    more = sum(memory_account.table_bytes(t, ample) for t in light) // 4
+    more = sum(memory.table_bytes(t, ample) for t in light) // 4
     problem = with_room(replace(ample, topology=Topology((Device(int(0.5 * heavy.bytes) + more),) * 4)))
     model, budget = model_for(problem), Budget(evals=20_000)
     small = anneal(problem, model, budget=budget, space="columns")

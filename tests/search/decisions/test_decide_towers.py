@@ -42,7 +42,7 @@ from shardcore.search.decisions.towers import (
 )
 from shardcore.step.kinds import CHANNELS
 from shardcore.step.lower import lower
-from shardcore.step.memory_account import table_bytes
+from shardcore.step.memory import table_bytes
 
 B = 64
 MODEL = AnalyticModel(

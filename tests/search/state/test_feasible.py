@@ -16,8 +16,7 @@ from shardcore.search import SHARDERS
 from shardcore.search.budget import Budget
 from shardcore.search.state import refusal
 from shardcore.search.state.feasible import feasible_shards, fitting
-from shardcore.step.memory import fits, used_bytes
-from shardcore.step.memory_account import table_bytes
+from shardcore.step.memory import fits, table_bytes, used_bytes
 
 BATCH = 48
 TABLES = tuple(Table(f"t{i}", 1000, 16, 1.0) for i in range(6))

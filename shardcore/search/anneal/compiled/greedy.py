@@ -47,7 +47,7 @@ def greedy(head, problem, state, shards):
     n_devices = n_devices_of(st)
     # The local batch is that of all shards together, so it has to be known before the first is placed.
     for i in range(len(shards)):
-        expect(fx, st, shards[i, 0], shards[i, 1])
+        expect(fx, st, shards[i, 0], int64(fx.shard[shards[i, 0], shards[i, 1]]))
     frame(fx, st)
     # Shared and fixed tables are placed already. If these do not fit, no order of the others helps.
     for d in range(n_devices):

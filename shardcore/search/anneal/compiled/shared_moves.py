@@ -20,7 +20,6 @@ from shardcore.step.engine.arrays import (
     WORST,
 )
 from shardcore.step.engine.cost import copy, energy_of, is_less, n_devices_of
-from shardcore.step.engine.memory import shared_option
 from shardcore.step.engine.state import (
     hold,
     note,
@@ -86,7 +85,7 @@ def propose_shared(fx, st):
 @inner
 def group_option(fx, y, s):
     """The option of strip s on a device of a group of layout y. Nothing for a strip of -1."""
-    return shared_option(fx, y, s, False) if s >= 0 else int64(0)
+    return fx.shared[0, y, s] if s >= 0 else int64(0)
 
 
 @inner

@@ -1,0 +1,168 @@
+"""Constants of the engine: options as arrays, and what all plans of a problem have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from shardcore.core.job import PIPELINES
+from shardcore.core.types import PRECISION_BYTES, Placement
+from shardcore.step.engine.arrays import CACHED, WORK_ONCE
+from shardcore.step.kinds import WHOLE_ROWS, Layout, run_of, shards_on
+from shardcore.step.memory import CACHED_ROW_BYTES, held_bytes
+from shardcore.step.op_limits import may_bind, most_features
+from shardcore.step.options import Options, Part
+from shardcore.step.shard_memory import expanded_bytes, moments_of, run_batches, table_order
+from shardcore.step.ways import fixed_placements
+
+
+def engine_fields(options: Options, shared: bool) -> dict[str, Any]:
+    """The fields of SearchProblem that do not depend on a search. Rates of exchanges are 0, and no moves are limited.
+
+    shared: whether groups share tables.
+    """
+    problem, runs, layouts, stages = options.problem, options.runs, options.layouts, options.stages
+    job, topology, n_strips = problem.job, problem.topology, len(options)
+    order = table_order(problem)
+    rank = {name: i for i, name in enumerate(sorted(order, key=order.__getitem__))}
+    # Outputs of a collection's runs are joined to one tensor, so the local batch looks at them together.
+    collections = sorted({(run.collection, run.sequence) for run in runs})
+    group_of = np.full((len(layouts), len(topology)), -1)
+    for g, (layout, group) in enumerate(options.groups):
+        group_of[layouts.index(layout), list(group)] = g
+    of_groups = [
+        (layouts.index(layout), group[0], group[-1], runs.index(layout)) for layout, group in options.groups
+    ]
+    on_hosts = topology.on_hosts
+    # The first entry may make options.
+    return {
+        "shared": options.shared if shared else np.zeros((2, len(layouts), n_strips), np.int64),
+        "shard": options.numbers(np.arange(n_strips)[:, None], np.arange(options.size.max() + 1)).astype(
+            np.int32
+        ),
+        "vectors": options.vectors,
+        "options": np.stack([options.run, options.following], 1),
+        "local": options.local,
+        "peak_bytes": options.peak_bytes,
+        "added_ms": options.added_ms,
+        "first_code": options.first_code,
+        "strips": np.array(
+            [
+                options.kind,
+                options.size,
+                # One number for a table: its row ranges are several strips, but move as one table.
+                [options.strip_by_name[options.table(s).name] for s in range(n_strips)],
+                # Tables of a bundle that run apart from its first count as fixed ones.
+                [
+                    min(rank[s.table.name] for run, s in parts if run is parts[0][0])
+                    for parts in options.parts
+                ],
+                # No limits of re-sharding: `keeping` puts them in.
+                np.zeros(n_strips),
+                np.zeros(n_strips),
+            ],
+            np.int64,
+        ).T.copy(),
+        # No rows if nothing is restricted: the engine then skips the check.
+        "allowed": options.allowed[:0] if options.allowed.all() else options.allowed,
+        # The local batch comes off in the engine, as it changes with the plan.
+        "devices": np.stack([options.speed, held_bytes(problem)], 1).astype(float),
+        # Of ranks, which are host by host, and then of devices.
+        "host": np.repeat(np.arange(len(on_hosts)), [len(devices) for devices in on_hosts])[
+            np.argsort(topology.ranks)
+        ],
+        "rates": np.zeros((2 * len(runs), WORK_ONCE + 1)),
+        "n_kinds": len(options.kinds),
+        "hides_ids_ms": job.hides_ids_ms,
+        "dense_ms": job.dense_ms,
+        "groups": np.array(of_groups, np.int64).reshape(-1, 4),
+        "group_of": group_of,
+        "moments": moments_of(problem),
+        "always": float(expanded_bytes(problem) + job.dense_bytes),
+        "looks_up_ahead": PIPELINES[job.pipeline].looks_up_ahead,
+        "host_free": float(topology.memory[0].bytes) if topology.memory else np.inf,
+        "runs": np.array(
+            [
+                (
+                    collections.index((run.collection, run.sequence)),
+                    run.sequence,
+                    run.local_batch,
+                    layouts.index(run) if run in layouts and run not in options.kinds else -1,
+                    *phases,
+                )
+                for run, phases in zip(runs, stages.phases.tolist(), strict=True)
+            ],
+            np.int64,
+        ),
+        "stages": np.concatenate([stages.batch, stages.sums], -1),
+        "limits": np.column_stack([stages.most, [most_features(run.batch(problem)) for run in runs]]),
+        "ops_limited": may_bind(problem),
+        **_cache_fields(options),
+        **_fixed_fields(options, rank),
+        "kept": np.zeros((0, len(topology)), np.int16),
+        "most_tables": 0,
+        "most_bytes": 0,
+    }
+
+
+def _cache_fields(options: Options) -> dict[str, np.ndarray]:
+    """The fields about caches."""
+    row_bytes, caches = np.zeros(options.vectors.shape[1]), []
+    # A cache has a count of rows, then a count of shards for each width, ascending.
+    for (run, precision), (begin, widths) in options.caches.ops.items():
+        first = CACHED + begin
+        if run in options.runs:
+            caches.append((options.runs.index(run), first, first + len(widths)))
+        of_widths = slice(first + 1, first + 1 + len(widths))
+        row_bytes[of_widths] = np.array(widths) * PRECISION_BYTES[precision] + CACHED_ROW_BYTES
+    return {"caches": np.array(caches, np.int64).reshape(-1, 3), "cache_row_bytes": row_bytes}
+
+
+def _fixed_fields(options: Options, rank: dict[str, int]) -> dict[str, Any]:
+    """The fields about tables that are in every plan: those of fixed kinds, and tables of a bundle that run apart.
+
+    rank: place of each table in the order in which TorchRec runs them.
+    """
+    problem, runs = options.problem, options.runs
+    fixed, devices_of = fixed_placements(problem), dict[Part, list[int]]()
+    for placement in fixed:
+        for device, shard in shards_on(placement):
+            devices_of.setdefault((run_of(placement.kind, shard.table), shard), []).append(device)
+    ops = np.zeros((len(options.speed), len(runs), options.vectors.shape[1]))
+    if devices_of:
+        # Replicas are the same on all devices, and are encoded once.
+        vectors, _ = options.amounts(list(devices_of))
+        for ((run, _), devices), vector in zip(devices_of.items(), vectors, strict=True):
+            ops[devices, runs.index(run)] += vector
+    apart = [
+        Placement(WHOLE_ROWS.name, shard, (0,))
+        for parts in options.parts
+        for run, shard in parts
+        if run is not parts[0][0]
+    ]
+    # [N, 4] as State.runs. The rank is above every other, until a table of the run is found.
+    fixed_runs, tables = np.zeros((len(runs), 4)), dict[Layout, list[str]]()
+    fixed_runs[:, 3] = len(problem.tables)
+    for placement in (*fixed, *apart):
+        tables.setdefault(run_of(placement.kind, placement.shard.table), []).append(
+            placement.shard.table.name
+        )
+    batches = run_batches([*fixed, *apart], problem)
+    for run, batch in batches.items():
+        # None of them is cut by columns: each is whole, or has its rows divided.
+        fixed_runs[runs.index(run)] = (
+            batch.outputs,
+            0,
+            len(tables[run]),
+            min(rank[name] for name in tables[run]),
+        )
+    return {
+        "fixed_ops": ops,
+        "fixed_runs": fixed_runs,
+        "fixed_ids": float(sum(batch.sent for batch in batches.values())),
+        # One table is updated after another, so the largest buffer counts.
+        "fixed_scratch": float(
+            max((problem.job.update_bytes, *(batch.scratch for batch in batches.values())))
+        ),
+    }
