@@ -17,14 +17,13 @@ from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.tiers import BELOW, TIERS
 from shardcore.core.topology import Topology
-from shardcore.core.types import Plan, Table
+from shardcore.core.types import Table
 from shardcore.core.validation import require_type, shown
 from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, Layout, layout_of, layouts_of_torchrec
 from shardcore.step.memory import MIB
 from shardcore.torchrec import fields
-from shardcore.torchrec.modules import ModelTable, few
+from shardcore.torchrec.modules import ModelTable, first_names
 from shardcore.torchrec.plan_files import modules_of
-from shardcore.torchrec.sharding_plan import sharded
 
 if TYPE_CHECKING:
     from torchrec.distributed.planner import ParameterConstraints
@@ -48,8 +47,8 @@ NO_KERNELS = {"quant": "runs inference", "virtual": "has no rows to place before
 """Kernels that no plan has, by a substring of their names, and why."""
 BY_TYPE = {name: layouts_of_torchrec(name) for layout in LAYOUTS.values() for name in layout.torchrec}
 """Our kinds of each sharding type of TorchRec. A topology has one of them."""
-CUTS = {name for layout in LAYOUTS.values() if layout.cuts_columns for name in layout.torchrec[1:]}
-"""TorchRec's sharding types that cut columns."""
+WRITTEN = {name for layout in LAYOUTS.values() for name in (layout.torchrec_whole, layout.torchrec_cut)}
+"""TorchRec's sharding types that plans of ours are written as."""
 
 
 def require_constraints(constraints: ByName | None) -> None:
@@ -91,7 +90,8 @@ def by_our_names(
     for name, c in constraints.items():
         if name not in configs:
             raise ShardCoreError(
-                f"constraints are for table {name!r}, which the model does not have; it has {few(sorted(configs))}"
+                f"constraints are for table {name!r}, which the model does not have; it has "
+                f"{first_names(sorted(configs))}"
             )
         lines += _check(c, f"ParameterConstraints of table {name!r}", configs[name].feature_names)
         if c.device_group not in (None, compute_device):
@@ -173,6 +173,11 @@ def _check(c: ParameterConstraints, what: str, features: list[str]) -> list[str]
             )
     if unknown := [name for name in c.sharding_types or () if name not in BY_TYPE]:
         raise ShardCoreError(f"{what} has sharding type {unknown[0]!r}; known are {', '.join(BY_TYPE)}")
+    if types := None if WRITTEN & set(c.sharding_types or WRITTEN) else c.sharding_types:
+        raise ShardCoreError(
+            f"{what} has sharding_types {types}; ShardCore writes such plans as "
+            f"{BY_TYPE[types[0]][0].torchrec_cut}: allow it too"
+        )
     if not _allowed_kinds(c):
         raise ShardCoreError(
             f"{what} has sharding_types {c.sharding_types} and compute_kernels {c.compute_kernels}; 'dense' runs "
@@ -246,10 +251,10 @@ def pooling_notes(constraints: ByName, has_lookups: bool) -> list[str]:
     if not (names := [name for name, c in constraints.items() if _has_default_pooling(c) != has_lookups]):
         return []
     if has_lookups:
-        return [f"pooling_factors of tables {few(names)} are not used: the planner has lookups"]
+        return [f"pooling_factors of tables {first_names(names)} are not used: the planner has lookups"]
     return [
-        f"tables {few(names)} are priced with one lookup a sample, for their pooling_factors are [1.0]; that is "
-        "TorchRec's default too"
+        f"tables {first_names(names)} are priced with one lookup a sample, for their pooling_factors are [1.0]; that "
+        "is TorchRec's default too"
     ]
 
 
@@ -275,10 +280,10 @@ def search_constraints(
             kinds[key] = allowed
         if c is None:
             continue
-        # A table that may not be cut by columns keeps all of them.
-        types, dim = set(c.sharding_types or ()), table.config.embedding_dim
-        # Types without any that cuts columns leave a table whole.
-        if least := dim if types and not types & CUTS else c.min_partition:
+        # A table keeps all columns unless each of its kinds may run it cut, so that any plan is one that it may have.
+        types, dim = set(c.sharding_types or WRITTEN), table.config.embedding_dim
+        cuts = {layout.torchrec_cut for kind in _allowed_kinds(c) if (layout := layout_of(kind)).cuts_columns}
+        if least := c.min_partition if cuts <= types else dim:
             # A table narrower than min_partition keeps its own width.
             widths[key] = min(least, dim)
     return Constraints(kinds=tuple(kinds.items()), min_widths=tuple(widths.items()))
@@ -305,7 +310,8 @@ def _is_on(layout: Layout, topology: Topology) -> bool:
 
 
 def _allowed_kinds(c: ParameterConstraints) -> tuple[str, ...]:
-    kinds = tuple(dict.fromkeys(x.name for name in c.sharding_types or BY_TYPE for x in BY_TYPE[name]))
+    types = [name for name in c.sharding_types or BY_TYPE if name in WRITTEN]
+    kinds = tuple(dict.fromkeys(layout.name for name in types for layout in BY_TYPE[name]))
     kernels = set(c.compute_kernels or ())
     # "dense" alone: replicas, and nothing else.
     if kernels == {"dense"}:
@@ -347,38 +353,6 @@ def _cached_share(table: Table, c: ParameterConstraints, tier: str) -> float:
 
 
 # --- the plan's sharding types ------------------------------------------------------------------------------
-
-
-def violations(plan: Plan, constraints: ByName, topology: Topology) -> dict[str, str]:
-    """The sharding type of each table whose sharding_types do not have it, whole or as cut into one part."""
-    placements, violated = plan.by_table(), {}
-    for name, c in constraints.items():
-        # A whole table may also be written as cut into one part, so either name counts.
-        written = sharded(placements[name], topology).sharding_type
-        layout = BY_TYPE[written][0]
-        as_cut = layout.torchrec_cut if written == layout.torchrec_whole else written
-        if c.sharding_types and not {written, as_cut} & set(c.sharding_types):
-            violated[name] = written
-    return violated
-
-
-def without(
-    kinds: Mapping[str, tuple[str, ...]], violated: Mapping[str, str], constraints: ByName
-) -> dict[str, tuple[str, ...]]:
-    """Kinds of tables, without those that ran as a type which the constraints do not have.
-
-    Raises ShardCoreError if they leave a table none.
-    """
-    left = dict(kinds)
-    for name, written in violated.items():
-        # Without the kind that ran as the refused type, the search finds another.
-        left[name] = tuple(k for k in kinds[name] if written not in layout_of(k).torchrec)
-        if not left[name]:
-            raise ShardCoreError(
-                f"the plan shards table {name!r} {written}; its constraints have sharding_types "
-                f"{', '.join(constraints[name].sharding_types or ())}: allow it too"
-            )
-    return left
 
 
 def write_allowed_types(plan: ShardingPlan, constraints: ByName, theirs: Tables) -> list[str]:

@@ -39,7 +39,7 @@ from shardcore.core.types import Table
 from shardcore.core.validation import MOST_BATCH, MOST_POOLING, shown
 from shardcore.io import schema, writing
 from shardcore.step.access import BIN_HIGH
-from shardcore.torchrec.modules import path_in_model
+from shardcore.torchrec.modules import collections_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -101,18 +101,16 @@ def write_tables_of_ops(model: nn.Module, folder: str | Path) -> None:
     model: a DistributedModelParallel.
     folder: the folder of the reports.
     """
-    for path, module in model.named_modules():
-        for lookup in getattr(module, "_lookups", ()):
-            # Data-parallel lookups are wrapped in DDP, hence `module`.
-            for kernel in getattr(getattr(lookup, "module", lookup), "_emb_modules", ()):
-                if not (uuid := getattr(getattr(kernel, "emb_module", None), "uuid", None)):
-                    continue
-                parts, collection = [], path_in_model(path, model)
-                for table in kernel._config.embedding_tables:
-                    row, column = table.local_metadata.shard_offsets if table.local_metadata else (0, 0)
-                    rows, columns = (row, row + table.local_rows), (column, column + table.local_cols)
-                    parts.append(asdict(TablePart(collection, table.name, *rows, *columns)))
-                writing.write_json(Path(folder) / TABLES.format(op=uuid), parts)
+    for collection in collections_of(model, refuses_others=False):
+        for kernel in collection.kernels():
+            if not (uuid := getattr(getattr(kernel, "emb_module", None), "uuid", None)):
+                continue
+            parts = []
+            for table in kernel._config.embedding_tables:
+                row, column = table.local_metadata.shard_offsets if table.local_metadata else (0, 0)
+                rows, columns = (row, row + table.local_rows), (column, column + table.local_cols)
+                parts.append(asdict(TablePart(collection.path, table.name, *rows, *columns)))
+            writing.write_json(Path(folder) / TABLES.format(op=uuid), parts)
 
 
 def read_statistics(path: str | Path) -> list[PartLookups]:

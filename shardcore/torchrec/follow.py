@@ -29,7 +29,6 @@ from shardcore.torchrec.agreement import Agreement, Undecided
 from shardcore.torchrec.plan_files import from_json, to_json
 from shardcore.torchrec.reshard import MoveConfig, Moved, reshard
 from shardcore.torchrec.sharding_plan import to_torchrec
-from shardcore.torchrec.unsharded import unsharded_model
 
 _LOG = logging.getLogger(__name__)
 _REPORTED = 20
@@ -204,9 +203,7 @@ class PlanFollower:
         try:
             new, model = self.plans.read(version), self.model
             at: Any = model
-            exported = to_torchrec(
-                new.plan, new.problem, unsharded_model(model), at.device.type, like=at.plan
-            )
+            exported = to_torchrec(new.plan, new.problem, model, at.device.type, like=at.plan)
             return {"version": version, "plan": to_json(exported), "ratio": new.most_ratio, "error": ""}
         except ShardCoreError as error:
             return {"version": version, "error": str(error)}

@@ -13,7 +13,7 @@ Shapes: L ids of a feature, H of them hot, D columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -233,12 +233,3 @@ class _Split(NamedTuple):
     cold_ids: torch.Tensor
     cold_lengths: torch.Tensor
     order: torch.Tensor
-
-
-def hot_cold_modules(model: nn.Module) -> Iterator[tuple[str, HotColdEmbeddingCollection]]:
-    """The HotColdEmbeddingCollections of a model, with their paths, sharded or not."""
-    return (
-        (path, module)
-        for path, module in model.named_modules()
-        if isinstance(module, HotColdEmbeddingCollection)
-    )

@@ -11,25 +11,93 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shardcore.core.access_statistics import HASH_FORMS, ManagedCollision
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import require, require_type, shown
-from shardcore.tables.hot_rows import COLD, HOT, INSIDE
+from shardcore.tables.hot_rows import COLD, HOT, INSIDE, REPLICA
 
 if TYPE_CHECKING:
     from torch import nn
     from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 
+_REPLICATED = REPLICA.torchrec_whole
 _HISTORY = 1.25
 """Ids that managed collision keeps until it evicts, over those of its steps (MCHManagedCollisionModule)."""
 
 
-def few(names: Sequence[str]) -> str:
-    """The first five names, for messages."""
+def first_names(names: Sequence[str]) -> str:
+    """The first five of some names, for messages."""
     return ", ".join(map(repr, names[:5])) + ", ..." * (len(names) > 5)
+
+
+@dataclass(frozen=True)
+class Collection:
+    """A collection of tables of a model, sharded or not.
+
+    path: the path in the module tree of what a plan names: the collection, or what wraps it.
+    module: the EmbeddingBagCollection or EmbeddingCollection, or TorchRec's sharded form of one.
+    wrapper: the module that wraps it and is sharded in its place. None: nothing does.
+    divider: the HotColdEmbeddingCollection whose cold rows it has. None: it has whole tables.
+    """
+
+    path: str
+    module: Any
+    wrapper: Any = None
+    divider: Any = None
+
+    @property
+    def is_sharded(self) -> bool:
+        return hasattr(self.module, "module_sharding_plan")
+
+    @property
+    def is_pooled(self) -> bool:
+        return hasattr(self.module, "embedding_bags")
+
+    @property
+    def configs(self) -> list[Any]:
+        """TorchRec's configs of the tables."""
+        if self.is_sharded:
+            return self.module._embedding_bag_configs if self.is_pooled else self.module._embedding_configs
+        return self.module.embedding_bag_configs() if self.is_pooled else self.module.embedding_configs()
+
+    @property
+    def of_tables(self) -> Any:
+        """The module of each table, by name, which has its weight."""
+        return self.module.embedding_bags if self.is_pooled else self.module.embeddings
+
+    def replicates(self, table: str) -> bool:
+        """Tell if all ranks of a sharded collection have a table, each its own."""
+        return self.is_sharded and self.module.module_sharding_plan[table].sharding_type == _REPLICATED
+
+    @property
+    def sharded_type(self) -> type:
+        """Type of the module that a sharder takes."""
+        return type(self.module if self.wrapper is None else self.wrapper)
+
+    def kernels(self) -> Iterator[Any]:
+        """TorchRec's kernels of a sharded collection on this rank, each of which runs an op of FBGEMM."""
+        for lookup in getattr(self.module, "_lookups", ()):
+            # Data-parallel lookups are wrapped in DDP, hence `module`.
+            yield from getattr(lookup, "module", lookup)._emb_modules
+
+    @cached_property
+    def fused_params(self) -> dict[str, dict[str, Any]]:
+        """Settings of each table's fused op in a sharded collection, by table, whichever rank has it."""
+        # EmbeddingBagCollections and EmbeddingCollections keep shardings under different names.
+        shardings = getattr(self.module, "_embedding_shardings", None)
+        if shardings is None:
+            shardings = self.module._sharding_type_to_sharding.values()
+        return {
+            table.name: dict(table.fused_params or {})
+            for sharding in shardings
+            for groups in sharding._grouped_embedding_configs_per_rank
+            for group in groups
+            for table in group.embedding_tables
+        }
 
 
 @dataclass(frozen=True)
@@ -42,7 +110,8 @@ class ModelTable:
     pooled: True if the collection pools, as an EmbeddingBagCollection does.
     weighted: True if lookups have weights.
     replica: True if the model itself has it on every rank, so that no TorchRec plan names it.
-    within: the type of what wraps its collection. "": nothing does.
+    hot_rows: number of its rows that a HotColdEmbeddingCollection has on every rank. Given of whole tables.
+    collection: the collection. None: the model is not here.
     sharding_types: types that TorchRec has for what wraps its collection. (): all.
     managed_collision: memory of what maps its raw ids to rows. None: nothing does.
     """
@@ -53,107 +122,135 @@ class ModelTable:
     pooled: bool
     weighted: bool = False
     replica: bool = False
-    within: str = ""
+    hot_rows: int = 0
+    collection: Collection | None = None
     sharding_types: tuple[str, ...] = ()
     managed_collision: ManagedCollision | None = None
 
+    @property
+    def part_name(self) -> str:
+        """Name in the collection of those of its rows that are sharded."""
+        return self.name + COLD if self.hot_rows else self.name
+
+    @property
+    def within(self) -> str:
+        """The type of what wraps its collection. "": nothing does."""
+        wrapper = self.collection and self.collection.wrapper
+        return type(wrapper).__name__ if wrapper else ""
+
 
 def tables_of(module: nn.Module, whole: bool = False) -> dict[str, ModelTable]:
-    """The tables of all collections in a module, wrapped ones too, by our names.
+    """The tables of all collections in a module, sharded or not, wrapped ones too, by our names.
 
     Our name is the table's own, or path.name if another collection has that name too. Hot rows of a
     HotColdEmbeddingCollection are tables, named as `with_hot_rows` does; not so if `whole`: then its tables
     count as they are without hot rows.
 
-    Raises ShardCoreError for modules with tables that ShardCore cannot plan: embedding towers, those that
-    prune or evict rows, collections of a class of the user's own, and those that are sharded already.
+    Raises as `collections_of`.
     """
     from torch import nn
 
     require_type(module, nn.Module, "module", "a torch.nn.Module, the model")
-    tables = list(_tables(module, "", set(), whole))
+    collections = collections_of(module)
+    tables = [t for c in collections for t in _tables_of_collection(c, whole)]
     # Two collections may have tables of one name.
     uses = Counter(t.name for t in tables)
     # Both parts of a table go by one path, that of the module that divides it, if the table does.
-    uses_of_whole = Counter(t.name for t in _tables(module, "", set(), True))
+    uses_of_whole = Counter(t.name for c in collections for t in _tables_of_collection(c, True))
     divided = {t.path + INSIDE: t.path for t in tables if t.replica}
     hot = {(t.path, t.name.removesuffix(HOT)) for t in tables if t.replica}
 
-    def name_of(table: ModelTable) -> str:
+    def our_name(table: ModelTable) -> str:
         path = divided.get(table.path, table.path)
         base = table.name.removesuffix(HOT if table.replica else COLD)
         unique = uses[table.name] == uses_of_whole[base if (path, base) in hot else table.name] == 1
         return table.name if unique else f"{path}.{table.name}"
 
-    return {name_of(t): t for t in tables}
+    return {our_name(t): t for t in tables}
 
 
-def _tables(module: nn.Module, path: str, seen: set[int], whole: bool) -> Iterator[ModelTable]:
-    from torchrec.distributed.types import ShardedModule
-    from torchrec.modules import embedding_modules as plain
+def collections_of(model: nn.Module, refuses_others: bool = True) -> list[Collection]:
+    """All collections of a model, sharded or not, in the order of the module tree.
 
-    from shardcore.torchrec.hot_cold import HotColdEmbeddingCollection
+    model: a model, or a job's: what DistributedModelParallel and data parallelism wrap around it does not count.
+    refuses_others: False to leave out modules with tables that ShardCore cannot plan.
 
-    # A module that is used twice has one set of tables.
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    # A wrapper is sharded in place of its collection, so its path counts.
-    if inner := _inner().get(type(module)):
-        yield from _of_collection(getattr(module, inner), path, module)
-        return
-    # Exact types: a subclass may do anything to ids or weights.
-    if type(module) in (plain.EmbeddingBagCollection, plain.EmbeddingCollection):
-        yield from _of_collection(module, path)
-        return
-    if isinstance(module, ShardedModule):
-        raise ShardCoreError(
-            f"module {path!r} is a {type(module).__name__}, so it is sharded already; give the model as it was before "
-            "DistributedModelParallel"
-        )
-    # A subclass may do anything to ids or weights.
-    if isinstance(
-        module, (*_refused(), plain.EmbeddingBagCollectionInterface, plain.EmbeddingCollectionInterface)
-    ):
-        raise ShardCoreError(
-            f"module {path!r} is a {type(module).__name__}; ShardCore plans "
-            f"{', '.join(_planned())}, and no subclasses of these"
-        )
-    if isinstance(module, HotColdEmbeddingCollection):
-        if whole:
-            yield from (ModelTable(path, name, c, False) for name, c in module.whole_tables().items())
+    Raises ShardCoreError for such modules: embedding towers, those that prune or evict rows, quantized
+    collections, and collections of a class of the user's own.
+    """
+    from torchrec.distributed.model_parallel import get_unwrapped_module
+
+    from shardcore.torchrec.hot_cold import HotColdEmbeddingCollection  # loads torch
+
+    found: list[Collection] = []
+    seen: set[int] = set()
+    plain, wrappers, others = _plain(), _wrappers(), _others()
+
+    def walk(module: nn.Module, path: str, divider: Any = None) -> None:
+        module = get_unwrapped_module(module)
+        # A module that is used twice has one set of tables.
+        if id(module) in seen:
             return
-        yield from (
-            ModelTable(path, name + HOT, c, False, replica=True) for name, c in module.hot_tables().items()
-        )
-    # Children in order of the module tree, so that tables have a stable order.
-    for name, child in module.named_children():
-        yield from _tables(child, f"{path}.{name}" if path else name, seen, whole)
+        seen.add(id(module))
+        # Exact types: a subclass may do anything to ids or weights.
+        if attribute := wrappers.get(type(module)):
+            found.append(Collection(path, getattr(module, attribute), module))
+        elif type(module) in plain:
+            found.append(Collection(path, module, divider=divider))
+        elif not isinstance(module, others):
+            divider = module if isinstance(module, HotColdEmbeddingCollection) else None
+            for name, child in module.named_children():
+                walk(child, f"{path}.{name}" if path else name, divider)
+        elif refuses_others:
+            raise ShardCoreError(
+                f"module {path!r} is a {type(module).__name__}; ShardCore plans "
+                f"{', '.join(_planned())}, and no subclasses of these"
+            )
+
+    walk(model, "")
+    return found
 
 
-def _of_collection(collection: Any, path: str, wrapper: nn.Module | None = None) -> list[ModelTable]:
-    pooled = hasattr(collection, "embedding_bag_configs")
-    configs = collection.embedding_bag_configs() if pooled else collection.embedding_configs()
-    weighted = pooled and collection.is_weighted()
-    within, types = "", ()
-    if wrapper is not None:
+def _tables_of_collection(collection: Collection, whole: bool) -> list[ModelTable]:
+    hot, types = [], ()
+    if (divider := collection.divider) is not None:
+        path, counts = collection.path.removesuffix(INSIDE), divider.hot_tables()
+        if whole:
+            return [
+                ModelTable(
+                    path,
+                    name,
+                    config,
+                    False,
+                    collection=collection,
+                    hot_rows=counts[name].num_embeddings if name in counts else 0,
+                )
+                for name, config in divider.whole_tables().items()
+            ]
+        hot = [ModelTable(path, name + HOT, config, False, replica=True) for name, config in counts.items()]
+    if collection.wrapper is not None and not collection.is_sharded:
         from torchrec.distributed.sharding_plan import get_module_to_default_sharders
 
         # TorchRec's own sharder states which types it has for a wrapper.
-        sharder = get_module_to_default_sharders()[type(wrapper)]
-        within, types = type(wrapper).__name__, tuple(sorted(sharder.sharding_types("cuda")))
-    return [
+        sharder = get_module_to_default_sharders()[collection.sharded_type]
+        types = tuple(sorted(sharder.sharding_types("cuda")))
+    module = collection.module
+    # A sharded collection keeps the argument of its constructor.
+    weighted = module._is_weighted if collection.is_pooled else False
+    return hot + [
         ModelTable(
-            path,
-            c.name,
-            c,
-            pooled,
+            collection.path,
+            config.name,
+            config,
+            collection.is_pooled,
             weighted,
-            within=within,
+            collection=collection,
             sharding_types=types,
-            managed_collision=_managed_collision(wrapper, c),
+            managed_collision=None
+            if collection.is_sharded
+            else _managed_collision(collection.wrapper, config),
         )
-        for c in configs
+        for config in collection.configs
     ]
 
 
@@ -200,20 +297,40 @@ def _form(module: nn.Module) -> tuple[str, str]:
     return "mpzch", name.value.removesuffix("_EVICTION").lower() if name else "none"
 
 
-def _inner() -> dict[type, str]:
-    """TorchRec's modules that wrap a collection, and their attribute that has it."""
+def _plain() -> tuple[type, ...]:
+    """TorchRec's collections, as they are and sharded."""
+    from torchrec.distributed.embedding import ShardedEmbeddingCollection
+    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+    return (
+        EmbeddingBagCollection,
+        EmbeddingCollection,
+        ShardedEmbeddingBagCollection,
+        ShardedEmbeddingCollection,
+    )
+
+
+def _wrappers() -> dict[type, str]:
+    """TorchRec's modules that wrap a collection, as they are and sharded, and their attribute that has it."""
+    from torchrec.distributed import fp_embeddingbag, mc_embedding, mc_embeddingbag
     from torchrec.modules import fp_embedding_modules, mc_embedding_modules
 
+    of_processors, of_collision = "_embedding_bag_collection", "_embedding_module"
     return {
-        fp_embedding_modules.FeatureProcessedEmbeddingBagCollection: "_embedding_bag_collection",
-        mc_embedding_modules.ManagedCollisionEmbeddingBagCollection: "_embedding_module",
-        mc_embedding_modules.ManagedCollisionEmbeddingCollection: "_embedding_module",
+        fp_embedding_modules.FeatureProcessedEmbeddingBagCollection: of_processors,
+        mc_embedding_modules.ManagedCollisionEmbeddingBagCollection: of_collision,
+        mc_embedding_modules.ManagedCollisionEmbeddingCollection: of_collision,
+        fp_embeddingbag.ShardedFeatureProcessedEmbeddingBagCollection: of_processors,
+        mc_embeddingbag.ShardedManagedCollisionEmbeddingBagCollection: of_collision,
+        mc_embedding.ShardedManagedCollisionEmbeddingCollection: of_collision,
     }
 
 
-def _refused() -> tuple[type, ...]:
-    """TorchRec's modules with tables that follow other sharding rules."""
-    from torchrec.modules import embedding_tower, itep_embedding_modules
+def _others() -> tuple[type, ...]:
+    """Types of modules with tables that are refused, unless they are those of `_plain` or `_wrappers`."""
+    from torchrec.distributed.types import ShardedModule
+    from torchrec.modules import embedding_modules, embedding_tower, itep_embedding_modules
 
     try:
         from torchrec.modules.pec_embedding_modules import PECEmbeddingCollection
@@ -227,43 +344,17 @@ def _refused() -> tuple[type, ...]:
         itep_embedding_modules.ITEPEmbeddingBagCollection,
         itep_embedding_modules.ITEPEmbeddingCollection,
         *pec,
-        # Wrappers of exactly these types are planned above. Here are their subclasses.
-        *_inner(),
+        # Subclasses of the user's own, and quantized collections.
+        embedding_modules.EmbeddingBagCollectionInterface,
+        embedding_modules.EmbeddingCollectionInterface,
+        *_wrappers(),
+        ShardedModule,
     )
 
 
 def _planned() -> list[str]:
-    return ["EmbeddingBagCollection", "EmbeddingCollection", *(t.__name__ for t in _inner())]
-
-
-def path_in_model(path: str, job: nn.Module) -> str:
-    """The path of a sharded module in the model, from the path of its collection in a job.
-
-    It leaves out the wrappers that the job puts around the model, and the attribute of a wrapper.
-    job: a DistributedModelParallel.
-    """
-    module, parts = job, []
-    for part in filter(None, path.split(".")):
-        # Attributes of wrappers are no names in the model.
-        if part not in (name for kind, name in _attributes().items() if isinstance(module, kind)):
-            parts.append(part)
-        module = getattr(module, part)
-    return ".".join(parts)
-
-
-def _attributes() -> dict[type, str]:
-    """TorchRec's and torch's modules of a job that have another within, and their attribute of it."""
-    from torch.nn.parallel import DistributedDataParallel
-    from torchrec.distributed import DistributedModelParallel
-    from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
-    from torchrec.distributed.mc_embedding_modules import BaseShardedManagedCollisionEmbeddingCollection
-
-    return {
-        DistributedModelParallel: "_dmp_wrapped_module",
-        DistributedDataParallel: "module",
-        ShardedFeatureProcessedEmbeddingBagCollection: "_embedding_bag_collection",
-        BaseShardedManagedCollisionEmbeddingCollection: "_embedding_module",
-    }
+    """Names of the types that are planned."""
+    return [t.__name__ for t in (*_plain(), *_wrappers()) if not t.__name__.startswith("Sharded")]
 
 
 def require_sharders(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> None:
@@ -275,20 +366,17 @@ def require_sharders(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) 
             f"sharders has {shown(sharder)}; it needs TorchRec's sharders, such as EmbeddingBagCollectionSharder()",
         )
     kinds = {sharder.module_type for sharder in sharders}
-    for table in (t for t in tables_of(module).values() if not t.replica):
-        if (kind := type(module.get_submodule(table.path))) not in kinds:
+    for collection in collections_of(module):
+        if (kind := collection.sharded_type) not in kinds:
             raise ShardCoreError(
-                f"module {table.path!r} is an {kind.__name__}, which no sharder takes; there are "
+                f"module {collection.path!r} is an {kind.__name__}, which no sharder takes; there are "
                 f"{sorted(type(s).__name__ for s in sharders)}: add {kind.__name__}Sharder()"
             )
 
 
-def sharders_of(
-    module: nn.Module, tables: Mapping[str, ModelTable], sharders: Sequence[ModuleSharder[Any]]
-) -> list[ModuleSharder[Any]]:
+def sharders_of(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> list[ModuleSharder[Any]]:
     """The sharders that take a module with tables."""
-    # Replicas of hot rows have no sharder.
-    types = {type(module.get_submodule(t.path)) for t in tables.values() if not t.replica}
+    types = {collection.sharded_type for collection in collections_of(module)}
     return [sharder for sharder in sharders if sharder.module_type in types]
 
 

@@ -19,18 +19,15 @@ from shardcore.torchrec import fields
 from shardcore.torchrec.modules import ModelTable
 
 if TYPE_CHECKING:
-    from torch import nn
     from torchrec.distributed.types import ModuleSharder
 
 
-def optimizer_of(
-    module: nn.Module, tables: Mapping[str, ModelTable], sharders: Iterable[ModuleSharder[Any]] = ()
-) -> str | None:
-    """Our name of the optimizer of a module's tables. None: the job sets none.
+def optimizer_of(tables: Mapping[str, ModelTable], sharders: Iterable[ModuleSharder[Any]] = ()) -> str | None:
+    """Our name of the optimizer of a model's tables. None: the job sets none.
 
     Raises ShardCoreError for one that is not in the catalog, several on one table, and tables that differ.
     """
-    of_table = _optimizers_of(module, tables, sharders)
+    of_table = _optimizers_of(tables, sharders)
     stated = {name: theirs for name, theirs in of_table.items() if theirs}
     if not stated:
         return None
@@ -56,33 +53,37 @@ def optimizer_of(
 
 
 def _optimizers_of(
-    module: nn.Module, tables: Mapping[str, ModelTable], sharders: Iterable[ModuleSharder[Any]]
+    tables: Mapping[str, ModelTable], sharders: Iterable[ModuleSharder[Any]]
 ) -> dict[str, str | None]:
     """FBGEMM's name of the optimizer of each table that TorchRec shards. None: the job sets none."""
-    fused_params = fused_params_of(module, tables, sharders)
-    weights = dict(module.named_parameters())
+    fused_params = fused_params_of(tables, sharders)
     optimizers: dict[str, str | None] = {}
     for name, table in tables.items():
-        if table.replica:
+        if (collection := table.collection) is None or collection.replicates(table.part_name):
             continue
-        prefix = f"{table.path}." * bool(table.path)
-        # Its collection may be within what wraps it.
-        ends = tuple(f"{bags}.{table.name}.weight" for bags in ("embedding_bags", "embeddings"))
-        weight = next((w for n, w in weights.items() if n.startswith(prefix) and n.endswith(ends)), None)
-        # What is set in backward takes precedence, as in TorchRec.
+        # What is set in backward takes precedence, as in TorchRec. Sharding puts it into fused_params.
         fused = fused_params[name].get("optimizer")
         stated = None if fused is None else str(getattr(fused, "name", fused))
-        optimizers[name] = _in_backward(name, weight) or stated
+        weight = collection.of_tables[table.part_name].weight
+        optimizers[name] = stated if collection.is_sharded else _in_backward(name, weight) or stated
     return optimizers
 
 
 def fused_params_of(
-    module: nn.Module, tables: Mapping[str, ModelTable], sharders: Iterable[ModuleSharder[Any]]
+    tables: Mapping[str, ModelTable], sharders: Iterable[ModuleSharder[Any]]
 ) -> dict[str, Mapping[str, Any]]:
-    """fused_params of the sharder of each table."""
+    """fused_params of each table: of its sharded collection, or of the sharder that takes its collection."""
     # Sharders are found by the type of module that they take.
     by_type = {sharder.module_type: getattr(sharder, "fused_params", None) or {} for sharder in sharders}
-    return {name: by_type.get(type(module.get_submodule(t.path)), {}) for name, t in tables.items()}
+    fused_params: dict[str, Mapping[str, Any]] = {}
+    for name, table in tables.items():
+        if (collection := table.collection) is None:
+            fused_params[name] = {}
+        elif collection.is_sharded:
+            fused_params[name] = collection.fused_params[table.part_name]
+        else:
+            fused_params[name] = by_type.get(collection.sharded_type, {})
+    return fused_params
 
 
 def _in_backward(name: str, weight: Any) -> str | None:

@@ -24,7 +24,10 @@ from shardcore.core.job import Job
 from shardcore.core.validation import require, require_type
 from shardcore.io import job_folder
 from shardcore.io.measurements import Spread
-from shardcore.torchrec.sharded_job import collections_of, problem_of
+from shardcore.torchrec.modules import collections_of, tables_of
+from shardcore.torchrec.problems import problem_for
+from shardcore.torchrec.sharding_plan import from_torchrec, plan_in_use
+from shardcore.torchrec.topologies import topology_of_job
 
 if TYPE_CHECKING:
     from torch import nn
@@ -67,7 +70,13 @@ class ShardCoreProfiler:
             require_type(value, int, name, "a whole number")
             require(value >= 1, f"{name} is {value}; it needs 1 or more")
         require(every > steps + 1, f"every is {every}; it needs more than steps + 1, {steps + 1}")
-        self._collections, self._model, self._job = collections_of(model), model, job or Job()
+        self._collections = [c for c in collections_of(model, refuses_others=False) if c.is_sharded]
+        require(
+            bool(self._collections),
+            f"model is a {type(model).__name__} without sharded collections; it needs to be a "
+            "DistributedModelParallel",
+        )
+        self._model, self._job = model, job or Job()
         self._folder, self._every, self._steps, self._keep = Path(folder), every, steps, keep
         # A job on one rank may have no process group.
         self._rank, self._world_size = rank_and_ranks()
@@ -168,10 +177,13 @@ class ShardCoreProfiler:
         return Spread(middle, low, high, len(self._times_ms))
 
     def _write_facts(self, folder: Path) -> None:
-        pooling = {f: len(ids) / max(1, len(lengths)) for f, (ids, lengths) in self._lookups.items()}
-        problem, plan, features = problem_of(
-            self._model, pooling, self._local_batch, self._world_size, self._job
-        )
+        pooling: dict[str | tuple[str, str], float] = {
+            f: len(ids) / max(1, len(lengths)) for f, (ids, lengths) in self._lookups.items()
+        }
+        topology, batch = topology_of_job(self._world_size), self._local_batch * self._world_size
+        problem = problem_for(self._model, topology, batch, pooling, name="job", job=self._job)
+        plan = from_torchrec(plan_in_use(self._model), problem, self._model)
+        features = {key: tuple(t.config.feature_names) for key, t in tables_of(self._model).items()}
         facts = job_folder.JobFacts(self._world_size, features, _versions())
         job_folder.write_facts(folder, facts, problem, plan)
 

@@ -8,16 +8,17 @@ from typing import Any
 from torch import nn
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.torchrec.rows import DenseOptimizer, collections_of, unwrapped, weight_of
+from shardcore.torchrec.modules import Collection, collections_of
+from shardcore.torchrec.rows import DenseOptimizer
 
 
 def replica_groups(model: nn.Module, optimizer: DenseOptimizer) -> list[tuple[Any, dict[str, Any]]]:
     """The optimizer and group of parameters that replicas of a job have or would have: one, if that is clear."""
     replicas = [
-        weight_of(module, name)
-        for module in collections_of(model).values()
-        for name, sharding in module.module_sharding_plan.items()
-        if sharding.sharding_type == "data_parallel"
+        module.weight
+        for collection in collections_of(model, refuses_others=False)
+        for name, module in collection.of_tables.items()
+        if collection.replicates(name)
     ]
     # The optimizer of replicas that exist is the one for new replicas, too.
     if found := [of for weight in replicas if (of := optimizer.group_of(weight)) is not None]:
@@ -28,19 +29,21 @@ def replica_groups(model: nn.Module, optimizer: DenseOptimizer) -> list[tuple[An
 
 
 def replica_group(
-    path: str, module: Any, table: str, optimizer: DenseOptimizer, groups: list[tuple[Any, dict[str, Any]]]
+    collection: Collection, table: str, optimizer: DenseOptimizer, groups: list[tuple[Any, dict[str, Any]]]
 ) -> tuple[Any, dict[str, Any]]:
     """The optimizer and group of parameters of a table's replica, now or in the new plan.
 
     Raises ShardCoreError if there is none, or if several could be meant.
     """
     # A replica keeps the group that it has.
-    if module.module_sharding_plan[table].sharding_type == "data_parallel":
-        groups = [of for of in [optimizer.group_of(weight_of(module, table))] if of is not None]
+    if collection.replicates(table):
+        own = optimizer.group_of(collection.of_tables[table].weight)
+        groups = [] if own is None else [own]
     if len(groups) != 1:
         raise ShardCoreError(
-            f"table {table!r} of {path!r} is or becomes a replica, and {len(groups)} groups of the optimizer's "
-            "parameters may have it; give an optimizer that has replicas, one group in all, or one without parameters"
+            f"table {table!r} of {collection.path!r} is or becomes a replica, and {len(groups)} groups of the "
+            "optimizer's parameters may have it; give an optimizer that has replicas, one group in all, or one without "
+            "parameters"
         )
     return groups[0]
 
@@ -86,5 +89,7 @@ def refresh(optimizer: Any) -> None:
 
 def renew_fused_optimizer(model: Any) -> None:
     """Let the job's fused optimizer, which it may have wrapped, be that of the new shards."""
+    from torchrec.distributed.model_parallel import get_unwrapped_module
+
     # The list is changed in place, as the job's wrappers refer to it.
-    model._optim._optims[:] = model._init_optim(unwrapped(model))._optims
+    model._optim._optims[:] = model._init_optim(get_unwrapped_module(model))._optims

@@ -26,12 +26,15 @@ import torch.distributed as dist
 from torch import nn
 
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.topology import Device, Topology
 from shardcore.core.validation import require, require_types, require_within
 from shardcore.torchrec import rows as of_rows
 from shardcore.torchrec.agreement import Agreement, Waited, time_limit
-from shardcore.torchrec.modules import few
+from shardcore.torchrec.modules import Collection, collections_of, first_names
 from shardcore.torchrec.pipelines import drained
 from shardcore.torchrec.plan_files import modules_of, to_json
+from shardcore.torchrec.problems import unpriced_problem
+from shardcore.torchrec.rebuild import WithoutInit, no_init, restore_configs, unsharded
 from shardcore.torchrec.replica_optimizers import (
     refresh,
     renew_fused_optimizer,
@@ -50,16 +53,6 @@ from shardcore.torchrec.transfer import (
     digests,
     inexact,
     pieces,
-)
-from shardcore.torchrec.unsharded import (
-    WithoutInit,
-    configs_of,
-    no_init,
-    ranks_per_host,
-    restore_configs,
-    unpriced_problem_of,
-    unsharded_model,
-    unsharded_of,
 )
 
 if TYPE_CHECKING:
@@ -232,19 +225,22 @@ def _by_name(of_tables: Mapping[Key, Mapping[str, int]]) -> dict[str, int]:
 class _Collection:
     """A sharded collection that a new plan shards otherwise.
 
-    old: the module. sharder: of its type. new: sharding of its tables.
+    old: before the move. sharder: of its type. new: sharding of its tables.
     regions: regions of each table, before and after.
     parts: this rank's, before.
     dense: the optimizer and group of parameters of replicas, before or after, by table.
     """
 
-    path: str
-    old: Any
+    old: Collection
     sharder: Any
     new: Mapping[str, ParameterSharding]
     regions: Mapping[Key, tuple[TableRegions, TableRegions]]
     parts: tuple[Part, ...]
     dense: Mapping[str, tuple[Any, dict[str, Any]]]
+
+    @property
+    def path(self) -> str:
+        return self.old.path
 
     @property
     def changed(self) -> list[Key]:
@@ -263,34 +259,31 @@ class _Collection:
 
     def build(self, model: Any, optimizer: DenseOptimizer, shared: Sequence[Mapping[str, Any]]) -> _Built:
         """The collection under the new plan, with state of 0."""
-        unsharded = unsharded_of(self.old, no_init)
-        weights = dict(unsharded.named_parameters())
-        for table, settings in of_rows.fused_params_of(self.old).items():
-            (weight,) = (w for name, w in weights.items() if name.endswith(f".{table}.weight"))
+        start = Collection(self.path, unsharded(self.old, no_init))
+        for table, settings in self.old.fused_params.items():
+            weight = start.of_tables[table].weight
             # Types of optimizers are already FBGEMM's, so TorchRec needs no class of one.
             weight._optimizer_kwargs = [{k: v for k, v in settings.items() if k not in _OF_PLACEMENT}]  # type: ignore[attr-defined]
         with WithoutInit():
-            module = self.sharder.shard(unsharded, self.new, model._env, model.device, self.path)
+            module = self.sharder.shard(start.module, self.new, model._env, model.device, self.path)
         restore_configs(module, self.old)
-        module.train(self.old.training)
-        self._continue_fused(module, shared)
+        module.train(self.old.module.training)
+        built = Collection(self.path, module)
+        self._continue_fused(built, shared)
         state = {}
         for (_, table), (_old, new) in self.regions.items():
             if new.replicas:
-                weight = of_rows.weight_of(module, table)
+                weight = built.of_tables[table].weight
                 step = _largest(of["steps"].get(self.path, {}).get(table) for of in shared)
                 kind, group = self.dense[table]
                 state[weight] = of_rows.fresh_state(kind, group, weight, step or 0)
-        parts = {
-            (p.key, p.rows, p.columns): p
-            for p in of_rows.parts_of(self.path, module, optimizer, new_state=state)
-        }
+        parts = {(p.key, p.rows, p.columns): p for p in of_rows.parts_of(built, optimizer, new_state=state)}
         self._require_as_planned(parts)
-        return _Built(module, parts, state)
+        return _Built(built, parts, state)
 
-    def _continue_fused(self, module: Any, shared: Sequence[Mapping[str, Any]]) -> None:
+    def _continue_fused(self, built: Collection, shared: Sequence[Mapping[str, Any]]) -> None:
         """Set learning rates and steps of fused ops to those of the tables so far."""
-        for kernel in of_rows.kernels_of(module):
+        for kernel in of_rows.kernels_of(built):
             if of_rows.is_dense(kernel):
                 continue
             tables = [t.name for t in kernel._config.embedding_tables]
@@ -302,8 +295,8 @@ class _Collection:
             ]
             if any(g != groups[0] for g in groups):
                 raise ShardCoreError(
-                    f"tables {few(tables)} of {self.path!r} would share a fused op, and have other learning rates: "
-                    f"{[g.get('lr') for g in groups][:5]}"
+                    f"tables {first_names(tables)} of {self.path!r} would share a fused op, and have other "
+                    f"learning rates: {[g.get('lr') for g in groups][:5]}"
                 )
             if groups:
                 kernel.fused_optimizer.param_groups[0].update(groups[0])
@@ -332,37 +325,37 @@ class _Collection:
 
     def swap(self, model: Any, built: _Built, optimizer: DenseOptimizer) -> None:
         """Use the new shards. Nothing here waits or allocates much."""
+        before, now = self.old, built.collection
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            getattr(built.module, hooks).update(getattr(self.old, hooks))
+            getattr(now.module, hooks).update(getattr(before.module, hooks))
+        prefix = "embedding_bags" if now.is_pooled else "embeddings"
         for (_, table), (old, new) in self.regions.items():
             if old.replicas or new.replicas:
-                before = of_rows.weight_of(self.old, table) if old.replicas else None
-                after = of_rows.weight_of(built.module, table) if new.replicas else None
+                weights = (
+                    before.of_tables[table].weight if old.replicas else None,
+                    now.of_tables[table].weight if new.replicas else None,
+                )
                 group = self.dense[table]
-                name = ".".join(filter(None, (self.path, built.prefix, table, "weight")))
-                replace_parameter(optimizer.given, group, (before, after), name)
-                if after is not None:
-                    group[0].state[after] = built.state[after]
+                name = ".".join(filter(None, (self.path, prefix, table, "weight")))
+                replace_parameter(optimizer.given, group, weights, name)
+                if weights[1] is not None:
+                    group[0].state[weights[1]] = built.state[weights[1]]
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
-                if child is self.old:
-                    setattr(parent, name, built.module)
+                if child is before.module:
+                    setattr(parent, name, now.module)
         writable = model.__dict__.get("_writable_sharded_modules", [])
-        writable[:] = [built.module if m is self.old else m for m in writable]
-        model._plan.plan[self.path] = built.module.module_sharding_plan
+        writable[:] = [now.module if m is before.module else m for m in writable]
+        model._plan.plan[self.path] = now.module.module_sharding_plan
 
 
 @dataclass(frozen=True)
 class _Built:
     """A collection under a new plan. state: of its replicas, by parameter."""
 
-    module: Any
+    collection: Collection
     parts: Mapping[tuple[Key, tuple[int, int], tuple[int, int]], Part]
     state: Mapping[nn.Parameter, dict[str, Any]]
-
-    @property
-    def prefix(self) -> str:
-        return "embedding_bags" if hasattr(self.module, "embedding_bags") else "embeddings"
 
 
 @dataclass(frozen=True)
@@ -392,8 +385,8 @@ class _Move:
         if reasons and not config.approximate:
             name = next(iter(reasons))
             raise ShardCoreError(
-                f"optimizer state of tables {few(list(reasons))} cannot move as it is: of {name!r}, {reasons[name]}; "
-                "set approximate to carry it over as well as can be"
+                f"optimizer state of tables {first_names(list(reasons))} cannot move as it is: of {name!r}, "
+                f"{reasons[name]}; set approximate to carry it over as well as can be"
             )
         buffer = int(config.piece_mib * 2**20)
         moved = tuple(p for key, (old, new) in regions.items() for p in pieces(key, old, new, buffer))
@@ -414,7 +407,7 @@ class _Move:
             inexact=reasons,
             extra_bytes=extra,
             device=model.device,
-            per_host=ranks_per_host(model),
+            per_host=_ranks_per_host(model),
         )
 
     def shared(self) -> dict[str, Any]:
@@ -486,6 +479,7 @@ def _changed(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer) -> l
     """Collections whose sharding changes. Raises ShardCoreError for a plan that the model cannot run."""
     import torchrec
     from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed.model_parallel import get_unwrapped_module
     from torchrec.distributed.types import ShardingPlan
 
     oldest, release, newest = (
@@ -507,7 +501,10 @@ def _changed(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer) -> l
         isinstance(new_plan, ShardingPlan),
         f"the new plan is a {type(new_plan).__name__}; it needs to be TorchRec's ShardingPlan, as of read_torchrec",
     )
-    collections, now, new = of_rows.collections_of(model), modules_of(model.plan), modules_of(new_plan)
+    now, new = modules_of(model.plan), modules_of(new_plan)
+    collections = {
+        c.path: c for c in collections_of(model, refuses_others=False) if c.is_sharded and c.wrapper is None
+    }
     if differing := sorted(set(now) ^ set(new)):
         raise ShardCoreError(
             f"the new plan is of modules {sorted(new)[:5]}, the model has {sorted(now)[:5]}; "
@@ -516,29 +513,32 @@ def _changed(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer) -> l
     for path in now.keys() - collections.keys():
         require(
             dict(now[path]) == dict(new[path]),
-            f"the new plan changes module {path!r}, a {type(of_rows.unwrapped(model).get_submodule(path)).__name__}; "
-            "tables can be moved of EmbeddingBagCollections and EmbeddingCollections that nothing wraps",
+            f"the new plan changes module {path!r}, a "
+            f"{type(get_unwrapped_module(model).get_submodule(path)).__name__}; tables can be moved of "
+            "EmbeddingBagCollections and EmbeddingCollections that nothing wraps",
         )
-    model_like, problem = unsharded_model(model), unpriced_problem_of(model)
-    plan = ShardingPlan({path: new[path] for path in collections})
+    n, per_host = dist.get_world_size(), _ranks_per_host(model)
+    # Memory without limit, as nothing is planned here.
+    devices = tuple(Device(1 << 50, host=f"host-{rank // per_host}") for rank in range(n))
+    problem = unpriced_problem(model, Topology(devices))
     # Refuses a plan that TorchRec cannot run, before it is tried.
-    to_torchrec(from_torchrec(plan, problem, model_like), problem, model_like, model.device.type, like=plan)
+    to_torchrec(from_torchrec(new_plan, problem, model), problem, model, model.device.type, like=new_plan)
     return [
-        _collection(model, path, module, new[path], optimizer)
-        for path, module in collections.items()
+        _collection(model, collection, new[path], optimizer)
+        for path, collection in collections.items()
         if dict(new[path]) != dict(now[path])
     ]
 
 
 def _collection(
-    model: Any, path: str, module: Any, new: Mapping[str, ParameterSharding], optimizer: DenseOptimizer
+    model: Any, old: Collection, new: Mapping[str, ParameterSharding], optimizer: DenseOptimizer
 ) -> _Collection:
     from torchrec.modules.embedding_configs import data_type_to_dtype
 
-    now, settings = module.module_sharding_plan, of_rows.fused_params_of(module)
-    collection = _Collection(path, module, model._sharder_map[type(unsharded_of(module))], new, {}, (), {})
+    now, settings = old.module.module_sharding_plan, old.fused_params
+    collection = _Collection(old, model._sharder_map[type(unsharded(old))], new, {}, (), {})
     regions, dense, groups = {}, {}, replica_groups(model, optimizer)
-    for config in configs_of(module):
+    for config in old.configs:
         dtype = data_type_to_dtype(config.data_type)
 
         def regions_under(
@@ -546,7 +546,7 @@ def _collection(
         ) -> TableRegions:
             replicas = sharding.sharding_type == "data_parallel"
             if replicas:
-                dense[config.name] = replica_group(path, module, config.name, optimizer, groups)
+                dense[config.name] = replica_group(old, config.name, optimizer, groups)
                 states, state = of_rows.dense_states(*dense[config.name]), dtype
             else:
                 fused = settings[config.name].get("optimizer")
@@ -554,9 +554,9 @@ def _collection(
             shards = _regions(sharding, config.num_embeddings, config.embedding_dim)
             return TableRegions(shards, replicas, Format(dtype, states, state))
 
-        regions[path, config.name] = regions_under(now[config.name]), regions_under(new[config.name])
+        regions[old.path, config.name] = regions_under(now[config.name]), regions_under(new[config.name])
     parts = []
-    for part in of_rows.parts_of(path, module, optimizer):
+    for part in of_rows.parts_of(old, optimizer):
         # A dense optimizer has no state before its first step.
         missing = {
             name: torch.zeros(
@@ -567,6 +567,12 @@ def _collection(
         }
         parts.append(replace(part, tensors=part.tensors | missing))
     return replace(collection, regions=regions, parts=tuple(parts), dense=dense)
+
+
+def _ranks_per_host(model: Any) -> int:
+    from torchrec.distributed.comm import get_local_size
+
+    return get_local_size(model._env.world_size)
 
 
 def _regions(sharding: ParameterSharding, rows: int, dim: int) -> tuple[Region, ...]:

@@ -32,22 +32,19 @@ from shardcore.io.envelope import document, open_document, opened, seal, unseal
 from shardcore.io.model_files import UNREADABLE
 from shardcore.io.schema import build, parse_json, require_file
 from shardcore.io.writing import write_atomic, write_json
-from shardcore.tables.hot_rows import COLD
+from shardcore.tables.hot_rows import COLD, INSIDE
 from shardcore.torchrec.agreement import rank_and_ranks
-from shardcore.torchrec.hot_cold import hot_cold_modules
-from shardcore.torchrec.modules import path_in_model
+from shardcore.torchrec.modules import collections_of
 from shardcore.torchrec.rows import (
     WEIGHTS,
     DenseOptimizer,
     Key,
     Part,
-    collections_of,
     dense_part,
     dense_states,
     fresh_state,
     key_name,
     parts_of,
-    weight_of,
 )
 
 _ROWS, _COMPLETE, _META = "rows", "rows-complete", "shardcore"
@@ -213,38 +210,32 @@ def _parts(model: nn.Module, optimizer: Any, replicas: bool, filling: bool = Fal
     filling: True to give replicas the state that their optimizer has not made yet.
     """
     dense = DenseOptimizer(optimizer)
-    divided = {path_in_model(path, model): module for path, module in hot_cold_modules(model)}
-    if not (collections := collections_of(model, unsharded=True)):
+    collections = [c for c in collections_of(model, refuses_others=False) if c.wrapper is None]
+    if not collections:
         raise ShardCoreError(
             f"a {type(model).__name__} has no EmbeddingBagCollection and no EmbeddingCollection that nothing wraps; "
             "there are no rows to save or load"
         )
-    # Hot rows are in the module, not in a sharded collection.
-    for path, module in divided.items() if replicas else ():
-        for name, hot in module.hot_ids.items():
-            part = _dense((path, name), module.hot[name], dense, filling)
+    for collection in collections:
+        owner = collection.divider
+        outer = collection.path.removesuffix(INSIDE) if owner else collection.path
+        # Hot rows are in the module, not in a sharded collection.
+        for name, hot in owner.hot_ids.items() if owner and replicas else ():
+            part = _dense((outer, name), owner.hot[name], dense, filling)
             yield replace(_rows(part), ids=hot.ids)
-    for path, collection in collections.items():
-        # None: the collection is not sharded, so all ranks have it.
-        shardings = getattr(collection, "module_sharding_plan", None)
-        outer = path.removesuffix("cold").removesuffix(".")
-        owner = divided.get(outer) if path.endswith("cold") else None
-        for part in parts_of(path, collection, dense):
+        for part in parts_of(collection, dense):
             table = part.key[1]
-            if shardings is None or shardings[table].sharding_type == "data_parallel":
+            # All ranks have a collection that is not sharded.
+            if not collection.is_sharded or collection.replicates(table):
                 if not replicas:
                     continue
-                part = _dense(part.key, weight_of(collection, table), dense, filling)
-            if owner is None:
-                yield _rows(part)
-                continue
+                part = _dense(part.key, collection.of_tables[table].weight, dense, filling)
+            name = table.removesuffix(COLD) if owner else table
+            rows = _rows(replace(part, key=(outer, name)))
             # Cold rows are saved by ids of the whole table, so that other hot ids may load them.
-            name = table.removesuffix(COLD)
             if name != table and name in owner.hot_ids:
-                rows = _rows(replace(part, key=(outer, name)))
-                yield replace(rows, ids=owner.hot_ids[name].cold_ids(*part.rows))
-            else:
-                yield _rows(replace(part, key=(outer, table)))
+                rows = replace(rows, ids=owner.hot_ids[name].cold_ids(*part.rows))
+            yield rows
 
 
 def _rows(part: Part) -> _Rows:

@@ -19,6 +19,7 @@ from torch import nn
 
 from shardcore.core.catalog import OPTIMIZERS
 from shardcore.core.errors import ShardCoreError
+from shardcore.torchrec.modules import Collection
 
 WEIGHTS, _STEP = "weights", "step"
 _NAMES = {1: ("sum",), 2: ("exp_avg", "exp_avg_sq")}
@@ -152,81 +153,32 @@ def fused_states(optimizer: str) -> tuple[tuple[str, str], ...]:
     return tuple(zip(_NAMES[len(states)], states, strict=True)) if states else ()
 
 
-def collections_of(job: nn.Module, unsharded: bool = False) -> dict[str, Any]:
-    """Sharded EmbeddingBagCollections and EmbeddingCollections of a job, by path in its model.
-
-    Those that a module wraps, such as managed collision, are left out.
-
-    unsharded: True for those too that are not sharded.
-    """
-    from torchrec.distributed.embedding import ShardedEmbeddingCollection
-    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-    from torchrec.distributed.types import ShardedModule
-    from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-
-    collections: dict[str, Any] = {}
-
-    def walk(module: nn.Module, path: str) -> None:
-        # Not into sharded modules: what they hold is no part of the model's tree.
-        if isinstance(module, ShardedModule):
-            if type(module) in (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection):
-                collections.setdefault(path, module)
-            return
-        if unsharded and type(module) in (EmbeddingBagCollection, EmbeddingCollection):
-            collections.setdefault(path, module)
-            return
-        for name, child in module.named_children():
-            walk(child, f"{path}.{name}" if path else name)
-
-    walk(unwrapped(job), "")
-    return collections
-
-
-def unwrapped(job: nn.Module) -> nn.Module:
-    """The job's model, without what DistributedModelParallel and data parallelism wrap around it."""
-    from torchrec.distributed.model_parallel import get_unwrapped_module
-
-    return get_unwrapped_module(job)
-
-
-def kernels_of(collection: Any) -> Iterator[Any]:
-    """The ops of a sharded collection on this rank. Raises ShardCoreError for rows that are no tensors."""
-    for lookup in collection._lookups:
-        # Data-parallel lookups are wrapped in DDP, hence `module`.
-        for kernel in getattr(lookup, "module", lookup)._emb_modules:
-            name = kernel._config.compute_kernel.value
-            if name not in _KERNELS:
-                raise ShardCoreError(
-                    f"tables {', '.join(t.name for t in kernel._config.embedding_tables[:5])} have kernel {name}; rows "
-                    f"can be read and written of {', '.join(_KERNELS)}"
-                )
-            yield kernel
+def kernels_of(collection: Collection) -> Iterator[Any]:
+    """The kernels of a sharded collection on this rank. Raises ShardCoreError for rows that are no tensors."""
+    for kernel in collection.kernels():
+        name = kernel._config.compute_kernel.value
+        if name not in _KERNELS:
+            raise ShardCoreError(
+                f"tables {', '.join(t.name for t in kernel._config.embedding_tables[:5])} have kernel {name}; rows "
+                f"can be read and written of {', '.join(_KERNELS)}"
+            )
+        yield kernel
 
 
 def is_dense(kernel: Any) -> bool:
     return kernel._config.compute_kernel.value == "dense"
 
 
-def modules_of_tables(collection: Any) -> Any:
-    """The module of each table of a collection, by name."""
-    return collection.embedding_bags if hasattr(collection, "embedding_bags") else collection.embeddings
-
-
-def weight_of(collection: Any, table: str) -> nn.Parameter:
-    """A table's parameter in a collection, as the job's optimizer has it."""
-    return modules_of_tables(collection)[table].weight
-
-
 def parts_of(
-    path: str, collection: Any, optimizer: DenseOptimizer, new_state: dict[nn.Parameter, dict] | None = None
+    collection: Collection, optimizer: DenseOptimizer, new_state: dict[nn.Parameter, dict] | None = None
 ) -> Iterator[Part]:
     """All rows of a collection on this rank.
 
     new_state: state of replicas by their parameter, which the optimizer does not have yet.
     """
-    if not hasattr(collection, "_lookups"):  # not sharded
-        for name in modules_of_tables(collection):
-            yield dense_part((path, name), weight_of(collection, name), optimizer)
+    if not collection.is_sharded:
+        for name, module in collection.of_tables.items():
+            yield dense_part((collection.path, name), module.weight, optimizer)
         return
     for kernel in kernels_of(collection):
         kernel.flush()  # rows in a cache
@@ -234,9 +186,9 @@ def parts_of(
         tables, weights = kernel._config.embedding_tables, op.split_embedding_weights()
         if is_dense(kernel):
             for table in tables:
-                weight = weight_of(collection, table.name)
+                weight = collection.of_tables[table.name].weight
                 state = None if new_state is None else new_state.get(weight, {})
-                yield dense_part((path, table.name), weight, optimizer, state)
+                yield dense_part((collection.path, table.name), weight, optimizer, state)
             continue
         # Without state FBGEMM returns nothing: an empty state for each table then.
         of_tables = op.get_optimizer_state() or [{} for _ in tables]
@@ -248,7 +200,7 @@ def parts_of(
                 continue
             states = {k: by_rows(v, rows) for k, v in of_table.items() if v.numel()}
             yield Part(
-                (path, table.name),
+                (collection.path, table.name),
                 (row, row + rows),
                 (column, column + columns),
                 {WEIGHTS: tensor.detach(), **states},
@@ -300,18 +252,3 @@ def by_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """State of cells [N, W], or of rows [N], as a view."""
     tensor = tensor.detach()
     return tensor.view(rows) if tensor.numel() == rows else tensor.view(rows, -1)
-
-
-def fused_params_of(collection: Any) -> dict[str, dict[str, Any]]:
-    """Settings of each table's fused op, by table, whichever rank has it."""
-    # EmbeddingBagCollections and EmbeddingCollections keep shardings under different names.
-    shardings = getattr(collection, "_embedding_shardings", None)
-    if shardings is None:
-        shardings = collection._sharding_type_to_sharding.values()
-    return {
-        table.name: dict(table.fused_params or {})
-        for sharding in shardings
-        for groups in sharding._grouped_embedding_configs_per_rank
-        for group in groups
-        for table in group.embedding_tables
-    }

@@ -19,7 +19,7 @@ from shardcore.step.collectives import COLLECTIVES, carried_as
 from shardcore.step.kinds import layout_of_torchrec
 from shardcore.torchrec import plan_files
 from shardcore.torchrec.fields import FIELDS, require_treated
-from shardcore.torchrec.modules import few
+from shardcore.torchrec.modules import first_names
 from shardcore.torchrec.plan_files import modules_of
 
 if TYPE_CHECKING:
@@ -272,6 +272,6 @@ def _unpriced_replicas(plan: ShardingPlan, problem: Problem | None, dense_update
         "; they are priced as if updated in backward, and its step over all of their weights is not timed"
     )
     return [
-        f"replicas (data_parallel) of {few(replicas)} leave the fused optimizer{fused}: a dense optimizer of the job"
-        f"{dense} has to train them{'' if dense_update else untimed}"
+        f"replicas (data_parallel) of {first_names(replicas)} leave the fused optimizer{fused}: a dense "
+        f"optimizer of the job{dense} has to train them{'' if dense_update else untimed}"
     ]

@@ -36,7 +36,7 @@ from shardcore.step.lower import require_cover
 from shardcore.step.memory import MIB, own_cache_mib
 from shardcore.step.ways import consolidate
 from shardcore.tables.hot_rows import INSIDE, REPLICA, is_hot
-from shardcore.torchrec.modules import ModelTable, tables_of
+from shardcore.torchrec.modules import ModelTable, collections_of, tables_of
 from shardcore.torchrec.placements import placements_of
 from shardcore.torchrec.plan_files import modules_of
 from shardcore.torchrec.settings import PLAIN_KERNELS, settings_of, with_settings
@@ -335,6 +335,14 @@ def _own_cache(sharding: Sharded, base: ParameterSharding, number: int) -> KeyVa
 
 
 # --- from TorchRec ------------------------------------------------------------------------------------------
+
+
+def plan_in_use(model: nn.Module) -> ShardingPlan:
+    """TorchRec's plan of a model's sharded collections."""
+    from torchrec.distributed.types import ShardingPlan
+
+    sharded_ones = (c for c in collections_of(model) if c.is_sharded)
+    return ShardingPlan({c.path: c.module.module_sharding_plan for c in sharded_ones})
 
 
 def from_torchrec(sharding_plan: ShardingPlan, problem: Problem, module: nn.Module) -> Plan:

@@ -116,6 +116,21 @@ def as_job(topology: Topology) -> Topology:
     return replace(topology, rows_over=unit) if len(able) > 1 else topology
 
 
+def topology_of_job(world_size: int) -> Topology:
+    """Devices of the running job, those of a host together, with the memory that this rank sees."""
+    import torch
+
+    # torchrun states ranks of a host. Without it all are on one.
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if torch.cuda.is_available():
+        memory_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    else:
+        # Ranks of a CPU host share its memory.
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_host
+    devices = (Device(memory_bytes, host=f"host-{rank // per_host}") for rank in range(world_size))
+    return Topology(tuple(devices))
+
+
 def require_job(topology: Topology, placements: Iterable[Placement]) -> None:
     """Raise ShardCoreError if a plan divides rows over pods, and TorchRec in this process would do so over hosts."""
     if (size := pod_size(topology, placements)) > 1 and POD_SIZE not in os.environ:

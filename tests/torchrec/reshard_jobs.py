@@ -17,9 +17,9 @@ from torch import nn
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.step.kinds import even_rows
-from shardcore.torchrec.rows import DenseOptimizer, collections_of, parts_of
+from shardcore.torchrec.modules import collections_of
+from shardcore.torchrec.rows import DenseOptimizer, parts_of
 from shardcore.torchrec.sharding_plan import to_torchrec
-from shardcore.torchrec.unsharded import unsharded_model
 
 BATCH, RATE, EPS = 4, 0.1, 1e-8
 REPLICAS_ADAM = "EXACT_ADAGRAD, replicas under Adam"
@@ -222,11 +222,11 @@ class Job:
         return job
 
     def exported(self, plan: Plan) -> Any:
-        return to_torchrec(plan, self.given, unsharded_model(self.model), "cpu")
+        return to_torchrec(plan, self.given, self.model, "cpu")
 
     def parts(self) -> list[Any]:
         optimizer = DenseOptimizer(self.optimizer)
-        return [p for path, c in collections_of(self.model).items() for p in parts_of(path, c, optimizer)]
+        return [p for c in collections_of(self.model) for p in parts_of(c, optimizer)]
 
     def train(self, step: int) -> torch.Tensor:
         self.optimizer.zero_grad()

@@ -37,10 +37,11 @@ from shardcore.torchrec import follow as following
 from shardcore.torchrec import reshard as moving
 from shardcore.torchrec.agreement import time_limit
 from shardcore.torchrec.follow import FollowConfig, PlanFollower
+from shardcore.torchrec.modules import collections_of
 from shardcore.torchrec.plan_files import from_json
 from shardcore.torchrec.reshard import MoveConfig, reshard
 from shardcore.torchrec.row_files import load_rows, save_rows
-from shardcore.torchrec.rows import DenseOptimizer, collections_of, parts_of
+from shardcore.torchrec.rows import DenseOptimizer, parts_of
 from shardcore.torchrec.sharding_plan import to_torchrec
 from shardcore.torchrec.transfer import Exchange
 
@@ -207,9 +208,7 @@ def move_hot_cold(rank: int, given: Any, folder: str) -> list[Any]:
     for _ in range(2):
         torch.manual_seed(1)
         model = hot_cold.sharded(hot, on, False, "EXACT_ADAGRAD")
-        for part in (
-            p for path, c in collections_of(model).items() for p in parts_of(path, c, DenseOptimizer())
-        ):
+        for part in (p for c in collections_of(model) for p in parts_of(c, DenseOptimizer())):
             part.tensors["weights"].copy_(jobs._weights(part, jobs.Settings()))
         dense = [p for name, p in in_backward_optimizer_filter(model.named_parameters())]
         for i, weight in enumerate(dense):

@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("torchrec")
 
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, JaggedTensor
 from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
@@ -20,13 +21,14 @@ from torchrec.modules.mc_modules import (
     ManagedCollisionCollection,
     MCHManagedCollisionModule,
 )
+from torchrec.optim import RowWiseAdagrad
 
-from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
-from shardcore.core.types import Placement, Plan, Shard
+from shardcore.core.types import Placement, Plan, Problem, Shard
 from shardcore.step import memory
-from shardcore.torchrec.modules import tables_of
+from shardcore.torchrec.modules import collections_of, tables_of
 from shardcore.torchrec.planner import problem_for
+from shardcore.torchrec.sharding_plan import to_torchrec
 
 ROWS, LOOKUPS, CPU = 10_000, 640, torch.device("cpu")
 
@@ -96,22 +98,41 @@ def test_managed_collision_takes_what_its_modules_hold(made):
         assert (collision.row_bytes, collision.eviction) == (32, "distancelfu")
 
 
-def test_a_collection_that_is_sharded_already_is_refused_by_name(tmp_path):
-    """It would vanish from the problem, and from memory."""
+def test_a_job_has_the_tables_of_its_model(tmp_path):
+    """Sharded or not, within DistributedModelParallel or beside it, with the optimizer of its fused ops."""
     import torch.distributed as dist
+    from torchrec import EmbeddingCollection, EmbeddingConfig
     from torchrec.distributed import DistributedModelParallel
 
-    def bags(name: str) -> EmbeddingBagCollection:
-        config = EmbeddingBagConfig(name=name, num_embeddings=8, embedding_dim=4, feature_names=[name])
-        return EmbeddingBagCollection(tables=[config], device=torch.device("meta"))
+    def model() -> nn.ModuleDict:
+        bags = EmbeddingBagConfig(name="t", num_embeddings=8, embedding_dim=4, feature_names=["f"])
+        rows = EmbeddingConfig(name="t", num_embeddings=9, embedding_dim=4, feature_names=["g"])
+        meta = torch.device("meta")
+        made = nn.ModuleDict(
+            {
+                "x": EmbeddingBagCollection(tables=[bags], device=meta, is_weighted=True),
+                "y": EmbeddingCollection(tables=[rows], device=meta),
+            }
+        )
+        apply_optimizer_in_backward(RowWiseAdagrad, made.parameters(), {"lr": 0.1})
+        return made
+
+    def problem(module: nn.Module) -> Problem:
+        return problem_for(module, Topology((Device(1 << 30),)), 64, {"f": 2.0, "g": 3.0})
 
     dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        job = DistributedModelParallel(nn.ModuleDict({"x": bags("t")}), device=torch.device("cpu"))
-        for module in (job, nn.ModuleDict({"a": job, "b": bags("u")})):
-            with pytest.raises(
-                ShardCoreError, match="x' is a ShardedEmbeddingBagCollection, so it is sharded already"
-            ):
-                tables_of(module)
+        where = Topology((Device(1 << 30),), hardware="cpu")
+        plan = Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in problem(model()).tables))
+        made = model()
+        exported = to_torchrec(plan, replace(problem(made), topology=where), made)
+        job = DistributedModelParallel(made, device=CPU, plan=exported)
+        assert [type(c.module).__name__ for c in collections_of(job)] == [
+            "ShardedEmbeddingBagCollection",
+            "ShardedEmbeddingCollection",
+        ]
+        assert problem(job) == problem(model())
+        assert problem(job).optimizer == "rowwise_adagrad"
+        assert list(tables_of(nn.ModuleDict({"a": job, "b": model()["x"]}))) == ["a.x.t", "a.y.t", "b.t"]
     finally:
         dist.destroy_process_group()

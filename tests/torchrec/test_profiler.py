@@ -11,7 +11,10 @@ pytest.importorskip("torchrec")
 sys.path.append(str(Path(__file__).parent))
 
 import profiled_training
+import torch.distributed as dist
 import training
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
 
 from shardcore.core.access_statistics import Reuse
 from shardcore.core.errors import ShardCoreError
@@ -86,23 +89,27 @@ def test_settings_that_mean_nothing_are_refused(options, words):
         ShardCoreProfiler(torch.nn.Linear(1, 1), **options)
 
 
-class Collection(torch.nn.Module):
+def test_what_fails_while_it_writes_stops_no_training(tmp_path, caplog, monkeypatch):
     """A sharded collection of a TorchRec that we do not know: its configurations have no names."""
-
-    module_sharding_plan, _embedding_bag_configs = None, (object(),)
-
-    def input_dist(self, features):
-        return features
-
-
-def test_what_fails_while_it_writes_stops_no_training(tmp_path, caplog):
-    collection = Collection()
-    profiler = ShardCoreProfiler(torch.nn.Sequential(collection), tmp_path, every=3)
-    for _ in range(9):
-        profiler.step()
-    assert "ShardCoreProfiler wrote no trace at step 4: " in caplog.text
-    # No batch entered the collection for two cycles. The next one does.
-    assert collection.input_dist(5) == 5 and "input_dist" not in vars(collection)
+    config = EmbeddingBagConfig(name="t", num_embeddings=8, embedding_dim=4, feature_names=["f"])
+    model = torch.nn.ModuleDict({"bags": EmbeddingBagCollection(tables=[config])})
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        job = DistributedModelParallel(model, device=torch.device("cpu"))
+        bags = job.module["bags"]
+        profiler = ShardCoreProfiler(job, tmp_path, every=3)
+        with monkeypatch.context() as changed:
+            changed.setattr(bags, "_embedding_bag_configs", (object(),))
+            for _ in range(9):
+                profiler.step()
+        assert "ShardCoreProfiler wrote no trace at step 4: " in caplog.text
+        # No batch entered the collection for two cycles. The next one does.
+        ids = KeyedJaggedTensor.from_lengths_sync(["f"], torch.tensor([5]), torch.tensor([1]))
+        assert "input_dist" in vars(bags)
+        bags.input_dist(bags.create_context(), ids)
+        assert "input_dist" not in vars(bags)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_model_without_sharded_collections_is_refused():

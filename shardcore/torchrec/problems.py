@@ -1,0 +1,236 @@
+"""A TorchRec model's tables as a Problem, sharded or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import TYPE_CHECKING
+
+from shardcore.core.access_statistics import Reuse, Zipf
+from shardcore.core.catalog import PRECISIONS, named
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.job import Job
+from shardcore.core.topology import Topology
+from shardcore.core.types import Problem, Table
+from shardcore.core.validation import require_type
+from shardcore.step.kinds import LAYOUTS, even_share, layout_of, possible_groups
+from shardcore.tables.hot_rows import with_hot_rows
+from shardcore.tables.public import DEFAULT_ACCESS
+from shardcore.torchrec import constraints as constrained
+from shardcore.torchrec import fields, optimizers, topologies
+from shardcore.torchrec.lookups import (
+    Data,
+    deduplicated_of,
+    read_lookups,
+    statistics_of,
+    strides_of,
+    with_row_shares,
+)
+from shardcore.torchrec.modules import ModelTable, tables_of
+from shardcore.torchrec.topologies import our_topology
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torchrec.distributed.planner import Topology as TheirTopology
+
+    from shardcore.torchrec.lookups import Lookups
+
+    Kinds = Mapping[str, tuple[str, ...]]
+
+RESERVED = 0.15
+"""The share of device memory that TorchRec keeps free of embeddings by default."""
+
+
+def problem_for(
+    module: nn.Module,
+    topology: Topology | TheirTopology,
+    global_batch: int,
+    lookups: Lookups | Data,
+    optimizer: str | None = None,
+    constraints: Constraints | None = None,
+    name: str = "model",
+    job: Job | None = None,
+    deduplicated: Sequence[Sequence[str]] = (),
+    bags: Mapping[str, float] | None = None,
+) -> Problem:
+    """The tables of a model's collections (see `tables_of`) as a Problem.
+
+    Hot rows of a HotColdEmbeddingCollection count as the hottest ones.
+
+    topology: ours, or TorchRec's. Of the latter's memory RESERVED stays free, or nothing if the job has the memory
+      of its dense part (dense_memory.py).
+    global_batch: samples per step over all devices.
+    lookups: one of three. Mean lookups per sample by feature, or by (table, feature): ids then follow
+      DEFAULT_ACCESS. Batches of the model's data, a global batch or more of each feature, in one
+      KeyedJaggedTensor or several: pooling and reuse are read from them, and where ids lie if that is uneven
+      (Table.row_shares). One whose features differ in samples (VBE) says of how many ranks it is
+      (stride_per_key_per_rank); its tables get their features' strides, and no replicas, for TorchRec fails
+      with them. Weights of ids travel, whether the collection uses them or not. A path of FBGEMM's reports
+      (a folder or a file): reuse is then an estimate (see `fbgemm_statistics`).
+    optimizer: None: the one that the model's weights have (apply_optimizer_in_backward), or else exact_sgd.
+    job: properties of a step around the embeddings.
+    deduplicated: groups of features that share an inverse index (see Table.dedup). Their tables stay together
+      on a device. Lookups have to be batches of data, not deduplicated.
+    bags: bags of features, for a sample, where features have batches of their own. None: as the data have them.
+
+    Raises ShardCoreError for a feature without lookups, ids out of range, too few samples, a data type
+    without a cost model, another optimizer than the weights have, and settings of tables that are refused
+    (see `fields.FIELDS`).
+    """
+    # Whole tables, as hot rows are divided from them below.
+    theirs = tables_of(module, whole=True)
+    require_type(global_batch, int, "global_batch", "a whole number, the samples of a step")
+    if not theirs:
+        raise ShardCoreError(
+            "the model has no EmbeddingBagCollection or EmbeddingCollection; there is nothing to place"
+        )
+    for key, table in theirs.items():
+        # Settings of tables are checked before lookups are read, which takes long.
+        fields.require_treated(table.config, f"config of table {key!r}")
+    set_optimizer = optimizers.optimizer_of(theirs)
+    if optimizer is not None and set_optimizer and optimizer != set_optimizer:
+        raise ShardCoreError(
+            f"optimizer is {optimizer!r}; the model's weights have {set_optimizer!r} in backward: leave it out"
+        )
+    ours = topology if isinstance(topology, Topology) else our_topology(topology, default_share(job))
+    ours = topologies.as_job(ours)
+    data = read_lookups(lookups, max(1, global_batch // len(ours)))
+    statistics = statistics_of(theirs, data, global_batch)
+    # Deduplication happens on a device, so within its share of the batch.
+    factors, groups = deduplicated_of(theirs, data, deduplicated, global_batch // len(ours))
+    bags = data.bags if isinstance(data, Data) and data.variable else bags or {}
+    strides = strides_of(theirs, bags)
+    weighted = data.weighted if isinstance(data, Data) else frozenset[str]()
+    tables = tuple(
+        replace(
+            table_of(key, t, *statistics[key]),
+            weighted=t.weighted or not weighted.isdisjoint(t.config.feature_names),
+            dedup=factors.get(key, 1.0),
+            strides=strides.get(key, ()),
+        )
+        for key, t in theirs.items()
+    )
+    if isinstance(data, Data):
+        tables = with_row_shares(tables, theirs, data, len(ours))
+    if optimizer is None:
+        optimizer = set_optimizer or "exact_sgd"
+    problem = Problem(name, tables, ours, global_batch, optimizer, job=job or Job())
+    # Tables are read whole and divided here, so hot and cold rows share statistics.
+    problem = with_hot_rows(problem, {key: t.hot_rows for key, t in theirs.items() if t.hot_rows})
+    constraints = constraints or Constraints()
+    kinds = dict(constraints.kinds) | dict(problem.constraints.kinds)
+    # TorchRec's wrappers support some sharding types only.
+    kinds |= _kinds_in_wrappers(theirs, kinds, ours)
+    widths = dict(constraints.min_widths)
+    if bags:
+        kinds |= _kinds_of_variable(tables, kinds, tuple(bags))
+        # TorchRec's grid_shard is host_row that is cut.
+        widths |= {t.name: t.dim for t in tables if set(kinds[t.name]) <= _GRID}
+    constraints = replace(
+        constraints,
+        together=(*constraints.together, *groups),
+        kinds=tuple(kinds.items()),
+        min_widths=tuple(widths.items()),
+    )
+    return replace(problem, constraints=constraints)
+
+
+def default_share(job: Job | None) -> float:
+    """The share of memory that stays free by default: RESERVED, as in TorchRec's planner, or 0 with a measured job."""
+    return 0.0 if job and job.dense_bytes else RESERVED
+
+
+def unpriced_problem(model: nn.Module, topology: Topology) -> Problem:
+    """A model's tables on a topology, without what a plan's price needs: one lookup a sample stands for theirs."""
+    tables = tuple(table_of(key, table, 1.0) for key, table in tables_of(model).items())
+    return Problem("job", tables, topology, len(topology))
+
+
+def table_of(name: str, table: ModelTable, pooling: float, access: Reuse | Zipf = DEFAULT_ACCESS) -> Table:
+    """A model's table as ours. Raises ShardCoreError for a data type without a cost model."""
+    config = table.config
+    precision = named(config.data_type.name, PRECISIONS)
+    if precision is None:
+        known = ", ".join(p.theirs for p in PRECISIONS.values())
+        raise ShardCoreError(f"table {name!r} has data type {config.data_type.name}; known are {known}")
+    return Table(
+        name,
+        config.num_embeddings,
+        config.embedding_dim,
+        pooling,
+        access,
+        precision=precision,
+        features=len(config.feature_names),
+        weighted=table.weighted,
+        sequence=not table.pooled,
+        collection=table.path,
+        managed_collision=table.managed_collision,
+    )
+
+
+def _kinds_in_wrappers(
+    theirs: Mapping[str, ModelTable], allowed: Kinds, topology: Topology
+) -> dict[str, tuple[str, ...]]:
+    """Kinds of the tables for whose wrapper TorchRec has some sharding types only.
+
+    allowed: kinds that may run tables.
+
+    Raises ShardCoreError if they leave a table none, or if the topology does not have the only one.
+    """
+    restricted = {}
+    for name, table in theirs.items():
+        if not table.sharding_types:
+            continue
+        # Types that only TorchRec knows have no kind of ours.
+        able = {layout.name for t in table.sharding_types for layout in constrained.BY_TYPE.get(t, ())}
+        kinds = tuple(kind for kind in allowed.get(name, LAYOUTS) if kind in able)
+        what = (
+            f"table {name!r} is in {table.path!r}, a {table.within}, which TorchRec shards "
+            f"{' or '.join(table.sharding_types)} only"
+        )
+        if not kinds:
+            raise ShardCoreError(
+                f"{what}; constraints have it run by {', '.join(allowed[name])}: allow {', '.join(sorted(able))}"
+            )
+        if len(topology) == 1 and all(layout_of(kind).divides_rows for kind in kinds):
+            raise ShardCoreError(
+                f"{what}; the topology has {len(topology)} device, and it needs 2 or more to divide rows"
+            )
+        rows, n = table.config.num_embeddings, len(topology)
+        if not any(possible_groups(layout_of(kind), rows, topology, None) for kind in kinds):
+            right = next(more for more in count(rows) if even_share(more, n))
+            raise ShardCoreError(
+                f"{what}; it divides {rows} rows evenly, and the last of {n} devices would have none: give it {right} "
+                "rows, or another number of devices"
+            )
+        if kinds != tuple(LAYOUTS):
+            restricted[name] = kinds
+    return restricted
+
+
+_GRID = {layout.name for layout in LAYOUTS.values() if layout.divides_rows and layout.cuts_columns}
+
+
+def _kinds_of_variable(
+    tables: Sequence[Table], allowed: Kinds, variable: Sequence[str]
+) -> dict[str, tuple[str, ...]]:
+    """Kinds that TorchRec has for tables whose features have batches of their own sizes (VBE).
+
+    It fails with data_parallel, and has no grid_shard. So rows are divided over a host only where nothing
+    else may run a table.
+
+    Raises ShardCoreError if they leave a table none.
+    """
+    kinds = {}
+    for table in tables:
+        # Replicas fail with batches of different sizes.
+        able = tuple(kind for kind in allowed.get(table.name, LAYOUTS) if kind not in constrained.REPLICAS)
+        kinds[table.name] = tuple(kind for kind in able if kind not in _GRID) or able
+        if not able:
+            raise ShardCoreError(
+                f"table {table.name!r} may run data_parallel only, and feature {variable[0]!r} has batches of a "
+                "size of its own (VBE), with which TorchRec fails: allow another kind"
+            )
+    return kinds

@@ -1,0 +1,51 @@
+"""A running job's collection built anew, as it was before it was sharded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shardcore.torchrec.modules import Collection
+
+
+def unsharded(collection: Collection, init_fn: Any = None) -> Any:
+    """A sharded collection's module as it was before it was sharded, on the meta device: shapes without memory.
+
+    init_fn: replaces the initialization of weights.
+    """
+    from torchrec import EmbeddingBagCollection, EmbeddingCollection
+
+    module, meta = collection.module, torch.device("meta")
+    tables = [replace(c, init_fn=init_fn) if init_fn else c for c in collection.configs]
+    if collection.is_pooled:
+        return EmbeddingBagCollection(tables=tables, is_weighted=module._is_weighted, device=meta)
+    # Options of the constructor that the sharded module still has.
+    others = {
+        name: value
+        for name in ("need_indices", "use_gather_select", "use_gather_select_per_sharding")
+        if (value := getattr(module, f"_{name}", None))
+    }
+    return EmbeddingCollection(tables=tables, device=meta, **others)
+
+
+def no_init(weight: torch.Tensor) -> None:
+    pass
+
+
+class WithoutInit(torch.overrides.TorchFunctionMode):
+    """Leave new weights as they are: all of them are written by the move."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # TorchRec fills new weights by uniform_, also where init_fn is given.
+        if func is torch.Tensor.uniform_:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def restore_configs(module: Any, old: Collection) -> None:
+    """Give a new collection the configs of the old one, with their initialization."""
+    configs = old.configs
+    setattr(module, "_embedding_bag_configs" if old.is_pooled else "_embedding_configs", configs)
+    module._table_name_to_config = {c.name: c for c in configs}
