@@ -28,6 +28,9 @@ from tasks import console, paths, registry
 from tasks.commit import git_commit
 from tasks.setting import SettingConfig
 
+_LEVELS = (50, 60, 70, 80, 90, 95, 99)
+"""Percent of measurements that an interval should hold, at which calibration is logged."""
+
 
 @dataclass(frozen=True)
 class TrainConfig(fit.FitConfig):
@@ -150,7 +153,7 @@ def train_model(
         card = model_report.model_card(model, studied, registry.model_name(setting.hardware))
         mlflow.log_metrics(studied.flat())
         _log_curves(client, run.info.run_id, trained.curves, studied.curve)
-        _log_figures(model, accuracy.held_out(data.known.compute), studied)
+        _log_figures(model, accuracy.held_out(data.known.compute))
         mlflow.log_text(card, registry.CARD)
         mlflow.set_tag("mlflow.note.content", card)  # the run's description
         # Files come last, so that a failed run leaves no model that looks trained.
@@ -234,28 +237,21 @@ def _log_curves(
 def _log_figures(
     model: neural.NeuralModel,
     held_out: Sequence[ComputeSample],
-    studied: model_report.Studied,
 ) -> None:
     timed, of = [s for s in held_out if s.error is None], f", {model.setting.hardware}"
-    if studied.curve:
-        figure = model_report.learning_curve(studied.curve, studied.repeatability, f"Learning curve{of}")
-        mlflow.log_figure(figure, "learning_curve.png")
     if timed:
         measured, predicted = np.array([s.total_ms for s in timed]), accuracy.predict(model, timed)
         shards = np.array([len(s.request.shards) for s in timed])
-        found = [
-            coverage(*accuracy.intervals(model, timed, level / 100), measured)
-            for level in model_report.LEVELS
-        ]
+        # MLflow draws it: over the percent of measurements that an interval is to hold, the percent that it held.
+        for level in _LEVELS:
+            held = coverage(*accuracy.intervals(model, timed, level / 100), measured)
+            mlflow.log_metric("calibration/held", held, step=level)
         for name, figure in {
             "predicted_against_measured": model_report.predicted_against_measured(
                 measured, predicted, f"Held-out groups{of}"
             ),
             "error_by_size": model_report.error_by_size(
                 measured, predicted, shards, f"Errors on held-out groups{of}"
-            ),
-            "calibration": model_report.calibration(
-                model_report.LEVELS, found, len(timed), f"Intervals on held-out groups{of}"
             ),
         }.items():
             mlflow.log_figure(figure, f"{name}.png")

@@ -11,6 +11,7 @@ import numpy as np
 
 from shardcore.io.dataset import has_reference_op
 from shardcore.io.measurements import CollectiveSample, ComputeSample
+from shardcore.report.figures import panels
 from shardcore.step.memory import gib
 from shardcore.step.scopes import WORLD
 
@@ -141,15 +142,12 @@ def dataset_figure(
     samples: Sequence[ComputeSample], repeats: Sequence[Sequence[ComputeSample]], title: str
 ) -> Figure:
     """Coverage, noise, drift and repeatability of a dataset, one panel each."""
-    from matplotlib.figure import Figure
-
     timed = [s for s in samples if s.error is None]
-    figure = Figure(figsize=(11, 8), layout="constrained")
+    figure, [coverage, noise, drift, again] = panels((11, 8), 2, 2)
     figure.suptitle(title)
     if not timed:
         figure.text(0.5, 0.5, f"all {len(samples)} samples failed", ha="center")
         return figure
-    (coverage, noise), (drift, again) = figure.subplots(2, 2)
     total = np.array([s.total_ms for s in timed])
     coverage.scatter([len(s.request.shards) for s in timed], total, s=6)
     coverage.set(title="coverage", xlabel="shards an op", ylabel="forward + backward ms", yscale="log")

@@ -9,6 +9,7 @@ import numpy as np
 
 from shardcore.core.types import Problem
 from shardcore.plans.hot_drift import HotDrift
+from shardcore.report.figures import panels
 from shardcore.report.text import records_table, text_table
 from shardcore.search.decisions.driver import Entry, Found, Ledger, Outcome
 from shardcore.search.decisions.memory_tiers import gains_ms, link_ms, tiers_of
@@ -189,13 +190,11 @@ def clusters_figure(outcomes: Sequence[Outcome], chosen: Outcome | None) -> Figu
 
     chosen: None if none meets the target.
     """
-    from matplotlib.figure import Figure  # without pyplot: no global state, no display
 
     def points(of: Sequence[Outcome]) -> tuple[list[float], list[float]]:
         return [x.proposal.price_per_hour for x in of], [x.proposal.samples_per_s(x.ms) for x in of]
 
-    made = Figure(figsize=(8, 5), layout="constrained")
-    axes = made.subplots()
+    made, [axes] = panels((8, 5))
     prices, rates = points(
         sorted((x for x in outcomes if x.found), key=lambda x: (x.proposal.price_per_hour, x.ms))
     )
@@ -215,6 +214,5 @@ def clusters_figure(outcomes: Sequence[Outcome], chosen: Outcome | None) -> Figu
             *points([chosen]), s=120, facecolors="none", edgecolors="black", label="chosen", zorder=3
         )
     axes.set(xlabel="price per hour", ylabel="samples per second", ylim=(0, None), xlim=(0, None))
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     return made

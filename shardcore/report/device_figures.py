@@ -14,7 +14,7 @@ from shardcore.core.step_cost import StepCost
 from shardcore.core.types import Plan, Problem
 from shardcore.cost.model import CostModel, price
 from shardcore.io.writing import write_atomic
-from shardcore.report.figures import png, svg
+from shardcore.report.figures import panels, png, svg
 from shardcore.report.plan_explorer import PARTS
 from shardcore.step.lower import lower
 from shardcore.step.memory import held_bytes
@@ -88,16 +88,12 @@ def plot(plan: Plan, problem: Problem, model: CostModel, before: Plan | None = N
 
 def figure(loads: Sequence[DeviceLoad]) -> Figure:
     """Two panels over devices for each load: stacked parts of a step, and used memory."""
-    from matplotlib.figure import Figure  # without pyplot: no global state, no display
-
-    made = Figure(figsize=(11, 3.4 * len(loads)))
+    made, of_loads = panels((11, 3.4 * len(loads)), len(loads), 2)
+    made.set_layout_engine("none")
     made.subplots_adjust(0.06, 0.14 / len(loads), 0.99, 1 - 0.08 / len(loads), 0.16, 0.35)
-    panels = made.subplots(len(loads), 2, squeeze=False)
-    for load, (costs, memory) in zip(loads, panels, strict=True):
+    for load, costs, memory in zip(loads, of_loads[::2], of_loads[1::2], strict=True):
         _stack_costs(costs, load, max(max(x.cost.device_ms) for x in loads))
         _bar_memory(memory, load)
-        for axes in (costs, memory):
-            axes.spines[["top", "right"]].set_visible(False)
     return made
 
 

@@ -6,16 +6,30 @@ import io
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardcore.core.extras import MissingExtra, extras_named
 from shardcore.io.writing import write_atomic
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _POWER = re.compile(r"\$\\mathdefault\{\d*(\\times)?10\^\{[-\u2212]?\d+\}\}\$")
 """Formula that matplotlib itself writes at a logarithmic axis."""
+
+
+def panels(
+    size: tuple[float, float], rows: int = 1, columns: int = 1, **options: Any
+) -> tuple[Figure, list[Axes]]:
+    """A figure, and its panels row by row. size: width and height in inches. options: of `Figure.subplots`."""
+    from matplotlib.figure import Figure  # without pyplot: no global state, no display
+
+    figure = Figure(figsize=size, layout="constrained")
+    made = list(figure.subplots(rows, columns, squeeze=False, **options).flat)
+    for axes in made:
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, made
 
 
 def png(figure: Figure) -> bytes:

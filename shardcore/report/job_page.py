@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardcore.core.html import table
 from shardcore.plans.words import when
-from shardcore.report.figures import svg
+from shardcore.report.figures import panels, svg
 from shardcore.report.html import document, note
 from shardcore.report.text import percent_change
 
@@ -93,12 +93,9 @@ def figure(records: Sequence[JobRecord]) -> Figure:
     """Measured and predicted ms over time, and the factors of parts below."""
     from datetime import UTC, datetime
 
-    from matplotlib.figure import Figure
-
-    made = Figure(figsize=(11, 5.4), layout="constrained")
-    steps, factors = made.subplots(2, 1, sharex=True)
+    made, [steps, factors] = panels((11, 5.4), rows=2, sharex=True)
     ordered = sorted(records, key=lambda x: x.at)
-    times = [datetime.fromtimestamp(x.at, UTC) for x in ordered]
+    times: list[Any] = [datetime.fromtimestamp(x.at, UTC) for x in ordered]
     steps.plot(times, [x.measured_ms for x in ordered], "o-", color="#4477aa", label="measured")
     steps.plot(times, [x.predicted_ms for x in ordered], ".--", color="#ee6677", label="predicted")
     steps.set(ylabel="step, ms", ylim=(0, None))
@@ -108,7 +105,6 @@ def figure(records: Sequence[JobRecord]) -> Figure:
     factors.axhline(1, color="0.6", linewidth=1)
     factors.set(ylabel="factor on the model", ylim=(0, None))
     for axes in (steps, factors):
-        axes.spines[["top", "right"]].set_visible(False)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False, fontsize=8, ncols=4)
     return made

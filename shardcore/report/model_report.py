@@ -1,6 +1,6 @@
 """Figures and model card of a cost model.
 
-Shapes: S samples, L levels.
+Shapes: S samples.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from shardcore.core import links
 from shardcore.cost import accuracy, collective_model, known_errors, ranges, replay_metrics
 from shardcore.cost.metrics import kendall_tau, mape
 from shardcore.cost.neural import NeuralModel
+from shardcore.report.figures import panels
 from shardcore.report.text import markdown_table
 from shardcore.step.kinds import CHANNELS, kinds_of
 
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from shardcore.cost.study import LearningCurve  # imports torch
-
-LEVELS = (50, 60, 70, 80, 90, 95, 99)
-"""Percent of measurements that an interval should hold. Calibration is shown at each."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +75,11 @@ def error_by_size(
     measured_ms: np.ndarray, predicted_ms: np.ndarray, shards: np.ndarray, title: str
 ) -> Figure:
     """Relative errors [S] over measured ms, and over the number of shards in the op."""
-    figure, panels = _figure(title, columns=2)
+    figure, by = _figure(title, columns=2)
     error = 100 * (predicted_ms / measured_ms - 1)
     # A few outliers would squeeze the rest into a line.
     limit = max(10.0, 1.1 * float(np.percentile(abs(error), 99)))
-    for axes, x, label in zip(
-        panels, (measured_ms, shards), ("measured ms", "shards in the op"), strict=True
-    ):
+    for axes, x, label in zip(by, (measured_ms, shards), ("measured ms", "shards in the op"), strict=True):
         axes.axhline(0, color="0.4", linewidth=1)
         axes.scatter(x, np.clip(error, -limit, limit), s=6, alpha=0.35, linewidths=0)
         bins = _equal_bins(x)
@@ -95,80 +91,8 @@ def error_by_size(
         axes.plot(at, middle, color="C1", marker="o", markersize=4, label="their median")
         axes.set(xscale="log", xlabel=label, ylim=(-limit, limit))
         _plain_ticks(axes, "x")
-    panels[0].set_ylabel("predicted − measured, % of measured")
-    panels[0].legend(loc="lower left", frameon=False)
-    return figure
-
-
-def calibration(levels: Sequence[float], found: Sequence[float], samples: int, title: str) -> Figure:
-    """Percent of measurements that the intervals held, over the percent that they should hold.
-
-    levels: [L] percent that the intervals should hold.
-    found: [L] percent that they held.
-    samples: number of measurements.
-
-    The grey band holds 19 of 20 results of a calibrated model.
-    """
-    figure, (axes,) = _figure(title)
-    nominal = np.linspace(min(levels), max(levels), 100)
-    # Normal approximation of the binomial.
-    chance = 1.96 * np.sqrt(nominal * (100 - nominal) / samples)
-    axes.fill_between(
-        nominal,
-        nominal - chance,
-        np.minimum(nominal + chance, 100),
-        color="0.85",
-        linewidth=0,
-        label=f"within chance, {samples:,} groups",
-    )
-    axes.plot(nominal, nominal, color="0.4", linewidth=1)
-    axes.plot(levels, found, marker="o", label="found")
-    for level, value in zip(levels, found, strict=True):
-        axes.annotate(f"{value:.0f}", (level, value), xytext=(5, -11), textcoords="offset points", fontsize=8)
-    axes.set(
-        xlabel="the interval is to hold, % of measurements",
-        ylabel="it held, %",
-        xticks=levels,
-        xlim=(min(levels) - 2, 102),
-        ylim=(None, 102),
-    )
-    axes.legend(loc="upper left", frameon=False)
-    return figure
-
-
-def learning_curve(curve: LearningCurve, repeatability: float | None, title: str) -> Figure:
-    """Held-out errors over the number of training samples, with the fitted law.
-
-    The law is drawn up to twice the samples. The floor is the percent error of a timing itself. A sentence
-    says what twice the samples would gain.
-    """
-    figure, (axes,) = _figure(title)
-    samples, errors = np.array(curve.rows, dtype=float).T
-    most = samples.max()
-    law = f"{curve.constant:.2g} + {curve.scale:.3g} × groups$^{{-{curve.power:.2g}}}$"
-    foretold = "foretold for twice the groups"
-    for ends, style, label in (((samples.min(), most), "-", law), ((most, 2 * most), ":", foretold)):
-        n = np.geomspace(*ends, 100)
-        axes.plot(n, [curve.at(x) for x in n], style, color="C1", label=label)
-    axes.plot([2 * most], [curve.at(2 * most)], "o", markerfacecolor="none", color="C1")
-    axes.scatter(samples, errors, s=24, zorder=3, label="trained on so many")
-    if repeatability is not None:
-        axes.axhline(
-            repeatability,
-            color="0.4",
-            linestyle="--",
-            linewidth=1,
-            label=f"floor: a timing itself is off by {repeatability:.1f}%",
-        )
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="groups trained and validated on",
-        ylabel="error on held-out groups, %",
-    )
-    _plain_ticks(axes)
-    axes.legend(frameon=False)
-    figure.supxlabel(doubling(curve, repeatability).replace("; ", ";\n"), fontsize=9)
+    by[0].set_ylabel("predicted − measured, % of measured")
+    by[0].legend(loc="lower left", frameon=False)
     return figure
 
 
@@ -245,16 +169,12 @@ _MARKERS = "osv"
 
 
 def _figure(title: str, columns: int = 1) -> tuple[Figure, list[Axes]]:
-    from matplotlib.figure import Figure  # without pyplot: no global state, no display
-
-    figure = Figure(figsize=(6.4 if columns == 1 else 11, 4.8), layout="constrained")
+    figure, made = panels((6.4 if columns == 1 else 11, 4.8), columns=columns, sharey=True)
     figure.suptitle(title)
-    panels = list(figure.subplots(1, columns, sharey=True, squeeze=False)[0])
-    for axes in panels:
-        axes.spines[["top", "right"]].set_visible(False)
+    for axes in made:
         axes.grid(color="0.92", linewidth=0.8)
         axes.set_axisbelow(True)
-    return figure, panels
+    return figure, made
 
 
 def _equality(axes: Axes, ms: np.ndarray, words: str) -> None:

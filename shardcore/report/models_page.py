@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardcore.core.html import table
 from shardcore.plans.words import when
-from shardcore.report.figures import svg
+from shardcore.report.figures import panels, svg
 from shardcore.report.html import document, note
 
 if TYPE_CHECKING:
@@ -117,10 +117,8 @@ def figure(records: Sequence[ModelRecord]) -> Figure:
     from datetime import UTC, datetime
 
     from matplotlib.dates import date2num
-    from matplotlib.figure import Figure
 
-    made = Figure(figsize=(11, 3.2), layout="constrained")
-    axes = made.subplots()
+    made, [axes] = panels((11, 3.2))
     axes.xaxis_date()
 
     def at(unix_s: float) -> datetime:
@@ -146,7 +144,6 @@ def figure(records: Sequence[ModelRecord]) -> Figure:
             if known or style == "o-":
                 axes.plot([t for t, _ in known], [v for _, v in known], style, color=color, label=name)
     axes.set(ylabel="error, %", ylim=(0, None))
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     return made
 

@@ -160,7 +160,6 @@ def test_the_run_in_mlflow_names_its_data_and_commit(project):
     assert run.data.params["setting_batch"] == "64"
     assert {
         "card.md",
-        "calibration.png",
         "error_by_size.png",
         "predicted_against_measured.png",
     } <= {a.path for a in client.list_artifacts(run.info.run_id)}

@@ -71,10 +71,6 @@ FIGURES = {
         lambda: model_report.error_by_size(MEASURED[:3], PREDICTED[:3], np.ones(3), "title"),
         "measured ms",
     ),
-    "calibration": (
-        lambda: model_report.calibration((50, 90), (40.0, 91.0), 30, "title"),
-        "within chance, 30 groups",
-    ),
     "replays": (lambda: model_report.predicted_against_replayed(REPLAYS, "title"), "6 plans of 2 problems"),
     "replays of one plan": (
         lambda: model_report.predicted_against_replayed(REPLAYS[:1], "title"),
@@ -87,14 +83,6 @@ FIGURES = {
     "rivals on one problem": (
         lambda: model_report.replayed_cost(replay_metrics.rivals(REPLAYS[:3]), "title"),
         "1.200",
-    ),
-    "learning": (
-        lambda: model_report.learning_curve(CURVE, 3.125, "title"),
-        "a timing itself is off by 3.1%",
-    ),
-    "learning, no floor": (
-        lambda: model_report.learning_curve(CURVE, None, "title"),
-        "Twice the groups (800 instead of 400)",
     ),
 }
 
