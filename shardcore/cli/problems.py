@@ -95,22 +95,6 @@ class HeatOptions:
 
 
 @dataclass(frozen=True)
-class CollisionsOptions:
-    """Show how many lookups collide in a problem's hash tables, and the rows that keep them below a share.
-
-    ids: distinct raw ids that may come, of each table; their popularity follows the table's power law
-    lookups: of a stream in each table, which begins empty
-    most: share of lookups that may collide
-    """
-
-    problem: ProblemFile
-    _: KW_ONLY
-    ids: Annotated[Positive, "N"]
-    lookups: Annotated[Positive, "N"]
-    most: Annotated[float, "SHARE"] = 0.01
-
-
-@dataclass(frozen=True)
 class HotDriftOptions:
     """Show how hot the hot rows of a job still are, and what other hot ids would save and move.
 
@@ -130,7 +114,6 @@ class HotDriftOptions:
 def add_commands(commands: argparse._SubParsersAction) -> None:
     add_command(commands, ProblemOptions, problem)
     add_command(commands, HeatOptions, heat)
-    add_command(commands, CollisionsOptions, collisions)
     add_command(commands, HotDriftOptions, hot_drift)
 
 
@@ -139,13 +122,6 @@ def heat(args: HeatOptions) -> None:
     from shardcore.report.heat_report import heat_table
 
     print(heat_table(files.read_problem(args.problem), args.held))
-
-
-def collisions(args: CollisionsOptions) -> None:
-    from shardcore.io import files
-    from shardcore.report.heat_report import collision_table
-
-    print(collision_table(files.read_problem(args.problem), args.ids, args.lookups, args.most))
 
 
 def hot_drift(args: HotDriftOptions) -> None:

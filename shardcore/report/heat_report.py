@@ -1,16 +1,12 @@
-"""Tables of the hot rows of a problem's tables, and of collisions in its hash tables."""
+"""A table of the hot rows of a problem's tables."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from shardcore.core.types import Problem, Shard
+from shardcore.core.types import Problem
 from shardcore.core.validation import require
 from shardcore.report.text import records_table
 from shardcore.step.access import lookups
-from shardcore.step.kinds import WHOLE_ROWS
-from shardcore.step.memory import gib, resident_bytes
-from shardcore.tables.hash_tables import collided_share, imbalance, rows_for
+from shardcore.tables.hash_tables import imbalance
 from shardcore.tables.heat import heat_of
 
 _MOST = 0.8
@@ -56,37 +52,3 @@ def heat_table(problem: Problem, held: float) -> str:
             f"table (LRU) has to fetch {all_missed:,.0f} of them ({share:.0%}).",
         ]
     )
-
-
-def collision_table(problem: Problem, ids: int, lookups_of_stream: int, most: float) -> str:
-    """Collisions of hash tables at the rows that they have, and the fewest rows for a share of them.
-
-    ids: raw ids that may come, of each table.
-    lookups_of_stream: in each table, which begins empty.
-    most: share of lookups that may collide.
-
-    Raises ShardCoreError for a problem without hash tables, and as `rows_for` does.
-    """
-    rows = []
-    for table in (t for t in problem.tables if t.managed_collision):
-        step = table.managed_collision.buckets if table.managed_collision else 1
-        # The law is over all ids that may come, in whole buckets as a table has them.
-        universe = replace(table, rows=-(-ids // step) * step)
-        needed = replace(table, rows=rows_for(universe, most, lookups_of_stream))
-        rows.append(
-            {
-                "table": table.name,
-                "rows": f"{table.rows:,}",
-                "lookups that collide": f"{collided_share(universe, table.rows, lookups_of_stream):.2%}",
-                f"rows for {most:.2%}": f"{needed.rows:,}",
-                **{
-                    words: gib(sum(resident_bytes(WHOLE_ROWS, Shard.whole(one), problem)))
-                    for words, one in (("memory", table), ("memory then", needed))
-                },
-            }
-        )
-    require(
-        bool(rows),
-        f"problem {problem.name!r} has no hash tables; it needs tables with managed_collision",
-    )
-    return records_table(rows)

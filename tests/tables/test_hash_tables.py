@@ -1,12 +1,9 @@
-"""Hash tables: where raw ids go, and collisions predicted against counted ones."""
-
-import sys
-from pathlib import Path
+"""Hash tables: where raw ids go."""
 
 import numpy as np
 import pytest
 
-from shardcore.core.access_statistics import ManagedCollision, Reuse, RowShares, Zipf
+from shardcore.core.access_statistics import ManagedCollision, RowShares
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Problem, Shard, Table
@@ -14,10 +11,6 @@ from shardcore.report.heat_report import heat_table
 from shardcore.step.access import access_share
 from shardcore.step.kinds import shards_on
 from shardcore.tables import hash_tables
-
-sys.path.append(str(Path(__file__).parent))
-
-import probing
 
 IDS = np.array([0, 1, 5, 130, 250, 999, 1000, 1001, 1003, 123457])
 
@@ -62,52 +55,6 @@ def test_ids_that_share_a_factor_with_the_ranks_leave_most_of_them_idle():
     assert [access_share(s) for _, s in shards_on(placement)] == pytest.approx([1, 0, 0, 0])
     problem = Problem("p", (table,), Topology((Device(1 << 30),) * 4), 8)
     assert "4.00x" in heat_table(problem, 0.1) and "busiest of 4 ranges" in heat_table(problem, 0.1)
-
-
-def hashed(rows=50_000, alpha=0.9, probes=128, buckets=4) -> Table:
-    return Table(
-        "t", rows, 8, 1.0, Zipf(alpha), managed_collision=ManagedCollision(8, buckets=buckets, probes=probes)
-    )
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.9, 1.2])
-@pytest.mark.parametrize("load", [0.6, 0.95, 1.5])
-@pytest.mark.parametrize("probes", [16, 128])
-def test_collisions_are_predicted_within_a_point(alpha, load, probes):
-    table, lookups = hashed(20_000, alpha, probes), 60_000
-    ids = probing.stream(table, lookups, 0)
-    rows = int(len(np.unique(ids)) / load) // 4 * 4
-    counted = probing.counted(ids, rows, 4, probes, 0)
-    assert hash_tables.collided_share(table, rows, lookups) == pytest.approx(counted, abs=0.01)
-
-
-def test_an_exact_map_holds_the_ids_that_are_looked_up_most():
-    table = hashed(1000, 1.1, probes=0)
-    shares = [hash_tables.collided_share(table, rows, 1e5) for rows in (1, 101, 501, 1001)]
-    assert shares == sorted(shares, reverse=True) and shares[0] == 1 and shares[-1] == pytest.approx(0)
-    assert shares[1] == pytest.approx(1 - np.log(1)) or 0.2 < shares[1] < 0.6
-
-
-def test_rows_for_a_share_of_collisions_are_the_fewest():
-    table = hashed(5000, probes=16)
-    rows = hash_tables.rows_for(table, 0.02, 20_000)
-    assert rows % 4 == 0
-    assert hash_tables.collided_share(table, rows, 20_000) <= 0.02
-    assert hash_tables.collided_share(table, rows - 4, 20_000) > 0.02
-
-
-@pytest.mark.parametrize("share", [0.0, 1.0, 1.5, -0.1, float("nan")])
-def test_a_share_out_of_range_is_refused(share):
-    with pytest.raises(ShardCoreError, match="collisions are to be a share of .*within 0 and 1"):
-        hash_tables.rows_for(hashed(), share, 100)
-
-
-def test_what_has_no_collisions_to_tell_is_named():
-    for table in (Table("t", 10, 8, 1.0), Table("t", 10, 8, 0.0, Reuse((0.0,) * 17, 4))):
-        with pytest.raises(ShardCoreError, match="'t' needs managed_collision"):
-            hash_tables.collided_share(table, 10, 10)
-    with pytest.raises(ShardCoreError, match="'t' would have 0 rows"):
-        hash_tables.collided_share(hashed(), 0, 10)
 
 
 def test_buckets_that_devices_do_not_divide_are_refused_with_the_next_number():
