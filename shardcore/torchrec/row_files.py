@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,27 +50,6 @@ from shardcore.torchrec.rows import (
 _ROWS, _COMPLETE, _META = "rows", "rows-complete", "shardcore"
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Rows of a table on this rank.
-
-    table: its path and name.
-    ids: [N] of the rows, rising.
-    columns: [lo, hi).
-    tensors: by name, [N, hi - lo] weights, and optimizer state of cells or [N] of rows. They share memory
-      with the module's own.
-    step: steps that its optimizer has counted. None: it counts none.
-    set_step: sets the count.
-    """
-
-    table: str
-    ids: np.ndarray
-    columns: tuple[int, int]
-    tensors: dict[str, torch.Tensor]
-    step: int | None = None
-    set_step: Callable[[int], None] | None = None
-
-
 def save_rows(model: nn.Module, folder: str | Path, optimizer: Any = None) -> None:
     """Write the rows of a model's tables to a folder. All ranks call it.
 
@@ -92,10 +71,11 @@ def save_rows(model: nn.Module, folder: str | Path, optimizer: Any = None) -> No
     digests: dict[str, str] = {}
     with _all_or_none():
         for i, part in enumerate(parts):
-            about = document(_ROWS, {"table": part.table, "columns": part.columns, "step": part.step})
+            header = {"table": key_name(part.key), "columns": part.columns, "step": part.step}
             # One part at a time on the CPU, to bound memory.
             tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in part.tensors.items()}
-            content = save({"ids": torch.from_numpy(part.ids), **tensors}, {_META: json.dumps(about)})
+            tensors["ids"] = torch.from_numpy(part.row_ids)
+            content = save(tensors, {_META: json.dumps(document(_ROWS, header))})
             name = f"rows-{rank:05d}-{i:05d}.safetensors"
             # Named by rank and part, so that ranks never write the same file.
             write_atomic(folder / name, content)
@@ -124,54 +104,49 @@ def load_rows(model: nn.Module, folder: str | Path, optimizer: Any = None, appro
         parts = list(_parts(model, optimizer, replicas=True, filling=True))
         # Columns that each row of a tensor still lacks.
         # Counted down as files are read. What is left above 0 is missing.
-        missing = [
-            {name: np.full(len(part.ids), part.columns[1] - part.columns[0]) for name in part.tensors}
-            for part in parts
-        ]
+        missing = [{name: np.full(len(part.row_ids), part.width) for name in part.tensors} for part in parts]
         for tensor in (t for part in parts for t in part.tensors.values() if t.ndim == 1):
             tensor.zero_()  # parts of columns add up to it
-        tables = {part.table for part in parts}
+        tables = {key_name(part.key) for part in parts}
         # All files of all ranks: each may have rows that this rank needs.
         for path, digest in files.items():
             if (rows := _read(path, digest, tables)) is not None:
                 for part, columns in zip(parts, missing, strict=True):
-                    if part.table == rows.table:
+                    if key_name(part.key) == rows.key[1]:
                         _fill(part, columns, rows, approximate, path)
         for part, lacking in zip(parts, missing, strict=True):
             for name, columns in lacking.items():
                 if (columns > 0).any() and (name == WEIGHTS or not approximate):
                     raise ShardCoreError(
-                        f"{folder} lacks {name} of {np.count_nonzero(columns)} rows of table {part.table!r}, such as "
-                        f"id {part.ids[np.argmax(columns > 0)]}"
+                        f"{folder} lacks {name} of {np.count_nonzero(columns)} rows of table {key_name(part.key)!r}, "
+                        f"such as id {part.row_ids[np.argmax(columns > 0)]}"
                     )
 
 
-def _fill(
-    part: _Rows, missing: dict[str, np.ndarray], source_rows: _Rows, approximate: bool, path: Path
-) -> None:
+def _fill(part: Part, missing: dict[str, np.ndarray], saved: Part, approximate: bool, path: Path) -> None:
     """Copy the rows of a part that a file has. path: of the file, for errors."""
-    ids, columns = source_rows.ids, source_rows.columns
+    table, ids, columns = key_name(part.key), saved.row_ids, saved.columns
     # Both sides are sorted, so a binary search finds each row.
     # [N] position in the file of each row of the part, if the file has it.
-    at = np.searchsorted(ids, part.ids).clip(max=max(len(ids) - 1, 0))
-    have = np.flatnonzero(ids[at] == part.ids) if len(ids) else np.zeros(0, dtype=int)
+    at = np.searchsorted(ids, part.row_ids).clip(max=max(len(ids) - 1, 0))
+    have = np.flatnonzero(ids[at] == part.row_ids) if len(ids) else np.zeros(0, dtype=int)
     lo, hi = max(columns[0], part.columns[0]), min(columns[1], part.columns[1])
     # Rows and columns that both have: nothing else is copied.
     if not len(have) or lo >= hi:
         return
-    if source_rows.step is not None and part.set_step is not None:
-        part.set_step(source_rows.step)
+    if saved.step is not None and part.set_step is not None:
+        part.set_step(saved.step)
     # Positions in the file and in the part.
     rows, into = torch.from_numpy(at[have]), torch.from_numpy(have)
-    if (lost := source_rows.tensors.keys() - part.tensors.keys()) and not approximate:
+    if (lost := saved.tensors.keys() - part.tensors.keys()) and not approximate:
         raise ShardCoreError(
-            f"{path} has state {', '.join(sorted(lost))} of table {part.table!r}, and no optimizer here keeps it; give "
+            f"{path} has state {', '.join(sorted(lost))} of table {table!r}, and no optimizer here keeps it; give "
             "the optimizer, or set approximate to leave it out"
         )
     for name, tensor in part.tensors.items():
-        if name not in source_rows.tensors:
+        if name not in saved.tensors:
             continue
-        source = source_rows.tensors[name]
+        source = saved.tensors[name]
         # State with one number a row does not say which columns it is of.
         flat = source.ndim == 1 or tensor.ndim == 1
         if not approximate and (source.ndim != tensor.ndim or (flat and columns != part.columns)):
@@ -180,7 +155,7 @@ def _fill(
                 for t, c in ((source, columns), (tensor, part.columns))
             ]
             raise ShardCoreError(
-                f"{path} has optimizer state {name!r} of table {part.table!r} for {forms[0]}, and here it is for "
+                f"{path} has optimizer state {name!r} of table {table!r} for {forms[0]}, and here it is for "
                 f"{forms[1]}; use the same optimizer and parts of columns, or set approximate to load it nearly"
             )
         into_device = into.to(tensor.device)
@@ -189,7 +164,7 @@ def _fill(
         values = source[rows]
         # A number a row of several parts: their mean, weighted by columns.
         if tensor.ndim == 1:
-            share = (hi - lo) / (part.columns[1] - part.columns[0])
+            share = (hi - lo) / part.width
             tensor[into_device] += (values.mean(1) if values.ndim == 2 else values).to(tensor) * share
         else:
             left = part.columns[0]
@@ -203,7 +178,7 @@ def _fill(
 # --- rows of a rank -----------------------------------------------------------------------------------------
 
 
-def _parts(model: nn.Module, optimizer: Any, replicas: bool, filling: bool = False) -> Iterator[_Rows]:
+def _parts(model: nn.Module, optimizer: Any, replicas: bool, filling: bool = False) -> Iterator[Part]:
     """Rows of all tables on this rank.
 
     replicas: True to count tables and hot rows that all ranks have.
@@ -222,7 +197,7 @@ def _parts(model: nn.Module, optimizer: Any, replicas: bool, filling: bool = Fal
         # Hot rows are in the module, not in a sharded collection.
         for name, hot in owner.hot_ids.items() if owner and replicas else ():
             part = _dense((outer, name), owner.hot[name], dense, filling)
-            yield replace(_rows(part), ids=hot.ids)
+            yield replace(part, ids=hot.ids)
         for part in parts_of(collection, dense):
             table = part.key[1]
             # All ranks have a collection that is not sharded.
@@ -231,22 +206,10 @@ def _parts(model: nn.Module, optimizer: Any, replicas: bool, filling: bool = Fal
                     continue
                 part = _dense(part.key, collection.of_tables[table].weight, dense, filling)
             name = table.removesuffix(COLD) if owner else table
-            rows = _rows(replace(part, key=(outer, name)))
             # Cold rows are saved by ids of the whole table, so that other hot ids may load them.
-            if name != table and name in owner.hot_ids:
-                rows = replace(rows, ids=owner.hot_ids[name].cold_ids(*part.rows))
-            yield rows
-
-
-def _rows(part: Part) -> _Rows:
-    return _Rows(
-        key_name(part.key),
-        np.arange(*part.rows),
-        part.columns,
-        part.tensors,
-        part.step,
-        part.set_step,
-    )
+            is_cold = name != table and name in owner.hot_ids
+            ids = owner.hot_ids[name].cold_ids(*part.rows) if is_cold else None
+            yield replace(part, key=(outer, name), ids=ids)
 
 
 def _dense(key: Key, weight: nn.Parameter, optimizer: DenseOptimizer, filling: bool) -> Part:
@@ -295,7 +258,7 @@ def _complete(folder: Path) -> dict[Path, str]:
     return {folder / name: digest for name, digest in sorted(digests.items())}
 
 
-def _read(path: Path, digest: str, tables: Collection[str]) -> _Rows | None:
+def _read(path: Path, digest: str, tables: Collection[str]) -> Part | None:
     """The rows of a file. None if they are of none of these tables.
 
     Raises ShardCoreError for a file that does not match its digest.
@@ -329,7 +292,7 @@ def _read(path: Path, digest: str, tables: Collection[str]) -> _Rows | None:
                 f"{path} has {shown(name)} {tensor.dtype} {list(tensor.shape)} for {len(ids)} rows and columns {lo} to "
                 f"{hi}; it needs numbers of rows or cells"
             )
-    return _Rows(header.table, ids, (lo, hi), tensors, header.step)
+    return Part(("", header.table), (0, len(ids)), (lo, hi), tensors, header.step, ids=ids)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -77,6 +78,7 @@ class Part:
       job's own.
     step: steps that its optimizer has counted. None: it counts none.
     set_step: sets that count, for all tables of its fused op.
+    ids: [N] of the rows, rising, where they are not `rows`: of hot rows, and of those that the hot ones left.
     """
 
     key: Key
@@ -85,6 +87,15 @@ class Part:
     tensors: dict[str, torch.Tensor]
     step: int | None = None
     set_step: Callable[[int], None] | None = None
+    ids: np.ndarray | None = None
+
+    @property
+    def row_ids(self) -> np.ndarray:
+        return np.arange(*self.rows) if self.ids is None else self.ids
+
+    @property
+    def width(self) -> int:
+        return self.columns[1] - self.columns[0]
 
 
 @dataclass(frozen=True)
