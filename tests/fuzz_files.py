@@ -43,7 +43,6 @@ if HAS_TORCHREC:
     from shardcore.torchrec.sharding_plan import to_torchrec
 
 ROOT = Path(__file__).parents[1]
-REPORT, TABLES = "tbe-0-config-estimation-1.json", "tbe-0-tables.json"
 ENTRY = f"{'ab' * 16}.dir"
 """Entry of DVC's cache that lists the files of a folder."""
 
@@ -153,24 +152,6 @@ def make(folder: Path) -> None:
         [
             {"shards": [{"table": files.table_to_json(t)} for t in problem.tables[:2]]},
             {"shards": [], "batch": 64},
-        ],
-    )
-    law = {"heavy_hitters": [0.2, 0.1, 0.05], "zipf_q": 2.0, "zipf_s": 1.1}
-    _write(
-        folder / "fbgemm" / REPORT,
-        {
-            "embedding_specs": [[20000, 8], [300, 12]],
-            "feature_table_map": [0, 0, 1],
-            "pooling_params": {"Ls": [8.0, 9.0, 8.0]},
-            "batch_params": {"Bs": [256, 256, 256]},
-            "indices_params_list": [law, law, law],
-        },
-    )
-    _write(
-        folder / "fbgemm" / TABLES,
-        [
-            {"module": "bags", "table": name, "row_lo": 0, "row_hi": rows, "col_lo": 0, "col_hi": dim}
-            for name, rows, dim in (("large", 20000, 8), ("small", 300, 12))
         ],
     )
     _write(

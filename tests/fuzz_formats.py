@@ -28,9 +28,8 @@ from fuzz_damage import (
     damage_rows,
     damage_tensors,
     damage_yaml,
-    one_of,
 )
-from fuzz_files import ENTRY, HAS_TORCHREC, REPORT, TABLES, Sound, hot_collection
+from fuzz_files import ENTRY, HAS_TORCHREC, Sound, hot_collection
 from mlflow.exceptions import MlflowException
 
 from flows.refresh import SECTIONS, overrides_of
@@ -58,7 +57,7 @@ from shardcore.search.decisions.towers import tower_hosts
 from shardcore.search.learned.policy import place, read_policy
 from shardcore.step.lower import lower
 from shardcore.step.sharding_groups import members
-from shardcore.torchrec import dmp_collection, fbgemm_statistics, plan_files
+from shardcore.torchrec import dmp_collection, plan_files
 from tasks import cache, params, refresh, served_model
 
 if HAS_TORCHREC:
@@ -256,17 +255,6 @@ def use_torchrec(folder: Path, sound: Sound) -> None:
     plan = plan_files.read_torchrec(folder / "torchrec.json")
     plan_files.read_qcomms(folder / "torchrec.json")
     assert plan_files.from_json(plan_files.to_json(plan)) == plan, "written and read again it is another"
-
-
-@reads(
-    "fbgemm",
-    "shardcore/torchrec/fbgemm_statistics.py:read_statistics",
-    parts=("fbgemm",),
-    damage=lambda folder, draw: damage_json(folder / "fbgemm" / one_of(draw, REPORT, TABLES), draw),
-)
-def use_fbgemm(folder: Path, sound: Sound) -> None:
-    tables = fbgemm_statistics.reported_tables(folder / "fbgemm")
-    assert _is_cost(group_costs([[Shard.whole(t)] for t in tables], sound.model)), "a table's cost is no cost"
 
 
 @reads(

@@ -32,10 +32,10 @@ _MEMORY_GIB = 80e9 / 2**30
 
 @dataclass(frozen=True)
 class ProblemOptions:
-    """Make a problem file from a public list of tables, FBGEMM's reports of a job, or by drawing from a pool.
+    """Make a problem file from a public list of tables, a traced job, or by drawing from a pool.
 
-    tables: name of a public list (mlperf-dlrm-dcnv2, mlperf-dlrmv3, ...), a folder of FBGEMM's reports
-      (docs/torchrec.md) or a POOL.json
+    tables: name of a public list (mlperf-dlrm-dcnv2, mlperf-dlrmv3, ...), the folder of a job that
+      ShardCoreProfiler traced (docs/job.md) or a POOL.json
     devices: number of devices
     hosts: number of hosts, each with equally many devices
     pods: number of pods, each with equally many hosts, as in NVLink domains; give links within and between
@@ -140,7 +140,7 @@ def hot_drift(args: HotDriftOptions) -> None:
 
 
 def problem(args: ProblemOptions) -> None:
-    from shardcore.io import files
+    from shardcore.io import files, job_folder
     from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
     from shardcore.tables.public import public_optimizer, public_pool
 
@@ -173,9 +173,8 @@ def problem(args: ProblemOptions) -> None:
     else:
         name, optimizer = args.tables, args.optimizer or "exact_sgd"
         if Path(args.tables).is_dir():
-            from shardcore.torchrec.fbgemm_statistics import reported_tables
-
-            tables, name = reported_tables(args.tables), Path(args.tables).resolve().name
+            step = job_folder.read_step(job_folder.newest_step(Path(args.tables)))
+            tables, name = step.problem.tables, Path(args.tables).resolve().name
         else:
             tables = public_pool(args.tables, args.zipf_alpha)
             optimizer = args.optimizer or public_optimizer(args.tables)

@@ -189,7 +189,7 @@ def _with_lookups(folder: Path, problem: Problem, facts: JobFacts) -> tuple[Prob
             f"lookups of {len(there)} of {len(paths)} ranks: {folder.name} has no "
             f"{shortened(', '.join(missing), 80)}; reuse of ids is a guess",
         )
-    ranks = [_lookups(path) for path in paths]
+    ranks = [read_lookups(path) for path in paths]
     try:
         tables = tuple(_measured(t, facts.features[t.name], ranks) for t in problem.tables)
     except KeyError as error:
@@ -209,7 +209,8 @@ def _measured(
     return replace(table, pooling=len(ids) / samples, access=access.reuse_of(ids, samples))
 
 
-def _lookups(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def read_lookups(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """The ids [L] and lengths [S] of each feature of a rank's batch."""
     try:
         content = io.BytesIO(schema.read_bytes(path))
         schema.require_stored(path)

@@ -1,4 +1,4 @@
-"""Lookups of a model's tables: pooling and access, from means, batches of data or FBGEMM's reports.
+"""Lookups of a model's tables: pooling and access, from means, batches of data, or a traced step of a job.
 
 Shapes: L ids of a feature, S samples.
 """
@@ -18,11 +18,11 @@ from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Table
 from shardcore.core.validation import shown
+from shardcore.io import job_folder
 from shardcore.step import access
 from shardcore.tables.deduplication import dedup_of
 from shardcore.tables.hash_tables import routed_shares
 from shardcore.tables.public import DEFAULT_ACCESS
-from shardcore.torchrec import fbgemm_statistics
 from shardcore.torchrec.modules import ModelTable
 
 if TYPE_CHECKING:
@@ -56,12 +56,17 @@ class Data:
         return {f: len(self.lengths[f]) / self.samples[f] for f in self.variable}
 
 
-def read_lookups(lookups: Lookups | Data, local_batch: int) -> Means | str | Path | Data:
-    """Lookups with batches read into memory. Means and paths stay as they are.
+def read_lookups(lookups: Lookups | Data, local_batch: int) -> Means | Data:
+    """Lookups with batches read into memory. Means stay as they are.
 
+    lookups: a path is that of a job's folder (torchrec/profiler.py).
     local_batch: samples of a rank.
+
+    Raises ShardCoreError for a folder without lookups.
     """
-    if isinstance(lookups, (str, Path, Mapping, Data)):
+    if isinstance(lookups, (str, Path)):
+        return _traced(Path(lookups), local_batch)
+    if isinstance(lookups, (Mapping, Data)):
         return lookups  # type: ignore[return-value]  # no mapping is a KeyedJaggedTensor
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -71,8 +76,8 @@ def read_lookups(lookups: Lookups | Data, local_batch: int) -> Means | str | Pat
     for batch in lookups if isinstance(lookups, Iterable) else [lookups]:
         if not isinstance(batch, KeyedJaggedTensor):
             raise ShardCoreError(
-                f"lookups has {batch!r:.80}; it needs KeyedJaggedTensors, or mean lookups by feature, or the path "
-                "of FBGEMM's reports"
+                f"lookups has {batch!r:.80}; it needs KeyedJaggedTensors, or mean lookups by feature, or the "
+                "folder of a job that ShardCoreProfiler traced"
             )
         is_variable = batch.variable_stride_per_key()
         # In a batch with different strides (VBE), all of its features count as variable.
@@ -94,6 +99,20 @@ def read_lookups(lookups: Lookups | Data, local_batch: int) -> Means | str | Pat
         tuple(variable),
         frozenset(weighted),
     )
+
+
+def _traced(folder: Path, local_batch: int) -> Data:
+    """Lookups of all ranks in the newest traced step of a job."""
+    step = job_folder.newest_step(folder)
+    ranks = [job_folder.read_lookups(path) for path in sorted(step.glob("rank-*.lookups.npz"))]
+    if not ranks:
+        raise ShardCoreError(f"{step} has no lookups (rank-0.lookups.npz), which ShardCoreProfiler writes")
+    ids, lengths = ({f: np.concatenate([rank[f][i] for rank in ranks]) for f in ranks[0]} for i in (0, 1))
+    samples = {f: len(of) for f, of in lengths.items()}
+    # Features that differ in their samples have batches of their own.
+    variable = tuple(samples) if len(set(samples.values())) > 1 else ()
+    samples |= dict.fromkeys(variable, local_batch * len(ranks))
+    return Data(ids, lengths, samples, variable, frozenset())
 
 
 def _ranks_of(batch: KeyedJaggedTensor) -> int:
@@ -136,17 +155,12 @@ def strides_of(theirs: Mapping[str, ModelTable], bags: Mapping[str, float]) -> d
 
 
 def statistics_of(
-    theirs: Mapping[str, ModelTable], lookups: Means | str | Path | Data, global_batch: int
+    theirs: Mapping[str, ModelTable], lookups: Means | Data, global_batch: int
 ) -> Mapping[str, tuple[float, Reuse | Zipf]]:
     """Pooling and access of each table."""
     if isinstance(lookups, Data):
         return _measured(theirs, lookups, global_batch)
-    if isinstance(lookups, Mapping):
-        return _given(theirs, lookups)
-    shapes = {
-        name: (t.path, t.name, t.config.num_embeddings, t.config.embedding_dim) for name, t in theirs.items()
-    }
-    return fbgemm_statistics.matched(fbgemm_statistics.read_statistics(lookups), shapes)
+    return _given(theirs, lookups)
 
 
 def _given(theirs: Mapping[str, ModelTable], lookups: Means) -> dict[str, tuple[float, Zipf]]:
@@ -223,7 +237,7 @@ def _require_rows(ids: np.ndarray, feature: str, table: str, rows: int) -> None:
 
 def deduplicated_of(
     theirs: Mapping[str, ModelTable],
-    lookups: Means | str | Path | Data,
+    lookups: Means | Data,
     groups: Sequence[Sequence[str]],
     batch: int,
 ) -> tuple[dict[str, float], list[tuple[str, ...]]]:

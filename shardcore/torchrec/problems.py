@@ -67,8 +67,8 @@ def problem_for(
       KeyedJaggedTensor or several: pooling and reuse are read from them, and where ids lie if that is uneven
       (Table.row_shares). One whose features differ in samples (VBE) says of how many ranks it is
       (stride_per_key_per_rank); its tables get their features' strides, and no replicas, for TorchRec fails
-      with them. Weights of ids travel, whether the collection uses them or not. A path of FBGEMM's reports
-      (a folder or a file): reuse is then an estimate (see `fbgemm_statistics`).
+      with them. Weights of ids travel, whether the collection uses them or not. The folder of a job
+      that ShardCoreProfiler traced: its newest step has a batch of each rank.
     optimizer: None: the one that the model's weights have (apply_optimizer_in_backward), or else exact_sgd.
     job: properties of a step around the embeddings.
     deduplicated: groups of features that share an inverse index (see Table.dedup). Their tables stay together

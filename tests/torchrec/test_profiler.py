@@ -16,12 +16,14 @@ import training
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 
+from shardcore.cli import main
 from shardcore.core.access_statistics import Reuse
 from shardcore.core.errors import ShardCoreError
 from shardcore.cost import traced_factors
-from shardcore.io import job_folder
+from shardcore.io import files, job_folder
 from shardcore.plans import traced_job
 from shardcore.step.lower import lower
+from shardcore.torchrec.problems import problem_for
 from shardcore.torchrec.profiler import ShardCoreProfiler
 
 
@@ -59,6 +61,24 @@ def test_a_job_leaves_its_plan_and_the_lookups_of_all_ranks(job):
     assert all(isinstance(t.access, Reuse) for t in step.problem.tables)
     assert step.facts.features["b"] == ("f1", "f2")
     assert set(step.step_ms) == {0, 1} and step.remarks == ()
+
+
+@pytest.mark.long
+def test_a_jobs_lookups_are_those_of_the_planner(job, tmp_path):
+    given, _, folder = job
+    step = job_folder.read_step(job_folder.newest_step(folder))
+    found = problem_for(
+        training.Model("meta", sequence=True), given.topology, step.problem.global_batch, folder
+    )
+    read = {t.name: (t.pooling, t.access) for t in step.problem.tables}
+    assert {t.name: (t.pooling, t.access) for t in found.tables} == read
+    with pytest.raises(ShardCoreError, match="needs a global batch of the model's data"):
+        problem_for(training.Model("meta", sequence=True), given.topology, 1 << 20, folder)
+    with pytest.raises(ShardCoreError, match="has no lookups .rank-0.lookups.npz., which ShardCoreProfiler"):
+        problem_for(training.Model("meta", sequence=True), given.topology, 16, tmp_path)
+    written = tmp_path / "p.json"
+    assert main(["problem", str(folder), "--devices", "2", "--batch", "64", "--out", str(written)]) == 0
+    assert files.read_problem(written).tables == step.problem.tables
 
 
 @pytest.mark.long
