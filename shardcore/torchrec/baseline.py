@@ -51,16 +51,24 @@ from shardcore.search.budget import Budget, Meter
 from shardcore.search.state.feasible import feasible_shards, fitting
 from shardcore.search.state.packing import equally_wide, excess_bytes
 from shardcore.search.state.shards import cheapest, priced
-from shardcore.step.kinds import WHOLE_ROWS, layout_of_torchrec, pod_size, row_unit_of, run_of, shards_on
+from shardcore.step.kinds import (
+    LAYOUTS,
+    WHOLE_ROWS,
+    layout_of_torchrec,
+    pod_size,
+    row_unit_of,
+    run_of,
+    shards_on,
+)
 from shardcore.step.lower import traffic_of_outputs
 from shardcore.step.memory import fits, held_bytes, local_batch_bytes, own_peaks
 from shardcore.step.ways import fixed_placements, why_not
 from shardcore.torchrec.placements import placements_of
 
-_COLUMN_TYPES = ("table_wise", "column_wise")
-_HOST_TYPES = ("table_row_wise", "table_column_wise", "grid_shard")
+_COLUMN_TYPES, _OF_HOSTS = WHOLE_ROWS.torchrec[:2], WHOLE_ROWS.torchrec[2:]
+_HOST_TYPES = dict.fromkeys((*_OF_HOSTS, *(t for x in LAYOUTS.values() if x.rows_over for t in x.torchrec)))
 """For several hosts. On one host they equal row- and column-wise sharding."""
-_TYPES = (*_COLUMN_TYPES, "row_wise", "data_parallel", *_HOST_TYPES)
+_TYPES = tuple(dict.fromkeys((*_COLUMN_TYPES, *(t for x in LAYOUTS.values() for t in x.torchrec))))
 _GRID = 1000
 """Combinations that TorchRec's exhaustive proposer may try."""
 _PROBED_COLUMNS = 256

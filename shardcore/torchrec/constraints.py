@@ -272,7 +272,8 @@ def search_constraints(
     for key, table in theirs.items():
         c = constraints.get(key)
         allowed = c and _kinds_on(c, topology, f"ParameterConstraints of table {table.name!r}")
-        named = c and ("data_parallel" in (c.sharding_types or ()) or "dense" in (c.compute_kernels or ()))
+        asked = {kind.name for name in c.sharding_types or () for kind in BY_TYPE[name]} if c else set()
+        named = c and (asked & set(REPLICAS) or "dense" in (c.compute_kernels or ()))
         # On a CPU the dense kernel pools, so sequences have no replicas there.
         if (compute_device == "cpu" and not table.pooled) or not (replicas or named or table.replica):
             allowed = tuple(kind for kind in allowed or LAYOUTS if kind not in REPLICAS) or allowed
@@ -402,11 +403,12 @@ def require_no_grid(plan: ShardingPlan) -> None:
     """Raise ShardCoreError for a table that runs as grid_shard, which TorchRec does not have for VBE."""
     for path, module in modules_of(plan).items():
         for name, sharding in module.items():
-            if sharding.sharding_type == "grid_shard":
+            layout = BY_TYPE[sharding.sharding_type][0]
+            if layout.divides_rows and layout.cuts_columns and sharding.sharding_type == layout.torchrec_cut:
                 raise ShardCoreError(
-                    f"table {name!r} of module {path!r} runs grid_shard, for its sharding_types allow no other, "
-                    "and its batches have sizes of their own (VBE), which TorchRec's grid_shard does not take: "
-                    "allow another type"
+                    f"table {name!r} of module {path!r} runs {layout.torchrec_cut}, for its sharding_types allow no "
+                    f"other, and its batches have sizes of their own (VBE), which TorchRec's {layout.torchrec_cut} "
+                    "does not take: allow another type"
                 )
 
 

@@ -21,12 +21,16 @@ from shardcore.tables.hot_rows import COLD, HOT, INSIDE, REPLICA
 
 if TYPE_CHECKING:
     from torch import nn
-    from torchrec.distributed.types import ModuleSharder, ShardingPlan
+    from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan
 
 
-_REPLICATED = REPLICA.torchrec_whole
 _HISTORY = 1.25
 """Ids that managed collision keeps until it evicts, over those of its steps (MCHManagedCollisionModule)."""
+
+
+def is_replicated(sharding: ParameterSharding) -> bool:
+    """Tell if all ranks have a table, each its own."""
+    return sharding.sharding_type in REPLICA.torchrec
 
 
 def first_names(names: Sequence[str]) -> str:
@@ -71,7 +75,7 @@ class Collection:
 
     def replicates(self, table: str) -> bool:
         """Tell if all ranks of a sharded collection have a table, each its own."""
-        return self.is_sharded and self.module.module_sharding_plan[table].sharding_type == _REPLICATED
+        return self.is_sharded and is_replicated(self.module.module_sharding_plan[table])
 
     @property
     def sharded_type(self) -> type:

@@ -104,12 +104,12 @@ def _in_backward(name: str, weight: Any) -> str | None:
     return getattr(theirs, "name", kind.__name__)
 
 
-def under(model: CostModel, optimizer: str) -> CostModel:
+def with_optimizer(model: CostModel, optimizer: str) -> CostModel:
     """The model, used for an optimizer that it was not measured with."""
     if model.setting.optimizer == optimizer:
         return model
     if isinstance(model, Composite):
-        return replace(model, models=tuple(under(m, optimizer) for m in model.models))
+        return replace(model, models=tuple(with_optimizer(m, optimizer) for m in model.models))
     setting = replace(model.setting, optimizer=optimizer)
     return replace(model, setting=setting)  # type: ignore[type-var]  # all other models are dataclasses
 

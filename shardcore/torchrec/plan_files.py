@@ -19,6 +19,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import MOST_DEVICES, shown
 from shardcore.io import schema, writing
 from shardcore.io.envelope import document, open_document, seal, unseal
+from shardcore.step.kinds import layouts_of_torchrec
 
 if TYPE_CHECKING:
     from torch import nn
@@ -152,16 +153,15 @@ def _sharding(value: Any, what: str) -> ParameterSharding:
 def _require_shape(kind: str, shards: Sequence[ShardMetadata], what: str) -> None:
     """Raise ShardCoreError for shards that are not as their sharding type has them."""
     rows, columns = ({(s.shard_offsets[i], s.shard_sizes[i]) for s in shards} for i in (0, 1))
-    all_rows = len(rows) == 1, "all rows in each shard"
-    all_columns = len(columns) == 1, "all columns in each shard"
+    layout = next(iter(layouts_of_torchrec(kind)), None)
+    if layout is None or layout.dense_gradient:
+        return
     holds, needed = {
-        "table_wise": (len(shards) == 1, "one shard"),
-        "grid_shard": (len(shards) > 1, "shards on several ranks"),
-        "column_wise": all_rows,
-        "table_column_wise": all_rows,
-        "row_wise": all_columns,
-        "table_row_wise": all_columns,
-    }.get(kind, (True, ""))
+        (True, True): (len(shards) > 1, "shards on several ranks"),
+        (True, False): (len(columns) == 1, "all columns in each shard"),
+        (False, True): (len(rows) == 1, "all rows in each shard"),
+        (False, False): (len(shards) == 1, "one shard"),
+    }[layout.divides_rows, kind != layout.torchrec_whole]
     if not holds:
         raise ShardCoreError(
             f"{what} is {kind} in {len(shards)} shards of other rows or columns; it needs {needed}"
@@ -229,24 +229,17 @@ def decode(kind: Any, value: Any, what: str) -> Any:
 
 def _record(kind: type, value: Any, what: str) -> Any:
     """A record of TorchRec. Its own annotations are the schema, so new settings need no code here."""
-    if not isinstance(value, Mapping):
-        raise ShardCoreError(f"{what} is {shown(value)}; it needs to be an object with keys")
-    hints, known = get_type_hints(kind), {f.name: f for f in dataclasses.fields(kind)}
-    if unknown := sorted(set(value) - set(known)):
-        raise ShardCoreError(
-            f"{what} has {shown(unknown[0])}; TorchRec's {kind.__name__} has {', '.join(sorted(known))}"
-        )
-    for name, f in known.items():
-        if f.init and f.default is f.default_factory is dataclasses.MISSING and name not in value:
-            raise ShardCoreError(f"{what} lacks the key {name!r}")
-    decoded = {name: decode(hints[name], v, f"{what}, {name}") for name, v in value.items()}
+    hints = get_type_hints(kind)
+    given = {name: v for name, v in value.items() if name in hints} if isinstance(value, Mapping) else {}
+    decoded = {name: decode(hints[name], v, f"{what}, {name}") for name, v in given.items()}
     share = decoded.get("load_factor")
     if share is not None and not 0 < share <= 1:
-        raise ShardCoreError(
-            f"{what}, load_factor is {value['load_factor']}; it needs to be above 0, at most 1"
-        )
+        raise ShardCoreError(f"{what}, load_factor is {share}; it needs to be above 0, at most 1")
+    rest = {name: v for name, v in value.items() if name not in hints} if given else value
     try:
-        return kind(**decoded)
+        return schema.build(kind, rest, what, sorted(hints), **decoded)
+    except ShardCoreError:
+        raise
     except (ValueError, TypeError) as error:  # TorchRec checks its settings itself
         raise ShardCoreError(f"{what}: {error}") from None
 

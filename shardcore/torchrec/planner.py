@@ -83,7 +83,7 @@ def plan_for(
     optimizer = optimizers.optimizer_of(tables_of(module)) or model.setting.optimizer
     problem = problem_for(module, topology, batch, lookups, optimizer, constraints, job=job)
     # The optimizer's state counts in memory even where the model prices another one.
-    priced = optimizers.under(model, problem.optimizer).for_problem(problem)
+    priced = optimizers.with_optimizer(model, problem.optimizer).for_problem(problem)
     return search(problem, priced, seed=seed, budget=budget), problem
 
 
@@ -257,7 +257,7 @@ class ShardCorePlanner:
 
     def _model_for(self, problem: Problem) -> CostModel:
         try:
-            return optimizers.under(self.model, problem.optimizer).for_problem(problem)
+            return optimizers.with_optimizer(self.model, problem.optimizer).for_problem(problem)
         except SettingMismatch as error:
             raise SettingMismatch(
                 f"batch_size {self.batch_size} on {len(self.topology)} devices: {error}"

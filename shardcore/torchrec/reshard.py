@@ -28,9 +28,8 @@ from torch import nn
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.validation import require, require_types, require_within
-from shardcore.torchrec import rows as of_rows
 from shardcore.torchrec.agreement import Agreement, Waited, time_limit
-from shardcore.torchrec.modules import Collection, collections_of, first_names
+from shardcore.torchrec.modules import Collection, collections_of, first_names, is_replicated
 from shardcore.torchrec.pipelines import drained
 from shardcore.torchrec.plan_files import modules_of, to_json
 from shardcore.torchrec.problems import unpriced_problem
@@ -42,7 +41,20 @@ from shardcore.torchrec.replica_optimizers import (
     replica_group,
     replica_groups,
 )
-from shardcore.torchrec.rows import WEIGHTS, DenseOptimizer, Format, Key, Part, key_name
+from shardcore.torchrec.rows import (
+    WEIGHTS,
+    DenseOptimizer,
+    Format,
+    Key,
+    Part,
+    dense_states,
+    fresh_state,
+    fused_kernels,
+    fused_states,
+    key_name,
+    parts_of,
+    set_step,
+)
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
 from shardcore.torchrec.transfer import (
     DIGEST_BYTES,
@@ -152,7 +164,7 @@ def _moved(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config
     clock, rank = _Clock(), dist.get_rank()
     agreed = Agreement.new(config.timeout_s)
     with agreed.phase("plan", lambda: move.shared()) as shared:
-        move = _Move.of(model, new_plan, optimizer, config)
+        move = _Move.planned(model, new_plan, optimizer, config)
     with agreed.phase("same plan"):
         if differing := [r for r, of in enumerate(shared) if of["digest"] != shared[0]["digest"]]:
             raise ShardCoreError(
@@ -166,17 +178,15 @@ def _moved(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config
     try:
         with agreed.phase("build"), time_limit(model._env.process_group, config.timeout_s):
             group = dist.new_group(timeout=timedelta(seconds=config.timeout_s))
-            built += [c.build(model, optimizer, shared) for c in move.collections]
+            built += [c.build(model, optimizer, _Counts.of_ranks(shared)) for c in move.collections]
         clock.lap("build")
         with agreed.phase("fill"):
             move.fill(built, group, config)
         clock.lap("fill")
         with agreed.phase("digest", lambda: {"before": before, "after": after}) as found:
-            before = [_by_name(digests(c.counted(rank), c.verified(move.inexact))) for c in move.collections]
-            after = [
-                _by_name(digests(b.parts.values(), c.verified(move.inexact)))
-                for c, b in zip(move.collections, built, strict=True)
-            ]
+            counted = (p for c in move.collections for p in c.parts if rank == 0 or not c.had_replicas(p.key))
+            before = digests(counted, move.verified())
+            after = digests((p for b in built for p in b.parts.values()), move.verified())
         with agreed.phase("compare"):
             totals = move.compared(found)
     finally:
@@ -210,14 +220,6 @@ class _Clock:
         self.seconds[phase], self._last = now - self._last, now
 
 
-def _by_name(of_tables: Mapping[Key, Mapping[str, int]]) -> dict[str, int]:
-    return {
-        f"{key_name(key)}.{name}": total
-        for key, of_table in of_tables.items()
-        for name, total in of_table.items()
-    }
-
-
 # --- what moves ---------------------------------------------------------------------------------------------
 
 
@@ -246,18 +248,11 @@ class _Collection:
     def changed(self) -> list[Key]:
         return [key for key, (old, new) in self.regions.items() if old != new]
 
-    def counted(self, rank: int) -> list[Part]:
-        """This rank's parts, without replicas that another rank counts."""
-        return [p for p in self.parts if rank == 0 or not self.regions[p.key][0].replicas]
+    def had_replicas(self, key: Key) -> bool:
+        """True if each rank had a replica of a table, of which one counts."""
+        return self.regions[key][0].replicas
 
-    def verified(self, inexact_tables: Mapping[str, str]) -> dict[Key, Format]:
-        """Tensors that are the same before and after, by table."""
-        return {
-            key: replace(new.format, states=()) if key_name(key) in inexact_tables else new.format
-            for key, (_, new) in self.regions.items()
-        }
-
-    def build(self, model: Any, optimizer: DenseOptimizer, shared: Sequence[Mapping[str, Any]]) -> _Built:
+    def build(self, model: Any, optimizer: DenseOptimizer, counts: _Counts) -> _Built:
         """The collection under the new plan, with state of 0."""
         start = Collection(self.path, unsharded(self.old, no_init))
         for table, settings in self.old.fused_params.items():
@@ -269,30 +264,22 @@ class _Collection:
         restore_configs(module, self.old)
         module.train(self.old.module.training)
         built = Collection(self.path, module)
-        self._continue_fused(built, shared)
+        self._continue_fused(built, counts)
         state = {}
-        for (_, table), (_old, new) in self.regions.items():
+        for key, (_, new) in self.regions.items():
             if new.replicas:
-                weight = built.of_tables[table].weight
-                step = _largest(of["steps"].get(self.path, {}).get(table) for of in shared)
-                kind, group = self.dense[table]
-                state[weight] = of_rows.fresh_state(kind, group, weight, step or 0)
-        parts = {(p.key, p.rows, p.columns): p for p in of_rows.parts_of(built, optimizer, new_state=state)}
+                weight, (kind, group) = built.of_tables[key[1]].weight, self.dense[key[1]]
+                state[weight] = fresh_state(kind, group, weight, counts.steps.get(key_name(key), 0))
+        parts = {(p.key, p.rows, p.columns): p for p in parts_of(built, optimizer, new_state=state)}
         self._require_as_planned(parts)
         return _Built(built, parts, state)
 
-    def _continue_fused(self, built: Collection, shared: Sequence[Mapping[str, Any]]) -> None:
+    def _continue_fused(self, built: Collection, counts: _Counts) -> None:
         """Set learning rates and steps of fused ops to those of the tables so far."""
-        for kernel in of_rows.kernels_of(built):
-            if of_rows.is_dense(kernel):
-                continue
+        for kernel in fused_kernels(built):
             tables = [t.name for t in kernel._config.embedding_tables]
-            groups = [
-                g
-                for t in tables
-                for of in shared
-                if (g := of["groups"].get(self.path, {}).get(t)) is not None
-            ]
+            names = [key_name((self.path, t)) for t in tables]
+            groups = [counts.groups[name] for name in names if name in counts.groups]
             if any(g != groups[0] for g in groups):
                 raise ShardCoreError(
                     f"tables {first_names(tables)} of {self.path!r} would share a fused op, and have other "
@@ -301,9 +288,8 @@ class _Collection:
             if groups:
                 kernel.fused_optimizer.param_groups[0].update(groups[0])
                 kernel.emb_module.set_learning_rate(groups[0]["lr"])
-            step = _largest(of["steps"].get(self.path, {}).get(t) for of in shared for t in tables)
-            if step is not None:
-                of_rows.set_step(kernel.emb_module, step)
+            if steps := [counts.steps[name] for name in names if name in counts.steps]:
+                set_step(kernel.emb_module, max(steps))
 
     def _require_as_planned(self, parts: Mapping[Any, Part]) -> None:
         rank = dist.get_rank()
@@ -350,6 +336,20 @@ class _Collection:
 
 
 @dataclass(frozen=True)
+class _Counts:
+    """Settings of optimizers that go on, by table: numbers of its fused group, and the largest count of steps."""
+
+    groups: Mapping[str, Mapping[str, float]]
+    steps: Mapping[str, int]
+
+    @staticmethod
+    def of_ranks(shared: Sequence[Mapping[str, Any]]) -> _Counts:
+        groups = {name: group for of in shared for name, group in of["groups"].items()}
+        rising = sorted((step, name) for of in shared for name, step in of["steps"].items())
+        return _Counts(groups, {name: step for step, name in rising})
+
+
+@dataclass(frozen=True)
 class _Built:
     """A collection under a new plan. state: of its replicas, by parameter."""
 
@@ -376,7 +376,7 @@ class _Move:
     per_host: int
 
     @staticmethod
-    def of(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config: MoveConfig) -> _Move:
+    def planned(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config: MoveConfig) -> _Move:
         """Raises ShardCoreError for a plan that the model cannot run, and for more memory than there is."""
         rank = dist.get_rank()
         changed = _changed(model, new_plan, optimizer)
@@ -413,15 +413,12 @@ class _Move:
     def shared(self) -> dict[str, Any]:
         """A rank's own knowledge that all ranks need: steps and learning rates of its fused ops."""
         groups: dict[str, Any] = {}
-        steps: dict[str, Any] = {}
+        steps = {key_name(p.key): p.step for c in self.collections for p in c.parts if p.step is not None}
         for c in self.collections:
-            of_collection = groups.setdefault(c.path, {})
-            for kernel in of_rows.kernels_of(c.old):
-                if not of_rows.is_dense(kernel):
-                    group = kernel.fused_optimizer.param_groups[0]
-                    numbers = {k: v for k, v in group.items() if isinstance(v, int | float)}
-                    of_collection |= {t.name: numbers for t in kernel._config.embedding_tables}
-            steps[c.path] = {p.key[1]: p.step for p in c.parts if p.step is not None}
+            for kernel in fused_kernels(c.old):
+                group = kernel.fused_optimizer.param_groups[0]
+                numbers = {k: v for k, v in group.items() if isinstance(v, int | float)}
+                groups |= {key_name((c.path, t.name)): numbers for t in kernel._config.embedding_tables}
         return {"digest": self.digest, "extra_bytes": self.extra_bytes, "groups": groups, "steps": steps}
 
     def fill(self, built: Sequence[_Built], group: dist.ProcessGroup, config: MoveConfig) -> None:
@@ -448,22 +445,29 @@ class _Move:
             device=self.device,
         ).run(self.pieces, int(config.piece_mib * 2**20))
 
+    def verified(self) -> dict[Key, Format]:
+        """Tensors that are the same before and after, by table."""
+        return {
+            key: replace(new.format, states=()) if key_name(key) in self.inexact else new.format
+            for c in self.collections
+            for key, (_, new) in c.regions.items()
+        }
+
     def compared(self, found: Sequence[Mapping[str, Any]]) -> dict[str, int]:
         """Digests of all tensors. Raises ShardCoreError for one that is other after the move than before."""
         totals: dict[str, int] = {}
-        for i, c in enumerate(self.collections):
-            replicas = {f"{key_name(key)}." for key, (_, new) in c.regions.items() if new.replicas}
-            for name in {name for of in found for name in of["before"][i]}:
-                total = sum(of["before"][i].get(name, 0) for of in found) % (1 << 64)
-                after = [of["after"][i].get(name, 0) for of in found]
-                if not name.startswith(tuple(replicas)):
-                    after = [sum(after) % (1 << 64)]
-                if any(a != total for a in after):
-                    raise ShardCoreError(
-                        f"{name} is other on its new shards than on the old ones: digest {after[0]:016x}, "
-                        f"not {total:016x}"
-                    )
-                totals[name] = total
+        pairs = (pair for c in self.collections for pair in c.regions.items())
+        replicas = tuple(f"{key_name(key)}." for key, (_, new) in pairs if new.replicas)
+        for name in {name for of in found for name in of["before"]}:
+            totals[name] = total = sum(of["before"].get(name, 0) for of in found) % (1 << 64)
+            after = [of["after"].get(name, 0) for of in found]
+            # Each rank has all of a replica, and a part of another table.
+            after = after if name.startswith(replicas) else [sum(after) % (1 << 64)]
+            if any(a != total for a in after):
+                raise ShardCoreError(
+                    f"{name} is other on its new shards than on the old ones: digest {after[0]:016x}, "
+                    f"not {total:016x}"
+                )
         return totals
 
     def bytes_by_way(self) -> dict[str, int]:
@@ -544,19 +548,18 @@ def _collection(
         def regions_under(
             sharding: ParameterSharding, config: Any = config, dtype: torch.dtype = dtype
         ) -> TableRegions:
-            replicas = sharding.sharding_type == "data_parallel"
-            if replicas:
+            if replicas := is_replicated(sharding):
                 dense[config.name] = replica_group(old, config.name, optimizer, groups)
-                states, state = of_rows.dense_states(*dense[config.name]), dtype
+                states, state = dense_states(*dense[config.name]), dtype
             else:
                 fused = settings[config.name].get("optimizer")
-                states, state = of_rows.fused_states(getattr(fused, "name", "EXACT_SGD")), torch.float32
+                states, state = fused_states(getattr(fused, "name", "EXACT_SGD")), torch.float32
             shards = _regions(sharding, config.num_embeddings, config.embedding_dim)
             return TableRegions(shards, replicas, Format(dtype, states, state))
 
         regions[old.path, config.name] = regions_under(now[config.name]), regions_under(new[config.name])
     parts = []
-    for part in of_rows.parts_of(old, optimizer):
+    for part in parts_of(old, optimizer):
         # A dense optimizer has no state before its first step.
         missing = {
             name: torch.zeros(
@@ -576,7 +579,7 @@ def _ranks_per_host(model: Any) -> int:
 
 
 def _regions(sharding: ParameterSharding, rows: int, dim: int) -> tuple[Region, ...]:
-    if sharding.sharding_type == "data_parallel":
+    if is_replicated(sharding):
         return tuple(Region(rank, (0, rows), (0, dim)) for rank in range(dist.get_world_size()))
     shards: Any = sharding.sharding_spec
     return tuple(
@@ -600,7 +603,3 @@ def _require_memory(extra: int, device: torch.device, config: MoveConfig) -> Non
         raise ShardCoreError(
             f"rank {dist.get_rank()} has no {extra / 2**30:.3g} GiB of memory beside its shards: {error}"
         ) from None
-
-
-def _largest(values: Any) -> int | None:
-    return max((v for v in values if v is not None), default=None)

@@ -176,6 +176,11 @@ def kernels_of(collection: Collection) -> Iterator[Any]:
         yield kernel
 
 
+def fused_kernels(collection: Collection) -> Iterator[Any]:
+    """Those of `kernels_of` whose tables train under a fused optimizer."""
+    return (kernel for kernel in kernels_of(collection) if not is_dense(kernel))
+
+
 def is_dense(kernel: Any) -> bool:
     return kernel._config.compute_kernel.value == "dense"
 

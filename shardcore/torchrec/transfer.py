@@ -17,7 +17,7 @@ from itertools import islice
 import numpy as np
 import torch
 
-from shardcore.torchrec.rows import Format, Key, Part
+from shardcore.torchrec.rows import Format, Key, Part, key_name
 
 ALIGNMENT = 16
 """Bytes. Pieces start at multiples of it in a buffer, so that it can be viewed as any type."""
@@ -286,15 +286,15 @@ def _keys(first: int, n: int, device: torch.device, stream: int) -> torch.Tensor
     return torch.from_numpy(((x ^ (x >> np.uint64(31))) | np.uint64(1)).view(np.int64)).to(device)
 
 
-def digests(parts: Iterable[Part], formats: Mapping[Key, Format]) -> dict[Key, dict[str, int]]:
-    """Digests of tensors by table and name, summed over the parts of a table.
+def digests(parts: Iterable[Part], formats: Mapping[Key, Format]) -> dict[str, int]:
+    """Digests of tensors by the names of table and tensor, summed over the parts of a table.
 
     formats: formats of tables. Their tensors are digested, in their types, and no others.
     """
-    totals: dict[Key, dict[str, int]] = {}
+    totals: dict[str, int] = {}
     for part in parts:
-        of_table = totals.setdefault(part.key, {})
-        for name, (_, kind) in formats[part.key].tensors().items():
-            added = digest(part.tensors[name], part.rows[0], part.columns[0], kind)
-            of_table[name] = (of_table.get(name, 0) + added) % (1 << 64)
+        for tensor, (_, kind) in formats[part.key].tensors().items():
+            name = f"{key_name(part.key)}.{tensor}"
+            added = digest(part.tensors[tensor], part.rows[0], part.columns[0], kind)
+            totals[name] = (totals.get(name, 0) + added) % (1 << 64)
     return totals

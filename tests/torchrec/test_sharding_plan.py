@@ -284,7 +284,7 @@ def test_a_plan_like_another_is_for_its_devices(device):
 
 
 ODD = [
-    ("colour", "blue", " has 'colour'"),
+    ("colour", "blue", " has an unknown key 'colour'"),
     ("sharding_type", "bogus", "sharding_type is 'bogus'; TorchRec knows data_parallel"),
     ("compute_kernel", "bogus", "compute_kernel is 'bogus'; TorchRec knows dense"),
     ("ranks", [-1], "ranks is -1; it needs to be 0 or more"),
