@@ -68,7 +68,8 @@ from shardcore.torchrec.placements import placements_of
 _COLUMN_TYPES, _OF_HOSTS = WHOLE_ROWS.torchrec[:2], WHOLE_ROWS.torchrec[2:]
 _HOST_TYPES = dict.fromkeys((*_OF_HOSTS, *(t for x in LAYOUTS.values() if x.rows_over for t in x.torchrec)))
 """For several hosts. On one host they equal row- and column-wise sharding."""
-_TYPES = tuple(dict.fromkeys((*_COLUMN_TYPES, *(t for x in LAYOUTS.values() for t in x.torchrec))))
+_OVER_ALL = [t for x in LAYOUTS.values() if x is not WHOLE_ROWS and not x.rows_over for t in x.torchrec]
+_TYPES = (*_COLUMN_TYPES, *_OVER_ALL, *_HOST_TYPES)
 _GRID = 1000
 """Combinations that TorchRec's exhaustive proposer may try."""
 _PROBED_COLUMNS = 256
