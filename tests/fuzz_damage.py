@@ -348,23 +348,21 @@ def damage_rows(folder: Path, draw: Draw) -> None:
     """A folder of save_rows: a file lost, complete.json, or rows."""
     complete = folder / "rows/complete.json"
     path = one_of(draw, *sorted((folder / "rows").glob("rows-*")))
-    match one_of(draw, "lost", "complete", "complete", "cut", "meta", "tensor", "tensor"):
+    match one_of(draw, "lost", "complete", "complete", "cut", "tensor", "tensor"):
         case "lost":
             path.unlink()
         case "complete":
             damage_json(complete, draw, seal=True)
         case "cut":
             path.write_bytes(cut(path.read_bytes(), draw))
-        case what:
-            meta, tensors = _opened(path)
-            if what == "meta":
-                meta = damaged(meta, draw)
-            else:  # values stay, so that what loads must still be the same weights
-                _damage_tensor(tensors, draw, values=False)
-            content = _saved(tensors, {"shardcore": json.dumps(meta)})
+        case _:
+            tensors = load(path.read_bytes())
+            # Values stay, so that what loads must still be the same weights.
+            _damage_tensor(tensors, draw, values=False)
+            content = _saved(tensors, {})
             path.write_bytes(content)
             value = json.loads(complete.read_bytes())
-            value["files"][path.name] = hashlib.sha256(content).hexdigest()
+            value["files"][path.name]["digest"] = hashlib.sha256(content).hexdigest()
             complete.write_text(json.dumps(sealed(value)))
 
 

@@ -457,7 +457,7 @@ def use_log(folder: Path, sound: Sound) -> None:
 
 @reads(
     "job",
-    *(f"shardcore/io/job_folder.py:{name}" for name in ("_lookups", "_read_facts", "read_step")),
+    *(f"shardcore/io/job_folder.py:{name}" for name in ("read_lookups", "_read_facts", "read_step")),
     *(f"shardcore/io/kineto.py:{name}" for name in ("__post_init__", "_add_header")),
     "shardcore/measure/traces/job.py:_digest",
     parts=("job",),

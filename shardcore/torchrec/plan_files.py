@@ -234,7 +234,7 @@ def _record(kind: type, value: Any, what: str) -> Any:
     decoded = {name: decode(hints[name], v, f"{what}, {name}") for name, v in given.items()}
     share = decoded.get("load_factor")
     if share is not None and not 0 < share <= 1:
-        raise ShardCoreError(f"{what}, load_factor is {share}; it needs to be above 0, at most 1")
+        raise ShardCoreError(f"{what}, load_factor is {share:g}; it needs to be above 0, at most 1")
     rest = {name: v for name, v in value.items() if name not in hints} if given else value
     try:
         return schema.build(kind, rest, what, sorted(hints), **decoded)

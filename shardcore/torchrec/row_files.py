@@ -14,10 +14,9 @@ a folder that is not whole, and a flipped bit, are refused.
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,10 @@ import torch.distributed as dist
 from torch import nn
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import shown
-from shardcore.io.envelope import document, open_document, opened, seal, unseal
+from shardcore.core.validation import require, shown
+from shardcore.io.envelope import document, open_document, seal, unseal
 from shardcore.io.model_files import UNREADABLE
-from shardcore.io.schema import build, parse_json, require_file
+from shardcore.io.schema import build, require_file
 from shardcore.io.writing import write_atomic, write_json
 from shardcore.tables.hot_rows import COLD, INSIDE
 from shardcore.torchrec.agreement import rank_and_ranks
@@ -47,7 +46,7 @@ from shardcore.torchrec.rows import (
     parts_of,
 )
 
-_ROWS, _COMPLETE, _META = "rows", "rows-complete", "shardcore"
+_COMPLETE = "rows-complete"
 
 
 def save_rows(model: nn.Module, folder: str | Path, optimizer: Any = None) -> None:
@@ -68,24 +67,25 @@ def save_rows(model: nn.Module, folder: str | Path, optimizer: Any = None) -> No
         folder.mkdir(parents=True, exist_ok=True)
         if rank == 0 and (old := next(folder.glob("rows-*.safetensors"), None)):
             raise ShardCoreError(f"{folder} has rows already, such as {old.name}; save to an empty folder")
-    digests: dict[str, str] = {}
+    files: dict[str, Any] = {}
     with _all_or_none():
         for i, part in enumerate(parts):
-            header = {"table": key_name(part.key), "columns": part.columns, "step": part.step}
             # One part at a time on the CPU, to bound memory.
             tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in part.tensors.items()}
-            tensors["ids"] = torch.from_numpy(part.row_ids)
-            content = save(tensors, {_META: json.dumps(document(_ROWS, header))})
-            name = f"rows-{rank:05d}-{i:05d}.safetensors"
+            if part.ids is not None:
+                tensors["ids"] = torch.from_numpy(part.ids)
             # Named by rank and part, so that ranks never write the same file.
+            content, name = save(tensors), f"rows-{rank:05d}-{i:05d}.safetensors"
             write_atomic(folder / name, content)
-            digests[name] = hashlib.sha256(content).hexdigest()
-    of_ranks = _gathered(digests)
+            digest = hashlib.sha256(content).hexdigest()
+            rows = part.rows if part.ids is None else None
+            files[name] = asdict(_File(key_name(part.key), rows, part.columns, digest, part.step))
+    of_ranks = _gathered(files)
     with _all_or_none():
         # Written last: without it the folder is not whole.
         if rank == 0:
-            files = {name: digest for of_rank in of_ranks for name, digest in of_rank.items()}
-            write_json(folder / "complete.json", document(_COMPLETE, seal({"ranks": n, "files": files})))
+            body = {"ranks": n, "files": {name: of for of_rank in of_ranks for name, of in of_rank.items()}}
+            write_json(folder / "complete.json", document(_COMPLETE, seal(body)))
 
 
 def load_rows(model: nn.Module, folder: str | Path, optimizer: Any = None, approximate: bool = False) -> None:
@@ -107,13 +107,13 @@ def load_rows(model: nn.Module, folder: str | Path, optimizer: Any = None, appro
         missing = [{name: np.full(len(part.row_ids), part.width) for name in part.tensors} for part in parts]
         for tensor in (t for part in parts for t in part.tensors.values() if t.ndim == 1):
             tensor.zero_()  # parts of columns add up to it
-        tables = {key_name(part.key) for part in parts}
         # All files of all ranks: each may have rows that this rank needs.
-        for path, digest in files.items():
-            if (rows := _read(path, digest, tables)) is not None:
-                for part, columns in zip(parts, missing, strict=True):
-                    if key_name(part.key) == rows.key[1]:
-                        _fill(part, columns, rows, approximate, path)
+        for path, file in files.items():
+            wanted = [x for x in zip(parts, missing, strict=True) if key_name(x[0].key) == file.table]
+            if wanted:
+                saved = _read(path, file)
+                for part, columns in wanted:
+                    _fill(part, columns, saved, approximate, path)
         for part, lacking in zip(parts, missing, strict=True):
             for name, columns in lacking.items():
                 if (columns > 0).any() and (name == WEIGHTS or not approximate):
@@ -125,28 +125,21 @@ def load_rows(model: nn.Module, folder: str | Path, optimizer: Any = None, appro
 
 def _fill(part: Part, missing: dict[str, np.ndarray], saved: Part, approximate: bool, path: Path) -> None:
     """Copy the rows of a part that a file has. path: of the file, for errors."""
-    table, ids, columns = key_name(part.key), saved.row_ids, saved.columns
-    # Both sides are sorted, so a binary search finds each row.
-    # [N] position in the file of each row of the part, if the file has it.
-    at = np.searchsorted(ids, part.row_ids).clip(max=max(len(ids) - 1, 0))
-    have = np.flatnonzero(ids[at] == part.row_ids) if len(ids) else np.zeros(0, dtype=int)
+    table, columns = key_name(part.key), saved.columns
+    rows, into = _shared_rows(saved, part)
     lo, hi = max(columns[0], part.columns[0]), min(columns[1], part.columns[1])
     # Rows and columns that both have: nothing else is copied.
-    if not len(have) or lo >= hi:
+    if not len(part.row_ids[into]) or lo >= hi:
         return
     if saved.step is not None and part.set_step is not None:
         part.set_step(saved.step)
-    # Positions in the file and in the part.
-    rows, into = torch.from_numpy(at[have]), torch.from_numpy(have)
     if (lost := saved.tensors.keys() - part.tensors.keys()) and not approximate:
         raise ShardCoreError(
             f"{path} has state {', '.join(sorted(lost))} of table {table!r}, and no optimizer here keeps it; give "
             "the optimizer, or set approximate to leave it out"
         )
-    for name, tensor in part.tensors.items():
-        if name not in saved.tensors:
-            continue
-        source = saved.tensors[name]
+    for name in part.tensors.keys() & saved.tensors.keys():
+        source, tensor = saved.tensors[name], part.tensors[name]
         # State with one number a row does not say which columns it is of.
         flat = source.ndim == 1 or tensor.ndim == 1
         if not approximate and (source.ndim != tensor.ndim or (flat and columns != part.columns)):
@@ -158,21 +151,30 @@ def _fill(part: Part, missing: dict[str, np.ndarray], saved: Part, approximate: 
                 f"{path} has optimizer state {name!r} of table {table!r} for {forms[0]}, and here it is for "
                 f"{forms[1]}; use the same optimizer and parts of columns, or set approximate to load it nearly"
             )
-        into_device = into.to(tensor.device)
-        if source.ndim == 2:
-            source = source[:, lo - columns[0] : hi - columns[0]]
-        values = source[rows]
+        values = source[rows, lo - columns[0] : hi - columns[0]] if source.ndim == 2 else source[rows]
         # A number a row of several parts: their mean, weighted by columns.
         if tensor.ndim == 1:
-            share = (hi - lo) / part.width
-            tensor[into_device] += (values.mean(1) if values.ndim == 2 else values).to(tensor) * share
-        else:
-            left = part.columns[0]
-            tensor[into_device, lo - left : hi - left] = (values[:, None] if values.ndim == 1 else values).to(
-                tensor
+            tensor[into] += (
+                (values.mean(1) if values.ndim == 2 else values).to(tensor) * (hi - lo) / part.width
             )
+        else:
+            cells = tensor[:, lo - part.columns[0] : hi - part.columns[0]]
+            cells[into] = (values[:, None] if values.ndim == 1 else values).to(tensor)
         # Columns may come from several files.
-        missing[name][have] -= hi - lo
+        missing[name][into] -= hi - lo
+
+
+def _shared_rows(saved: Part, part: Part) -> tuple[Any, Any]:
+    """Positions in both of the rows that both have: slices where ids are consecutive."""
+    if saved.ids is None and part.ids is None:
+        lo, hi = max(saved.rows[0], part.rows[0]), min(saved.rows[1], part.rows[1])
+        own, other = (slice(lo - first, max(lo, hi) - first) for first in (saved.rows[0], part.rows[0]))
+        return own, other
+    # Both sides are sorted, so a binary search finds each row.
+    ids = saved.row_ids
+    at = np.searchsorted(ids, part.row_ids).clip(max=max(len(ids) - 1, 0))
+    have = np.flatnonzero(ids[at] == part.row_ids) if len(ids) else np.zeros(0, dtype=int)
+    return at[have], have
 
 
 # --- rows of a rank -----------------------------------------------------------------------------------------
@@ -226,73 +228,74 @@ def _dense(key: Key, weight: nn.Parameter, optimizer: DenseOptimizer, filling: b
 
 
 @dataclass(frozen=True)
-class _Complete:
-    """complete.json: the number of ranks that wrote, and the digest of each file."""
+class _File:
+    """A file of rows of a table.
 
-    ranks: int
-    files: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class _Header:
-    """A file's own description of its rows."""
+    rows: [lo, hi) in the table. None: it has a tensor `ids` of them.
+    columns: [lo, hi). digest: SHA-256 of the file. step: steps that the optimizer has counted.
+    """
 
     table: str
+    rows: tuple[int, int] | None
     columns: tuple[int, int]
+    digest: str
     step: int | None = None
 
 
-def _complete(folder: Path) -> dict[Path, str]:
-    """Files of rows, each with its digest. Raises ShardCoreError for a folder that is not whole."""
+@dataclass(frozen=True)
+class _Complete:
+    """complete.json: the number of ranks that wrote, and each file by its name."""
+
+    ranks: int
+    files: Mapping[str, _File]
+
+
+def _complete(folder: Path) -> dict[Path, _File]:
+    """Files of rows by their paths. Raises ShardCoreError for a folder that is not whole."""
     path, names = folder / "complete.json", {p.name for p in folder.glob("rows-*.safetensors")}
     if not path.exists():
         raise ShardCoreError(
             f"{folder} has {len(names)} files of rows and no complete.json; it needs a folder that save_rows finished"
         )
-    digests = build(_Complete, unseal(open_document(path, _COMPLETE), path), str(path)).files
-    if differ := sorted(names ^ set(digests)):
+    files = build(_Complete, unseal(open_document(path, _COMPLETE), path), str(path)).files
+    if differ := sorted(names ^ set(files)):
         raise ShardCoreError(
             f"{folder} and its complete.json differ in {len(differ)} files, such as "
             f"{shown(differ[0])}; it needs a folder that save_rows finished"
         )
-    return {folder / name: digest for name, digest in sorted(digests.items())}
+    return {folder / name: file for name, file in sorted(files.items())}
 
 
-def _read(path: Path, digest: str, tables: Collection[str]) -> Part | None:
-    """The rows of a file. None if they are of none of these tables.
-
-    Raises ShardCoreError for a file that does not match its digest.
-    """
-    from safetensors import SafetensorError, safe_open
+def _read(path: Path, file: _File) -> Part:
+    """The rows of a file. Raises ShardCoreError for a file that does not match its digest."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
 
     require_file(path)
     try:
-        # The header is read first: files of other tables are skipped unread.
-        with safe_open(path, "pt") as file:
-            about = parse_json((file.metadata() or {}).get(_META, "null").encode(), path)
-            header = build(_Header, opened(about, _ROWS, path), str(path))
-            if header.table not in tables:
-                return None
-            with open(path, "rb") as content:
-                if hashlib.file_digest(content, "sha256").hexdigest() != digest:
-                    raise ShardCoreError(
-                        f"{path} does not match its digest in complete.json; it was cut short or edited"
-                    )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-        ids, (lo, hi) = tensors.pop("ids").numpy(), header.columns
+        with open(path, "rb") as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+        require(
+            digest == file.digest,
+            f"{path} does not match its digest in complete.json; it was cut short or edited",
+        )
+        tensors = load_file(path)
+        ids = tensors.pop("ids").numpy() if file.rows is None else None
     except ShardCoreError:
         raise
     except (SafetensorError, *UNREADABLE) as error:
         raise ShardCoreError(f"{path} is no file of rows: {type(error).__name__}: {error}") from None
-    if ids.ndim != 1 or ids.dtype != np.int64 or not (ids[1:] > ids[:-1]).all():
+    if ids is not None and (ids.ndim != 1 or ids.dtype != np.int64 or not (ids[1:] > ids[:-1]).all()):
         raise ShardCoreError(f"{path} has ids {ids.dtype} {list(ids.shape)}; they need to be int64, rising")
+    part = Part(("", file.table), file.rows or (0, 0), file.columns, tensors, file.step, ids=ids)
+    n = part.rows[1] - part.rows[0] if ids is None else len(ids)
     for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or tuple(tensor.shape) not in ((len(ids),), (len(ids), hi - lo)):
+        if not tensor.is_floating_point() or tuple(tensor.shape) not in ((n,), (n, part.width)):
             raise ShardCoreError(
-                f"{path} has {shown(name)} {tensor.dtype} {list(tensor.shape)} for {len(ids)} rows and columns {lo} to "
-                f"{hi}; it needs numbers of rows or cells"
+                f"{path} has {shown(name)} {tensor.dtype} {list(tensor.shape)} for {n} rows and {part.width} columns; "
+                "it needs numbers of rows or cells"
             )
-    return Part(("", header.table), (0, len(ids)), (lo, hi), tensors, header.step, ids=ids)
+    return part
 
 
 @contextmanager

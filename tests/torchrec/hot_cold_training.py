@@ -193,7 +193,7 @@ def _rows(model: nn.Module):
     from shardcore.torchrec.row_files import _parts
 
     for part in _parts(model, None, replicas=True):
-        yield part.table.rsplit(".", 1)[-1], torch.from_numpy(part.ids), part.columns, part.tensors["weights"]
+        yield part.key[1], torch.from_numpy(part.row_ids), part.columns, part.tensors["weights"]
 
 
 def _fill(model: nn.Module, whole: Model) -> None:
