@@ -189,7 +189,7 @@ def _study(
         curve,
     )
     if curve:
-        logger.info("%s", model_report.doubling(curve, studied.repeatability))
+        logger.info("%s", model_report.gain_of_doubling(curve, studied.repeatability))
     return studied
 
 

@@ -378,7 +378,7 @@ def use_batch(folder: Path, sound: Sound) -> None:
 
 @reads(
     "rows",
-    "shardcore/torchrec/row_files.py:_complete",
+    "shardcore/torchrec/row_files.py:_read_complete",
     "shardcore/torchrec/row_files.py:_read",
     parts=("rows",),
     damage=damage_rows,

@@ -44,7 +44,7 @@ def dataset_summary(
             ("batches", ", ".join(map(str, sorted({s.request.batch for s in timed})))),
             ("total ms", _range([s.total_ms for s in timed])),
             ("repeats", _range([s.forward.repeats for s in timed if s.forward])),
-            ("spread of one sample's repeats", _deciles([_spread(s) for s in timed])),
+            ("spread of one sample's repeats", _deciles([_relative_spread(s) for s in timed])),
             ("slowdown of the machine (1: usual)", _range([s.slowdown for s in timed])),
         ]
         known = [s.relative_ci for s in timed if s.relative_ci and np.isfinite(s.relative_ci)]
@@ -62,7 +62,10 @@ def dataset_summary(
             ("samples timed again", f"{len(again)}, {np.median(apart) / 60:.0f} minutes apart (median)"),
             ("difference of two timings", _deciles(abs(ratios - 1))),
             ("the same as the clock showed them", _deciles(abs(ratios * clock - 1))),
-            ("agree within √2 × what they are known to", f"{np.mean([_agree(a, b) for a, b in pairs]):.0%}"),
+            (
+                "agree within √2 × what they are known to",
+                f"{np.mean([_timings_agree(a, b) for a, b in pairs]):.0%}",
+            ),
         ]
     if len(again) < len(repeats):
         reference = np.array([s.total_ms for s in repeats[0]])
@@ -151,7 +154,7 @@ def dataset_figure(
     total = np.array([s.total_ms for s in timed])
     coverage.scatter([len(s.request.shards) for s in timed], total, s=6)
     coverage.set(title="coverage", xlabel="shards an op", ylabel="forward + backward ms", yscale="log")
-    noise.scatter(total, [100 * _spread(s) for s in timed], s=6)
+    noise.scatter(total, [100 * _relative_spread(s) for s in timed], s=6)
     noise.set(
         title="noise of repeats",
         xlabel="ms",
@@ -182,13 +185,13 @@ def dataset_figure(
     return figure
 
 
-def _agree(a: ComputeSample, b: ComputeSample) -> bool:
+def _timings_agree(a: ComputeSample, b: ComputeSample) -> bool:
     """Tell if two timings differ by no more than their confidence intervals allow."""
     # √2: the difference of two independent errors of equal size.
     return abs(b.total_ms / a.total_ms - 1) <= np.sqrt(2) * max(a.relative_ci or 0.0, b.relative_ci or 0.0)
 
 
-def _spread(sample: ComputeSample) -> float:
+def _relative_spread(sample: ComputeSample) -> float:
     return sum(x.q3_ms - x.q1_ms for x in (sample.forward, sample.backward) if x) / sample.total_ms
 
 

@@ -35,7 +35,7 @@ def panels(
 def png(figure: Figure) -> bytes:
     """The figure as PNG."""
     content = io.BytesIO()
-    _plain(figure).savefig(content, dpi=120, format="png")
+    _without_formulas(figure).savefig(content, dpi=120, format="png")
     return content.getvalue()
 
 
@@ -58,11 +58,11 @@ def svg(figure: Figure) -> str:
     with matplotlib.rc_context(
         {"svg.fonttype": "none", "svg.hashsalt": "shardcore", "font.family": "sans-serif"}
     ):
-        _plain(figure).savefig(text, format="svg", metadata={"Date": None})
+        _without_formulas(figure).savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
-def _plain(figure: Figure) -> Figure:
+def _without_formulas(figure: Figure) -> Figure:
     """The figure, whose texts are no formulas: a name such as A$_$ is none that can be drawn."""
     from matplotlib.text import Text
 

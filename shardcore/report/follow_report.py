@@ -19,7 +19,7 @@ def decision_text(x: Decision) -> str:
 def job_text(report: JobReport, now_s: float) -> str:
     plan = f"version {report.current}" if report.current else "a plan of its own"
     step_ms = f", {report.step_ms:.3g} ms a step" if report.step_ms is not None else ""
-    return f"job {report.job}, step {report.step:,}, {_ago(now_s - report.at_s)} ago: on {plan}{step_ms}"
+    return f"job {report.job}, step {report.step:,}, {_age_text(now_s - report.at_s)} ago: on {plan}{step_ms}"
 
 
 def event_text(event: JobEvent) -> str:
@@ -60,7 +60,7 @@ def next_text(report: JobReport, current: str, move: NextMove | ShardCoreError |
     return "; ".join(words)
 
 
-def _ago(seconds: float) -> str:
+def _age_text(seconds: float) -> str:
     for unit, each in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * each:
             return f"{seconds / each:.0f} {unit}"

@@ -27,7 +27,7 @@ _WAITS = 0.1
 def traced_text(job: TracedJob) -> str:
     """The parts of the last traced step, for each rank."""
     step = job.steps[-1]
-    shown = _shown(step)
+    shown = _shown_ranks(step)
     rows = [
         [part.words, *(f"{rank.ms.get(name, 0.0):.2f}" for rank in shown)]
         for name, part in TRACED_PARTS.items()
@@ -45,7 +45,7 @@ def predicted_text(step: TracedStep, before: StepCost, after: StepCost, ranks: S
     """Measured and predicted parts of each rank. ranks: the device of each rank."""
     headers = ["rank", "part", "measured ms", "predicted", "difference", "corrected", "difference"]
     rows = []
-    for rank in _shown(step):
+    for rank in _shown_ranks(step):
         device = ranks[rank.rank]
         for name in (*PARTS, "dense_ms"):
             measured = rank.cost_ms(name)
@@ -82,8 +82,8 @@ def bottleneck(step: TracedStep) -> str:
             return f"{first}, which began the step later.{missing}"
         return f"{first}: its {WORDS[name]} took {more_ms:.1f} ms more than those of others.{missing}"
     parts = {name: part.words for name, part in TRACED_PARTS.items() if name != UNNAMED}
-    name = max(parts, key=lambda name: _mean(step, name))
-    ms = _mean(step, name)
+    name = max(parts, key=lambda name: _mean_ms(step, name))
+    ms = _mean_ms(step, name)
     return (
         f"Most of the step goes to {parts[name]}: {ms:.1f} ms of {step.total_ms:.1f} "
         f"({ms / step.total_ms:.0%}).{missing}"
@@ -100,11 +100,11 @@ def unnamed_text(step: TracedStep) -> str:
     return "; ".join(f"{name[:60]} {ms:.2f} ms" for name, ms in longest)
 
 
-def _mean(step: TracedStep, name: str) -> float:
+def _mean_ms(step: TracedStep, name: str) -> float:
     return sum(rank.ms.get(name, 0.0) for rank in step.ranks) / len(step.ranks)
 
 
-def _shown(step: TracedStep) -> list[RankStep]:
+def _shown_ranks(step: TracedStep) -> list[RankStep]:
     order = sorted(step.ranks, key=lambda rank: rank.cost_ms("waiting_ms"))
     return sorted([*order[: MOST_RANKS - 1], *order[MOST_RANKS - 1 :][-1:]], key=lambda rank: rank.rank)
 

@@ -60,7 +60,7 @@ def predicted_against_measured(measured_ms: np.ndarray, predicted_ms: np.ndarray
     """Scatter of [S] values on log axes, with the line of equality and ±10%."""
     figure, (axes,) = _figure(title)
     axes.scatter(measured_ms, predicted_ms, s=8, alpha=0.6, linewidths=0)
-    _equality(
+    _draw_equality(
         axes,
         np.concatenate([measured_ms, predicted_ms]),
         f"{len(measured_ms):,} groups\nmean absolute error {mape(predicted_ms, measured_ms):.1f}%\n"
@@ -109,7 +109,7 @@ def predicted_against_replayed(rows: Sequence[replay_metrics.ReplayRecord], titl
     )
     found = replay_metrics.figures(rows)
     tau = f"\nKendall tau within problems {found['kendall_tau']:.2f}" if "kendall_tau" in found else ""
-    _equality(
+    _draw_equality(
         axes,
         np.concatenate([predicted, replayed]),
         f"{found['plans']:.0f} plans of {found['problems']:.0f} problems\nmean absolute error "
@@ -177,7 +177,7 @@ def _figure(title: str, columns: int = 1) -> tuple[Figure, list[Axes]]:
     return figure, made
 
 
-def _equality(axes: Axes, ms: np.ndarray, words: str) -> None:
+def _draw_equality(axes: Axes, ms: np.ndarray, words: str) -> None:
     """Draw the line of equality and ±10% on log axes over the range of `ms`, and words in a corner."""
     line = np.array([ms.min() * 0.9, ms.max() * 1.1])
     axes.fill_between(line, line * 0.9, line * 1.1, color="0.85", label="±10%", zorder=0)
@@ -208,7 +208,7 @@ def _equal_bins(x: np.ndarray) -> list[np.ndarray]:
 # --- words -----------------------------------------------------------------------------------------------
 
 
-def doubling(curve: LearningCurve, repeatability: float | None) -> str:
+def gain_of_doubling(curve: LearningCurve, repeatability: float | None) -> str:
     """A sentence: what twice the samples would gain."""
     most = max(n for n, _ in curve.rows)
     floor = f"; a timing itself is off by {repeatability:.1f}%" if repeatability is not None else ""
@@ -365,7 +365,7 @@ def _how_good(studied: Studied) -> str:
             f"On groups of tables kept aside a model trained without them errs by {studied.unseen_tables:.1f}%."
         )
     if studied.curve is not None:
-        sentences.append(doubling(studied.curve, None))
+        sentences.append(gain_of_doubling(studied.curve, None))
     return markdown_table(("", *studied.metrics), rows) + "\n\n" + " ".join(sentences)
 
 

@@ -63,9 +63,9 @@ def policy() -> str:
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
 
 
-def glance(now: Version) -> str:
+def glance_text(now: Version) -> str:
     """One sentence: the bottleneck device, and why it is that."""
-    cost, d = now.cost, _last(now)
+    cost, d = now.cost, _last_device(now)
     others = [ms for i, ms in enumerate(cost.waiting_ms) if i != d]
     compute, exchange = cost.compute_ms[d], max(cost.forward_comm_ms) + cost.backward_comm_ms[d]
     why = f"its compute takes {compute:.3f} ms, with a mean of {sum(cost.compute_ms) / len(cost.compute_ms):.3f}"
@@ -77,7 +77,7 @@ def glance(now: Version) -> str:
     return f"Device {d} is the bottleneck, ready last: {why}{waits}{share}."
 
 
-def _last(version: Version) -> int:
+def _last_device(version: Version) -> int:
     """The device that is ready last."""
     ready = [c + b for c, b in zip(version.cost.compute_ms, version.cost.backward_comm_ms, strict=True)]
     return ready.index(max(ready))
@@ -156,7 +156,7 @@ def _data(now: Version, problem: Problem, before: Version | None) -> dict[str, A
     return {
         "parts": [(words, color) for words, _, color in PARTS],
         "devices": _devices(now, problem),
-        "bottleneck": _last(now),
+        "bottleneck": _last_device(now),
         "total_ms": now.cost.total_ms,
         "what_if": _what_if_data(now.what_if, problem)
         if now.what_if and (now.what_if.of_table or now.what_if.stays)

@@ -14,7 +14,7 @@ from shardcore.report import plan_report
 from shardcore.report.device_figures import DeviceLoad, figure
 from shardcore.report.figures import svg
 from shardcore.report.html import document, note
-from shardcore.report.plan_explorer import STYLE, explorer, glance, policy
+from shardcore.report.plan_explorer import STYLE, explorer, glance_text, policy
 from shardcore.report.text import percent_change
 from shardcore.search.explain import Explanation
 from shardcore.step.memory import gib
@@ -54,7 +54,7 @@ def page(
             f"{problem.global_batch:,}.<br>{escape(decision.outcome.capitalize())}: "
             f"{escape(decision.reason)}.</p>",
             *([_warning(now.cost.extrapolated)] if now.cost.extrapolated else []),
-            f'<p class="glance">{escape(glance(now))}</p>',
+            f'<p class="glance">{escape(glance_text(now))}</p>',
             explored or f"<figure>{svg(figure([load]))}</figure>",
             "<h2>What bounds it</h2>",
             *(f"<p>{escape(line)}</p>" for line in plan_report.sentences(explained)),
@@ -89,7 +89,7 @@ def comparison(problem: Problem, now: Version, before: Version) -> str:
             f"<h1>{escape(title)}</h1>",
             f"<p>{totals}. {escape(summary[0].upper() + summary[1:])}.</p>",
             *([_warning(now.cost.extrapolated)] if now.cost.extrapolated else []),
-            f'<p class="glance">{escape(glance(now))}</p>',
+            f'<p class="glance">{escape(glance_text(now))}</p>',
             explorer(now, problem, before),
         ],
         policy(),
@@ -106,7 +106,7 @@ def single(problem: Problem, now: Version) -> str:
             f"<p><b>{now.cost.total_ms:.2f} ms</b> predicted for a step: {len(problem.tables)} tables on "
             f"{len(problem.topology)} devices, global batch {problem.global_batch:,}.</p>",
             *([_warning(now.cost.extrapolated)] if now.cost.extrapolated else []),
-            f'<p class="glance">{escape(glance(now))}</p>',
+            f'<p class="glance">{escape(glance_text(now))}</p>',
             explorer(now, problem),
             "<h2>Where it comes from</h2>",
             table(("", ""), now.plan.provenance.items(), words=(1,)),

@@ -11,7 +11,7 @@ from shardcore.plans.diff import Diff
 from shardcore.plans.drift import Drift
 from shardcore.plans.replan import ReplanConfig
 from shardcore.plans.words import count, moves_text, moves_words, threshold_words, when
-from shardcore.report.plan_explorer import PARTS, glance
+from shardcore.report.plan_explorer import PARTS, glance_text
 from shardcore.report.text import device_table, percent_change, text_table
 from shardcore.search.decisions.towers import TowerTraffic
 from shardcore.search.explain import Explanation
@@ -32,7 +32,7 @@ def text(x: Explanation) -> str:
 
 def sentences(x: Explanation) -> tuple[str, str, str, str]:
     """Four sentences: the bottleneck device, the exchange, memory, and the distance to a lower bound."""
-    return _bounding(x), _exchange(x), _memory(x), _bound(x)
+    return _bottleneck_text(x), _exchange_text(x), _memory_text(x), _bound_text(x)
 
 
 def _paragraphs(x: Explanation) -> Iterator[str]:
@@ -52,13 +52,13 @@ def _paragraphs(x: Explanation) -> Iterator[str]:
     yield f"{text_table(('instead', 'ms', 'against this plan'), alternative_rows(x))}\n({x.searched})"
 
 
-def _bounding(x: Explanation) -> str:
+def _bottleneck_text(x: Explanation) -> str:
     cost, d, waiting = x.cost, x.device, x.cost.waiting_ms
     last = (
         f"{x.total_ms:.3f} ms, most of it {x.limit}. Device {d} is ready last, after "
         f"{cost.forward_compute_ms[d]:.3f} ms of forward and {cost.backward_compute_ms[d]:.3f} ms of "
         f"backward compute\nand {cost.backward_comm_ms[d]:.3f} ms of backward exchange; then come "
-        f"{max(cost.forward_comm_ms):.3f} ms of forward exchange.{_ids(cost)}{_fetched(cost)}"
+        f"{max(cost.forward_comm_ms):.3f} ms of forward exchange.{_input_text(cost)}{_fetch_text(cost)}"
     )
     if len(waiting) == 1:
         return last
@@ -70,7 +70,7 @@ def _bounding(x: Explanation) -> str:
     )
 
 
-def _ids(cost: PredictedCost) -> str:
+def _input_text(cost: PredictedCost) -> str:
     """Time that ids and the dense part add to a step."""
     ids_ms = max(cost.input_ms)
     parts = [f"{ids_ms:.3f} ms until ids arrived"] if ids_ms else []
@@ -78,7 +78,7 @@ def _ids(cost: PredictedCost) -> str:
     return f"\nAlso counted: {' and '.join(parts)}." if parts else ""
 
 
-def _fetched(cost: PredictedCost) -> str:
+def _fetch_text(cost: PredictedCost) -> str:
     """Time that rows which caches fetch ahead add to a step, by a law that no GPU was timed for."""
     if not any(cost.link_ms):
         return ""
@@ -89,7 +89,7 @@ def _fetched(cost: PredictedCost) -> str:
     )
 
 
-def _exchange(x: Explanation) -> str:
+def _exchange_text(x: Explanation) -> str:
     total = sum(x.exchange_bytes)
     if not total or len(x.exchange_bytes) == 1:
         return "Nothing is exchanged."
@@ -115,7 +115,7 @@ def towers_text(x: TowerTraffic) -> str:
     )
 
 
-def _memory(x: Explanation) -> str:
+def _memory_text(x: Explanation) -> str:
     return (
         f"Memory is {sum(x.memory_bytes) / max(1, sum(x.free_bytes)):.0%} used; device {x.fullest} is "
         f"fullest, with {gib(x.memory_bytes[x.fullest])} of {gib(x.free_bytes[x.fullest])}, "
@@ -140,7 +140,7 @@ def memory_note(x: Explanation) -> str:
     return f"device {x.fullest} at its peak: {x.memory.phase}"
 
 
-def _bound(x: Explanation) -> str:
+def _bound_text(x: Explanation) -> str:
     b = x.bound
     if b is None:
         return "No lower bound is proved under this model."
@@ -182,7 +182,7 @@ def cost_text(now: Version, problem: Problem) -> str:
         ],
     }
     dense = f" The dense part adds {cost.dense_ms:.3f} ms." if cost.dense_ms else ""
-    return f"{device_table(columns, [-ms for ms in cost.waiting_ms])}\n\n{glance(now)}{dense}"
+    return f"{device_table(columns, [-ms for ms in cost.waiting_ms])}\n\n{glance_text(now)}{dense}"
 
 
 # --- moves, drift ----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from shardcore.core.access_statistics import REUSE_BINS, Reuse
 from shardcore.core.types import MIN_WIDTH, Table
 from shardcore.core.validation import MOST_DIM, MOST_SEED, MOST_TABLES, require_within
 from shardcore.step import access
-from shardcore.tables.statistics import published, read_release
+from shardcore.tables.statistics import published_statistics, read_release
 
 _EMPTY = (0.0,) * REUSE_BINS
 _LEAST = 2
@@ -164,7 +164,9 @@ def _goal(tables: int) -> torch.Tensor:
     """
     # Totals grow with the number of tables. Means and shares do not.
     scale = tables / read_release()["tables"]
-    values = {k: v * (scale if k in ("lookups", "unique rows") else 1) for k, v in published().items()}
+    values = {
+        k: v * (scale if k in ("lookups", "unique rows") else 1) for k, v in published_statistics().items()
+    }
     kept = [v for k, v in values.items() if not k.startswith("unique row share")]
     return torch.tensor(kept, dtype=torch.float64)
 

@@ -48,7 +48,7 @@ def _buckets(collision: ManagedCollision, n_devices: int) -> int:
     return collision.buckets if collision.buckets > 1 else n_devices
 
 
-def routed(ids: np.ndarray, collision: ManagedCollision, n_devices: int) -> np.ndarray:
+def bucket_of_ids(ids: np.ndarray, collision: ManagedCollision, n_devices: int) -> np.ndarray:
     """[L] bucket of each raw id. n_devices: that divide the rows."""
     return ROUTES[collision.routing](np.asarray(ids), _buckets(collision, n_devices), collision.input_size)
 
@@ -64,7 +64,7 @@ def routed_shares(ids: np.ndarray, collision: ManagedCollision, n_devices: int) 
     # Ranges end where devices' rows do.
     n = buckets if buckets <= MOST_RANGES else n_devices
     hit, counts = np.unique(ids, return_counts=True)
-    where = routed(hit, collision, n_devices) * n // buckets
+    where = bucket_of_ids(hit, collision, n_devices) * n // buckets
     lookups, unique = (np.bincount(where, of, n) for of in (counts, None))
     return RowShares(*(tuple((of / of.sum()).round(9).tolist()) for of in (lookups, unique)))
 

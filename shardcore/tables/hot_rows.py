@@ -78,18 +78,20 @@ def with_hot_rows(problem: Problem, rows: Mapping[str, int]) -> Problem:
             raise ShardCoreError(
                 f"hot rows were asked for of table {name!r}, which problem {problem.name!r} does not have"
             )
-    parts = {name: divided(known[name], n, problem.global_batch) for name, n in rows.items()}
+    parts = {name: hot_and_cold(known[name], n, problem.global_batch) for name, n in rows.items()}
     within = {known[name].collection for name in rows} - {""}
     tables = [
         # Hot parts stay in the collection. Other tables of it move to its `cold` module.
-        part if part.name == name + HOT else _within(part, within)
+        part if part.name == name + HOT else _moved_inside(part, within)
         for name, table in known.items()
         for part in parts.get(name, (table,))
     ]
-    return replace(problem, tables=tuple(tables), constraints=_renamed(problem.constraints, rows))
+    return replace(
+        problem, tables=tuple(tables), constraints=_constraints_of_parts(problem.constraints, rows)
+    )
 
 
-def divided(table: Table, rows: int, batch: int) -> tuple[Table, Table]:
+def hot_and_cold(table: Table, rows: int, batch: int) -> tuple[Table, Table]:
     """The hottest rows of a table, and the others, as two tables.
 
     rows: number of hot rows. batch: samples for which lookups are computed.
@@ -153,7 +155,7 @@ def _reuse_of_others(heat: Heat, rows: int) -> Reuse:
     return Reuse(access.expected_bins(left, heat.lookups), heat.batch)
 
 
-def _within(table: Table, collections: set[str]) -> Table:
+def _moved_inside(table: Table, collections: set[str]) -> Table:
     """The table, moved to the `cold` module if its collection is one of these (see HotColdEmbeddingCollection)."""
     inside = table.sequence and table.collection in collections
     return replace(table, collection=table.collection + INSIDE) if inside else table
@@ -208,7 +210,7 @@ def _require_divisible(table: Table, rows: int) -> None:
         )
 
 
-def _renamed(constraints: Constraints, rows: Mapping[str, int]) -> Constraints:
+def _constraints_of_parts(constraints: Constraints, rows: Mapping[str, int]) -> Constraints:
     """The constraints with those of divided tables moved to the cold parts."""
     cold = {name: name + COLD for name in rows}
     return replace(

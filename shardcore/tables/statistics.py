@@ -31,7 +31,7 @@ def read_release() -> dict:
     return json.loads(path.read_text(encoding="utf-8"))[PUBLISHED]
 
 
-def published() -> dict[str, float]:
+def published_statistics() -> dict[str, float]:
     """The public figures of dlrm_datasets (2021, 856 tables, batch 65,536), named as in pool_statistics."""
     data = read_release()
     values = [

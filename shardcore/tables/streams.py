@@ -36,7 +36,7 @@ def stream(table: Table, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndar
         ranks = _zipf_ranks(table, access.lookups(table, batch), rng)
     if table.dedup > 1:
         # Repeated values are not looked up again, so the batch has fewer lookups.
-        ranks = _fewer(ranks, round(len(ranks) / table.dedup), rng)
+        ranks = _subsample(ranks, round(len(ranks) / table.dedup), rng)
     lengths = _lengths(table, len(ranks), access.distinct_values(table, batch), rng)
     # Hashed ids are scattered. Ordered ones are the ranks, or are spread by measured row shares.
     ids = (
@@ -73,8 +73,8 @@ def _zipf_ranks(table: Table, n: int, rng: np.random.Generator) -> np.ndarray:
     return np.minimum(value.astype(np.int64) - 1, table.rows - 1)
 
 
-def _fewer(ranks: np.ndarray, n: int, rng: np.random.Generator) -> np.ndarray:
-    """n of the lookups: each row at least once, and more often if it has many. If there are more rows than n, some."""
+def _subsample(ranks: np.ndarray, n: int, rng: np.random.Generator) -> np.ndarray:
+    """Subsample n lookups: each distinct row at least once where n allows, the rest in proportion to counts."""
     rows, counts = np.unique(ranks, return_counts=True)
     if n <= len(rows):
         return rng.permutation(rows)[:n]
@@ -111,7 +111,7 @@ def _by_shares(ranks: np.ndarray, table: Table, row_shares: RowShares) -> np.nda
     heat = np.rint(np.log2(np.maximum(lookups, 1e-12) / np.maximum(unique, 1e-12)))
     order = np.argsort(-heat, kind="stable")
     # Rows of each range, hottest range first, and the number of ranks to place.
-    sizes, n = np.diff(edges)[order], _ranks(table)
+    sizes, n = np.diff(edges)[order], _looked_up_rows(table)
     # End of each range's ranks, by its share of unique rows. A range cannot have more ranks than rows.
     last = np.minimum(np.rint(n * np.cumsum(unique[order] / unique.sum())), np.cumsum(sizes))
     # A range begins no earlier than leaves room, in it and later ones, for all remaining ranks.
@@ -130,7 +130,7 @@ def _by_shares(ranks: np.ndarray, table: Table, row_shares: RowShares) -> np.nda
     return edges[:-1][order][of] + (ranks - first[of]) * sizes[of] // np.maximum(held, 1)
 
 
-def _ranks(table: Table) -> int:
+def _looked_up_rows(table: Table) -> int:
     """Number of different rows that the table's streams may look up."""
     return table.rows if isinstance(table.access, Zipf) else len(access.reference_counts(table))
 

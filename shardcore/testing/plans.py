@@ -20,7 +20,7 @@ from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, possible_groups
 from shardcore.step.lower import lower
 from shardcore.step.ways import consolidate
 from shardcore.testing.problems import BATCH, MIB, draw_tables, model_for
-from shardcore.torchrec.sharding_plan import sharded
+from shardcore.torchrec.sharding_plan import torchrec_sharding
 
 
 def times_placed(table: Table, shards: Iterable[Shard]) -> set[int]:
@@ -57,7 +57,7 @@ def check_plan(plan: Plan, problem: Problem) -> None:
     workload = lower(plan, problem)
     for table in problem.tables:
         mine = [p for p in plan.placements if p.shard.table == table]
-        sharded(mine, problem.topology)
+        torchrec_sharding(mine, problem.topology)
         once = (s for p in mine for _, s in (parts_of(p)[:1] if p.kind == "data_parallel" else parts_of(p)))
         times = times_placed(table, once)
         assert times == {1}, f"cells of {table.name} are placed {times} times"

@@ -110,7 +110,7 @@ def require_installed(what: str) -> None:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silenced_torchrec() -> Iterator[None]:
     """Silence TorchRec, which warns of each topology, and of each table that it replicates or does not cut."""
     theirs, root = logging.getLogger("torchrec"), logging.getLogger()
     level = theirs.level
@@ -156,11 +156,11 @@ def torchrec(
     def price(placements: Sequence[Placement], **provenance: Any) -> Plan:
         return priced(placements, problem, model, algorithm="torchrec", seed=seed, **provenance)
 
-    given = _placed_first(problem, model)
+    given = _fixed_placements(problem, model)
     if len({p.shard.table for p in given}) == len(problem.tables):
         plans = [price(given, packed=False)]
     else:
-        with quiet():
+        with silenced_torchrec():
             plans = _sweep(_Translation(problem, model, given), config, meter, price)
     if not any(fits(plan, problem) for plan in plans):
         plans = [price(fitting(problem).placements, packed=True)]
@@ -169,7 +169,7 @@ def torchrec(
     return replace(best, provenance={**best.provenance, "evals": meter.evals, "config": asdict(config)})
 
 
-def _placed_first(problem: Problem, model: CostModel) -> list[Placement]:
+def _fixed_placements(problem: Problem, model: CostModel) -> list[Placement]:
     """Placements that TorchRec has to plan around: of pinned tables, of bundles, and `fixed_placements`."""
     bound = {*problem.pinned, *problem.bundle_of}
     # A greedy plan of all tables leaves room for the others.
@@ -251,7 +251,7 @@ class _Translation:
         self.ranks = topology.ranks
         # TorchRec knows hosts of equal size only. Others count as one host.
         self.per_host = len(self.ranks) // (len(topology.hosts) if topology.equal_hosts else 1)
-        self.types = {name: [x for x in _TYPES if self._runs(x, t)] for name, t in self.tables.items()}
+        self.types = {name: [x for x in _TYPES if self._may_run(x, t)] for name, t in self.tables.items()}
         lookup, exchange = lookup_ms(problem, model), exchange_ms(problem, model)
         self.left, self.busy = np.array(held_bytes(problem)), np.zeros(len(topology))
         self._count_given(lookup, exchange)
@@ -270,7 +270,7 @@ class _Translation:
                     compute_ms = greedy.looked_up(shard) * lookup / devices[device].speed
                     self.busy[device] += compute_ms + shard.width * exchange
 
-    def _runs(self, sharding_type: str, table: Table) -> bool:
+    def _may_run(self, sharding_type: str, table: Table) -> bool:
         """Tell if a sharding type may run a table."""
         topology = self.problem.topology
         # Table-row-wise over units of one device each would divide nothing.

@@ -109,7 +109,9 @@ def by_our_names(
                 del cache["precision"]
             for field, values in (("cache_params", cache), ("key_value_params", None)):
                 if record := getattr(c, field):
-                    lines += fields.check(type(record), values or fields.values_of(record), f"{field} {what}")
+                    lines += fields.treated_lines(
+                        type(record), values or fields.values_of(record), f"{field} {what}"
+                    )
     return ours, lines
 
 
@@ -147,7 +149,7 @@ def _check(c: ParameterConstraints, what: str, features: list[str]) -> list[str]
     """Effects that a price leaves out. Raises ShardCoreError for fields that no plan of ours can keep."""
     from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 
-    lines = fields.check(type(c), fields.values_of(c), what)
+    lines = fields.treated_lines(type(c), fields.values_of(c), what)
     for field in ("num_poolings", "batch_sizes"):
         given = getattr(c, field)
         if given and (len(given) != len(features) or not all(n > 0 for n in given)):

@@ -57,33 +57,35 @@ def measured_job(
     known = [*dense.parameters(), *dense.buffers(), *tensors]
     # The second step is that of a job: the optimizer has its state.
     for _ in range(2):
-        activations = _passes(dense, batch, known)
+        activations = _peak_bytes_of_passes(dense, batch, known)
         gradients = [torch.zeros_like(parameter) for parameter in parameters]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        with _Live([*known, *gradients, *_state(stepping)]) as live:
+        with _Live([*known, *gradients, *_state_tensors(stepping)]) as live:
             if stepping:
                 stepping.step()
         for parameter in parameters:
             parameter.grad = None
-    kept = [*dense.parameters(), *dense.buffers(), *parameters, *_state(stepping)]
-    ids = sum(map(_bytes, (t for x in _keyed(batch) for t in _tensors(x))))
+    kept = [*dense.parameters(), *dense.buffers(), *parameters, *_state_tensors(stepping)]
+    ids = sum(map(_tensor_bytes, (t for x in _jagged_parts(batch) for t in _tensors(x))))
     return dataclasses.replace(
         job,
-        dense_bytes=sum(map(_bytes, kept)),
+        dense_bytes=sum(map(_tensor_bytes, kept)),
         activation_bytes=activations,
         update_bytes=live.peak,
-        input_bytes=sum(map(_bytes, tensors)) - ids,
+        input_bytes=sum(map(_tensor_bytes, tensors)) - ids,
     )
 
 
-def _passes(dense: nn.Module, batch: Any, known: Iterable[torch.Tensor]) -> int:
+def _peak_bytes_of_passes(dense: nn.Module, batch: Any, known: Iterable[torch.Tensor]) -> int:
     """The most bytes of forward and backward, without outputs of embeddings and their gradients."""
 
-    def in_bucket(parameter: torch.Tensor) -> None:
+    def drop_gradient(parameter: torch.Tensor) -> None:
         parameter.grad = None  # copied to DDP's bucket, which is counted apart
 
-    hooks = [p.register_post_accumulate_grad_hook(in_bucket) for p in dense.parameters() if p.requires_grad]
+    hooks = [
+        p.register_post_accumulate_grad_hook(drop_gradient) for p in dense.parameters() if p.requires_grad
+    ]
     with _Live(known) as live:
         result = dense(batch)
         loss = result[0] if isinstance(result, tuple) else result
@@ -125,9 +127,9 @@ class _Live(TorchDispatchMode):
         self._seen.add(key)
         self.alive += n_bytes
         self.peak = max(self.peak, self.alive)
-        weakref.finalize(storage, self._gone, key, n_bytes)
+        weakref.finalize(storage, self._forget, key, n_bytes)
 
-    def _gone(self, key: int, n_bytes: int) -> None:
+    def _forget(self, key: int, n_bytes: int) -> None:
         self._seen.discard(key)
         self.alive -= n_bytes
 
@@ -181,9 +183,9 @@ class _Zeros(nn.Module):
                     values = self._zeros(int(lengths.sum()), table.config.embedding_dim)
                     found[name] = JaggedTensor(values, lengths=lengths)
         self.out_bytes = (
-            _bytes(found.values())
+            _tensor_bytes(found.values())
             if self.tables[0].pooled
-            else sum(_bytes(x.values()) for x in found.values())
+            else sum(_tensor_bytes(x.values()) for x in found.values())
         )
         return (found, None) if self.tables[0].within.startswith("ManagedCollision") else found
 
@@ -206,17 +208,17 @@ class _Sent(torch.autograd.Function):
         return None, None, None
 
 
-def _bytes(tensor: torch.Tensor) -> int:
+def _tensor_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _state(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+def _state_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
     """Tensors of an optimizer's state."""
     leaves = tree_leaves(dict(optimizer.state)) if optimizer else []
     return [x for x in leaves if isinstance(x, torch.Tensor)]
 
 
-def _keyed(batch: Any) -> Iterator[KeyedJaggedTensor]:
+def _jagged_parts(batch: Any) -> Iterator[KeyedJaggedTensor]:
     return (x for x in _parts(batch) if not isinstance(x, torch.Tensor))
 
 

@@ -93,7 +93,7 @@ def to_dmp_collection(
     if others:
         from torchrec.distributed.model_parallel import DMPCollection
 
-        fields.check(DMPCollection, others, "DMPCollection")
+        fields.treated_lines(DMPCollection, others, "DMPCollection")
     return planned | others
 
 

@@ -315,16 +315,16 @@ def require_treated(record: object, what: str) -> list[str]:
 
     Raises ShardCoreError naming a field that is set and refused, or set and not in FIELDS.
     """
-    return check(type(record), values_of(record), what)
+    return treated_lines(type(record), values_of(record), what)
 
 
-def check(kind: type, values: Mapping[str, Any], what: str) -> list[str]:
+def treated_lines(kind: type, values: Mapping[str, Any], what: str) -> list[str]:
     """Do the same as `require_treated` for values by field."""
     treatments, defaults, lines = FIELDS[kind_of(kind)], defaults_of(kind), []
     for name, value in values.items():
         treatment = treatments.get(name)
         # A field at its default has no effect, so it needs no treatment.
-        if _same(value, defaults.get(name, UNKNOWN)) or (
+        if _is_default(value, defaults.get(name, UNKNOWN)) or (
             treatment and getattr(value, "name", None) in treatment.plain
         ):
             continue
@@ -336,17 +336,17 @@ def check(kind: type, values: Mapping[str, Any], what: str) -> list[str]:
             continue
         elif treatment is None:
             raise ShardCoreError(
-                f"{what} has {name} {_shown(value)}, which this ShardCore does not know; "
-                f"leave it {f'at its default, {_shown(defaults[name])}' if name in defaults else 'out'}"
+                f"{what} has {name} {_short_text(value)}, which this ShardCore does not know; "
+                f"leave it {f'at its default, {_short_text(defaults[name])}' if name in defaults else 'out'}"
             )
         elif treatment.how == REFUSED:
-            raise ShardCoreError(f"{what} has {name} {_shown(value)}; {treatment.note}")
+            raise ShardCoreError(f"{what} has {name} {_short_text(value)}; {treatment.note}")
         elif treatment.unpriced:
-            lines.append(f"{what} has {name} {_shown(value)}; {treatment.unpriced}")
+            lines.append(f"{what} has {name} {_short_text(value)}; {treatment.unpriced}")
     return lines
 
 
-def _same(value: Any, default: Any) -> bool:
+def _is_default(value: Any, default: Any) -> bool:
     if value is default:
         return True
     try:
@@ -356,5 +356,5 @@ def _same(value: Any, default: Any) -> bool:
         return False
 
 
-def _shown(value: Any) -> str:
+def _short_text(value: Any) -> str:
     return shortened(repr(value), 80)

@@ -153,7 +153,7 @@ class PlanFollower:
             if len(self._steps_ms) == self.config.measured_steps:
                 event = self._judge(self._trial)
         elif self._count % self.config.every_steps == 0:
-            event = self._look()
+            event = self._follow_store()
         if event is not None:
             event = replace(event, step=self._count, at_s=time.time())
             self.events.append(event)
@@ -166,13 +166,13 @@ class PlanFollower:
         self._last_s = time.perf_counter()
         return event
 
-    def _look(self) -> Event | None:
+    def _follow_store(self) -> Event | None:
         """Move to the store's current version, if it is a new one."""
         change = Agreement.new(self.config.move.timeout_s)
         measured = list(self._steps_ms)
         with change.phase("look", lambda: {"found": current, "ms": measured}) as shared:
-            current = self._current() if change.rank == 0 else None
-        current, self._step_ms = shared[0]["found"], _slowest([s["ms"] for s in shared]) or None
+            current = self._new_version() if change.rank == 0 else None
+        current, self._step_ms = shared[0]["found"], _slowest_median_ms([s["ms"] for s in shared]) or None
         if current is None:
             return None
         version = self._seen = current["version"]
@@ -192,7 +192,7 @@ class PlanFollower:
         self._steps_ms.clear()
         return Event(version, MOVED, before_ms=self._trial.before_ms, moved=moved)
 
-    def _current(self) -> dict[str, Any] | None:
+    def _new_version(self) -> dict[str, Any] | None:
         """The store's current version as all ranks need it. None: it is the one that was seen last."""
         try:
             version = self.plans.version()
@@ -220,9 +220,9 @@ class PlanFollower:
         measured = list(self._steps_ms)
         with change.phase("judge", lambda: measured) as after:
             pass
-        before_ms, after_ms = trial.before_ms, _slowest(after)
+        before_ms, after_ms = trial.before_ms, _slowest_median_ms(after)
         self._step_ms = after_ms
-        noise_ms = 2 * float(np.hypot(_error_of(trial.before), _error_of(after)))
+        noise_ms = 2 * float(np.hypot(_median_error_ms(trial.before), _median_error_ms(after)))
         expected_ms = None if trial.ratio is None else before_ms * trial.ratio
         numbers = {"before_ms": before_ms, "after_ms": after_ms, "expected_ms": expected_ms}
         if after_ms - noise_ms <= max(before_ms, expected_ms or 0.0):
@@ -281,15 +281,15 @@ class _Trial:
 
     @property
     def before_ms(self) -> float:
-        return _slowest(self.before)
+        return _slowest_median_ms(self.before)
 
 
-def _slowest(by_rank: Sequence[Sequence[float]]) -> float:
+def _slowest_median_ms(by_rank: Sequence[Sequence[float]]) -> float:
     """The median step of the rank where it is longest."""
     return max((float(np.median(ms)) for ms in by_rank if len(ms)), default=0.0)
 
 
-def _error_of(by_rank: Sequence[Sequence[float]]) -> float:
+def _median_error_ms(by_rank: Sequence[Sequence[float]]) -> float:
     """Standard error of the median of the slowest rank, from its quartiles (normal steps)."""
     ms = max((list(x) for x in by_rank if len(x)), key=lambda x: float(np.median(x)), default=[0.0])
     low, high = np.percentile(ms, [25, 75])

@@ -65,7 +65,7 @@ def read_lookups(lookups: Lookups | Data, local_batch: int) -> Means | Data:
     Raises ShardCoreError for a folder without lookups.
     """
     if isinstance(lookups, (str, Path)):
-        return _traced(Path(lookups), local_batch)
+        return _data_of_job(Path(lookups), local_batch)
     if isinstance(lookups, (Mapping, Data)):
         return lookups  # type: ignore[return-value]  # no mapping is a KeyedJaggedTensor
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -101,7 +101,7 @@ def read_lookups(lookups: Lookups | Data, local_batch: int) -> Means | Data:
     )
 
 
-def _traced(folder: Path, local_batch: int) -> Data:
+def _data_of_job(folder: Path, local_batch: int) -> Data:
     """Lookups of all ranks in the newest traced step of a job."""
     step = job_folder.newest_step(folder)
     ranks = [job_folder.read_lookups(path) for path in sorted(step.glob("rank-*.lookups.npz"))]
@@ -159,11 +159,11 @@ def statistics_of(
 ) -> Mapping[str, tuple[float, Reuse | Zipf]]:
     """Pooling and access of each table."""
     if isinstance(lookups, Data):
-        return _measured(theirs, lookups, global_batch)
-    return _given(theirs, lookups)
+        return _statistics_of_data(theirs, lookups, global_batch)
+    return _statistics_of_means(theirs, lookups)
 
 
-def _given(theirs: Mapping[str, ModelTable], lookups: Means) -> dict[str, tuple[float, Zipf]]:
+def _statistics_of_means(theirs: Mapping[str, ModelTable], lookups: Means) -> dict[str, tuple[float, Zipf]]:
     # A typing error in a pair would silently fall back to the feature's mean.
     pairs = {(name, feature) for name, t in theirs.items() for feature in t.config.feature_names}
     if unknown := next((key for key in lookups if isinstance(key, tuple) and key not in pairs), None):
@@ -191,7 +191,7 @@ def _given(theirs: Mapping[str, ModelTable], lookups: Means) -> dict[str, tuple[
     }
 
 
-def _measured(
+def _statistics_of_data(
     theirs: Mapping[str, ModelTable], data: Data, global_batch: int
 ) -> dict[str, tuple[float, Reuse]]:
     statistics = {}

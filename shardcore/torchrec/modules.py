@@ -188,7 +188,7 @@ def collections_of(model: nn.Module, refuses_others: bool = True) -> list[Collec
 
     found: list[Collection] = []
     seen: set[int] = set()
-    plain, wrappers, others = _plain(), _wrappers(), _others()
+    plain, wrappers, others = _collection_types(), _wrapper_types(), _refused_types()
 
     def walk(module: nn.Module, path: str, divider: Any = None) -> None:
         module = get_unwrapped_module(module)
@@ -208,7 +208,7 @@ def collections_of(model: nn.Module, refuses_others: bool = True) -> list[Collec
         elif refuses_others:
             raise ShardCoreError(
                 f"module {path!r} is a {type(module).__name__}; ShardCore plans "
-                f"{', '.join(_planned())}, and no subclasses of these"
+                f"{', '.join(_planned_names())}, and no subclasses of these"
             )
 
     walk(model, "")
@@ -277,7 +277,7 @@ def _managed_collision(wrapper: nn.Module | None, config: Any) -> ManagedCollisi
         "input_size": size,
         "routing": "contiguous" if size else "round_robin",
     }
-    form, eviction = _form(module)
+    form, eviction = _form_and_eviction(module)
     if eviction in HASH_FORMS[form].row_bytes:
         same |= {"form": form, "eviction": eviction}
     if not isinstance(module, MCHManagedCollisionModule):  # a hash table, which keeps no history
@@ -290,7 +290,7 @@ def _managed_collision(wrapper: nn.Module | None, config: Any) -> ManagedCollisi
     return ManagedCollision(**same, lookup_bytes=math.ceil(_HISTORY * module._eviction_interval * fields * 8))
 
 
-def _form(module: nn.Module) -> tuple[str, str]:
+def _form_and_eviction(module: nn.Module) -> tuple[str, str]:
     """Form of a managed-collision module, and its eviction policy, which may be the user's own."""
     from torchrec.modules.mc_modules import MCHManagedCollisionModule
 
@@ -301,7 +301,7 @@ def _form(module: nn.Module) -> tuple[str, str]:
     return "mpzch", name.value.removesuffix("_EVICTION").lower() if name else "none"
 
 
-def _plain() -> tuple[type, ...]:
+def _collection_types() -> tuple[type, ...]:
     """TorchRec's collections, as they are and sharded."""
     from torchrec.distributed.embedding import ShardedEmbeddingCollection
     from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
@@ -315,7 +315,7 @@ def _plain() -> tuple[type, ...]:
     )
 
 
-def _wrappers() -> dict[type, str]:
+def _wrapper_types() -> dict[type, str]:
     """TorchRec's modules that wrap a collection, as they are and sharded, and their attribute that has it."""
     from torchrec.distributed import fp_embeddingbag, mc_embedding, mc_embeddingbag
     from torchrec.modules import fp_embedding_modules, mc_embedding_modules
@@ -331,8 +331,8 @@ def _wrappers() -> dict[type, str]:
     }
 
 
-def _others() -> tuple[type, ...]:
-    """Types of modules with tables that are refused, unless they are those of `_plain` or `_wrappers`."""
+def _refused_types() -> tuple[type, ...]:
+    """Types of modules with tables that are refused, unless a module is exactly of a planned type."""
     from torchrec.distributed.types import ShardedModule
     from torchrec.modules import embedding_modules, embedding_tower, itep_embedding_modules
 
@@ -351,14 +351,16 @@ def _others() -> tuple[type, ...]:
         # Subclasses of the user's own, and quantized collections.
         embedding_modules.EmbeddingBagCollectionInterface,
         embedding_modules.EmbeddingCollectionInterface,
-        *_wrappers(),
+        *_wrapper_types(),
         ShardedModule,
     )
 
 
-def _planned() -> list[str]:
+def _planned_names() -> list[str]:
     """Names of the types that are planned."""
-    return [t.__name__ for t in (*_plain(), *_wrappers()) if not t.__name__.startswith("Sharded")]
+    return [
+        t.__name__ for t in (*_collection_types(), *_wrapper_types()) if not t.__name__.startswith("Sharded")
+    ]
 
 
 def require_sharders(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> None:
@@ -404,7 +406,7 @@ def require_all(plan: ShardingPlan, module: nn.Module, sharders: Sequence[Module
     ]
     if missing:
         raise ShardCoreError(
-            f"modules {missing[:5]} are not present in the sharding plan; ShardCore plans {', '.join(_planned())}"
+            f"modules {missing[:5]} are not present in the sharding plan; ShardCore plans {', '.join(_planned_names())}"
         )
 
 

@@ -66,7 +66,7 @@ def measure_move_rates(
     )
     host = [rank // ranks_per_host for rank in range(n)]
     few, many, divided = (
-        _phases(_Made(host, device, tables, collections=collections), [], config)
+        _phase_seconds(_MadeJob(host, device, tables, collections=collections), [], config)
         for tables, collections in ((_FEW, 1), (_MANY, 1), (_FEW, _COLLECTIONS))
     )
     a_table = {phase: (many[phase] - few[phase]) / (_MANY - _FEW) for phase in few}
@@ -75,10 +75,10 @@ def measure_move_rates(
 
     # Rows of a large table, and where each goes.
     n_cells = config.mib * 2**20 // 4
-    made, narrow = (_Made(host, device, n + 1, n_cells // width, width) for width in (_WIDE, _NARROW))
+    made, narrow = (_MadeJob(host, device, n + 1, n_cells // width, width) for width in (_WIDE, _NARROW))
     small = {phase: few[phase] + a_table[phase] * (n + 1 - _FEW) for phase in few}
     n_bytes = 2 * n_cells * 4
-    local, of_narrow = (_beyond(_phases(m, [], config), small) for m in (made, narrow))
+    local, of_narrow = (_excess_seconds(_phase_seconds(m, [], config), small) for m in (made, narrow))
     # Weights and state have digests before and after.
     checked = np.array([[4 * n_cells, 4 * m.rows] for m in (made, narrow)])
     digest_ns, row_ns = np.linalg.solve(checked, 1e9 * np.array([local["check"], of_narrow["check"]]))
@@ -91,7 +91,7 @@ def measure_move_rates(
         (BETWEEN, [(r + ranks_per_host) % n for r in range(n)]),
     ):
         if to != list(range(n)):
-            fill_s = _beyond(_phases(made, to, config), small)["fill"]
+            fill_s = _excess_seconds(_phase_seconds(made, to, config), small)["fill"]
             links[level] = _gbps(n_bytes, fill_s)
     return MoveRates(
         move_s=max(0.0, sum(few.values()) - _FEW * table_s - collection_s),
@@ -106,7 +106,7 @@ def measure_move_rates(
     )
 
 
-def _beyond(phases: Mapping[str, float], small: Mapping[str, float]) -> dict[str, float]:
+def _excess_seconds(phases: Mapping[str, float], small: Mapping[str, float]) -> dict[str, float]:
     """Seconds of each phase that tiny tables do not take."""
     return {phase: max(1e-9, phases[phase] - small[phase]) for phase in _PHASES}
 
@@ -116,7 +116,7 @@ def _gbps(n_bytes: int, seconds: float) -> float:
 
 
 @dataclass(frozen=True)
-class _Made:
+class _MadeJob:
     """A job made for the measurement.
 
     host: host of each rank.
@@ -181,7 +181,7 @@ class _Made:
         return model
 
 
-def _phases(made: _Made, to: list[int], config: MoveRatesConfig) -> dict[str, float]:
+def _phase_seconds(made: _MadeJob, to: list[int], config: MoveRatesConfig) -> dict[str, float]:
     """Median seconds of each phase of moves there and back: of the tiny table, and of others to `to`."""
     job = made.job()
     there, back = (

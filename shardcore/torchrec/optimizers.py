@@ -124,7 +124,7 @@ def fused_params_notes(sharders: Iterable[ModuleSharder[Any]]) -> list[str]:
     return [
         line
         for sharder in sharders
-        for line in fields.check(
+        for line in fields.treated_lines(
             SplitTableBatchedEmbeddingBagsCodegen,
             getattr(sharder, "fused_params", None) or {},
             f"fused_params of {type(sharder).__name__}",

@@ -95,7 +95,7 @@ def problem_for(
             f"optimizer is {optimizer!r}; the model's weights have {set_optimizer!r} in backward: leave it out"
         )
     ours = topology if isinstance(topology, Topology) else our_topology(topology, default_share(job))
-    ours = topologies.as_job(ours)
+    ours = topologies.with_job_rows(ours)
     data = read_lookups(lookups, max(1, global_batch // len(ours)))
     statistics = statistics_of(theirs, data, global_batch)
     # Deduplication happens on a device, so within its share of the batch.

@@ -60,28 +60,28 @@ def replace_parameter(
     # State belongs to the old parameter and would stay in memory.
     optimizer.state.pop(before, None)
     # TorchRec's wrappers keep parameters by name, in separate mappings.
-    for keyed in _keyed(given):
+    for keyed in _keyed_wrappers(given):
         if getattr(keyed, "_optimizer", None) is optimizer:
             of_keyed = {k: p for k, p in keyed.params.items() if p is not before}
             keyed.params = of_keyed if after is None else {**of_keyed, name: after}
 
 
-def _keyed(optimizer: Any) -> Iterator[Any]:
+def _keyed_wrappers(optimizer: Any) -> Iterator[Any]:
     """TorchRec's wrappers of an optimizer, the inner ones first."""
     if hasattr(optimizer, "optimizers"):
         for _, inner in optimizer.optimizers:
-            yield from _keyed(inner)
+            yield from _keyed_wrappers(inner)
     elif hasattr(optimizer, "_optimizer"):
         # Inner first: outer wrappers copy what the inner ones have.
-        yield from _keyed(optimizer._optimizer)
+        yield from _keyed_wrappers(optimizer._optimizer)
         yield optimizer
 
 
-def refresh(optimizer: Any) -> None:
+def refresh_wrappers(optimizer: Any) -> None:
     """Let TorchRec's wrappers of optimizers see the parameters of what they wrap."""
     from torchrec.optim.keyed import OptimizerWrapper
 
-    for keyed in _keyed(optimizer):
+    for keyed in _keyed_wrappers(optimizer):
         if isinstance(keyed, OptimizerWrapper):
             inner = keyed._optimizer
             keyed.params, keyed.state, keyed.param_groups = inner.params, inner.state, inner.param_groups

@@ -30,12 +30,12 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.validation import require, require_types, require_within
 from shardcore.torchrec.agreement import Agreement, Waited, time_limit
 from shardcore.torchrec.modules import Collection, collections_of, first_names, is_replicated
-from shardcore.torchrec.pipelines import drained
+from shardcore.torchrec.pipelines import emptied_pipeline
 from shardcore.torchrec.plan_files import modules_of, to_json
 from shardcore.torchrec.problems import unpriced_problem
 from shardcore.torchrec.rebuild import WithoutInit, no_init, restore_configs, unsharded
 from shardcore.torchrec.replica_optimizers import (
-    refresh,
+    refresh_wrappers,
     renew_fused_optimizer,
     replace_parameter,
     replica_group,
@@ -63,7 +63,7 @@ from shardcore.torchrec.transfer import (
     Region,
     TableRegions,
     digests,
-    inexact,
+    inexact_reason,
     pieces,
 )
 
@@ -151,8 +151,8 @@ def reshard(
     )
     model._moves_tables = True  # type: ignore[assignment]
     try:
-        with drained(pipeline):
-            moved = _moved(model, new_plan, DenseOptimizer(optimizer), config)
+        with emptied_pipeline(pipeline):
+            moved = _move_tables(model, new_plan, DenseOptimizer(optimizer), config)
     finally:
         model._moves_tables = False  # type: ignore[assignment]
         start = time.perf_counter()
@@ -160,11 +160,11 @@ def reshard(
     return replace(moved, seconds={**moved.seconds, "free": time.perf_counter() - start})
 
 
-def _moved(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config: MoveConfig) -> Moved:
+def _move_tables(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config: MoveConfig) -> Moved:
     clock, rank = _Clock(), dist.get_rank()
     agreed = Agreement.new(config.timeout_s)
-    with agreed.phase("plan", lambda: move.shared()) as shared:
-        move = _Move.planned(model, new_plan, optimizer, config)
+    with agreed.phase("plan", lambda: move.rank_facts()) as shared:
+        move = _Move.plan_move(model, new_plan, optimizer, config)
     with agreed.phase("same plan"):
         if differing := [r for r, of in enumerate(shared) if of["digest"] != shared[0]["digest"]]:
             raise ShardCoreError(
@@ -173,7 +173,7 @@ def _moved(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config
     clock.lap("plan")
     if not move.collections:
         return Moved((), {}, clock.seconds, (0,) * len(shared), {}, {})
-    built: list[_Built] = []
+    built: list[_NewCollection] = []
     group: Any = None
     try:
         with agreed.phase("build"), time_limit(model._env.process_group, config.timeout_s):
@@ -185,10 +185,10 @@ def _moved(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config
         clock.lap("fill")
         with agreed.phase("digest", lambda: {"before": before, "after": after}) as found:
             counted = (p for c in move.collections for p in c.parts if rank == 0 or not c.had_replicas(p.key))
-            before = digests(counted, move.verified())
-            after = digests((p for b in built for p in b.parts.values()), move.verified())
+            before = digests(counted, move.verified_formats())
+            after = digests((p for b in built for p in b.parts.values()), move.verified_formats())
         with agreed.phase("compare"):
-            totals = move.compared(found)
+            totals = move.require_equal_digests(found)
     finally:
         if group is not None:
             dist.destroy_process_group(group)
@@ -198,7 +198,7 @@ def _moved(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config
     for collection, new in zip(move.collections, built, strict=True):
         collection.swap(model, new, optimizer)
     renew_fused_optimizer(model)
-    refresh(optimizer.given)
+    refresh_wrappers(optimizer.given)
     clock.lap("swap")
     return Moved(
         tables=tuple(sorted(key_name(key) for c in move.collections for key in c.changed)),
@@ -224,7 +224,7 @@ class _Clock:
 
 
 @dataclass(frozen=True)
-class _Collection:
+class _OldCollection:
     """A sharded collection that a new plan shards otherwise.
 
     old: before the move. sharder: of its type. new: sharding of its tables.
@@ -252,7 +252,7 @@ class _Collection:
         """True if each rank had a replica of a table, of which one counts."""
         return self.regions[key][0].replicas
 
-    def build(self, model: Any, optimizer: DenseOptimizer, counts: _Counts) -> _Built:
+    def build(self, model: Any, optimizer: DenseOptimizer, counts: _Counts) -> _NewCollection:
         """The collection under the new plan, with state of 0."""
         start = Collection(self.path, unsharded(self.old, no_init))
         for table, settings in self.old.fused_params.items():
@@ -272,7 +272,7 @@ class _Collection:
                 state[weight] = fresh_state(kind, group, weight, counts.steps.get(key_name(key), 0))
         parts = {(p.key, p.rows, p.columns): p for p in parts_of(built, optimizer, new_state=state)}
         self._require_as_planned(parts)
-        return _Built(built, parts, state)
+        return _NewCollection(built, parts, state)
 
     def _continue_fused(self, built: Collection, counts: _Counts) -> None:
         """Set learning rates and steps of fused ops to those of the tables so far."""
@@ -309,7 +309,7 @@ class _Collection:
                     f"table {key[1]!r} of {self.path!r} has {actual} under the new plan; expected are {expected}"
                 )
 
-    def swap(self, model: Any, built: _Built, optimizer: DenseOptimizer) -> None:
+    def swap(self, model: Any, built: _NewCollection, optimizer: DenseOptimizer) -> None:
         """Use the new shards. Nothing here waits or allocates much."""
         before, now = self.old, built.collection
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
@@ -350,7 +350,7 @@ class _Counts:
 
 
 @dataclass(frozen=True)
-class _Built:
+class _NewCollection:
     """A collection under a new plan. state: of its replicas, by parameter."""
 
     collection: Collection
@@ -367,7 +367,7 @@ class _Move:
     extra_bytes: memory of this rank in addition to the old shards.
     """
 
-    collections: tuple[_Collection, ...]
+    collections: tuple[_OldCollection, ...]
     pieces: tuple[Piece, ...]
     digest: str
     inexact: Mapping[str, str]
@@ -376,12 +376,14 @@ class _Move:
     per_host: int
 
     @staticmethod
-    def planned(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config: MoveConfig) -> _Move:
+    def plan_move(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config: MoveConfig) -> _Move:
         """Raises ShardCoreError for a plan that the model cannot run, and for more memory than there is."""
         rank = dist.get_rank()
-        changed = _changed(model, new_plan, optimizer)
+        changed = _changed_collections(model, new_plan, optimizer)
         regions = {key: pair for c in changed for key, pair in c.regions.items()}
-        reasons = {key_name(key): why for key, (old, new) in regions.items() if (why := inexact(old, new))}
+        reasons = {
+            key_name(key): why for key, (old, new) in regions.items() if (why := inexact_reason(old, new))
+        }
         if reasons and not config.approximate:
             name = next(iter(reasons))
             raise ShardCoreError(
@@ -410,7 +412,7 @@ class _Move:
             per_host=_ranks_per_host(model),
         )
 
-    def shared(self) -> dict[str, Any]:
+    def rank_facts(self) -> dict[str, Any]:
         """A rank's own knowledge that all ranks need: steps and learning rates of its fused ops."""
         groups: dict[str, Any] = {}
         steps = {key_name(p.key): p.step for c in self.collections for p in c.parts if p.step is not None}
@@ -421,7 +423,7 @@ class _Move:
                 groups |= {key_name((c.path, t.name)): numbers for t in kernel._config.embedding_tables}
         return {"digest": self.digest, "extra_bytes": self.extra_bytes, "groups": groups, "steps": steps}
 
-    def fill(self, built: Sequence[_Built], group: dist.ProcessGroup, config: MoveConfig) -> None:
+    def fill(self, built: Sequence[_NewCollection], group: dist.ProcessGroup, config: MoveConfig) -> None:
         for part in (p for b in built for p in b.parts.values()):
             for name, tensor in part.tensors.items():
                 if name != WEIGHTS:
@@ -445,7 +447,7 @@ class _Move:
             device=self.device,
         ).run(self.pieces, int(config.piece_mib * 2**20))
 
-    def verified(self) -> dict[Key, Format]:
+    def verified_formats(self) -> dict[Key, Format]:
         """Tensors that are the same before and after, by table."""
         return {
             key: replace(new.format, states=()) if key_name(key) in self.inexact else new.format
@@ -453,7 +455,7 @@ class _Move:
             for key, (_, new) in c.regions.items()
         }
 
-    def compared(self, found: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    def require_equal_digests(self, found: Sequence[Mapping[str, Any]]) -> dict[str, int]:
         """Digests of all tensors. Raises ShardCoreError for one that is other after the move than before."""
         totals: dict[str, int] = {}
         pairs = (pair for c in self.collections for pair in c.regions.items())
@@ -479,7 +481,9 @@ class _Move:
         return by_way
 
 
-def _changed(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer) -> list[_Collection]:
+def _changed_collections(
+    model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer
+) -> list[_OldCollection]:
     """Collections whose sharding changes. Raises ShardCoreError for a plan that the model cannot run."""
     import torchrec
     from torchrec.distributed import DistributedModelParallel
@@ -536,11 +540,11 @@ def _changed(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer) -> l
 
 def _collection(
     model: Any, old: Collection, new: Mapping[str, ParameterSharding], optimizer: DenseOptimizer
-) -> _Collection:
+) -> _OldCollection:
     from torchrec.modules.embedding_configs import data_type_to_dtype
 
     now, settings = old.module.module_sharding_plan, old.fused_params
-    collection = _Collection(old, model._sharder_map[type(unsharded(old))], new, {}, (), {})
+    collection = _OldCollection(old, model._sharder_map[type(unsharded(old))], new, {}, (), {})
     regions, dense, groups = {}, {}, replica_groups(model, optimizer)
     for config in old.configs:
         dtype = data_type_to_dtype(config.data_type)

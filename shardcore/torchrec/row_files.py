@@ -63,7 +63,7 @@ def save_rows(model: nn.Module, folder: str | Path, optimizer: Any = None) -> No
     # All checks before the first write, so that a refused save leaves no files.
     with _all_or_none():
         # Replicas are equal on all ranks: rank 0 writes them.
-        parts = list(_parts(model, optimizer, replicas=rank == 0))
+        parts = list(_model_parts(model, optimizer, replicas=rank == 0))
         folder.mkdir(parents=True, exist_ok=True)
         if rank == 0 and (old := next(folder.glob("rows-*.safetensors"), None)):
             raise ShardCoreError(f"{folder} has rows already, such as {old.name}; save to an empty folder")
@@ -80,7 +80,7 @@ def save_rows(model: nn.Module, folder: str | Path, optimizer: Any = None) -> No
             digest = hashlib.sha256(content).hexdigest()
             rows = part.rows if part.ids is None else None
             files[name] = asdict(_File(key_name(part.key), rows, part.columns, digest, part.step))
-    of_ranks = _gathered(files)
+    of_ranks = _gather(files)
     with _all_or_none():
         # Written last: without it the folder is not whole.
         if rank == 0:
@@ -100,8 +100,8 @@ def load_rows(model: nn.Module, folder: str | Path, optimizer: Any = None, appro
     """
     with _all_or_none():
         folder = Path(folder)
-        files = _complete(folder)
-        parts = list(_parts(model, optimizer, replicas=True, filling=True))
+        files = _read_complete(folder)
+        parts = list(_model_parts(model, optimizer, replicas=True, filling=True))
         # Columns that each row of a tensor still lacks.
         # Counted down as files are read. What is left above 0 is missing.
         missing = [{name: np.full(len(part.row_ids), part.width) for name in part.tensors} for part in parts]
@@ -113,7 +113,7 @@ def load_rows(model: nn.Module, folder: str | Path, optimizer: Any = None, appro
             if wanted:
                 saved = _read(path, file)
                 for part, columns in wanted:
-                    _fill(part, columns, saved, approximate, path)
+                    _copy_rows(part, columns, saved, approximate, path)
         for part, lacking in zip(parts, missing, strict=True):
             for name, columns in lacking.items():
                 if (columns > 0).any() and (name == WEIGHTS or not approximate):
@@ -123,7 +123,9 @@ def load_rows(model: nn.Module, folder: str | Path, optimizer: Any = None, appro
                     )
 
 
-def _fill(part: Part, missing: dict[str, np.ndarray], saved: Part, approximate: bool, path: Path) -> None:
+def _copy_rows(
+    part: Part, missing: dict[str, np.ndarray], saved: Part, approximate: bool, path: Path
+) -> None:
     """Copy the rows of a part that a file has. path: of the file, for errors."""
     table, columns = key_name(part.key), saved.columns
     rows, into = _shared_rows(saved, part)
@@ -180,7 +182,7 @@ def _shared_rows(saved: Part, part: Part) -> tuple[Any, Any]:
 # --- rows of a rank -----------------------------------------------------------------------------------------
 
 
-def _parts(model: nn.Module, optimizer: Any, replicas: bool, filling: bool = False) -> Iterator[Part]:
+def _model_parts(model: nn.Module, optimizer: Any, replicas: bool, filling: bool = False) -> Iterator[Part]:
     """Rows of all tables on this rank.
 
     replicas: True to count tables and hot rows that all ranks have.
@@ -198,7 +200,7 @@ def _parts(model: nn.Module, optimizer: Any, replicas: bool, filling: bool = Fal
         outer = collection.path.removesuffix(INSIDE) if owner else collection.path
         # Hot rows are in the module, not in a sharded collection.
         for name, hot in owner.hot_ids.items() if owner and replicas else ():
-            part = _dense((outer, name), owner.hot[name], dense, filling)
+            part = _dense_part((outer, name), owner.hot[name], dense, filling)
             yield replace(part, ids=hot.ids)
         for part in parts_of(collection, dense):
             table = part.key[1]
@@ -206,7 +208,7 @@ def _parts(model: nn.Module, optimizer: Any, replicas: bool, filling: bool = Fal
             if not collection.is_sharded or collection.replicates(table):
                 if not replicas:
                     continue
-                part = _dense(part.key, collection.of_tables[table].weight, dense, filling)
+                part = _dense_part(part.key, collection.of_tables[table].weight, dense, filling)
             name = table.removesuffix(COLD) if owner else table
             # Cold rows are saved by ids of the whole table, so that other hot ids may load them.
             is_cold = name != table and name in owner.hot_ids
@@ -214,7 +216,7 @@ def _parts(model: nn.Module, optimizer: Any, replicas: bool, filling: bool = Fal
             yield replace(part, key=(outer, name), ids=ids)
 
 
-def _dense(key: Key, weight: nn.Parameter, optimizer: DenseOptimizer, filling: bool) -> Part:
+def _dense_part(key: Key, weight: nn.Parameter, optimizer: DenseOptimizer, filling: bool) -> Part:
     """A table, or hot rows, under the job's dense optimizer."""
     if (found := optimizer.group_of(weight)) is not None:
         states = dense_states(*found)
@@ -250,7 +252,7 @@ class _Complete:
     files: Mapping[str, _File]
 
 
-def _complete(folder: Path) -> dict[Path, _File]:
+def _read_complete(folder: Path) -> dict[Path, _File]:
     """Files of rows by their paths. Raises ShardCoreError for a folder that is not whole."""
     path, names = folder / "complete.json", {p.name for p in folder.glob("rows-*.safetensors")}
     if not path.exists():
@@ -309,12 +311,12 @@ def _all_or_none() -> Iterator[None]:
     except OSError as error:
         failure = ShardCoreError(str(error))
     # Gathered on all ranks, whether or not they failed, or one would wait.
-    messages = _gathered(failure and str(failure))
+    messages = _gather(failure and str(failure))
     if failure or any(messages):
         raise failure or ShardCoreError(next(filter(None, messages)))
 
 
-def _gathered(value: Any) -> list[Any]:
+def _gather(value: Any) -> list[Any]:
     """A value of each rank."""
     values = [value] * rank_and_ranks()[1]
     if len(values) > 1:

@@ -110,7 +110,7 @@ class DenseOptimizer:
 
     def __post_init__(self) -> None:
         # The dataclass is frozen, and this field follows from another.
-        object.__setattr__(self, "plain", list(_plain(self.given)))
+        object.__setattr__(self, "plain", list(_torch_optimizers(self.given)))
 
     def group_of(self, weight: torch.Tensor) -> tuple[torch.optim.Optimizer, dict[str, Any]] | None:
         """The optimizer that steps over a parameter, and its group of parameters."""
@@ -125,15 +125,15 @@ class DenseOptimizer:
         return next((o.state[weight] for o in self.plain if weight in o.state), {})
 
 
-def _plain(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+def _torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
     """Torch's optimizers within TorchRec's wrappers, without fused ones."""
     from torchrec.optim.fused import FusedOptimizer
 
     if hasattr(optimizer, "optimizers"):  # CombinedOptimizer
         for _, inner in optimizer.optimizers:
-            yield from _plain(inner)
+            yield from _torch_optimizers(inner)
     elif hasattr(optimizer, "_optimizer"):  # KeyedOptimizerWrapper, OptimizerWrapper
-        yield from _plain(optimizer._optimizer)
+        yield from _torch_optimizers(optimizer._optimizer)
     elif isinstance(optimizer, torch.optim.Optimizer):
         if not isinstance(optimizer, FusedOptimizer):
             yield optimizer
@@ -214,7 +214,7 @@ def parts_of(
             # Ranks without rows of a table have an empty shard.
             if not rows or not columns:
                 continue
-            states = {k: by_rows(v, rows) for k, v in of_table.items() if v.numel()}
+            states = {k: rows_view(v, rows) for k, v in of_table.items() if v.numel()}
             yield Part(
                 (collection.path, table.name),
                 (row, row + rows),
@@ -232,7 +232,7 @@ def dense_part(
     """A whole table under a dense optimizer. state: default that of the optimizer."""
     state = optimizer.state_of(weight) if state is None else state
     # A count is no state of rows.
-    states = {k: by_rows(v, len(weight)) for k, v in state.items() if torch.is_tensor(v) and k != _STEP}
+    states = {k: rows_view(v, len(weight)) for k, v in state.items() if torch.is_tensor(v) and k != _STEP}
     ends = (0, weight.shape[0]), (0, weight.shape[1])
     if _STEP not in state:
         return Part(key, *ends, {WEIGHTS: weight.detach(), **states})
@@ -264,7 +264,7 @@ def fresh_state(kind: Any, group: Mapping[str, Any], weight: torch.Tensor, step:
     return {_STEP: torch.tensor(float(step), device=device), **tensors}
 
 
-def by_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+def rows_view(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """State of cells [N, W], or of rows [N], as a view."""
     tensor = tensor.detach()
     return tensor.view(rows) if tensor.numel() == rows else tensor.view(rows, -1)

@@ -94,9 +94,9 @@ def to_torchrec(
     # A problem that names no hardware is for that of the cost model.
     hardware = problem.topology.hardware or str(plan.provenance.get("setting", ""))
     compute_device = compute_device or _device_of(like) or ("cpu" if hardware.startswith("cpu") else "cuda")
-    theirs = _as_named(problem, module) if isinstance(module, str) else _matched(problem, module)
+    theirs = _named_tables(problem, module) if isinstance(module, str) else _tables_in_both(problem, module)
     placements = plan.by_table()
-    shardings = {name: sharded(placements[name], problem.topology) for name in theirs}
+    shardings = {name: torchrec_sharding(placements[name], problem.topology) for name in theirs}
     # Settings of `like` take precedence over those in the plan's provenance.
     settings = {} if like else plan.provenance.get("torchrec", {})
     earlier = {
@@ -146,7 +146,7 @@ def to_torchrec(
     return ShardingPlan({**modules})
 
 
-def _as_named(problem: Problem, path: str) -> dict[str, ModelTable]:
+def _named_tables(problem: Problem, path: str) -> dict[str, ModelTable]:
     """The tables of a model that is not here. path: the collection of those that name none.
 
     Raises ShardCoreError for a path that no module of a model has, or that no table is in, and for tables that
@@ -197,7 +197,7 @@ def _device_of(plan: ShardingPlan | None) -> str | None:
     return None
 
 
-def sharded(placements: Sequence[Placement], topology: Topology) -> Sharded:
+def torchrec_sharding(placements: Sequence[Placement], topology: Topology) -> Sharded:
     """TorchRec's sharding of a table with these placements, which cover it once.
 
     Raises ShardCoreError if it cannot.
@@ -244,7 +244,7 @@ def _require_sequences(
                 )
 
 
-def _matched(problem: Problem, module: nn.Module) -> dict[str, ModelTable]:
+def _tables_in_both(problem: Problem, module: nn.Module) -> dict[str, ModelTable]:
     """The model's tables. Raises ShardCoreError unless the problem has the same, in the same shapes."""
     ours, theirs = {t.name: t for t in problem.tables}, tables_of(module)
     if missing := sorted(set(theirs) ^ set(ours)):
@@ -352,7 +352,7 @@ def from_torchrec(sharding_plan: ShardingPlan, problem: Problem, module: nn.Modu
 
     Raises ShardCoreError if plan, problem and model differ in tables, and as `placements_of` does.
     """
-    theirs = _matched(problem, module)
+    theirs = _tables_in_both(problem, module)
     ours, modules = {t.name: t for t in problem.tables}, modules_of(sharding_plan)
     by_path: dict[str, dict[str, Table]] = defaultdict(dict)
     placements = []

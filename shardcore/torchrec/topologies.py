@@ -40,9 +40,9 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0, below: Collecti
     require_type(topology, TheirTopology, "topology", "TorchRec's planner Topology, or ShardCore's Topology")
     require_type(reserved, float, "reserved", "a number")
     require(0 <= reserved < 1, f"reserved is {reserved}; it needs to be a share of memory, 0 to below 1")
-    _treated(topology)
+    _check_fields(topology)
     hosts_of_pod = _pod_size(topology)
-    storage, devices = _storage(topology), []
+    storage, devices = _storage_field(topology), []
     # DDR of a CPU's devices, HBM otherwise.
     for d in topology.devices:
         capacity = getattr(d.storage, storage)
@@ -71,19 +71,19 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0, below: Collecti
         memory.append(Memory(tier.name, of_host, getattr(topology, bandwidth) / BYTES_PER_MS_PER_GBPS))
     # Only bandwidths that somebody gave. Others are the cost model's.
     gbps: dict[str, Any] = given_bandwidths(topology)
-    return as_job(Topology(tuple(devices), links=links_of(**gbps), memory=tuple(memory)))
+    return with_job_rows(Topology(tuple(devices), links=links_of(**gbps), memory=tuple(memory)))
 
 
-def _storage(topology: TheirTopology) -> str:
+def _storage_field(topology: TheirTopology) -> str:
     """TorchRec's name of the memory in which a device holds tables."""
     return "ddr" if topology.compute_device == "cpu" else "hbm"
 
 
-def _treated(topology: TheirTopology) -> list[str]:
+def _check_fields(topology: TheirTopology) -> list[str]:
     """A line for each argument whose effects a price leaves out. Raises as `our_topology`."""
     values = fields.values_of(topology)
     values.pop("pod_size", None)
-    return fields.check(type(topology), values, "topology")
+    return fields.treated_lines(type(topology), values, "topology")
 
 
 def _pod_size(topology: TheirTopology) -> int:
@@ -97,7 +97,7 @@ def _pod_size(topology: TheirTopology) -> int:
     return pod
 
 
-def as_job(topology: Topology) -> Topology:
+def with_job_rows(topology: Topology) -> Topology:
     """The topology with rows divided as the environment makes TorchRec divide them, if it says so.
 
     Raises ShardCoreError if the topology has no such units, or its rows_over is another one.
@@ -176,7 +176,7 @@ def default_memory(topology: TheirTopology) -> str:
     """Capacity that nobody may have given, for messages. "": it differs from TorchRec's default."""
     from torchrec.distributed.planner import constants
 
-    storage = _storage(topology)
+    storage = _storage_field(topology)
     default = getattr(constants, f"{storage.upper()}_CAP")
     if any(getattr(d.storage, storage) != default for d in topology.devices):
         return ""
@@ -211,4 +211,4 @@ def notes(topology: TheirTopology, below: Iterable[Memory]) -> list[str]:
                 f"{TIERS[memory.tier].words} is TorchRec's {names[0]}_cap of each device, its link "
                 f"{memory.gbps:g} GB/s ({names[1]})"
             )
-    return [line for line in lines if line] + _treated(topology)
+    return [line for line in lines if line] + _check_fields(topology)

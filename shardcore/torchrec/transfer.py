@@ -99,7 +99,7 @@ class Piece:
         return -(-self.bytes // ALIGNMENT) * ALIGNMENT
 
 
-def inexact(old: TableRegions, new: TableRegions) -> str:
+def inexact_reason(old: TableRegions, new: TableRegions) -> str:
     """The reason why a table's optimizer state cannot be carried over as it is. "": it can be.
 
     Raises nothing: what is inexact is carried over by `pieces` as well as it can be.

@@ -117,8 +117,8 @@ def test_figures_draw_and_say_what_they_show(make, said, tmp_path):
 def test_doubling_says_the_gain_beside_the_floor():
     gain = "Twice the groups (800 instead of 400) would take 1.5 points off the learning curve's held-out error of 6.0%"
     gain += ", of own groups alone"
-    assert model_report.doubling(CURVE, 3.125) == f"{gain}; a timing itself is off by 3.1%."
-    assert model_report.doubling(CURVE, None) == f"{gain}."
+    assert model_report.gain_of_doubling(CURVE, 3.125) == f"{gain}; a timing itself is off by 3.1%."
+    assert model_report.gain_of_doubling(CURVE, None) == f"{gain}."
 
 
 def test_the_card_says_what_it_was_trained_on_where_to_trust_it_how_good_it_is_and_how_to_use_it():

@@ -7,7 +7,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.step import access
 from shardcore.tables import streams
 from shardcore.tables.generate import PoolConfig, generate_pool
-from shardcore.tables.statistics import pool_statistics, published
+from shardcore.tables.statistics import pool_statistics, published_statistics
 
 BATCH = 65536
 
@@ -19,7 +19,7 @@ def pool():
 
 @pytest.mark.long
 def test_pool_meets_the_published_statistics(pool):
-    found, wanted = pool_statistics(pool), published()
+    found, wanted = pool_statistics(pool), published_statistics()
     for name, value in wanted.items():
         if name.startswith("unique row share"):  # published with three decimals
             assert found[name] == pytest.approx(value, rel=0.05, abs=0.0005), name

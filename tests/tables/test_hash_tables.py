@@ -34,7 +34,7 @@ def test_raw_ids_go_where_fbgemm_sends_them(input_size, buckets, n):
     theirs = [part.tolist() for part in sent.split(lengths.tolist())]
     routing = "contiguous" if input_size else "round_robin"
     collision = ManagedCollision(8, buckets=buckets, routing=routing, input_size=input_size)
-    device = hash_tables.routed(IDS, collision, n) * n // buckets
+    device = hash_tables.bucket_of_ids(IDS, collision, n) * n // buckets
     assert [IDS[device == d].tolist() for d in range(n)] == theirs
 
 

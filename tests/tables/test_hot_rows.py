@@ -13,7 +13,7 @@ from shardcore.core.types import Problem, Table
 from shardcore.io.hot_ids import HotIds, read_hot_ids, write_hot_ids
 from shardcore.step import access
 from shardcore.tables.heat import heat_of
-from shardcore.tables.hot_rows import divided, hot_counts, with_hot_rows
+from shardcore.tables.hot_rows import hot_and_cold, hot_counts, with_hot_rows
 from shardcore.tables.streams import stream
 
 BATCH = 2048
@@ -29,7 +29,7 @@ def problem(*tables: Table, **asked) -> Problem:
 @pytest.mark.parametrize("rows", [10, 200, 3000])
 def test_parts_are_looked_up_as_in_the_whole_table(table, rows):
     ids = stream(table, BATCH, seed=5)[0]
-    hot, cold = divided(table, rows, BATCH)
+    hot, cold = hot_and_cold(table, rows, BATCH)
     assert (hot.rows, hot.rows + cold.rows) == (rows, table.rows)
     assert hot.pooling + cold.pooling == pytest.approx(table.pooling)
     assert access.lookups(hot, BATCH) == pytest.approx(np.count_nonzero(ids < rows), rel=0.05)
@@ -38,7 +38,7 @@ def test_parts_are_looked_up_as_in_the_whole_table(table, rows):
 
 
 def test_hot_rows_are_whole_in_device_memory_also_of_a_table_in_host_memory():
-    hot, cold = divided(replace(TABLE, load_factor=0.2), 200, BATCH)
+    hot, cold = hot_and_cold(replace(TABLE, load_factor=0.2), 200, BATCH)
     assert (hot.load_factor, cold.load_factor) == (1.0, 0.2)
 
 

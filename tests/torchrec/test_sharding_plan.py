@@ -26,7 +26,7 @@ from shardcore.io import files
 from shardcore.step.ways import consolidate
 from shardcore.torchrec.modules import tables_of
 from shardcore.torchrec.plan_files import from_json, read_torchrec, to_json, write_torchrec
-from shardcore.torchrec.sharding_plan import from_torchrec, sharded, to_torchrec
+from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec, torchrec_sharding
 
 MODULE = training.Model(sequence=True)
 TABLE = Table("t", 24, 16, 2.0)
@@ -112,29 +112,36 @@ def ranges(found):
 
 
 def test_ranks_are_host_by_host():
-    assert sharded([column(TABLE, 2)], HOSTS).shards == ((1, Shard.whole(TABLE)),)
-    found = sharded([host_row(TABLE, (1, 3))], HOSTS)
+    assert torchrec_sharding([column(TABLE, 2)], HOSTS).shards == ((1, Shard.whole(TABLE)),)
+    found = torchrec_sharding([host_row(TABLE, (1, 3))], HOSTS)
     assert found.sharding_type == "table_row_wise" and ranges(found) == [(2, 0, 12), (3, 12, 24)]
-    found = sharded([row(TABLE, HOSTS)], HOSTS)
+    found = torchrec_sharding([row(TABLE, HOSTS)], HOSTS)
     assert found.sharding_type == "row_wise" and ranges(found) == [
         (0, 0, 6),
         (1, 6, 12),
         (2, 12, 18),
         (3, 18, 24),
     ]
-    assert sharded([replica(TABLE, HOSTS)], HOSTS) == sharded([replica(TABLE, FOUR)], FOUR)
+    assert torchrec_sharding([replica(TABLE, HOSTS)], HOSTS) == torchrec_sharding(
+        [replica(TABLE, FOUR)], FOUR
+    )
 
 
 def test_the_last_rank_has_the_rest():
     table = Table("t", 23, 16, 2.0)
-    assert ranges(sharded([row(table, HOSTS)], HOSTS)) == [(0, 0, 6), (1, 6, 12), (2, 12, 18), (3, 18, 23)]
-    assert ranges(sharded([host_row(table, (0, 2))], HOSTS)) == [(0, 0, 12), (1, 12, 23)]
+    assert ranges(torchrec_sharding([row(table, HOSTS)], HOSTS)) == [
+        (0, 0, 6),
+        (1, 6, 12),
+        (2, 12, 18),
+        (3, 18, 23),
+    ]
+    assert ranges(torchrec_sharding([host_row(table, (0, 2))], HOSTS)) == [(0, 0, 12), (1, 12, 23)]
 
 
 def test_grid_has_one_part_per_device():
     """TorchRec's fused kernel fails on two shards of unequal widths of one table on one rank."""
     parts = [host_row(TABLE, (0, 2), 0, 4), host_row(TABLE, (1, 3), 4, 8), host_row(TABLE, (0, 2), 8, 16)]
-    found = sharded(parts, HOSTS)
+    found = torchrec_sharding(parts, HOSTS)
     assert found.sharding_type == "grid_shard"
     assert [(rank, s.col_lo, s.col_hi) for rank, s in found.shards] == [
         (0, 0, 12),
@@ -144,7 +151,9 @@ def test_grid_has_one_part_per_device():
     ]
     assert ranges(found) == [(0, 0, 12), (1, 12, 24), (2, 0, 12), (3, 12, 24)]
     assert (
-        sharded([host_row(TABLE, (0, 2), 0, 4), host_row(TABLE, (0, 2), 4, 16)], HOSTS).sharding_type
+        torchrec_sharding(
+            [host_row(TABLE, (0, 2), 0, 4), host_row(TABLE, (0, 2), 4, 16)], HOSTS
+        ).sharding_type
         == "table_row_wise"
     )
 
@@ -187,7 +196,7 @@ def test_a_table_of_two_kinds_is_refused():
     with pytest.raises(
         ShardCoreError, match="table 't' by column and host_row; TorchRec shards a table by one of them"
     ):
-        sharded([host_row(TABLE, (0, 2), 0, 8), column(TABLE, 1, 8, 16)], HOSTS)
+        torchrec_sharding([host_row(TABLE, (0, 2), 0, 8), column(TABLE, 1, 8, 16)], HOSTS)
 
 
 def test_refuses_sequences_that_torchrec_cannot():
