@@ -249,5 +249,9 @@ def test_a_plan_without_moves_says_so():
 def test_a_sentence_names_the_bottleneck_and_why():
     now = asked(AnalyticModel(Setting("made-up", 64)))
     d = int(np.argmax(np.array(now.cost.compute_ms) + now.cost.backward_comm_ms))
-    assert plan_explorer.glance_text(now).startswith(f"Device {d} is the bottleneck, ready last: its compute ")
-    assert " for table t" in plan_explorer.glance_text(now) and "the others wait" in plan_explorer.glance_text(now)
+    assert plan_explorer.glance_text(now).startswith(
+        f"Device {d} is the bottleneck, ready last: its compute "
+    )
+    assert " for table t" in plan_explorer.glance_text(
+        now
+    ) and "the others wait" in plan_explorer.glance_text(now)
