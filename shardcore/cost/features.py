@@ -15,7 +15,7 @@ import numpy as np
 from shardcore.core.types import PRECISION_BYTES, Shard
 from shardcore.io.measurements import ComputeRequest, ComputeSample
 from shardcore.step import access
-from shardcore.step.output_bytes import output_rows
+from shardcore.step.access import output_rows
 
 WIDTH_CLASSES = (32, 64, 128, 256)
 """Columns at which FBGEMM's CUDA kernels change. They choose by the widest table of an op."""

@@ -21,12 +21,11 @@ from shardcore.core.step_cost import EQUAL, PredictedCost
 from shardcore.core.topology import Topology
 from shardcore.core.types import Plan, Problem, Setting, Shard
 from shardcore.core.validation import require_type, shown
+from shardcore.step.access import payload_bytes
 from shardcore.step.collectives import carried_as
 from shardcore.step.kinds import ID_CHANNELS, Channel
-from shardcore.step.lower import Workload, lower
-from shardcore.step.output_bytes import payload_bytes
+from shardcore.step.lower import Workload, channels_of, lower
 from shardcore.step.scopes import groups_of
-from shardcore.step.traffic import channels_of
 from shardcore.tables.host_rows import in_one_cache
 
 

@@ -38,8 +38,7 @@ from shardcore.core.links import LEVELS, joins
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS
 from shardcore.core.types import OUTPUT_BYTES, PRECISION_BYTES, Shard, Table
 from shardcore.cost.link_counts import link_counts
-from shardcore.step.access import access_share, concentration_of, unique_rows_of
-from shardcore.step.output_bytes import output_rows
+from shardcore.step.access import access_share, concentration_of, output_rows, unique_rows_of
 from shardcore.tables.host_rows import link_bytes_of
 
 MS_PER_US, MS_PER_NS = 1e-3, 1e-6

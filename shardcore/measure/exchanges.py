@@ -34,9 +34,8 @@ from shardcore.measure.fused_op import even_parts
 from shardcore.step import collectives
 from shardcore.step.collectives import carried_as
 from shardcore.step.kinds import Channel, Layout
-from shardcore.step.lower import Workload
+from shardcore.step.lower import Workload, row_in
 from shardcore.step.scopes import SCOPES, WORLD, groups_in
-from shardcore.step.traffic import row_in
 
 Full = Callable[[Sequence[int]], torch.Tensor]
 """Makes a buffer of the given shape."""

@@ -23,9 +23,9 @@ from shardcore.io.measurements import ComputeRequest
 from shardcore.measure import fused_op, own_core
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.measure.timing import Caches
+from shardcore.step.access import output_bytes
 from shardcore.step.lower import Op, Workload
 from shardcore.step.memory import gib
-from shardcore.step.output_bytes import output_bytes
 
 ComputeTimes = Sequence[np.ndarray]
 """For each workload, [D, 2] ms of a device's forward and backward compute, measured one device at a time."""

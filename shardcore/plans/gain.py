@@ -25,9 +25,8 @@ from typing import Any
 from shardcore.core.types import Plan, Problem, Shard
 from shardcore.cost.known_errors import errors_of
 from shardcore.cost.model import CostModel, PricedPlan
-from shardcore.step.access import access_share
+from shardcore.step.access import access_share, output_bytes
 from shardcore.step.kinds import shards_on
-from shardcore.step.output_bytes import output_bytes
 
 CONFIDENCE = 0.9
 CALIBRATION = 0.56

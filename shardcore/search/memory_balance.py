@@ -19,10 +19,10 @@ from shardcore.core.types import Placement, Plan, Problem
 from shardcore.cost.model import CostModel, group_costs, is_less, price, total_ms
 from shardcore.search.budget import Meter
 from shardcore.search.state.shards import CONCESSION, priced
+from shardcore.step.access import output_bytes
 from shardcore.step.kinds import layout_of, possible_groups, run_of, shards_on
 from shardcore.step.lower import Workload, lower
 from shardcore.step.memory import own_peaks
-from shardcore.step.output_bytes import output_bytes
 from shardcore.step.ways import consolidate, fixed_placements
 
 _TRIES = 8

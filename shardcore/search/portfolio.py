@@ -34,8 +34,8 @@ from shardcore.search.state.feasible import fitting
 from shardcore.search.state.halves import Halves, halved, halves_of, may_halve
 from shardcore.search.state.shards import priced
 from shardcore.search.ties import ranks
+from shardcore.step.access import output_bytes
 from shardcore.step.kinds import LAYOUTS
-from shardcore.step.output_bytes import output_bytes
 from shardcore.step.ways import searched_tables
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Access statistics: how many rows a batch touches, and what share of lookups a row range serves.
+"""Access statistics: how many rows a batch touches, what share of lookups a row range serves, and bytes of outputs.
 
 A reuse histogram describes one reference batch with U unique rows, n_k of them in bin k. Counts inside the
 bins sum to the batch's lookups.
@@ -14,11 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from shardcore.core.access_statistics import MOST_RANGES, REUSE_BINS, Reuse, RowShares, Zipf
-from shardcore.core.types import Shard, Table
+from shardcore.core.payloads import payload_of
+from shardcore.core.types import OUTPUT_BYTES, Shard, Table
 
 BIN_LOW = np.array([1] + [2 ** (k - 1) + 1 for k in range(1, REUSE_BINS)], dtype=np.float64)
 """Smallest count in each reuse bin."""
@@ -467,3 +469,34 @@ def expected_bins(rows: np.ndarray, lookups_each: np.ndarray) -> tuple[float, ..
 def reuse_bin(counts: np.ndarray) -> np.ndarray:
     """The reuse bin of each count: 0 for 1, k for (2^(k-1), 2^k], the last for all above."""
     return np.searchsorted(BIN_HIGH, counts)
+
+
+# --- outputs: what lookups give, and what gradients come back to -------------------------------------------------
+
+
+def output_rows(shard: Shard, batch: int) -> int:
+    """Rows of its outputs for `batch` samples.
+
+    Pooled: one for each distinct value of a feature. A sequence: one for each lookup of the shard's rows, by
+    the table's statistics.
+    """
+    return table_output_rows(shard.table, batch, access_share(shard) if shard.table.sequence else 1.0)
+
+
+def table_output_rows(table: Table, batch: int, share: float = 1.0) -> int:
+    """Rows of outputs of rows that get a share of the table's lookups. Faster than to create a Shard."""
+    # Whole rows, so that searches can add and subtract their bytes exactly. At least one: there is an op.
+    if not table.sequence:
+        return distinct_values(table, batch)
+    return max(1, round(batch * table.looked_up * share))
+
+
+def output_bytes(shard: Shard, batch: int) -> int:
+    """Bytes of its outputs for `batch` samples, or of their gradients."""
+    # FBGEMM returns FP32 outputs, whatever type the weights have.
+    return OUTPUT_BYTES * shard.width * output_rows(shard, batch)
+
+
+def payload_bytes(n_bytes: Any, payload: str) -> Any:
+    """Bytes that outputs or gradients take on their way, if they take `n_bytes` in FP32. Without padding."""
+    return n_bytes * payload_of(payload).share

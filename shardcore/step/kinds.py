@@ -11,7 +11,7 @@ It also runs one collective on each channel of that kind. A row of LAYOUTS gives
 `lower`, memory checks, searches, replays, exports and reports read these rows. Nothing else knows a kind.
 To add a kind, add a row. If it brings a collective that was not measured yet, measure that too.
 
-Shapes: C channels, L lanes (traffic.py), D devices. A formula takes numbers or arrays.
+Shapes: C channels, L lanes (lower.py), D devices. A formula takes numbers or arrays.
 """
 
 from __future__ import annotations
@@ -343,7 +343,7 @@ CHANNELS: tuple[Channel, ...] = (*_WITHIN_TOWERS, *_PLAIN, *ID_CHANNELS)
 """All channels. Arrays of bytes [C, ...] use this order. Exchanges within hosts come before those across.
 
 A device enters its outputs and gradients into a channel. Of ID_CHANNELS, it counts what a device receives.
-Where several runs have a channel, such arrays have lanes, one after another: [L C, ...], see traffic.py.
+Where several runs have a channel, such arrays have lanes, one after another: [L C, ...], see lower.py.
 """
 
 # Found by its properties, so that no code names a kind.

@@ -573,8 +573,8 @@ class StageCoefficients:
     Slots of a stage are the fields of memory_timeline.StageBuffers: before, after, freed_late, and each phase.
 
     sums: [R, T, slots, 2] multiples of bytes that entered, and of lookups.
-    batch: [R, T, slots, 6] multiples of a run's bytes for a local batch: its outputs; these if it is cut, if
-      outputs of several runs are joined, and if either; its gradient; and that if it is not cut.
+    batch: [R, T, slots, 8] multiples of a run's outputs for a local batch, and of its gradient: for runs that are
+      neither cut nor joined with others, for joined ones, for cut ones, and for both.
     phases: [R, T] number of phases.
     most: [R, 2] the largest of the multiples `sums`.
     """
@@ -591,9 +591,18 @@ class StageCoefficients:
         n_phases = np.array([[len(buffers.phases) for buffers in of] for of in stages], dtype=np.int64)
         # Runs with fewer phases keep zeros in the slots that they lack.
         n_slots = 3 + int(n_phases.max())
-        sums, batch = (np.zeros((len(runs), 4, n_slots, n)) for n in (2, 6))
+        sums, batch = (np.zeros((len(runs), 4, n_slots, n)) for n in (2, 8))
         for r, run in enumerate(runs):
-            local = _local_units(run, problem)
+            # Of the four cases: bytes for a byte of outputs, and for one of the gradient.
+            cases = [
+                (
+                    output_buffers(run, 1.0, problem.job, cut, together),
+                    {"gradient": 1.0, "uncut": float(not cut)},
+                )
+                for cut in (False, True)
+                for together in (False, True)
+            ]
+            local = [unit for case in cases for unit in case]
             _, entered, sorting = unit_buffers(run, problem)
             for t, held in enumerate(stages[r]):
                 # The order of slots is a contract with engine/memory.py.
@@ -602,26 +611,8 @@ class StageCoefficients:
                     # Parts do not matter here, only bytes: their buffers are added up.
                     for name, n in ((name, n) for of in alive.values() for name, n in of.items()):
                         sums[r, t, slot] += n * np.array([entered.get(name, 0), sorting.get(name, 0)])
-                        batch[r, t, slot] += n * local.get(name, np.zeros(6))
+                        batch[r, t, slot] += n * np.array([unit.get(name, 0) for unit in local])
         # Buffers freed late exist together with those of `after`, so the largest slot adds both.
         after = np.zeros_like(sums)
         after[:, :, 1] = sums[:, :, 2]
         return cls(sums, batch, n_phases, (sums + after).max((1, 2)))
-
-
-def _local_units(run: Layout, problem: Problem) -> dict[str, np.ndarray]:
-    """[6] multiples of the bytes in `StageCoefficients.batch`, for each buffer of a run's outputs."""
-    # Unit vectors: each buffer becomes a row of multiples of the six quantities.
-    outputs, cut, together, either, gradient, uncut = np.eye(6)
-    # Both cases are linear in outputs. Their difference counts only if runs are joined.
-    plain, joined = (output_buffers(run, 1.0, problem.job, False, together) for together in (False, True))
-    units = {name: n * outputs for name, n in plain.items()}
-    return units | {
-        "cut": cut,
-        "together": together,
-        "joined": either,
-        "gradient": gradient,
-        "uncut": uncut,
-        "local copied": plain["local copied"] * outputs
-        + (joined["local copied"] - plain["local copied"]) * together,
-    }

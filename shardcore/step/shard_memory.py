@@ -12,11 +12,11 @@ from shardcore.core.job import PIPELINES, Job
 from shardcore.core.payloads import payload_of
 from shardcore.core.progress import ticking
 from shardcore.core.types import OUTPUT_BYTES, Placement, Problem, Shard, Table
+from shardcore.step.access import output_bytes, table_output_rows
 from shardcore.step.collectives import carried_as
 from shardcore.step.id_bytes import received_bytes, sample_bytes
 from shardcore.step.kinds import Channel, Layout, run_of
 from shardcore.step.op_limits import op_ids
-from shardcore.step.output_bytes import output_bytes, table_output_rows
 
 SORTING_BYTES = 52
 """Bytes a lookup that FBGEMM's CUDA backward needs to sort rows. Given, not measured.

@@ -15,8 +15,8 @@ from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import Budget
 from shardcore.search.sharders import SHARDERS
+from shardcore.step.access import payload_bytes
 from shardcore.step.lower import lower, require_plan
-from shardcore.step.output_bytes import payload_bytes
 
 
 def problem(there: str, back: str, local_batch: int, *dims: int, memory_bytes=10**8, **fields) -> Problem:

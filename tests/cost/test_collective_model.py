@@ -16,7 +16,6 @@ from shardcore.core.types import Plan, Problem, Table
 from shardcore.cost import collective_fit, collective_model, fit, neural, ranges
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.io.measurements import CollectiveRequest, CollectiveSample
-from shardcore.step import traffic
 from shardcore.step.collectives import COLLECTIVES
 from shardcore.step.kinds import CHANNELS, IDS, LAYOUTS, Channel
 from shardcore.step.lower import lower
@@ -403,6 +402,6 @@ def test_a_collective_without_a_law_is_refused_not_taken_for_a_ring(of_hosts, mo
         collective_model.exchange_terms(other, owned, topology.units)
     with pytest.raises(ShardCoreError, match=said):
         collective_model.collective_ms(of_hosts.weights, other, owned, topology)
-    monkeypatch.setattr(traffic, "CHANNELS", (other, *CHANNELS[1:]))
+    monkeypatch.setattr("shardcore.step.lower.CHANNELS", (other, *CHANNELS[1:]))
     with pytest.raises(ShardCoreError, match=said):
         AnalyticModel(SETTING).comm(np.ones((len(CHANNELS), 2)), np.zeros(2), topology)

@@ -15,8 +15,7 @@ from shardcore.core.types import MIN_WIDTH, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.step.kinds import shards_on
-from shardcore.step.lower import lower
-from shardcore.step.traffic import channels_of
+from shardcore.step.lower import channels_of, lower
 from shardcore.step.ways import (
     consolidate,
     devices_of,

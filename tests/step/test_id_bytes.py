@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from given_ids import input_bytes
 from shapes import arriving, column, host_row, on_hosts, replica, row
 
 from shardcore.core.access_statistics import Reuse, Zipf
@@ -11,7 +12,7 @@ from shardcore.core.job import Job
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.step import memory
-from shardcore.step.id_bytes import input_bytes, received_bytes
+from shardcore.step.id_bytes import received_bytes
 from shardcore.step.kinds import BUCKETIZED_IDS, IDS, Channel
 from shardcore.step.lower import lower
 from shardcore.tables import streams

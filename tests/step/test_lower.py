@@ -5,6 +5,7 @@ from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
+from given_ids import count_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from shapes import ALL_REDUCE, ALL_TO_ALL, column, entering, host_row, on_hosts, replica, row, sends
@@ -16,7 +17,6 @@ from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.step import memory
-from shardcore.step.id_bytes import count_bytes
 from shardcore.step.kinds import CHANNELS, IDS, LAYOUTS
 from shardcore.step.lower import Op, lower, require_cover, traffic_of_outputs
 from shardcore.step.ways import consolidate

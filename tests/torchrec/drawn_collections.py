@@ -12,17 +12,17 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import training
+from given_ids import Lookups, count_bytes, input_bytes
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
 from shardcore.core.payloads import FP32_BYTES, MEASURED, payload_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import OUTPUT_BYTES, Placement, Plan, Problem, Shard, Table
+from shardcore.step.access import payload_bytes
 from shardcore.step.collectives import carried_as
-from shardcore.step.id_bytes import Lookups, count_bytes, input_bytes
 from shardcore.step.kinds import ID_CHANNELS, Channel, Layout, run_of, shards_on
 from shardcore.step.lower import lower, require_plan
-from shardcore.step.output_bytes import payload_bytes
 from shardcore.step.scopes import SCOPES, groups_in
 
 SHAPES = ((1, 2), (2, 2), (1, 4))

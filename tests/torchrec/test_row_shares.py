@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("torchrec")
 
+from given_ids import input_bytes
 from shapes import row
 from torchrec import (
     EmbeddingBagCollection,
@@ -23,7 +24,6 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.io import files
 from shardcore.step import memory
-from shardcore.step.id_bytes import input_bytes
 from shardcore.step.kinds import BUCKETIZED_IDS, layout_of, run_of
 from shardcore.step.lower import lower
 from shardcore.torchrec.planner import plan_for, problem_for

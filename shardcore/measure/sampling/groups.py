@@ -13,7 +13,7 @@ from shardcore.core.validation import MOST_BYTES, MOST_DIM, require, require_wit
 from shardcore.io.measurements import ComputeRequest
 from shardcore.measure.sampling import placements
 from shardcore.measure.sampling.problems import DEVICES, DIMS
-from shardcore.step.output_bytes import output_bytes
+from shardcore.step.access import output_bytes
 
 REPLICATED_BYTES = 64 << 20
 """Larger tables are not worth replicating."""

@@ -14,10 +14,10 @@ from shardcore.core.progress import ticking
 from shardcore.core.topology import Topology
 from shardcore.core.types import Problem, Shard
 from shardcore.cost.model import CostModel
+from shardcore.step.access import output_bytes
 from shardcore.step.id_bytes import received_bytes
 from shardcore.step.kinds import CHANNELS, Layout
 from shardcore.step.lower import traffic_of_outputs
-from shardcore.step.output_bytes import output_bytes
 
 _TERMS = ("own", "busiest", "host_busiest", "total", "once")
 """Terms of an exchange in arrays.SearchProblem."""

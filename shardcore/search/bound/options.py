@@ -17,9 +17,9 @@ import numpy as np
 from shardcore.core.topology import Topology
 from shardcore.core.types import MIN_WIDTH, Problem, Shard, Table
 from shardcore.cost.model import BoundableCostModel, CommCost
+from shardcore.step.access import output_bytes
 from shardcore.step.id_bytes import received_bytes
 from shardcore.step.kinds import CHANNELS, LAYOUTS, WHOLE_ROWS, Channel, Layout, even_share
-from shardcore.step.output_bytes import output_bytes
 from shardcore.step.scopes import WORLD, groups_of
 from shardcore.tables.host_rows import longest_held
 

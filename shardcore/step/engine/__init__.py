@@ -4,7 +4,7 @@ It works on arrays. `arrays.SearchProblem` has the options of a problem; search/
 `arrays.State` is one plan, with everything that follows from it. Changes update it in place.
 The best plan is not copied. A log of the changes made since then leads back to it.
 
-state: what a plan holds, and all that follows from it. put: place a shard. trial: try a change, and accept it.
+state: what a plan holds, and all that follows from it. trial: try a change and accept it, or place a shard.
 memory, cost: bytes that devices lack, ms of a step. greedy and annealing, which choose changes, are in
 search/anneal/compiled.
 

@@ -66,7 +66,7 @@ REPLICAS_RUN: 1 if its tables are replicas.
 LAYOUT: number of the layout whose groups share its tables, -1 for kinds.
 PHASES + t: phases of stage t.
 """
-OF_ENTERED, OF_LOOKUPS = 6, 7
+OF_ENTERED, OF_LOOKUPS = 8, 9
 """Columns of SearchProblem.stages: multiples of what entered, and of lookups. Those before are of the run's share of a
 local batch (see memory.frame)."""
 MOST_ENTERED, MOST_LOOKUPS, MOST_FEATURES = range(3)
@@ -121,7 +121,7 @@ class SearchProblem(NamedTuple):
     host_free: float64  # bytes of a host's memory; infinite where they are not given
     runs: int64[:, ::1]  # [N, 8] see COLLECTION
     # Multiples of a run's bytes in a stage. Slots are those of memory.StageCoefficients.
-    stages: float64[:, :, :, ::1]  # [N, 4, slots, 8] see OF_ENTERED
+    stages: float64[:, :, :, ::1]  # [N, 4, slots, 10] see OF_ENTERED
     limits: float64[:, ::1]  # [N, 3] see MOST_ENTERED
     ops_limited: boolean  # whether an op may have too much for FBGEMM
     caches: int64[:, ::1]  # [C, 3] run of each cache, and its first and last entry in vectors

@@ -134,6 +134,14 @@ def has_busiest(fx, x):
 
 
 @inner
+def exchange_ms(fx, x, total, busiest, of_host):
+    """ms of exchange x, and of the devices' own work with it, from bytes of all, of the busiest device and host."""
+    rates = fx.rates[x]
+    ms = rates[ONCE] + rates[TOTAL] * total + rates[BUSIEST] * busiest + rates[HOST_BUSIEST] * of_host
+    return ms, rates[WORK_ONCE] + rates[WORK_TOTAL] * total + rates[WORK_BUSIEST] * busiest
+
+
+@inner
 def energy_of(fx, st, t):
     """The smooth cost in ms. It is `cost_of` with p-norms in place of maxima.
 
@@ -147,18 +155,14 @@ def energy_of(fx, st, t):
         if all_carried[x] > 0.0:
             # In bytes again. At least the largest load, and at most D ** (1 / p) times it.
             busiest = st.ref[1, x] * root(norm[1, x]) if has_busiest(fx, x) else 0.0
-            rates = fx.rates[x]
-            ms = rates[ONCE] + rates[TOTAL] * all_carried[x] + rates[BUSIEST] * busiest
-            if rates[HOST_BUSIEST] > 0.0:
-                ms += rates[HOST_BUSIEST] * st.ref[2, x] * root(norm[2, x])
+            of_host = st.ref[2, x] * root(norm[2, x]) if fx.rates[x, HOST_BUSIEST] > 0.0 else 0.0
+            ms, own_ms = exchange_ms(fx, x, all_carried[x], busiest, of_host)
             # Exchanges of outputs come first. Those of ids may hide behind the dense part.
             if x < len(fx.runs):
                 cost += ms
             else:
                 ids_ms += ms
-                work_ms += (
-                    rates[WORK_ONCE] + rates[WORK_TOTAL] * all_carried[x] + rates[WORK_BUSIEST] * busiest
-                )
+                work_ms += own_ms
     fetched = st.ref[0, FETCHED] * root(norm[0, FETCHED])
     return longer_chain(fx, cost, fetched) + exposed_ids(fx, ids_ms, work_ms)
 
@@ -181,7 +185,7 @@ def cost_of(fx, st):
     st.number[WORST] = worst
     cost, ids_ms, work_ms = st.devices[worst, LOAD], 0.0, 0.0
     for x in range(len(fx.rates)):
-        rates, total = fx.rates[x], st.hosts[0, -1, x]
+        total = st.hosts[0, -1, x]
         if total > 0.0:
             # Where no cost depends on the busiest device, the search for it is skipped.
             busiest, most = 0, 0.0
@@ -193,18 +197,17 @@ def cost_of(fx, st):
                         busiest, most = d, n_bytes
             # Moves prefer this device, too: only a change there makes the exchange shorter.
             st.number[WIDEST + x] = busiest
-            ms = rates[ONCE] + rates[TOTAL] * total + rates[BUSIEST] * most
-            if rates[HOST_BUSIEST] > 0.0:
+            of_host = 0.0
+            if fx.rates[x, HOST_BUSIEST] > 0.0:
                 # A host's link is shared by its devices: the host that sends most decides.
-                of_host = 0.0
                 for h in range(st.hosts.shape[1] - 1):
                     of_host = max(of_host, st.hosts[0, h, x])
-                ms += rates[HOST_BUSIEST] * of_host
+            ms, own_ms = exchange_ms(fx, x, total, most, of_host)
             if x < len(fx.runs):
                 cost += ms
             else:
                 ids_ms += ms
-                work_ms += rates[WORK_ONCE] + rates[WORK_TOTAL] * total + rates[WORK_BUSIEST] * most
+                work_ms += own_ms
     step = longer_chain(fx, cost, st.devices[latest, FETCHED])
     # Where the step waits for rows, less to fetch makes it shorter, so moves prefer that device.
     if step > cost:

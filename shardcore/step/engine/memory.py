@@ -117,19 +117,14 @@ def frame(fx, st):
             gradient = of_all
         received += outputs
         joined += outputs if together else 0.0
+        # Multiples as StageCoefficients.batch has them.
+        case = 4 * int(cut) + 2 * int(together)
         # The largest phase of the run alone, for `batch_most`.
         of_run = 0.0
         for t in range(4):
             for slot in range(fx.stages.shape[2]):
-                # Multiples as StageCoefficients.batch names them.
                 of = fx.stages[r, t, slot]
-                st.frame[r, t, slot] = (
-                    of[0] * outputs
-                    + (of[1] * outputs if cut else of[5] * gradient)
-                    + (of[2] * outputs if together else 0.0)
-                    + (of[3] * outputs if cut or together else 0.0)
-                    + of[4] * gradient
-                )
+                st.frame[r, t, slot] = of[case] * outputs + of[case + 1] * gradient
                 # Buffers before and after a run's phases meet phases of other runs, so they count, too.
                 if slot >= SLOT_PHASES or slot == SLOT_BEFORE:
                     of_run = max(of_run, st.frame[r, t, slot])
@@ -152,6 +147,13 @@ def in_moment(fx, st, arrived, m):
 
 
 @inner
+def slot_bytes(fx, st, row, r, t, slot):
+    """Bytes of a slot of run r in stage t: of the local batch, and of what the device's op has."""
+    of, op = fx.stages[r, t, slot], st.ops[st.row[row, r], r]
+    return st.frame[r, t, slot] + of[OF_ENTERED] * op[ENTERED] + of[OF_LOOKUPS] * op[LOOKUPS]
+
+
+@inner
 def peak(fx, st, row):
     """Bytes of a device's largest phase, without those that are in all phases."""
     n, arrived = st.number[N_RUNS], total_of(st, row, int64(ARRIVED))
@@ -162,10 +164,7 @@ def peak(fx, st, row):
         # At first, all runs have the buffers that precede their phases.
         held = 0.0
         for i in range(n):
-            r = st.order[i]
-            of = fx.stages[r, t, SLOT_BEFORE]
-            op = st.ops[st.row[row, r], r]
-            held += st.frame[r, t, SLOT_BEFORE] + of[OF_ENTERED] * op[ENTERED] + of[OF_LOOKUPS] * op[LOOKUPS]
+            held += slot_bytes(fx, st, row, st.order[i], t, SLOT_BEFORE)
         if t == 0:  # ids arrive before lookups
             most = max(most, held + in_moment(fx, st, arrived, int64(0)))
         if t == 2:  # the dense part comes between forward and backward
@@ -174,31 +173,15 @@ def peak(fx, st, row):
         for i in range(n):
             # Autograd goes back from the last run to the first.
             r = st.order[i] if t < 2 else st.order[n - 1 - i]
-            op = st.ops[st.row[row, r], r]
-            entered, lookups = op[ENTERED], op[LOOKUPS]
-            of, frame_of = fx.stages[r, t], st.frame[r, t]
             # When the run begins, its phases take the place of the buffers that waited for it.
-            held -= (
-                frame_of[SLOT_BEFORE]
-                + of[SLOT_BEFORE, OF_ENTERED] * entered
-                + of[SLOT_BEFORE, OF_LOOKUPS] * lookups
-            )
+            held -= slot_bytes(fx, st, row, r, t, SLOT_BEFORE)
             for slot in range(SLOT_PHASES, SLOT_PHASES + fx.runs[r, PHASES + t]):
                 # Only the first phase meets the buffers of the run before.
-                n_bytes = frame_of[slot] + of[slot, OF_ENTERED] * entered + of[slot, OF_LOOKUPS] * lookups
-                most = max(most, ids + held + freed_late + n_bytes)
+                most = max(most, ids + held + freed_late + slot_bytes(fx, st, row, r, t, slot))
                 freed_late = 0.0
             # These stay until the stage ends, while the runs that follow have their phases.
-            held += (
-                frame_of[SLOT_AFTER]
-                + of[SLOT_AFTER, OF_ENTERED] * entered
-                + of[SLOT_AFTER, OF_LOOKUPS] * lookups
-            )
-            freed_late = (
-                frame_of[SLOT_FREED_LATE]
-                + of[SLOT_FREED_LATE, OF_ENTERED] * entered
-                + of[SLOT_FREED_LATE, OF_LOOKUPS] * lookups
-            )
+            held += slot_bytes(fx, st, row, r, t, SLOT_AFTER)
+            freed_late = slot_bytes(fx, st, row, r, t, SLOT_FREED_LATE)
     # The dense optimizer steps last.
     return max(most, held + st.value[SCRATCH] + in_moment(fx, st, arrived, int64(5)))
 

@@ -36,10 +36,15 @@ from shardcore.step.engine.pointers import WORDS, entry
 
 
 @inner
-def moved_of(fx, s, d, units):
-    """Bytes of a strip that moved to device d if it holds `units` of it."""
+def count_moved(fx, st, s, d, was, now):
+    """Count the tables and bytes that moved if device d has `now` units of a strip in place of `was`."""
     # Columns are exchangeable. Only units beyond those it had count as moved.
-    return max(0, units - fx.kept[s, d]) * fx.strips[s, WEIGHT]
+    more = (max(0, now - fx.kept[s, d]) - max(0, was - fx.kept[s, d])) * fx.strips[s, WEIGHT]
+    # A table counts once, however many of its strips moved. A bundle counts as all of its tables (joint).
+    t = fx.strips[s, TABLE]
+    st.number[N_MOVED] += (int(st.moved[t] + more > 0) - int(st.moved[t] > 0)) * fx.strips[s, JOINT]
+    st.number[BYTES_MOVED] += more
+    st.moved[t] += more
 
 
 @inner
@@ -48,12 +53,7 @@ def hold(fx, st, s, d, units):
     was = int64(st.held[s, d])
     # Without limits, moved tables and bytes are not counted.
     if len(fx.kept) > 0:
-        t = fx.strips[s, TABLE]
-        # A table counts once, however many of its strips moved. A bundle counts as all of its tables (joint).
-        more = moved_of(fx, s, d, units) - moved_of(fx, s, d, was)
-        st.number[N_MOVED] += (int(st.moved[t] + more > 0) - int(st.moved[t] > 0)) * fx.strips[s, JOINT]
-        st.number[BYTES_MOVED] += more
-        st.moved[t] += more
+        count_moved(fx, st, s, d, was, units)
     st.held[s, d] = units
     # A device's list has only the strips that it holds: loops over it skip the many zeros of `held`.
     if was == 0 and units > 0:
@@ -86,12 +86,22 @@ def set_group(st, s, group):
 
 
 @inner
-def note(st, s, d, was):
-    """Log the state before a change. d: a device, or -1 where `was` is the strip's group."""
+def set_place(fx, st, s, d, then):
+    """Set the units of strip s on device d, or the strip's group where d is -1."""
+    if d < 0:
+        set_group(st, s, then)
+    else:
+        hold(fx, st, s, d, then)
+
+
+@inner
+def change_place(fx, st, s, d, then):
+    """As `set_place`, and log the state before."""
     # Three numbers a change, not a copy of the plan: the way back costs only what changed since.
     at = st.number[LOG]
-    st.log[at, 0], st.log[at, 1], st.log[at, 2] = s, d, was
+    st.log[at, 0], st.log[at, 1], st.log[at, 2] = s, d, st.group[s] if d < 0 else st.held[s, d]
     st.number[LOG] += 1
+    set_place(fx, st, s, d, then)
 
 
 @inner
@@ -103,16 +113,9 @@ def undo(fx, st, until):
     # In reverse order, so that a strip that changed twice ends as it was before the first change.
     while st.number[LOG] > until:
         st.number[LOG] -= 1
+        of = st.log[st.number[LOG]]
         # int64, as elsewhere: numba compiles a function again for each constant, and each type.
-        s, d, was = (
-            int64(st.log[st.number[LOG], 0]),
-            int64(st.log[st.number[LOG], 1]),
-            int64(st.log[st.number[LOG], 2]),
-        )
-        if d < 0:
-            set_group(st, s, was)
-        else:
-            hold(fx, st, s, d, was)
+        set_place(fx, st, int64(of[0]), int64(of[1]), int64(of[2]))
 
 
 @inner

@@ -1,20 +1,25 @@
-"""Trials of a change: its cost and whether it fits, before it is carried out.
+"""Trials of a change, its cost and whether it fits, and placing shards one after another.
 
 A change is a list of edits in st.edit. An edit says how many units of a strip a device holds afterwards.
 Ops that a change alters are in rows of their own (State.row) until it is accepted.
+
+Where shards are placed one after another, the local batch counts all of them from the start, so that a plan never
+outgrows it. Two shards of a strip that meet on a device become one, which takes less of a local batch.
+
+Shapes: C ways to cut tables, N shards of each, B plans, W words. Plans of the same cuts follow each other.
 """
 
 import numpy as np
-from numba import int64
+from numba import boolean, int64, void
 
 from shardcore.core.jit import inner
 from shardcore.step.engine.arrays import (
     BYTES_MOVED,
     ENTERED,
     FREE,
+    HEAD,
     HELD,
     HOST_BUSIEST,
-    JOINT,
     LACK,
     LOAD,
     N_MOVED,
@@ -24,7 +29,8 @@ from shardcore.step.engine.arrays import (
     RESIDENT,
     ROOM,
     SENT,
-    TABLE,
+    problem_at,
+    state_at,
 )
 from shardcore.step.engine.cost import (
     copy,
@@ -39,12 +45,18 @@ from shardcore.step.engine.cost import (
 from shardcore.step.engine.memory import (
     batch_most,
     change_option,
+    expect,
     frame,
     host_fits,
     lack_of,
+    set_lacks,
     set_room,
 )
-from shardcore.step.engine.state import hold, moved_of, note, set_ms
+from shardcore.step.engine.pointers import WORDS, entry
+from shardcore.step.engine.state import change_place, count_moved, hold, recompute_ops, set_ms
+
+BATCH = int64[:, ::1]
+"""The type of packed records [B, W] in a signature."""
 
 
 @inner
@@ -62,31 +74,19 @@ def options_of(fx, st, i):
 
 @inner
 def moves_too_much(fx, st, n):
-    """Tell if n edits exceed the re-sharding limits. The edits concern at most two tables."""
-    # Sum by table: what it gains on one device may be what it loses on the other.
-    a = b = -1
-    more_a = more_b = joint_a = joint_b = 0
+    """Tell if n edits exceed the re-sharding limits."""
+    # Counted in place, and back again: what a table gains on one device may be what it loses on the other.
+    tables, n_bytes = st.number[N_MOVED], st.number[BYTES_MOVED]
     for i in range(n):
         s, d = st.edit[i, 0], st.edit[i, 1]
-        more = moved_of(fx, s, d, st.edit[i, 2]) - moved_of(fx, s, d, int64(st.held[s, d]))
-        t = fx.strips[s, TABLE]
-        if a < 0 or a == t:
-            a = t
-            more_a += more
-            joint_a = fx.strips[s, JOINT]
-        else:
-            b = t
-            more_b += more
-            joint_b = fx.strips[s, JOINT]
-    # A table counts as moved once some device holds bytes of it that it did not have.
-    tables = st.number[N_MOVED]
-    if a >= 0:
-        tables += (int(st.moved[a] + more_a > 0) - int(st.moved[a] > 0)) * joint_a
-    if b >= 0:
-        tables += (int(st.moved[b] + more_b > 0) - int(st.moved[b] > 0)) * joint_b
+        count_moved(fx, st, s, d, int64(st.held[s, d]), st.edit[i, 2])
     # A plan above a limit may still come closer to it: only a further increase is refused.
-    too_many = tables > fx.most_tables and tables > st.number[N_MOVED]
-    return too_many or (st.number[BYTES_MOVED] + more_a + more_b > fx.most_bytes and more_a + more_b > 0)
+    too_many = st.number[N_MOVED] > max(fx.most_tables, tables)
+    too_many = too_many or st.number[BYTES_MOVED] > max(fx.most_bytes, n_bytes)
+    for i in range(n):
+        s, d = st.edit[i, 0], st.edit[i, 1]
+        count_moved(fx, st, s, d, st.edit[i, 2], int64(st.held[s, d]))
+    return too_many
 
 
 @inner
@@ -219,7 +219,10 @@ def try_edits(head, fx, st, a, b, n):
     norm, ref, n_runs = st.norm[1], st.ref, len(fx.runs)
     for i in range(3):
         copy(norm[i], st.norm[0, i])
+    g, h = fx.host[a], fx.host[b]
     copy(st.hosts[1, -1], st.hosts[0, -1])
+    copy(st.hosts[1, g], st.hosts[0, g])
+    copy(st.hosts[1, h], st.hosts[0, h])
     for slot in range(2):
         d, row = a if slot == 0 else b, n_devices + slot
         price_ops(head, fx, st, row)
@@ -232,21 +235,16 @@ def try_edits(head, fx, st, a, b, n):
                 for x in range(r, len(fx.rates), n_runs):
                     was, then = exchanged_bytes(st, d, x), exchanged_bytes(st, row, x)
                     st.hosts[1, -1, x] += then - was
+                    st.hosts[1, fx.host[d], x] += then - was
                     # Two powers a device and exchange: saved where the busiest device adds no cost.
                     if has_busiest(fx, x):
                         norm[1, x] += power(then / ref[1, x]) - power(was / ref[1, x])
-    if st.hosts.shape[1] > 2:
-        g, h = fx.host[a], fx.host[b]
+    # On one host both changes meet in one term.
+    for slot in range(1 + int(g != h)):
+        was_of, then_of = st.hosts[0, h if slot else g], st.hosts[1, h if slot else g]
         for x in range(len(fx.rates)):
             if fx.rates[x, HOST_BUSIEST] > 0.0:
-                more = exchanged_bytes(st, n_devices, x) - exchanged_bytes(st, a, x)
-                also = exchanged_bytes(st, n_devices + 1, x) - exchanged_bytes(st, b, x)
-                # On one host both changes meet in one term.
-                if g == h:
-                    more, also = more + also, 0.0
-                of_g, of_h = st.hosts[0, g, x], st.hosts[0, h, x]
-                norm[2, x] += power((of_g + more) / ref[2, x]) - power(of_g / ref[2, x])
-                norm[2, x] += power((of_h + also) / ref[2, x]) - power(of_h / ref[2, x])
+                norm[2, x] += power(then_of[x] / ref[2, x]) - power(was_of[x] / ref[2, x])
     return energy_of(fx, st, int64(1))
 
 
@@ -256,9 +254,7 @@ def accept(fx, st, a, b, n):
     n_devices = n_devices_of(st)
     for i in range(n):
         s, d = st.edit[i, 0], st.edit[i, 1]
-        # Noted before it changes: `undo` needs the number of units before.
-        note(st, s, d, int64(st.held[s, d]))
-        hold(fx, st, s, d, st.edit[i, 2])
+        change_place(fx, st, s, d, st.edit[i, 2])
     # The trial has computed all results already.
     for slot in range(2):
         d, row = a if slot == 0 else b, n_devices + slot
@@ -267,3 +263,108 @@ def accept(fx, st, a, b, n):
     copy(st.hosts[0, -1], st.hosts[1, -1])
     for i in range(3):
         copy(st.norm[0, i], st.norm[1, i])
+
+
+# --- placing shards ---
+
+
+@inner
+def join(fx, st, s, held, units):
+    """Count two shards of strip s as one in the local batch. Returns whether the frame was computed anew."""
+    if held == 0:
+        return False
+    changes = change_option(fx, st, int64(fx.shard[s, held]), int64(fx.shard[s, held + units]))
+    # Each change has to be counted, so the call comes before `or`.
+    if change_option(fx, st, int64(fx.shard[s, units]), int64(0)) or changes:
+        frame(fx, st)
+        return True
+    return False
+
+
+@inner
+def may_have(fx, st, s, units, d):
+    """Tell if device d may have `units` more of strip s. Fills the first trial's row with its ops, not priced."""
+    # `allowed` without rows means that every strip may go anywhere.
+    if len(fx.allowed) > 0 and not fx.allowed[s, d]:
+        return False
+    held, row, sent = int64(st.held[s, d]), n_devices_of(st), st.value[SENT]
+    changes = join(fx, st, s, held, units)
+    begin_trial(st, d, row)
+    # The widened shard: a row's optimizer state counts once.
+    edit_ops(fx, st, row, int64(fx.shard[s, held]), int64(fx.shard[s, held + units]))
+    set_room(fx, st, d, row)
+    fits = lack_of(fx, st, d, row) == 0.0 and host_fits(fx, st, d, row)
+    if changes:
+        # A run whose last cut table became whole takes more in some phases, on all devices.
+        for e in range(n_devices_of(st)):
+            fits = fits and (e == d or lack_of(fx, st, e, e) == 0.0)
+    if held > 0:
+        change_option(fx, st, int64(0), int64(fx.shard[s, units]))
+        change_option(fx, st, int64(fx.shard[s, held + units]), int64(fx.shard[s, held]))
+        # Without the rounding errors of sums.
+        st.value[SENT] = sent
+        if changes:
+            frame(fx, st)
+    return fits
+
+
+@inner
+def put(head, fx, st, s, units, d):
+    """Place `units` of strip s on device d, whether they fit or not.
+
+    Computes the device's ops with their ms, its room, and what its host carries. `refresh` computes all else.
+    """
+    held, row = int64(st.held[s, d]), n_devices_of(st)
+    join(fx, st, s, held, units)
+    hold(fx, st, s, d, held + units)
+    begin_trial(st, d, row)
+    edit_ops(fx, st, row, int64(fx.shard[s, held]), int64(fx.shard[s, held + units]))
+    price_ops(head, fx, st, row)
+    keep_trial(fx, st, d, row)
+    set_room(fx, st, d, d)
+
+
+@entry(void(HEAD, WORDS, BATCH, int64[:, :, ::1]))
+def expect_all(head, problem, states, shards):
+    """Prepare plans with nothing placed for shards [C, N, 2]: strip, units."""
+    fx = problem_at(problem)
+    for b in range(len(states)):
+        st = state_at(states[b])
+        recompute_ops(head, fx, st)
+        for d in range(n_devices_of(st)):
+            for r in range(len(st.runs)):
+                # The last device of a group has fewer rows, where these do not divide evenly.
+                set_ms(head, fx, st, d, r)
+        of_cuts = shards[b * len(shards) // len(states)]
+        for i in range(len(of_cuts)):
+            expect(fx, st, of_cuts[i, 0], int64(fx.shard[of_cuts[i, 0], of_cuts[i, 1]]))
+        frame(fx, st)
+        set_lacks(fx, st)
+
+
+@entry(void(WORDS, BATCH, int64[:, ::1], boolean[:, ::1]))
+def find_devices(problem, states, shards, fits):
+    """Fill fits [B, D]: whether a device of a plan may have its shard. shards: [B, 2] strip, units."""
+    fx = problem_at(problem)
+    only_bytes = len(fx.caches) == 0 and not fx.ops_limited and fx.host_free == np.inf
+    for b in range(len(states)):
+        st, s, units = state_at(states[b]), shards[b, 0], shards[b, 1]
+        needed = fx.peak_bytes[fx.shard[s, units]] + batch_most(fx, st)
+        for d in range(n_devices_of(st)):
+            # A lower bound of the room holds an upper bound of the shard. Mostly no trial is needed.
+            # Shards of a strip that meet may change the local batch of all devices, so they always have one.
+            room = min(st.devices[d, ROOM], fx.devices[d, FREE]) if st.held[s, d] == 0 else -np.inf
+            if only_bytes and room >= needed and (len(fx.allowed) == 0 or fx.allowed[s, d]):
+                fits[b, d] = True
+            else:
+                fits[b, d] = may_have(fx, st, s, units, d)
+
+
+@entry(void(HEAD, WORDS, BATCH, int64[:, ::1]))
+def put_all(head, problem, states, shards):
+    """Place a shard in each plan. shards: [B, 3] strip, units, device."""
+    fx = problem_at(problem)
+    for b in range(len(states)):
+        st, d = state_at(states[b]), shards[b, 2]
+        put(head, fx, st, shards[b, 0], shards[b, 1], d)
+        st.devices[d, LACK] = lack_of(fx, st, d, d)

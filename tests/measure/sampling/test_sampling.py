@@ -18,11 +18,11 @@ from shardcore.measure.sampling.groups import (
 )
 from shardcore.measure.sampling.problems import DIMS, ProblemConfig, draw_problem, drawn_bytes, sized
 from shardcore.measure.sampling.steps import first_step_plans, step_plans
+from shardcore.step.access import output_bytes
 from shardcore.step.collectives import COLLECTIVES
 from shardcore.step.kinds import shards_on
 from shardcore.step.lower import lower
 from shardcore.step.memory import local_batch_bytes, table_bytes
-from shardcore.step.output_bytes import output_bytes
 
 SETTING = Setting("test", 256)
 

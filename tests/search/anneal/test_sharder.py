@@ -23,10 +23,10 @@ from shardcore.search.anneal.rates import exchange_rates
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.portfolio import annealing as anneal
 from shardcore.step import memory
+from shardcore.step.access import output_bytes
 from shardcore.step.kinds import WHOLE_ROWS
 from shardcore.step.lower import lower
 from shardcore.step.memory import used_bytes
-from shardcore.step.output_bytes import output_bytes
 from shardcore.testing.plans import check_plan, every_plan
 from shardcore.testing.problems import BATCH, draw_problem, model_for, table_bytes
 

@@ -17,8 +17,7 @@ from shardcore.step.engine.arrays import (
 from shardcore.step.engine.cost import exchanged_bytes, is_less, load_of, n_devices_of
 from shardcore.step.engine.memory import expect, frame, lack_of
 from shardcore.step.engine.pointers import WORDS, entry
-from shardcore.step.engine.put import may_have, put
-from shardcore.step.engine.trial import price_ops
+from shardcore.step.engine.trial import may_have, price_ops, put
 
 
 @inner

@@ -5,8 +5,7 @@ from typing import Any
 
 from numba import float64, int64
 
-from shardcore.search.anneal.compiled.moves import propose, uniform
-from shardcore.search.anneal.compiled.shared_moves import change_shared
+from shardcore.search.anneal.compiled.moves import change_shared, propose, uniform
 from shardcore.step.engine.arrays import BEST, ENERGY, HEAD, LOG, MOST_EDITS, problem_at, state_at
 from shardcore.step.engine.cost import cost_of, is_less, n_devices_of
 from shardcore.step.engine.pointers import WORDS, entry

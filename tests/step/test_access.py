@@ -4,7 +4,7 @@ import pytest
 
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.types import Shard, Table
-from shardcore.step.output_bytes import output_bytes, output_rows
+from shardcore.step.access import output_bytes, output_rows
 
 
 def test_a_pooled_table_has_an_output_for_each_sample_and_feature():
