@@ -39,7 +39,7 @@ from shardcore.torchrec import dmp_collection, plan_files
 
 HAS_TORCHREC = importlib.util.find_spec("torchrec") is not None
 if HAS_TORCHREC:
-    from shardcore.torchrec import row_files
+    from shardcore.torchrec.moves import row_files
     from shardcore.torchrec.sharding_plan import to_torchrec
 
 ROOT = Path(__file__).parents[1]

@@ -61,7 +61,7 @@ from shardcore.torchrec import dmp_collection, plan_files
 from tasks import cache, params, refresh, served_model
 
 if HAS_TORCHREC:
-    from shardcore.torchrec import row_files
+    from shardcore.torchrec.moves import row_files
 
 Damage = Callable[[Path, Draw], None]
 Use = Callable[[Path, Sound], None]
@@ -378,8 +378,8 @@ def use_batch(folder: Path, sound: Sound) -> None:
 
 @reads(
     "rows",
-    "shardcore/torchrec/row_files.py:_read_complete",
-    "shardcore/torchrec/row_files.py:_read",
+    "shardcore/torchrec/moves/row_files.py:_read_complete",
+    "shardcore/torchrec/moves/row_files.py:_read",
     parts=("rows",),
     damage=damage_rows,
     needs=HAS_TORCHREC,

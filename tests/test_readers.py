@@ -74,7 +74,7 @@ NO_FORMAT = {
     "shardcore/measure/devices.py:product",
     "shardcore/measure/own_core.py:let_network_wait",
     # Lines of our own processes, a command's argument, and a value written and read again.
-    "shardcore/torchrec/agreement.py:_exchange",
+    "shardcore/torchrec/moves/agreement.py:_exchange",
     "shardcore/testing/decisions.py:test_the_ledger_goes_into_the_plan",
     "tasks/console.py:relayed",
     "flows/refresh.py:setting_of",

@@ -40,7 +40,7 @@ IN_THE_JOB = """\
 In the training job, on all ranks:
 
     from shardcore.plans.followed import StoredPlans
-    from shardcore.torchrec.follow import PlanFollower
+    from shardcore.torchrec.moves.follow import PlanFollower
 
     follower = PlanFollower(model, StoredPlans("PLANS", "NAME", job="trainer"), optimizer)
     for batch in batches:
@@ -371,7 +371,7 @@ def rates(args: RatesOptions) -> None:
         import torch
 
         from shardcore.measure.hardware import require_device
-        from shardcore.torchrec.move_rates import MoveRatesConfig, measure_move_rates
+        from shardcore.torchrec.moves.move_rates import MoveRatesConfig, measure_move_rates
 
     require_device(args.device)
     local = int(os.environ["LOCAL_RANK"])

@@ -1,6 +1,6 @@
 """Rates of a machine at moving a running job's tables: measured once, by moves of tables made for it.
 
-`torchrec.move_rates` measures them. A pause is the sum of its phases, each with its rate:
+`torchrec.moves.move_rates` measures them. A pause is the sum of its phases, each with its rate:
 
     pause = move + collections * collection + tables * table + built / build + copied / copy + digest + freed / free
             + max over levels of links of sent / link

@@ -1,4 +1,4 @@
-"""Jobs that follow a problem's plan (see torchrec.follow): the plans that they may move to, and their reports.
+"""Jobs that follow a problem's plan (see torchrec.moves.follow): the plans that they may move to, and their reports.
 
   PLANS/<problem>/jobs/<job>.json
       the job's last report, which the next one replaces
@@ -38,7 +38,7 @@ _SUFFIX = ".json"
 class JobEvent:
     """A change of a job's plan, or a version that it did not take.
 
-    version: the plan's. outcome, reason: as of torchrec.follow.Event.
+    version: the plan's. outcome, reason: as of torchrec.moves.follow.Event.
     step: step of the job. at_s: Unix time.
     before_ms, after_ms: measured steps. expected_ms: the longest that was predicted. None: not known.
     tables: number of tables that moved. bytes: their bytes, by way. pause_s: pause of the move.

@@ -24,7 +24,7 @@ from torch import nn
 from shardcore.core.errors import ShardCoreError
 from shardcore.io.hot_ids import HotIds
 from shardcore.tables.hot_rows import COLD
-from shardcore.torchrec.agreement import rank_and_ranks
+from shardcore.torchrec.moves.agreement import rank_and_ranks
 
 if TYPE_CHECKING:
     from torchrec import EmbeddingConfig, JaggedTensor, KeyedJaggedTensor

@@ -64,7 +64,7 @@ class ShardCoreProfiler:
     ) -> None:
         import torch
 
-        from shardcore.torchrec.agreement import rank_and_ranks
+        from shardcore.torchrec.moves.agreement import rank_and_ranks
 
         for name, value in (("every", every), ("steps", steps), ("keep", keep)):
             require_type(value, int, name, "a whole number")

@@ -25,9 +25,9 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.io.hot_ids import HotIds
 from shardcore.tables.hot_rows import with_hot_rows
-from shardcore.torchrec import row_files
 from shardcore.torchrec.hot_cold import HotColdEmbeddingCollection
-from shardcore.torchrec.row_files import load_rows, save_rows
+from shardcore.torchrec.moves import row_files
+from shardcore.torchrec.moves.row_files import load_rows, save_rows
 from shardcore.torchrec.sharding_plan import to_torchrec
 
 SHAPES = {"a": (60, 16, ["f0", "f1"]), "b": (41, 16, ["f2"]), "c": (30, 16, ["f3"])}
@@ -190,7 +190,7 @@ def _dense(model: nn.Module) -> list[nn.Parameter]:
 
 def _rows(model: nn.Module):
     """This rank's parts of tables, each with its table, ids and first column."""
-    from shardcore.torchrec.row_files import _model_parts
+    from shardcore.torchrec.moves.row_files import _model_parts
 
     for part in _model_parts(model, None, replicas=True):
         yield part.key[1], torch.from_numpy(part.row_ids), part.columns, part.tensors["weights"]

@@ -18,7 +18,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.step.kinds import even_rows
 from shardcore.torchrec.modules import collections_of
-from shardcore.torchrec.rows import DenseOptimizer, parts_of
+from shardcore.torchrec.moves.rows import DenseOptimizer, parts_of
 from shardcore.torchrec.sharding_plan import to_torchrec
 
 BATCH, RATE, EPS = 4, 0.1, 1e-8

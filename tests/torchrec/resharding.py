@@ -33,17 +33,17 @@ from shardcore.plans import followed, store
 from shardcore.plans.decisions import Decision
 from shardcore.plans.followed import StoredPlans
 from shardcore.tables.hot_rows import with_hot_rows
-from shardcore.torchrec import follow as following
-from shardcore.torchrec import reshard as moving
-from shardcore.torchrec.agreement import time_limit
-from shardcore.torchrec.follow import FollowConfig, PlanFollower
 from shardcore.torchrec.modules import collections_of
+from shardcore.torchrec.moves import follow as following
+from shardcore.torchrec.moves import reshard as moving
+from shardcore.torchrec.moves.agreement import time_limit
+from shardcore.torchrec.moves.follow import FollowConfig, PlanFollower
+from shardcore.torchrec.moves.reshard import MoveConfig, reshard
+from shardcore.torchrec.moves.row_files import load_rows, save_rows
+from shardcore.torchrec.moves.rows import DenseOptimizer, parts_of
+from shardcore.torchrec.moves.transfer import Exchange
 from shardcore.torchrec.plan_files import from_json
-from shardcore.torchrec.reshard import MoveConfig, reshard
-from shardcore.torchrec.row_files import load_rows, save_rows
-from shardcore.torchrec.rows import DenseOptimizer, parts_of
 from shardcore.torchrec.sharding_plan import to_torchrec
-from shardcore.torchrec.transfer import Exchange
 
 QUICK = MoveConfig(piece_mib=2**-10, timeout_s=30)
 

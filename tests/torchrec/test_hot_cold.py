@@ -22,8 +22,8 @@ from shardcore.search import SHARDERS, Budget
 from shardcore.tables.hot_rows import with_hot_rows
 from shardcore.torchrec.hot_cold import HotColdEmbeddingCollection
 from shardcore.torchrec.modules import tables_of
+from shardcore.torchrec.moves.row_files import load_rows, save_rows
 from shardcore.torchrec.planner import problem_for
-from shardcore.torchrec.row_files import load_rows, save_rows
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
 
 CONFIGS = [

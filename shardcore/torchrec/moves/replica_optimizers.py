@@ -9,7 +9,7 @@ from torch import nn
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.torchrec.modules import Collection, collections_of
-from shardcore.torchrec.rows import DenseOptimizer
+from shardcore.torchrec.moves.rows import DenseOptimizer
 
 
 def replica_groups(model: nn.Module, optimizer: DenseOptimizer) -> list[tuple[Any, dict[str, Any]]]:

@@ -17,7 +17,7 @@ from itertools import islice
 import numpy as np
 import torch
 
-from shardcore.torchrec.rows import Format, Key, Part, key_name
+from shardcore.torchrec.moves.rows import Format, Key, Part, key_name
 
 ALIGNMENT = 16
 """Bytes. Pieces start at multiples of it in a buffer, so that it can be viewed as any type."""

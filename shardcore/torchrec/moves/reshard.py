@@ -28,20 +28,18 @@ from torch import nn
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.validation import require, require_types, require_within
-from shardcore.torchrec.agreement import Agreement, Waited, time_limit
 from shardcore.torchrec.modules import Collection, collections_of, first_names, is_replicated
-from shardcore.torchrec.pipelines import emptied_pipeline
-from shardcore.torchrec.plan_files import modules_of, to_json
-from shardcore.torchrec.problems import unpriced_problem
-from shardcore.torchrec.rebuild import WithoutInit, no_init, restore_configs, unsharded
-from shardcore.torchrec.replica_optimizers import (
+from shardcore.torchrec.moves.agreement import Agreement, Waited, time_limit
+from shardcore.torchrec.moves.pipelines import emptied_pipeline
+from shardcore.torchrec.moves.rebuild import WithoutInit, no_init, restore_configs, unsharded
+from shardcore.torchrec.moves.replica_optimizers import (
     refresh_wrappers,
     renew_fused_optimizer,
     replace_parameter,
     replica_group,
     replica_groups,
 )
-from shardcore.torchrec.rows import (
+from shardcore.torchrec.moves.rows import (
     WEIGHTS,
     DenseOptimizer,
     Format,
@@ -55,8 +53,7 @@ from shardcore.torchrec.rows import (
     parts_of,
     set_step,
 )
-from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
-from shardcore.torchrec.transfer import (
+from shardcore.torchrec.moves.transfer import (
     DIGEST_BYTES,
     Exchange,
     Piece,
@@ -66,6 +63,9 @@ from shardcore.torchrec.transfer import (
     inexact_reason,
     pieces,
 )
+from shardcore.torchrec.plan_files import modules_of, to_json
+from shardcore.torchrec.problems import unpriced_problem
+from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
 
 if TYPE_CHECKING:
     from torchrec.distributed.types import ParameterSharding, ShardingPlan

@@ -25,9 +25,9 @@ from torch import nn
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import MOST_COUNT, require_types, require_within
-from shardcore.torchrec.agreement import Agreement, Undecided
+from shardcore.torchrec.moves.agreement import Agreement, Undecided
+from shardcore.torchrec.moves.reshard import MoveConfig, Moved, reshard
 from shardcore.torchrec.plan_files import from_json, to_json
-from shardcore.torchrec.reshard import MoveConfig, Moved, reshard
 from shardcore.torchrec.sharding_plan import to_torchrec
 
 _LOG = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.core.validation import MOST_GBPS, require, require_types, require_within
 from shardcore.cost.move_rates import MoveRates
-from shardcore.torchrec.reshard import BETWEEN, WITHIN, MoveConfig, Moved, reshard
+from shardcore.torchrec.moves.reshard import BETWEEN, WITHIN, MoveConfig, Moved, reshard
 from shardcore.torchrec.sharding_plan import to_torchrec
 
 _WIDE, _NARROW, _ROWS = 32, 8, 64

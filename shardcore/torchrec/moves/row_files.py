@@ -32,9 +32,9 @@ from shardcore.io.model_files import UNREADABLE
 from shardcore.io.schema import build, require_file
 from shardcore.io.writing import write_atomic, write_json
 from shardcore.tables.hot_rows import COLD, INSIDE
-from shardcore.torchrec.agreement import rank_and_ranks
 from shardcore.torchrec.modules import collections_of
-from shardcore.torchrec.rows import (
+from shardcore.torchrec.moves.agreement import rank_and_ranks
+from shardcore.torchrec.moves.rows import (
     WEIGHTS,
     DenseOptimizer,
     Key,

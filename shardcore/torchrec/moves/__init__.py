@@ -1,0 +1,1 @@
+"""Tables of a running job moved to another plan, and rows saved and loaded under any plan."""
