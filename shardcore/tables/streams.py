@@ -13,7 +13,7 @@ import math
 import numpy as np
 
 from shardcore.core.access_statistics import Reuse, RowShares, Zipf
-from shardcore.core.types import Shard, Table
+from shardcore.core.types import Table
 from shardcore.step import access
 
 
@@ -133,14 +133,3 @@ def _by_shares(ranks: np.ndarray, table: Table, row_shares: RowShares) -> np.nda
 def _looked_up_rows(table: Table) -> int:
     """Number of different rows that the table's streams may look up."""
     return table.rows if isinstance(table.access, Zipf) else len(access.reference_counts(table))
-
-
-def shard_stream(shard: Shard, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """The stream of a shard's table, restricted to the shard's rows. Ids count from its first row."""
-    ids, offsets = stream(shard.table, batch, seed)
-    if shard.full_rows:
-        return ids, offsets
-    inside = (ids >= shard.row_lo) & (ids < shard.row_hi)
-    # [L + 1] ids inside before each id. Indexed by an offset in all ids, it gives the offset among those inside.
-    kept = np.concatenate([[0], np.cumsum(inside)])
-    return ids[inside] - shard.row_lo, kept[offsets]

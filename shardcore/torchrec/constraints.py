@@ -19,7 +19,7 @@ from shardcore.core.tiers import BELOW, TIERS
 from shardcore.core.topology import Topology
 from shardcore.core.types import Table
 from shardcore.core.validation import require_type, shown
-from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, Layout, layout_of, layouts_of_torchrec
+from shardcore.step.kinds import LAYOUTS, Layout, layout_of, layouts_of_torchrec
 from shardcore.step.memory import MIB
 from shardcore.torchrec import fields
 from shardcore.torchrec.modules import ModelTable, first_names
@@ -309,7 +309,9 @@ def _kinds_on(c: ParameterConstraints, topology: Topology, what: str) -> tuple[s
 
 
 def _is_on(layout: Layout, topology: Topology) -> bool:
-    return bool(layout.groups(topology)) and (len(topology) > 1 or layout is WHOLE_ROWS)
+    # One device has nothing to divide, and no other replica.
+    several = len(topology) > 1 or not (layout.divides_rows or layout.dense_gradient)
+    return several and bool(layout.groups(topology))
 
 
 def _allowed_kinds(c: ParameterConstraints) -> tuple[str, ...]:
@@ -414,7 +416,7 @@ def require_no_grid(plan: ShardingPlan) -> None:
                 )
 
 
-def settings_of(constraints: ByName, theirs: Tables) -> ShardingPlan:
+def plan_of_settings(constraints: ByName, theirs: Tables) -> ShardingPlan:
     """The constraints' kernel settings, in the form of a plan."""
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 

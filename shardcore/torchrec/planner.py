@@ -206,7 +206,7 @@ class ShardCorePlanner:
         tables = constrained.with_constraints(problem.tables, constraints, self.topology)
         problem = replace(problem, tables=tables)
         plan = self._search(problem)
-        settings = constrained.settings_of(constraints, theirs)
+        settings = constrained.plan_of_settings(constraints, theirs)
         # Settings that our plan does not decide are passed on as given.
         sharding_plan = to_torchrec(plan, problem, module, self.compute_device, settings)
         notes += constrained.write_allowed_types(sharding_plan, constraints, theirs)

@@ -4,6 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from shard_streams import shard_stream
 
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.catalog import OPTIMIZERS, Optimizer
@@ -63,7 +64,7 @@ def test_an_op_over_the_arena_computes_what_fbgemm_computes(tables, device):
     expected = []
     for shard, place in zip(shards, places, strict=True):
         weights = before[place : place + shard.rows * shard.width].view(shard.rows, shard.width)
-        ids, offsets = streams.shard_stream(shard, 256)
+        ids, offsets = shard_stream(shard, 256)
         ids, offsets = torch.from_numpy(ids), torch.from_numpy(offsets[:-1])
         pooled = torch.nn.functional.embedding_bag(ids, weights, offsets, mode="sum")
         expected += pooled.chunk(shard.table.features)
@@ -71,7 +72,7 @@ def test_an_op_over_the_arena_computes_what_fbgemm_computes(tables, device):
     output.backward(run.gradient)
     after = bench._arena.detach().cpu()
     for shard, place in zip(shards, places, strict=True):
-        counts = np.bincount(streams.shard_stream(shard, 256)[0], minlength=shard.rows)
+        counts = np.bincount(shard_stream(shard, 256)[0], minlength=shard.rows)
         step = torch.from_numpy(counts).float()[:, None] * 1e-3 * 1e-3
         region = slice(place, place + shard.rows * shard.width)
         torch.testing.assert_close(
@@ -100,13 +101,13 @@ def test_each_lookup_of_a_sequence_is_an_output(tables, device):
     places, expected = run.op.weights_offsets.tolist(), []
     for shard, place in zip(shards, places, strict=True):
         weights = before[place : place + shard.rows * 16].view(shard.rows, 16)
-        expected.append(weights[torch.from_numpy(streams.shard_stream(shard, 256)[0])])
+        expected.append(weights[torch.from_numpy(shard_stream(shard, 256)[0])])
     torch.testing.assert_close(output.detach().cpu(), torch.cat(expected))
     assert len(expected[0]) and len(expected[1])
     output.backward(run.gradient)
     moved = before != bench._arena.detach().cpu()
     for shard, place in zip(shards, places, strict=True):
-        rows = np.unique(streams.shard_stream(shard, 256)[0])
+        rows = np.unique(shard_stream(shard, 256)[0])
         assert np.array_equal(
             np.flatnonzero(moved[place : place + shard.rows * 16].view(-1, 16).all(1)), rows
         )
@@ -194,7 +195,7 @@ def test_an_optimizer_keeps_state_of_what_was_looked_up(tables, device, optimize
     bench = KernelBench(Setting("test", 256, "fp32", optimizer), device, CONFIG)
     shards = (Shard.whole(tables[1]), Shard(tables[3], 2000, 9000, 0, 8))
     bench.once_ms(bench.prepare(ComputeRequest(shards, 256)))
-    rows = [(len(np.unique(streams.shard_stream(s, 256)[0])), s.width) for s in shards]
+    rows = [(len(np.unique(shard_stream(s, 256)[0])), s.width) for s in shards]
     seen = {"row": sum(n for n, _ in rows), "cell": sum(n * width for n, width in rows)}
     assert [int((state != 0).sum()) for state in bench._states] == [
         seen[per] for per in OPTIMIZERS[optimizer].states
@@ -227,7 +228,7 @@ def test_a_tables_stream_is_drawn_once(tables, monkeypatch):
         Shard(tables[1], 0, 3000, 0, 8),
         Shard(tables[1], 500, 900, 0, 32),
     )
-    parts = [streams.shard_stream(s, 256) for s in (wide, narrow, part)]
+    parts = [shard_stream(s, 256) for s in (wide, narrow, part)]
     drawn, draw = [], streams.stream
     monkeypatch.setattr(streams, "stream", lambda *which: drawn.append(which) or draw(*which))
     bench = KernelBench(Setting("test", 256), "cpu", CONFIG)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shard_streams import shard_stream
 
 from shardcore.core.access_statistics import REUSE_BINS, Reuse, RowShares, Zipf
 from shardcore.core.types import Shard, Table
@@ -129,7 +130,7 @@ def test_row_ranges_partition_the_stream(table, cut, batch):
     at = max(1, int(cut * table.rows))
     low, high = Shard(table, 0, at, 0, table.dim), Shard(table, at, table.rows, 0, table.dim)
     ids, offsets = streams.stream(table, batch)
-    (low_ids, low_offsets), (high_ids, high_offsets) = (streams.shard_stream(s, batch) for s in (low, high))
+    (low_ids, low_offsets), (high_ids, high_offsets) = (shard_stream(s, batch) for s in (low, high))
     assert np.array_equal(low_offsets + high_offsets, offsets)
     assert np.array_equal(np.sort(np.concatenate([low_ids, high_ids + at])), np.sort(ids))
     assert low_ids.max(initial=0) < low.rows and high_ids.max(initial=0) < high.rows
@@ -141,7 +142,7 @@ def test_row_ranges_partition_the_stream(table, cut, batch):
 @pytest.mark.parametrize("table", TABLES, ids=lambda t: t.name)
 def test_a_row_range_serves_its_expected_share(table):
     shard = Shard(table, 0, table.rows // 4, 0, table.dim)
-    ids, _ = streams.shard_stream(shard, BATCH)
+    ids, _ = shard_stream(shard, BATCH)
     share = len(ids) / access.lookups(table, BATCH)
     # Hashed: a few hot rows fall to one side.
     assert share == pytest.approx(access.access_share(shard), abs=0.06)
@@ -153,7 +154,7 @@ def test_a_row_range_serves_its_expected_share(table):
 def test_column_shards_see_the_whole_stream():
     table = TABLES[0]
     ids, offsets = streams.stream(table, BATCH)
-    part_ids, part_offsets = streams.shard_stream(Shard(table, 0, table.rows, 4, 8), BATCH)
+    part_ids, part_offsets = shard_stream(Shard(table, 0, table.rows, 4, 8), BATCH)
     assert np.array_equal(ids, part_ids) and np.array_equal(offsets, part_offsets)
     assert access.access_share(Shard(table, 0, table.rows, 4, 8)) == 1
 

@@ -184,7 +184,13 @@ def _move_tables(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, 
             move.fill(built, group, config)
         clock.lap("fill")
         with agreed.phase("digest", lambda: {"before": before, "after": after}) as found:
-            counted = (p for c in move.collections for p in c.parts if rank == 0 or not c.had_replicas(p.key))
+            # Of replicas that all ranks had, that of rank 0 counts.
+            counted = (
+                part
+                for c in move.collections
+                for part in c.parts
+                if rank == 0 or not c.regions[part.key][0].replicas
+            )
             before = digests(counted, move.verified_formats())
             after = digests((p for b in built for p in b.parts.values()), move.verified_formats())
         with agreed.phase("compare"):
@@ -247,10 +253,6 @@ class _OldCollection:
     @property
     def changed(self) -> list[Key]:
         return [key for key, (old, new) in self.regions.items() if old != new]
-
-    def had_replicas(self, key: Key) -> bool:
-        """True if each rank had a replica of a table, of which one counts."""
-        return self.regions[key][0].replicas
 
     def build(self, model: Any, optimizer: DenseOptimizer, counts: _Counts) -> _NewCollection:
         """The collection under the new plan, with state of 0."""
