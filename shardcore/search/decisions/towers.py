@@ -37,7 +37,7 @@ from shardcore.io.towers import Towers
 from shardcore.search.budget import Budget
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.state.refusal import shown
-from shardcore.search.ties import least, ranks
+from shardcore.search.ties import least
 from shardcore.step.kinds import ID_CHANNELS
 from shardcore.step.lower import Workload, lower
 from shardcore.step.memory import gib, held_bytes, local_batch_bytes, table_bytes
@@ -56,7 +56,7 @@ _ROUNDING = 1e-13
 """Changes of a cost by less than this share of it count as none."""
 _MOST_PASSES = 100
 """Passes over all units, from one start. A few are enough."""
-_MOST_STARTS, _PAIRS = 16, 1_000_000
+_MOST_STARTS, _PAIRS = 32, 500_000
 """Starts of the local search, and pairs of units over all starts: small problems have more starts."""
 
 
@@ -313,15 +313,16 @@ def tower_hosts(
                 "groups, or with that much more memory on a host"
             )
     division = Division(affinity, load, capacity, allowed, seconds)
-    host = division.best()
+    of_units = division.best()
+    host = of_units[len(on_host) :]
     _require_all_fit(units, host, load[:, _MEMORY], capacity[:, _MEMORY], problem)
     host_of = {t.name: list(on_host)[host[number[t.name]]] for t in problem.tables}
     return TowerHosts(
         words="hosts found",
         problem=as_towers(problem, host_of, towers.compression_ratio),
         host_of=host_of,
-        affinity_inside=division.inside(host),
-        loads=tuple(map(tuple, division.loads(host).tolist())),
+        affinity_inside=division.inside(of_units),
+        loads=tuple(map(tuple, division.loads(of_units).tolist())),
     )
 
 
@@ -366,14 +367,15 @@ def _require_all_fit(
 
 
 class Division:
-    """A division of units over hosts, by local search.
+    """A division of units over hosts, by local search. The first units are empty, one of each host.
+
+    What changes places with an empty unit moves, and the empty unit stays where it is.
 
     affinity: [U, U] symmetric.
     load: [U, 2] work and memory.
     capacity: [H, 2] speed and memory.
     allowed: [U, H] hosts where a unit may be.
     seconds: time after which a division that fits will do. None: no limit.
-    tolerance: share by which a host may exceed an even load before affinity stops counting.
 
     Affinity within units is not counted: no division changes that.
     """
@@ -385,11 +387,12 @@ class Division:
         capacity: np.ndarray,
         allowed: np.ndarray,
         seconds: float | None = None,
-        tolerance: float = _TOLERANCE,
     ) -> None:
-        self.load, self.allowed, self.tolerance = load, allowed, tolerance
-        self.memory, self.hosts = capacity[:, _MEMORY], np.arange(len(capacity))
-        self.affinity, self._meter = affinity.copy(), Budget(seconds=seconds).start()
+        n = len(capacity)
+        self.load, self.affinity = np.pad(load, ((n, 0), (0, 0))), np.pad(affinity, ((n, 0), (n, 0)))
+        self.allowed = np.pad(allowed, ((n, 0), (0, 0)), constant_values=True)
+        self.memory, self.hosts = capacity[:, _MEMORY], np.arange(n)
+        self._meter = Budget(seconds=seconds).start()
         self._inside_units = float(np.trace(affinity)) / 2
         # A unit's own affinity is the same in every division, and would count as lost by each move.
         np.fill_diagonal(self.affinity, 0.0)
@@ -398,14 +401,13 @@ class Division:
         self.share = np.maximum(capacity / capacity.sum(0) * load.sum(0), 1e-300)
 
     def best(self) -> np.ndarray:
-        """[U] the host of each unit in the best division of all starts."""
+        """[H + U] the host of each unit in the best division of all starts."""
         # Fixed, so that equal problems and towers get equal hosts.
-        rng = np.random.default_rng(0)
+        rng, found = np.random.default_rng(0), list[np.ndarray]()
         starts = min(_MOST_STARTS, max(2, 1 + _PAIRS // len(self.load) ** 2))
-        found = [self._improved(self._greedy())]
-        # A random start often ends better than the greedy one where units are many.
-        while len(found) < starts and self._meter.left():
-            found.append(self._improved(np.array([rng.choice(np.flatnonzero(w)) for w in self.allowed])))
+        while len(found) < starts and (not found or self._meter.left()):
+            anywhere = [rng.choice(np.flatnonzero(may)) for may in self.allowed[len(self.hosts) :]]
+            found.append(self._improved(np.concatenate([self.hosts, anywhere])))
         return least(found, self.cost)
 
     def cost(self, host: np.ndarray) -> float:
@@ -432,71 +434,43 @@ class Division:
         """[...] penalties of hosts [...] that hold totals [..., 2]."""
         relative = totals / self.share[hosts]  # [..., 2]
         overfull = np.maximum(0.0, totals[..., _MEMORY] / self.memory[hosts] - 1)
-        beyond = np.maximum(0.0, relative - (1 + self.tolerance)).sum(-1)
+        beyond = np.maximum(0.0, relative - (1 + _TOLERANCE)).sum(-1)
         return _OVERFULL * overfull + _UNBALANCED * beyond + _UNEVEN * (relative**2).sum(-1) / len(self.share)
 
-    def _greedy(self) -> np.ndarray:
-        """[U] hosts: units by falling load, each where it costs least."""
-        # Large units first: small ones even out the hosts at the end.
-        order = np.argsort(ranks(-(self.load / self.share.sum(0)).max(1)), kind="stable")
-        host, totals = np.full(len(self.load), -1), np.zeros_like(self.share)
-        # [U, H] affinity to units that are placed already.
-        near, per_unit = np.zeros(self.allowed.shape), 1 / (self.all_affinity or 1.0)
-        for u in order:
-            after = self._penalty(totals + self.load[u], self.hosts)
-            grows = after - self._penalty(totals, self.hosts) - near[u] * per_unit
-            host[u] = h = first_least(np.where(self.allowed[u], grows, np.inf))
-            totals[h] += self.load[u]
-            near[:, h] += self.affinity[:, u]
-        return host
-
     def _improved(self, host: np.ndarray) -> np.ndarray:
-        """The division after moves and exchanges of units, until none makes it cheaper."""
-        host, totals = host.copy(), self._totals(host)
-        # [U, H] affinity of a unit to those of a host.
-        near = self.affinity @ np.eye(len(self.hosts))[host]
+        """The division after exchanges of units, until none makes it cheaper."""
+        totals, n = self._totals(host), len(self.hosts)
+        # [H + U, H] affinity of a unit to those of a host.
+        near = self.affinity @ np.eye(n)[host]
         for _ in range(_MOST_PASSES):
-            changed = False
-            for u in range(len(host)):
+            before = host.copy()
+            for u in range(n, len(host)):
                 # What does not fit is worth waiting for.
                 if not self._meter.left() and (totals[:, _MEMORY] <= self.memory).all():
                     return host
-                here, now = host[u], self._penalty(totals, self.hosts)
-                by_move = self._by_move(u, here, totals, now, near)
-                by_swap = self._by_swap(u, host, totals, now, near)
-                v, to = first_least(by_swap), first_least(by_move)
+                costs, here = self._exchange_costs(u, host, totals, near), host[u]
+                v = first_least(costs)
                 # Rounding errors of large penalties are no gain: the search would go round in circles.
-                if min(by_swap[v], by_move[to]) >= -(1e-12 + _ROUNDING * now.sum()):
+                if costs[v] >= -(1e-12 + _ROUNDING * self._penalty(totals, self.hosts).sum()):
                     continue
-                swap = [(u, here, host[v]), (v, host[v], here)]
-                for w, old, new in [(u, here, to)] if by_move[to] <= by_swap[v] else swap:
-                    host[w], changed = new, True
-                    near[:, old] -= self.affinity[:, w]
+                for w, new in ((u, host[v]), (v, here)):
+                    near[:, host[w]] -= self.affinity[:, w]
                     near[:, new] += self.affinity[:, w]
+                    host[w] = new
+                host[:n] = self.hosts
                 # Sums afresh: differences would gather rounding errors.
                 totals = self._totals(host)
-            if not changed:
+            if (host == before).all():
                 break
         return host
 
-    def _by_move(
-        self, u: int, here: int, totals: np.ndarray, now: np.ndarray, near: np.ndarray
-    ) -> np.ndarray:
-        """[H] cost of moving a unit to each host. inf where it may not be, or is."""
-        # Penalties of the host that it leaves and of each that it may enter; then lost affinity.
-        leaves = self._penalty(totals[here] - self.load[u], self.hosts[here]) - now[here]
-        enters = leaves + self._penalty(totals + self.load[u], self.hosts) - now
-        costs = enters - (near[u] - near[u, here]) / (self.all_affinity or 1.0)
-        return np.where(self.allowed[u] & (self.hosts != here), costs, np.inf)
-
-    def _by_swap(
-        self, u: int, host: np.ndarray, totals: np.ndarray, now: np.ndarray, near: np.ndarray
-    ) -> np.ndarray:
-        """[U] cost of exchanging a unit with each other one. inf where they may not, or share a host."""
-        here, v = host[u], np.arange(len(host))
-        differs = self.load[u] - self.load  # [U, 2] that the other host gains
+    def _exchange_costs(self, u: int, host: np.ndarray, totals: np.ndarray, near: np.ndarray) -> np.ndarray:
+        """[H + U] cost of exchanging a unit with each other one. inf where they may not, or share a host."""
+        here, now = host[u], self._penalty(totals, self.hosts)
+        differs = self.load[u] - self.load  # [H + U, 2] that the other host gains
         # The affinity between both stays between hosts, but `near` counts it as gained, twice.
-        loses = near[u, here] - near[u, host] + near[v, host] - near[v, here] + 2 * self.affinity[u]
+        others = near[np.arange(len(host)), host] - near[:, here]
+        loses = near[u, here] - near[u, host] + others + 2 * self.affinity[u]
         first = self._penalty(totals[here] - differs, np.full(len(host), here)) - now[here]
         both = first + self._penalty(totals[host] + differs, host) - now[host]
         costs = both + loses / (self.all_affinity or 1.0)
