@@ -234,9 +234,6 @@ def forced_moves(old: Plan, problem: Problem) -> frozenset[str]:
 
     Their device is gone or has too little memory, or constraints or their kind forbid it.
     """
-    if halves := halves_of(was := rebind_tables(old, problem), problem):
-        moves = forced_moves(halves.split(was), halves.problem)
-        return frozenset(halves.tables[name][0].name if name in halves.tables else name for name in moves)
     # Tables that are new have no place to keep.
     known = old.by_table().keys() & {t.name for t in problem.tables}
     return frozenset(known - _staying_plan(old, problem).by_table().keys())
@@ -256,10 +253,6 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
     be a start.
     """
     space = config.space or old.provenance.get("space", "all")
-    if halves := halves_of(was := rebind_tables(old, problem), problem):
-        plan = replan(halves.split(was), halves.problem, model, config)
-        if halves.may_run(plan.placements):
-            return halves.whole(plan, problem, model)
     return _plan_within_limits(
         old, _kept_plan(old, problem, model, space), problem, model, replace(config, space=space)
     )
@@ -386,10 +379,12 @@ def _staying_plan(old: Plan, problem: Problem) -> Plan:
 
     Where a device would hold more than it may, tables leave it: the smallest that is enough, or the largest.
     """
-    tables = _remaining_plan(old, problem).by_table()
+    remaining = _remaining_plan(old, problem)
+    tables, halves = remaining.by_table(), halves_of(remaining, problem)
     fixed = [p for t in problem.tables if on_all_devices(t, problem) for p in tables.pop(t.name, [])]
-    for table in Reshard(Plan(tuple(chain(*tables.values())))).old_places(problem).new:
-        tables.pop(table.name, None)
+    searched = halves.split(Plan(tuple(chain(*tables.values()))))
+    for table in Reshard(searched).old_places(halves.problem).new:
+        tables.pop(halves.tables[table.name][0].name if table.name in halves.tables else table.name, None)
     while tables:
         stays = tuple(chain(*tables.values()))
         # The device with the largest excess gives up tables first.

@@ -4,7 +4,7 @@
 2. The greedy baselines.
 3. The first round again with the hottest table in halves, and with the two hottest, where one host is too few for
    them, or one device for sequences (state/halves.py).
-4. Further rounds of annealing, in whichever of these spaces has the cheapest plan, each with twice the trials.
+4. Further rounds of annealing, of the better half of all these plans, each with twice the trials.
 5. NeuroShard's beam, once annealing has taken about as long as the beam takes. Annealing improves its plan.
 
 A budget in evaluations only says where this sequence ends. So a larger one never gives a dearer plan. A
@@ -13,7 +13,7 @@ budget in seconds also limits how many plans annealing starts from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -26,12 +26,12 @@ from shardcore.core.progress import OutOfTime, stopped_clock
 from shardcore.core.types import Placement, Plan, Problem, Shard
 from shardcore.cost.model import CostModel, group_costs, is_less
 from shardcore.search import greedy
-from shardcore.search.anneal.reshard import Reshard, rebind_tables
+from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.beam import Beam
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.neuroshard import GreedyGrid, NeuroShardConfig
 from shardcore.search.state.feasible import fitting
-from shardcore.search.state.halves import Halves, halved, halves_of, may_halve
+from shardcore.search.state.halves import may_halve
 from shardcore.search.state.shards import priced
 from shardcore.search.ties import ranks
 from shardcore.step.access import output_bytes
@@ -77,11 +77,6 @@ def annealing(
 
     Raises as `portfolio`, and ShardCoreError for an unknown space.
     """
-    if reshard and (halves := halves_of(plan := rebind_tables(reshard.plan, problem), problem)):
-        start = replace(reshard, plan=halves.split(plan))
-        in_halves = annealing(halves.problem, model, seed=seed, budget=budget, space=space, reshard=start)
-        if halves.may_run(in_halves.placements):
-            return halves.whole(in_halves, problem, model)
     name = "anneal" if space == "all" else "anneal_columns"  # halves are for comparisons only
     return _Anytime(name, problem, model, seed, budget).plan(space, reshard=reshard)
 
@@ -134,56 +129,34 @@ class _Anytime:
         """Search until the budget ends."""
         with stopped_clock():  # numba takes a second to import
             from shardcore.search.anneal.sharder import Search
-        # At first no table is in halves.
-        search, halves = Search(self.problem, self.model, self.meter, self.seed), Halves(self.problem, {})
+        search = Search(self.problem, self.model, self.meter, self.seed)
         beam_evals = self.meter.budget.threads_to_fill * _beam_evals(self.problem) if others else None
-        kept = None
-        rounds, began_s = search.rounds(space, reshard), self.meter.seconds()
-        # Not a `for`: after the first round, another search may bring other rounds.
-        while (number := next(rounds, None)) is not None:
-            # Pricing a plan takes long with very many tables, so only a new one is priced.
-            if search.best is not None and search.best is not kept:
-                kept = search.best
-                self._keep(halves.joined(search.placements), self.name, kept.ms)
+        began_s = self.meter.seconds()
+        for number in search.rounds(space, reshard):
+            self._keep_best(search)
             if number == 0 and len(self.problem.topology) > 1:
                 took_s = self.meter.seconds() - began_s
+                # Where time is short, annealing has better use for it: its starts are greedy plans, too.
                 for name, sharder in greedy.ORDERS.items() if others else ():
-                    # Where time is short, annealing has better use for it: its starts are greedy plans, too.
                     if self.meter.left() and self.meter.has_time(_SPARE * took_s):
                         self._add(name, partial(sharder, self.problem, self.model, seed=self.seed))
-                if space == "all" and reshard is None:
-                    search, halves, rounds = self._in_halves(took_s) or (search, halves, rounds)
+                hottest = self._hottest() if space == "all" and reshard is None else []
+                for n in range(1, 1 + min(_HALVED, len(hottest))):
+                    # Of very many tables, the first round takes most of the time.
+                    if self.meter.left() and self.meter.has_time(_SPARE * took_s):
+                        search.halve(hottest[:n])
             if beam_evals is not None and self.meter.evals >= beam_evals:
                 beam_evals = None
                 has_time = self.meter.has_time(_SPARE * (self.meter.seconds() - began_s))
                 if has_time and (plan := self._add("neuroshard", self._beam)):
                     # Annealing starts from it in its next round.
-                    search.add(halves.split(plan).placements, space)
+                    search.add(plan.placements, space)
+        self._keep_best(search)
 
-    def _in_halves(self, took_s: float) -> tuple[Search, Halves, Iterator[int]] | None:
-        """Search with the hottest table in halves, and with the two hottest.
-
-        took_s: of the first round, with whole tables.
-
-        Returns the search that found the cheapest plan, its halves, and its further rounds. None: no plan is cheaper.
-        """
-        from shardcore.search.anneal.sharder import Search
-
-        cheapest, hottest = None, self._hottest()
-        for n in range(1, 1 + min(_HALVED, len(hottest))):
-            # Of very many tables, the first round takes most of the time.
-            if not (self.meter.left() and self.meter.has_time(_SPARE * took_s)):
-                break
-            before_ms, halves = self.best_ms, halved(self.problem, hottest[:n])
-            search = Search(halves.problem, self.model, self.meter, self.seed, halves.may_run)
-            rounds = search.rounds("all")
-            with suppress(Infeasible):
-                next(rounds)
-                if search.best is not None:
-                    self._keep(halves.joined(search.placements), self.name, search.best_ms)
-                if is_less(self.best_ms, before_ms):
-                    cheapest = search, halves, rounds
-        return cheapest
+    def _keep_best(self, search: Search) -> None:
+        # Pricing a plan takes long with very many tables, so only a new one is priced.
+        if search.best is not None and is_less(search.best.ms, self.best_ms):
+            self._keep(search.best.placements, self.name, search.best.ms)
 
     def _hottest(self) -> list[str]:
         """Tables too hot for a host, and sequences too hot for a device, that may be in halves. The hottest first."""

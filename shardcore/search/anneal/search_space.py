@@ -18,23 +18,15 @@ import numpy as np
 
 from shardcore.core.progress import tick
 from shardcore.core.types import Placement, Problem, Shard, Table
-from shardcore.cost.model import CommCost, CostModel, first_least, is_less, step_ms
+from shardcore.cost.model import CommCost, step_ms
 from shardcore.search.anneal.reshard import Reshard
-from shardcore.search.ties import ranks
 from shardcore.step.engine.arrays import (
     ARRIVED,
-    BUSIEST,
     ENTERED,
     FETCHED,
-    HOST_BUSIEST,
     JOINT,
     LAYOUT_OF,
     LOAD,
-    ONCE,
-    OWN,
-    RUN,
-    SPEED,
-    TOTAL,
     WEIGHT,
     SearchProblem,
 )
@@ -262,53 +254,3 @@ def keeping(space: SearchSpace, held: np.ndarray, reshard: Reshard, new: Sequenc
         # No device is allowed to gain a row range, so they stay.
         limits["allowed"] = cache.allowed & ~cache.is_range[:, None]
     return replace(space, fixed=space.fixed._replace(**limits))
-
-
-def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
-    """[N] strips that are better copied to all devices in layout y, by falling gain.
-
-    The gain counts all other work as divided evenly. As many strips as make the step cheapest.
-    """
-    fixed, may = space.fixed, np.flatnonzero(space.fixed.may_share[y])
-    if not len(may):
-        return may
-    speed, rates, r = fixed.devices[:, SPEED], fixed.rates, space.runs.index(space.layouts[y])
-    n, total_speed, slowest = len(speed), speed.sum(), speed.min()
-    # [S, F] of uncut tables: what they add is compared to what a copy on all devices adds.
-    whole, shared = fixed.whole_options(), fixed.shared_options(y, may)
-    codes, copies = fixed.codes(whole), fixed.codes(shared)
-    all_codes, size = codes.sum(0), fixed.vectors[shared, ENTERED]
-    # Of evenly divided bytes, the busiest host sends what its devices send together.
-    host_share = n / len(space.cache.problem.topology.hosts)
-    byte_ms = (rates[:, OWN] + rates[:, BUSIEST] + rates[:, HOST_BUSIEST] * host_share) / n + rates[:, TOTAL]
-    # A copy sends no outputs, so their exchange is saved.
-    outputs_ms = byte_ms[fixed.strips[may, RUN]] * fixed.vectors[whole[may], ENTERED]
-    # Copies are on all devices.
-    copy_ms = byte_ms[r] * n
-
-    def divided_ms(left: np.ndarray) -> np.ndarray:
-        """Cost of these encodings, divided evenly over the devices."""
-        return model.head(np.maximum(left, 0) / n) * n / total_speed
-
-    # Fixed tables of this group pay the exchange's fixed cost in any case.
-    fixed_op = fixed.fixed_ops[0, r]
-    fixed_codes, once = fixed_op[fixed.first_code :], rates[r, ONCE] * (fixed_op[ENTERED] == 0)
-    # Price a copy among all others, as they share one op.
-    all_copies = fixed_codes + copies.sum(0)
-    without = model.head(np.maximum(all_copies - copies, 0))
-    extra_ms = (model.head(all_copies[None]) - without) / slowest + copy_ms * size
-    # Each table's saving is that of leaving it out of the evenly divided work.
-    saved_ms = divided_ms(all_codes[None]) - divided_ms(all_codes - codes[may]) + outputs_ms
-    # By falling gain, so that any best number of strips is the first ones.
-    order = np.argsort(ranks(extra_ms - saved_ms), kind="stable")
-    # [N] cost of a step with the first, the first two, ... of these strips copied.
-    step_ms = (
-        divided_ms(all_codes - np.cumsum(codes[may[order]], 0))
-        - np.cumsum(outputs_ms[order])
-        + model.head(fixed_codes + np.cumsum(copies[order], 0)) / slowest
-        + once
-        + copy_ms * np.cumsum(size[order])
-    )
-    # Only if the best number of copies beats none at all.
-    none_ms = divided_ms(all_codes[None])[0] + model.head(fixed_codes[None])[0] / slowest
-    return may[order[: first_least(step_ms) + 1]] if is_less(step_ms.min(), none_ms) else may[:0]

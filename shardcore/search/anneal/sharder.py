@@ -19,7 +19,7 @@ Shapes: S strips, D devices. Strips and units are defined in step/options.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -34,11 +34,12 @@ from shardcore.core.types import Placement, Plan, Problem
 from shardcore.cost.model import CostModel, is_less
 from shardcore.search.anneal import compiled
 from shardcore.search.anneal.compiled import State
-from shardcore.search.anneal.reshard import Reshard
+from shardcore.search.anneal.reshard import Reshard, rebind_tables
 from shardcore.search.anneal.search_space import LARGE
 from shardcore.search.anneal.starts import Start, Starts
 from shardcore.search.budget import Meter
 from shardcore.search.state.feasible import feasible_shards, fitting
+from shardcore.search.state.halves import Halves, halved, halves_of
 from shardcore.search.state.shards import CONCESSION, priced
 from shardcore.search.ties import sort_by_cost
 from shardcore.step.engine.arrays import LOAD, LOG, OVER
@@ -100,33 +101,22 @@ class Search:
     """One annealing run.
 
     best: the cheapest plan met, in its space. None before the first.
-    allows: tells if a plan may be the best one. None: any may.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        model: CostModel,
-        meter: Meter,
-        seed: int,
-        allows: Callable[[Sequence[Placement]], bool] | None = None,
-    ) -> None:
-        self.starts = Starts(problem, model, meter)
+    def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int) -> None:
+        # At first no table is in halves.
+        self.starts = Starts(Halves(problem, {}), model, meter)
         self.head = self.starts.head
-        self.problem, self.model, self.meter, self.allows = problem, model, meter, allows
+        self.problem, self.model, self.meter = problem, model, meter
         self.best: Start | None = None
         self._best_by_columns: Start | None = None
         # The most that plans by columns may cost, relative to the best plan, to be improved further.
         self._columns_limit = _HOPEFUL
         self._waiting: list[Start] = []
+        self._first_trials = int(np.clip(_TRIALS_A_STRIP * len(problem.tables), _FEWEST, _MOST))
         self._seed, self._chains, self._counting = seed, count(), Lock()
         self._threads = meter.budget.most_threads
         self._ended = len(problem.topology) == 1  # there is nothing to try, or no budget left
-
-    @property
-    def placements(self) -> list[Placement]:
-        """The best plan as placements. Empty before the first."""
-        return [] if self.best is None else self.best.placements
 
     @property
     def best_ms(self) -> float:
@@ -142,14 +132,18 @@ class Search:
         """
         if space not in SPACES:
             raise ShardCoreError(f"annealing has no space {space!r}; there are {', '.join(SPACES)}")
+        maker = self.starts
         if reshard:
-            self._note([self.starts.resharded(reshard, space)])
+            plan = rebind_tables(reshard.plan, self.problem)
+            halves = halves_of(plan, self.problem)
+            maker = Starts(halves, self.model, self.meter)
+            self._note([maker.resharded(replace(reshard, plan=halves.split(plan)), space)])
         # Fresh starts would move more than the limits.
         fresh = not (reshard and reshard.limited)
         if fresh:
-            self._make(space)
+            self._make(space, maker)
         starts, by_columns = list[Start](), list[Start]()
-        trials = int(np.clip(_TRIALS_A_STRIP * len(self.problem.tables), _FEWEST, _MOST))
+        trials = self._first_trials
         for number in count():
             starts, self._waiting = sort_by_cost((*starts, *self._waiting), lambda start: start.ms), []
             chains, columns = list[Chain](), None
@@ -175,7 +169,7 @@ class Search:
                 chains.append(self._chain(columns, trials, _WARM))
             # Trials seldom lead to another number of parts of a costly table, and long chains lead away from it again.
             if trials >= _FEWEST_RECUT and number > 0 and fresh and self.best is not None:
-                recut = self.starts.recut(self.best)
+                recut = self.best.maker.recut(self.best)
                 chains += [self._chain(start, trials // len(recut), _HOT) for start in recut]
             # Each from its first plan again: the best plan of all rounds is in `best`.
             chains += [self._chain(start, trials, _HOT) for start in starts]
@@ -187,42 +181,44 @@ class Search:
             yield number
             if self._ended or not self.meter.left():
                 return
-            columns = self._best_by_columns
-            # Copies are chosen from an annealed plan by columns, so they come after the first round.
-            if number == 0 and space == "all" and fresh and columns and columns.ms <= _HOPEFUL * self.best_ms:
-                self._note(self.starts.from_columns(columns.placements))
 
     def add(self, placements: Iterable[Placement], space: str) -> None:
         """Let the next round improve a plan by columns that another search found."""
         self._note([self.starts.of_plan(list(placements), space)])
 
-    def _make(self, space: str) -> None:
+    def halve(self, names: Sequence[str]) -> None:
+        """Let the next round also improve plans with some tables in halves, once these had a first round."""
+        waiting, self._waiting = self._waiting, []
+        with suppress(Infeasible):
+            self._make("all", Starts(halved(self.problem, names), self.model, self.meter))
+            self._cool(*(self._chain(start, self._first_trials, _HOT) for start in self._waiting))
+        self._waiting += waiting
+
+    def _make(self, space: str, maker: Starts) -> None:
         """Make the starts of a space. In the whole space, those by columns come first, but for sequences.
 
         Raises Infeasible if there are none.
         """
         # A problem without a plan is refused before all else.
         self.meter.report("finding shards that fit")
-        shards, whole_space = feasible_shards(self.problem), space == "all"
+        shards, whole_space = feasible_shards(maker.problem), space == "all"
         # By columns alone, sequences may take fifty times as long, and so may a few tables on very many devices. So a
         # short budget also has another plan.
         n_devices, sequences = len(self.problem.topology), any(t.sequence for t in self.problem.tables)
         first = (sequences and len(shards) * n_devices <= LARGE) or n_devices > _MANY_DEVICES
         if first and whole_space:
-            self._note(self.starts.by_kinds(shards))
+            self._note(maker.shared(shards))
         # Data-parallel tables may still fit where columns do not: outputs can take more than rows.
         before_s = self.meter.seconds()
         with suppress(Infeasible) if whole_space else nullcontext():
             if self.best is None or self.meter.left():
-                self._note(self.starts.by_columns("columns" if whole_space else space, shards))
+                self._note(maker.by_columns("columns" if whole_space else space, shards))
         # Very many tables take long to encode. Then a plan in time is worth more than one of the whole space.
         has_time = self.meter.left() and self.meter.has_time(self.meter.seconds() - before_s)
-        if whole_space and (self.best is None or has_time):
-            self._note(self.starts.shared(shards, fits=self.best is not None))
-            if not first:
-                self._note(self.starts.by_kinds(shards))
+        if whole_space and not first and (self.best is None or has_time):
+            self._note(maker.shared(shards))
         if self.best is None:
-            fitting(self.problem)
+            fitting(maker.problem)
         # Improving a hopeless start would waste its share of the budget.
         self._waiting = [start for start in self._waiting if start.ms <= _HOPEFUL * self.best_ms]
 
@@ -328,10 +324,7 @@ class Search:
             ],
             lambda plan: plan.ms,
         )
-        if self.allows is None:
-            return by_cost[:1]
-        allowed = next((plan for plan in by_cost if self.allows(plan.placements)), None)
-        return [by_cost[0], *([allowed] if allowed else [])]
+        return [by_cost[0], *islice((plan for plan in by_cost if plan.may_run), 1)]
 
     def _keep(self, start: Start, plans: Sequence[Start]) -> None:
         """Keep the cheapest of the plans that a start led to, if it is the cheapest so far."""
@@ -342,7 +335,7 @@ class Search:
                 self._best_by_columns is None or is_less(plan.ms, self._best_by_columns.ms)
             ):
                 self._best_by_columns = plan
-            if is_less(plan.ms, self.best_ms) and (self.allows is None or self.allows(plan.placements)):
+            if is_less(plan.ms, self.best_ms) and plan.may_run:
                 self.best = plan
 
     def _exact_ms(self, start: Start, states: Sequence[State]) -> list[float]:

@@ -5,7 +5,6 @@ Shapes: S strips, D devices. Strips and units are defined in step/options.py.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardcore.core.errors import Infeasible
-from shardcore.core.types import Placement, Problem, Shard, Table
+from shardcore.core.types import Placement, Shard, Table
 from shardcore.cost.model import CostModel, first_least
 from shardcore.search import greedy
 from shardcore.search.anneal import compiled
@@ -27,10 +26,10 @@ from shardcore.search.anneal.search_space import (
     keeping,
     search_space,
     without_ranges,
-    worth_copying,
 )
 from shardcore.search.budget import Meter
 from shardcore.search.state.feasible import fitting
+from shardcore.search.state.halves import Halves
 from shardcore.search.state.refusal import shown
 from shardcore.search.ties import least, ranks
 from shardcore.step.engine.arrays import (
@@ -42,7 +41,6 @@ from shardcore.step.engine.arrays import (
     GROUP_RUN,
     HOST_BUSIEST,
     LAYOUT_OF,
-    OVER,
     OWN,
     RUN,
     SIZE,
@@ -76,19 +74,27 @@ _DEVICES_AN_EVAL = 1 << 14
 class Start:
     """A plan in its space.
 
+    maker: what made it, and makes others of its problem.
     fixed: the subset of the space in which it is improved at first.
     ms: cost by the model itself of the cheapest plan that it led to.
     """
 
+    maker: Starts
     space: SearchSpace
     state: State
     fixed: SearchProblem
     ms: float = np.inf
 
     @property
-    def placements(self) -> list[Placement]:
-        """The plan as placements."""
-        return self.space.placements(self.state.held, self.state.group)
+    def placements(self) -> tuple[Placement, ...]:
+        """The plan as placements of whole tables."""
+        return self.maker.halves.joined(self.space.placements(self.state.held, self.state.group))
+
+    @property
+    def may_run(self) -> bool:
+        """True if TorchRec runs the plan."""
+        halves = self.maker.halves
+        return not halves.tables or halves.may_run(self.space.placements(self.state.held, self.state.group))
 
     @property
     def by_columns(self) -> bool:
@@ -107,17 +113,14 @@ class Cut(NamedTuple):
     shared: np.ndarray
 
 
-def _together(cuts: Iterable[Cut]) -> Cut:
-    """Cuts that share different strips, as one."""
-    n, shared = zip(*cuts, strict=True)
-    return Cut(np.min(n, axis=0), np.concatenate(shared))
-
-
 class Starts:
-    """Makes starts in the spaces of a problem. Encodings of one start are kept for the next."""
+    """Makes starts in the spaces of a problem. Encodings of one start are kept for the next.
 
-    def __init__(self, problem: Problem, model: CostModel, meter: Meter) -> None:
-        self.problem, self.model, self.meter = problem, model, meter
+    halves: the problem, with some tables in halves or none.
+    """
+
+    def __init__(self, halves: Halves, model: CostModel, meter: Meter) -> None:
+        self.halves, self.problem, self.model, self.meter = halves, halves.problem, model, meter
         self.head = model.compiled().head
         self.cache: Options | None = None  # of the last shards
         self._rates: dict[tuple[Layout, ...], np.ndarray] = {}  # of exchanges, by runs
@@ -149,7 +152,7 @@ class Starts:
                 any_fits = True
                 yield start
         if (divided := _divided_among_runs(space)) and (start := self._cheapest(divided, series[0][::3])):
-            yield Start(space, start.state, space.among_groups(start.state.group))
+            yield Start(self, space, start.state, space.among_groups(start.state.group))
         # With unequal hosts, exchanges are far from linear.
         if len(set(map(len, self.problem.topology.on_hosts))) > 1 and self._has_time():
             with suppress(Infeasible):
@@ -164,117 +167,59 @@ class Starts:
 
     # --- starts with shared tables ---
 
-    def shared(self, shards: Sequence[Shard], fits: bool) -> Iterator[Start]:
-        """Greedy plans of the whole space, with tables shared by groups of devices.
-
-        fits: whether some plan fits that is not among them.
-        """
+    def shared(self, shards: Sequence[Shard]) -> Iterator[Start]:
+        """Greedy plans of the whole space, with tables shared by groups of devices. None may fit."""
         space = self._space(shards, "all")
-        layouts = space.layouts if space.fixed.may_share.any() else ()
-        # Layouts without divided rows come last: they may be the only ones that fit.
-        for y in sorted(range(len(layouts)), key=lambda y: not layouts[y].divides_rows):
-            starts = self._divided(space, y) if layouts[y].divides_rows else self._replicated(space, y, fits)
-            for start in starts:
-                if start:
-                    fits = True
-                    yield start
-
-    def by_kinds(self, shards: Sequence[Shard]) -> Iterator[Start]:
-        """The cheapest start with all tables, pooled or not, on several devices, if one fits.
-
-        The smallest tables are copied, the others have their rows divided: more and more of the former.
-        """
-        space = self._space(shards, "all")
-        if not space.fixed.may_share.any():
+        may_share, layouts, runs = space.fixed.may_share, space.layouts, space.fixed.strips[:, RUN]
+        if not may_share.any():
             return
-        may_share, layouts, cuts = space.fixed.may_share, space.layouts, []
         # [S] the layout that copies a strip to all devices.
         copied = _first(may_share, [y for y, layout in enumerate(layouts) if layout.local_batch])
+        dividing: dict[str, list[int]] = {}
+        for y, layout in enumerate(layouts):
+            if layout.divides_rows:
+                dividing.setdefault(layout.name, []).append(y)
+        series = list[Iterable[np.ndarray]]()
+        # No op has whole rows of all tables, or of those of a run, and no exchange is for these.
+        for run in (None, *(np.unique(runs).tolist() if len(np.unique(runs)) > 1 else ())):
+            strips = runs == run if run is not None else runs >= 0
+            divided = [_first(may_share & strips, several) for several in dividing.values()]
+            others = [np.where(strips & (of_strips < 0), copied, of_strips) for of_strips in divided]
+            series.append(self._more_copied(space, np.where(strips, copied, -1), others))
+        series.append(self._more_copied(space, copied, [np.full(len(copied), -1)]))
+        for ways in (*series, *self._costly_divided(space)):
+            if start := self._cheapest(space, self._cuts(space, ways)):
+                yield start
+
+    def _more_copied(
+        self, space: SearchSpace, copied: np.ndarray, others: Iterable[np.ndarray]
+    ) -> Iterator[np.ndarray]:
+        """[S] layouts of strips, -1 by columns: more and more of the smallest are copied, the others as given."""
         # Strips that may not be copied come last, beyond n_copies.
         size = np.where(copied >= 0, space.shared_bytes[copied, np.arange(len(copied))], np.inf)
         smallest, n_copies = np.argsort(size, kind="stable"), int((copied >= 0).sum())
         # In large problems only the ends: none copied, and all that may be.
         shares = _COPIED[:: len(_COPIED) - 1] if is_large(space.cache) else _COPIED
-        for name in dict.fromkeys(layout.name for layout in layouts if layout.divides_rows):
-            divided = _first(may_share, [y for y, layout in enumerate(layouts) if layout.name == name])
+        for of_others in others:
             for share in shares:
-                chosen = np.where(divided >= 0, divided, copied)  # [S] layout of each strip
-                copies = smallest[: int(share * n_copies)]
+                copies, layout_of = smallest[: int(share * n_copies)], of_others.copy()
                 # The smallest are copied even if their rows might be divided.
-                chosen[copies] = copied[copies]
-                if (chosen >= 0).any():
-                    each = np.unique(chosen[chosen >= 0]).tolist()
-                    cuts.append(_together(self._shared(space, np.flatnonzero(chosen == y), y) for y in each))
-        if start := self._cheapest(space, cuts):
-            yield start
+                layout_of[copies] = copied[copies]
+                yield layout_of
 
-    def from_columns(self, columns: Sequence[Placement]) -> Iterator[Start]:
-        """A plan by columns as a start in the whole space, and with tables on all devices where that pays."""
-        yield self.of_plan(columns, "all")
-        placed = [(shard, d) for p in columns for d, shard in shards_on(p)]
-        space = self._space([shard for shard, _ in placed], "all")
-        for y, layout in enumerate(space.layouts):
-            if not layout.divides_rows and (start := self._copied(space, placed, y)):
-                yield start
-
-    def _divided(self, space: SearchSpace, y: int) -> Iterator[Start | None]:
-        """Starts with large tables shared by the groups of a layout, and with all tables shared.
-
-        With all tables shared there is no op of whole rows, and no exchange for it.
-        Tables that do better on all devices, or cannot be divided, may be there.
-        """
-        fixed, whole = space.fixed, np.flatnonzero(space.fixed.may_share[y])
+    def _costly_divided(self, space: SearchSpace) -> Iterator[list[np.ndarray]]:
+        """For each layout that divides rows: [S] layouts of strips with the costly ones divided so, -1 for others."""
+        fixed = space.fixed
         # With the exchange: of a sequence it costs more than the op.
         step_ms = self._step_ms(fixed, fixed.whole_options(), fixed.strips[:, RUN])
         mean_ms = step_ms.sum() / fixed.devices[:, SPEED].sum()
-        # Shares that choose the same number of tables choose the same tables: one start for them.
-        large = {len(s): s for s in (whole[step_ms[whole] > share * mean_ms] for share in _DIVIDED) if len(s)}
-        yield self._cheapest(space, [self._shared(space, s, y) for s in large.values()])
-        cuts = [self._shared(space, whole, y)]
-        for z in (z for z, layout in enumerate(space.layouts) if not layout.divides_rows):
-            # Some strips on all devices, all others in the groups.
-            # Strips that the groups cannot divide have to be copied in any case.
-            only = np.flatnonzero(fixed.may_share[z] & ~fixed.may_share[y])
-            for copied in (np.union1d(s, only) for s in self._copies(space, z) or [only]):
-                if len(copied):
-                    others = np.setdiff1d(whole, copied)
-                    cuts.append(_together([self._shared(space, copied, z), self._shared(space, others, y)]))
-        yield self._cheapest(space, cuts)
+        for y in (y for y, layout in enumerate(space.layouts) if layout.divides_rows):
+            yield [np.where(fixed.may_share[y] & (step_ms > share * mean_ms), y, -1) for share in _DIVIDED]
 
-    def _copied(self, space: SearchSpace, placed: Sequence[tuple[Shard, int]], y: int) -> Start | None:
-        """A plan by columns, with as many tables on all devices as pays and fits. None if none do."""
-        [group] = np.flatnonzero(space.fixed.groups[:, LAYOUT_OF] == y).tolist()
-        # Most copies first, so the first plan that fits has as many as fit.
-        for strips in self._copies(space, y):
-            copied = {space.cache.table(s).name for s in [*strips, *space.divided]}
-            # All other shards stay where the annealed plan has them.
-            left = [(shard, d) for shard, d in placed if shard.table.name not in copied]
-            start = self._placed(space, left, space.sharing(_pairs((s, group) for s in strips)))
-            if start.state.value[OVER] == 0:
-                return start
-        return None
-
-    def _replicated(self, space: SearchSpace, y: int, fits: bool) -> Iterator[Start | None]:
-        """Starts with tables on all devices where that pays.
-
-        If nothing fits yet, a start replicates the tables that take less memory so.
-        """
-        copies, every = self._copies(space, y), np.flatnonzero(space.fixed.may_share[y])
-        # With all others cut by cost, then with all others uncut, which takes less memory.
-        cuts = [self._shared(space, s, y) for s in (*copies, every)]
-        start = self._cheapest(space, [*cuts, *(self._shared(space, s, y, np.inf) for s in copies)])
-        yield start
-        if not fits and start is None:
-            saving = space.fixed.may_share[y] & (space.shared_bytes[y] < space.whole_bytes / 2)
-            yield self._cheapest(space, [self._shared(space, np.flatnonzero(saving), y)])
-
-    def _copies(self, space: SearchSpace, y: int) -> list[np.ndarray]:
-        """Strips that are better on all devices in layout y, and shares of them, as all may not fit."""
-        worth = worth_copying(space, self.model, y)
-        shares = _COPIED[::4] if is_large(space.cache) else _COPIED
-        # The strips are by falling gain, so the first n of them are the best n to copy.
-        numbers = dict.fromkeys(math.ceil(share * len(worth)) for share in reversed(shares))
-        return [worth[:n] for n in numbers if n]
+    def _cuts(self, space: SearchSpace, ways: Iterable[np.ndarray]) -> list[Cut]:
+        """Cuts with strips shared by layouts [S], -1 by columns. Those that share nothing are left out."""
+        each = {way.tobytes(): way for way in ways if (way >= 0).any()}.values()
+        return [self._cut(space, way) for way in each]
 
     # --- greedy plans ---
 
@@ -290,7 +235,7 @@ class Starts:
         if not plans:
             return None
         best = least(plans, _ms)
-        return Start(space, best, space.among_groups(best.group))
+        return Start(self, space, best, space.among_groups(best.group))
 
     def _greedy_plans(self, space: SearchSpace, cuts: Iterable[Cut]) -> list[State]:
         """Greedy plans of those cuts that fit, as long as there is time."""
@@ -374,15 +319,21 @@ class Starts:
                 if space.cache.least_parts[s] <= parts <= most[s]:
                     cuts.append(Cut(np.where(np.arange(len(n)) == s, parts, n), pairs))
         plans = [self._greedy(space, cut) for cut in cuts if self.meter.left()]
-        return [Start(space, plan, fixed, _ms(plan)) for plan in plans if plan is not None]
+        return [Start(self, space, plan, fixed, _ms(plan)) for plan in plans if plan is not None]
 
     # --- cuts ---
 
-    def _shared(self, space: SearchSpace, strips: np.ndarray, y: int, share: float = 1.0) -> Cut:
-        """Some strips shared by groups of a layout, all others cut.
+    def _cut(self, space: SearchSpace, layout_of: np.ndarray) -> Cut:
+        """Strips shared by groups of layouts [S]; those of layout -1 are cut if they cost more than the mean load."""
+        pairs = [
+            self._groups(space, np.flatnonzero(layout_of == y), y) for y in np.unique(layout_of) if y >= 0
+        ]
+        return Cut(self._n_by_cost(space, 1.0, layout_of >= 0), np.concatenate(pairs))
 
-        The costliest strips go first, each to the group with least load that has room; the largest go first
-        if that fails. Other strips are cut if they cost more than a share of a device's mean load.
+    def _groups(self, space: SearchSpace, strips: np.ndarray, y: int) -> np.ndarray:
+        """[N, 2] strips, each with a group of a layout: the one with least load that has room.
+
+        The costliest go first, or the largest if that fails.
         """
         fixed, groups = space.fixed, np.flatnonzero(space.fixed.groups[:, LAYOUT_OF] == y)
         # Cost of a strip in a group: its op, and the exchange that its bytes set.
@@ -406,9 +357,7 @@ class Starts:
             # By size only if the order by cost does not fit.
             if (room >= 0).all():
                 break
-        return Cut(
-            self._n_by_cost(space, share, strips), np.stack([strips, groups[chosen]], 1).astype(np.int64)
-        )
+        return np.stack([strips, groups[chosen]], 1).astype(np.int64)
 
     def _n_by_size(self, space: SearchSpace, share: float, least: np.ndarray | None = None) -> np.ndarray:
         """[S] number of shards of each strip, so that none takes more than a share of a device's mean memory.
@@ -520,7 +469,7 @@ class Starts:
         for device, on_it in by_device.items():
             compiled.place(space.fixed, state, np.insert(space.keys(on_it), 1, device, axis=1))
         compiled.refresh(self.head, space.fixed, state)
-        return Start(space, state, space.fixed)
+        return Start(self, space, state, space.fixed)
 
     def _space(self, shards: Sequence[Shard], name: str) -> SearchSpace:
         """The space of shards, by name. Row ranges become whole tables, shared by all devices, where possible."""

@@ -13,9 +13,7 @@ from dataclasses import dataclass, replace
 
 from shardcore.core.types import Placement, Plan, Problem, Table
 from shardcore.core.validation import MOST_NAME
-from shardcore.cost.model import CostModel
 from shardcore.search.state.packing import equally_wide
-from shardcore.search.state.shards import priced
 from shardcore.step.kinds import LAYOUTS, layout_of
 from shardcore.step.ways import consolidate
 
@@ -55,10 +53,6 @@ class Halves:
             )
         )
 
-    def whole(self, plan: Plan, problem: Problem, model: CostModel) -> Plan:
-        """A plan of halves as one of the problem's whole tables, priced."""
-        return priced(self.joined(plan.placements), problem, model, **plan.provenance)
-
     def split(self, plan: Plan) -> Plan:
         """A plan of whole tables as one of halves."""
         halves: dict[str, list[tuple[Table, int]]] = defaultdict(list)
@@ -84,6 +78,8 @@ def halved(problem: Problem, names: Collection[str]) -> Halves:
     }
     tables = tuple(half for t in problem.tables for half, _ in halves.get(t, [(t, 0)]))
     wholes = {half.name: (t, column) for t, both in halves.items() for half, column in both}
+    if not wholes:
+        return Halves(problem, {})
     # A half is a table here, but kinds that need all columns of the real one cannot run it.
     kinds = (*problem.constraints.kinds, *((name, _CUT) for name in wholes))
     return Halves(
@@ -107,8 +103,8 @@ def may_halve(table: Table, problem: Problem) -> bool:
     return table.managed_collision is None and fits and is_new and table.name not in named
 
 
-def halves_of(plan: Plan, problem: Problem) -> Halves | None:
-    """The problem with those tables in halves of which groups of devices share a half in a plan. None without any.
+def halves_of(plan: Plan, problem: Problem) -> Halves:
+    """The problem with those tables in halves of which groups of devices share a half in a plan.
 
     plan: of the problem's tables.
     """
@@ -117,8 +113,7 @@ def halves_of(plan: Plan, problem: Problem) -> Halves | None:
         for p in plan.placements
         if layout_of(p.kind).divides_rows and p.kind in _CUT and 2 * p.shard.width == p.shard.table.dim
     }
-    names = [t.name for t in problem.tables if t.name in shared and may_halve(t, problem)]
-    return halved(problem, names) if names else None
+    return halved(problem, [t.name for t in problem.tables if t.name in shared and may_halve(t, problem)])
 
 
 def _half_name(table: Table, column: int) -> str:

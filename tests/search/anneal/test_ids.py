@@ -56,12 +56,12 @@ def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(
         for state, was, ms in zip(states, kept, costs, strict=True):
             assert all(map(np.array_equal, was, (getattr(state, name) for name in names)))
             # The hottest sequences may be in halves, each a table of the search's problem.
-            require_exact(search.problem, replace(start, state=state), ms)
+            require_exact(start.maker.problem, replace(start, state=state), ms)
         return costs
 
     def require_exact(problem, start, ms):
         state, fixed = start.state, start.fixed
-        plan = Plan(tuple(start.placements))
+        plan = Plan(tuple(start.space.placements(state.held, state.group)))
         # All ranges of divided rows count as the first. The last one may have fewer rows.
         runs, expected = start.space.runs, arriving(plan, problem)
         nothing = np.zeros(len(fixed.host))
