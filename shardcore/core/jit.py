@@ -41,7 +41,6 @@ _SOURCES = (
     "core/step_cost.py",
     "step/engine/*.py",
     "step/memory.py",
-    "step/op_limits.py",
     "search/anneal/compiled/*.py",
 )
 _KEPT = 3

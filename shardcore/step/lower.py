@@ -39,7 +39,7 @@ from shardcore.step.kinds import (
     runs_of,
     shards_on,
 )
-from shardcore.step.op_limits import require_ops
+from shardcore.step.memory import require_ops
 from shardcore.step.shard_memory import exchanged_amounts
 
 

@@ -5,7 +5,8 @@ TorchRec runs it under the job's pipeline. A device needs the bytes of the large
 The buffers in which FBGEMM's CUDA kernels sort are given, from its source. Scratch of its CPU kernels is not
 counted.
 
-A plan fits if every device's peak memory is at most its capacity (`require_fits`).
+A plan fits if every device's peak memory is at most its capacity (`require_fits`), and no op has more than FBGEMM runs
+(`require_ops`).
 
 The timeline is linear. In each phase a device holds its shards' resident bytes, and multiples of a few sums over its
 shards (`Sums`): ids that arrived, outputs (or gradients of replicas), and lookups. Buffers for the local batch are the
@@ -17,7 +18,7 @@ Shapes: D devices, R runs, P phases, T stages of a step. F sums of a shard, see 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -36,13 +37,13 @@ from shardcore.step.access import access_share
 from shardcore.step.id_bytes import sample_bytes
 from shardcore.step.kinds import WHOLE_ROWS, Layout, merged, run_of, shards_on
 from shardcore.step.memory_timeline import needed_times, phases_of, stages_under, times_of
-from shardcore.step.op_limits import MOST_IDS, may_bind, most_features
 from shardcore.step.shard_memory import (
     RunBatch,
     bucketized_bytes,
     exchanged_amounts,
     local_buffers,
     offset_bytes,
+    op_ids,
     output_buffers,
     run_batches,
     unit_buffers,
@@ -394,6 +395,66 @@ def gib(n_bytes: float) -> str:
     return "1 byte" if round(n_bytes) == 1 else f"{n_bytes:.0f} bytes"
 
 
+# --- limits of an FBGEMM op on CUDA: features and samples in 32 bits together, and ids that 32 bits count -------
+
+MOST_IDS = (1 << 31) - 1
+"""Ids of one op in a step. Source: pytorch/FBGEMM 6236, pytorch/torchrec 4443."""
+
+
+class TooManyInOneOp(Infeasible):
+    """An op has more features or ids than FBGEMM runs. Another plan may spread them."""
+
+
+def most_features(batch: int) -> int:
+    """The most features of an op with pooled outputs over so many samples.
+
+    Its backward packs the numbers of a feature and of a sample into 32 bits. T features take as many bits as
+    T itself. Source: get_infos_metadata in FBGEMM.
+    """
+    # The most numbers in the bits that are left is one less than a power of two.
+    return (1 << max(0, 32 - batch.bit_length())) - 1
+
+
+def may_bind(problem: Problem) -> bool:
+    """Tell if some plan may have more in an op than FBGEMM runs."""
+    tables = problem.tables
+    # All tables in one op is the worst case. Mostly it is far below the limits, which saves every check.
+    return not problem.topology.on_cpu and (
+        sum(t.features for t in tables) > most_features(problem.global_batch)
+        or sum(t.looked_up for t in tables) * problem.global_batch > MOST_IDS
+    )
+
+
+def require_ops(plan: Plan, problem: Problem) -> None:
+    """Raise TooManyInOneOp, naming the first device whose op has too many features or ids."""
+    if not may_bind(problem):
+        return
+    # One entry a table and row range: two shards of columns would count its features and ids twice.
+    held = {
+        (run_of(p.kind, s.table), device, s.table, s.row_lo): s
+        for p in plan.placements
+        for device, s in shards_on(p)
+    }
+    features: Counter[tuple[Layout, int]] = Counter()
+    ids: defaultdict[tuple[Layout, int], float] = defaultdict(float)
+    for (run, device, table, _), shard in held.items():
+        # Sequences have no pooled outputs, so their op packs no feature number.
+        features[run, device] += 0 if run.sequence else table.features
+        ids[run, device] += op_ids(run, shard, problem)
+    for (run, device), n in features.items():
+        batch, what = run.batch(problem), f"device {device} of problem {problem.name!r} would run"
+        if n > (most := most_features(batch)):
+            raise TooManyInOneOp(
+                f"{what} {n} features in one op ({run.name}) over {batch} samples; FBGEMM's CUDA op packs both into "
+                f"32 bits, so at most {most} features: it needs more devices, or a smaller batch"
+            )
+        if ids[run, device] > MOST_IDS:
+            raise TooManyInOneOp(
+                f"{what} {ids[run, device]:.3g} ids in one op ({run.name}); FBGEMM's CUDA op counts them in 32 bits, "
+                f"so at most {MOST_IDS}: it needs more devices, or a smaller batch"
+            )
+
+
 # --- sums over shards ------------------------------------------------------------------------------------------
 
 OF_OP = 1024.0
@@ -430,7 +491,7 @@ def sums_of(run: Layout, shard: Shard, problem: Problem) -> Sums:
         arrived,
         entered,
         lookups,
-        # Sequences do not count: FBGEMM's limit packs the feature number of pooled outputs (op_limits).
+        # Sequences do not count: FBGEMM's limit packs the feature number of pooled outputs (require_ops).
         0 if run.sequence else table.features,
         host_bytes(shard, problem) * (not memory or table.tier == memory[0].tier),
     )

@@ -12,11 +12,10 @@ from shardcore.core.job import PIPELINES, Job
 from shardcore.core.payloads import payload_of
 from shardcore.core.progress import ticking
 from shardcore.core.types import OUTPUT_BYTES, Placement, Problem, Shard, Table
-from shardcore.step.access import output_bytes, table_output_rows
+from shardcore.step.access import access_share, output_bytes, table_output_rows
 from shardcore.step.collectives import carried_as
 from shardcore.step.id_bytes import received_bytes, sample_bytes
 from shardcore.step.kinds import Channel, Layout, run_of
-from shardcore.step.op_limits import op_ids
 
 SORTING_BYTES = 52
 """Bytes a lookup that FBGEMM's CUDA backward needs to sort rows. Given, not measured.
@@ -27,6 +26,11 @@ sums. 12 for the radix sort's second copy. Source: transpose_embedding_input in 
 
 OFFSET_BYTES = 8
 """Bytes of an offset of a lookup: int64, whatever lengths are (batched_embedding_kernel.py of TorchRec)."""
+
+
+def op_ids(run: Layout, shard: Shard, problem: Problem) -> float:
+    """Ids that the op of a run looks up in a shard in a step."""
+    return run.batch(problem) * shard.table.looked_up * access_share(shard)
 
 
 def exchanged_amounts(run: Layout, shard: Shard, problem: Problem) -> tuple[int, int, float]:

@@ -21,8 +21,8 @@ from shardcore.search.state.packing import roomiest
 from shardcore.search.state.shards import priced
 from shardcore.step.engine.arrays import FEATURES, FREE, LACK, LOOKUPS, NEXT
 from shardcore.step.kinds import merged, run_of, shards_on
-from shardcore.step.memory import fits, host_bytes, used_bytes
-from shardcore.step.op_limits import may_bind, most_features, op_ids, require_ops
+from shardcore.step.memory import fits, host_bytes, may_bind, most_features, require_ops, used_bytes
+from shardcore.step.shard_memory import op_ids
 
 
 def model_of(problem: Problem) -> AnalyticModel:

@@ -10,7 +10,7 @@ from shardcore.core.types import Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import SHARDERS, Budget
 from shardcore.step.lower import lower
-from shardcore.step.op_limits import MOST_IDS, TooManyInOneOp, most_features, require_ops
+from shardcore.step.memory import MOST_IDS, TooManyInOneOp, most_features, require_ops
 
 SEARCHES = ("size_greedy", "neuroshard", "anneal_columns", "anneal")
 

@@ -13,8 +13,7 @@ from shardcore.core.validation import require
 from shardcore.search.state.packing import packings_of, roomiest
 from shardcore.search.state.refusal import refusal
 from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, shards_on
-from shardcore.step.memory import fits, require_fits
-from shardcore.step.op_limits import may_bind, require_ops
+from shardcore.step.memory import fits, may_bind, require_fits, require_ops
 from shardcore.step.ways import division, fixed_placements, why_not
 
 

@@ -62,8 +62,7 @@ from shardcore.step.engine.arrays import (
     SLOT_PHASES,
 )
 from shardcore.step.engine.cost import add, n_devices_of, total_of
-from shardcore.step.memory import CACHE_SET_ROWS, OF_OP
-from shardcore.step.op_limits import MOST_IDS
+from shardcore.step.memory import CACHE_SET_ROWS, MOST_IDS, OF_OP
 
 
 @inner

@@ -10,8 +10,7 @@ from shardcore.core.job import PIPELINES
 from shardcore.core.types import PRECISION_BYTES, Placement
 from shardcore.step.engine.arrays import CACHED, WORK_ONCE
 from shardcore.step.kinds import WHOLE_ROWS, Layout, run_of, shards_on
-from shardcore.step.memory import CACHED_ROW_BYTES, held_bytes
-from shardcore.step.op_limits import may_bind, most_features
+from shardcore.step.memory import CACHED_ROW_BYTES, held_bytes, may_bind, most_features
 from shardcore.step.options import Options, Part
 from shardcore.step.shard_memory import expanded_bytes, moments_of, run_batches, table_order
 from shardcore.step.ways import fixed_placements
