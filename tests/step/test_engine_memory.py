@@ -40,7 +40,7 @@ def annealed(problem: Problem, seed: int = 0, kind: str = "all") -> Search:
 def require_exact(search: Search) -> Plan:
     """Assert that the plan of a search takes what annealing counts. Returns the plan."""
     problem = search.problem
-    plan = priced(search.placements, problem, search.model)
+    plan = priced(search.best.placements, problem, search.model)
     assert fits(plan, problem)
     # With no free byte, a device lacks all that it takes.
     none_free, n = search.best.fixed.devices.copy(), len(problem.topology)
@@ -87,7 +87,7 @@ def test_a_plan_costs_what_annealing_counts_with_tables_of_fixed_kinds(seed):
     # Ranges of rows are equal.
     problem = replace(drawn, tables=tuple(replace(t, rows=-(-t.rows // 4) * 4) for t in drawn.tables))
     search = annealed(problem, seed)
-    plan = priced(search.placements, problem, search.model)
+    plan = priced(search.best.placements, problem, search.model)
     assert search.best.ms == pytest.approx(plan.provenance["predicted_ms"], rel=1e-9)
     # Tables of several collections that are kept together have the cost of their own ops.
     parts = search.best.space.cache.parts
