@@ -98,9 +98,9 @@ def explicit_ms(samples: Sequence[CollectiveSample], topology: Topology, way: st
     """[S] ms of each exchange's last rank, by the explicit link model. Nothing was fitted."""
     return np.array(
         [
-            collective_model.collective_ms(
-                {}, Channel(s.request.collective), collective_fit.owned_bytes(s), topology
-            )[way == "backward"].max()
+            collective_model.channel_terms({}, Channel(s.request.collective), topology)
+            .transfers_ms(collective_fit.owned_bytes(s), np.zeros(()))[way]
+            .max()
             for s in samples
         ]
     )

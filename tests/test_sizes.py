@@ -13,11 +13,11 @@ SPEC.loader.exec_module(sizes)
 
 AT_FIRST = {
     "core": 1252,
-    "step": 2927,
+    "step": 3169,
     "io": 1810,
     "tables": 665,
     "measure": 3290,
-    "cost": 3433,
+    "cost": 3191,
     "search": 5751,
     "plans": 1668,
     "torchrec": 3963,
@@ -27,7 +27,8 @@ AT_FIRST = {
     "tasks": 3870,
     "bench": 5469,
 }
-"""Ceilings when the gate was made. 1,401 of search have moved to step, with the engine and options."""
+"""Ceilings when the gate was made. 1,401 of search have moved to step, with the engine and options, and 242 of
+cost, with the law of exchanges."""
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,9 @@ class Level:
     words: for people, after "links".
     unit: name of the unit that it joins, from the name of a device's host.
     terms: exchange terms of a cost model (collective_model.EXCHANGE_TERMS), and what each counts, a name of
-      cost.link_counts.COUNTS.
-    each: the term that a given bandwidth of each device applies to.
-    shared: the same where the devices of an inner unit share one link. "": they never do.
+      step.link_counts.COUNTS.
+    each: the term of the busiest device's bytes.
+    shared: that of the busiest inner unit, whose devices may share one link. "": they never do.
     torchrec: argument of TorchRec's Topology for it, and the constant that is its default.
     rows_over: word for its unit, if TorchRec may divide rows of a table over one. "": it does not.
     """

@@ -11,15 +11,18 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from shardcore.core.links import LEVELS, joins
+from shardcore.core.payloads import payload_of
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import PRECISION_BYTES, Problem, Setting, Shard
 from shardcore.core.validation import require
 from shardcore.cost.composite import Composite, composed
-from shardcore.cost.link_counts import link_counts
-from shardcore.cost.model import ClosedForm, round_encodings
+from shardcore.cost.model import LinearHead, round_encodings
 from shardcore.step.access import access_share, unique_rows_of
+from shardcore.step.collectives import carried_as
+from shardcore.step.exchanges import ChannelTerms, ExchangeLaw, OwnWork, Terms, carrying, given_levels
 from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
+from shardcore.step.scopes import groups_of
 
 CLOSED_FORM = "not measured: closed-form model"
 MS_PER_NS = 1e-6
@@ -27,7 +30,7 @@ MS_PER_US = 1e-3
 
 
 @dataclass(frozen=True)
-class AnalyticModel(ClosedForm):
+class AnalyticModel(LinearHead, ExchangeLaw):
     """Costs from the work of an op, each driver at a constant rate.
 
     compute = launch (once for a fused op, which is why fusing pays) + tables + lookups + bytes gathered + bytes updated
@@ -102,37 +105,29 @@ class AnalyticModel(ClosedForm):
         )
         return terms
 
-    def own_work_ms(self, channel: Channel, entered_bytes: np.ndarray) -> np.ndarray:
-        """[..., D] ms in which devices put ids in buckets: each reads and writes equally many, those of its samples."""
-        # All devices have equally many ids before they travel: the mean of what arrives.
-        own_bytes = entered_bytes.mean(-1, keepdims=True) * bool(channel.row.work)
-        # Twice: ids are read once and written once.
-        ms = 2 * own_bytes / (self.gather_gbps * BYTES_PER_MS_PER_GBPS)
-        return np.broadcast_to(ms, np.shape(entered_bytes))
-
     def out_of_range(self, workload: Workload) -> list[str]:
         """See model.CostModel. Its setting names a device that was not measured."""
         return [CLOSED_FORM]
 
-    def collective_ms(
-        self, channel: Channel, way: str, sent_bytes: np.ndarray, units: np.ndarray, topology: Topology
-    ) -> np.ndarray:
-        """See model.ClosedForm."""
-        row = channel.row
-        # Inputs of a ring are padded to the largest.
-        owned = sent_bytes.max(-1, keepdims=True) if row.ring else sent_bytes
-        counts, slowest = link_counts(row.ring, owned, units, channel.scope.across), np.zeros(())
-        # All levels transfer at the same time, and the slowest decides. A link is as busy as its busier way.
-        # link_counts gives bytes for each level. A level that joins no devices carries none.
-        for level, of, used in zip(LEVELS, counts, joins(units), strict=True):
-            if used:
-                link = topology.link(level)
-                busiest = of["uplink" if link.shared else "busiest"]
-                slowest = np.maximum(
-                    slowest, busiest / ((link.gbps or self.exchange_gbps) * BYTES_PER_MS_PER_GBPS)
-                )
+    def exchange(self, channel: Channel, topology: Topology) -> ChannelTerms:
+        """See model.CostModel. A skew costs no more than the waiting."""
+        row, members = channel.row, groups_of(channel.group, topology)
+        # Ids are read once and written once, those of a device's own samples: the mean of what arrives.
+        work = OwnWork(mean_byte_ms=2 * bool(row.work) / (self.gather_gbps * BYTES_PER_MS_PER_GBPS))
+        units = topology.units[:, members[0]] if members.size else topology.units[:, :0]
+        if members.shape[1] < 2:
+            return ChannelTerms(channel, members, units, {}, work, work)
+        # A link is as busy as its busier way.
+        own = {"busiest": 1 / (self.exchange_gbps * BYTES_PER_MS_PER_GBPS)}
+        levels = given_levels([own] * len(LEVELS), topology)
+        used = [level if joined else {} for level, joined in zip(levels, joins(units), strict=True)]
         # Every message crosses the outermost link that the group uses, so its latency counts.
         given = topology.outermost(units).latency_ms
         latency = self.exchange_latency_ms if given is None else given
         # An all-reduce passes its bytes twice.
-        return row.passes * (latency + slowest)
+        terms = Terms(row.passes * latency, used)
+        ways = {
+            way: carrying(terms, payload_of(carried_as(row, way, self.setting.payloads[way])).share)
+            for way in row.ways
+        }
+        return ChannelTerms(channel, members, units, ways, work, work)

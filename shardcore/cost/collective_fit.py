@@ -20,20 +20,21 @@ from shardcore.core.types import OUTPUT_BYTES
 from shardcore.cost.collective_model import (
     ALL_TO_ALL,
     EXCHANGE_TERMS,
+    LATENCY,
     ORDER,
     TERMS_OF_LEVEL,
     TRACE,
-    exchange_terms,
     is_measured,
+    latency_terms,
     rates_name,
     rates_of,
-    transfer_ms,
-    work_before_ms,
+    work_before,
 )
 from shardcore.cost.metrics import mape
 from shardcore.cost.nnls import fit_law
 from shardcore.io.measurements import CollectiveSample
 from shardcore.step.collectives import COLLECTIVES, Collective
+from shardcore.step.exchanges import SKEW_LIMIT_MS, channel_counts
 from shardcore.step.kinds import Channel
 from shardcore.step.scopes import SCOPES, WORLD
 
@@ -72,7 +73,7 @@ def fit(samples: Sequence[CollectiveSample], lent: Sequence[CollectiveSample] = 
             own, logs = sum(len(_counting(s, way)) for s in known), np.zeros(0)
             if theirs:
                 # Logarithms of own times over those of the other machine's law.
-                there = transfer_ms(terms[:, :own], _fit_rates(*observed(theirs[: 4 * MOST_LENT], way)))
+                there = _transfer_ms(terms[:, :own], _fit_rates(*observed(theirs[: 4 * MOST_LENT], way)))
                 logs = np.log(measured[:own] / np.maximum(there, 1e-9))
             kinds.append((rates_name(Channel(row.name, group), way, payload), terms, measured, own, logs))
     # The level of all kinds. Without own exchanges it is the other machine's: a logarithm of 0.
@@ -93,6 +94,12 @@ def fit(samples: Sequence[CollectiveSample], lent: Sequence[CollectiveSample] = 
     return rates | works | _fit_ordering(plain_ids)
 
 
+def _transfer_ms(terms: np.ndarray, rates: np.ndarray) -> np.ndarray:
+    """[S] ms of the law of exchanges, from terms [E, S] and rates [E]."""
+    levels = [rates[part] @ terms[part] for part in TERMS_OF_LEVEL.values()]
+    return rates[LATENCY] @ terms[LATENCY] + np.max(levels, axis=0)
+
+
 def _fit_work(
     rates: Mapping[str, np.ndarray], row: Collective, samples: Sequence[CollectiveSample]
 ) -> dict[str, np.ndarray]:
@@ -108,7 +115,7 @@ def _fit_work(
     # [R, 2] terms of own work: once, and each byte.
     own = np.stack([np.ones_like(mean_bytes), mean_bytes], axis=1)
     # Time that plain ids take for as many bytes. The rest is the work of putting ids in buckets.
-    known = transfer_ms(terms, rates_of(rates, Channel(row.like), "forward"))
+    known = _transfer_ms(terms, rates_of(rates, Channel(row.like), "forward"))
     return {row.work.weight: fit_law(own, measured, known=known)}
 
 
@@ -135,7 +142,7 @@ def _fit_rates(terms: np.ndarray, measured: np.ndarray) -> np.ndarray:
     guesses = [np.where(measured > np.quantile(measured, share), outermost, 0) for share in _SHORT]
     different = np.unique([outermost, *guesses], axis=0)
     fits = [_fit_from(guess, terms, measured) for guess in different]
-    best = min(fits, key=lambda rates: np.abs(transfer_ms(terms, rates) / measured - 1).mean())
+    best = min(fits, key=lambda rates: np.abs(_transfer_ms(terms, rates) / measured - 1).mean())
     for level in LEVELS.values():
         # A level that carried bytes and never decided takes no time. With no rate at all it would count as
         # not measured, and its bytes on another level.
@@ -223,20 +230,29 @@ def _sample_terms(sample: CollectiveSample, way: str) -> np.ndarray:
     r = sample.request
     # Ranks are numbered host by host, and hosts are of one size.
     members = np.array(r.groups)
+    # Units of one group stand for all: groups of a scope have one shape.
+    units = units_of([r.host_names[rank] for rank in members[0]])
     first = way == r.row.ways[0]  # only the first exchange is entered at start_ms
-    terms = exchange_terms(
-        Channel(r.collective, r.group),
-        owned_bytes(sample)[members],
-        # Units of one group stand for all: groups of a scope have one shape.
-        units_of([r.host_names[rank] for rank in members[0]]),
-        # Skew of the start. Long waiters resume late, which is a term of latency.
-        max(r.start_ms) - min(r.start_ms) if first else 0.0,
-    )
+    skew_ms = max(r.start_ms) - min(r.start_ms) if first else 0.0
+    terms = exchange_terms(Channel(r.collective, r.group), owned_bytes(sample)[members], units, skew_ms)
     of_ranks = np.zeros((len(terms), len(r.widths)))
     for row, term in zip(of_ranks, terms, strict=True):
         # Terms are by group member: write each to the rank that it is.
         row[members] = np.broadcast_to(term, members.shape)
     return of_ranks
+
+
+def exchange_terms(
+    channel: Channel, grouped_bytes: np.ndarray, units: np.ndarray, skew_ms: float
+) -> list[np.ndarray | float]:
+    """Values of EXCHANGE_TERMS, that broadcast to [G, n]. Arguments as of exchanges.channel_counts.
+
+    skew_ms: of the start. Long waiters resume late, which is a term of latency.
+    """
+    by_level = zip(LEVELS.values(), channel_counts(channel, grouped_bytes, units), strict=True)
+    # The order is that of EXCHANGE_TERMS: level by level, term by term.
+    counts = [of_level[name] for level, of_level in by_level for name in level.terms.values()]
+    return [*latency_terms(channel, units), min(skew_ms, SKEW_LIMIT_MS), *counts]
 
 
 def owned_bytes(sample: CollectiveSample) -> np.ndarray:
@@ -256,9 +272,10 @@ def predicted(
     for sample in samples:
         r, measured = sample.request, _measured_ms(sample, way)
         channel = Channel(r.collective, r.group)
-        ms = transfer_ms(_sample_terms(sample, way), rates_of(w, channel, way, r.payload))
+        ms = _transfer_ms(_sample_terms(sample, way), rates_of(w, channel, way, r.payload))
         # Own work takes place before the transfer, so it adds.
-        ms = np.broadcast_to(ms + work_before_ms(w, channel, owned_bytes(sample)), measured.shape)
+        once_ms, byte_ms = work_before(w, channel)
+        ms = np.broadcast_to(ms + once_ms + byte_ms * owned_bytes(sample).mean(), measured.shape)
         # Over several hosts the last rank counts.
         all_predicted.append(ms if r.hosts == 1 else ms.max(keepdims=True))
         all_measured.append(measured if r.hosts == 1 else measured.max(keepdims=True))

@@ -24,9 +24,11 @@ from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import Problem, Setting, Shard
 from shardcore.core.validation import differences, require, require_type
 from shardcore.cost.collective_model import ALL_TO_ALL, is_measured
-from shardcore.cost.model import CommCost, Compiled, CostModel, LinearHead, at_confidence
+from shardcore.cost.model import Compiled, CostModel, LinearHead, at_confidence
 from shardcore.cost.ranges import and_more
 from shardcore.io.model_files import model_folders
+from shardcore.step.exchanges import ChannelTerms, ExchangeLaw
+from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
 from shardcore.tables.host_rows import link_bytes_of
 
@@ -82,7 +84,7 @@ class LinkHead(LinearHead):
 
 
 @dataclass(frozen=True, eq=False)
-class Composite:
+class Composite(ExchangeLaw):
     """A CostModel of several heads. A ProbabilisticCostModel and a BoundableCostModel where its models are.
 
     models: one for each precision, in the order of their names; or one for all shards.
@@ -191,8 +193,8 @@ class Composite:
         measured = (m for m in self.models if is_measured(m.weights, ALL_TO_ALL))
         return next(measured, self.models[0])
 
-    def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
-        return self.exchange_model.comm(traffic, compute_ms, topology)
+    def exchange(self, channel: Channel, topology: Topology) -> ChannelTerms:
+        return self.exchange_model.exchange(channel, topology)
 
     def out_of_range(self, workload: Workload) -> list[str]:
         """Sentences on each precision's shards from its model (see model.CostModel)."""
@@ -218,16 +220,6 @@ class Composite:
     def rates(self, least: np.ndarray) -> np.ndarray:
         # What caches fetch ahead adds nothing to an op, so that a bound leaves it out.
         return np.concatenate([head.rates(own) for head, own in self._split(least)], -1)
-
-    def has_equal_transfers(self, topology: Topology) -> bool:
-        return self.models[0].has_equal_transfers(topology)
-
-    def even_is_least(self, topology: Topology) -> bool:
-        return self.models[0].even_is_least(topology)
-
-    @property
-    def has_concave_exchanges(self) -> bool:
-        return self.models[0].has_concave_exchanges
 
 
 def _total(parts: Iterable[np.ndarray]) -> np.ndarray:

@@ -21,11 +21,9 @@ from shardcore.core.step_cost import EQUAL, PredictedCost
 from shardcore.core.topology import Topology
 from shardcore.core.types import Plan, Problem, Setting, Shard
 from shardcore.core.validation import require_type, shown
-from shardcore.step.access import payload_bytes
-from shardcore.step.collectives import carried_as
-from shardcore.step.kinds import ID_CHANNELS, Channel
-from shardcore.step.lower import Workload, channels_of, lower
-from shardcore.step.scopes import groups_of
+from shardcore.step.exchanges import ChannelTerms, CommCost
+from shardcore.step.kinds import Channel
+from shardcore.step.lower import Workload, lower
 from shardcore.tables.host_rows import in_one_cache
 
 
@@ -87,11 +85,15 @@ class CostModel(Protocol):
 
     @abstractmethod
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
-        """Costs of the collectives.
+        """Costs of the collectives. As its terms say, unless a model has another law (exchanges.ExchangeLaw).
 
         traffic: [L C, ..., D] bytes of each of kinds.CHANNELS, in each lane, as in Workload.
         compute_ms: [..., D] of each device. It sets the skew with which devices arrive.
         """
+
+    @abstractmethod
+    def exchange(self, channel: Channel, topology: Topology) -> ChannelTerms:
+        """Terms of a channel's collectives (exchanges.py). Calls go through `exchanges.terms_of`, which caches them."""
 
     @abstractmethod
     def out_of_range(self, workload: Workload) -> list[str]:
@@ -116,29 +118,6 @@ class Compiled(NamedTuple):
     head: Callable[[np.ndarray, np.ndarray], float]
     parameters: np.ndarray
     fetched: np.ndarray
-
-
-@dataclass(frozen=True, eq=False)
-class CommCost:
-    """Costs of a step's collectives, in ms.
-
-    forward_ms: [..., D] transfer of pooled outputs.
-    backward_ms: [..., D] transfer of gradients.
-    waiting_ms: [..., D] wait for the last device, before the forward exchange.
-    input_ms: [..., D] transfer of ids, the device's own work included.
-    input_work_ms: [..., D] own work in it: to put ids in buckets, and in order once they arrived.
-    """
-
-    forward_ms: np.ndarray
-    backward_ms: np.ndarray
-    waiting_ms: np.ndarray
-    input_ms: np.ndarray
-    input_work_ms: np.ndarray
-
-    @property
-    def total_ms(self) -> np.ndarray:
-        """[..., D] ms without ids."""
-        return self.forward_ms + self.backward_ms + self.waiting_ms
 
 
 @runtime_checkable
@@ -168,111 +147,14 @@ class BoundableCostModel(CostModel, Protocol):
         head(sums) >= launch_ms + rates · sums, wherever sums >= least, of non-empty ops.
         """
 
-    @abstractmethod
-    def has_equal_transfers(self, topology: Topology) -> bool:
-        """True if a backward exchange takes all devices the same time."""
-
-    @abstractmethod
-    def even_is_least(self, topology: Topology) -> bool:
-        """True if an even division of a collective's bytes makes the exchanges of a step cheapest.
-
-        Forward the last device counts, backward the devices' mean weighted by speed.
-        """
-
-    @property
-    @abstractmethod
-    def has_concave_exchanges(self) -> bool:
-        """True if ms are concave in evenly divided bytes, False if they are convex. Either where linear."""
-
-
-class Law(ABC):
-    """Defaults of most cost models: they bound themselves, and run a step's collectives one after another."""
-
-    has_concave_exchanges = False
-    """Convex (see BoundableCostModel)."""
-
-    @abstractmethod
-    def transfers_ms(
-        self, channel: Channel, sent_bytes: np.ndarray, skew_ms: np.ndarray, topology: Topology
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """[..., D] ms of a channel's transfers, forward and backward, with devices' own work in them.
-
-        sent_bytes: [..., D].
-        skew_ms: [...] from the first device's start to the last one's.
-        """
-
-    @abstractmethod
-    def own_work_ms(self, channel: Channel, entered_bytes: np.ndarray) -> np.ndarray:
-        """[..., D] ms of a channel that are a device's own work, such as to put ids in order.
-
-        entered_bytes: [..., D]; of ids, those that arrive.
-        """
-
-    @property
-    def lower(self) -> Self | None:
-        """Itself (see CostModel)."""
-        return self
-
-    def has_equal_transfers(self, topology: Topology) -> bool:
-        """True: the busiest device's bytes count for all (see BoundableCostModel)."""
-        return True
-
-    def even_is_least(self, topology: Topology) -> bool:
-        """True where units are equal: swapping devices then changes nothing (see BoundableCostModel)."""
-        return topology.equal_units
-
-    def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
-        """Costs [..., D] of a step's collectives. compute_ms: [..., D].
-
-        The forward exchange follows a device's compute and backward transfer. It waits for the last device.
-        A late start costs more than the waiting. That follows from the skew of the compute only,
-        as a backward transfer ends for all devices at about the same time.
-        """
-        compute_ms = np.asarray(compute_ms, dtype=float)
-        shape = np.broadcast_shapes(np.shape(traffic)[1:], compute_ms.shape)
-        input_ms, work_ms, forward, backward = (np.zeros(shape) for _ in range(4))
-        for channel, (there, back) in self.collectives(traffic, compute_ms, topology).items():
-            if channel in ID_CHANNELS:
-                input_ms += there
-            else:
-                forward += there
-                backward += back
-        # Work is counted by lane: each run's ids are put in buckets and in order separately.
-        for channel, arriving in zip(channels_of(traffic), traffic, strict=True):
-            if channel in ID_CHANNELS:
-                work_ms += self.own_work_ms(channel, arriving)
-        ready = compute_ms + backward
-        # The skew of compute and backward transfers is waited for here. Devices without any exchange never meet.
-        some = (traffic.sum(0).sum(-1, keepdims=True) > 0) & (len(topology) > 1)
-        waiting = np.where(some, ready.max(-1, keepdims=True) - ready, 0.0)
-        return CommCost(forward, backward, waiting, input_ms, work_ms)
-
-    def collectives(
-        self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology
-    ) -> dict[Channel, tuple[np.ndarray, np.ndarray]]:
-        """Transfers [..., D] in ms of each channel, forward and backward, all lanes together.
-
-        compute_ms: [..., D].
-        """
-        skew_ms = np.ptp(compute_ms, axis=-1)
-        nothing = np.zeros(np.shape(traffic)[1:])
-        by_channel = {channel: (nothing, nothing) for channel in channels_of(traffic)}
-        for channel, sent_bytes in zip(channels_of(traffic), traffic, strict=True):
-            # Searches price thousands of plans, and most channels of a plan carry nothing.
-            if not sent_bytes.any():
-                continue
-            forward, backward = self.transfers_ms(channel, sent_bytes, skew_ms, topology)
-            # Runs exchange one after another.
-            before = by_channel[channel]
-            by_channel[channel] = before[0] + forward, before[1] + backward
-            if "forward" in channel.row.ways:
-                # A collective synchronises the devices: the next one starts without skew.
-                skew_ms = np.where(np.any(sent_bytes, axis=-1), 0.0, skew_ms)
-        return by_channel
-
 
 class LinearHead(ABC):
     """An op that takes a launch, whatever it runs, and a rate for each number of its summed encoding."""
+
+    @property
+    def lower(self) -> Self:
+        """Itself (see CostModel)."""
+        return self
 
     @property
     @abstractmethod
@@ -317,44 +199,6 @@ def _linear_ms(sums: np.ndarray, terms: np.ndarray) -> np.ndarray:
     sums = np.asarray(sums, dtype=float)
     # One launch for any number of shards, none for an empty op: min(1, count).
     return terms[0] * np.minimum(1.0, sums[..., 0]) + sums @ terms[1:]
-
-
-class ClosedForm(LinearHead, Law):
-    """Defaults of models in closed form."""
-
-    setting: Setting
-
-    @abstractmethod
-    def collective_ms(
-        self, channel: Channel, way: str, sent_bytes: np.ndarray, units: np.ndarray, topology: Topology
-    ) -> np.ndarray:
-        """ms of a collective in one direction, that broadcast to [..., G, n].
-
-        sent_bytes: [..., G, n] of the n devices of each of G groups, which are spread evenly over the group.
-        units: [K, n] of the first group. All groups have the same shape, so they stand for all.
-        """
-
-    def transfers_ms(
-        self, channel: Channel, sent_bytes: np.ndarray, skew_ms: np.ndarray, topology: Topology
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """See Law. A skew costs no more than the waiting."""
-        row, members = channel.row, groups_of(channel.group, topology)
-        ms: dict[str, np.ndarray] = {way: np.zeros(np.shape(sent_bytes)) for way in ("forward", "backward")}
-        # A group of one device sends nothing, and a channel without bytes makes no call.
-        for way in row.ways if members.shape[1] > 1 and np.any(sent_bytes) else ():
-            # Only outputs and their gradients are cast. Ids travel as they are.
-            travels = payload_bytes(sent_bytes, carried_as(row, way, self.setting.payloads[way]))[
-                ..., members
-            ]
-            took = self.collective_ms(channel, way, travels, topology.units[:, members[0]], topology)
-            # If any device of a group has bytes, all take part. Of dense gradients: those that have some.
-            runs = travels > 0 if row.dense else (travels > 0).any(-1, keepdims=True)
-            took = np.where(runs, took, 0.0)
-            ms[way] = np.zeros((*took.shape[:-2], len(topology)))
-            ms[way][..., members] = took
-        # Ids are worked on before and after they travel forward, dense gradients once they are summed.
-        ms[row.ways[0]] = ms[row.ways[0]] + self.own_work_ms(channel, sent_bytes)
-        return ms["forward"], ms["backward"]
 
 
 def at_confidence(model: CostModel, confidence: float | None) -> CostModel:

@@ -9,7 +9,6 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,8 +22,9 @@ from shardcore.core.types import Problem, Setting, Shard
 from shardcore.core.validation import require, require_type, shown
 from shardcore.cost import collective_model, features, nets, quantiles, ranges, weight_checks
 from shardcore.cost.composite import Composite, composed
-from shardcore.cost.model import CommCost, Compiled, Law, round_encodings
+from shardcore.cost.model import Compiled, round_encodings
 from shardcore.io import files, model_files, schema
+from shardcore.step.exchanges import ChannelTerms, ExchangeLaw
 from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
 
@@ -35,7 +35,7 @@ _AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
-class NeuralModel(Law):
+class NeuralModel(ExchangeLaw):
     """A CostModel with the formulas of nets.py.
 
     weights: arrays by name.
@@ -179,18 +179,9 @@ class NeuralModel(Law):
         drivers = np.asarray(least, dtype=float)[..., :-2]
         return np.concatenate([np.zeros_like(drivers), nets.contention(self.weights, drivers)], -1)
 
-    def has_equal_transfers(self, topology: Topology) -> bool:
-        """See model.BoundableCostModel."""
-        return not collective_model.own_bytes_count(self.weights, topology, self.setting.backward_payload)
+    def exchange(self, channel: Channel, topology: Topology) -> ChannelTerms:
+        """See model.CostModel. A collective that was not measured has the all-to-all's rates.
 
-    def even_is_least(self, topology: Topology) -> bool:
-        """See model.BoundableCostModel."""
-        return collective_model.even_is_least(self.weights, topology, self.setting.backward_payload)
-
-    def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
-        """Costs [..., D] of the collectives, for any number of devices. See model.Law.
-
-        A collective that was not measured is priced with the all-to-all's rates.
         Raises ShardCoreError if all-to-alls were not measured and the topology states no links.
         """
         # One device exchanges nothing, so it needs no measured exchanges.
@@ -203,24 +194,7 @@ class NeuralModel(Law):
                 f"the cost model for ({self.setting}) has no measured exchanges: give the topology's links (of level "
                 f"{first!r}, and of others that it has), or measure exchanges and train again"
             )
-        return super().comm(traffic, compute_ms, topology)
-
-    def transfers_ms(
-        self, channel: Channel, sent_bytes: np.ndarray, skew_ms: np.ndarray, topology: Topology
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """See model.Law."""
-        rates = partial(_channel_rates, self, channel, topology)
-        return collective_model.collective_ms(self.weights, channel, sent_bytes, topology, skew_ms, rates)
-
-    def own_work_ms(self, channel: Channel, entered_bytes: np.ndarray) -> np.ndarray:
-        """See model.Law."""
-        return collective_model.id_work_ms(self.weights, channel, entered_bytes)
-
-
-@lru_cache(maxsize=256)
-def _channel_rates(model: NeuralModel, channel: Channel, topology: Topology) -> collective_model.ChannelRates:
-    """Rates of a channel in a topology. Cached, as searches price thousands of plans of a problem."""
-    return collective_model.channel_rates(model.weights, channel, topology, model.setting.payloads)
+        return collective_model.channel_terms(self.weights, channel, topology, self.setting.payloads)
 
 
 def _with_lookups(shard: Shard, pooling: float) -> Shard:

@@ -13,11 +13,8 @@ Bytes of rows that a batch reads once come from memory. Those read again come fr
 rows, the most popular first. So bandwidth falls as tables outgrow it, and the less the more uneven accesses
 are.
 
-A collective takes
-
-    latency + rounds + ramp of its protocols + the larger of two: time within hosts, and time between hosts
-
-where "the larger" is smooth, too: chunks pass one level after the other, which overlaps, but not wholly.
+Collectives follow the law of exchanges (exchanges.py), with a ramp, and a smooth maximum over levels of links: chunks
+pass one level after the other, which overlaps, but not wholly.
 
 Rates may be arrays: of many profiles at once, with a leading dimension each.
 
@@ -27,18 +24,18 @@ Shapes: N shards, K levels of links, n devices of a group; ... any leading dimen
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import reduce
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from shardcore.core.catalog import OPTIMIZERS
-from shardcore.core.links import LEVELS, joins
-from shardcore.core.topology import BYTES_PER_MS_PER_GBPS
+from shardcore.core.links import LEVELS, Link, joins
+from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import OUTPUT_BYTES, PRECISION_BYTES, Shard, Table
-from shardcore.cost.link_counts import link_counts
 from shardcore.step.access import access_share, concentration_of, output_rows, unique_rows_of
+from shardcore.step.exchanges import Terms, law_ms, merged_units
+from shardcore.step.link_counts import link_counts
 from shardcore.tables.host_rows import link_bytes_of
 
 MS_PER_US, MS_PER_NS = 1e-3, 1e-6
@@ -240,76 +237,74 @@ def _ms_of(rates: Rates, name: str, count: np.ndarray | float) -> np.ndarray:
 # --- collectives --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Given:
-    """Links that a topology gives, in place of a profile's.
-
-    gbps: GB/s of a device, by level.
-    shared: levels where gbps is of a link that the devices of a host share.
-    latency_ms: latency of a collective. None: the profile's.
-    """
-
-    gbps: Mapping[str, float] = field(default_factory=dict)
-    shared: frozenset[str] = frozenset()
-    latency_ms: float | None = None
-
-
-def collective_ms(
-    rates: Rates,
-    collective: str,
-    owned_bytes: np.ndarray,
-    units: np.ndarray,
-    exchanges: int = 1,
-    given: Given | None = None,
-) -> np.ndarray:
-    """[..., 1] ms of a collective among n devices; the same for all, as none is done before the last sender.
+def collective_terms(
+    rates: Rates, collective: str, units: np.ndarray, exchanges: int = 1, topology: Topology | None = None
+) -> tuple[np.ndarray, Terms]:
+    """[K, n] units of n devices as its terms count bytes, and terms of a collective among them.
 
     collective: a name of profile.PROFILED_COLLECTIVES.
-    owned_bytes: [..., n] as in lower.Workload.traffic.
     units: [K, n] of each device, by level of links.
     exchanges: calls, one after another, of which all but the last are small.
+    topology: gives links in place of the profile's.
     """
-    n, ring, given = units.shape[1], collective != "all_to_all", given or Given()
-    owned = np.asarray(owned_bytes, dtype=float)
-    busiest, passes = owned.max(-1, keepdims=True), 2 if collective == "all_reduce" else 1
-    # Bytes of levels without a rate count as those of the next level out.
-    known = [k for k, name in enumerate(LEVELS) if name in (NEAR, FAR, *given.gbps)]
-    names, units = [list(LEVELS)[k] for k in known], units[known]
+    n, ring = units.shape[1], collective != "all_to_all"
+    links = [topology.link(name) if topology else Link(name) for name in LEVELS]
+    latency_ms = topology.outermost(units).latency_ms if topology else None
+    known = [bool(link.gbps) or link.level in (NEAR, FAR) for link in links]
+    hosts, units = len(np.unique(units[0])), merged_units(units, known)
     used = joins(units)
-    level, hosts = (FAR if any(used[1:]) else NEAR), len(np.unique(units[0]))
-    gbps = [given.gbps.get(name) or rates[f"{collective}_{name}_gbps"] for name in names]
-    if ring:
-        each = n / hosts
-        # Switches that sum take all of a device's bytes once, and give its part of the sum to all. A ring
-        # takes them twice, but for its own part.
-        sums = (collective == "all_reduce" and each > 1) & np.greater_equal(rates["switch_generation"], _SUMS)
-        carried = [busiest * np.where(sums, 1 + 1 / each, passes * (1 - 1 / n))]
-        for inner, name in zip(units, names[1:], strict=False):
-            # Then hosts exchange sums, else a ring passes all devices. Rails: what leaves a host spreads over
-            # the links of its devices.
-            n_inner = len(np.unique(inner))
-            links = 1 if name in given.shared else n / n_inner
-            carried.append(passes * busiest * (1 - 1 / np.where(sums, n_inner, n)) / links)
-    else:
-        counts = zip(names, link_counts(False, owned, units, False), strict=True)
-        carried = [of["uplink" if name in given.shared else "busiest"] for name, of in counts]
-    if given.latency_ms is None:
+    level = FAR if any(used[1:]) else NEAR
+    if latency_ms is None:
         rounds = _rounds(collective, n, hosts)
         once_us = rates[f"{collective}_{level}_latency_us"] + rounds * rates[f"{collective}_round_us"]
     else:
-        once_us = given.latency_ms / MS_PER_US
+        once_us = latency_ms / MS_PER_US
     # Protocols for large messages cost more once. Between hosts that grows with the number of devices.
     more = (n / _RAMP_DEVICES) ** 0.5 if level == FAR else 1.0
-    ramp = more * busiest / (busiest + rates[f"{collective}_{level}_ramp_bytes"])
-    fixed_us = exchanges * once_us + ramp * rates[f"{collective}_{level}_ramp_us"]
-    slowest = reduce(
-        _smooth_max,
-        (
-            np.asarray(n * u / (g * BYTES_PER_MS_PER_GBPS))
-            for g, n, u in zip(gbps, carried, used, strict=True)
-        ),
+    factor = rates["exchange_factor"]
+    shares = _ring_shares(rates, collective, units, links) if ring else [1.0] * len(LEVELS)
+    levels = [dict[str, Any]() for _ in LEVELS]
+    for of_level, link, share, is_used in zip(levels, links, shares, used, strict=True):
+        if is_used:
+            gbps = link.gbps or rates[f"{collective}_{link.level}_gbps"]
+            count = "uplink" if link.shared else "busiest"
+            of_level[count] = factor * share / (gbps * BYTES_PER_MS_PER_GBPS)
+    return units, Terms(
+        once_ms=factor * exchanges * once_us * MS_PER_US,
+        levels=levels,
+        ramp_ms=factor * more * rates[f"{collective}_{level}_ramp_us"] * MS_PER_US,
+        ramp_bytes=rates[f"{collective}_{level}_ramp_bytes"],
+        sharpness=_SHARPNESS,
     )
-    return rates["exchange_factor"] * (fixed_us * MS_PER_US + slowest)
+
+
+def _ring_shares(rates: Rates, collective: str, units: np.ndarray, links: Sequence[Link]) -> list[Any]:
+    """[K] what links of each level carry, over what a ring of all devices moves (link_counts)."""
+    n, passes = units.shape[1], 2 if collective == "all_reduce" else 1
+    each = n / len(np.unique(units[0]))
+    moved = passes * (1 - 1 / n)
+    # Switches that sum take all of a device's bytes once, and give its part of the sum to all. A ring
+    # takes them twice, but for its own part.
+    sums = (collective == "all_reduce" and each > 1) & np.greater_equal(rates["switch_generation"], _SUMS)
+    shares = [np.where(sums, 1 + 1 / each, moved) / moved]
+    for inner, link in zip(units, links[1:], strict=False):
+        # Then hosts exchange sums, else a ring passes all devices. Rails: what leaves a host spreads over
+        # the links of its devices.
+        n_inner = len(np.unique(inner))
+        n_links = 1 if link.shared else n / n_inner
+        shares.append(passes * (1 - 1 / np.where(sums, n_inner, n)) / n_links / moved)
+    return shares
+
+
+def collective_ms(rates: Rates, collective: str, sent_bytes: np.ndarray, units: np.ndarray) -> np.ndarray:
+    """[..., 1] ms of a collective among n devices; the same for all, as none is done before the last sender.
+
+    sent_bytes: [..., n] as in lower.Workload.traffic. units: [K, n]. collective: as in `collective_terms`.
+    """
+    units, terms = collective_terms(rates, collective, units)
+    ring, busiest = collective != "all_to_all", sent_bytes.max(-1, keepdims=True)
+    owned = busiest * (2 if collective == "all_reduce" else 1) if ring else sent_bytes
+    return law_ms(terms, link_counts(ring, owned, units, False), busiest)
 
 
 def _rounds(collective: str, n: int, hosts: int) -> float:

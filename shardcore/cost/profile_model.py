@@ -18,21 +18,25 @@ import numpy as np
 
 from shardcore.core.catalog import DENSE_OPTIMIZERS
 from shardcore.core.errors import SettingMismatch
+from shardcore.core.payloads import payload_of
 from shardcore.core.tiers import BELOW
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import Problem, Setting, Shard
 from shardcore.cost import profile_law
 from shardcore.cost.known_errors import NOT_MEASURED
-from shardcore.cost.model import ClosedForm, round_encodings, step_ms
+from shardcore.cost.model import LinearHead, round_encodings, step_ms
 from shardcore.cost.profile import HOST_GBPS, RATES, Profile
 from shardcore.cost.profile_law import Rates
+from shardcore.step.collectives import carried_as
+from shardcore.step.exchanges import ChannelTerms, ExchangeLaw, OwnWork, Terms, carrying
 from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
+from shardcore.step.scopes import groups_of
 from shardcore.tables.host_rows import in_one_cache
 
 
 @dataclass(frozen=True, eq=False)
-class ProfileModel(ClosedForm):
+class ProfileModel(LinearHead, ExchangeLaw):
     """A CostModel and BoundableCostModel from a hardware profile. It holds for any problem.
 
     profile: the rates.
@@ -126,51 +130,48 @@ class ProfileModel(ClosedForm):
 
     # --- collectives ----------------------------------------------------------------------------------------
 
-    has_concave_exchanges = True
-    """Concave: protocols ramp up (see model.BoundableCostModel)."""
+    def exchange(self, channel: Channel, topology: Topology) -> ChannelTerms:
+        """See model.CostModel. A skew costs no more than the waiting."""
+        row, members = channel.row, groups_of(channel.group, topology)
+        work, units, ways = self._own_work(channel, topology), topology.units[:, :0], dict[str, Terms]()
+        for way in row.ways if members.shape[1] > 1 else ():
+            # The profile names what a channel runs: ids travel in all-to-alls, reduce-scatters go back as all-gathers.
+            collective = "all_to_all" if row.ids else channel.collective
+            if (collective, way) == ("reduce_scatter", "backward"):
+                collective = "all_gather"
+            own = topology.units[:, members[0]]
+            units, terms = profile_law.collective_terms(
+                self._values_of_groups, collective, own, row.exchanges, topology
+            )
+            # Only outputs and their gradients are cast. Ids travel as they are.
+            ways[way] = carrying(terms, payload_of(carried_as(row, way, self.setting.payloads[way])).share)
+        return ChannelTerms(channel, members, units, ways, work, work)
 
-    def collective_ms(
-        self, channel: Channel, way: str, sent_bytes: np.ndarray, units: np.ndarray, topology: Topology
-    ) -> np.ndarray:
-        """See model.ClosedForm."""
-        # The profile names what a channel runs: ids travel in all-to-alls, reduce-scatters go back as all-gathers.
-        collective = "all_to_all" if channel.row.ids else channel.collective
-        if (collective, way) == ("reduce_scatter", "backward"):
-            collective = "all_gather"
-        return profile_law.collective_ms(
-            self._values_of_groups,
-            collective,
-            sent_bytes,
-            units,
-            channel.row.exchanges,
-            profile_law.Given(
-                {link.level: link.gbps for link in topology.links if link.gbps},
-                frozenset(link.level for link in topology.links if link.shared),
-                topology.outermost(units).latency_ms,
-            ),
-        )
-
-    def own_work_ms(self, channel: Channel, entered_bytes: np.ndarray) -> np.ndarray:
-        """[..., D] ms of a device's own work: on ids, in buckets before they travel, and in order afterwards.
+    def _own_work(self, channel: Channel, topology: Topology) -> OwnWork:
+        """A device's own work: on ids, in buckets before they travel, and in order afterwards.
 
         Of replicas, their gradients are made dense, and their optimizer steps over all weights.
         """
-        row, entered = channel.row, np.asarray(entered_bytes, dtype=float)
+        row, byte_ms = (
+            channel.row,
+            {
+                name: 1 / (self._values[name] * BYTES_PER_MS_PER_GBPS)
+                for name in ("dense_gbps", "order_gbps", "bucketize_gbps")
+            },
+        )
         if row.dense:
             optimizer = DENSE_OPTIMIZERS[self.replica_optimizer]
             # Gradients: zeroed, added to, read. Weights and state of cells: read and written, temporary tensors
             # too.
             passes = 3 + 2 + 2 * (optimizer.states.count("cell") + optimizer.scratch)
-            return passes * entered / (self._values["dense_gbps"] * BYTES_PER_MS_PER_GBPS)
-        if not row.ids or entered.shape[-1] < 2:
-            return np.zeros_like(entered)
-        ms = entered / (self._values["order_gbps"] * BYTES_PER_MS_PER_GBPS)
-        if row.work:
-            # Each device has equally many ids of its own samples.
-            ms = ms + entered.mean(-1, keepdims=True) / (
-                self._values["bucketize_gbps"] * BYTES_PER_MS_PER_GBPS
-            )
-        return ms
+            return OwnWork(byte_ms=passes * byte_ms["dense_gbps"])
+        if not row.ids or len(topology) < 2:
+            return OwnWork()
+        # Each device has equally many ids of its own samples.
+        return OwnWork(
+            byte_ms=byte_ms["order_gbps"],
+            mean_byte_ms=byte_ms["bucketize_gbps"] if row.work else 0.0,
+        )
 
     def out_of_range(self, workload: Workload) -> list[str]:
         """See model.CostModel. The first sentence says that nothing was measured here, and the band."""

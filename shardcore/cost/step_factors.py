@@ -32,6 +32,7 @@ from shardcore.cost import collective_model
 from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.nnls import fit_law
+from shardcore.step.exchanges import channels_ms
 from shardcore.step.kinds import CHANNELS, ID_CHANNELS, Channel
 from shardcore.step.lower import Workload
 
@@ -167,8 +168,8 @@ def _predicted_and_measured(
     workload, measured = step
     # Predicted compute stands for the usual speed: measured over predicted is the replay's slowdown.
     compute_ms = price(workload, model).compute_ms
-    ms = model.collectives(workload.traffic, np.array(compute_ms), workload.topology)
-    predicted = np.stack([sum(ms[c][_WAYS.index(way)] for c, way in shared) for shared in often], axis=-1)
+    ms = channels_ms(model, workload.traffic, np.array(compute_ms), workload.topology)
+    predicted = np.stack([sum(ms[c][way] for c, way in shared) for shared in often], axis=-1)
     if part == _SUM:
         # Its own phases add up to the step, without any waiting.
         last = int(np.argmin(measured.waiting_ms))  # the others wait for it

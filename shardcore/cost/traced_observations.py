@@ -19,12 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardcore.core.errors import ShardCoreError
-from shardcore.cost.composite import Composite
 from shardcore.cost.model import CostModel, price
-from shardcore.cost.neural import NeuralModel
-from shardcore.cost.profile_model import ProfileModel
 from shardcore.io.traced_steps import RankStep, TracedStep
+from shardcore.step.exchanges import channels_ms
 from shardcore.step.kinds import CHANNELS, ID_CHANNELS, Channel
 from shardcore.step.lower import Workload
 
@@ -126,17 +123,15 @@ def joined(observed: Sequence[Observations]) -> Observations:
 
 def _predicted(model: CostModel, workload: Workload, cost: Any) -> dict[Quantity, Sequence[float]]:
     """ms of each device by quantity. cost: of the workload, as `price` gives it."""
-    collectives = exchange_model(model).collectives(
-        workload.traffic, np.array(cost.compute_ms), workload.topology
-    )
-    idle = (np.zeros(len(workload.ops)),) * 2
+    exchanged = channels_ms(model, workload.traffic, np.array(cost.compute_ms), workload.topology)
+    idle = np.zeros(len(workload.ops))
     of_devices: dict[Quantity, Sequence[float]] = {
         Quantity(None, "forward"): cost.forward_compute_ms,
         Quantity(None, "backward"): cost.backward_compute_ms,
     }
     for q in QUANTITIES:
         if q.channel:
-            of_devices[q] = collectives.get(q.channel, idle)[("forward", "backward").index(q.way)].tolist()
+            of_devices[q] = exchanged.get(q.channel, {}).get(q.way, idle).tolist()
     # Ids that the dense part hides are no part of what a step takes.
     ids = [q for q in QUANTITIES if q.channel in ID_CHANNELS]
     total_ms = np.sum([of_devices[q] for q in ids], axis=0)
@@ -151,16 +146,8 @@ def _dense_ms(model: CostModel, workload: Workload, step: TracedStep) -> np.ndar
     """[D] predicted ms of the all-reduces of a step: dense gradients, and those of replicas."""
     traffic = np.zeros((len(CHANNELS), len(workload.ops)))
     traffic[CHANNELS.index(ALL_REDUCE)] = max(_reduced_bytes(rank) for rank in step.ranks)
-    both = exchange_model(model).collectives(traffic, np.zeros(len(workload.ops)), workload.topology)
-    return both[ALL_REDUCE][1] if ALL_REDUCE in both else np.zeros(len(workload.ops))
-
-
-def exchange_model(model: Any) -> NeuralModel | ProfileModel:
-    """The model that prices exchanges."""
-    one = model.exchange_model if isinstance(model, Composite) else model
-    if not isinstance(one, NeuralModel | ProfileModel):
-        raise ShardCoreError(f"model is a {type(model).__name__}; traces correct trained models and profiles")
-    return one
+    exchanged = channels_ms(model, traffic, np.zeros(len(workload.ops)), workload.topology)
+    return exchanged[ALL_REDUCE]["backward"]
 
 
 # --- measured -----------------------------------------------------------------------------------------------

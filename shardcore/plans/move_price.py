@@ -24,16 +24,17 @@ import numpy as np
 
 from shardcore.core.catalog import OPTIMIZERS, Optimizer
 from shardcore.core.links import LEVELS
-from shardcore.core.topology import Topology
+from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard
 from shardcore.core.validation import require
 from shardcore.cost.model import CostModel
 from shardcore.cost.move_rates import MoveRates
 from shardcore.plans.diff import common_cells, shards_of
-from shardcore.step.kinds import CHANNELS, Channel, layout_of, shards_on
+from shardcore.step.exchange_lines import total_line
+from shardcore.step.kinds import Channel, layout_of, shards_on
 from shardcore.step.memory import gib
 
-_PROBE_BYTES = 1 << 26
+_LARGE_BYTES, _LEAST_BYTE_MS = 2.0**26, 1e-15
 """Bytes of a device in the exchanges that give the rates."""
 
 
@@ -196,9 +197,9 @@ def link_gbps(model: CostModel, topology: Topology) -> dict[str, float]:
         if not crossing:
             continue
         part = topology.of_devices([topology.devices[d] for d in members])
-        # Two exchanges [2, D]: what the second takes longer is a rate without latencies.
-        traffic = np.zeros((len(CHANNELS), 2, len(part)))
-        traffic[CHANNELS.index(Channel("all_to_all"))] = [[_PROBE_BYTES], [2 * _PROBE_BYTES]]
-        took_ms = model.comm(traffic, np.zeros((2, len(part))), part).forward_ms.max(1)
-        gbps[level] = _PROBE_BYTES * crossing / max(took_ms[1] - took_ms[0], 1e-9) / 1e6
+        # The slope of an even exchange is a rate without latencies.
+        line = total_line(
+            model, {Channel("all_to_all"): 1.0}, part, (_LARGE_BYTES, _LARGE_BYTES), ("forward",)
+        )
+        gbps[level] = crossing / max(line[:-1].sum(), _LEAST_BYTE_MS) / BYTES_PER_MS_PER_GBPS
     return gbps

@@ -7,8 +7,9 @@ import math
 import numpy as np
 
 from shardcore.core.types import Plan, Problem, Shard
-from shardcore.cost.model import BoundableCostModel, CommCost, CostModel, fetched_ms, price
+from shardcore.cost.model import BoundableCostModel, CostModel, fetched_ms, price
 from shardcore.search import SHARDERS
+from shardcore.step.exchange_lines import even_is_least, has_concave_exchanges, total_line
 from shardcore.step.kinds import CHANNELS, Channel
 from shardcore.step.lower import lower
 from shardcore.step.scopes import WORLD
@@ -75,8 +76,7 @@ class CostModelConformance:
         together = model.comm(traffic, compute_ms, problem.topology)
         for i in range(len(plans)):
             alone = model.comm(traffic[:, i], compute_ms[i], problem.topology)
-            for name in CommCost.__dataclass_fields__:
-                ms = np.broadcast_to(getattr(together, name), compute_ms.shape)
+            for name, ms in vars(together).items():
                 assert (ms >= 0).all(), name
                 np.testing.assert_allclose(ms[i], getattr(alone, name), rtol=self.tolerance, err_msg=name)
 
@@ -100,10 +100,10 @@ class CostModelConformance:
         assert (bounding.launch_ms + sums @ rates <= bounding.head(sums) * slack).all()
 
     def test_exchanges_are_as_the_model_for_bounds_says(self) -> None:
-        """Bounds price even exchanges by a line that is nowhere above them."""
+        """Bounds price even exchanges by a line, which the terms give, and which is nowhere above them."""
         model, _ = self._encoded()
         topology, bounding = self.problem().topology, model.lower
-        if bounding is None or not bounding.even_is_least(topology):
+        if bounding is None or not even_is_least(bounding, topology):
             return
         n, rng, slack = len(topology), np.random.default_rng(0), 1 + 100 * self.tolerance
         speed = np.array([device.speed for device in topology.devices])
@@ -117,11 +117,11 @@ class CostModelConformance:
 
         for channel in (c for c in CHANNELS if c.group == WORLD):
             for n_bytes in 10.0 ** np.arange(2, 10):
-                few, middle, many = ends(n_bytes * np.outer([0.1, 0.55, 1.0], np.ones(n)), channel).sum(0)
-                chord = (few + many) / 2
-                low, high = (chord, middle) if bounding.has_concave_exchanges else (middle, chord)
-                assert low <= high * slack, (channel, n_bytes)
+                each = n_bytes * np.array([0.1, 0.55, 1.0])
+                between = (each[0] if has_concave_exchanges(bounding, topology) else n_bytes, n_bytes)
+                *of_byte, once = total_line(bounding, {channel: 1.0}, topology, between)
+                even = ends(np.outer(each, np.ones(n)), channel)
+                assert (once + each * sum(of_byte) <= even.sum(0) * slack).all(), (channel, n_bytes)
                 # Replicas are alike on all devices.
                 drawn = n_bytes * n * rng.dirichlet(np.ones(n), 8 * (not channel.row.dense))
-                even = ends(np.full((1, n), n_bytes), channel)
-                assert (even <= ends(drawn, channel) * slack).all(), (channel, n_bytes)
+                assert (even[:, -1:] <= ends(drawn, channel) * slack).all(), (channel, n_bytes)

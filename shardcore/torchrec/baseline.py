@@ -51,6 +51,7 @@ from shardcore.search.budget import Budget, Meter
 from shardcore.search.state.feasible import feasible_shards, fitting
 from shardcore.search.state.packing import equally_wide, excess_bytes
 from shardcore.search.state.shards import cheapest, priced
+from shardcore.step.exchange_lines import total_line
 from shardcore.step.kinds import (
     LAYOUTS,
     WHOLE_ROWS,
@@ -60,7 +61,6 @@ from shardcore.step.kinds import (
     run_of,
     shards_on,
 )
-from shardcore.step.lower import traffic_of_outputs
 from shardcore.step.memory import fits, held_bytes, local_batch_bytes, own_peaks
 from shardcore.step.ways import fixed_placements, why_not
 from shardcore.torchrec.placements import placements_of
@@ -72,7 +72,7 @@ _OVER_ALL = [t for x in LAYOUTS.values() if x is not WHOLE_ROWS and not x.rows_o
 _TYPES = (*_COLUMN_TYPES, *_OVER_ALL, *_HOST_TYPES)
 _GRID = 1000
 """Combinations that TorchRec's exhaustive proposer may try."""
-_PROBED_COLUMNS = 256
+_EVEN_COLUMNS = 256
 """Columns of each device where a further one is priced."""
 _FINISHING = 2.0
 """Seconds from TorchRec's last proposal to a priced plan, relative to those of pricing it."""
@@ -527,11 +527,9 @@ def exchange_ms(problem: Problem, model: CostModel) -> float:
 
     All devices start with the same number of columns.
     """
+    column_bytes, channels = problem.global_batch * OUTPUT_BYTES, dict.fromkeys(WHOLE_ROWS.channels, 1.0)
+    even = float(_EVEN_COLUMNS * column_bytes)
+    own, busiest, host, mean, _ = total_line(model, channels, problem.topology, (even, even)).tolist()
+    # A device's bytes are a part of its host's, and of all.
     n = len(problem.topology)
-    # Two points: an even plan, and the same with twice the columns on device 0.
-    columns = np.full((2, n), float(_PROBED_COLUMNS))
-    columns[1, 0] *= 2
-    traffic = traffic_of_outputs({WHOLE_ROWS: columns * problem.global_batch * OUTPUT_BYTES}, problem)
-    before, after = model.comm(traffic, np.zeros((2, n)), problem.topology).total_ms[:, 0]
-    # The difference leaves out latencies, which both plans have.
-    return float(after - before) / _PROBED_COLUMNS
+    return column_bytes * (own + busiest + host * len(problem.topology.hosts) / n + mean / n)

@@ -8,7 +8,7 @@ import numpy as np
 from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.step_cost import PARTS
 from shardcore.core.types import Setting, Shard, Table
-from shardcore.cost import features, fit
+from shardcore.cost import collective_model, features, fit
 from shardcore.cost.collective_model import EXCHANGE_TERMS
 from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
@@ -199,6 +199,15 @@ def by_hand(**weights) -> NeuralModel:
         },
         {"ranges": {}},
     )
+
+
+def collective_ms(
+    w, channel, owned, topology, payloads=collective_model.FP32
+) -> tuple[np.ndarray, np.ndarray]:
+    """[..., D] ms of a channel under weights of exchanges, forward and backward. owned: [..., D] bytes."""
+    terms = collective_model.channel_terms(w, channel, topology, payloads)
+    ms = terms.transfers_ms(owned, np.zeros(owned.shape[:-1]))
+    return ms["forward"], ms["backward"]
 
 
 def of_terms(**rates: float) -> np.ndarray:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import simulated_cluster as exchanges
-from laws import SETTING, comm_samples, exchange_law, of_terms, spread
+from laws import SETTING, collective_ms, comm_samples, exchange_law, of_terms, spread
 from shapes import ALL_REDUCE, ALL_TO_ALL, column, host_row, replica, row, sends
 
 from shardcore.core.errors import ShardCoreError
@@ -17,6 +17,7 @@ from shardcore.cost import collective_fit, collective_model, fit, neural, ranges
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.io.measurements import CollectiveRequest, CollectiveSample
 from shardcore.step.collectives import COLLECTIVES
+from shardcore.step.exchanges import Terms, law_ms
 from shardcore.step.kinds import CHANNELS, IDS, LAYOUTS, Channel
 from shardcore.step.lower import lower
 
@@ -46,7 +47,7 @@ OF_HOSTS = {*collective_model.LATENCY_TERMS, *LEVELS["within_host"].terms, *LEVE
 
 def terms(collective: str, owned, hosts=(0, 0, 0), skew_ms=0.0) -> dict[str, list[float]]:
     """Those that are not 0, by name, of each device, in bytes as given."""
-    found = collective_model.exchange_terms(
+    found = collective_fit.exchange_terms(
         Channel(collective), np.array(owned, dtype=float), units_of([str(h) for h in hosts]), skew_ms
     )
     return {
@@ -144,7 +145,7 @@ def test_ids_take_what_gradients_take_backward_but_three_latencies():
             dict(
                 zip(
                     collective_model.EXCHANGE_TERMS,
-                    collective_model.exchange_terms(c, owned, units),
+                    collective_fit.exchange_terms(c, owned, units, 0.0),
                     strict=True,
                 )
             )
@@ -155,61 +156,61 @@ def test_ids_take_what_gradients_take_backward_but_three_latencies():
             assert np.asarray(ids[name]) == pytest.approx(times * np.asarray(back[name])), name
     # Without measurements of ids, the all-to-all's rates stand in.
     model, topology = fitted(comm_samples()), on_hosts(4)
-    ms, nothing = collective_model.collective_ms(model.weights, IDS, owned, topology)
+    ms, nothing = collective_ms(model.weights, IDS, owned, topology)
     assert not nothing.any() and not collective_model.is_measured(model.weights, IDS)
-    forward, _ = collective_model.collective_ms(model.weights, Channel("all_to_all"), owned, topology)
+    forward, _ = collective_ms(model.weights, Channel("all_to_all"), owned, topology)
     assert ms - forward == pytest.approx(2 * (0.1 + 0.02 * 3), rel=1e-3)
 
 
 def test_a_transfer_takes_its_latency_and_the_slower_links():
-    rates, some = (
-        np.zeros(len(collective_model.EXCHANGE_TERMS)),
-        dict.fromkeys(collective_model.EXCHANGE_TERMS, 0.0),
-    )
-    for name, rate, term in (
-        ("once", 0.5, 1.0),
-        ("skew_ms", 0.1, 3.0),
-        ("near_bytes", 2.0, 1.5),
-        ("far_bytes", 1.0, 2.0),
-        ("uplink_bytes", 0.5, 4.0),
-    ):
-        rates[collective_model.EXCHANGE_TERMS.index(name)], some[name] = rate, term
-    assert collective_model.transfer_ms(list(some.values()), rates) == pytest.approx(0.8 + max(3.0, 4.0))
-    some["near_bytes"] = 9.0
-    assert collective_model.transfer_ms(list(some.values()), rates) == pytest.approx(0.8 + max(18.0, 4.0))
+    levels = [{"bytes": 2.0}, {}, {"bytes": 1.0, "uplink": 0.5}]
+    terms = Terms(0.5, levels, skew=0.1)
+    for near, slowest in ((1.5, 4.0), (9.0, 18.0)):
+        counts = [{"bytes": near}, {}, {"bytes": 2.0, "uplink": 4.0}]
+        assert law_ms(terms, counts, np.ones(1), np.array(3.0)) == pytest.approx(0.8 + slowest)
+        smooth = law_ms(replace(terms, sharpness=3.0, ramp_ms=2.0, ramp_bytes=3.0), counts, np.ones(1))
+        assert smooth == pytest.approx(0.5 + 2 / 4 + ((2 * near) ** 3 + 4.0**3) ** (1 / 3))
 
 
 def test_only_who_replicates_reduces():
     model = fitted(comm_samples(collective="all_reduce"), comm_samples())
     owned = np.array([4e6, 4e6, 0.0])
-    forward, backward = collective_model.collective_ms(model.weights, ALL_REDUCE, owned, on_hosts(3))
+    forward, backward = collective_ms(model.weights, ALL_REDUCE, owned, on_hosts(3))
     assert not forward.any() and (backward[:2] > 0).all() and backward[2] == 0
-    forward, backward = collective_model.collective_ms(model.weights, ALL_TO_ALL, owned, on_hosts(3))
+    forward, backward = collective_ms(model.weights, ALL_TO_ALL, owned, on_hosts(3))
     assert (forward > 0).all() and (backward > 0).all()
 
 
 def test_links_that_a_topology_gives_replace_what_was_fitted():
-    by_name = {name: 1.0 + i for i, name in enumerate(collective_model.EXCHANGE_TERMS)}
-    latency = dict.fromkeys(collective_model.LATENCY_TERMS, 0.0)
-    near, far = (dict.fromkeys(LEVELS[name].terms, 0.0) for name in ("within_host", "between_hosts"))
-    for given, changed in (
-        ({"latency_ms": 0.25}, {**latency, "once": 0.25}),
-        ({"latency_ms": 0.0}, latency),
-        ({"within_host": 2.0}, {**near, "near_busiest_bytes": 1 / 2e6}),
-        ({"between_hosts": 0.5}, {**far, "far_busiest_bytes": 1 / 5e5}),
-        ({"between_hosts": 0.5, "shared": True}, {**far, "uplink_bytes": 1 / 5e5}),
-        ({}, {}),
+    law = of_terms(**{name: 1.0 + i for i, name in enumerate(collective_model.EXCHANGE_TERMS)})
+    laws = {collective_model.rates_name(ALL_TO_ALL, "forward"): law}
+
+    def forward(laws, **given):
+        topology = on_hosts(1, 1, links=links_of(**given))
+        return collective_model.channel_terms(laws, ALL_TO_ALL, topology).ways["forward"]
+
+    measured = forward(laws)
+    near, _, far = measured.levels
+    assert near and far and measured.skew and measured.once_ms > 0.25
+    for given, levels in (
+        ({"within_host": 2.0}, {0: {"busiest": 1 / 2e6}, 2: far}),
+        ({"between_hosts": 0.5}, {0: near, 2: {"busiest": 1 / 5e5}}),
+        ({"between_hosts": 0.5, "shared": True}, {0: near, 2: {"uplink": 1 / 5e5}}),
+        ({"latency_ms": 0.25}, {0: near, 2: far}),
+        ({"latency_ms": 0.0}, {0: near, 2: far}),
     ):
-        topology, rates = on_hosts(1, 1, links=links_of(**given)), of_terms(**by_name)
-        found = collective_model.explicit_links(rates, topology)
-        assert found == pytest.approx(of_terms(**{**by_name, **changed}))
-        assert rates == pytest.approx(of_terms(**by_name))
-    far_only = of_terms(**{name: 1.0 for name in far})
-    given = collective_model.explicit_links(
-        far_only, on_hosts(1, 1, links=links_of(shared=True, between_hosts=0.5))
-    )
+        found = forward(laws, **given)
+        assert {k: found.levels[k] for k in levels} == levels
+        latency = given.get("latency_ms", measured.once_ms), 0.0 if "latency_ms" in given else measured.skew
+        assert (found.once_ms, found.skew) == latency
+    far_only = {name: 1.0 for name in LEVELS["between_hosts"].terms}
+    laws = {collective_model.rates_name(ALL_TO_ALL, "forward"): of_terms(**far_only)}
     # Within hosts no faster.
-    assert given == pytest.approx(of_terms(near_busiest_bytes=1 / 5e5, uplink_bytes=1 / 5e5))
+    assert forward(laws, between_hosts=0.5, shared=True).levels == [
+        {"busiest": 1 / 5e5},
+        {},
+        {"uplink": 1 / 5e5},
+    ]
 
 
 def test_links_that_are_all_as_busy_may_take_longer_and_start_ahead():
@@ -218,20 +219,16 @@ def test_links_that_are_all_as_busy_may_take_longer_and_start_ahead():
     laws = {collective_model.rates_name(ALL_TO_ALL, way): law for way in ("forward", "backward")}
     hosts = on_hosts(1, 1, 1)
     even, uneven, few = (
-        collective_model.collective_ms(laws, ALL_TO_ALL, np.array(owned), hosts)[0]
+        collective_ms(laws, ALL_TO_ALL, np.array(owned), hosts)[0]
         for owned in ([9.0] * 3, [9.0, 0.0, 0.0], [0.1] * 3)
     )
     # Of 6 bytes that leave a host, 3 share links with those of a third host.
     assert even == pytest.approx([6 * 0.8 + 3 * 0.2 - 1.5] * 3)
     assert uneven == pytest.approx([6 * 0.8 + 1 * 0.2 - 1.5] * 3) and few.tolist() == [0.0] * 3
-    of_fp16 = collective_model.channel_rates(
-        laws, ALL_TO_ALL, hosts, dict.fromkeys(("forward", "backward"), "fp16")
-    )
-    halved, _ = collective_model.collective_ms(
-        laws, ALL_TO_ALL, np.array([9.0] * 3), hosts, rates=lambda: of_fp16
-    )
+    of_fp16 = dict.fromkeys(("forward", "backward"), "fp16")
+    halved, _ = collective_ms(laws, ALL_TO_ALL, np.array([9.0] * 3), hosts, of_fp16)
     assert halved == pytest.approx([(6 * 0.8 + 3 * 0.2) / 2 - 1.5] * 3)  # half the bytes, the same head start
-    two, _ = collective_model.collective_ms(laws, ALL_TO_ALL, np.array([8.0, 8.0]), on_hosts(1, 1))
+    two, _ = collective_ms(laws, ALL_TO_ALL, np.array([8.0, 8.0]), on_hosts(1, 1))
     assert two == pytest.approx([4 * 0.8 - 1.5] * 2)
 
 
@@ -241,15 +238,11 @@ def test_links_within_pods_that_never_decided_are_known_where_others_lie_beyond(
     for of_pods, ms in (({"pod_busiest_bytes": collective_model.TRACE}, 8.0), ({}, 6.0)):
         law = of_terms(uplink_bytes=1.0, **of_pods)
         laws = {collective_model.rates_name(ALL_TO_ALL, way): law for way in ("forward", "backward")}
-        assert collective_model.collective_ms(laws, ALL_TO_ALL, np.full(4, 8.0), hosts)[0] == pytest.approx(
-            [ms] * 4
-        )
+        assert collective_ms(laws, ALL_TO_ALL, np.full(4, 8.0), hosts)[0] == pytest.approx([ms] * 4)
     # Within a pod nothing lies beyond: its own bytes have the rate of the links that were measured.
     laws |= {collective_model.rates_name(ALL_TO_ALL, "forward"): of_terms(uplink_bytes=1.0, pod_bytes=1e-12)}
     in_pods = Channel(ALL_TO_ALL.collective, "pod")
-    assert collective_model.collective_ms(laws, in_pods, np.full(4, 8.0), hosts)[0] == pytest.approx(
-        [4.0] * 4
-    )
+    assert collective_ms(laws, in_pods, np.full(4, 8.0), hosts)[0] == pytest.approx([4.0] * 4)
 
 
 # --- fit
@@ -399,9 +392,9 @@ def test_a_collective_without_a_law_is_refused_not_taken_for_a_ring(of_hosts, mo
     other, topology, owned = Channel("broadcast"), on_hosts(2), np.ones(2)
     said = "collective 'broadcast' is not known; known are all_to_all, reduce_scatter, all_reduce"
     with pytest.raises(ShardCoreError, match=said):
-        collective_model.exchange_terms(other, owned, topology.units)
+        collective_fit.exchange_terms(other, owned, topology.units, 0.0)
     with pytest.raises(ShardCoreError, match=said):
-        collective_model.collective_ms(of_hosts.weights, other, owned, topology)
-    monkeypatch.setattr("shardcore.step.lower.CHANNELS", (other, *CHANNELS[1:]))
+        collective_ms(of_hosts.weights, other, owned, topology)
+    monkeypatch.setattr("shardcore.step.exchanges.channels_of", lambda traffic: (other, *CHANNELS[1:]))
     with pytest.raises(ShardCoreError, match=said):
         AnalyticModel(SETTING).comm(np.ones((len(CHANNELS), 2)), np.zeros(2), topology)

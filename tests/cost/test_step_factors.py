@@ -20,6 +20,7 @@ from shardcore.cost.collective_model import EXCHANGE_TERMS
 from shardcore.cost.model import price
 from shardcore.search import SHARDERS
 from shardcore.step.collectives import COLLECTIVES
+from shardcore.step.exchanges import channels_ms
 from shardcore.step.kinds import BUCKETIZED_IDS, CHANNELS, ID_CHANNELS, IDS, Channel
 from shardcore.step.lower import lower
 
@@ -64,21 +65,21 @@ def workloads(kind, n=step_factors.FEWEST_STEPS, topology=None):
 def replayed(model, workload, factors=FACTORS, slowdown=1.0) -> StepCost:
     """The step on a machine of this slowdown, whose exchanges take `factors` times the model's ms."""
     said = price(workload, model)
-    alone = model.collectives(workload.traffic, np.array(said.compute_ms), workload.topology)
+    alone = channels_ms(model, workload.traffic, np.array(said.compute_ms), workload.topology)
     comm = {
         way: tuple(
             sum(
-                slowdown * factors.get((c, way), 1.0) * both[i]
+                slowdown * factors.get((c, way), 1.0) * both[way]
                 for c, both in alone.items()
                 if c not in ID_CHANNELS
             )
         )
-        for i, way in enumerate(("forward", "backward"))
+        for way in ("forward", "backward")
     }
     compute = (
         tuple(slowdown * ms for ms in part) for part in (said.forward_compute_ms, said.backward_compute_ms)
     )
-    ids = tuple(sum(slowdown * factors.get((c, "forward"), 1.0) * alone[c][0] for c in ID_CHANNELS))
+    ids = tuple(sum(slowdown * factors.get((c, "forward"), 1.0) * alone[c]["forward"] for c in ID_CHANNELS))
     return StepCost(*compute, comm["forward"], comm["backward"], said.waiting_ms, input_ms=ids)
 
 

@@ -132,7 +132,7 @@ class SearchSpace:
         return placements
 
     def collectives(self, ops: np.ndarray, compute_ms: np.ndarray) -> CommCost:
-        """The collectives of steps, priced by the model itself: rates of the search are fitted to it.
+        """The collectives of steps, priced by the model itself: rates of the search are its tangents.
 
         ops: [..., D, N, V] as State.ops. compute_ms: [..., D].
         """

@@ -16,8 +16,9 @@ import numpy as np
 
 from shardcore.core.topology import Topology
 from shardcore.core.types import MIN_WIDTH, Problem, Shard, Table
-from shardcore.cost.model import BoundableCostModel, CommCost
+from shardcore.cost.model import BoundableCostModel
 from shardcore.step.access import output_bytes
+from shardcore.step.exchange_lines import has_concave_exchanges, total_line
 from shardcore.step.id_bytes import received_bytes
 from shardcore.step.kinds import CHANNELS, LAYOUTS, WHOLE_ROWS, Channel, Layout, even_share
 from shardcore.step.scopes import WORLD, groups_of
@@ -194,9 +195,9 @@ class Exchanges:
         shares = np.sort(speed[groups].sum(1)) / speed.sum()
         ids: dict[Channel, float] = {run.layout.ids: 1.0} if run.layout.ids else {}
         points = self._points(of_items / n, of_items.sum() / n * len(groups))
-        outputs = self._line(sent, points, lambda comm: comm.total_ms)
-        forward = self._line(within, points, lambda comm: comm.forward_ms)
-        backward = self._line(within, points, lambda comm: comm.backward_ms)
+        outputs = self._line(sent, points, ("forward", "backward"))
+        forward = self._line(within, points, ("forward",))
+        backward = self._line(within, points, ("backward",))
 
         def in_groups(shares: np.ndarray) -> Line:
             """However groups divide the bytes. Slow ones may have more. shares: [G] of their speed, rising."""
@@ -219,33 +220,22 @@ class Exchanges:
         # No device receives more than all ids of all tables.
         tables = {s.table for several in run.shards for s in several}
         most = float(sum(received_bytes(Shard.whole(t), problem) for t in tables))
-        received = self._line(ids, self._points(run.received / n, most), lambda comm: comm.input_ms)
+        received = self._line(ids, self._points(run.received / n, most), ("forward",))
         self.ids = Line(received.once_ms, received.byte_ms / n)
         self.own_outputs = self._own_law(sent, run.sent, 0.0)
         self.own_ids = self._own_law(ids, run.received, job.hides_ids_ms)
 
-    def _comm(self, channels: Mapping[Channel, float], n_bytes: np.ndarray) -> CommCost:
-        """Costs [P, D] of exchanges. channels: bytes that enter each, times n_bytes [P, D]."""
-        traffic = np.zeros((len(CHANNELS), *n_bytes.shape))
-        for channel, each in channels.items():
-            traffic[CHANNELS.index(channel)] = each * n_bytes
-        return self._model.comm(traffic, np.zeros(n_bytes.shape), self._topology)
-
     def _line(
-        self,
-        channels: Mapping[Channel, float],
-        points: tuple[float, float],
-        ms: Callable[[CommCost], np.ndarray],
+        self, channels: Mapping[Channel, float], points: tuple[float, float], ways: Sequence[str]
     ) -> Line:
-        """The line through the ms of two points, each the bytes of every device."""
-        n = len(self._topology)
-        if n == 1 or not channels:  # one device exchanges nothing
-            return Line(0.0, 0.0)
-        # One after the other: together they would differ by rounding.
-        few, more = (float(ms(self._comm(channels, np.full((1, n), point))).max()) for point in points)
-        slope = (more - few) / (points[1] - points[0])
+        """The line below the ms of directions, where every device enters as many bytes times those of `channels`.
+
+        points: bytes of a device between which it is below.
+        """
+        line = total_line(self._model, channels, self._topology, points, ways)
+        byte_ms, once_ms = float(line[:-1].sum()), float(line[-1])
         # Lowered a trace, for rounding.
-        return Line(few * (1 - _ROUNDING) - slope * points[0], slope)
+        return Line(once_ms - _ROUNDING * (once_ms + byte_ms * points[0]), byte_ms)
 
     def _points(self, each: np.ndarray, most: float) -> tuple[float, float]:
         """Bytes of a device between which the line through the law of exchanges is not above it.
@@ -254,8 +244,8 @@ class Exchanges:
         A convex law is above all its tangents. A concave one is above the chord of all that plans may have.
         """
         each = each[each > 0]
-        if not self._model.has_concave_exchanges or not len(each):
-            return _EVEN_BYTES, _EVEN_BYTES * (1 + _STEP)
+        if not has_concave_exchanges(self._model, self._topology) or not len(each):
+            return _EVEN_BYTES, _EVEN_BYTES
         least = max(float(each.min()), _LEAST_BYTES)
         return least, max(most, least * (1 + _STEP))
 
@@ -268,7 +258,13 @@ class Exchanges:
         """
         # Beyond the largest shard, as a device may have several.
         points = np.geomspace(max(1.0, n_bytes.min()), _SEVERAL * max(1.0, n_bytes.max()), _POINTS)
-        comm = self._comm(channels, points[:, None] * (np.arange(len(self._topology)) == 0))
+        alone, traffic = (
+            1.0 * (np.arange(len(self._topology)) == 0),
+            np.zeros((len(CHANNELS), len(points), len(self._topology))),
+        )
+        for channel, each in channels.items():
+            traffic[CHANNELS.index(channel)] = each * points[:, None] * alone
+        comm = self._model.comm(traffic, np.zeros(traffic.shape[1:]), self._topology)
         # What every device takes part in: one with more bytes may have less to do elsewhere.
         ms = (comm.forward_ms + comm.backward_ms + comm.input_ms).min(-1) - hidden_ms
         ends = np.append(points, np.inf)

@@ -37,6 +37,7 @@ from shardcore.core.types import Problem, Table
 from shardcore.cost.model import BoundableCostModel
 from shardcore.search.bound.contention import Curve, op_curve
 from shardcore.search.bound.options import Exchanges, Run, items_of
+from shardcore.step.exchange_lines import even_is_least, has_equal_transfers
 from shardcore.step.memory import held_bytes, sums_of
 
 _SHARES = 6
@@ -118,8 +119,8 @@ class Program:
         self.problem, self.model, topology = problem, model, problem.topology
         self.items = items_of(problem)
         # Where even exchanges are not the cheapest, none count.
-        counted = float(model.even_is_least(topology))
-        waits = counted * model.has_equal_transfers(topology)
+        counted = float(even_is_least(model, topology))
+        waits = counted * has_equal_transfers(model, topology)
         each = np.stack([[d.speed for d in topology.devices], held_bytes(problem)])
         (self.speed, held), of_class, self.count = np.unique(
             each, axis=1, return_inverse=True, return_counts=True

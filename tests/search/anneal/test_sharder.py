@@ -19,7 +19,7 @@ from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal import compiled
 from shardcore.search.anneal import search_space as spaces
 from shardcore.search.anneal.batch import space_by_columns
-from shardcore.search.anneal.rates import exchange_rates
+from shardcore.search.anneal.rates import output_rates
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.portfolio import annealing as anneal
 from shardcore.step import memory
@@ -165,19 +165,15 @@ def test_memory_for_exactly_half_the_rows_is_enough():
         anneal(less, model_for(less), budget=Budget(evals=500))
 
 
-def test_what_exchanges_cost_is_fitted_exactly_where_it_is_linear():
+def test_rates_of_exchanges_are_exact_where_the_law_is_linear():
     problem = draw_problem(1, 12, [8 * MIB] * 4)
     plan = SHARDERS["dim_greedy"](problem, model_for(problem))
-    rates, outputs = exchange_rates(problem, model_for(problem), WHOLE_ROWS), np.zeros(4)
+    own, busiest, _, total, once = output_rates(problem, model_for(problem), WHOLE_ROWS)
+    outputs = np.zeros(4)
     for p in plan.placements:
         outputs[p.devices[0]] += output_bytes(p.shard, BATCH)
     priced = price(lower(plan, problem), model_for(problem))
-    predicted_ms = (
-        rates["own"] * outputs
-        + rates["busiest"] * outputs.max()
-        + rates["total"] * outputs.sum()
-        + rates["once"]
-    )
+    predicted_ms = own * outputs + busiest * outputs.max() + total * outputs.sum() + once
     exchange_ms = max(np.add(priced.forward_comm_ms, priced.backward_comm_ms))
     assert predicted_ms.max() == pytest.approx(exchange_ms, rel=1e-6)
 

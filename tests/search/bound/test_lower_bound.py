@@ -24,6 +24,7 @@ from shardcore.cost.neural import NeuralModel
 from shardcore.cost.profile import load_profile, profile_names
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.bound import lower_bound, options
+from shardcore.step.exchange_lines import even_is_least, has_equal_transfers
 from shardcore.step.kinds import LAYOUTS
 from shardcore.step.lower import Workload, lower
 from shardcore.testing.plans import every_plan
@@ -321,8 +322,8 @@ def test_the_properties_that_models_declare_hold(made):
             assert (model.rates(few) <= model.rates(more)).all()
             assert model.head(more) >= (model.launch_ms + model.rates(few) @ more) * (1 - 1e-12)
         for topology in topologies:
-            assert model.even_is_least(topology)
-            assert model.has_equal_transfers(topology) == (bool(topology.links) or model_is_linear)
+            assert even_is_least(model, topology)
+            assert has_equal_transfers(model, topology) == (bool(topology.links) or model_is_linear)
             n, speed = len(topology), np.array([d.speed for d in topology.devices])
             for name in ("all_to_all", "reduce_scatter"):  # replicas are alike on all devices
                 traffic = sends(**{name: rng.dirichlet(np.ones(n), 40) * 1e6})
@@ -330,7 +331,7 @@ def test_the_properties_that_models_declare_hold(made):
                 even = model.comm(traffic.mean(-1, keepdims=True) + 0 * traffic, np.zeros((40, n)), topology)
                 assert (some.forward_ms.max(-1) >= even.forward_ms.max(-1) - 1e-12).all()
                 assert (some.backward_ms @ speed >= even.backward_ms @ speed - 1e-9).all()
-    assert not made(0).even_is_least(Topology((*hosts, Device(MIB, host="host-2"))))
+    assert not even_is_least(made(0), Topology((*hosts, Device(MIB, host="host-2"))))
 
 
 @pytest.mark.parametrize("dense_ms", [0.05, pytest.param(1000.0, marks=pytest.mark.long)])

@@ -1,0 +1,282 @@
+"""Times of exchanges: one law for all cost models, and its terms, which a model gives for each channel.
+
+    transfer = once + skew + ramp + the slowest level of links
+    ramp     = ramp_ms * busiest / (busiest + ramp_bytes)
+    level    = sum of rate * count of bytes (link_counts)
+
+All levels carry at once, so the slowest decides: by a maximum, or by a smooth one where they overlap in part. A device
+adds its own work on what it exchanges. All rates are 0 or more, so more bytes never take less time.
+
+Searches and bounds take it as a line in bytes (exchange_lines.py).
+
+Shapes: K levels, G groups of n devices, D devices, C channels, L lanes; ... any leading dimensions.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, reduce
+from typing import Any, Protocol
+
+import numpy as np
+
+from shardcore.core.links import LEVELS
+from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
+from shardcore.step.kinds import ID_CHANNELS, Channel
+from shardcore.step.link_counts import link_counts
+from shardcore.step.lower import channels_of
+
+SKEW_LIMIT_MS = 10.0
+"""Skew beyond which an exchange takes no longer."""
+
+
+# --- terms --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """ms of a collective in one direction. Numbers, or arrays of many models that broadcast to [..., G, n].
+
+    once_ms: of a call.
+    skew: ms for each ms from the first device's start to the last one's, as far as SKEW_LIMIT_MS.
+    ramp_ms, ramp_bytes: what large messages take more, and bytes of the busiest device that take half of it.
+    levels: of each level of links, ms for a byte of each count of link_counts.COUNTS. Others are 0.
+    sharpness: exponent of the smooth maximum over levels. inf: the maximum.
+    """
+
+    once_ms: Any
+    levels: Sequence[Mapping[str, Any]]
+    skew: float = 0.0
+    ramp_ms: Any = 0.0
+    ramp_bytes: Any = 1.0
+    sharpness: float = np.inf
+
+
+@dataclass(frozen=True, eq=False)
+class OwnWork:
+    """ms of a device's own work on what it exchanges, such as to put ids in order. Numbers, or arrays [..., 1].
+
+    once_ms, byte_ms: of a device with bytes, and of each of its bytes.
+    all_once_ms, mean_byte_ms: of every device where one has bytes, and of each byte of their mean.
+    """
+
+    once_ms: Any = 0.0
+    byte_ms: Any = 0.0
+    all_once_ms: Any = 0.0
+    mean_byte_ms: Any = 0.0
+
+    def ms(self, entered_bytes: np.ndarray) -> np.ndarray:
+        """[..., D] ms. entered_bytes: [..., D]; of ids, those that arrive."""
+        some = entered_bytes > 0
+        own_ms = np.where(some, self.once_ms + self.byte_ms * entered_bytes, 0.0)
+        mean_bytes = entered_bytes.mean(-1, keepdims=True)
+        all_ms = self.all_once_ms + self.mean_byte_ms * mean_bytes
+        return own_ms + np.where(some.any(-1, keepdims=True), all_ms, 0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelTerms:
+    """Terms of a channel in a topology.
+
+    members: [G, n] devices of each group.
+    units: [K, n] unit of each device of the first group, by level. All groups have the same shape. Levels that the
+      terms do not know are merged with others (`merged_units`).
+    ways: terms by direction. None where groups have one device.
+    work: a device's own work.
+    added_work: the part of it that is not in `once_ms` and the rates.
+    """
+
+    channel: Channel
+    members: np.ndarray
+    units: np.ndarray
+    ways: Mapping[str, Terms]
+    work: OwnWork = field(default_factory=OwnWork)
+    added_work: OwnWork = field(default_factory=OwnWork)
+
+    def transfers_ms(self, sent_bytes: np.ndarray, skew_ms: np.ndarray) -> dict[str, np.ndarray]:
+        """[..., D] ms by direction, with devices' own work in them.
+
+        sent_bytes: [..., D]. skew_ms: [...] from the first device's start to the last one's.
+        """
+        row, sent = self.channel.row, np.asarray(sent_bytes, dtype=float)
+        nothing: Any = np.zeros(sent.shape)
+        ms = {"forward": nothing, "backward": nothing}
+        if self.ways and sent.any():
+            grouped = sent[..., self.members]
+            counts = channel_counts(self.channel, grouped, self.units)
+            busiest = grouped.max(-1, keepdims=True)
+            # If any device of a group has bytes, all take part. Of dense gradients: those that have some.
+            runs = grouped > 0 if row.dense else busiest > 0
+            for way, terms in self.ways.items():
+                took = np.where(runs, law_ms(terms, counts, busiest, skew_ms), 0.0)
+                took = np.broadcast_to(took, np.broadcast_shapes(took.shape, grouped.shape))
+                ms[way] = np.zeros((*took.shape[:-2], sent.shape[-1]))
+                ms[way][..., self.members] = took
+        # Ids are worked on before and after they travel forward, dense gradients once they are summed.
+        ms[row.ways[0]] = ms[row.ways[0]] + self.added_work.ms(sent)
+        return ms
+
+
+def channel_counts(channel: Channel, grouped: np.ndarray, units: np.ndarray) -> list[dict[str, Any]]:
+    """[K] counts of bytes [..., G, n] of a channel on each level (link_counts). units: [K, n]."""
+    row = channel.row
+    # Inputs of a ring are padded to the largest.
+    owned = row.passes * grouped.max(-1, keepdims=True) if row.ring else grouped
+    return link_counts(row.ring, owned, units, channel.scope.across)
+
+
+def law_ms(
+    terms: Terms, counts: Sequence[Mapping[str, Any]], busiest: np.ndarray, skew_ms: np.ndarray | float = 0.0
+) -> np.ndarray:
+    """[..., G, n] ms of transfers. counts: [K] as of link_counts. busiest: [..., G, 1] most bytes of a device."""
+    used = zip(terms.levels, counts, strict=True)
+    levels = [sum(rate * count[name] for name, rate in level.items()) for level, count in used if level]
+    ms = terms.once_ms + slowest_ms(terms, levels)
+    if terms.skew:
+        ms = ms + terms.skew * np.minimum(skew_ms, SKEW_LIMIT_MS)[..., None, None]
+    if np.any(terms.ramp_ms):
+        ms = ms + terms.ramp_ms * busiest / (busiest + terms.ramp_bytes)
+    return ms
+
+
+def slowest_ms(terms: Terms, of_levels: Iterable[Any]) -> Any:
+    """The largest ms of a level, smooth or not."""
+    if np.isinf(terms.sharpness):
+        return reduce(np.maximum, of_levels, np.zeros(()))
+    return sum(ms**terms.sharpness for ms in of_levels) ** (1 / terms.sharpness)
+
+
+def carrying(terms: Terms, share: float) -> Terms:
+    """The terms where a payload carries such a share of the bytes."""
+    levels = [{name: share * rate for name, rate in level.items()} for level in terms.levels]
+    return replace(terms, levels=levels, ramp_bytes=terms.ramp_bytes / share)
+
+
+def given_levels(
+    levels: Sequence[Mapping[str, Any]], topology: Topology, share: float = 1.0
+) -> list[Mapping[str, Any]]:
+    """[K] rates of levels, with those of the links that a topology gives in place of others.
+
+    The busiest device's bytes decide. Where the devices of a unit share a link, the busiest unit's do.
+    share: share of the bytes that travels.
+    """
+    given = list(levels)
+    for k, name in enumerate(LEVELS):
+        link = topology.link(name)
+        if link.gbps:
+            byte_ms = share / (link.gbps * BYTES_PER_MS_PER_GBPS)
+            # If nothing is known of links within such units, a device's are as fast, or they would cost nothing.
+            if link.shared and not any(given[:k]):
+                given[0] = {"busiest": byte_ms}
+            given[k] = {"uplink" if link.shared else "busiest": byte_ms}
+    return given
+
+
+def merged_units(units: np.ndarray, known: Sequence[bool]) -> np.ndarray:
+    """[K, n] units, where levels that terms do not know are merged with others.
+
+    Bytes of such a level count on the next one out that is known, or else in. Where none is, all devices count as one
+    unit. units: [K, n]. known: [K].
+    """
+    if not any(known):
+        # One unit for all: their bytes count on the innermost level.
+        return np.zeros_like(units)
+    merged, last = units.copy(), max(k for k, is_known in enumerate(known) if is_known)
+    for k, is_known in enumerate(known[:last]):
+        if not is_known:
+            # Merged with the level inside it: its bytes then count on the next one out.
+            merged[k] = merged[k - 1] if k else np.arange(units.shape[1])
+    # Nothing further out is known, so the last known level carries those bytes, too.
+    merged[last:] = units[-1]
+    return merged
+
+
+# --- a step -------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=512)
+def terms_of(model: ExchangeLaw, channel: Channel, topology: Topology) -> ChannelTerms:
+    """A model's terms of a channel. Cached, as searches price thousands of plans of a problem."""
+    return model.exchange(channel, topology)
+
+
+@dataclass(frozen=True, eq=False)
+class CommCost:
+    """Costs of a step's collectives, in ms.
+
+    forward_ms: [..., D] transfer of pooled outputs.
+    backward_ms: [..., D] transfer of gradients.
+    waiting_ms: [..., D] wait for the last device, before the forward exchange.
+    input_ms: [..., D] transfer of ids, the device's own work included.
+    input_work_ms: [..., D] own work in it: to put ids in buckets, and in order once they arrived.
+    """
+
+    forward_ms: np.ndarray
+    backward_ms: np.ndarray
+    waiting_ms: np.ndarray
+    input_ms: np.ndarray
+    input_work_ms: np.ndarray
+
+    @property
+    def total_ms(self) -> np.ndarray:
+        """[..., D] ms without ids."""
+        return self.forward_ms + self.backward_ms + self.waiting_ms
+
+
+class ExchangeLaw(Protocol):
+    """A model whose terms give the costs of a step's collectives."""
+
+    @abstractmethod
+    def exchange(self, channel: Channel, topology: Topology) -> ChannelTerms:
+        """Terms of a channel's collectives. Calls go through `terms_of`, which caches them."""
+
+    def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
+        """Costs of a step's collectives, which run one after another.
+
+        The forward exchange follows a device's compute and backward transfer. It waits for the last device. A late
+        start costs more than the waiting. That follows from the skew of the compute only, as a backward transfer ends
+        for all devices at about the same time.
+
+        traffic: [L C, ..., D] bytes of each of kinds.CHANNELS, in each lane, as in Workload.
+        compute_ms: [..., D] of each device. It sets the skew with which devices arrive.
+        """
+        compute_ms = np.asarray(compute_ms, dtype=float)
+        shape = np.broadcast_shapes(np.shape(traffic)[1:], compute_ms.shape)
+        input_ms, work_ms, forward, backward = (np.zeros(shape) for _ in range(4))
+        for channel, ways in channels_ms(self, traffic, compute_ms, topology).items():
+            if channel in ID_CHANNELS:
+                input_ms += ways["forward"]
+            else:
+                forward += ways["forward"]
+                backward += ways["backward"]
+        # Work is counted by lane: each run's ids are put in buckets and in order separately.
+        for channel, arriving in zip(channels_of(traffic), traffic, strict=True):
+            if channel in ID_CHANNELS and arriving.any():
+                work_ms += terms_of(self, channel, topology).work.ms(arriving)
+        ready = compute_ms + backward
+        # The skew of compute and backward transfers is waited for here. Devices without any exchange never meet.
+        some = (traffic.sum(0).sum(-1, keepdims=True) > 0) & (len(topology) > 1)
+        waiting = np.where(some, ready.max(-1, keepdims=True) - ready, 0.0)
+        return CommCost(forward, backward, waiting, input_ms, work_ms)
+
+
+def channels_ms(
+    model: ExchangeLaw, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology
+) -> dict[Channel, dict[str, np.ndarray]]:
+    """Transfers [..., D] in ms of each channel by direction, all lanes together. Arguments as of ExchangeLaw.comm."""
+    skew_ms = np.ptp(compute_ms, axis=-1)
+    nothing = np.zeros(np.shape(traffic)[1:])
+    by_channel = {channel: {"forward": nothing, "backward": nothing} for channel in channels_of(traffic)}
+    for channel, sent_bytes in zip(channels_of(traffic), traffic, strict=True):
+        # Searches price thousands of plans, and most channels of a plan carry nothing.
+        if not sent_bytes.any():
+            continue
+        ms = terms_of(model, channel, topology).transfers_ms(sent_bytes, skew_ms)
+        # Runs exchange one after another.
+        by_channel[channel] = {way: before + ms[way] for way, before in by_channel[channel].items()}
+        if "forward" in channel.row.ways:
+            # A collective synchronises the devices: the next one starts without skew.
+            skew_ms = np.where(np.any(sent_bytes, axis=-1), 0.0, skew_ms)
+    return by_channel
