@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import LINK_GBIT_S, require, require_within
-from shardcore.io.measurements import EmulatedLinks
+from shardcore.core.validation import require, require_within
+from shardcore.io.measurements import LINK_GBIT_S, EmulatedLinks
 from shardcore.measure.hosts import CLONE_NEWNET, INTERFACE, Place, call_libc, in_thread
 
 _BRIDGE = "bridge0"

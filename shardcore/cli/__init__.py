@@ -59,7 +59,7 @@ def parser_of_all() -> argparse.ArgumentParser:
         published,
         job,
     ):
-        group.add_commands(commands)
+        group.command.add_to(commands)
     return parser
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -15,7 +14,7 @@ from shardcore.cli.models import ModelOptions
 from shardcore.cli.options import (
     DatasetFolder,
     Device,
-    Formatter,
+    Group,
     Natural,
     Output,
     PlanFile,
@@ -23,7 +22,6 @@ from shardcore.cli.options import (
     PositiveFloat,
     ProblemFile,
     SearchOptions,
-    add_command,
 )
 from shardcore.cli.progress_line import shown
 from shardcore.core.errors import ShardCoreError, Unreachable
@@ -34,6 +32,12 @@ if TYPE_CHECKING:
     from shardcore.cost.model import CostModel
     from shardcore.cost.move_rates import MoveRates
     from shardcore.plans.traced_job import CheckedJob, ReadJob
+
+command = Group(
+    "job",
+    "Read a running TorchRec job's traces: where its steps spend their time, why, and what a better plan would "
+    "bring. Follow its moves between plans.",
+)
 
 JobFolder = Annotated[Path, "FOLDER"]
 IN_THE_JOB = """\
@@ -49,19 +53,6 @@ In the training job, on all ranks:
 
 Rank 0 reads the store now and then, and reports there. All ranks move between the same two steps. Then they measure
 as many steps as before, and move back if these are slower than before and than predicted."""
-
-
-def add_commands(commands: argparse._SubParsersAction) -> None:
-    summary = (
-        "Read a running TorchRec job's traces: where its steps spend their time, why, and what a better plan would "
-        "bring. Follow its moves between plans."
-    )
-    parser = commands.add_parser("job", help=summary, description=summary, formatter_class=Formatter)
-    inner = parser.add_subparsers(required=True, metavar="COMMAND")
-    add_command(inner, ReadOptions, read)
-    add_command(inner, WatchOptions, watch)
-    add_command(inner, FollowOptions, follow)
-    add_command(inner, RatesOptions, rates)
 
 
 # --- read ---------------------------------------------------------------------------------------------------
@@ -104,6 +95,7 @@ class ReadOptions(_ModelOptions, SearchOptions):
     append: Annotated[DatasetFolder, Output(())] | None = None
 
 
+@command
 def read(args: ReadOptions) -> None:
     from shardcore.io import traced_samples
     from shardcore.plans import traced_job
@@ -233,6 +225,7 @@ class WatchOptions(_ModelOptions):
     steps: Natural = 0
 
 
+@command
 def watch(args: WatchOptions) -> None:
     from shardcore.io import job_folder
     from shardcore.report import job_report
@@ -283,6 +276,7 @@ class FollowOptions(ModelOptions):
     once: bool = False
 
 
+@command
 def follow(args: FollowOptions) -> None:
     from shardcore.cost.move_rates import read_move_rates
 
@@ -356,6 +350,7 @@ class RatesOptions:
     out: Annotated[Path, "RATES.json", Output()]
 
 
+@command
 def rates(args: RatesOptions) -> None:
     from shardcore.core.extras import extras_named
     from shardcore.cost.move_rates import write_move_rates

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 import time
@@ -11,8 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from shardcore.cli.declarations import Flat
 from shardcore.cli.options import (
     DatasetFolder,
+    Group,
     Natural,
     Optimizer,
     Output,
@@ -20,16 +21,21 @@ from shardcore.cli.options import (
     PositiveFloat,
     PositiveGib,
     Precision,
-    add_command,
 )
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import PRECISION_BYTES, Problem, Setting
+from shardcore.core.validation import Wait, within
+from shardcore.measure.config import KernelConfig
+from shardcore.measure.sampling import MOST_DRAWS, MOST_RANKS
+from shardcore.measure.sampling.groups import GroupConfig
 
 if TYPE_CHECKING:
     from shardcore.cost.profile import Profile
     from shardcore.io.measurements import CollectiveRequest, CollectiveSample, ComputeRequest
     from shardcore.measure.replay import ReplayConfig
     from shardcore.measure.supervise import Finished, Supervisor
+
+command = Group()
 
 _ESTIMATE_S = 5.0
 """Seconds of measuring on which a dry run bases its estimate."""
@@ -56,12 +62,6 @@ class MeasureOptions:
     hardware: name of the device in the setting; default: its product name
     arena_gib: memory for weights, and so the largest shard that is measured; default: 1 on cpu; on cuda,
       weights and optimizer state take half of the free memory
-    max_shards: most shards of a group
-    max_width: most columns of a shard
-    sequences: share of groups whose lookups are not pooled, as in an EmbeddingCollection
-    tolerance: relative confidence interval to reach for a median; default: 0.02 on cpu, 0.01 on cuda
-    max_repeats: most repeats of an op; three times as many where it is held out to judge models
-    interleave: groups that run in turn
     chunk: samples that are written at once; a kill loses at most these and those that run
     hang_s: time without a finished op after which the measuring process is replaced, and its group recorded
       as failed
@@ -84,43 +84,33 @@ class MeasureOptions:
     optimizer: Optimizer = "exact_sgd"
     hardware: str | None = None
     arena_gib: PositiveGib | None = None
-    max_shards: Positive = 30
-    max_width: Positive = 256
-    sequences: Annotated[float, "SHARE"] = 0.05
-    tolerance: PositiveFloat | None = None
-    max_repeats: Positive = 24
-    interleave: Positive = 16
+    groups: Annotated[GroupConfig, Flat(("max_shards", "max_width", "sequences"))] = GroupConfig()
+    kernels: Annotated[KernelConfig, Flat(("tolerance", "max_repeats", "interleave"))] = KernelConfig()
     chunk: Positive = 64
-    hang_s: PositiveFloat = 60.0
-    ranks: Positive = 2
-    exchanges: Annotated[Natural, "M"] = 0
-    steps: Annotated[Natural, "P"] = 0
+    hang_s: Wait = 60.0
+    ranks: Annotated[int, within(1, MOST_RANKS)] = 2
+    exchanges: Annotated[int, within(0, MOST_DRAWS), "M"] = 0
+    steps: Annotated[int, within(0, MOST_DRAWS), "P"] = 0
     held_out: bool = False
     dry_run: bool = False
     seed: Natural = 0
 
 
-def add_commands(commands: argparse._SubParsersAction) -> None:
-    add_command(commands, MeasureOptions, measure)
-
-
+@command
 def measure(args: MeasureOptions) -> None:
-    from shardcore.core.validation import WAITS_S, require_within
     from shardcore.io import dataset, files, replays
-    from shardcore.measure import hardware, kernels, run
+    from shardcore.measure import hardware, run
     from shardcore.measure.device_bench import BenchSpec
     from shardcore.measure.devices import device_of
     from shardcore.measure.local_workers import LocalTransport
     from shardcore.measure.replay import of_samples
-    from shardcore.measure.sampling import MOST_DRAWS, MOST_RANKS
-    from shardcore.measure.sampling.groups import GroupConfig, compute_request, reference_request
+    from shardcore.measure.sampling.groups import compute_request, reference_request
     from shardcore.measure.sampling.steps import first_step_plans
     from shardcore.measure.supervise import Supervisor
     from shardcore.tables.generate import PoolConfig, generate_pool
     from shardcore.tables.held_out import kept_for_testing
 
-    began, counts, ranks = time.monotonic(), (0, MOST_DRAWS), (1, MOST_RANKS)
-    require_within(args, "measure", exchanges=counts, steps=counts, ranks=ranks, hang_s=WAITS_S)
+    began = time.monotonic()
     device = hardware.detect_device() if args.device == hardware.AUTO else args.device
     hardware.require_device(device)
     setting = Setting(
@@ -133,19 +123,8 @@ def measure(args: MeasureOptions) -> None:
     arena_bytes = int(args.arena_gib * 2**30) if args.arena_gib else _arena_bytes(setting, device)
     pool = files.read_pool(args.pool) if args.pool else generate_pool(PoolConfig())
     live = run.tables_with_lookups(pool)
-    config = kernels.KernelConfig(
-        arena_bytes=arena_bytes,
-        tolerance=args.tolerance,
-        max_repeats=args.max_repeats,
-        interleave=args.interleave,
-        state_rows=_STATES * max(t.rows for t in live),
-    )
-    groups = GroupConfig(
-        max_shards=args.max_shards,
-        max_width=args.max_width,
-        max_shard_bytes=config.arena_bytes,
-        sequences=args.sequences,
-    )
+    config = replace(args.kernels, arena_bytes=arena_bytes, state_rows=_STATES * max(t.rows for t in live))
+    groups = replace(args.groups, max_shard_bytes=config.arena_bytes)
     if args.exchanges or args.steps:
         _require_ranks(args, setting, device)
     wanted = run.wanted_exchanges(setting, args.exchanges, args.ranks, args.seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
@@ -12,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from shardcore.cli.options import (
     DatasetFolder,
+    Group,
     Natural,
     Optimizer,
     Output,
     Positive,
     Precision,
-    add_command,
 )
 from shardcore.cli.progress_line import shown
 from shardcore.core import progress
@@ -28,10 +27,7 @@ from shardcore.io.model_files import MODEL_JSON, MODEL_WEIGHTS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-
-def add_commands(commands: argparse._SubParsersAction) -> None:
-    add_command(commands, TrainOptions, train)
-    add_command(commands, ReportOptions, report)
+command = Group()
 
 
 # --- train -----------------------------------------------------------------------------------------------
@@ -62,6 +58,7 @@ class TrainOptions:
     out: Annotated[Path, "MODEL", Output((MODEL_JSON, MODEL_WEIGHTS))]
 
 
+@command
 def train(args: TrainOptions) -> None:
     from shardcore.cost import accuracy, fit, known_errors, neural, study, training
     from shardcore.cost.profile import load_profile
@@ -141,6 +138,7 @@ class ReportOptions:
     out: Annotated[Path, "FOLDER", Output(())] | None = None
 
 
+@command
 def report(args: ReportOptions) -> None:
     from shardcore.io import dataset, replays, traced_samples
     from shardcore.report import dataset_report, figures, text_table

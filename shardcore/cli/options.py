@@ -1,8 +1,9 @@
-"""The command line, made from dataclasses: each command has one, with its options as fields.
+"""The command line, made from dataclasses: each command is a function of one, with its options as fields.
 
-Fields before `KW_ONLY` are positional, others are options. A field's type gives its parser, its choices and
-its placeholder in the help. The class's docstring is the command's description, and has the help of each
-field, `name: text`. The mark Output in a type shows that the command writes to this path.
+Fields before `KW_ONLY` are positional, others are options. A field's declaration (core/validation.py) gives its parser,
+range, choices, default and placeholder in the help. A field marked Flat holds a config of the library, whose fields
+are options, too. The class's docstring is the command's description, and has the help of each field, `name: text`. The
+mark Output shows that the command writes to this path.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ import dataclasses
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -29,14 +29,13 @@ from typing import (
     get_type_hints,
 )
 
+from shardcore.cli.declarations import Field, declared, keys_of, made
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import OPTIMIZERS, PRECISION_BYTES
-from shardcore.core.validation import MOST_BYTES
+from shardcore.core.validation import MOST_BYTES, Rule, one_of, type_words, within
 from shardcore.io.schema import MOST_INT
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     from shardcore.search.budget import Budget
 
 MOST_GIB = MOST_BYTES >> 30
@@ -57,20 +56,6 @@ class Output:
     replaced: tuple[str, ...] | None = None
 
 
-def _number(kind: type, most: int, positive: bool = False) -> Callable[[str], int | float]:
-    """A parser of numbers from 0 to `most`. positive: without 0."""
-    number = f"{'whole ' * (kind is int)}number"
-    expected = f"a positive {number} up to {most}" if positive else f"a {number} of 0 to {most}"
-
-    def parse(text: str) -> int | float:
-        with suppress(ValueError):
-            if 0 <= (value := kind(text)) <= most and (value or not positive):
-                return value
-        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
-
-    return parse
-
-
 def _duration(text: str) -> float:
     """Seconds of a text such as 10min."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text)
@@ -86,19 +71,26 @@ def path(text: str) -> Path:
     return Path(text)
 
 
-Natural = Annotated[int, _number(int, MOST_INT)]
-Positive = Annotated[int, _number(int, MOST_INT, positive=True)]
-Amount = Annotated[float, _number(float, MOST_INT)]
-PositiveFloat = Annotated[float, _number(float, MOST_INT, positive=True)]
-Duration = Annotated[float, _duration]
-Gib = Annotated[float, _number(float, MOST_GIB)]
-PositiveGib = Annotated[float, _number(float, MOST_GIB, positive=True)]
+@dataclass(frozen=True)
+class Parser:
+    """Mark of how an option's text becomes a value, if its type alone does not tell."""
+
+    parse: Callable[[str], Any]
+
+
+Natural = Annotated[int, within(0, MOST_INT)]
+Positive = Annotated[int, within(1, MOST_INT)]
+Amount = Annotated[float, within(0, MOST_INT)]
+PositiveFloat = Annotated[float, within(0, MOST_INT, above=True)]
+Duration = Annotated[float, Parser(_duration)]
+Gib = Annotated[float, within(0, MOST_GIB)]
+PositiveGib = Annotated[float, within(0, MOST_GIB, above=True)]
 ProblemFile = Annotated[Path, "PROBLEM.json"]
 PlanFile = Annotated[Path, "PLAN.json"]
 DatasetFolder = Annotated[Path, "DIR"]
 Device = Literal["cpu", "cuda"]
-Precision = Annotated[str, tuple(PRECISION_BYTES)]
-Optimizer = Annotated[str, tuple(OPTIMIZERS)]
+Precision = Annotated[str, one_of(PRECISION_BYTES)]
+Optimizer = Annotated[str, one_of(OPTIMIZERS)]
 
 
 # --- groups of options that several commands have -----------------------------------------------------------
@@ -129,7 +121,7 @@ class SearchOptions:
 
 # --- a command's parser -------------------------------------------------------------------------------------
 
-Options = TypeVar("Options", bound="DataclassInstance")
+Run = TypeVar("Run", bound=Callable[[Any], object])
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -144,21 +136,40 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
         return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
-def add_command(
-    commands: argparse._SubParsersAction, options: type[Options], run: Callable[[Options], object]
-) -> None:
-    """Add a command. Its name is that of the function that runs it, with dashes.
+class Group:
+    """Commands of a module: `shardcore COMMAND`, or `shardcore NAME COMMAND` in a group with a name.
+
+    As a decorator it enters a function of one dataclass of options, under the function's name with dashes.
+    """
+
+    def __init__(self, name: str = "", summary: str = "") -> None:
+        self.name = name
+        self.summary = summary
+        self.runs: list[Callable[[Any], object]] = []
+
+    def __call__(self, run: Run) -> Run:
+        self.runs.append(run)
+        return run
+
+    def add_to(self, commands: argparse._SubParsersAction) -> None:
+        if self.name:
+            inner = commands.add_parser(
+                self.name, help=self.summary, description=self.summary, formatter_class=Formatter
+            )
+            commands = inner.add_subparsers(required=True, metavar="COMMAND")
+        for run in self.runs:
+            _add_command(commands, next(iter(get_type_hints(run).values())), run)
+
+
+def _add_command(commands: argparse._SubParsersAction, options: type, run: Callable[[Any], object]) -> None:
+    """Add a command.
 
     EXCLUSIVE and REQUIRED of the options' class are groups of names: at most one, or exactly one, of each may
     be given. EXAMPLE ends the help.
     """
-    texts: dict[str, str] = {}
-    for cls in reversed(options.__mro__):
-        texts |= {name: " ".join(text.split()) for name, text in _FIELD.findall(inspect.getdoc(cls) or "")}
     summary = " ".join(_FIELD.sub("", inspect.getdoc(options) or "").split())
-    name = _dashed(run.__name__)
     parser = commands.add_parser(
-        name,
+        _dashed(run.__name__),
         help=summary,
         description=summary,
         epilog=getattr(options, "EXAMPLE", None),
@@ -174,72 +185,96 @@ def add_command(
     # Made with their first option: argparse cannot print groups that are empty or in another order than
     # options.
     groups: dict[tuple[str, ...], argparse._MutuallyExclusiveGroup] = {}
-    hints = get_type_hints(options, include_extras=True)
     # Options of this command alone come before those that it shares with others.
     for field in sorted(dataclasses.fields(options), key=lambda f: f.name not in options.__annotations__):
-        given: dict[str, Any] = _argument(field, hints[field.name]) | {
-            "help": texts.get(field.name, "").replace("%", "%%")
-        }
-        option = f"--{_dashed(field.name)}"
-        if not field.kw_only:
-            parser.add_argument(field.name, **given)
-        elif field.name in group_of:
-            names, required = group_of[field.name]
-            if names not in groups:
-                groups[names] = parser.add_mutually_exclusive_group(required=required)
-            groups[names].add_argument(option, dest=field.name, **given)
-        else:
-            required = field.default is dataclasses.MISSING
-            parser.add_argument(option, dest=field.name, required=required, **given)
+        for key, declaration, text in _keys(options, field.name):
+            given: dict[str, Any] = {
+                **_argument(declaration, not field.kw_only),
+                "help": text.replace("%", "%%"),
+                **field.metadata,
+            }
+            option = f"--{_dashed(key)}"
+            if not field.kw_only:
+                parser.add_argument(key, **given)
+            elif key in group_of:
+                names, needed = group_of[key]
+                if names not in groups:
+                    groups[names] = parser.add_mutually_exclusive_group(required=needed)
+                groups[names].add_argument(option, dest=key, **given)
+            else:
+                parser.add_argument(
+                    option, dest=key, required=declaration.default is dataclasses.MISSING, **given
+                )
 
 
-def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
-    """Arguments of argparse's add_argument, from a field and its type."""
-    given: dict[str, Any] = {}
-    if field.default is not dataclasses.MISSING:
-        given["default"] = field.default
-    if hint is bool:
+def _keys(options: type, name: str) -> Iterator[tuple[str, Field, str]]:
+    """Name, declaration and help of each option that a field makes: its own, or those of a config's fields."""
+    field = declared(options)[name]
+    texts = _texts(field.kind if field.flat else options)
+    for key in field.flat or (name,):
+        yield key, keys_of(options)[key], texts.get(key, "")
+
+
+def _texts(cls: type) -> dict[str, str]:
+    """Help of each field, from the docstrings of a class and its bases."""
+    texts: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        texts |= {name: " ".join(text.split()) for name, text in _FIELD.findall(inspect.getdoc(base) or "")}
+    return texts
+
+
+def _argument(field: Field, positional: bool) -> dict[str, Any]:
+    """Arguments of argparse's add_argument, from a declaration."""
+    given: dict[str, Any] = {} if field.default is dataclasses.MISSING else {"default": field.default}
+    if field.kind is bool:
         return given | {"action": "store_true"}
-    if NoneType in get_args(hint):
-        [hint] = set(get_args(hint)) - {NoneType}
-    if get_origin(hint) is list:
-        given |= {"action": "append"} if field.kw_only else {"nargs": "+"}
-        [hint] = get_args(hint)
-    if get_origin(hint) is Literal:
-        return given | {"choices": get_args(hint)}
-    kind, *marks = (get_args(hint)) if get_origin(hint) is Annotated else (hint,)
-    given["type"] = path if kind is Path else kind
-    for mark in marks:
-        if isinstance(mark, str):
-            given["metavar"] = mark
-        elif isinstance(mark, tuple):
-            given["choices"] = mark
-        elif callable(mark):
-            given["type"] = mark
-    return given | dict(field.metadata)
+    kind, marks = field.kind, field.marks
+    if NoneType in get_args(kind):
+        [kind] = set(get_args(kind)) - {NoneType}
+    if get_origin(kind) is list:
+        given |= {"nargs": "+"} if positional else {"action": "append"}
+        kind = get_args(kind)[0]
+    if get_origin(kind) is Literal:
+        return given | {"choices": get_args(kind)}
+    rules = [mark for mark in marks if isinstance(mark, Rule)]
+    if choices := next((rule.known for rule in rules if rule.known), ()):
+        return given | {"type": kind, "choices": tuple(choices)}
+    if placeholders := [mark for mark in marks if type(mark) is str]:
+        given["metavar"] = placeholders[0]
+    parsers = [mark.parse for mark in marks if isinstance(mark, Parser)]
+    return given | {"type": parsers[0] if parsers else path if kind is Path else _parser(kind, rules)}
+
+
+def _parser(kind: type, rules: Sequence[Rule]) -> Callable[[str], Any]:
+    """A parser of values of a type that keep rules."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            right = rules[0].right if rules else f"it needs {type_words(kind)}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {type_words(kind)}; {right}") from None
+        for rule in rules:
+            if not rule.admits(value):
+                raise argparse.ArgumentTypeError(f"it is {text}; {rule.right}")
+        return value
+
+    return parse
 
 
 def build(parsed: argparse.Namespace) -> Any:
     """The options of a command, from what was parsed."""
-    cls = parsed.options
-    return cls(**{field.name: getattr(parsed, field.name) for field in dataclasses.fields(cls)})
+    return made(parsed.options, {key: getattr(parsed, key) for key in keys_of(parsed.options)})
 
 
 def outputs(options: type) -> dict[str, Output]:
     """Options of a class that name files or folders that the command writes."""
     return {
         name: mark
-        for name, hint in get_type_hints(options, include_extras=True).items()
-        for mark in _marks(hint)
+        for name, field in declared(options).items()
+        for mark in field.marks
         if isinstance(mark, Output)
     }
-
-
-def _marks(hint: Any) -> Iterator[Any]:
-    if get_origin(hint) is Annotated:
-        yield from hint.__metadata__
-    for inner in get_args(hint):
-        yield from _marks(inner)
 
 
 # --- outputs are checked before the work --------------------------------------------------------------------

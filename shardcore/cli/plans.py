@@ -5,7 +5,6 @@ Commands import what they need when they run, so that help is quick.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from shardcore.cli import decisions as deciding
 from shardcore.cli import grouped
 from shardcore.cli.decisions import PlanOptions
 from shardcore.cli.models import ModelOptions, digest, load, source_of
-from shardcore.cli.options import Device, Output, PlanFile, PositiveFloat, ProblemFile, add_command
+from shardcore.cli.options import Device, Group, Output, PlanFile, PositiveFloat, ProblemFile
 from shardcore.cli.progress_line import shown
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.progress import clock, report
@@ -28,16 +27,13 @@ if TYPE_CHECKING:
     from shardcore.search.budget import Budget
     from shardcore.search.decisions.driver import Decision, Found, Outcome
 
-
-def add_commands(commands: argparse._SubParsersAction) -> None:
-    add_command(commands, PlanOptions, plan)
-    add_command(commands, PriceOptions, price)
-    add_command(commands, ExportOptions, export)
+command = Group()
 
 
 # --- plan --------------------------------------------------------------------------------------------------
 
 
+@command
 def plan(args: PlanOptions) -> None:
     from shardcore.cost.model import at_confidence
     from shardcore.io import files
@@ -210,6 +206,7 @@ class PriceOptions(ModelOptions):
     out: Annotated[Path, "COST.json", Output()] | None = None
 
 
+@command
 def price(args: PriceOptions) -> None:
     from shardcore.cost import known_errors
     from shardcore.cost.model import at_confidence
@@ -286,6 +283,7 @@ class ExportOptions:
     out: Annotated[Path, "TORCHREC.json", Output()]
 
 
+@command
 def export(args: ExportOptions) -> None:
     from shardcore.io import files
     from shardcore.io.grouped_plans import is_grouped

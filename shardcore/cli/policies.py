@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from shardcore.cli.options import Natural, Output, Positive, ProblemFile, add_command
+from shardcore.cli.options import Group, Natural, Output, Positive, ProblemFile
 from shardcore.cli.progress_line import shown
 from shardcore.core.progress import report
 from shardcore.io.model_files import MODEL_WEIGHTS
+
+command = Group()
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,7 @@ class TrainPolicyOptions:
     out: Annotated[Path, "POLICY", Output(("policy.json", MODEL_WEIGHTS))]
 
 
-def add_commands(commands: argparse._SubParsersAction) -> None:
-    add_command(commands, TrainPolicyOptions, train_policy)
-
-
+@command
 def train_policy(args: TrainPolicyOptions) -> None:
     from shardcore.cost import neural
     from shardcore.io import files, model_files

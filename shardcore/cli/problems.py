@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
+from shardcore.cli.declarations import Flat
 from shardcore.cli.options import (
+    Group,
     Natural,
     Optimizer,
     Output,
@@ -16,15 +17,15 @@ from shardcore.cli.options import (
     PositiveGib,
     Precision,
     ProblemFile,
-    add_command,
 )
-from shardcore.core.catalog import DENSE_OPTIMIZERS
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.job import PIPELINES, Job
+from shardcore.core.job import Job
 from shardcore.core.topology import Topology, default_reserve
 from shardcore.core.types import Problem, Setting
-from shardcore.core.validation import MOST_DEVICES, require_within
+from shardcore.core.validation import MOST_DEVICES, within
+
+command = Group()
 
 _MEMORY_GIB = 80e9 / 2**30
 """Memory of a device if neither a profile nor --memory-gib gives it: 80 GB, as in data sheets of A100 and H100."""
@@ -49,19 +50,11 @@ class ProblemOptions:
     zipf_alpha: exponent of the power law of a public list's lookups; 0: even; default: the list's own
     draw: number of the problem to draw from a pool
     max_dim: largest dim of drawn tables
-    pipeline: pipeline of TorchRec, which decides whether ids travel while the dense part runs
-    replica_optimizer: dense optimizer of the job, which updates replicas; default: the one most like that of
-      the tables
-    dense_forward_ms: time of the dense part's forward pass on a device; give both times or neither
-    dense_backward_ms: time of the dense part's backward pass on a device; give both times or neither
-    forward_payload: type in which outputs travel: fp32, fp16, bf16, fp8, int8 or mx4; fp8-256: with a scale
-      for 256 elements
-    backward_payload: type in which gradients travel
     """
 
     tables: str
     _: KW_ONLY
-    devices: Positive = 4
+    devices: Annotated[int, within(1, MOST_DEVICES)] = 4
     hosts: Positive = 1
     pods: Positive = 1
     hardware: Annotated[str, "PROFILE"] | None = None
@@ -73,12 +66,19 @@ class ProblemOptions:
     draw: Annotated[Natural, "INDEX"] | None = None
     max_dim: Positive = 128
     seed: Natural = 0
-    pipeline: Annotated[str, tuple(PIPELINES)] = Job.pipeline
-    replica_optimizer: Annotated[str, tuple(DENSE_OPTIMIZERS)] | None = None
-    dense_forward_ms: Annotated[float, "MS"] | None = None
-    dense_backward_ms: Annotated[float, "MS"] | None = None
-    forward_payload: Annotated[str, "PAYLOAD"] = "fp32"
-    backward_payload: Annotated[str, "PAYLOAD"] = "fp32"
+    job: Annotated[
+        Job,
+        Flat(
+            (
+                "pipeline",
+                "replica_optimizer",
+                "dense_forward_ms",
+                "dense_backward_ms",
+                "forward_payload",
+                "backward_payload",
+            )
+        ),
+    ] = Job()
     out: Annotated[ProblemFile, Output()]
 
 
@@ -111,48 +111,12 @@ class HotDriftOptions:
     out: Annotated[Path, "NEW.safetensors", Output()] | None = None
 
 
-def add_commands(commands: argparse._SubParsersAction) -> None:
-    add_command(commands, ProblemOptions, problem)
-    add_command(commands, HeatOptions, heat)
-    add_command(commands, HotDriftOptions, hot_drift)
-
-
-def heat(args: HeatOptions) -> None:
-    from shardcore.io import files
-    from shardcore.report.heat_report import heat_table
-
-    print(heat_table(files.read_problem(args.problem), args.held))
-
-
-def hot_drift(args: HotDriftOptions) -> None:
-    from shardcore.io import files
-    from shardcore.io.hot_ids import read_hot_ids, write_hot_ids
-    from shardcore.io.row_counts import read_row_counts
-    from shardcore.plans.hot_drift import hot_drift as drift_of
-    from shardcore.report.decisions_report import drift_table
-
-    found = drift_of(
-        files.read_problem(args.problem), read_hot_ids(args.hot_ids), read_row_counts(args.row_counts)
-    )
-    if args.out:
-        write_hot_ids(args.out, [one.new for one in found])
-    print(drift_table(found))
-
-
+@command
 def problem(args: ProblemOptions) -> None:
     from shardcore.io import files, job_folder
     from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
     from shardcore.tables.public import public_optimizer, public_pool
 
-    require_within(args, "problem", devices=(1, MOST_DEVICES))
-    job = Job(
-        args.pipeline,
-        args.dense_forward_ms,
-        args.dense_backward_ms,
-        forward_payload=args.forward_payload,
-        backward_payload=args.backward_payload,
-        replica_optimizer=args.replica_optimizer,
-    )
     topology, measured = _topology(args), args.tables.endswith(".json") or Path(args.tables).is_dir()
     if measured and args.zipf_alpha is not None:
         raise ShardCoreError(
@@ -183,7 +147,7 @@ def problem(args: ProblemOptions) -> None:
         reserved = Constraints(reserved_bytes=default_reserve(topology.devices))
         name = "-".join(filter(None, (name, topology.hardware, str(args.devices))))
         made = Problem(name, tables, topology, args.batch, optimizer, constraints=reserved)
-    made = dataclasses.replace(made, job=job, topology=topology)
+    made = dataclasses.replace(made, job=args.job, topology=topology)
     files.write_problem(args.out, made)
     gib = sum(t.bytes for t in made.tables) / 2**30
     on = f" on {args.hosts} hosts" * (args.hosts > 1) + f" in {args.pods} pods" * (args.pods > 1)
@@ -192,6 +156,30 @@ def problem(args: ProblemOptions) -> None:
         f"{args.out}: {len(made.tables)} tables, {gib:.1f} GiB in {made.precision}, {made.optimizer}, "
         f"batch {args.batch}, {args.devices} devices{of}{on}"
     )
+
+
+@command
+def heat(args: HeatOptions) -> None:
+    from shardcore.io import files
+    from shardcore.report.heat_report import heat_table
+
+    print(heat_table(files.read_problem(args.problem), args.held))
+
+
+@command
+def hot_drift(args: HotDriftOptions) -> None:
+    from shardcore.io import files
+    from shardcore.io.hot_ids import read_hot_ids, write_hot_ids
+    from shardcore.io.row_counts import read_row_counts
+    from shardcore.plans.hot_drift import hot_drift as drift_of
+    from shardcore.report.decisions_report import drift_table
+
+    found = drift_of(
+        files.read_problem(args.problem), read_hot_ids(args.hot_ids), read_row_counts(args.row_counts)
+    )
+    if args.out:
+        write_hot_ids(args.out, [one.new for one in found])
+    print(drift_table(found))
 
 
 def _topology(args: ProblemOptions) -> Topology:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
@@ -10,12 +9,14 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from shardcore.cli.options import Formatter, Output, PositiveFloat, PositiveGib, add_command
+from shardcore.cli.options import Group, Output, PositiveFloat, PositiveGib
 from shardcore.core.errors import ShardCoreError
 
 if TYPE_CHECKING:
     from shardcore.cost.profile import Profile
     from shardcore.cost.profile_fit import Timing
+
+command = Group("profile", "Rates of hardware from published measurements.")
 
 ProfileFile = Annotated[Path, "PROFILE.json"]
 
@@ -81,17 +82,7 @@ class FitOptions:
     out: Annotated[ProfileFile, Output()]
 
 
-def add_commands(commands: argparse._SubParsersAction) -> None:
-    p = commands.add_parser(
-        "profile", help="Rates of hardware from published measurements.", formatter_class=Formatter
-    )
-    group = p.add_subparsers(required=True, metavar="COMMAND")
-    add_command(group, ListOptions, list_)
-    add_command(group, ShowOptions, show)
-    add_command(group, NewOptions, new)
-    add_command(group, FitOptions, fit)
-
-
+@command
 def list_(args: ListOptions) -> None:
     from shardcore.cost.profile import load_profile, profile_names
     from shardcore.report.profile_report import profiles_text
@@ -99,6 +90,7 @@ def list_(args: ListOptions) -> None:
     print(profiles_text(map(load_profile, profile_names())))
 
 
+@command
 def show(args: ShowOptions) -> None:
     from shardcore.cost.profile import load_profile
     from shardcore.report.profile_report import profile_text
@@ -106,6 +98,7 @@ def show(args: ShowOptions) -> None:
     print(profile_text(load_profile(args.profile)))
 
 
+@command
 def new(args: NewOptions) -> None:
     from shardcore.cost.profile import SPEC, load_profile, write_profile
     from shardcore.cost.profile_fit import scaled
@@ -121,6 +114,7 @@ def new(args: NewOptions) -> None:
     print(f"{args.out}: {profile_text(made, start)}")
 
 
+@command
 def fit(args: FitOptions) -> None:
     from shardcore.cost import profile_fit
     from shardcore.cost.profile import load_profile, write_profile

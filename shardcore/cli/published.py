@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -16,13 +15,13 @@ from typing import TYPE_CHECKING, Annotated
 from shardcore.cli.models import ModelOptions, load, source_of
 from shardcore.cli.options import (
     Amount,
+    Group,
     Natural,
     Output,
     PlanFile,
     Positive,
     ProblemFile,
     SearchOptions,
-    add_command,
     require_outputs,
 )
 from shardcore.cli.progress_line import shown
@@ -33,6 +32,8 @@ from shardcore.core.types import Plan, Problem
 if TYPE_CHECKING:
     from shardcore.cost.model import CostModel
     from shardcore.plans.decisions import Version
+
+command = Group()
 
 
 @dataclass(frozen=True)
@@ -109,13 +110,7 @@ class DriftOptions(ModelOptions, SearchOptions):
     out: Annotated[Path, "FOLDER", Output(("problem.json", "plan.json"))] | None = None
 
 
-def add_commands(commands: argparse._SubParsersAction) -> None:
-    add_command(commands, HistoryOptions, history)
-    add_command(commands, DiffOptions, diff)
-    add_command(commands, DriftOptions, drift)
-    add_command(commands, ViewOptions, view)
-
-
+@command
 def history(args: HistoryOptions) -> None:
     from shardcore.plans import store
     from shardcore.report import plan_report
@@ -126,6 +121,7 @@ def history(args: HistoryOptions) -> None:
     print(plan_report.history_text(found))
 
 
+@command
 def diff(args: DiffOptions) -> None:
     from shardcore.plans.diff import diff as moves_of
     from shardcore.report import plan_report
@@ -171,6 +167,30 @@ def _version(name: str, plan: Plan, problem: Problem, model: CostModel) -> Versi
     return Version(name, plan, priced.cost, priced.workload.memory_bytes, what_if(priced, problem, model))
 
 
+@command
+def drift(args: DriftOptions) -> None:
+    from shardcore.io import files
+    from shardcore.plans import store
+    from shardcore.plans.drift import drift as drift_of
+    from shardcore.plans.replan import ReplanConfig
+    from shardcore.report import plan_report
+
+    plan, problem = store.read_plan(args.plans, args.name)
+    now = _with_statistics_of(args.fresh, problem)
+    model = load(args.source).for_problem(now)
+    now.require_setting(model.setting)
+    config = ReplanConfig(args.max_moved_tables, seed=args.seed, budget=args.budget())
+    with shown():
+        report("searching a re-plan")
+        found = drift_of(plan, problem, now, model, config, args.threshold)
+    print(plan_report.drift_text(found))
+    if args.out:
+        files.write_problem(args.out / "problem.json", now)
+        files.write_plan(args.out / "plan.json", found.replan, now)
+        print(f"{args.out}/plan.json: the re-plan, for {args.out}/problem.json")
+
+
+@command
 def view(args: ViewOptions) -> None:
     from shardcore.io import writing
     from shardcore.plans.store import PAGE
@@ -208,28 +228,6 @@ def open_page(page: Path) -> bool:
         map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY"))
     )
     return has_screen and webbrowser.open(page.resolve().as_uri())
-
-
-def drift(args: DriftOptions) -> None:
-    from shardcore.io import files
-    from shardcore.plans import store
-    from shardcore.plans.drift import drift as drift_of
-    from shardcore.plans.replan import ReplanConfig
-    from shardcore.report import plan_report
-
-    plan, problem = store.read_plan(args.plans, args.name)
-    now = _with_statistics_of(args.fresh, problem)
-    model = load(args.source).for_problem(now)
-    now.require_setting(model.setting)
-    config = ReplanConfig(args.max_moved_tables, seed=args.seed, budget=args.budget())
-    with shown():
-        report("searching a re-plan")
-        found = drift_of(plan, problem, now, model, config, args.threshold)
-    print(plan_report.drift_text(found))
-    if args.out:
-        files.write_problem(args.out / "problem.json", now)
-        files.write_plan(args.out / "plan.json", found.replan, now)
-        print(f"{args.out}/plan.json: the re-plan, for {args.out}/problem.json")
 
 
 def _read(path: Path, problem: Path | None) -> tuple[Plan, Problem]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -10,25 +9,26 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from shardcore.cli.declarations import Flat
 from shardcore.cli.options import (
     DatasetFolder,
     Device,
-    Natural,
+    Group,
     Output,
     PlanFile,
-    Positive,
-    PositiveFloat,
     PositiveGib,
     ProblemFile,
-    add_command,
 )
 from shardcore.cli.progress_line import shown
 from shardcore.core.progress import report
 from shardcore.core.types import Setting
+from shardcore.measure.config import ReplayConfig
 
 if TYPE_CHECKING:
     from shardcore.io.measurements import StepSample
     from shardcore.step.lower import Workload
+
+command = Group()
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,7 @@ class ReplayOptions:
       each
     device: default: cuda if there is a GPU, else cpu
     hardware: name of the device in the setting; default: its product name
-    repeats: steps of each plan that enter a median
     arena_gib: memory for weights in each process, and so the largest shard
-    timeout_s: time after which a round of steps counts as hung
-    seed: seed of the batches
     append: keep the replays in this dataset, too, so that training learns the times of exchanges in steps;
       replays that it has are not run again
     out: write all figures there
@@ -55,24 +52,19 @@ class ReplayOptions:
     model: list[Annotated[Path, "MODEL"]] | None = None
     device: Device | None = None
     hardware: str | None = None
-    repeats: Positive = 50
+    config: Annotated[ReplayConfig, Flat(("repeats", "timeout_s", "seed"))] = ReplayConfig()
     arena_gib: PositiveGib = 1.0
-    timeout_s: PositiveFloat = 120.0
-    seed: Natural = 0
     append: Annotated[DatasetFolder, Output(())] | None = None
     out: Annotated[Path, "REPLAY.json", Output()] | None = None
 
 
-def add_commands(commands: argparse._SubParsersAction) -> None:
-    add_command(commands, ReplayOptions, replay)
-
-
+@command
 def replay(args: ReplayOptions) -> None:
     from shardcore.cost import composite
     from shardcore.cost.model import price
     from shardcore.io import dataset, files, replays, writing
     from shardcore.measure import hardware
-    from shardcore.measure.replay import ReplayConfig, replay_all
+    from shardcore.measure.replay import replay_all
     from shardcore.report.replay_report import replay_text
     from shardcore.step.lower import lower
 
@@ -97,12 +89,7 @@ def replay(args: ReplayOptions) -> None:
         report(f"running {len(some)} plans in {len(problem.topology)} processes, {config.repeats} steps each")
         return replay_all(some, *given)
 
-    config = ReplayConfig(
-        repeats=args.repeats,
-        arena_bytes=int(args.arena_gib * 2**30),
-        timeout_s=args.timeout_s,
-        seed=args.seed,
-    )
+    config = dataclasses.replace(args.config, arena_bytes=int(args.arena_gib * 2**30))
     if args.append:
         # Replays are kept by algorithm. A plan without one is named by its file.
         named_plans = [

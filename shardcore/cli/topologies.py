@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from shardcore.cli.options import Device, Formatter, Output, Positive, ProblemFile, add_command
+from shardcore.cli.declarations import Flat
+from shardcore.cli.options import Device, Group, Output, ProblemFile
 from shardcore.core.errors import ShardCoreError
+from shardcore.measure.config import PairConfig
 
 if TYPE_CHECKING:
     from shardcore.core.types import Problem
+
+command = Group("topology", "Find how ranks are joined.")
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,6 @@ class MeasureOptions:
 
     problem: problem whose device i is that of rank i
     device: gloo between CPUs, or NCCL between GPUs (not exercised yet)
-    message_kib: size of the messages whose times show which ranks are near each other
-    repeats: repeats of each message, in each of three sweeps; the fastest counts
     out: write the problem there, with hosts and bandwidths; its devices are in the new order of ranks
     ranks: write the order of ranks, their groups and the times of pairs there
     """
@@ -35,32 +36,26 @@ class MeasureOptions:
     problem: ProblemFile
     _: KW_ONLY
     device: Device = "cpu"
-    message_kib: Positive = 1024
-    repeats: Positive = 3
+    pairs: Annotated[PairConfig, Flat(("message_kib", "repeats"))] = PairConfig()
     out: Annotated[ProblemFile, Output()]
     ranks: Annotated[Path, "RANKS.json", Output()] | None = None
 
 
-def add_commands(commands: argparse._SubParsersAction) -> None:
-    p = commands.add_parser("topology", help="Find how ranks are joined.", formatter_class=Formatter)
-    add_command(p.add_subparsers(required=True, metavar="COMMAND"), MeasureOptions, measure)
-
-
+@command
 def measure(args: MeasureOptions) -> None:
     from shardcore.io import files
     from shardcore.measure import pairs
     from shardcore.report import topology_report
 
     problem = files.read_problem(args.problem)
-    config = pairs.PairConfig(args.message_kib, repeats=args.repeats)
     pairs.require_links(problem)
     if "RANK" in os.environ:
         first = _rank(problem) == 0
-        found = pairs.measure_job(config, args.device, _print_turns if first else lambda *_: None)
+        found = pairs.measure_job(args.pairs, args.device, _print_turns if first else lambda *_: None)
         if not first:
             return
     else:
-        found = pairs.measure(len(problem.topology), config, args.device, _print_turns)
+        found = pairs.measure(len(problem.topology), args.pairs, args.device, _print_turns)
     print(topology_report.write(found, problem, args.out, args.ranks))
 
 

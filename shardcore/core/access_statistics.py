@@ -13,10 +13,9 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.tiers import BELOW, MemoryTier
 from shardcore.core.validation import (
     MOST_BATCH,
+    Record,
     one_of,
     require,
-    require_known,
-    require_types,
     shown,
     within,
 )
@@ -33,7 +32,7 @@ REUSE_BINS = 17
 
 
 @dataclass(frozen=True)
-class Reuse:
+class Reuse(Record, noun="reuse histogram"):
     """Access statistics as a reuse histogram, as in the dlrm_datasets release and NeuroShard.
 
     bins: [REUSE_BINS] fractions of a batch's unique rows, by how often each is seen. They sum to 1, or are
@@ -45,7 +44,7 @@ class Reuse:
     batch: Annotated[int, within(1, MOST_BATCH)]
 
     def __post_init__(self) -> None:
-        require_types(self, "a reuse histogram")
+        super().__post_init__()
         total = sum(self.bins)
         fractions = len(self.bins) == REUSE_BINS and min(self.bins) >= 0 and max(self.bins) <= 1 + 1e-6
         if not (fractions and (total == 0 or abs(total - 1) < 1e-3)):
@@ -56,21 +55,17 @@ class Reuse:
 
 
 @dataclass(frozen=True)
-class Zipf:
+class Zipf(Record, noun="zipf"):
     """Access statistics as a power law: the row of rank r (from 1) is accessed in proportion to r^-alpha.
 
     alpha: within 0 and 10; 0 is uniform.
     """
 
-    alpha: float
-
-    def __post_init__(self) -> None:
-        require_types(self, "zipf")
-        require(0 <= self.alpha < 10, f"zipf alpha is {self.alpha}; it needs to be within 0 and 10")
+    alpha: Annotated[float, within(0, 10, below=True)]
 
 
 @dataclass(frozen=True)
-class RowShares:
+class RowShares(Record, noun="row shares"):
     """Access statistics by place: shares of a batch in each of N equal ranges of a table's rows, in order.
 
     lookups: [N] shares of the lookups.
@@ -84,7 +79,7 @@ class RowShares:
         return f"RowShares({len(self.lookups)} ranges)"
 
     def __post_init__(self) -> None:
-        require_types(self, "row shares")
+        super().__post_init__()
         for name in ("lookups", "unique"):
             shares, total = getattr(self, name), sum(getattr(self, name))
             fractions = all(0 <= share <= 1 + 1e-6 for share in shares) and abs(total - 1) < 1e-3
@@ -166,7 +161,7 @@ not priced. To add a form, add a row."""
 
 
 @dataclass(frozen=True)
-class ManagedCollision:
+class ManagedCollision(Record, noun="managed collision"):
     """A hash table that maps raw ids to rows, and its device memory.
 
     row_bytes: for each row: the raw id, and for some the row that it has, and when it was seen. None: its
@@ -189,15 +184,14 @@ class ManagedCollision:
     routing: Annotated[str, one_of(ROUTINGS)] = "round_robin"
     input_size: Annotated[int, within(0, 1 << 63)] = 0
     probes: Annotated[int, within(0, MOST_BUCKETS)] = 0
-    form: str = ""
+    form: Annotated[str, one_of(("", *HASH_FORMS))] = ""
     eviction: str = ""
 
     def __post_init__(self) -> None:
-        require_types(self, "managed collision")
+        super().__post_init__()
         if self.form:
-            require_known(self, "managed collision", form=HASH_FORMS)
             known = HASH_FORMS[self.form].row_bytes
-            require_known(self, f"managed collision of form {self.form}", eviction=known)
+            one_of(known)(self.eviction, f"managed collision of form {self.form}", "eviction")
             if self.row_bytes is None:
                 object.__setattr__(self, "row_bytes", known[self.eviction])
         require(

@@ -11,9 +11,9 @@ from shardcore.core.validation import (
     MOST_BYTES,
     MOST_MS,
     MOST_RATIO,
+    Record,
     one_of,
     require,
-    require_types,
     within,
 )
 
@@ -138,18 +138,20 @@ Ids in memory are those that live tensors of TorchRec's CPU processes showed (do
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(Record, noun="job"):
     """Properties of the training job around the embeddings.
 
-    pipeline: a name of PIPELINES.
-    dense_forward_ms, dense_backward_ms: ms of the dense part on each device. Both are given, or neither.
+    pipeline: pipeline of TorchRec, which decides whether ids travel while the dense part runs
+    dense_forward_ms: time of the dense part's forward pass on a device; give both times or neither
+    dense_backward_ms: time of the dense part's backward pass on a device; give both times or neither
     id_bytes: bytes of an id: 8 for int64, 4 for int32.
     length_bytes: bytes of a length: how many ids a sample has for a feature.
-    forward_payload, backward_payload: forms in which outputs and gradients travel (core/payloads.py).
+    forward_payload: type in which outputs travel: fp32, fp16, bf16, fp8, int8 or mx4; fp8-256: with a scale for 256
+      elements
+    backward_payload: type in which gradients travel
     tower_ratio: factor by which a tower module compresses outputs before they cross hosts (io/towers.py).
         None: there are no towers.
-    replica_optimizer: optimizer of replicas, a name of DENSE_OPTIMIZERS. TorchRec gives them to DDP, and to a
-        dense optimizer of the job. None: the one that is most like the problem's optimizer.
+    replica_optimizer: dense optimizer of the job, which updates replicas; default: the one most like that of the tables
     dense_bytes: bytes of the dense part on each device: weights, optimizer state, DDP's buckets of gradients.
     activation_bytes: the most that its forward and backward pass take besides, with outputs of embeddings and
         their gradients left out.
@@ -158,12 +160,12 @@ class Job:
     """
 
     pipeline: Annotated[str, one_of(PIPELINES)] = "sparse_dist"
-    dense_forward_ms: Annotated[float | None, within(0, MOST_MS)] = None
-    dense_backward_ms: Annotated[float | None, within(0, MOST_MS)] = None
+    dense_forward_ms: Annotated[float | None, within(0, MOST_MS), "MS"] = None
+    dense_backward_ms: Annotated[float | None, within(0, MOST_MS), "MS"] = None
     id_bytes: Annotated[int, one_of((4, 8))] = 8
     length_bytes: Annotated[int, one_of((4, 8))] = 4
-    forward_payload: Annotated[str, require_payload] = "fp32"
-    backward_payload: Annotated[str, require_payload] = "fp32"
+    forward_payload: Annotated[str, require_payload, "PAYLOAD"] = "fp32"
+    backward_payload: Annotated[str, require_payload, "PAYLOAD"] = "fp32"
     tower_ratio: Annotated[float | None, within(1, MOST_RATIO)] = None
     replica_optimizer: Annotated[str | None, one_of(DENSE_OPTIMIZERS)] = None
     dense_bytes: Annotated[int, within(0, MOST_BYTES)] = 0
@@ -172,7 +174,7 @@ class Job:
     input_bytes: Annotated[int, within(0, MOST_BYTES)] = 0
 
     def __post_init__(self) -> None:
-        require_types(self, "job")
+        super().__post_init__()
         require(
             (self.dense_forward_ms is None) == (self.dense_backward_ms is None),
             f"job has dense_forward_ms {self.dense_forward_ms} and dense_backward_ms "

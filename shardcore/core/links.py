@@ -18,7 +18,7 @@ from typing import Annotated
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import MOST_GBPS, MOST_MS, one_of, require, require_types, within
+from shardcore.core.validation import MOST_GBPS, MOST_MS, Record, one_of, require, within
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ DEFAULT_ROWS_OVER = next(iter(ROWS_OVER))
 
 
 @dataclass(frozen=True)
-class Link:
+class Link(Record, noun="link"):
     """Links of a level, as a topology gives them.
 
     level: a name of LEVELS.
@@ -113,7 +113,7 @@ class Link:
     latency_ms: Annotated[float | None, within(0, MOST_MS)] = None
 
     def __post_init__(self) -> None:
-        require_types(self, f"link {self.level}")
+        super().__post_init__()
         require(
             not self.shared or bool(self.gbps and LEVELS[self.level].shared),
             f"link {self.level} has shared {self.shared} and gbps {self.gbps}; only links of hosts and pods are "

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import MOST_DIM, shown
+from shardcore.core.validation import MOST_DIM, Rule, shown
 
 FP32_BYTES = 4
 """Bytes of an element of outputs and gradients at both ends."""
@@ -95,12 +96,14 @@ def payload_of(name: str) -> Payload:
     raise ShardCoreError(f"a payload is {shown(name)}; known are {_FORMS}")
 
 
-def require_payload(value: str, what: str, name: str) -> None:
-    """Raise ShardCoreError naming a field of `what` that names no payload."""
-    try:
-        payload_of(value)
-    except ShardCoreError:
-        raise ShardCoreError(f"{what} has {name} {shown(value)}; known are {_FORMS}") from None
+def _is_payload(name: str) -> bool:
+    with suppress(ShardCoreError):
+        return bool(payload_of(name))
+    return False
+
+
+require_payload = Rule(_is_payload, f"known are {_FORMS}")
+"""Rule of a payload's name."""
 
 
 def whole_blocks(payload: Payload, elements: int) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from shardcore.core.validation import MOST_BYTES, MOST_GBPS, one_of, require_types, within
+from shardcore.core.validation import MOST_BYTES, MOST_GBPS, Record, one_of, within
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ DEVICE, *BELOW = TIERS
 
 
 @dataclass(frozen=True)
-class Memory:
+class Memory(Record, noun="memory"):
     """Memory of a tier below the devices, as a topology gives it.
 
     tier: a name of BELOW.
@@ -110,6 +110,3 @@ class Memory:
     tier: Annotated[str, one_of(BELOW)]
     bytes: Annotated[int, within(1, MOST_BYTES)]
     gbps: Annotated[float, within(1 / MOST_GBPS, MOST_GBPS)]
-
-    def __post_init__(self) -> None:
-        require_types(self, f"memory {self.tier}")

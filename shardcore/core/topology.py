@@ -30,12 +30,13 @@ from shardcore.core.validation import (
     MOST_DEVICES,
     MOST_DIM,
     MOST_SPEED,
+    Record,
+    entries,
     one_of,
     require,
     require_name,
     require_path_name,
     require_type,
-    require_types,
     within,
 )
 
@@ -51,7 +52,7 @@ It is for the dense part. TorchRec's planner takes as much by default.
 
 
 @dataclass(frozen=True)
-class Device:
+class Device(Record, noun="device"):
     """One accelerator.
 
     memory_bytes: bytes that embeddings may use.
@@ -63,9 +64,6 @@ class Device:
     speed: Annotated[float, within(1 / MOST_SPEED, MOST_SPEED)] = 1.0
     host: Annotated[str, require_name] = "host-0"
 
-    def __post_init__(self) -> None:
-        require_types(self, "a device")
-
 
 def default_reserve(devices: Sequence[Device]) -> int:
     """Bytes that are kept free on each device where a problem's file gives no reserve."""
@@ -73,7 +71,7 @@ def default_reserve(devices: Sequence[Device]) -> int:
 
 
 @dataclass(frozen=True)
-class Topology(KeptHash):
+class Topology(KeptHash, Record, noun="topology"):
     """Devices and the links between them.
 
     devices: devices of all hosts, in the order of their numbers.
@@ -85,18 +83,14 @@ class Topology(KeptHash):
       take hosts, as jobs do that lack the variable, until a decision takes pods (RowUnits).
     """
 
-    devices: tuple[Device, ...]
+    devices: Annotated[tuple[Device, ...], entries(1, MOST_DEVICES)]
     hardware: Annotated[str | None, require_path_name] = None
     links: tuple[Link, ...] = ()
     memory: tuple[Memory, ...] = ()
     rows_over: Annotated[str | None, one_of(ROWS_OVER)] = None
 
     def __post_init__(self) -> None:
-        require_types(self, "topology")
-        require(
-            1 <= len(self.devices) <= MOST_DEVICES,
-            f"a topology has {len(self.devices) or 'no'} devices; it needs 1 to {MOST_DEVICES}",
-        )
+        super().__post_init__()
         levels = [link.level for link in self.links]
         ordered = sorted(levels, key=list(LEVELS).index)
         require(

@@ -29,7 +29,10 @@ from shardcore.core.validation import (
     MOST_POOLING,
     MOST_ROWS,
     MOST_TABLES,
+    Record,
+    Rule,
     differences,
+    entries,
     first_repeated,
     one_of,
     require,
@@ -49,13 +52,18 @@ MIN_WIDTH = 4
 """Columns are cut in multiples of this: FBGEMM's kernels load rows as vectors of four."""
 
 
-def _require_dim(value: int, what: str, name: str) -> None:
-    within(MIN_WIDTH, MOST_DIM)(value, what, name)
-    require(value % MIN_WIDTH == 0, f"{what} has {name} {value}; FBGEMM needs a multiple of {MIN_WIDTH}")
+_DIM = (
+    within(MIN_WIDTH, MOST_DIM),
+    Rule(lambda dim: dim % MIN_WIDTH == 0, f"FBGEMM needs a multiple of {MIN_WIDTH}"),
+)
+_PRECISIONS = Rule(
+    lambda names: all(name in PRECISION_BYTES for name in names.split("+")),
+    f"known are {', '.join(PRECISION_BYTES)}, and several joined by +",
+)
 
 
 @dataclass(frozen=True)
-class Table(KeptHash):
+class Table(KeptHash, Record, noun="table"):
     """One embedding table.
 
     name: differs from those of the problem's other tables.
@@ -86,7 +94,7 @@ class Table(KeptHash):
 
     name: Annotated[str, require_name]
     rows: Annotated[int, within(1, MOST_ROWS)]
-    dim: Annotated[int, _require_dim]
+    dim: Annotated[int, *_DIM]
     pooling: Annotated[float, within(0, MOST_POOLING)]
     access: Reuse | Zipf = Zipf(1.05)
     precision: Annotated[str, one_of(PRECISION_BYTES)] = "fp32"
@@ -111,7 +119,7 @@ class Table(KeptHash):
         return f"Table({', '.join([repr(self.name), *shape, *(f'{k}={v!r}' for k, v in given.items())])})"
 
     def __post_init__(self) -> None:
-        require_types(self, "table")
+        super().__post_init__()
         t = f"table {self.name!r}"
         if self.collection:
             require_name(self.collection, f"the collection of {t}")
@@ -277,7 +285,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Placement:
+class Placement(Record, noun="a placement"):
     """A shard, its kind of sharding, and its devices.
 
     kind: a name of kinds.LAYOUTS. It is never inferred.
@@ -290,7 +298,7 @@ class Placement:
     devices: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        require_types(self, "a placement")
+        super().__post_init__()
         require(
             len(self.devices) > 0 and len(set(self.devices)) == len(self.devices) and min(self.devices) >= 0,
             f"placement of {self.shard.label} names devices {self.devices}; it needs one or more different ones",
@@ -298,7 +306,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Record, noun="a plan"):
     """Placements of all shards.
 
     placements: together they cover each cell of each table once.
@@ -307,9 +315,6 @@ class Plan:
 
     placements: tuple[Placement, ...]
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
-
-    def __post_init__(self) -> None:
-        require_types(self, "a plan")
 
     def by_table(self) -> dict[str, list[Placement]]:
         """Placements by name of their table."""
@@ -347,7 +352,7 @@ def precision_of(tables: Iterable[Table]) -> str:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Setting(Record, noun="setting"):
     """Conditions that a cost model is valid for.
 
     hardware: a device's name, such as "nvidia-h200".
@@ -359,18 +364,10 @@ class Setting:
 
     hardware: Annotated[str, require_path_name]
     batch: Annotated[int, within(1, MOST_BATCH)]
-    precision: str = "fp32"
+    precision: Annotated[str, _PRECISIONS] = "fp32"
     optimizer: Annotated[str, one_of(catalog.OPTIMIZERS)] = "exact_sgd"
     forward_payload: Annotated[str, require_payload] = "fp32"
     backward_payload: Annotated[str, require_payload] = "fp32"
-
-    def __post_init__(self) -> None:
-        require_types(self, "setting")
-        for precision in self.precision.split("+"):
-            require(
-                precision in PRECISION_BYTES,
-                f"setting has precision {precision!r}; known are {', '.join(PRECISION_BYTES)}",
-            )
 
     @property
     def payloads(self) -> dict[str, str]:
@@ -395,7 +392,7 @@ class Kind(Protocol):
 
 
 @dataclass(frozen=True)
-class Problem(KeptHash):
+class Problem(KeptHash, Record, noun="problem"):
     """Tables to place on a topology.
 
     name: also that of the folder of its plans.
@@ -410,7 +407,7 @@ class Problem(KeptHash):
     """
 
     name: Annotated[str, require_path_name]
-    tables: tuple[Table, ...]
+    tables: Annotated[tuple[Table, ...], entries(1, MOST_TABLES)]
     topology: Topology
     global_batch: Annotated[int, within(1, MOST_BATCH)]
     optimizer: Annotated[str, one_of(catalog.OPTIMIZERS)] = "exact_sgd"
@@ -418,12 +415,8 @@ class Problem(KeptHash):
     job: Job = Job()
 
     def __post_init__(self) -> None:
-        require_types(self, "problem")
+        super().__post_init__()
         p, n_devices = f"problem {self.name!r}", len(self.topology)
-        require(
-            1 <= len(self.tables) <= MOST_TABLES,
-            f"{p} has {len(self.tables) or 'no'} tables; it needs 1 to {MOST_TABLES}",
-        )
         require(
             self.global_batch % n_devices == 0,
             f"{p} has global_batch {self.global_batch}, which {n_devices} devices do not divide evenly",

@@ -10,10 +10,10 @@ import dataclasses
 import numbers
 import re
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from shardcore.core.errors import ShardCoreError, escaped, shortened
 
@@ -31,8 +31,6 @@ MOST_BATCH, MOST_BYTES = 1 << 40, 1 << 50
 MOST_SPEED, SLOWDOWN_LIMIT, MOST_GBPS, MOST_MS = 1e3, 1e9, 1e9, 1e9
 MOST_RATIO = 1e6
 """Largest compression of outputs by towers."""
-LINK_GBIT_S = (1e-3, 100.0)
-"""The ends of the rate of an emulated link."""
 MOST_COUNT, MOST_SEED = 1_000_000_000, 1 << 53
 """Limits of a count in a config (samples, evaluations, epochs), and of a seed."""
 MOST_UNIX_S = 253402300799.0
@@ -43,11 +41,6 @@ WAITS_S = (1e-3, 1e6)
 """The ends of a time after which something counts as hung: clocks overflow at longer ones."""
 MOST_PINS = 1 << 22
 """Devices in all different sets of them that pins mean: a host's name may mean thousands."""
-PATH_NAME = (
-    f"a folder's name: letters, digits and . _ -, the first a letter or digit, {MOST_PATH_NAME} at most"
-)
-"""Names that `is_path_name` allows, for messages."""
-_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
 def path_name_of(text: str) -> str:
@@ -84,7 +77,7 @@ def require_types(record: object, noun: str) -> None:
             object.__setattr__(record, name, typed(value, kind, name))
         except ShardCoreError as error:
             raise ShardCoreError(f"{which}: {error}") from None
-    require_fields(record, which, checks(type(record)))
+    require_rules(record, which, rules_of(type(record)))
 
 
 def typed(value: Any, kind: Any, what: str, build: Callable[..., Any] | None = None) -> Any:
@@ -152,10 +145,19 @@ type_hints = cache(get_type_hints)
 
 
 @cache
-def checks(cls: type) -> dict[str, Check]:
-    """The check of each field that has one in its annotation: Annotated[int, within(1, 9)]."""
+def rules_of(cls: type) -> dict[str, tuple[Rule, ...]]:
+    """The rules of each field that has some in its annotation."""
     hints = get_type_hints(cls, include_extras=True)
-    return {name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated}
+    found = {name: tuple(x for x in marks(hint) if isinstance(x, Rule)) for name, hint in hints.items()}
+    return {name: of_field for name, of_field in found.items() if of_field}
+
+
+def marks(hint: Any) -> tuple[Any, ...]:
+    """Marks of an annotation, Annotated[int, within(1, 9)]. Those of X in "X | None" and list[X] are of the whole."""
+    if get_origin(hint) is Annotated:
+        return hint.__metadata__
+    inner = [kind for kind in get_args(hint) if kind is not NoneType]
+    return marks(inner[0]) if get_origin(hint) in (Union, UnionType, list) and len(inner) == 1 else ()
 
 
 @cache
@@ -216,50 +218,99 @@ def first_repeated(values: Iterable[Any]) -> Any:
     return next((value for value in values if value in seen or seen.add(value)), None)
 
 
-Check = Callable[[Any, str, str], None]
-"""(value, what, name) -> None. It raises ShardCoreError that `what` has a wrong value of its field `name`."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rule:
+    """Values that a field may have, in its annotation: Annotated[int, within(1, 9)]. It may be None in any case.
+
+    admits: tells if a value is right.
+    right: what would be right, for messages.
+    ends: least and largest, of a number.
+    known: all right values, if they can be listed.
+    found: a field with a wrong value in words: "rows 0".
+    """
+
+    admits: Callable[[Any], bool]
+    right: str
+    ends: tuple[float, float] | None = None
+    known: Collection[Any] = ()
+    found: Callable[[str, Any], str] = lambda name, value: f"{name} {shown(value)}"
+
+    def keeps(self, value: Any) -> bool:
+        """Tell if a value is right, or None."""
+        return value is None or self.admits(value)
+
+    def __call__(self, value: Any, what: str, name: str = "name") -> None:
+        """Raise ShardCoreError that `what` has a wrong value of its field `name`."""
+        if not self.keeps(value):
+            raise ShardCoreError(self.fault(value, what, name))
+
+    def fault(self, value: Any, what: str, name: str) -> str:
+        """The message that `what` has a wrong value of its field `name`."""
+        return f"{what} has {self.found(name, value)}; {self.right}"
 
 
-def within(low: float, high: float) -> Check:
-    """A check that a number is within its ends, or None."""
-
-    def check(value: float | None, what: str, name: str) -> None:
-        if value is not None and not low <= value <= high:
-            raise ShardCoreError(f"{what} has {name} {value}; it needs {low:,.16g} to {high:,.16g}")
-
-    return check
-
-
-def one_of(known: Collection[Any]) -> Check:
-    """A check that a value is one of those that are known, or None."""
-
-    def check(value: Any, what: str, name: str) -> None:
-        if value is not None and value not in known:
-            raise ShardCoreError(f"{what} has {name} {value!r}; known are {', '.join(map(str, known))}")
-
-    return check
+def within(low: float, high: float, *, above: bool = False, below: bool = False, such_as: str = "") -> Rule:
+    """A rule that a number is within its ends. above, below: True leaves out the least, or the largest."""
+    right = f"it needs {'more than ' * above}{low:,.16g} to {'less than ' * below}{high:,.16g}"
+    return Rule(
+        lambda value: low <= value <= high and not (above and value == low) and not (below and value == high),
+        f"{right}, such as {such_as}" if such_as else right,
+        (low, high),
+    )
 
 
-def require_fields(record: object, what: str, checks: Mapping[str, Check]) -> None:
-    """Raise ShardCoreError naming all fields of a record that do not pass their checks."""
-    faults: list[ShardCoreError] = []
-    for name, check in checks.items():
-        try:
-            check(getattr(record, name), what, name)
-        except ShardCoreError as error:
-            faults.append(error)
+def one_of(known: Collection[Any]) -> Rule:
+    """A rule that a value is one of those that are known."""
+    return Rule(known.__contains__, f"known are {', '.join(map(str, known))}", known=known)
+
+
+def entries(least: int, most: int) -> Rule:
+    """A rule of how many entries a list has."""
+    return Rule(
+        lambda value: least <= len(value) <= most,
+        f"it needs {least:,} to {most:,}",
+        found=lambda name, value: f"{len(value) or 'no'} {name}",
+    )
+
+
+Wait = Annotated[float, within(*WAITS_S)]
+Share = Annotated[float, within(0, 1)]
+Seed = Annotated[int, within(0, MOST_SEED)]
+Count = Annotated[int, within(1, MOST_COUNT)]
+Repeats = Annotated[int, within(1, MOST_REPEATS)]
+
+
+class Record:
+    """A frozen dataclass whose fields are checked when it is made: each is of its annotated type, and keeps its rules.
+
+    noun: an instance in words, for messages: `class Memory(Record, noun="memory")`. Default: the class's name.
+    """
+
+    noun: ClassVar[str] = ""
+
+    def __init_subclass__(cls, noun: str = "", **others: Any) -> None:
+        super().__init_subclass__(**others)
+        cls.noun = noun or re.sub(r"(?<!^)(?=[A-Z])", " ", cls.__name__.lstrip("_")).lower()
+
+    def __post_init__(self) -> None:
+        require_types(self, self.noun)
+
+
+def require_rules(record: object, what: str, rules: Mapping[str, Sequence[Rule]]) -> None:
+    """Raise ShardCoreError naming all fields of a record that break their rules."""
+    faults = [
+        ShardCoreError(rule.fault(getattr(record, name), what, name))
+        for name, of_field in rules.items()
+        for rule in of_field
+        if not rule.keeps(getattr(record, name))
+    ]
     if faults:
         raise faults[0] if len(faults) == 1 else ShardCoreError("; ".join(map(str, faults)), faults)
 
 
 def require_within(record: object, what: str, **ends: tuple[float, float]) -> None:
     """Raise ShardCoreError naming the fields of a record that are not within their ends; one that is None may be."""
-    require_fields(record, what, {name: within(*of_name) for name, of_name in ends.items()})
-
-
-def require_known(record: object, what: str, **known: Collection[str]) -> None:
-    """Raise ShardCoreError naming the fields that are none of their known words; one that is None may be."""
-    require_fields(record, what, {name: one_of(words) for name, words in known.items()})
+    require_rules(record, what, {name: [within(*of_name)] for name, of_name in ends.items()})
 
 
 def differences(first: Any, second: Any) -> str:
@@ -268,19 +319,19 @@ def differences(first: Any, second: Any) -> str:
     return ", ".join(f"{name}: {a} against {b}" for name, a, b in pairs if a != b)
 
 
-def require_name(value: str, what: str, name: str = "name") -> None:
-    """Raise ShardCoreError unless a table or host may have this name."""
-    require(
-        0 < len(value) <= MOST_NAME and value.isprintable(),
-        f"{what} has {name} {shortened(repr(value), 80)}; it needs 1 to {MOST_NAME} printable characters",
-    )
+require_name = Rule(
+    lambda value: 0 < len(value) <= MOST_NAME and value.isprintable(),
+    f"it needs 1 to {MOST_NAME} printable characters",
+)
+"""Rule of the name of a table or host."""
 
 
-def require_path_name(value: str | None, what: str, name: str = "name") -> None:
-    """Raise ShardCoreError unless a file or folder may have this name, or it is None."""
-    require(value is None or is_path_name(value), f"{what} has {name} {shown(value)}; it needs {PATH_NAME}")
-
-
-def is_path_name(name: str) -> bool:
-    """Tell if a name is safe for a file or folder."""
-    return len(name) <= MOST_PATH_NAME and re.fullmatch(_NAME, name) is not None
+require_path_name = Rule(
+    lambda name: (
+        len(name) <= MOST_PATH_NAME and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) is not None
+    ),
+    f"it needs a folder's name: letters, digits and . _ -, the first a letter or digit, {MOST_PATH_NAME} at most",
+)
+"""Rule of the name of a file or folder."""
+is_path_name = require_path_name.admits
+"""(name) -> whether it is safe for a file or folder."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from shardcore.core.validation import MOST_COUNT, MOST_SEED, require, require_within
+from shardcore.core.validation import Count, Record, Rule, Seed, entries, within
 from shardcore.cost.neural import NeuralModel
 from shardcore.io.measurements import CollectiveSample, ComputeSample
 
@@ -18,10 +18,13 @@ MIN_STARTED = 20
 """The fewest groups to fine-tune with."""
 _MOST_LAYERS, _MOST_UNITS = 7, 4096
 """Limits of the correction network. Beyond these it may predict infinite times (see weight_checks.py)."""
+_UNITS = Rule(
+    lambda units: all(1 <= n <= _MOST_UNITS for n in units), f"it needs 1 to {_MOST_UNITS:,} units in each"
+)
 
 
 @dataclass(frozen=True)
-class FitConfig:
+class FitConfig(Record, noun="train config"):
     """Settings of training the compute model.
 
     epochs: at most.
@@ -32,33 +35,12 @@ class FitConfig:
     seed: seed of initial weights and order.
     """
 
-    epochs: int = 60
-    patience: int = 30
-    learning_rate: float = 1e-2
-    batch_size: int = 128
-    hidden: tuple[int, ...] = (64, 64)
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        # Files give lists. The field is a tuple, so that equal configs compare equal.
-        object.__setattr__(self, "hidden", tuple(self.hidden))
-        require_within(
-            self,
-            "train config",
-            epochs=(1, MOST_COUNT),
-            patience=(1, MOST_COUNT),
-            batch_size=(1, MOST_COUNT),
-            seed=(0, MOST_SEED),
-        )
-        require(
-            0 < self.learning_rate < 1,
-            f"train config has learning_rate {self.learning_rate}; it needs to be within 0 and 1",
-        )
-        require(
-            1 <= len(self.hidden) <= _MOST_LAYERS and all(1 <= h <= _MOST_UNITS for h in self.hidden),
-            f"train config has hidden {self.hidden}; it needs 1 to {_MOST_LAYERS} layers, each of 1 to {_MOST_UNITS} "
-            "units",
-        )
+    epochs: Count = 60
+    patience: Count = 30
+    learning_rate: Annotated[float, within(0, 1, above=True, below=True)] = 1e-2
+    batch_size: Count = 128
+    hidden: Annotated[tuple[int, ...], entries(1, _MOST_LAYERS), _UNITS] = (64, 64)
+    seed: Seed = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from shardcore.core.errors import Overfull, ShardCoreError, after_name
 from shardcore.core.job import Job
 from shardcore.core.topology import Device, Topology, default_reserve
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
-from shardcore.core.validation import MOST_DEVICES, require, require_type, shown
+from shardcore.core.validation import MOST_DEVICES, Rule, require, require_type, shown
 from shardcore.io import problem_parts
 from shardcore.io.envelope import digest, document, open_document, seal, unseal
 from shardcore.io.schema import Readable, build, each, errors_named, is_whole, read, require_once
@@ -32,6 +32,7 @@ from shardcore.step.lower import require_plan
 
 DIGEST = re.compile(r"[0-9a-f]{16}")
 """Form of a `digest`. ShardCore writes no other names of versions."""
+is_digest = Rule(lambda text: DIGEST.fullmatch(text) is not None, "it needs 16 hex digits")
 
 
 # --- tables, problems ---------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import host_names
@@ -16,16 +17,26 @@ from shardcore.core.payloads import payload_of, require_payload
 from shardcore.core.step_cost import PARTS, StepCost
 from shardcore.core.types import Setting, Shard
 from shardcore.core.validation import (
-    LINK_GBIT_S,
+    MOST_BATCH,
+    MOST_DEVICES,
     MOST_MS,
+    MOST_SEED,
+    MOST_SPEED,
     MOST_UNIX_S,
     SLOWDOWN_LIMIT,
+    Record,
+    one_of,
     require,
-    require_known,
-    require_within,
+    within,
 )
 from shardcore.step.collectives import COLLECTIVES, Collective
 from shardcore.step.scopes import SCOPES, WORLD, groups_among
+
+LINK_GBIT_S = (1e-3, 100.0)
+"""The ends of the rate of an emulated link."""
+GbitS = Annotated[float, within(*LINK_GBIT_S)]
+UnixS = Annotated[float, within(0, MOST_UNIX_S)]
+Order = Annotated[int, within(0, MOST_SEED)]
 
 
 @dataclass(frozen=True)
@@ -68,7 +79,7 @@ class StepSample(StepCost):
 
     step: Spread
     oversubscribed: bool
-    slowdown: float = 1.0
+    slowdown: Annotated[float, within(1 / MOST_SPEED, MOST_SPEED)] = 1.0
 
     def at_usual_speed(self) -> StepSample:
         """The same step at a slowdown of 1."""
@@ -83,18 +94,18 @@ class StepSample(StepCost):
 
 
 @dataclass(frozen=True)
-class ComputeRequest:
+class ComputeRequest(Record):
     """Shards to run as one fused op.
 
     batch: number of samples that the op runs over.
     """
 
     shards: tuple[Shard, ...]
-    batch: int
+    batch: Annotated[int, within(1, MOST_BATCH)]
 
 
 @dataclass(frozen=True)
-class EmulatedLinks:
+class EmulatedLinks(Record):
     """Links of hosts that one machine emulates (docs/measure.md).
 
     between_gbit_s: rate of each host's link, Gbit/s each way. With pods: of each pod's link to the others.
@@ -103,14 +114,13 @@ class EmulatedLinks:
     pod_gbit_s: rate of each host's link in its pod, Gbit/s each way. None without pods.
     """
 
-    between_gbit_s: float
-    within_gbit_s: float | None = None
-    pods: int = 1
-    pod_gbit_s: float | None = None
+    between_gbit_s: GbitS
+    within_gbit_s: GbitS | None = None
+    pods: Annotated[int, within(1, 64)] = 1
+    pod_gbit_s: GbitS | None = None
 
     def __post_init__(self) -> None:
-        rates = dict.fromkeys(("between_gbit_s", "within_gbit_s", "pod_gbit_s"), LINK_GBIT_S)
-        require_within(self, "emulated links", pods=(1, 64), **rates)
+        super().__post_init__()
         require(
             (self.pods > 1) == (self.pod_gbit_s is not None),
             f"emulated links have pods {self.pods} and pod_gbit_s {self.pod_gbit_s}; several pods need the rate of "
@@ -130,7 +140,7 @@ class EmulatedLinks:
 
 
 @dataclass(frozen=True)
-class CollectiveRequest:
+class CollectiveRequest(Record, noun="exchange"):
     """One collective among D ranks, as lower.Workload has them and a replay runs them.
 
     widths: [D] columns that each rank owns.
@@ -158,21 +168,18 @@ class CollectiveRequest:
     """
 
     widths: tuple[int, ...]
-    batch: int
+    batch: Annotated[int, within(1, MOST_BATCH)]
     start_ms: tuple[float, ...]
-    collective: str = "all_to_all"
-    payload: str = "fp32"
-    hosts: int = 1
-    busy_ms: float = 0.0
-    group: str = WORLD
+    collective: Annotated[str, one_of(COLLECTIVES)] = "all_to_all"
+    payload: Annotated[str, require_payload] = "fp32"
+    hosts: Annotated[int, within(1, MOST_DEVICES)] = 1
+    busy_ms: Annotated[float, within(0, MOST_MS)] = 0.0
+    group: Annotated[str, one_of(SCOPES)] = WORLD
     emulated: EmulatedLinks | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "widths", tuple(int(w) for w in self.widths))
-        object.__setattr__(self, "start_ms", tuple(float(s) for s in self.start_ms))
+        super().__post_init__()
         ranks = len(self.widths)
-        require_known(self, "exchange", collective=COLLECTIVES, group=SCOPES)
-        require_payload(self.payload, "exchange", "payload")
         require(
             ranks >= 2 and min(self.widths) >= 0 and max(self.widths) > 0,
             f"exchange has widths {self.widths}; it needs one of 0 or more for each of at least 2 "
@@ -202,7 +209,7 @@ class CollectiveRequest:
             f"exchange has start_ms {self.start_ms}; it needs one of 0 or more for each of its {ranks} ranks",
         )
         require(
-            self.hosts >= 1 and ranks % self.hosts == 0,
+            ranks % self.hosts == 0,
             f"exchange has hosts {self.hosts}; they need to hold the same number of its {ranks} ranks each",
         )
         together = len(self.groups[0]) if self.groups else 0
@@ -212,7 +219,7 @@ class CollectiveRequest:
             f"{self.widths}; a group needs at least 2 ranks, and a width above 0",
         )
         require(
-            self.batch >= 1 and (row.dense or self.batch % together == 0),
+            row.dense or self.batch % together == 0,
             f"exchange has batch {self.batch}, which its {together} ranks need to divide evenly",
         )
         require(
@@ -226,9 +233,6 @@ class CollectiveRequest:
         require(
             self.hosts % self.pods == 0,
             f"exchange has pods {self.pods}; they need to hold the same number of its {self.hosts} hosts each",
-        )
-        require(
-            0 <= self.busy_ms < math.inf, f"exchange has busy_ms {self.busy_ms}; it needs to be 0 or more"
         )
 
     @property
@@ -252,7 +256,7 @@ class CollectiveRequest:
 
 
 @dataclass(frozen=True)
-class ComputeSample:
+class ComputeSample(Record, noun="sample"):
     """One measured op.
 
     id: digest of its setting, its request and the version of what a timing means.
@@ -271,27 +275,19 @@ class ComputeSample:
     request: ComputeRequest
     forward: Spread | None
     backward: Spread | None
-    measured_at: float
+    measured_at: UnixS
     error: str | None = None
-    slowdown: float = 1.0
-    relative_ci: float | None = None
-    order: int = 0
+    slowdown: Annotated[float, within(1 / SLOWDOWN_LIMIT, SLOWDOWN_LIMIT)] = 1.0
+    relative_ci: Annotated[float | None, within(0, math.inf)] = None
+    order: Order = 0
     software: str = ""
 
     def __post_init__(self) -> None:
-        _require_sample(self, self.forward is not None and self.backward is not None)
-        require(
-            1 / SLOWDOWN_LIMIT <= self.slowdown <= SLOWDOWN_LIMIT
-            and (self.relative_ci is None or self.relative_ci >= 0),
-            f"sample {self.id} has slowdown {self.slowdown} and relative_ci {self.relative_ci}; it "
-            f"needs a slowdown of {1 / SLOWDOWN_LIMIT:g} to {SLOWDOWN_LIMIT:g}, and 0 or more",
-        )
+        super().__post_init__()
+        _require_timed(self, self.forward is not None and self.backward is not None)
         require(
             self.forward is None or self.backward is None or self.total_ms > 0,
             f"sample {self.id} took 0 ms; no op does",
-        )
-        require(
-            self.request.batch >= 1, f"sample {self.id} has batch {self.request.batch}; it needs at least 1"
         )
 
     @property
@@ -301,7 +297,7 @@ class ComputeSample:
 
 
 @dataclass(frozen=True)
-class CollectiveSample:
+class CollectiveSample(Record, noun="sample"):
     """One measured exchange among D ranks, including casts to and from its payload.
 
     id: digest of its setting, its request and the version of what a timing means.
@@ -322,15 +318,16 @@ class CollectiveSample:
     forward: tuple[Spread, ...] | None
     backward: tuple[Spread, ...] | None
     waiting_ms: tuple[float, ...] | None
-    measured_at: float
+    measured_at: UnixS
     error: str | None = None
-    order: int = 0
+    order: Order = 0
     oversubscribed: bool = False
     work_ms: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         ways = self.request.row.ways
-        _require_sample(
+        _require_timed(
             self,
             self.waiting_ms is not None
             and all((getattr(self, way) is not None) == (way in ways) for way in ("forward", "backward")),
@@ -352,13 +349,8 @@ class CollectiveSample:
         )
 
 
-def _require_sample(sample: ComputeSample | CollectiveSample, is_timed: bool) -> None:
+def _require_timed(sample: ComputeSample | CollectiveSample, is_timed: bool) -> None:
     require(
         is_timed or sample.error is not None,
         f"sample {sample.id} has no timing, and no error for which there is none",
-    )
-    require(
-        0 <= sample.measured_at <= MOST_UNIX_S and sample.order >= 0,
-        f"sample {sample.id} was measured at {sample.measured_at} with order {sample.order}; it needs "
-        "Unix seconds before the year 10000, and an order of 0 or more",
     )

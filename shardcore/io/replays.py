@@ -22,7 +22,7 @@ from typing import Any
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.step_cost import PARTS
 from shardcore.core.types import Plan, Problem, Setting
-from shardcore.core.validation import MOST_MS, MOST_SPEED, differences, require, require_within, shown
+from shardcore.core.validation import MOST_MS, differences, require, shown, within
 from shardcore.io import dataset, files, schema, traced_samples, writing
 from shardcore.io.envelope import document, is_document, opened, seal, unseal
 from shardcore.io.measurements import StepSample
@@ -338,10 +338,7 @@ class _Row:
 
     def __post_init__(self) -> None:
         cost, what = self.cost, f"the replay of plan {self.plan}"
-        require(
-            files.DIGEST.fullmatch(self.plan) is not None,
-            f"a replay is of plan {shown(self.plan)}; it needs the 16 hex digits of a digest",
-        )
+        files.is_digest(self.plan, "a replay", "plan")
         parts = [getattr(cost, name) for name in PARTS]
         require(
             len(parts[0]) > 0
@@ -349,7 +346,7 @@ class _Row:
             and all(0 <= ms <= MOST_MS for part in parts for ms in part),
             f"{what} has parts {shown(parts)}; it needs as many times for each, of 0 ms or more",
         )
-        require_within(cost, what, dense_ms=(0, MOST_MS), slowdown=(1 / MOST_SPEED, MOST_SPEED))
+        within(0, MOST_MS)(cost.dense_ms, what, "dense_ms")
         require(
             math.isclose(self.total_ms, cost.total_ms, rel_tol=1e-9),
             f"{what} has total_ms {self.total_ms}; its parts sum to {cost.total_ms}",

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args, get_origin
 
 from shardcore.core.errors import ShardCoreError, Unreachable, after_name, shortened
-from shardcore.core.validation import checks, first_repeated, require, shown, type_hints, typed
+from shardcore.core.validation import first_repeated, require, rules_of, shown, type_hints, typed
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -394,8 +394,8 @@ def build(cls: type[T], data: Any, what: str, also: Collection[str] = (), **give
         elif name in data:
             values[name] = read(data[name], kinds[name], f"{what}: {name}")
             # As the record itself does, but together with the faults of other fields.
-            if name in checks(cls):
-                checks(cls)[name](values[name], what, name)
+            for rule in rules_of(cls).get(name, ()):
+                rule(values[name], what, name)
         else:
             raise ShardCoreError(f"{what} lacks the key {name!r}")
 

@@ -26,7 +26,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlparse
 
 import numpy as np
@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
-from shardcore.core.validation import MOST_REPEATS, WAITS_S, require, require_within
+from shardcore.core.validation import MOST_REPEATS, Record, Repeats, Wait, require, within
 from shardcore.io import dataset
 from shardcore.io.measurements import CollectiveRequest, CollectiveSample
 from shardcore.measure import hosts, local_ranks, own_core
@@ -57,7 +57,7 @@ _WAKING_S = 3e-4
 
 
 @dataclass(frozen=True)
-class CollectiveConfig:
+class CollectiveConfig(Record, noun="comm config"):
     """Settings of measured exchanges.
 
     repeats: timed runs of each exchange.
@@ -65,14 +65,9 @@ class CollectiveConfig:
     timeout_s: longest wait of a rank for another, after which it gives up.
     """
 
-    repeats: int = 7
-    warmups: int = 1
-    timeout_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        require_within(
-            self, "comm config", repeats=(1, MOST_REPEATS), warmups=(0, MOST_REPEATS), timeout_s=WAITS_S
-        )
+    repeats: Repeats = 7
+    warmups: Annotated[int, within(0, MOST_REPEATS)] = 1
+    timeout_s: Wait = 60.0
 
 
 @dataclass(frozen=True)
@@ -261,10 +256,10 @@ class Rank:
         connect(rank, ranks, init_method, device, self.config.timeout_s)
         ranks_on = Counter(_gather(host_id()))
         self.hosts = len(ranks_on)
-        if len(set(ranks_on.values())) > 1:
-            raise ShardCoreError(
-                f"the gang's hosts have {sorted(ranks_on.values())} of its {ranks} ranks; each needs as many"
-            )
+        require(
+            len(set(ranks_on.values())) <= 1,
+            f"the gang's hosts have {sorted(ranks_on.values())} of its {ranks} ranks; each needs as many",
+        )
         machines = _gather(hosts.machine_id())  # all hosts of a box share the cores of one machine
         self._oversubscribed = machines.count(machines[rank]) > len(os.sched_getaffinity(0))
         # Ranks of one machine take its cores in turn, over all of its emulated hosts.

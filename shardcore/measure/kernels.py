@@ -35,10 +35,14 @@ import torch
 from shardcore.core.catalog import OPTIMIZERS, PRECISIONS
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import MIN_WIDTH, OUTPUT_BYTES, PRECISION_BYTES, Setting, Shard
-from shardcore.core.validation import MOST_BYTES, MOST_REPEATS, MOST_ROWS, require, require_within
+from shardcore.core.validation import (
+    MOST_ROWS,
+    require,
+)
 from shardcore.io import dataset
 from shardcore.io.measurements import ComputeRequest, ComputeSample
 from shardcore.measure import devices, fused_op, hardware, timing
+from shardcore.measure.config import KernelConfig
 from shardcore.measure.index_streams import IndexStreams
 from shardcore.step import access, memory
 from shardcore.step.lower import is_sequence
@@ -54,47 +58,6 @@ _SEED = 0
 """Seed of the batches that are measured."""
 _FIRST_LAUNCH_MS, _LAUNCHES = 20.0, 1.5
 """Busy time of a device before a run: 20 ms at first, then 1.5 times as long as the last launches took."""
-
-
-@dataclass(frozen=True)
-class KernelConfig:
-    """Settings of measured ops.
-
-    arena_bytes: weights shared by all ops, and so the largest shard that can be measured.
-    tolerance: repeats stop once the median of forward + backward is known to this fraction (95% interval).
-        None: the device's default.
-    min_repeats: fewest timed runs of an op.
-    max_repeats: most timed runs of an op that models train on. Held-out ops may run HELD_OUT_TIMES as often: their
-        noise adds to every error that is shown, while that of training ops averages out.
-    interleave: ops that run in one round.
-    state_rows: rows of the optimizer's state. Tables with more in all share them. None: as many as the arena
-        has rows of the least width.
-    """
-
-    arena_bytes: int = 1 << 30
-    tolerance: float | None = None
-    min_repeats: int = 6
-    max_repeats: int = 24
-    interleave: int = 16
-    state_rows: int | None = None
-
-    def __post_init__(self) -> None:
-        require_within(
-            self,
-            "kernel config",
-            arena_bytes=(1, MOST_BYTES),
-            state_rows=(1, MOST_ROWS),
-            min_repeats=(1, MOST_REPEATS),
-            max_repeats=(self.min_repeats, MOST_REPEATS),
-            interleave=(1, MOST_REPEATS),
-        )
-        require(
-            self.tolerance is None or 0 < self.tolerance < 1,
-            f"kernel config has tolerance {self.tolerance}; it needs a share within 0 and 1, such as 0.05",
-        )
-
-    def tolerance_on(self, device: str) -> float:
-        return self.tolerance or devices.device_of(device).tolerance
 
 
 class KernelBench:

@@ -20,43 +20,15 @@ import torch
 import torch.distributed as dist
 
 from shardcore.core.types import Problem
-from shardcore.core.validation import MOST_REPEATS, WAITS_S, require, require_within
+from shardcore.core.validation import require
 from shardcore.measure import collectives, hardware, local_ranks
+from shardcore.measure.config import PairConfig
 from shardcore.measure.hosts import Place
 from shardcore.measure.rank_order import Groups, Links, Outward, levels
 
 MOST_IN_TURN = 64
 """Ranks whose pairs talk one after another: 2,016 pairs take a minute."""
 _GB = 1e9
-
-
-@dataclass(frozen=True)
-class PairConfig:
-    """Settings of measured pairs.
-
-    message_kib: size of the messages whose times show which ranks are near.
-    sweeps: sweeps over all pairs. The fastest counts, as a disturbance rarely meets a pair in all sweeps.
-    repeats: repeats of a pair in each sweep.
-    load_kib: size of the messages whose times give bandwidths.
-    timeout_s: longest wait of a rank, after which it gives up.
-    """
-
-    message_kib: int = 1024
-    sweeps: int = 3
-    repeats: int = 3
-    load_kib: int = 4096
-    timeout_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        require_within(
-            self,
-            "pairs",
-            message_kib=(1, 1 << 20),
-            load_kib=(1, 1 << 20),
-            sweeps=(1, MOST_REPEATS),
-            repeats=(1, MOST_REPEATS),
-            timeout_s=WAITS_S,
-        )
 
 
 @dataclass(frozen=True, eq=False)

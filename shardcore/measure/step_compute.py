@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,10 @@ import torch
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import OUTPUT_BYTES, PRECISION_BYTES, Setting, Shard
-from shardcore.core.validation import MOST_BYTES, MOST_REPEATS, MOST_SEED, WAITS_S, require_within
 from shardcore.io.dataset import ReferenceOp
 from shardcore.io.measurements import ComputeRequest
 from shardcore.measure import fused_op, own_core
+from shardcore.measure.config import ReplayConfig
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.measure.timing import Caches
 from shardcore.step.access import output_bytes
@@ -33,43 +33,6 @@ Benches = Mapping[str, KernelBench]
 """A bench for each precision of weights, by its name."""
 _GRADIENT = 1e-3
 """Value of the dense part's gradients: small, so that weights stay finite however often a step repeats."""
-
-
-@dataclass(frozen=True)
-class ReplayConfig:
-    """Settings of replayed steps.
-
-    repeats: timed steps of each plan.
-    warmups: steps before those, which are not timed.
-    batches: different batches, which steps take in turn.
-    arena_bytes: weights of one rank, and so the largest shard that can be replayed. A reference op with
-        larger shards gets more.
-    evict_bytes: memory to overwrite before each step, more than the caches hold.
-    timeout_s: longest time to build a plan's ops, or to run a round of steps. A rank that takes longer has
-      hung.
-    seed: seed of the batches.
-    """
-
-    repeats: int = 50
-    warmups: int = 4
-    batches: int = 4
-    arena_bytes: int = 1 << 30
-    evict_bytes: int = 64 << 20
-    timeout_s: float = 120.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        require_within(
-            self,
-            "replay config",
-            repeats=(1, MOST_REPEATS),
-            warmups=(0, MOST_REPEATS),
-            batches=(1, MOST_REPEATS),
-            arena_bytes=(1, MOST_BYTES),
-            evict_bytes=(0, MOST_BYTES),
-            timeout_s=WAITS_S,
-            seed=(0, MOST_SEED),
-        )
 
 
 class Ops:

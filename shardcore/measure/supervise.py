@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import WAITS_S, require_within
+from shardcore.core.validation import WAITS_S, require, require_within
 from shardcore.io import dataset
 from shardcore.io.measurements import ComputeRequest, ComputeSample
 from shardcore.measure.device_bench import BenchSpec, Counts
@@ -175,11 +175,11 @@ class Supervisor(Generic[W]):
                     else:
                         device.starts = 0
                         hardware.add(name)
-            if len(hardware) > 1:
-                raise ShardCoreError(
-                    f"the cluster's devices are of different hardware, {sorted(hardware)}; measure "
-                    f"({self.spec.setting}) on one kind at a time"
-                )
+            require(
+                len(hardware) <= 1,
+                f"the cluster's devices are of different hardware, {sorted(hardware)}; measure "
+                f"({self.spec.setting}) on one kind at a time",
+            )
             [self._hardware] = hardware
         # Ctrl-C, too: no worker may stay behind.
         except BaseException:

@@ -13,10 +13,10 @@ from shardcore.core.types import Plan
 from shardcore.core.validation import (
     MOST_MS,
     MOST_UNIX_S,
+    Record,
     one_of,
     require,
     require_path_name,
-    require_types,
     shown,
     within,
 )
@@ -34,14 +34,8 @@ def require_id(text: str, what: str) -> str:
     return text
 
 
-def _require_digest(value: str | None, what: str, name: str) -> None:
-    """Raise ShardCoreError unless a field is a digest, or None."""
-    if value is not None:
-        require_id(value, f"{what} has {name}")
-
-
 @dataclass(frozen=True)
-class Decision:
+class Decision(Record):
     """A choice of a problem's current version, with its reason.
 
     problem: the problem's name.
@@ -66,20 +60,20 @@ class Decision:
     problem: Annotated[str, require_path_name]
     outcome: Annotated[str, one_of(OUTCOMES)]
     reason: str
-    current: Annotated[str, _require_digest]
-    candidate: Annotated[str, _require_digest]
-    problem_digest: Annotated[str, _require_digest]
+    current: Annotated[str, files.is_digest]
+    candidate: Annotated[str, files.is_digest]
+    problem_digest: Annotated[str, files.is_digest]
     candidate_ms: Annotated[float | None, within(0, MOST_MS)] = None
     previous_ms: Annotated[float | None, within(0, MOST_MS)] = None
     margin_ms: Annotated[float | None, within(0, MOST_MS)] = None
     threshold: Annotated[float, within(0, 1)] = 0.0
     # datetime cannot show later times.
     decided_at: Annotated[float, within(0, MOST_UNIX_S)] = 0.0
-    parent: Annotated[str | None, _require_digest] = None
+    parent: Annotated[str | None, files.is_digest] = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require_types(self, "decision")
+        super().__post_init__()
         # Only these two outcomes leave another version current than the one considered.
         require(
             self.outcome in ("kept", ROLLED_BACK) or self.current == self.candidate,

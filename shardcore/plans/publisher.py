@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from shardcore.core.errors import Infeasible, ShardCoreError, Unreachable
 from shardcore.core.step_cost import PredictedCost
 from shardcore.core.types import Plan, Problem
-from shardcore.core.validation import MOST_COUNT, MOST_MS, MOST_SEED, require, require_within
+from shardcore.core.validation import MOST_COUNT, Count, Record, Rule, Seed, require, within
 from shardcore.cost.model import CostModel, PricedPlan, is_less, price_plan
 from shardcore.io import files
 from shardcore.plans import store
@@ -45,8 +45,12 @@ Page = Callable[[Version, Problem, Explanation, Sequence[Decision], Diff | None,
 """Renderer of a plan's page: report.plan_page.page."""
 
 
+def _is_place(text: str) -> bool:
+    return bool(text) and text.isprintable()
+
+
 @dataclass(frozen=True)
-class PublishConfig:
+class PublishConfig(Record):
     """Settings of the search, and of the choice between plans.
 
     algorithm: sharder of the published plans. Baselines are other sharders.
@@ -64,32 +68,18 @@ class PublishConfig:
     """
 
     algorithm: str = DEFAULT_SHARDER
-    seed: int = 0
-    budget_evals: int = DEFAULT_EVALS
-    threshold: float = 0.0
-    keep_versions: int = 20
-    max_moved_tables: int | None = None
-    plans: str = "plans"
-    torchrec_s: float = 10.0
-    processes: int | None = 1
+    seed: Seed = 0
+    budget_evals: Count = DEFAULT_EVALS
+    threshold: Annotated[float, within(0, 1, such_as="0.01")] = 0.0
+    keep_versions: Annotated[int, within(store.FEWEST_KEPT, MOST_COUNT)] = 20
+    max_moved_tables: Annotated[int | None, within(0, MOST_COUNT)] = None
+    plans: Annotated[str, Rule(_is_place, "it needs a folder or URL, such as 'plans'")] = "plans"
+    torchrec_s: Annotated[float, within(0, MOST_COUNT)] = 10.0
+    processes: Count | None = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         known(self.algorithm)
-        require_within(
-            self,
-            "publish config",
-            budget_evals=(1, MOST_COUNT),
-            seed=(0, MOST_SEED),
-            keep_versions=(store.FEWEST_KEPT, MOST_COUNT),
-            max_moved_tables=(0, MOST_COUNT),
-            torchrec_s=(0, MOST_MS),
-            threshold=(0, 1),
-            processes=(1, MOST_COUNT),
-        )
-        require(
-            bool(self.plans) and self.plans.isprintable(),
-            f"publish config has plans {self.plans!r}; it needs a folder or URL, such as 'plans'",
-        )
         require(
             # Other sharders cannot start from a plan, so they cannot limit moves either.
             self.max_moved_tables is None or self.algorithm in SPACE_OF,

@@ -16,6 +16,7 @@ from shardcore.core.validation import (
     MOST_BYTES,
     MOST_COUNT,
     MOST_SEED,
+    Record,
     require,
     require_types,
     within,
@@ -43,7 +44,7 @@ _TRIES = 4
 
 
 @dataclass(frozen=True)
-class ReplanConfig:
+class ReplanConfig(Record, noun="re-plan config"):
     """Settings of a re-plan.
 
     max_moved_tables: tables that may move. None: any number.
@@ -64,9 +65,6 @@ class ReplanConfig:
     space: str | None = None
     seed: Annotated[int, within(0, MOST_SEED)] = 0
     budget: Budget | None = None
-
-    def __post_init__(self) -> None:
-        require_types(self, "re-plan config")
 
     @property
     def limited(self) -> bool:

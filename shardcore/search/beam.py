@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 
 from shardcore.core.errors import Infeasible
 from shardcore.core.types import Placement, Plan, Problem, Shard
-from shardcore.core.validation import require
+from shardcore.core.validation import MOST_COUNT, Count, Record, within
 from shardcore.cost.model import CostModel, is_least, is_less
 from shardcore.search.anneal.batch import space_by_columns
 from shardcore.search.anneal.search_space import SearchSpace
@@ -46,7 +46,7 @@ _PROBED = 256
 
 
 @dataclass(frozen=True)
-class BeamConfig:
+class BeamConfig(Record):
     """Parameters of the beam.
 
     beam: states kept.
@@ -54,15 +54,9 @@ class BeamConfig:
     steps: cuts at most.
     """
 
-    beam: int = 3
-    candidates: int = 10
-    steps: int = 10
-
-    def __post_init__(self) -> None:
-        require(
-            min(self.beam, self.candidates) >= 1 and self.steps >= 0,
-            f"{self} needs a beam and candidates of 1 or more, and steps of 0 or more",
-        )
+    beam: Count = 3
+    candidates: Count = 10
+    steps: Annotated[int, within(0, MOST_COUNT)] = 10
 
 
 TABLE_WISE = BeamConfig(steps=0)

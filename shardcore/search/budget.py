@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 from shardcore.core import progress
-from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import require_types, require_within
+from shardcore.core.validation import Record, within
+from shardcore.io.schema import MOST_INT
 
 MOST_THREADS = 1024
 _KNOWN = 0.1
@@ -30,7 +31,7 @@ def cores() -> int:
 
 
 @dataclass(frozen=True)
-class Budget:
+class Budget(Record):
     """Limits of a search. None means no limit.
 
     evals: plans priced, or changes of plans tried.
@@ -42,19 +43,9 @@ class Budget:
     Only a budget in evals makes a run repeatable, with any number of threads.
     """
 
-    evals: int | None = None
-    seconds: float | None = None
-    threads: int | None = None
-
-    def __post_init__(self) -> None:
-        require_types(self, "budget")
-        require_within(self, "budget", threads=(1, MOST_THREADS))
-        for name in ("evals", "seconds"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ShardCoreError(
-                    f"budget has {name} {value}; it needs to be positive and finite, or None for no limit"
-                )
+    evals: Annotated[int | None, within(1, MOST_INT)] = None
+    seconds: Annotated[float | None, within(0, MOST_INT, above=True)] = None
+    threads: Annotated[int | None, within(1, MOST_THREADS)] = None
 
     def with_limit(self, evals: int) -> Budget:
         """This budget, or one of so many evaluations if it has no limit."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from shardcore.core.catalog import OPTIMIZERS
 from shardcore.core.errors import Infeasible, ShardCoreError
@@ -24,7 +25,7 @@ from shardcore.core.links import ROWS_OVER, pod_of
 from shardcore.core.tiers import TIERS
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem
-from shardcore.core.validation import require, require_known, require_types, require_within
+from shardcore.core.validation import MOST_DEVICES, Record, one_of, require, within
 from shardcore.step import memory
 from shardcore.step.kinds import merged, row_unit_of, run_of, shards_on
 
@@ -37,11 +38,11 @@ SYNCED_STATES: frozenset[tuple[str, ...]] = frozenset({(), ("row",)})
 It reads the state "sum" of every table (_cache_sync_tensors). Adam and LAMB of FBGEMM have none of that name:
 TorchRec 1.8 fails with a KeyError.
 """
-MOST_SYNC_EVERY = 1_000_000
+SyncEvery = Annotated[int, within(1, 1_000_000)]
 
 
 @dataclass(frozen=True)
-class Grouping:
+class Grouping(Record, noun="groups"):
     """Division of devices into groups.
 
     size: devices of a group.
@@ -49,15 +50,9 @@ class Grouping:
     sync_every: steps from one synchronisation of the replicas to the next.
     """
 
-    size: int
-    layout: str
-    sync_every: int = 1
-
-    def __post_init__(self) -> None:
-        require_types(self, "groups")
-        require(self.size >= 1, f"groups have size {self.size}; it needs 1 device or more")
-        require_known(self, "groups", layout=GROUP_LAYOUTS)
-        require_within(self, "groups", sync_every=(1, MOST_SYNC_EVERY))
+    size: Annotated[int, within(1, MOST_DEVICES)]
+    layout: Annotated[str, one_of(GROUP_LAYOUTS)]
+    sync_every: SyncEvery = 1
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
 
 from shardcore.core.access_statistics import REUSE_BINS, Reuse
 from shardcore.core.types import MIN_WIDTH, Table
-from shardcore.core.validation import MOST_DIM, MOST_SEED, MOST_TABLES, require_within
+from shardcore.core.validation import MOST_DIM, MOST_TABLES, Record, Seed, within
 from shardcore.step import access
 from shardcore.tables.statistics import published_statistics, read_release
 
@@ -28,7 +29,7 @@ _SMALL = 150
 
 
 @dataclass(frozen=True)
-class PoolConfig:
+class PoolConfig(Record, noun="pool"):
     """Parameters of a generated pool.
 
     tables: number of tables, including empty ones in the published proportion.
@@ -36,12 +37,9 @@ class PoolConfig:
     dim: dim of every table. The release has none.
     """
 
-    tables: int = 856
-    seed: int = 0
-    dim: int = 64
-
-    def __post_init__(self) -> None:
-        require_within(self, "pool", tables=(1, MOST_TABLES), seed=(0, MOST_SEED), dim=(MIN_WIDTH, MOST_DIM))
+    tables: Annotated[int, within(1, MOST_TABLES)] = 856
+    seed: Seed = 0
+    dim: Annotated[int, within(MIN_WIDTH, MOST_DIM)] = 64
 
 
 def generate_pool(config: PoolConfig = PoolConfig()) -> tuple[Table, ...]:

@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem
-from shardcore.core.validation import MOST_DEVICES, require, require_within
+from shardcore.core.validation import MOST_DEVICES, Record, require, within
 from shardcore.io import schema, writing
 from shardcore.io.envelope import document, open_document, seal, unseal
-from shardcore.step.sharding_groups import CONTIGUOUS, MOST_SYNC_EVERY, GroupedPlan, per_unit
+from shardcore.step.sharding_groups import CONTIGUOUS, GroupedPlan, SyncEvery, per_unit
 from shardcore.torchrec import fields
 from shardcore.torchrec.plan_files import from_json, to_json
 from shardcore.torchrec.sharding_plan import to_torchrec
@@ -33,7 +33,7 @@ _SCHEMA = "dmp-collection"
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(Record, noun="arguments"):
     """Arguments of DMPCollection that follow from a grouping.
 
     world_size: devices.
@@ -42,13 +42,13 @@ class Arguments:
     use_inter_host_allreduce: True if groups are contiguous.
     """
 
-    world_size: int
+    world_size: Annotated[int, within(1, MOST_DEVICES)]
     sharding_group_size: int
     node_group_size: int
     use_inter_host_allreduce: bool
 
     def __post_init__(self) -> None:
-        require_within(self, "arguments", world_size=(1, MOST_DEVICES))
+        super().__post_init__()
         # Groups divide the job, and hosts divide groups.
         for part, whole in (
             ("sharding_group_size", "world_size"),
@@ -120,12 +120,9 @@ def read_dmp_collection(path: str | Path) -> tuple[dict[str, Any], int]:
 
 
 @dataclass(frozen=True)
-class _File:
+class _File(Record):
     """A file's content without schema, version and digest."""
 
     arguments: Arguments
-    sync_every: int
+    sync_every: SyncEvery
     modules: Mapping[str, Mapping[str, Mapping[str, Any]]]
-
-    def __post_init__(self) -> None:
-        require_within(self, "groups", sync_every=(1, MOST_SYNC_EVERY))

@@ -36,12 +36,7 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     "asked, message",
     [
-        (["--exchanges", "1000000000000"], "measure has exchanges 1000000000000; it needs 0 to 1,000,000"),
-        (["--steps", "1000000000000"], "measure has steps 1000000000000; it needs 0 to 1,000,000"),
-        (["--exchanges", "1", "--ranks", "1000000"], "measure has ranks 1000000; it needs 1 to 1,024"),
-        (["--hang-s", "1e12"], "measure has hang_s 1000000000000.0; it needs 0.001 to 1,000,000"),
-        (["--max-repeats", "1000000000000"], "max_repeats 1000000000000; it needs 6 to 1,000,000"),
-        (["--max-shards", "1000000000000"], "group config has max_shards 1000000000000"),
+        (["--max-repeats", "2"], "kernel config has max_repeats 2; it needs its min_repeats, 6, or more"),
         (["--device", "cuda"], "there is no CUDA device here"),
         (["--device", "cuda", "--hardware", "nvidia-h200"], "there is no CUDA device here"),
     ],
@@ -53,6 +48,28 @@ def test_what_cannot_be_is_one_line_before_anything_starts(
     assert main([*command, *asked]) == 1
     err = capsys.readouterr().err
     assert err.startswith("error: ") and message in err and err.count("\n") == 1
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    "option, value, right",
+    [
+        ("--exchanges", "1000000000000", "0 to 1,000,000"),
+        ("--steps", "1000000000000", "0 to 1,000,000"),
+        ("--ranks", "1000000", "1 to 1,024"),
+        ("--hang-s", "1e12", "0.001 to 1,000,000"),
+        ("--max-repeats", "1000000000000", "1 to 1,000,000"),
+        ("--max-shards", "1000000000000", "1 to 65,536"),
+        ("--tolerance", "2", "more than 0 to less than 1"),
+    ],
+)
+def test_a_value_beyond_the_ends_of_its_declaration_is_bad_usage(
+    option, value, right, command, folder, capsys
+):
+    with pytest.raises(SystemExit) as ended:
+        main([*command, option, value])
+    assert ended.value.code == 2
+    assert f"argument {option}: it is {value}; it needs {right}" in capsys.readouterr().err
     assert not folder.exists()
 
 

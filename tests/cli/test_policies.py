@@ -86,7 +86,10 @@ def test_groups_are_planned_by_a_policy_too(stored, model, capsys):
     "more, message",
     [
         (["alphashard"], "there is no policy 'alphashard'; known are dreamshard"),
-        (["autoshard", "--min-tables", "9", "--max-tables", "6"], "has max_tables 6; it needs 9 to"),
+        (
+            ["autoshard", "--min-tables", "9", "--max-tables", "6"],
+            "has max_tables 6; it needs its min_tables, 9, or more",
+        ),
         (["autoshard", "--devices", "7"], "batch 256, which 7 devices do not divide evenly"),
         (["autoshard", "--min-tables", "30", "--max-tables", "60"], "half of the pool is for training"),
     ],

@@ -327,7 +327,7 @@ TIMING = {"median_ms": 1.0, "q1_ms": 1.0, "q3_ms": 1.0, "repeats": 3}
         ({"slowdown": None}, "has nothing in column 'slowdown'"),
         ({"relative_ci": -0.1}, "relative_ci -0.1"),
         ({"order": -1}, "order -1"),
-        ({"measured_at": float("nan")}, "measured at nan"),
+        ({"measured_at": float("nan")}, "measured_at nan"),
         ({"id": "0" * 16}, "its request has the id"),
         ({"batch": 0}, "batch 0"),
         ({"pool": "../x"}, "its pool is '../x'"),
@@ -486,7 +486,7 @@ def test_a_damaged_pool_is_written_anew(tables, tmp_path, content):
     [{"forward": Spread(0.0, 0.0, 0.0, 7), "backward": Spread(0.0, 0.0, 0.0, 7)}, {"slowdown": 1e300}],
 )
 def test_an_op_takes_time_at_a_slowdown_that_machines_have(tables, wrong):
-    with pytest.raises(ShardCoreError, match="took 0 ms|a slowdown of"):
+    with pytest.raises(ShardCoreError, match="took 0 ms|slowdown 1e"):
         dataclasses.replace(compute_sample(tables, 0), **wrong)
 
 

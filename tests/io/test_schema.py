@@ -354,6 +354,6 @@ def test_a_field_that_the_caller_sets_is_refused_in_the_data_whatever_makes_it()
 def test_several_settings_beyond_their_ends_have_a_line_each():
     lines = faults_of({"epochs": 0, "patience": -1, "seed": 3}, FitConfig)
     assert [line.split(";")[0] for line in lines] == [
-        "it: train config has epochs 0",
-        "it: train config has patience -1",
+        "it has epochs 0",
+        "it has patience -1",
     ]

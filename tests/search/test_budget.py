@@ -111,7 +111,7 @@ def test_without_limits_there_is_always_more():
     ],
 )
 def test_a_budget_that_makes_no_sense_is_refused(given, field):
-    with pytest.raises(ShardCoreError, match=f"budget has {field}; it needs to be positive and finite"):
+    with pytest.raises(ShardCoreError, match=f"budget has {field}; it needs "):
         Budget(**given)
 
 

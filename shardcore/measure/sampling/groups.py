@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
 from shardcore.core.types import MIN_WIDTH, PRECISION_BYTES, Setting, Shard, Table
-from shardcore.core.validation import MOST_BYTES, MOST_DIM, require, require_within
+from shardcore.core.validation import MOST_BYTES, MOST_DIM, Record, Share, require, within
 from shardcore.io.measurements import ComputeRequest
 from shardcore.measure.sampling import placements
 from shardcore.measure.sampling.problems import DEVICES, DIMS
@@ -22,16 +23,14 @@ _REFERENCE_SEED = 2**32 - 1
 _REFERENCE_SHARDS = 8
 _NARROW = 32
 """The widest shard of a narrow group, in columns."""
-_MOST_SHARDS = 1 << 16
-"""Shards of a group, at most."""
 
 
 @dataclass(frozen=True)
-class GroupConfig:
+class GroupConfig(Record):
     """Distribution of drawn groups.
 
-    max_shards: most shards in one op.
-    max_width: most columns of a shard.
+    max_shards: most shards of a group
+    max_width: most columns of a shard
     max_shard_bytes: most bytes of a shard's weights.
     any_width: share of widths from all multiples of 4, log-uniform. Other widths are powers of two.
     row_ranges: share of shards that are a row range.
@@ -42,40 +41,28 @@ class GroupConfig:
     replicated: share of data-parallel groups, which have small tables and a local batch.
     smaller_batches: share of the other groups that run at a half, a quarter or an eighth of the batch. A
         model then holds for the batches between, too.
-    sequences: share of groups, except data-parallel ones, whose lookups are not pooled. Such an op has one
-      width.
+    sequences: share of groups whose lookups are not pooled, as in an EmbeddingCollection
     """
 
-    max_shards: int = 30
-    max_width: int = 256
-    max_shard_bytes: int = 1 << 30
-    any_width: float = 0.25
-    row_ranges: float = 0.1
-    one_sided: float = 0.2
-    duplicates: float = 0.02
-    planned: float = 0.3
-    replicated: float = 0.1
-    smaller_batches: float = 0.2
-    sequences: float = 0.05
+    max_shards: Annotated[int, within(1, 1 << 16)] = 30
+    max_width: Annotated[int, within(MIN_WIDTH, MOST_DIM)] = 256
+    max_shard_bytes: Annotated[int, within(4 * MIN_WIDTH, MOST_BYTES)] = 1 << 30
+    any_width: Share = 0.25
+    row_ranges: Share = 0.1
+    one_sided: Share = 0.2
+    duplicates: Share = 0.02
+    planned: Share = 0.3
+    replicated: Share = 0.1
+    smaller_batches: Share = 0.2
+    # Data-parallel groups have none. Such an op has one width.
+    sequences: Annotated[Share, "SHARE"] = 0.05
 
     def __post_init__(self) -> None:
-        names = (
-            "any_width",
-            "row_ranges",
-            "one_sided",
-            "duplicates",
-            "planned",
-            "smaller_batches",
-            "sequences",
-        )
-        require_within(
-            self,
-            "group config",
-            max_shards=(1, _MOST_SHARDS),
-            max_width=(MIN_WIDTH, MOST_DIM),
-            max_shard_bytes=(4 * MIN_WIDTH, MOST_BYTES),
-            replicated=(0, 1 - self.planned),
-            **dict.fromkeys(names, (0, 1)),
+        super().__post_init__()
+        require(
+            self.planned + self.replicated <= 1,
+            f"group config has planned {self.planned} and replicated {self.replicated}; it needs shares that sum to 1 "
+            "at most",
         )
 
 

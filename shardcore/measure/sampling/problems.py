@@ -5,24 +5,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import MIN_WIDTH, OUTPUT_BYTES, PRECISION_BYTES, Problem, Setting, Table
-from shardcore.core.validation import MOST_DEVICES, MOST_DIM, MOST_TABLES, require_within
+from shardcore.core.validation import MOST_DEVICES, MOST_DIM, MOST_TABLES, Record, require, within
 from shardcore.step.memory import local_batch_bytes, table_bytes
 
 DIMS = (4, 8, 16, 32, 64, 128)
 """Dims that NeuroShard gives each table of its pool."""
 DEVICES = (2, 4, 8)
 """Numbers of devices in the plans that groups imitate. A local batch is the global batch over one of these."""
-_MOST_SLACK = 1e6
 
 
 @dataclass(frozen=True)
-class ProblemConfig:
+class ProblemConfig(Record):
     """Distribution of drawn problems.
 
     devices: number of equal devices.
@@ -32,21 +32,17 @@ class ProblemConfig:
     slack: memory of all devices over the bytes of all tables.
     """
 
-    devices: int = 4
-    min_tables: int = 10
-    max_tables: int = 60
-    max_dim: int = 128
-    slack: float = 1.5
+    devices: Annotated[int, within(1, MOST_DEVICES)] = 4
+    min_tables: Annotated[int, within(1, MOST_TABLES)] = 10
+    max_tables: Annotated[int, within(1, MOST_TABLES)] = 60
+    max_dim: Annotated[int, within(MIN_WIDTH, MOST_DIM)] = 128
+    slack: Annotated[float, within(1, 1e6)] = 1.5
 
     def __post_init__(self) -> None:
-        require_within(
-            self,
-            "problem config",
-            devices=(1, MOST_DEVICES),
-            min_tables=(1, MOST_TABLES),
-            max_tables=(self.min_tables, MOST_TABLES),
-            max_dim=(MIN_WIDTH, MOST_DIM),
-            slack=(1, _MOST_SLACK),
+        super().__post_init__()
+        require(
+            self.min_tables <= self.max_tables,
+            f"{self.noun} has max_tables {self.max_tables}; it needs its min_tables, {self.min_tables}, or more",
         )
 
 

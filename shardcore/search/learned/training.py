@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ import torch
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Topology
 from shardcore.core.types import Problem, Setting, Table
-from shardcore.core.validation import MOST_COUNT, MOST_SEED, require, require_within
+from shardcore.core.validation import MOST_COUNT, Count, Record, Seed, Share, require, within
 from shardcore.cost.model import CostModel
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search.anneal.batch import space_by_columns
@@ -47,7 +47,7 @@ Progress = Callable[[int, dict[str, float]], None]
 
 
 @dataclass(frozen=True)
-class PolicyConfig:
+class PolicyConfig(Record):
     """Parameters of a policy's training.
 
     rounds: rounds at most. A round is some priced plans, cost updates and policy updates.
@@ -62,40 +62,21 @@ class PolicyConfig:
     seed: seed of weights, problems and plans.
     """
 
-    rounds: int = 30
-    patience: int = 10
-    priced: int = 20
-    cost_updates: int = 100
-    policy_updates: int = 20
-    problems_at_once: int = 2
-    plans_each: int = 16
-    learning_rate: float = 2e-3
-    entropy: float = 1e-3
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        require_within(
-            self,
-            "policy config",
-            rounds=(1, MOST_COUNT),
-            patience=(1, MOST_COUNT),
-            priced=(1, MOST_COUNT),
-            cost_updates=(1, MOST_COUNT),
-            policy_updates=(1, MOST_COUNT),
-            problems_at_once=(1, MOST_COUNT),
-            # The advantage of a single plan over the mean of its kind is always 0.
-            plans_each=(2, MOST_COUNT),
-            entropy=(0, 1),
-            seed=(0, MOST_SEED),
-        )
-        require(
-            0 < self.learning_rate < 1,
-            f"policy config has learning_rate {self.learning_rate}; it needs to be within 0 and 1",
-        )
+    rounds: Count = 30
+    patience: Count = 10
+    priced: Count = 20
+    cost_updates: Count = 100
+    policy_updates: Count = 20
+    problems_at_once: Count = 2
+    # The advantage of a single plan over the mean of its kind is always 0.
+    plans_each: Annotated[int, within(2, MOST_COUNT)] = 16
+    learning_rate: Annotated[float, within(0, 1, above=True, below=True)] = 2e-3
+    entropy: Share = 1e-3
+    seed: Seed = 0
 
 
 @dataclass(frozen=True)
-class PolicyProblems(ProblemConfig):
+class PolicyProblems(ProblemConfig, noun="problem config"):
     """Problems that are drawn for a policy, as in ProblemConfig.
 
     problems: problems to learn from.
@@ -103,20 +84,10 @@ class PolicyProblems(ProblemConfig):
     test: problems to judge the policy by, of the other tables.
     """
 
-    slack: float = 2.0
-    problems: int = 60
-    validation: int = 15
-    test: int = 30
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_within(
-            self,
-            "policy problems",
-            problems=(1, MOST_COUNT),
-            validation=(1, MOST_COUNT),
-            test=(1, MOST_COUNT),
-        )
+    slack: Annotated[float, within(1, 1e6)] = 2.0
+    problems: Count = 60
+    validation: Count = 15
+    test: Count = 30
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,14 +17,14 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 import torch.distributed as dist
 from torch import nn
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import MOST_COUNT, require_types, require_within
+from shardcore.core.validation import MOST_COUNT, Count, Record, within
 from shardcore.torchrec.moves.agreement import Agreement, Undecided
 from shardcore.torchrec.moves.reshard import MoveConfig, Moved, reshard
 from shardcore.torchrec.plan_files import from_json, to_json
@@ -37,7 +37,7 @@ MOVED, REFUSED, STAYED, ROLLED_BACK = "moved", "refused", "stayed", "rolled back
 
 
 @dataclass(frozen=True)
-class FollowConfig:
+class FollowConfig(Record):
     """Settings of a follower.
 
     every_steps: steps between two looks at the store.
@@ -46,20 +46,10 @@ class FollowConfig:
     move: settings of each move.
     """
 
-    every_steps: int = 100
-    measured_steps: int = 50
-    report_s: float = 30.0
+    every_steps: Count = 100
+    measured_steps: Annotated[int, within(3, MOST_COUNT)] = 50
+    report_s: Annotated[float, within(0, MOST_COUNT)] = 30.0
     move: MoveConfig = field(default_factory=MoveConfig)
-
-    def __post_init__(self) -> None:
-        require_types(self, "follow config")
-        require_within(
-            self,
-            "follow config",
-            every_steps=(1, MOST_COUNT),
-            measured_steps=(3, MOST_COUNT),
-            report_s=(0, MOST_COUNT),
-        )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import nn
 from shardcore.core.links import LEVELS
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.core.validation import MOST_GBPS, require, require_types, require_within
+from shardcore.core.validation import MOST_GBPS, Record, require, within
 from shardcore.cost.move_rates import MoveRates
 from shardcore.torchrec.moves.reshard import BETWEEN, WITHIN, MoveConfig, Moved, reshard
 from shardcore.torchrec.sharding_plan import to_torchrec
@@ -33,7 +33,7 @@ _PHASES = ("build", "fill", "check", "free")
 
 
 @dataclass(frozen=True)
-class MoveRatesConfig:
+class MoveRatesConfig(Record):
     """Settings of a measurement.
 
     mib: weights of a large table on each rank, in MiB. Each has as many bytes of state.
@@ -41,13 +41,9 @@ class MoveRatesConfig:
     move: settings of the moves. Those of the job's moves tell most.
     """
 
-    mib: int = 32
-    repeats: int = 3
+    mib: Annotated[int, within(1, 1 << 20)] = 32
+    repeats: Annotated[int, within(1, 1000)] = 3
     move: MoveConfig = field(default_factory=MoveConfig)
-
-    def __post_init__(self) -> None:
-        require_types(self, "move rates config")
-        require_within(self, "move rates config", mib=(1, 1 << 20), repeats=(1, 1000))
 
 
 def measure_move_rates(

@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from torch import nn
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
-from shardcore.core.validation import require, require_types, require_within
+from shardcore.core.validation import Record, Wait, require, within
 from shardcore.torchrec.modules import Collection, collections_of, first_names, is_replicated
 from shardcore.torchrec.moves.agreement import Agreement, Waited, time_limit
 from shardcore.torchrec.moves.pipelines import emptied_pipeline
@@ -82,7 +82,7 @@ _OF_PLACEMENT = frozenset(
 
 
 @dataclass(frozen=True)
-class MoveConfig:
+class MoveConfig(Record):
     """Settings of a move.
 
     max_gib: extra memory of a rank while it moves, at most. None: any.
@@ -92,14 +92,10 @@ class MoveConfig:
       another form: a mean over columns, a number a row for its cells, or 0.
     """
 
-    max_gib: float | None = None
-    piece_mib: float = 64.0
-    timeout_s: float = 300.0
+    max_gib: Annotated[float | None, within(0, 1e6)] = None
+    piece_mib: Annotated[float, within(2**-20, 1e5)] = 64.0
+    timeout_s: Wait = 300.0
     approximate: bool = False
-
-    def __post_init__(self) -> None:
-        require_types(self, "move config")
-        require_within(self, "move config", max_gib=(0, 1e6), piece_mib=(2**-20, 1e5), timeout_s=(0.001, 1e6))
 
 
 @dataclass(frozen=True)

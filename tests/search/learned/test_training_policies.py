@@ -84,7 +84,7 @@ def test_problems_may_be_drawn_for_the_devices_of_another():
     "change, message",
     [
         ({"plans_each": 1}, "policy config has plans_each 1; it needs 2 to"),
-        ({"learning_rate": 0.0}, "learning_rate 0.0; it needs to be within 0 and 1"),
+        ({"learning_rate": 0.0}, "learning_rate 0.0; it needs more than 0 to less than 1"),
         ({"rounds": 0}, "policy config has rounds 0; it needs 1 to"),
     ],
 )
