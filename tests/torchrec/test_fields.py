@@ -17,7 +17,7 @@ from torchrec.distributed.planner import Topology as TheirTopology
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.torchrec.dmp_collection import to_dmp_collection
-from shardcore.torchrec.fields import FIELDS, check, defaults_of, require_treated
+from shardcore.torchrec.fields import FIELDS, defaults_of, require_treated, treated_lines
 
 
 @pytest.mark.parametrize("record, field", field_checks.fields())
@@ -78,7 +78,7 @@ def test_a_field_at_its_default_is_never_refused():
     usual = {name: default for name, default in defaults_of(ParameterConstraints).items()}
     assert require_treated(ParameterConstraints(**usual), "constraints") == []
     with pytest.raises(ShardCoreError, match="DMPCollection has use_sharded_relay True; replicas are priced"):
-        check(field_checks.records()["DMPCollection"], {"use_sharded_relay": True}, "DMPCollection")
+        treated_lines(field_checks.records()["DMPCollection"], {"use_sharded_relay": True}, "DMPCollection")
 
 
 def test_arguments_that_follow_from_a_plan_of_groups_are_refused():
