@@ -11,6 +11,7 @@ import os
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -204,10 +205,8 @@ def end(processes: Sequence[psutil.Process], patience_s: float) -> None:
     """Ask processes to end, and kill those that still run after patience_s."""
     for ask in (psutil.Process.terminate, psutil.Process.kill):
         for process in processes:
-            try:
+            with suppress(psutil.NoSuchProcess):
                 ask(process)
-            except psutil.NoSuchProcess:
-                continue
         until = time.monotonic() + patience_s
         while processes := [p for p in psutil.wait_procs(processes, timeout=0.05)[1] if is_running(p)]:
             if time.monotonic() > until:

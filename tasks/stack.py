@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -45,7 +45,7 @@ PATIENCE_S = 180.0
 """Longest time in which services start."""
 _SUBMITTING_S = 30.0
 """Longest wait for flow runs that a killed worker was starting."""
-_LOOK_EVERY_S = 10.0
+_LOOK_EVERY_S = 2.0
 """Time between two checks for services that have died."""
 _KEPT_SESSIONS = 3
 """Number of Ray's sessions whose logs are kept."""
@@ -88,9 +88,10 @@ def up(config: StackConfig, note: Callable[[str], None] = print) -> None:
 def run(config: StackConfig, note: Callable[[str], None] = print) -> None:
     """Start all services, and start again those that die. End them all when this process is ended.
 
+    What cannot be started again, as on a busy machine, is tried again.
     note: called with each line for people. Returns after `make down` has ended them.
 
-    Raises ShardCoreError as `up` does. A stack of another configuration then goes on running.
+    Raises ShardCoreError as `up` does at first. A stack of another configuration then goes on running.
     """
     folder = Path(config.folder).resolve()
     # Checked before `try`, as it is not this process's to end.
@@ -108,7 +109,10 @@ def run(config: StackConfig, note: Callable[[str], None] = print) -> None:
                 return
             if gone:
                 note(f"died, and are started again: {', '.join(gone)}")
-                up(config, note)
+                try:
+                    up(config, note)
+                except ShardCoreError as error:  # what has not started has died, so the next look finds it
+                    note(f"{error}; it is tried again")
     finally:
         down(config)
 
@@ -220,8 +224,7 @@ def _deploy(config: StackConfig, folder: Path, env: dict[str, str]) -> bool:
             f"prefect.yaml is not in {os.getcwd()}: the stack is started in the project's folder"
         )
     sources = [path.read_text() for path in (file, *sorted(Path("flows").glob("*.py")))]
-    texts = [config.prefect_database, os.getcwd(), *sources]
-    version = hashlib.sha256("\n".join(texts).encode()).hexdigest()
+    version = hashlib.sha256("\n".join([config.prefect_database, os.getcwd(), *sources]).encode()).hexdigest()
     if (known := folder / "deployed").exists() and known.read_text() == version:
         return False
     done = subprocess.run(
@@ -262,12 +265,10 @@ def _require_free(host: str, port: int, name: str, patience_s: float) -> None:
 
 def _holder(port: int) -> str:
     """The process that listens at a port, for the end of a message. "" if this user may not see it."""
-    try:
+    with suppress(psutil.Error):
         for c in psutil.net_connections("tcp"):
             if c.laddr and c.laddr.port == port and c.status == psutil.CONN_LISTEN and c.pid:
                 return f", held by process {c.pid} ({' '.join(psutil.Process(c.pid).cmdline())[:80].strip()})"
-    except psutil.Error:
-        pass
     return ""
 
 
