@@ -67,7 +67,7 @@ def require_types(record: object, noun: str) -> None:
     Other sequences become tuples, numbers of NumPy Python's, and whole numbers floats where floats are annotated.
     Then equal records have equal files. Types may be what `typed` knows. An annotation may have a check (`checks`).
     """
-    own_name = vars(record).get("name")
+    own_name = vars(record).get("name") or vars(record).get("tier")
     which = f"{noun} {shortened(repr(own_name), 80)}" if isinstance(own_name, str) else noun
     for name, kind, classes in _fields(type(record)):
         value = getattr(record, name)

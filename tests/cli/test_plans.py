@@ -233,8 +233,10 @@ def test_an_export_says_that_nothing_knows_the_model(exporting, capsys):
 @pytest.mark.parametrize("devices", ["65537", "1000000000000"])
 def test_a_problem_of_more_devices_than_there_are_is_one_line(tmp_path, capsys, devices):
     made = ["problem", "mlperf-dlrm-dcnv2", "--devices", devices, "--out", str(tmp_path / "p.json")]
-    assert main(made) == 1
-    assert capsys.readouterr().err == f"error: problem has devices {devices}; it needs 1 to 65,536\n"
+    with pytest.raises(SystemExit) as usage:
+        main(made)
+    assert usage.value.code == 2
+    assert capsys.readouterr().err.endswith(f"argument --devices: it is {devices}; it needs 1 to 65,536\n")
 
 
 def test_a_public_list_has_the_skew_that_is_given(tmp_path, capsys):

@@ -120,8 +120,8 @@ def test_a_decision_forgets_an_earlier_one():
 @pytest.mark.parametrize(
     "do, error, words",
     [
-        (lambda: two_devices(1 << 20, gbps=0.0), ShardCoreError, "memory host has gbps 0.0; it needs"),
-        (lambda: two_devices(1 << 20, host_bytes=-1), ShardCoreError, "memory host has bytes -1; it needs"),
+        (lambda: two_devices(1 << 20, gbps=0.0), ShardCoreError, "memory 'host' has gbps 0.0; it needs"),
+        (lambda: two_devices(1 << 20, host_bytes=-1), ShardCoreError, "memory 'host' has bytes -1; it needs"),
         (lambda: tiered(two_devices(18 << 20, gbps=None)), ShardCoreError, "needs memory of tier 'host'"),
         (
             lambda: with_load_factors(two_devices(1 << 30, gbps=None), {"flat": 0.5}),
