@@ -37,7 +37,8 @@ NUMBERS = [
     (config, field.name)
     for config in CONFIGS
     for field in dataclasses.fields(config)
-    if {int, float} & {*get_args(kind := type_hints(config)[field.name]), kind} and field.name not in ELSEWHERE
+    if {int, float} & {*get_args(kind := type_hints(config)[field.name]), kind}
+    and field.name not in ELSEWHERE
 ]
 
 
@@ -50,7 +51,9 @@ def make(config, **values):
 @pytest.mark.parametrize("config, name", NUMBERS)
 def test_numbers_have_ends(config, name):
     for value in (MOST_INT + 1, 10**18, -1, math.nan):
-        shown = "|".join(re.escape(str(x)) for x in (value, float(value)))  # a record may have made it a float
+        shown = "|".join(
+            re.escape(str(x)) for x in (value, float(value))
+        )  # a record may have made it a float
         with pytest.raises(ShardCoreError, match=rf"{name} (is )?({shown})") as refused:
             make(config, **{name: value})
         assert len(str(refused.value)) <= 300
