@@ -17,7 +17,7 @@ from fuzz_files import Sound
 from fuzz_formats import FORMATS
 from sealing import sealed
 
-from shardcore.cli.declarations import Field, keys_of
+from shardcore.cli.declarations import Field, options_of
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import typed
 from shardcore.io import files, schema
@@ -130,7 +130,7 @@ def cases(records: Mapping[Node, type], whole: Any) -> Iterator[Case]:
         there = node_at(whole, at)
         yield Case(at, "unknown_key", "an unknown key", 1, True)
         yield Case(at, "__class__", "an unknown key", {}, True)
-        for key, field in keys_of(cls).items():
+        for key, field in options_of(cls).items():
             if key in there:
                 yield Case(at, key, "missing", _GONE, field.default is dataclasses.MISSING)
                 yield Case(at, key, "there twice", _TWICE, True)

@@ -55,7 +55,7 @@ from shardcore.search.state.feasible import feasible_shards, fitting
 from shardcore.search.state.shards import cheapest, priced
 from shardcore.step.kinds import Layout, even_rows, kinds_on_all_devices, run_of
 from shardcore.step.memory import fits, own_peaks
-from shardcore.step.ways import Bundle, bundles, devices_of, division, placed, searched_tables
+from shardcore.step.ways import Bundle, bundles, devices_of, division, placements_of, searched_tables
 from shardcore.torchrec.baseline import exchange_ms, lookup_ms
 
 _MOST_SHARDS = 1 << 20
@@ -123,7 +123,7 @@ def embark(
         )
         best = search.run(config.rounds)
         if best.stuck is None:
-            found = [*search.replicas, *placed(best.chosen, best.devices, problem)]
+            found = [*search.replicas, *placements_of(best.chosen, best.devices, problem)]
             plans.append(
                 priced(
                     found,

@@ -45,7 +45,7 @@ from shardcore.search.budget import Budget
 from shardcore.search.state.feasible import feasible_shards, fitting
 from shardcore.search.state.shards import cheapest, priced
 from shardcore.step.memory import fits
-from shardcore.step.ways import Bundle, bundles, devices_of, equal_parts, placed
+from shardcore.step.ways import Bundle, bundles, devices_of, equal_parts, placements_of
 from shardcore.torchrec.baseline import exchange_ms
 
 GROUP = 8
@@ -154,7 +154,7 @@ def milp(
                 meter.evals += nodes
             plans += [
                 priced(
-                    placed(program.bundles, d, problem),
+                    placements_of(program.bundles, d, problem),
                     problem,
                     model,
                     **given,

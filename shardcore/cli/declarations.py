@@ -39,7 +39,7 @@ class Field:
 
 
 @cache
-def declared(cls: type) -> Mapping[str, Field]:
+def declarations_of(cls: type) -> Mapping[str, Field]:
     """The declarations of a dataclass's fields, by name."""
     plain, hints = type_hints(cls), get_type_hints(cls, include_extras=True)
     found = {}
@@ -50,21 +50,23 @@ def declared(cls: type) -> Mapping[str, Field]:
 
 
 @cache
-def keys_of(cls: type) -> Mapping[str, Field]:
+def options_of(cls: type) -> Mapping[str, Field]:
     """The declarations of a dataclass's options: fields, with those of configs in the place of these."""
     found: dict[str, Field] = {}
-    for name, field in declared(cls).items():
+    for name, field in declarations_of(cls).items():
         for key in field.flat:
-            found[key] = dataclasses.replace(declared(field.kind)[key], default=getattr(field.default, key))
+            found[key] = dataclasses.replace(
+                declarations_of(field.kind)[key], default=getattr(field.default, key)
+            )
         if not field.flat:
             found[name] = field
     return found
 
 
-def made(cls: Any, values: Mapping[str, Any]) -> Any:
-    """A dataclass's instance of values of its options (see `keys_of`)."""
+def config_from(cls: Any, values: Mapping[str, Any]) -> Any:
+    """A dataclass's instance of values of its options (see `options_of`)."""
     own = dict(values)
-    for name, field in declared(cls).items():
+    for name, field in declarations_of(cls).items():
         if field.flat:
             own[name] = dataclasses.replace(field.default, **{key: own.pop(key) for key in field.flat})
     return cls(**own)

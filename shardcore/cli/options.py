@@ -29,7 +29,7 @@ from typing import (
     get_type_hints,
 )
 
-from shardcore.cli.declarations import Field, declared, keys_of, made
+from shardcore.cli.declarations import Field, config_from, declarations_of, options_of
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import OPTIMIZERS, PRECISION_BYTES
 from shardcore.core.validation import MOST_BYTES, Rule, one_of, type_words, within
@@ -209,10 +209,10 @@ def _add_command(commands: argparse._SubParsersAction, options: type, run: Calla
 
 def _keys(options: type, name: str) -> Iterator[tuple[str, Field, str]]:
     """Name, declaration and help of each option that a field makes: its own, or those of a config's fields."""
-    field = declared(options)[name]
+    field = declarations_of(options)[name]
     texts = _texts(field.kind if field.flat else options)
     for key in field.flat or (name,):
-        yield key, keys_of(options)[key], texts.get(key, "")
+        yield key, options_of(options)[key], texts.get(key, "")
 
 
 def _texts(cls: type) -> dict[str, str]:
@@ -264,14 +264,14 @@ def _parser(kind: type, rules: Sequence[Rule]) -> Callable[[str], Any]:
 
 def build(parsed: argparse.Namespace) -> Any:
     """The options of a command, from what was parsed."""
-    return made(parsed.options, {key: getattr(parsed, key) for key in keys_of(parsed.options)})
+    return config_from(parsed.options, {key: getattr(parsed, key) for key in options_of(parsed.options)})
 
 
 def outputs(options: type) -> dict[str, Output]:
     """Options of a class that name files or folders that the command writes."""
     return {
         name: mark
-        for name, field in declared(options).items()
+        for name, field in declarations_of(options).items()
         for mark in field.marks
         if isinstance(mark, Output)
     }

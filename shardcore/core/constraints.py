@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import (
@@ -13,10 +13,12 @@ from shardcore.core.validation import (
     MOST_PINS,
     first_repeated,
     require,
-    require_within,
+    require_rules,
+    rules_of,
     shown,
     type_hints,
     typed,
+    within,
 )
 
 Pins = Mapping[str, tuple[int | str, ...]]
@@ -44,7 +46,7 @@ class Constraints:
     min_widths: fewest columns of a shard of some tables. A table with fewer stays whole.
     """
 
-    reserved_bytes: int = 0
+    reserved_bytes: Annotated[int, within(0, MOST_BYTES)] = 0
     unsplit: tuple[str, ...] = ()
     pinned: tuple[tuple[str, tuple[int | str, ...]], ...] = ()
     together: tuple[tuple[str, ...], ...] = ()
@@ -52,9 +54,10 @@ class Constraints:
     min_widths: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
-        reserved = typed(self.reserved_bytes, int, "constraints.reserved_bytes")
-        object.__setattr__(self, "reserved_bytes", reserved)
-        require_within(self, "constraints", reserved_bytes=(0, MOST_BYTES))
+        object.__setattr__(
+            self, "reserved_bytes", typed(self.reserved_bytes, int, "constraints.reserved_bytes")
+        )
+        require_rules(self, "constraints", rules_of(Constraints))
         for name, form in _FORMS.items():
             try:
                 object.__setattr__(self, name, tuple(self._entries(name)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated
 
 from shardcore.core.catalog import DENSE_OPTIMIZERS
@@ -61,7 +62,7 @@ class Pipeline:
     def moments(self) -> tuple[Ids, ...]:
         return self.ids_arrive, self.lookups, self.outputs_arrive, self.dense, self.backward, self.update
 
-    @property
+    @cached_property
     def least_arrived(self) -> int:
         """Batches whose arrived ids are in memory in every moment."""
         return min(ids.arrived for ids in self.moments)

@@ -333,5 +333,3 @@ require_path_name = Rule(
     f"it needs a folder's name: letters, digits and . _ -, the first a letter or digit, {MOST_PATH_NAME} at most",
 )
 """Rule of the name of a file or folder."""
-is_path_name = require_path_name.admits
-"""(name) -> whether it is safe for a file or folder."""

@@ -19,7 +19,14 @@ from shardcore.cost.composite import Composite, composed
 from shardcore.cost.model import LinearHead, round_encodings
 from shardcore.step.access import access_share, unique_rows_of
 from shardcore.step.collectives import carried_as
-from shardcore.step.exchanges import ChannelTerms, ExchangeLaw, OwnWork, Terms, carrying, given_levels
+from shardcore.step.exchanges import (
+    ChannelTerms,
+    ExchangeLaw,
+    OwnWork,
+    Terms,
+    given_levels,
+    with_payload_share,
+)
 from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
 from shardcore.step.scopes import groups_of
@@ -127,7 +134,7 @@ class AnalyticModel(LinearHead, ExchangeLaw):
         # An all-reduce passes its bytes twice.
         terms = Terms(row.passes * latency, used)
         ways = {
-            way: carrying(terms, payload_of(carried_as(row, way, self.setting.payloads[way])).share)
+            way: with_payload_share(terms, payload_of(carried_as(row, way, self.setting.payloads[way])).share)
             for way in row.ways
         }
         return ChannelTerms(channel, members, units, ways, work, work)

@@ -9,7 +9,7 @@ Shapes: N shards, F features, G ops, C channels, L lanes, D devices.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
@@ -38,7 +38,7 @@ def round_encodings(codes: np.ndarray) -> np.ndarray:
 
 @runtime_checkable
 class CostModel(Protocol):
-    """Costs of fused ops and collectives, in ms. All methods are pure.
+    """Costs of fused ops and collectives, in ms. All methods are pure, and a model is hashable.
 
     An op costs head(sum of its shards' encodings). So a search adds and subtracts rows of F numbers, and
     never runs a network twice on a shard.
@@ -283,9 +283,10 @@ def step_ms(
 def require_model(model: object) -> None:
     """Raise ShardCoreError unless this is a cost model."""
     # The runtime check of a protocol sees whether its methods exist, not their types.
-    if not isinstance(model, CostModel):
+    # Its terms are cached by model, so it needs a hash (exchanges.terms_of).
+    if not (isinstance(model, CostModel) and isinstance(model, Hashable)):
         raise ShardCoreError(
-            f"model is {shown(model)}; it needs to be a cost model, as load_model(folder) gives"
+            f"model is {shown(model)}; it needs to be a cost model, as load_model(folder) gives, and hashable"
         )
 
 

@@ -28,7 +28,7 @@ from shardcore.cost.model import LinearHead, round_encodings, step_ms
 from shardcore.cost.profile import HOST_GBPS, RATES, Profile
 from shardcore.cost.profile_law import Rates
 from shardcore.step.collectives import carried_as
-from shardcore.step.exchanges import ChannelTerms, ExchangeLaw, OwnWork, Terms, carrying
+from shardcore.step.exchanges import ChannelTerms, ExchangeLaw, OwnWork, Terms, with_payload_share
 from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
 from shardcore.step.scopes import groups_of
@@ -144,7 +144,9 @@ class ProfileModel(LinearHead, ExchangeLaw):
                 self._values_of_groups, collective, own, row.exchanges, topology
             )
             # Only outputs and their gradients are cast. Ids travel as they are.
-            ways[way] = carrying(terms, payload_of(carried_as(row, way, self.setting.payloads[way])).share)
+            ways[way] = with_payload_share(
+                terms, payload_of(carried_as(row, way, self.setting.payloads[way])).share
+            )
         return ChannelTerms(channel, members, units, ways, work, work)
 
     def _own_work(self, channel: Channel, topology: Topology) -> OwnWork:

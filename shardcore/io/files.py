@@ -32,7 +32,7 @@ from shardcore.step.lower import require_plan
 
 DIGEST = re.compile(r"[0-9a-f]{16}")
 """Form of a `digest`. ShardCore writes no other names of versions."""
-is_digest = Rule(lambda text: DIGEST.fullmatch(text) is not None, "it needs 16 hex digits")
+require_digest = Rule(lambda text: DIGEST.fullmatch(text) is not None, "it needs 16 hex digits")
 
 
 # --- tables, problems ---------------------------------------------------------------------------------------

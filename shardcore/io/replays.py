@@ -338,7 +338,7 @@ class _Row:
 
     def __post_init__(self) -> None:
         cost, what = self.cost, f"the replay of plan {self.plan}"
-        files.is_digest(self.plan, "a replay", "plan")
+        files.require_digest(self.plan, "a replay", "plan")
         parts = [getattr(cost, name) for name in PARTS]
         require(
             len(parts[0]) > 0

@@ -60,16 +60,16 @@ class Decision(Record):
     problem: Annotated[str, require_path_name]
     outcome: Annotated[str, one_of(OUTCOMES)]
     reason: str
-    current: Annotated[str, files.is_digest]
-    candidate: Annotated[str, files.is_digest]
-    problem_digest: Annotated[str, files.is_digest]
+    current: Annotated[str, files.require_digest]
+    candidate: Annotated[str, files.require_digest]
+    problem_digest: Annotated[str, files.require_digest]
     candidate_ms: Annotated[float | None, within(0, MOST_MS)] = None
     previous_ms: Annotated[float | None, within(0, MOST_MS)] = None
     margin_ms: Annotated[float | None, within(0, MOST_MS)] = None
     threshold: Annotated[float, within(0, 1)] = 0.0
     # datetime cannot show later times.
     decided_at: Annotated[float, within(0, MOST_UNIX_S)] = 0.0
-    parent: Annotated[str | None, files.is_digest] = None
+    parent: Annotated[str | None, files.require_digest] = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

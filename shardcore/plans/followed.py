@@ -18,7 +18,7 @@ from typing import Any
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem
-from shardcore.core.validation import is_path_name, require, shown
+from shardcore.core.validation import require, require_path_name, shown
 from shardcore.cost.model import CostModel
 from shardcore.cost.move_rates import MoveRates
 from shardcore.io import schema, writing
@@ -77,7 +77,7 @@ class JobReport:
 
     def __post_init__(self) -> None:
         require(
-            is_path_name(self.job),
+            require_path_name.admits(self.job),
             f"a job has name {shown(self.job)}; names have letters, digits and . _ -",
         )
 

@@ -35,7 +35,7 @@ from typing import Any
 
 from shardcore.core.errors import ShardCoreError, Unreachable
 from shardcore.core.types import Plan, Problem
-from shardcore.core.validation import is_path_name, require, shown
+from shardcore.core.validation import require, require_path_name, shown
 from shardcore.io import files, schema, writing
 from shardcore.io.envelope import seal, unseal
 from shardcore.plans import decisions, places
@@ -154,7 +154,9 @@ def adoption(root: str | Path, name: str, version: str) -> Decision | None:
 def names(root: str | Path) -> list[str]:
     """Names of the problems with a published plan."""
     home = places.place(root)
-    return [name for name in places.listed(home) if is_path_name(name) and _has_pointer(home / name)]
+    return [
+        name for name in places.listed(home) if require_path_name.admits(name) and _has_pointer(home / name)
+    ]
 
 
 def _has_pointer(home: Place) -> bool:
@@ -391,7 +393,7 @@ def _home(root: str | Path, name: str) -> Place:
     """A problem's folder. Raises ShardCoreError for a link, and for a name that no problem can have."""
     name = name if isinstance(name, str) else repr(name)
     require(
-        is_path_name(name),
+        require_path_name.admits(name),
         f"problem {shown(name)} has no plans in {root}; names have letters, digits and . _ -",
     )
     require(

@@ -32,7 +32,7 @@ from shardcore.search.state.shards import priced
 from shardcore.search.ties import least, ranks, sort_by_cost
 from shardcore.step.kinds import shards_on
 from shardcore.step.options import ShardKey
-from shardcore.step.ways import divided_otherwise, division, fixed_placements, placed
+from shardcore.step.ways import divided_otherwise, division, fixed_placements, placements_of
 
 State = tuple[ShardKey, ...]
 """Sorted shards: how tables are cut, but not yet where they go."""
@@ -143,7 +143,7 @@ class Beam:
             best = self._sampled(space, best, sampled)
         if packing and not is_less(best.ms, packing.provenance["predicted_ms"]):
             return self._priced(packing.placements, packed=True, **provenance)
-        placements = placed(space.cache.bundles(best.state), best.devices, space.cache.problem)
+        placements = placements_of(space.cache.bundles(best.state), best.devices, space.cache.problem)
         return self._priced(placements, packed=False, **provenance)
 
     def _priced(self, placements: Sequence[Placement], **provenance: Any) -> Plan:

@@ -148,7 +148,7 @@ def slowest_ms(terms: Terms, of_levels: Iterable[Any]) -> Any:
     return sum(ms**terms.sharpness for ms in of_levels) ** (1 / terms.sharpness)
 
 
-def carrying(terms: Terms, share: float) -> Terms:
+def with_payload_share(terms: Terms, share: float) -> Terms:
     """The terms where a payload carries such a share of the bytes."""
     levels = [{name: share * rate for name, rate in level.items()} for level in terms.levels]
     return replace(terms, levels=levels, ramp_bytes=terms.ramp_bytes / share)

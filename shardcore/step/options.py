@@ -49,7 +49,7 @@ _ENCODED_AT_ONCE = 1 << 14
 
 
 class Encoder(Protocol):
-    """What options need of a cost model (cost.model.CostModel)."""
+    """The methods of a cost model that options call (cost.model.CostModel)."""
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray: ...
     def head(self, sums: np.ndarray) -> np.ndarray: ...
@@ -153,7 +153,7 @@ class Options(Generic[Model]):
         self.first_code = CACHED + len(self.caches)
         # One row each, of number 0.
         self.made: list[Bundle] = [self.strips[0]]
-        self.vectors = np.zeros((1, self.first_code + encoded([self.strips[0][0]], model).shape[1]))
+        self.vectors = np.zeros((1, self.first_code + encode_shards([self.strips[0][0]], model).shape[1]))
         self.local = np.zeros((1, 4))
         self.run, self.following = np.zeros((2, 1), np.int64)
         self.peak_bytes, self.single_ms, self.added_ms = np.zeros((3, 1))
@@ -393,9 +393,10 @@ class Options(Generic[Model]):
         Caches of whole MiB are not, so shards that have one are counted each.
         """
         problem, n_sums = self.problem, len(Sums._fields)
+        widths = np.array([shard.width for _, shard in parts])
         keys = [
-            (run, row_range(s), s.width if s.table.in_host_memory and not s.table.below.shares_cache else 0)
-            for run, s in parts
+            (run, row_range(s), width if s.table.in_host_memory and not s.table.below.shares_cache else 0)
+            for (run, s), width in zip(parts, widths.tolist(), strict=True)
         ]
 
         def exact(run: Layout, shard: Shard) -> np.ndarray:
@@ -403,8 +404,8 @@ class Options(Generic[Model]):
 
         # Two exact counts for each row range, in place of one for each of its shards.
         groups: dict[tuple[Layout, RowRange, int], dict[int, Shard]] = defaultdict(dict)  # by width
-        for key, (_, shard) in zip(keys, parts, strict=True):
-            groups[key][shard.width] = shard
+        for key, (_, shard), width in zip(keys, parts, widths.tolist(), strict=True):
+            groups[key][width] = shard
         lines = {}
         for key, group in ticking(groups.items()):
             run, narrow, wide = key[0], min(group), max(group)
@@ -414,10 +415,9 @@ class Options(Generic[Model]):
                 a_column = (exact(run, group[wide]) - sums) / (wide - narrow)
             lines[key] = sums, a_column, narrow
         sums, a_column, narrow = map(np.array, zip(*(lines[key] for key in keys), strict=True))
-        width = np.array([shard.width for _, shard in parts])
-        sums = sums + a_column * (width - narrow)[:, None]
+        sums = sums + a_column * (widths - narrow)[:, None]
         local = sums[:, n_sums:]
-        local[:, CUT] = width < [shard.table.dim for _, shard in parts]
+        local[:, CUT] = widths < [shard.table.dim for _, shard in parts]
         # A local batch has a table's ids and outputs once, whatever ranges of its rows devices have.
         local[[shard.row_lo > 0 for _, shard in parts]] = 0.0
         vectors = np.zeros((len(parts), self.vectors.shape[1]))
@@ -426,10 +426,10 @@ class Options(Generic[Model]):
             for c, n in self.caches.counts(run, shard).items():
                 vectors[i, CACHED + c] = n
         # Replicas look up a local batch, other kinds the global one.
-        for batch in (self.problem.local_batch, self.problem.global_batch):
-            some = [i for i, (run, _) in enumerate(parts) if run.batch(problem) == batch]
-            if some:
-                vectors[some, self.first_code :] = encoded([parts[i][1] for i in some], self.model, batch)
+        batch_of = {run: run.batch(problem) for run in dict.fromkeys(run for run, _ in parts)}
+        for batch in dict.fromkeys(batch_of.values()):
+            some = [i for i, (run, _) in enumerate(parts) if batch_of[run] == batch]
+            vectors[some, self.first_code :] = encode_shards([parts[i][1] for i in some], self.model, batch)
         return vectors, local
 
     def numbers(self, strips: Integers, units: Integers) -> np.ndarray:
@@ -440,7 +440,7 @@ class Options(Generic[Model]):
         return self._numbers[strips, units]
 
 
-def encoded(shards: Sequence[Shard], model: Encoder, batch: int | None = None) -> np.ndarray:
+def encode_shards(shards: Sequence[Shard], model: Encoder, batch: int | None = None) -> np.ndarray:
     """[N, F] the model's encodings, a chunk at a time. batch: as in Encoder.encode."""
     chunks = []
     for i in range(0, len(shards), _ENCODED_AT_ONCE):

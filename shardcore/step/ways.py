@@ -176,11 +176,11 @@ def fixed_placements(problem: Problem) -> tuple[Placement, ...]:
     constraints keep on some devices or whole.
     """
     # Most problems have no such tables, and a look into the cache hashes the whole problem.
-    return _fixed(problem) if problem.kinds_of else ()
+    return _fixed_of_kinds(problem) if problem.kinds_of else ()
 
 
 @lru_cache(16)
-def _fixed(problem: Problem) -> tuple[Placement, ...]:
+def _fixed_of_kinds(problem: Problem) -> tuple[Placement, ...]:
     fixed = []
     for table in (t for t in problem.tables if t.name in problem.kinds_of):
         _require_possible(table, problem)
@@ -327,7 +327,7 @@ def _position(shard: Shard) -> tuple[str, int, int, int, int]:
     return shard.table.name, shard.row_lo, shard.row_hi, shard.col_lo, shard.col_hi
 
 
-def placed(bundles: Sequence[Bundle], devices: Sequence[int], problem: Problem) -> list[Placement]:
+def placements_of(bundles: Sequence[Bundle], devices: Sequence[int], problem: Problem) -> list[Placement]:
     """Placements for bundles[i] on devices[i].
 
     The row ranges of a divided table become one placement. All of them have to be there.

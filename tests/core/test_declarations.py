@@ -9,7 +9,7 @@ from typing import Annotated, get_type_hints
 import pytest
 
 import shardcore
-from shardcore.cli.declarations import Flat, declared, keys_of, made
+from shardcore.cli.declarations import Flat, config_from, declarations_of, options_of
 from shardcore.cli.options import Output, Parser
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import Record, Rule, entries, marks, one_of, within
@@ -78,7 +78,12 @@ class Options:
 
 
 def test_fields_of_a_config_are_options_with_its_rules_and_the_defaults_of_the_instance():
-    keys = keys_of(Options)
+    keys = options_of(Options)
     assert list(keys) == ["count", "kind", "out"] and keys["count"].default == 7
-    assert keys["count"].rules == declared(Limited)["count"].rules and keys["count"].rules[0].ends == (1, 9)
-    assert made(Options, {"count": 2, "kind": "b", "out": "x"}) == Options(Limited(count=2, kind="b"), "x")
+    assert keys["count"].rules == declarations_of(Limited)["count"].rules and keys["count"].rules[0].ends == (
+        1,
+        9,
+    )
+    assert config_from(Options, {"count": 2, "kind": "b", "out": "x"}) == Options(
+        Limited(count=2, kind="b"), "x"
+    )

@@ -92,7 +92,8 @@ def test_a_cautious_model_takes_the_link_as_it_is(model):
 
 
 def test_what_is_no_cost_model_is_refused():
-    for what in (5, None, object(), LINKS):
+    unhashable = type("Unhashable", (AnalyticModel,), {"__hash__": None})(MODEL.setting)
+    for what in (5, None, object(), LINKS, unhashable):
         with pytest.raises(ShardCoreError, match="it needs to be a cost model, as load_model"):
             price(lower(plan(PLAIN), PLAIN), what)
 

@@ -22,7 +22,7 @@ from shardcore.step.ways import (
     division,
     equal_parts,
     fixed_placements,
-    placed,
+    placements_of,
     searched_tables,
 )
 
@@ -72,7 +72,9 @@ def on_two_hosts(problem: Problem) -> Problem:
 
 
 def plan_of(shards, devices, problem) -> Plan:
-    return Plan(consolidate([*placed([(s,) for s in shards], devices, problem), *fixed_placements(problem)]))
+    return Plan(
+        consolidate([*placements_of([(s,) for s in shards], devices, problem), *fixed_placements(problem)])
+    )
 
 
 def total_ms(shards, devices, problem) -> float:

@@ -15,7 +15,7 @@ INTERNALS = (
     "numba.core.typing.templates.AttributeTemplate",
     "numba.np.arrayobj.populate_array",
 )
-"""What step/engine/pointers.py takes of numba. All but the first five are internal, and may go in any release."""
+"""Names of numba that step/engine/pointers.py uses. All but the first five are internal: any release may drop them."""
 
 
 class Some(NamedTuple):

@@ -25,7 +25,7 @@ from shardcore.step.ways import (
     division,
     fixed_placements,
     layout_of_shard,
-    placed,
+    placements_of,
 )
 from shardcore.testing.problems import draw_problem, model_for
 
@@ -300,13 +300,13 @@ def test_shards_become_placements_and_row_ranges_one():
     problem = of_tables([table, other], "xyxy")
     ranges = [s for _, s in shards_on(row(table, problem.topology))]
     whole = (Shard.whole(other),)
-    placements = placed([(ranges[3],), whole, *((s,) for s in ranges[:3])], [3, 1, 0, 2, 1], problem)
+    placements = placements_of([(ranges[3],), whole, *((s,) for s in ranges[:3])], [3, 1, 0, 2, 1], problem)
     assert set(placements) == {row(table, problem.topology), column(other, 1)}
     for devices in ([3, 1, 0, 1, 2], [3, 1, 0, 2, 2]):
         with pytest.raises(RuntimeError, match="a search placed rows of table 't'"):
-            placed([(ranges[3],), whole, *((s,) for s in ranges[:3])], devices, problem)
+            placements_of([(ranges[3],), whole, *((s,) for s in ranges[:3])], devices, problem)
     with pytest.raises(RuntimeError, match="a search placed rows of table 't'"):
-        placed([(s,) for s in ranges[:3]], [0, 2, 1], problem)
+        placements_of([(s,) for s in ranges[:3]], [0, 2, 1], problem)
 
 
 @given(data=st.data(), of_hosts=st.booleans())

@@ -53,5 +53,5 @@ def test_features_with_batches_of_their_own_carry_the_bytes_expected(seed):
 @pytest.mark.parametrize("seed", range(int(EXAMPLES or 0)))
 @pytest.mark.parametrize("kind", ["drawn", "coded", "variable"])
 def test_the_bytes_of_any_model_are_those_expected(kind, seed):
-    """Of drawn collections and plans; with payloads with scales; with batches of features."""
+    """Drawn collections and plans, payloads with scales, and batches of features."""
     assert traffic.differences(seed, getattr(drawn_collections, kind)(seed), limit_s=800) == []

@@ -35,7 +35,7 @@ from shardcore.step.kinds import Group, Layout, run_of
 from shardcore.step.lower import traffic_of_outputs
 from shardcore.step.memory import held_bytes
 from shardcore.step.options import Options
-from shardcore.step.ways import placed, required_division
+from shardcore.step.ways import placements_of, required_division
 
 LARGE = 1 << 19
 """Strips × devices of a large problem."""
@@ -125,7 +125,7 @@ class SearchSpace:
         """Placements of held [S, D] units, and of the strips that groups share, group [S]."""
         strips, devices = np.nonzero(held)
         keys = list(zip(strips.tolist(), held[strips, devices].tolist(), strict=True))
-        placements = placed(self.cache.bundles(keys), devices.tolist(), self.cache.problem)
+        placements = placements_of(self.cache.bundles(keys), devices.tolist(), self.cache.problem)
         for s in np.flatnonzero(group >= 0).tolist():
             layout, on = self.groups[group[s]]
             placements.append(Placement(layout.name, Shard.whole(self.cache.table(s)), on))

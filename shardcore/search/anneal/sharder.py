@@ -207,7 +207,7 @@ class Search:
         n_devices, sequences = len(self.problem.topology), any(t.sequence for t in self.problem.tables)
         first = (sequences and len(shards) * n_devices <= LARGE) or n_devices > _MANY_DEVICES
         if first and whole_space:
-            self._note(maker.shared(shards))
+            self._note(maker.starts_with_shared(shards))
         # Data-parallel tables may still fit where columns do not: outputs can take more than rows.
         before_s = self.meter.seconds()
         with suppress(Infeasible) if whole_space else nullcontext():
@@ -216,7 +216,7 @@ class Search:
         # Very many tables take long to encode. Then a plan in time is worth more than one of the whole space.
         has_time = self.meter.left() and self.meter.has_time(self.meter.seconds() - before_s)
         if whole_space and not first and (self.best is None or has_time):
-            self._note(maker.shared(shards))
+            self._note(maker.starts_with_shared(shards))
         if self.best is None:
             fitting(maker.problem)
         # Improving a hopeless start would waste its share of the budget.

@@ -167,7 +167,7 @@ class Starts:
 
     # --- starts with shared tables ---
 
-    def shared(self, shards: Sequence[Shard]) -> Iterator[Start]:
+    def starts_with_shared(self, shards: Sequence[Shard]) -> Iterator[Start]:
         """Greedy plans of the whole space, with tables shared by groups of devices. None may fit."""
         space = self._space(shards, "all")
         may_share, layouts, runs = space.fixed.may_share, space.layouts, space.fixed.strips[:, RUN]

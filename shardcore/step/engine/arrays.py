@@ -243,7 +243,7 @@ def empty(problem: SearchProblem, n_hosts: int, batch: tuple[int, ...] = ()) -> 
     }
     state = State(
         **{
-            name: np.zeros([*batch, *(sizes[dim] for dim in array.dims)], array.dtype.name)
+            name: np.zeros([*batch, *map(sizes.__getitem__, array.dims)], array.dtype.name)
             for name, array in State.__annotations__.items()
         }
     )

@@ -96,7 +96,7 @@ def set_place(fx, st, s, d, then):
 
 @inner
 def change_place(fx, st, s, d, then):
-    """As `set_place`, and log the state before."""
+    """Log the state before, then `set_place`."""
     # Three numbers a change, not a copy of the plan: the way back costs only what changed since.
     at = st.number[LOG]
     st.log[at, 0], st.log[at, 1], st.log[at, 2] = s, d, st.group[s] if d < 0 else st.held[s, d]

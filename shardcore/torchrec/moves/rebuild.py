@@ -10,7 +10,7 @@ import torch
 from shardcore.torchrec.modules import Collection
 
 
-def unsharded(collection: Collection, init_fn: Any = None) -> Any:
+def unsharded_copy(collection: Collection, init_fn: Any = None) -> Any:
     """A sharded collection's module as it was before it was sharded, on the meta device: shapes without memory.
 
     init_fn: replaces the initialization of weights.

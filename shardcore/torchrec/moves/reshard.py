@@ -31,7 +31,7 @@ from shardcore.core.validation import Record, Wait, require, within
 from shardcore.torchrec.modules import Collection, collections_of, first_names, is_replicated
 from shardcore.torchrec.moves.agreement import Agreement, Waited, time_limit
 from shardcore.torchrec.moves.pipelines import emptied_pipeline
-from shardcore.torchrec.moves.rebuild import WithoutInit, no_init, restore_configs, unsharded
+from shardcore.torchrec.moves.rebuild import WithoutInit, no_init, restore_configs, unsharded_copy
 from shardcore.torchrec.moves.replica_optimizers import (
     refresh_wrappers,
     renew_fused_optimizer,
@@ -252,7 +252,7 @@ class _OldCollection:
 
     def build(self, model: Any, optimizer: DenseOptimizer, counts: _Counts) -> _NewCollection:
         """The collection under the new plan, with state of 0."""
-        start = Collection(self.path, unsharded(self.old, no_init))
+        start = Collection(self.path, unsharded_copy(self.old, no_init))
         for table, settings in self.old.fused_params.items():
             weight = start.of_tables[table].weight
             # Types of optimizers are already FBGEMM's, so TorchRec needs no class of one.
@@ -542,7 +542,7 @@ def _collection(
     from torchrec.modules.embedding_configs import data_type_to_dtype
 
     now, settings = old.module.module_sharding_plan, old.fused_params
-    collection = _OldCollection(old, model._sharder_map[type(unsharded(old))], new, {}, (), {})
+    collection = _OldCollection(old, model._sharder_map[type(unsharded_copy(old))], new, {}, (), {})
     regions, dense, groups = {}, {}, replica_groups(model, optimizer)
     for config in old.configs:
         dtype = data_type_to_dtype(config.data_type)

@@ -1,6 +1,7 @@
 """The last step of every sharder: tables in fewer parts, for a tenth of a percent at most."""
 
 from dataclasses import replace
+from statistics import median
 
 import pytest
 from shapes import column, on_hosts
@@ -95,13 +96,19 @@ def test_every_sharder_ends_with_it(monkeypatch):
 
 
 @pytest.mark.long
-def test_the_plan_of_the_readme_has_no_narrow_part():
-    """Its hottest table has five parts: four, and a fifth by single moves, leave a step of 2.605 ms."""
+def test_plans_of_the_readme_have_few_narrow_parts():
+    """Its hottest table has five parts: four, and a fifth by single moves, leave a step of 2.605 ms.
+
+    A seed in ten ends there, and any seed may keep a narrow part that saves more than the concession.
+    """
     profile = load_profile("nvidia-h100-sxm")
     tables, optimizer = public_pool("mlperf-dlrm-dcnv2"), public_optimizer("mlperf-dlrm-dcnv2")
     problem = Problem(
         "mlperf", tuple(tables), profile.topology(1, 8), 65_536, optimizer, Constraints(11 * GIB)
     )
-    plan = SHARDERS["portfolio"](problem, profile.model().for_problem(problem))
-    assert min(p.shard.width for p in plan.placements) >= 16
-    assert plan.provenance["predicted_ms"] < 2.59 and parts_of(plan)["c20"] == 5
+    model = profile.model().for_problem(problem)
+    plans = [SHARDERS["portfolio"](problem, model, seed=seed) for seed in range(9)]
+    assert median(plan.provenance["predicted_ms"] for plan in plans) < 2.585
+    assert sum(parts_of(plan)["c20"] == 5 for plan in plans) >= 6
+    narrow = [sum(p.shard.width < 16 for p in plan.placements) for plan in plans]
+    assert median(narrow) == 0 and max(narrow) <= 2, narrow

@@ -20,7 +20,7 @@ from shardcore.search.learned.rollout import Rollouts
 from shardcore.search.learned.training import CostSample, Learner, PolicyConfig, Prepared
 from shardcore.step import access
 from shardcore.step.lower import lower
-from shardcore.step.ways import equal_parts, placed
+from shardcore.step.ways import equal_parts, placements_of
 from shardcore.tables import streams
 from shardcore.testing.plans import check_plan
 from shardcore.testing.problems import CASES, model_for
@@ -43,7 +43,7 @@ def test_costs_are_the_prices_of_the_plans_and_parts_are_theirs(name):
     keys, made = prepared.keys[0][rollout.placed.order[0]], rollout.placed
     for k in range(6):
         bundles = prepared.cache.bundles([tuple(key) for key in keys.tolist()])
-        plan = Plan(tuple(placed(bundles, made.devices[0, k], problem)))
+        plan = Plan(tuple(placements_of(bundles, made.devices[0, k], problem)))
         cost = price(lower(plan, problem), prepared.cache.model)
         assert cost.total_ms == pytest.approx(made.total_ms[0, k])
         parts = np.stack([cost.forward_compute_ms, cost.backward_comm_ms, cost.backward_compute_ms], 1)
@@ -54,7 +54,7 @@ def test_costs_are_the_prices_of_the_plans_and_parts_are_theirs(name):
 def test_only_legal_devices_are_taken_whatever_the_scores(name):
     problem = CASES["together and pinned, tight"]
     _, rollout = rolled(name, problem, plans=40)
-    made, fits = rollout.placed, rollout.placed.fits
+    made, fits = rollout.placements_of, rollout.placed.fits
     legally = np.take_along_axis(made.legal, made.devices[..., None], -1)[..., 0]
     assert legally[fits].all() and fits.any() and (np.isfinite(made.total_ms) == fits).all()
 
