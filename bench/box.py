@@ -32,18 +32,18 @@ from shardcore.cost import collective_fit, collective_model
 from shardcore.cost.metrics import mape
 from shardcore.io import dataset
 from shardcore.io.measurements import CollectiveRequest, CollectiveSample, EmulatedLinks
-from shardcore.measure import collectives, hardware, run
+from shardcore.measure import collectives, hardware
 from shardcore.measure.sampling import different
 from shardcore.measure.sampling.collectives import comm_request
 from shardcore.measure.sampling.problems import DIMS
+from shardcore.measure.transport import Transport
+from shardcore.stages import measure as run
 from shardcore.step.collectives import COLLECTIVES
 from shardcore.step.kinds import Channel
 from shardcore.step.scopes import CROSS, CROSS_POD, HOST, POD, SCOPES, WORLD, groups_among
 
 KNOWN = {(2, 4, 1), (4, 8, 1), (2, 8, 1), (8, 16, 1), (16, 16, 1), (4, 4, 2), (4, 8, 2)}
 """Hosts, ranks and pods that the law is fitted to, at the lowest rate there is."""
-_CHUNK = 64
-"""Samples that are written at once."""
 _EVEN = 0.25
 """Share of draws over emulated hosts with equal loads on all ranks, as in plans of good searches. Links that are
 equally busy reach a lower rate than one link that is busier than the others."""
@@ -242,8 +242,11 @@ def measure(out: Path, box: hosts.Box, n: int, batch: int, seed: int) -> None:
     config = replace(config, timeout_s=config.timeout_s * math.ceil(box.ranks / (os.cpu_count() or 1)))
     if missing:
         with hosts.box_of(box) as places:
-            samples = collectives.measure_all(missing, box.ranks, setting, config, on=places)
-            run.measure_exchanges(samples, out, lambda sample: common.say(sample.request.collective), _CHUNK)
+            transport = Transport(places=places)
+            samples = collectives.measure_all(missing, box.ranks, setting, config, transport)
+            for sample in samples:
+                dataset.write_comm(out, [sample])
+                common.say(sample.request.collective)
     dataset.merge_parts(out)
     print(
         f"{len(missing)} of {n} exchanges measured among {box.ranks} ranks of {box.hosts} {box.links.words}"

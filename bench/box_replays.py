@@ -45,6 +45,7 @@ from shardcore.io.envelope import opened, unseal
 from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.measure.sampling.steps import random_plans
+from shardcore.measure.transport import Transport
 from shardcore.search import SHARDERS, Budget, greedy
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.row_units import RowUnits
@@ -184,8 +185,7 @@ def summary(rows: Sequence[replay_metrics.ReplayRecord]) -> str:
 
 
 def _said(ratios: Sequence[float]) -> str:
-    found = metrics.mean_interval(np.array(ratios))
-    return f"{found.mean:.3f} ({found.low:.3f} to {found.high:.3f}), worst {max(ratios):.3f}"
+    return f"{common.spoken(metrics.mean_interval(np.array(ratios)))}, worst {max(ratios):.3f}"
 
 
 def main() -> None:
@@ -197,7 +197,6 @@ def main() -> None:
         measurements=(Path, "the dataset of MODEL, whose reference op tells the machine's slowdown"),
         known=(False, "drawn plans, on shapes of boxes that exchanges are fitted to"),
         pods=(False, "boxes in pods"),
-        plans_only=(False, "make the plans, which takes processors; a run without it then replays them"),
         steps=(Path, "replays by --known, which tell what exchanges take in a step"),
         problems=20,
         repeats=(9, "steps of each plan"),
@@ -223,8 +222,6 @@ def main() -> None:
             path,
             lambda of=problem, make=make: {name: files.plan_to_json(plan, of) for name, plan in make()},
         )
-        if args.plans_only:
-            continue
         bodies = {name: unseal(opened(text, "plan", path), path) for name, text in texts.items()}
         made = [(name, files.plan_from_json(body, problem, str(path))) for name, body in bodies.items()]
         with hosts.box_of(where) as places:
@@ -236,7 +233,7 @@ def main() -> None:
                     own.setting,
                     config,
                     lambda w, own=own, places=places: replay_all(
-                        w, own.setting, config, "cpu", reference, places
+                        w, own.setting, config, Transport(places=places), reference
                     ),
                 )
             )
@@ -247,7 +244,7 @@ def main() -> None:
             f"{f' in {where.pods} pods' if where.pods > 1 else ''}: "
             f"{len(problem.tables)} tables: {said}"
         )
-    if args.plans_only or args.known:
+    if args.known:
         return
     rows = replay_records.judge(kept, model)
     noise = np.median([r.noise_ms / r.replayed_ms for r in rows])

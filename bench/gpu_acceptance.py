@@ -39,6 +39,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,12 @@ import numpy as np
 import torch
 
 from bench import common
-from shardcore.cli.measure import profile_of_card
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting, Shard, Table
 from shardcore.core.validation import require
 from shardcore.cost.model import group_costs
+from shardcore.cost.profile import Profile, profile_of_device
 from shardcore.cost.profile_model import ProfileModel
 from shardcore.cost.profile_samples import NARROW, checks, timings_of
 from shardcore.io import dataset, writing
@@ -71,8 +72,14 @@ SHARES = (0.05, 0.1, 0.2, 0.5)
 Verdict = tuple[bool, dict[str, Any]]
 
 
+def profile_of_card() -> Profile | None:
+    """The published profile of the GPU. None: there is none."""
+    with suppress(ShardCoreError):
+        return profile_of_device(device_of("cuda").product())
+
+
 def card(_: argparse.Namespace) -> Verdict:
-    device, profile = device_of("cuda"), profile_of_card("cuda")
+    device, profile = device_of("cuda"), profile_of_card()
     name = profile.name if profile else "none"
     return True, {"name": hardware.hardware_name("cuda"), "profile": name, **device.versions()}
 
@@ -185,7 +192,7 @@ def uvm(args: argparse.Namespace) -> Verdict:
     device = device_of("cuda")
     if device.place != "cuda":
         return True, {"skipped": "a stand-in has no host memory of its own"}
-    found, profile, setting = {}, profile_of_card("cuda"), Setting(hardware.hardware_name("cuda"), args.batch)
+    found, profile, setting = {}, profile_of_card(), Setting(hardware.hardware_name("cuda"), args.batch)
     table = Table("cached", 2_000_000, 128, 10.0, Zipf(1.2))
     request = ComputeRequest((Shard.whole(table),), args.batch)
     ids, offsets = IndexStreams("cuda", device.stream_bytes(), 0).lookups(request, 0)
@@ -216,7 +223,7 @@ def uvm(args: argparse.Namespace) -> Verdict:
 
 def profile(args: argparse.Namespace) -> Verdict:
     """The profile of the card against what was measured, by kind."""
-    if not (card_profile := profile_of_card("cuda")):
+    if not (card_profile := profile_of_card()):
         return True, {"skipped": "the card has no profile"}
     found = checks(card_profile, timings_of(_samples(args, None), dataset.read_comm(args.out / "data")))
     print(*(f"  {check}" for check in found), sep="\n", flush=True)
@@ -229,7 +236,7 @@ def profile(args: argparse.Namespace) -> Verdict:
 def step(args: argparse.Namespace) -> Verdict:
     if importlib.util.find_spec("torchrec") is None:
         return True, {"skipped": "TorchRec is not installed"}
-    folder, card_profile = str(args.out / "job"), profile_of_card("cuda")
+    folder, card_profile = str(args.out / "job"), profile_of_card()
     _run("bench.gpu_step", folder, "--batch", str(args.batch))
     output = _run(
         "shardcore", "job", "read", folder, *(["--hardware", card_profile.name] if card_profile else [])

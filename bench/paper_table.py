@@ -193,8 +193,7 @@ class Cell:
         both = np.isfinite(self.ms) & np.isfinite(self.ours_ms)
         if not both.any():
             return "-"
-        found = metrics.mean_interval(self.ms[both] / self.ours_ms[both])
-        return f"{found.mean:.3f} ({found.low:.3f} to {found.high:.3f})"
+        return common.spoken(metrics.mean_interval(self.ms[both] / self.ours_ms[both]))
 
 
 def gain(rows: Sequence[Row], name: str) -> str:
@@ -336,7 +335,7 @@ def replayed(args: argparse.Namespace, model: NeuralModel) -> str:
                 made,
                 model.setting,
                 config,
-                lambda w: replay_all(w, model.setting, config, "cpu", reference),
+                lambda w: replay_all(w, model.setting, config, reference=reference),
             )
         )
         say(

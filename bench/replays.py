@@ -228,7 +228,7 @@ def main() -> None:
                 plans(problem, model),
                 model.setting,
                 config,
-                lambda workloads: replay_all(workloads, model.setting, config, "cpu", reference),
+                lambda workloads: replay_all(workloads, model.setting, config, reference=reference),
             )
         )
         [mine] = (r for r in replay_records.judge(kept[-1:], model) if r.algorithm == replay_metrics.OURS)

@@ -28,10 +28,8 @@ steps, of the slowest rank.
 
 from __future__ import annotations
 
-import io
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -338,8 +336,8 @@ def write(out: Path, trained: Sequence[Trained], model: neural.NeuralModel) -> s
         if r.algorithm in ALGORITHMS and r.plan in t.steps
     ]
     embedding, whole = (stepped(trained, replayed, part) for part in ("embedding", "whole"))
-    by_replay, content = foretold(embedding, replayed), io.BytesIO()
-    plot(
+    by_replay = foretold(embedding, replayed)
+    figure = plot(
         by_replay,
         {
             part: replay_metrics.rivals(rows)
@@ -349,8 +347,8 @@ def write(out: Path, trained: Sequence[Trained], model: neural.NeuralModel) -> s
                 ("whole step in TorchRec", whole),
             )
         },
-    ).savefig(content, format="png", dpi=120)
-    writing.write_atomic(out / "steps.png", content.getvalue())
+    )
+    common.write_png(out / "steps.png", figure)
     writing.write_csv(
         out / "steps.csv",
         [
@@ -392,11 +390,6 @@ def main() -> None:
     if not kept:
         raise ShardCoreError(
             f"folder {str(args.replays)!r} has no replays for ({model.setting}); run python -m bench.replays"
-        )
-    twice = [name for name, n in Counter(one.problem.name for one in kept).items() if n > 1]
-    if twice:
-        raise ShardCoreError(
-            f"folder {str(args.replays)!r} has problem {twice[0]!r} twice; give one of bench.replays"
         )
     reference = dataset.reference_op(args.measurements, model.setting)
     if reference is None:

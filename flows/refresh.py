@@ -11,14 +11,14 @@ from prefect import flow, get_run_logger
 from flows.promote import promote
 from flows.publish import publish
 from shardcore import report
-from shardcore.cli.published import open_page
 from shardcore.core.errors import ShardCoreError
 from shardcore.io import schema
+from shardcore.stages.measure import MeasureConfig
+from shardcore.stages.screen import open_page
 from tasks import console, links, owned, params, paths, services
 from tasks.artifacts import create_markdown_artifact
 from tasks.commit import git
 from tasks.evaluate import EvaluateConfig
-from tasks.measure import MeasureConfig
 from tasks.promote import PromoteConfig
 from tasks.publish import PublishConfig, compile_searches, publish_first
 from tasks.refresh import (

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from prefect import flow
 
+from shardcore.measure.pairs import PairConfig
 from tasks import console, services
-from tasks.topology import PairConfig, find_links
+from tasks.topology import find_links
 
 
 @flow(name="topology")

@@ -27,6 +27,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Column
 from rich.text import Text
 
+from shardcore.measure.tally import duration, pace
 from tasks import paths
 
 LOGS = Path("logs")
@@ -104,22 +105,6 @@ class Work:
         """Show the phase of the present part (see shardcore.core.progress.Listener)."""
         share, message = self._shown
         progress(share, f"{message}; {phase}{'' if best_ms is None else f', best {best_ms:.3f} ms'}")
-
-
-def pace(done: int, total: int, seconds: float) -> str:
-    """Parts that are done, their rate and the time left: "160 of 400, 10.2 a second, 24 s left"."""
-    if not done or seconds <= 0:
-        return f"{done} of {total}"
-    a_second = done / seconds
-    rate = f"{a_second:.1f} a second" if a_second >= 0.1 else f"{60 * a_second:.1f} a minute"
-    return f"{done} of {total}, {rate}, {duration((total - done) / a_second)} left"
-
-
-def duration(seconds: float) -> str:
-    """Seconds in words: "89 s", "2 min", "1.5 h"."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 # --- who shows it -------------------------------------------------------------------------------------------

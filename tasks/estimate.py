@@ -7,94 +7,56 @@ from the usual rate of two CPU cores, and says so.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from shardcore.io import dataset, files, replays
-from tasks import console
-from tasks.measure import MeasureConfig, actor_count, cluster_device, rank_count, wanted_comm, wanted_compute
-from tasks.replay import step_devices, wanted_steps, why_no_steps
+from shardcore.io import dataset, files
+from shardcore.measure.tally import duration
+from shardcore.stages.measure import USUAL_S, MeasureConfig, Wanted
+from tasks.ray_transport import RayTransport
 from tasks.setting import SettingConfig
 
 _PAUSE_S = 60.0
 """Gap between two samples beyond which they are of two runs."""
 _ENOUGH = 20
 """Fewest gaps between samples that give a rate."""
-USUAL_S = {"compute": 0.2, "comm": 0.4, "steps": 2.0}
-"""Seconds of a sample by kind, with those that are disturbed and measured once more (see tasks/usual_time.py)."""
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Time that samples of one kind would take.
+def estimate(pool: Path, setting: SettingConfig, config: MeasureConfig, folder: Path) -> list[str]:
+    """A line for each kind of sample. Of the connected cluster, only the list of devices is used.
 
-    kind: "compute", "comm" or "steps".
-    wanted: number of wanted samples.
-    missing: number of those not yet measured.
-    devices: number of devices that measure.
-    seconds: time to measure the missing samples.
-    basis: basis of the estimate, in words.
+    If `setting` does not name the hardware, it is the dataset's, or else this machine's.
     """
-
-    kind: str
-    wanted: int
-    missing: int
-    devices: int
-    seconds: float
-    basis: str
-
-    def __str__(self) -> str:
-        time = f"; about {console.duration(self.seconds)} ({self.basis})" if self.missing else ""
-        there = self.wanted - self.missing
-        return (
-            f"{self.kind}: {self.wanted} samples wanted, {there} there already, {self.missing} missing, "
-            f"{self.devices} devices{time}"
-        )
+    with RayTransport() as transport:
+        wanted = Wanted(files.read_pool(pool), setting.of_dataset_or_local(folder), config, transport)
+        measured_at = {
+            "compute": [s.measured_at for s in dataset.read_compute(folder, wanted.setting)],
+            "comm": [s.measured_at for s in dataset.read_comm(folder, wanted.setting)],
+        }
+        devices = {"compute": wanted.devices, "comm": wanted.ranks, "steps": wanted.step_ranks}
+        return [
+            line(kind, n, missing, devices[kind], measured_at.get(kind, []))
+            for kind, (n, missing) in wanted.counts(folder).items()
+        ]
 
 
-def estimate(pool_path: Path, wanted: SettingConfig, config: MeasureConfig, folder: Path) -> list[Estimate]:
-    """Estimates for compute, comm and steps. Of the connected cluster, only the list of devices is used.
-
-    If `wanted` does not name the hardware, it is the dataset's, or else this machine's.
-    """
-    setting, device = wanted.of_dataset_or_local(folder), cluster_device()
-    ranks, pool = rank_count(config, device, setting.batch), files.read_pool(pool_path)
-    groups = wanted_compute(pool, setting, config)
-    exchanges = wanted_comm(setting, ranks, config) if ranks > 1 else {}
-    compute = len(groups.keys() - dataset.read_ids(folder, "compute"))
-    comm = len(exchanges.keys() - dataset.read_ids(folder, "comm"))
-    actors, devices = actor_count(config, device), step_devices(config, setting.batch)
-    steps = (
-        [] if why_no_steps(pool, setting, devices, config) else wanted_steps(pool, setting, devices, config)
+def line(kind: str, wanted: int, missing: int, devices: int, measured_at: Sequence[float]) -> str:
+    """What is wanted of a kind, and about how long it takes. measured_at: times of the known samples, Unix s."""
+    each_s, basis = _each_s(kind, measured_at)
+    time = f"; about {duration(missing * each_s)} ({basis})" if missing else ""
+    there = wanted - missing
+    return (
+        f"{kind}: {wanted} samples wanted, {there} there already, {missing} missing, {devices} devices{time}"
     )
-    lacking = sum(len(plans) for _, plans in replays.missing(folder, steps, setting))
-    compute_at = [s.measured_at for s in dataset.read_compute(folder, setting)]
-    return [
-        Estimate("compute", len(groups), compute, actors, *_time("compute", compute, compute_at)),
-        Estimate(
-            "comm",
-            len(exchanges),
-            comm,
-            ranks,
-            *_time("comm", comm, [s.measured_at for s in dataset.read_comm(folder, setting)]),
-        ),
-        Estimate(
-            "steps", sum(len(plans) for _, plans in steps), lacking, devices, *_time("steps", lacking, [])
-        ),
-    ]
 
 
-def _time(kind: str, missing: int, measured_at: Sequence[float]) -> tuple[float, str]:
-    """Seconds to measure the missing samples, and the basis of that.
-
-    measured_at: times of the known samples, Unix s.
-    """
+def _each_s(kind: str, measured_at: Sequence[float]) -> tuple[float, str]:
+    """Seconds of a sample, and the basis of that."""
     gaps = np.diff(np.sort(measured_at))
     # Without pauses between runs, which would lower the rate.
     gaps = gaps[gaps < _PAUSE_S]
     if len(gaps) < _ENOUGH:
-        return missing * USUAL_S[kind], "at the usual rate of two CPU cores"
+        return USUAL_S[kind], "at the usual rate of two CPU cores"
     rate = len(gaps) / max(gaps.sum(), 1e-3)
-    return missing / rate, f"at the {rate:.1f} a second at which the dataset grew"
+    return 1 / rate, f"at the {rate:.1f} a second at which the dataset grew"

@@ -18,16 +18,15 @@ from shardcore.core.validation import MOST_COUNT, MOST_REPEATS, MOST_SEED, requi
 from shardcore.cost import accuracy, neural, replay_metrics, replay_records, study, training
 from shardcore.cost.model import CostModel
 from shardcore.io import dataset, files, replays, writing
-from shardcore.measure.replay import ReplayConfig
+from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.measure.sampling import MOST_DRAWS
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.report import figures, model_report
 from shardcore.search import BASELINES, DEFAULT_SHARDER, SHARDERS, compare
 from shardcore.search.budget import Budget
+from shardcore.stages.measure import Failures, devices_of_a_host
 from tasks import console
-from tasks.measure import cluster_setting
-from tasks.replay import EachProblem, devices_of_a_host, replaying
-from tasks.setting import SettingConfig
+from tasks.ray_transport import RayTransport
 
 HEADLINES = {
     "accuracy": ("compute_mape", "forward_comm_mape", "backward_comm_mape"),
@@ -247,14 +246,14 @@ def replay_plans(
         logger.info("no plans are replayed: evaluate.replay_problems is 0")
         return {}
     model, pool = neural.load(folder), files.read_pool(pool_path)
-    devices = devices_of_a_host(config.devices, model.setting.batch)
-    problems = _to_replay(pool, model.setting, devices, config)
-    if reason := _why_not(model.setting, devices, problems):
-        logger.warning("no plans are replayed: %s", reason)
-        return {}
-    rows = replay_records.judge(
-        _replayed(model, problems, dataset.reference_op(measurements, model.setting), config, out), model
-    )
+    with RayTransport() as transport:
+        devices = devices_of_a_host(transport, config.devices, model.setting.batch)
+        problems = _to_replay(pool, model.setting, devices, config)
+        if reason := _why_not(model.setting, devices, problems, transport):
+            logger.warning("no plans are replayed: %s", reason)
+            return {}
+        reference = dataset.reference_op(measurements, model.setting)
+        rows = replay_records.judge(_replayed(model, problems, reference, config, out, transport), model)
     writing.write_csv(out / "replays.csv", replay_records.csv_rows(rows))
     writing.write_atomic(
         out / "replays.png",
@@ -263,13 +262,12 @@ def replay_plans(
     return replay_metrics.figures(rows)
 
 
-def _why_not(setting: Setting, devices: int, problems: Sequence[Problem]) -> str | None:
+def _why_not(
+    setting: Setting, devices: int, problems: Sequence[Problem], transport: RayTransport
+) -> str | None:
     """The reason why the cluster cannot replay problems for a model of `setting`. None if it can."""
-    here = cluster_setting(
-        SettingConfig(batch=setting.batch, precision=setting.precision, optimizer=setting.optimizer)
-    )
-    if here != setting:
-        return f"the model is for {setting.hardware}, the cluster's devices are {here.hardware}"
+    if (here := transport.hardware()) != setting.hardware:
+        return f"the model is for {setting.hardware}, the cluster's devices are {here}"
     if devices < 2:
         return "no host has two devices (cores or GPUs) that plans could run on, as many as divide the batch"
     return None if problems else f"all tables of the problems drawn are above {ARENA_BYTES >> 20} MiB"
@@ -305,42 +303,47 @@ def _replayed(
     reference: dataset.ReferenceOp | None,
     config: EvaluateConfig,
     out: Path,
+    transport: RayTransport,
 ) -> list[replays.ReplaySet]:
     """Replays of all problems, stored or run now. Replays of other problems in `out` are removed."""
     steps, kept = ReplayConfig(repeats=config.replay_repeats, arena_bytes=ARENA_BYTES), []
-    work = console.Work("problems replayed", len(problems))
-    with EachProblem(lambda: replaying(len(problems[0].topology), model.setting, steps, reference)) as gang:
-        if not all((out / problem.name).exists() for problem in problems):
-            gang.start()  # beside the searches
-        plans_of = [
-            [
-                (o.algorithm, o.plan)
-                for o in plans_to_replay(p, model, config.seed, Budget(evals=config.budget_evals))
-                if o.plan
-            ]
-            for p in problems
+    work, failures = console.Work("problems replayed", len(problems)), Failures(get_run_logger().warning)
+    if not all((out / problem.name).exists() for problem in problems):
+        transport.prepare(len(problems[0].topology))  # beside the searches
+    plans_of = [
+        [
+            (o.algorithm, o.plan)
+            for o in plans_to_replay(p, model, config.seed, Budget(evals=config.budget_evals))
+            if o.plan
         ]
-        _remove(out, but=[p.name for p in problems])
-        for i, (problem, plans) in enumerate(zip(problems, plans_of, strict=True)):
-            where = out / problem.name
-            is_kept = replays.is_kept(where, problem, plans, model.setting, steps)
-            keep = partial(replays.keep, where, problem, plans, model.setting, steps)
-            if not gang.run(problem.name, lambda run, keep=keep: kept.append(keep(run))):
-                continue
-            found = replay_metrics.figures(replay_records.judge(kept[-1:], model))
-            get_run_logger().info(
-                "problem %d of %d %s: %d plans of %d tables on %d devices, error %.1f%%, bias %+.1f%%, noise %.1f%%",
-                i + 1,
-                len(problems),
-                "as kept" if is_kept else "replayed",
-                found["plans"],
-                len(problem.tables),
-                len(problem.topology),
-                found["mape"],
-                found["bias"],
-                found["noise"],
-            )
-            work.done(i + 1)
+        for p in problems
+    ]
+    _remove(out, but=[p.name for p in problems])
+
+    def replay(workloads: Sequence[Any]) -> Sequence[Any]:
+        return replay_all(workloads, model.setting, steps, transport, reference)
+
+    for i, (problem, plans) in enumerate(zip(problems, plans_of, strict=True)):
+        where = out / problem.name
+        is_kept = replays.is_kept(where, problem, plans, model.setting, steps)
+        keep = partial(replays.keep, where, problem, plans, model.setting, steps, replay)
+        if not failures.attempt(problem.name, lambda keep=keep: kept.append(keep())):
+            continue
+        found = replay_metrics.figures(replay_records.judge(kept[-1:], model))
+        get_run_logger().info(
+            "problem %d of %d %s: %d plans of %d tables on %d devices, error %.1f%%, bias %+.1f%%, noise %.1f%%",
+            i + 1,
+            len(problems),
+            "as kept" if is_kept else "replayed",
+            found["plans"],
+            len(problem.tables),
+            len(problem.topology),
+            found["mape"],
+            found["bias"],
+            found["noise"],
+        )
+        work.done(i + 1)
+    failures.end()
     return kept
 
 

@@ -6,82 +6,67 @@ Label `run` is the flow run's name. monitoring/grafana.json shows them.
 
 from __future__ import annotations
 
-import time
+from typing import Any
 
 from prefect import get_run_logger
 from prefect.runtime import flow_run
 from ray.util.metrics import Counter, Gauge
 
+from shardcore.measure.tally import Tally
 from tasks import console
 from tasks.artifacts import create_progress_artifact, update_progress_artifact
 
 _EVERY_S = 5.0
-_NAMES = {"compute": "groups", "comm": "exchanges", "steps": "steps of plans"}
+_OF_RUN, _OF_DEVICE = ("run", "kind"), ("run", "kind", "device")
 
 
-class Progress:
-    """Samples done, rate, time left, and the share of time in kernels.
+class RunProgress:
+    """The progress of a flow run (see shardcore.measure.tally.Progress)."""
 
-    kind: "compute", "comm" or "steps".
-    total: number of samples to measure.
-    again: True for samples that were disturbed and are measured once more.
-    """
+    def __init__(self) -> None:
+        logger = get_run_logger()
+        self.info, self.warning = logger.info, logger.warning
+        self._tally: Tally | None = None
+        self._artifact: Any = None
+        self._shown_s = 0.0
+        self._counted: dict[str, int] = {}
 
-    def __init__(self, kind: str, total: int, again: bool = False):
-        self._name = f"{_NAMES[kind]} that were disturbed" if again else _NAMES[kind]
-        self._kind, self._total, self._done, self._kernel_s = kind, total, 0, {}
-        self._began, self._shown_s = time.monotonic(), 0.0
-        self._logger = get_run_logger()
-        self._artifact = create_progress_artifact(
-            0.0, key=f"measure-{kind}", description=f"{total} {kind} samples"
+        def gauge(name: str, text: str, tags: tuple[str, ...] = _OF_RUN) -> Gauge:
+            return Gauge(f"shardcore_measure_{name}", text, tag_keys=tags)
+
+        self._samples = Counter(
+            "shardcore_measure_samples_total", "Samples measured or failed", tag_keys=_OF_DEVICE
         )
-        self._tags = {"run": flow_run.name or "", "kind": kind}
-        of_run, of_device = {"tag_keys": ("run", "kind")}, {"tag_keys": ("run", "kind", "device")}
-        self._samples_total = Counter(
-            "shardcore_measure_samples_total", "Samples measured or failed", **of_device
-        )
-        self._kernel_share = Gauge(
-            "shardcore_measure_kernel_share", "Share of a device's time in kernels", **of_device
-        )
-        self._wanted = Gauge("shardcore_measure_wanted", "Samples that the run has to measure", **of_run)
-        self._rate = Gauge(
-            "shardcore_measure_samples_per_s", "Samples a second, all devices together", **of_run
-        )
-        self._left_s = Gauge("shardcore_measure_left_s", "Estimated seconds to the end", **of_run)
-        self._wanted.set(total, self._tags)
+        self._kernel_share = gauge("kernel_share", "Share of a device's time in kernels", _OF_DEVICE)
+        self._wanted = gauge("wanted", "Samples that the run has to measure")
+        self._rate = gauge("samples_per_s", "Samples a second, all devices together")
+        self._left_s = gauge("left_s", "Estimated seconds to the end")
 
-    def add(self, device: str, samples: int, kernel_s: float | None = None) -> None:
-        """Count samples of a device, and its seconds in kernels if they are known."""
-        self._done += samples
-        tags = {**self._tags, "device": device}
-        if samples:
-            self._samples_total.inc(samples, tags)
-        if kernel_s is not None:
-            self._kernel_s[device] = self._kernel_s.get(device, 0.0) + kernel_s
-            self._kernel_share.set(self._kernel_s[device] / self._elapsed_s, tags)
-
-    def show(self) -> None:
+    def show(self, tally: Tally) -> None:
         """Show the progress. Every few seconds, and at the end, also log and publish it."""
-        elapsed = self._elapsed_s
-        rate = self._done / elapsed
-        line = f"{self._name}: {console.pace(self._done, self._total, elapsed)}"
-        if self._kernel_s:
-            line += (
-                f", {100 * sum(self._kernel_s.values()) / len(self._kernel_s) / elapsed:.0f}% "
-                "of the time in kernels"
-            )
-        console.progress(self._done / self._total, line)
-        if elapsed - self._shown_s < _EVERY_S and self._done < self._total:
+        if tally is not self._tally:
+            self._begin(tally)
+        console.progress(tally.share, tally.line)
+        tags = {"run": flow_run.name or "", "kind": tally.kind}
+        for device, samples in tally.by_device.items():
+            if new := samples - self._counted.get(device, 0):
+                self._samples.inc(new, {**tags, "device": device})
+        self._counted = dict(tally.by_device)
+        for device, share in tally.kernel_shares.items():
+            self._kernel_share.set(share, {**tags, "device": device})
+        if tally.elapsed_s - self._shown_s < _EVERY_S and tally.done != tally.total:
             return
-        self._shown_s = elapsed
-        self._logger.info("%s", line)
-        update_progress_artifact(self._artifact, 100.0 * self._done / self._total, description=line)
+        self._shown_s = tally.elapsed_s
+        self.info("%s", tally.line)
+        update_progress_artifact(self._artifact, 100.0 * tally.share, description=tally.line)
         # All are set each time, as Ray forgets a gauge that was not set for 20 s.
-        self._wanted.set(self._total, self._tags)
-        self._rate.set(rate, self._tags)
-        if rate:
-            self._left_s.set((self._total - self._done) / rate, self._tags)
+        self._wanted.set(tally.total or 0, tags)
+        self._rate.set(tally.rate, tags)
+        if tally.left_s is not None:
+            self._left_s.set(tally.left_s, tags)
 
-    @property
-    def _elapsed_s(self) -> float:
-        return max(1e-6, time.monotonic() - self._began)
+    def _begin(self, tally: Tally) -> None:
+        self._tally, self._shown_s, self._counted = tally, 0.0, {}
+        self._artifact = create_progress_artifact(
+            0.0, key=f"measure-{tally.kind}", description=f"{tally.total} {tally.kind} samples"
+        )

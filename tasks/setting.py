@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,10 +31,9 @@ class SettingConfig:
     precision: str = "fp32"
     optimizer: str = "exact_sgd"
 
-    def setting(self) -> Setting:
-        from shardcore.measure import hardware  # imports torch
-
-        name = hardware.hardware_name(hardware.detect_device()) if self.hardware == AUTO else self.hardware
+    def setting(self, at_hand: Callable[[], str] | None = None) -> Setting:
+        """The setting. at_hand: function that names the device at hand. None: this machine's."""
+        name = (at_hand or _local_hardware)() if self.hardware == AUTO else self.hardware
         return Setting(name, self.batch, self.precision, self.optimizer)
 
     def of_dataset_or_local(self, folder: Path) -> Setting:
@@ -62,3 +62,9 @@ class SettingConfig:
             f"{'; '.join(differences(held, local) for held in settings) or 'none'}; run the measure stage, or change "
             "`setting`"
         )
+
+
+def _local_hardware() -> str:
+    from shardcore.measure import hardware  # imports torch
+
+    return hardware.hardware_name(hardware.detect_device())

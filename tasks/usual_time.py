@@ -6,10 +6,9 @@ The rates are those of one `make run` on two cores of an AMD EPYC (Zen 5) beside
 
 from __future__ import annotations
 
+from shardcore.stages.measure import USUAL_S, MeasureConfig
 from tasks import params, paths
-from tasks.estimate import USUAL_S
 from tasks.evaluate import EvaluateConfig
-from tasks.measure import MeasureConfig
 from tasks.train import TrainConfig
 
 START_S = 12.0

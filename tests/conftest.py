@@ -153,13 +153,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 RAY = (
     "flows/test_measure.py",
-    "tasks/test_actors.py",
     "tasks/test_estimate.py",
     "tasks/test_evaluate.py",
     "tasks/test_measure_pairs.py",
     "tasks/test_measure_tasks.py",
     "tasks/test_ray_cluster.py",
     "tasks/test_ray_replay.py",
+    "tasks/test_ray_transport.py",
     "tasks/test_workers.py",
 )
 """These use one Ray cluster, and all other flows one Prefect server. So they are `long`."""

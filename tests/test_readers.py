@@ -79,7 +79,7 @@ NO_FORMAT = {
     "tasks/console.py:relayed",
     "flows/refresh.py:setting_of",
     # It opens a browser.
-    "shardcore/cli/published.py:open_page",
+    "shardcore/stages/screen.py:open_page",
     # It asks whether the plan is there; files.read_plan reads it.
     "shardcore/cli/published.py:_read",
     # It copies a page.

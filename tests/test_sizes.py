@@ -22,6 +22,7 @@ AT_FIRST = {
     "plans": 1668,
     "torchrec": 3963,
     "report": 1141,
+    "stages": 313,
     "cli": 1911,
     "testing": 430,
     "tasks": 3870,

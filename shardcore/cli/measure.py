@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -23,28 +20,28 @@ from shardcore.cli.options import (
     Precision,
 )
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.types import PRECISION_BYTES, Problem, Setting
-from shardcore.core.validation import Wait, within
+from shardcore.core.types import PRECISION_BYTES, Setting
+from shardcore.core.validation import Wait, require, within
 from shardcore.measure.config import KernelConfig
 from shardcore.measure.sampling import MOST_DRAWS, MOST_RANKS
 from shardcore.measure.sampling.groups import GroupConfig
 
 if TYPE_CHECKING:
     from shardcore.cost.profile import Profile
-    from shardcore.io.measurements import CollectiveRequest, CollectiveSample, ComputeRequest
-    from shardcore.measure.replay import ReplayConfig
-    from shardcore.measure.supervise import Finished, Supervisor
+    from shardcore.io.measurements import ComputeRequest
+    from shardcore.measure.tally import Tally
+    from shardcore.measure.transport import Transport
 
 command = Group()
 
-_ESTIMATE_S = 5.0
-"""Seconds of measuring on which a dry run bases its estimate."""
-_CALIBRATE_S = 5.0
-"""Seconds of measuring the reference op's ms, if the folder has no timing of it."""
 _PROGRESS_S = 5.0
 """Seconds between two lines of progress."""
-_STATES = 4
-"""Rows of optimizer state, over the rows of the largest table. The tables of an op that have more share them."""
+_CONFIGURED = ("minutes", "again", "seed", "chunk", "hang_s", "ranks", "held_out")
+"""Options that are MeasureConfig's fields of the same names."""
+_OF_KERNELS = ("tolerance", "max_repeats", "interleave")
+"""Fields of KernelConfig that are options, and MeasureConfig's fields of the same names."""
+_OF_GROUPS = ("max_shards", "max_width", "sequences")
+"""Fields of GroupConfig that are options, and MeasureConfig's fields of the same names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +67,8 @@ class MeasureOptions:
     steps: afterwards replay a step of each of the first P plans among --ranks, for the times of exchanges in
       steps
     held_out: draw groups only from the tables that are kept for testing, a twentieth of all
-    dry_run: show what is missing and how long it will take, from some seconds of measuring; write nothing
+    dry_run: show what is missing, and about how long it takes at the usual rate of two CPU cores; measure and
+      write nothing
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -84,8 +82,8 @@ class MeasureOptions:
     optimizer: Optimizer = "exact_sgd"
     hardware: str | None = None
     arena_gib: PositiveGib | None = None
-    groups: Annotated[GroupConfig, Flat(("max_shards", "max_width", "sequences"))] = GroupConfig()
-    kernels: Annotated[KernelConfig, Flat(("tolerance", "max_repeats", "interleave"))] = KernelConfig()
+    groups: Annotated[GroupConfig, Flat(_OF_GROUPS)] = GroupConfig()
+    kernels: Annotated[KernelConfig, Flat(_OF_KERNELS)] = KernelConfig()
     chunk: Positive = 64
     hang_s: Wait = 60.0
     ranks: Annotated[int, within(1, MOST_RANKS)] = 2
@@ -98,95 +96,90 @@ class MeasureOptions:
 
 @command
 def measure(args: MeasureOptions) -> None:
-    from shardcore.io import dataset, files, replays
-    from shardcore.measure import hardware, run
-    from shardcore.measure.device_bench import BenchSpec
+    from shardcore.io import dataset, files
+    from shardcore.measure import hardware
     from shardcore.measure.devices import device_of
-    from shardcore.measure.local_workers import LocalTransport
-    from shardcore.measure.replay import of_samples
-    from shardcore.measure.sampling.groups import compute_request, reference_request
-    from shardcore.measure.sampling.steps import first_step_plans
-    from shardcore.measure.supervise import Supervisor
+    from shardcore.measure.tally import NAMES, duration
+    from shardcore.measure.transport import Transport
+    from shardcore.stages import measure as run
     from shardcore.tables.generate import PoolConfig, generate_pool
-    from shardcore.tables.held_out import kept_for_testing
 
-    began = time.monotonic()
-    device = hardware.detect_device() if args.device == hardware.AUTO else args.device
-    hardware.require_device(device)
+    transport = Transport(hardware.detect_device() if args.device == hardware.AUTO else args.device)
+    hardware.require_device(transport.device)
     setting = Setting(
-        args.hardware or hardware.hardware_name(device),
-        args.batch or device_of(device).batch,
+        args.hardware or transport.hardware(),
+        args.batch or device_of(transport.device).batch,
         args.precision,
         args.optimizer,
     )
-    profile = profile_of_card(device)
-    arena_bytes = int(args.arena_gib * 2**30) if args.arena_gib else _arena_bytes(setting, device)
-    pool = files.read_pool(args.pool) if args.pool else generate_pool(PoolConfig())
-    live = run.tables_with_lookups(pool)
-    config = replace(args.kernels, arena_bytes=arena_bytes, state_rows=_STATES * max(t.rows for t in live))
-    groups = replace(args.groups, max_shard_bytes=config.arena_bytes)
     if args.exchanges or args.steps:
-        _require_ranks(args, setting, device)
-    wanted = run.wanted_exchanges(setting, args.exchanges, args.ranks, args.seed)
-    exchanges = list(run.lacking(wanted, dataset.read_ids(args.out, "comm")))
-    of_steps = of_samples(arena_bytes, args.hang_s)
-    steps = (
-        replays.missing(
-            args.out,
-            first_step_plans(live, args.steps, setting, args.ranks, of_steps.arena_bytes, args.seed),
-            setting,
-        )
-        if args.steps
-        else []
+        _require_ranks(args, setting.batch, transport)
+    profile = profile_of_card(transport.device)
+    arena_bytes = int(args.arena_gib * 2**30) if args.arena_gib else _arena_bytes(setting, transport.device)
+    config = run.MeasureConfig(
+        compute_samples=args.samples,
+        comm_samples=args.exchanges,
+        step_samples=args.steps,
+        actors=1,
+        arena_bytes=arena_bytes,
+        **{name: getattr(args, name) for name in _CONFIGURED},
+        **{name: getattr(args.kernels, name) for name in _OF_KERNELS},
+        **{name: getattr(args.groups, name) for name in _OF_GROUPS},
     )
-    known = dataset.read_ids(args.out, "compute")
-    disturbed = known & dataset.disturbed_ids(args.out, config.tolerance_on(device))
-    drawn = [t for t in live if kept_for_testing(t)] if args.held_out else live
-    missing = run.lacking(
-        run.wanted_groups(drawn, setting, args.samples, args.seed, groups), known - disturbed, args.again
-    )
-    if (first := next(missing, None)) is not None:
-        reference = reference_request(live, setting, groups)
-        reference_ms = dataset.usual_ms(args.out, setting, reference)
-        transport = LocalTransport(BenchSpec(setting, device, config, reference), args.hang_s)
-        with Supervisor(transport, reference_ms=reference_ms, hang_s=args.hang_s) as bench:
-            missing = itertools.chain([first], missing)
-            if args.dry_run:
-                _estimate(args, bench, missing)
-            else:
-                again = f", {len(disturbed)} of them disturbed and to be measured again" if disturbed else ""
-                print(
-                    f"measuring for {setting} into {args.out}, {len(known)} samples there already{again}",
-                    flush=True,
-                )
-                if reference_ms is None:
-                    others = [
-                        compute_request(live, i, setting, args.seed, groups) for i in range(config.interleave)
-                    ]
-                    found_ms = bench.calibrate(others, _CALIBRATE_S)
-                    expected = _expected(profile, setting, reference) if profile else ""
-                    print(f"the reference op takes {found_ms:.3g} ms{expected}", flush=True)
-                until = began + 60 * args.minutes
-                print_progress = _progress_of(bench, until)
-                run.measure_groups(bench, missing, args.out, pool, print_progress, args.chunk, until)
-                print_progress([])
-    elif args.samples:
-        print(f"{args.out} holds the first {args.samples} samples already", flush=True)
+    pool = files.read_pool(args.pool) if args.pool else generate_pool(PoolConfig())
+    wanted = run.Wanted(pool, setting, config, transport)
     if args.dry_run:
-        for kind, n, total in (
-            ("exchanges", len(exchanges), args.exchanges),
-            ("steps", sum(len(plans) for _, plans in steps), args.steps),
-        ):
-            if n:
-                print(f"{n} of the first {total} {kind} are missing")
+        if args.samples is None:
+            print(f"{NAMES['compute']}: as many as {args.minutes:g} min have time for")
+        asked = {kind: count for kind, count in wanted.counts(args.out).items() if count[0]}
+        for kind, (n, missing) in asked.items():
+            time = duration(missing * run.USUAL_S[kind])
+            print(
+                f"{NAMES[kind]}: {missing} of {n} are missing, about {time} at the usual rate of two CPU cores"
+            )
         return
-    if exchanges:
-        _measure_exchanges(args, exchanges, setting, device)
-    if steps:
-        _measure_steps(args, steps, setting, device, of_steps)
-    dataset.merge_parts(args.out)
+    there = len(dataset.read_ids(args.out, "compute"))
+    print(f"measuring for {setting} into {args.out}, {there} samples there already", flush=True)
+    if profile:
+        print(_expected(profile, setting, wanted.reference()), flush=True)
+    found = run.measure(wanted, args.out, _Printed())
+    print("measured {compute} groups, {comm} exchanges and {steps} steps of plans".format_map(found))
     if profile:
         _check(profile, args.out, setting)
+
+
+def _require_ranks(args: MeasureOptions, batch: int, transport: Transport) -> None:
+    """Raise ShardCoreError if --ranks do not fit the batch or this machine, before minutes of measuring."""
+    require(
+        args.ranks > 1 and batch % args.ranks == 0,
+        f"--ranks is {args.ranks}; an exchange needs at least 2, and a number that divides the batch of {batch}",
+    )
+    there = transport.hosts()[0].devices
+    if transport.device == "cuda":
+        require(args.ranks <= there, f"--ranks is {args.ranks}; here are {there} GPUs")
+    elif args.steps:
+        require(
+            args.ranks <= there,
+            f"--ranks is {args.ranks}; steps of so many need as many cores, here are {there}",
+        )
+
+
+class _Printed:
+    """Progress of measuring as lines."""
+
+    def __init__(self) -> None:
+        self._printed_s = 0.0
+
+    def info(self, text: str, *values: object) -> None:
+        print(text % values, flush=True)
+
+    def warning(self, text: str, *values: object, **more: object) -> None:
+        print(text % values, file=sys.stderr)
+
+    def show(self, tally: Tally) -> None:
+        if tally.done == tally.total or not 0 <= tally.elapsed_s - self._printed_s < _PROGRESS_S:
+            self._printed_s = tally.elapsed_s
+            print(tally.line, flush=True)
 
 
 def profile_of_card(device: str) -> Profile | None:
@@ -209,7 +202,7 @@ def _expected(profile: Profile, setting: Setting, reference: ComputeRequest) -> 
 
     model = ProfileModel(profile, replace(setting, hardware=profile.name))
     expected_ms = group_costs([reference.shards], model, reference.batch)[0]
-    return f"; profile {profile.name} expects {expected_ms:.3g} ms"
+    return f"profile {profile.name} expects the reference op to take {expected_ms:.3g} ms"
 
 
 def _check(profile: Profile, folder: Path, setting: Setting) -> None:
@@ -234,116 +227,3 @@ def _arena_bytes(setting: Setting, device: str) -> int:
     weights = PRECISION_BYTES[setting.precision]
     state = OPTIMIZERS[setting.optimizer].state_bytes("cell")
     return device_of(device).arena_bytes(weights / (weights + state))
-
-
-def _progress_of(bench: Supervisor, until: float) -> Callable[[Sequence[Finished]], None]:
-    """A callback that prints progress of measuring groups: every _PROGRESS_S, and when called without results.
-
-    until: time.monotonic() at which measuring ends.
-    """
-    began = printed_at = time.monotonic()
-    done = failed = 0
-
-    def print_progress(finished: Sequence[Finished]) -> None:
-        nonlocal done, failed, printed_at
-        now = time.monotonic()
-        for sample in (s for f in finished for s in f.samples if s.request != bench.spec.reference):
-            done, failed = done + 1, failed + (sample.error is not None)
-            if sample.error:
-                print(f"failed: {sample.error}", file=sys.stderr)
-        if not finished or now - printed_at > _PROGRESS_S:
-            printed_at, elapsed = now, now - began
-            print(
-                f"{done} samples{f' ({failed} failed)' if failed else ''}, {done / elapsed:.1f} a second, "
-                f"{bench.kernel_s / elapsed:.0%} of the time in kernels, "
-                f"{bench.kept_s / elapsed:.0%} in runs that entered a "
-                f"median, {max(0.0, (until - now) / 60):.1f} min left at most",
-                flush=True,
-            )
-
-    return print_progress
-
-
-def _estimate(args: MeasureOptions, bench: Supervisor, missing: Iterable[ComputeRequest]) -> None:
-    """Print how long measuring will take, from some seconds of it."""
-    listed = list(missing) if args.samples else []
-    began = time.monotonic()
-    some = itertools.takewhile(lambda _: time.monotonic() - began < _ESTIMATE_S, listed or missing)
-    rate = sum(s.request != bench.spec.reference for s in bench.samples(some)) / (time.monotonic() - began)
-    if args.samples:
-        print(
-            f"{len(listed)} of the first {args.samples} samples are missing in {args.out}: about "
-            f"{len(listed) / rate / 60:.1f} min at {rate:.1f} a second"
-        )
-    else:
-        print(f"about {rate * args.minutes * 60:.0f} samples in {args.minutes:g} min, at {rate:.1f} a second")
-
-
-def _require_ranks(args: MeasureOptions, setting: Setting, device: str) -> None:
-    from shardcore.measure.devices import device_of
-
-    if setting.batch % args.ranks or args.ranks < 2:
-        raise ShardCoreError(
-            f"--ranks is {args.ranks}; an exchange needs at least 2, "
-            f"and a number that divides the batch of {setting.batch}"
-        )
-    there = device_of(device).count()
-    if device == "cuda" and there < args.ranks:
-        raise ShardCoreError(f"--ranks is {args.ranks}; here are {there} GPUs")
-    if args.steps and device == "cpu" and args.ranks > there:
-        raise ShardCoreError(
-            f"--ranks is {args.ranks}; steps of so many need as many cores, here are {there}"
-        )
-
-
-def _measure_exchanges(
-    args: MeasureOptions,
-    missing: Sequence[CollectiveRequest],
-    setting: Setting,
-    device: str,
-) -> None:
-    from shardcore.measure import collectives, run
-
-    began, done = time.monotonic(), 0
-
-    def print_progress(_: CollectiveSample) -> None:
-        nonlocal done
-        done += 1
-        if done % args.chunk == 0 or done == len(missing):
-            rate = done / (time.monotonic() - began)
-            print(f"{done} of {len(missing)} exchanges, {rate:.1f} a second", flush=True)
-
-    samples = collectives.measure_all(missing, args.ranks, setting, device=device)
-    run.measure_exchanges(samples, args.out, print_progress, args.chunk)
-
-
-def _measure_steps(
-    args: MeasureOptions,
-    missing: Sequence[tuple[Problem, list]],
-    setting: Setting,
-    device: str,
-    config: ReplayConfig,
-) -> None:
-    from shardcore.io import dataset
-    from shardcore.measure import run
-    from shardcore.measure.replay import replay_all
-
-    reference, began = dataset.reference_op(args.out, setting), time.monotonic()
-    done, total = 0, sum(len(plans) for _, plans in missing)
-
-    def print_progress(problem: Problem, n: int, again: bool) -> None:
-        nonlocal done
-        if again:
-            print(f"{n} steps of {problem.name} were disturbed and replayed once more", flush=True)
-        else:
-            done += n
-            print(f"{done} of {total} steps, {(time.monotonic() - began) / done:.1f} s each", flush=True)
-
-    run.measure_steps(
-        args.out,
-        missing,
-        setting,
-        config,
-        run.attempt_with(lambda w: replay_all(w, setting, config, device, reference)),
-        print_progress,
-    )

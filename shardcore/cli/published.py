@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
-import webbrowser
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
@@ -28,6 +26,7 @@ from shardcore.cli.progress_line import shown
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.progress import report
 from shardcore.core.types import Plan, Problem
+from shardcore.stages.screen import open_page
 
 if TYPE_CHECKING:
     from shardcore.cost.model import CostModel
@@ -220,14 +219,6 @@ def _page_of(args: ViewOptions) -> str:
     model = load(source_of(args, args.plan, plan)).for_problem(problem)
     problem.require_setting(model.setting)
     return plan_page.single(problem, _version(str(args.plan), plan, as_planned(plan, problem), model))
-
-
-def open_page(page: Path) -> bool:
-    """Open a page in the browser, if there is a screen. False: there is none, or no browser."""
-    has_screen = sys.platform in ("darwin", "win32") or any(
-        map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY"))
-    )
-    return has_screen and webbrowser.open(page.resolve().as_uri())
 
 
 def _read(path: Path, problem: Path | None) -> tuple[Plan, Problem]:

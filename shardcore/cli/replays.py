@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from shardcore.cli.declarations import Flat
 from shardcore.cli.options import (
@@ -25,6 +25,7 @@ from shardcore.core.types import Setting
 from shardcore.measure.config import ReplayConfig
 
 if TYPE_CHECKING:
+    from shardcore.io.dataset import ReferenceOp
     from shardcore.io.measurements import StepSample
     from shardcore.step.lower import Workload
 
@@ -65,6 +66,7 @@ def replay(args: ReplayOptions) -> None:
     from shardcore.io import dataset, files, replays, writing
     from shardcore.measure import hardware
     from shardcore.measure.replay import replay_all
+    from shardcore.measure.transport import Transport
     from shardcore.report.replay_report import replay_text
     from shardcore.step.lower import lower
 
@@ -85,9 +87,9 @@ def replay(args: ReplayOptions) -> None:
         problem.require_setting(model.setting)
         predicted = [price(workload, model) for workload in workloads]
 
-    def run(some: Sequence[Workload], *given: Any) -> list[StepSample]:
+    def run(some: Sequence[Workload], reference: ReferenceOp | None = None) -> list[StepSample]:
         report(f"running {len(some)} plans in {len(problem.topology)} processes, {config.repeats} steps each")
-        return replay_all(some, *given)
+        return replay_all(some, setting, config, Transport(device), reference)
 
     config = dataclasses.replace(args.config, arena_bytes=int(args.arena_gib * 2**30))
     if args.append:
@@ -105,12 +107,12 @@ def replay(args: ReplayOptions) -> None:
                 named_plans,
                 setting,
                 config,
-                lambda w: run(w, setting, config, device, reference),
+                lambda w: run(w, reference),
             )
         costs = [known[replays.plan_digest(plan)] for plan in plans]
     else:
         with shown():
-            costs = run(workloads, setting, config, device)
+            costs = run(workloads)
     body = {
         "setting": files.setting_to_json(setting),
         "replays": [

@@ -45,6 +45,7 @@ class MeasureOptions:
 def measure(args: MeasureOptions) -> None:
     from shardcore.io import files
     from shardcore.measure import pairs
+    from shardcore.measure.transport import Transport
     from shardcore.report import topology_report
 
     problem = files.read_problem(args.problem)
@@ -55,7 +56,8 @@ def measure(args: MeasureOptions) -> None:
         if not first:
             return
     else:
-        found = pairs.measure(len(problem.topology), args.pairs, args.device, _print_turns)
+        transport = Transport(args.device)
+        found = pairs.measure(len(problem.topology), args.pairs, transport, _print_turns)
     print(topology_report.write(found, problem, args.out, args.ranks))
 
 

@@ -33,7 +33,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
 from shardcore.core.validation import MOST_REPEATS, Record, Repeats, Wait, require, within
 from shardcore.io import dataset
@@ -41,9 +40,9 @@ from shardcore.io.measurements import CollectiveRequest, CollectiveSample
 from shardcore.measure import hosts, local_ranks, own_core
 from shardcore.measure.devices import device_of
 from shardcore.measure.exchanges import exchange_of, own_group
-from shardcore.measure.hosts import Place
 from shardcore.measure.id_transfer import Parts, transfer_of
 from shardcore.measure.timing import spread
+from shardcore.measure.transport import LOCAL, Transport
 from shardcore.step.scopes import WORLD
 
 _SCRATCH_BYTES = 16 << 20
@@ -94,35 +93,33 @@ def measure_all(
     ranks: int,
     setting: Setting,
     config: CollectiveConfig | None = None,
-    device: str = "cpu",
-    on: Sequence[Place] = (),
+    transport: Transport = LOCAL,
+    hosts: int = 1,
 ) -> Iterator[CollectiveSample]:
-    """Measure requests in order, by a gang of local processes.
+    """Measure requests in order, by a gang.
 
     Yields a sample as soon as all ranks have it.
-    device: "cpu" (one core each) or "cuda" (one GPU each).
-    on: emulated host of each rank. (): one host, this machine.
+    hosts: number of hosts of the ranks. Places of the transport have hosts of their own.
 
-    Raises ShardCoreError before anything starts if a request does not fit this gang or the machine lacks the
-    GPUs. Raises it later if a rank dies or hangs, with rank and reason. No process stays behind; earlier
-    samples are valid.
+    Raises ShardCoreError before anything starts if a request does not fit this gang. Raises it later if
+    devices lack, or a rank dies or hangs, with rank and reason. No process stays behind; earlier samples are
+    valid.
     """
-    config = config or CollectiveConfig()
+    config, on = config or CollectiveConfig(), transport.places
     links = on[0].links if on else None
     # Before any process starts, as a gang of ranks takes seconds to connect.
     for request in requests:
-        _require_fits(request, ranks, len({place.host for place in on}) or 1)
+        _require_fits(request, ranks, len({place.host for place in on}) or hosts)
         require(request.emulated == links, f"exchange has links {request.emulated}; those here are {links}")
     require(len(on) in (0, ranks), f"{len(on)} places of ranks are given; the gang has {ranks} ranks")
-    if device == "cuda" and (there := device_of(device).count()) < ranks:
-        raise ShardCoreError(f"exchanges among {ranks} ranks need as many GPUs; here are {there}")
 
     # A generator of its own, so that the checks above run at the call and not at the first sample.
     def samples() -> Iterator[CollectiveSample]:
         # A queue for each rank: ranks send their times at different moments.
         waiting: list[deque[RankTimes]] = [deque() for _ in range(ranks)]
-        order, task = 0, (ranks, list(requests), config, device)
-        with closing(local_ranks.run("exchange", _work, ranks, task, config.timeout_s, on)) as messages:
+        order, task = 0, (ranks, list(requests), config, transport.device)
+        gang = transport.run("exchange", _work, ranks, task, config.timeout_s, hosts)
+        with closing(gang) as messages:
             for rank, times in messages:
                 waiting[rank].append(times)
                 # A sample needs the times of all ranks.
@@ -143,9 +140,7 @@ def _work(
     device: str,
 ) -> None:
     """One process of measure_all's gang. It sends its times after each request."""
-    if device_of(device).place == "cuda":
-        torch.cuda.set_device(rank)
-    else:
+    if device == "cpu":
         # One thread a rank, as a device of a CPU is one core.
         torch.set_num_threads(1)
     with local_ranks.exchanging():
@@ -254,13 +249,13 @@ class Rank:
         self._on = device_of(device)
         self.device = torch.device(self._on.place)
         connect(rank, ranks, init_method, device, self.config.timeout_s)
-        ranks_on = Counter(_gather(host_id()))
+        ranks_on = Counter(gather(host_id()))
         self.hosts = len(ranks_on)
         require(
             len(set(ranks_on.values())) <= 1,
             f"the gang's hosts have {sorted(ranks_on.values())} of its {ranks} ranks; each needs as many",
         )
-        machines = _gather(hosts.machine_id())  # all hosts of a box share the cores of one machine
+        machines = gather(hosts.machine_id())  # all hosts of a box share the cores of one machine
         self._oversubscribed = machines.count(machines[rank]) > len(os.sched_getaffinity(0))
         # Ranks of one machine take its cores in turn, over all of its emulated hosts.
         nth = machines[:rank].count(machines[rank])
@@ -373,7 +368,7 @@ class Rank:
         # Ranks of one host share a clock, so the best of their estimates serves all.
         with local_ranks.exchanging():
             round_trip_s, offset_s = estimate_clock_offset()
-            estimates = _gather((host_id(), round_trip_s, offset_s))
+            estimates = gather((host_id(), round_trip_s, offset_s))
         return min((round_trip, offset) for host, round_trip, offset in estimates if host == host_id())[1]
 
 
@@ -413,7 +408,8 @@ def estimate_clock_offset(clock: Callable[[], float] = time.perf_counter) -> tup
     return best
 
 
-def _gather(value: Any) -> list[Any]:
+def gather(value: Any) -> list[Any]:
+    """The value of each rank."""
     # As pickled objects, since names of hosts have different lengths.
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)

@@ -21,6 +21,8 @@ from shardcore.io.measurements import EmulatedLinks
 T = TypeVar("T")
 HOST_VARIABLE = "SHARDCORE_BOX_HOST"
 """Environment variable of processes in a box: the number of their host."""
+NODE_VARIABLE = "SHARDCORE_NODE"
+"""Environment variable of a process that a cluster started: its host's name or address there."""
 INTERFACE = "eth0"
 """The network card of an emulated host."""
 CLONE_NEWNET = 0x40000000
@@ -65,6 +67,13 @@ class Place:
 def own_host() -> str | None:
     """The number of the emulated host that this process runs on. None: it is in no box."""
     return os.environ.get(HOST_VARIABLE)
+
+
+def host_name() -> str:
+    """Name of this process's host: that in its cluster, if it is of one (NODE_VARIABLE), else the machine's."""
+    emulated = own_host()
+    machine = socket.gethostname() + ("" if emulated is None else f" host {emulated}")
+    return os.environ.get(NODE_VARIABLE, machine)
 
 
 def machine_id() -> str:

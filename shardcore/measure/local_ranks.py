@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -25,6 +26,12 @@ MOST_RANKS = 128
 _LOOPBACK = "127.0.0.1"
 _GRACE_S = 1.0
 """Wait for the report of the rank that failed, after another rank's exchange broke."""
+
+
+Message = tuple[int, str, Any]
+"""A rank; "message", "done", "lost" or "failed"; and its value or reason."""
+Receive = Callable[[Sequence[int], float], Iterable[Message]]
+"""Function of ranks that run and of a limit in s: their messages that have come. It waits for the first."""
 
 
 class Lost(ShardCoreError):
@@ -81,7 +88,7 @@ def run(
                 theirs.close()  # so that the pipe ends when the process does
                 pipes.append(pipe)
                 running.append(process)
-            yield from _messages(name, pipes, running, timeout_s)
+            yield from follow(name, ranks, partial(_receive, pipes, running), timeout_s)
         finally:
             for pipe, process in zip(pipes, running, strict=True):
                 process.kill()
@@ -127,33 +134,37 @@ def _rank_process(
         pipe.send(("failed", hardware.one_line(error)))
 
 
-def _messages(
-    name: str, pipes: Sequence[Connection], processes: Sequence[BaseProcess], timeout_s: float
-) -> Iterator[tuple[int, Any]]:
-    """Yield messages until all ranks are done. Raises as `run`."""
+def _receive(
+    pipes: Sequence[Connection], processes: Sequence[BaseProcess], running: Sequence[int], limit_s: float
+) -> Iterator[Message]:
+    """Messages of ranks that run, at most one of each, within a limit of time."""
+    ready = wait([pipes[rank] for rank in running], limit_s)
+    for rank in (rank for rank in running if pipes[rank] in ready):
+        try:
+            yield rank, *pipes[rank].recv()
+        except (EOFError, OSError):  # at once, or in the middle of a message
+            yield rank, "failed", end_of(processes[rank])
+
+
+def follow(name: str, ranks: int, receive: Receive, timeout_s: float) -> Generator[tuple[int, Any]]:
+    """Yield messages of a gang until all ranks are done. Raises as `run`."""
     done: set[int] = set()
     lost: dict[int, str] = {}
     # A rank that waits in an exchange reports it after timeout_s, so this comes a little later.
     deadline = time.monotonic() + timeout_s + _GRACE_S
-    while len(done) < len(pipes):
-        running = [rank for rank in range(len(pipes)) if rank not in done and rank not in lost]
-        ready = (
-            wait([pipes[rank] for rank in running], max(0.0, deadline - time.monotonic())) if running else []
-        )
-        if not ready:
+    while len(done) < ranks:
+        running = [rank for rank in range(ranks) if rank not in done and rank not in lost]
+        left_s = deadline - time.monotonic()
+        if not running or left_s <= 0:
             # Ranks that wait in an exchange would have reported it by now, so one hangs.
             raise ShardCoreError(_silence(name, running, lost, timeout_s))
-        for rank in (rank for rank in running if pipes[rank] in ready):
-            try:
-                kind, value = pipes[rank].recv()
-            except (EOFError, OSError):  # at once, or in the middle of a message
-                kind, value = "failed", end_of(processes[rank])
+        for rank, kind, value in receive(running, left_s):
             if kind == "message":
                 yield rank, value
             elif kind == "done":
                 done.add(rank)
             elif kind == "failed":
-                raise ShardCoreError(f"{name}: rank {rank} of {len(pipes)} failed: {value}")
+                raise ShardCoreError(f"{name}: rank {rank} of {ranks} failed: {value}")
             else:
                 lost[rank] = value
             now = time.monotonic()

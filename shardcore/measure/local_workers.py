@@ -20,7 +20,7 @@ _BEAT_S, _BEATS = 1.0, 4
 """Most seconds between two heartbeats, and fewest heartbeats until a process counts as hung."""
 
 
-class LocalTransport:
+class LocalFleet:
     """Processes of this machine, for a Supervisor."""
 
     def __init__(self, spec: BenchSpec, hang_s: float = 60.0):

@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from shardcore.core.types import Problem
 from shardcore.core.validation import require
-from shardcore.measure import collectives, hardware, local_ranks
+from shardcore.measure import collectives, hardware, hosts, local_ranks
 from shardcore.measure.config import PairConfig
-from shardcore.measure.hosts import Place
 from shardcore.measure.rank_order import Groups, Links, Outward, levels
+from shardcore.measure.transport import LOCAL, Transport
 
 MOST_IN_TURN = 64
 """Ranks whose pairs talk one after another: 2,016 pairs take a minute."""
@@ -38,11 +38,13 @@ class PairMeasurement:
     pair_ms: [D, D] ms of a message from one rank to another. The diagonal is 0.
     levels: groups of near ranks, the smallest first.
     links: bandwidths within and between the groups of each level.
+    nodes: name of each rank's host.
     """
 
     pair_ms: np.ndarray
     levels: list[Groups]
     links: Links
+    nodes: tuple[str, ...] = ()
 
 
 def require_links(problem: Problem) -> None:
@@ -62,20 +64,16 @@ Note = Callable[[int, int], None]
 def measure(
     ranks: int,
     config: PairConfig,
-    device: str = "cpu",
+    transport: Transport = LOCAL,
     note: Note = lambda done, of: None,
-    on: Sequence[Place] = (),
 ) -> PairMeasurement:
-    """Measure by a gang of local processes, one a core or a GPU.
-
-    on: the place of each rank, in a box.
+    """Measure by a gang, a rank on each core or GPU, of as few hosts as have room.
 
     Raises ShardCoreError if a rank dies or hangs. No process stays behind.
     """
-    hardware.require_device(device)
-    task = (ranks, config, device)
+    task = (ranks, config, transport.device)
     # All ranks send progress and the same measurement. Rank 0's are enough.
-    for rank, message in local_ranks.run("pairs", _work, ranks, task, config.timeout_s, on or None):
+    for rank, message in transport.run("pairs", _work, ranks, task, config.timeout_s, hosts=None):
         if rank == 0 and isinstance(message, PairMeasurement):
             return message
         if rank == 0:
@@ -87,8 +85,6 @@ def _work(
     rank: int, init_method: str, send: Callable[[object], None], ranks: int, config: PairConfig, device: str
 ) -> None:
     """One process of the gang. It sends its progress, and in the end its measurement."""
-    if device == "cuda":
-        torch.cuda.set_device(rank)
     send(measure_rank(rank, ranks, init_method, config, device, lambda *done: send(done)))
 
 
@@ -108,7 +104,12 @@ def measure_rank(
         pair_ms = pair_times(config, device, note)
         # Groups come first, as links are measured within and between them.
         near = levels(pair_ms)
-        measured = PairMeasurement(pair_ms, near, links(near or [(tuple(range(ranks)),)], config, device))
+        measured = PairMeasurement(
+            pair_ms,
+            near,
+            links(near or [(tuple(range(ranks)),)], config, device),
+            tuple(collectives.gather(hosts.host_name())),
+        )
         # Rank 0's process holds the store, which the others need until they are done.
         dist.barrier()
         dist.destroy_process_group()

@@ -28,7 +28,6 @@ Shapes: D devices (ranks), R repeats, B global batch, W columns of an op.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -39,7 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardcore.core.errors import SettingMismatch, ShardCoreError
+from shardcore.core.errors import SettingMismatch
 from shardcore.core.job import Job
 from shardcore.core.step_cost import PARTS
 from shardcore.core.types import Setting, precision_of
@@ -62,6 +61,7 @@ from shardcore.measure.step_compute import (
     require_room,
 )
 from shardcore.measure.timing import Caches, spread
+from shardcore.measure.transport import LOCAL, Transport
 from shardcore.step.kinds import Layout
 from shardcore.step.lower import Workload
 
@@ -95,36 +95,35 @@ def replay(
     require_type(workload, Workload, "workload", "a Workload, as lower(plan, problem) gives")
     require_type(setting, Setting, "setting", "a Setting, as a model's or a problem's")
     require_type(config, (ReplayConfig, NoneType), "config", "a ReplayConfig or None")
-    return replay_all([workload], setting, config, device)[0]
+    return replay_all([workload], setting, config, Transport(device))[0]
 
 
 def replay_all(
     workloads: Sequence[Workload],
     setting: Setting,
     config: ReplayConfig | None = None,
-    device: str = "cpu",
+    transport: Transport = LOCAL,
     reference: ReferenceOp | None = None,
-    on: Sequence[Place] = (),
 ) -> list[StepSample]:
     """Replay several plans of one problem, their steps in alternation (A B A B), so that disturbances meet all.
 
+    transport: where ranks run, on one host. In places of a box, whose hosts are those of the topology, the
+        reference op runs while compute is measured. Ranks sleep for the time that compute takes at a slowdown
+        of 1, as links do not slow down either.
     reference: a dataset's reference op. It runs on all devices at once, and shows the machine's slowdown.
-    on: places of a box, whose hosts are those of the topology. The reference op then runs while compute is
-        measured. Ranks sleep for the time that compute takes at a slowdown of 1, as links do not slow down
-        either.
 
     Raises SettingMismatch if a workload is for another setting.
     Raises ShardCoreError if workloads differ in their devices, a shard exceeds the arena, the machine lacks
     the GPUs, or a rank dies or hangs. It names the rank and the reason. No process stays behind.
     """
-    config = config or ReplayConfig()
+    config, on = config or ReplayConfig(), transport.places
     if not workloads:
         return []
     # Workloads are checked before any process starts, as a gang takes seconds to connect.
     for workload in workloads:
-        require_replayable(workload, workloads[0], setting, device, on)
+        require_replayable(workload, workloads[0], setting, on)
     require_room(workloads, setting, config, reference)
-    ranks, topology, compute_ms, places = len(workloads[0].ops), workloads[0].topology, None, None
+    ranks, topology, compute_ms = len(workloads[0].ops), workloads[0].topology, None
     if on:
         # One process measures all devices' compute, one after another, so it may take longer.
         task, timeout_s = (workloads, setting, config, reference), config.timeout_s * (1 + len(workloads))
@@ -133,11 +132,12 @@ def replay_all(
         compute_ms = [of_devices / slowdown for of_devices in compute_ms]
         # Ranks of the topology are host by host, as places are.
         places = [place for _, place in sorted(zip(topology.ranks, on, strict=True), key=lambda x: x[0])]
-        reference = None
-    task = (workloads, setting, config, device, reference, compute_ms)
+        transport, reference = Transport(places=places), None
+    task = (workloads, setting, config, transport.device, reference, compute_ms)
     # A rank's last message is its result. Earlier ones are progress.
-    last = dict(local_ranks.run("replay", _work, ranks, task, config.timeout_s, places))
-    return combine_all([last[rank] for rank in range(ranks)], reference, workloads[0].job)
+    last = dict(transport.run("replay", _work, ranks, task, config.timeout_s))
+    costs = combine_all([last[rank] for rank in range(ranks)], reference, workloads[0].job)
+    return [replace(cost, oversubscribed=transport.shares_cores(ranks)) for cost in costs]
 
 
 def combine_all(
@@ -171,12 +171,12 @@ def combine(marks_s: Sequence[np.ndarray], job: Job) -> StepSample:
         dense_ms=job.dense_ms,
         # A step takes as long as its slowest device, in each repeat.
         step=spread(parts.sum(0).max(0) + job.dense_ms),
-        oversubscribed=len(marks_s) > len(os.sched_getaffinity(0)),
+        oversubscribed=False,
     )
 
 
 def require_replayable(
-    workload: Workload, first: Workload, setting: Setting, device: str, on: Sequence[Place] = ()
+    workload: Workload, first: Workload, setting: Setting, on: Sequence[Place] = ()
 ) -> None:
     """Raise SettingMismatch or ShardCoreError unless a workload can be replayed in `setting` together with `first`.
 
@@ -224,10 +224,6 @@ def require_replayable(
         f"the topology has hosts {', '.join(topology.hosts)} and speeds {speeds}; a replay needs {hosts} and devices "
         "of speed 1",
     )
-    if device == "cuda" and torch.cuda.device_count() < len(topology):
-        raise ShardCoreError(
-            f"a replay of {len(topology)} devices needs as many GPUs; here are {torch.cuda.device_count()}"
-        )
 
 
 # --- one rank -----------------------------------------------------------------------------------------------
@@ -364,7 +360,5 @@ def _work(
     compute_ms: ComputeTimes | None,
 ) -> None:
     """One process of replay_all's gang. Its last message is its result."""
-    if device == "cuda":
-        torch.cuda.set_device(rank)
     arguments = (rank, init_method, workloads, setting, config, device)
     send(replay_rank(*arguments, progress=lambda: send(None), reference=reference, compute_ms=compute_ms))

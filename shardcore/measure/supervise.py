@@ -1,6 +1,6 @@
 """Supervised measuring: requests are shared out to one worker a device. A crash or a hang costs one request.
 
-This policy serves every Transport: local processes (local_workers.py) and Ray actors (tasks/workers.py). A
+This policy serves every Fleet: local processes (local_workers.py) and Ray actors (tasks/ray_transport.py). A
 worker gets requests in chunks, one call each. Its ops keep running from call to call, so no time is lost at
 the ends of chunks. A request is outstanding from its call until its sample is back.
 
@@ -15,7 +15,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -63,8 +63,8 @@ class Worker(Protocol):
     def end(self) -> None: ...
 
 
-class Transport(Protocol[W]):
-    """A place where workers run."""
+class Fleet(Protocol[W]):
+    """Workers of one kind, and how they start."""
 
     spec: BenchSpec
 
@@ -130,7 +130,7 @@ def chunk_size(waiting: int, devices: int, most: int) -> int:
 
 
 class Supervisor(Generic[W]):
-    """A context manager that starts and ends `count` workers of a transport.
+    """A context manager that starts and ends `count` workers of a fleet.
 
     reference_ms: the reference op's ms at the devices' usual speed. None: call `calibrate` first.
     chunk: most requests of a call.
@@ -143,16 +143,16 @@ class Supervisor(Generic[W]):
 
     def __init__(
         self,
-        transport: Transport[W],
+        fleet: Fleet[W],
         count: int = 1,
         reference_ms: float | None = None,
         chunk: int = 1,
         hang_s: float = 60.0,
-        logger: logging.Logger | logging.LoggerAdapter = _logger,
+        warn: Callable[..., object] = _logger.warning,
     ):
         self.hang_s, self.reference_ms = hang_s, reference_ms
         require_within(self, "a measuring process", hang_s=WAITS_S)
-        self._transport, self.spec, self._chunk, self._logger = transport, transport.spec, chunk, logger
+        self._fleet, self.spec, self._chunk, self._warn = fleet, fleet.spec, chunk, warn
         self._waiting: deque[ComputeRequest] = deque()
         self._suspects: deque[ComputeRequest] = deque()
         self._unfed = 0
@@ -164,7 +164,7 @@ class Supervisor(Generic[W]):
         try:
             for i in range(self._n_devices):
                 name = f"device {i}"
-                self._devices.append(_Device(name, self._transport.start(name, self.reference_ms)))
+                self._devices.append(_Device(name, self._fleet.start(name, self.reference_ms)))
                 # The first answer shows that the worker runs, and on which hardware.
                 self._call(self._devices[-1], "hardware")
             hardware = set()
@@ -314,7 +314,7 @@ class Supervisor(Generic[W]):
     def _answers(self) -> list[tuple[_Device[W], Any, Ended | None]]:
         """Wait until a call ends, or a second. Each device whose call ended, with its answer or its error."""
         working = {d.worker: d for d in self._devices if d.busy}
-        ended, answers = self._transport.wait(list(working), 1.0), []
+        ended, answers = self._fleet.wait(list(working), 1.0), []
         for worker, device in working.items():
             try:
                 if worker in ended:
@@ -336,7 +336,7 @@ class Supervisor(Generic[W]):
         if device.starts:
             late = sum(d.starts > 0 and now >= d.due for d in self._devices)
             raise Refused(
-                f"{late} measuring workers found no free device in {START_S:g} s; {self._transport.room()}"
+                f"{late} measuring workers found no free device in {START_S:g} s; {self._fleet.room()}"
             )
         device.worker.look()
         if device.worker.counts == device.seen:
@@ -361,9 +361,7 @@ class Supervisor(Generic[W]):
                 ComputeSample(key, setting, r, None, None, time.time(), why) for key, r in failed.items()
             ]
         else:
-            self._logger.warning(
-                "%s: %s; %d samples are measured again one by one", device.name, reason, len(failed)
-            )
+            self._warn("%s: %s; %d samples are measured again one by one", device.name, reason, len(failed))
             self._suspects.extend(failed.values())
         kernel_s = device.kernel_s
         self._restart(device)
@@ -379,7 +377,7 @@ class Supervisor(Generic[W]):
             raise ShardCoreError(f"a measuring worker cannot start: {error}")
         # A fresh worker counts from 0.
         device.outstanding, device.counted, device.starts = {}, Counts(), device.starts + 1
-        device.worker = self._transport.start(device.name, self.reference_ms)
+        device.worker = self._fleet.start(device.name, self.reference_ms)
         self._call(device, "hardware")
 
     def _started(self, device: _Device[W], hardware: str | None, error: Ended | None) -> None:
@@ -399,7 +397,7 @@ class Supervisor(Generic[W]):
                 raise ShardCoreError(
                     f"no measuring worker is left: {reason}; what was done is kept"
                 ) from None
-            self._logger.warning("%s is left out: %s", device.name, reason)
+            self._warn("%s is left out: %s", device.name, reason)
 
     def _id(self, request: ComputeRequest) -> str:
         return dataset.compute_id(self.spec.setting, request)

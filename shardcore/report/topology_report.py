@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,12 +18,10 @@ def write(
     problem: Problem,
     out: Path,
     ranks: Path | None = None,
-    nodes: Sequence[str] | None = None,
 ) -> str:
     """Write the problem with the measured topology. Returns lines on it, for people.
 
-    ranks: file for the order of ranks, their groups and the times of pairs. None: nowhere.
-    nodes: address of each rank's host, where it is known.
+    ranks: file for the order of ranks, their hosts and groups, and the times of pairs. None: nowhere.
     """
     files.write_problem(out, problem_of(pairs.levels, pairs.links, problem))
     if ranks:
@@ -34,8 +31,8 @@ def write(
                 "order": list(order(pairs.levels, len(pairs.pair_ms))),
                 "levels": pairs.levels,
                 "pair_ms": pairs.pair_ms.round(6).tolist(),
-            }
-            | ({"nodes": list(nodes)} if nodes else {}),
+                "nodes": list(pairs.nodes),
+            },
         )
     return "\n".join(lines(pairs))
 

@@ -24,6 +24,7 @@ from shardcore.measure import local_ranks
 from shardcore.measure.collectives import CollectiveConfig, Rank, measure_all
 from shardcore.measure.exchanges import all_to_all, exchange_of
 from shardcore.measure.hosts import Place
+from shardcore.measure.transport import Transport
 
 ROOT = Path(__file__).parents[2]
 SENT_BYTES = 1 << 20
@@ -254,7 +255,9 @@ def test_exchanges_over_emulated_hosts_are_measured_at_their_rate():
     grouped = [dataclasses.replace(over_links(*kind), emulated=box.links) for kind in GROUPED]
     config = CollectiveConfig(repeats=1)
     with box_of(box) as places:
-        samples = list(measure_all([request, *grouped], 4, Setting("test", 2048), config, on=places))
+        samples = list(
+            measure_all([request, *grouped], 4, Setting("test", 2048), config, Transport(places=places))
+        )
     assert [s.request for s in samples] == [request, *grouped]
     # each host sends half of two ranks' outputs
     physics_ms = (2 * 64 * 2048 * 4 / 2 - 64e3) * 8 / 0.1e9 * 1e3
@@ -280,7 +283,7 @@ def test_exchanges_of_other_hosts_are_refused(of_hosts, links, message):
     request = dataclasses.replace(over_links("all_to_all", "world"), emulated=links)
     places = [Place(host, "", "", Box().links) for host in of_hosts]
     with pytest.raises(ShardCoreError, match=message):
-        measure_all([request], 4, Setting("test", 4), on=places)
+        measure_all([request], 4, Setting("test", 4), transport=Transport(places=places))
 
 
 def wait_forever(rank, init_method, send):

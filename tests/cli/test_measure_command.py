@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from shardcore.cli import main
-from shardcore.cli import measure as measuring
 from shardcore.core.types import Setting
 from shardcore.io import dataset, files, replays
 from shardcore.io.measurements import CollectiveSample, ComputeSample, Spread
 from shardcore.measure.sampling import different
 from shardcore.measure.sampling.collectives import comm_request
 from shardcore.measure.sampling.groups import GroupConfig, compute_request, reference_request
+from shardcore.stages import measure as stage
 
 ROOT = Path(__file__).parents[2]
 SETTING = Setting("law", 64)
@@ -75,8 +75,7 @@ def test_a_value_beyond_the_ends_of_its_declaration_is_bad_usage(
 
 @pytest.fixture
 def command(tables, tmp_path, folder, monkeypatch):
-    monkeypatch.setattr(measuring, "_ESTIMATE_S", 0.3)
-    monkeypatch.setattr(measuring, "_CALIBRATE_S", 0.1)
+    monkeypatch.setattr(stage, "CALIBRATE_S", 0.1)
     files.write_pool(tmp_path / "pool.json", tables)
     return [
         *"measure --device cpu --hardware".split(),
@@ -141,22 +140,20 @@ def test_it_says_what_is_missing_measures_it_and_has_it(command, live, folder, c
     wanted = ["--samples", "6", "--exchanges", "2", "--steps", "2"]
     assert main([*command, *wanted, "--dry-run"]) == 0
     output = capsys.readouterr().out
-    assert re.search(
-        r"6 of the first 6 samples are missing in .*: about [\d.]+ min at [\d.]+ a second\n", output
-    )
-    assert (
-        "2 of the first 2 exchanges are missing" in output and "2 of the first 2 steps are missing" in output
+    assert output == (
+        "groups: 6 of 6 are missing, about 1 s at the usual rate of two CPU cores\n"
+        "exchanges: 2 of 2 are missing, about 1 s at the usual rate of two CPU cores\n"
+        "steps of plans: 2 of 2 are missing, about 4 s at the usual rate of two CPU cores\n"
     )
     assert not folder.exists()
     assert main([*command, *wanted]) == 0
     output = capsys.readouterr().out
     assert f"measuring for {SETTING} into {folder}, 0 samples there already" in output
     assert float(re.search(r"the reference op takes ([\d.e-]+) ms", output)[1]) > 0
-    assert re.search(
-        r"6 samples, [\d.]+ a second, \d+% of the time in kernels, \d+% in runs that entered a median", output
-    )
-    assert "2 of 2 exchanges" in output and "2 of 2 steps" in output
-    assert len(replays.digests(folder)) == 1 + ("disturbed" in output)
+    assert re.search(r"groups: 6 of 6, .* a second, 0 s left, \d+% of the time in kernels\n", output)
+    assert "exchanges: 2 of 2" in output and "steps of plans: 2 of 2" in output
+    assert output.endswith("measured 6 groups, 2 exchanges and 2 steps of plans\n")
+    assert len(replays.digests(folder)) == 1 + bool(re.search("steps of .* were disturbed", output))
     reference = reference_request(live, SETTING, SHAPE)
     assert {s.request for s in dataset.read_compute(folder)} == {reference, *drawn(live, 6)}
     assert all(s.error is None and s.setting == SETTING for s in dataset.read_compute(folder))
@@ -176,8 +173,12 @@ def test_a_rerun_measures_what_was_disturbed_failed_or_is_wanted_again(command, 
     dataset.write_compute(folder, [*kept, measured(reference, 1e6)], dataset.write_pool(folder, tables))
     assert main([*command, "--samples", "7", "--again", "1"]) == 0
     output = capsys.readouterr().out
-    assert "6 samples there already, 1 of them disturbed and to be measured again\n" in output
-    assert "4 samples, " in output and "the reference op takes" not in output
+    assert (
+        "6 samples there already\n" in output and "1 devices; the reference op takes 1000000.000 ms" in output
+    )
+    assert "groups: 3 of 3" in output and re.search(
+        r"\d samples were disturbed and are measured once more\n", output
+    )
     new = {s.request: s for s in dataset.read_timings(folder) if s.measured_at > 1.0}
     assert set(new) - {reference} == {requests[i] for i in (0, 3, 4, 6)}
     assert all(s.slowdown < 1e-3 and s.total_ms > 1e3 for s in new.values())
@@ -202,14 +203,19 @@ def test_nothing_starts_where_nothing_is_missing_or_the_machine_lacks_what_is_as
         ],
     )
     assert main([*command, "--samples", "6", "--exchanges", "2"]) == 0
-    assert capsys.readouterr().out == f"{folder} holds the first 6 samples already\n"
+    assert "measured 0 groups, 0 exchanges and 0 steps of plans\n" in capsys.readouterr().out
     assert (
         len(list(folder.glob("compute-*.parquet"))) == 1 and len(dataset.read_timings(folder)) == 8
     )  # merged
     assert main([*command, "--samples", "6", "--ranks", "3", "--exchanges", "4"]) == 1
-    assert "divides the batch of 64" in capsys.readouterr().err
+    assert "--ranks is 3; an exchange needs at least 2, and a number that divides the batch of 64" in (
+        capsys.readouterr().err
+    )
     assert main([*command, "--samples", "6", "--ranks", "64", "--steps", "4"]) == 1
-    assert "need as many cores" in capsys.readouterr().err
+    there = len(os.sched_getaffinity(0))
+    assert f"--ranks is 64; steps of so many need as many cores, here are {there}" in capsys.readouterr().err
+    assert main([*command, "--dry-run"]) == 0
+    assert capsys.readouterr().out == "groups: as many as 10 min have time for\n"
 
 
 # --- stopped, killed ----------------------------------------------------------------------------------------
@@ -222,8 +228,8 @@ def started(command):
     runs, script = (
         [],
         (
-            "import sys; from shardcore.cli import measure;"
-            "measure._CALIBRATE_S = 0.1; measure._PROGRESS_S = -1;"
+            "import sys; from shardcore.cli import measure; from shardcore.stages import measure as stage;"
+            "stage.CALIBRATE_S = 0.1; measure._PROGRESS_S = -1;"
             "from shardcore.cli import main; sys.exit(main(sys.argv[1:]))"
         ),
     )
@@ -264,7 +270,7 @@ def wait_for(run, line: str, timeout_s: float = 120.0) -> None:
 @pytest.mark.long
 def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(started, folder):
     run = started("--chunk", "100000")
-    wait_for(run, "^[1-9][0-9]* samples")
+    wait_for(run, "^groups: [1-9]")
     os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to all of its processes
     _, errors = run.communicate(
         timeout=60
@@ -277,7 +283,7 @@ def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(started, folder):
 def test_killed_and_resumed_it_has_every_sample_once(started, command, live, folder):
     """SIGKILL while it measures."""
     run = started("--samples", "30", "--chunk", "8")
-    wait_for(run, "^(8|9|1[0-9]) samples")  # a part was written
+    wait_for(run, "^groups: (8|9|1[0-9]) of")  # a part was written
     run.kill()
     run.communicate(timeout=60)  # its measuring process sees that it is alone
     kept, disturbed = dataset.read_ids(folder, "compute"), dataset.disturbed_ids(folder, 0.9)

@@ -11,6 +11,7 @@ from shardcore.core.types import Placement, Plan, Shard
 from shardcore.io import files
 from shardcore.plans import store
 from shardcore.plans.decisions import Decision
+from shardcore.stages import screen as pages
 from shardcore.step.lower import lower
 
 
@@ -93,7 +94,7 @@ def test_view_writes_a_page_and_opens_it_where_there_is_a_screen(
     planned, tmp_path, monkeypatch, capsys, screen
 ):
     opened = []
-    monkeypatch.setattr(published.webbrowser, "open", lambda address: opened.append(address) or True)
+    monkeypatch.setattr(pages.webbrowser, "open", lambda address: opened.append(address) or True)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
     monkeypatch.setenv("DISPLAY", screen)

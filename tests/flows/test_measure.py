@@ -22,8 +22,8 @@ from shardcore.core.topology import Device, Topology
 from shardcore.io import dataset, files
 from shardcore.io.measurements import ComputeSample
 from shardcore.measure.sampling.groups import reference_request
+from shardcore.stages.measure import MeasureConfig
 from tasks import console, services
-from tasks.measure import MeasureConfig
 from tasks.setting import SettingConfig
 
 pytestmark = pytest.mark.long

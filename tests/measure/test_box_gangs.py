@@ -13,6 +13,7 @@ from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.io.measurements import ComputeRequest
 from shardcore.measure import pairs
 from shardcore.measure.replay import ReplayConfig, replay_all
+from shardcore.measure.transport import Transport
 from shardcore.step.kinds import CHANNELS, Channel
 from shardcore.step.lower import lower
 
@@ -24,7 +25,9 @@ SLOW = Box(hosts=2, ranks_per_host=2, between_gbit_s=0.08)
 def test_shuffled_ranks_are_found():
     with box_of(SLOW) as places:
         found = pairs.measure(
-            4, pairs.PairConfig(sweeps=2, repeats=2, load_kib=256), on=[places[i] for i in (0, 2, 3, 1)]
+            4,
+            pairs.PairConfig(sweeps=2, repeats=2, load_kib=256),
+            Transport(places=[places[i] for i in (0, 2, 3, 1)]),
         )
     assert found.levels == [((0, 3), (1, 2))]
     [link] = found.links.outward
@@ -38,7 +41,7 @@ def test_hosts_in_pods_are_found_with_the_links_of_each_level():
     dealt = (0, 5, 2, 7, 4, 1, 6, 3)
     with box_of(box) as places:
         config = pairs.PairConfig(message_kib=256, sweeps=2, repeats=2, load_kib=256)
-        found = pairs.measure(8, config, on=[places[i] for i in dealt])
+        found = pairs.measure(8, config, Transport(places=[places[i] for i in dealt]))
     host_of, pod_of = ([places[i].host // each for i in dealt] for each in (1, 2))
     for groups, unit_of in zip(found.levels, (host_of, pod_of), strict=True):
         assert all(len({unit_of[rank] for rank in group}) == 1 for group in groups)
@@ -59,12 +62,12 @@ def test_plans_are_replayed_over_hosts_with_their_compute_measured_before():
     workloads = [lower(plan, problem) for plan in (apart, near)]
     reference = ComputeRequest((Shard.whole(tables[0]),), 1024), 1.0
     with box_of(SLOW) as places:
-        both = replay_all(workloads, setting, config, reference=reference, on=places)
+        both = replay_all(workloads, setting, config, Transport(places=places), reference)
         with pytest.raises(ShardCoreError, match="hosts a, b and speeds .1.0.; a replay needs one host"):
             replay_all(workloads, setting, config)
         alone = lower(near, Problem("p", tables, on_hosts("aaaa", 1 << 30), 1024))
         with pytest.raises(ShardCoreError, match="a replay needs the box's 2 hosts of 2 devices"):
-            replay_all([alone], setting, config, on=places)
+            replay_all([alone], setting, config, Transport(places=places))
     for found, workload in zip(both, workloads, strict=True):
         assert found.slowdown == 1
         # A device that holds nothing but its replica computes less.
@@ -103,7 +106,9 @@ def test_a_plan_with_towers_sends_less_to_other_hosts_or_pods(box, on):
     took, config = [], ReplayConfig(repeats=3, warmups=1, batches=2, evict_bytes=1 << 20)
     with box_of(box) as places:
         for problem in (plain, towered):
-            [found] = replay_all([lower(plan, problem)], Setting("cpu", 4096), config, on=places)
+            [found] = replay_all(
+                [lower(plan, problem)], Setting("cpu", 4096), config, Transport(places=places)
+            )
             took.append((max(found.forward_comm_ms), max(found.backward_comm_ms)))
     for without, with_towers in zip(*took, strict=True):
         assert 0.05 * without < with_towers < 0.7 * without

@@ -79,7 +79,9 @@ def test_the_command_writes_the_problem_and_the_order(problem, tmp_path, capsys)
     asked = ["topology", "measure", str(problem), "--message-kib", "16", "--repeats", "2"]
     assert main([*asked, "--out", str(out), "--ranks", str(ranks)]) == 0
     output = capsys.readouterr().out
-    order = json.loads(ranks.read_text())["order"]
+    written = json.loads(ranks.read_text())
+    order = written["order"]
+    assert written["nodes"] == [socket.gethostname()] * 3
     assert sorted(order) == [0, 1, 2] and f"order of ranks: {' '.join(map(str, order))}" in output
     found = files.read_problem(out)
     assert found.topology.link("within_host").gbps > 0 and found.tables == files.read_problem(problem).tables

@@ -16,7 +16,7 @@ from shardcore.io import dataset
 from shardcore.io.measurements import ComputeRequest, ComputeSample
 from shardcore.measure.device_bench import BenchSpec, Counts
 from shardcore.measure.kernels import KernelConfig
-from shardcore.measure.local_workers import LocalTransport, LocalWorker
+from shardcore.measure.local_workers import LocalFleet, LocalWorker
 from shardcore.measure.supervise import Ended, Supervisor, chunk_size
 
 SETTING = Setting("test", 256)
@@ -24,7 +24,7 @@ HUGE = ComputeRequest((Shard.whole(Table("huge", 10_000_000, 64, 1.0, Zipf(1.0))
 
 
 def supervised(config=None, reference=None, reference_ms=None, hang_s=60.0):
-    transport = LocalTransport(
+    transport = LocalFleet(
         BenchSpec(SETTING, "cpu", config or KernelConfig(arena_bytes=8 << 20), reference), hang_s
     )
     return Supervisor(transport, reference_ms=reference_ms, hang_s=hang_s)

@@ -17,6 +17,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.io import files, replays
 from shardcore.measure import hardware
 from shardcore.measure.replay import ReplayConfig
+from shardcore.measure.transport import Transport
 from shardcore.search.budget import Budget
 from tasks import evaluate
 from tasks.evaluate import COMPARED, EvaluateConfig, compare_sharders, replay_plans, write_metrics
@@ -112,7 +113,7 @@ def test_what_was_replayed_is_not_run_again_and_what_else_is_there_goes(model, t
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").write_text("somebody's")
     before[tmp_path / "thesis" / "chapter.txt"] = b"somebody's"
-    kept = evaluate._replayed(model, problems, None, SMALL, tmp_path)
+    kept = evaluate._replayed(model, problems, None, SMALL, tmp_path, Transport())
     assert [k.problem for k in kept] == problems and {
         p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()
     } == before

@@ -11,9 +11,9 @@ import pytest
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import type_hints
 from shardcore.io.schema import MOST_INT
+from shardcore.stages.measure import MeasureConfig
 from tasks import params
 from tasks.evaluate import EvaluateConfig
-from tasks.measure import MeasureConfig
 from tasks.promote import PromoteConfig
 from tasks.publish import PublishConfig
 from tasks.setting import SettingConfig

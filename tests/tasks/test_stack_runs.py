@@ -323,7 +323,7 @@ def test_what_a_flow_logs_is_kept_as_json_lines(project, measured):
     assert any(re.match(r"6 compute samples wanted, 6 of them to measure", line["message"]) for line in lines)
     assert all(line["timestamp"] and line["levelname"] and line["flow_run_id"] for line in lines)
     assert {line["task_run_name"] for line in lines if "compute samples wanted" in line["message"]} == {
-        "measure-compute"
+        "measure"
     }
 
 

@@ -17,7 +17,7 @@ from shardcore.measure.device_bench import BenchSpec
 from shardcore.measure.kernels import KernelConfig
 from shardcore.measure.sampling.groups import GroupConfig, compute_request
 from shardcore.measure.supervise import Supervisor
-from tasks.workers import RayTransport
+from tasks.ray_transport import RayFleet
 
 SETTING = Setting("test", 64)
 CONFIG = KernelConfig(arena_bytes=1 << 24, min_repeats=2, max_repeats=2, interleave=3)
@@ -47,8 +47,8 @@ class Sleep(Poison):
 
 
 def workers(requests, hang_s=60.0, count=2, chunk=4):
-    transport = RayTransport(BenchSpec(SETTING, "cpu", CONFIG, requests[0]))
-    return Supervisor(transport, count, reference_ms=1.0, chunk=chunk, hang_s=hang_s)
+    fleet = RayFleet(BenchSpec(SETTING, "cpu", CONFIG, requests[0]))
+    return Supervisor(fleet, count, reference_ms=1.0, chunk=chunk, hang_s=hang_s)
 
 
 def measure(fleet, requests, disturb=lambda: None):
@@ -125,6 +125,6 @@ def test_without_a_worker_it_says_so_and_why(requests, monkeypatch):
     monkeypatch.setattr(supervise, "START_S", 0.1)
     with (
         pytest.raises(ShardCoreError, match="1 measuring workers found no free device in 0.1 s"),
-        Supervisor(RayTransport(BenchSpec(SETTING, "cuda", CONFIG, requests[0]))),
+        Supervisor(RayFleet(BenchSpec(SETTING, "cuda", CONFIG, requests[0]))),
     ):
         pass

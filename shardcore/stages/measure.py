@@ -1,0 +1,506 @@
+"""Measure the samples that a dataset's folder lacks. A seed draws them, and they are written as they come back.
+
+A rerun goes on where the last one ended. A transport runs them: processes of this machine for the command, Ray actors
+for the pipeline. Samples that were disturbed are measured once more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import MIN_WIDTH, Problem, Setting, Table
+from shardcore.core.validation import MOST_COUNT, MOST_REPEATS, MOST_SEED, WAITS_S, require_within
+from shardcore.io import dataset, replays
+from shardcore.io.measurements import CollectiveRequest, ComputeRequest
+from shardcore.measure import collectives
+from shardcore.measure.config import KernelConfig, ReplayConfig
+from shardcore.measure.device_bench import BenchSpec
+from shardcore.measure.replay import STEP_REPEATS, of_samples, replay_all
+from shardcore.measure.sampling import MOST_DRAWS, MOST_RANKS, Request, different
+from shardcore.measure.sampling.collectives import comm_request
+from shardcore.measure.sampling.groups import GroupConfig, compute_request, reference_request
+from shardcore.measure.sampling.steps import Plans, first_step_plans, step_tables
+from shardcore.measure.supervise import Finished, Supervisor
+from shardcore.measure.tally import Tally
+from shardcore.measure.transport import NoRoom, Transport
+from shardcore.tables.held_out import kept_for_testing
+
+KEEP_EVERY_S = 5.0
+"""Most seconds between two writes, whatever the chunk. A kill loses at most the samples of that time."""
+CALIBRATE_S = 5.0
+"""Seconds of measuring the reference op's ms, if the folder has no timing of it."""
+WORKER_BYTES = 1 << 30
+"""Memory of a measuring process in addition to its arena: torch, FBGEMM, streams of ids."""
+_LONGEST_END = 0.25
+"""Largest share of the time that is left to requests that still run at the end."""
+_LATE_S = 5.0
+"""Longest wait for results after the time is over. Later ones are dropped."""
+_STATES = 4
+"""Rows of optimizer state, over the rows of the largest table. The tables of an op that have more share them."""
+USUAL_S = {"compute": 0.2, "comm": 0.4, "steps": 2.0}
+"""Seconds of a sample by kind, with those that are disturbed and measured once more, on two CPU cores."""
+Event = TypeVar("Event")
+
+
+@dataclass(frozen=True)
+class MeasureConfig:
+    """Samples to measure, and the devices to use.
+
+    compute_samples, comm_samples: number of groups and of exchanges. compute_samples None: until the time is over.
+    step_samples: number of plans of which a step is replayed.
+    again: number of first groups that are measured even if they are known, to show how far timings agree.
+    minutes: time for groups. None: no limit.
+    actors: number of processes, each of which measures one device. 0: one for each GPU; without GPUs, one for each CPU
+      core, as far as memory allows. Using all cores at once does not disturb medians.
+    ranks: number of processes of an exchange. 0: the most devices of `hosts` hosts that divide the batch.
+    hosts: number of hosts that the ranks are spread over evenly.
+    chunk: most samples that are written at once, and of a call to a process if there is no limit of time.
+    hang_s: time after which a device on which no op has ended counts as hung.
+    held_out: draw groups only from the tables that are kept for testing.
+
+    Other fields are as in KernelConfig, GroupConfig, CollectiveConfig and, for steps, ReplayConfig.
+    """
+
+    compute_samples: int | None = 200
+    comm_samples: int = 150
+    step_samples: int = 16
+    again: int = 0
+    minutes: float | None = None
+    seed: int = 0
+    actors: int = 0
+    ranks: int = 0
+    hosts: int = 1
+    chunk: int = 16
+    hang_s: float = 60.0
+    held_out: bool = False
+    arena_bytes: int = 1 << 30
+    tolerance: float | None = None
+    min_repeats: int = 6
+    max_repeats: int = 24
+    interleave: int = 16
+    max_shards: int = 30
+    max_width: int = 256
+    sequences: float = 0.05
+    comm_repeats: int = 7
+    step_repeats: int = STEP_REPEATS
+
+    def __post_init__(self) -> None:
+        counts, ranks, repeats = (0, MOST_DRAWS), (0, MOST_RANKS), (1, MOST_REPEATS)
+        require_within(
+            self,
+            "measure config",
+            **dict.fromkeys(("compute_samples", "comm_samples", "step_samples", "again"), counts),
+            minutes=(0, MOST_COUNT),
+            actors=ranks,
+            ranks=ranks,
+            hosts=(1, MOST_RANKS),
+            chunk=(1, MOST_COUNT),
+            hang_s=WAITS_S,
+            seed=(0, MOST_SEED),
+            comm_repeats=repeats,
+            step_repeats=repeats,
+        )
+        if self.ranks % self.hosts:
+            raise ShardCoreError(
+                f"measure.ranks is {self.ranks}, which does not spread evenly over {self.hosts} measure.hosts"
+            )
+        for config in (self.kernels, self.groups, self.comm, self.steps):
+            config()  # raises for a wrong value
+
+    def kernels(self) -> KernelConfig:
+        return KernelConfig(
+            self.arena_bytes, self.tolerance, self.min_repeats, self.max_repeats, self.interleave
+        )
+
+    def groups(self) -> GroupConfig:
+        return GroupConfig(self.max_shards, self.max_width, self.arena_bytes, sequences=self.sequences)
+
+    def comm(self) -> collectives.CollectiveConfig:
+        return collectives.CollectiveConfig(repeats=self.comm_repeats, timeout_s=max(self.hang_s, 60.0))
+
+    def steps(self) -> ReplayConfig:
+        return of_samples(self.arena_bytes, self.hang_s, self.step_repeats)
+
+
+# --- what is wanted -----------------------------------------------------------------------------------------
+
+
+def tables_with_lookups(pool: Sequence[Table]) -> list[Table]:
+    # Without lookups an op has nothing to measure.
+    live = [t for t in pool if t.pooling > 0]
+    if not live:
+        raise ShardCoreError("the pool has no table with lookups; there is nothing to measure")
+    return live
+
+
+def lacking(
+    wanted: Iterable[tuple[str, Request]], known: Collection[str], again: int = 0
+) -> Iterator[Request]:
+    """Requests without a sample, and the first `again` in any case: repeats show how far timings agree."""
+    return (r for n, (key, r) in enumerate(wanted) if n < again or key not in known)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a config asks for, in a setting, of a pool, on the devices of a transport."""
+
+    pool: Sequence[Table]
+    setting: Setting
+    config: MeasureConfig
+    transport: Transport
+
+    def groups(self) -> Iterator[tuple[str, ComputeRequest]]:
+        """The first different groups of the seed's draws, with their ids."""
+        live, config, shape = tables_with_lookups(self.pool), self.config, self.config.groups()
+        drawn = [t for t in live if kept_for_testing(t)] if config.held_out else live
+
+        def draw(i: int) -> ComputeRequest:
+            return compute_request(drawn, i, self.setting, config.seed, shape)
+
+        return different(draw, lambda r: dataset.compute_id(self.setting, r), config.compute_samples)
+
+    def reference(self) -> ComputeRequest:
+        return reference_request(tables_with_lookups(self.pool), self.setting, self.config.groups())
+
+    def exchanges(self) -> Iterator[tuple[str, CollectiveRequest]]:
+        """The first different exchanges of the seed's draws, with their ids. None if ranks are fewer than two."""
+        ranks, config = self.ranks, self.config
+
+        def draw(i: int) -> CollectiveRequest:
+            return comm_request(i, ranks, self.setting.batch, config.seed, hosts=config.hosts)
+
+        most = config.comm_samples if ranks > 1 else 0
+        return different(draw, lambda r: dataset.comm_id(self.setting, r), most)
+
+    def steps(self) -> list[tuple[Problem, Plans]]:
+        """The first plans of the seed's draws, by their problems."""
+        most_bytes, n = self.config.steps().arena_bytes, self.config.step_samples
+        if not n or self.why_no_steps():
+            return []
+        return first_step_plans(self.pool, n, self.setting, self.step_ranks, most_bytes, self.config.seed)
+
+    def why_no_steps(self) -> str | None:
+        """The reason why steps of the pool's tables cannot run. None if they can."""
+        if self.step_ranks < 2:
+            return (
+                "no host has two devices (cores or GPUs) that they could run on, as many as divide the batch"
+            )
+        most_bytes = self.config.steps().arena_bytes
+        if step_tables(self.pool, self.setting, most_bytes):
+            return None
+        return f"no table of the pool with lookups fits {most_bytes >> 20} MiB at a dim of {MIN_WIDTH}"
+
+    def counts(self, folder: Path) -> dict[str, tuple[int, int]]:
+        """Number of wanted samples of each kind, and of those that a folder lacks. Endless groups count as none."""
+        groups = {} if self.config.compute_samples is None else dict(self.groups())
+        exchanges, steps = dict(self.exchanges()), self.steps()
+        lacking_steps = replays.missing(folder, steps, self.setting)
+        return {
+            "compute": (len(groups), len(groups.keys() - dataset.read_ids(folder, "compute"))),
+            "comm": (len(exchanges), len(exchanges.keys() - dataset.read_ids(folder, "comm"))),
+            "steps": (_plans(steps), _plans(lacking_steps)),
+        }
+
+    @property
+    def devices(self) -> int:
+        """Number of processes that measure groups: as configured, or as devices and memory allow."""
+        hosts, config = self.transport.hosts(), self.config
+        devices = sum(host.devices for host in hosts)
+        if config.actors or self.transport.device == "cuda":
+            return config.actors or devices
+        return int(max(1, min(devices, sum(host.memory_bytes for host in hosts) // self._process_bytes)))
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes of an exchange. Below 2 there are no exchanges.
+
+        It is as configured, or the most devices of `hosts` hosts, equally many on each, that divide the batch. On CPUs
+        it is at least two, which may have to share a core.
+
+        Raises ShardCoreError if no such number divides the batch, or there are fewer hosts.
+        """
+        config, batch = self.config, self.setting.batch
+        if config.ranks:
+            if batch % config.ranks:
+                raise ShardCoreError(
+                    f"measure.ranks is {config.ranks}, which does not divide the batch of {batch}"
+                )
+            return config.ranks
+        n, hosts = config.hosts, self.transport.hosts()
+        each = hosts[n - 1].devices if n <= len(hosts) else 0
+        fits = [r * n for r in range(1, each + 1) if batch % (r * n) == 0]
+        if n > 1 and not fits:
+            raise ShardCoreError(
+                f"no number of ranks, equally many on each of {n} hosts of the {len(hosts)} that are there, "
+                f"divides the batch of {batch}; change measure.hosts"
+            )
+        return max(fits, default=1) if self.transport.device == "cuda" else max([*fits, 2])
+
+    @property
+    def step_ranks(self) -> int:
+        """Number of devices of one host for steps: those of an exchange, as far as cores and memory allow."""
+        most = self.ranks // self.config.hosts
+        if self.transport.device == "cpu":
+            # As large an arena as for compute, as the reference op has its shards.
+            most = int(min(most, self.transport.hosts()[0].memory_bytes // self._process_bytes))
+        return devices_of_a_host(self.transport, most, self.setting.batch)
+
+    @property
+    def _process_bytes(self) -> int:
+        return self.config.arena_bytes + WORKER_BYTES
+
+
+def _plans(steps: Iterable[tuple[Problem, Plans]]) -> int:
+    return sum(len(plans) for _, plans in steps)
+
+
+def devices_of_a_host(transport: Transport, most: int, batch: int) -> int:
+    """Number of devices of one host that replay plans without sharing a core.
+
+    It divides the batch and is at most `most`.
+    """
+    there = transport.hosts()[0].devices
+    return max(n for n in range(1, max(1, min(most, there)) + 1) if batch % n == 0)
+
+
+# --- measuring ----------------------------------------------------------------------------------------------
+
+
+def measure(wanted: Wanted, folder: Path, progress: Any) -> dict[str, int]:
+    """Measure what a folder lacks. Returns the number of samples of each kind that were lacking.
+
+    progress: has `info` and `warning`, as a logger, and `show`, which is called after each change of a Tally.
+    """
+    found = {
+        "compute": measure_groups(wanted, folder, progress),
+        "comm": measure_exchanges(wanted, folder, progress),
+        "steps": measure_steps(wanted, folder, progress),
+    }
+    # One file of each kind, as DVC and readers handle few files better than many.
+    dataset.merge_parts(folder)
+    return found
+
+
+def measure_groups(wanted: Wanted, folder: Path, progress: Any) -> int:
+    """Measure the groups that a folder lacks, then once more those that were disturbed.
+
+    Returns the number of groups that were lacking and had time.
+    """
+    config, setting, transport = wanted.config, wanted.setting, wanted.transport
+    until = time.monotonic() + 60 * (math.inf if config.minutes is None else config.minutes)
+    known = dataset.read_ids(folder, "compute")
+    missing: Iterable[ComputeRequest] = lacking(wanted.groups(), known, config.again)
+    total = None
+    if config.compute_samples is not None:
+        missing = list(missing)
+        total = len(missing)
+        progress.info("%d compute samples wanted, %d of them to measure", config.compute_samples, total)
+
+    def disturbed() -> list[ComputeRequest]:
+        again = dataset.disturbed_ids(folder, config.kernels().tolerance_on(transport.device))
+        if not again:
+            return []
+        if config.compute_samples is not None:
+            return [r for key, r in wanted.groups() if key in again]
+        return [s.request for s in dataset.read_compute(folder, setting) if s.id in again]
+
+    if total == 0 and not disturbed():
+        return 0
+    reference = wanted.reference()
+    rows = _STATES * max(t.rows for t in tables_with_lookups(wanted.pool))
+    kernels = dataclasses.replace(config.kernels(), state_rows=rows)
+    fleet = transport.fleet(BenchSpec(setting, transport.device, kernels, reference), config.hang_s)
+    count = wanted.devices if total is None else min(wanted.devices, total or 1)
+    usual_ms = dataset.usual_ms(folder, setting, reference)
+    # A supervisor draws some calls ahead. With a limit of time these are short, so that what is drawn has time.
+    calls_of = config.chunk if config.minutes is None else 1
+    with Supervisor(fleet, count, usual_ms, calls_of, config.hang_s, progress.warning) as bench:
+        first = itertools.islice(wanted.groups(), config.interleave)
+        reference_ms = bench.calibrate([request for _, request in first], CALIBRATE_S)
+        progress.info("%d devices; the reference op takes %.3f ms", count, reference_ms)
+        # This makes the folder. The bench has started by now, so no failed start leaves an empty one.
+        measured = _Groups(bench, folder, dataset.write_pool(folder, wanted.pool), config.chunk, until)
+        done = measured.measure(missing, Tally("compute", total), progress)
+        if time.monotonic() < until and (again := disturbed()):
+            progress.info("%d samples were disturbed and are measured once more", len(again))
+            measured.measure(again, Tally("compute", len(again), again=True), progress)
+    return done
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """A calibrated bench, and the folder of its samples.
+
+    pool: name of the pool in the folder.
+    chunk: samples that are written at once.
+    until: time.monotonic() at which to end. Requests that run then are still kept.
+    """
+
+    bench: Supervisor
+    folder: Path
+    pool: str
+    chunk: int
+    until: float
+
+    def measure(self, requests: Iterable[ComputeRequest], tally: Tally, progress: Any) -> int:
+        """Measure groups, and write samples as they come. Returns the number of groups."""
+        began, reasons, until = time.monotonic(), list[str](), self.until
+
+        def has_time(_: ComputeRequest) -> bool:
+            """True if a request that starts now is likely to finish in time."""
+            # `interleave` requests run in turn, so each takes as long as so many one by one.
+            now = time.monotonic()
+            each_s = (now - began) / tally.done if tally.done else 0.0
+            in_turn_s = self.bench.spec.config.interleave * each_s
+            return now + min(in_turn_s, _LONGEST_END * (until - began)) < until
+
+        def count(finished: Sequence[Finished]) -> None:
+            for f in finished:
+                tally.add(f.device, f.settled, f.kernel_s)
+                failed = [s.error for s in f.samples if s.error is not None]
+                reasons.extend(failed)
+                tally.failed += len(failed)
+            progress.show(tally)
+
+        def write(samples: list[Any]) -> None:
+            dataset.write_compute(self.folder, samples, self.pool)
+
+        # With a limit of time, requests may be drawn without end.
+        some = requests if until == math.inf else itertools.takewhile(has_time, requests)
+        in_time = itertools.takewhile(lambda _: time.monotonic() < until + _LATE_S, self.bench.measure(some))
+        keep(in_time, lambda finished: [s for f in finished for s in f.samples], self.chunk, write, count)
+        if reasons:
+            progress.warning(
+                "%d of %d samples failed, the first as %s; the dataset has all reasons",
+                len(reasons),
+                tally.done,
+                reasons[0],
+            )
+        return tally.done
+
+
+def measure_exchanges(wanted: Wanted, folder: Path, progress: Any) -> int:
+    """Measure the exchanges that a folder lacks. Returns their number."""
+    config, transport = wanted.config, wanted.transport
+    if not config.comm_samples:
+        return 0
+    ranks = wanted.ranks
+    if ranks < 2:
+        progress.warning(
+            "one GPU cannot exchange: no exchanges are measured, and problems need to give their links"
+        )
+    requests = list(lacking(wanted.exchanges(), dataset.read_ids(folder, "comm")))
+    if not requests:
+        return 0
+    tally = Tally("comm", len(requests))
+
+    def count(_: object) -> None:
+        tally.add(f"{ranks} ranks", 1)
+        progress.show(tally)
+
+    samples = collectives.measure_all(requests, ranks, wanted.setting, config.comm(), transport, config.hosts)
+    write = partial(dataset.write_comm, folder)
+    keep(samples, lambda sample: [sample], config.chunk, write, count)
+    return len(requests)
+
+
+def measure_steps(wanted: Wanted, folder: Path, progress: Any) -> int:
+    """Replay the plans whose steps a folder lacks, and once more those that were disturbed.
+
+    Returns the number of plans. If they cannot be replayed, it is 0, and the progress says why.
+    """
+    setting, config, steps = wanted.setting, wanted.config.steps(), wanted.steps()
+    if wanted.config.step_samples and (reason := wanted.why_no_steps()):
+        progress.warning("what exchanges take in steps stays unknown: %s", reason)
+    total = _plans(replays.missing(folder, steps, setting))
+    if not total:
+        return 0
+    tally, failures = Tally("steps", total), Failures(progress.warning)
+    reference = dataset.reference_op(folder, setting)
+
+    def replay(workloads: Sequence[Any]) -> Sequence[Any]:
+        return replay_all(workloads, setting, config, wanted.transport, reference)
+
+    # The second round repeats replays that were disturbed in the first.
+    for again in (False, True):
+        for problem, plans in replays.missing(folder, steps, setting):
+            if problem.name in failures.reasons:
+                continue
+            if again:
+                progress.info("%d steps of %s were disturbed; they run once more", len(plans), problem.name)
+            work = partial(replays.append, folder, problem, plans, setting, config, replay)
+            if failures.attempt(problem.name, work) and not again:
+                tally.add(f"{wanted.step_ranks} ranks", len(plans))
+                progress.show(tally)
+    failures.end()
+    return total
+
+
+class Failures:
+    """Problems of which the work failed, while that on others went on.
+
+    warn: called with each reason, as a logger's `warning`.
+    reasons: by name of the problem.
+    """
+
+    def __init__(self, warn: Callable[..., object]) -> None:
+        self.reasons: dict[str, str] = {}
+        self._warn = warn
+
+    def attempt(self, name: str, work: Callable[[], object]) -> bool:
+        """Tell if work on a problem succeeded. Raises NoRoom for a lack of devices, which others would meet, too."""
+        try:
+            work()
+        except NoRoom:
+            raise
+        except Exception as error:
+            plain = isinstance(error, ShardCoreError)
+            self.reasons[name] = str(ShardCoreError(f"{name}: {error if plain else repr(error)}"))
+            self._warn("%s", self.reasons[name], extra={"problem": name}, exc_info=None if plain else error)
+            return False
+        return True
+
+    def end(self) -> None:
+        """Raise ShardCoreError naming the problems that failed, if there are some."""
+        if self.reasons:
+            first, *others = self.reasons.values()
+            more = f" (and {len(others)} more, which the log names)" if others else ""
+            raise ShardCoreError(f"{len(self.reasons)} problems could not be replayed: {first}{more}")
+
+
+def keep(
+    events: Iterable[Event],
+    samples_of: Callable[[Event], Sequence[Any]],
+    chunk: int,
+    write: Callable[[list[Any]], object],
+    progress: Callable[[Event], object],
+) -> None:
+    """Write samples once `chunk` of them have come, or KEEP_EVERY_S after the last write.
+
+    The rest is written at the end, also after an error or Ctrl-C.
+    """
+    waiting: list[Any] = []
+    written_s = time.monotonic()
+    try:
+        for event in events:
+            waiting.extend(samples_of(event))
+            if waiting and (len(waiting) >= chunk or time.monotonic() - written_s > KEEP_EVERY_S):
+                # Taken out first, so that the rest is not written after a write that failed.
+                some = list(waiting)
+                waiting.clear()
+                write(some)
+                written_s = time.monotonic()
+            # Progress comes after the write, so that it never counts a sample that is lost.
+            progress(event)
+    finally:
+        if waiting:
+            write(waiting)
