@@ -54,7 +54,7 @@ def test_costs_are_the_prices_of_the_plans_and_parts_are_theirs(name):
 def test_only_legal_devices_are_taken_whatever_the_scores(name):
     problem = CASES["together and pinned, tight"]
     _, rollout = rolled(name, problem, plans=40)
-    made, fits = rollout.placements_of, rollout.placed.fits
+    made, fits = rollout.placed, rollout.placed.fits
     legally = np.take_along_axis(made.legal, made.devices[..., None], -1)[..., 0]
     assert legally[fits].all() and fits.any() and (np.isfinite(made.total_ms) == fits).all()
 
