@@ -80,7 +80,7 @@ def _answer(
     model: NeuralModel | composite.Composite, shards: tuple[Shard, ...], batch: int
 ) -> dict[str, Any]:
     sums = model.encode(shards, batch).sum(0)
-    ms, share = float(model.head(sums)), float(model.forward_share(sums))
+    forward_ms, backward_ms, _ = model.parts(sums).tolist()
     low, high = (
         float(model.at_confidence(level).head(sums)) for level in ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
     )
@@ -89,8 +89,8 @@ def _answer(
     device = Topology((Device(1),), model.setting.hardware)
     alone = Workload((ops,), np.zeros((len(CHANNELS), 1)), (0,), device, batch)
     return {
-        "ms": ms,
-        "forward_ms": share * ms,
+        "ms": forward_ms + backward_ms,
+        "forward_ms": forward_ms,
         "low_ms": low,
         "high_ms": high,
         "extrapolated": model.out_of_range(alone),

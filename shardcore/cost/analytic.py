@@ -16,12 +16,12 @@ from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import PRECISION_BYTES, Problem, Setting, Shard
 from shardcore.core.validation import require
 from shardcore.cost.composite import Composite, composed
-from shardcore.cost.model import LinearHead, round_encodings
+from shardcore.cost.heads import Head, LinearHead
+from shardcore.cost.model import CostModel, round_encodings
 from shardcore.step.access import access_share, unique_rows_of
 from shardcore.step.collectives import carried_as
 from shardcore.step.exchanges import (
     ChannelTerms,
-    ExchangeLaw,
     OwnWork,
     Terms,
     given_levels,
@@ -37,7 +37,7 @@ MS_PER_US = 1e-3
 
 
 @dataclass(frozen=True)
-class AnalyticModel(LinearHead, ExchangeLaw):
+class AnalyticModel(CostModel):
     """Costs from the work of an op, each driver at a constant rate.
 
     compute = launch (once for a fused op, which is why fusing pays) + tables + lookups + bytes gathered + bytes updated
@@ -100,8 +100,8 @@ class AnalyticModel(LinearHead, ExchangeLaw):
         )
 
     @property
-    def terms(self) -> np.ndarray:
-        """[3, 5] See model.LinearHead. It does not divide costs into forward and backward: all count backward."""
+    def heads(self) -> Sequence[Head]:
+        """See model.CostModel. It does not divide costs into forward and backward: all count backward."""
         terms = np.zeros((3, 5))
         terms[1] = (
             self.launch_us * MS_PER_US,
@@ -110,7 +110,7 @@ class AnalyticModel(LinearHead, ExchangeLaw):
             1 / (self.gather_gbps * BYTES_PER_MS_PER_GBPS),
             1 / (self.update_gbps * BYTES_PER_MS_PER_GBPS),
         )
-        return terms
+        return (LinearHead(terms),)
 
     def out_of_range(self, workload: Workload) -> list[str]:
         """See model.CostModel. Its setting names a device that was not measured."""

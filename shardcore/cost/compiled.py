@@ -44,7 +44,7 @@ def linear(sums: np.ndarray, p: np.ndarray) -> float:
 def contended(sums: np.ndarray, p: np.ndarray) -> float:
     """ms of the contended model: `nets.parts` summed over forward and backward.
 
-    With an error other than 0 it returns a quantile instead, as `quantiles.quantile` does.
+    With an error other than 0 it returns a quantile instead, as `heads.ContendedHead` does.
 
     p[0]: H.
     p[1]: Q.

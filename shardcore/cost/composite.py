@@ -1,18 +1,18 @@
-"""The composite cost model: heads whose ms add up.
+"""The composite cost model: models whose ms add up.
 
 A model is trained for one precision. TorchRec runs the shards of a kind as one fused op for each precision,
 one after another. Rows below device memory cross a link. So the cost of an op is a sum:
 of a model of each precision, over the shards that have it, and of the links over all shards.
 
-Shapes: N shards, F features of all heads side by side, G ops, D devices; ... any leading dimensions.
+Shapes: N shards, F features of all parts side by side, G ops, D devices; ... any leading dimensions.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +24,11 @@ from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import Problem, Setting, Shard
 from shardcore.core.validation import differences, require, require_type
 from shardcore.cost.collective_model import ALL_TO_ALL, is_measured
-from shardcore.cost.model import Compiled, CostModel, LinearHead, at_confidence
+from shardcore.cost.heads import Head, LinearHead
+from shardcore.cost.model import CostModel
 from shardcore.cost.ranges import and_more
 from shardcore.io.model_files import model_folders
-from shardcore.step.exchanges import ChannelTerms, ExchangeLaw
+from shardcore.step.exchanges import ChannelTerms
 from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
 from shardcore.tables.host_rows import link_bytes_of
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class LinkHead(LinearHead):
-    """A head of the links to memory below the devices. It encodes ms: forward, backward, and of rows fetched
-    ahead.
+class Links:
+    """The links to memory below the devices, as a part of a model. It encodes ms: forward, backward, and of rows
+    fetched ahead.
 
     gbps: GB/s of a device, by tier.
     optimizer: optimizer of the embeddings.
@@ -64,12 +65,12 @@ class LinkHead(LinearHead):
         return codes
 
     @property
-    def terms(self) -> np.ndarray:
-        """[3, 4] See model.LinearHead. Encodings are ms already, so their rates are 1."""
+    def heads(self) -> Sequence[Head]:
+        """See CostModel. Encodings are ms already, so their rates are 1."""
         terms = np.column_stack([np.zeros(3), np.eye(3)])
         # Lookups without a cache read the link before the update, too.
         terms[2, 1] = self.fetches_ahead
-        return terms
+        return (LinearHead(terms),)
 
     def out_of_range(self, workload: Workload) -> list[str]:
         tables: dict[str, dict[str, None]] = {}
@@ -84,8 +85,8 @@ class LinkHead(LinearHead):
 
 
 @dataclass(frozen=True, eq=False)
-class Composite(ExchangeLaw):
-    """A CostModel of several heads. A ProbabilisticCostModel and a BoundableCostModel where its models are.
+class Composite(CostModel):
+    """A CostModel of several models: one for each precision, and links.
 
     models: one for each precision, in the order of their names; or one for all shards.
     links: None: all rows are in device memory.
@@ -94,7 +95,8 @@ class Composite(ExchangeLaw):
     """
 
     models: tuple[Any, ...]
-    links: LinkHead | None = None
+    links: Links | None = None
+    setting: Setting = field(init=False)
 
     def __post_init__(self) -> None:
         first, *others = (m.setting for m in self.models)
@@ -111,10 +113,7 @@ class Composite(ExchangeLaw):
             raise SettingMismatch(
                 f"models for {' and '.join(precisions)} weights cannot be mixed; they need a precision each"
             )
-
-    @property
-    def setting(self) -> Setting:
-        return replace(self.models[0].setting, precision="+".join(m.setting.precision for m in self.models))
+        object.__setattr__(self, "setting", replace(first, precision="+".join(precisions)))
 
     def for_problem(self, problem: Problem) -> CostModel:
         """The models of the problem's precisions (see model.CostModel); a single model where it has one."""
@@ -128,62 +127,34 @@ class Composite(ExchangeLaw):
         return composed(needed, problem)
 
     @cached_property
-    def _heads(self) -> tuple[Any, ...]:
+    def _parts(self) -> tuple[Any, ...]:
         return (*self.models, self.links) if self.links else self.models
 
-    def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
-        """[N, F] the encoding by each head of its own shards, and 0 elsewhere."""
-        parts = []
-        for head in self._heads:
-            # A single model takes shards of any precision. Links take all shards.
-            of_all = len(self.models) == 1 or head is self.links
-            own = [i for i, s in enumerate(shards) if of_all or s.table.precision == head.setting.precision]
-            # One call a head, for its own shards only: an encoding by the wrong model would not be 0.
-            codes = head.encode([shards[i] for i in own], batch)
-            parts.append(np.zeros((len(shards), codes.shape[1])))
-            parts[-1][own] = codes
-        return np.concatenate(parts, axis=1)
-
     @cached_property
-    def _widths(self) -> list[int]:
-        """Numbers of an encoding by each head, which stand side by side."""
-        return [head.encode(()).shape[1] for head in self._heads]
+    def heads(self) -> Sequence[Head]:
+        return [head for part in self._parts for head in part.heads]
 
-    def _split(self, sums: np.ndarray) -> Iterable[tuple[Any, np.ndarray]]:
-        """The heads, and the sums [..., F] of each."""
-        parts = np.split(np.asarray(sums, dtype=float), np.cumsum(self._widths[:-1]), axis=-1)
-        return zip(self._heads, parts, strict=True)
+    def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
+        """[N, F] the encoding by each part of its own shards, and 0 elsewhere."""
+        encoded = []
+        for part in self._parts:
+            # A single model takes shards of any precision. Links take all shards.
+            of_all = len(self.models) == 1 or part is self.links
+            own = [i for i, s in enumerate(shards) if of_all or s.table.precision == part.setting.precision]
+            # One call a part, for its own shards only: an encoding by the wrong model would not be 0.
+            codes = part.encode([shards[i] for i in own], batch)
+            encoded.append(np.zeros((len(shards), codes.shape[1])))
+            encoded[-1][own] = codes
+        return np.concatenate(encoded, axis=1)
 
-    def head(self, sums: np.ndarray) -> np.ndarray:
-        return _total(head.head(own) for head, own in self._split(sums))
-
-    def at_confidence(self, confidence: float) -> Composite:
+    def at_confidence(self, confidence: float | None) -> Composite:
         """The sum of quantiles is an upper bound: errors of models rarely add up. Links have no spread."""
-        return replace(self, models=tuple(at_confidence(m, confidence) for m in self.models))
+        return replace(self, models=tuple(m.at_confidence(confidence) for m in self.models))
 
-    def forward_share(self, sums: np.ndarray) -> np.ndarray:
-        total = self.head(sums)
-        # Shares do not add up, ms do: weigh each head's share by its ms.
-        forward = _total(head.forward_share(own) * head.head(own) for head, own in self._split(sums))
-        return np.divide(forward, total, out=np.zeros_like(total), where=total > 0)
-
-    def link_ms(self, sums: np.ndarray) -> np.ndarray:
-        return _total(head.link_ms(own) for head, own in self._split(sums))
-
-    def compiled(self) -> Compiled:
-        from shardcore.cost import compiled  # numba compiles on import
-
-        heads = [head.compiled() for head in self._heads]
-        # Of each head its number, features and parameters, in front of the parameters of all (compiled.several).
-        layout = [
-            (compiled.HEADS.index(one.head), width, len(one.parameters))
-            for width, one in zip(self._widths, heads, strict=True)
-        ]
-        parameters, fetched = (
-            np.concatenate([[len(heads)], np.ravel(layout), *of_heads])
-            for of_heads in zip(*(one[1:] for one in heads), strict=True)
-        )
-        return Compiled(compiled.ready(compiled.several), parameters, fetched)
+    @property
+    def launch_ms(self) -> float:
+        # An op may have shards of any one precision only.
+        return min(model.launch_ms for model in self.models)
 
     @property
     def exchange_model(self) -> Any:
@@ -199,31 +170,12 @@ class Composite(ExchangeLaw):
     def out_of_range(self, workload: Workload) -> list[str]:
         """Sentences on each precision's shards from its model (see model.CostModel)."""
         sentences: dict[str, None] = {}
-        for head in self._heads:
+        for part in self._parts:
             step = workload
-            if len(self.models) > 1 and head is not self.links:
-                step = _of_precision(head.setting.precision, workload, head is self.exchange_model)
-            sentences |= dict.fromkeys(head.out_of_range(step))
+            if len(self.models) > 1 and part is not self.links:
+                step = _of_precision(part.setting.precision, workload, part is self.exchange_model)
+            sentences |= dict.fromkeys(part.out_of_range(step))
         return list(sentences)
-
-    @property
-    def lower(self) -> Composite | None:
-        """The composite of what each model is bounded by. None if one has none. See model.CostModel."""
-        lowers = tuple(model.lower for model in self.models)
-        return None if None in lowers else replace(self, models=lowers)
-
-    @property
-    def launch_ms(self) -> float:
-        # An op may have shards of any one precision only.
-        return min(model.launch_ms for model in self.models)
-
-    def rates(self, least: np.ndarray) -> np.ndarray:
-        # What caches fetch ahead adds nothing to an op, so that a bound leaves it out.
-        return np.concatenate([head.rates(own) for head, own in self._split(least)], -1)
-
-
-def _total(parts: Iterable[np.ndarray]) -> np.ndarray:
-    return reduce(np.add, parts)
 
 
 def composed(models: Sequence[Any], problem: Problem) -> Any:
@@ -232,7 +184,7 @@ def composed(models: Sequence[Any], problem: Problem) -> Any:
     if len(models) == 1 and not below:
         return models[0]
     gbps = {memory.tier: memory.gbps for memory in problem.topology.memory}
-    links = LinkHead(gbps, problem.optimizer, problem.global_batch, problem.job.fetches_ahead)
+    links = Links(gbps, problem.optimizer, problem.global_batch, problem.job.fetches_ahead)
     # Without rows below device memory, links would only add columns of zeros.
     return Composite(tuple(models), links if below else None)
 

@@ -420,10 +420,7 @@ def _distilled_model(
     model = ProfileModel(profile, replace(setting, hardware=profile.name))
     # Encodings add up, so an op is the sum over its shards.
     sums = np.stack([model.encode(r.shards, r.batch).sum(0) for r in drawn])
-    share, total = model.forward_share(sums), model.head(sums)
-    # [S, 2] ms: the profile gives the total, and the share of forward.
-    ms = np.stack([share * total, (1 - share) * total], 1)
-    groups = _Groups(*features.features_of_ops(drawn), ms)
+    groups = _Groups(*features.features_of_ops(drawn), model.parts(sums)[:, :2])
     weights = _fit_compute(groups, groups, config, lambda *_: None, None)
     # No ranges and no exchanges: both have to come from measurements.
     return NeuralModel(

@@ -8,21 +8,22 @@ Shapes: N shards, F features, G ops, C channels, L lanes, D devices.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import itertools
+from abc import abstractmethod
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
+from functools import reduce
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
 from shardcore.core.step_cost import EQUAL, PredictedCost
-from shardcore.core.topology import Topology
 from shardcore.core.types import Plan, Problem, Setting, Shard
-from shardcore.core.validation import require_type, shown
-from shardcore.step.exchanges import ChannelTerms, CommCost
-from shardcore.step.kinds import Channel
+from shardcore.core.validation import require, require_type, shown
+from shardcore.cost.heads import Compiled, Head
+from shardcore.step.exchanges import CommCost, ExchangeLaw
 from shardcore.step.lower import Workload, lower
 from shardcore.tables.host_rows import in_one_cache
 
@@ -37,15 +38,16 @@ def round_encodings(codes: np.ndarray) -> np.ndarray:
 
 
 @runtime_checkable
-class CostModel(Protocol):
+class CostModel(ExchangeLaw, Protocol):
     """Costs of fused ops and collectives, in ms. All methods are pure, and a model is hashable.
 
-    An op costs head(sum of its shards' encodings). So a search adds and subtracts rows of F numbers, and
-    never runs a network twice on a shard.
+    An op costs its heads' ms of the sum of its shards' encodings. So a search adds and subtracts rows of F numbers,
+    and never runs a network twice on a shard.
+
+    setting: what the model was measured for, or is used for.
     """
 
-    @property
-    def setting(self) -> Setting: ...
+    setting: Setting
 
     @abstractmethod
     def for_problem(self, problem: Problem) -> CostModel:
@@ -61,144 +63,81 @@ class CostModel(Protocol):
         Those of `round_encodings`.
         """
 
+    @property
     @abstractmethod
-    def head(self, sums: np.ndarray) -> np.ndarray:
-        """[G] ms, forward + backward, of ops from summed encodings [G, F]. A row of zeros costs 0."""
-
-    @abstractmethod
-    def forward_share(self, sums: np.ndarray) -> np.ndarray:
-        """[G] the share of forward in an op's ms.
-
-        0 where a model does not know it, as backward is the costlier one.
-        """
-
-    @abstractmethod
-    def link_ms(self, sums: np.ndarray) -> np.ndarray:
-        """[G] ms for which ops read host memory before their update, if caches fetch ahead (`fetch_wait_ms`).
-
-        `head` is without what caches fetch then. 0 in all other jobs.
-        """
-
-    @abstractmethod
-    def compiled(self) -> Compiled:
-        """`head` for one op at a time, compiled. For searches that price millions of ops."""
-
-    @abstractmethod
-    def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
-        """Costs of the collectives. As its terms say, unless a model has another law (exchanges.ExchangeLaw).
-
-        traffic: [L C, ..., D] bytes of each of kinds.CHANNELS, in each lane, as in Workload.
-        compute_ms: [..., D] of each device. It sets the skew with which devices arrive.
-        """
-
-    @abstractmethod
-    def exchange(self, channel: Channel, topology: Topology) -> ChannelTerms:
-        """Terms of a channel's collectives (exchanges.py). Calls go through `exchanges.terms_of`, which caches them."""
+    def heads(self) -> Sequence[Head]:
+        """Heads whose ms add up. Each has some numbers of an encoding, side by side."""
 
     @abstractmethod
     def out_of_range(self, workload: Workload) -> list[str]:
         """Sentences on the parts of a step beyond the measured range. Empty where there is none."""
 
-    @property
-    @abstractmethod
-    def lower(self) -> BoundableCostModel | None:
-        """A model that never costs more and allows lower bounds to be proved. Usually the model itself.
-
-        None where nothing can be proved.
-        """
-
-
-class Compiled(NamedTuple):
-    """A compiled head: head(sums [F], parameters [P]) -> ms of one op.
-
-    Its numba type is float64(float64[::1], float64[::1]).
-    fetched: [P] the parameters with which it gives `fetched_ms` of the op.
-    """
-
-    head: Callable[[np.ndarray, np.ndarray], float]
-    parameters: np.ndarray
-    fetched: np.ndarray
-
-
-@runtime_checkable
-class ProbabilisticCostModel(CostModel, Protocol):
-    """A CostModel that knows the distribution of measurements around its predictions."""
-
-    @abstractmethod
-    def at_confidence(self, confidence: float) -> CostModel:
+    def at_confidence(self, confidence: float | None) -> CostModel:
         """The model whose ops cost their quantile: a measurement lies below with this probability.
 
-        Its `head` and `compiled` raise ShardCoreError if the model does not know that confidence.
+        None: the mean. Its `parts` and `compiled` raise ShardCoreError if the model does not know that confidence.
         """
-
-
-class BoundableCostModel(CostModel, Protocol):
-    """A CostModel with the properties that a proof of a lower bound needs. Costs never fall as work grows."""
-
-    @property
-    def launch_ms(self) -> float:
-        """ms that any non-empty op takes beside its rates."""
-        ...
-
-    @abstractmethod
-    def rates(self, least: np.ndarray) -> np.ndarray:
-        """[..., F] ms, 0 or more. They do not fall as `least` [..., F] grows.
-
-        head(sums) >= launch_ms + rates · sums, wherever sums >= least, of non-empty ops.
-        """
-
-
-class LinearHead(ABC):
-    """An op that takes a launch, whatever it runs, and a rate for each number of its summed encoding."""
-
-    @property
-    def lower(self) -> Self:
-        """Itself (see CostModel)."""
+        require(
+            confidence is None,
+            f"model {type(self).__name__} has no quantiles; confidence needs a trained model",
+        )
         return self
 
     @property
-    @abstractmethod
-    def terms(self) -> np.ndarray:
-        """[3, 1 + F] ms of a launch, then those of a unit of each number: forward, backward, and of `link_ms`."""
+    def lower(self) -> CostModel | None:
+        """The model of means, which allows lower bounds to be proved. None if quantiles lie below them."""
+        return self.at_confidence(None) if all(head.error >= 0 for head in self.heads) else None
+
+    # --- given by the heads ---------------------------------------------------------------------------------
+
+    def _of_heads(self, sums: np.ndarray) -> Iterator[tuple[Head, np.ndarray]]:
+        """The heads, and the sums [..., F] of each."""
+        ends = np.cumsum([head.width for head in self.heads])
+        parts = np.split(np.asarray(sums, dtype=float), ends[:-1], axis=-1)
+        return zip(self.heads, parts, strict=True)
+
+    def parts(self, sums: np.ndarray) -> np.ndarray:
+        """[..., 3] ms of ops from summed encodings [..., F]: forward, backward, and of the link. 0 for a row of zeros.
+
+        Of the link: what ops read of host memory before their update, if caches fetch ahead (`fetch_wait_ms`). What
+        caches fetch then is in no other part. 0 in all other jobs. Forward is 0 where a model does not tell it from
+        backward, which is the costlier one.
+        """
+        return reduce(np.add, (head.parts(own) for head, own in self._of_heads(sums)))
 
     def head(self, sums: np.ndarray) -> np.ndarray:
-        """[...] ms of ops from summed encodings [..., F]; 0 for an empty op.
-
-        A fused op costs less than its shards run one by one.
-        """
-        return _linear_ms(sums, self.terms[:2].sum(0))
-
-    def forward_share(self, sums: np.ndarray) -> np.ndarray:
-        """[...] the share of forward in an op's ms. 0 for an empty op."""
-        forward, total = (_linear_ms(sums, terms) for terms in (self.terms[0], self.terms[:2].sum(0)))
-        return np.divide(forward, total, out=np.zeros_like(total), where=total > 0)
-
-    def link_ms(self, sums: np.ndarray) -> np.ndarray:
-        """[...] See CostModel."""
-        return _linear_ms(sums, self.terms[2])
+        """[...] ms, forward + backward, of ops from summed encodings [..., F]."""
+        return self.parts(sums)[..., :2].sum(-1)
 
     def compiled(self) -> Compiled:
-        """`head` for one op at a time."""
+        """`head` for one op at a time, compiled. For searches that price millions of ops."""
         from shardcore.cost import compiled  # numba compiles on import
 
-        terms = self.terms
-        return Compiled(compiled.ready(compiled.linear), terms[:2].sum(0), terms[1:].sum(0))
+        one, *others = heads = [head.compiled() for head in self.heads]
+        if not others:
+            return one
+        # Of each head its number, features and parameters, in front of the parameters of all (compiled.several).
+        layout = [
+            (compiled.HEADS.index(made.head), head.width, len(made.parameters))
+            for head, made in zip(self.heads, heads, strict=True)
+        ]
+        parameters, fetched = (
+            np.concatenate([[len(heads)], np.ravel(layout), *of_heads])
+            for of_heads in zip(*(made[1:] for made in heads), strict=True)
+        )
+        return Compiled(compiled.ready(compiled.several), parameters, fetched)
 
     @property
     def launch_ms(self) -> float:
-        """ms of a launch (see BoundableCostModel)."""
-        return float(self.terms[:2, 0].sum())
+        """ms that any non-empty op takes beside its rates, of the means."""
+        return min(head.launch_ms for head in self.heads)
 
     def rates(self, least: np.ndarray) -> np.ndarray:
-        """[..., F] ms per unit of each number, whatever the load (see BoundableCostModel)."""
-        return np.broadcast_to(self.terms[:2, 1:].sum(0), np.shape(least))
+        """[..., F] ms, 0 or more. They do not fall as `least` [..., F] grows.
 
-
-def _linear_ms(sums: np.ndarray, terms: np.ndarray) -> np.ndarray:
-    """[...] ms of ops from summed encodings [..., F] and terms [1 + F]."""
-    sums = np.asarray(sums, dtype=float)
-    # One launch for any number of shards, none for an empty op: min(1, count).
-    return terms[0] * np.minimum(1.0, sums[..., 0]) + sums @ terms[1:]
+        head(sums) >= launch_ms + rates · sums, wherever sums >= least, of non-empty ops and a model of means.
+        """
+        return np.concatenate([head.rates(own) for head, own in self._of_heads(least)], -1)
 
 
 def at_confidence(model: CostModel, confidence: float | None) -> CostModel:
@@ -207,13 +146,7 @@ def at_confidence(model: CostModel, confidence: float | None) -> CostModel:
     So a search is not drawn to ops whose cost is uncertain. Raises ShardCoreError for a model without quantiles.
     """
     # None and 0 both mean: no caution.
-    if not confidence:
-        return model
-    if not isinstance(model, ProbabilisticCostModel):
-        raise ShardCoreError(
-            f"model {type(model).__name__} has no quantiles; confidence needs a trained model"
-        )
-    return model.at_confidence(confidence)
+    return model.at_confidence(confidence) if confidence else model
 
 
 def group_costs(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int | None = None) -> np.ndarray:
@@ -225,10 +158,12 @@ def group_costs(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int 
 
 
 def group_sums(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int | None = None) -> np.ndarray:
-    """[G, F] summed encodings of groups of shards, one of which is not empty. All are encoded in one call."""
+    """[..., G, F] summed encodings of groups of shards, one of which is not empty. All are encoded in one call."""
     codes = model.encode([s for g in groups for s in g], batch)
-    sums = np.zeros((len(groups), codes.shape[1]))
-    np.add.at(sums, np.repeat(np.arange(len(groups)), [len(g) for g in groups]), codes)
+    sums = np.zeros((*codes.shape[:-2], len(groups), codes.shape[-1]))
+    group = np.repeat(np.arange(len(groups)), [len(g) for g in groups])
+    # By the last axis but one, whatever is in front.
+    np.add.at(np.moveaxis(sums, -2, 0), group, np.moveaxis(codes, -2, 0))
     return sums
 
 
@@ -242,18 +177,10 @@ def exposed_input_ms(comm: CommCost, job: Job) -> np.ndarray:
     return np.maximum(comm.input_work_ms.max(-1), comm.input_ms.max(-1) - job.hides_ids_ms)
 
 
-def fetched_ms(model: CostModel, sums: np.ndarray, op_ms: np.ndarray) -> np.ndarray:
-    """[...] ms of ops from summed encodings [..., F]: the link's, then the update's.
-
-    op_ms: [...] of `head`.
-    """
-    return model.link_ms(sums) + (1 - model.forward_share(sums)) * op_ms
-
-
 def fetch_wait_ms(fetched_ms: np.ndarray, busy_ms: np.ndarray, job: Job) -> np.ndarray:
     """[..., D] ms that devices wait for rows which their caches fetch ahead.
 
-    fetched_ms: [..., D] `fetched_ms` of each device's ops together.
+    fetched_ms: [..., D] of each device's ops together: of the link, and backward (CostModel.parts).
     busy_ms: [..., D] compute and exchanges, without what caches fetch.
 
     PrefetchTrainPipelineSparseDist fetches a batch's rows on a stream of their own, while the batch before is
@@ -304,27 +231,28 @@ def total_ms(workload: Workload, model: CostModel) -> float:
     return _predicted(workload, model).total_ms
 
 
-def _predicted(workload: Workload, model: CostModel) -> PredictedCost:
-    n_devices = len(workload.ops)
-    forward, backward, link = np.zeros((3, n_devices))
+def device_parts_ms(workload: Workload, model: CostModel) -> np.ndarray:
+    """[3, ..., D] ms of each device's ops, as of CostModel.parts."""
     # Devices that run the same shards share an Op. It is priced once, and all of a batch in one call.
     ops_by_id = {id(op): op for ops in workload.ops for op in ops}
-    priced = dict[int, list[float]]()
+    row_of, priced, devices = dict[int, int](), list[np.ndarray](), workload.topology.devices
+    if not ops_by_id:
+        return np.zeros((3, len(devices)))
     for batch in dict.fromkeys(op.batch for op in ops_by_id.values()):
         some = {i: in_one_cache(op.shards, batch) for i, op in ops_by_id.items() if op.batch == batch}
-        sums = group_sums([*some.values()], model, batch)
-        # Of each op: ms, the share of forward in it (the rest is backward), and ms on slower links.
-        parts = np.stack([model.head(sums), model.forward_share(sums), model.link_ms(sums)], 1)
-        priced |= zip(some, parts.tolist(), strict=True)
-    for device, ops in enumerate(workload.ops):
-        for op in ops:
-            op_ms, share, link_ms = priced[id(op)]
-            # Speed scales compute, not communication.
-            speed = workload.topology.devices[device].speed
-            forward[device] += share * (op_ms / speed)
-            backward[device] += (1 - share) * (op_ms / speed)
-            # An op's time on the link scales with it, as it does in `head`.
-            link[device] += link_ms / speed
+        row_of |= zip(some, itertools.count(len(row_of)), strict=False)
+        priced.append(model.parts(group_sums([*some.values()], model, batch)))
+    of_ops = np.moveaxis(np.concatenate(priced, -2), -2, 0)
+    ms = np.zeros((len(devices), *of_ops.shape[1:]))
+    device, row = np.transpose([(d, row_of[id(op)]) for d, ops in enumerate(workload.ops) for op in ops])
+    np.add.at(ms, device, of_ops[row])
+    # Speed scales compute, not communication. An op's time on the link scales with it, as it does in `head`.
+    speed = np.array([device.speed for device in devices])
+    return np.moveaxis(ms, (-1, 0), (0, -1)) / speed
+
+
+def _predicted(workload: Workload, model: CostModel) -> PredictedCost:
+    forward, backward, link = device_parts_ms(workload, model)
     # Collectives depend on when devices arrive, so compute comes first.
     comm = model.comm(workload.traffic, forward + backward, workload.topology)
     fetch_wait = fetch_wait_ms(link + backward, forward + backward + comm.total_ms, workload.job)
@@ -337,7 +265,7 @@ def _predicted(workload: Workload, model: CostModel) -> PredictedCost:
         fetch_wait_ms=tuple(fetch_wait.tolist()),
         link_ms=tuple(link.tolist()),
         # All devices wait for ids, so each has the same ms.
-        input_ms=(float(exposed_input_ms(comm, workload.job)),) * n_devices,
+        input_ms=(float(exposed_input_ms(comm, workload.job)),) * len(forward),
         dense_ms=workload.job.dense_ms,
     )
 

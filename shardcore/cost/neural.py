@@ -20,11 +20,12 @@ from shardcore.core.links import LEVELS
 from shardcore.core.topology import Topology
 from shardcore.core.types import Problem, Setting, Shard
 from shardcore.core.validation import require, require_type, shown
-from shardcore.cost import collective_model, features, nets, quantiles, ranges, weight_checks
+from shardcore.cost import collective_model, features, nets, ranges, weight_checks
 from shardcore.cost.composite import Composite, composed
-from shardcore.cost.model import Compiled, round_encodings
+from shardcore.cost.heads import ContendedHead, Head
+from shardcore.cost.model import CostModel, round_encodings
 from shardcore.io import files, model_files, schema
-from shardcore.step.exchanges import ChannelTerms, ExchangeLaw
+from shardcore.step.exchanges import ChannelTerms
 from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
 
@@ -35,7 +36,7 @@ _AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
-class NeuralModel(ExchangeLaw):
+class NeuralModel(CostModel):
     """A CostModel with the formulas of nets.py.
 
     weights: arrays by name.
@@ -104,21 +105,14 @@ class NeuralModel(ExchangeLaw):
                 codes[idle, -2:] = np.minimum(codes[idle, -2:], busy[:, -2:])
         return codes
 
-    def head(self, sums: np.ndarray) -> np.ndarray:
-        """[...] ms, forward + backward, of ops from summed encodings [..., K + 2]. 0 for an empty op."""
-        ms = nets.parts(self.weights, np.asarray(sums, dtype=float)).sum(-1)
-        return ms if self.confidence is None else quantiles.quantile(self.weights, ms, self.confidence)
+    @property
+    def heads(self) -> Sequence[Head]:
+        """See model.CostModel."""
+        return (ContendedHead(self.weights, self.confidence),)
 
     def at_confidence(self, confidence: float | None) -> Self:
-        """See model.ProbabilisticCostModel. Known are levels from 0.005 to 0.995. None: ops cost their mean."""
-        return dataclasses.replace(self, confidence=confidence)
-
-    @property
-    def lower(self) -> Self | None:
-        """The model of means, unless quantiles lie below them. See model.CostModel."""
-        if self.confidence is None:
-            return self
-        return self.at_confidence(None) if quantiles.error(self.weights, self.confidence) >= 0 else None
+        """See model.CostModel. Known are levels from 0.005 to 0.995."""
+        return self if confidence == self.confidence else dataclasses.replace(self, confidence=confidence)
 
     def interval(self, sums: np.ndarray, confidence: float) -> tuple[np.ndarray, np.ndarray]:
         """[...] ms, low and high. A measurement of the op lies between them with probability `confidence`."""
@@ -126,58 +120,9 @@ class NeuralModel(ExchangeLaw):
         low, high = ((1 - confidence) / 2, (1 + confidence) / 2)
         return self.at_confidence(low).head(sums), self.at_confidence(high).head(sums)
 
-    def compiled(self) -> Compiled:
-        """`head` for one op at a time."""
-        from shardcore.cost import compiled  # numba compiles on import
-
-        w = self.weights
-        error = 0.0 if self.confidence is None else quantiles.error(w, self.confidence)
-        # The order of parameters is that of compiled.contended.
-        # Sizes come first: compiled.contended computes offsets from them.
-        numbers = [w["contention.0.bias"].size, w["band.log_ms"].size, nets.LOAD_FLOOR, error]
-        arrays = (
-            w["launch"],
-            w["band.log_ms"],
-            w["band.width"],
-            1 / w["load_typical"],
-            w["contention.0.weight"],
-            w["contention.0.bias"],
-            w["contention.1.weight"],
-        )
-        parameters, fetched = (
-            np.concatenate([[*numbers, forward], *(np.ravel(x) for x in arrays)], dtype=float)
-            for forward in (True, False)
-        )
-        return Compiled(compiled.ready(compiled.contended), parameters, fetched)
-
-    def forward_share(self, sums: np.ndarray) -> np.ndarray:
-        """[...] the share of forward in an op's ms, equal at each confidence. 0 for an empty op."""
-        both = nets.parts(self.weights, np.asarray(sums, dtype=float))
-        total = both.sum(-1)
-        # An empty op would divide 0 by 0.
-        return np.divide(both[..., 0], total, out=np.zeros_like(total), where=total > 0)
-
-    def link_ms(self, sums: np.ndarray) -> np.ndarray:
-        """[...] zeros: rows below device memory are priced beside the model (composite.LinkHead)."""
-        return np.zeros(np.shape(sums)[:-1])
-
     def out_of_range(self, workload: Workload) -> list[str]:
         """See model.CostModel."""
         return ranges.out_of_range(self, workload)
-
-    @property
-    def launch_ms(self) -> float:
-        """ms of a launch, forward and backward (see model.BoundableCostModel)."""
-        return float(np.sum(self.weights["launch"]))
-
-    def rates(self, least: np.ndarray) -> np.ndarray:
-        """[..., K + 2] rates for model.BoundableCostModel: 0 for drivers, contention for both ms.
-
-        Contention grows with the drivers, so its value at `least` is a lower bound.
-        """
-        # The last two entries are ms, not drivers.
-        drivers = np.asarray(least, dtype=float)[..., :-2]
-        return np.concatenate([np.zeros_like(drivers), nets.contention(self.weights, drivers)], -1)
 
     def exchange(self, channel: Channel, topology: Topology) -> ChannelTerms:
         """See model.CostModel. A collective that was not measured has the all-to-all's rates.

@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -23,21 +22,21 @@ from shardcore.core.tiers import BELOW
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import Problem, Setting, Shard
 from shardcore.cost import profile_law
+from shardcore.cost.heads import Head, LinearHead
 from shardcore.cost.known_errors import NOT_MEASURED
-from shardcore.cost.model import LinearHead, round_encodings, step_ms
+from shardcore.cost.model import CostModel, device_parts_ms, round_encodings, step_ms
 from shardcore.cost.profile import HOST_GBPS, RATES, Profile
 from shardcore.cost.profile_law import Rates
 from shardcore.step.collectives import carried_as
-from shardcore.step.exchanges import ChannelTerms, ExchangeLaw, OwnWork, Terms, with_payload_share
+from shardcore.step.exchanges import ChannelTerms, OwnWork, Terms, with_payload_share
 from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
 from shardcore.step.scopes import groups_of
-from shardcore.tables.host_rows import in_one_cache
 
 
 @dataclass(frozen=True, eq=False)
-class ProfileModel(LinearHead, ExchangeLaw):
-    """A CostModel and BoundableCostModel from a hardware profile. It holds for any problem.
+class ProfileModel(CostModel):
+    """A CostModel from a hardware profile. It holds for any problem.
 
     profile: the rates.
     setting: setting of the problem. Its hardware is the profile's name.
@@ -86,23 +85,20 @@ class ProfileModel(LinearHead, ExchangeLaw):
     # --- ops ------------------------------------------------------------------------------------------------
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
-        """[N, 4] 1 for a shard, its ms forward and backward without the op's floor, and its `link_ms`."""
-        codes = np.zeros((len(shards), 4))
-        if len(shards):
-            codes[:, 0] = 1
-            codes[:, 1:] = np.transpose(self._parts_ms(shards, batch or self.setting.batch))
-        return round_encodings(codes)
-
-    def _parts_ms(self, shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[..., N] ms of shards: forward, backward, and `link_ms`."""
-        work = profile_law.work_of(shards, batch, self.setting.optimizer, self.device_bytes, self.slower)
+        """[..., N, 4] 1 for a shard, and its ms as of CostModel.parts, without the op's floor."""
+        if not len(shards):
+            return np.zeros((0, 4))
+        work = profile_law.work_of(
+            shards, batch or self.setting.batch, self.setting.optimizer, self.device_bytes, self.slower
+        )
         forward, backward = (
             law(self._values, work) for law in (profile_law.forward_ms, profile_law.backward_ms)
         )
-        if not self.fetches_ahead:
-            return forward, backward, np.zeros_like(forward)
-        looked_up, fetched = profile_law.link_ms(self._values, work)
-        return forward - fetched, backward, looked_up + fetched
+        looked_up = fetched = np.zeros(len(shards))
+        if self.fetches_ahead:
+            looked_up, fetched = profile_law.link_ms(self._values, work)
+        parts = (np.ones(len(shards)), forward - fetched, backward, looked_up + fetched)
+        return round_encodings(np.stack(np.broadcast_arrays(*parts), -1))
 
     @cached_property
     def _values(self) -> Rates:
@@ -118,15 +114,16 @@ class ProfileModel(LinearHead, ExchangeLaw):
         """Values that broadcast against [..., groups, members]."""
         return {name: np.asarray(value)[..., None] for name, value in self._values.items()}
 
-    def _floors_ms(self) -> list[Any]:
-        """ms of an op's floor, forward and backward."""
-        return [profile_law.floor_ms(self._values, part) for part in ("forward", "backward")]
-
-    @property
-    def terms(self) -> np.ndarray:
-        """[3, 5] See model.LinearHead. Encodings are ms already, so their rates are 1."""
+    @cached_property
+    def heads(self) -> Sequence[Head]:
+        """See model.CostModel. Encodings are ms already, so their rates are 1."""
+        floors = [profile_law.floor_ms(self._values, part) for part in ("forward", "backward")]
+        # Rates of many models are [K, 1].
+        terms = np.zeros((*np.shape(floors[0])[:-1], 3, 5))
+        terms[..., 1:] = np.column_stack([np.zeros(3), np.eye(3)])
         # The first number of an encoding counts shards.
-        return np.column_stack([[*self._floors_ms(), 0.0], np.zeros(3), np.eye(3)])
+        terms[..., :2, 0] = np.stack(floors, -1).reshape(terms.shape[:-2] + (2,))
+        return (LinearHead(terms),)
 
     # --- collectives ----------------------------------------------------------------------------------------
 
@@ -204,34 +201,8 @@ class ProfileModel(LinearHead, ExchangeLaw):
             at={name: np.array([[model._values[name]] for model in models]) for name in RATES},
             host_gbps=None,  # already in these values
         )
-        compute_ms, fetched_ms = many._compute_ms(workload)  # [K, D]
+        forward_ms, backward_ms, link_ms = device_parts_ms(workload, many)  # [K, D]
         # Bytes are the same under all models, and broadcast.
+        compute_ms = forward_ms + backward_ms
         comm = many.comm(workload.traffic[:, None], compute_ms, workload.topology)
-        return step_ms(compute_ms, comm, workload.job, fetched_ms)
-
-    def _compute_ms(self, workload: Workload) -> tuple[np.ndarray, np.ndarray]:
-        """[..., D] ms of each device's ops, forward and backward; and their model.fetched_ms."""
-        # Devices that run the same shards share an Op.
-        ops = list({id(op): op for of_device in workload.ops for op in of_device}.values())
-        (forward_floor_ms, backward_floor_ms), both_ms = self._floors_ms(), {}
-        for batch in {op.batch for op in ops}:
-            some = [op for op in ops if op.batch == batch]
-            shards = [shard for op in some for shard in in_one_cache(op.shards, batch)]
-            forward, backward, link = self._parts_ms(shards, batch)
-            starts = np.cumsum([0, *(len(op.shards) for op in some[:-1])])
-            compute_ms = np.add.reduceat(forward + backward, starts, axis=-1)
-            compute_ms = compute_ms + forward_floor_ms + backward_floor_ms
-            fetched_ms = np.add.reduceat(link + backward, starts, axis=-1) + backward_floor_ms
-            both_ms |= {id(op): (compute_ms[..., i], fetched_ms[..., i]) for i, op in enumerate(some)}
-        zero = np.zeros(np.shape(backward_floor_ms)[:-1])
-        compute, fetched = (
-            np.stack(
-                [
-                    sum((both_ms[id(op)][which] for op in of_device), zero) / device.speed
-                    for of_device, device in zip(workload.ops, workload.topology.devices, strict=True)
-                ],
-                axis=-1,
-            )
-            for which in (0, 1)
-        )
-        return compute, fetched
+        return step_ms(compute_ms, comm, workload.job, link_ms + backward_ms)

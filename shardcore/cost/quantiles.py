@@ -61,20 +61,19 @@ def rises(log_ms: np.ndarray, width: np.ndarray, error: np.ndarray) -> bool:
     return bool((1 + np.outer(np.diff(width) / np.diff(log_ms), error[[0, -1]]) > 0).all())
 
 
-def quantile(w: Mapping[str, np.ndarray], predicted_ms: np.ndarray, level: float) -> np.ndarray:
-    """[G] ms. A measurement lies below with probability `level`, given predictions [G].
+def factor(w: Mapping[str, np.ndarray], predicted_ms: np.ndarray, level: float) -> np.ndarray:
+    """[...] factors on predictions [...], below whose products a measurement lies with probability `level`.
 
-    It grows with the prediction, and is 0 where that is 0. Raises ShardCoreError for a level outside 0.005 to
-    0.995, where no quantile is known.
+    The product grows with the prediction. Raises ShardCoreError for a level outside 0.005 to 0.995, where no quantile
+    is known.
     """
-    predicted = np.asarray(predicted_ms, dtype=float)
     # The floor keeps the logarithm finite. An op of 0 ms stays 0 by the product.
-    log_ms = np.log(np.maximum(predicted, 1e-12))
-    return predicted * np.exp(np.interp(log_ms, w["band.log_ms"], w["band.width"]) * error(w, level))
+    log_ms = np.log(np.maximum(predicted_ms, 1e-12))
+    return np.exp(np.interp(log_ms, w["band.log_ms"], w["band.width"]) * error(w, level))
 
 
 def error(w: Mapping[str, np.ndarray], level: float) -> float:
-    """The quantile of the errors at a level. Raises as `quantile` does."""
+    """The quantile of the errors at a level. Raises as `factor` does."""
     require(
         LEVELS[0] <= level <= LEVELS[-1],
         f"confidence leads to level {level:g} of the costs' distribution; known are those within {LEVELS[0]} and "

@@ -165,13 +165,10 @@ class _PlanSums:
 
     def _ops_ms(self, sums: np.ndarray, counts: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         """[3, K] ms of ops with summed encodings [K, F]: forward, backward, and on slower links."""
-        share, ms, link_ms = (
-            f(sums) for f in (self.model.forward_share, self.model.head, self.model.link_ms)
-        )
         devices = self.problem.topology.devices
         speed = np.array([d.speed for d in devices])[numbers % len(devices)]
         # An empty op costs nothing. Differences of sums may leave it some rounding.
-        return np.where(counts > 0, np.stack([share * ms, (1 - share) * ms, link_ms]) / speed, 0.0)
+        return np.where(counts > 0, self.model.parts(sums).T / speed, 0.0)
 
     def possible_moves(self, free: Sequence[int]) -> np.ndarray:
         """[K, 2] numbers of a shard and of a device that it may move to.

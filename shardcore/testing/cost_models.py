@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from shardcore.core.types import Plan, Problem, Shard
-from shardcore.cost.model import BoundableCostModel, CostModel, fetched_ms, price
+from shardcore.cost.model import CostModel, price
 from shardcore.search import SHARDERS
 from shardcore.step.exchange_lines import even_is_least, has_concave_exchanges, total_line
 from shardcore.step.kinds import CHANNELS, Channel
@@ -60,13 +60,12 @@ class CostModelConformance:
         assert ms[0] == 0 and (ms[1:] > 0).all() and np.isfinite(ms).all()
         np.testing.assert_allclose([model.head(s[None])[0] for s in sums], ms, rtol=self.tolerance)
         np.testing.assert_allclose([head(s, parameters) for s in sums[1:]], ms[1:], rtol=self.tolerance)
-        chain_ms = fetched_ms(model, sums[1:], ms[1:])
+        chain_ms = model.parts(sums[1:])[:, 1:].sum(-1)
         np.testing.assert_allclose([head(s, fetched) for s in sums[1:]], chain_ms, rtol=self.tolerance)
 
-    def test_forward_is_a_share_of_an_op(self) -> None:
+    def test_parts_of_an_op_are_times(self) -> None:
         model, codes = self._encoded()
-        shares = model.forward_share(codes)
-        assert ((shares >= 0) & (shares <= 1)).all()
+        assert model.parts(codes).shape == (len(codes), 3) and (model.parts(codes) >= 0).all()
 
     def test_collectives_of_many_plans_and_of_one_agree(self) -> None:
         model, plans = self._plans()
@@ -90,7 +89,7 @@ class CostModelConformance:
 
     def test_the_model_for_bounds_never_costs_more(self) -> None:
         model, codes = self._encoded()
-        bounding: BoundableCostModel | None = model.lower
+        bounding = model.lower
         if bounding is None:
             return
         sums, slack = np.cumsum(codes, axis=0), 1 + self.tolerance

@@ -8,8 +8,8 @@ import pytest
 from shardcore.core.types import Setting, Shard, Table
 from shardcore.cost import features
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.cost.composite import Composite, LinkHead
-from shardcore.cost.model import CostModel, at_confidence, fetched_ms
+from shardcore.cost.composite import Composite, Links
+from shardcore.cost.model import CostModel, at_confidence
 from shardcore.cost.neural import NeuralModel
 
 DRIVERS = len(features.DRIVERS)
@@ -57,7 +57,7 @@ def test_the_compiled_head_is_the_head(name, tables):
         list(model.head(sums)), rel=1e-12
     )
     assert [head(s, fetched) for s in np.ascontiguousarray(sums)] == pytest.approx(
-        list(fetched_ms(model, sums, model.head(sums))), rel=1e-12
+        list(model.parts(sums)[:, 1:].sum(-1)), rel=1e-12
     )
     assert head(sums[0], parameters) == head(sums[0], fetched) == 0
 
@@ -66,7 +66,7 @@ def test_the_compiled_head_is_the_head(name, tables):
 def test_the_compiled_head_is_the_head_beside_links_and_of_several_precisions(confidence):
     """Links have no spread, and each precision one of its own."""
     half = NeuralModel(Setting("made-up", 256, "fp16"), neural(1).weights, {})
-    links = LinkHead({"host": 2.0, "ssd": 0.5}, "exact_sgd", 256, fetches_ahead=True)
+    links = Links({"host": 2.0, "ssd": 0.5}, "exact_sgd", 256, fetches_ahead=True)
     factors = ((0.1, "ssd"), (0.0, "host"), (1.0, "host"), (0.5, "host"))
     tables = [
         Table(f"t{i}", 5000, 16, 3.0, load_factor=share, tier=tier, precision=precision)
@@ -78,6 +78,6 @@ def test_the_compiled_head_is_the_head_beside_links_and_of_several_precisions(co
         head, parameters, fetched = model.compiled()
         ms = model.head(sums)
         assert [head(s, parameters) for s in sums] == pytest.approx(list(ms), rel=1e-12)
-        chain_ms = fetched_ms(model, sums, ms)
+        chain_ms = model.parts(sums)[:, 1:].sum(-1)
         assert [head(s, fetched) for s in sums] == pytest.approx(list(chain_ms), rel=1e-12)
-        assert ((0 < chain_ms) & (chain_ms < ms + model.link_ms(sums))).all()
+        assert ((0 < chain_ms) & (chain_ms < ms + model.parts(sums)[:, 2])).all()

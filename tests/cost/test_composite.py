@@ -58,9 +58,7 @@ def test_forward_and_a_quantile_are_those_of_the_ops(both):
     sums = both.encode(whole(LONG + SHORT)).sum(0)
     of_half, of_full = half.encode(whole(SHORT)).sum(0), full.encode(whole(LONG)).sum(0)
     parts = ((half, of_half), (full, of_full))
-    assert both.forward_share(sums) * both.head(sums) == pytest.approx(
-        sum(model.forward_share(own) * model.head(own) for model, own in parts)
-    )
+    assert both.parts(sums) == pytest.approx(sum(model.parts(own) for model, own in parts))
     sure = both.at_confidence(0.9)
     assert sure.head(sums) == pytest.approx(sum(model.at_confidence(0.9).head(own) for model, own in parts))
     only = both.encode(whole(LONG)).sum(0)

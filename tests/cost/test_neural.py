@@ -54,7 +54,7 @@ def test_a_cautious_model_costs_what_measurements_stay_below():
     assert (
         cautious.encode([Shard.whole(pool()[0])]) == pytest.approx(sums[:1]) and cautious.setting == SETTING
     )
-    assert cautious.forward_share(sums) == pytest.approx(model.forward_share(sums))
+    assert cautious.parts(sums) == pytest.approx(np.exp(0.4) * model.parts(sums))
     assert at_confidence(model, 0.9).confidence == 0.9 and at_confidence(model, None) is model
     with pytest.raises(ShardCoreError, match="confidence leads to level 0.999"):
         at_confidence(model, 0.999).head(sums)

@@ -71,10 +71,8 @@ def measured_as_by(held_out, others):
     for s in SAMPLES:
         model = held_out if split_of(s.id) == "test" else others
         sums = model.encode(s.request.shards, s.request.batch).sum(0)
-        total, share = float(model.head(sums)), float(model.forward_share(sums))
-        compute.append(
-            dataclasses.replace(s, forward=spread(share * total), backward=spread((1 - share) * total))
-        )
+        forward, backward, _ = model.parts(sums).tolist()
+        compute.append(dataclasses.replace(s, forward=spread(forward), backward=spread(backward)))
     for s in COMM:
         w = (held_out if split_of(s.id) == "test" else others).weights
         ways = {

@@ -108,7 +108,7 @@ class PlanBatch:
     def parts_ms(self) -> np.ndarray:
         """[C, K, D, 3] ms of each device: forward compute, backward exchange, backward compute."""
         cache = self.space.cache
-        forward = (cache.model.forward_share(self.codes) * self.op_ms).sum(-1) / cache.speed
+        forward = cache.model.parts(self.codes)[..., 0].sum(-1) / cache.speed
         compute = self.device_ms
         exchange = self.space.collectives(self._of_devices(self._state.ops), compute).backward_ms
         return np.stack([forward, np.broadcast_to(exchange, forward.shape), compute - forward], -1)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardcore.cost.model import BoundableCostModel
+from shardcore.cost.model import CostModel
 
 _INTERVALS = 80
 """Intervals of load, at most."""
@@ -61,7 +61,7 @@ class Curve:
         return [(slope, min(0.0, float((ms - slope * load).min()))) for slope in slopes.tolist()]
 
 
-def op_curve(codes: np.ndarray, item: np.ndarray, usual: np.ndarray, model: BoundableCostModel) -> Curve:
+def op_curve(codes: np.ndarray, item: np.ndarray, usual: np.ndarray, model: CostModel) -> Curve:
     """The curve of ops. Any loads give valid bounds. Those at the rates of a usual op give near ones.
 
     codes: [N, F] of all shards. item: [N] their items, rising. An op has at most one shard of an item.
@@ -94,7 +94,7 @@ def _firsts(item: np.ndarray) -> np.ndarray:
 
 
 def least_rates(
-    model: BoundableCostModel, codes: np.ndarray, load: np.ndarray, item: np.ndarray, wanted: np.ndarray
+    model: CostModel, codes: np.ndarray, load: np.ndarray, item: np.ndarray, wanted: np.ndarray
 ) -> np.ndarray:
     """[W, F] rates no higher than those of any op whose shards' loads sum to `wanted` [W] or more.
 

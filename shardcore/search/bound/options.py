@@ -16,7 +16,7 @@ import numpy as np
 
 from shardcore.core.topology import Topology
 from shardcore.core.types import MIN_WIDTH, Problem, Shard, Table
-from shardcore.cost.model import BoundableCostModel
+from shardcore.cost.model import CostModel
 from shardcore.step.access import output_bytes
 from shardcore.step.exchange_lines import has_concave_exchanges, total_line
 from shardcore.step.id_bytes import received_bytes
@@ -98,7 +98,7 @@ def items_of(problem: Problem) -> list[tuple[Table, ...]]:
     return [tuple(of_key[key]) for key in sorted(of_key)]
 
 
-def runs_of(problem: Problem, model: BoundableCostModel, shared: Sequence[Layout]) -> list[Run]:
+def runs_of(problem: Problem, model: CostModel, shared: Sequence[Layout]) -> list[Run]:
     """The runs of columns, and of the kinds `shared`, for each collection. Those without options are left out."""
     runs, items = [], items_of(problem)
     for group in sorted({(t.collection, t.sequence) for t in problem.tables}):
@@ -126,7 +126,7 @@ def _run(
     options: Sequence[tuple[int, tuple[Shard, ...]]],
     held: Mapping[Table, Table],
     problem: Problem,
-    model: BoundableCostModel,
+    model: CostModel,
 ) -> Run:
     """A run. held: tables as the longest cache holds their rows."""
     item, shards = (list(x) for x in zip(*options, strict=True))
@@ -180,7 +180,7 @@ class Exchanges:
     own_outputs, own_ids: from ms to the most bytes that any device can have then.
     """
 
-    def __init__(self, problem: Problem, model: BoundableCostModel, run: Run, of_items: np.ndarray) -> None:
+    def __init__(self, problem: Problem, model: CostModel, run: Run, of_items: np.ndarray) -> None:
         """of_items: bytes in the first channel of each item that may be of the kind, of all devices."""
         self._model, self._topology = model, problem.topology
         topology, job, n = problem.topology, problem.job, len(problem.topology)

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from shardcore.core.types import Problem, Table
-from shardcore.cost.model import BoundableCostModel
+from shardcore.cost.model import CostModel
 from shardcore.search.bound.contention import Curve, op_curve
 from shardcore.search.bound.options import Exchanges, Run, items_of
 from shardcore.step.exchange_lines import even_is_least, has_equal_transfers
@@ -115,7 +115,7 @@ class Program:
       replicas.
     """
 
-    def __init__(self, problem: Problem, model: BoundableCostModel, runs: Sequence[Run]) -> None:
+    def __init__(self, problem: Problem, model: CostModel, runs: Sequence[Run]) -> None:
         self.problem, self.model, topology = problem, model, problem.topology
         self.items = items_of(problem)
         # Where even exchanges are not the cheapest, none count.

@@ -32,7 +32,7 @@ from shardcore.core.errors import Infeasible
 from shardcore.core.tiers import BELOW, TIERS
 from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Shard, Table
 from shardcore.core.validation import require
-from shardcore.cost.model import CostModel, fetched_ms, first_least, is_less, round_encodings
+from shardcore.cost.model import CostModel, first_least, is_less, round_encodings
 from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.decisions.towers import as_planned
@@ -406,7 +406,7 @@ def _added_ms(
         return np.array([[t.link_bytes and t.link_bytes / gbps[t.table.tier] / 1e6] for t in tiers])
     sums = np.concatenate([even, even + model.encode([Shard.whole(tier.table) for tier in tiers])])
     op_ms = model.head(sums)
-    chains = [op_ms, fetched_ms(model, sums, op_ms)] if problem.job.fetches_ahead else [op_ms]
+    chains = [op_ms, model.parts(sums)[..., 1:].sum(-1)] if problem.job.fetches_ahead else [op_ms]
     return np.stack([ms[1:] - ms[0] for ms in chains], 1)
 
 

@@ -107,7 +107,7 @@ class SearchProblem(NamedTuple):
     halves: boolean  # whether columns may only be halved
     heads: float64[
         :, ::1
-    ]  # [A, P] parameters of ms, and those that give model.fetched_ms where rows are fetched ahead
+    ]  # [A, P] parameters of ms, and those that give the chain of fetches where rows are fetched ahead
     # Tables shared by groups of devices.
     groups: int64[:, ::1]  # [G, 4] see LAYOUT_OF
     group_of: int64[:, ::1]  # [Y, D] the device's group in each layout; -1: none

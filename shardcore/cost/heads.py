@@ -1,0 +1,142 @@
+"""Heads: ms of an op from the summed encodings of its shards. A cost model has one, or several whose ms add up.
+
+Shapes: F numbers of an encoding, P parameters; ... any leading dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from shardcore.cost import nets, quantiles
+
+
+class Compiled(NamedTuple):
+    """A compiled head: head(sums [F], parameters [P]) -> ms of one op.
+
+    Its numba type is float64(float64[::1], float64[::1]).
+    fetched: [P] the parameters with which it gives the op's part of a chain of fetches (model.fetch_wait_ms).
+    """
+
+    head: Callable[[np.ndarray, np.ndarray], float]
+    parameters: np.ndarray
+    fetched: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class LinearHead:
+    """An op that takes a launch, whatever it runs, and a rate for each number of its summed encoding.
+
+    terms: [..., 3, 1 + F] ms of a launch, then of a unit of each number: forward, backward, and of the link over which
+      caches fetch ahead. Leading dimensions are of many models.
+    """
+
+    terms: np.ndarray
+    error = 0.0
+
+    @property
+    def width(self) -> int:
+        """Numbers of an encoding."""
+        return self.terms.shape[-1] - 1
+
+    def parts(self, sums: np.ndarray) -> np.ndarray:
+        """[..., 3] ms as of CostModel.parts, from summed encodings [..., F]."""
+        # One launch for any number of shards, none for an empty op: min(1, count).
+        launch = self.terms[..., None, :, 0] if self.terms.ndim > 2 else self.terms[:, 0]
+        return launch * np.minimum(1.0, sums[..., :1]) + sums @ np.swapaxes(self.terms[..., 1:], -1, -2)
+
+    def compiled(self) -> Compiled:
+        """`parts` of one op at a time."""
+        from shardcore.cost import compiled  # numba compiles on import
+
+        return Compiled(compiled.ready(compiled.linear), self.terms[:2].sum(0), self.terms[1:].sum(0))
+
+    @property
+    def launch_ms(self) -> float:
+        """ms of a launch."""
+        return float(self.terms[:2, 0].sum())
+
+    def rates(self, least: np.ndarray) -> np.ndarray:
+        """[..., F] rates as of CostModel.rates, whatever the load."""
+        return np.broadcast_to(self.terms[:2, 1:].sum(0), np.shape(least))
+
+    def at_confidence(self, confidence: float | None) -> LinearHead:
+        """Itself: its rates are given, and have no spread."""
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class ContendedHead:
+    """An op whose shards slow each other, as of `nets.parts`.
+
+    weights: of nets.parts, and of quantiles.factor.
+    confidence: an op costs the quantile of this level. None: the mean.
+    """
+
+    weights: Mapping[str, np.ndarray]
+    confidence: float | None = None
+
+    @property
+    def width(self) -> int:
+        """Numbers of an encoding: drivers, and ms forward and backward."""
+        return self.weights["load_typical"].size + 2
+
+    @property
+    def error(self) -> float:
+        """The quantile of normalised errors; 0 for the mean. Raises ShardCoreError for a level that is not known."""
+        return 0.0 if self.confidence is None else quantiles.error(self.weights, self.confidence)
+
+    def parts(self, sums: np.ndarray) -> np.ndarray:
+        """[..., 3] ms as of CostModel.parts, from summed encodings [..., F]."""
+        ms = nets.parts(self.weights, sums)
+        if self.confidence is not None:
+            ms = ms * quantiles.factor(self.weights, ms.sum(-1), self.confidence)[..., None]
+        # Rows below device memory are priced by another head (composite.Links).
+        return np.concatenate([ms, np.zeros_like(ms[..., :1])], -1)
+
+    def compiled(self) -> Compiled:
+        """`parts` of one op at a time."""
+        from shardcore.cost import compiled  # numba compiles on import
+
+        w = self.weights
+        # The order of parameters is that of compiled.contended.
+        # Sizes come first: compiled.contended computes offsets from them.
+        numbers = [w["contention.0.bias"].size, w["band.log_ms"].size, nets.LOAD_FLOOR, self.error]
+        arrays = (
+            w["launch"],
+            w["band.log_ms"],
+            w["band.width"],
+            1 / w["load_typical"],
+            w["contention.0.weight"],
+            w["contention.0.bias"],
+            w["contention.1.weight"],
+        )
+        parameters, fetched = (
+            np.concatenate([[*numbers, forward], *(np.ravel(x) for x in arrays)], dtype=float)
+            for forward in (True, False)
+        )
+        return Compiled(compiled.ready(compiled.contended), parameters, fetched)
+
+    @property
+    def launch_ms(self) -> float:
+        """ms of a launch, forward and backward."""
+        return float(np.sum(self.weights["launch"]))
+
+    def rates(self, least: np.ndarray) -> np.ndarray:
+        """[..., F] rates as of CostModel.rates: 0 for drivers, contention for both ms.
+
+        Contention grows with the drivers, so its value at `least` is a lower bound.
+        """
+        # The last two entries are ms, not drivers.
+        drivers = np.asarray(least, dtype=float)[..., :-2]
+        return np.concatenate([np.zeros_like(drivers), nets.contention(self.weights, drivers)], -1)
+
+    def at_confidence(self, confidence: float | None) -> ContendedHead:
+        """The head of another quantile."""
+        return replace(self, confidence=confidence)
+
+
+Head = LinearHead | ContendedHead
