@@ -257,9 +257,11 @@ class Caches:
     rows, and how many shards have each width.
 
     ops: for each cache, by run and precision, where its counts begin, and widths, ascending.
+    row_bytes: [C] bytes of a cache's row if its widest shard counts in this entry. 0 for other entries.
     """
 
     ops: Mapping[tuple[Layout, str], tuple[int, tuple[int, ...]]]
+    row_bytes: np.ndarray
 
     @classmethod
     def of(cls, shards: Iterable[tuple[Layout, Shard]]) -> Caches:
@@ -271,13 +273,17 @@ class Caches:
                 widths[run, shard.table.precision].add(shard.width)
         # Column 0 is common to all caches. Then each cache has one column of rows, and one for each width.
         begins = np.cumsum([1, *(1 + len(of) for of in widths.values())]).tolist()
-        return cls(
-            {op: (at, tuple(sorted(of))) for (op, of), at in zip(widths.items(), begins, strict=False)}
-        )
+        ops = {op: (at, tuple(sorted(of))) for (op, of), at in zip(widths.items(), begins, strict=False)}
+        row_bytes = np.zeros(begins[-1] if ops else 0)
+        for (_, precision), (at, of) in ops.items():
+            row_bytes[at + 1 : at + 1 + len(of)] = (
+                np.array(of) * PRECISION_BYTES[precision] + CACHED_ROW_BYTES
+            )
+        return cls(ops, row_bytes)
 
     def __len__(self) -> int:
         """C. 0 if there are none."""
-        return sum(1 + len(widths) for _, widths in self.ops.values()) + bool(self.ops)
+        return len(self.row_bytes)
 
     def counts(self, run: Layout, shard: Shard) -> dict[int, float]:
         """A shard's counts, those that are not 0."""
@@ -302,19 +308,13 @@ class Caches:
         """[...] bytes of caches beyond those that `resident_bytes` has."""
         # Remove what resident_bytes counted at each shard's own width. The caches below count it in full.
         n_bytes = -counts[..., 0]
-        for (_, precision), (at, _), widest in zip(
-            self.ops, self.ops.values(), self.widest(counts), strict=True
-        ):
+        for at, widths in self.ops.values():
             # Rows are allocated in whole sets of 32.
             rows = np.ceil(counts[..., at] / CACHE_SET_ROWS) * CACHE_SET_ROWS
-            n_bytes = n_bytes + rows * (widest * PRECISION_BYTES[precision] + CACHED_ROW_BYTES)
+            # Counts by width let a search remove a shard without a search for the next widest one.
+            of_widths = slice(at + 1, at + 1 + len(widths))
+            n_bytes = n_bytes + rows * (self.row_bytes[of_widths] * (counts[..., of_widths] > 0)).max(-1)
         return n_bytes
-
-    def widest(self, counts: np.ndarray) -> list[np.ndarray]:
-        """[...] columns of the widest shard of each cache, 0 without one."""
-        ops = self.ops.values()
-        # Counts by width let a search remove a shard without a search for the next widest one.
-        return [(widths * (counts[..., at + 1 : at + 1 + len(widths)] > 0)).max(-1) for at, widths in ops]
 
 
 def used_bytes(plan: Plan, problem: Problem) -> list[int]:

@@ -19,16 +19,27 @@ K kinds, N runs, Y layouts of what groups share, C counts of caches; ... leading
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import fields
 from functools import cached_property
 from math import gcd
+from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 from shardcore.core.progress import tick, ticking
 from shardcore.core.types import Problem, Shard, Table
-from shardcore.step.engine.arrays import ARRIVED, CACHED, CUT, ENTERED, LOOKUPS, RESIDENT
+from shardcore.step.engine.arrays import (
+    ARRIVED,
+    CACHED,
+    CUT,
+    ENTERED,
+    LOOKUPS,
+    PEAK_BYTES,
+    RESIDENT,
+    SINGLE_MS,
+)
 from shardcore.step.kinds import WHOLE_ROWS, Layout, even_share, run_of, runs_of
 from shardcore.step.memory import Caches, StageCoefficients, Sums, sums_of
 from shardcore.step.shard_memory import moments_of, shard_batch
@@ -46,6 +57,8 @@ from shardcore.step.ways import (
 
 _ENCODED_AT_ONCE = 1 << 14
 """Shards that are encoded between two reports of progress."""
+_BUT_NAME = attrgetter(*(f.name for f in fields(Table) if f.name != "name"))
+"""A function: all that a table has, but for its name."""
 
 
 class Encoder(Protocol):
@@ -85,13 +98,11 @@ class Options(Generic[Model]):
     unit: [S] columns of a unit of the strip, or of the first table of a bundle.
     size: [S] units of the whole strip.
     most: [S] units that a device may have.
-    made: [O] the bundle of each shard's number. Other numbers have any.
+    like: [S] the first strip that differs by names of tables alone. Its options are those of the strip.
+    made: [O] the bundle of each shard's number, of the first such strip. Other numbers have any.
     vectors: [O, V] what an option adds to its op: memory.Sums, counts of caches, and the encoding.
-    local: [O, 4] its share of a local batch (shard_memory.RunBatch).
-    run, following: [O] number of its run, and of the next option of a bundle whose tables run differently, or 0.
-    peak_bytes: [O] bytes of the option alone in its largest phase. An estimate of what it adds to a device's.
-    single_ms: [O] cost of an op with only this option, at speed 1.
-    added_ms: [O] ms that it adds to an op, without the launch.
+    options: [O, 2] numbers of its run, and of the next option of a bundle whose tables run differently, or 0.
+    alone: [O, 7] its share of a local batch, then bytes and ms of the option alone (engine/arrays.PEAK_BYTES).
     """
 
     def __init__(self, problem: Problem, model: Model, shards: Iterable[Shard]) -> None:
@@ -99,7 +110,7 @@ class Options(Generic[Model]):
         self.speed = np.array([d.speed for d in problem.topology.devices])
         shards = list(shards)
         tick()
-        self.strips, self._cut_sequences = _strips_of(shards, problem), _cut_sequences(shards)
+        self.strips, self._cut_sequences = bundles(join_columns(shards), problem), _cut_sequences(shards)
         # By row range, so that a shard's strip is one of few.
         self._strips_at: dict[RowRange, list[tuple[Shard, int]]] = defaultdict(list)  # (whole strip, number)
         for i, bundle in enumerate(self.strips):
@@ -130,6 +141,8 @@ class Options(Generic[Model]):
         # [S] shards of each strip. With fewer, some would not fit.
         self._n_before = np.bincount([strip for strip, _ in keys], minlength=len(self))
         self.most = np.array([self._most(i) for i in range(len(self))])
+        known: dict[Hashable, int] = {}
+        self.like = np.array([known.setdefault(self._likeness(s), s) for s in range(len(self))])
         self.allowed = np.ones((len(self), len(problem.topology)), dtype=bool)
         for i, (first, *_) in enumerate(self.strips):
             if self.is_range[i] or first.table.name in problem.pinned:
@@ -154,9 +167,7 @@ class Options(Generic[Model]):
         # One row each, of number 0.
         self.made: list[Bundle] = [self.strips[0]]
         self.vectors = np.zeros((1, self.first_code + encode_shards([self.strips[0][0]], model).shape[1]))
-        self.local = np.zeros((1, 4))
-        self.run, self.following = np.zeros((2, 1), np.int64)
-        self.peak_bytes, self.single_ms, self.added_ms = np.zeros((3, 1))
+        self.options, self.alone = np.zeros((1, 2), np.int64), np.zeros((1, SINGLE_MS + 1))
 
     def __len__(self) -> int:
         """S."""
@@ -183,9 +194,8 @@ class Options(Generic[Model]):
 
     def covers(self, shards: Sequence[Shard]) -> bool:
         """Tell if these shards make up exactly the strips of the cache, with sequences cut the same."""
-        return self._cut_sequences == _cut_sequences(shards) and self.strips == _strips_of(
-            shards, self.problem
-        )
+        strips = bundles(join_columns(shards), self.problem)
+        return self._cut_sequences == _cut_sequences(shards) and self.strips == strips
 
     def table(self, strip: int) -> Table:
         """The strip's table, or the first of several kept together."""
@@ -229,10 +239,24 @@ class Options(Generic[Model]):
         # FBGEMM's CUDA op runs no wider shard.
         return max(1, self.problem.most_width(table) // int(self.unit[strip]))
 
+    def _likeness(self, strip: int) -> Hashable:
+        """All that a strip's options depend on: all but names of tables."""
+        kinds_of = self.problem.kinds_of
+        shards = (
+            (_BUT_NAME(s.table), s.row_lo, s.row_hi, s.col_lo, s.col_hi, kinds_of.get(s.table.name))
+            for s in self.strips[strip]
+        )
+        return self.kind[strip], self.unit[strip], self.most[strip], *shards
+
     @property
     def bytes(self) -> np.ndarray:
         """[O] peak memory of each option alone."""
-        return self.peak_bytes.astype(np.int64)
+        return self.alone[:, PEAK_BYTES].astype(np.int64)
+
+    @property
+    def single_ms(self) -> np.ndarray:
+        """[O] cost of an op with only this option, at speed 1."""
+        return self.alone[:, SINGLE_MS]
 
     @property
     def outputs(self) -> np.ndarray:
@@ -281,6 +305,7 @@ class Options(Generic[Model]):
 
     def need(self, strips: np.ndarray, units: np.ndarray) -> None:
         """Make the shards of these strips [N] and units [N]."""
+        strips = self.like[strips]
         missing = self._numbers[strips, units] < 0
         if not missing.any():
             return
@@ -294,15 +319,16 @@ class Options(Generic[Model]):
             ]
         )
         # Numbers go on from the last option and never change, so states may keep them.
-        self._numbers[tuple(np.array(new).T)] = numbers
+        strips_of_new, units_of_new = np.array(new).T
+        self._numbers[strips_of_new, units_of_new] = numbers
         self.made[numbers[0] : numbers[-1] + 1] = made
-        possible = np.array([units <= self.most[strip] for strip, units in new])
+        possible = units_of_new <= self.most[strips_of_new]
         # Checking each shard takes long, so it is skipped where nothing can refuse one.
         problem, most_columns = self.problem, self.problem.topology.most_columns
         if problem.kinds_of or problem.codecs_fail or any(t.dim > most_columns for t in problem.tables):
             possible &= [all(may_be_on_a_device(shard, problem) for shard in bundle) for bundle in made]
         # As resident bytes that no device has, impossible shards need no check of their own in searches.
-        self.vectors[numbers[~possible], RESIDENT] = self.peak_bytes[numbers[~possible]] = IMPOSSIBLE
+        self.vectors[numbers[~possible], RESIDENT] = self.alone[numbers[~possible], PEAK_BYTES] = IMPOSSIBLE
 
     @cached_property
     def shared(self) -> np.ndarray:
@@ -314,7 +340,7 @@ class Options(Generic[Model]):
         shared = np.zeros((2, *shape), np.int64)
         for y, layout in enumerate(self.layouts):
             size = len(layout.groups(self.problem.topology)[0])
-            for s in ticking(range(len(self))):
+            for s in ticking(np.unique(self.like).tolist()):
                 table = self.table(s)
                 # One op runs a collection's tables.
                 if (table.sequence, table.collection) != (layout.sequence, layout.collection):
@@ -328,7 +354,7 @@ class Options(Generic[Model]):
                 if each and each * size != table.rows:
                     parts.append([(layout, Shard(table, each * (size - 1), table.rows, 0, table.dim))])
                     shared[1, y, s] = len(parts)
-        return np.insert(self._make(parts), 0, 0)[shared] if parts else shared
+        return np.insert(self._make(parts), 0, 0)[shared.take(self.like, 2)] if parts else shared
 
     def may_share(self, s: int, y: int) -> bool:
         """Tell if groups of a layout may share a strip: a whole table that is not pinned, or kept with others.
@@ -364,11 +390,11 @@ class Options(Generic[Model]):
                     runs.append(run)
                     owners.append(i)
                 rows.append(row_of[run])
-        vectors, local = (np.zeros((len(runs), n)) for n in (self.vectors.shape[1], 4))
-        for total, each in zip((vectors, local), self.amounts(flat), strict=True):
+        vectors, alone = (np.zeros((len(runs), of.shape[1])) for of in (self.vectors, self.alone))
+        for total, each in zip((vectors, alone[:, :PEAK_BYTES]), self.amounts(flat), strict=True):
             np.add.at(total, rows, each)
         # Further options of a chain are in every plan, so the engine counts their local batch apart.
-        local[len(options) :] = 0.0
+        alone[len(options) :] = 0.0
         run = np.array([self.runs.index(run) for run in runs], np.int64)
         # Resident and arrived, and the rest in the phase in which it takes most.
         peaks = vectors[:, RESIDENT] + moments_of(self.problem)[0, -1, 2] * vectors[:, ARRIVED]
@@ -377,12 +403,13 @@ class Options(Generic[Model]):
         ms = np.asarray(self.model.head(codes))
         # The second copy of an option costs no launch.
         added_ms = np.maximum(0.0, np.asarray(self.model.head(2 * codes)) - ms)
-        new = {"vectors": vectors, "local": local, "run": run, "following": np.array(following, np.int64)}
         # The first option of a chain has what all of them cost and take.
-        for name, each in (("peak_bytes", peaks), ("single_ms", ms), ("added_ms", added_ms)):
-            new[name] = np.bincount(owners, each, len(runs))
-        for name, values in new.items():
-            setattr(self, name, np.concatenate([getattr(self, name), values]))
+        alone[:, PEAK_BYTES:] = np.stack(
+            [np.bincount(owners, each, len(runs)) for each in (peaks, added_ms, ms)], 1
+        )
+        self.vectors = np.concatenate([self.vectors, vectors])
+        self.options = np.concatenate([self.options, np.array([run, following]).T])
+        self.alone = np.concatenate([self.alone, alone])
         self.made += [self.strips[0]] * len(runs)
         return np.arange(begin, begin + len(options))
 
@@ -398,24 +425,20 @@ class Options(Generic[Model]):
             (run, row_range(s), width if s.table.in_host_memory and not s.table.below.shares_cache else 0)
             for (run, s), width in zip(parts, widths.tolist(), strict=True)
         ]
-
-        def exact(run: Layout, shard: Shard) -> np.ndarray:
-            return np.array([*sums_of(run, shard, problem), *shard_batch(run, shard, problem)], float)
-
-        # Two exact counts for each row range, in place of one for each of its shards.
-        groups: dict[tuple[Layout, RowRange, int], dict[int, Shard]] = defaultdict(dict)  # by width
-        for key, (_, shard), width in zip(keys, parts, widths.tolist(), strict=True):
-            groups[key][width] = shard
-        lines = {}
-        for key, group in ticking(groups.items()):
-            run, narrow, wide = key[0], min(group), max(group)
-            # A line: bytes of the narrowest shard, and their growth by column.
-            sums, a_column = exact(run, group[narrow]), np.zeros(n_sums + 4)
-            if wide > narrow:
-                a_column = (exact(run, group[wide]) - sums) / (wide - narrow)
-            lines[key] = sums, a_column, narrow
-        sums, a_column, narrow = map(np.array, zip(*(lines[key] for key in keys), strict=True))
-        sums = sums + a_column * (widths - narrow)[:, None]
+        numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+        of_range = np.array([numbers[key] for key in keys])
+        order = np.lexsort((widths, of_range))
+        _, begins, counts = np.unique(of_range[order], return_index=True, return_counts=True)
+        # [2, ranges] the narrowest shard of each row range, and the widest. Only these are counted exactly.
+        ends = order[np.stack([begins, begins + counts - 1])]
+        exact = {
+            i: (*sums_of(run, shard, problem), *shard_batch(run, shard, problem))
+            for i, (run, shard) in ((i, parts[i]) for i in ticking(np.unique(ends).tolist()))
+        }
+        narrow, wide = np.array([[exact[i] for i in of] for of in ends.tolist()], float)
+        # A line: bytes of the narrowest shard, and their growth by column.
+        a_column = (wide - narrow) / np.maximum(1, np.diff(widths[ends], axis=0).T)
+        sums = narrow[of_range] + a_column[of_range] * (widths - widths[ends[0]][of_range])[:, None]
         local = sums[:, n_sums:]
         local[:, CUT] = widths < [shard.table.dim for _, shard in parts]
         # A local batch has a table's ids and outputs once, whatever ranges of its rows devices have.
@@ -437,7 +460,7 @@ class Options(Generic[Model]):
 
         The shards have to be computed before: the number of any other is -1.
         """
-        return self._numbers[strips, units]
+        return self._numbers[self.like[strips], units]
 
 
 def encode_shards(shards: Sequence[Shard], model: Encoder, batch: int | None = None) -> np.ndarray:
@@ -453,7 +476,3 @@ def encode_shards(shards: Sequence[Shard], model: Encoder, batch: int | None = N
 def _cut_sequences(shards: Iterable[Shard]) -> frozenset[tuple[str, int]]:
     """Sequences that are cut by columns, and the widths of their shards."""
     return frozenset((s.table.name, s.width) for s in shards if s.table.sequence and s.width < s.table.dim)
-
-
-def _strips_of(shards: Iterable[Shard], problem: Problem) -> list[Bundle]:
-    return bundles(join_columns(shards), problem)

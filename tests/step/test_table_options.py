@@ -10,6 +10,7 @@ from shardcore.core.constraints import Constraints
 from shardcore.core.tiers import Memory
 from shardcore.core.types import Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
+from shardcore.step.engine.arrays import NEXT, OPTION_RUN, PEAK_BYTES
 from shardcore.step.memory import sums_of
 from shardcore.step.options import Options
 from shardcore.step.shard_memory import shard_batch
@@ -50,10 +51,10 @@ def test_sums_of_any_number_of_columns_are_exactly_those_of_the_shard():
         for run, each in of_runs.items():
             sums, batches = (np.sum(of, 0).tolist() for of in zip(*each, strict=True))
             assert cache.vectors[following, : len(sums)].tolist() == sums
-            assert cache.run[following] == cache.runs.index(run)
+            assert cache.options[following, OPTION_RUN] == cache.runs.index(run)
             if following == number:
-                assert cache.local[number].tolist() == batches
-            following = cache.following[following]
+                assert cache.alone[number, :PEAK_BYTES].tolist() == batches
+            following = cache.options[following, NEXT]
         assert following == 0
 
 
@@ -64,3 +65,20 @@ def test_shards_that_no_device_may_have_are_too_large_for_any():
     [strip] = np.flatnonzero(cache.size > 100)
     cache.need(np.array([strip, strip]), np.array([1, cache.size[strip]]))
     assert cache.bytes[1] < IMPOSSIBLE == cache.bytes[2]
+
+
+def test_tables_that_differ_by_name_share_options_unless_constraints_differ():
+    named = [replace(TABLES[0], name=name) for name in ("first", "same", "by rows")]
+    wider = replace(TABLES[0], name="wider", dim=64)
+    kinds = Constraints(kinds=(("by rows", ("row", "data_parallel")),))
+    problem = Problem("p", (*named, wider), on_hosts("aabb"), 64, constraints=kinds)
+    cache = Options(problem, AnalyticModel(Setting("gpu", 64)), map(Shard.whole, problem.tables))
+    strips = np.arange(4)
+    cache.need(strips, cache.size)
+    of = {
+        cache.table(s).name: (n, *cache.shared[:, :, s].ravel())
+        for s, n in enumerate(cache.numbers(strips, cache.size))
+    }
+    assert of["first"] == of["same"]
+    assert not {*of["first"]} & {*of["by rows"]} - {0} and not {*of["first"]} & {*of["wider"]} - {0}
+    assert cache.bytes[of["first"][0]] < IMPOSSIBLE == cache.bytes[of["by rows"][0]]

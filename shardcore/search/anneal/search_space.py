@@ -21,6 +21,7 @@ from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.cost.model import CommCost, step_ms
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.step.engine.arrays import (
+    ADDED_MS,
     ARRIVED,
     ENTERED,
     FETCHED,
@@ -217,7 +218,7 @@ def _worth_cutting(cache: Options, shards: Sequence[Shard]) -> np.ndarray:
     n, strips = len(cache.speed), np.arange(len(cache))
     cache.need(strips, cache.size)
     whole = cache.numbers(strips, cache.size)
-    added_ms, n_bytes = cache.added_ms[whole], cache.bytes[whole]
+    added_ms, n_bytes = cache.alone[whole, ADDED_MS], cache.bytes[whole]
     # Reserved bytes may leave devices less than nothing.
     least_bytes = _WORTH * max(0.0, np.mean(held_bytes(cache.problem)))
     # The mean cost of a device is an n-th of the sum.

@@ -42,7 +42,7 @@ from shardcore.search.state.feasible import feasible_shards, fitting
 from shardcore.search.state.halves import Halves, halved, halves_of
 from shardcore.search.state.shards import CONCESSION, priced
 from shardcore.search.ties import sort_by_cost
-from shardcore.step.engine.arrays import LOAD, LOG, OVER
+from shardcore.step.engine.arrays import ADDED_MS, LOAD, LOG, OVER
 from shardcore.step.engine.pointers import packed
 
 SPACES = ("all", "columns", "halves")
@@ -362,7 +362,7 @@ def simplify(plan: Plan, problem: Problem, model: CostModel, seed: int, meter: M
         uncut, cache = start.fixed._replace(may_split=np.zeros_like(start.fixed.may_split)), start.space.cache
         # [S] whether the whole table costs little.
         is_cheap = (
-            uncut.added_ms[uncut.whole_options()]
+            uncut.alone[uncut.whole_options(), ADDED_MS]
             < _CHEAP * start.state.devices[: len(problem.topology), LOAD].mean()
         )
         # Parts of a sequence have to stay equally wide.

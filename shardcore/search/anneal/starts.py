@@ -33,6 +33,7 @@ from shardcore.search.state.halves import Halves
 from shardcore.search.state.refusal import shown
 from shardcore.search.ties import least, ranks
 from shardcore.step.engine.arrays import (
+    ADDED_MS,
     ARRIVED,
     BEST,
     BUSIEST,
@@ -502,7 +503,7 @@ def _divided_among_runs(space: SearchSpace) -> SearchSpace | None:
     A device launches an op for each of its runs. Fewer launches may be worth exchanges of fewer devices.
     """
     fixed, run_of_strip, host = space.fixed, space.fixed.strips[:, RUN], space.fixed.host
-    ms = np.bincount(run_of_strip, fixed.added_ms[fixed.whole_options()])
+    ms = np.bincount(run_of_strip, fixed.alone[fixed.whole_options(), ADDED_MS])
     # Devices with one or two strips have few launches to save.
     if np.count_nonzero(ms) < 2 or len(run_of_strip) < 3 * len(host):
         return None

@@ -91,9 +91,7 @@ class SearchProblem(NamedTuple):
     ]  # [2, Y, S] that of each device of a layout's groups but the last, and of the last
     vectors: float64[:, ::1]  # [O, V]
     options: int64[:, ::1]  # [O, 2] see OPTION_RUN
-    local: float64[:, ::1]  # [O, 4] see OUTPUTS
-    peak_bytes: float64[::1]  # [O] bytes of the option alone in its largest phase
-    added_ms: float64[::1]  # [O] ms that it adds to an op
+    alone: float64[:, ::1]  # [O, 7] see OUTPUTS
     first_code: int64  # where encodings begin in vectors
     strips: int64[:, ::1]  # [S, 6] see RUN
     may_split: boolean[::1]  # [S] whether columns may be cut
@@ -192,8 +190,14 @@ ROOM: bytes that a local batch may take, at least. Infinite: nothing is there; -
 LACK: bytes that it lacks.
 HELD: resident bytes.
 """
-OUTPUTS, CUT, OF_SENT, OF_SCRATCH = range(4)
-"""Columns of SearchProblem.local (shard_memory.RunBatch)."""
+OUTPUTS, CUT, OF_SENT, OF_SCRATCH, PEAK_BYTES, ADDED_MS, SINGLE_MS = range(7)
+"""Columns of SearchProblem.alone.
+
+The first four are its share of a local batch (shard_memory.RunBatch).
+PEAK_BYTES: bytes of the option alone in its largest phase. An estimate of what it adds to a device's.
+ADDED_MS: ms that it adds to an op, without the launch.
+SINGLE_MS: ms of an op with only this option, at speed 1.
+"""
 SHARDS, FIRST_RANK = 2, 3
 """Further columns of State.runs: shards, and the least rank of its strips. OUTPUTS and CUT are sums over these."""
 LOG, WORST, N_MOVED, BYTES_MOVED, N_SHARED, N_RUNS, REPLICAS, WIDEST = range(8)

@@ -288,12 +288,12 @@ def host_fits(fx, st, d, row):
 @inner
 def expect(fx, st, s, option):
     """Count an option of strip s among those that runs have. `frame` computes what follows."""
-    run, local = st.runs[fx.options[option, OPTION_RUN]], fx.local[option]
-    run[OUTPUTS] += local[OUTPUTS]
+    run, alone = st.runs[fx.options[option, OPTION_RUN]], fx.alone[option]
+    run[OUTPUTS] += alone[OUTPUTS]
     # Runs follow each other in the order of their first tables.
     run[FIRST_RANK] = min(run[FIRST_RANK], float(fx.strips[s, RANK]))
     # A dense optimizer updates one table after another, so only the largest buffer counts.
-    st.value[SCRATCH] = max(st.value[SCRATCH], local[OF_SCRATCH])
+    st.value[SCRATCH] = max(st.value[SCRATCH], alone[OF_SCRATCH])
     change_option(fx, st, int64(0), option)
 
 
@@ -306,6 +306,6 @@ def change_option(fx, st, was, now):
     run = st.runs[fx.options[max(was, now), OPTION_RUN]]
     before = run[CUT] > 0.0
     run[SHARDS] += int(now > 0) - int(was > 0)
-    run[CUT] += fx.local[now, CUT] - fx.local[was, CUT]
-    st.value[SENT] += fx.local[now, OF_SENT] - fx.local[was, OF_SENT]
+    run[CUT] += fx.alone[now, CUT] - fx.alone[was, CUT]
+    st.value[SENT] += fx.alone[now, OF_SENT] - fx.alone[was, OF_SENT]
     return before != (run[CUT] > 0.0)

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from shardcore.core.job import PIPELINES
-from shardcore.core.types import PRECISION_BYTES, Placement
+from shardcore.core.types import Placement
 from shardcore.step.engine.arrays import CACHED, WORK_ONCE
 from shardcore.step.kinds import WHOLE_ROWS, Layout, run_of, shards_on
-from shardcore.step.memory import CACHED_ROW_BYTES, held_bytes, may_bind, most_features
+from shardcore.step.memory import held_bytes, may_bind, most_features
 from shardcore.step.options import Options, Part
 from shardcore.step.shard_memory import expanded_bytes, moments_of, run_batches, table_order
 from shardcore.step.ways import fixed_placements
@@ -41,10 +41,8 @@ def engine_fields(options: Options, shared: bool) -> dict[str, Any]:
             np.int32
         ),
         "vectors": options.vectors,
-        "options": np.stack([options.run, options.following], 1),
-        "local": options.local,
-        "peak_bytes": options.peak_bytes,
-        "added_ms": options.added_ms,
+        "options": np.ascontiguousarray(options.options),
+        "alone": options.alone,
         "first_code": options.first_code,
         "strips": np.array(
             [
@@ -107,14 +105,14 @@ def engine_fields(options: Options, shared: bool) -> dict[str, Any]:
 
 def _cache_fields(options: Options) -> dict[str, np.ndarray]:
     """The fields about caches."""
-    row_bytes, caches = np.zeros(options.vectors.shape[1]), []
+    row_bytes = np.zeros(options.vectors.shape[1])
+    row_bytes[CACHED : options.first_code] = options.caches.row_bytes
     # A cache has a count of rows, then a count of shards for each width, ascending.
-    for (run, precision), (begin, widths) in options.caches.ops.items():
-        first = CACHED + begin
-        if run in options.runs:
-            caches.append((options.runs.index(run), first, first + len(widths)))
-        of_widths = slice(first + 1, first + 1 + len(widths))
-        row_bytes[of_widths] = np.array(widths) * PRECISION_BYTES[precision] + CACHED_ROW_BYTES
+    caches = [
+        (options.runs.index(run), CACHED + begin, CACHED + begin + len(widths))
+        for (run, _), (begin, widths) in options.caches.ops.items()
+        if run in options.runs
+    ]
     return {"caches": np.array(caches, np.int64).reshape(-1, 3), "cache_row_bytes": row_bytes}
 
 

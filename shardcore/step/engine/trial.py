@@ -26,6 +26,7 @@ from shardcore.step.engine.arrays import (
     NEXT,
     ON_HOST,
     OPTION_RUN,
+    PEAK_BYTES,
     RESIDENT,
     ROOM,
     SENT,
@@ -349,7 +350,7 @@ def find_devices(problem, states, shards, fits):
     only_bytes = len(fx.caches) == 0 and not fx.ops_limited and fx.host_free == np.inf
     for b in range(len(states)):
         st, s, units = state_at(states[b]), shards[b, 0], shards[b, 1]
-        needed = fx.peak_bytes[fx.shard[s, units]] + batch_most(fx, st)
+        needed = fx.alone[fx.shard[s, units], PEAK_BYTES] + batch_most(fx, st)
         for d in range(n_devices_of(st)):
             # A lower bound of the room holds an upper bound of the shard. Mostly no trial is needed.
             # Shards of a strip that meet may change the local batch of all devices, so they always have one.

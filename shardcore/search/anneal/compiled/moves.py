@@ -9,6 +9,7 @@ from numba import int64
 
 from shardcore.core.jit import inner
 from shardcore.step.engine.arrays import (
+    ADDED_MS,
     FIRST,
     GROUP_RUN,
     LAYOUT_OF,
@@ -138,13 +139,13 @@ def trade(fx, st, s, a, b, given):
     Returns the number of edits. It makes room for a shard too costly for any single swap.
     """
     # The return may cost from 0.3 to 1.1 of what was given, so that trades differ.
-    want = fx.added_ms[fx.shard[s, given]] * (0.3 + 0.8 * uniform(st))
+    want = fx.alone[fx.shard[s, given], ADDED_MS] * (0.3 + 0.8 * uniform(st))
     # Edits 0 and 1 are what is given. Start at a random strip, so that none is preferred.
     n, i = int64(2), below(st, max(st.count[b], 1))
     for _ in range(st.count[b]):
         i = i + 1 if i + 1 < st.count[b] else 0
         r = int64(st.strips[b, i])
-        ms = fx.added_ms[fx.shard[r, st.held[r, b]]]
+        ms = fx.alone[fx.shard[r, st.held[r, b]], ADDED_MS]
         if r != s and ms <= want:
             edit(st, n, r, b, int64(0))
             edit(st, n + 1, r, a, st.held[r, a] + st.held[r, b])
