@@ -278,17 +278,15 @@ class Options(Generic[Model]):
         columns = whole.col_lo + low * unit, whole.col_lo + high * unit
         return (Shard(whole.table, whole.row_lo, whole.row_hi, *columns),)
 
-    def may_split(self, key: ShardKey) -> bool:
-        """Tell if the shard may be cut by columns. A row range may not: it has only one device.
+    def may_split(self, strip: int) -> bool:
+        """Tell if shards of several units may be cut by columns. A row range may not: it has only one device.
 
         TorchRec needs all shards of a sequence equally wide.
         So one is cut only where it does not fit whole, and then no further.
         """
-        strip, units = key
         table = self.table(strip)
         return (
-            units > 1
-            and not self.is_range[strip]
+            not self.is_range[strip]
             and table.name not in self.problem.whole
             and (not table.sequence or strip in self._cut_before)
         )

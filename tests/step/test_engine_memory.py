@@ -146,7 +146,7 @@ def test_an_op_has_no_more_features_and_ids_than_fbgemm_runs(seed, kind):
     search = annealed(problem, seed, kind)
     plan = require_exact(search)
     require_ops(plan, problem)
-    counted, runs = search.best.state.ops[: len(topology)], search.best.space.runs
+    counted, runs = search.best.state.ops[: len(topology)], search.best.space.cache.runs
     features, ids = np.zeros((2, len(topology), len(runs)))
     for placement in merged(plan.placements):
         for d, shard in shards_on(placement):

@@ -32,7 +32,7 @@ from shardcore.step.engine.arrays import (
     SearchProblem,
 )
 from shardcore.step.engine.problem import engine_fields
-from shardcore.step.kinds import Group, Layout, run_of
+from shardcore.step.kinds import Group, run_of
 from shardcore.step.lower import traffic_of_outputs
 from shardcore.step.memory import held_bytes
 from shardcore.step.options import Options
@@ -58,28 +58,13 @@ class SearchSpace:
     divided: np.ndarray
 
     @property
-    def groups(self) -> tuple[tuple[Layout, Group], ...]:
-        """[G] a kind and its devices, which may share whole tables."""
-        return self.cache.groups
-
-    @property
-    def layouts(self) -> tuple[Layout, ...]:
-        """[Y] layouts of the groups."""
-        return self.cache.layouts
-
-    @property
-    def runs(self) -> tuple[Layout, ...]:
-        """[N] runs of ops: kinds of what single devices hold (cache.kinds), then others."""
-        return self.cache.runs
-
-    @property
     def shared_bytes(self) -> np.ndarray:
         """[Y, S] estimated memory of a strip on each device of a group."""
         return self.cache.bytes[self.fixed.shared[0]]
 
     def pair(self, kind: str, devices: Group, table: Table) -> tuple[int, int]:
         """A table's strip, and the number of the group that shares it by a kind."""
-        return self.cache.strip_by_name[table.name], self.groups.index((run_of(kind, table), devices))
+        return self.cache.strip_by_name[table.name], self.cache.groups.index((run_of(kind, table), devices))
 
     def sharing(self, pairs: np.ndarray) -> np.ndarray:
         """[N, 2] strips that groups share, and the divided strips that are not among them."""
@@ -128,7 +113,7 @@ class SearchSpace:
         keys = list(zip(strips.tolist(), held[strips, devices].tolist(), strict=True))
         placements = placements_of(self.cache.bundles(keys), devices.tolist(), self.cache.problem)
         for s in np.flatnonzero(group >= 0).tolist():
-            layout, on = self.groups[group[s]]
+            layout, on = self.cache.groups[group[s]]
             placements.append(Placement(layout.name, Shard.whole(self.cache.table(s)), on))
         return placements
 
@@ -138,7 +123,7 @@ class SearchSpace:
         ops: [..., D, N, V] as State.ops. compute_ms: [..., D].
         """
         outputs, ids = (
-            {run: ops[..., r, entry] for r, run in enumerate(self.runs)} for entry in (ENTERED, ARRIVED)
+            {run: ops[..., r, entry] for r, run in enumerate(self.cache.runs)} for entry in (ENTERED, ARRIVED)
         )
         problem = self.cache.problem
         return self.cache.model.comm(traffic_of_outputs(outputs, problem, ids), compute_ms, problem.topology)
@@ -178,8 +163,8 @@ def search_space(
     cut: whether shards may be cut by columns.
     """
     all_strips, divided = range(len(cache)), [cache.strip_by_name[t.name] for t in by_rows]
-    # Asked for two units: the search itself checks that a shard has more than one.
-    may_split = np.array([cut and cache.may_split((s, 2)) for s in all_strips], dtype=bool)
+    # The search itself checks that a shard has several units.
+    may_split = np.array([cut and cache.may_split(s) for s in all_strips], dtype=bool)
     if is_large(cache):
         may_split &= _worth_cutting(cache, shards)
     # Every number of units of every strip, [sum of sizes].

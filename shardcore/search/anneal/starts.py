@@ -171,7 +171,7 @@ class Starts:
     def starts_with_shared(self, shards: Sequence[Shard]) -> Iterator[Start]:
         """Greedy plans of the whole space, with tables shared by groups of devices. None may fit."""
         space = self._space(shards, "all")
-        may_share, layouts, runs = space.fixed.may_share, space.layouts, space.fixed.strips[:, RUN]
+        may_share, layouts, runs = space.fixed.may_share, space.cache.layouts, space.fixed.strips[:, RUN]
         if not may_share.any():
             return
         # [S] the layout that copies a strip to all devices.
@@ -214,7 +214,7 @@ class Starts:
         # With the exchange: of a sequence it costs more than the op.
         step_ms = self._step_ms(fixed, fixed.whole_options(), fixed.strips[:, RUN])
         mean_ms = step_ms.sum() / fixed.devices[:, SPEED].sum()
-        for y in (y for y, layout in enumerate(space.layouts) if layout.divides_rows):
+        for y in (y for y, layout in enumerate(space.cache.layouts) if layout.divides_rows):
             yield [np.where(fixed.may_share[y] & (step_ms > share * mean_ms), y, -1) for share in _DIVIDED]
 
     def _cuts(self, space: SearchSpace, ways: Iterable[np.ndarray]) -> list[Cut]:
@@ -340,11 +340,11 @@ class Starts:
         # Cost of a strip in a group: its op, and the exchange that its bytes set.
         options, rates = fixed.shared_options(y, strips), fixed.rates[fixed.groups[groups[0], GROUP_RUN]]
         # The devices of a group on a host are as many as the group has.
-        each_ms = rates[OWN] + rates[BUSIEST] + rates[HOST_BUSIEST] * len(space.groups[groups[0]][1])
+        each_ms = rates[OWN] + rates[BUSIEST] + rates[HOST_BUSIEST] * len(space.cache.groups[groups[0]][1])
         cost = self._op_ms(fixed, options) + each_ms * fixed.vectors[options, ENTERED]
         n_bytes = space.shared_bytes[y][strips]
         # A strip takes as much on all devices of a group, so the tightest device decides.
-        free = np.array([min(fixed.devices[list(space.groups[g][1]), FREE]) for g in groups])
+        free = np.array([min(fixed.devices[list(space.cache.groups[g][1]), FREE]) for g in groups])
         chosen = np.zeros(len(strips), dtype=np.int64)
         for order in (np.argsort(ranks(-cost), kind="stable"), np.argsort(-n_bytes, kind="stable")):
             load, room, chosen = np.zeros(len(groups)), free.copy(), np.zeros_like(chosen)
@@ -492,9 +492,9 @@ class Starts:
         if self.cache is None or not self.cache.covers(shards):
             self.cache = Options(self.problem, self.model, shards)
         space = search_space(self.cache, shards, everywhere, halves, by_rows)
-        if space.runs not in self._rates:
-            self._rates[space.runs] = rates_of(self.problem, self.model, space.runs)
-        return replace(space, fixed=space.fixed._replace(rates=self._rates[space.runs]))
+        if space.cache.runs not in self._rates:
+            self._rates[space.cache.runs] = rates_of(self.problem, self.model, space.cache.runs)
+        return replace(space, fixed=space.fixed._replace(rates=self._rates[space.cache.runs]))
 
 
 def _divided_among_runs(space: SearchSpace) -> SearchSpace | None:

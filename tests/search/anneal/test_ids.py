@@ -63,7 +63,7 @@ def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(
         state, fixed = start.state, start.fixed
         plan = Plan(tuple(start.space.placements(state.held, state.group)))
         # All ranges of divided rows count as the first. The last one may have fewer rows.
-        runs, expected = start.space.runs, arriving(plan, problem)
+        runs, expected = start.space.cache.runs, arriving(plan, problem)
         nothing = np.zeros(len(fixed.host))
         ops = state.ops[: len(fixed.host)]
         more = ops[..., ARRIVED].T - np.array([expected.get(run, nothing) for run in runs])
