@@ -142,7 +142,10 @@ def why_not(layout: Layout, table: Table, problem: Problem) -> str | None:
             return f"{layout.name} cuts it, and it must stay whole ({problem.kept_whole_by(table.name)})"
         if shared_groups(layout, table, problem):
             return None
-        return f"no devices share a table of {table.rows} rows by {layout.name}, where it may live"
+        return f"no devices share a table of {table.rows} rows by {layout.name}, where it may live" + (
+            " (TorchRec divides rows evenly over all devices, or a whole host, and each has some)"
+            * layout.divides_rows
+        )
     # By columns, the narrowest cut into shards that FBGEMM runs has to exist.
     width = table.dim if table.name in problem.whole else problem.most_width(table)
     if not 0 < width <= most:

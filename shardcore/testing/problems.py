@@ -189,7 +189,7 @@ NOTHING_FITS = {
         ),
         [
             "tables pinned to device 0 (constraints.pinned), 'small0', 'small1', 'small2', 'small3', take",
-            "with their outputs; it may hold",
+            "with outputs; it may hold",
             "bytes too little",
             "more per device",
             "or without constraints.pinned",
@@ -268,7 +268,7 @@ NOTHING_FITS = {
         [
             "4 columns of table 'deep' take 3.1 MiB",
             "where it may live may hold 2.0 MiB",
-            "TorchRec divides rows over all devices, or a whole host",
+            "TorchRec divides rows evenly over all devices, or a whole host",
             "without constraints.pinned",
         ],
     ),
@@ -280,7 +280,7 @@ NOTHING_FITS = {
             96,
             constraints=Constraints(kinds=(("deep", ("column", "row")),)),
         ),
-        ["4 columns of table 'deep'", "cannot divide 9 rows over 8 devices"],
+        ["4 columns of table 'deep'", "no devices share a table of 9 rows by row"],
     ),
 }
 

@@ -68,7 +68,7 @@ def test_replicas_that_do_not_fit_are_refused():
     with pytest.raises(
         Infeasible,
         match=r"'t0', .* and 2 more, on all devices \(constraints.kinds\), take "
-        "0.4 MiB of each .* may hold 0.1 MiB, 0.2 MiB too little.* It would fit with 0.3 MiB",
+        "on each 0.4 MiB .* may hold 0.1 MiB, 0.2 MiB too little.* It would fit with 0.3 MiB",
     ):
         plan(large)
 

@@ -14,9 +14,8 @@ from shardcore.core.constraints import Constraints
 from shardcore.core.topology import DEFAULT_RESERVE, default_reserve
 from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.search.state.packing import packings_of, roomiest
-from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, device_names, even_share, run_of
-from shardcore.step.memory import Account, account_of, gib, held_bytes
-from shardcore.step.shard_memory import run_batches
+from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, device_names
+from shardcore.step.memory import account_of, gib, held_bytes
 from shardcore.step.ways import division, equal_parts, fixed_placements, why_not
 
 MOST_DEVICES = 256
@@ -33,8 +32,7 @@ class _Whole:
     packings: with the tables, in bundles that go together.
     may_hold: [D] bytes that devices may hold, without those of fixed placements.
     by_columns: the tables that may run so.
-    batches: each run's share of a local batch. Empty if no table may be whole, and none is fixed.
-    account: memory of plans with these. Only with batches.
+    account: memory of plans with these. None if no table may be whole, and none is fixed.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -44,43 +42,38 @@ class _Whole:
         self.by_columns = [
             s for bundle in self.bundles for s in bundle if why_not(WHOLE_ROWS, s.table, problem) is None
         ]
-        self.batches = run_batches([*map(_on_one, self.by_columns), *self.fixed], problem)
-        if self.batches:
-            self.account = Account.of(self.batches, problem)
+        placements = [*map(_on_one, self.by_columns), *self.fixed]
+        self.account = account_of(placements, problem) if placements else None
+        if self.account:
+            of_fixed = self.account.loads(self.fixed)
+            self._room = self.account.limits - self.account.base - of_fixed  # [D, P]
             # Messages compare with what is left in the phase in which fixed tables take most.
-            of_fixed = self.account.loads(self.fixed)[:, : self.account.phases].max(1)
-            self.may_hold = [n - math.ceil(taken) for n, taken in zip(self.may_hold, of_fixed, strict=True)]
+            taken = np.ceil(of_fixed[:, : self.account.phases].max(1)).astype(int).tolist()
+            self.may_hold = [n - of for n, of in zip(self.may_hold, taken, strict=True)]
 
-    def bytes_together(self, shards: Sequence[Shard], n_devices: int) -> int:
-        """Bytes that tables by columns take on so many devices together, in the largest phase."""
+    def excess(self, shards: Iterable[Shard], devices: Sequence[int], what: str, where: str) -> str:
+        """Reason that tables by columns take more than some devices have together. "": they do not."""
         shards = [s for s in shards if why_not(WHOLE_ROWS, s.table, self.problem) is None]
-        if not shards:
-            return 0
-        # Each device has the local batch.
-        n_bytes = self._bytes(shards) + n_devices * self.account.base
-        return math.ceil(n_bytes[: self.account.phases].max())
+        if not shards or not self.account:
+            return ""
+        room = self._room[devices]
+        # Of several devices, what is less than nothing on one does not count against others.
+        room = np.maximum(room, 0).sum(0) if len(devices) > 1 else room[0]
+        # In the phase in which they lack most.
+        lacks = self.account.loads(map(_on_one, shards)).sum(0) - room
+        available = sum(max(0, self.may_hold[d]) for d in devices)
+        return _excess(available + math.ceil(lacks[: self.account.phases].max()), available, what, where)
 
-    def excess_of_all(self) -> int:
-        """Bytes that all tables lack on all devices together, in the phase in which they lack most."""
-        if not self.batches:
-            return 0
-        room = self.account.limits - self.account.base - self.account.loads(self.fixed)
-        # [P] room that is less than nothing on one device does not count against others.
-        lacks = self._bytes(self.by_columns) - np.maximum(room, 0).sum(0)
-        return math.ceil(lacks[: self.account.phases].max())
+    def device_bytes(self, placements: Sequence[Placement], held: Sequence[Placement]) -> np.ndarray:
+        """[D] bytes in the largest phase of devices that have only the placements `held`.
 
-    def _bytes(self, shards: Iterable[Shard]) -> np.ndarray:
-        """[P] bytes of tables."""
-        return self.account.loads(map(_on_one, shards)).sum(0)
-
-    def narrowest(self, table: Table) -> int:
-        """Bytes that a device has of a table's narrowest columns, with the local batch, in the largest phase."""
-        parts = equal_parts(Shard.whole(table), table.dim // self.problem.unit_width(table))
-        others = (s for s in self.by_columns if s.table != table)
-        account = account_of([*map(_on_one, (*others, *parts)), *self.fixed], self.problem)
-        return math.ceil(
-            (account.base + account.vector(run_of(WHOLE_ROWS.name, table), parts[-1]))[: account.phases].max()
-        )
+        The local batch is that of all tables: some by `placements`, the others whole.
+        """
+        cut = {p.shard.table for p in placements}
+        others = (s for s in self.by_columns if s.table not in cut)
+        account = account_of([*map(_on_one, others), *placements, *self.fixed], self.problem)
+        # Beyond the phases are limits of ops, which are no bytes.
+        return np.ceil((account.base + account.loads(held))[:, : account.phases].max(1)).astype(int)
 
 
 def _on_one(shard: Shard) -> Placement:
@@ -123,37 +116,28 @@ def refusal(problem: Problem, planned_share: float | None = None) -> str:
 # --- reasons: each says what is too large. "": nothing is ---------------------------------------------------
 
 
-def _hold(available: int, needed: int) -> str:
-    """The end of a reason: how much devices may hold, and how much that is too little."""
-    return f"may hold {gib(available)}, {gib(needed - available)} too little"
+def _excess(needed: int, available: int, what: str, where: str) -> str:
+    """Reason that `what` takes more bytes than `where` may hold."""
+    if needed <= available:
+        return ""
+    return f"{what} {gib(needed)} with outputs; {where} may hold {gib(available)}, {gib(needed - available)} too little"
 
 
 def _fixed_too_large(uncut: _Whole) -> str:
     """The tables on all devices, if some device does not hold them."""
     if not uncut.fixed:
         return ""
-    # Beyond the phases are limits of ops, which are no bytes.
-    needs = math.ceil(
-        (uncut.account.base + uncut.account.loads(uncut.fixed))[:, : uncut.account.phases].max()
-    )
-    least = min(held_bytes(uncut.problem))
-    if needs <= least:
-        return ""
-    return (
-        f"tables {shown(p.shard.table.name for p in uncut.fixed)}, on all devices (constraints.kinds), take "
-        f"{gib(needs)} of each with outputs; the smallest {_hold(least, needs)}"
-    )
+    names = shown(p.shard.table.name for p in uncut.fixed)
+    needed = int(uncut.device_bytes((), uncut.fixed).max())
+    what = f"tables {names}, on all devices (constraints.kinds), take on each"
+    return _excess(needed, min(held_bytes(uncut.problem)), what, "the smallest")
 
 
 def _sum_too_large(uncut: _Whole) -> str:
     """All tables, if they take more than all devices have."""
-    lacks, available = uncut.excess_of_all(), _available(uncut.may_hold)
-    if lacks <= 0:
-        return ""
-    return (
-        f"its {sum(map(len, uncut.bundles))} tables take {gib(available + lacks)} with their outputs; "
-        f"its {len(uncut.may_hold)} devices may hold {gib(available)} together, {gib(lacks)} too little"
-    )
+    n_tables, n_devices = sum(map(len, uncut.bundles)), len(uncut.may_hold)
+    what = f"its {n_tables} tables take"
+    return uncut.excess(uncut.by_columns, range(n_devices), what, f"its {n_devices} devices")
 
 
 def _one_too_large(uncut: _Whole) -> str:
@@ -164,58 +148,44 @@ def _one_too_large(uncut: _Whole) -> str:
             continue
         table = bundle[0].table
         # The message is of the device that comes nearest.
-        largest = max(uncut.may_hold[d] for d in problem.allowed_devices(table.name))
-        where = " where it may live" if table.name in problem.pinned else ""
-        if table.name in problem.whole or len(bundle) > 1:
-            n_bytes = uncut.bytes_together(bundle, 1)
-            what = f"table {table.name!r}, which must stay whole ({problem.kept_whole_by(table.name)}), takes"
-            if len(bundle) > 1:
-                what = (
-                    f"the group {shown(s.table.name for s in bundle)}, kept on one device "
-                    "(constraints.together), takes"
-                )
-            why = ""
-        elif why_not(WHOLE_ROWS, table, problem) is not None:
+        largest = max(problem.allowed_devices(table.name), key=lambda d: uncut.may_hold[d])
+        where = f"the largest device{' where it may live' * (table.name in problem.pinned)}"
+        stays, width = len(bundle) > 1 or table.name in problem.whole, problem.unit_width(table)
+        if why_not(WHOLE_ROWS, table, problem) is not None:
             cause = problem.why_no_codec(WHOLE_ROWS, table) or "constraints.kinds"
-            return (
-                f"table {table.name!r} has to be divided by rows ({cause}), and {_undividable(uncut, table)}"
-            )
+            reason = f"table {table.name!r} has to be divided by rows ({cause})"
         else:
-            n_bytes, width = uncut.narrowest(table), problem.unit_width(table)
-            what, why = f"{width} columns of table {table.name!r} take", f", and {_undividable(uncut, table)}"
-        if n_bytes > largest:
-            return f"{what} {gib(n_bytes)} with outputs; the largest device{where} {_hold(largest, n_bytes)}{why}"
+            parts = list(map(_on_one, bundle if stays else equal_parts(bundle[0], table.dim // width)))
+            # All that stay together are on one device. Of a table that is cut, the narrowest columns are.
+            needed = int(uncut.device_bytes(parts, parts if stays else parts[-1:])[0])
+            what = f"{width} columns of table {table.name!r} take"
+            if len(bundle) > 1:
+                names = shown(s.table.name for s in bundle)
+                what = f"the group {names}, kept on one device (constraints.together), takes"
+            elif stays:
+                kept = problem.kept_whole_by(table.name)
+                what = f"table {table.name!r}, which must stay whole ({kept}), takes"
+            reason = _excess(needed, uncut.may_hold[largest], what, where)
+        if reason:
+            return reason if stays else f"{reason}, and {_undividable(uncut, table)}"
     return ""
 
 
 def _undividable(uncut: _Whole, table: Table) -> str:
     """Reason that the table's rows cannot be divided."""
-    problem, allowed = uncut.problem, uncut.problem.allowed_devices(table.name)
+    problem = uncut.problem
     whole = division(table, problem)
     if whole is None:
-        dividing = (kind for kind in LAYOUTS.values() if kind.divides_rows)
-        if reason := next(filter(None, (problem.why_no_codec(kind, table) for kind in dividing)), ""):
-            return reason
-        if len(allowed) == 1:
-            return "there is no other device to have some of its rows"
-        if set(allowed) >= set(problem.topology.on_hosts[0]) and not even_share(table.rows, len(allowed)):
-            return (
-                f"TorchRec cannot divide {table.rows} rows over {len(allowed)} devices: "
-                "the last would have none"
-            )
-        return (
-            "TorchRec divides rows over all devices, or a whole host, "
-            "where it may not be (constraints.pinned)"
-        )
-    # It counts the table's outputs twice: whole, and divided.
-    account = Account.of(uncut.batches | run_batches([whole], problem), problem)
-    may_hold = held_bytes(problem)
-    needs = np.ceil((account.loads([whole]) + account.base)[:, : account.phases].max(1)).astype(int)
+        dividing = [kind for kind in LAYOUTS.values() if kind.divides_rows]
+        # Why its own kinds cannot, if it has some that divide rows.
+        own = [kind for kind in dividing if kind.name in problem.kinds_of.get(table.name, LAYOUTS)]
+        return str(why_not((own or dividing)[0], table, problem))
+    needed, may_hold = uncut.device_bytes([whole], [whole]).tolist(), held_bytes(problem)
     # Of all devices that would have rows, the one that lacks most.
-    d = max(whole.devices, key=lambda d: needs[d] - may_hold[d])
+    d = max(whole.devices, key=lambda d: needed[d] - may_hold[d])
     which = f"{'all' if len(whole.devices) == len(may_hold) else 'its'} {len(whole.devices)} devices"
     return (
-        f"its rows, which TorchRec divides evenly over {which}, take {gib(needs[d])} on device {d}, "
+        f"its rows, which TorchRec divides evenly over {which}, take {gib(needed[d])} on device {d}, "
         f"which may hold {gib(may_hold[d])}"
     )
 
@@ -230,22 +200,15 @@ def _pins_too_large(uncut: _Whole) -> str:
     for table in (t for t in problem.tables if t.name in problem.pinned):
         pinned.setdefault(frozenset(problem.pinned[table.name]), []).append(table)
     # Small sets first: they name fewer tables.
-    for devices in sorted(pinned, key=len):
+    for devices in map(sorted, sorted(pinned, key=len)):
         # All tables whose devices lie within this set compete for its memory.
-        tables = [t for within, several in pinned.items() if within <= devices for t in several]
-        needed = uncut.bytes_together(list(map(Shard.whole, tables)), len(devices))
-        available = _available(uncut.may_hold[d] for d in devices)
-        if needed > available:
-            return (
-                f"the tables pinned to {device_names(sorted(devices))} (constraints.pinned), "
-                f"{shown(t.name for t in tables)}, take {gib(needed)} with their outputs; "
-                f"{'it' if len(devices) == 1 else 'they'} {_hold(available, needed)}"
-            )
+        tables = [t for within, several in pinned.items() if within <= set(devices) for t in several]
+        names = shown(t.name for t in tables)
+        what = f"the tables pinned to {device_names(devices)} (constraints.pinned), {names}, take"
+        where = "it" if len(devices) == 1 else "they"
+        if reason := uncut.excess(map(Shard.whole, tables), devices, what, where):
+            return reason
     return ""
-
-
-def _available(may_hold: Iterable[int]) -> int:
-    return sum(max(0, n) for n in may_hold)
 
 
 def shown(names: Iterable[str]) -> str:
