@@ -30,7 +30,6 @@ from shardcore.io.model_files import MODEL_JSON, MODEL_WEIGHTS
 
 if TYPE_CHECKING:
     from shardcore.cost.model import CostModel
-    from shardcore.cost.move_rates import MoveRates
     from shardcore.plans.traced_job import CheckedJob, ReadJob
 
 command = Group(
@@ -254,38 +253,29 @@ def watch(args: WatchOptions) -> None:
 
 
 @dataclass(frozen=True)
-class FollowOptions(ModelOptions):
+class FollowOptions:
     """Show which plans the jobs of a problem run, what they measured after each move, and what they do next.
 
     plans: folder or URL of published plans
     name: name of the problem
-    move_rates: measured rates of moving tables on the jobs' machines (`job rates`), for pauses; with a model
-      alone, only bytes on links count
     seconds: seconds between two looks at the plans
     once: show what is known, then end
     """
 
-    REQUIRED: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    EXCLUSIVE: ClassVar[tuple[tuple[str, ...], ...]] = ModelOptions.REQUIRED
     EXAMPLE: ClassVar[str] = IN_THE_JOB
     plans: Annotated[str, "PLANS"]
     name: str
     _: KW_ONLY
-    move_rates: Annotated[Path, "RATES.json"] | None = None
     seconds: PositiveFloat = 10.0
     once: bool = False
 
 
 @command
 def follow(args: FollowOptions) -> None:
-    from shardcore.cost.move_rates import read_move_rates
-
-    model = models.load(args.source) if args.source else None
-    rates = read_move_rates(args.move_rates) if args.move_rates else None
     known: set[str] = set()
     while True:
         try:
-            lines = _followed(args, model, rates)
+            lines = _followed(args)
         except Unreachable as error:  # it may be back at the next look
             if args.once:
                 raise
@@ -299,7 +289,7 @@ def follow(args: FollowOptions) -> None:
         time.sleep(args.seconds)
 
 
-def _followed(args: FollowOptions, model: CostModel | None, rates: MoveRates | None) -> list[tuple[str, str]]:
+def _followed(args: FollowOptions) -> list[tuple[str, str]]:
     """Lines about the current plan and each job, each with a key that changes when the line is news."""
     from shardcore.plans import followed, store
     from shardcore.report import follow_report
@@ -313,16 +303,12 @@ def _followed(args: FollowOptions, model: CostModel | None, rates: MoveRates | N
         if isinstance(job, ShardCoreError):
             lines.append((str(job), str(job)))
             continue
-        try:
-            move = followed.next_move(args.plans, args.name, job, model, rates)
-        except ShardCoreError as error:
-            move = error
         changes = [(f"{job.job} {e}", f"  {follow_report.event_text(e)}") for e in job.events]
         # More steps since the last event are no news.
         key = f"{job.job} {job.current} {job.events[-1:]}"
         lines.append((key, follow_report.job_text(job, time.time())))
         lines += changes
-        lines.append((f"{key} {decision.id}", f"  {follow_report.next_text(job, decision.current, move)}"))
+        lines.append((f"{key} {decision.id}", f"  {follow_report.next_text(job, decision.current)}"))
     return lines
 
 

@@ -14,18 +14,14 @@ import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem
-from shardcore.core.validation import require, require_path_name, shown
-from shardcore.cost.model import CostModel
-from shardcore.cost.move_rates import MoveRates
+from shardcore.core.validation import Record, require_path_name
 from shardcore.io import schema, writing
 from shardcore.io.envelope import document, open_document, seal, unseal
 from shardcore.plans import places, store
-from shardcore.plans.diff import Diff, diff
-from shardcore.plans.move_price import MovePrice, price_move
 
 SCHEMA = "job-report"
 _SUFFIX = ".json"
@@ -38,17 +34,21 @@ _SUFFIX = ".json"
 class JobEvent:
     """A change of a job's plan, or a version that it did not take.
 
-    version: the plan's. outcome, reason: as of torchrec.moves.follow.Event.
-    step: step of the job. at_s: Unix time.
-    before_ms, after_ms: measured steps. expected_ms: the longest that was predicted. None: not known.
+    version: the plan's in the store.
+    outcome: "moved" at first, then "stayed" or "rolled back" once steps were measured. "refused" if the job could
+      not move to it.
+    reason: the reason in words. "": none is needed.
+    step: steps of the job by then. at_s: Unix time.
+    before_ms, after_ms: measured steps, of the slowest rank. None: not measured.
+    expected_ms: the longest step after the move that the prediction allows. None: nothing was predicted.
     tables: number of tables that moved. bytes: their bytes, by way. pause_s: pause of the move.
     """
 
     version: str
     outcome: str
-    reason: str
-    step: int
-    at_s: float
+    reason: str = ""
+    step: int = 0
+    at_s: float = 0.0
     before_ms: float | None = None
     after_ms: float | None = None
     expected_ms: float | None = None
@@ -58,7 +58,7 @@ class JobEvent:
 
 
 @dataclass(frozen=True)
-class JobReport:
+class JobReport(Record, noun="a job's report"):
     """A job's plan and last changes, as it reports them.
 
     job: the job's name.
@@ -68,18 +68,12 @@ class JobReport:
     events: the last ones, oldest first.
     """
 
-    job: str
+    job: Annotated[str, require_path_name]
     current: str | None
     step: int
     at_s: float
     step_ms: float | None = None
     events: tuple[JobEvent, ...] = ()
-
-    def __post_init__(self) -> None:
-        require(
-            require_path_name.admits(self.job),
-            f"a job has name {shown(self.job)}; names have letters, digits and . _ -",
-        )
 
 
 @dataclass(frozen=True)
@@ -155,44 +149,3 @@ def read_reports(root: str | Path, name: str) -> list[JobReport | ShardCoreError
         except ShardCoreError as error:
             reports.append(error)
     return reports
-
-
-@dataclass(frozen=True)
-class NextMove:
-    """A job's way from its plan to the current one. pays_back_s: None where no gain is known."""
-
-    moved: Diff
-    price: MovePrice
-    pays_back_s: float | None
-
-
-def next_move(
-    root: str | Path,
-    name: str,
-    report: JobReport,
-    model: CostModel | None = None,
-    rates: MoveRates | None = None,
-) -> NextMove | None:
-    """The move that a job makes at its next look. None: it has the current plan.
-
-    Raises ShardCoreError for a plan that the store does not have (any more), and as `price_move` does.
-    """
-    # Only here, as training jobs import this module to write reports.
-    from shardcore.search.anneal.reshard import rebind_tables
-
-    current = store.current(root, name)
-    if report.current == current:
-        return None
-    require(
-        report.current is not None,
-        f"job {report.job!r} started with a plan that {root} does not have, so its move has no price",
-    )
-    old, _ = store.read_plan(root, name, report.current)
-    new, problem = store.read_plan(root, name, current)
-    # The old plan may be of an older problem, with other statistics.
-    old_now = rebind_tables(old, problem)
-    price = price_move(old_now, new, problem, model and model.for_problem(problem), rates)
-    adopted, pays_back_s = store.adoption(root, name, current), None
-    if (model or rates) and adopted and adopted.previous_ms and adopted.candidate_ms is not None:
-        pays_back_s = price.pays_back_s(adopted.previous_ms, adopted.candidate_ms)
-    return NextMove(diff(old, new, problem), price, pays_back_s)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from math import isinf
-
-from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import LEVELS
 from shardcore.plans.decisions import Decision
-from shardcore.plans.followed import JobEvent, JobReport, NextMove
-from shardcore.plans.words import count, moved_words, when
+from shardcore.plans.followed import JobEvent, JobReport
+from shardcore.plans.words import count, when
 from shardcore.step.memory import gib
 
 
@@ -41,23 +38,14 @@ def event_text(event: JobEvent) -> str:
     return "; ".join(words)
 
 
-def next_text(report: JobReport, current: str, move: NextMove | ShardCoreError | None) -> str:
+def next_text(report: JobReport, current: str) -> str:
     """Action of a job at its next look."""
-    last = report.events[-1] if report.events else None
-    if move is None:
+    if report.current == current:
         return "next: nothing, until another version is current"
+    last = report.events[-1] if report.events else None
     if last and last.version == current and last.outcome == "refused":
         return f"next: nothing, as it cannot move to version {current}: {last.reason}"
-    if isinstance(move, ShardCoreError):
-        return f"next: version {current}; {move}"
-    words = [f"next: version {current}", moved_words(move.moved), str(move.price)]
-    if move.pays_back_s is not None:
-        words.append(
-            "it does not pay back: no gain was predicted"
-            if isinf(move.pays_back_s)
-            else f"it pays back after {move.pays_back_s:.3g} s"
-        )
-    return "; ".join(words)
+    return f"next: it moves to version {current}"
 
 
 def _age_text(seconds: float) -> str:

@@ -16,7 +16,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Protocol
 
 import numpy as np
@@ -25,6 +25,7 @@ from torch import nn
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import MOST_COUNT, Count, Record, within
+from shardcore.plans.followed import JobEvent
 from shardcore.torchrec.moves.agreement import Agreement, Undecided
 from shardcore.torchrec.moves.reshard import MoveConfig, Moved, reshard
 from shardcore.torchrec.plan_files import from_json, to_json
@@ -50,39 +51,6 @@ class FollowConfig(Record):
     measured_steps: Annotated[int, within(3, MOST_COUNT)] = 50
     report_s: Annotated[float, within(0, MOST_COUNT)] = 30.0
     move: MoveConfig = field(default_factory=MoveConfig)
-
-
-@dataclass(frozen=True)
-class Event:
-    """A change of a job's plan, or a version that it did not take.
-
-    version: the plan's in the store.
-    outcome: "moved" at first, then "stayed" or "rolled back" once steps were measured. "refused" if the job could
-      not move to it.
-    reason: the reason in words. "": none is needed.
-    before_ms, after_ms: measured steps, of the slowest rank. None: not measured.
-    expected_ms: the longest step after the move that the prediction allows. None: nothing was predicted.
-    moved: the move.
-    step: steps of the job by then. at_s: Unix time.
-    """
-
-    version: str
-    outcome: str
-    reason: str = ""
-    before_ms: float | None = None
-    after_ms: float | None = None
-    expected_ms: float | None = None
-    moved: Moved | None = None
-    step: int = 0
-    at_s: float = 0.0
-
-    def document(self) -> dict[str, Any]:
-        """The event as JSON."""
-        numbers = {k: v for k, v in vars(self).items() if k != "moved" and v is not None}
-        if self.moved is None:
-            return numbers
-        moved, pause_s = self.moved, self.moved.pause_s
-        return {**numbers, "tables": len(moved.tables), "bytes": dict(moved.bytes), "pause_s": pause_s}
 
 
 class Plans(Protocol):
@@ -118,7 +86,7 @@ class PlanFollower:
         self.model, self.plans = model, plans
         self.optimizer, self.pipeline = optimizer, pipeline
         self.config = config or FollowConfig()
-        self.events: list[Event] = []
+        self.events: list[JobEvent] = []
         self._seen: str | None = None
         self._version: str | None = None
         self._step_ms: float | None = None
@@ -128,7 +96,7 @@ class PlanFollower:
         self._count = 0
         self._trial: _Trial | None = None
 
-    def step(self) -> Event | None:
+    def step(self) -> JobEvent | None:
         """Count a step, and make what is due: a look at the store, or a judgement of the last move.
 
         Returns what changed. Raises ShardCoreError if a rank does not come to a look or judgement in time, and
@@ -156,7 +124,7 @@ class PlanFollower:
         self._last_s = time.perf_counter()
         return event
 
-    def _follow_store(self) -> Event | None:
+    def _follow_store(self) -> JobEvent | None:
         """Move to the store's current version, if it is a new one."""
         change = Agreement.new(self.config.move.timeout_s)
         measured = list(self._steps_ms)
@@ -167,20 +135,20 @@ class PlanFollower:
             return None
         version = self._seen = current["version"]
         if current["error"]:
-            return Event(version, REFUSED, current["error"])
+            return JobEvent(version, REFUSED, current["error"])
         old = to_json(self.model.plan)  # type: ignore[arg-type]
         try:
             moved = self._move(current["plan"])
         except Undecided:
             raise
         except ShardCoreError as error:
-            return Event(version, REFUSED, str(error))
+            return JobEvent(version, REFUSED, str(error))
         before, self._version = self._version, version
         if not moved.tables:  # the job's own plan
             return None
         self._trial = _Trial((before, version), old, moved, [s["ms"] for s in shared], current["ratio"])
         self._steps_ms.clear()
-        return Event(version, MOVED, before_ms=self._trial.before_ms, moved=moved)
+        return JobEvent(version, MOVED, before_ms=self._trial.before_ms, **_amounts(moved))
 
     def _new_version(self) -> dict[str, Any] | None:
         """The store's current version as all ranks need it. None: it is the one that was seen last."""
@@ -203,7 +171,7 @@ class PlanFollower:
             self.model, from_json(plan), self.optimizer, pipeline=self.pipeline, config=self.config.move
         )
 
-    def _judge(self, trial: _Trial) -> Event:
+    def _judge(self, trial: _Trial) -> JobEvent:
         """Keep a plan, or go back to the one before it."""
         self._trial = None
         version, change = trial.versions[1], Agreement.new(self.config.move.timeout_s)
@@ -216,7 +184,7 @@ class PlanFollower:
         expected_ms = None if trial.ratio is None else before_ms * trial.ratio
         numbers = {"before_ms": before_ms, "after_ms": after_ms, "expected_ms": expected_ms}
         if after_ms - noise_ms <= max(before_ms, expected_ms or 0.0):
-            return Event(version, STAYED, **numbers)
+            return JobEvent(version, STAYED, **numbers)
         reason = (
             f"measured {after_ms:.3g} ms a step in the job, {before_ms:.3g} ms before (median of the slowest rank, "
             f"noise {noise_ms:.2g} ms)" + (f"; predicted at most {expected_ms:.3g} ms" if expected_ms else "")
@@ -226,7 +194,7 @@ class PlanFollower:
         except Undecided:
             raise
         except ShardCoreError as error:  # the new plan still trains
-            return Event(version, STAYED, f"{reason}; the job cannot move back: {error}", **numbers)
+            return JobEvent(version, STAYED, f"{reason}; the job cannot move back: {error}", **numbers)
         self._steps_ms.clear()
         self._version, self._step_ms = trial.versions[0], before_ms
         if change.rank == 0:
@@ -234,7 +202,7 @@ class PlanFollower:
                 self._seen = self.plans.roll_back(version, reason)
             except ShardCoreError as error:  # the job is back, whatever the store
                 reason += f"; the store was not told: {error}"
-        return Event(version, ROLLED_BACK, reason, moved=moved, **numbers)
+        return JobEvent(version, ROLLED_BACK, reason, **numbers, **_amounts(moved))
 
     def _report(self) -> None:
         """Tell the store which plan the job has, and its last changes. No trouble with that ends the job."""
@@ -245,7 +213,7 @@ class PlanFollower:
             "step": self._count,
             "at_s": time.time(),
             "step_ms": self._step_ms,
-            "events": [event.document() for event in self.events[-_REPORTED:]],
+            "events": [asdict(event) for event in self.events[-_REPORTED:]],
         }
         try:
             self.plans.report(report)
@@ -272,6 +240,11 @@ class _Trial:
     @property
     def before_ms(self) -> float:
         return _slowest_median_ms(self.before)
+
+
+def _amounts(moved: Moved) -> dict[str, Any]:
+    """What a move took, as fields of a JobEvent."""
+    return {"tables": len(moved.tables), "bytes": dict(moved.bytes), "pause_s": moved.pause_s}
 
 
 def _slowest_median_ms(by_rank: Sequence[Sequence[float]]) -> float:
