@@ -45,7 +45,6 @@ from shardcore.tables.held_out import kept_for_testing
 from tasks import evaluate
 
 TRAIN, VALIDATION, SEED = 60, 15, 2026
-MANY = Budget(evals=32)
 FEW, CUTS_MANY = 8, "dreamshard_direct"
 """On more devices only this policy cuts columns: the beam runs it on hundreds of states."""
 SIZES = {"20 x 4": (20, 4), "100 x 4": (100, 4), "40 x 8": (40, 8)}
@@ -116,8 +115,6 @@ def compared(args: argparse.Namespace, model: NeuralModel) -> None:
                 continue  # minutes a problem
             search = sharder(one.name + cut, one)
             arms[one.name + cut] = lambda p, search=search: search(p, model)
-            if not cut:
-                arms[f"{one.name}, best of 32"] = lambda p, search=search: search(p, model, budget=MANY)
     arms["neuroshard"] = lambda p: SHARDERS["neuroshard"](p, model)
     arms["milp"] = lambda p: PEERS["milp"](p, model)
     annealing = SHARDERS["anneal_columns"]

@@ -86,7 +86,6 @@ def make(folder: Path) -> None:
                     "price_per_hour": 1.5,
                     "most_hosts": 3,
                     "model": "model",
-                    "watts": 300.0,
                 },
                 {
                     "name": "large",

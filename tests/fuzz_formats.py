@@ -194,7 +194,7 @@ def use_policy(folder: Path, sound: Sound) -> None:
 @reads("offers", "shardcore/search/decisions/provision.py:read_offers")
 def use_offers(folder: Path, sound: Sound) -> None:
     for cluster in clusters(sound.problem, read_offers(folder / "offers.json")):
-        assert _is_cost(cluster.price_per_hour, cluster.watts or 0.0), f"{cluster.words} has no price"
+        assert _is_cost(cluster.price_per_hour), f"{cluster.words} has no price"
 
 
 @reads(

@@ -295,21 +295,17 @@ def pod_note(problem: Problem, plan: Plan) -> str:
 
 def texts(decisions: Sequence[Decision], found: Found, original: Problem) -> Iterator[str]:
     """Texts about the decisions, for people. Some may be empty."""
-    from shardcore.report import decisions_report, plan_report
+    from shardcore.report import decisions_report
     from shardcore.search.decisions.hot_rows import HotRows
     from shardcore.search.decisions.memory_tiers import MemoryTiers
     from shardcore.search.decisions.provision import Provision
     from shardcore.search.decisions.row_units import RowUnits
-    from shardcore.search.decisions.towers import OnTowers, as_planned, tower_traffic
 
     for decision in decisions:
         if isinstance(decision, Provision):
             yield from decisions_report.clusters(decision, found)
         if isinstance(decision, HotRows):
             yield decisions_report.hot_rows_table(original, found.problem)
-        if isinstance(decision, OnTowers):
-            traffic = tower_traffic(found.plan, as_planned(found.plan, found.problem))
-            yield plan_report.towers_text(traffic) if traffic else ""
         if isinstance(decision, MemoryTiers):
             yield decisions_report.tiers_report(found.problem)
         if isinstance(decision, RowUnits):
@@ -367,7 +363,6 @@ def write_clusters(folder: Path, outcomes: Sequence[Outcome], chosen: Proposal |
                 "hosts": x.proposal.hosts,
                 "devices": len(x.proposal.problem.topology),
                 "price_per_hour": x.proposal.price_per_hour,
-                "watts": x.proposal.watts,
                 **(
                     {"step_ms": x.ms, "samples_per_s": x.proposal.samples_per_s(x.ms)}
                     if x.found

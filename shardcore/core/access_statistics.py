@@ -23,7 +23,7 @@ from shardcore.core.validation import (
 MOST_COLLISION_BYTES = 1 << 20
 """Most bytes that managed collision keeps for a row or a lookup."""
 MOST_BUCKETS = 1 << 20
-"""Buckets of a hash table, and probes of an id, at most."""
+"""Buckets of a hash table, at most."""
 MOST_RANGES = 1 << 12
 """Ranges of a RowShares, at most."""
 REUSE_BINS = 17
@@ -171,8 +171,6 @@ class ManagedCollision(Record, noun="managed collision"):
     buckets: equal ranges of rows. Devices that divide the rows have to divide them. 1: one for each device.
     routing: a name of ROUTINGS.
     input_size: raw ids are below it. Only for contiguous routing.
-    probes: slots that an id tries before it shares a row (MPZCH's max_probe). 0: the map is exact, and ids beyond
-        its rows share one.
     form: a name of HASH_FORMS. "": numbers alone describe it.
     eviction: policy by which ids make room, one of the form's.
     """
@@ -183,7 +181,6 @@ class ManagedCollision(Record, noun="managed collision"):
     buckets: Annotated[int, within(1, MOST_BUCKETS)] = 1
     routing: Annotated[str, one_of(ROUTINGS)] = "round_robin"
     input_size: Annotated[int, within(0, 1 << 63)] = 0
-    probes: Annotated[int, within(0, MOST_BUCKETS)] = 0
     form: Annotated[str, one_of(("", *HASH_FORMS))] = ""
     eviction: str = ""
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from shardcore.core.errors import ShardCoreError
 from shardcore.core.step_cost import PredictedCost
 from shardcore.core.types import Plan
 from shardcore.core.validation import (
@@ -17,7 +16,6 @@ from shardcore.core.validation import (
     one_of,
     require,
     require_path_name,
-    shown,
     within,
 )
 from shardcore.io import envelope, files, schema
@@ -25,13 +23,6 @@ from shardcore.plans.what_if import WhatIf
 
 ROLLED_BACK = "rolled back"
 OUTCOMES = ("first", "better", "kept", "no longer fits", "restored", ROLLED_BACK)
-
-
-def require_id(text: str, what: str) -> str:
-    """Return a digest, the name of versions and decisions. Raises ShardCoreError for any other text."""
-    if not files.DIGEST.fullmatch(text):
-        raise ShardCoreError(f"{what} {shown(text)}; it needs 16 hex digits")
-    return text
 
 
 @dataclass(frozen=True)
@@ -90,10 +81,6 @@ class Decision(Record):
         """Cost of the chosen version, under the model of that time."""
         # The chosen version is either the candidate or the one before.
         return self.candidate_ms if self.current == self.candidate else self.previous_ms
-
-    def adopts(self, version: str) -> bool:
-        """True if it replaces the plan before by a version."""
-        return self.outcome != "kept" and version == self.current == self.candidate
 
     def repeats(self, other: Decision | None) -> bool:
         """Compare all but time and parent, which differ between any two decisions."""

@@ -43,13 +43,11 @@ class MovePrice:
     """Price of a move.
 
     bytes: weights and optimizer state that move, by level of links.
-    busiest_bytes: bytes that the busiest device sends, or receives.
-    seconds: time of these at the level's rate. {}: no rate is known.
+    seconds: time of the busiest device's bytes at the level's rate. {}: no rate is known.
     overhead_s: seconds of all other phases, by phase. {}: no rates are known.
     """
 
     bytes: Mapping[str, int]
-    busiest_bytes: Mapping[str, int]
     seconds: Mapping[str, float]
     overhead_s: Mapping[str, float] = field(default_factory=dict)
 
@@ -110,7 +108,7 @@ def price_move(
         )
         overhead_s = _overhead_s(old, new, problem, rates, sent.sum(0))
     seconds = {level: busiest[level] / (gbps[level] * 1e9) for level in total if level in gbps}
-    return MovePrice(total, busiest, seconds, overhead_s)
+    return MovePrice(total, seconds, overhead_s)
 
 
 def moved_bytes(old: Plan, new: Plan, problem: Problem) -> np.ndarray:

@@ -18,7 +18,6 @@ from shardcore.core.validation import (
     MOST_SEED,
     Record,
     require,
-    require_types,
     within,
 )
 from shardcore.cost.model import CostModel
@@ -137,7 +136,7 @@ def without_devices(old: Plan, before: Problem, now: Problem, gone: Sequence[int
 
 
 @dataclass(frozen=True)
-class Start(Decision):
+class Start(Decision, noun="a plan to start from"):
     """A plan that searches improve instead of planning afresh.
 
     old: the plan.
@@ -159,7 +158,7 @@ class Start(Decision):
     level: ClassVar[int] = 6
 
     def __post_init__(self) -> None:
-        require_types(self, "a plan to start from")
+        super().__post_init__()
         require(
             self.algorithm in SPACE_OF,
             f"a plan to start from is for algorithm {', '.join(SPACE_OF)} only; got {self.algorithm}",
@@ -244,37 +243,22 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
     Without a limit, a new search replaces an old plan that cannot be a start. An old plan that still is one
     of the problem and of the space stays, if none cheaper is found.
 
-    Where the pause of a move is limited, searches move less and less, until one pauses little enough and pays
-    back soon enough. Else the old plan stays, if it can.
+    Annealing counts moves before columns are dealt out to devices, counts new rows as moved, and knows no pauses.
+    So where its plan moves more, or pauses longer, than it may, it searches again with lower limits. Else the old
+    plan stays, if it can.
 
     Raises Infeasible if no plan is found. Raises ShardCoreError if moves are limited and the old plan cannot
     be a start.
     """
     space = config.space or old.provenance.get("space", "all")
-    return _plan_within_limits(
-        old, _kept_plan(old, problem, model, space), problem, model, replace(config, space=space)
-    )
-
-
-def _plan_within_limits(
-    old: Plan, kept: Plan | None, problem: Problem, model: CostModel, config: ReplanConfig
-) -> Plan:
-    """The plan of a search whose moves are within the limits; the kept plan if there is none, or none cheaper.
-
-    Annealing counts moves before columns are dealt out to devices, counts new rows as moved, and knows no pauses.
-    So where its plan moves more than it may, it searches again with lower limits.
-
-    kept: the old plan, priced, if it may stay. None: its job pauses in any case.
-
-    Raises Infeasible if no plan is found, and ShardCoreError if moves are limited and the old plan cannot be a start.
-    """
+    kept = _kept_plan(old, problem, model, space)
     pauses = kept is not None and (config.max_pause_s, config.pay_back_in_s) != (None, None)
     budget, limits = config.budget, config
     # Tries for a pause share the seconds, so that all together keep the budget.
     if pauses and budget is not None and budget.seconds is not None:
         budget = replace(budget, seconds=budget.seconds / _TRIES)
 
-    search = partial(annealing, problem, model, seed=config.seed, budget=budget, space=config.space or "all")
+    search = partial(annealing, problem, model, seed=config.seed, budget=budget, space=space)
     for _ in range(_TRIES):
         try:
             plan = _searched_plan(old, problem, limits, search)
@@ -293,9 +277,9 @@ def _plan_within_limits(
         tables, n_bytes = limits.max_moved_tables, limits.max_moved_bytes
         if too_many or too_much:
             tables, n_bytes = tables and max(0, tables - too_many), n_bytes and max(0, n_bytes - too_much)
-        elif not pauses:
-            return plan
-        elif config.accepts(price_move(old, plan, problem, model, config.move_rates), before_ms, now_ms):
+        elif not pauses or config.accepts(
+            price_move(old, plan, problem, model, config.move_rates), before_ms, now_ms
+        ):
             return plan
         else:
             # The pause follows from bytes, so that half of them pause about half as long.

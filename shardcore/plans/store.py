@@ -39,7 +39,7 @@ from shardcore.core.validation import require, require_path_name, shown
 from shardcore.io import files, schema, writing
 from shardcore.io.envelope import seal, unseal
 from shardcore.plans import decisions, places
-from shardcore.plans.decisions import ROLLED_BACK, Decision, require_id
+from shardcore.plans.decisions import ROLLED_BACK, Decision
 from shardcore.plans.places import Place
 from shardcore.step.lower import require_plan
 
@@ -106,7 +106,8 @@ def _load(folder: Place, name: str) -> tuple[Plan, Problem]:
 
 
 def _version(home: Place, version: str) -> Place:
-    return home / "versions" / require_id(version, "plans have version")
+    files.require_digest(version, str(home), "version")
+    return home / "versions" / version
 
 
 def _versions(home: Place) -> list[str]:
@@ -148,7 +149,9 @@ def history(root: str | Path, name: str) -> Iterator[Decision]:
 
 def adoption(root: str | Path, name: str, version: str) -> Decision | None:
     """The last decision that replaced the plan before by a version. None: there is none."""
-    return next((d for d in history(root, name) if d.adopts(version)), None)
+    return next(
+        (d for d in history(root, name) if d.outcome != "kept" and version == d.current == d.candidate), None
+    )
 
 
 def names(root: str | Path) -> list[str]:
@@ -174,7 +177,8 @@ def _pointer(home: Place) -> str | None:
     # A damaged pointer may be long: decode no more than an id can need.
     decision_id = schema.read_bytes(path)[:100].decode(errors="replace").strip()
     require(bool(decision_id), f"{path} is empty; it was cut short or edited")
-    return require_id(decision_id, f"{path} names decision")
+    files.require_digest(decision_id, str(path), "decision")
+    return decision_id
 
 
 def _read(home: Place, name: str, decision_id: str) -> Decision:

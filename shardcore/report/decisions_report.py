@@ -152,7 +152,7 @@ def tiers_report(problem: Problem) -> str:
 
 
 def _cluster_record(outcome: Outcome) -> dict[str, Any]:
-    """A cluster that has a plan. What is not known is "-"."""
+    """A cluster that has a plan."""
     cluster, samples_per_s = outcome.proposal, outcome.proposal.samples_per_s(outcome.ms)
     return {
         "offer": cluster.offer.name,
@@ -162,7 +162,6 @@ def _cluster_record(outcome: Outcome) -> dict[str, Any]:
         "samples/s": f"{samples_per_s:,.0f}",
         "price/h": f"{cluster.price_per_hour:,.2f}",
         "price of 10^9 samples": f"{1e9 / samples_per_s / 3600 * cluster.price_per_hour:,.2f}",
-        "kW": "-" if cluster.watts is None else f"{cluster.watts / 1e3:.1f}",
     }
 
 

@@ -13,7 +13,6 @@ from shardcore.plans.replan import ReplanConfig
 from shardcore.plans.words import count, moves_text, moves_words, threshold_words, when
 from shardcore.report.plan_explorer import PARTS, glance_text
 from shardcore.report.text import device_table, percent_change, text_table
-from shardcore.search.decisions.towers import TowerTraffic
 from shardcore.search.explain import Explanation
 from shardcore.step.kinds import device_names, layout_of
 from shardcore.step.memory import gib, held_bytes
@@ -103,15 +102,14 @@ def _exchange_text(x: Explanation) -> str:
         message += (
             f"\nDevice {x.input_bytes.index(ids)} receives most ids: {gib(ids)} a step with their lengths."
         )
-    return f"{message}\n{towers_text(x.towers)}" if x.towers else message
+    return f"{message}\n{_towers_text(x)}" if x.without_towers_ms is not None else message
 
 
-def towers_text(x: TowerTraffic) -> str:
-    """Change that towers make in the exchange of outputs, for people."""
+def _towers_text(x: Explanation) -> str:
+    """Time that towers save."""
     return (
-        f"With towers of ratio {x.ratio:g}, {gib(x.across_bytes)} of outputs cross hosts each way, "
-        f"instead of {gib(x.plain_across_bytes)};\nwithin hosts {gib(x.within_bytes)} travel, instead of "
-        f"{gib(x.plain_within_bytes)}. The tower modules' own work is not counted."
+        f"Towers make what crosses hosts smaller: without them this plan would take {x.without_towers_ms:.3f} ms "
+        f"({percent_change(x.without_towers_ms or 0.0, x.total_ms)}). The tower modules' own work is not counted."
     )
 
 

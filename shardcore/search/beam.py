@@ -12,7 +12,7 @@ Shapes: C states searched at once, N their shards, K plans of a state, D devices
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
@@ -107,10 +107,9 @@ class Beam:
     meter: Meter
     plan_s: float = 0.0
 
-    def plan(self, sampled: Callable[[int], InnerSearch] | None = None, **provenance: Any) -> Plan:
+    def plan(self, **provenance: Any) -> Plan:
         """The best plan of the beam. It uses the budget of `meter`.
 
-        sampled: makes an inner search of n random plans. The best state gets these while the budget lasts.
         provenance: of the plan.
 
         Where a budget in seconds does not suffice for a first search, it is some plan that fits.
@@ -138,9 +137,6 @@ class Beam:
                 space = self._space(shards)
                 start = StatePlan(np.inf, tuple(sorted(space.cache.keys(shards))), ())
                 best = self._improve_plan(space, start)
-        # Random plans have no end of their own.
-        if sampled and (self.meter.budget.evals or self.meter.budget.seconds):
-            best = self._sampled(space, best, sampled)
         if packing and not is_less(best.ms, packing.provenance["predicted_ms"]):
             return self._priced(packing.placements, packed=True, **provenance)
         placements = placements_of(space.cache.bundles(best.state), best.devices, space.cache.problem)
@@ -179,18 +175,6 @@ class Beam:
                 if _sort_plans([first, plan])[0] is plan:
                     space, first = of_other, plan
         return space, first
-
-    def _sampled(
-        self, space: SearchSpace, best: StatePlan, sampled: Callable[[int], InnerSearch]
-    ) -> StatePlan:
-        """The best of random plans of a state, or the plan that there is."""
-        n_devices = len(space.fixed.devices)
-        cells = n_devices * max(len(space.cache), len(best.state))
-        # Chunks, so that the time of a plan is known before the budget ends.
-        chunk = max(1, min(_PROBED, _ROWS_AT_ONCE // n_devices, _CELLS_AT_ONCE // cells))
-        while n := self.meter.affordable(chunk, 1, self.plan_s):
-            best = least([best, *self._search(space, [best.state], sampled(n))], lambda p: p.ms)
-        return best
 
     def _search_s(self, space: SearchSpace, state: State) -> float:
         """Estimated seconds of an inner search, from one of a few of its shards. 0 if no estimate is needed."""

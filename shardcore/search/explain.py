@@ -24,7 +24,7 @@ from shardcore.cost.model import CostModel, PricedPlan, total_ms
 from shardcore.search import compare
 from shardcore.search.bound.lower_bound import Bound, bound
 from shardcore.search.budget import Budget
-from shardcore.search.decisions.towers import TowerTraffic, tower_traffic
+from shardcore.search.decisions.towers import ms_without_towers
 from shardcore.search.sharders import BASELINES, SHARDERS, SPACE_OF
 from shardcore.step.kinds import ID_CHANNELS, layout_of
 from shardcore.step.lower import Workload, lower
@@ -90,7 +90,7 @@ class Explanation:
     bound: lower bound on the cost of plans. None: the model proves none.
     searched: search of the alternatives, in words.
     cuts_ms: for each table in parts, ms that the step takes more if all of it is where its widest part is.
-    towers: changes that towers make in the exchange. None: the job has none.
+    without_towers_ms: ms of the step if the job had no towers. None: it has none.
     """
 
     algorithm: str
@@ -113,7 +113,7 @@ class Explanation:
     changes: tuple[Alternative, ...]
     searched: str
     cuts_ms: Mapping[str, float]
-    towers: TowerTraffic | None = None
+    without_towers_ms: float | None = None
 
 
 def explain(
@@ -227,7 +227,7 @@ def explain(
             for name, whole in islice(uncut.items(), _MOST_CUTS)
         },
         searched=f"{searcher}, seed {seed}, {' or '.join(limits) or 'no limit'} each",
-        towers=tower_traffic(plan, problem),
+        without_towers_ms=ms_without_towers(plan, problem, model),
     )
 
 

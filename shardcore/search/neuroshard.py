@@ -21,13 +21,14 @@ Shapes: C states searched at once, N their shards, K passes, D devices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Annotated
 
 import numpy as np
 
 from shardcore.core.types import Plan, Problem
-from shardcore.core.validation import require
+from shardcore.core.validation import MOST_COUNT, entries
 from shardcore.cost.model import CostModel
 from shardcore.search.anneal.batch import PlanBatch
 from shardcore.search.anneal.search_space import SearchSpace
@@ -40,21 +41,13 @@ from shardcore.search.lockstep import Placed, place_in_order
 class NeuroShardConfig(BeamConfig):
     """Parameters of the beam, and of the passes.
 
-    scales: caps on a device's columns, relative to the mean.
-    uncapped: whether one more pass runs without a cap.
+    scales: of each pass the cap on a device's columns, relative to the mean. None: it has no cap.
     """
 
-    scales: tuple[float, ...] = (1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.4, 1.45, 1.5)
-    uncapped: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(bool(self.caps), f"{self} needs passes: scales, or one without a cap")
-
-    @property
-    def caps(self) -> tuple[float, ...]:
-        """One cap for each pass of an inner search."""
-        return (*self.scales, float("inf")) if self.uncapped else tuple(self.scales)
+    scales: Annotated[tuple[float | None, ...], entries(1, MOST_COUNT)] = (
+        *(1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.4, 1.45, 1.5),
+        None,
+    )
 
 
 def neuroshard(
@@ -72,15 +65,16 @@ def neuroshard(
     One evaluation is one greedy pass priced. Raises Infeasible (see `feasible_shards`) and SettingMismatch.
     """
     meter = (budget or Budget()).start()
-    beam = Beam(problem, model, GreedyGrid(config.caps), config, meter)
+    beam = Beam(problem, model, GreedyGrid(config.scales), config, meter)
     return beam.plan(algorithm="neuroshard", seed=seed, config=asdict(config))
 
 
 class GreedyGrid:
     """The inner search: one greedy pass for each cap (see beam.InnerSearch)."""
 
-    def __init__(self, caps: tuple[float, ...]) -> None:
-        self.plans, self._caps = len(caps), np.array(caps)
+    def __init__(self, scales: Sequence[float | None]) -> None:
+        self.plans = len(scales)
+        self._caps = np.array([np.inf if scale is None else scale for scale in scales])
 
     def __call__(self, space: SearchSpace, keys: np.ndarray) -> Placed:
         cache = space.cache

@@ -189,7 +189,7 @@ class _Anytime:
     def _beam(self) -> Plan:
         # The beam counts its own evaluations, but keeps to the same seconds.
         meter = Meter(Budget(seconds=self.meter.budget.seconds), self.meter.started_s)
-        return Beam(self.problem, self.model, GreedyGrid(_BEAM.caps), _BEAM, meter).plan()
+        return Beam(self.problem, self.model, GreedyGrid(_BEAM.scales), _BEAM, meter).plan()
 
     def _keep(self, placements: Sequence[Placement], found_by: str, ms: float = 0.0) -> None:
         """Keep a plan if it fits and is the cheapest so far.
@@ -214,7 +214,7 @@ def _beam_evals(problem: Problem) -> float:
     """Trials of annealing that take about as long as the beam: passes × states × shards, on few devices."""
     # States of the first step, and of all others.
     return (
-        len(_BEAM.caps)
+        len(_BEAM.scales)
         * (1 + 2 * _BEAM.candidates * (1 + _BEAM.beam * (_BEAM.steps - 1)))
         * len(problem.tables)
         * (1 + len(problem.topology) / 32)

@@ -281,7 +281,7 @@ def _managed_collision(wrapper: nn.Module | None, config: Any) -> ManagedCollisi
     if eviction in HASH_FORMS[form].row_bytes:
         same |= {"form": form, "eviction": eviction}
     if not isinstance(module, MCHManagedCollisionModule):  # a hash table, which keeps no history
-        return ManagedCollision(**same, buckets=module.buckets(), probes=module.max_probe)
+        return ManagedCollision(**same, buckets=module.buckets())
     # Sharded, it has a bucket for each rank. An id is hashed before if the module has a function for it.
     if module._input_hash_func is not None:
         same["routing"] = "hashed"

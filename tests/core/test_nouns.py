@@ -107,7 +107,6 @@ REFUSED = {
         "lookup_bytes": ((1 << 20) + 1,),
         "bytes": (-1,),
         "buckets": (0, 2**20 + 1),
-        "probes": (-1,),
         "input_size": (-1,),
         "routing": ("sideways",),
         "form": ("cuckoo",),

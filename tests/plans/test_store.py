@@ -166,7 +166,7 @@ def test_a_pointer_that_names_no_decision_is_refused(problem, tmp_path, content)
     publish(tmp_path, problem, 0, "first")
     (tmp_path / "small/current").write_bytes(content)
     with pytest.raises(
-        ShardCoreError, match="small/current (names decision .*; it needs 16 hex digits|has 1,000,000 bytes)"
+        ShardCoreError, match="small/current (has decision .*; it needs 16 hex digits|has 1,000,000 bytes)"
     ):
         store.load_plan(tmp_path, "small")
 

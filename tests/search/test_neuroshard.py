@@ -135,7 +135,7 @@ def test_without_cuts_it_is_the_best_of_the_published_passes(seed):
     equal = tuple(replace(d, speed=1.0) for d in problem.topology.devices)
     problem = replace(problem, topology=Topology(equal))
     config = NeuroShardConfig(steps=0)
-    best_ms = min(plain_greedy_ms(problem, scale) for scale in config.caps)
+    best_ms = min(plain_greedy_ms(problem, scale or np.inf) for scale in config.scales)
     plan = neuroshard(problem, MODEL, config=config)
     assert plan.provenance["predicted_ms"] == pytest.approx(best_ms, rel=1e-9)
 
@@ -159,7 +159,7 @@ def test_a_pass_without_cap_solves_what_the_caps_forbid():
     whole = Constraints(unsplit=("wide",))
     problem = Problem("wide", tables, Topology((Device(2**20),) * 4), BATCH, constraints=whole)
     assert not neuroshard(problem, MODEL).provenance["packed"]
-    capped = NeuroShardConfig(uncapped=False)
+    capped = NeuroShardConfig(scales=NeuroShardConfig().scales[:-1])
     assert neuroshard(problem, MODEL, config=capped).provenance["packed"]
 
 
@@ -168,7 +168,7 @@ def test_the_cap_does_not_hold_for_pinned_tables():
     # three times the mean of the columns
     pinned = Constraints(pinned=tuple((t.name, (0,)) for t in tables[:6]))
     problem = Problem("pinned", tables, Topology((Device(2**20),) * 4), BATCH, constraints=pinned)
-    plan = neuroshard(problem, MODEL, config=NeuroShardConfig(uncapped=False, steps=0))
+    plan = neuroshard(problem, MODEL, config=NeuroShardConfig(scales=NeuroShardConfig().scales[:-1], steps=0))
     assert not plan.provenance["packed"] and sum(p.devices == (0,) for p in plan.placements) == 6
 
 
@@ -215,7 +215,7 @@ def test_the_result_does_not_depend_on_how_much_runs_in_lockstep(monkeypatch):
     "make",
     [
         lambda: NeuroShardConfig(beam=0),
-        lambda: NeuroShardConfig(scales=(), uncapped=False),
+        lambda: NeuroShardConfig(scales=()),
         lambda: Budget(evals=0),
         lambda: Budget(seconds=-1.0),
     ],

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from shardcore.core import progress
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.types import Plan, Problem
-from shardcore.core.validation import require, require_type, shown
+from shardcore.core.validation import Record, require, require_type, shown
 from shardcore.cost.model import CostModel, require_model
 from shardcore.io.schema import build
 from shardcore.search.budget import Budget
@@ -154,7 +154,7 @@ class Outcome:
         return self.found.ms if self.found else float("inf")
 
 
-class Decision:
+class Decision(Record):
     """A choice that is made before a search.
 
     name: plural noun for people.

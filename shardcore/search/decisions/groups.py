@@ -29,7 +29,6 @@ from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.step_cost import StepCost
 from shardcore.core.topology import Topology
 from shardcore.core.types import Problem
-from shardcore.core.validation import require_types
 from shardcore.cost.model import CostModel, first_least, price
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.sharders import SHARDERS
@@ -118,7 +117,7 @@ class FoundGroups(Found):
 
 
 @dataclass(frozen=True)
-class Groups(Decision):
+class Groups(Decision, noun="groups"):
     """Choose the groups to train in.
 
     size: "auto" for every size that divides the devices, or one of them.
@@ -130,9 +129,6 @@ class Groups(Decision):
 
     name: ClassVar[str] = "sharding groups"
     level: ClassVar[int] = 1
-
-    def __post_init__(self) -> None:
-        require_types(self, "groups")
 
     def proposals(
         self, problem: Problem, model: CostModel, seconds: float | None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from shardcore.core.types import Problem
@@ -16,20 +15,10 @@ from shardcore.cost.model import CostModel
 from shardcore.search.decisions.driver import Decision, Outcome, Proposal
 from shardcore.step.lower import lower
 from shardcore.step.memory import gib
-from shardcore.tables.hot_rows import heats, hot_counts, with_hot_rows
+from shardcore.tables.hot_rows import HOT, heats, hot_counts, with_hot_rows
 
 _FACTOR = 2.0
 """Ratio of one threshold to the next."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Threshold(Proposal):
-    """A problem with hot rows as separate tables.
-
-    rows: number of hot rows by table.
-    """
-
-    rows: Mapping[str, int]
 
 
 class HotRows(Decision):
@@ -41,7 +30,7 @@ class HotRows(Decision):
 
     def proposals(
         self, problem: Problem, model: CostModel, seconds: float | None
-    ) -> Generator[Threshold, Outcome, None]:
+    ) -> Generator[Proposal, Outcome, None]:
         """The problem without hot rows, and with those of each threshold, from the highest on.
 
         On one device there are no thresholds. They fall until no plan fits, or half as many lookups as there
@@ -59,7 +48,7 @@ class HotRows(Decision):
         n = math.ceil(max(1.0, math.log(hottest / lowest, _FACTOR))) if len(problem.topology) > 1 else 0
         # The unchanged problem comes first, so hot rows never make a plan dearer.
         before: dict[str, int] = {}
-        yield Threshold(words="no hot rows", problem=problem, rows=before, more=n)
+        yield Proposal(words="no hot rows", problem=problem, more=n)
         # From above: a high threshold takes least memory, so it fits if any does.
         for i in range(1, n + 1):
             threshold = max(1.0, lowest, hottest / _FACTOR**i)
@@ -67,10 +56,9 @@ class HotRows(Decision):
             # Thresholds between the same two rows give the same problem.
             if rows == before:
                 continue
-            outcome = yield Threshold(
+            outcome = yield Proposal(
                 words=f"rows hot from {threshold:,.1f} lookups a batch",
                 problem=with_hot_rows(problem, rows),
-                rows=rows,
                 more=n - i,
             )
             before = rows
@@ -78,7 +66,8 @@ class HotRows(Decision):
                 return  # lower ones take more memory
 
     def facts(self, outcome: Outcome) -> Mapping[str, Any]:
-        facts: dict[str, Any] = {"hot": sum(outcome.proposal.rows.values())}
+        tables = outcome.proposal.problem.tables
+        facts: dict[str, Any] = {"hot": sum(t.rows for t in tables if t.name.endswith(HOT))}
         if outcome.found:
             work = lower(outcome.found.plan, outcome.found.problem)
             facts |= {"enters exchanges": gib(work.traffic.sum()), "most memory": gib(max(work.memory_bytes))}

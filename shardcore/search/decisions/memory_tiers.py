@@ -348,7 +348,8 @@ def shared_out(
     """
     among = tuple(tier_bytes)
     limits = np.maximum([device_bytes, *tier_bytes.values()], 1.0)  # [R]
-    even = _even_sums(problem, model) if model else None
+    whole = [Shard.whole(table) for table in problem.tables]
+    even = model and model.encode(whole).sum(0, keepdims=True) / len(problem.topology)
     table_of = [i for i, table in enumerate(tables) for _ in options_of(table, problem, among, 0)]
 
     def options(memory: float) -> list[Tier]:
@@ -388,17 +389,12 @@ def shared_out(
     return [tiers[i] for i in chosen]
 
 
-def _even_sums(problem: Problem, model: CostModel) -> np.ndarray:
-    """[1, F] summed encodings of an op with an even share of all tables."""
-    codes = model.encode([Shard.whole(table) for table in problem.tables])
-    return codes.sum(0, keepdims=True) / len(problem.topology)
-
-
 def _added_ms(
     tiers: Sequence[Tier], problem: Problem, model: CostModel | None, even: np.ndarray | None
 ) -> np.ndarray:
-    """[N, C] ms that tiers add to an op of `_even_sums`, and to its fetches and updates if caches fetch ahead.
+    """[N, C] ms that tiers add to an op, and to its fetches and updates if caches fetch ahead.
 
+    even: [1, F] summed encodings of the op, which has an even share of all tables.
     Without a model, [N, 1] ms on their links.
     """
     if model is None or even is None:

@@ -23,10 +23,10 @@ from shardcore.core.validation import (
     MOST_BYTES,
     MOST_DEVICES,
     MOST_SPEED,
+    Record,
     first_repeated,
     require,
     require_name,
-    require_types,
     within,
 )
 from shardcore.cost.model import CostModel
@@ -35,11 +35,11 @@ from shardcore.io.schema import build
 from shardcore.search.decisions.driver import Decision, Outcome, Proposal
 
 MOST_PRICE = 1e9
-"""The highest price of an hour, in any currency, and the most watts."""
+"""The highest price of an hour, in any currency."""
 
 
 @dataclass(frozen=True)
-class Offer:
+class Offer(Record):
     """A type of machine.
 
     name: name of the offer.
@@ -49,7 +49,6 @@ class Offer:
     model: folder of the cost model of its devices. "": `hardware` prices them.
     hardware: profile of its devices, in place of a model: a name, or a file.
     most_hosts: machines that can be had.
-    watts: power of one machine. None: not known.
     speed: speed of a device, relative to what the model was measured on.
     links: links of its devices, as in Topology.
     """
@@ -61,12 +60,11 @@ class Offer:
     model: str = ""
     hardware: str = ""
     most_hosts: Annotated[int, within(1, MOST_DEVICES)] = 1
-    watts: Annotated[float | None, within(0, MOST_PRICE)] = None
     speed: Annotated[float, within(1 / MOST_SPEED, MOST_SPEED)] = 1.0
     links: tuple[Link, ...] = ()
 
     def __post_init__(self) -> None:
-        require_types(self, "offer")
+        super().__post_init__()
         require(
             bool(self.model) != bool(self.hardware),
             f"offer {self.name!r} has model {self.model!r} and hardware {self.hardware!r}; it needs one of the two",
@@ -129,10 +127,6 @@ class Cluster(Proposal):
     def price_per_hour(self) -> float:
         return self.hosts * self.offer.price_per_hour
 
-    @property
-    def watts(self) -> float | None:
-        return None if self.offer.watts is None else self.hosts * self.offer.watts
-
     def samples_per_s(self, step_ms: float) -> float:
         return 1e3 * self.problem.global_batch / step_ms
 
@@ -189,7 +183,7 @@ class Provision(Decision):
     models: cost models by the offers' `priced_by`.
     """
 
-    offers: Sequence[Offer]
+    offers: tuple[Offer, ...]
     models: Mapping[str, CostModel]
     target: Target
 
@@ -244,8 +238,7 @@ class Provision(Decision):
 def best_of_each(outcomes: Sequence[Outcome], target: Target) -> list[Outcome]:
     """The best cluster of each offer that meets the target, the best of all first.
 
-    The cheapest is best, or with a target price the fastest. Ties go to less power, then to the faster.
-    Power that is not known counts as most.
+    The cheapest is best, or with a target price the fastest. Ties go to the faster, or the cheaper.
 
     Raises ShardCoreError where no cluster meets it, naming the nearest.
     """
@@ -261,9 +254,8 @@ def best_of_each(outcomes: Sequence[Outcome], target: Target) -> list[Outcome]:
         }[key]
 
     def rank(outcome: Outcome) -> tuple[float, ...]:
-        price, watts = outcome.proposal.price_per_hour, outcome.proposal.watts
-        watts = float("inf") if watts is None else watts  # not known counts as most
-        return (outcome.ms, price, watts) if key == "price_per_hour" else (price, watts, outcome.ms)
+        price = outcome.proposal.price_per_hour
+        return (outcome.ms, price) if key == "price_per_hour" else (price, outcome.ms)
 
     # A cluster without a plan reaches no target.
     planned = [x for x in outcomes if x.found]

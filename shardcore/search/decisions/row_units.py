@@ -12,14 +12,13 @@ from typing import Any, ClassVar
 
 from shardcore.core.links import ROWS_OVER
 from shardcore.core.types import Plan, Problem
-from shardcore.core.validation import require_types
 from shardcore.cost.model import CostModel
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.step.kinds import choices_of_rows, layout_of, row_unit_of
 
 
 @dataclass(frozen=True)
-class RowUnits(Decision):
+class RowUnits(Decision, noun="units of rows"):
     """Choose the units that rows are divided over, where the topology leaves it open.
 
     start: a plan that the search improves. Its job keeps its units.
@@ -32,9 +31,6 @@ class RowUnits(Decision):
     against: ClassVar[Mapping[str, str]] = {
         "towers": "a model has towers of hosts, or of pods where topology.rows_over says so"
     }
-
-    def __post_init__(self) -> None:
-        require_types(self, "units of rows")
 
     def proposals(
         self, problem: Problem, model: CostModel, seconds: float | None

@@ -31,17 +31,15 @@ from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.links import LEVELS, ROWS_OVER
 from shardcore.core.topology import Topology
 from shardcore.core.types import Plan, Problem, Shard, Table
-from shardcore.core.validation import require, require_types
-from shardcore.cost.model import CostModel, first_least
+from shardcore.core.validation import require
+from shardcore.cost.model import CostModel, first_least, total_ms
 from shardcore.io.towers import Towers
 from shardcore.search.budget import Budget
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.state.refusal import shown
 from shardcore.search.ties import least
-from shardcore.step.kinds import ID_CHANNELS
-from shardcore.step.lower import Workload, lower
+from shardcore.step.lower import lower
 from shardcore.step.memory import gib, held_bytes, local_batch_bytes, table_bytes
-from shardcore.step.scopes import groups_of
 from shardcore.step.ways import on_all_devices
 from shardcore.tables.hot_rows import as_cold, cold_names
 
@@ -121,44 +119,12 @@ def _everywhere(table: Table, problem: Problem) -> bool:
     return table.sequence and on_all_devices(table, problem)
 
 
-@dataclass(frozen=True)
-class TowerTraffic:
-    """Bytes of outputs that a step of a plan sends forward, in FP32. Backward gradients take as many.
-
-    within_bytes, across_bytes: bytes between devices of a host, and between hosts.
-    plain_within_bytes, plain_across_bytes: the same if the job had no towers.
-    ratio: compression ratio of the towers.
-    """
-
-    within_bytes: float
-    across_bytes: float
-    plain_within_bytes: float
-    plain_across_bytes: float
-    ratio: float
-
-
-def tower_traffic(plan: Plan, problem: Problem) -> TowerTraffic | None:
-    """Bytes of a plan with towers and without. None for a problem without towers."""
-    if (ratio := problem.job.tower_ratio) is None:
+def ms_without_towers(plan: Plan, problem: Problem, model: CostModel) -> float | None:
+    """ms of a step of a plan whose job has no towers. None: its problem has none anyway."""
+    if problem.job.tower_ratio is None:
         return None
     plain = replace(problem, job=replace(problem.job, tower_ratio=None))
-    within, across = _sent(lower(plan, problem, fits=False))
-    plain_within, plain_across = _sent(lower(plan, plain, fits=False))
-    return TowerTraffic(within, across, plain_within, plain_across, ratio)
-
-
-def _sent(workload: Workload) -> tuple[float, float]:
-    """Bytes of outputs that devices send to others of their host (or pod), and to others. Hosts are equal."""
-    sent, topology = np.zeros(2), workload.topology
-    host_of = {d: h for h, unit in enumerate(topology.row_units) for d in unit}
-    for channel, entering in zip(workload.channels, workload.traffic, strict=True):
-        if channel not in ID_CHANNELS and "forward" in channel.row.ways:
-            hosts = [host_of[d] for d in groups_of(channel.group, topology)[0]]
-            n, mates = len(hosts), hosts.count(hosts[0])
-            # Of the n parts that a device enters, it keeps one.
-            sent += np.array([mates - 1, n - mates]) / n * entering.sum()
-    within, across = sent.tolist()
-    return within, across
+    return total_ms(lower(plan, plain, fits=False), model)
 
 
 # --- the decision -------------------------------------------------------------------------------------------
@@ -180,7 +146,7 @@ class TowerHosts(Proposal):
 
 
 @dataclass(frozen=True)
-class OnTowers(Decision):
+class OnTowers(Decision, noun="towers"):
     """Choose the host of each tower. A plan with towers is one of the problem without them.
 
     start: a plan that the search improves. Its tables may stay on their hosts.
@@ -194,9 +160,6 @@ class OnTowers(Decision):
     name: ClassVar[str] = "towers"
     level: ClassVar[int] = 5
     against: ClassVar[Mapping[str, str]] = {"sharding groups": "towers are of all hosts of a problem"}
-
-    def __post_init__(self) -> None:
-        require_types(self, "towers")
 
     def proposals(
         self, problem: Problem, model: CostModel, seconds: float | None
@@ -303,15 +266,6 @@ def tower_hosts(
     # At least a byte: shares of nothing are not defined.
     room = [max(1, sum(free[d] for d in host)) for host in on_host.values()]
     capacity = np.array(list(zip(speeds, room, strict=True)), dtype=float)
-    for unit, needed, where in zip(units, load[:, _MEMORY], allowed, strict=True):
-        largest = np.where(where, capacity[:, _MEMORY], 0).max()
-        if needed > largest:
-            raise Infeasible(
-                f"problem {problem.name!r} does not fit: {_group(unit)} of the towers takes "
-                f"{gib(needed)} with outputs; the largest host where it may live may hold "
-                f"{gib(largest)}, {gib(needed - largest)} too little. It would fit in smaller "
-                "groups, or with that much more memory on a host"
-            )
     division = Division(affinity, load, capacity, allowed, seconds)
     of_units = division.best()
     host = of_units[len(on_host) :]

@@ -86,10 +86,10 @@ def place(
 ) -> Plan:
     """The policy's plan: each shard goes to the legal device with the highest score.
 
-    With a budget, it is the best of that plan and of random plans by the policy. One evaluation is one plan
-    priced. The cost model prices them, and knows the memory; the policy decides.
+    One evaluation is one plan priced. The cost model prices plans, and knows the memory; the policy decides.
 
     algorithm: its name in provenance.
+    seed: only recorded.
     config: parameters of the beam that cuts tables by columns. TABLE_WISE: they stay whole, as published.
 
     Raises Infeasible (see `feasible_shards`), and SettingMismatch for a policy of other hardware.
@@ -101,17 +101,8 @@ def place(
             f"the cost model is for {model.setting.hardware!r}: train one for it "
             "(python -m shardcore train-policy)"
         )
-    # One generator for all random plans, so that the seed repeats the run.
-    rng, meter = np.random.default_rng(seed), (budget or Budget()).start()
-    # The first search places greedily; random plans follow while the budget lasts.
-    beam = Beam(problem, model, Rollouts(policy.net, policy.weights), config, meter)
-    return beam.plan(
-        lambda n: Rollouts(policy.net, policy.weights, n, rng),
-        algorithm=algorithm,
-        seed=seed,
-        policy=policy.name,
-        config=asdict(config),
-    )
+    beam = Beam(problem, model, Rollouts(policy.net, policy.weights), config, (budget or Budget()).start())
+    return beam.plan(algorithm=algorithm, seed=seed, policy=policy.name, config=asdict(config))
 
 
 def write_policy(folder: str | Path, policy: Policy) -> None:

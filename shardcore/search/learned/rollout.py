@@ -50,7 +50,7 @@ class Rollouts:
     net: the policy's networks.
     weights: their weights.
     plans: plans of each state.
-    rng: makes them random. None: each shard goes where the score is highest.
+    rng: makes them random, for training. None: each shard goes where the score is highest.
     """
 
     net: Net

@@ -98,8 +98,7 @@ class _Choice:
     """
 
     def __init__(self, packings: Packings, ways: Sequence[Way]) -> None:
-        problem, self.packings, self.bundles, self.ways = packings.problem, packings, packings.bundles, ways
-        self.problem, self.caches = problem, packings.caches
+        problem, self.packings, self.ways = packings.problem, packings, ways
         self.batches = run_batches((p for way in ticking(ways) for p in way.placements), problem)
         self.account = Account.of(self.batches, problem)
         tiers, topology = problem.topology.memory, problem.topology
@@ -110,17 +109,18 @@ class _Choice:
 
     def _base(self, cut: frozenset[Layout]) -> np.ndarray:
         batches = {run: batch._replace(cut=batch.cut or run in cut) for run, batch in self.batches.items()}
-        return np.append(Account.of(batches, self.problem).base, 0.0)
+        return np.append(Account.of(batches, self.packings.problem).base, 0.0)
 
     def sent(self, i: int) -> np.ndarray:
         """[P] bytes of a bundle's ids in a local batch, as each further part sends them."""
-        ids = self.problem.local_batch * sample_bytes(self.bundles[i][0].table, self.problem.job)
+        problem = self.packings.problem
+        ids = problem.local_batch * sample_bytes(self.packings.bundles[i][0].table, problem.job)
         return np.append(ids * self.account.sent, 0.0)
 
     def _vectors(self, i: int, width: int) -> np.ndarray:
-        way, bundle, on_host = self.ways[i], self.bundles[i], self.limits.shape[1] - 1
+        way, bundle, on_host = self.ways[i], self.packings.bundles[i], self.limits.shape[1] - 1
         first, *others = bundle
-        total = np.zeros((way.sites.shape[1], on_host + 1 + len(self.caches)))
+        total = np.zeros((way.sites.shape[1], on_host + 1 + len(self.packings.caches)))
         # Columns are exchangeable, and ranges of rows are alike on all sites.
         for shard in bundle if others else [replace(first, col_hi=width)]:
             run = run_of(way.layout.name, shard.table)
@@ -128,7 +128,7 @@ class _Choice:
                 sums = self.packings.sums(run, part)
                 total[g, :on_host] += self.account.vector(run, part, sums)
                 total[g, on_host] += sums.on_host
-                total[g, on_host + 1 :] += self.caches.total([(run, part)])
+                total[g, on_host + 1 :] += self.packings.caches.total([(run, part)])
         # Each device of a host counts what all of them have there.
         host = self.host[way.sites[0]]
         total[:, on_host] = (host[:, None] == host) @ total[:, on_host]
@@ -145,8 +145,10 @@ class _Choice:
     def lacks(self, load: np.ndarray, free: np.ndarray) -> np.ndarray:
         """[...] bytes that devices lack which have a load [..., P + C], and may have free [..., P] bytes."""
         lacks = load[..., : free.shape[-1]] - free
-        if len(self.caches):
-            lacks[..., : self.account.phases] += self.caches.padding(load[..., free.shape[-1] :])[..., None]
+        if len(self.packings.caches):
+            lacks[..., : self.account.phases] += self.packings.caches.padding(load[..., free.shape[-1] :])[
+                ..., None
+            ]
         return lacks.max(-1)
 
 
@@ -170,14 +172,14 @@ class _Pass:
         free = choice.limits + (more_bytes or 0.0) - choice.base(frozenset())
         if more_bytes is not None:
             free[:, -1] = _AMPLE
-        return cls(choice, free, np.zeros((len(free), free.shape[1] + len(choice.caches))))
+        return cls(choice, free, np.zeros((len(free), free.shape[1] + len(choice.packings.caches))))
 
     def place(self, i: int, full: bool) -> list[tuple[Bundle, np.ndarray]] | None:
         """Parts of a bundle, as few as fit, and the site [G] of each. None if it finds no room.
 
         full: whether a part goes to the fullest site that has room, or else to the emptiest.
         """
-        bundle, sites, parts, column = self.choice.bundles[i], self.choice.ways[i].sites, [], 0
+        bundle, sites, parts, column = self.choice.packings.bundles[i], self.choice.ways[i].sites, [], 0
         while (left := bundle[0].width - column) > 0:
             width, lacks = self._widest(i, sites, left, full)
             # Negative where there is room: the largest is of the fullest site that has some.
@@ -216,7 +218,7 @@ class _Pass:
         of_sites = self.lacks(i, widths[-1], sites)
         if len(way.widths) > 1 and (of_sites.min() > 0 or widths[-1] < left):
             # Another part follows: it sends ids once more, and its run has to join outputs.
-            cut = self.cut | {run_of(way.layout.name, self.choice.bundles[i][0].table)}
+            cut = self.cut | {run_of(way.layout.name, self.choice.packings.bundles[i][0].table)}
             self.free -= self.choice.sent(i) + self.choice.base(cut) - self.choice.base(self.cut)
             self.cut = cut
             n = bisect_right(widths, 0, key=lambda width: self.lacks(i, width, sites).min())
@@ -230,7 +232,7 @@ class _Pass:
     def _add(self, site: np.ndarray, vectors: np.ndarray) -> None:
         """Add a part to the devices of a site."""
         self.load[site] += vectors
-        if self.choice.problem.topology.memory:
+        if self.choice.packings.problem.topology.memory:
             on_host = self.free.shape[1] - 1
             for device in site:
                 neighbours = self.choice.host == self.choice.host[device]

@@ -37,8 +37,8 @@ from shardcore.search.decisions.towers import (
     OnTowers,
     as_planned,
     as_towers,
+    ms_without_towers,
     tower_hosts,
-    tower_traffic,
 )
 from shardcore.step.kinds import CHANNELS
 from shardcore.step.lower import lower
@@ -156,12 +156,8 @@ def test_what_enters_each_channel_by_hand():
         "all_to_all_cross": [B * 16 / 2, B * 16 / 2, B * 32 / 2, B * 32 / 2],
     }
     assert entering(lower(plan, plain).traffic) == {"all_to_all": [B * 16 * 4, 0, B * 8 * 4, B * 24 * 4]}
-    # 48 columns of 64 samples, half of which are on the other host.
-    all_bytes = B * 48 * 4
-    moved = tower_traffic(plan, problem)
-    assert (moved.plain_across_bytes, moved.across_bytes) == (all_bytes / 2, all_bytes / 2 / 4)
-    assert (moved.plain_within_bytes, moved.within_bytes) == (all_bytes / 4, all_bytes / 2)
-    assert tower_traffic(plan, plain) is None
+    assert ms_without_towers(plan, problem, MODEL) == price(lower(plan, plain), MODEL).total_ms
+    assert ms_without_towers(plan, plain, MODEL) is None
 
 
 def test_rows_divided_over_a_host_are_summed_and_compressed():
@@ -172,8 +168,6 @@ def test_rows_divided_over_a_host_are_summed_and_compressed():
     of = dict(zip(CHANNELS, work.traffic.tolist(), strict=True))
     assert of[WITHIN] == [B * 16 * 4] * 2 + [0, 0] and of[TO_TOWER] == [0, 0, B * 8 * 4, 0]
     assert of[ACROSS] == [B * 16 / 2] * 2 + [B * 8 / 2] * 2 and not any(of[ALL_TO_ALL])
-    moved = tower_traffic(plan, problem)  # of outputs: ids do not count, in buckets or not
-    assert (moved.within_bytes, moved.across_bytes) == (B * (16 * 4 + 8 * 4 / 2), B * (16 + 8) / 2)
 
 
 IN_PODS = ("p/a", "p/b", "q/c", "q/d")
@@ -194,7 +188,7 @@ def test_towers_of_pods_send_as_towers_of_hosts_do(rows):
         first = Placement(f"{unit}_row", Shard.whole(t), (0, 1)) if rows else column(t, 0)
         plan = Plan((first, column(u, 2)), {"tower_ratio": 4.0})
         sent = entering(lower(plan, problem).traffic)
-        found.append((sorted(sent.values()), tower_traffic(plan, problem)))
+        found.append(sorted(sent.values()))
         assert {CHANNEL[name].scope.unit for name in sent} == {f"within_{unit}"}
         assert as_planned(plan, whole) == problem
     assert found[0] == found[1]
@@ -230,8 +224,10 @@ def test_a_ratio_divides_what_crosses_hosts_and_nothing_else(ratio):
     towers = replace(pairs(), compression_ratio=ratio)
     problem = tower_hosts(problem_of(hosts="aabbccdd"), towers, MODEL).problem
     plan = SHARDERS["size_greedy"](problem, MODEL)
-    moved = tower_traffic(plan, problem)
-    assert moved.across_bytes == pytest.approx(moved.plain_across_bytes / ratio)
+    plain = replace(problem, job=replace(problem.job, tower_ratio=None))
+    sent, whole = (entering(lower(plan, of).traffic) for of in (problem, plain))
+    assert sum(sent["all_to_all_cross"]) == pytest.approx(sum(whole["all_to_all"]) / ratio)
+    assert sent["all_to_all_host"] == whole["all_to_all"]
 
 
 # --- plans --------------------------------------------------------------------------------------------------
@@ -362,7 +358,7 @@ def test_a_group_that_does_not_fit_is_named_and_by_how_much():
     needed = [table_bytes(t, roomy) for t in roomy.tables]
     tight = problem_of(memory_bytes=sum(needed) * 3 // 10)  # a host has 60% of what all tables take
     seven = tuple(f"t{i}" for i in np.argsort(needed)[-9:])
-    with pytest.raises(Infeasible, match=r"the group .* and 4 more of the towers takes .* too little"):
+    with pytest.raises(Infeasible, match=r"no division .* the group .* and 4 more is on host .* too little"):
         tower_hosts(tight, Towers(2, (seven,)), MODEL)
     # Three equal groups, each over half of a host.
     equal = Problem("equal", tuple(Table(f"t{i}", 1000, 16, 1.0) for i in range(6)), on_hosts("aabb"), B)

@@ -28,9 +28,9 @@ GIB = 1 << 30
 TABLES = tuple(Table(f"t{i}", 100_000, 16, 10.0) for i in range(12))
 PROBLEM = Problem("p", TABLES, Topology((Device(GIB),)), 1536)
 MODELS = {"m": AnalyticModel(Setting("cpu", 1536), lookup_ns=50.0)}
-SMALL = Offer("small", 1, GIB, 1.0, "m", most_hosts=5, watts=100.0)
+SMALL = Offer("small", 1, GIB, 1.0, "m", most_hosts=5)
 PLAIN = {"name": "a", "devices": 1, "memory_bytes": 1, "price_per_hour": 1, "model": "m"}
-LARGE = Offer("large", 4, GIB, 6.0, "m", most_hosts=2, watts=300.0, links=links_of(within_host=100.0))
+LARGE = Offer("large", 4, GIB, 6.0, "m", most_hosts=2, links=links_of(within_host=100.0))
 
 
 ANY = Target(step_ms=1e9)
@@ -64,7 +64,7 @@ def test_more_machines_are_faster_and_the_cheapest_that_is_fast_enough_is_chosen
     assert [p for p in heard if p.endswith("begins")] == [f"{x.proposal.words}: begins" for x in found]
     assert len(found) == 6 and all(x.found for x in found)
     alone, four = found[0], found[3]
-    assert four.ms < alone.ms and four.proposal.price_per_hour == 4 and four.proposal.watts == 400
+    assert four.ms < alone.ms and four.proposal.price_per_hour == 4
     assert four.proposal.samples_per_s(four.ms) == pytest.approx(1536e3 / four.ms)
     chosen = decide(
         PROBLEM,
@@ -90,15 +90,12 @@ def test_targets_of_time_speed_and_price():
     assert chosen(price_per_hour=12.0) == [("large", 2), ("small", 4)]
 
 
-def test_equally_cheap_clusters_rank_by_power_then_by_speed():
-    thrifty = replace(SMALL, name="thrifty", watts=50.0)
-    found = [of(SMALL, 2, 5.0), of(thrifty, 2, 6.0)]
-    names = [x.proposal.offer.name for x in best_of_each(found, Target(step_ms=7.0))]
-    assert names == ["thrifty", "small"]
-    unknown = replace(SMALL, name="unknown", watts=None)
-    assert best_of_each([of(unknown, 2, 5.0), *found], Target(step_ms=7.0))[-1].proposal.offer is unknown
-    same = replace(thrifty, name="same")
-    assert best_of_each([*found, of(same, 2, 5.5)], Target(step_ms=7.0))[0].proposal.offer is same
+def test_equally_cheap_clusters_rank_by_speed_and_equally_fast_ones_by_price():
+    same, cheap = replace(SMALL, name="same"), replace(SMALL, name="cheap", price_per_hour=0.5)
+    found = [of(SMALL, 2, 5.0), of(same, 2, 4.0), of(cheap, 2, 4.0)]
+    names = [x.proposal.offer.name for x in best_of_each(found[:2], Target(step_ms=7.0))]
+    assert names == ["same", "small"]
+    assert best_of_each(found, Target(price_per_hour=9.0))[0].proposal.offer is cheap
 
 
 def test_a_cluster_without_room_says_why_and_a_target_out_of_reach_names_the_nearest():
