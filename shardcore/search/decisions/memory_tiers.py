@@ -349,7 +349,7 @@ def shared_out(
     among = tuple(tier_bytes)
     limits = np.maximum([device_bytes, *tier_bytes.values()], 1.0)  # [R]
     whole = [Shard.whole(table) for table in problem.tables]
-    even = model and model.encode(whole).sum(0, keepdims=True) / len(problem.topology)
+    even = model.encode(whole).sum(0, keepdims=True) / len(problem.topology) if model else None
     table_of = [i for i, table in enumerate(tables) for _ in options_of(table, problem, among, 0)]
 
     def options(memory: float) -> list[Tier]:

@@ -155,7 +155,9 @@ def _one_too_large(uncut: _Whole) -> str:
             cause = problem.why_no_codec(WHOLE_ROWS, table) or "constraints.kinds"
             reason = f"table {table.name!r} has to be divided by rows ({cause})"
         else:
-            parts = list(map(_on_one, bundle if stays else equal_parts(bundle[0], table.dim // width)))
+            parts = list(
+                map(_on_one, bundle if stays else equal_parts(Shard.whole(table), table.dim // width))
+            )
             # All that stay together are on one device. Of a table that is cut, the narrowest columns are.
             needed = int(uncut.device_bytes(parts, parts if stays else parts[-1:])[0])
             what = f"{width} columns of table {table.name!r} take"
